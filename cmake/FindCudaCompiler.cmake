@@ -1,0 +1,39 @@
+# Sets JAX_BARACUDA_CUDA_COMPILER_FOUND, and CMAKE_CUDA_COMPILER where nvcc is not on the PATH: it may also come with
+# the toolkit under /usr/local/cuda or with the pip packages of CUDA.
+set(JAX_BARACUDA_CUDA_COMPILER_FOUND FALSE)
+if(JAX_BARACUDA_CUDA STREQUAL "OFF")
+  message(STATUS "jax_baracuda: CUDA module not built, because JAX_BARACUDA_CUDA=OFF")
+  return()
+endif()
+
+if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
+  set(nvcc_hints "$ENV{CUDA_HOME}/bin" "$ENV{CUDA_PATH}/bin" /usr/local/cuda/bin)
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" -c "import site, sys; print(';'.join(site.getsitepackages() + sys.path))"
+    OUTPUT_VARIABLE site_directories OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  # An isolated build does not see the environment that it installs into; VIRTUAL_ENV names it.
+  file(GLOB environment_site_directories "$ENV{VIRTUAL_ENV}/lib/python3*/site-packages")
+  foreach(directory IN LISTS site_directories environment_site_directories)
+    file(GLOB pip_toolkits "${directory}/nvidia/cu[0-9]*/bin" "${directory}/nvidia/cuda_nvcc/bin")
+    list(APPEND nvcc_hints ${pip_toolkits})
+  endforeach()
+  find_program(NVCC_EXECUTABLE nvcc HINTS ${nvcc_hints})
+  if(NVCC_EXECUTABLE)
+    set(CMAKE_CUDA_COMPILER "${NVCC_EXECUTABLE}")
+  endif()
+endif()
+
+include(CheckLanguage)
+check_language(CUDA)
+if(CMAKE_CUDA_COMPILER)
+  set(JAX_BARACUDA_CUDA_COMPILER_FOUND TRUE)
+  message(STATUS "jax_baracuda: building the CUDA module with ${CMAKE_CUDA_COMPILER}")
+elseif(JAX_BARACUDA_CUDA STREQUAL "ON")
+  message(FATAL_ERROR
+    "jax_baracuda: JAX_BARACUDA_CUDA=ON, but no working CUDA compiler was found. Install the CUDA toolkit and put nvcc "
+    "on the PATH (or set CUDACXX), or install the compiler from PyPI into the active virtual environment: "
+    "pip install 'nvidia-cuda-nvcc' 'nvidia-cuda-cccl' 'nvidia-cuda-runtime' 'nvidia-cuda-crt' 'nvidia-nvvm'. "
+    "JAX_BARACUDA_CUDA=AUTO builds the CPU module alone instead.")
+else()
+  message(STATUS "jax_baracuda: no CUDA compiler found, building the CPU module alone")
+endif()

@@ -1,0 +1,8 @@
+// Compiles a function for several instruction sets and lets the loader pick the best one for the machine.
+#pragma once
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define JB_CPU_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define JB_CPU_CLONES
+#endif

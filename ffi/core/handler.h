@@ -1,0 +1,87 @@
+// Decoding and checking of FFI arguments. Handlers trust nothing that Python says: every function here returns an
+// error that names the op and the argument instead of assuming.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "ffi/core/element_type.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_baracuda {
+
+namespace ffi = xla::ffi;
+
+inline ElementType ElementTypeOf(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::PRED:
+      return ElementType::kBool;
+    case ffi::DataType::S8:
+      return ElementType::kInt8;
+    case ffi::DataType::S16:
+      return ElementType::kInt16;
+    case ffi::DataType::S32:
+      return ElementType::kInt32;
+    case ffi::DataType::S64:
+      return ElementType::kInt64;
+    case ffi::DataType::U8:
+      return ElementType::kUInt8;
+    case ffi::DataType::U16:
+      return ElementType::kUInt16;
+    case ffi::DataType::U32:
+      return ElementType::kUInt32;
+    case ffi::DataType::U64:
+      return ElementType::kUInt64;
+    case ffi::DataType::F16:
+      return ElementType::kFloat16;
+    case ffi::DataType::BF16:
+      return ElementType::kBFloat16;
+    case ffi::DataType::F32:
+      return ElementType::kFloat32;
+    case ffi::DataType::F64:
+      return ElementType::kFloat64;
+    default:
+      return ElementType::kUnsupported;
+  }
+}
+
+inline std::string ShapeString(ffi::AnyBuffer::Dimensions dimensions) {
+  std::string text = "[";
+  for (size_t i = 0; i < dimensions.size(); ++i) {
+    text += (i == 0 ? "" : ",") + std::to_string(dimensions[i]);
+  }
+  return text + "]";
+}
+
+inline ffi::Error InvalidArgument(const char* op, const std::string& message) {
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string(op) + ": " + message);
+}
+
+inline ffi::Error UnsupportedType(const char* op, const char* argument, ffi::DataType type) {
+  return InvalidArgument(op, std::string(argument) + " has XLA element type " +
+                                 std::to_string(static_cast<int>(type)) + ", for which there is no kernel");
+}
+
+inline ffi::Error WrongShape(const char* op, const char* argument, const ffi::AnyBuffer& buffer,
+                             const std::string& expected) {
+  return InvalidArgument(op, std::string(argument) + " has shape " + ShapeString(buffer.dimensions()) +
+                                 ", expected " + expected);
+}
+
+// The product of the dimensions from `first` on.
+inline int64_t TrailingSize(const ffi::AnyBuffer& buffer, size_t first) {
+  int64_t size = 1;
+  for (size_t i = first; i < buffer.dimensions().size(); ++i) size *= buffer.dimensions()[i];
+  return size;
+}
+
+// Whether `size` is the batch size, or 1 for an operand that the whole batch shares.
+inline bool IsBatchOrShared(int64_t size, int64_t batch) { return size == batch || size == 1; }
+
+}  // namespace jax_baracuda
+
+#define JB_RETURN_IF_ERROR(expression)                  \
+  do {                                                  \
+    ::xla::ffi::Error jb_error = (expression);          \
+    if (jb_error.failure()) return jb_error;            \
+  } while (false)

@@ -1,0 +1,71 @@
+// A parallel loop over XLA's CPU thread pool.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_baracuda {
+
+// Runs body(chunk) for every chunk in [0, num_chunks) and returns when all have ended. `body` must not throw.
+//
+// XLA runs handlers on the same pool, so waiting for scheduled tasks could wait for a task that no thread is free to
+// run. Therefore the calling thread claims chunks from the shared counter too, and waits only for chunks that another
+// thread has already claimed: those are running. A helper that starts late finds no chunk left and touches nothing but
+// the shared state it co-owns.
+template <typename Body>
+void ParallelFor(xla::ffi::ThreadPool& pool, int64_t num_chunks, const Body& body) {
+  if (num_chunks <= 1) {
+    if (num_chunks == 1) body(int64_t{0});
+    return;
+  }
+  struct State {
+    explicit State(int64_t chunks, const Body* loop_body) : num_chunks(chunks), body(loop_body) {}
+    const int64_t num_chunks;
+    const Body* body;  // alive while any chunk is unfinished
+    std::atomic<int64_t> next{0};
+    int64_t finished = 0;  // guarded by mutex
+    std::mutex mutex;
+    std::condition_variable all_finished;
+
+    void Work() {
+      int64_t done = 0;
+      for (int64_t chunk = next.fetch_add(1); chunk < num_chunks; chunk = next.fetch_add(1)) {
+        (*body)(chunk);
+        ++done;
+      }
+      if (done == 0) return;
+      std::lock_guard<std::mutex> lock(mutex);
+      finished += done;
+      if (finished == num_chunks) all_finished.notify_all();
+    }
+  };
+  auto state = std::make_shared<State>(num_chunks, &body);
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), num_chunks) - 1;
+  for (int64_t i = 0; i < helpers; ++i) {
+    pool.Schedule([state] { state->Work(); });
+  }
+  state->Work();
+  std::unique_lock<std::mutex> lock(state->mutex);
+  state->all_finished.wait(lock, [&] { return state->finished == num_chunks; });
+}
+
+// How many chunks to cut `total_bytes` of work into: enough to keep the pool busy, none so small that waking a thread
+// costs more than the work.
+inline int64_t ChunksFor(const xla::ffi::ThreadPool& pool, int64_t total_bytes) {
+  constexpr int64_t kMinBytesPerChunk = 64 * 1024;
+  const int64_t threads = std::max<int64_t>(1, pool.num_threads());
+  return std::clamp<int64_t>(total_bytes / kMinBytesPerChunk, 1, 4 * threads);
+}
+
+// The bounds of chunk `i` when [0, total) is cut into `num_chunks` nearly equal parts.
+inline int64_t ChunkBegin(int64_t total, int64_t num_chunks, int64_t i) {
+  return total / num_chunks * i + std::min(i, total % num_chunks);
+}
+
+}  // namespace jax_baracuda

@@ -1,0 +1,211 @@
+// What the CUDA kernels of segment_max share: vectors, ids, the exact maximum, and a cell under reduction in registers.
+#pragma once
+
+#include <cstdint>
+
+#include "ffi/segment/segment_max.h"
+
+namespace jax_baracuda::segment {
+
+// The segment of a row whose id is out of range. Segments are 32-bit in the kernels: see SegmentsFit.
+inline constexpr uint32_t kDropped = 0xffffffffu;
+
+inline bool SegmentsFit(int64_t segments) { return segments < static_cast<int64_t>(kDropped); }
+
+inline int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+constexpr int VectorAlignment(int bytes) { return bytes < 16 ? bytes : 16; }
+
+template <typename T, int kCount>
+struct alignas(VectorAlignment(sizeof(T) * kCount)) Vector {
+  T lane[kCount];
+};
+
+template <int kBytes>
+struct WordOf;
+template <>
+struct WordOf<1> {
+  using type = unsigned char;
+};
+template <>
+struct WordOf<2> {
+  using type = unsigned short;
+};
+template <>
+struct WordOf<4> {
+  using type = unsigned int;
+};
+template <>
+struct WordOf<8> {
+  using type = uint2;
+};
+template <>
+struct WordOf<16> {
+  using type = uint4;
+};
+
+// For bytes that are read or written once: they should not push out of L2 what is read again.
+template <typename T, int kCount>
+__device__ __forceinline__ Vector<T, kCount> LoadStreaming(const T* address) {
+  using Word = typename WordOf<sizeof(Vector<T, kCount>)>::type;
+  const Word word = __ldcs(reinterpret_cast<const Word*>(address));
+  Vector<T, kCount> vector;
+  memcpy(&vector, &word, sizeof(word));
+  return vector;
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ void StoreStreaming(T* address, const Vector<T, kCount>& vector) {
+  using Word = typename WordOf<sizeof(Vector<T, kCount>)>::type;
+  Word word;
+  memcpy(&word, &vector, sizeof(word));
+  __stcs(reinterpret_cast<Word*>(address), word);
+}
+
+template <int kCount, typename T>
+__device__ __forceinline__ Vector<T, kCount> LoadVector(const T* address) {
+  return *reinterpret_cast<const Vector<T, kCount>*>(address);
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ void StoreVector(T* address, const Vector<T, kCount>& vector) {
+  *reinterpret_cast<Vector<T, kCount>*>(address) = vector;
+}
+
+struct SegmentIds {
+  const void* ids;
+  bool are_64_bit;
+  int64_t segments;
+
+  // The segment of the row whose id has this index, or kDropped.
+  __device__ __forceinline__ uint32_t operator[](int64_t index) const {
+    const int64_t id = are_64_bit ? __ldg(static_cast<const long long*>(ids) + index)
+                                  : static_cast<int64_t>(__ldg(static_cast<const int*>(ids) + index));
+    return static_cast<uint64_t>(id) < static_cast<uint64_t>(segments) ? static_cast<uint32_t>(id) : kDropped;
+  }
+};
+
+// Larger(a, b) in one instruction where the hardware has one: these propagate NaN and put +0 above -0.
+template <typename T>
+__device__ __forceinline__ T HardwareLarger(T a, T b) {
+  return Larger(a, b);
+}
+template <>
+__device__ __forceinline__ float HardwareLarger(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+template <>
+__device__ __forceinline__ Float16 HardwareLarger(Float16 a, Float16 b) {
+  return __hmax_nan(a, b);
+}
+template <>
+__device__ __forceinline__ BFloat16 HardwareLarger(BFloat16 a, BFloat16 b) {
+  return __hmax_nan(a, b);
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ void KeepLarger(Vector<T, kCount>& best, const Vector<T, kCount>& other) {
+  if constexpr (kCount % 2 == 0 && (std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>)) {
+    using Pair = std::conditional_t<std::is_same_v<T, Float16>, __half2, __nv_bfloat162>;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      Pair a, b;
+      memcpy(&a, &best.lane[i], sizeof(a));
+      memcpy(&b, &other.lane[i], sizeof(b));
+      a = __hmax2_nan(a, b);
+      memcpy(&best.lane[i], &a, sizeof(a));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) best.lane[i] = HardwareLarger(best.lane[i], other.lane[i]);
+  }
+}
+
+// kCount neighbouring cells of one segment under reduction.
+template <typename T, int kCount, bool kWithWinner>
+struct Accumulator {
+  Vector<T, kCount> best;
+
+  __device__ __forceinline__ void Start(const Vector<T, kCount>& values, int32_t, bool) { best = values; }
+  __device__ __forceinline__ void Add(const Vector<T, kCount>& values, int32_t, bool) { KeepLarger(best, values); }
+  __device__ __forceinline__ void Merge(const Accumulator& other, bool) { KeepLarger(best, other.best); }
+
+  __device__ __forceinline__ void Load(const T* values, const int32_t*) { best = LoadVector<kCount>(values); }
+  __device__ __forceinline__ void Store(T* values, int32_t*) const { StoreVector(values, best); }
+};
+
+template <typename T, int kCount>
+struct Accumulator<T, kCount, true> {
+  // The 16-bit types are exact in float, and comparing there needs no conversion of `best` at each row.
+  using C = ComputeType<T>;
+  Cell<C> cells[kCount];
+
+  __device__ __forceinline__ void Start(const Vector<T, kCount>& values, int32_t row, bool first_wins) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) cells[i] = Cell<C>{};
+    Add(values, row, first_wins);
+  }
+  __device__ __forceinline__ void Add(const Vector<T, kCount>& values, int32_t row, bool first_wins) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) AddRow(cells[i], static_cast<C>(values.lane[i]), row, first_wins);
+  }
+  __device__ __forceinline__ void Merge(const Accumulator& other, bool first_wins) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) MergeCell(cells[i], other.cells[i], first_wins);
+  }
+
+  __device__ __forceinline__ void Load(const T* values, const int32_t* winners) {
+    const Vector<T, kCount> best = LoadVector<kCount>(values);
+    const Vector<int32_t, kCount> winner = LoadVector<kCount>(winners);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) cells[i] = Cell<C>{static_cast<C>(best.lane[i]), winner.lane[i]};
+  }
+  __device__ __forceinline__ void Store(T* values, int32_t* winners) const {
+    Vector<T, kCount> best;
+    Vector<int32_t, kCount> winner;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      best.lane[i] = static_cast<T>(cells[i].best);
+      winner.lane[i] = FinalWinner(cells[i]);
+    }
+    StoreVector(values, best);
+    StoreVector(winners, winner);
+  }
+};
+
+// How the features of a row are dealt out to threads: `lanes` neighbouring threads take one vector each; a row wider
+// than that is cut into `columns` blocks of features.
+struct FeatureLanes {
+  int lanes;
+  int columns;
+};
+
+inline FeatureLanes DealFeatures(int64_t vectors, int most_lanes) {
+  const int64_t columns = CeilDivide(vectors, most_lanes);
+  // Even columns, so that no column is left with a few features.
+  return {static_cast<int>(CeilDivide(vectors, columns)), static_cast<int>(columns)};
+}
+
+// The widest vector, in elements, that divides every row and so stays aligned in each of them; never above 16 bytes.
+template <typename T>
+int RowVector(int64_t features) {
+  constexpr int kWidest = 16 / sizeof(T);
+  if (features % kWidest == 0) return kWidest;
+  constexpr int kWord = sizeof(T) < 4 ? 4 / sizeof(T) : 1;
+  return kIsFloating<T> && features % kWord == 0 ? kWord : 1;
+}
+
+// Calls body(std::integral_constant<int, n>{}) for n = RowVector<T>(features).
+template <typename T, typename Body>
+auto DispatchRowVector(int64_t features, Body&& body) {
+  constexpr int kWidest = 16 / sizeof(T);
+  constexpr int kWord = sizeof(T) < 4 && kIsFloating<T> ? 4 / sizeof(T) : 1;
+  const int vector = RowVector<T>(features);
+  if (vector == kWidest) return body(std::integral_constant<int, kWidest>{});
+  if (kWord > 1 && vector == kWord) return body(std::integral_constant<int, kWord>{});
+  return body(std::integral_constant<int, 1>{});
+}
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,1 @@
+"""What turns an op's definition into a JAX primitive: nothing in here knows any particular op."""

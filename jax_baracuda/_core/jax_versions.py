@@ -1,0 +1,112 @@
+"""Every seam between JAX versions, and every import from ``jax._src``: no other file has either."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax._src import ad_util, core, dispatch
+from jax._src import mesh as mesh_lib
+from jax._src.interpreters import mlir as mlir_internal
+from jax._src.sharding_impls import SPMDAxisContext, canonicalize_sharding
+
+__all__ = [
+    "apply_primitive",
+    "canonicalize_sharding",
+    "concrete_or_error",
+    "explicit_spec",
+    "is_static_shape",
+    "lower_with_sharding_in_types",
+    "partially_manual_mesh",
+    "require_devices_during_lowering",
+    "result_aval",
+    "unify_varying",
+    "varying_axes",
+    "without_abstract_mesh",
+    "zero_tangent",
+]
+
+apply_primitive = dispatch.apply_primitive
+lower_with_sharding_in_types = mlir_internal.lower_with_sharding_in_types
+
+
+def require_devices_during_lowering(primitive: jax.extend.core.Primitive) -> None:
+    """Tells JAX that the primitive's lowering must know its devices, as ``custom_partitioning`` does."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The manual mesh axes (of ``shard_map`` with ``check_vma``) over which a value varies."""
+    if hasattr(aval, "manual_axis_type"):  # jax >= 0.10
+        return frozenset(aval.manual_axis_type.varying)
+    return frozenset(aval.vma)
+
+
+def _cast_to_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    if hasattr(jax.lax, "pcast"):  # jax >= 0.9
+        return jax.lax.pcast(x, axes, to="varying")
+    return jax.lax.pvary(x, axes)
+
+
+def unify_varying(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Makes all arrays vary over the union of their manual axes; the transpose of the cast is a ``psum``."""
+    axes_of_each = [varying_axes(jax.typeof(x)) for x in arrays]
+    union = frozenset[str]().union(*axes_of_each)
+    return tuple(
+        _cast_to_varying(x, tuple(sorted(union - axes))) if union - axes else x
+        for x, axes in zip(arrays, axes_of_each, strict=True)
+    )
+
+
+def explicit_spec(aval: Any) -> tuple[Any, ...] | None:
+    """The partition spec in the array's type, one entry per dimension; None outside explicit sharding."""
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or not sharding.mesh.explicit_axes:
+        return None
+    spec = tuple(sharding.spec)
+    return spec + (None,) * (aval.ndim - len(spec))
+
+
+def result_aval(like: Any, shape: Sequence[int], dtype: Any, spec: Sequence[Any] | None) -> Any:
+    """The abstract value of a result: `shape` and `dtype`, the varying axes and the mesh of the operand `like`."""
+    sharding = getattr(like, "sharding", None)
+    if sharding is None:
+        return like.update(shape=tuple(shape), dtype=dtype, weak_type=False)
+    entries = tuple(spec) if spec is not None else (None,) * len(shape)
+    sharding = sharding.update(spec=sharding.spec.update(partitions=entries))
+    return like.update(shape=tuple(shape), dtype=dtype, weak_type=False, sharding=sharding)
+
+
+def is_static_shape(shape: Sequence[Any]) -> bool:
+    """Whether every dimension is a number (and not symbolic, as in ``jax.export``)."""
+    return core.is_constant_shape(tuple(shape))
+
+
+def concrete_or_error(value: Any, context: str) -> Any:
+    """`value` as an index, or ``ConcretizationTypeError`` where it is traced."""
+    return core.concrete_dim_or_error(value, context)
+
+
+def partially_manual_mesh(axis_context: Any) -> bool:
+    """Whether a lowering happens inside a ``shard_map`` that leaves some mesh axes to the partitioner."""
+    return isinstance(axis_context, SPMDAxisContext) and set(axis_context.manual_axes) != set(
+        axis_context.mesh.axis_names
+    )
+
+
+def without_abstract_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Context for collectives inside a partitioned program.
+
+    A mesh with explicit axes in context makes the collectives' types refer to it, which the partitioner then refuses
+    ("Unsupported reduction computation", jax 0.11).
+    """
+    return mesh_lib.use_abstract_mesh(mesh_lib.empty_abstract_mesh)
+
+
+def zero_tangent(primal: jax.Array) -> Any:
+    """The symbolic zero tangent of a value."""
+    if hasattr(ad_util, "p2tz"):  # jax >= 0.11
+        return ad_util.p2tz(primal)
+    return ad_util.Zero.from_primal_value(primal)

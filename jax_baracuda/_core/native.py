@@ -1,0 +1,89 @@
+"""Loads the native modules and registers their handlers with XLA."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import types
+import warnings
+from pathlib import Path
+
+import jax
+import jaxlib
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeModule:
+    """A native module, or the reason why it is not there."""
+
+    platform: str
+    """JAX's name of the platform: "cpu" or "cuda"."""
+    module: types.ModuleType | None
+    targets: frozenset[str]
+    problem: str | None
+    """Why `module` is None, and what to do about it."""
+
+    def scratch_bytes(self, target: str, parameters: dict[str, int]) -> int:
+        """Bytes of scratch memory that the target takes as an extra last result."""
+        assert self.module is not None
+        return self.module.scratch_bytes(target, parameters)
+
+
+def runtime_ffi_api_version() -> tuple[int, int]:
+    """The (major, minor) version of XLA's FFI API in the installed jaxlib, read from the header that it ships."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    text = header.read_text()
+    found = [re.search(rf"#define XLA_FFI_API_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR")]
+    if not all(found):
+        raise ImportError(f"jax_baracuda: {header} does not state the version of XLA's FFI API")
+    major, minor = (int(match.group(1)) for match in found if match)
+    return major, minor
+
+
+def check_ffi_api_version(built: tuple[int, int], runtime: tuple[int, int], module_name: str) -> None:
+    """Raises ImportError unless handlers built for FFI API `built` run on jaxlib's `runtime`.
+
+    A handler that is newer than the runtime must not be registered: it would leave the whole of JAX without a backend.
+    """
+    if built[0] != runtime[0] or built[1] > runtime[1]:
+        raise ImportError(
+            f"jax_baracuda: {module_name} was built for XLA FFI API {built[0]}.{built[1]}, but the installed jaxlib "
+            f"{jaxlib.__version__} has {runtime[0]}.{runtime[1]}. Install a newer jaxlib (pip install -U jax jaxlib) "
+            "or build jax_baracuda from source against this one. JAX itself is not affected."
+        )
+
+
+def _load(platform: str, name: str, missing: str) -> NativeModule:
+    full_name = f"jax_baracuda._core.{name}"
+    try:
+        module = importlib.import_module(full_name)
+    except ModuleNotFoundError as error:
+        if error.name != full_name:
+            raise
+        return NativeModule(platform, None, frozenset(), missing)
+    except ImportError as error:
+        problem = f"the native module {full_name} does not load ({error}); reinstall jax_baracuda"
+        warnings.warn(f"jax_baracuda: {problem}. Its ops run as plain JAX on {platform}.", RuntimeWarning, stacklevel=2)
+        return NativeModule(platform, None, frozenset(), problem)
+    check_ffi_api_version(module.ffi_api_version, runtime_ffi_api_version(), full_name)
+    targets = module.targets()
+    for target, handler in targets.items():
+        jax.ffi.register_ffi_target(target_name(target), handler, platform={"cpu": "cpu", "cuda": "CUDA"}[platform])
+    return NativeModule(platform, module, frozenset(targets), None)
+
+
+def target_name(op: str) -> str:
+    """The name under which XLA knows an op's handler."""
+    return f"jax_baracuda.{op}"
+
+
+NATIVE_MODULES: dict[str, NativeModule] = {
+    "cpu": _load("cpu", "_cpu", "the CPU module is missing from this installation; reinstall jax_baracuda"),
+    "cuda": _load(
+        "cuda",
+        "_cuda",
+        "this installation was built without a CUDA compiler; install one (nvcc) and reinstall jax_baracuda from "
+        "source with JAX_BARACUDA_CUDA=ON",
+    ),
+}

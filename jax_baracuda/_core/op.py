@@ -1,0 +1,263 @@
+"""The definition of an op, and the JAX primitive that it becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_baracuda._core import jax_versions
+from jax_baracuda._core.guarantees import Guarantee
+from jax_baracuda._core.native import NATIVE_MODULES, target_name
+from jax_baracuda._core.sharding import Dimensions, Layout, MeshAxes, named_dimensions, partitioned
+
+KERNEL_PLATFORMS = ("cpu", "cuda")
+
+ShapeAndDtype = tuple[tuple[int, ...], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One native kernel, and everything that JAX has to know of it.
+
+    Calling an op binds its primitive: ``results = op(*operands, **params)``, always a list. Every operand and every
+    result has a leading batch dimension, which is 1 in operands that the whole batch shares: so ``vmap`` is one launch.
+    """
+
+    name: str
+    """The name of the native target, of the primitive, and in messages."""
+    operands: tuple[Dimensions, ...]
+    """The dimensions of each operand, in order; trailing operands may be left out of a call."""
+    results: tuple[Dimensions, ...]
+    result_types: Callable[..., Sequence[ShapeAndDtype]]
+    """``(*operand avals, **params) -> [(shape, dtype), ...]``, the abstract-eval rule."""
+    reference: Callable[..., Sequence[jax.Array]]
+    """The same computation in plain JAX: serves what has no kernel, and every derivative of the op."""
+    dtypes: frozenset[str]
+    """The element types of the first operand for which there is a kernel."""
+    guarantee: Guarantee
+    attributes: tuple[str, ...] = ()
+    """The names of the params that the native handler takes."""
+    scratch: Callable[..., Mapping[str, int]] | None = None
+    """``(*operand avals, **params)`` -> the integers that the native module computes the scratch size from."""
+    whole: tuple[str, ...] = ()
+    """Dimensions that must not be split over devices."""
+    reduced: tuple[str, ...] = ()
+    """Dimensions of the operands that the results lack."""
+    shard_program: Callable[..., Sequence[jax.Array]] | None = None
+    """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is."""
+    kernel_limit: Callable[..., str | None] | None = None
+    """``(*operand avals, **params)`` -> why the kernel does not take this call, or None."""
+
+    def __post_init__(self) -> None:
+        dimensions = {name for names in self.operands + self.results for name in names}
+        for name in self.whole + self.reduced:
+            if name not in dimensions:
+                raise ValueError(f"Op {self.name}: {name!r} is no dimension of an operand or a result")
+        for names in self.operands + self.results:
+            if names[:1] != ("batch",):
+                raise ValueError(f"Op {self.name}: the first dimension must be 'batch', got {names}")
+        _register(self)
+
+    def __call__(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+        return self._primitive.bind(*jax_versions.unify_varying(*operands), **params)
+
+    @functools.cached_property
+    def _primitive(self) -> Primitive:
+        return _primitive_of(self)
+
+    def layout(self, operands: Sequence[Any], results: Sequence[Any]) -> Layout:
+        """The named dimensions of a call with these shapes."""
+        operand_shapes, result_shapes = (tuple(tuple(x.shape) for x in arrays) for arrays in (operands, results))
+        return Layout(
+            tuple(named_dimensions(names, shape) for names, shape in zip(self.operands, operand_shapes, strict=False)),
+            tuple(named_dimensions(names, shape) for names, shape in zip(self.results, result_shapes, strict=True)),
+            operand_shapes,
+            result_shapes,
+        )
+
+    def missing_kernel(self, platform: str, operands: Sequence[Any], params: Mapping[str, Any]) -> str | None:
+        """Why this call has no kernel on the platform and runs as plain JAX instead; None where it has one."""
+        if (problem := self.missing_target(platform)) is not None:
+            return problem
+        if not all(jax_versions.is_static_shape(aval.shape) for aval in operands):
+            return "its shapes are symbolic"
+        if np.dtype(operands[0].dtype).name not in self.dtypes:
+            return f"there is no kernel for {np.dtype(operands[0].dtype).name}"
+        return self.kernel_limit(*operands, **params) if self.kernel_limit is not None else None
+
+    def missing_target(self, platform: str) -> str | None:
+        """Why the op has no kernel at all on the platform, or None."""
+        native = NATIVE_MODULES.get(platform)
+        if native is None:
+            return f"there are kernels for {' and '.join(KERNEL_PLATFORMS)} only"
+        if native.problem is not None:
+            return native.problem
+        return None if self.name in native.targets else f"the {platform} module has no target of this name"
+
+
+OPS: dict[str, Op] = {}
+"""Every op, by name."""
+
+
+def _register(op: Op) -> None:
+    if op.name in OPS:
+        raise ValueError(f"Op {op.name} is defined twice")
+    OPS[op.name] = op
+
+
+def precision_guarantee(name: str, dtype: Any, platform: str) -> Guarantee:
+    """What an op promises about its numbers.
+
+    Args:
+      name: an op's name, one of ``jax_baracuda.OPS``: "segment_max", "segment_max_backward", ...
+      dtype: the element type.
+      platform: "cpu" or "cuda".
+
+    Returns:
+      A record with ``accumulator`` (the dtype in which terms are combined, "none" for pure selection),
+      ``math_precision``, ``deterministic`` (independent of thread scheduling) and ``bit_stable_on_same_hardware``.
+
+    Raises:
+      ValueError: there is no such op, or it has no kernel for this dtype or platform. What runs then is XLA's, and its
+        guarantees are XLA's.
+    """
+    op = OPS.get(name)
+    if op is None:
+        raise ValueError(f"precision_guarantee: name must be one of {sorted(OPS)}, got {name!r}")
+    if platform not in KERNEL_PLATFORMS:
+        raise ValueError(f"precision_guarantee: platform must be one of {KERNEL_PLATFORMS}, got {platform!r}")
+    if jnp.dtype(dtype).name not in op.dtypes:
+        raise ValueError(
+            f"precision_guarantee: {name} has kernels for dtype {sorted(op.dtypes)}, got {jnp.dtype(dtype).name!r}"
+        )
+    return op.guarantee
+
+
+def _primitive_of(op: Op) -> Primitive:
+    primitive = _declare(op, f"baracuda_{op.name}")
+    kernel = _declare(op, f"baracuda_{op.name}_kernel")
+    primitive.def_impl(functools.partial(jax_versions.apply_primitive, primitive))
+    jax_versions.require_devices_during_lowering(primitive)
+    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
+    ad.primitive_jvps[primitive] = functools.partial(_jvp, op, primitive)
+    mlir.register_lowering(primitive, functools.partial(_lower_reference, op))
+    for platform in KERNEL_PLATFORMS:
+        mlir.register_lowering(primitive, functools.partial(_lower, op, kernel, platform), platform=platform)
+        mlir.register_lowering(kernel, functools.partial(_lower_kernel, op, platform), platform=platform)
+    return primitive
+
+
+def _declare(op: Op, name: str) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(functools.partial(_abstract_eval, op))
+    return primitive
+
+
+def _abstract_eval(op: Op, *operands: Any, **params: Any) -> list[Any]:
+    types = op.result_types(*operands, **params)
+    specs = [jax_versions.explicit_spec(aval) for aval in operands]
+    if all(spec is None for spec in specs):
+        return [jax_versions.result_aval(operands[0], shape, dtype, None) for shape, dtype in types]
+    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
+    layout = op.layout(operands, results)
+    assignment = layout.assign([*specs, *(None for _ in results)], op.whole)
+    return [
+        jax_versions.result_aval(operands[0], shape, dtype, layout.spec(names, shape, assignment))
+        for (shape, dtype), names in zip(types, layout.results, strict=True)
+    ]
+
+
+def _batch(
+    primitive: Primitive, operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Any
+) -> tuple[list[jax.Array], list[int]]:
+    """Merges the mapped axis into the leading batch dimension; operands that are not mapped stay shared."""
+    mapped_size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    operands = [
+        x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)
+    ]
+    batch = max(x.shape[1] for x in operands)
+    merged = []
+    for x in operands:
+        if x.shape[0] * x.shape[1] != 1:
+            x = jnp.broadcast_to(x, (mapped_size, batch, *x.shape[2:]))
+        merged.append(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]))
+    results = primitive.bind(*merged, **params)
+    return [x.reshape(mapped_size, batch, *x.shape[1:]) for x in results], [0] * len(results)
+
+
+def _jvp(
+    op: Op, primitive: Primitive, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any
+) -> tuple[list[jax.Array], list[Any]]:
+    """The primal from the kernel, the tangent from the reference: linear in the tangents, so JAX transposes it."""
+    results = primitive.bind(*primals, **params)
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def reference(*moving_primals: jax.Array) -> list[jax.Array]:
+        operands = list(primals)
+        for i, x in zip(moving, moving_primals, strict=True):
+            operands[i] = x
+        return list(op.reference(*operands, **params))
+
+    _, result_tangents = jax.jvp(reference, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return results, [
+        jax_versions.zero_tangent(result) if tangent.dtype == jax.dtypes.float0 else tangent
+        for result, tangent in zip(results, result_tangents, strict=True)
+    ]
+
+
+def _lower_reference(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+    return mlir.lower_fun(functools.partial(op.reference, **params), multiple_results=True)(ctx, *operands)
+
+
+def _lower(
+    op: Op, kernel: Primitive, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
+) -> Any:
+    if op.missing_kernel(platform, ctx.avals_in, params) is not None:
+        if (problem := op.missing_target(platform)) is not None:
+            _warn_once(f"jax_baracuda: {op.name} runs as plain JAX on {platform}: {problem}")
+        return _lower_reference(op, ctx, *operands, **params)
+
+    run_kernel = functools.partial(kernel.bind, **params)
+    has_empty_array = any(0 in aval.shape for aval in [*ctx.avals_in, *ctx.avals_out])
+    if has_empty_array or jax_versions.partially_manual_mesh(ctx.module_context.axis_context):
+        # Nothing to split, or the partitioner cannot call back here: the automatic axes then see whole arrays.
+        return mlir.lower_fun(run_kernel, multiple_results=True)(ctx, *operands)
+
+    def shard_program(axes: dict[str, MeshAxes], *shards: jax.Array) -> Sequence[jax.Array]:
+        if op.shard_program is None:
+            return tuple(run_kernel(*shards))
+        return tuple(op.shard_program(run_kernel, axes, *shards, **params))
+
+    call = partitioned(run_kernel, shard_program, op.layout(ctx.avals_in, ctx.avals_out), op.whole, op.reduced)
+    results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    return [
+        jax_versions.lower_with_sharding_in_types(ctx, result, aval)
+        for result, aval in zip(results, ctx.avals_out, strict=True)
+    ]
+
+
+def _lower_kernel(op: Op, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+    num_results = len(ctx.avals_out)
+    if op.scratch is not None:
+        sizes = {name: int(size) for name, size in op.scratch(*ctx.avals_in, **params).items()}
+        scratch_bytes = NATIVE_MODULES[platform].scratch_bytes(op.name, sizes)
+        if scratch_bytes > 0:
+            scratch = jax.core.ShapedArray((scratch_bytes,), np.dtype(np.uint8))
+            ctx = ctx.replace(avals_out=[*ctx.avals_out, scratch])
+    rule = jax.ffi.ffi_lowering(target_name(op.name))
+    return rule(ctx, *operands, **{name: params[name] for name in op.attributes})[:num_results]
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)

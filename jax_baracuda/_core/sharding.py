@@ -1,0 +1,151 @@
+"""How an op runs on many devices: which mesh axes split which of its dimensions, and the program of one shard."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_baracuda._core import jax_versions
+
+Dimensions = tuple[str, ...]
+"""The names of an array's dimensions; the last one may be "...", any number of trailing dimensions."""
+
+MeshAxes = tuple[str, ...]
+
+
+def named_dimensions(dimensions: Dimensions, shape: Sequence[int]) -> Dimensions:
+    """`dimensions` with "..." written out: trailing dimension k is named "...k"."""
+    if dimensions[-1:] != ("...",):
+        return dimensions
+    leading = dimensions[:-1]
+    return leading + tuple(f"...{k}" for k in range(len(shape) - len(leading)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The named dimensions of every operand and result of one call, for concrete shapes."""
+
+    operands: tuple[Dimensions, ...]
+    results: tuple[Dimensions, ...]
+    operand_shapes: tuple[tuple[int, ...], ...]
+    result_shapes: tuple[tuple[int, ...], ...]
+
+    def sizes(self) -> dict[str, int]:
+        """The size of each named dimension; one that some operands share (size 1) has the size that the others give."""
+        sizes: dict[str, int] = {}
+        for names, shape in zip(
+            self.operands + self.results, self.operand_shapes + self.result_shapes, strict=True
+        ):
+            for name, size in zip(names, shape, strict=True):
+                sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
+        return sizes
+
+    def spec(self, names: Dimensions, shape: Sequence[int], assignment: dict[str, MeshAxes]) -> tuple[Any, ...]:
+        """Partition spec entries of an array: the assigned axes, but nothing for a dimension that is shared."""
+        sizes = self.sizes()
+        return tuple(
+            (assignment.get(name) or None) if size == sizes[name] else None
+            for name, size in zip(names, shape, strict=True)
+        )
+
+    def rule(self, whole: Sequence[str], reduced: Sequence[str]) -> tuple[str, dict[str, tuple[str, ...]]]:
+        """The op as a Shardy sharding rule in einsum notation, with its reduction and replication factors."""
+        sizes = self.sizes()
+        factors = {name: f"d{i}" for i, name in enumerate(sizes)}
+        shared = (f"one{i}" for i in itertools.count())
+
+        def terms(dimensions: Sequence[Dimensions], shapes: Sequence[Sequence[int]]) -> str:
+            return ", ".join(
+                " ".join(
+                    factors[name] if size == sizes[name] else next(shared)
+                    for name, size in zip(names, shape, strict=True)
+                )
+                for names, shape in zip(dimensions, shapes, strict=True)
+            )
+
+        text = f"{terms(self.operands, self.operand_shapes)} -> {terms(self.results, self.result_shapes)}"
+        return text, {
+            "reduction_factors": tuple(factors[name] for name in reduced if name in factors),
+            "need_replication_factors": tuple(factors[name] for name in whole if name in factors),
+        }
+
+    def assign(self, specs: Sequence[Sequence[Any] | None], whole: Sequence[str]) -> dict[str, MeshAxes]:
+        """Gives each dimension the mesh axes of the first array that splits it; no axis splits two dimensions."""
+        assignment: dict[str, MeshAxes] = {name: () for name in whole}
+        used: set[str] = set()
+        sizes = self.sizes()
+        names_of_each, shapes = self.operands + self.results, self.operand_shapes + self.result_shapes
+        for names, shape, spec in zip(names_of_each, shapes, specs, strict=True):
+            for name, size, entry in zip(names, shape, spec or (), strict=False):
+                axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+                if not axes or size != sizes[name] or name in assignment or used.intersection(axes):
+                    continue
+                assignment[name] = axes
+                used.update(axes)
+        return assignment
+
+
+def partitioned(
+    kernel: Callable[..., Sequence[jax.Array]],
+    shard_program: Callable[..., Sequence[jax.Array]],
+    layout: Layout,
+    whole: Sequence[str],
+    reduced: Sequence[str],
+) -> Callable[..., Sequence[jax.Array]]:
+    """`kernel` as a function that JAX's partitioner splits over devices instead of gathering its operands.
+
+    Args:
+      kernel: the computation on whole arrays.
+      shard_program: the computation on one shard: ``(axes, *operands) -> results``, where `axes` maps the name of each
+        dimension to the mesh axes that split it.
+      layout: the dimensions of the call.
+      whole: dimensions that must not be split.
+      reduced: dimensions of the operands that the results lack.
+    """
+
+    def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> tuple[Any, ...]:
+        arrays = [*arg_shapes, *result_shapes]
+        specs = [tuple(getattr(array.sharding, "spec", ())) for array in arrays]
+        assignment = {
+            name: axes
+            for name, axes in layout.assign(specs, whole).items()
+            if layout.sizes()[name] % _num_shards(mesh, axes) == 0
+        }
+
+        def shardings(dimensions: Sequence[Dimensions], shapes: Sequence[Sequence[int]]) -> tuple[NamedSharding, ...]:
+            return tuple(
+                NamedSharding(mesh, PartitionSpec(*layout.spec(names, shape, assignment)))
+                for names, shape in zip(dimensions, shapes, strict=True)
+            )
+
+        def shard(*operands: jax.Array) -> Sequence[jax.Array]:
+            with jax_versions.without_abstract_mesh():
+                return shard_program(assignment, *operands)
+
+        return (
+            mesh,
+            shard,
+            shardings(layout.results, layout.result_shapes),
+            shardings(layout.operands, layout.operand_shapes),
+        )
+
+    @custom_partitioning
+    def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(kernel(*operands))
+
+    rule, factors = layout.rule(whole, reduced)
+    call.def_partition(partition, sharding_rule=rule, **factors)
+    return call
+
+
+def _num_shards(mesh: Any, axes: MeshAxes) -> int:
+    shards = 1
+    for axis in axes:
+        shards *= mesh.shape[axis]
+    return shards

@@ -1,0 +1,1 @@
+"""The op families, one file each."""
