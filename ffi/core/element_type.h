@@ -35,9 +35,52 @@ enum class ElementType : int32_t {
 using Float16 = __half;
 using BFloat16 = __nv_bfloat16;
 #else
-using Float16 = _Float16;
+namespace internal {
 
-// bfloat16 on the host: the upper half of a float32, computed with in float32.
+inline uint32_t BitsOfFloat(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+inline float FloatOfBits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+}  // namespace internal
+
+// float16 and bfloat16 on the host: computed with in float32, converted by code that compilers vectorise on every
+// instruction set and that is right even where denormal float32 numbers are flushed to zero, as in XLA's threads.
+struct Float16 {
+  uint16_t bits;
+
+  Float16() = default;
+
+  // Rounds to nearest, ties to even; a NaN becomes the quiet NaN of its sign.
+  explicit Float16(float value) {
+    const uint32_t word = internal::BitsOfFloat(value);
+    const uint32_t sign = (word >> 16) & 0x8000u, magnitude = word & 0x7fffffffu;
+    // One unit in the last place of [0.5, 1) is the smallest subnormal float16, so this addition rounds to those.
+    const uint32_t subnormal = internal::BitsOfFloat(internal::FloatOfBits(magnitude) + 0.5f) - 0x3f000000u;
+    const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
+    const uint32_t rounded = magnitude > 0x7f800000u    ? 0x7e00u
+                             : magnitude >= 0x477ff000u ? 0x7c00u
+                             : magnitude < 0x38800000u  ? subnormal
+                                                        : normal;
+    bits = static_cast<uint16_t>(sign | rounded);
+  }
+
+  operator float() const {
+    const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
+    const uint32_t exponent_offset = magnitude >= 0x7c00u ? 224u << 23 : 112u << 23;  // infinity and NaN; normal
+    const uint32_t normal = (magnitude << 13) + exponent_offset;
+    const uint32_t subnormal = internal::BitsOfFloat(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+    return internal::FloatOfBits(sign | (magnitude < 0x0400u ? subnormal : normal));
+  }
+};
+
 struct BFloat16 {
   uint16_t bits;
 
@@ -45,19 +88,13 @@ struct BFloat16 {
 
   // Rounds to nearest, ties to even; a NaN stays a (quiet) NaN.
   explicit BFloat16(float value) {
-    uint32_t word;
-    std::memcpy(&word, &value, sizeof(word));
+    const uint32_t word = internal::BitsOfFloat(value);
     const bool is_nan = (word & 0x7fffffffu) > 0x7f800000u;
     bits = is_nan ? static_cast<uint16_t>((word >> 16) | 0x0040u)
                   : static_cast<uint16_t>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
   }
 
-  operator float() const {
-    const uint32_t word = static_cast<uint32_t>(bits) << 16;
-    float value;
-    std::memcpy(&value, &word, sizeof(value));
-    return value;
-  }
+  operator float() const { return internal::FloatOfBits(static_cast<uint32_t>(bits) << 16); }
 };
 #endif
 

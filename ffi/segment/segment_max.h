@@ -58,12 +58,14 @@ JB_HOST_DEVICE bool IsNan(T x) {
   }
 }
 
+template <typename T>
+using BitsOf = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+
 // Of two values that compare equal, +0 rather than -0.
 template <typename T>
 JB_HOST_DEVICE T PositiveZero(T a, T b) {
   if constexpr (kIsFloating<T>) {
-    using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
-    Bits a_bits, b_bits;
+    BitsOf<T> a_bits, b_bits;
     memcpy(&a_bits, &a, sizeof(T));
     memcpy(&b_bits, &b, sizeof(T));
     a_bits &= b_bits;

@@ -1,16 +1,25 @@
-// The CPU kernels of segment_max and its gradient.
+// The CPU kernels of segment_max and its gradient. The result is the same on any number of threads, and nothing depends
+// on whether the ids are sorted.
 //
-// Forward: the result is cut into blocks of (batch element, segment range, feature range). A block belongs to one
-// thread, which walks all rows in order and folds those of its segments: no atomics, the same result on any number of
-// threads, and nothing depends on whether the ids are sorted. Features are split first, because then every row is
-// read by all threads but each byte by one; segments are split where rows are too narrow for that.
+// Forward, two ways to go through the rows, both accumulating in ComputeType (so that 16-bit types vectorise):
+// - In order: each thread takes a range of rows and folds them into cells of its own; the threads' cells are merged in
+//   order of the ranges. For rows so narrow, or cells so few, that the cells stay in a near cache.
+// - Grouped: each thread takes a range of segments (or of features, where segments are few) and groups its rows by
+//   segment with a counting sort of row numbers. A segment's cells then stay in the nearest cache while its rows stream
+//   by, and are written once.
 // Backward: rows are independent.
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <string>
 #include <type_traits>
 
 #include "ffi/core/cpu_clones.h"
+#include "ffi/core/huge_pages.h"
 #include "ffi/core/parallel_for.h"
 #include "ffi/core/target_table.h"
 #include "ffi/segment/segment_max_handler.h"
@@ -18,8 +27,13 @@
 namespace jax_baracuda::segment {
 namespace {
 
-constexpr int64_t kMinFeatureBytesPerBlock = 128;  // two cache lines
-constexpr int64_t kPrefetchDistance = 8;           // rows
+constexpr int64_t kNarrowRowBytes = 64;
+constexpr int64_t kNearCacheBytes = 512 * 1024;
+constexpr int64_t kMinRowsPerCellRow = 2;  // of a thread's own cells, which it must also set up and merge
+constexpr int64_t kMinSegmentsPerBlock = 64;
+constexpr int64_t kMinFeatureBytesPerBlock = 256;
+constexpr int64_t kCacheLine = 64;
+constexpr int64_t kPrefetchDistance = 4;  // rows
 
 struct SegmentIds {
   const void* values;
@@ -30,6 +44,16 @@ struct SegmentIds {
   }
 };
 
+// Asks for a whole row ahead of its use; rows that ids point to jump about, so the hardware cannot foresee them.
+template <typename T>
+inline void PrefetchRow(const T* row, int64_t width) {
+  const char* const begin = reinterpret_cast<const char*>(row);
+  for (int64_t byte = 0; byte < width * static_cast<int64_t>(sizeof(T)); byte += kCacheLine) {
+    __builtin_prefetch(begin + byte);
+  }
+}
+
+// What one thread reduces in the grouped way.
 struct Block {
   int64_t batch;
   int64_t segment_begin, segment_end;
@@ -42,10 +66,9 @@ struct Blocking {
 
   Blocking(const Problem& problem, int64_t item_size, int64_t num_threads) {
     const int64_t blocks_per_batch_element = (num_threads + problem.batch - 1) / std::max<int64_t>(1, problem.batch);
+    segment_ranges = std::clamp<int64_t>(problem.segments / kMinSegmentsPerBlock, 1, blocks_per_batch_element);
     feature_ranges = std::clamp<int64_t>(problem.features * item_size / kMinFeatureBytesPerBlock, 1,
-                                         blocks_per_batch_element);
-    const int64_t wanted_segment_ranges = (blocks_per_batch_element + feature_ranges - 1) / feature_ranges;
-    segment_ranges = std::clamp<int64_t>(problem.segments, 1, wanted_segment_ranges);
+                                         blocks_per_batch_element / segment_ranges);
   }
 
   int64_t Count(const Problem& problem) const { return problem.batch * segment_ranges * feature_ranges; }
@@ -61,65 +84,236 @@ struct Blocking {
   }
 };
 
-template <typename T>
-JB_CPU_CLONES void MaxOfBlock(const Problem& problem, const Block& block, const T* data, SegmentIds ids, T* output) {
-  const int64_t features = problem.features, width = block.feature_end - block.feature_begin;
-  T* const cells = output + block.batch * problem.segments * features + block.feature_begin;
-  const T* const rows = data + problem.DataRow(block.batch, 0) * features + block.feature_begin;
-  const int64_t first_id = problem.IdIndex(block.batch, 0);
-  for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
-    std::fill_n(cells + segment * features, width, MaxIdentity<T>());
+// The rows of a block's segments, grouped by segment and ascending within each.
+class GroupedRows {
+ public:
+  // Returns false if there is no memory.
+  bool Group(const Problem& problem, const Block& block, SegmentIds ids) {
+    const int64_t num_segments = block.segment_end - block.segment_begin;
+    const int64_t first_id = problem.IdIndex(block.batch, 0);
+    std::unique_ptr<int32_t[]> members(new (std::nothrow) int32_t[problem.rows + 1]);
+    ends_.reset(new (std::nothrow) int32_t[num_segments + 1]());
+    if (members == nullptr || ends_ == nullptr) return false;
+    // Listed without a branch on what is random. A row that is no member is overwritten by the next one.
+    int64_t num_members = 0;
+    for (int64_t row = 0; row < problem.rows; ++row) {
+      const int64_t segment = ids[first_id + row];
+      members[num_members] = static_cast<int32_t>(row);
+      num_members += static_cast<int64_t>(segment >= block.segment_begin) &
+                     static_cast<int64_t>(segment < block.segment_end);
+    }
+    size_ = static_cast<int32_t>(num_members);
+    rows_.reset(new (std::nothrow) int32_t[num_members]);
+    if (rows_ == nullptr) return false;
+    const auto group_of = [&](int32_t row) { return ids[first_id + row] - block.segment_begin; };
+    for (int64_t i = 0; i < num_members; ++i) ++ends_[group_of(members[i]) + 1];
+    for (int64_t i = 0; i < num_segments; ++i) ends_[i + 1] += ends_[i];
+    // Placing a row moves its segment's start to the next place, so that in the end starts have become ends.
+    for (int64_t i = 0; i < num_members; ++i) rows_[ends_[group_of(members[i])]++] = members[i];
+    return true;
   }
-  for (int64_t row = 0; row < problem.rows; ++row) {
-    if (row + kPrefetchDistance < problem.rows) {
-      const int64_t coming = ids[first_id + row + kPrefetchDistance];
-      if (coming >= block.segment_begin && coming < block.segment_end) __builtin_prefetch(cells + coming * features, 1);
-    }
-    const int64_t segment = ids[first_id + row];
-    if (segment < block.segment_begin || segment >= block.segment_end) continue;
-    T* const cell = cells + segment * features;
-    const T* const values = rows + row * features;
-    if (width == 1) {
-      cell[0] = Larger(cell[0], values[0]);
-      continue;
-    }
+
+  int32_t Size() const { return size_; }
+
+  // [Begin(i), End(i)) are the places of the rows of the block's segment i.
+  int32_t Begin(int64_t i) const { return i == 0 ? 0 : ends_[i - 1]; }
+  int32_t End(int64_t i) const { return ends_[i]; }
+  int32_t operator[](int32_t place) const { return rows_[place]; }
+
+ private:
+  std::unique_ptr<int32_t[]> ends_;
+  std::unique_ptr<int32_t[]> rows_;
+  int32_t size_ = 0;
+};
+
+template <typename T>
+struct ForwardArrays {
+  const T* data;
+  SegmentIds ids;
+  T* output;
+  int32_t* winner;  // nullptr when only the maximum is wanted
+  bool first_wins;
+};
+
+// Cells under reduction: maxima, and winners where they are wanted.
+template <typename T>
+class Cells {
+ public:
+  using C = ComputeType<T>;
+
+  // Returns false if there is no memory.
+  bool Allocate(int64_t count, bool with_winner) {
+    maxima_.reset(new (std::nothrow) C[count]);
+    if (with_winner) winners_.reset(new (std::nothrow) int32_t[count]);
+    return maxima_ != nullptr && (winners_ != nullptr || !with_winner);
+  }
+
+  C* maxima() { return maxima_.get(); }
+  int32_t* winners() { return winners_.get(); }
+
+ private:
+  std::unique_ptr<C[]> maxima_;
+  std::unique_ptr<int32_t[]> winners_;
+};
+
+#define JB_INLINE __attribute__((always_inline)) inline
+
+template <bool kWithWinner, typename C>
+JB_INLINE void StartCells(int64_t width, C* maxima, int32_t* winners) {
+  std::fill_n(maxima, width, MaxIdentity<C>());
+  if constexpr (kWithWinner) std::fill_n(winners, width, kNoWinner);
+}
+
+template <bool kWithWinner, typename T, typename C>
+JB_INLINE void FoldRow(const T* values, int32_t row, int64_t width, bool first_wins, C* maxima, int32_t* winners) {
 #pragma GCC ivdep
-    for (int64_t i = 0; i < width; ++i) cell[i] = Larger(cell[i], values[i]);
+  for (int64_t i = 0; i < width; ++i) {
+    const C value = static_cast<C>(values[i]);
+    if constexpr (kWithWinner) {
+      Cell<C> cell{maxima[i], winners[i]};
+      AddRow(cell, value, row, first_wins);
+      maxima[i] = cell.best;
+      winners[i] = cell.winner;
+    } else {
+      maxima[i] = Larger(maxima[i], value);
+    }
   }
 }
 
-template <typename T>
-JB_CPU_CLONES void MaxAndWinnerOfBlock(const Problem& problem, const Block& block, const T* data, SegmentIds ids,
-                                       bool first_wins, T* output, int32_t* winner) {
-  const int64_t features = problem.features, width = block.feature_end - block.feature_begin;
-  const int64_t first_cell = block.batch * problem.segments * features + block.feature_begin;
-  T* const cells = output + first_cell;
-  int32_t* const winners = winner + first_cell;
-  const T* const rows = data + problem.DataRow(block.batch, 0) * features + block.feature_begin;
-  const int64_t first_id = problem.IdIndex(block.batch, 0);
-  for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
-    std::fill_n(cells + segment * features, width, MaxIdentity<T>());
-    std::fill_n(winners + segment * features, width, kNoWinner);
-  }
-  for (int64_t row = 0; row < problem.rows; ++row) {
-    const int64_t segment = ids[first_id + row];
-    if (segment < block.segment_begin || segment >= block.segment_end) continue;
-    T* const best = cells + segment * features;
-    int32_t* const best_row = winners + segment * features;
-    const T* const values = rows + row * features;
+template <bool kWithWinner, typename T, typename C>
+JB_INLINE void WriteCells(int64_t width, const C* maxima, const int32_t* winners, T* output, int32_t* winner) {
 #pragma GCC ivdep
-    for (int64_t i = 0; i < width; ++i) {
-      Cell<T> cell{best[i], best_row[i]};
-      AddRow(cell, values[i], static_cast<int32_t>(row), first_wins);
-      best[i] = cell.best;
-      best_row[i] = cell.winner;
-    }
+  for (int64_t i = 0; i < width; ++i) {
+    output[i] = static_cast<T>(maxima[i]);
+    if constexpr (kWithWinner) winner[i] = FinalWinner(Cell<C>{maxima[i], winners[i]});
   }
+}
+
+// Reduces one block in the grouped way; returns false if there is no memory.
+template <bool kWithWinner, typename T>
+JB_CPU_CLONES bool ReduceGrouped(const Problem& problem, const Block& block, const ForwardArrays<T>& arrays) {
+  const int64_t features = problem.features, width = block.feature_end - block.feature_begin;
+  GroupedRows grouped;
+  Cells<T> cells;
+  if (!grouped.Group(problem, block, arrays.ids) || !cells.Allocate(width, kWithWinner)) return false;
+  const T* const rows = arrays.data + problem.DataRow(block.batch, 0) * features + block.feature_begin;
+  const int32_t num_members = grouped.Size();
   for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
-    for (int64_t i = segment * features; i < segment * features + width; ++i) {
-      winners[i] = FinalWinner(Cell<T>{cells[i], winners[i]});
+    StartCells<kWithWinner>(width, cells.maxima(), cells.winners());
+    const int64_t group = segment - block.segment_begin;
+    for (int32_t place = grouped.Begin(group); place < grouped.End(group); ++place) {
+      if (place + kPrefetchDistance < num_members) {
+        PrefetchRow(rows + grouped[place + kPrefetchDistance] * features, width);
+      }
+      const int32_t row = grouped[place];
+      FoldRow<kWithWinner>(rows + row * features, row, width, arrays.first_wins, cells.maxima(), cells.winners());
+    }
+    const int64_t first_cell = (block.batch * problem.segments + segment) * features + block.feature_begin;
+    WriteCells<kWithWinner>(width, cells.maxima(), cells.winners(), arrays.output + first_cell,
+                            kWithWinner ? arrays.winner + first_cell : nullptr);
+  }
+  return true;
+}
+
+// Folds the rows [row_begin, row_end) of a batch element, in order, into cells [segments, features].
+template <bool kWithWinner, typename T, typename C>
+JB_CPU_CLONES void FoldInOrder(const Problem& problem, int64_t batch, int64_t row_begin, int64_t row_end,
+                               const ForwardArrays<T>& arrays, C* maxima, int32_t* winners) {
+  const int64_t features = problem.features;
+  StartCells<kWithWinner>(problem.segments * features, maxima, winners);
+  const T* const rows = arrays.data + problem.DataRow(batch, 0) * features;
+  const int64_t first_id = problem.IdIndex(batch, 0);
+  const auto fold_rows = [&](auto width) __attribute__((always_inline)) {
+    for (int64_t row = row_begin; row < row_end; ++row) {
+      const int64_t segment = arrays.ids[first_id + row];
+      if (segment < 0 || segment >= problem.segments) continue;
+      FoldRow<kWithWinner>(rows + row * width, static_cast<int32_t>(row), width, arrays.first_wins,
+                           maxima + segment * width, winners + segment * width);
+    }
+  };
+  if (features == 1) {
+    fold_rows(std::integral_constant<int64_t, 1>{});  // a loop over one feature would cost more than its body
+  } else {
+    fold_rows(features);
+  }
+}
+
+// Merges `count` cells of a later range of rows into those of the ranges before it.
+template <bool kWithWinner, typename C>
+JB_CPU_CLONES void MergeCells(int64_t count, const C* later_maxima, const int32_t* later_winners, bool first_wins,
+                              C* maxima, int32_t* winners) {
+  for (int64_t i = 0; i < count; ++i) {
+    if constexpr (kWithWinner) {
+      Cell<C> cell{maxima[i], winners[i]};
+      MergeCell(cell, Cell<C>{later_maxima[i], later_winners[i]}, first_wins);
+      maxima[i] = cell.best;
+      winners[i] = cell.winner;
+    } else {
+      maxima[i] = Larger(maxima[i], later_maxima[i]);
     }
   }
+}
+
+template <bool kWithWinner, typename T>
+bool ReduceAllInOrder(ffi::ThreadPool& pool, const Problem& problem, int64_t num_ranges,
+                      const ForwardArrays<T>& arrays) {
+  const int64_t cells_per_batch = problem.segments * problem.features;
+  Cells<T> cells;
+  if (!cells.Allocate(problem.batch * num_ranges * cells_per_batch, kWithWinner)) return false;
+  const auto cells_of = [&](int64_t batch, int64_t range) { return (batch * num_ranges + range) * cells_per_batch; };
+  ParallelFor(pool, problem.batch * num_ranges, [&](int64_t index) {
+    const int64_t batch = index / num_ranges, range = index % num_ranges, first = cells_of(batch, range);
+    FoldInOrder<kWithWinner>(problem, batch, ChunkBegin(problem.rows, num_ranges, range),
+                             ChunkBegin(problem.rows, num_ranges, range + 1), arrays, cells.maxima() + first,
+                             cells.winners() + first);
+  });
+  const int64_t chunks = ChunksFor(pool, num_ranges * cells_per_batch * sizeof(T));
+  ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
+    const int64_t batch = index / chunks, begin = ChunkBegin(cells_per_batch, chunks, index % chunks),
+                  count = ChunkBegin(cells_per_batch, chunks, index % chunks + 1) - begin,
+                  first = cells_of(batch, 0) + begin, result = batch * cells_per_batch + begin;
+    for (int64_t range = 1; range < num_ranges; ++range) {
+      const int64_t later = cells_of(batch, range) + begin;
+      MergeCells<kWithWinner>(count, cells.maxima() + later, cells.winners() + later, arrays.first_wins,
+                              cells.maxima() + first, cells.winners() + first);
+    }
+    WriteCells<kWithWinner>(count, cells.maxima() + first, cells.winners() + first, arrays.output + result,
+                            kWithWinner ? arrays.winner + result : nullptr);
+  });
+  return true;
+}
+
+template <bool kWithWinner, typename T>
+bool ReduceAllGrouped(ffi::ThreadPool& pool, const Problem& problem, int64_t num_threads,
+                      const ForwardArrays<T>& arrays) {
+  const Blocking blocking(problem, sizeof(T), num_threads);
+  std::atomic<bool> has_memory{true};
+  ParallelFor(pool, blocking.Count(problem), [&](int64_t index) {
+    if (!ReduceGrouped<kWithWinner>(problem, blocking.Get(problem, index), arrays)) has_memory = false;
+  });
+  return has_memory;
+}
+
+// Chooses the way through the rows (see the top of the file); returns false if there is no memory.
+template <bool kWithWinner, typename T>
+bool ReduceAll(ffi::ThreadPool& pool, const Problem& problem, const ForwardArrays<T>& arrays) {
+  const int64_t row_bytes = problem.features * sizeof(T);
+  const int64_t result_cells = problem.batch * problem.segments * problem.features;
+  if (result_cells == 0) return true;
+  AdviseHugePages(arrays.output, result_cells * sizeof(T));
+  if constexpr (kWithWinner) AdviseHugePages(arrays.winner, result_cells * sizeof(int32_t));
+  const int64_t total_bytes = problem.batch * (problem.rows + problem.segments) * row_bytes;
+  const int64_t num_threads =
+      std::min<int64_t>(ChunksFor(pool, total_bytes), std::max<int64_t>(1, pool.num_threads()));
+  const int64_t cell_bytes = sizeof(ComputeType<T>) + (kWithWinner ? sizeof(int32_t) : 0);
+  const bool cells_stay_near = problem.segments * problem.features * cell_bytes <= kNearCacheBytes;
+  if (row_bytes < kNarrowRowBytes || (cells_stay_near && problem.rows >= kMinRowsPerCellRow * problem.segments)) {
+    const int64_t threads_per_batch_element = (num_threads + problem.batch - 1) / problem.batch;
+    const int64_t num_ranges =
+        std::clamp<int64_t>(problem.rows / (kMinRowsPerCellRow * problem.segments), 1, threads_per_batch_element);
+    return ReduceAllInOrder<kWithWinner>(pool, problem, num_ranges, arrays);
+  }
+  return ReduceAllGrouped<kWithWinner>(pool, problem, num_threads, arrays);
 }
 
 template <typename T>
@@ -130,6 +324,13 @@ JB_CPU_CLONES void GradientOfRows(const BackwardBuffers& buffers, int64_t batch,
   d_output += buffers.d_output_is_shared ? 0 : batch * cells_per_batch;
   const int64_t first_winner = buffers.winner_is_shared ? 0 : batch * cells_per_batch;
   for (int64_t row = row_begin; row < row_end; ++row) {
+    if (row + kPrefetchDistance < row_end) {
+      const int64_t coming = ids[problem.IdIndex(batch, row + kPrefetchDistance)];
+      if (coming >= 0 && coming < problem.segments) {
+        PrefetchRow(d_output + coming * features, features);
+        PrefetchRow(winner + first_winner + coming * features, features);
+      }
+    }
     T* const d_values = d_data + (batch * problem.rows + row) * features;
     const int64_t segment = ids[problem.IdIndex(batch, row)];
     if (segment < 0 || segment >= problem.segments) {
@@ -142,7 +343,11 @@ JB_CPU_CLONES void GradientOfRows(const BackwardBuffers& buffers, int64_t batch,
     int32_t lowest_winner = 0;
 #pragma GCC ivdep
     for (int64_t i = 0; i < features; ++i) {
-      d_values[i] = winners[i] == this_row ? d_cells[i] : static_cast<T>(ComputeType<T>{0});
+      // Selected as bits, which vectorises for 16-bit types too; all bits zero is +0.
+      BitsOf<T> bits;
+      std::memcpy(&bits, d_cells + i, sizeof(T));
+      bits = winners[i] == this_row ? bits : BitsOf<T>{0};
+      std::memcpy(d_values + i, &bits, sizeof(T));
       lowest_winner = std::min(lowest_winner, winners[i]);
     }
     if (!IsTie(lowest_winner) || buffers.data == nullptr) continue;
@@ -160,28 +365,27 @@ ffi::Error Forward(const char* op, ffi::ThreadPool& pool, const ffi::AnyBuffer& 
   ForwardBuffers decoded;
   JB_RETURN_IF_ERROR(DecodeForward(op, data, segment_ids, output, winner, &decoded));
   const Problem& problem = decoded.problem;
-  const SegmentIds ids{segment_ids.untyped_data(), decoded.ids_are_64_bit};
+  bool has_memory = true;
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const T* const values = static_cast<const T*>(data.untyped_data());
-    T* const maxima = static_cast<T*>(output.untyped_data());
-    const int64_t bytes = problem.batch * (problem.rows + problem.segments) * problem.features * sizeof(T);
-    const int64_t num_threads = std::min<int64_t>(ChunksFor(pool, bytes), std::max<int64_t>(1, pool.num_threads()));
-    const Blocking blocking(problem, sizeof(T), num_threads);
-    ParallelFor(pool, blocking.Count(problem), [&](int64_t index) {
-      const Block block = blocking.Get(problem, index);
-      if constexpr (kIsFloating<T>) {
-        if (decoded.winner != nullptr) {
-          MaxAndWinnerOfBlock<T>(problem, block, values, ids, first_wins, maxima, decoded.winner);
-          return;
-        }
+    const ForwardArrays<T> arrays{static_cast<const T*>(data.untyped_data()),
+                                  SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
+                                  static_cast<T*>(output.untyped_data()), decoded.winner, first_wins};
+    if constexpr (kIsFloating<T>) {
+      if (arrays.winner != nullptr) {
+        has_memory = ReduceAll<true>(pool, problem, arrays);
+        return;
       }
-      MaxOfBlock<T>(problem, block, values, ids, maxima);
-    });
+    }
+    has_memory = ReduceAll<false>(pool, problem, arrays);
   };
   const bool supported =
       winner != nullptr ? DispatchFloating(decoded.type, run) : DispatchOrdered(decoded.type, run);
-  return supported ? ffi::Error::Success() : UnsupportedType(op, "data", data.element_type());
+  if (!supported) return UnsupportedType(op, "data", data.element_type());
+  if (!has_memory) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(op) + ": out of host memory");
+  }
+  return ffi::Error::Success();
 }
 
 ffi::Error SegmentMax(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
@@ -207,6 +411,7 @@ ffi::Error SegmentMaxBackward(ffi::ThreadPool pool, ffi::AnyBuffer d_output, ffi
     using T = typename decltype(tag)::type;
     const int64_t bytes_per_batch_element = problem.rows * problem.features * sizeof(T);
     const int64_t chunks = ChunksFor(pool, bytes_per_batch_element);
+    AdviseHugePages(d_data->untyped_data(), problem.batch * bytes_per_batch_element);
     ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
       const int64_t chunk = index % chunks;
       GradientOfRows<T>(decoded, index / chunks, ChunkBegin(problem.rows, chunks, chunk),

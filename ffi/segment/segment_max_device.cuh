@@ -105,30 +105,53 @@ __device__ __forceinline__ BFloat16 HardwareLarger(BFloat16 a, BFloat16 b) {
   return __hmax_nan(a, b);
 }
 
+// Two or four narrow values at once, in a word.
+template <typename T>
+__device__ __forceinline__ uint32_t PackedLarger(uint32_t a, uint32_t b) {
+  if constexpr (std::is_same_v<T, uint8_t>) {
+    return __vmaxu4(a, b);
+  } else if constexpr (std::is_same_v<T, int8_t>) {
+    return __vmaxs4(a, b);
+  } else if constexpr (std::is_same_v<T, uint16_t>) {
+    return __vmaxu2(a, b);
+  } else if constexpr (std::is_same_v<T, int16_t>) {
+    return __vmaxs2(a, b);
+  } else {
+    using Pair = std::conditional_t<std::is_same_v<T, Float16>, __half2, __nv_bfloat162>;
+    Pair x, y;
+    memcpy(&x, &a, sizeof(x));
+    memcpy(&y, &b, sizeof(y));
+    x = __hmax2_nan(x, y);
+    memcpy(&a, &x, sizeof(a));
+    return a;
+  }
+}
+
 template <typename T, int kCount>
 __device__ __forceinline__ void KeepLarger(Vector<T, kCount>& best, const Vector<T, kCount>& other) {
-  if constexpr (kCount % 2 == 0 && (std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>)) {
-    using Pair = std::conditional_t<std::is_same_v<T, Float16>, __half2, __nv_bfloat162>;
+  if constexpr (sizeof(T) < 4 && sizeof(T) * kCount % 4 == 0) {
+    constexpr int kWords = sizeof(T) * kCount / 4;
+    uint32_t a[kWords], b[kWords];
+    memcpy(a, &best, sizeof(a));
+    memcpy(b, &other, sizeof(b));
 #pragma unroll
-    for (int i = 0; i < kCount; i += 2) {
-      Pair a, b;
-      memcpy(&a, &best.lane[i], sizeof(a));
-      memcpy(&b, &other.lane[i], sizeof(b));
-      a = __hmax2_nan(a, b);
-      memcpy(&best.lane[i], &a, sizeof(a));
-    }
+    for (int i = 0; i < kWords; ++i) a[i] = PackedLarger<T>(a[i], b[i]);
+    memcpy(&best, a, sizeof(a));
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) best.lane[i] = HardwareLarger(best.lane[i], other.lane[i]);
   }
 }
 
-// kCount neighbouring cells of one segment under reduction.
+// kCount neighbouring cells of one segment under reduction. Rows come in any order.
 template <typename T, int kCount, bool kWithWinner>
 struct Accumulator {
   Vector<T, kCount> best;
 
-  __device__ __forceinline__ void Start(const Vector<T, kCount>& values, int32_t, bool) { best = values; }
+  __device__ __forceinline__ void Start() {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) best.lane[i] = MaxIdentity<T>();
+  }
   __device__ __forceinline__ void Add(const Vector<T, kCount>& values, int32_t, bool) { KeepLarger(best, values); }
   __device__ __forceinline__ void Merge(const Accumulator& other, bool) { KeepLarger(best, other.best); }
 
@@ -142,14 +165,24 @@ struct Accumulator<T, kCount, true> {
   using C = ComputeType<T>;
   Cell<C> cells[kCount];
 
-  __device__ __forceinline__ void Start(const Vector<T, kCount>& values, int32_t row, bool first_wins) {
+  __device__ __forceinline__ void Start() {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) cells[i] = Cell<C>{};
-    Add(values, row, first_wins);
   }
+
+  // AddRow, for the instructions of the hardware: NaN and zeros are left to the maximum (the winner of a NaN does not
+  // matter before FinalWinner), and a tie is one minimum and one addition under either rule, kNoWinner being the greatest
+  // unsigned number: towards the lower row, or one below the lesser of the count and kNoWinner.
   __device__ __forceinline__ void Add(const Vector<T, kCount>& values, int32_t row, bool first_wins) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) AddRow(cells[i], static_cast<C>(values.lane[i]), row, first_wins);
+    for (int i = 0; i < kCount; ++i) {
+      const C value = static_cast<C>(values.lane[i]), best = cells[i].best;
+      const int32_t winner = cells[i].winner;
+      const int32_t tied = first_wins ? static_cast<int32_t>(min(static_cast<uint32_t>(winner), static_cast<uint32_t>(row)))
+                                      : min(winner, kNoWinner) - 1;
+      cells[i].winner = value > best ? row : (value == best ? tied : winner);
+      cells[i].best = HardwareLarger(best, value);
+    }
   }
   __device__ __forceinline__ void Merge(const Accumulator& other, bool first_wins) {
 #pragma unroll
@@ -188,21 +221,20 @@ inline FeatureLanes DealFeatures(int64_t vectors, int most_lanes) {
   return {static_cast<int>(CeilDivide(vectors, columns)), static_cast<int>(columns)};
 }
 
-// The widest vector, in elements, that divides every row and so stays aligned in each of them; never above 16 bytes.
-template <typename T>
-int RowVector(int64_t features) {
-  constexpr int kWidest = 16 / sizeof(T);
-  if (features % kWidest == 0) return kWidest;
-  constexpr int kWord = sizeof(T) < 4 ? 4 / sizeof(T) : 1;
-  return kIsFloating<T> && features % kWord == 0 ? kWord : 1;
+// The widest vector, in elements, that divides every row and so stays aligned in each of them: 16 bytes, 4, or one element.
+inline int RowVector(int64_t features, int64_t element_bytes) {
+  for (const int64_t bytes : {16, 4}) {
+    if (bytes > element_bytes && features * element_bytes % bytes == 0) return static_cast<int>(bytes / element_bytes);
+  }
+  return 1;
 }
 
-// Calls body(std::integral_constant<int, n>{}) for n = RowVector<T>(features).
+// Calls body(std::integral_constant<int, n>{}) for n = RowVector(features, sizeof(T)).
 template <typename T, typename Body>
 auto DispatchRowVector(int64_t features, Body&& body) {
   constexpr int kWidest = 16 / sizeof(T);
-  constexpr int kWord = sizeof(T) < 4 && kIsFloating<T> ? 4 / sizeof(T) : 1;
-  const int vector = RowVector<T>(features);
+  constexpr int kWord = sizeof(T) < 4 ? 4 / sizeof(T) : 1;
+  const int vector = RowVector(features, sizeof(T));
   if (vector == kWidest) return body(std::integral_constant<int, kWidest>{});
   if (kWord > 1 && vector == kWord) return body(std::integral_constant<int, kWord>{});
   return body(std::integral_constant<int, 1>{});

@@ -3,12 +3,14 @@
     python -m jax_baracuda demo
 
 The data are the 1797 handwritten digits (8 x 8 pixels) that scikit-learn ships. Each image is a node of a graph, joined
-to the images most like it, and a few of the nodes carry a label. A GraphSAGE network with max pooling (Hamilton, Ying and
-Leskovec, "Inductive Representation Learning on Large Graphs", 2017) learns to label the others. In each of its layers
+to the images most like it, and some of the nodes carry a label. A GraphSAGE network with max pooling (Hamilton, Ying
+and Leskovec, "Inductive Representation Learning on Large Graphs", 2017) learns to label the others. In each of its
+layers
 
     h_v = W_self x_v + W_neighbour max_{u in N(v)} relu(W_pool x_u + b_pool) + b
 
-the maximum over the neighbours N(v) of every node v is one call of `segment_max`, differentiated at every training step.
+the maximum over the neighbours N(v) of every node v is one call of `segment_max`, differentiated at every training
+step.
 
 Two runs train side by side from the same initial parameters, one with `jax_baracuda.segment_max` and one with
 `jax.ops.segment_max`, and nothing else differs between them.
@@ -37,10 +39,11 @@ HIDDEN_CHANNELS = 64
 LEARNING_RATE = 3e-3
 WARM_UP_STEPS = 5
 
-# The runs compute the same formulas, so their first gradients differ by the rounding of float32 sums only: about 1e-7 of
-# an array's largest entry. Training amplifies such differences, because sooner or later another of two nearly equal
-# neighbours becomes the maximum. Merely reordering the edges of the graph, and with them the sums in the gradient, moves
-# the loss curve by up to 3e-5 of the initial loss; a gradient that misses one of the 64 channels moves it by 4e-3.
+# The runs compute the same formulas, so their first gradients differ by the rounding of float32 sums only: about 1e-7
+# of an array's largest entry. Training amplifies such differences, because sooner or later another of two nearly equal
+# neighbours becomes the maximum. Merely reordering the edges of the graph, and with them the sums in the gradient,
+# moves the loss curve by up to 3e-5 of the initial loss. A gradient that misses one of the 64 channels moves it by
+# 4e-3.
 GRADIENT_TOLERANCE = 1e-5
 LOSS_TOLERANCE = 1e-3
 
@@ -102,7 +105,7 @@ def load_digits_graph(seed: int) -> Graph:
 
     images, labels = load_digits(return_X_y=True)
     nearest = kneighbors_graph(images, NEIGHBOURS)
-    # Being a nearest neighbour is not mutual. Edges in both directions give the nodes neighbourhoods of different sizes.
+    # Being a nearest neighbour is not mutual. Edges in both directions give nodes neighbourhoods of different sizes.
     edges = nearest.maximum(nearest.T).tocsr()
     edges.sort_indices()
     is_train = np.random.default_rng(seed).random(len(labels)) < LABELLED_FRACTION
@@ -190,6 +193,16 @@ def training_step(
     return parameters, adam, loss, accuracy
 
 
+def start_runs(seed: int) -> tuple[Run, Run]:
+    """One run with `jax_baracuda.segment_max` and one with `jax.ops.segment_max`, with the same initial parameters."""
+    parameters = initial_parameters(jax.random.key(seed), (64, HIDDEN_CHANNELS, 10))
+    zeros = jax.tree.map(jnp.zeros_like, parameters)
+    adam = AdamState(mean=zeros, mean_square=zeros, steps=jnp.zeros((), jnp.int32))
+    ours = Run("jax_baracuda", jax_baracuda.segment_max, parameters, adam)
+    reference = Run("jax.ops", jax.ops.segment_max, parameters, adam)
+    return ours, reference
+
+
 def advance(run: Run, graph: Graph) -> None:
     """Takes one training step of a run, and notes its loss, its accuracy and its duration."""
     start = time.perf_counter()
@@ -219,20 +232,25 @@ def train_side_by_side(runs: Sequence[Run], graph: Graph, steps: int) -> None:
             progress.update(task, advance=1, loss=runs[0].losses[-1])
 
 
-def gradient_difference(parameters: list[SageLayer], graph: Graph, first: SegmentMax, second: SegmentMax) -> float:
-    """Largest difference between the gradients through two aggregations, relative to each array's largest entry."""
+@functools.partial(jax.jit, static_argnames="segment_max")
+def loss_gradients(parameters: list[SageLayer], graph: Graph, segment_max: SegmentMax) -> list[SageLayer]:
+    """Gradients of the training loss, shaped like the parameters."""
+    gradients, _ = jax.grad(loss_and_accuracy, has_aux=True)(parameters, graph, segment_max)
+    return gradients
 
-    @functools.partial(jax.jit, static_argnames="segment_max")
-    def gradients_through(parameters: list[SageLayer], graph: Graph, segment_max: SegmentMax) -> list[SageLayer]:
-        return jax.grad(loss_and_accuracy, has_aux=True)(parameters, graph, segment_max)[0]
 
-    def relative_difference(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))
+def gradient_difference(graph: Graph, run: Run, expected: Run) -> float:
+    """Largest difference between the gradients of two runs where they stand, relative to each array's largest entry."""
+
+    def relative_difference(a: jax.Array, b: jax.Array) -> float:
+        return float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)))
 
     differences = jax.tree.map(
-        relative_difference, gradients_through(parameters, graph, first), gradients_through(parameters, graph, second)
+        relative_difference,
+        loss_gradients(run.parameters, graph, run.segment_max),
+        loss_gradients(expected.parameters, graph, expected.segment_max),
     )
-    return float(jnp.max(jnp.stack(jax.tree.leaves(differences))))
+    return max(jax.tree.leaves(differences))
 
 
 def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
@@ -285,7 +303,9 @@ def save_plot(runs: Sequence[Run], device: jax.Device, path: Path) -> None:
     for axes in (loss_axes, accuracy_axes):
         axes.grid(axis="y", color="0.9")
         axes.set_axisbelow(True)
-    figure.suptitle(f"GraphSAGE with max pooling on a graph of handwritten digits, each joined to its {NEIGHBOURS} nearest")
+    figure.suptitle(
+        f"GraphSAGE with max pooling on a graph of handwritten digits, each joined to its {NEIGHBOURS} nearest"
+    )
     figure.savefig(path, format="png")
 
 
@@ -335,11 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     device = jax.devices()[0]
     graph = load_digits_graph(options.seed)
-    parameters = initial_parameters(jax.random.key(options.seed), (64, HIDDEN_CHANNELS, 10))
-    zeros = jax.tree.map(jnp.zeros_like, parameters)
-    adam = AdamState(mean=zeros, mean_square=zeros, steps=jnp.zeros((), jnp.int32))
-    ours = Run("jax_baracuda", jax_baracuda.segment_max, parameters, adam)
-    reference = Run("jax.ops", jax.ops.segment_max, parameters, adam)
+    ours, reference = start_runs(options.seed)
 
     print(f"device:    {device.device_kind}")
     print(
@@ -349,14 +365,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Some devices round the factors of float32 matrix products to fewer bits by default. That would turn differences of
     # one rounding into much larger ones.
     with jax.default_matmul_precision("highest"):
-        first_gradient_difference = gradient_difference(parameters, graph, ours.segment_max, reference.segment_max)
+        first_gradient_difference = gradient_difference(graph, ours, reference)
         train_side_by_side((ours, reference), graph, options.steps)
     save_plot((ours, reference), device, options.output)
 
     for run in (ours, reference):
         print(
             f"{run.library + '.segment_max:':<26} final loss {run.losses[-1]:.6f}, "
-            f"test accuracy {run.accuracies[-1]:.2%}, {run.median_milliseconds():.2f} ms per training step (median)"
+            f"test accuracy {run.accuracies[-1]:.1%}, {run.median_milliseconds():.2f} ms per training step (median)"
         )
     ratio = reference.median_milliseconds() / ours.median_milliseconds()
     print(f"speed:     {ratio:.2f} training steps with {ours.library} in the time of one with {reference.library}")

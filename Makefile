@@ -1,0 +1,55 @@
+# Everything runs in a virtual environment that the first target creates. Variables to set on the command line:
+#   PYTHON  the interpreter to create it with (3.11 or newer)        make test PYTHON=python3.12
+#   VENV    where it is                                              make test VENV=.venv-oldest
+#   JAX     the JAX to install, instead of the newest that fits      make test JAX="jax==0.8.0 jaxlib==0.8.0"
+#   CUDA    the CUDA extra, cuda12 or cuda13; empty for the CPU only. Default: what the NVIDIA driver here supports
+PYTHON ?= python3
+VENV ?= .venv
+JAX ?=
+DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
+CUDA ?= $(if $(DRIVER),$(shell test "$(DRIVER)" -ge 580 && echo cuda13 || echo cuda12))
+# On a machine with a GPU, build for that GPU alone: it takes a fraction of the time.
+export JAX_BARACUDA_CUDA_ARCHITECTURES ?= $(if $(DRIVER),native)
+export JAX_BARACUDA_CUDA ?= $(if $(filter cuda13,$(CUDA)),ON,AUTO)
+# Lets the build find a CUDA compiler that pip installed.
+export VIRTUAL_ENV := $(abspath $(VENV))
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+BIN := $(VENV)/bin
+EXTRAS := test,bench$(CUDA:%=,%)
+NVCC_PACKAGES := nvidia-cuda-nvcc nvidia-cuda-cccl nvidia-cuda-runtime
+SOURCES := $(wildcard ffi/*.cc ffi/*/* cmake/* CMakeLists.txt pyproject.toml)
+
+.PHONY: demo test check race report bench lint clean
+
+demo: $(VENV)/installed
+	$(BIN)/python -m jax_baracuda demo
+
+test: $(VENV)/installed
+	$(BIN)/pytest $(PYTEST_ARGUMENTS)
+
+check race report: $(VENV)/installed
+	$(BIN)/python -m jax_baracuda $@
+
+bench: $(VENV)/installed
+	$(BIN)/python -m benchmarks
+
+lint: $(VENV)/installed
+	$(BIN)/pip install --quiet ruff
+	$(BIN)/ruff check .
+
+$(VENV)/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "jax_baracuda needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	         "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+
+# Editable: Python files are used as they lie here; make builds again when a native source changes.
+$(VENV)/installed: $(VENV)/bin/pip $(SOURCES)
+	$(if $(filter cuda13,$(CUDA)),command -v nvcc || test -x /usr/local/cuda/bin/nvcc || $(BIN)/pip install --quiet $(NVCC_PACKAGES))
+	$(BIN)/pip install --quiet $(JAX) --editable ".[$(EXTRAS)]"
+	@touch $@
+
+clean:
+	rm -rf build $(VENV)

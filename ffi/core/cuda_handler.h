@@ -1,0 +1,43 @@
+// What CUDA handlers share: the status of a launch as an FFI error, and the scratch buffer.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "ffi/core/handler.h"
+
+namespace jax_baracuda {
+
+inline ffi::Error CudaStatus(const char* op, cudaError_t status) {
+  if (status == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kInternal,
+                    std::string(op) + ": CUDA error " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status));
+}
+
+struct ScratchBuffer {
+  void* data = nullptr;
+  int64_t bytes = 0;
+};
+
+// The scratch buffer is an extra last result, left out where no scratch is needed.
+inline ffi::Error DecodeScratch(const char* op, ffi::RemainingRets results, int64_t needed_bytes,
+                                ScratchBuffer* scratch) {
+  if (results.size() > 1) return InvalidArgument(op, "expected one scratch buffer at most");
+  if (results.size() == 1) {
+    auto buffer = results.get<ffi::AnyBuffer>(0);
+    if (buffer.has_error()) return buffer.error();
+    if ((*buffer)->element_type() != ffi::DataType::U8) {
+      return UnsupportedType(op, "scratch", (*buffer)->element_type());
+    }
+    *scratch = ScratchBuffer{(*buffer)->untyped_data(), static_cast<int64_t>((*buffer)->element_count())};
+  }
+  if (scratch->bytes < needed_bytes) {
+    return InvalidArgument(op, "scratch has " + std::to_string(scratch->bytes) + " bytes, expected " +
+                                   std::to_string(needed_bytes));
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace jax_baracuda

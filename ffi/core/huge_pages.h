@@ -1,0 +1,26 @@
+// Large result buffers are fresh memory that the kernel faults in page by page, which can cost more than computing
+// what goes into them. With 2 MiB pages there are 512 times fewer faults.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+namespace jax_baracuda {
+
+// Asks for huge pages for the part of a buffer that consists of whole ones. A hint: failure changes nothing.
+inline void AdviseHugePages(void* data, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) / kHugePage * kHugePage;
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)data;
+  (void)bytes;
+#endif
+}
+
+}  // namespace jax_baracuda

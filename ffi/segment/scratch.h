@@ -1,0 +1,36 @@
+// Dividing one scratch buffer into aligned parts.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_baracuda::segment {
+
+inline constexpr int64_t kScratchAlignment = 256;
+
+inline int64_t ScratchRound(int64_t bytes) {
+  return (bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
+}
+
+// The bytes that a ScratchCarver will have taken after parts of these sizes.
+struct ScratchSizes {
+  int64_t total = 0;
+
+  void Add(int64_t bytes) { total += ScratchRound(bytes); }
+};
+
+class ScratchCarver {
+ public:
+  explicit ScratchCarver(void* scratch) : next_(static_cast<char*>(scratch)) {}
+
+  template <typename T>
+  T* Take(int64_t count) {
+    T* part = reinterpret_cast<T*>(next_);
+    next_ += ScratchRound(count * static_cast<int64_t>(sizeof(T)));
+    return part;
+  }
+
+ private:
+  char* next_;
+};
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,312 @@
+#include "ffi/segment/segment_max.cuh"
+
+#include "ffi/segment/scratch.h"
+#include "ffi/segment/segment_max_order.cuh"
+#include "ffi/segment/segment_max_table.cuh"
+#include "ffi/segment/segment_max_tiles.cuh"
+
+namespace jax_baracuda::segment {
+namespace {
+
+enum class Algorithm {
+  kFill,         // there are no rows
+  kTiles,        // rows in order, reduced in registers
+  kOrderTiles,   // rows brought into order first
+  kTable,        // atomic maxima on a table in global memory
+  kSharedTable,  // one table per block in shared memory
+};
+
+struct Plan {
+  Algorithm algorithm;
+  bool stages_rows;  // for tiles: rows too narrow for whole-vector loads pass through shared memory
+};
+
+int64_t ElementBytes(ElementType type) {
+  int64_t bytes = 0;
+  DispatchOrdered(type, [&](auto tag) { bytes = sizeof(typename decltype(tag)::type); });
+  return bytes;
+}
+
+int64_t KeyBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
+
+constexpr int64_t kSectorBytes = 32;
+constexpr int64_t kSharedTableBytes = 48 * 1024;
+
+// The rule, from shapes and flags alone:
+//
+//   * Few segments, so that a table of all cells fits in shared memory and each block has many rows for each of its
+//     cells: a shared table. It does not mind the order of the rows. With winners it reads the data twice, so that rows
+//     in order rather take tiles.
+//   * Rows in order: tiles, which read everything once. Rows of less than a sector pass through shared memory.
+//   * Rows in any order: bring them into order, then tiles. That costs a sort of the ids, whatever the width of the
+//     rows; the alternative is an atomic, or at least a load, for each element on a table. So narrow rows, and problems
+//     that are over before a sort has been launched, take the table.
+//   * The order numbers rows and segments of the whole batch in 32 bits; beyond that, the table.
+Plan ChoosePlan(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool with_winner) {
+  if (problem.rows == 0) return {Algorithm::kFill, false};
+  const int64_t row_bytes = problem.features * element_bytes;
+  const bool is_narrow = row_bytes < kSectorBytes;
+
+  const int64_t cell_bytes = KeyBytes(element_bytes) + (with_winner ? sizeof(int32_t) : 0);
+  const bool fits_shared = problem.segments <= kSharedTableBytes / cell_bytes &&
+                           problem.segments * problem.features <= kSharedTableBytes / cell_bytes;
+  const bool has_few_segments = problem.rows / 4096 >= problem.segments;
+  if (fits_shared && has_few_segments && !(indices_are_sorted && with_winner)) {
+    return {Algorithm::kSharedTable, false};
+  }
+  if (!SegmentsFit(problem.segments)) return {Algorithm::kTable, false};
+  if (indices_are_sorted) return {Algorithm::kTiles, is_narrow};
+  const bool is_small = problem.batch * problem.rows * row_bytes <= (int64_t{1} << 22);
+  if (row_bytes <= kSectorBytes || is_small || !OrderFits(problem)) return {Algorithm::kTable, false};
+  return {Algorithm::kOrderTiles, false};
+}
+
+// How tiles are dealt to blocks.
+struct TileGrid {
+  Problem problem;  // the batch joined into one element where rows are brought into order
+  FeatureLanes features;
+  int threads;
+  int groups;
+  int64_t blocks_per_batch;
+  int64_t row_blocks;
+};
+
+TileGrid MakeTileGrid(const Problem& problem, const Plan& plan, int64_t element_bytes) {
+  TileGrid grid;
+  grid.problem = problem;
+  if (plan.algorithm == Algorithm::kOrderTiles) {
+    grid.problem.batch = 1;
+    grid.problem.rows = problem.batch * problem.rows;
+    grid.problem.segments = problem.batch * problem.segments;
+  }
+  // Staged rows of 8-byte elements would need more shared memory than a block gets unasked.
+  grid.threads = plan.stages_rows ? (element_bytes == 8 ? 64 : 128) : 256;
+  const int vector = plan.stages_rows ? 1 : RowVector(problem.features, element_bytes);
+  grid.features = DealFeatures(problem.features / vector, 32);
+  grid.groups = grid.threads / grid.features.lanes;
+  grid.blocks_per_batch = CeilDivide(grid.problem.rows, static_cast<int64_t>(grid.groups) * kTileRows);
+  grid.row_blocks = grid.problem.batch * grid.blocks_per_batch;
+  return grid;
+}
+
+int64_t ScratchBytes(const Problem& problem, const Plan& plan, int64_t element_bytes, bool with_winner) {
+  const int64_t cells = problem.batch * problem.segments * problem.features;
+  ScratchSizes sizes;
+  switch (plan.algorithm) {
+    case Algorithm::kFill:
+      break;
+    case Algorithm::kOrderTiles:
+      sizes.Add(SegmentOrderScratchBytes(problem));
+      [[fallthrough]];
+    case Algorithm::kTiles: {
+      const TileGrid grid = MakeTileGrid(problem, plan, element_bytes);
+      sizes.Add(problem.batch * problem.segments);
+      sizes.Add(grid.row_blocks * sizeof(uint32_t));
+      sizes.Add(grid.row_blocks * problem.features * element_bytes);
+      if (with_winner) sizes.Add(grid.row_blocks * problem.features * sizeof(int32_t));
+      break;
+    }
+    case Algorithm::kTable:
+    case Algorithm::kSharedTable:
+      // Where keys are as wide as values the output itself is the table.
+      if (KeyBytes(element_bytes) != element_bytes) sizes.Add(cells * KeyBytes(element_bytes));
+      break;
+  }
+  return sizes.total;
+}
+
+template <typename T, bool kWithWinner>
+struct Launcher {
+  const SegmentMaxArguments& arguments;
+  const Plan plan;
+  cudaStream_t stream;
+
+  const T* data = static_cast<const T*>(arguments.data);
+  T* output = static_cast<T*>(arguments.output);
+  const Problem& problem = arguments.problem;
+  const int64_t segments = problem.batch * problem.segments;
+
+  cudaError_t Launch() const {
+    switch (plan.algorithm) {
+      case Algorithm::kFill:
+        return FillAbsent(nullptr);
+      case Algorithm::kTiles:
+      case Algorithm::kOrderTiles:
+        return Tiles();
+      default:
+        return Table();
+    }
+  }
+
+  cudaError_t FillAbsent(const uint8_t* present) const {
+    return DispatchRowVector<T>(problem.features, [&](auto vector) {
+      constexpr int kVec = decltype(vector)::value;
+      const FeatureLanes lanes = DealFeatures(problem.features / kVec, 32);
+      const int64_t blocks = CeilDivide(segments, 256 / lanes.lanes * 8) * lanes.columns;
+      FillAbsentKernel<T, kVec, kWithWinner><<<static_cast<uint32_t>(blocks), 256, 0, stream>>>(
+          present, segments, problem.features, lanes, output, arguments.winner);
+      return cudaGetLastError();
+    });
+  }
+
+  cudaError_t Tiles() const {
+    ScratchCarver carver(arguments.scratch);
+    TileArguments<T> a{};
+    if (plan.algorithm == Algorithm::kOrderTiles) {
+      char* order_scratch = carver.Take<char>(SegmentOrderScratchBytes(problem));
+      SegmentOrder order;
+      if (cudaError_t e = LaunchSegmentOrder(problem, arguments.segment_ids, arguments.ids_are_64_bit, order_scratch,
+                                             &order, stream)) {
+        return e;
+      }
+      a.sorted_segments = order.segments;
+      a.order = order.rows;
+    }
+    const TileGrid grid = MakeTileGrid(problem, plan, sizeof(T));
+    a.data = data;
+    a.ids = {arguments.segment_ids, arguments.ids_are_64_bit, problem.segments};
+    a.problem = grid.problem;
+    a.batch_rows = problem.rows;
+    a.first_wins = arguments.first_wins;
+    a.output = output;
+    a.winner = arguments.winner;
+    a.present = carver.Take<uint8_t>(segments);
+    a.pieces.segment = carver.Take<uint32_t>(grid.row_blocks);
+    a.pieces.best = carver.Take<T>(grid.row_blocks * problem.features);
+    a.pieces.winner = kWithWinner ? carver.Take<int32_t>(grid.row_blocks * problem.features) : nullptr;
+    a.features = grid.features;
+    a.groups = grid.groups;
+    a.blocks_per_batch = grid.blocks_per_batch;
+    if (cudaError_t e = cudaMemsetAsync(a.present, 0, segments, stream)) return e;
+    cudaError_t error;
+    if (plan.stages_rows) {
+      error = LaunchTiles<1, true>(a, grid);
+    } else {
+      error = DispatchRowVector<T>(problem.features, [&](auto vector) {
+        return LaunchTiles<decltype(vector)::value, false>(a, grid);
+      });
+    }
+    return error != cudaSuccess ? error : FillAbsent(a.present);
+  }
+
+  template <int kVec, bool kStaged>
+  cudaError_t LaunchTiles(const TileArguments<T>& a, const TileGrid& grid) const {
+    const int shared_bytes = TileShared<T, kVec, kWithWinner, kStaged>::Bytes(grid.threads, grid.groups,
+                                                                              a.order != nullptr, problem.features);
+    const int64_t blocks = grid.row_blocks * grid.features.columns;
+    TileKernel<T, kVec, kWithWinner, kStaged>
+        <<<static_cast<uint32_t>(blocks), grid.threads, shared_bytes, stream>>>(a);
+    if (cudaError_t e = cudaGetLastError()) return e;
+    const int64_t merge_blocks = CeilDivide(grid.row_blocks, kMergeThreads) * grid.features.columns;
+    MergePiecesKernel<T, kVec, kWithWinner>
+        <<<static_cast<uint32_t>(merge_blocks), kMergeThreads, 0, stream>>>(a, grid.row_blocks);
+    return cudaGetLastError();
+  }
+
+  cudaError_t Table() const {
+    const int64_t cells = segments * problem.features;
+    ScratchCarver carver(arguments.scratch);
+    TableArguments<T> a{};
+    a.data = data;
+    a.ids = {arguments.segment_ids, arguments.ids_are_64_bit, problem.segments};
+    a.problem = problem;
+    a.first_wins = arguments.first_wins;
+    if constexpr (sizeof(TableKey<T>) == sizeof(T)) {
+      a.table = reinterpret_cast<TableKey<T>*>(output);
+    } else {
+      a.table = carver.Take<TableKey<T>>(cells);
+    }
+    a.output = output;
+    a.winner = arguments.winner;
+    // Vectors are cut from an element of the batch as a whole, so only its beginning has to be aligned.
+    constexpr int kWidest = 16 / sizeof(T);
+    const bool is_aligned = problem.batch == 1 || problem.data_is_shared ||
+                            problem.rows * problem.features % kWidest == 0;
+    if (cudaError_t e = cudaMemsetAsync(a.table, 0, cells * sizeof(TableKey<T>), stream)) return e;
+    if (cudaError_t e = is_aligned ? TableMax<kWidest>(a) : TableMax<1>(a)) return e;
+    DecodeTableKernel<T><<<static_cast<uint32_t>(CeilDivide(cells, 256)), 256, 0, stream>>>(a.table, cells, output);
+    if (cudaError_t e = cudaGetLastError()) return e;
+    if constexpr (kWithWinner) {
+      // Every byte of kNoWinner is 0xff.
+      if (cudaError_t e = cudaMemsetAsync(a.winner, 0xff, cells * sizeof(int32_t), stream)) return e;
+      return is_aligned ? TableWinner<kWidest>(a) : TableWinner<1>(a);
+    }
+    return cudaSuccess;
+  }
+
+  // Blocks enough to fill any GPU several times over, but no more than there is work for.
+  int64_t TableBlocksPerBatch(int64_t vectors, int threads, int64_t most_blocks) const {
+    const int64_t blocks = CeilDivide(vectors, threads);
+    const int64_t most = CeilDivide(most_blocks, problem.batch);
+    return blocks < most ? blocks : most;
+  }
+
+  template <int kVec>
+  cudaError_t TableMax(TableArguments<T> a) const {
+    const int64_t vectors = CeilDivide(problem.rows * problem.features, kVec);
+    if (plan.algorithm == Algorithm::kSharedTable) {
+      a.blocks_per_batch = TableBlocksPerBatch(vectors, kSharedTableThreads, 528);
+      const size_t shared_bytes = problem.segments * problem.features * sizeof(TableKey<T>);
+      SharedTableMaxKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kSharedTableThreads,
+                                      shared_bytes, stream>>>(a);
+    } else {
+      a.blocks_per_batch = TableBlocksPerBatch(vectors, 256, int64_t{1} << 20);
+      TableMaxKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), 256, 0, stream>>>(a);
+    }
+    return cudaGetLastError();
+  }
+
+  template <int kVec>
+  cudaError_t TableWinner(TableArguments<T> a) const {
+    const int64_t vectors = CeilDivide(problem.rows * problem.features, kVec);
+    if (plan.algorithm == Algorithm::kSharedTable) {
+      a.blocks_per_batch = TableBlocksPerBatch(vectors, kSharedTableThreads, 528);
+      const size_t shared_bytes =
+          problem.segments * problem.features * (sizeof(ComputeType<T>) + sizeof(int32_t));
+      SharedTableWinnerKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch),
+                                         kSharedTableThreads, shared_bytes, stream>>>(a);
+    } else {
+      a.blocks_per_batch = TableBlocksPerBatch(vectors, 256, int64_t{1} << 20);
+      TableWinnerKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), 256, 0, stream>>>(a);
+    }
+    return cudaGetLastError();
+  }
+};
+
+bool IsEmpty(const Problem& problem) {
+  return problem.batch == 0 || problem.segments == 0 || problem.features == 0;
+}
+
+}  // namespace
+
+int64_t SegmentMaxScratchBytes(const Problem& problem, ElementType type, bool, bool indices_are_sorted,
+                               bool with_winner) {
+  if (IsEmpty(problem)) return 0;
+  const int64_t element_bytes = ElementBytes(type);
+  return ScratchBytes(problem, ChoosePlan(problem, element_bytes, indices_are_sorted, with_winner), element_bytes,
+                      with_winner);
+}
+
+cudaError_t LaunchSegmentMax(const SegmentMaxArguments& arguments, cudaStream_t stream) {
+  const Problem& problem = arguments.problem;
+  if (IsEmpty(problem)) return cudaSuccess;
+  const bool with_winner = arguments.winner != nullptr;
+  const Plan plan = ChoosePlan(problem, ElementBytes(arguments.type), arguments.indices_are_sorted, with_winner);
+  cudaError_t error = cudaErrorInvalidValue;
+  if (arguments.scratch_bytes < SegmentMaxScratchBytes(problem, arguments.type, arguments.ids_are_64_bit,
+                                                       arguments.indices_are_sorted, with_winner)) {
+    return error;
+  }
+  if (with_winner) {
+    DispatchFloating(arguments.type, [&](auto tag) {
+      error = Launcher<typename decltype(tag)::type, true>{arguments, plan, stream}.Launch();
+    });
+  } else {
+    DispatchOrdered(arguments.type, [&](auto tag) {
+      error = Launcher<typename decltype(tag)::type, false>{arguments, plan, stream}.Launch();
+    });
+  }
+  return error;
+}
+
+}  // namespace jax_baracuda::segment

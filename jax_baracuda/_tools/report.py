@@ -1,0 +1,73 @@
+"""``python -m jax_baracuda report``: what is installed, and which kernel serves each op on each device here."""
+
+from __future__ import annotations
+
+import argparse
+import platform as python_platform
+from collections.abc import Sequence
+
+import jax
+import jaxlib
+
+import jax_baracuda
+from jax_baracuda._core.native import NATIVE_MODULES, NativeModule, runtime_ffi_api_version
+from jax_baracuda._core.op import OPS
+from jax_baracuda._tools.platforms import devices_by_platform
+from jax_baracuda._tools.table import format_table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the report; returns 0."""
+    argparse.ArgumentParser(prog="python -m jax_baracuda report", description=__doc__).parse_args(arguments)
+    print("\n\n".join([_versions(), _modules(), _devices(), _ops()]))
+    return 0
+
+
+def _versions() -> str:
+    major, minor = runtime_ffi_api_version()
+    return format_table(
+        ("package", "version"),
+        [
+            ("jax_baracuda", jax_baracuda.__version__),
+            ("jax", jax.__version__),
+            ("jaxlib", f"{jaxlib.__version__} (XLA FFI API {major}.{minor})"),
+            ("Python", python_platform.python_version()),
+        ],
+    )
+
+
+def _modules() -> str:
+    rows = [(native.platform, _module_state(native)) for native in NATIVE_MODULES.values()]
+    return format_table(("native module", "state"), rows)
+
+
+def _module_state(native: NativeModule) -> str:
+    if native.module is None:
+        return f"not available: {native.problem}"
+    major, minor = native.module.ffi_api_version
+    state = f"loaded, built for XLA FFI API {major}.{minor}"
+    if native.platform == "cuda":
+        state += f", CUDA {native.module.compiler_version}, GPU architectures {native.module.architectures}"
+    return state
+
+
+def _devices() -> str:
+    rows = [(str(device), device.device_kind, device.platform) for device in jax.devices()]
+    return format_table(("device", "kind", "platform"), rows)
+
+
+def _ops() -> str:
+    here = devices_by_platform()
+    if "gpu" in {device.platform for device in jax.devices()} and "cuda" not in here:
+        here["rocm"] = jax.devices()[0]
+    rows = []
+    for op in OPS.values():
+        for platform in here:
+            problem = op.missing_target(platform)
+            served_by = "plain JAX, because " + problem if problem else "kernel for " + ", ".join(sorted(op.dtypes))
+            rows.append((op.name, platform, served_by))
+    return format_table(("op", "on", "served by"), rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,39 @@
+"""Settings that must be there before JAX is imported, and what all tests share.
+
+Variables:
+  JAX_PLATFORMS=cuda: run the same tests on a GPU.
+  JAX_BARACUDA_REQUIRE=cuda (or cpu): fail where the tests would run on another platform, or skip for lack of it.
+  JAX_BARACUDA_TEST_SEED=<int>: other random inputs than those of seed 0.
+  JAX_BARACUDA_TEST_LARGE=1: also run, on a CPU, the tests of arrays with more than 2^31 elements.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+# Both flags concern one back end and are ignored by the other.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import cases  # noqa: E402  (after the environment is set)
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers of this test's own; the seed is part of every failure."""
+    seed = [int(os.environ.get("JAX_BARACUDA_TEST_SEED", "0")), zlib.crc32(request.node.nodeid.encode())]
+    request.node.add_report_section("setup", "random seed", f"np.random.default_rng({seed})")
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_are_there() -> None:
+    """Without the platform's native module the ops would be plain JAX, and the tests would prove nothing."""
+    if cases.REQUIRED_PLATFORM not in (None, cases.PLATFORM):
+        pytest.fail(f"JAX_BARACUDA_REQUIRE={cases.REQUIRED_PLATFORM}, but JAX runs on {cases.PLATFORM}", pytrace=False)
+    if (problem := cases.native_problem(cases.PLATFORM)) is not None:
+        pytest.fail(f"there are no kernels for {cases.PLATFORM}: {problem}", pytrace=False)

@@ -1,0 +1,58 @@
+"""The demo learns, its two runs agree, and it says so by its exit status."""
+
+import sys
+
+import jax
+import numpy as np
+
+import jax_baracuda
+from jax_baracuda._tools import demo
+
+
+def test_demo_succeeds_and_writes_its_plot(tmp_path, capsys):
+    plot = tmp_path / "plot.png"
+    assert demo.main(["--steps", "12", "--seed", "1", "--output", str(plot)]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    printed = capsys.readouterr()
+    assert printed.out.count("agreement: ") == 2
+    assert printed.err == ""
+
+
+def test_both_runs_learn_the_same():
+    graph = demo.load_digits_graph(seed=0)
+    runs = demo.start_runs(seed=0)
+    assert demo.gradient_difference(graph, *runs) <= demo.GRADIENT_TOLERANCE
+    demo.train_side_by_side(runs, graph, steps=60)
+    ours, reference = runs
+    assert demo.loss_difference(ours.losses, reference.losses) <= demo.LOSS_TOLERANCE
+    for run in runs:
+        assert len(run.losses) == len(run.accuracies) == len(run.seconds) == 60
+        assert run.losses[-1] < 0.05 * run.losses[0]
+        assert run.accuracies[-1] >= 0.95
+
+
+def test_graph_gives_every_node_neighbours_in_ascending_order():
+    graph = demo.load_digits_graph(seed=0)
+    receivers = np.asarray(graph.receivers)
+    assert np.all(np.diff(receivers) >= 0)
+    assert np.bincount(receivers, minlength=len(graph.labels)).min() >= demo.NEIGHBOURS
+
+
+def test_a_wrong_gradient_fails_the_demo(tmp_path, capsys, monkeypatch):
+    def with_gradient_too_large(data, *args, **kwargs):
+        maximum = jax.ops.segment_max(data, *args, **kwargs)
+        return 1.01 * maximum - 0.01 * jax.lax.stop_gradient(maximum)
+
+    monkeypatch.setattr(jax_baracuda, "segment_max", with_gradient_too_large)
+    assert demo.main(["--steps", "6", "--output", str(tmp_path / "plot.png")]) == 1
+    assert "DISAGREEMENT: first gradients" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    plot = tmp_path / "plot.png"
+    assert demo.main(["--output", str(plot)]) == 2
+    assert not plot.exists()
+    message = capsys.readouterr().err
+    assert "sklearn" in message
+    assert "pip install 'jax_baracuda[demo]'" in message

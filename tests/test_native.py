@@ -1,0 +1,219 @@
+"""The native modules: what they export, what happens where one is missing, broken or too new, and a silent import."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import cases
+import jax
+import jaxlib
+import pytest
+
+import jax_baracuda
+from jax_baracuda._core import native
+from jax_baracuda._core.op import KERNEL_PLATFORMS, OPS
+
+PACKAGE = Path(jax_baracuda.__file__).parent
+
+
+def run_python(code: str, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a fresh interpreter that finds jax_baracuda in the folder `path`, by default where we found it."""
+    search_path = [str(path or PACKAGE.parent), *(entry for entry in sys.path if entry)]
+    return subprocess.run(
+        [sys.executable, "-W", "always::RuntimeWarning", "-c", textwrap.dedent(code)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(search_path)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd="/",
+    )
+
+
+@pytest.mark.parametrize("platform", KERNEL_PLATFORMS)
+def test_target_table(platform: str) -> None:
+    """The C++ table and the Python definitions name the same targets."""
+    module = native.NATIVE_MODULES[platform].module
+    if module is None:
+        cases.skip_for_lack_of(platform, f"{platform}: {native.NATIVE_MODULES[platform].problem}")
+    assert set(module.targets()) == set(OPS)
+    assert native.NATIVE_MODULES[platform].targets == set(OPS)
+
+
+@pytest.mark.parametrize("platform", KERNEL_PLATFORMS)
+def test_ffi_api_version(platform: str) -> None:
+    """Loaded modules were built for an FFI API that is not newer than the runtime's."""
+    module = native.NATIVE_MODULES[platform].module
+    if module is None:
+        cases.skip_for_lack_of(platform, f"{platform}: {native.NATIVE_MODULES[platform].problem}")
+    runtime = native.runtime_ffi_api_version()
+    assert module.ffi_api_version[0] == runtime[0]
+    assert module.ffi_api_version[1] <= runtime[1]
+    native.check_ffi_api_version(module.ffi_api_version, runtime, platform)
+
+
+def test_every_kernel_platform_has_a_module_record() -> None:
+    assert set(native.NATIVE_MODULES) == set(KERNEL_PLATFORMS)
+    assert cases.PLATFORM in KERNEL_PLATFORMS
+    for module in native.NATIVE_MODULES.values():
+        assert (module.module is None) == (module.problem is not None)
+
+
+@pytest.mark.parametrize(
+    ("built", "runtime", "is_fine"),
+    [
+        ((0, 1), (0, 1), True),
+        ((0, 1), (0, 5), True),
+        ((0, 2), (0, 1), False),
+        ((1, 0), (0, 9), False),
+        ((0, 1), (1, 1), False),
+    ],
+)
+def test_check_ffi_api_version(built: tuple[int, int], runtime: tuple[int, int], is_fine: bool) -> None:
+    """A handler runs on a runtime of the same major version with the same or a later minor version."""
+    if is_fine:
+        native.check_ffi_api_version(built, runtime, "some_module")
+        return
+    expected = (
+        rf"jax_baracuda: some_module was built for XLA FFI API {built[0]}\.{built[1]}, but the installed jaxlib "
+        rf"{jaxlib.__version__} has {runtime[0]}\.{runtime[1]}\. Install a newer jaxlib .*JAX itself is not affected"
+    )
+    with pytest.raises(ImportError, match=expected):
+        native.check_ffi_api_version(built, runtime, "some_module")
+
+
+def test_runtime_ffi_api_version_without_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header that states no version gives an error that names the header."""
+    header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#define SOMETHING_ELSE 1\n")
+    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
+    with pytest.raises(ImportError, match=f"jax_baracuda: {header} does not state the version"):
+        native.runtime_ffi_api_version()
+
+
+def test_module_that_is_too_new(tmp_path: Path) -> None:
+    """On an older runtime the import fails with a clear error, registers nothing, and JAX still works."""
+    header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#define XLA_FFI_API_MAJOR 0\n#define XLA_FFI_API_MINOR 0\n")
+    child = run_python(
+        f"""
+        import jax, jax.numpy as jnp
+        registered = []
+        jax.ffi.register_ffi_target = lambda name, *args, **kwargs: registered.append(name)
+        jax.ffi.include_dir = lambda: {str(tmp_path)!r}
+        try:
+            import jax_baracuda
+        except ImportError as error:
+            print(error)
+        print(registered, jnp.arange(4).sum())
+        """
+    )
+    assert child.returncode == 0, child.stderr
+    error, jax_works = child.stdout.strip().splitlines()
+    assert error.startswith("jax_baracuda: jax_baracuda._core._")
+    assert "Install a newer jaxlib" in error and "has 0.0" in error
+    assert jax_works == "[] 6"
+
+
+USE_THE_OPS = """
+    import warnings
+    with warnings.catch_warnings(record=True) as at_import:
+        warnings.simplefilter("always")
+        import jax_baracuda
+    import jax, jax.numpy as jnp, numpy as np
+    print("import:", [f"{w.category.__name__}: {w.message}" for w in at_import])
+    assert jnp.arange(4).sum() == 6
+    data, ids = np.array([1, 5, 5, 2], np.float32), np.array([0, 1, 1, 0])
+    loss = lambda x: (jnp.array([3, 8]) * jax_baracuda.segment_max(x, ids, 2)).sum()
+    with warnings.catch_warnings(record=True) as at_call:
+        warnings.simplefilter("always")
+        print("value:", jax_baracuda.segment_max(data, ids, 2).tolist())
+        print("gradient:", jax.grad(loss)(data).tolist())
+        print("kernels:", jax.jit(jax.grad(loss)).lower(data).as_text().count("@jax_baracuda."))
+    for message in sorted({f"{w.category.__name__}: {w.message}" for w in at_call}):
+        print("call:", message)
+"""
+
+
+def copy_of_package(folder: Path, cpu_module: bytes | None) -> None:
+    """Copies the package, its CPU module replaced by other bytes or left out."""
+    shutil.copytree(PACKAGE, folder / "jax_baracuda", ignore=shutil.ignore_patterns("__pycache__", "_cpu.*"))
+    if cpu_module is not None:
+        for file in (PACKAGE / "_core").glob("_cpu.*"):
+            (folder / "jax_baracuda" / "_core" / file.name).write_bytes(cpu_module)
+
+
+def check_ops_are_plain_jax(output: str, reason: str) -> None:
+    assert "value: [2.0, 5.0]" in output
+    assert "gradient: [0.0, 4.0, 4.0, 3.0]" in output
+    assert "kernels: 0" in output
+    for op in ("segment_max", "segment_max_with_winner", "segment_max_backward"):
+        assert f"call: RuntimeWarning: jax_baracuda: {op} runs as plain JAX on cpu: {reason}" in output, output
+
+
+def test_whole_package_for_comparison() -> None:
+    """The script of the two tests below, with the package as it is: kernels run, nothing warns."""
+    if cases.native_problem("cpu") is not None:
+        cases.skip_for_lack_of("cpu", "there is no CPU module")
+    child = run_python(USE_THE_OPS, JAX_PLATFORMS="cpu")
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.splitlines() == [
+        "import: []",
+        "value: [2.0, 5.0]",
+        "gradient: [0.0, 4.0, 4.0, 3.0]",
+        "kernels: 2",
+    ]
+
+
+def test_missing_cpu_module(tmp_path: Path) -> None:
+    """Without its CPU module the package imports silently, and each op says once that it runs as plain JAX, and why."""
+    copy_of_package(tmp_path, None)
+    child = run_python(USE_THE_OPS, tmp_path, JAX_PLATFORMS="cpu")
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.startswith("import: []\n")
+    check_ops_are_plain_jax(child.stdout, "the CPU module is missing from this installation; reinstall jax_baracuda")
+
+
+@pytest.mark.parametrize("content", [b"", b"this is no shared library\n" * 1000], ids=["empty", "garbage"])
+def test_broken_cpu_module(tmp_path: Path, content: bytes) -> None:
+    """With a CPU module that does not load, the import warns, says why, and the ops run as plain JAX."""
+    copy_of_package(tmp_path, content)
+    child = run_python(USE_THE_OPS, tmp_path, JAX_PLATFORMS="cpu")
+    assert child.returncode == 0, child.stderr
+    problem = "the native module jax_baracuda._core._cpu does not load ("
+    assert f"RuntimeWarning: jax_baracuda: {problem}" in child.stdout.splitlines()[0]
+    assert child.stdout.splitlines()[0].count("RuntimeWarning") == 1
+    assert "reinstall jax_baracuda" in child.stdout.splitlines()[0]
+    check_ops_are_plain_jax(child.stdout, problem)
+
+
+def test_import_has_no_side_effects() -> None:
+    """Importing prints nothing, warns of nothing, initialises no back end and changes no option of JAX."""
+    child = run_python(
+        """
+        import jax
+        from jax._src import xla_bridge
+        before = dict(jax.config.values)
+        import jax_baracuda
+        assert not xla_bridge.backends_are_initialized()
+        changed = {name for name, value in jax.config.values.items() if before.get(name, value) is not value}
+        assert not changed and set(before) == set(jax.config.values), changed
+        """
+    )
+    assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
+
+
+def test_public_names() -> None:
+    """All public names exist and are documented."""
+    assert sorted(jax_baracuda.__all__) == list(jax_baracuda.__all__)
+    for name in jax_baracuda.__all__:
+        assert getattr(jax_baracuda, name).__doc__, name
+    for name in jax_baracuda.forward_mode.__all__:
+        assert getattr(jax_baracuda.forward_mode, name).__doc__, name
