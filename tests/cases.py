@@ -74,11 +74,19 @@ SHAPES = (
     Shape(64, (8,), 16),
     Shape(300, (33,), 20),
     Shape(2000, (128,), 50),
-    Shape(5000, (2,), 2),
+    Shape(9000, (2,), 2),
+    Shape(70_001, (), 9),
+    Shape(3000, (64,), 2000),
+    Shape(150, (1500,), 100),
     Shape(50, (5, 3), 11),
     Shape(20, (0,), 4),
     Shape(9, (2,), 0),
 )
+"""Small enough for NumPy, and such that every way through a kernel is taken: one thread or block and several, cells
+that fit in a cache or in shared memory and cells that do not, narrow rows and wide ones, few segments and many."""
+
+BIG_SHAPE = Shape(33_000, (130,), 3000)
+"""Big enough for a GPU to sort the ids first, in every dtype."""
 
 
 def make_data(rng: np.random.Generator, shape: Sequence[int], dtype: Any, values: Values = "special") -> np.ndarray:
@@ -234,3 +242,12 @@ def assert_same_bits(actual: Any, expected: np.ndarray) -> None:
             f"{len(where)} of {same.size} elements differ, the first at {tuple(map(int, first))}: "
             f"{actual[first]!r}, expected {expected[first]!r}"
         )
+
+
+def assert_same_values(actual: Any, expected: Any) -> None:
+    """Same dtype, shape and values; for references that do not order zeros by their signs on every platform."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype, f"dtype {actual.dtype}, expected {expected.dtype}"
+    if is_floating(expected.dtype):
+        actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    np.testing.assert_array_equal(actual, expected, strict=True)

@@ -142,8 +142,8 @@ struct Launcher {
     return DispatchRowVector<T>(problem.features, [&](auto vector) {
       constexpr int kVec = decltype(vector)::value;
       const FeatureLanes lanes = DealFeatures(problem.features / kVec, 32);
-      const int64_t blocks = CeilDivide(segments, 256 / lanes.lanes * 8) * lanes.columns;
-      FillAbsentKernel<T, kVec, kWithWinner><<<static_cast<uint32_t>(blocks), 256, 0, stream>>>(
+      const int64_t blocks = CeilDivide(segments, kFillSegments) * lanes.columns;
+      FillAbsentKernel<T, kVec, kWithWinner><<<static_cast<uint32_t>(blocks), kFillThreads, 0, stream>>>(
           present, segments, problem.features, lanes, output, arguments.winner);
       return cudaGetLastError();
     });
@@ -180,21 +180,23 @@ struct Launcher {
     if (cudaError_t e = cudaMemsetAsync(a.present, 0, segments, stream)) return e;
     cudaError_t error;
     if (plan.stages_rows) {
-      error = LaunchTiles<1, true>(a, grid);
+      error = LaunchTiles<1, RowSource::kStaged>(a, grid);
     } else {
       error = DispatchRowVector<T>(problem.features, [&](auto vector) {
-        return LaunchTiles<decltype(vector)::value, false>(a, grid);
+        constexpr int kVec = decltype(vector)::value;
+        return a.order != nullptr ? LaunchTiles<kVec, RowSource::kOrdered>(a, grid)
+                                  : LaunchTiles<kVec, RowSource::kDirect>(a, grid);
       });
     }
     return error != cudaSuccess ? error : FillAbsent(a.present);
   }
 
-  template <int kVec, bool kStaged>
+  template <int kVec, RowSource kSource>
   cudaError_t LaunchTiles(const TileArguments<T>& a, const TileGrid& grid) const {
-    const int shared_bytes = TileShared<T, kVec, kWithWinner, kStaged>::Bytes(grid.threads, grid.groups,
-                                                                              a.order != nullptr, problem.features);
+    const int shared_bytes =
+        TileShared<T, kVec, kWithWinner, kSource>::Bytes(grid.threads, grid.groups, problem.features);
     const int64_t blocks = grid.row_blocks * grid.features.columns;
-    TileKernel<T, kVec, kWithWinner, kStaged>
+    TileKernel<T, kVec, kWithWinner, kSource>
         <<<static_cast<uint32_t>(blocks), grid.threads, shared_bytes, stream>>>(a);
     if (cudaError_t e = cudaGetLastError()) return e;
     const int64_t merge_blocks = CeilDivide(grid.row_blocks, kMergeThreads) * grid.features.columns;
@@ -241,11 +243,19 @@ struct Launcher {
     return blocks < most ? blocks : most;
   }
 
+  // As many as run at once: each keeps its table for all of its rows.
+  static int64_t SharedTableBlocks() {
+    int device = 0, multiprocessors = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    return kSharedTableBlocks * multiprocessors;
+  }
+
   template <int kVec>
   cudaError_t TableMax(TableArguments<T> a) const {
     const int64_t vectors = CeilDivide(problem.rows * problem.features, kVec);
     if (plan.algorithm == Algorithm::kSharedTable) {
-      a.blocks_per_batch = TableBlocksPerBatch(vectors, kSharedTableThreads, 528);
+      a.blocks_per_batch = TableBlocksPerBatch(vectors, kSharedTableThreads, SharedTableBlocks());
       const size_t shared_bytes = problem.segments * problem.features * sizeof(TableKey<T>);
       SharedTableMaxKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kSharedTableThreads,
                                       shared_bytes, stream>>>(a);
@@ -260,7 +270,7 @@ struct Launcher {
   cudaError_t TableWinner(TableArguments<T> a) const {
     const int64_t vectors = CeilDivide(problem.rows * problem.features, kVec);
     if (plan.algorithm == Algorithm::kSharedTable) {
-      a.blocks_per_batch = TableBlocksPerBatch(vectors, kSharedTableThreads, 528);
+      a.blocks_per_batch = TableBlocksPerBatch(vectors, kSharedTableThreads, SharedTableBlocks());
       const size_t shared_bytes =
           problem.segments * problem.features * (sizeof(ComputeType<T>) + sizeof(int32_t));
       SharedTableWinnerKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch),

@@ -61,17 +61,17 @@ JB_HOST_DEVICE bool IsNan(T x) {
 template <typename T>
 using BitsOf = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
 
-// Of two values that compare equal, +0 rather than -0.
+// Of two values that compare equal, +0 rather than -0. Always one of the two, also where denormal numbers that differ
+// compare equal because the processor treats them as zero.
 template <typename T>
 JB_HOST_DEVICE T PositiveZero(T a, T b) {
   if constexpr (kIsFloating<T>) {
-    BitsOf<T> a_bits, b_bits;
-    memcpy(&a_bits, &a, sizeof(T));
-    memcpy(&b_bits, &b, sizeof(T));
-    a_bits &= b_bits;
-    memcpy(&a, &a_bits, sizeof(T));
+    BitsOf<T> bits;
+    memcpy(&bits, &a, sizeof(T));
+    return bits >> (8 * sizeof(T) - 1) != 0 ? b : a;
+  } else {
+    return a;
   }
-  return a;
 }
 
 // max(a, b) with NaN propagated and +0 above -0.

@@ -6,7 +6,8 @@ namespace jax_baracuda::segment {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRowsPerThread = 4;
+constexpr int kRowsInFlight = 4;
+constexpr int kRowsPerThread = 32;
 
 template <typename T>
 struct BackwardArguments {
@@ -23,8 +24,30 @@ struct BackwardArguments {
   int64_t blocks_per_batch;  // along the rows
 };
 
+// The winners of one thread's features in the segments of kRowsInFlight rows.
+template <int kVec>
+struct WinnerBatch {
+  int64_t cell[kRowsInFlight];  // negative where the row is dropped
+  Vector<int32_t, kVec> winner[kRowsInFlight];
+
+  __device__ __forceinline__ void Load(const int32_t* winners, const uint32_t* segments, int row, int step,
+                                       int64_t features) {
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const uint32_t segment = segments[row + u * step];
+      cell[u] = segment == kDropped ? -1 : segment * features;
+    }
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      winner[u] = Repeat<kVec>(kNoWinner);
+      if (cell[u] >= 0) winner[u] = LoadVector<kVec>(winners + cell[u]);
+    }
+  }
+};
+
 template <typename T, int kVec>
-__global__ void __launch_bounds__(kThreads) BackwardKernel(const __grid_constant__ BackwardArguments<T> a) {
+__global__ void __launch_bounds__(kThreads, 3) BackwardKernel(const __grid_constant__ BackwardArguments<T> a) {
+  extern __shared__ uint32_t segments[];  // of the block's rows
   const int groups = kThreads / a.features.lanes;
   const int group = threadIdx.x / a.features.lanes;
   // Column blocks are the slow dimension of the grid: the winners and cotangents of one column may stay in L2 while all
@@ -34,65 +57,69 @@ __global__ void __launch_bounds__(kThreads) BackwardKernel(const __grid_constant
   const int64_t row_block = blockIdx.x - column_block * row_blocks;
   const int64_t column = (column_block * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
   const int64_t b = row_block / a.blocks_per_batch;
-  const int64_t first_row = (row_block - b * a.blocks_per_batch) * groups * kRowsPerThread + group;
+  const int block_rows = groups * kRowsPerThread;
+  const int64_t first_row = (row_block - b * a.blocks_per_batch) * block_rows;
+  const int rows = static_cast<int>(min(a.problem.rows - first_row, static_cast<int64_t>(block_rows)));
+
+  const int64_t ids_offset = (a.problem.ids_are_shared ? 0 : b * a.problem.rows) + first_row;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < block_rows; i += kThreads) {
+    segments[i] = i < rows ? a.ids[ids_offset + i] : kDropped;
+  }
+  __syncthreads();
   if (group >= groups || column >= a.problem.features) return;
 
   const int64_t features = a.problem.features;
-  const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
-  const int64_t data_offset = a.problem.data_is_shared ? 0 : b * a.problem.rows;
-  const int64_t winner_offset = a.winner_is_shared ? 0 : b * a.problem.segments;
-  const int64_t d_output_offset = a.d_output_is_shared ? 0 : b * a.problem.segments;
+  const int64_t winner_offset = (a.winner_is_shared ? 0 : b * a.problem.segments) * features + column;
+  const int32_t* const winner = a.winner + winner_offset;
+  const T* const d_output =
+      a.d_output + (a.d_output_is_shared ? 0 : b * a.problem.segments) * features + column;
+  const int64_t first_data = ((a.problem.data_is_shared ? 0 : b * a.problem.rows) + first_row) * features + column;
+  T* const d_data = a.d_data + (b * a.problem.rows + first_row) * features + column;
+  const T zero = static_cast<T>(ComputeType<T>{0});
 
-  uint32_t segment[kRowsPerThread];
-  Vector<int32_t, kVec> winner[kRowsPerThread];
-  Vector<T, kVec> d_output[kRowsPerThread];
-  bool is_read[kRowsPerThread];
+  WinnerBatch<kVec> next;
+  next.Load(winner, segments, group, groups, features);
+  for (int row = group; row < rows; row += kRowsInFlight * groups) {
+    const WinnerBatch<kVec> batch = next;
+    Vector<T, kVec> gradient[kRowsInFlight];
+    bool has_tie[kRowsInFlight];
 #pragma unroll
-  for (int u = 0; u < kRowsPerThread; ++u) {
-    const int64_t row = first_row + u * groups;
-    segment[u] = row < a.problem.rows ? a.ids[ids_offset + row] : kDropped;
-  }
-#pragma unroll
-  for (int u = 0; u < kRowsPerThread; ++u) {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) winner[u].lane[i] = kNoWinner;
-    if (segment[u] != kDropped) {
-      winner[u] = LoadVector<kVec>(a.winner + (winner_offset + segment[u]) * features + column);
-    }
-  }
-#pragma unroll
-  for (int u = 0; u < kRowsPerThread; ++u) {
-    const int32_t row = static_cast<int32_t>(first_row + u * groups);
-    is_read[u] = false;
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) is_read[u] |= winner[u].lane[i] == row || IsTie(winner[u].lane[i]);
-    if (is_read[u]) {
-      d_output[u] = LoadVector<kVec>(a.d_output + (d_output_offset + segment[u]) * features + column);
-    }
-  }
-#pragma unroll
-  for (int u = 0; u < kRowsPerThread; ++u) {
-    const int64_t row = first_row + u * groups;
-    Vector<T, kVec> d_data;
-    bool has_tie = false;
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const bool wins = winner[u].lane[i] == static_cast<int32_t>(row);
-      d_data.lane[i] = wins ? d_output[u].lane[i] : static_cast<T>(ComputeType<T>{0});
-      has_tie |= IsTie(winner[u].lane[i]);
-    }
-    if (has_tie) {
-      const Vector<T, kVec> data = LoadStreaming<T, kVec>(a.data + (data_offset + row) * features + column);
-      const Vector<T, kVec> output =
-          LoadVector<kVec>(a.output + (winner_offset + segment[u]) * features + column);
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const int32_t own_row = static_cast<int32_t>(first_row) + row + u * groups;
+      bool is_read = false;
+      has_tie[u] = false;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        if (!IsTie(winner[u].lane[i])) continue;
-        d_data.lane[i] = TiedGradient(winner[u].lane[i], data.lane[i], output.lane[i], d_output[u].lane[i]);
+        is_read |= batch.winner[u].lane[i] == own_row;
+        has_tie[u] |= IsTie(batch.winner[u].lane[i]);
       }
+      gradient[u] = Repeat<kVec>(zero);
+      if (is_read || has_tie[u]) gradient[u] = LoadVector<kVec>(d_output + batch.cell[u]);
     }
-    if (row < a.problem.rows) {
-      StoreStreaming(a.d_data + (b * a.problem.rows + row) * features + column, d_data);
+    // The next winners come while these cotangents do.
+    const int next_row = row + kRowsInFlight * groups;
+    if (next_row < rows) next.Load(winner, segments, next_row, groups, features);
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const int own = row + u * groups;
+      if (own >= rows) break;
+      const int32_t own_row = static_cast<int32_t>(first_row) + own;
+      Vector<T, kVec> share = gradient[u];
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (batch.winner[u].lane[i] != own_row) share.lane[i] = zero;
+      }
+      if (has_tie[u]) {
+        const Vector<T, kVec> data = LoadStreaming<T, kVec>(a.data + first_data + own * features);
+        const Vector<T, kVec> output = LoadVector<kVec>(a.output + winner_offset + batch.cell[u]);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          const int32_t w = batch.winner[u].lane[i];
+          if (IsTie(w)) share.lane[i] = TiedGradient(w, data.lane[i], output.lane[i], gradient[u].lane[i]);
+        }
+      }
+      StoreStreaming(d_data + own * features, share);
     }
   }
 }
@@ -123,7 +150,8 @@ cudaError_t LaunchSegmentMaxBackward(const SegmentMaxBackwardArguments& argument
       a.features = DealFeatures(problem.features / kVec, 32);
       a.blocks_per_batch = CeilDivide(problem.rows, kThreads / a.features.lanes * kRowsPerThread);
       const int64_t blocks = problem.batch * a.blocks_per_batch * a.features.columns;
-      BackwardKernel<T, kVec><<<static_cast<uint32_t>(blocks), kThreads, 0, stream>>>(a);
+      const size_t shared_bytes = kThreads / a.features.lanes * kRowsPerThread * sizeof(uint32_t);
+      BackwardKernel<T, kVec><<<static_cast<uint32_t>(blocks), kThreads, shared_bytes, stream>>>(a);
       error = cudaGetLastError();
     };
     if (problem.features % kWidest == 0) {

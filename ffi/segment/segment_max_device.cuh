@@ -72,6 +72,25 @@ __device__ __forceinline__ void StoreVector(T* address, const Vector<T, kCount>&
   *reinterpret_cast<Vector<T, kCount>*>(address) = vector;
 }
 
+// In words, so that narrow elements stay packed in registers.
+template <int kCount, typename T>
+__device__ __forceinline__ Vector<T, kCount> Repeat(T value) {
+  Vector<T, kCount> vector;
+  if constexpr (sizeof(T) < 4 && sizeof(T) * kCount % 4 == 0) {
+    uint32_t word = 0;
+    memcpy(&word, &value, sizeof(T));
+    word *= sizeof(T) == 1 ? 0x01010101u : 0x00010001u;
+    uint32_t words[sizeof(T) * kCount / 4];
+#pragma unroll
+    for (uint32_t& w : words) w = word;
+    memcpy(&vector, words, sizeof(vector));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) vector.lane[i] = value;
+  }
+  return vector;
+}
+
 struct SegmentIds {
   const void* ids;
   bool are_64_bit;
@@ -79,8 +98,28 @@ struct SegmentIds {
 
   // The segment of the row whose id has this index, or kDropped.
   __device__ __forceinline__ uint32_t operator[](int64_t index) const {
-    const int64_t id = are_64_bit ? __ldg(static_cast<const long long*>(ids) + index)
-                                  : static_cast<int64_t>(__ldg(static_cast<const int*>(ids) + index));
+    return Segment(are_64_bit ? __ldg(static_cast<const long long*>(ids) + index)
+                              : static_cast<int64_t>(__ldg(static_cast<const int*>(ids) + index)));
+  }
+
+  // Calls take(i, segment) for the rows index + i, with i below kCount; what lies past `count` is not read.
+  template <int kCount, typename Take>
+  __device__ __forceinline__ void LoadRun(int64_t index, int count, Take&& take) const {
+    const int* address = static_cast<const int*>(ids) + index;
+    if (kCount % 4 == 0 && count == kCount && !are_64_bit && reinterpret_cast<uintptr_t>(address) % 16 == 0) {
+#pragma unroll
+      for (int i = 0; i + 3 < kCount; i += 4) {
+        const Vector<int, 4> run = LoadStreaming<int, 4>(address + i);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) take(i + j, Segment(run.lane[j]));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) take(i, (*this)[index + min(i, count - 1)]);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t Segment(int64_t id) const {
     return static_cast<uint64_t>(id) < static_cast<uint64_t>(segments) ? static_cast<uint32_t>(id) : kDropped;
   }
 };
@@ -148,10 +187,7 @@ template <typename T, int kCount, bool kWithWinner>
 struct Accumulator {
   Vector<T, kCount> best;
 
-  __device__ __forceinline__ void Start() {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) best.lane[i] = MaxIdentity<T>();
-  }
+  __device__ __forceinline__ void Start() { best = Repeat<kCount>(MaxIdentity<T>()); }
   __device__ __forceinline__ void Add(const Vector<T, kCount>& values, int32_t, bool) { KeepLarger(best, values); }
   __device__ __forceinline__ void Merge(const Accumulator& other, bool) { KeepLarger(best, other.best); }
 

@@ -1,5 +1,4 @@
 #include <cub/device/device_radix_sort.cuh>
-#include <cub/device/device_scan.cuh>
 
 #include "ffi/segment/scratch.h"
 #include "ffi/segment/segment_max_order.cuh"
@@ -24,40 +23,8 @@ struct JoinedRows {
   }
 };
 
-// A counting sort places each row by one atomic; it wins while the places to write to lie in L2 together. Radix passes,
-// which write in bursts, take over for more rows, and where counting segments would cost more than sorting rows.
-bool SortsByCounting(const Problem& problem) {
-  const int64_t total_rows = problem.batch * problem.rows, total_segments = problem.batch * problem.segments;
-  return total_rows <= (int64_t{1} << 22) && total_segments <= 8 * total_rows;
-}
-
-// Upper bounds of what CUB asks for; checked against its answer at launch.
-int64_t CubScanBytes(int64_t items) { return (int64_t{1} << 20) + items / 16; }
+// An upper bound of what CUB asks for, known without a GPU; checked against CUB's answer at launch.
 int64_t CubSortBytes(int64_t items) { return (int64_t{1} << 20) + items / 4; }
-
-__global__ void __launch_bounds__(kThreads) RankKernel(const __grid_constant__ JoinedRows joined, uint32_t* counts,
-                                                       uint32_t* ranks) {
-  const uint32_t row = blockIdx.x * kThreads + threadIdx.x;
-  if (row >= joined.total) return;
-  const uint32_t segment = joined.Segment(row);
-  // One atomic for all rows of the warp that share a segment, so that a hot segment does not queue up.
-  const uint32_t peers = __match_any_sync(__activemask(), segment);
-  const int lane = threadIdx.x % 32, leader = __ffs(peers) - 1;
-  uint32_t first = 0;
-  if (lane == leader) first = atomicAdd(counts + segment, __popc(peers));
-  ranks[row] = __shfl_sync(peers, first, leader) + __popc(peers & ((1u << lane) - 1));
-}
-
-__global__ void __launch_bounds__(kThreads) PlaceKernel(const __grid_constant__ JoinedRows joined,
-                                                        const uint32_t* offsets, const uint32_t* ranks,
-                                                        SegmentOrder order) {
-  const uint32_t row = blockIdx.x * kThreads + threadIdx.x;
-  if (row >= joined.total) return;
-  const uint32_t segment = joined.Segment(row);
-  const uint32_t place = offsets[segment] + ranks[row];
-  order.segments[place] = segment;
-  order.rows[place] = row;
-}
 
 __global__ void __launch_bounds__(kThreads) NumberRowsKernel(const __grid_constant__ JoinedRows joined,
                                                              SegmentOrder order) {
@@ -70,47 +37,25 @@ __global__ void __launch_bounds__(kThreads) NumberRowsKernel(const __grid_consta
 }  // namespace
 
 int64_t SegmentOrderScratchBytes(const Problem& problem) {
-  const int64_t rows = problem.batch * problem.rows, counts = problem.batch * problem.segments + 1;
+  const int64_t rows = problem.batch * problem.rows;
   ScratchSizes sizes;
-  if (SortsByCounting(problem)) {
-    for (int i = 0; i < 3; ++i) sizes.Add(rows * sizeof(uint32_t));
-    sizes.Add(counts * sizeof(uint32_t));
-    sizes.Add(CubScanBytes(counts));
-  } else {
-    for (int i = 0; i < 4; ++i) sizes.Add(rows * sizeof(uint32_t));
-    sizes.Add(CubSortBytes(rows));
-  }
+  for (int i = 0; i < 4; ++i) sizes.Add(rows * sizeof(uint32_t));
+  sizes.Add(CubSortBytes(rows));
   return sizes.total;
 }
 
 cudaError_t LaunchSegmentOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, char* scratch,
                                SegmentOrder* order, cudaStream_t stream) {
-  const int64_t rows = problem.batch * problem.rows, counts = problem.batch * problem.segments + 1;
+  const int64_t rows = problem.batch * problem.rows;
   const JoinedRows joined{{segment_ids, ids_are_64_bit, problem.segments},
                           static_cast<uint32_t>(problem.rows),
                           static_cast<uint32_t>(rows),
-                          static_cast<uint32_t>(counts - 1),
+                          static_cast<uint32_t>(problem.batch * problem.segments),
                           problem.ids_are_shared};
   const uint32_t blocks = static_cast<uint32_t>(CeilDivide(rows, kThreads));
   ScratchCarver carver(scratch);
   order->segments = carver.Take<uint32_t>(rows);
   order->rows = carver.Take<uint32_t>(rows);
-
-  if (SortsByCounting(problem)) {
-    uint32_t* ranks = carver.Take<uint32_t>(rows);
-    uint32_t* offsets = carver.Take<uint32_t>(counts);
-    char* cub_scratch = carver.Take<char>(CubScanBytes(counts));
-    if (cudaError_t e = cudaMemsetAsync(offsets, 0, counts * sizeof(uint32_t), stream)) return e;
-    RankKernel<<<blocks, kThreads, 0, stream>>>(joined, offsets, ranks);
-    if (cudaError_t e = cudaGetLastError()) return e;
-    size_t needed = 0;
-    if (cudaError_t e = cub::DeviceScan::ExclusiveSum(nullptr, needed, offsets, offsets, counts, stream)) return e;
-    if (static_cast<int64_t>(needed) > CubScanBytes(counts)) return cudaErrorInvalidValue;
-    if (cudaError_t e = cub::DeviceScan::ExclusiveSum(cub_scratch, needed, offsets, offsets, counts, stream)) return e;
-    PlaceKernel<<<blocks, kThreads, 0, stream>>>(joined, offsets, ranks, *order);
-    return cudaGetLastError();
-  }
-
   cub::DoubleBuffer<uint32_t> keys(order->segments, carver.Take<uint32_t>(rows));
   cub::DoubleBuffer<uint32_t> values(order->rows, carver.Take<uint32_t>(rows));
   char* cub_scratch = carver.Take<char>(CubSortBytes(rows));

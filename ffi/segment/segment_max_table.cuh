@@ -53,78 +53,139 @@ struct TableArguments {
   int64_t blocks_per_batch;
 };
 
-// Calls body(values, cells, rows) for each vector of the block's share of one element of the batch; a cell is counted
-// from the element's first one, and is negative where the row is dropped. Vectors run across the ends of rows.
-template <typename T, int kVec, typename Body>
-__device__ __forceinline__ void ForEachVector(const TableArguments<T>& a, int64_t b, Body&& body) {
-  const int64_t features = a.problem.features;
-  const int64_t elements = a.problem.rows * features;
-  const T* data = a.data + (a.problem.data_is_shared ? 0 : b * elements);
+// kVec elements of the data and the cells they belong to, counted from the first cell of their element of the batch;
+// negative where the row is dropped. With kInOneRow all are of one row, so that the cells are neighbours too.
+template <typename T, typename Index, int kVec, bool kInOneRow>
+struct Elements {
+  Vector<T, kVec> values;
+  Index first_cell[kInOneRow ? 1 : kVec];
+  int32_t first_row[kInOneRow ? 1 : kVec];
+
+  __device__ __forceinline__ bool IsDropped(int i) const { return first_cell[kInOneRow ? 0 : i] < 0; }
+  __device__ __forceinline__ Index Cell(int i) const { return kInOneRow ? first_cell[0] + i : first_cell[i]; }
+  __device__ __forceinline__ int32_t Row(int i) const { return first_row[kInOneRow ? 0 : i]; }
+
+  // What `table` holds in the cells; anything where the row is dropped.
+  template <typename U>
+  __device__ __forceinline__ Vector<U, kVec> Gather(const U* table) const {
+    Vector<U, kVec> found = {};
+    if constexpr (kInOneRow) {
+      if (!IsDropped(0)) found = LoadVector<kVec>(table + first_cell[0]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (!IsDropped(i)) found.lane[i] = table[first_cell[i]];
+      }
+    }
+    return found;
+  }
+};
+
+// Calls body(Elements) for the thread's share of one element of the batch. Index must hold a cell's number.
+template <typename Index, int kVec, typename T, typename Body>
+__device__ __forceinline__ void ForEachElements(const TableArguments<T>& a, int64_t b, Body&& body) {
+  const int64_t features = a.problem.features, total = a.problem.rows * features;
+  const T* data = a.data + (a.problem.data_is_shared ? 0 : b * total);
   const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
   const int64_t block = blockIdx.x - b * a.blocks_per_batch;
   const int64_t first = (block * blockDim.x + threadIdx.x) * kVec;
   const int64_t stride = a.blocks_per_batch * blockDim.x * kVec;
   const int64_t stride_rows = stride / features, stride_features = stride - stride_rows * features;
   int64_t row = first / features, feature = first - row * features;
-
-  for (int64_t element = first; element < elements; element += stride) {
-    Vector<T, kVec> values;
-    int64_t cells[kVec];
-    int32_t rows[kVec];
-    const bool is_whole = element + kVec <= elements;
-    if (is_whole) {
-      values = LoadStreaming<T, kVec>(data + element);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) values.lane[i] = data[element + i < elements ? element + i : elements - 1];
-    }
-    int64_t r = row, f = feature;
-    uint32_t segment = a.ids[ids_offset + r];
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const bool exists = is_whole || element + i < elements;
-      cells[i] = exists && segment != kDropped ? segment * features + f : -1;
-      rows[i] = static_cast<int32_t>(r);
-      if (i + 1 < kVec && ++f == features) {
-        f = 0;
-        ++r;
-        if (is_whole || element + i + 1 < elements) segment = a.ids[ids_offset + r];
-      }
-    }
-    body(values, cells, rows);
+  const auto advance = [&] {
     row += stride_rows;
     feature += stride_features;
     if (feature >= features) {
       feature -= features;
       ++row;
     }
+  };
+  const auto cell = [&](uint32_t segment, int64_t f) {
+    return segment == kDropped ? Index{-1} : static_cast<Index>(segment) * static_cast<Index>(features) +
+                                                 static_cast<Index>(f);
+  };
+
+  if (features % kVec == 0) {
+    constexpr int kInFlight = 4;
+    for (int64_t element = first; element < total; element += kInFlight * stride) {
+      Elements<T, Index, kVec, true> elements[kInFlight];
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        if (element + u * stride < total) {
+          elements[u].values = LoadStreaming<T, kVec>(data + element + u * stride);
+          elements[u].first_cell[0] = cell(a.ids[ids_offset + row], feature);
+          elements[u].first_row[0] = static_cast<int32_t>(row);
+        }
+        advance();
+      }
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        if (element + u * stride < total) body(elements[u]);
+      }
+    }
+    return;
+  }
+
+  // Vectors run across the ends of rows, and the last one past the end of the data.
+  for (int64_t element = first; element < total; element += stride) {
+    Elements<T, Index, kVec, false> elements;
+    const int count = static_cast<int>(min(total - element, static_cast<int64_t>(kVec)));
+    if (count == kVec) {
+      elements.values = LoadStreaming<T, kVec>(data + element);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) elements.values.lane[i] = data[element + min(i, count - 1)];
+    }
+    if (features == 1) {
+      a.ids.LoadRun<kVec>(ids_offset + row, count, [&](int i, uint32_t segment) {
+        elements.first_cell[i] = i < count ? cell(segment, 0) : Index{-1};
+        elements.first_row[i] = static_cast<int32_t>(row) + i;
+      });
+    } else {
+      int64_t r = row, f = feature;
+      uint32_t segment = a.ids[ids_offset + r];
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        elements.first_cell[i] = i < count ? cell(segment, f) : Index{-1};
+        elements.first_row[i] = static_cast<int32_t>(r);
+        if (++f == features) {
+          f = 0;
+          ++r;
+          if (i + 1 < count) segment = a.ids[ids_offset + r];
+        }
+      }
+    }
+    body(elements);
+    advance();
   }
 }
 
-template <typename Key>
-__device__ __forceinline__ void RaiseTo(Key* cell, Key current, Key key) {
-  if (key > current) atomicMax(cell, key);
+// Raises cells of `table` to the values. A plain load comes first: it may be stale, but cells only rise.
+template <typename T, typename Found>
+__device__ __forceinline__ void RaiseCells(TableKey<T>* table, const Found& elements) {
+  constexpr int kVec = sizeof(elements.values) / sizeof(T);
+  const Vector<TableKey<T>, kVec> current = elements.Gather(table);
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    const TableKey<T> key = EncodeKey(elements.values.lane[i]);
+    if (!elements.IsDropped(i) && key > current.lane[i]) atomicMax(table + elements.Cell(i), key);
+  }
 }
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(256) TableMaxKernel(const __grid_constant__ TableArguments<T> a) {
   const int64_t b = blockIdx.x / a.blocks_per_batch;
   TableKey<T>* table = a.table + b * a.problem.segments * a.problem.features;
-  ForEachVector<T, kVec>(a, b, [&](const auto& values, const auto& cells, const auto&) {
-    TableKey<T> current[kVec];
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) current[i] = cells[i] < 0 ? ~TableKey<T>{0} : __ldcg(table + cells[i]);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) RaiseTo(table + cells[i], current[i], EncodeKey(values.lane[i]));
-  });
+  ForEachElements<int64_t, kVec>(a, b, [&](const auto& elements) { RaiseCells<T>(table, elements); });
 }
 
 inline constexpr int kSharedTableThreads = 512;
+inline constexpr int kSharedTableBlocks = 2;  // on a multiprocessor
 
 template <typename T, int kVec>
-__global__ void __launch_bounds__(kSharedTableThreads)
+__global__ void __launch_bounds__(kSharedTableThreads, kSharedTableBlocks)
     SharedTableMaxKernel(const __grid_constant__ TableArguments<T> a) {
-  extern __shared__ unsigned long long shared_table_memory[];
+  extern __shared__ uint4 shared_table_memory[];
   TableKey<T>* shared_table = reinterpret_cast<TableKey<T>*>(shared_table_memory);
   const int cell_count = static_cast<int>(a.problem.segments * a.problem.features);
   const int64_t b = blockIdx.x / a.blocks_per_batch;
@@ -132,15 +193,11 @@ __global__ void __launch_bounds__(kSharedTableThreads)
 
   for (int i = threadIdx.x; i < cell_count; i += blockDim.x) shared_table[i] = 0;
   __syncthreads();
-  ForEachVector<T, kVec>(a, b, [&](const auto& values, const auto& cells, const auto&) {
-    TableKey<T> current[kVec];
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) current[i] = cells[i] < 0 ? ~TableKey<T>{0} : shared_table[cells[i]];
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) RaiseTo(shared_table + cells[i], current[i], EncodeKey(values.lane[i]));
-  });
+  ForEachElements<int32_t, kVec>(a, b, [&](const auto& elements) { RaiseCells<T>(shared_table, elements); });
   __syncthreads();
-  for (int i = threadIdx.x; i < cell_count; i += blockDim.x) RaiseTo(table + i, __ldcg(table + i), shared_table[i]);
+  for (int i = threadIdx.x; i < cell_count; i += blockDim.x) {
+    if (shared_table[i] > table[i]) atomicMax(table + i, shared_table[i]);
+  }
 }
 
 // `table` may be `output` itself where the two have elements of one size.
@@ -169,58 +226,58 @@ __device__ __forceinline__ void AddTies(int32_t* winner, int32_t row, int32_t co
   atomicSub(winner, count);
 }
 
+// Counts the elements that attain the maximum, which `best` holds, into `winner`.
+template <typename T, typename C, typename Found>
+__device__ __forceinline__ void CountWinners(const C* best, int32_t* winner, const Found& elements, bool first_wins) {
+  constexpr int kVec = sizeof(elements.values) / sizeof(T);
+  const Vector<C, kVec> maximum = elements.Gather(best);
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    using Compute = ComputeType<T>;
+    const Compute value = static_cast<Compute>(elements.values.lane[i]);
+    if (!elements.IsDropped(i) && value == static_cast<Compute>(maximum.lane[i])) {
+      AddTies(winner + elements.Cell(i), elements.Row(i), 1, value == static_cast<Compute>(MaxIdentity<T>()), first_wins);
+    }
+  }
+}
+
 // The winners of a finished output, in a pass of its own; `winner` is kNoWinner everywhere before.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(256) TableWinnerKernel(const __grid_constant__ TableArguments<T> a) {
-  using C = ComputeType<T>;
   const int64_t b = blockIdx.x / a.blocks_per_batch;
   const int64_t offset = b * a.problem.segments * a.problem.features;
-  const T* output = a.output + offset;
-  int32_t* winner = a.winner + offset;
-  ForEachVector<T, kVec>(a, b, [&](const auto& values, const auto& cells, const auto& rows) {
-    T best[kVec];
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) best[i] = cells[i] < 0 ? T{} : __ldg(output + cells[i]);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const C value = static_cast<C>(values.lane[i]);
-      if (cells[i] >= 0 && value == static_cast<C>(best[i])) {
-        AddTies(winner + cells[i], rows[i], 1, value == static_cast<C>(MaxIdentity<T>()), a.first_wins);
-      }
-    }
+  ForEachElements<int64_t, kVec>(a, b, [&](const auto& elements) {
+    CountWinners<T>(a.output + offset, a.winner + offset, elements, a.first_wins);
   });
 }
 
 template <typename T, int kVec>
-__global__ void __launch_bounds__(kSharedTableThreads)
+__global__ void __launch_bounds__(kSharedTableThreads, kSharedTableBlocks)
     SharedTableWinnerKernel(const __grid_constant__ TableArguments<T> a) {
   using C = ComputeType<T>;
-  extern __shared__ unsigned long long shared_table_memory[];
+  extern __shared__ uint4 shared_table_memory[];
   const int cell_count = static_cast<int>(a.problem.segments * a.problem.features);
   C* shared_best = reinterpret_cast<C*>(shared_table_memory);
   int32_t* shared_winner = reinterpret_cast<int32_t*>(shared_best + cell_count);
   const int64_t b = blockIdx.x / a.blocks_per_batch;
   const T* output = a.output + b * cell_count;
   int32_t* winner = a.winner + b * cell_count;
-  const C identity = static_cast<C>(MaxIdentity<T>());
 
   for (int i = threadIdx.x; i < cell_count; i += blockDim.x) {
     shared_best[i] = static_cast<C>(output[i]);
     shared_winner[i] = kNoWinner;
   }
   __syncthreads();
-  ForEachVector<T, kVec>(a, b, [&](const auto& values, const auto& cells, const auto& rows) {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      if (cells[i] >= 0 && static_cast<C>(values.lane[i]) == shared_best[cells[i]]) {
-        AddTies(shared_winner + cells[i], rows[i], 1, false, a.first_wins);
-      }
-    }
+  ForEachElements<int32_t, kVec>(a, b, [&](const auto& elements) {
+    CountWinners<T>(shared_best, shared_winner, elements, a.first_wins);
   });
   __syncthreads();
   for (int i = threadIdx.x; i < cell_count; i += blockDim.x) {
     const int32_t found = shared_winner[i];
-    if (found != kNoWinner) AddTies(winner + i, found, TieCount(found), shared_best[i] == identity, a.first_wins);
+    if (found == kNoWinner) continue;
+    // The block's count holds the identity where that is a member; the count in global memory has it already.
+    const bool best_is_identity = shared_best[i] == static_cast<C>(MaxIdentity<T>());
+    AddTies(winner + i, found, TieCount(found) - (best_is_identity ? 1 : 0), best_is_identity, a.first_wins);
   }
 }
 

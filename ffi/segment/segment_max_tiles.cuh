@@ -26,6 +26,15 @@ template <typename T, bool kWithWinner>
 inline constexpr int kRowsInFlight = kWithWinner && sizeof(T) < 4 ? 4 : 8;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
+// How a thread gets at the rows of its tile.
+enum class RowSource {
+  kDirect,   // as they lie
+  kOrdered,  // through the order that brings them together by segment
+  kStaged,   // as they lie, through shared memory: rows too narrow for whole-vector loads
+};
+
+inline constexpr int TileThreads(RowSource source) { return source == RowSource::kStaged ? 128 : 256; }
+
 // A piece of a long run that enters a block of tiles from the block before: one slot per block.
 template <typename T>
 struct Pieces {
@@ -62,7 +71,7 @@ __host__ __device__ __forceinline__ int StagedTileBytes(int features) {
   return kTileRows * features * static_cast<int>(sizeof(T)) + (sizeof(T) < 4 ? 4 : static_cast<int>(sizeof(T)));
 }
 
-template <typename T, int kVec, bool kWithWinner, bool kStaged>
+template <typename T, int kVec, bool kWithWinner, RowSource kSource>
 struct TileShared {
   uint4* slots;        // the pieces of the groups: values, then winners
   uint32_t* starts;    // [groups + 2], from the tile before the block's first to the one after its last
@@ -72,17 +81,19 @@ struct TileShared {
 
   static constexpr int kSlotBytes = kVec * (sizeof(T) + (kWithWinner ? sizeof(int32_t) : 0));
 
-  static int Bytes(int threads, int groups, bool with_order, int64_t features) {
-    const int words = groups + 2 + groups * kPaddedTileRows + (with_order ? (groups + 1) * kPaddedTileRows : 0);
-    const int rows = kStaged ? (groups + 1) * StagedTileBytes<T>(static_cast<int>(features)) + 8 : 0;
+  static constexpr bool kWithOrder = kSource == RowSource::kOrdered;
+
+  static int Bytes(int threads, int groups, int64_t features) {
+    const int words = groups + 2 + groups * kPaddedTileRows + (kWithOrder ? (groups + 1) * kPaddedTileRows : 0);
+    const int rows = kSource == RowSource::kStaged ? (groups + 1) * StagedTileBytes<T>(static_cast<int>(features)) + 8 : 0;
     return (threads * kSlotBytes + 15) / 16 * 16 + words * 4 + rows;
   }
 
-  __device__ TileShared(uint4* shared, int groups, bool with_order) : slots(shared) {
+  __device__ TileShared(uint4* shared, int groups) : slots(shared) {
     starts = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + (blockDim.x * kSlotBytes + 15) / 16 * 16);
     segments = starts + groups + 2;
     order = segments + groups * kPaddedTileRows;
-    uint32_t* end = order + (with_order ? (groups + 1) * kPaddedTileRows : 0);
+    uint32_t* end = order + (kWithOrder ? (groups + 1) * kPaddedTileRows : 0);
     rows = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(end) + 7) / 8 * 8);
   }
 
@@ -131,7 +142,7 @@ __device__ __forceinline__ void FindStarts(const Shared& shared, int tiles, int6
       const int64_t row = first_row + static_cast<int64_t>(tile + u) * kTileRows + lane;
       const bool exists = tile + u < end && row >= 0 && row < rows;
       segment[u] = exists ? segment_of(row) : kDropped;
-      if (order != nullptr) ordered_row[u] = exists ? __ldg(order + row) : 0;
+      if (Shared::kWithOrder) ordered_row[u] = exists ? __ldg(order + row) : 0;
     }
 #pragma unroll
     for (int u = 0; u < kTilesInFlight; ++u) {
@@ -145,18 +156,17 @@ __device__ __forceinline__ void FindStarts(const Shared& shared, int tiles, int6
       if (lane == 0) shared.starts[tile + u + 1] = starts;
       const int padded = (tile + u) * kPaddedTileRows + lane;
       if (tile + u >= 0 && tile + u < tiles) shared.segments[padded] = segment[u];
-      if (tile + u >= 0 && order != nullptr) shared.order[padded] = ordered_row[u];
+      if (Shared::kWithOrder && tile + u >= 0) shared.order[padded] = ordered_row[u];
     }
   }
 }
 
-template <typename T, int kVec, bool kWithWinner, bool kStaged>
-__global__ void __launch_bounds__(kStaged ? 128 : 256, kStaged ? 6 : 3)
+template <typename T, int kVec, bool kWithWinner, RowSource kSource>
+__global__ void __launch_bounds__(TileThreads(kSource), kSource == RowSource::kStaged ? 6 : 3)
     TileKernel(const __grid_constant__ TileArguments<T> a) {
   constexpr int kInFlight = kRowsInFlight<T, kWithWinner>;
   extern __shared__ uint4 shared_memory[];
-  const bool with_order = a.order != nullptr;
-  const TileShared<T, kVec, kWithWinner, kStaged> shared(shared_memory, a.groups, with_order);
+  const TileShared<T, kVec, kWithWinner, kSource> shared(shared_memory, a.groups);
 
   const int64_t row_block = blockIdx.x / a.features.columns;
   const int column_block = blockIdx.x % a.features.columns;
@@ -165,16 +175,19 @@ __global__ void __launch_bounds__(kStaged ? 128 : 256, kStaged ? 6 : 3)
   const int64_t rows = a.problem.rows, features = a.problem.features;
   const T* data = a.data + (a.problem.data_is_shared ? 0 : b * rows * features);
 
-  if constexpr (kStaged) {
+  if constexpr (kSource == RowSource::kStaged) {
     StageRows(data + first_row * features, rows - first_row, a.groups + 1, static_cast<int>(features), shared.rows);
   }
   const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * rows;
   FindStarts(shared, a.groups, first_row, rows, a.order, [&](int64_t row) {
-    if (!with_order) return a.ids[ids_offset + row];
-    const uint32_t segment = __ldg(a.sorted_segments + row);
-    return segment < a.problem.segments ? segment : kDropped;
+    if constexpr (kSource == RowSource::kOrdered) {
+      const uint32_t segment = __ldg(a.sorted_segments + row);
+      return segment < a.problem.segments ? segment : kDropped;
+    } else {
+      return a.ids[ids_offset + row];
+    }
   });
-  if constexpr (kStaged) __pipeline_wait_prior(0);
+  if constexpr (kSource == RowSource::kStaged) __pipeline_wait_prior(0);
   __syncthreads();
 
   const int group = threadIdx.x / a.features.lanes;
@@ -184,8 +197,7 @@ __global__ void __launch_bounds__(kStaged ? 128 : 256, kStaged ? 6 : 3)
   const bool is_active = group < a.groups && column < features && tile_row < rows;
 
   Accumulator<T, kVec, kWithWinner> accumulator;
-  T* const output = a.output + b * a.problem.segments * features + column;
-  int32_t* const winner = a.winner + b * a.problem.segments * features + column;
+  const int64_t first_segment = b * a.problem.segments;
   uint32_t head_segment = kDropped;
   bool has_piece = false, goes_on = false;  // a piece at the tile's head; a piece that goes on in the next group's tile
 
@@ -202,66 +214,56 @@ __global__ void __launch_bounds__(kStaged ? 128 : 256, kStaged ? 6 : 3)
     int end = rows - tile_row < kTileRows ? static_cast<int>(rows - tile_row) : kTileRows;
     if (starts != 0 && end == kTileRows && after != 0) end += __ffs(after) - 1;
 
-    // Where the run under reduction is stored when it ends; nowhere if its rows are dropped.
-    T* best_target = shared.SlotBest(threadIdx.x);
-    int32_t* winner_target = shared.SlotWinner(threadIdx.x);
-    accumulator.Start();
-    bool has_target = has_piece;
+    // The run under reduction is the tile's piece, or goes to `cell` when it ends; below 0 its rows are dropped.
+    bool is_piece = has_piece;
+    int64_t cell = -1;
     const auto store_run = [&] {
-      if (has_target) accumulator.Store(best_target, winner_target);
+      if (is_piece) {
+        accumulator.Store(shared.SlotBest(threadIdx.x), shared.SlotWinner(threadIdx.x));
+      } else if (cell >= 0) {
+        accumulator.Store(a.output + cell, a.winner + cell);
+      }
     };
-    // Starts in the tile, the row at `begin` included, as they come.
-    uint64_t coming_starts = static_cast<uint64_t>(starts) >> begin;
+    accumulator.Start();
+    uint32_t coming_starts = begin < kTileRows ? starts >> begin : 0;
     const T* next_row = data + (tile_row + begin) * features + column;
 
     for (int i = begin; i < end; i += kInFlight) {
       Vector<T, kVec> values[kInFlight];
       int32_t row[kInFlight];
-      if constexpr (kStaged) {
 #pragma unroll
-        for (int u = 0; u < kInFlight; ++u) {
-          const int staged_row = i + u;
-          row[u] = static_cast<int32_t>(tile_row) + staged_row;
+      for (int u = 0; u < kInFlight; ++u) {
+        const int tile_offset = i + u;
+        row[u] = static_cast<int32_t>(tile_row) + tile_offset;
+        if (tile_offset >= end) continue;
+        if constexpr (kSource == RowSource::kStaged) {
           const char* tile =
-              shared.rows + (group + staged_row / kTileRows) * StagedTileBytes<T>(static_cast<int>(features));
-          const int element = staged_row % kTileRows * static_cast<int>(features) + static_cast<int>(column);
-          if (staged_row < end) memcpy(&values[u], tile + element * sizeof(T), sizeof(values[u]));
-        }
-      } else if (with_order) {
-        const uint32_t* order = shared.order + group * kPaddedTileRows;
-        const T* from[kInFlight];
-#pragma unroll
-        for (int u = 0; u < kInFlight; ++u) {
-          const uint32_t joined_row = order[min(i + u, end - 1) + (i + u >= kTileRows && end > kTileRows ? 1 : 0)];
+              shared.rows + (group + tile_offset / kTileRows) * StagedTileBytes<T>(static_cast<int>(features));
+          const int element = tile_offset % kTileRows * static_cast<int>(features) + static_cast<int>(column);
+          memcpy(&values[u], tile + element * sizeof(T), sizeof(values[u]));
+        } else if constexpr (kSource == RowSource::kOrdered) {
+          const uint32_t joined_row =
+              shared.order[group * kPaddedTileRows + tile_offset + tile_offset / kTileRows];
           row[u] = a.batch_rows == rows ? joined_row : joined_row % static_cast<uint32_t>(a.batch_rows);
-          from[u] = data + (a.problem.data_is_shared ? static_cast<uint32_t>(row[u]) : joined_row) * features + column;
-        }
-#pragma unroll
-        for (int u = 0; u < kInFlight; ++u) {
-          if (i + u < end) values[u] = LoadStreaming<T, kVec>(from[u]);
-        }
-      } else {
-#pragma unroll
-        for (int u = 0; u < kInFlight; ++u) {
-          row[u] = static_cast<int32_t>(tile_row) + i + u;
-          if (i + u < end) values[u] = LoadStreaming<T, kVec>(next_row);
+          const uint32_t data_row = a.problem.data_is_shared ? static_cast<uint32_t>(row[u]) : joined_row;
+          values[u] = LoadStreaming<T, kVec>(data + data_row * features + column);
+        } else {
+          values[u] = LoadStreaming<T, kVec>(next_row);
           next_row += features;
         }
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        if (i + u < end) {
-          if ((coming_starts >> u) & 1) {
-            store_run();
-            const uint32_t segment = segments[i + u];
-            has_target = segment != kDropped;
-            best_target = output + segment * features;
-            if constexpr (kWithWinner) winner_target = winner + segment * features;
-            if (has_target && column == 0) a.present[b * a.problem.segments + segment] = 1;
-            accumulator.Start();
-          }
-          accumulator.Add(values[u], row[u], a.first_wins);
+        if (i + u >= end) break;
+        if ((coming_starts >> u) & 1) {
+          store_run();
+          is_piece = false;
+          const uint32_t segment = segments[i + u];
+          cell = segment == kDropped ? -1 : (first_segment + segment) * features + column;
+          if (segment != kDropped && column == 0) a.present[first_segment + segment] = 1;
+          accumulator.Start();
         }
+        accumulator.Add(values[u], row[u], a.first_wins);
       }
       coming_starts >>= kInFlight;
     }
@@ -304,10 +306,10 @@ __global__ void __launch_bounds__(kStaged ? 128 : 256, kStaged ? 6 : 3)
     } else {
       // The run's owner is the group before, which stored its own rows above.
       Accumulator<T, kVec, kWithWinner> owner;
-      const int64_t offset = head_segment * features;
-      owner.Load(output + offset, winner + offset);
+      const int64_t cell = (first_segment + head_segment) * features + column;
+      owner.Load(a.output + cell, a.winner + cell);
       owner.Merge(accumulator, a.first_wins);
-      owner.Store(output + offset, winner + offset);
+      owner.Store(a.output + cell, a.winner + cell);
     }
   }
 }
@@ -410,37 +412,37 @@ __global__ void __launch_bounds__(kMergeThreads) MergePiecesKernel(const __grid_
   }
 }
 
+inline constexpr int kFillThreads = 256;
+inline constexpr int kFillSegments = 4 * kFillThreads;  // of a block
+
 // The identity of the maximum for the segments that have no row; for all of them where `present` is nullptr.
 template <typename T, int kVec, bool kWithWinner>
-__global__ void __launch_bounds__(256) FillAbsentKernel(const uint8_t* present, int64_t segments, int64_t features,
-                                                        FeatureLanes lanes, T* output, int32_t* winner) {
-  constexpr int kSegmentsInFlight = 8;
-  const int groups = blockDim.x / lanes.lanes;
+__global__ void __launch_bounds__(kFillThreads) FillAbsentKernel(const uint8_t* present, int64_t segments,
+                                                                 int64_t features, FeatureLanes lanes, T* output,
+                                                                 int32_t* winner) {
+  const int64_t first_segment = static_cast<int64_t>(blockIdx.x / lanes.columns) * kFillSegments;
+  const int count = static_cast<int>(min(segments - first_segment, static_cast<int64_t>(kFillSegments)));
+  __shared__ uint32_t shared_present[kFillThreads];
+  uint32_t four = 0;
+  // The last word may reach past `segments`, but not past the scratch, which is rounded up.
+  if (present != nullptr && 4 * static_cast<int>(threadIdx.x) < count) {
+    four = __ldg(reinterpret_cast<const uint32_t*>(present + first_segment) + threadIdx.x);
+  }
+  shared_present[threadIdx.x] = four;
+  const int own = min(max(count - 4 * static_cast<int>(threadIdx.x), 0), 4);
+  const uint32_t own_bytes = own == 4 ? 0x01010101u : 0x01010101u & ((1u << (8 * own)) - 1);
+  if (!__syncthreads_or((four & own_bytes) != own_bytes)) return;
+
+  const int groups = kFillThreads / lanes.lanes;
   const int group = threadIdx.x / lanes.lanes;
-  const int64_t row_block = blockIdx.x / lanes.columns;
   const int64_t column = (static_cast<int64_t>(blockIdx.x % lanes.columns) * lanes.lanes +
                           threadIdx.x % lanes.lanes) * kVec;
   if (group >= groups || column >= features) return;
-  Vector<T, kVec> identity;
-  Vector<int32_t, kVec> nobody;
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) {
-    identity.lane[i] = MaxIdentity<T>();
-    nobody.lane[i] = kNoWinner;
-  }
-  bool is_absent[kSegmentsInFlight];
-  const int64_t first = row_block * groups * kSegmentsInFlight + group;
-#pragma unroll
-  for (int u = 0; u < kSegmentsInFlight; ++u) {
-    const int64_t segment = first + u * groups;
-    is_absent[u] = segment < segments && (present == nullptr || __ldg(present + segment) == 0);
-  }
-#pragma unroll
-  for (int u = 0; u < kSegmentsInFlight; ++u) {
-    if (!is_absent[u]) continue;
-    const int64_t offset = (first + u * groups) * features + column;
-    StoreVector(output + offset, identity);
-    if constexpr (kWithWinner) StoreVector(winner + offset, nobody);
+  for (int i = group; i < count; i += groups) {
+    if (reinterpret_cast<const uint8_t*>(shared_present)[i] != 0) continue;
+    const int64_t offset = (first_segment + i) * features + column;
+    StoreVector(output + offset, Repeat<kVec>(MaxIdentity<T>()));
+    if constexpr (kWithWinner) StoreVector(winner + offset, Repeat<kVec>(kNoWinner));
   }
 }
 

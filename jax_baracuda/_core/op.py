@@ -149,6 +149,7 @@ def _primitive_of(op: Op) -> Primitive:
     jax_versions.require_devices_during_lowering(primitive)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     ad.primitive_jvps[primitive] = functools.partial(_jvp, op, primitive)
+    ad.primitive_transposes[primitive] = functools.partial(_transpose, op)
     mlir.register_lowering(primitive, functools.partial(_lower_reference, op))
     for platform in KERNEL_PLATFORMS:
         mlir.register_lowering(primitive, functools.partial(_lower, op, kernel, platform), platform=platform)
@@ -213,6 +214,23 @@ def _jvp(
         jax_versions.zero_tangent(result) if tangent.dtype == jax.dtypes.float0 else tangent
         for result, tangent in zip(results, result_tangents, strict=True)
     ]
+
+
+def _transpose(op: Op, cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+    """The transpose of the reference with respect to the operands that it is linear in."""
+    linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+
+    def reference(*linear_operands: jax.Array) -> list[jax.Array]:
+        filled = list(operands)
+        for i, x in zip(linear, linear_operands, strict=True):
+            filled[i] = x
+        return list(op.reference(*filled, **params))
+
+    transposed = jax.linear_transpose(reference, *(operands[i].aval for i in linear))
+    results: list[Any] = [None] * len(operands)
+    for i, x in zip(linear, transposed([ad.instantiate_zeros(ct) for ct in cotangents]), strict=True):
+        results[i] = x
+    return results
 
 
 def _lower_reference(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:

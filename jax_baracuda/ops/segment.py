@@ -588,9 +588,8 @@ def _canonicalize(
 
 
 def _as_array(name: str, argument: str, value: ArrayLike) -> Array:
-    if not isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex | bool) and not hasattr(
-        value, "__jax_array__"
-    ):
+    is_array = hasattr(value, "__jax_array__") or hasattr(value, "__array__")
+    if not is_array and not isinstance(value, int | float | complex | bool):
         raise TypeError(f"{name}: {argument} must be an array, got {type(value).__name__}")
     array = jnp.asarray(value)
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
@@ -679,7 +678,7 @@ def _add_examples() -> None:
                     "cuda": {"num_rows": 1_166_243, "num_features": 128, "num_segments": 169_343},
                 },
                 # The share of a tie is rounded once here, and once more per factor in plain JAX.
-                tolerance={"float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3},
+                tolerance={"float32": 1e-6, "bfloat16": 4e-3, "float16": 5e-4},
             )
         )
 

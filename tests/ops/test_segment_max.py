@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import FLOATING, INTEGERS, KERNEL_DTYPES, SHAPES, TIE_BREAKS, Shape, assert_same_bits
+from cases import BIG_SHAPE, FLOATING, INTEGERS, KERNEL_DTYPES, SHAPES, TIE_BREAKS, Shape, assert_same_bits, assert_same_values
 from jax.test_util import check_grads
 
 import jax_baracuda
@@ -54,13 +54,18 @@ def test_value(rng: np.random.Generator, dtype: str, shape: Shape, is_sorted: bo
     assert_same_bits(output, cases.reference_max(data, ids, shape.segments))
 
 
+@pytest.mark.parametrize("dtype", ["bool", "int8", "int64", "bfloat16", "float32", "float64"])
+def test_big_value(rng: np.random.Generator, dtype: str) -> None:
+    """As test_value, for more rows, in an order that takes the rows of a segment from everywhere."""
+    test_value(rng, dtype, BIG_SHAPE, False)
+
+
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 def test_value_equals_jax(rng: np.random.Generator, dtype: str) -> None:
-    """Eagerly, the answer is that of jax.ops.segment_max, bit for bit."""
+    """Eagerly, the answer is that of jax.ops.segment_max."""
     data, ids = cases.make_data(rng, (200, 6), dtype), cases.make_ids(rng, 200, 30)
     with cases.x64_for(dtype):
-        expected = jax.ops.segment_max(data, ids, 30)
-        assert_same_bits(segment_max(data, ids, 30), np.asarray(expected))
+        assert_same_values(segment_max(data, ids, 30), jax.ops.segment_max(data, ids, 30))
 
 
 @pytest.mark.parametrize("is_sorted", [False, True], ids=["unsorted", "sorted"])
@@ -77,7 +82,7 @@ def test_ids_dtype(rng: np.random.Generator, ids_dtype: str, is_sorted: bool) ->
         by_jax = jax.ops.segment_max(data, ids, 6)
     expected = cases.reference_max(data, ids, 6)
     assert_same_bits(output, expected)
-    assert_same_bits(by_jax, expected)
+    assert_same_values(by_jax, expected)
     assert_same_bits(d_data, cases.reference_gradient(d_output, data, ids, "split"))
 
 
@@ -116,12 +121,35 @@ def test_clip_without_segments() -> None:
 SPECIALS = (np.nan, np.copysign(np.nan, -1), np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0)
 
 
+def special_columns(length: int) -> np.ndarray:
+    """Every sequence of this length of NaN, infinities, zeros and ones of both signs: ``[length, 8 ** length]``."""
+    return np.array(list(itertools.product(SPECIALS, repeat=length))).T
+
+
+@pytest.mark.parametrize("filler", [-2.0, -np.inf])
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_special_values_far_apart(rng: np.random.Generator, dtype: str, filler: float) -> None:
+    """Sequences of three special values in rows far apart, which different threads or blocks reduce, then merge."""
+    columns = special_columns(3)
+    data = np.full((1500, columns.shape[1]), filler, jnp.dtype(dtype))
+    data[[10, 700, 1499]] = columns.astype(data.dtype)
+    ids = np.zeros(len(data), np.int32)
+    d_output = np.full((1, columns.shape[1]), 3000, data.dtype)
+    for tie_break in TIE_BREAKS:
+        reduce = functools.partial(segment_max, segment_ids=ids, num_segments=1, tie_break=tie_break)
+        with cases.x64_for(dtype):
+            output, d_data = jax.jit(functools.partial(value_and_pullback, reduce))(data, d_output)
+            assert_same_bits(jax.jit(reduce)(data), cases.reference_max(data, ids, 1))
+        assert_same_bits(output, cases.reference_max(data, ids, 1))
+        assert_same_bits(d_data, cases.reference_gradient(d_output, data, ids, tie_break))
+
+
 @pytest.mark.parametrize("layout", ["wide rows", "scalar rows", "narrow rows"])
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_special_values_exhaustively(dtype: str, layout: str) -> None:
-    """Every sequence of one to four of NaN of both signs, infinities, zeros of both signs and +-1, value and gradient."""
+    """Every sequence of one to four NaN, infinities, zeros and ones of both signs, value and gradient."""
     for length in range(1, 5):
-        columns = np.array(list(itertools.product(SPECIALS, repeat=length))).T
+        columns = special_columns(length)
         if layout == "wide rows":  # a cell per feature
             data, ids, segments = columns, np.zeros(length, np.int32), 1
         else:  # a cell per segment
@@ -361,6 +389,13 @@ def test_gradient(rng: np.random.Generator, dtype: str, shape: Shape, is_sorted:
         output, d_data = pullback(data, d_output)
     assert_same_bits(output, cases.reference_max(data, ids, shape.segments))
     assert_same_bits(d_data, cases.reference_gradient(d_output, data, ids, tie_break))
+
+
+@pytest.mark.parametrize("tie_break", TIE_BREAKS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_big_gradient(rng: np.random.Generator, dtype: str, tie_break: str) -> None:
+    """As test_gradient, for more rows, in an order that takes the rows of a segment from everywhere."""
+    test_gradient(rng, dtype, BIG_SHAPE, False, tie_break)
 
 
 @pytest.mark.parametrize("values", ["distinct", "ties"])
@@ -669,6 +704,32 @@ def test_vmap(rng: np.random.Generator, data_axis: int | None, ids_axis: int | N
         assert_same_bits(output, expected)
         for k in range(batch):
             assert_same_bits(d_data[k], cases.reference_gradient(d_output[k], data[k], ids[k], tie_break))
+
+
+@pytest.mark.parametrize("mapped", ["data", "ids", "both"])
+@pytest.mark.parametrize("shape", [Shape(2000, (40,), 10), Shape(60, (40,), 300), Shape(2000, (64,), 1500)], ids=str)
+def test_vmap_of_larger_problems(rng: np.random.Generator, shape: Shape, mapped: str) -> None:
+    """Batches of problems each of which several threads or blocks share."""
+    batch = 3
+    data = cases.make_data(rng, (batch, shape.rows, *shape.row_shape), "float32")
+    ids = np.stack([cases.make_ids(rng, shape.rows, shape.segments) for _ in range(batch)])
+    d_output = cases.cotangent(rng, (batch, shape.segments, *shape.row_shape), "float32")
+    axes = (0 if mapped != "ids" else None, 0 if mapped != "data" else None, 0)
+    operands = [x if axis == 0 else x[0] for x, axis in zip((data, ids, d_output), axes, strict=True)]
+    for tie_break in TIE_BREAKS:
+        pullback = jax.vmap(
+            lambda data, ids, d_output, tie_break=tie_break: value_and_pullback(
+                lambda x: segment_max(x, ids, shape.segments, tie_break=tie_break), data, d_output
+            ),
+            axes,
+        )
+        output, d_data = jax.jit(pullback)(*operands)
+        for k in range(batch):
+            rows, row_ids, cells = (
+                operand[k] if axis == 0 else operand for operand, axis in zip(operands, axes, strict=True)
+            )
+            assert_same_bits(output[k], cases.reference_max(rows, row_ids, shape.segments))
+            assert_same_bits(d_data[k], cases.reference_gradient(cells, rows, row_ids, tie_break))
 
 
 @pytest.mark.parametrize("data_levels", ["outer", "inner", "both", "none"])
