@@ -8,11 +8,13 @@
 #include <memory>
 #include <mutex>
 
+#include "ffi/core/subnormals.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_baracuda {
 
-// Runs body(chunk) for every chunk in [0, num_chunks) and returns when all have ended. `body` must not throw.
+// Runs body(chunk) for every chunk in [0, num_chunks) and returns when all have ended. `body` must not throw. It computes
+// with subnormal numbers.
 //
 // XLA runs handlers on the same pool, so waiting for scheduled tasks could wait for a task that no thread is free to
 // run. Therefore the calling thread claims chunks from the shared counter too, and waits only for chunks that another
@@ -21,6 +23,7 @@ namespace jax_baracuda {
 template <typename Body>
 void ParallelFor(xla::ffi::ThreadPool& pool, int64_t num_chunks, const Body& body) {
   if (num_chunks <= 1) {
+    const ScopedSubnormals subnormals;
     if (num_chunks == 1) body(int64_t{0});
     return;
   }
@@ -34,6 +37,7 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t num_chunks, const Body& bod
     std::condition_variable all_finished;
 
     void Work() {
+      const ScopedSubnormals subnormals;
       int64_t done = 0;
       for (int64_t chunk = next.fetch_add(1); chunk < num_chunks; chunk = next.fetch_add(1)) {
         (*body)(chunk);

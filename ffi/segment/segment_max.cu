@@ -80,7 +80,7 @@ TileGrid MakeTileGrid(const Problem& problem, const Plan& plan, int64_t element_
     grid.problem.segments = problem.batch * problem.segments;
   }
   // Staged rows of 8-byte elements would need more shared memory than a block gets unasked.
-  grid.threads = plan.stages_rows ? (element_bytes == 8 ? 64 : 128) : 256;
+  grid.threads = plan.stages_rows ? (element_bytes == 8 ? 64 : 128) : TileThreads(RowSource::kDirect);
   const int vector = plan.stages_rows ? 1 : RowVector(problem.features, element_bytes);
   grid.features = DealFeatures(problem.features / vector, 32);
   grid.groups = grid.threads / grid.features.lanes;

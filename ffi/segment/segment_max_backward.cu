@@ -24,27 +24,6 @@ struct BackwardArguments {
   int64_t blocks_per_batch;  // along the rows
 };
 
-// The winners of one thread's features in the segments of kRowsInFlight rows.
-template <int kVec>
-struct WinnerBatch {
-  int64_t cell[kRowsInFlight];  // negative where the row is dropped
-  Vector<int32_t, kVec> winner[kRowsInFlight];
-
-  __device__ __forceinline__ void Load(const int32_t* winners, const uint32_t* segments, int row, int step,
-                                       int64_t features) {
-#pragma unroll
-    for (int u = 0; u < kRowsInFlight; ++u) {
-      const uint32_t segment = segments[row + u * step];
-      cell[u] = segment == kDropped ? -1 : segment * features;
-    }
-#pragma unroll
-    for (int u = 0; u < kRowsInFlight; ++u) {
-      winner[u] = Repeat<kVec>(kNoWinner);
-      if (cell[u] >= 0) winner[u] = LoadVector<kVec>(winners + cell[u]);
-    }
-  }
-};
-
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kThreads, 3) BackwardKernel(const __grid_constant__ BackwardArguments<T> a) {
   extern __shared__ uint32_t segments[];  // of the block's rows
@@ -78,44 +57,58 @@ __global__ void __launch_bounds__(kThreads, 3) BackwardKernel(const __grid_const
   T* const d_data = a.d_data + (b * a.problem.rows + first_row) * features + column;
   const T zero = static_cast<T>(ComputeType<T>{0});
 
-  WinnerBatch<kVec> next;
-  next.Load(winner, segments, group, groups, features);
-  for (int row = group; row < rows; row += kRowsInFlight * groups) {
-    const WinnerBatch<kVec> batch = next;
-    Vector<T, kVec> gradient[kRowsInFlight];
-    bool has_tie[kRowsInFlight];
+  // The winners of kRowsInFlight rows; nobody where the row is dropped.
+  struct Winners {
+    Vector<int32_t, kVec> of[kRowsInFlight];
+  };
+  const auto load_winners = [&](int row) {
+    Winners winners;
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const int32_t own_row = static_cast<int32_t>(first_row) + row + u * groups;
+      const int own = row + u * groups;
+      const uint32_t segment = own < rows ? segments[own] : kDropped;
+      winners.of[u] = Repeat<kVec>(kNoWinner);
+      if (segment != kDropped) winners.of[u] = LoadVector<kVec>(winner + segment * features);
+    }
+    return winners;
+  };
+
+  Winners next = load_winners(group);
+  for (int row = group; row < rows; row += kRowsInFlight * groups) {
+    const Winners winners = next;
+    Vector<T, kVec> gradient[kRowsInFlight];
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const int own = row + u * groups;
       bool is_read = false;
-      has_tie[u] = false;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        is_read |= batch.winner[u].lane[i] == own_row;
-        has_tie[u] |= IsTie(batch.winner[u].lane[i]);
+        const int32_t w = winners.of[u].lane[i];
+        is_read |= w == static_cast<int32_t>(first_row) + own || IsTie(w);
       }
       gradient[u] = Repeat<kVec>(zero);
-      if (is_read || has_tie[u]) gradient[u] = LoadVector<kVec>(d_output + batch.cell[u]);
+      if (is_read) gradient[u] = LoadVector<kVec>(d_output + segments[own] * features);
     }
     // The next winners come while these cotangents do.
-    const int next_row = row + kRowsInFlight * groups;
-    if (next_row < rows) next.Load(winner, segments, next_row, groups, features);
+    next = load_winners(row + kRowsInFlight * groups);
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const int own = row + u * groups;
       if (own >= rows) break;
-      const int32_t own_row = static_cast<int32_t>(first_row) + own;
       Vector<T, kVec> share = gradient[u];
+      bool has_tie = false;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        if (batch.winner[u].lane[i] != own_row) share.lane[i] = zero;
+        const int32_t w = winners.of[u].lane[i];
+        if (w != static_cast<int32_t>(first_row) + own) share.lane[i] = zero;
+        has_tie |= IsTie(w);
       }
-      if (has_tie[u]) {
+      if (has_tie) {
         const Vector<T, kVec> data = LoadStreaming<T, kVec>(a.data + first_data + own * features);
-        const Vector<T, kVec> output = LoadVector<kVec>(a.output + winner_offset + batch.cell[u]);
+        const Vector<T, kVec> output = LoadVector<kVec>(a.output + winner_offset + segments[own] * features);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
-          const int32_t w = batch.winner[u].lane[i];
+          const int32_t w = winners.of[u].lane[i];
           if (IsTie(w)) share.lane[i] = TiedGradient(w, data.lane[i], output.lane[i], gradient[u].lane[i]);
         }
       }

@@ -87,45 +87,46 @@ __device__ __forceinline__ void ForEachElements(const TableArguments<T>& a, int6
   const int64_t features = a.problem.features, total = a.problem.rows * features;
   const T* data = a.data + (a.problem.data_is_shared ? 0 : b * total);
   const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
-  const int64_t block = blockIdx.x - b * a.blocks_per_batch;
-  const int64_t first = (block * blockDim.x + threadIdx.x) * kVec;
-  const int64_t stride = a.blocks_per_batch * blockDim.x * kVec;
-  const int64_t stride_rows = stride / features, stride_features = stride - stride_rows * features;
-  int64_t row = first / features, feature = first - row * features;
-  const auto advance = [&] {
-    row += stride_rows;
-    feature += stride_features;
-    if (feature >= features) {
-      feature -= features;
-      ++row;
-    }
-  };
-  const auto cell = [&](uint32_t segment, int64_t f) {
+  const int64_t thread = (blockIdx.x - b * a.blocks_per_batch) * blockDim.x + threadIdx.x;
+  const int64_t threads = a.blocks_per_batch * blockDim.x;
+  const auto cell = [&](uint32_t segment, int64_t feature) {
     return segment == kDropped ? Index{-1} : static_cast<Index>(segment) * static_cast<Index>(features) +
-                                                 static_cast<Index>(f);
+                                                 static_cast<Index>(feature);
   };
 
-  if (features % kVec == 0) {
+  const int64_t row_vectors = features / kVec;
+  if (features % kVec == 0 && row_vectors <= threads) {
+    // A thread keeps to its features: the rows that the block's threads take together are whole ones.
     constexpr int kInFlight = 4;
-    for (int64_t element = first; element < total; element += kInFlight * stride) {
+    const int64_t rows_at_once = threads / row_vectors;
+    const int64_t first_row = thread / row_vectors;
+    const int64_t feature = (thread - first_row * row_vectors) * kVec;
+    if (first_row >= rows_at_once) return;
+    const int64_t step = rows_at_once * features;
+    const T* next = data + first_row * features + feature;
+    for (int64_t row = first_row; row < a.problem.rows; row += kInFlight * rows_at_once) {
       Elements<T, Index, kVec, true> elements[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        if (element + u * stride < total) {
-          elements[u].values = LoadStreaming<T, kVec>(data + element + u * stride);
-          elements[u].first_cell[0] = cell(a.ids[ids_offset + row], feature);
-          elements[u].first_row[0] = static_cast<int32_t>(row);
+        const int64_t r = row + u * rows_at_once;
+        if (r < a.problem.rows) {
+          elements[u].values = LoadStreaming<T, kVec>(next);
+          elements[u].first_cell[0] = cell(a.ids[ids_offset + r], feature);
+          elements[u].first_row[0] = static_cast<int32_t>(r);
         }
-        advance();
+        next += step;
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        if (element + u * stride < total) body(elements[u]);
+        if (row + u * rows_at_once < a.problem.rows) body(elements[u]);
       }
     }
     return;
   }
 
+  const int64_t first = thread * kVec, stride = threads * kVec;
+  const int64_t stride_rows = stride / features, stride_features = stride - stride_rows * features;
+  int64_t row = first / features, feature = first - row * features;
   // Vectors run across the ends of rows, and the last one past the end of the data.
   for (int64_t element = first; element < total; element += stride) {
     Elements<T, Index, kVec, false> elements;
@@ -156,7 +157,12 @@ __device__ __forceinline__ void ForEachElements(const TableArguments<T>& a, int6
       }
     }
     body(elements);
-    advance();
+    row += stride_rows;
+    feature += stride_features;
+    if (feature >= features) {
+      feature -= features;
+      ++row;
+    }
   }
 }
 
@@ -165,10 +171,17 @@ template <typename T, typename Found>
 __device__ __forceinline__ void RaiseCells(TableKey<T>* table, const Found& elements) {
   constexpr int kVec = sizeof(elements.values) / sizeof(T);
   const Vector<TableKey<T>, kVec> current = elements.Gather(table);
+  TableKey<T> keys[kVec];
+  bool raises = false;
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
-    const TableKey<T> key = EncodeKey(elements.values.lane[i]);
-    if (!elements.IsDropped(i) && key > current.lane[i]) atomicMax(table + elements.Cell(i), key);
+    keys[i] = EncodeKey(elements.values.lane[i]);
+    raises |= keys[i] > current.lane[i];
+  }
+  if (!raises) return;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    if (keys[i] > current.lane[i] && !elements.IsDropped(i)) atomicMax(table + elements.Cell(i), keys[i]);
   }
 }
 

@@ -104,6 +104,11 @@ class Op:
         return None if self.name in native.targets else f"the {platform} module has no target of this name"
 
 
+def joint_batch(*sizes: int) -> int:
+    """The size of the batch that operands with leading dimensions of these sizes form; 1 means shared."""
+    return next((size for size in sizes if size != 1), 1)
+
+
 OPS: dict[str, Op] = {}
 """Every op, by name."""
 
@@ -186,10 +191,10 @@ def _batch(
     operands = [
         x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)
     ]
-    batch = max(x.shape[1] for x in operands)
+    batch = joint_batch(*(x.shape[1] for x in operands))
     merged = []
     for x in operands:
-        if x.shape[0] * x.shape[1] != 1:
+        if x.shape[:2] != (1, 1):
             x = jnp.broadcast_to(x, (mapped_size, batch, *x.shape[2:]))
         merged.append(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]))
     results = primitive.bind(*merged, **params)

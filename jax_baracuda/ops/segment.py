@@ -27,7 +27,7 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import Op
+from jax_baracuda._core.op import Op, joint_batch
 
 TieBreak = Literal["split", "first"]
 Mode = jax.lax.GatherScatterMode | str | None
@@ -179,7 +179,7 @@ are shared, minus the number (2 or more) of members that attain it, the identity
 
 def _over_batch(function: Callable[..., Any], *operands: Array) -> Any:
     """Maps `function` over the leading dimension of the operands; where that is 1, the operand is shared."""
-    batch = max(x.shape[0] for x in operands)
+    batch = joint_batch(*(x.shape[0] for x in operands))
     mapped = [x if x.shape[0] == batch else x[0] for x in operands]
     return jax.vmap(function, [0 if x.shape[0] == batch else None for x in operands])(*mapped)
 
@@ -286,11 +286,11 @@ CELLS = ("batch", "segment", "...")
 
 
 def _cells_shape(data: Any, ids: Any, num_segments: int) -> tuple[int, ...]:
-    return (max(data.shape[0], ids.shape[0]), num_segments, *data.shape[2:])
+    return (joint_batch(data.shape[0], ids.shape[0]), num_segments, *data.shape[2:])
 
 
 def _scratch_parameters(data: Any, ids: Any, *, num_segments: int, indices_are_sorted: bool, **_: Any) -> dict[str, int]:
-    batch = max(data.shape[0], ids.shape[0])
+    batch = joint_batch(data.shape[0], ids.shape[0])
     return {
         "batch": batch,
         "rows": ids.shape[1],
@@ -422,7 +422,11 @@ SEGMENT_MAX_BACKWARD = Op(
     results=(ROWS,),
     result_types=lambda d_output, winner, ids, *data_and_output: [
         (
-            (max(x.shape[0] for x in (d_output, winner, ids, *data_and_output)), ids.shape[1], *d_output.shape[2:]),
+            (
+                joint_batch(*(x.shape[0] for x in (d_output, winner, ids, *data_and_output))),
+                ids.shape[1],
+                *d_output.shape[2:],
+            ),
             d_output.dtype,
         )
     ],

@@ -14,7 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BIG_SHAPE, FLOATING, INTEGERS, KERNEL_DTYPES, SHAPES, TIE_BREAKS, Shape, assert_same_bits, assert_same_values
+from cases import (
+    BIG_SHAPE,
+    FLOATING,
+    INTEGERS,
+    KERNEL_DTYPES,
+    SHAPES,
+    TIE_BREAKS,
+    Shape,
+    assert_same_bits,
+    assert_same_values,
+)
 from jax.test_util import check_grads
 
 import jax_baracuda
