@@ -11,7 +11,7 @@ import cases
 import jax
 import numpy as np
 import pytest
-from cases import assert_same_bits
+from cases import assert_same_bits, assert_same_values
 
 from jax_baracuda import precision_guarantee
 from jax_baracuda._core.op import KERNEL_PLATFORMS, OPS
@@ -43,7 +43,11 @@ def reference_winner(data: np.ndarray, ids: np.ndarray, segments: int, first_win
 def segment_operands(rng: np.random.Generator, dtype: str) -> tuple[np.ndarray, np.ndarray, int]:
     """Two batch elements that share their ids; enough work for several threads of a CPU."""
     rows, features, segments = 3000, 48 if np.dtype(cases.jnp.dtype(dtype)).itemsize > 2 else 120, 30
-    return cases.make_data(rng, (2, rows, features), dtype), cases.make_ids(rng, rows, segments)[None], segments
+    data, ids = cases.make_data(rng, (2, rows, features), dtype), cases.make_ids(rng, rows, segments)
+    if cases.is_floating(data.dtype):
+        data[:, ids == 3, ::4] = -np.inf  # ties with the identity
+    ids[ids == 5] = -1  # an empty segment
+    return data, ids[None], segments
 
 
 def segment_max(rng: np.random.Generator, dtype: str) -> Call:
@@ -112,6 +116,16 @@ def test_guarantee(rng: np.random.Generator, name: str, dtype: str) -> None:
     assert guarantee.math_precision in ("exact", "rounded once"), "another precision: assert here what it keeps"
     for actual, expected in zip(alone[0], call.expected, strict=True):
         assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize(("name", "dtype"), EVERY_OP_AND_DTYPE)
+def test_plain_jax_reference(rng: np.random.Generator, name: str, dtype: str) -> None:
+    """The op's plain-JAX twin, from which its derivatives come, has the kernel's values, winners included."""
+    call = CALLS[name](rng, dtype)
+    with cases.x64_for(dtype):
+        results = jax.jit(lambda *operands: OPS[name].reference(*operands, **call.params))(*call.operands)
+    for actual, expected in zip(results, call.expected, strict=True):
+        assert_same_values(actual, expected)
 
 
 @pytest.mark.parametrize(("name", "dtype"), EVERY_OP_AND_DTYPE)

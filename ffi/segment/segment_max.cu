@@ -37,7 +37,8 @@ constexpr int64_t kSharedTableBytes = 48 * 1024;
 //   * Few segments, so that a table of all cells fits in shared memory and each block has many rows for each of its
 //     cells: a shared table. It does not mind the order of the rows. With winners it reads the data twice, so that rows
 //     in order rather take tiles.
-//   * Rows in order: tiles, which read everything once. Rows of less than a sector pass through shared memory.
+//   * Rows in order: tiles, which read everything once. Rows of less than a sector pass through shared memory; those of
+//     one element, which a warp reduces by runs before it touches a table, need no tiles unless for winners.
 //   * Rows in any order: bring them into order, then tiles. That costs a sort of the ids, whatever the width of the
 //     rows; the alternative is an atomic, or at least a load, for each element on a table. So narrow rows, and problems
 //     that are over before a sort has been launched, take the table.
@@ -55,8 +56,8 @@ Plan ChoosePlan(const Problem& problem, int64_t element_bytes, bool indices_are_
     return {Algorithm::kSharedTable, false};
   }
   if (!SegmentsFit(problem.segments)) return {Algorithm::kTable, false};
-  if (indices_are_sorted) return {Algorithm::kTiles, is_narrow};
-  const bool is_small = problem.batch * problem.rows * row_bytes <= (int64_t{1} << 22);
+  if (indices_are_sorted && (problem.features > 1 || with_winner)) return {Algorithm::kTiles, is_narrow};
+  const bool is_small = problem.batch * problem.rows * row_bytes <= (int64_t{1} << (with_winner ? 23 : 26));
   if (row_bytes <= kSectorBytes || is_small || !OrderFits(problem)) return {Algorithm::kTable, false};
   return {Algorithm::kOrderTiles, false};
 }
@@ -65,7 +66,6 @@ Plan ChoosePlan(const Problem& problem, int64_t element_bytes, bool indices_are_
 struct TileGrid {
   Problem problem;  // the batch joined into one element where rows are brought into order
   FeatureLanes features;
-  int threads;
   int groups;
   int64_t blocks_per_batch;
   int64_t row_blocks;
@@ -79,11 +79,9 @@ TileGrid MakeTileGrid(const Problem& problem, const Plan& plan, int64_t element_
     grid.problem.rows = problem.batch * problem.rows;
     grid.problem.segments = problem.batch * problem.segments;
   }
-  // Staged rows of 8-byte elements would need more shared memory than a block gets unasked.
-  grid.threads = plan.stages_rows ? (element_bytes == 8 ? 64 : 128) : TileThreads(RowSource::kDirect);
   const int vector = plan.stages_rows ? 1 : RowVector(problem.features, element_bytes);
   grid.features = DealFeatures(problem.features / vector, 32);
-  grid.groups = grid.threads / grid.features.lanes;
+  grid.groups = kTileThreads / grid.features.lanes;
   grid.blocks_per_batch = CeilDivide(grid.problem.rows, static_cast<int64_t>(grid.groups) * kTileRows);
   grid.row_blocks = grid.problem.batch * grid.blocks_per_batch;
   return grid;
@@ -129,7 +127,7 @@ struct Launcher {
   cudaError_t Launch() const {
     switch (plan.algorithm) {
       case Algorithm::kFill:
-        return FillAbsent(nullptr);
+        return FillAll();
       case Algorithm::kTiles:
       case Algorithm::kOrderTiles:
         return Tiles();
@@ -138,14 +136,15 @@ struct Launcher {
     }
   }
 
-  cudaError_t FillAbsent(const uint8_t* present) const {
+  cudaError_t FillAll() const {
     return DispatchRowVector<T>(problem.features, [&](auto vector) {
       constexpr int kVec = decltype(vector)::value;
-      const FeatureLanes lanes = DealFeatures(problem.features / kVec, 32);
-      const int64_t blocks = CeilDivide(segments, kFillSegments) * lanes.columns;
-      FillAbsentKernel<T, kVec, kWithWinner><<<static_cast<uint32_t>(blocks), kFillThreads, 0, stream>>>(
-          present, segments, problem.features, lanes, output, arguments.winner);
-      return cudaGetLastError();
+      TileArguments<T> a{};
+      a.problem = problem;
+      a.output = output;
+      a.winner = arguments.winner;
+      a.features = DealFeatures(problem.features / kVec, 32);
+      return LaunchFinish<kVec>(a, 0);
     });
   }
 
@@ -178,30 +177,37 @@ struct Launcher {
     a.groups = grid.groups;
     a.blocks_per_batch = grid.blocks_per_batch;
     if (cudaError_t e = cudaMemsetAsync(a.present, 0, segments, stream)) return e;
-    cudaError_t error;
-    if (plan.stages_rows) {
-      error = LaunchTiles<1, RowSource::kStaged>(a, grid);
-    } else {
-      error = DispatchRowVector<T>(problem.features, [&](auto vector) {
-        constexpr int kVec = decltype(vector)::value;
-        return a.order != nullptr ? LaunchTiles<kVec, RowSource::kOrdered>(a, grid)
-                                  : LaunchTiles<kVec, RowSource::kDirect>(a, grid);
-      });
-    }
-    return error != cudaSuccess ? error : FillAbsent(a.present);
+    if (plan.stages_rows) return LaunchTiles<1, RowSource::kStaged>(a, grid);
+    return DispatchRowVector<T>(problem.features, [&](auto vector) {
+      constexpr int kVec = decltype(vector)::value;
+      return a.order != nullptr ? LaunchTiles<kVec, RowSource::kOrdered>(a, grid)
+                                : LaunchTiles<kVec, RowSource::kDirect>(a, grid);
+    });
   }
 
   template <int kVec, RowSource kSource>
   cudaError_t LaunchTiles(const TileArguments<T>& a, const TileGrid& grid) const {
     const int shared_bytes =
-        TileShared<T, kVec, kWithWinner, kSource>::Bytes(grid.threads, grid.groups, problem.features);
+        TileShared<T, kVec, kWithWinner, kSource>::Bytes(grid.groups, problem.features);
     const int64_t blocks = grid.row_blocks * grid.features.columns;
     TileKernel<T, kVec, kWithWinner, kSource>
-        <<<static_cast<uint32_t>(blocks), grid.threads, shared_bytes, stream>>>(a);
+        <<<static_cast<uint32_t>(blocks), kTileThreads, shared_bytes, stream>>>(a);
     if (cudaError_t e = cudaGetLastError()) return e;
-    const int64_t merge_blocks = CeilDivide(grid.row_blocks, kMergeThreads) * grid.features.columns;
-    MergePiecesKernel<T, kVec, kWithWinner>
-        <<<static_cast<uint32_t>(merge_blocks), kMergeThreads, 0, stream>>>(a, grid.row_blocks);
+    const int64_t windows = CeilDivide(grid.row_blocks, kMergeWindow);
+    MergeWindowsKernel<T, kVec, kWithWinner>
+        <<<static_cast<uint32_t>(windows * grid.features.columns), kMergeThreads, 0, stream>>>(a, grid.row_blocks);
+    if (cudaError_t e = cudaGetLastError()) return e;
+    return LaunchFinish<kVec>(a, grid.row_blocks);
+  }
+
+  template <int kVec>
+  cudaError_t LaunchFinish(const TileArguments<T>& a, int64_t slots) const {
+    const int64_t windows = CeilDivide(slots, kMergeWindow);
+    // A single window leaves nothing to merge.
+    const int64_t merge_blocks = windows > 1 ? CeilDivide(windows, kMergeWindow) * a.features.columns : 0;
+    const int64_t fill_blocks = CeilDivide(segments, kFillSegments) * a.features.columns;
+    FinishKernel<T, kVec, kWithWinner><<<static_cast<uint32_t>(merge_blocks + fill_blocks), kMergeThreads, 0, stream>>>(
+        a, slots, merge_blocks);
     return cudaGetLastError();
   }
 
@@ -221,7 +227,7 @@ struct Launcher {
     a.output = output;
     a.winner = arguments.winner;
     // Vectors are cut from an element of the batch as a whole, so only its beginning has to be aligned.
-    constexpr int kWidest = 16 / sizeof(T);
+    constexpr int kWidest = sizeof(T) == 8 ? 2 : 4;
     const bool is_aligned = problem.batch == 1 || problem.data_is_shared ||
                             problem.rows * problem.features % kWidest == 0;
     if (cudaError_t e = cudaMemsetAsync(a.table, 0, cells * sizeof(TableKey<T>), stream)) return e;
@@ -259,6 +265,14 @@ struct Launcher {
       const size_t shared_bytes = problem.segments * problem.features * sizeof(TableKey<T>);
       SharedTableMaxKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kSharedTableThreads,
                                       shared_bytes, stream>>>(a);
+    } else if (problem.features == 1) {
+      a.blocks_per_batch = CeilDivide(vectors, kSingleFeatureThreads);
+      const uint32_t blocks = static_cast<uint32_t>(problem.batch * a.blocks_per_batch);
+      if (arguments.indices_are_sorted) {
+        SingleFeatureMaxKernel<T, kVec, true><<<blocks, kSingleFeatureThreads, 0, stream>>>(a);
+      } else {
+        SingleFeatureMaxKernel<T, kVec, false><<<blocks, kSingleFeatureThreads, 0, stream>>>(a);
+      }
     } else {
       a.blocks_per_batch = TableBlocksPerBatch(vectors, 256, int64_t{1} << 20);
       TableMaxKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), 256, 0, stream>>>(a);

@@ -6,7 +6,7 @@ namespace jax_baracuda::segment {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRowsInFlight = 4;
+constexpr int kRowsInFlight = 2;
 constexpr int kRowsPerThread = 32;
 
 template <typename T>
@@ -24,8 +24,12 @@ struct BackwardArguments {
   int64_t blocks_per_batch;  // along the rows
 };
 
+// 16 bits tie often, which costs a read of the data in the midst of the others: more threads hide it.
+template <typename T>
+inline constexpr int kBlocks = sizeof(T) == 2 ? 6 : 4;  // that share a multiprocessor
+
 template <typename T, int kVec>
-__global__ void __launch_bounds__(kThreads, 3) BackwardKernel(const __grid_constant__ BackwardArguments<T> a) {
+__global__ void __launch_bounds__(kThreads, kBlocks<T>) BackwardKernel(const __grid_constant__ BackwardArguments<T> a) {
   extern __shared__ uint32_t segments[];  // of the block's rows
   const int groups = kThreads / a.features.lanes;
   const int group = threadIdx.x / a.features.lanes;

@@ -12,7 +12,7 @@ inline constexpr uint32_t kDropped = 0xffffffffu;
 
 inline bool SegmentsFit(int64_t segments) { return segments < static_cast<int64_t>(kDropped); }
 
-inline int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+JB_HOST_DEVICE int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int VectorAlignment(int bytes) { return bytes < 16 ? bytes : 16; }
 
@@ -206,16 +206,17 @@ struct Accumulator<T, kCount, true> {
     for (int i = 0; i < kCount; ++i) cells[i] = Cell<C>{};
   }
 
-  // AddRow, for the instructions of the hardware: NaN and zeros are left to the maximum (the winner of a NaN does not
-  // matter before FinalWinner), and a tie is one minimum and one addition under either rule, kNoWinner being the greatest
-  // unsigned number: towards the lower row, or one below the lesser of the count and kNoWinner.
+  // AddRow in few instructions: NaN and zeros are left to the maximum of the hardware (the winner of a NaN does not matter
+  // before FinalWinner), and a tie is a minimum: towards the lower row, kNoWinner being the greatest unsigned number, or
+  // one below the lesser of the count and kNoWinner.
   __device__ __forceinline__ void Add(const Vector<T, kCount>& values, int32_t row, bool first_wins) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const C value = static_cast<C>(values.lane[i]), best = cells[i].best;
       const int32_t winner = cells[i].winner;
-      const int32_t tied = first_wins ? static_cast<int32_t>(min(static_cast<uint32_t>(winner), static_cast<uint32_t>(row)))
-                                      : min(winner, kNoWinner) - 1;
+      const int32_t tied = first_wins
+                               ? static_cast<int32_t>(min(static_cast<uint32_t>(winner), static_cast<uint32_t>(row)))
+                               : min(winner, kNoWinner) - 1;
       cells[i].winner = value > best ? row : (value == best ? tied : winner);
       cells[i].best = HardwareLarger(best, value);
     }

@@ -97,7 +97,7 @@ __device__ __forceinline__ void ForEachElements(const TableArguments<T>& a, int6
   const int64_t row_vectors = features / kVec;
   if (features % kVec == 0 && row_vectors <= threads) {
     // A thread keeps to its features: the rows that the block's threads take together are whole ones.
-    constexpr int kInFlight = 4;
+    constexpr int kInFlight = sizeof(T) < 4 ? 4 : 2;
     const int64_t rows_at_once = threads / row_vectors;
     const int64_t first_row = thread / row_vectors;
     const int64_t feature = (thread - first_row * row_vectors) * kVec;
@@ -192,8 +192,75 @@ __global__ void __launch_bounds__(256) TableMaxKernel(const __grid_constant__ Ta
   ForEachElements<int64_t, kVec>(a, b, [&](const auto& elements) { RaiseCells<T>(table, elements); });
 }
 
+inline constexpr int kSingleFeatureThreads = 256;
+
+// Rows of one element, kVec neighbouring ones to a thread. With kInOrder a warp reduces runs of one segment first, so that
+// a run costs one access to the table in a warp, and not an atomic for every thread that comes before the first is done.
+template <typename T, int kVec, bool kInOrder>
+__global__ void __launch_bounds__(kSingleFeatureThreads, 8)
+    SingleFeatureMaxKernel(const __grid_constant__ TableArguments<T> a) {
+  using Key = TableKey<T>;
+  const int64_t b = blockIdx.x / a.blocks_per_batch;
+  const int64_t rows = a.problem.rows;
+  const int64_t row = ((blockIdx.x - b * a.blocks_per_batch) * kSingleFeatureThreads + threadIdx.x) * kVec;
+  const T* data = a.data + (a.problem.data_is_shared ? 0 : b * rows) + row;
+  Key* table = a.table + b * a.problem.segments;
+
+  uint32_t segments[kVec];
+  Key keys[kVec];
+  const int count = static_cast<int>(max(min(rows - row, static_cast<int64_t>(kVec)), int64_t{0}));
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) segments[i] = kDropped;
+  if (count > 0) {
+    Vector<T, kVec> values;
+    if (count == kVec) {
+      values = LoadStreaming<T, kVec>(data);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values.lane[i] = data[min(i, count - 1)];
+    }
+    a.ids.template LoadRun<kVec>((a.problem.ids_are_shared ? 0 : b * rows) + row, count, [&](int i, uint32_t segment) {
+      segments[i] = i < count ? segment : kDropped;
+    });
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) keys[i] = EncodeKey(values.lane[i]);
+  }
+
+  bool reaches_table[kVec];
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) reaches_table[i] = segments[i] != kDropped;
+  if constexpr (kInOrder) {
+    // Along the thread's rows, then across the warp for the last run of each thread: its first thread ends up with it.
+#pragma unroll
+    for (int i = 0; i + 1 < kVec; ++i) {
+      if (segments[i] == segments[i + 1]) {
+        keys[i + 1] = max(keys[i], keys[i + 1]);
+        reaches_table[i] = false;
+      }
+    }
+    const int lane = threadIdx.x % 32;
+    Key& key = keys[kVec - 1];
+    const uint32_t segment = segments[kVec - 1];
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const Key other_key = __shfl_down_sync(0xffffffffu, key, step);
+      const uint32_t other_segment = __shfl_down_sync(0xffffffffu, segment, step);
+      if (lane + step < 32 && other_segment == segment) key = max(key, other_key);
+    }
+    const uint32_t previous = __shfl_up_sync(0xffffffffu, segment, 1);
+    if (lane > 0 && previous == segment) reaches_table[kVec - 1] = false;
+  }
+  Key current[kVec];
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) current[i] = reaches_table[i] ? __ldcg(table + segments[i]) : ~Key{0};
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    if (keys[i] > current[i]) atomicMax(table + segments[i], keys[i]);
+  }
+}
+
 inline constexpr int kSharedTableThreads = 512;
-inline constexpr int kSharedTableBlocks = 2;  // on a multiprocessor
+inline constexpr int kSharedTableBlocks = 4;  // on a multiprocessor
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kSharedTableThreads, kSharedTableBlocks)

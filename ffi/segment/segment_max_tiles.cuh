@@ -8,7 +8,7 @@
 //   * the tile in which a run starts owns it, and reads on into the next tile to the run's end;
 //   * a run that covers the whole next tile (whose starts are 0) is long: its owner stops at its own tile's end, and every
 //     later tile reduces its part, its piece. Pieces of one block are merged in shared memory; what remains is at most
-//     one piece a block, which MergePiecesKernel folds into the output.
+//     one piece a block, which MergePieces folds into the output.
 //
 // No two threads write one cell, so there are no atomics. Ids that are not sorted after all give wrong results but no
 // access out of bounds, because the starts alone steer every loop.
@@ -23,7 +23,7 @@ namespace jax_baracuda::segment {
 inline constexpr int kTileRows = 32;
 // Rows that a thread loads before it uses the first; fewer where winners need the registers.
 template <typename T, bool kWithWinner>
-inline constexpr int kRowsInFlight = kWithWinner && sizeof(T) < 4 ? 4 : 8;
+inline constexpr int kRowsInFlight = kWithWinner || sizeof(T) == 8 ? 4 : 8;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // How a thread gets at the rows of its tile.
@@ -33,7 +33,12 @@ enum class RowSource {
   kStaged,   // as they lie, through shared memory: rows too narrow for whole-vector loads
 };
 
-inline constexpr int TileThreads(RowSource source) { return source == RowSource::kStaged ? 128 : 256; }
+// Small blocks: one that waits for its ids leaves most of a multiprocessor at work.
+inline constexpr int kTileThreads = 64;
+
+// Blocks that share a multiprocessor, which caps the registers of a thread: 64 without winners, else 80 or 102.
+template <typename T, bool kWithWinner>
+inline constexpr int kTileBlocks = kWithWinner ? (sizeof(T) < 4 ? 12 : 10) : 16;
 
 // A piece of a long run that enters a block of tiles from the block before: one slot per block.
 template <typename T>
@@ -83,10 +88,10 @@ struct TileShared {
 
   static constexpr bool kWithOrder = kSource == RowSource::kOrdered;
 
-  static int Bytes(int threads, int groups, int64_t features) {
+  static int Bytes(int groups, int64_t features) {
     const int words = groups + 2 + groups * kPaddedTileRows + (kWithOrder ? (groups + 1) * kPaddedTileRows : 0);
     const int rows = kSource == RowSource::kStaged ? (groups + 1) * StagedTileBytes<T>(static_cast<int>(features)) + 8 : 0;
-    return (threads * kSlotBytes + 15) / 16 * 16 + words * 4 + rows;
+    return (kTileThreads * kSlotBytes + 15) / 16 * 16 + words * 4 + rows;
   }
 
   __device__ TileShared(uint4* shared, int groups) : slots(shared) {
@@ -162,8 +167,8 @@ __device__ __forceinline__ void FindStarts(const Shared& shared, int tiles, int6
 }
 
 template <typename T, int kVec, bool kWithWinner, RowSource kSource>
-__global__ void __launch_bounds__(TileThreads(kSource), kSource == RowSource::kStaged ? 6 : 3)
-    TileKernel(const __grid_constant__ TileArguments<T> a) {
+__global__ void __launch_bounds__(kTileThreads, (kTileBlocks<T, kWithWinner>)) TileKernel(
+    const __grid_constant__ TileArguments<T> a) {
   constexpr int kInFlight = kRowsInFlight<T, kWithWinner>;
   extern __shared__ uint4 shared_memory[];
   const TileShared<T, kVec, kWithWinner, kSource> shared(shared_memory, a.groups);
@@ -272,7 +277,7 @@ __global__ void __launch_bounds__(TileThreads(kSource), kSource == RowSource::kS
 
   // Merge the pieces of each long run within the block: after a step, the piece of a group whose run still `goes_on`
   // covers `2 * step` groups.
-  __shared__ bool shared_goes_on[256];
+  __shared__ bool shared_goes_on[kTileThreads];
   if (group < a.groups) shared_goes_on[group] = goes_on;
   const bool starts_piece = has_piece && (group == 0 || shared.starts[group] != 0);
   if (__syncthreads_or(goes_on)) {
@@ -315,77 +320,106 @@ __global__ void __launch_bounds__(TileThreads(kSource), kSource == RowSource::kS
 }
 
 inline constexpr int kMergeThreads = 256;
-inline constexpr int kLongPieceRun = 32;
+inline constexpr int kMergeWindow = kMergeThreads;  // slots of pieces that a block looks at
+inline constexpr int kShortRun = 32;
 
-// Folds the pieces that TileKernel left, one slot a block, into the output. A block takes the runs of pieces that begin
-// in its window of slots: a group of threads takes a run of up to kLongPieceRun slots, the whole block a longer one.
-template <typename T, int kVec, bool kWithWinner>
-__global__ void __launch_bounds__(kMergeThreads) MergePiecesKernel(const __grid_constant__ TileArguments<T> a,
-                                                                   int64_t slots) {
+// Folds the pieces that TileKernel left, one slot a block of tiles, into the output. It takes two levels, so that a hot
+// segment keeps many blocks busy: the first reduces within windows of slots, and leaves what it makes of a run that
+// enters a window in the window's first slot; the second folds those.
+//
+// A block takes the runs of pieces that begin in its window: a group of threads a short run, the whole block a long one.
+template <typename T, int kVec, bool kWithWinner, int kLevel>
+__device__ __forceinline__ void MergePieces(const TileArguments<T>& a, int64_t slots, int64_t block) {
   using Cells = Accumulator<T, kVec, kWithWinner>;
-  __shared__ int run_starts[kMergeThreads];
+  __shared__ int run_starts[kMergeWindow];
   __shared__ int runs;
   __shared__ Vector<T, kVec> shared_best[kMergeThreads];
   __shared__ Vector<int32_t, kWithWinner ? kVec : 1> shared_winner[kMergeThreads];
 
-  const int64_t window = static_cast<int64_t>(blockIdx.x / a.features.columns) * kMergeThreads;
+  constexpr int kSlotStep = kLevel == 1 ? 1 : kMergeWindow;
+  const int64_t count = CeilDivide(slots, kSlotStep);
+  const int64_t window = block / a.features.columns * kMergeWindow;
+  const int64_t limit = kLevel == 1 ? min(count, window + kMergeWindow) : count;
   const int groups = kMergeThreads / a.features.lanes;
   const int group = threadIdx.x / a.features.lanes;
-  const int64_t column = (static_cast<int64_t>(blockIdx.x % a.features.columns) * a.features.lanes +
-                          threadIdx.x % a.features.lanes) * kVec;
+  const int64_t column =
+      (block % a.features.columns * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
   const bool is_active = group < groups && column < a.problem.features;
+
+  const auto enters_window = [&](int64_t slot) {
+    return slot > 0 && a.pieces.segment[slot - 1] == a.pieces.segment[slot];
+  };
+  const auto segment_at = [&](int64_t i) {
+    if (kLevel == 2 && !enters_window(i * kSlotStep)) return kDropped;
+    return a.pieces.segment[i * kSlotStep];
+  };
 
   if (threadIdx.x == 0) runs = 0;
   __syncthreads();
-  const int64_t own_slot = window + threadIdx.x;
-  if (own_slot < slots) {
-    const uint32_t segment = a.pieces.segment[own_slot];
-    if (segment != kDropped && (own_slot == 0 || a.pieces.segment[own_slot - 1] != segment)) {
-      run_starts[atomicAdd(&runs, 1)] = threadIdx.x;
-    }
+  const int64_t own = window + threadIdx.x;
+  if (own < limit) {
+    const uint32_t segment = segment_at(own);
+    const bool begins = own == 0 || (kLevel == 1 && threadIdx.x == 0) || segment_at(own - 1) != segment;
+    if (segment != kDropped && begins) run_starts[atomicAdd(&runs, 1)] = threadIdx.x;
   }
   __syncthreads();
 
-  const auto load = [&](int64_t slot) {
+  const auto load = [&](int64_t i) {
     Cells cells;
-    cells.Load(a.pieces.best + slot * a.problem.features + column,
-               a.pieces.winner + slot * a.problem.features + column);
+    const int64_t offset = i * kSlotStep * a.problem.features + column;
+    cells.Load(a.pieces.best + offset, a.pieces.winner + offset);
     return cells;
   };
-  // Slots first, first + step, ... below `end`.
+  // Pieces first, first + step, ... below `end`.
   const auto reduce = [&](int64_t first, int64_t end, int step) {
+    constexpr int kInFlight = 4;
     Cells cells = load(first);
-#pragma unroll 4
-    for (int64_t slot = first + step; slot < end; slot += step) cells.Merge(load(slot), a.first_wins);
+    for (int64_t i = first + step; i < end; i += kInFlight * step) {
+      Cells others[kInFlight];
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        if (i + u * step < end) others[u] = load(i + u * step);
+      }
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        if (i + u * step < end) cells.Merge(others[u], a.first_wins);
+      }
+    }
     return cells;
   };
-  const auto merge_into_output = [&](const Cells& cells, int64_t slot) {
+  const auto finish_run = [&](const Cells& cells, int64_t begin) {
+    const int64_t slot = begin * kSlotStep;
+    if (kLevel == 1 && begin == window && enters_window(slot)) {
+      const int64_t offset = slot * a.problem.features + column;
+      cells.Store(a.pieces.best + offset, a.pieces.winner + offset);
+      return;
+    }
     const int64_t b = slot / a.blocks_per_batch;
-    const int64_t offset = (b * a.problem.segments + a.pieces.segment[slot]) * a.problem.features + column;
+    const int64_t cell = (b * a.problem.segments + a.pieces.segment[slot]) * a.problem.features + column;
     Cells output;
-    output.Load(a.output + offset, a.winner + offset);
+    output.Load(a.output + cell, a.winner + cell);
     output.Merge(cells, a.first_wins);
-    output.Store(a.output + offset, a.winner + offset);
+    output.Store(a.output + cell, a.winner + cell);
   };
 
   for (int run = group; is_active && run < runs; run += groups) {
     const int64_t begin = window + run_starts[run];
-    const uint32_t segment = a.pieces.segment[begin];
+    const uint32_t segment = segment_at(begin);
     int64_t end = begin + 1;
-    while (end < slots && end <= begin + kLongPieceRun && a.pieces.segment[end] == segment) ++end;
-    if (end <= begin + kLongPieceRun) merge_into_output(reduce(begin, end, 1), begin);
+    while (end < limit && end <= begin + kShortRun && segment_at(end) == segment) ++end;
+    if (end <= begin + kShortRun) finish_run(reduce(begin, end, 1), begin);
   }
 
   for (int run = 0; run < runs; ++run) {
     const int64_t begin = window + run_starts[run];
-    const uint32_t segment = a.pieces.segment[begin];
-    if (begin + kLongPieceRun >= slots || a.pieces.segment[begin + kLongPieceRun] != segment) continue;
+    const uint32_t segment = segment_at(begin);
+    if (begin + kShortRun >= limit) continue;
     int64_t end = begin;
     for (int belonging = kMergeThreads; belonging == kMergeThreads; end += belonging) {
-      const int64_t slot = end + threadIdx.x;
-      belonging = __syncthreads_count(slot < slots && a.pieces.segment[slot] == segment);
+      const int64_t i = end + threadIdx.x;
+      belonging = __syncthreads_count(i < limit && segment_at(i) == segment);
     }
-    // All slots in between hold this segment only if the ids are sorted; counting stays in bounds if they are not.
+    if (end <= begin + kShortRun) continue;
     const bool takes_part = is_active && begin + group < end;
     if (takes_part) {
       const Cells cells = reduce(begin + group, end, groups);
@@ -406,43 +440,58 @@ __global__ void __launch_bounds__(kMergeThreads) MergePiecesKernel(const __grid_
     if (takes_part && group == 0) {
       Cells cells;
       cells.Load(&shared_best[threadIdx.x].lane[0], &shared_winner[threadIdx.x].lane[0]);
-      merge_into_output(cells, begin);
+      finish_run(cells, begin);
     }
     __syncthreads();
   }
 }
 
-inline constexpr int kFillThreads = 256;
-inline constexpr int kFillSegments = 4 * kFillThreads;  // of a block
+inline constexpr int kFillSegments = 4 * kMergeThreads;  // of a block
 
 // The identity of the maximum for the segments that have no row; for all of them where `present` is nullptr.
 template <typename T, int kVec, bool kWithWinner>
-__global__ void __launch_bounds__(kFillThreads) FillAbsentKernel(const uint8_t* present, int64_t segments,
-                                                                 int64_t features, FeatureLanes lanes, T* output,
-                                                                 int32_t* winner) {
-  const int64_t first_segment = static_cast<int64_t>(blockIdx.x / lanes.columns) * kFillSegments;
+__device__ __forceinline__ void FillAbsent(const TileArguments<T>& a, int64_t block) {
+  __shared__ uint32_t shared_present[kMergeThreads];
+  const int64_t segments = a.problem.batch * a.problem.segments;
+  const int64_t first_segment = block / a.features.columns * kFillSegments;
   const int count = static_cast<int>(min(segments - first_segment, static_cast<int64_t>(kFillSegments)));
-  __shared__ uint32_t shared_present[kFillThreads];
   uint32_t four = 0;
-  // The last word may reach past `segments`, but not past the scratch, which is rounded up.
-  if (present != nullptr && 4 * static_cast<int>(threadIdx.x) < count) {
-    four = __ldg(reinterpret_cast<const uint32_t*>(present + first_segment) + threadIdx.x);
+  // The last word may reach past the segments, but not past the scratch, which is rounded up.
+  if (a.present != nullptr && 4 * static_cast<int>(threadIdx.x) < count) {
+    four = __ldg(reinterpret_cast<const uint32_t*>(a.present + first_segment) + threadIdx.x);
   }
   shared_present[threadIdx.x] = four;
   const int own = min(max(count - 4 * static_cast<int>(threadIdx.x), 0), 4);
   const uint32_t own_bytes = own == 4 ? 0x01010101u : 0x01010101u & ((1u << (8 * own)) - 1);
   if (!__syncthreads_or((four & own_bytes) != own_bytes)) return;
 
-  const int groups = kFillThreads / lanes.lanes;
-  const int group = threadIdx.x / lanes.lanes;
-  const int64_t column = (static_cast<int64_t>(blockIdx.x % lanes.columns) * lanes.lanes +
-                          threadIdx.x % lanes.lanes) * kVec;
-  if (group >= groups || column >= features) return;
+  const int groups = kMergeThreads / a.features.lanes;
+  const int group = threadIdx.x / a.features.lanes;
+  const int64_t column =
+      (block % a.features.columns * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
+  if (group >= groups || column >= a.problem.features) return;
   for (int i = group; i < count; i += groups) {
     if (reinterpret_cast<const uint8_t*>(shared_present)[i] != 0) continue;
-    const int64_t offset = (first_segment + i) * features + column;
-    StoreVector(output + offset, Repeat<kVec>(MaxIdentity<T>()));
-    if constexpr (kWithWinner) StoreVector(winner + offset, Repeat<kVec>(kNoWinner));
+    const int64_t cell = (first_segment + i) * a.problem.features + column;
+    StoreVector(a.output + cell, Repeat<kVec>(MaxIdentity<T>()));
+    if constexpr (kWithWinner) StoreVector(a.winner + cell, Repeat<kVec>(kNoWinner));
+  }
+}
+
+template <typename T, int kVec, bool kWithWinner>
+__global__ void __launch_bounds__(kMergeThreads) MergeWindowsKernel(const __grid_constant__ TileArguments<T> a,
+                                                                    int64_t slots) {
+  MergePieces<T, kVec, kWithWinner, 1>(a, slots, blockIdx.x);
+}
+
+// The last pass over the output: what is left of the pieces, and the segments without rows.
+template <typename T, int kVec, bool kWithWinner>
+__global__ void __launch_bounds__(kMergeThreads) FinishKernel(const __grid_constant__ TileArguments<T> a, int64_t slots,
+                                                              int64_t merge_blocks) {
+  if (blockIdx.x < merge_blocks) {
+    MergePieces<T, kVec, kWithWinner, 2>(a, slots, blockIdx.x);
+  } else {
+    FillAbsent<T, kVec, kWithWinner>(a, blockIdx.x - merge_blocks);
   }
 }
 

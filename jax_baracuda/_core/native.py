@@ -79,7 +79,12 @@ def target_name(op: str) -> str:
 
 
 NATIVE_MODULES: dict[str, NativeModule] = {
-    "cpu": _load("cpu", "_cpu", "the CPU module is missing from this installation; reinstall jax_baracuda"),
+    "cpu": _load(
+        "cpu",
+        "_cpu",
+        f"there is no CPU module in {Path(__file__).parent}; if that is a source tree, install it (pip install .) and "
+        "run from another folder, else reinstall jax_baracuda",
+    ),
     "cuda": _load(
         "cuda",
         "_cuda",
