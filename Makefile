@@ -36,7 +36,7 @@ bench: $(VENV)/installed
 
 lint: $(VENV)/installed
 	$(BIN)/pip install --quiet ruff
-	$(BIN)/ruff check .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check jax_baracuda tests benchmarks
 
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

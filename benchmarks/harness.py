@@ -135,7 +135,8 @@ def save(measurements: Sequence[Measurement], copy_bandwidth: float, path: Path)
 
 
 def _cpu_name() -> str:
-    names = {line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line}
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = {line.split(":")[1].strip() for line in lines if "model name" in line}
     return f"{', '.join(names) or platform.processor()}, {os.cpu_count()} cores"
 
 

@@ -116,9 +116,7 @@ def _jax_call(
     return (forward, data, ids) if cotangent is None else (forward_and_gradient, data, ids, cotangent)
 
 
-def _torch_contenders(
-    data: jax.Array, ids: jax.Array, cotangent: jax.Array | None, order: str
-) -> Iterator[Contender]:
+def _torch_contenders(data: jax.Array, ids: jax.Array, cotangent: jax.Array | None, order: str) -> Iterator[Contender]:
     if torch is None or jax.default_backend() != "gpu":
         return
     rows, row_ids = torch.from_dlpack(data), torch.from_dlpack(ids).long()

@@ -1,8 +1,8 @@
 """The differentiable functions of jax_baracuda, for forward-mode differentiation.
 
 JAX cannot apply forward mode to a function whose reverse mode is a kernel (``jax.custom_vjp``). Here are the same
-functions, bound straight to the primitives: use them under ``jax.jvp``, ``jax.jacfwd`` and ``jax.linearize``. Their value
-comes from the same kernels, their tangent from plain JAX. For ``jax.grad``, ``jax.vjp``, ``jax.jacrev`` and
+functions, bound straight to the primitives: use them under ``jax.jvp``, ``jax.jacfwd`` and ``jax.linearize``. Their
+value comes from the same kernels, their tangent from plain JAX. For ``jax.grad``, ``jax.vjp``, ``jax.jacrev`` and
 ``jax.hessian`` use the functions of :mod:`jax_baracuda`, whose backward pass is a kernel too.
 """
 

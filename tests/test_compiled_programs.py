@@ -25,9 +25,7 @@ def test_no_temporary_of_the_size_of_the_data(tie_break: str, is_sorted: bool) -
     d_output = jax.ShapeDtypeStruct((num_segments, num_features), np.float32)
 
     def forward(data: jax.Array, ids: jax.Array) -> jax.Array:
-        return jax_baracuda.segment_max(
-            data, ids, num_segments, indices_are_sorted=is_sorted, tie_break=tie_break
-        )
+        return jax_baracuda.segment_max(data, ids, num_segments, indices_are_sorted=is_sorted, tie_break=tie_break)
 
     def forward_and_gradient(data: jax.Array, ids: jax.Array, d_output: jax.Array) -> tuple[jax.Array, ...]:
         output, vjp = jax.vjp(lambda data: forward(data, ids), data)

@@ -82,9 +82,7 @@ def value_and_gradient(
     data: Any, ids: Any, d_output: Any, *, segments: int, is_sorted: bool, mode: str | None, tie_break: str
 ) -> tuple[jax.Array, ...]:
     output, vjp = jax.vjp(lambda x: segment_max(x, ids, segments, is_sorted, mode=mode, tie_break=tie_break), data)
-    backward = segment_max_backward(
-        d_output, data, ids, indices_are_sorted=is_sorted, mode=mode, tie_break=tie_break
-    )
+    backward = segment_max_backward(d_output, data, ids, indices_are_sorted=is_sorted, mode=mode, tie_break=tie_break)
     return output, vjp(d_output)[0], backward
 
 
@@ -121,9 +119,7 @@ def test_order_of_rows_does_not_matter(problem: dict[str, Any], order: Any) -> N
     permutation = np.array(order.sample(range(len(ids)), len(ids)), np.int64)
     options = {"segments": segments, "is_sorted": False, "mode": problem["mode"]}
     with cases.x64_for(ids.dtype):
-        assert_same_bits(
-            value(data[permutation], ids[permutation], **options), np.asarray(value(data, ids, **options))
-        )
+        assert_same_bits(value(data[permutation], ids[permutation], **options), np.asarray(value(data, ids, **options)))
         if data.dtype == np.float32:
             d_output = np.ones((segments, *data.shape[1:]), np.float32)
             options["tie_break"] = "split"

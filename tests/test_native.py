@@ -27,7 +27,8 @@ def run_python(code: str, path: Path | None = None, **environment: str) -> subpr
     code = textwrap.dedent(code)
     if path is not None:
         # An editable installation answers imports before the search path does.
-        code = f"import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'Redirect' not in type(f).__name__]\n{code}"
+        forget = "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'Redirect' not in type(f).__name__]\n"
+        code = forget + code
     return subprocess.run(
         [sys.executable, "-W", "always::RuntimeWarning", "-c", code],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(search_path)} | environment,

@@ -212,7 +212,10 @@ def test_explicit_mode_types(data_spec: P, ids_spec: P) -> None:
     data, ids, d_output = make_operands(seed=7)
     mesh = make_mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
-        placed = jax.device_put(data, NamedSharding(mesh, data_spec)), jax.device_put(ids, NamedSharding(mesh, ids_spec))
+        placed = (
+            jax.device_put(data, NamedSharding(mesh, data_spec)),
+            jax.device_put(ids, NamedSharding(mesh, ids_spec)),
+        )
 
         @jax.jit
         def function(data: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:

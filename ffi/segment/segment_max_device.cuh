@@ -258,9 +258,12 @@ inline FeatureLanes DealFeatures(int64_t vectors, int most_lanes) {
   return {static_cast<int>(CeilDivide(vectors, columns)), static_cast<int>(columns)};
 }
 
-// The widest vector, in elements, that divides every row and so stays aligned in each of them: 16 bytes, 4, or one element.
+// The bytes of the widest vector that a thread takes of a row: 8 elements at most, which stay packed in registers.
+constexpr int WidestVectorBytes(int element_bytes) { return element_bytes == 1 ? 4 : 16; }
+
+// The widest vector, in elements, that divides every row and so stays aligned in each of them.
 inline int RowVector(int64_t features, int64_t element_bytes) {
-  for (const int64_t bytes : {16, 4}) {
+  for (const int64_t bytes : {WidestVectorBytes(static_cast<int>(element_bytes)), 4}) {
     if (bytes > element_bytes && features * element_bytes % bytes == 0) return static_cast<int>(bytes / element_bytes);
   }
   return 1;
@@ -269,11 +272,13 @@ inline int RowVector(int64_t features, int64_t element_bytes) {
 // Calls body(std::integral_constant<int, n>{}) for n = RowVector(features, sizeof(T)).
 template <typename T, typename Body>
 auto DispatchRowVector(int64_t features, Body&& body) {
-  constexpr int kWidest = 16 / sizeof(T);
+  constexpr int kWidest = WidestVectorBytes(sizeof(T)) / static_cast<int>(sizeof(T));
   constexpr int kWord = sizeof(T) < 4 ? 4 / sizeof(T) : 1;
   const int vector = RowVector(features, sizeof(T));
   if (vector == kWidest) return body(std::integral_constant<int, kWidest>{});
-  if (kWord > 1 && vector == kWord) return body(std::integral_constant<int, kWord>{});
+  if constexpr (kWord > 1 && kWord < kWidest) {
+    if (vector == kWord) return body(std::integral_constant<int, kWord>{});
+  }
   return body(std::integral_constant<int, 1>{});
 }
 

@@ -210,7 +210,10 @@ __global__ void __launch_bounds__(kSingleFeatureThreads, 8)
   Key keys[kVec];
   const int count = static_cast<int>(max(min(rows - row, static_cast<int64_t>(kVec)), int64_t{0}));
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) segments[i] = kDropped;
+  for (int i = 0; i < kVec; ++i) {
+    segments[i] = kDropped;
+    keys[i] = 0;
+  }
   if (count > 0) {
     Vector<T, kVec> values;
     if (count == kVec) {

@@ -25,7 +25,7 @@ class Example:
     race_sizes: Mapping[str, Mapping[str, int]]
     """Sizes of the timed example by platform, "cpu" or "cuda"."""
     tolerance: Mapping[str, float]
-    """The largest allowed error of the gradient by dtype, relative to the reference's norm; values are compared so too."""
+    """The largest allowed error of value and gradient by dtype, relative to the reference's norm."""
 
 
 EXAMPLES: list[Example] = []

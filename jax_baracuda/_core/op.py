@@ -140,10 +140,12 @@ def precision_guarantee(name: str, dtype: Any, platform: str) -> Guarantee:
         raise ValueError(f"precision_guarantee: name must be one of {sorted(OPS)}, got {name!r}")
     if platform not in KERNEL_PLATFORMS:
         raise ValueError(f"precision_guarantee: platform must be one of {KERNEL_PLATFORMS}, got {platform!r}")
-    if jnp.dtype(dtype).name not in op.dtypes:
-        raise ValueError(
-            f"precision_guarantee: {name} has kernels for dtype {sorted(op.dtypes)}, got {jnp.dtype(dtype).name!r}"
-        )
+    try:
+        dtype_name = jnp.dtype(dtype).name
+    except TypeError:
+        dtype_name = str(dtype)
+    if dtype_name not in op.dtypes:
+        raise ValueError(f"precision_guarantee: {name} has kernels for dtype {sorted(op.dtypes)}, got {dtype_name!r}")
     return op.guarantee
 
 
@@ -188,9 +190,7 @@ def _batch(
 ) -> tuple[list[jax.Array], list[int]]:
     """Merges the mapped axis into the leading batch dimension; operands that are not mapped stay shared."""
     mapped_size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-    operands = [
-        x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)
-    ]
+    operands = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
     batch = joint_batch(*(x.shape[1] for x in operands))
     merged = []
     for x in operands:

@@ -39,9 +39,7 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """The size of each named dimension; one that some operands share (size 1) has the size that the others give."""
         sizes: dict[str, int] = {}
-        for names, shape in zip(
-            self.operands + self.results, self.operand_shapes + self.result_shapes, strict=True
-        ):
+        for names, shape in zip(self.operands + self.results, self.operand_shapes + self.result_shapes, strict=True):
             for name, size in zip(names, shape, strict=True):
                 sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
         return sizes

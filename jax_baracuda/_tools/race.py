@@ -38,9 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def race(
-    example: Example, platform: str, device: jax.Device, repeats: int
-) -> Iterator[tuple[str, float, float]]:
+def race(example: Example, platform: str, device: jax.Device, repeats: int) -> Iterator[tuple[str, float, float]]:
     """Yields what was timed and the median seconds of this package and of XLA, for forward and forward + gradient."""
     sizes = example.race_sizes[platform]
     rng = np.random.default_rng()

@@ -59,8 +59,8 @@ def segment_max(
       indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
         false, segments may get a maximum of only some of their rows.
       unique_indices: accepted for compatibility; nothing depends on it.
-      bucket_size: as in :func:`jax.ops.segment_max`, rows are reduced in buckets of this size, and then the buckets. The
-        maximum is the same; under ``tie_break="split"`` tied buckets share the gradient equally first.
+      bucket_size: as in :func:`jax.ops.segment_max`, rows are reduced in buckets of this size, and then the buckets.
+        The maximum is the same; under ``tie_break="split"`` tied buckets share the gradient equally first.
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       out_sharding: sharding of the result, for meshes with explicit axes.
@@ -78,13 +78,13 @@ def segment_max(
         None and there are no ids.
       jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
-    Numerical guarantees: exact. NaN propagates; ``max(-0, +0)`` is ``+0`` in either order. Bit-equal from run to run and
-    independent of scheduling.
+    Numerical guarantees: exact. NaN propagates; ``max(-0, +0)`` is ``+0`` in either order; subnormal numbers are
+    numbers, not zeros. Bit-equal from run to run and independent of scheduling.
 
-    Gradient: ``d_data[n] = d_out[segment_ids[n]] * share``, where the share is ``1 / number of tied rows`` (the count is
-    an exact integer) or 1 for the winner, and exactly 0 for every other row, whatever the cotangent. A segment that
-    holds a NaN passes no gradient. Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need
-    :func:`jax_baracuda.forward_mode.segment_max`.
+    Gradient: ``d_data[n] = d_out[segment_ids[n]] * share``, where the share is ``1 / number of tied rows`` (the count
+    is an exact integer) or 1 for the winner, and exactly 0 for every other row, whatever the cotangent. A segment that
+    holds a NaN passes no gradient. Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function
+    need :func:`jax_baracuda.forward_mode.segment_max`.
     """
     call = _canonicalize(
         "segment_max", data, segment_ids, num_segments, indices_are_sorted, bucket_size, mode, out_sharding
@@ -122,8 +122,8 @@ def segment_max_backward(
     Numerical guarantees: each element is ``d_output`` divided by the exact integer number of ties, rounded once.
     Bit-equal from run to run.
 
-    Gradient: linear in `d_output`, whose cotangent is the share-weighted sum over each segment's rows; zero with respect
-    to `data`. Derivatives of any order exist.
+    Gradient: linear in `d_output`, whose cotangent is the share-weighted sum over each segment's rows; zero with
+    respect to `data`. Derivatives of any order exist.
     """
     name = "segment_max_backward"
     d_output = _as_array(name, "d_output", d_output)
@@ -270,7 +270,9 @@ def _reference_segment_max_with_winner(
     return _over_batch(max_and_winner, data, ids)
 
 
-def _reference_segment_max_backward(d_output: Array, winner: Array, ids: Array, *data_and_output: Array) -> tuple[Array]:
+def _reference_segment_max_backward(
+    d_output: Array, winner: Array, ids: Array, *data_and_output: Array
+) -> tuple[Array]:
     return (_over_batch(_reference_gradient, d_output, winner, ids, *data_and_output),)
 
 
@@ -289,7 +291,9 @@ def _cells_shape(data: Any, ids: Any, num_segments: int) -> tuple[int, ...]:
     return (joint_batch(data.shape[0], ids.shape[0]), num_segments, *data.shape[2:])
 
 
-def _scratch_parameters(data: Any, ids: Any, *, num_segments: int, indices_are_sorted: bool, **_: Any) -> dict[str, int]:
+def _scratch_parameters(
+    data: Any, ids: Any, *, num_segments: int, indices_are_sorted: bool, **_: Any
+) -> dict[str, int]:
     batch = joint_batch(data.shape[0], ids.shape[0])
     return {
         "batch": batch,
@@ -315,9 +319,7 @@ def _all_max(x: Array, axes: Sequence[str]) -> Array:
         signed = jnp.dtype(f"int{8 * x.dtype.itemsize}")
         bits = jax.lax.bitcast_convert_type(jnp.where(jnp.isnan(x), jnp.nan, x), signed)
         ordered = _all_max(jnp.where(bits < 0, bits ^ jnp.iinfo(signed).max, bits), axes)
-        return jax.lax.bitcast_convert_type(
-            jnp.where(ordered < 0, ordered ^ jnp.iinfo(signed).max, ordered), x.dtype
-        )
+        return jax.lax.bitcast_convert_type(jnp.where(ordered < 0, ordered ^ jnp.iinfo(signed).max, ordered), x.dtype)
     # Collective libraries have no 16-bit integers and no booleans.
     wide = jnp.int32 if x.dtype.itemsize < 4 else x.dtype
     return jax.lax.pmax(x.astype(wide), axes).astype(x.dtype)
@@ -377,9 +379,7 @@ def _shard_segment_max_backward(
     return kernel(d_output, winner, ids, *data_and_output)
 
 
-SELECTION = Guarantee(
-    accumulator="none", math_precision="exact", deterministic=True, bit_stable_on_same_hardware=True
-)
+SELECTION = Guarantee(accumulator="none", math_precision="exact", deterministic=True, bit_stable_on_same_hardware=True)
 
 SEGMENT_MAX = Op(
     name="segment_max",
@@ -464,9 +464,7 @@ def _segment_max_forward(params: _Params, data: Array, ids: Array) -> tuple[Arra
     return output, (winner, ids) if params.first_wins else (winner, ids, data, output)
 
 
-def _segment_max_vjp(
-    params: _Params, residuals: tuple[Array, ...], d_output: Array
-) -> tuple[Array, None]:
+def _segment_max_vjp(params: _Params, residuals: tuple[Array, ...], d_output: Array) -> tuple[Array, None]:
     [d_data] = SEGMENT_MAX_BACKWARD(d_output, *residuals)
     return d_data, None
 
@@ -517,9 +515,7 @@ class _SegmentCall:
         """
         use_buckets = self.bucket_size is not None and not first_wins
         num_buckets = -(-self.segment_ids.shape[0] // self.bucket_size) if use_buckets else 1
-        params = _Params(
-            num_buckets * self.num_segments, self.indices_are_sorted and not use_buckets, first_wins
-        )
+        params = _Params(num_buckets * self.num_segments, self.indices_are_sorted and not use_buckets, first_wins)
 
         def call(data: Array, ids: Array) -> Array:
             if use_buckets:

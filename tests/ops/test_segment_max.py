@@ -174,9 +174,7 @@ def test_special_values_exhaustively(dtype: str, layout: str) -> None:
         with cases.x64_for(dtype):
             assert_same_bits(segment_max(data, ids, segments), expected)
             for tie_break in TIE_BREAKS:
-                reduce = functools.partial(
-                    segment_max, segment_ids=ids, num_segments=segments, tie_break=tie_break
-                )
+                reduce = functools.partial(segment_max, segment_ids=ids, num_segments=segments, tie_break=tie_break)
                 output, d_data = jax.jit(functools.partial(value_and_pullback, reduce))(data, d_output)
                 assert_same_bits(output, expected)
                 assert_same_bits(d_data, cases.reference_gradient(d_output, data, ids, tie_break))
@@ -347,9 +345,7 @@ def test_dtypes_without_kernel(rng: np.random.Generator, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("tie_break", TIE_BREAKS)
-@pytest.mark.parametrize(
-    "dtype", [name for name in WITHOUT_KERNEL if "int" not in name and name != "float8_e8m0fnu"]
-)
+@pytest.mark.parametrize("dtype", [name for name in WITHOUT_KERNEL if "int" not in name and name != "float8_e8m0fnu"])
 def test_gradient_of_dtypes_without_kernel(rng: np.random.Generator, dtype: str, tie_break: str) -> None:
     """Where jax.ops has a gradient, ours is the same: no rounding here, as ties are of 1, 2 or 4 rows."""
     data = small_data(rng, (3, 1, 2), dtype)
@@ -358,9 +354,7 @@ def test_gradient_of_dtypes_without_kernel(rng: np.random.Generator, dtype: str,
     with cases.x64_for("float64" if dtype == "complex128" else dtype):
         rows = jnp.asarray(rows)
         ones = jnp.ones((3, 2), rows.dtype)
-        output, gradient = value_and_pullback(
-            lambda x: segment_max(x, ids, 3, tie_break=tie_break), rows, ones
-        )
+        output, gradient = value_and_pullback(lambda x: segment_max(x, ids, 3, tie_break=tie_break), rows, ones)
         expected_output, expected = value_and_pullback(lambda x: jax.ops.segment_max(x, ids, 3), rows, ones)
         backward = segment_max_backward(ones, rows, ids, tie_break=tie_break)
     has_nan = np.isnan(np.asarray(expected_output).astype(np.complex64)).any()  # kinds without infinities
@@ -557,9 +551,7 @@ def test_backward_is_linear_in_d_output(rng: np.random.Generator, dtype: str, ti
     weights = cases.shares(data, ids, 8, tie_break)
     with cases.x64_for(dtype):
         d_output = jnp.asarray(d_output)
-        _, vjp = jax.vjp(
-            lambda d, x: segment_max_backward(d, x, ids, tie_break=tie_break), d_output, jnp.asarray(data)
-        )
+        _, vjp = jax.vjp(lambda d, x: segment_max_backward(d, x, ids, tie_break=tie_break), d_output, jnp.asarray(data))
         d_d_output, d_data = vjp(jnp.asarray(cotangents))
         _, tangent = jax.jvp(
             lambda d: segment_max_backward(d, data, ids, tie_break=tie_break), (d_output,), (2 * d_output,)
@@ -610,21 +602,23 @@ TRANSFORMATIONS: dict[str, Callable[[Reduce], Reduce]] = {
     ),
     "scan": lambda reduce: lambda data, ids: jax.lax.scan(lambda c, x: (c, reduce(x, ids)), 0, data[None])[1][0],
     "map over ids": lambda reduce: lambda data, ids: jax.lax.map(lambda i: reduce(data, i), jnp.stack([ids, ids]))[1],
-    "fori_loop": lambda reduce: lambda data, ids: jax.lax.fori_loop(
-        0, 2, lambda i, output: reduce(data, ids), jnp.zeros_like(reduce(data, ids))
+    "fori_loop": lambda reduce: (
+        lambda data, ids: jax.lax.fori_loop(
+            0, 2, lambda i, output: reduce(data, ids), jnp.zeros_like(reduce(data, ids))
+        )
     ),
     "cond": lambda reduce: jax.jit(
         lambda data, ids: jax.lax.cond(
             ids.sum() > -(10**9), reduce, lambda data, ids: jnp.zeros_like(reduce(data, ids)), data, ids
         )
     ),
-    "switch": lambda reduce: lambda data, ids: jax.lax.switch(
-        jnp.int32(1), [lambda data, ids: reduce(-data, ids), reduce], data, ids
+    "switch": lambda reduce: (
+        lambda data, ids: jax.lax.switch(jnp.int32(1), [lambda data, ids: reduce(-data, ids), reduce], data, ids)
     ),
     "vmap of one": lambda reduce: lambda data, ids: jax.vmap(reduce)(data[None], ids[None])[0],
-    "forward over checkpointed scan": lambda reduce: lambda data, ids: jax.lax.scan(
-        jax.checkpoint(lambda c, i: (c, reduce(data, i))), 0, ids[None]
-    )[1][0],
+    "forward over checkpointed scan": lambda reduce: (
+        lambda data, ids: jax.lax.scan(jax.checkpoint(lambda c, i: (c, reduce(data, i))), 0, ids[None])[1][0]
+    ),
 }
 
 
@@ -1385,8 +1379,6 @@ def test_gradient_of_more_than_2_31_elements() -> None:
     pullback = jax.jit(lambda x, d: value_and_pullback(lambda x: segment_max(x, ids, LARGE_SEGMENTS), x, d)[1])
     d_data = pullback(data, d_output)
     tail = slice(LARGE_ROWS - 4 * LARGE_SEGMENTS, LARGE_ROWS)
-    expected = cases.reference_gradient(
-        np.asarray(d_output), np.asarray(data[tail]), np.asarray(ids[tail]), "split"
-    )
+    expected = cases.reference_gradient(np.asarray(d_output), np.asarray(data[tail]), np.asarray(ids[tail]), "split")
     assert_same_bits(d_data[tail], expected)
     assert float(jnp.abs(d_data[: LARGE_ROWS - 4 * LARGE_SEGMENTS]).max()) == 0
