@@ -7,7 +7,8 @@
 // - Grouped: each thread takes a range of segments (or of features, where segments are few) and groups its rows by
 //   segment with a counting sort of row numbers. A segment's cells then stay in the nearest cache while its rows stream
 //   by, and are written once.
-// Backward: rows are independent.
+// Backward, likewise: rows in order; or, where a result larger than the caches is gathered from unsorted ids, grouped by
+// segment, so that winners and cotangents are read once, and the rows streamed to memory.
 
 #include <algorithm>
 #include <atomic>
@@ -21,6 +22,7 @@
 #include "ffi/core/cpu_clones.h"
 #include "ffi/core/huge_pages.h"
 #include "ffi/core/parallel_for.h"
+#include "ffi/core/streaming_store.h"
 #include "ffi/core/target_table.h"
 #include "ffi/segment/segment_max_handler.h"
 
@@ -32,8 +34,10 @@ constexpr int64_t kNearCacheBytes = 512 * 1024;
 constexpr int64_t kMinRowsPerCellRow = 2;  // of a thread's own cells, which it must also set up and merge
 constexpr int64_t kMinSegmentsPerBlock = 64;
 constexpr int64_t kMinFeatureBytesPerBlock = 256;
+constexpr int64_t kMinStreamedRowBytes = 256;
+constexpr int64_t kMinStreamedBytes = 32 * 1024 * 1024;
 constexpr int64_t kCacheLine = 64;
-constexpr int64_t kPrefetchDistance = 4;  // rows
+constexpr int64_t kPrefetchDistance = 6;  // rows
 
 struct SegmentIds {
   const void* values;
@@ -41,6 +45,24 @@ struct SegmentIds {
 
   int64_t operator[](int64_t i) const {
     return are_64_bit ? static_cast<const int64_t*>(values)[i] : static_cast<const int32_t*>(values)[i];
+  }
+
+  bool AreSorted(int64_t begin, int64_t end) const {
+    const auto are_sorted = [&](const auto* ids) { return std::is_sorted(ids + begin, ids + end); };
+    return are_64_bit ? are_sorted(static_cast<const int64_t*>(values)) : are_sorted(static_cast<const int32_t*>(values));
+  }
+
+  // The first index in [begin, end) of sorted ids whose id is not below `id`.
+  int64_t LowerBound(int64_t begin, int64_t end, int64_t id) const {
+    while (begin < end) {
+      const int64_t middle = begin + (end - begin) / 2;
+      if ((*this)[middle] < id) {
+        begin = middle + 1;
+      } else {
+        end = middle;
+      }
+    }
+    return begin;
   }
 };
 
@@ -64,11 +86,21 @@ struct Blocking {
   int64_t segment_ranges;
   int64_t feature_ranges;
 
-  Blocking(const Problem& problem, int64_t item_size, int64_t num_threads) {
-    const int64_t blocks_per_batch_element = (num_threads + problem.batch - 1) / std::max<int64_t>(1, problem.batch);
-    segment_ranges = std::clamp<int64_t>(problem.segments / kMinSegmentsPerBlock, 1, blocks_per_batch_element);
+  // Splits segments, and then features.
+  Blocking(const Problem& problem, int64_t item_size, int64_t num_threads) : Blocking(problem, num_threads) {
     feature_ranges = std::clamp<int64_t>(problem.features * item_size / kMinFeatureBytesPerBlock, 1,
-                                         blocks_per_batch_element / segment_ranges);
+                                         BlocksPerBatchElement(problem, num_threads) / segment_ranges);
+  }
+
+  // Splits segments alone.
+  Blocking(const Problem& problem, int64_t num_threads) {
+    segment_ranges = std::clamp<int64_t>(problem.segments / kMinSegmentsPerBlock, 1,
+                                         BlocksPerBatchElement(problem, num_threads));
+    feature_ranges = 1;
+  }
+
+  static int64_t BlocksPerBatchElement(const Problem& problem, int64_t num_threads) {
+    return (num_threads + problem.batch - 1) / std::max<int64_t>(1, problem.batch);
   }
 
   int64_t Count(const Problem& problem) const { return problem.batch * segment_ranges * feature_ranges; }
@@ -88,12 +120,21 @@ struct Blocking {
 class GroupedRows {
  public:
   // Returns false if there is no memory.
-  bool Group(const Problem& problem, const Block& block, SegmentIds ids) {
+  bool Group(const Problem& problem, const Block& block, SegmentIds ids, bool ids_are_sorted) {
     const int64_t num_segments = block.segment_end - block.segment_begin;
-    const int64_t first_id = problem.IdIndex(block.batch, 0);
-    std::unique_ptr<int32_t[]> members(new (std::nothrow) int32_t[problem.rows + 1]);
+    const int64_t first_id = problem.IdIndex(block.batch, 0), end_id = first_id + problem.rows;
     ends_.reset(new (std::nothrow) int32_t[num_segments + 1]());
-    if (members == nullptr || ends_ == nullptr) return false;
+    if (ends_ == nullptr) return false;
+    const auto group_of = [&](int64_t row) { return ids[first_id + row] - block.segment_begin; };
+    if (ids_are_sorted) {
+      first_row_ = static_cast<int32_t>(ids.LowerBound(first_id, end_id, block.segment_begin) - first_id);
+      size_ = static_cast<int32_t>(ids.LowerBound(first_id, end_id, block.segment_end) - first_id) - first_row_;
+      for (int64_t i = 0; i < size_; ++i) ++ends_[group_of(first_row_ + i)];
+      for (int64_t i = 1; i < num_segments; ++i) ends_[i] += ends_[i - 1];
+      return true;
+    }
+    std::unique_ptr<int32_t[]> members(new (std::nothrow) int32_t[problem.rows + 1]);
+    if (members == nullptr) return false;
     // Listed without a branch on what is random. A row that is no member is overwritten by the next one.
     int64_t num_members = 0;
     for (int64_t row = 0; row < problem.rows; ++row) {
@@ -105,7 +146,6 @@ class GroupedRows {
     size_ = static_cast<int32_t>(num_members);
     rows_.reset(new (std::nothrow) int32_t[num_members]);
     if (rows_ == nullptr) return false;
-    const auto group_of = [&](int32_t row) { return ids[first_id + row] - block.segment_begin; };
     for (int64_t i = 0; i < num_members; ++i) ++ends_[group_of(members[i]) + 1];
     for (int64_t i = 0; i < num_segments; ++i) ends_[i + 1] += ends_[i];
     // Placing a row moves its segment's start to the next place, so that in the end starts have become ends.
@@ -118,11 +158,12 @@ class GroupedRows {
   // [Begin(i), End(i)) are the places of the rows of the block's segment i.
   int32_t Begin(int64_t i) const { return i == 0 ? 0 : ends_[i - 1]; }
   int32_t End(int64_t i) const { return ends_[i]; }
-  int32_t operator[](int32_t place) const { return rows_[place]; }
+  int32_t operator[](int32_t place) const { return rows_ == nullptr ? first_row_ + place : rows_[place]; }
 
  private:
   std::unique_ptr<int32_t[]> ends_;
-  std::unique_ptr<int32_t[]> rows_;
+  std::unique_ptr<int32_t[]> rows_;  // absent where the ids are sorted
+  int32_t first_row_ = 0;
   int32_t size_ = 0;
 };
 
@@ -191,11 +232,12 @@ JB_INLINE void WriteCells(int64_t width, const C* maxima, const int32_t* winners
 
 // Reduces one block in the grouped way; returns false if there is no memory.
 template <bool kWithWinner, typename T>
-JB_CPU_CLONES bool ReduceGrouped(const Problem& problem, const Block& block, const ForwardArrays<T>& arrays) {
+JB_CPU_CLONES bool ReduceGrouped(const Problem& problem, const Block& block, bool ids_are_sorted,
+                                 const ForwardArrays<T>& arrays) {
   const int64_t features = problem.features, width = block.feature_end - block.feature_begin;
   GroupedRows grouped;
   Cells<T> cells;
-  if (!grouped.Group(problem, block, arrays.ids) || !cells.Allocate(width, kWithWinner)) return false;
+  if (!grouped.Group(problem, block, arrays.ids, ids_are_sorted) || !cells.Allocate(width, kWithWinner)) return false;
   const T* const rows = arrays.data + problem.DataRow(block.batch, 0) * features + block.feature_begin;
   const int32_t num_members = grouped.Size();
   for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
@@ -283,13 +325,21 @@ bool ReduceAllInOrder(ffi::ThreadPool& pool, const Problem& problem, int64_t num
   return true;
 }
 
+bool EachBatchIsSorted(const Problem& problem, SegmentIds ids) {
+  for (int64_t b = 0; b < (problem.ids_are_shared ? 1 : problem.batch); ++b) {
+    if (!ids.AreSorted(b * problem.rows, (b + 1) * problem.rows)) return false;
+  }
+  return true;
+}
+
 template <bool kWithWinner, typename T>
 bool ReduceAllGrouped(ffi::ThreadPool& pool, const Problem& problem, int64_t num_threads,
                       const ForwardArrays<T>& arrays) {
   const Blocking blocking(problem, sizeof(T), num_threads);
+  const bool ids_are_sorted = EachBatchIsSorted(problem, arrays.ids);
   std::atomic<bool> has_memory{true};
   ParallelFor(pool, blocking.Count(problem), [&](int64_t index) {
-    if (!ReduceGrouped<kWithWinner>(problem, blocking.Get(problem, index), arrays)) has_memory = false;
+    if (!ReduceGrouped<kWithWinner>(problem, blocking.Get(problem, index), ids_are_sorted, arrays)) has_memory = false;
   });
   return has_memory;
 }
@@ -317,46 +367,141 @@ bool ReduceAll(ffi::ThreadPool& pool, const Problem& problem, const ForwardArray
 }
 
 template <typename T>
-JB_CPU_CLONES void GradientOfRows(const BackwardBuffers& buffers, int64_t batch, int64_t row_begin, int64_t row_end,
-                                  SegmentIds ids, const T* d_output, const int32_t* winner, T* d_data) {
-  const Problem& problem = buffers.problem;
-  const int64_t features = problem.features, cells_per_batch = problem.segments * features;
-  d_output += buffers.d_output_is_shared ? 0 : batch * cells_per_batch;
-  const int64_t first_winner = buffers.winner_is_shared ? 0 : batch * cells_per_batch;
+struct BackwardArrays {
+  SegmentIds ids;
+  const T* d_output;
+  const int32_t* winner;
+  const T* data;    // absent when no winner can be a tie
+  const T* output;  // likewise
+  T* d_data;
+  bool d_output_is_shared;
+  bool winner_is_shared;
+};
+
+// The cells of a segment, and their cotangents.
+template <typename T>
+struct SegmentCells {
+  const T* d_output;
+  const int32_t* winner;
+  const T* output;
+
+  SegmentCells(const Problem& problem, const BackwardArrays<T>& arrays, int64_t batch, int64_t segment) {
+    const int64_t first = segment * problem.features, of_batch = batch * problem.segments * problem.features;
+    const int64_t first_winner = first + (arrays.winner_is_shared ? 0 : of_batch);
+    d_output = arrays.d_output + first + (arrays.d_output_is_shared ? 0 : of_batch);
+    winner = arrays.winner + first_winner;
+    output = arrays.output == nullptr ? nullptr : arrays.output + first_winner;
+  }
+
+  void Prefetch(int64_t features) const {
+    PrefetchRow(d_output, features);
+    PrefetchRow(winner, features);
+  }
+};
+
+// Writes the gradient of one row; `data` is the row itself, or nullptr when no winner can be a tie.
+template <typename T>
+JB_INLINE void GradientOfRow(const SegmentCells<T>& cells, const T* data, int32_t row, int64_t features, T* d_row) {
+  int32_t lowest_winner = 0;
+#pragma GCC ivdep
+  for (int64_t i = 0; i < features; ++i) {
+    // Selected as bits, which vectorises for 16-bit types too; all bits zero is +0.
+    BitsOf<T> bits;
+    std::memcpy(&bits, cells.d_output + i, sizeof(T));
+    bits = cells.winner[i] == row ? bits : BitsOf<T>{0};
+    std::memcpy(d_row + i, &bits, sizeof(T));
+    lowest_winner = std::min(lowest_winner, cells.winner[i]);
+  }
+  if (!IsTie(lowest_winner) || data == nullptr) return;
+  for (int64_t i = 0; i < features; ++i) {
+    const int32_t winner = cells.winner[i];
+    if (IsTie(winner)) d_row[i] = TiedGradient(winner, data[i], cells.output[i], cells.d_output[i]);
+  }
+}
+
+template <typename T>
+const T* DataOfRow(const Problem& problem, const BackwardArrays<T>& arrays, int64_t batch, int64_t row) {
+  return arrays.data == nullptr ? nullptr : arrays.data + problem.DataRow(batch, row) * problem.features;
+}
+
+template <typename T>
+JB_CPU_CLONES void GradientInOrder(const Problem& problem, int64_t batch, int64_t row_begin, int64_t row_end,
+                                   const BackwardArrays<T>& arrays) {
+  const int64_t features = problem.features;
+  const auto is_segment = [&](int64_t id) { return id >= 0 && id < problem.segments; };
   for (int64_t row = row_begin; row < row_end; ++row) {
     if (row + kPrefetchDistance < row_end) {
-      const int64_t coming = ids[problem.IdIndex(batch, row + kPrefetchDistance)];
-      if (coming >= 0 && coming < problem.segments) {
-        PrefetchRow(d_output + coming * features, features);
-        PrefetchRow(winner + first_winner + coming * features, features);
-      }
+      const int64_t coming = arrays.ids[problem.IdIndex(batch, row + kPrefetchDistance)];
+      if (is_segment(coming)) SegmentCells<T>(problem, arrays, batch, coming).Prefetch(features);
     }
-    T* const d_values = d_data + (batch * problem.rows + row) * features;
-    const int64_t segment = ids[problem.IdIndex(batch, row)];
-    if (segment < 0 || segment >= problem.segments) {
-      std::fill_n(d_values, features, static_cast<T>(ComputeType<T>{0}));
-      continue;
-    }
-    const T* const d_cells = d_output + segment * features;
-    const int32_t* const winners = winner + first_winner + segment * features;
-    const int32_t this_row = static_cast<int32_t>(row);
-    int32_t lowest_winner = 0;
-#pragma GCC ivdep
-    for (int64_t i = 0; i < features; ++i) {
-      // Selected as bits, which vectorises for 16-bit types too; all bits zero is +0.
-      BitsOf<T> bits;
-      std::memcpy(&bits, d_cells + i, sizeof(T));
-      bits = winners[i] == this_row ? bits : BitsOf<T>{0};
-      std::memcpy(d_values + i, &bits, sizeof(T));
-      lowest_winner = std::min(lowest_winner, winners[i]);
-    }
-    if (!IsTie(lowest_winner) || buffers.data == nullptr) continue;
-    const T* const values = static_cast<const T*>(buffers.data) + problem.DataRow(batch, row) * features;
-    const T* const maxima = static_cast<const T*>(buffers.output) + first_winner + segment * features;
-    for (int64_t i = 0; i < features; ++i) {
-      if (IsTie(winners[i])) d_values[i] = TiedGradient(winners[i], values[i], maxima[i], d_cells[i]);
+    T* const d_row = arrays.d_data + (batch * problem.rows + row) * features;
+    const int64_t segment = arrays.ids[problem.IdIndex(batch, row)];
+    if (is_segment(segment)) {
+      GradientOfRow(SegmentCells<T>(problem, arrays, batch, segment), DataOfRow(problem, arrays, batch, row),
+                    static_cast<int32_t>(row), features, d_row);
+    } else {
+      std::fill_n(d_row, features, static_cast<T>(ComputeType<T>{0}));
     }
   }
+}
+
+// The gradient of the rows of a block of segments. Returns false if there is no memory.
+template <typename T>
+JB_CPU_CLONES bool GradientGrouped(const Problem& problem, const Block& block, const BackwardArrays<T>& arrays) {
+  const int64_t features = problem.features, row_bytes = features * sizeof(T);
+  GroupedRows grouped;
+  // One row, aligned so that it can be streamed.
+  std::unique_ptr<T[]> allocated(new (std::nothrow) T[features + kCacheLine / sizeof(T)]);
+  if (allocated == nullptr || !grouped.Group(problem, block, arrays.ids, /*ids_are_sorted=*/false)) return false;
+  const auto address = (reinterpret_cast<uintptr_t>(allocated.get()) + kCacheLine - 1) / kCacheLine * kCacheLine;
+  T* const d_row = reinterpret_cast<T*>(address);
+  T* const d_rows = arrays.d_data + block.batch * problem.rows * features;
+  for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
+    const SegmentCells<T> cells(problem, arrays, block.batch, segment);
+    const int64_t group = segment - block.segment_begin;
+    for (int32_t place = grouped.Begin(group); place < grouped.End(group); ++place) {
+      const int32_t row = grouped[place];
+      GradientOfRow(cells, DataOfRow(problem, arrays, block.batch, row), row, features, d_row);
+      StreamBytes(d_rows + row * features, d_row, row_bytes);
+    }
+  }
+  if (block.segment_begin == 0) {
+    for (int64_t row = 0; row < problem.rows; ++row) {
+      const int64_t segment = arrays.ids[problem.IdIndex(block.batch, row)];
+      if (segment >= 0 && segment < problem.segments) continue;
+      std::fill_n(d_rows + row * features, features, static_cast<T>(ComputeType<T>{0}));
+    }
+  }
+  FinishStreaming();
+  return true;
+}
+
+// Returns false if there is no memory.
+template <typename T>
+bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const BackwardArrays<T>& arrays) {
+  const int64_t row_bytes = problem.features * sizeof(T), bytes_per_batch_element = problem.rows * row_bytes;
+  const int64_t total_bytes = problem.batch * bytes_per_batch_element;
+  AdviseHugePages(arrays.d_data, total_bytes);
+  if (row_bytes >= kMinStreamedRowBytes && total_bytes >= kMinStreamedBytes &&
+      problem.segments >= kMinSegmentsPerBlock && !EachBatchIsSorted(problem, arrays.ids)) {
+    const Blocking blocking(problem, std::max<int64_t>(1, pool.num_threads()));
+    std::atomic<bool> has_memory{true};
+    ParallelFor(pool, blocking.Count(problem), [&](int64_t index) {
+      if (!GradientGrouped(problem, blocking.Get(problem, index), arrays)) has_memory = false;
+    });
+    return has_memory;
+  }
+  const int64_t chunks = ChunksFor(pool, bytes_per_batch_element);
+  ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
+    const int64_t chunk = index % chunks;
+    GradientInOrder(problem, index / chunks, ChunkBegin(problem.rows, chunks, chunk),
+                    ChunkBegin(problem.rows, chunks, chunk + 1), arrays);
+  });
+  return true;
+}
+
+ffi::Error OutOfMemory(const char* op) {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(op) + ": out of host memory");
 }
 
 ffi::Error Forward(const char* op, ffi::ThreadPool& pool, const ffi::AnyBuffer& data,
@@ -382,10 +527,7 @@ ffi::Error Forward(const char* op, ffi::ThreadPool& pool, const ffi::AnyBuffer& 
   const bool supported =
       winner != nullptr ? DispatchFloating(decoded.type, run) : DispatchOrdered(decoded.type, run);
   if (!supported) return UnsupportedType(op, "data", data.element_type());
-  if (!has_memory) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(op) + ": out of host memory");
-  }
-  return ffi::Error::Success();
+  return has_memory ? ffi::Error::Success() : OutOfMemory(op);
 }
 
 ffi::Error SegmentMax(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
@@ -405,23 +547,21 @@ ffi::Error SegmentMaxBackward(ffi::ThreadPool pool, ffi::AnyBuffer d_output, ffi
   constexpr const char* kOp = "segment_max_backward";
   BackwardBuffers decoded;
   JB_RETURN_IF_ERROR(DecodeBackward(kOp, d_output, winner, segment_ids, data_and_output, *d_data, &decoded));
-  const Problem& problem = decoded.problem;
-  const SegmentIds ids{segment_ids.untyped_data(), decoded.ids_are_64_bit};
+  bool has_memory = true;
   const bool supported = DispatchFloating(decoded.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const int64_t bytes_per_batch_element = problem.rows * problem.features * sizeof(T);
-    const int64_t chunks = ChunksFor(pool, bytes_per_batch_element);
-    AdviseHugePages(d_data->untyped_data(), problem.batch * bytes_per_batch_element);
-    ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
-      const int64_t chunk = index % chunks;
-      GradientOfRows<T>(decoded, index / chunks, ChunkBegin(problem.rows, chunks, chunk),
-                        ChunkBegin(problem.rows, chunks, chunk + 1), ids,
-                        static_cast<const T*>(d_output.untyped_data()),
-                        static_cast<const int32_t*>(winner.untyped_data()),
-                        static_cast<T*>(d_data->untyped_data()));
-    });
+    const BackwardArrays<T> arrays{SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
+                                   static_cast<const T*>(d_output.untyped_data()),
+                                   static_cast<const int32_t*>(winner.untyped_data()),
+                                   static_cast<const T*>(decoded.data),
+                                   static_cast<const T*>(decoded.output),
+                                   static_cast<T*>(d_data->untyped_data()),
+                                   decoded.d_output_is_shared,
+                                   decoded.winner_is_shared};
+    has_memory = GradientOfAll(pool, decoded.problem, arrays);
   });
-  return supported ? ffi::Error::Success() : UnsupportedType(kOp, "d_output", d_output.element_type());
+  if (!supported) return UnsupportedType(kOp, "d_output", d_output.element_type());
+  return has_memory ? ffi::Error::Success() : OutOfMemory(kOp);
 }
 
 XLA_FFI_DEFINE_HANDLER(kSegmentMax, SegmentMax,

@@ -1,0 +1,34 @@
+// Stores that bypass the caches: for results larger than any cache whose lines are written in no order, where an
+// ordinary store would first read each line from memory.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace jax_baracuda {
+
+// Copies bytes; streamed where the processor can and both addresses and the size are multiples of 16.
+inline void StreamBytes(void* to, const void* from, int64_t bytes) {
+#if defined(__SSE2__)
+  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(bytes)) % 16 == 0) {
+    auto* target = static_cast<__m128i*>(to);
+    const auto* source = static_cast<const __m128i*>(from);
+    for (int64_t i = 0; i < bytes / 16; ++i) _mm_stream_si128(target + i, _mm_load_si128(source + i));
+    return;
+  }
+#endif
+  std::memcpy(to, from, static_cast<size_t>(bytes));
+}
+
+// Makes the streamed stores of this thread visible to others before whatever it stores next.
+inline void FinishStreaming() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace jax_baracuda
