@@ -85,7 +85,7 @@ SHAPES = (
 """Small enough for NumPy, and such that every way through a kernel is taken: one thread or block and several, cells
 that fit in a cache or in shared memory and cells that do not, narrow rows and wide ones, few segments and many."""
 
-BIG_SHAPE = Shape(33_000, (130,), 3000)
+BIG_SHAPE = Shape(66_000, (130,), 3000)
 """Big enough for a GPU to sort the ids first, in every dtype."""
 
 

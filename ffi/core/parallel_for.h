@@ -13,8 +13,8 @@
 
 namespace jax_baracuda {
 
-// Runs body(chunk) for every chunk in [0, num_chunks) and returns when all have ended. `body` must not throw. It computes
-// with subnormal numbers.
+// Runs body(chunk) for every chunk in [0, num_chunks) and returns when all have ended. `body` must not throw, and
+// computes with subnormal numbers.
 //
 // XLA runs handlers on the same pool, so waiting for scheduled tasks could wait for a task that no thread is free to
 // run. Therefore the calling thread claims chunks from the shared counter too, and waits only for chunks that another

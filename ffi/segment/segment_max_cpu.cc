@@ -7,8 +7,8 @@
 // - Grouped: each thread takes a range of segments (or of features, where segments are few) and groups its rows by
 //   segment with a counting sort of row numbers. A segment's cells then stay in the nearest cache while its rows stream
 //   by, and are written once.
-// Backward, likewise: rows in order; or, where a result larger than the caches is gathered from unsorted ids, grouped by
-// segment, so that winners and cotangents are read once, and the rows streamed to memory.
+// Backward, likewise: rows in order; or, where a result larger than the caches has unsorted ids, grouped by segment, so
+// that winners and cotangents are read once, and the rows streamed to memory.
 
 #include <algorithm>
 #include <atomic>
@@ -48,8 +48,8 @@ struct SegmentIds {
   }
 
   bool AreSorted(int64_t begin, int64_t end) const {
-    const auto are_sorted = [&](const auto* ids) { return std::is_sorted(ids + begin, ids + end); };
-    return are_64_bit ? are_sorted(static_cast<const int64_t*>(values)) : are_sorted(static_cast<const int32_t*>(values));
+    const auto check = [&](const auto* ids) { return std::is_sorted(ids + begin, ids + end); };
+    return are_64_bit ? check(static_cast<const int64_t*>(values)) : check(static_cast<const int32_t*>(values));
   }
 
   // The first index in [begin, end) of sorted ids whose id is not below `id`.
