@@ -55,7 +55,6 @@ Plan ChoosePlan(const Problem& problem, int64_t element_bytes, bool indices_are_
   if (fits_shared && has_few_segments && !(indices_are_sorted && with_winner)) {
     return {Algorithm::kSharedTable, false};
   }
-  if (!SegmentsFit(problem.segments)) return {Algorithm::kTable, false};
   if (indices_are_sorted && (problem.features > 1 || with_winner)) return {Algorithm::kTiles, is_narrow};
   const bool is_small = problem.batch * problem.rows * row_bytes <= (int64_t{1} << (with_winner ? 23 : 26));
   if (row_bytes <= kSectorBytes || is_small || !OrderFits(problem)) return {Algorithm::kTable, false};
@@ -317,6 +316,7 @@ cudaError_t LaunchSegmentMax(const SegmentMaxArguments& arguments, cudaStream_t 
   const bool with_winner = arguments.winner != nullptr;
   const Plan plan = ChoosePlan(problem, ElementBytes(arguments.type), arguments.indices_are_sorted, with_winner);
   cudaError_t error = cudaErrorInvalidValue;
+  if (!SegmentsFit(problem.segments)) return error;
   if (arguments.scratch_bytes < SegmentMaxScratchBytes(problem, arguments.type, arguments.ids_are_64_bit,
                                                        arguments.indices_are_sorted, with_winner)) {
     return error;

@@ -26,7 +26,7 @@ struct BackwardArguments {
 
 // 16 bits tie often, which costs a read of the data in the midst of the others: more threads hide it.
 template <typename T>
-inline constexpr int kBlocks = sizeof(T) == 2 ? 6 : 4;  // that share a multiprocessor
+inline constexpr int kBlocks = sizeof(T) == 2 ? 5 : 4;  // that share a multiprocessor
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kThreads, kBlocks<T>) BackwardKernel(const __grid_constant__ BackwardArguments<T> a) {

@@ -7,7 +7,7 @@
 
 namespace jax_baracuda::segment {
 
-// The segment of a row whose id is out of range. Segments are 32-bit in the kernels: see SegmentsFit.
+// The segment of a row whose id is out of range. Segments are 32-bit in the kernels; launchers refuse more of them.
 inline constexpr uint32_t kDropped = 0xffffffffu;
 
 inline bool SegmentsFit(int64_t segments) { return segments < static_cast<int64_t>(kDropped); }
@@ -206,9 +206,9 @@ struct Accumulator<T, kCount, true> {
     for (int i = 0; i < kCount; ++i) cells[i] = Cell<C>{};
   }
 
-  // AddRow in few instructions: NaN and zeros are left to the maximum of the hardware (the winner of a NaN does not matter
-  // before FinalWinner), and a tie is a minimum: towards the lower row, kNoWinner being the greatest unsigned number, or
-  // one below the lesser of the count and kNoWinner.
+  // AddRow in few instructions: NaN and zeros are left to the maximum of the hardware (the winner of a NaN does not
+  // matter before FinalWinner), and a tie is a minimum: towards the lower row, kNoWinner being the greatest unsigned
+  // number, or one below the lesser of the count and kNoWinner.
   __device__ __forceinline__ void Add(const Vector<T, kCount>& values, int32_t row, bool first_wins) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

@@ -138,7 +138,7 @@ __device__ __forceinline__ void ForEachElements(const TableArguments<T>& a, int6
       for (int i = 0; i < kVec; ++i) elements.values.lane[i] = data[element + min(i, count - 1)];
     }
     if (features == 1) {
-      a.ids.LoadRun<kVec>(ids_offset + row, count, [&](int i, uint32_t segment) {
+      a.ids.template LoadRun<kVec>(ids_offset + row, count, [&](int i, uint32_t segment) {
         elements.first_cell[i] = i < count ? cell(segment, 0) : Index{-1};
         elements.first_row[i] = static_cast<int32_t>(row) + i;
       });
@@ -194,8 +194,8 @@ __global__ void __launch_bounds__(256) TableMaxKernel(const __grid_constant__ Ta
 
 inline constexpr int kSingleFeatureThreads = 256;
 
-// Rows of one element, kVec neighbouring ones to a thread. With kInOrder a warp reduces runs of one segment first, so that
-// a run costs one access to the table in a warp, and not an atomic for every thread that comes before the first is done.
+// Rows of one element, kVec neighbouring ones to a thread. With kInOrder a warp reduces runs of one segment first, so
+// that a run costs one access to the table, and not an atomic for every thread that comes before the first is done.
 template <typename T, int kVec, bool kInOrder>
 __global__ void __launch_bounds__(kSingleFeatureThreads, 8)
     SingleFeatureMaxKernel(const __grid_constant__ TableArguments<T> a) {
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kSingleFeatureThreads, 8)
   }
   Key current[kVec];
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) current[i] = reaches_table[i] ? __ldcg(table + segments[i]) : ~Key{0};
+  for (int i = 0; i < kVec; ++i) current[i] = reaches_table[i] ? table[segments[i]] : ~Key{0};
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
     if (keys[i] > current[i]) atomicMax(table + segments[i], keys[i]);
@@ -319,7 +319,8 @@ __device__ __forceinline__ void CountWinners(const C* best, int32_t* winner, con
     using Compute = ComputeType<T>;
     const Compute value = static_cast<Compute>(elements.values.lane[i]);
     if (!elements.IsDropped(i) && value == static_cast<Compute>(maximum.lane[i])) {
-      AddTies(winner + elements.Cell(i), elements.Row(i), 1, value == static_cast<Compute>(MaxIdentity<T>()), first_wins);
+      const bool best_is_identity = value == static_cast<Compute>(MaxIdentity<T>());
+      AddTies(winner + elements.Cell(i), elements.Row(i), 1, best_is_identity, first_wins);
     }
   }
 }

@@ -2,13 +2,13 @@
 //
 // Rows are cut into tiles of 32, whatever the segments, so a hot segment costs no more than any other rows. A tile is
 // reduced by a group of threads, one vector of features each, that walks down the rows with the maximum in registers.
-// The word of a tile's "starts" holds a bit for each row that begins a run of rows of one segment, and decides alone who
-// reduces which rows:
+// The word of a tile's "starts" holds a bit for each row that begins a run of rows of one segment, and decides alone
+// who reduces which rows:
 //
 //   * the tile in which a run starts owns it, and reads on into the next tile to the run's end;
-//   * a run that covers the whole next tile (whose starts are 0) is long: its owner stops at its own tile's end, and every
-//     later tile reduces its part, its piece. Pieces of one block are merged in shared memory; what remains is at most
-//     one piece a block, which MergePieces folds into the output.
+//   * a run that covers the whole next tile (whose starts are 0) is long: its owner stops at its own tile's end, and
+//     every later tile reduces its part, its piece. Pieces of one block are merged in shared memory; what remains is at
+//     most one piece a block, which MergePieces folds into the output.
 //
 // No two threads write one cell, so there are no atomics. Ids that are not sorted after all give wrong results but no
 // access out of bounds, because the starts alone steer every loop.
@@ -90,7 +90,8 @@ struct TileShared {
 
   static int Bytes(int groups, int64_t features) {
     const int words = groups + 2 + groups * kPaddedTileRows + (kWithOrder ? (groups + 1) * kPaddedTileRows : 0);
-    const int rows = kSource == RowSource::kStaged ? (groups + 1) * StagedTileBytes<T>(static_cast<int>(features)) + 8 : 0;
+    const int rows =
+        kSource == RowSource::kStaged ? (groups + 1) * StagedTileBytes<T>(static_cast<int>(features)) + 8 : 0;
     return (kTileThreads * kSlotBytes + 15) / 16 * 16 + words * 4 + rows;
   }
 
@@ -327,12 +328,13 @@ inline constexpr int kShortRun = 32;
 // segment keeps many blocks busy: the first reduces within windows of slots, and leaves what it makes of a run that
 // enters a window in the window's first slot; the second folds those.
 //
-// A block takes the runs of pieces that begin in its window: a group of threads a short run, the whole block a long one.
+// A block takes the runs of pieces that begin in its window: a group of threads a short run, the whole block a long
+// one.
 template <typename T, int kVec, bool kWithWinner, int kLevel>
 __device__ __forceinline__ void MergePieces(const TileArguments<T>& a, int64_t slots, int64_t block) {
   using Cells = Accumulator<T, kVec, kWithWinner>;
   __shared__ int run_starts[kMergeWindow];
-  __shared__ int runs;
+  __shared__ int runs, in_run;
   __shared__ Vector<T, kVec> shared_best[kMergeThreads];
   __shared__ Vector<int32_t, kWithWinner ? kVec : 1> shared_winner[kMergeThreads];
 
@@ -349,18 +351,23 @@ __device__ __forceinline__ void MergePieces(const TileArguments<T>& a, int64_t s
   const auto enters_window = [&](int64_t slot) {
     return slot > 0 && a.pieces.segment[slot - 1] == a.pieces.segment[slot];
   };
-  const auto segment_at = [&](int64_t i) {
-    if (kLevel == 2 && !enters_window(i * kSlotStep)) return kDropped;
-    return a.pieces.segment[i * kSlotStep];
+  // What pieces of one run have in common. The element of the batch is part of it at the second level, which sees the
+  // first slots of windows only and not the empty slot with which an element begins.
+  constexpr int64_t kNoRun = -1;
+  const auto run_at = [&](int64_t i) {
+    const int64_t slot = i * kSlotStep;
+    const uint32_t segment = a.pieces.segment[slot];
+    if (segment == kDropped || (kLevel == 2 && !enters_window(slot))) return kNoRun;
+    return kLevel == 1 ? int64_t{segment} : slot / a.blocks_per_batch * int64_t{kDropped} + segment;
   };
 
   if (threadIdx.x == 0) runs = 0;
   __syncthreads();
   const int64_t own = window + threadIdx.x;
   if (own < limit) {
-    const uint32_t segment = segment_at(own);
-    const bool begins = own == 0 || (kLevel == 1 && threadIdx.x == 0) || segment_at(own - 1) != segment;
-    if (segment != kDropped && begins) run_starts[atomicAdd(&runs, 1)] = threadIdx.x;
+    const int64_t run = run_at(own);
+    const bool begins = own == 0 || (kLevel == 1 && threadIdx.x == 0) || run_at(own - 1) != run;
+    if (run != kNoRun && begins) run_starts[atomicAdd(&runs, 1)] = threadIdx.x;
   }
   __syncthreads();
 
@@ -404,20 +411,25 @@ __device__ __forceinline__ void MergePieces(const TileArguments<T>& a, int64_t s
 
   for (int run = group; is_active && run < runs; run += groups) {
     const int64_t begin = window + run_starts[run];
-    const uint32_t segment = segment_at(begin);
+    const int64_t id = run_at(begin);
     int64_t end = begin + 1;
-    while (end < limit && end <= begin + kShortRun && segment_at(end) == segment) ++end;
+    while (end < limit && end <= begin + kShortRun && run_at(end) == id) ++end;
     if (end <= begin + kShortRun) finish_run(reduce(begin, end, 1), begin);
   }
 
   for (int run = 0; run < runs; ++run) {
     const int64_t begin = window + run_starts[run];
-    const uint32_t segment = segment_at(begin);
     if (begin + kShortRun >= limit) continue;
+    const int64_t id = run_at(begin);
     int64_t end = begin;
     for (int belonging = kMergeThreads; belonging == kMergeThreads; end += belonging) {
+      if (threadIdx.x == 0) in_run = kMergeThreads;
+      __syncthreads();
       const int64_t i = end + threadIdx.x;
-      belonging = __syncthreads_count(i < limit && segment_at(i) == segment);
+      if (i >= limit || run_at(i) != id) atomicMin(&in_run, static_cast<int>(threadIdx.x));
+      __syncthreads();
+      belonging = in_run;
+      __syncthreads();
     }
     if (end <= begin + kShortRun) continue;
     const bool takes_part = is_active && begin + group < end;

@@ -308,9 +308,11 @@ def _scratch_parameters(
     }
 
 
-def _too_many_rows(ids: Any) -> str | None:
-    """Winners are int32, so the kernels number fewer than 2^31 - 1 rows."""
-    return "it has 2^31 - 1 rows or more" if ids.shape[1] >= np.iinfo(np.int32).max else None
+def _beyond_32_bits(ids: Any, num_segments: int) -> str | None:
+    """Winners are int32 and segments uint32 in the kernels."""
+    if ids.shape[1] >= np.iinfo(np.int32).max:
+        return "it has 2^31 - 1 rows or more"
+    return "it has 2^32 - 1 segments or more" if num_segments >= np.iinfo(np.uint32).max else None
 
 
 def _all_max(x: Array, axes: Sequence[str]) -> Array:
@@ -394,7 +396,7 @@ SEGMENT_MAX = Op(
     whole=("segment",),
     reduced=("row",),
     shard_program=_shard_segment_max,
-    kernel_limit=lambda data, ids, **_: _too_many_rows(ids),
+    kernel_limit=lambda data, ids, *, num_segments, **_: _beyond_32_bits(ids, num_segments),
 )
 
 SEGMENT_MAX_WITH_WINNER = Op(
@@ -413,7 +415,7 @@ SEGMENT_MAX_WITH_WINNER = Op(
     whole=("segment",),
     reduced=("row",),
     shard_program=_shard_segment_max_with_winner,
-    kernel_limit=lambda data, ids, **_: _too_many_rows(ids),
+    kernel_limit=lambda data, ids, *, num_segments, **_: _beyond_32_bits(ids, num_segments),
 )
 
 SEGMENT_MAX_BACKWARD = Op(
@@ -437,7 +439,7 @@ SEGMENT_MAX_BACKWARD = Op(
     ),
     whole=("segment",),
     shard_program=_shard_segment_max_backward,
-    kernel_limit=lambda d_output, winner, ids, *_: _too_many_rows(ids),
+    kernel_limit=lambda d_output, winner, ids, *_: _beyond_32_bits(ids, d_output.shape[1]),
 )
 
 
