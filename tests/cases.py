@@ -244,10 +244,10 @@ def assert_same_bits(actual: Any, expected: np.ndarray) -> None:
         )
 
 
-def assert_same_values(actual: Any, expected: Any) -> None:
+def assert_same_values(actual: Any, expected: Any, rtol: float = 0) -> None:
     """Same dtype, shape and values; for references that do not order zeros by their signs on every platform."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.dtype == expected.dtype, f"dtype {actual.dtype}, expected {expected.dtype}"
     if is_floating(expected.dtype):
         actual, expected = actual.astype(np.float64), expected.astype(np.float64)
-    np.testing.assert_array_equal(actual, expected, strict=True)
+    np.testing.assert_allclose(actual, expected, rtol=rtol, atol=0, strict=True)

@@ -124,8 +124,10 @@ def test_plain_jax_reference(rng: np.random.Generator, name: str, dtype: str) ->
     call = CALLS[name](rng, dtype)
     with cases.x64_for(dtype):
         results = jax.jit(lambda *operands: OPS[name].reference(*operands, **call.params))(*call.operands)
+    # XLA divides with an error of one unit in the last place on GPUs; the kernels round correctly.
+    ulp = 0 if OPS[name].guarantee.math_precision == "exact" else float(cases.jnp.finfo(dtype).eps)
     for actual, expected in zip(results, call.expected, strict=True):
-        assert_same_values(actual, expected)
+        assert_same_values(actual, expected, rtol=ulp)
 
 
 @pytest.mark.parametrize(("name", "dtype"), EVERY_OP_AND_DTYPE)
