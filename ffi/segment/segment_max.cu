@@ -18,7 +18,8 @@ enum class Algorithm {
 
 struct Plan {
   Algorithm algorithm;
-  bool stages_rows;  // for tiles: rows too narrow for whole-vector loads pass through shared memory
+  bool stages_rows;   // for tiles: rows too narrow for whole-vector loads pass through shared memory
+  bool filters_rows;  // for a table in global memory: rows pass floors in shared memory first
 };
 
 int64_t ElementBytes(ElementType type) {
@@ -32,6 +33,14 @@ int64_t KeyBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
 constexpr int64_t kSectorBytes = 32;
 constexpr int64_t kSharedTableBytes = 48 * 1024;
 
+bool FiltersRows(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
+  const int64_t cells = problem.segments * problem.features;
+  const bool outgrows_l1 = cells >= (int64_t{1} << 16);
+  const bool has_many_rows = problem.rows >= (int64_t{1} << 24) && problem.rows / 32 >= problem.segments;
+  return KeyBytes(element_bytes) == sizeof(uint32_t) && !indices_are_sorted && problem.batch == 1 &&
+         problem.features <= 8 && outgrows_l1 && cells < (int64_t{1} << 31) && has_many_rows;
+}
+
 // The rule, from shapes and flags alone:
 //
 //   * Few segments, so that a table of all cells fits in shared memory and each block has many rows for each of its
@@ -42,9 +51,11 @@ constexpr int64_t kSharedTableBytes = 48 * 1024;
 //   * Rows in any order: bring them into order, then tiles. That costs a sort of the ids, whatever the width of the
 //     rows; the alternative is an atomic, or at least a load, for each element on a table. So narrow rows, and problems
 //     that are over before a sort has been launched, take the table.
+//     The table filters the rows where it is larger than an L1, so that a look at it is dear, and has so many rows to a
+//     cell that most of them come after a greater one of their cell.
 //   * The order numbers rows and segments of the whole batch in 32 bits; beyond that, the table.
 Plan ChoosePlan(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool with_winner) {
-  if (problem.rows == 0) return {Algorithm::kFill, false};
+  if (problem.rows == 0) return {Algorithm::kFill, false, false};
   const int64_t row_bytes = problem.features * element_bytes;
   const bool is_narrow = row_bytes < kSectorBytes;
 
@@ -53,12 +64,14 @@ Plan ChoosePlan(const Problem& problem, int64_t element_bytes, bool indices_are_
                            problem.segments * problem.features <= kSharedTableBytes / cell_bytes;
   const bool has_few_segments = problem.rows / 4096 >= problem.segments;
   if (fits_shared && has_few_segments && !(indices_are_sorted && with_winner)) {
-    return {Algorithm::kSharedTable, false};
+    return {Algorithm::kSharedTable, false, false};
   }
-  if (indices_are_sorted && (problem.features > 1 || with_winner)) return {Algorithm::kTiles, is_narrow};
+  if (indices_are_sorted && (problem.features > 1 || with_winner)) return {Algorithm::kTiles, is_narrow, false};
   const bool is_small = problem.batch * problem.rows * row_bytes <= (int64_t{1} << (with_winner ? 23 : 26));
-  if (row_bytes <= kSectorBytes || is_small || !OrderFits(problem)) return {Algorithm::kTable, false};
-  return {Algorithm::kOrderTiles, false};
+  if (row_bytes <= kSectorBytes || is_small || !OrderFits(problem)) {
+    return {Algorithm::kTable, false, FiltersRows(problem, element_bytes, indices_are_sorted)};
+  }
+  return {Algorithm::kOrderTiles, false, false};
 }
 
 // How tiles are dealt to blocks.
@@ -107,6 +120,7 @@ int64_t ScratchBytes(const Problem& problem, const Plan& plan, int64_t element_b
     case Algorithm::kSharedTable:
       // Where keys are as wide as values the output itself is the table.
       if (KeyBytes(element_bytes) != element_bytes) sizes.Add(cells * KeyBytes(element_bytes));
+      if (plan.filters_rows) sizes.Add(kFloorBytes);
       break;
   }
   return sizes.total;
@@ -230,7 +244,11 @@ struct Launcher {
     const bool is_aligned = problem.batch == 1 || problem.data_is_shared ||
                             problem.rows * problem.features % kWidest == 0;
     if (cudaError_t e = cudaMemsetAsync(a.table, 0, cells * sizeof(TableKey<T>), stream)) return e;
-    if (cudaError_t e = is_aligned ? TableMax<kWidest>(a) : TableMax<1>(a)) return e;
+    if (cudaError_t e = plan.filters_rows ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
+                        : is_aligned      ? TableMax<kWidest>(a)
+                                          : TableMax<1>(a)) {
+      return e;
+    }
     DecodeTableKernel<T><<<static_cast<uint32_t>(CeilDivide(cells, 256)), 256, 0, stream>>>(a.table, cells, output);
     if (cudaError_t e = cudaGetLastError()) return e;
     if constexpr (kWithWinner) {
@@ -241,6 +259,40 @@ struct Launcher {
     return cudaSuccess;
   }
 
+  // The first rows go straight to the table; the others in parts, each behind the floors that the rows before it leave.
+  template <int kVec>
+  cudaError_t FilteredMax(const TableArguments<T>& a, char* scratch) const {
+    if constexpr (sizeof(TableKey<T>) != sizeof(uint32_t)) {
+      return cudaErrorInvalidValue;
+    } else {
+      const Floors<T> floors(reinterpret_cast<FloorKey<T>*>(scratch), problem.segments * problem.features);
+      const uint32_t blocks = static_cast<uint32_t>(kFilterBlocks * Multiprocessors());
+      // In 1/64 of the rows. What the floors let pass falls as the inverse of the number of rows before.
+      constexpr int kPartEnds[] = {4, 10, 26, 64};
+      int64_t begin = 0;
+      for (const int part_end : kPartEnds) {
+        // Parts begin at multiples of 64 rows, to stay aligned.
+        const int64_t end = part_end == 64 ? problem.rows : problem.rows / (64 * 64) * 64 * part_end;
+        TableArguments<T> part = a;
+        part.data = data + begin * problem.features;
+        part.ids.ids = static_cast<const char*>(a.ids.ids) + begin * (a.ids.are_64_bit ? 8 : 4);
+        part.problem.rows = end - begin;
+        if (begin == 0) {
+          if (cudaError_t e = TableMax<kVec>(part)) return e;
+        } else {
+          constexpr uint32_t kFloorBlocks = Floors<T>::kGroups * kFloorLanes / 256;
+          FloorsKernel<T><<<kFloorBlocks, 256, 0, stream>>>(a.table, floors);
+          if (cudaError_t e = cudaGetLastError()) return e;
+          part.blocks_per_batch = blocks;
+          FilteredMaxKernel<T, kVec><<<blocks, kFilterThreads, 0, stream>>>(part, floors);
+          if (cudaError_t e = cudaGetLastError()) return e;
+        }
+        begin = end;
+      }
+      return cudaSuccess;
+    }
+  }
+
   // Blocks enough to fill any GPU several times over, but no more than there is work for.
   int64_t TableBlocksPerBatch(int64_t vectors, int threads, int64_t most_blocks) const {
     const int64_t blocks = CeilDivide(vectors, threads);
@@ -249,16 +301,18 @@ struct Launcher {
   }
 
   // As many as run at once: each keeps its table for all of its rows.
-  static int64_t SharedTableBlocks() {
+  static int64_t SharedTableBlocks() { return kSharedTableBlocks * Multiprocessors(); }
+
+  static int64_t Multiprocessors() {
     int device = 0, multiprocessors = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    return kSharedTableBlocks * multiprocessors;
+    return multiprocessors;
   }
 
   template <int kVec>
   cudaError_t TableMax(TableArguments<T> a) const {
-    const int64_t vectors = CeilDivide(problem.rows * problem.features, kVec);
+    const int64_t vectors = CeilDivide(a.problem.rows * problem.features, kVec);
     if (plan.algorithm == Algorithm::kSharedTable) {
       a.blocks_per_batch = TableBlocksPerBatch(vectors, kSharedTableThreads, SharedTableBlocks());
       const size_t shared_bytes = problem.segments * problem.features * sizeof(TableKey<T>);
@@ -302,10 +356,9 @@ bool IsEmpty(const Problem& problem) {
 
 }  // namespace
 
-int64_t SegmentMaxScratchBytes(const Problem& problem, ElementType type, bool, bool indices_are_sorted,
+int64_t SegmentMaxScratchBytes(const Problem& problem, int64_t element_bytes, bool indices_are_sorted,
                                bool with_winner) {
   if (IsEmpty(problem)) return 0;
-  const int64_t element_bytes = ElementBytes(type);
   return ScratchBytes(problem, ChoosePlan(problem, element_bytes, indices_are_sorted, with_winner), element_bytes,
                       with_winner);
 }
@@ -314,13 +367,11 @@ cudaError_t LaunchSegmentMax(const SegmentMaxArguments& arguments, cudaStream_t 
   const Problem& problem = arguments.problem;
   if (IsEmpty(problem)) return cudaSuccess;
   const bool with_winner = arguments.winner != nullptr;
-  const Plan plan = ChoosePlan(problem, ElementBytes(arguments.type), arguments.indices_are_sorted, with_winner);
+  const int64_t element_bytes = ElementBytes(arguments.type);
+  const Plan plan = ChoosePlan(problem, element_bytes, arguments.indices_are_sorted, with_winner);
   cudaError_t error = cudaErrorInvalidValue;
   if (!SegmentsFit(problem.segments)) return error;
-  if (arguments.scratch_bytes < SegmentMaxScratchBytes(problem, arguments.type, arguments.ids_are_64_bit,
-                                                       arguments.indices_are_sorted, with_winner)) {
-    return error;
-  }
+  if (arguments.scratch_bytes < ScratchBytes(problem, plan, element_bytes, with_winner)) return error;
   if (with_winner) {
     DispatchFloating(arguments.type, [&](auto tag) {
       error = Launcher<typename decltype(tag)::type, true>{arguments, plan, stream}.Launch();

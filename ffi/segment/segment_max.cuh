@@ -11,8 +11,8 @@
 namespace jax_baracuda::segment {
 
 // Bytes of scratch memory that LaunchSegmentMax needs. Depends on the shapes and flags alone; calls no CUDA function.
-int64_t SegmentMaxScratchBytes(const Problem& problem, ElementType type, bool ids_are_64_bit,
-                               bool indices_are_sorted, bool with_winner);
+int64_t SegmentMaxScratchBytes(const Problem& problem, int64_t element_bytes, bool indices_are_sorted,
+                               bool with_winner);
 
 struct SegmentMaxArguments {
   Problem problem;

@@ -23,13 +23,8 @@ int64_t ScratchBytes(const ScratchParameters& parameters, bool with_winner) {
   problem.features = parameters.at("features");
   problem.data_is_shared = parameters.at("data_is_shared") != 0;
   problem.ids_are_shared = parameters.at("ids_are_shared") != 0;
-  const int64_t item_size = parameters.at("item_size");
-  const ElementType type = item_size == 1   ? ElementType::kUInt8
-                           : item_size == 2 ? ElementType::kFloat16
-                           : item_size == 4 ? ElementType::kFloat32
-                                            : ElementType::kFloat64;
-  return SegmentMaxScratchBytes(problem, type, parameters.at("id_size") == 8,
-                                parameters.at("indices_are_sorted") != 0, with_winner);
+  return SegmentMaxScratchBytes(problem, parameters.at("element_bytes"), parameters.at("indices_are_sorted") != 0,
+                                with_winner);
 }
 
 ffi::Error Forward(const char* op, cudaStream_t stream, const ffi::AnyBuffer& data, const ffi::AnyBuffer& segment_ids,
@@ -41,11 +36,10 @@ ffi::Error Forward(const char* op, cudaStream_t stream, const ffi::AnyBuffer& da
                                            : DispatchOrdered(decoded.type, [](auto) {});
   if (!supported) return UnsupportedType(op, "data", data.element_type());
   ScratchBuffer scratch;
+  const int64_t element_bytes = static_cast<int64_t>(ffi::ByteWidth(data.element_type()));
   JB_RETURN_IF_ERROR(DecodeScratch(
       op, scratch_result,
-      SegmentMaxScratchBytes(decoded.problem, decoded.type, decoded.ids_are_64_bit, indices_are_sorted,
-                             winner != nullptr),
-      &scratch));
+      SegmentMaxScratchBytes(decoded.problem, element_bytes, indices_are_sorted, winner != nullptr), &scratch));
   const SegmentMaxArguments arguments{decoded.problem,
                                       decoded.type,
                                       decoded.ids_are_64_bit,

@@ -2,7 +2,8 @@
 //
 // Values become unsigned integers of the same order, for which the hardware has an atomic maximum: NaN of either sign
 // the greatest, -0 below +0, and 0 for the maximum of nothing. A plain load comes before each atomic, because few rows
-// raise a maximum. Where the table fits in shared memory each block keeps its own and merges it once.
+// raise a maximum. Where the table fits in shared memory each block keeps its own and merges it once. Where it is too
+// large for an L1, and there are many rows to a cell, lower bounds in shared memory spare most of those loads.
 #pragma once
 
 #include "ffi/segment/segment_max_device.cuh"
@@ -260,6 +261,86 @@ __global__ void __launch_bounds__(kSingleFeatureThreads, 8)
   for (int i = 0; i < kVec; ++i) {
     if (keys[i] > current[i]) atomicMax(table + segments[i], keys[i]);
   }
+}
+
+// Floors are lower bounds of the cells in each of some groups of neighbouring cells. A row below the floor of its group
+// needs no look at the table, and after a share of the rows most of the others are.
+inline constexpr int kFloorBytes = 48 * 1024;
+inline constexpr int kFilterThreads = 384;
+inline constexpr int kFilterBlocks = 4;  // on a multiprocessor
+inline constexpr int kFloorLanes = 8;    // threads that find the floor of one group
+
+// Half of a key as far as that makes do: of a floating type the leading half, which is still a lower bound.
+template <typename T>
+using FloorKey = std::conditional_t<kIsFloating<T> || sizeof(T) < 4, uint16_t, uint32_t>;
+
+template <typename T>
+inline constexpr int kFloorShift = kIsFloating<T> ? 16 : 0;
+
+template <typename T>
+struct Floors {
+  static constexpr int kGroups = kFloorBytes / sizeof(FloorKey<T>);
+
+  FloorKey<T>* keys;
+  uint32_t cells;
+  uint32_t groups_per_cell;  // times 2^32
+
+  Floors(FloorKey<T>* floor_keys, int64_t cell_count)
+      : keys(floor_keys),
+        cells(static_cast<uint32_t>(cell_count)),
+        groups_per_cell(static_cast<uint32_t>((int64_t{kGroups} << 32) / cell_count)) {}
+
+  __device__ __forceinline__ uint32_t Group(uint32_t cell) const { return __umulhi(cell, groups_per_cell); }
+  __device__ __forceinline__ uint32_t FirstCell(uint32_t group) const {
+    const uint64_t first = ((static_cast<uint64_t>(group) << 32) + groups_per_cell - 1) / groups_per_cell;
+    return static_cast<uint32_t>(min(first, static_cast<uint64_t>(cells)));
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(256) FloorsKernel(const TableKey<T>* table, const Floors<T> floors) {
+  using Key = TableKey<T>;
+  static_assert(Floors<T>::kGroups * kFloorLanes % 256 == 0);
+  const uint32_t group = (blockIdx.x * 256 + threadIdx.x) / kFloorLanes;
+  const uint32_t end = floors.FirstCell(group + 1);
+  Key least = ~Key{0};
+#pragma unroll 4
+  for (uint32_t cell = floors.FirstCell(group) + threadIdx.x % kFloorLanes; cell < end; cell += kFloorLanes) {
+    least = min(least, table[cell]);
+  }
+#pragma unroll
+  for (int step = 1; step < kFloorLanes; step *= 2) least = min(least, __shfl_xor_sync(0xffffffffu, least, step));
+  if (threadIdx.x % kFloorLanes == 0) floors.keys[group] = static_cast<FloorKey<T>>(least >> kFloorShift<T>);
+}
+
+// TableMaxKernel behind floors of the table, for a batch of one. An element that equals its floor raises nothing.
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kFilterThreads, kFilterBlocks)
+    FilteredMaxKernel(const __grid_constant__ TableArguments<T> a, const Floors<T> floors) {
+  using Key = TableKey<T>;
+  constexpr int kWords = kFloorBytes / sizeof(uint4);
+  __shared__ uint4 floor_words[kWords];
+  for (int i = threadIdx.x; i < kWords; i += kFilterThreads) {
+    floor_words[i] = reinterpret_cast<const uint4*>(floors.keys)[i];
+  }
+  __syncthreads();
+  const FloorKey<T>* floor_keys = reinterpret_cast<const FloorKey<T>*>(floor_words);
+
+  ForEachElements<int32_t, kVec>(a, 0, [&](auto elements) {
+    constexpr bool kInOneRow = sizeof(elements.first_cell) == sizeof(int32_t);
+    bool is_any_above = false;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      if (elements.IsDropped(i)) continue;
+      const Key floor = static_cast<Key>(floor_keys[floors.Group(elements.Cell(i))]) << kFloorShift<T>;
+      if (EncodeKey(elements.values.lane[i]) > floor) {
+        is_any_above = true;
+      } else if (!kInOneRow) {
+        elements.first_cell[kInOneRow ? 0 : i] = -1;
+      }
+    }
+    if (is_any_above) RaiseCells<T>(a.table, elements);
+  });
 }
 
 inline constexpr int kSharedTableThreads = 512;

@@ -294,7 +294,7 @@ def save_plot(runs: Sequence[Run], device: jax.Device, path: Path) -> None:
         height=0.5,
     )
     time_axes.bar_label(bars, fmt="%.2f ms", padding=4)
-    time_axes.set(title=f"Time per training step on {device.device_kind}", xlabel="median [ms]")
+    time_axes.set(title="Time per training step", xlabel=f"median on {device.device_kind} [ms]")
     time_axes.margins(x=0.35)
     time_axes.invert_yaxis()
 

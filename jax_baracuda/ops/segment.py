@@ -302,8 +302,7 @@ def _scratch_parameters(
         "features": math.prod(data.shape[2:]),
         "data_is_shared": data.shape[0] != batch,
         "ids_are_shared": ids.shape[0] != batch,
-        "item_size": np.dtype(data.dtype).itemsize,
-        "id_size": np.dtype(ids.dtype).itemsize,
+        "element_bytes": np.dtype(data.dtype).itemsize,
         "indices_are_sorted": indices_are_sorted,
     }
 

@@ -402,6 +402,29 @@ def test_big_gradient(rng: np.random.Generator, dtype: str, tie_break: str) -> N
     test_gradient(rng, dtype, BIG_SHAPE, False, tie_break)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+@pytest.mark.parametrize("row_shape", [(), (3,)], ids=["scalars", "triples"])
+def test_many_narrow_rows(rng: np.random.Generator, row_shape: tuple[int, ...], dtype: str) -> None:
+    """So many rows of few features that a GPU skips, in the end, most of those that cannot be a maximum."""
+    rows, segments = (1 << 24) + 77, 70_000
+    ids = rng.integers(-1, segments + 1, rows, dtype=np.int32)
+    ids[ids == 17] = 18  # an empty segment
+    data = jnp.asarray(rng.normal(size=(rows, *row_shape)).astype(np.float32) * 1000).astype(dtype)
+    output = segment_max(data, ids, segments)
+    wide = np.asarray(data.astype(jnp.float32)) if dtype == "bfloat16" else np.asarray(data)
+    is_member = (ids >= 0) & (ids < segments)
+    expected = np.full((segments, *row_shape), cases.identity(jnp.dtype(wide.dtype)), wide.dtype)
+    np.maximum.at(expected, ids[is_member], wide[is_member])
+    np.testing.assert_array_equal(np.asarray(output.astype(wide.dtype)), expected)
+    if dtype != "int32":
+        d_data = segment_max_backward(jnp.ones_like(output), data, ids, tie_break="first")
+        received = np.zeros_like(expected)
+        np.add.at(received, ids[is_member], np.asarray(d_data.astype(jnp.float32))[is_member])
+        np.testing.assert_array_equal(received, np.isfinite(expected))  # each cell's cotangent arrives exactly once
+        takes = np.asarray(d_data.astype(jnp.float32)) == 1
+        np.testing.assert_array_equal(wide[takes], expected[np.clip(ids, 0, segments - 1)][takes])
+
+
 @pytest.mark.parametrize("values", ["distinct", "ties"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_gradient_equals_jax(rng: np.random.Generator, dtype: str, values: cases.Values) -> None:
