@@ -85,8 +85,8 @@ SHAPES = (
 """Small enough for NumPy, and such that every way through a kernel is taken: one thread or block and several, cells
 that fit in a cache or in shared memory and cells that do not, narrow rows and wide ones, few segments and many."""
 
-BIG_SHAPE = Shape(66_000, (130,), 3000)
-"""Big enough for a GPU to sort the ids first, in every dtype."""
+BIG_SHAPE = Shape(66_000, (130,), 9000)
+"""Big enough for a GPU to sort the ids first, and for a CPU to group the rows by segment, in every dtype."""
 
 
 def make_data(rng: np.random.Generator, shape: Sequence[int], dtype: Any, values: Values = "special") -> np.ndarray:

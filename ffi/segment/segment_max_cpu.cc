@@ -30,7 +30,7 @@ namespace jax_baracuda::segment {
 namespace {
 
 constexpr int64_t kNarrowRowBytes = 64;
-constexpr int64_t kNearCacheBytes = 512 * 1024;
+constexpr int64_t kNearCacheBytes = 4 * 1024 * 1024;
 constexpr int64_t kMinRowsPerCellRow = 2;  // of a thread's own cells, which it must also set up and merge
 constexpr int64_t kMinSegmentsPerBlock = 64;
 constexpr int64_t kMinFeatureBytesPerBlock = 256;
