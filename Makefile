@@ -10,7 +10,8 @@ DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>
 CUDA ?= $(if $(DRIVER),$(shell test "$(DRIVER)" -ge 580 && echo cuda13 || echo cuda12))
 # On a machine with a GPU, build for that GPU alone: it takes a fraction of the time.
 export JAX_BARACUDA_CUDA_ARCHITECTURES ?= $(if $(DRIVER),native)
-export JAX_BARACUDA_CUDA ?= $(if $(filter cuda13,$(CUDA)),ON,AUTO)
+# Without a GPU, CUDA kernels could not run here; ask for them with JAX_BARACUDA_CUDA=ON.
+export JAX_BARACUDA_CUDA ?= $(if $(CUDA),$(if $(filter cuda13,$(CUDA)),ON,AUTO),OFF)
 # Lets the build find a CUDA compiler that pip installed.
 export VIRTUAL_ENV := $(abspath $(VENV))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
