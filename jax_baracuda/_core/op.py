@@ -123,7 +123,7 @@ def precision_guarantee(name: str, dtype: Any, platform: str) -> Guarantee:
     """What an op promises about its numbers.
 
     Args:
-      name: an op's name, one of ``jax_baracuda.OPS``: "segment_max", "segment_max_backward", ...
+      name: an op's name, as ``python -m jax_baracuda report`` lists them: "segment_max", "segment_max_backward", ...
       dtype: the element type.
       platform: "cpu" or "cuda".
 

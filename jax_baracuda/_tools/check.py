@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_baracuda check", description=__doc__)
     parser.add_argument("--seed", type=int, default=None, help="seed of the random operands (default: a fresh one)")
     seed = parser.parse_args(arguments).seed
-    seed = int(np.random.SeedSequence().entropy % 2**32) if seed is None else seed  # type: ignore[operator]
+    seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
     rows, failures = [], 0
     for platform, device in devices_by_platform().items():
         for example in EXAMPLES:
