@@ -30,6 +30,8 @@ class ScopedSubnormals {
  private:
   static constexpr uint64_t kFlushToZero = uint64_t{1} << 24;
   uint64_t saved_;
+#else
+  ScopedSubnormals() {}
 #endif
 
  public:

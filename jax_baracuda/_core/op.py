@@ -201,19 +201,27 @@ def _batch(
     return [x.reshape(mapped_size, batch, *x.shape[1:]) for x in results], [0] * len(results)
 
 
+def _reference_of(
+    op: Op, operands: Sequence[Any], free: Sequence[int], params: Mapping[str, Any]
+) -> Callable[..., list[jax.Array]]:
+    """The op's reference as a function of the operands at the positions `free`, the others fixed."""
+
+    def reference(*free_operands: jax.Array) -> list[jax.Array]:
+        all_operands = list(operands)
+        for i, x in zip(free, free_operands, strict=True):
+            all_operands[i] = x
+        return list(op.reference(*all_operands, **params))
+
+    return reference
+
+
 def _jvp(
     op: Op, primitive: Primitive, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any
 ) -> tuple[list[jax.Array], list[Any]]:
     """The primal from the kernel, the tangent from the reference: linear in the tangents, so JAX transposes it."""
     results = primitive.bind(*primals, **params)
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-
-    def reference(*moving_primals: jax.Array) -> list[jax.Array]:
-        operands = list(primals)
-        for i, x in zip(moving, moving_primals, strict=True):
-            operands[i] = x
-        return list(op.reference(*operands, **params))
-
+    reference = _reference_of(op, primals, moving, params)
     _, result_tangents = jax.jvp(reference, [primals[i] for i in moving], [tangents[i] for i in moving])
     return results, [
         jax_versions.zero_tangent(result) if tangent.dtype == jax.dtypes.float0 else tangent
@@ -224,13 +232,7 @@ def _jvp(
 def _transpose(op: Op, cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
     """The transpose of the reference with respect to the operands that it is linear in."""
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
-
-    def reference(*linear_operands: jax.Array) -> list[jax.Array]:
-        filled = list(operands)
-        for i, x in zip(linear, linear_operands, strict=True):
-            filled[i] = x
-        return list(op.reference(*filled, **params))
-
+    reference = _reference_of(op, operands, linear, params)
     transposed = jax.linear_transpose(reference, *(operands[i].aval for i in linear))
     results: list[Any] = [None] * len(operands)
     for i, x in zip(linear, transposed([ad.instantiate_zeros(ct) for ct in cotangents]), strict=True):
