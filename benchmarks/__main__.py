@@ -1,37 +1,105 @@
-"""Runs all benchmarks on the default device, prints a table and writes a JSON record."""
+"""Runs the benchmarks on the default device, prints each case and writes a JSON record."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
 
 from benchmarks import segment
-from benchmarks.harness import RESULTS, Measurement, copy_bytes_per_second, measure, save
+from benchmarks.harness import QUICK, Case, Effort, copy_bytes_per_second, environment, measure, summary_of
+from benchmarks.record import OURS, RESULTS, CaseRecord, Measurement, Run, milliseconds_text
+
+try:
+    from rich.console import Console
+    from rich.progress import track
+except ImportError:
+    Console = track = None
+
+FAMILIES = (segment,)
+"""Modules with a function ``cases(backend, quick)`` that yields :class:`Case`."""
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 if this package failed, if a peer computed something else, or if the run was interrupted."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     default = RESULTS / f"{jax.default_backend()}.json"
-    parser.add_argument("--output", type=Path, default=default, help="the JSON record (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, help=f"the JSON record (default: {default} if all cases are run in full)"
+    )
     parser.add_argument("--only", default="", help="run only cases whose name contains this text")
-    options = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="small sizes and few samples, to see that everything runs")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
+    options = parser.parse_args(arguments)
+    cases = list(select_cases(jax.default_backend(), options.only, options.quick))
+    if options.list:
+        print(*(case.name for case in cases), sep="\n")
+        return 0
+    output = options.output or (None if options.only or options.quick else default)
+
+    with_progress, say = progress()
     bandwidth = copy_bytes_per_second()
-    print(f"copy: {bandwidth / 1e12:.3f} TB/s on {jax.devices()[0].device_kind}", flush=True)
+    say(f"{len(cases)} cases; copy: {bandwidth / 1e12:.3f} TB/s on {jax.devices()[0].device_kind}")
+    run = Run(environment(), bandwidth / 1e12, options.quick)
+    start = time.perf_counter()
+    is_serious, failures = False, []
+    try:
+        for case in with_progress(cases):
+            try:
+                result = measure(case, bandwidth, QUICK if options.quick else Effort())
+            except Exception as error:  # A case that cannot even be set up shall not cost the others.
+                result = CaseRecord(case.op, case.size, case.variant, case.what, case.floor_bytes, [])
+                result.measurements.append(Measurement(OURS, "", failure=summary_of(error)))
+            run.cases.append(result)
+            run.is_complete = len(run.cases) == len(cases)
+            run.seconds = round(time.perf_counter() - start, 1)
+            if output is not None:
+                run.save(output)
+            say(f"{case.name}\n    {describe(result)}")
+            for m in result.measurements:
+                if m.failure is not None:
+                    failures.append(f"{case.name}: {label(m)}: {m.failure}")
+                    say(f"!!! {failures[-1]}")
+                    is_serious |= m.library == OURS or m.disagreement is not None
+    except KeyboardInterrupt:
+        say("interrupted")
+    if failures:
+        say("\n    ".join(["Failed:", *failures]))
+    say(f"{run.seconds:.0f} s" + (f", wrote {output}" if output is not None else ", no record written"))
+    return 1 if is_serious or not run.is_complete else 0
 
-    def report(m: Measurement) -> None:
-        temporary = "" if m.temporary_bytes is None else f"  temporary {m.temporary_bytes / 2**20:,.0f} MiB"
-        print(
-            f"{m.case:44} {m.what:19} {m.library:18} {m.milliseconds:9.3f} ms  {m.fraction_of_copy:5.2f} of copy  "
-            f"+-{m.spread / 2:.0%}{temporary}",
-            flush=True,
-        )
 
-    measurements = measure((case for case in segment.cases() if options.only in case.name), bandwidth, report)
-    save(measurements, bandwidth, options.output)
-    print(f"wrote {options.output}")
+def select_cases(backend: str, only: str = "", quick: bool = False) -> Iterator[Case]:
+    """The cases of all families whose name contains `only`."""
+    return (case for family in FAMILIES for case in family.cases(backend, quick) if only in case.name)
+
+
+def describe(case: CaseRecord) -> str:
+    """One line: every library's fastest time, which formulation that is, and its fraction of the copy bandwidth."""
+    fastest = filter(None, (case.fastest(library) for library in case.libraries()))
+    return "   ".join(
+        f"{label(m)} {milliseconds_text(m.milliseconds)} ms = {m.fraction_of_copy:.2f} of copy" for m in fastest
+    )
+
+
+def label(measurement: Measurement) -> str:
+    return measurement.library + (f" ({measurement.formulation})" if measurement.formulation else "")
+
+
+def progress() -> tuple[Callable[[Iterable[Case]], Iterable[Case]], Callable[[str], None]]:
+    """Something that wraps the cases, and how to print beside it: a bar on a terminal where rich is installed."""
+    if Console is None or not sys.stdout.isatty():
+        return iter, lambda text: print(text, flush=True)
+    console = Console()
+    return (
+        lambda cases: track(cases, description="", console=console),
+        lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
+    )
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

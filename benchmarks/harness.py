@@ -1,146 +1,295 @@
-"""Timing, and the record of a run."""
+"""What a case and its contenders are, and how they are timed."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-import json
 import os
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 # Other libraries need some of the GPU's memory in the same run.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.55")
+# On a CPU, torch's threads shall not keep a core busy after their work, while another library is timed.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
 
 import jax_baracuda  # noqa: E402
+from benchmarks.record import OURS, CaseDescription, CaseRecord, Measurement  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results"
-MIN_SECONDS_PER_SAMPLE = 0.02
-NUM_SAMPLES = 7
+try:
+    import torch
+except ImportError:
+    torch = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Contender:
-    """One library's version of a case: a function without arguments that enqueues one call and returns its result."""
+class Contender(abc.ABC):
+    """One library's way to compute a case, bound to its operands."""
 
-    library: str
-    call: Callable[[], Any]
-    wait: Callable[[Any], Any]
     temporary_bytes: int | None = None
-    """Memory beside operands and results, where the library tells."""
+    """Most memory beside operands and results, where the library tells; known after the first call."""
+
+    def __init__(self, library: str, formulation: str):
+        self.library = library
+        self.formulation = formulation
+
+    def prepare(self) -> None:  # noqa: B027
+        """Compiles. Runs in a thread beside those of the other contenders."""
+
+    @abc.abstractmethod
+    def enqueue(self) -> Any:
+        """Starts one call and returns its results."""
+
+    @abc.abstractmethod
+    def wait(self, results: Any) -> None:
+        """Returns when `results` are there."""
+
+    @abc.abstractmethod
+    def first_call(self) -> list[jax.Array]:
+        """Warms up and returns the results."""
+
+
+class JaxContender(Contender):
+    """A function of JAX arrays, compiled ahead of the timing."""
+
+    def __init__(self, library: str, formulation: str, function: Callable[..., Any], *operands: jax.Array):
+        super().__init__(library, formulation)
+        self._function, self._operands = function, operands
+
+    def prepare(self) -> None:
+        self._compiled = jax.jit(self._function).lower(*self._operands).compile()
+        if self.library == OURS and f'"{OURS}.' not in self._compiled.as_text():
+            self.formulation = "plain JAX, no kernel"
+        analysis = self._compiled.memory_analysis()
+        self.temporary_bytes = None if analysis is None else int(analysis.temp_size_in_bytes)
+
+    def enqueue(self) -> Any:
+        return self._compiled(*self._operands)
+
+    def wait(self, results: Any) -> None:
+        jax.block_until_ready(results)
+
+    def first_call(self) -> list[jax.Array]:
+        return jax.tree.leaves(jax.block_until_ready(self.enqueue()))
+
+
+class TorchContender(Contender):
+    """A function of one torch tensor; if there is a cotangent, its gradient is computed as well."""
+
+    def __init__(
+        self, library: str, formulation: str, function: Callable[[Any], Any], operand: Any, cotangent: Any = None
+    ):
+        super().__init__(library, formulation)
+        self._function, self._operand, self._cotangent = function, operand, cotangent
+
+    def enqueue(self) -> Any:
+        if self._cotangent is None:
+            with torch.no_grad():
+                return (self._function(self._operand),)
+        leaf = self._operand.detach().requires_grad_()
+        output = self._function(leaf)
+        return output.detach(), *torch.autograd.grad(output, leaf, self._cotangent)
+
+    def wait(self, results: Any) -> None:
+        if results[0].is_cuda:
+            torch.cuda.synchronize()
+
+    def first_call(self) -> list[jax.Array]:
+        on_gpu = self._operand.is_cuda
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            allocated = torch.cuda.memory_allocated()
+        results = self.enqueue()
+        self.wait(results)
+        if on_gpu:
+            result_bytes = sum(x.numel() * x.element_size() for x in results)
+            self.temporary_bytes = max(0, torch.cuda.max_memory_allocated() - allocated - result_bytes)
+        # Integers come as int64, which JAX holds only where that is enabled.
+        return [jnp.from_dlpack(x.contiguous() if x.is_floating_point() else x.int()) for x in results]
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """Something to compute, the fewest bytes that it must move, and who computes it."""
+class Case(CaseDescription):
+    """Who computes it."""
 
-    op: str
-    name: str
-    what: str
-    """"forward" or "forward + gradient"."""
-    floor_bytes: int
-    contenders: Sequence[Contender]
+    make_contenders: Callable[[], Iterable[Contender]]
+    """This package's comes first. Data is made here, so that cases which are not run cost nothing."""
+    tolerance: float
+    """Largest sum of absolute differences from this package's result, relative to the sum of its magnitudes."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Measurement:
-    """One row of a run's record."""
+class Effort:
+    """How long to time. A slow contender is called less often."""
 
-    op: str
-    case: str
-    what: str
-    library: str
-    milliseconds: float
-    spread: float
-    """(largest - smallest) / median of the samples."""
-    fraction_of_copy: float
-    """floor_bytes over the time, divided by the bandwidth of a copy in the same run."""
-    temporary_bytes: int | None
+    samples: int = 7
+    seconds_per_sample: float = 0.01
+    seconds_per_contender: float = 0.3
+    patience: float = 1.0
+    """Seconds of the first call, which warms up, from which on there is no other."""
 
 
-def jax_contender(library: str, function: Callable[..., Any], *operands: jax.Array) -> Contender:
-    """A jitted JAX function, compiled ahead of the timing."""
-    compiled = jax.jit(function).lower(*operands).compile()
-    analysis = compiled.memory_analysis()
-    temporary = None if analysis is None else int(analysis.temp_size_in_bytes)
-    return Contender(library, lambda: compiled(*operands), jax.block_until_ready, temporary)
+QUICK = Effort(samples=3, seconds_per_sample=0.002, seconds_per_contender=0.05)
 
 
-def seconds_per_call(contender: Contender) -> list[float]:
-    """Samples of the time per call.
+def measure(case: Case, copy_bandwidth: float, effort: Effort) -> CaseRecord:
+    """Compiles, checks and times every contender of a case; samples of the contenders alternate."""
+    _free()
+    contenders = list(case.make_contenders())
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        prepared = [pool.submit(contender.prepare) for contender in contenders]
+    measurements = [Measurement(c.library, c.formulation) for c in contenders]
+    first_seconds: dict[int, float] = {}
+    expected = None
+    for index, (contender, measurement) in enumerate(zip(contenders, measurements, strict=True)):
+        try:
+            prepared[index].result()
+            start = time.perf_counter()
+            results = contender.first_call()
+            seconds = time.perf_counter() - start
+            expected = results if expected is None else expected
+            measurement.disagreement = _largest_disagreement(expected, results)
+            measurement.temporary_bytes = contender.temporary_bytes
+        except Exception as error:  # Whatever a peer cannot do is a finding, and the others go on.
+            measurement.failure = summary_of(error)
+        else:
+            if measurement.disagreement <= case.tolerance:
+                first_seconds[index] = seconds
+            else:
+                measurement.failure = f"MISMATCH: differs by {measurement.disagreement:.2g} of the magnitude"
+        results = None
+    del expected
+    samples = _samples([contenders[i] for i in first_seconds], list(first_seconds.values()), effort)
+    for index, seconds_per_call in zip(first_seconds, samples, strict=True):
+        median = statistics.median(seconds_per_call)
+        measurement = measurements[index]
+        measurement.milliseconds = median * 1e3
+        measurement.spread = (max(seconds_per_call) - min(seconds_per_call)) / median
+        measurement.samples = len(seconds_per_call)
+        measurement.fraction_of_copy = case.floor_bytes / median / copy_bandwidth
+    return CaseRecord(case.op, case.size, case.variant, case.what, case.floor_bytes, measurements)
 
-    On a GPU each sample enqueues enough calls to drown the cost of waiting for them. On a CPU calls that are not waited
-    for would run beside each other, so there each one is.
-    """
+
+def _samples(contenders: Sequence[Contender], first_seconds: Sequence[float], effort: Effort) -> list[list[float]]:
+    """Seconds per call of each contender, several times. What else the machine does then meets all of them alike."""
+    seconds: list[list[float]] = []
+    plans = []
+    for contender, first in zip(contenders, first_seconds, strict=True):
+        once = first if first > effort.patience else _seconds_per_call(contender, 1)
+        calls = max(1, int(effort.seconds_per_sample / once))
+        plans.append((calls, max(1, min(effort.samples, int(effort.seconds_per_contender / (calls * once))))))
+        seconds.append([once] if calls == 1 else [])
+    for _ in range(effort.samples):
+        for contender, (calls, wanted), of_contender in zip(contenders, plans, seconds, strict=True):
+            if len(of_contender) < wanted:
+                of_contender.append(_seconds_per_call(contender, calls))
+    return seconds
+
+
+def _seconds_per_call(contender: Contender, calls: int) -> float:
+    """On a GPU, enqueues enough calls to drown the cost of waiting for them. On a CPU, calls that are not waited for
+    would run beside each other, so there each one is."""
     waits_for_each = jax.default_backend() == "cpu"
+    start = time.perf_counter()
+    for _ in range(calls):
+        results = contender.enqueue()
+        if waits_for_each:
+            contender.wait(results)
+            del results
+    if not waits_for_each:
+        contender.wait(results)
+    return (time.perf_counter() - start) / calls
 
-    def sample(calls: int) -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = contender.call()
-            if waits_for_each:
-                contender.wait(result)
-                del result
-        if not waits_for_each:
-            contender.wait(result)
-        return (time.perf_counter() - start) / calls
 
-    sample(1)
-    calls = max(1, int(MIN_SECONDS_PER_SAMPLE / sample(1)))
-    return [sample(calls) for _ in range(NUM_SAMPLES)]
+def _largest_disagreement(expected: Sequence[jax.Array], actual: Sequence[jax.Array]) -> float:
+    # JSON has no infinity.
+    return min(1e30, max(float(_disagreement(e, a)) for e, a in zip(expected, actual, strict=True)))
+
+
+@jax.jit
+def _disagreement(expected: jax.Array, actual: jax.Array) -> jax.Array:
+    """Sum of the differences relative to the sum of the magnitudes. What is expected to be infinite, an empty segment,
+    is left out, because libraries fill it differently."""
+    counts = jnp.isfinite(expected)
+    expected, actual = (jnp.where(counts, x, 0).astype(jnp.float32) for x in (expected, actual))
+    # A NaN must count as a mismatch, and comparisons with NaN are false.
+    difference = jnp.nan_to_num(jnp.abs(expected - actual), nan=jnp.inf)
+    return jnp.sum(difference) / jnp.maximum(jnp.sum(jnp.abs(expected)), jnp.finfo(jnp.float32).tiny)
+
+
+def summary_of(error: Exception) -> str:
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
+        return "out of memory"
+    return f"{type(error).__name__}: {text.splitlines()[0][:200] if text else ''}"
+
+
+def _free() -> None:
+    """Gives back what torch keeps; JAX has its memory to itself anyway."""
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def copy_bytes_per_second() -> float:
     """Bandwidth of a large copy within the device's memory: bytes read plus bytes written."""
-    num_elements = (1 << 29) if jax.default_backend() == "gpu" else (1 << 26)
-    x = jnp.arange(num_elements, dtype=jnp.float32)
-    seconds = statistics.median(seconds_per_call(jax_contender("copy", jnp.copy, x)))
-    return 2 * x.nbytes / seconds
+    if jax.default_backend() == "cpu":
+        return _cpu_copy_bytes_per_second()
+    copy = JaxContender("XLA", "copy", jnp.copy, jnp.arange(1 << 29, dtype=jnp.float32))
+    copy.prepare()
+    [result] = copy.first_call()
+    [seconds] = _samples([copy], [0.0], Effort(seconds_per_sample=0.05))
+    return 2 * result.nbytes / statistics.median(seconds)
 
 
-def measure(cases: Iterator[Case], copy_bandwidth: float, report: Callable[[Measurement], None]) -> list[Measurement]:
-    """Times every contender of every case."""
-    measurements = []
-    for case in cases:
-        for contender in case.contenders:
-            samples = seconds_per_call(contender)
-            median = statistics.median(samples)
-            measurement = Measurement(
-                op=case.op,
-                case=case.name,
-                what=case.what,
-                library=contender.library,
-                milliseconds=median * 1e3,
-                spread=(max(samples) - min(samples)) / median,
-                fraction_of_copy=case.floor_bytes / median / copy_bandwidth,
-                temporary_bytes=contender.temporary_bytes,
-            )
-            report(measurement)
-            measurements.append(measurement)
-    return measurements
+def _cpu_copy_bytes_per_second() -> float:
+    """Between arrays that exist, one thread per core, since a fresh array costs page faults as well."""
+    source = np.ones(1 << 27, np.float32)
+    target = np.zeros_like(source)
+    cores = os.cpu_count() or 1
+    parts = list(zip(np.array_split(target, cores), np.array_split(source, cores), strict=True))
+    seconds = []
+    with ThreadPoolExecutor(max_workers=cores) as pool:
+        for _ in range(7):
+            start = time.perf_counter()
+            list(pool.map(lambda part: np.copyto(*part), parts))
+            seconds.append(time.perf_counter() - start)
+    return 2 * source.nbytes / statistics.median(seconds)
 
 
-def save(measurements: Sequence[Measurement], copy_bandwidth: float, path: Path) -> None:
-    """Writes the record of a run as JSON."""
-    record = {
-        "device": jax.devices()[0].device_kind if jax.default_backend() == "gpu" else _cpu_name(),
+def environment() -> dict[str, Any]:
+    """The device, and the versions of everything that takes part."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind if device.platform == "gpu" else _cpu_name(),
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "platform": device.client.platform_version.replace("\n", ", "),
+        "python": platform.python_version(),
         "jax": jax.__version__,
+        "jaxlib": _version("jaxlib"),
         "jax_baracuda": jax_baracuda.__version__,
         "torch": _version("torch"),
+        "torch_cuda": None if torch is None else torch.version.cuda,
         "torch_scatter": _version("torch_scatter"),
-        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
-        "copy_terabytes_per_second": copy_bandwidth / 1e12,
-        "measurements": [dataclasses.asdict(m) for m in measurements],
+        "commit": os.environ.get("BENCHMARK_COMMIT")
+        or _output(
+            "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
+        ),
     }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _commit() -> str | None:
+    folder = str(Path(__file__).parent)
+    return _output("git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def _cpu_name() -> str:

@@ -1,8 +1,11 @@
-"""The segment reductions, over shapes of graphs, particles and recommenders."""
+"""The segment reductions and the segment softmax, over shapes of graphs, particles and recommenders."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,143 +14,381 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_baracuda
-from benchmarks.harness import Case, Contender, jax_contender
+from benchmarks.harness import Case, Contender, JaxContender, TorchContender, torch
+from benchmarks.record import FORWARD, OURS, WITH_GRADIENT, XLA
 
-try:
-    import torch
-except ImportError:
-    torch = None
 try:
     import torch_scatter
 except ImportError:
     torch_scatter = None
 
+F32_BF16 = ("float32", "bfloat16")
+MOST_OPS = ("segment_max", "segment_sum", "segment_mean", "segment_prod")
+
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class Problem:
+    """Ops over one size of data; every combination of ids, dtype and order is a case."""
+
     name: str
-    num_rows: int
-    num_features: int
-    num_segments: int
-    dtypes: tuple[str, ...]
-    distributions: tuple[str, ...] = ("uniform",)
+    rows: int
+    features: int
+    segments: int
+    ops: tuple[str, ...]
+    ids: tuple[str, ...] = ("uniform",)
+    dtypes: tuple[str, ...] = ("float32",)
+    orders: tuple[str, ...] = ("unsorted", "sorted")
     with_gradient: bool = True
 
+    @property
+    def size(self) -> str:
+        return f"{self.name} {_short(self.rows)} × {self.features} → {_short(self.segments)}"
 
-GPU_SHAPES = (
-    Shape("arxiv", 1_166_243, 128, 169_343, ("float32", "bfloat16"), ("uniform", "power law")),
-    Shape("products", 61_859_140, 32, 2_449_029, ("float32",), ("power law",)),
-    Shape("scalars", 100_000_000, 1, 1_000_000, ("float32",), with_gradient=False),
-    Shape("few segments", 16_000_000, 16, 64, ("float32",)),
-    Shape("hot row", 7_770_000, 128, 169_343, ("float32",), ("half in one",)),
+    def quick(self) -> Problem:
+        """A small version, to see that everything runs."""
+        segments = max(self.segments // 64, min(self.segments, 64))
+        return dataclasses.replace(self, rows=self.rows // 64, segments=segments, ids=self.ids[:1])
+
+
+GPU_PROBLEMS = (
+    Problem("arxiv", 1_166_243, 128, 169_343, MOST_OPS, ("uniform", "power law"), F32_BF16),
+    Problem("arxiv", 1_166_243, 128, 169_343, ("segment_min",)),
+    Problem("arxiv", 1_166_243, 128, 169_343, ("segment_argmax",), ("uniform", "power law")),
+    Problem("products", 61_859_140, 32, 2_449_029, MOST_OPS, ("power law",)),
+    Problem("scalars", 100_000_000, 1, 1_000_000, ("segment_max", "segment_sum"), with_gradient=False),
+    Problem("few segments", 16_000_000, 16, 64, ("segment_max", "segment_sum")),
+    Problem("hot row", 7_770_000, 128, 169_343, ("segment_max",), ("half in one",)),
+    Problem("arxiv heads", 1_166_243, 8, 169_343, ("segment_softmax",), ("uniform", "power law"), F32_BF16),
+    Problem("products heads", 61_859_140, 4, 2_449_029, ("segment_softmax",), ("power law",)),
+    Problem("particles", 10_000, 64, 1_000, ("segment_softmax",)),
+    Problem("particles", 10_000, 128, 1_000, ("segment_softmax",)),
+    Problem("particles", 10_000, 256, 1_000, ("segment_softmax",)),
 )
-CPU_SHAPES = (
-    Shape("292k x 128", 292_000, 128, 42_000, ("float32", "bfloat16"), ("uniform", "power law")),
-    Shape("scalars", 5_000_000, 1, 50_000, ("float32",)),
-    Shape("few segments", 1_000_000, 16, 64, ("float32",)),
+CPU_PROBLEMS = (
+    Problem("graph", 292_000, 128, 42_000, ("segment_max", "segment_sum"), ("uniform", "power law"), F32_BF16),
+    Problem("graph", 292_000, 128, 42_000, ("segment_mean", "segment_prod"), dtypes=F32_BF16),
+    Problem("graph", 292_000, 128, 42_000, ("segment_min", "segment_argmax")),
+    Problem("scalars", 5_000_000, 1, 50_000, ("segment_max", "segment_sum")),
+    Problem("few segments", 1_000_000, 16, 64, ("segment_max", "segment_sum")),
+    Problem("graph heads", 292_000, 8, 42_000, ("segment_softmax",), dtypes=F32_BF16),
+    Problem("particles", 10_000, 128, 1_000, ("segment_softmax",)),
 )
 
 
-def cases() -> Iterator[Case]:
-    """All cases for the default device, made one at a time."""
-    for shape in GPU_SHAPES if jax.default_backend() == "gpu" else CPU_SHAPES:
-        for distribution in shape.distributions:
-            for dtype in shape.dtypes:
-                yield from _cases(shape, distribution, dtype)
+def cases(backend: str, quick: bool = False) -> Iterator[Case]:
+    """All cases for a kind of device."""
+    for problem in GPU_PROBLEMS if backend == "gpu" else CPU_PROBLEMS:
+        problem = problem.quick() if quick else problem
+        for ids, dtype, order in itertools.product(problem.ids, problem.dtypes, problem.orders):
+            for op in problem.ops:
+                has_gradient = problem.with_gradient and op != "segment_argmax"
+                for what in (FORWARD, WITH_GRADIENT) if has_gradient else (FORWARD,):
+                    yield Case(
+                        op=op,
+                        size=problem.size,
+                        variant=f"{ids}, {order}, {dtype}",
+                        what=what,
+                        floor_bytes=floor_bytes(op, problem, dtype, what),
+                        make_contenders=functools.partial(contenders, op, problem, ids, dtype, order, what),
+                        tolerance=tolerance(op, dtype, what),
+                    )
 
 
-def make_ids(shape: Shape, distribution: str, rng: np.random.Generator) -> np.ndarray:
-    """Segment ids; "power law" gives segment k about 1 / (k + 1) ** 0.8 of the rows, in shuffled order of k."""
-    if distribution == "uniform":
-        return rng.integers(0, shape.num_segments, shape.num_rows, dtype=np.int32)
+def tolerance(op: str, dtype: str, what: str) -> float:
+    """How much a peer may differ that computes the same thing, in :attr:`Case.tolerance`'s measure."""
+    if what == WITH_GRADIENT and op in ("segment_max", "segment_min"):
+        return 0.5  # Some give the gradient of tied rows to one of them.
+    if op == "segment_argmax":
+        return 0.01  # Some name another of the tied rows.
+    return 0.2 if dtype == "bfloat16" else 1e-3  # Some add or multiply in 16 bits.
+
+
+def floor_bytes(op: str, problem: Problem, dtype: str, what: str) -> int:
+    """Bytes of every operand and every result, once each, of the forward and of the backward pass."""
+    element_bytes = jnp.dtype(dtype).itemsize
+    data = problem.rows * problem.features * element_bytes
+    cells = problem.segments * problem.features * element_bytes
+    ids = problem.rows * np.dtype(np.int32).itemsize
+    if op == "segment_softmax":
+        forward, backward = 2 * data + ids, 3 * data + ids
+    elif op == "segment_argmax":
+        return data + ids + problem.segments * problem.features * np.dtype(np.int32).itemsize
+    else:
+        forward = data + ids + cells
+        # The gradient of a sum needs the cotangent and the ids. That of a maximum or product needs data and output too.
+        is_linear = op in ("segment_sum", "segment_mean")
+        backward = data + ids + cells if is_linear else 2 * data + ids + 2 * cells
+    return forward + (backward if what == WITH_GRADIENT else 0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Operands, made on the device. The last ones are kept for the next case.
+
+
+@functools.lru_cache(maxsize=1)
+def make_ids(rows: int, segments: int, distribution: str, order: str) -> jax.Array:
+    """Segment ids. "power law" gives segment k about 1 / (k + 1) ** 0.8 of the rows, in a shuffled order of k; "half in
+    one" gives half of the rows to one segment."""
+    key, other_key = jax.random.split(jax.random.key(0))
+    if distribution == "power law":
+        cumulative = np.cumsum(np.arange(1, segments + 1) ** -0.8)
+        edges = jnp.asarray((cumulative[:-1] * (2**32 / cumulative[-1])).astype(np.uint32))
+        shuffled = jnp.asarray(np.random.default_rng(0).permutation(segments).astype(np.int32))
+        ids = shuffled[jnp.searchsorted(edges, jax.random.bits(key, (rows,), jnp.uint32), side="right")]
+    else:
+        ids = jax.random.randint(key, (rows,), 0, segments, jnp.int32)
     if distribution == "half in one":
-        ids = rng.integers(0, shape.num_segments, shape.num_rows, dtype=np.int32)
-        return np.where(rng.random(shape.num_rows) < 0.5, np.int32(shape.num_segments // 3), ids)
-    cumulative = np.cumsum(1.0 / np.arange(1, shape.num_segments + 1) ** 0.8)
-    rank = np.searchsorted(cumulative, rng.random(shape.num_rows) * cumulative[-1])
-    return rng.permutation(shape.num_segments).astype(np.int32)[np.minimum(rank, shape.num_segments - 1)]
+        ids = jnp.where(jax.random.bernoulli(other_key, 0.5, (rows,)), segments // 3, ids)
+    return jax.block_until_ready(jnp.sort(ids) if order == "sorted" else ids)
 
 
-def _cases(shape: Shape, distribution: str, dtype: str) -> Iterator[Case]:
-    rng = np.random.default_rng(0)
-    unsorted_ids = make_ids(shape, distribution, rng)
-    key = jax.random.key(0)
-    data = jax.jit(lambda key: jax.random.normal(key, (shape.num_rows, shape.num_features), dtype))(key)
-    cotangent = jax.jit(lambda key: jax.random.normal(key, (shape.num_segments, shape.num_features), dtype))(key)
-    for order in ("unsorted", "sorted"):
-        ids = jnp.asarray(np.sort(unsorted_ids) if order == "sorted" else unsorted_ids)
-        name = f"{shape.name} {distribution} {order} {dtype}"
-        forward_bytes = data.nbytes + ids.nbytes + cotangent.nbytes
-        backward_bytes = 2 * data.nbytes + ids.nbytes + 2 * cotangent.nbytes
-        contenders = [*_jax_contenders(data, ids, None, order == "sorted"), *_torch_contenders(data, ids, None, order)]
-        yield Case("segment_max", name, "forward", forward_bytes, contenders)
-        if shape.with_gradient:
-            contenders = [
-                *_jax_contenders(data, ids, cotangent, order == "sorted"),
-                *_torch_contenders(data, ids, cotangent, order),
-            ]
-            yield Case("segment_max", name, "forward + gradient", forward_bytes + backward_bytes, contenders)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _normal(shape: tuple[int, ...], dtype: str, seed: int, near_one: bool = False) -> jax.Array:
+    x = jax.random.normal(jax.random.key(seed), shape, dtype)
+    return 1 + x / 100 if near_one else x
 
 
-def _jax_contenders(
-    data: jax.Array, ids: jax.Array, cotangent: jax.Array | None, is_sorted: bool
-) -> Iterator[Contender]:
-    num_segments = None if cotangent is None else cotangent.shape[0]
-    num_segments = num_segments or int(ids.max()) + 1
-    for library, function in (("jax_baracuda", jax_baracuda.segment_max), ("XLA", jax.ops.segment_max)):
-        yield jax_contender(library, *_jax_call(function, data, ids, cotangent, num_segments, is_sorted))
+@functools.lru_cache(maxsize=1)
+def make_data(rows: int, features: int, dtype: str, near_one: bool) -> jax.Array:
+    """Normally distributed rows; near one where long products are wanted."""
+    return jax.block_until_ready(_normal((rows, features), dtype, 1, near_one))
 
 
-def _jax_call(
-    function: Callable[..., jax.Array],
-    data: jax.Array,
-    ids: jax.Array,
-    cotangent: jax.Array | None,
-    num_segments: int,
-    is_sorted: bool,
-) -> tuple[Any, ...]:
-    def forward(data: jax.Array, ids: jax.Array) -> jax.Array:
-        return function(data, ids, num_segments, indices_are_sorted=is_sorted)
-
-    def forward_and_gradient(data: jax.Array, ids: jax.Array, cotangent: jax.Array) -> Any:
-        output, vjp = jax.vjp(lambda data: forward(data, ids), data)
-        return output, vjp(cotangent)
-
-    return (forward, data, ids) if cotangent is None else (forward_and_gradient, data, ids, cotangent)
+# ----------------------------------------------------------------------------------------------------------------------
+# Contenders
 
 
-def _torch_contenders(data: jax.Array, ids: jax.Array, cotangent: jax.Array | None, order: str) -> Iterator[Contender]:
-    if torch is None or jax.default_backend() != "gpu":
+def contenders(op: str, problem: Problem, distribution: str, dtype: str, order: str, what: str) -> Iterator[Contender]:
+    """This package, and every formulation of every peer that is installed."""
+    ids = make_ids(problem.rows, problem.segments, distribution, order)
+    data = make_data(problem.rows, problem.features, dtype, op == "segment_prod")
+    num_segments, is_sorted = problem.segments, order == "sorted"
+    cotangent = None
+    if what == WITH_GRADIENT:
+        rows = problem.rows if op == "segment_softmax" else num_segments
+        cotangent = _normal((rows, problem.features), dtype, 2)
+
+    def ours(data: jax.Array, ids: jax.Array) -> jax.Array:
+        return getattr(jax_baracuda, op)(data, ids, num_segments, indices_are_sorted=is_sorted)
+
+    for library, formulation, function in (
+        (OURS, "", ours),
+        *((XLA, *named) for named in xla_formulations(op, problem, dtype, is_sorted)),
+    ):
+        if cotangent is None:
+            yield JaxContender(library, formulation, function, data, ids)
+        else:
+            yield JaxContender(library, formulation, with_gradient(function), data, ids, cotangent)
+
+    if torch is None or (jax.default_backend() == "gpu" and not torch.cuda.is_available()):
         return
     rows, row_ids = torch.from_dlpack(data), torch.from_dlpack(ids).long()
-    num_segments = int(row_ids.max()) + 1 if cotangent is None else cotangent.shape[0]
-    index = row_ids[:, None].expand_as(rows)
-
-    def scatter_reduce(rows: Any) -> Any:
-        output = torch.full((num_segments, rows.shape[1]), -float("inf"), dtype=rows.dtype, device=rows.device)
-        return output.scatter_reduce(0, index, rows, "amax")
-
-    functions = {"torch": scatter_reduce}
-    if torch_scatter is not None:
-        functions["torch_scatter"] = lambda rows: torch_scatter.scatter_max(rows, row_ids, 0, None, num_segments)[0]
-        if order == "sorted":
-            counts = torch.bincount(row_ids, minlength=num_segments)
-            offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-            functions["torch_scatter csr"] = lambda rows: torch_scatter.segment_csr(rows, offsets, reduce="max")
-    for library, function in functions.items():
-        yield _torch_contender(library, function, rows, None if cotangent is None else torch.from_dlpack(cotangent))
+    cotangent = None if cotangent is None else torch.from_dlpack(cotangent)
+    for library, formulation, function in torch_formulations(op, row_ids, num_segments, dtype, is_sorted):
+        yield TorchContender(library, formulation, function, rows, cotangent)
 
 
-def _torch_contender(library: str, function: Callable[[Any], Any], rows: Any, cotangent: Any) -> Contender:
-    def forward() -> Any:
-        with torch.no_grad():
-            return function(rows)
+def with_gradient(function: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """The output of `function` and the gradient with respect to its first argument."""
 
-    leaf = rows.detach().requires_grad_() if cotangent is not None else None
+    def run(data: jax.Array, ids: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        output, vjp = jax.vjp(lambda data: function(data, ids), data)
+        return output, *vjp(cotangent)
 
-    def forward_and_gradient() -> Any:
-        output = function(leaf)
-        return output, torch.autograd.grad(output, leaf, cotangent)
+    return run
 
-    call = forward if cotangent is None else forward_and_gradient
-    return Contender(library, call, lambda _: torch.cuda.synchronize())
+
+Formulation = tuple[str, Callable[[jax.Array, jax.Array], jax.Array]]
+
+
+def xla_formulations(op: str, problem: Problem, dtype: str, is_sorted: bool) -> Iterator[Formulation]:
+    """Ways to write the op with JAX's own functions; the fastest is the one to beat."""
+    num_segments = problem.segments
+    plain = functools.partial(XLA_OPS[op], num_segments=num_segments, is_sorted=False)
+    formulations = [("plain", plain)]
+    if is_sorted:
+        sorted_function = functools.partial(XLA_OPS[op], num_segments=num_segments, is_sorted=True)
+        formulations.append(("sorted flag", sorted_function))
+    else:
+        formulations.append(("sort first", functools.partial(_sort_first, op, num_segments)))
+    if problem.features == 1:
+        formulations.append(("rank 1", lambda data, ids: plain(data[:, 0], ids)[:, None]))
+    elif problem.features <= 16 and op != "segment_softmax":
+        formulations.append(("vmap over features", jax.vmap(plain, (1, None), 1)))
+    if op in ("segment_sum", "segment_mean") and num_segments <= 128:
+        formulations.append(("one-hot matmul", functools.partial(_one_hot_matmul, op, num_segments)))
+    yield from formulations
+    if dtype == "bfloat16" and op != "segment_argmax":
+        yield from ((f"{name}, in float32", _in_float32(function)) for name, function in formulations)
+
+
+def _in_float32(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    return lambda data, ids: function(data.astype(jnp.float32), ids).astype(data.dtype)
+
+
+def _gather(cells: jax.Array, ids: jax.Array, is_sorted: bool) -> jax.Array:
+    return cells.at[ids].get(indices_are_sorted=is_sorted, mode="promise_in_bounds")
+
+
+def _xla_reduction(name: str) -> Callable[..., jax.Array]:
+    def reduce(data: jax.Array, ids: jax.Array, num_segments: int, is_sorted: bool) -> jax.Array:
+        return getattr(jax.ops, name)(data, ids, num_segments, indices_are_sorted=is_sorted)
+
+    return reduce
+
+
+def _xla_mean(data: jax.Array, ids: jax.Array, num_segments: int, is_sorted: bool) -> jax.Array:
+    total = jax.ops.segment_sum(data, ids, num_segments, indices_are_sorted=is_sorted)
+    count = jax.ops.segment_sum(jnp.ones_like(ids), ids, num_segments, indices_are_sorted=is_sorted)
+    count = jnp.maximum(count, 1).astype(data.dtype)
+    return total / count.reshape(-1, *[1] * (data.ndim - 1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _xla_prod(data: jax.Array, ids: jax.Array, num_segments: int, is_sorted: bool) -> jax.Array:
+    """JAX has no gradient of ``segment_prod``; people write the one that holds where there are no zeros."""
+    return jax.ops.segment_prod(data, ids, num_segments, indices_are_sorted=is_sorted)
+
+
+def _xla_prod_forward(data: jax.Array, ids: jax.Array, num_segments: int, is_sorted: bool) -> Any:
+    output = _xla_prod(data, ids, num_segments, is_sorted)
+    return output, (data, ids, output)
+
+
+def _xla_prod_backward(num_segments: int, is_sorted: bool, residuals: Any, cotangent: jax.Array) -> Any:
+    data, ids, output = residuals
+    return _gather(cotangent * output, ids, is_sorted) / data, None
+
+
+_xla_prod.defvjp(_xla_prod_forward, _xla_prod_backward)
+
+
+def _xla_argmax(data: jax.Array, ids: jax.Array, num_segments: int, is_sorted: bool) -> jax.Array:
+    maxima = jax.ops.segment_max(data, ids, num_segments, indices_are_sorted=is_sorted)
+    row = jnp.arange(data.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (data.ndim - 1))
+    row = jnp.where(data == _gather(maxima, ids, is_sorted), row, data.shape[0])
+    winner = jax.ops.segment_min(row, ids, num_segments, indices_are_sorted=is_sorted)
+    return jnp.minimum(winner, data.shape[0])
+
+
+def _xla_softmax(logits: jax.Array, ids: jax.Array, num_segments: int, is_sorted: bool) -> jax.Array:
+    maxima = jax.ops.segment_max(jax.lax.stop_gradient(logits), ids, num_segments, indices_are_sorted=is_sorted)
+    exponentials = jnp.exp(logits - _gather(maxima, ids, is_sorted))
+    total = jax.ops.segment_sum(exponentials, ids, num_segments, indices_are_sorted=is_sorted)
+    return exponentials / _gather(total, ids, is_sorted)
+
+
+XLA_OPS = {
+    "segment_max": _xla_reduction("segment_max"),
+    "segment_min": _xla_reduction("segment_min"),
+    "segment_sum": _xla_reduction("segment_sum"),
+    "segment_mean": _xla_mean,
+    "segment_prod": _xla_prod,
+    "segment_argmax": _xla_argmax,
+    "segment_softmax": _xla_softmax,
+}
+
+
+def _sort_first(op: str, num_segments: int, data: jax.Array, ids: jax.Array) -> jax.Array:
+    order = jnp.argsort(ids)
+    rows = data.at[order].get(unique_indices=True, mode="promise_in_bounds")
+    result = XLA_OPS[op](rows, ids[order], num_segments, True)
+    if op == "segment_softmax":
+        return jnp.zeros_like(result).at[order].set(result, unique_indices=True, mode="promise_in_bounds")
+    if op == "segment_argmax":
+        return jnp.append(order, data.shape[0])[result]
+    return result
+
+
+def _one_hot_matmul(op: str, num_segments: int, data: jax.Array, ids: jax.Array) -> jax.Array:
+    one_hot = (ids == jnp.arange(num_segments)[:, None]).astype(data.dtype)
+    total = jnp.matmul(one_hot, data, precision="highest", preferred_element_type=jnp.float32)
+    if op == "segment_mean":
+        total = total / jnp.maximum(jnp.sum(one_hot, axis=1, dtype=jnp.float32), 1)[:, None]
+    return total.astype(data.dtype)
+
+
+def torch_formulations(
+    op: str, ids: Any, num_segments: int, dtype: str, is_sorted: bool
+) -> Iterator[tuple[str, str, Callable[[Any], Any]]]:
+    """Ways to write the op with torch and torch_scatter: library, name, function of the rows."""
+    kind = op.removeprefix("segment_")
+    torch_name = {"max": "amax", "min": "amin"}.get(kind, kind)
+    offsets = None
+    if is_sorted:
+        counts = torch.bincount(ids, minlength=num_segments)
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+    def full(rows: Any, value: float, dtype: Any = None) -> Any:
+        return torch.full((num_segments, *rows.shape[1:]), value, dtype=dtype or rows.dtype, device=rows.device)
+
+    def scatter_reduce(rows: Any, reduction: str = torch_name) -> Any:
+        initial = {"amax": -math.inf, "amin": math.inf, "prod": 1}.get(reduction, 0)
+        index = ids[:, None].expand_as(rows)
+        return full(rows, initial).scatter_reduce(0, index, rows, reduction, include_self=reduction != "mean")
+
+    def index_add(rows: Any) -> Any:
+        return full(rows, 0).index_add(0, ids, rows)
+
+    def segment_reduce(rows: Any) -> Any:
+        initial = {"max": -math.inf, "min": math.inf, "prod": 1}.get(kind, 0)
+        return torch.segment_reduce(rows, kind, offsets=offsets, axis=0, initial=initial, unsafe=True)
+
+    def argmax(rows: Any) -> Any:
+        row = torch.arange(len(rows), dtype=torch.int32, device=rows.device)[:, None]
+        row = torch.where(rows == scatter_reduce(rows, "amax")[ids], row, len(rows))
+        index = ids[:, None].expand_as(row)
+        return full(rows, len(rows), torch.int32).scatter_reduce(0, index, row, "amin")
+
+    def softmax(rows: Any) -> Any:
+        exponentials = torch.exp(rows - scatter_reduce(rows.detach(), "amax")[ids])
+        return exponentials / index_add(exponentials)[ids]
+
+    def csr_softmax(rows: Any) -> Any:
+        maxima = torch_scatter.segment_csr(rows.detach(), offsets, reduce="max")
+        exponentials = torch.exp(rows - torch_scatter.gather_csr(maxima, offsets))
+        total = torch_scatter.segment_csr(exponentials, offsets, reduce="sum")
+        return exponentials / torch_scatter.gather_csr(total, offsets)
+
+    if op == "segment_softmax":
+        yield "torch", "scatter_reduce, index_add", softmax
+    elif op == "segment_argmax":
+        yield "torch", "two scatter_reduce", argmax
+    else:
+        yield "torch", "scatter_reduce", scatter_reduce
+        if op == "segment_sum":
+            yield "torch", "index_add", index_add
+            if dtype == "bfloat16":
+                yield "torch", "index_add, in float32", lambda rows: index_add(rows.float()).to(rows.dtype)
+        if is_sorted:
+            yield "torch", "segment_reduce", segment_reduce
+
+    if torch_scatter is None:
+        return
+    if op == "segment_softmax":
+        yield "torch_scatter", "scatter_softmax", lambda rows: torch_scatter.scatter_softmax(rows, ids, 0, num_segments)
+        if is_sorted:
+            yield "torch_scatter", "segment_csr, gather_csr", csr_softmax
+        return
+    pick = {"segment_max": 0, "segment_min": 0, "segment_argmax": 1}.get(op)
+    name = {"argmax": "max", "prod": "mul"}.get(kind, kind)
+
+    def scatter(rows: Any) -> Any:
+        result = getattr(torch_scatter, f"scatter_{name}")(rows, ids, 0, None, num_segments)
+        return result if pick is None else result[pick]
+
+    def segment_csr(rows: Any) -> Any:
+        result = getattr(torch_scatter, f"segment_{name}_csr")(rows, offsets)
+        return result if pick is None else result[pick]
+
+    yield "torch_scatter", f"scatter_{name}", scatter
+    if is_sorted and name != "mul":
+        yield "torch_scatter", "segment_csr", segment_csr
+
+
+def _short(count: int) -> str:
+    """1,166,243 as 1.17M."""
+    for unit, letter in ((1_000_000, "M"), (1_000, "k")):
+        if count >= unit:
+            return f"{count / unit:.3g}{letter}"
+    return str(count)

@@ -1,40 +1,114 @@
-"""Prints a record as a Markdown table: ``python -m benchmarks.tables benchmarks/results/gpu.json``."""
+"""Prints a record as Markdown tables: ``python -m benchmarks.tables benchmarks/results/gpu.json``."""
 
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from benchmarks.record import FORWARD, OURS, WITH_GRADIENT, XLA, CaseRecord, Run, load, mean_over, milliseconds_text
 
 
-def markdown(record: dict[str, Any]) -> str:
-    """One row per case; milliseconds of each library, the fastest in bold, and this package's fraction of a copy."""
-    measurements = record["measurements"]
-    libraries = list(dict.fromkeys(m["library"] for m in measurements))
-    cases = dict.fromkeys((m["case"], m["what"]) for m in measurements)
-    rows = [["case", "", *libraries, "fraction of copy"], ["---"] * (len(libraries) + 3)]
-    for case, what in cases:
-        of_case = {m["library"]: m for m in measurements if (m["case"], m["what"]) == (case, what)}
-        fastest = min(m["milliseconds"] for m in of_case.values())
-        cells = []
-        for library in libraries:
-            if library not in of_case:
-                cells.append("")
-                continue
-            milliseconds = of_case[library]["milliseconds"]
-            text = f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:.0f}"
-            cells.append(f"**{text}**" if milliseconds == fastest else text)
-        rows.append([case, what, *cells, f"{of_case['jax_baracuda']['fraction_of_copy']:.2f}"])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+def markdown(run: Run, only: str = "") -> str:
+    """An overview, and a table for each op of the cases whose name contains `only`."""
+    parts = [header(run), overview(run)]
+    for op in run.ops():
+        if cases := [case for case in run.of_op(op) if only in case.name]:
+            parts += [f"### {op}", summary(cases), table(cases)]
+    return "\n\n".join(parts)
 
 
-def main() -> None:
+def header(run: Run) -> str:
+    names = ("driver", "jax", "torch", "torch_scatter")
+    versions = ", ".join(f"{name} {run.environment[name]}" for name in names if run.environment.get(name))
+    text = f"{run.environment['device']}, {versions}, copy {run.copy_terabytes_per_second:.3g} TB/s"
+    return (
+        text + (" (quick run: no real sizes)" if run.is_quick else "") + ("" if run.is_complete else " (interrupted)")
+    )
+
+
+def overview(run: Run) -> str:
+    """One row per op: geometric means, over its cases, of the fraction of copy and of the speed-ups."""
+    others = run.others()
+    peers = [("XLA", (XLA,)), *([(" / ".join(others), tuple(others))] if others else [])]
+    rows = [["op", "", "cases", "of copy", *(f"speed-up over {name}" for name, _ in peers)]]
+    for op in run.ops():
+        for what in (FORWARD, WITH_GRADIENT):
+            if cases := [case for case in run.of_op(op) if case.what == what]:
+                of_copy = mean_over(cases, lambda case: (ours := case.fastest(OURS)) and ours.fraction_of_copy)
+                speed_ups = [mean_over(cases, lambda case, names=names: case.speed_up(*names)) for _, names in peers]
+                cells = [_number(of_copy, "{:.2f}"), *(_number(speed_up, "{:.1f}×") for speed_up in speed_ups)]
+                rows.append([op, what, str(len(cases)), *cells])
+    return _markdown_table(rows)
+
+
+def summary(cases: Sequence[CaseRecord]) -> str:
+    """The geometric means of the speed-up over XLA."""
+    parts = []
+    for what in (FORWARD, WITH_GRADIENT):
+        of_what = [case for case in cases if case.what == what and case.speed_up(XLA) is not None]
+        if of_what:
+            speed_up = mean_over(of_what, lambda case: case.speed_up(XLA))
+            parts.append(f"{what} {speed_up:.1f}× ({len(of_what)} {'case' if len(of_what) == 1 else 'cases'})")
+    return f"Speed-up over XLA, geometric mean: {', '.join(parts)}." if parts else "No comparison with XLA."
+
+
+def table(cases: Sequence[CaseRecord]) -> str:
+    """One row per case: milliseconds of each library's fastest formulation, the fastest of all in bold, and this
+    package's fraction of a copy."""
+    libraries = list(dict.fromkeys(library for case in cases for library in case.libraries()))
+    rows = [["case", "", *libraries, "of copy"]]
+    previous = None
+    for case in cases:
+        fastest, ours = case.fastest(*libraries), case.fastest(OURS)
+        name = f"{case.size}, {case.variant}"
+        rows.append(
+            [
+                # The second of two rows with the same name leaves it out.
+                "" if name == previous else name,
+                case.what,
+                *(_cell(case, library, fastest is not None and library == fastest.library) for library in libraries),
+                _number(ours and ours.fraction_of_copy, "{:.2f}"),
+            ]
+        )
+        previous = name
+    return _markdown_table(rows)
+
+
+def formulations(cases: Sequence[CaseRecord], library: str = XLA) -> str:
+    """How often each formulation of a library was its fastest."""
+    names = [m.formulation for case in cases if (m := case.fastest(library)) is not None]
+    counts = sorted(((names.count(name), name) for name in set(names)), reverse=True)
+    return ", ".join(f"{name} {count}×" for count, name in counts)
+
+
+def _cell(case: CaseRecord, library: str, is_fastest: bool) -> str:
+    measurement = case.fastest(library)
+    if measurement is None:
+        return "failed" if library in case.libraries() else ""
+    text = milliseconds_text(measurement.milliseconds)
+    return f"**{text}**" if is_fastest else text
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    heading, *body = rows
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *body))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
     parser.add_argument("record", type=Path)
-    record = json.loads(parser.parse_args().record.read_text())
-    print(f"{record['device']}, jax {record['jax']}, copy {record['copy_terabytes_per_second']:.3g} TB/s\n")
-    print(markdown(record))
+    parser.add_argument("--only", default="", help="detail only cases whose name contains this text")
+    parser.add_argument("--formulations", action="store_true", help="say which of XLA's formulations were the fastest")
+    options = parser.parse_args(arguments)
+    run = load(options.record)
+    print(markdown(run, options.only))
+    if options.formulations:
+        print("\n" + "\n".join(f"{op}: {formulations(run.of_op(op))}" for op in run.ops()))
 
 
 if __name__ == "__main__":

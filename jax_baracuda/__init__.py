@@ -4,14 +4,42 @@ from importlib.metadata import version as _version
 
 from jax_baracuda import forward_mode
 from jax_baracuda._core.op import precision_guarantee
-from jax_baracuda.ops.segment import segment_max, segment_max_backward, unsorted_segment_max_backward
+from jax_baracuda.ops.segment import (
+    segment_argmax,
+    segment_argmin,
+    segment_max,
+    segment_max_backward,
+    segment_mean,
+    segment_mean_backward,
+    segment_min,
+    segment_min_backward,
+    segment_prod,
+    segment_prod_backward,
+    segment_softmax,
+    segment_softmax_backward,
+    segment_sum,
+    segment_sum_backward,
+    unsorted_segment_max_backward,
+)
 
 __version__ = _version("jax_baracuda")
 
 __all__ = [
     "forward_mode",
     "precision_guarantee",
+    "segment_argmax",
+    "segment_argmin",
     "segment_max",
     "segment_max_backward",
+    "segment_mean",
+    "segment_mean_backward",
+    "segment_min",
+    "segment_min_backward",
+    "segment_prod",
+    "segment_prod_backward",
+    "segment_softmax",
+    "segment_softmax_backward",
+    "segment_sum",
+    "segment_sum_backward",
     "unsorted_segment_max_backward",
 ]

@@ -2,13 +2,19 @@
 
 JAX cannot apply forward mode to a function whose reverse mode is a kernel (``jax.custom_vjp``). Here are the same
 functions, bound straight to the primitives: use them under ``jax.jvp``, ``jax.jacfwd`` and ``jax.linearize``. Their
-value comes from the same kernels, their tangent from plain JAX. For ``jax.grad``, ``jax.vjp``, ``jax.jacrev`` and
-``jax.hessian`` use the functions of :mod:`jax_baracuda`, whose backward pass is a kernel too.
+value comes from the same kernels, and so does the tangent where the function is linear (sum and mean); other tangents
+come from plain JAX. For ``jax.grad``, ``jax.vjp``, ``jax.jacrev`` and ``jax.hessian`` use the functions of
+:mod:`jax_baracuda`, whose backward pass is a kernel too. The ``..._backward`` functions serve both modes as they are.
 """
 
 from jax_baracuda._core.autodiff import in_forward_mode
 from jax_baracuda.ops import segment
 
-__all__ = ["segment_max"]
+__all__ = ["segment_max", "segment_mean", "segment_min", "segment_prod", "segment_softmax", "segment_sum"]
 
 segment_max = in_forward_mode(segment.segment_max)
+segment_mean = in_forward_mode(segment.segment_mean)
+segment_min = in_forward_mode(segment.segment_min)
+segment_prod = in_forward_mode(segment.segment_prod)
+segment_softmax = in_forward_mode(segment.segment_softmax)
+segment_sum = in_forward_mode(segment.segment_sum)

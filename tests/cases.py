@@ -1,4 +1,4 @@
-"""The table of cases, the inputs made from it, independent NumPy references, and exact comparison."""
+"""The table of cases, the inputs made from it, independent NumPy references, and comparison within stated errors."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ REQUIRED_PLATFORM = os.environ.get("JAX_BARACUDA_REQUIRE")
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 KERNEL_DTYPES = ("bool", *INTEGERS, *FLOATING)
+WIDE_INTEGERS = ("int32", "uint32", "int64", "uint64")
 TIE_BREAKS = ("split", "first")
 
 Values = Literal["special", "distinct", "ties"]
@@ -81,9 +82,14 @@ SHAPES = (
     Shape(50, (5, 3), 11),
     Shape(20, (0,), 4),
     Shape(9, (2,), 0),
+    Shape(12_001, (33,), 3),
+    Shape(4000, (5,), 60),
 )
 """Small enough for NumPy, and such that every way through a kernel is taken: one thread or block and several, cells
 that fit in a cache or in shared memory and cells that do not, narrow rows and wide ones, few segments and many."""
+
+POWER_LAW_SHAPES = (Shape(20_000, (), 4000), Shape(20_000, (7,), 90), Shape(9000, (130,), 700))
+"""For ids of which few are very frequent and most are rare: see :func:`power_law_ids`."""
 
 BIG_SHAPE = Shape(66_000, (130,), 9000)
 """Big enough for a GPU to sort the ids first, and for a CPU to group the rows by segment, in every dtype."""
@@ -132,17 +138,71 @@ def make_ids(
     return ids.astype(np.int64 if least < 0 else np.uint64).astype(jnp.dtype(dtype))
 
 
+def power_law_ids(rng: np.random.Generator, rows: int, segments: int, is_sorted: bool = False) -> np.ndarray:
+    """Ids of which one holds about a third of the rows, and most have few or none; one in twenty is dropped."""
+    ranks = np.minimum(rng.zipf(1.5, rows) - 1, segments)
+    ids = np.where(rng.random(rows) < 0.05, -1, rng.permutation(segments + 1)[ranks])
+    return (np.sort(ids) if is_sorted else ids).astype(np.int32)
+
+
 def cotangent(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> np.ndarray:
     """Random cotangents, none of them small enough to underflow when it is shared."""
     return (rng.choice([-1.0, 1.0], shape) * rng.uniform(0.5, 100, shape)).astype(jnp.dtype(dtype))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# References: NumPy, one segment after the other, floating arithmetic in float64.
+# References: NumPy, one segment after the other, floating arithmetic in float64 or wider.
 
 
 def is_floating(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
+
+
+def accumulator(dtype: Any) -> np.dtype[Any]:
+    """The dtype in which terms of a floating dtype are combined."""
+    return np.dtype(np.float32 if jnp.dtype(dtype).itemsize < 4 else dtype)
+
+
+def eps_of(dtype: Any) -> float:
+    """The spacing of numbers at 1 in the dtype that terms are combined in."""
+    return float(np.finfo(accumulator(dtype)).eps)
+
+
+def rounded(values: np.ndarray, dtype: Any) -> np.ndarray:
+    """Values of the accumulator, or exact ones, in the dtype of the result."""
+    with np.errstate(over="ignore", under="ignore"):
+        return values.astype(accumulator(dtype)).astype(jnp.dtype(dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What a kernel may return: any number within `error` of `exact`, rounded to `dtype`."""
+
+    exact: np.ndarray
+    dtype: Any
+    error: np.ndarray | float = 0.0
+    """Absolute; 0 where no rounding but the last is possible, which is then checked bit for bit."""
+
+    def check(self, actual: Any, where: str = "") -> None:
+        dtype = jnp.dtype(self.dtype)
+        error = np.broadcast_to(self.error, self.exact.shape)
+        if not is_floating(dtype) or not error.any():
+            assert_same_bits(actual, rounded(self.exact, dtype) if is_floating(dtype) else self.exact, where)
+            return
+        actual = np.asarray(actual)
+        assert actual.dtype == dtype, f"{where} dtype {actual.dtype}, expected {dtype}"
+        assert actual.shape == self.exact.shape, f"{where} shape {actual.shape}, expected {self.exact.shape}"
+        with np.errstate(invalid="ignore"):  # infinity minus itself, replaced right here
+            error = np.where(np.isfinite(self.exact), error, 0)
+        low, high = (rounded(x, dtype).astype(np.float64) for x in (self.exact - error, self.exact + error))
+        wide = actual.astype(np.float64)
+        fits = ((low <= wide) & (wide <= high)) | (np.isnan(wide) & np.isnan(low))
+        if not fits.all():
+            first = tuple(np.argwhere(~fits)[0])
+            raise AssertionError(
+                f"{where} {(~fits).sum()} of {fits.size} elements are wrong, the first at {tuple(map(int, first))}: "
+                f"{actual[first]!r}, expected {self.exact[first]!r} with an error of {error[first]:.3g}"
+            )
 
 
 def identity(dtype: Any) -> Any:
@@ -150,6 +210,11 @@ def identity(dtype: Any) -> Any:
     if is_floating(dtype):
         return -np.inf
     return False if dtype == np.bool_ else jnp.iinfo(dtype).min
+
+
+def flipped(data: np.ndarray) -> np.ndarray:
+    """The data in reverse order of their values: the minimum is the flipped maximum of the flipped data."""
+    return -data if is_floating(data.dtype) else ~data
 
 
 def in_mode(ids: np.ndarray, segments: int, mode: str | None) -> np.ndarray:
@@ -165,6 +230,22 @@ def _members(ids: np.ndarray, segments: int) -> list[tuple[int, np.ndarray]]:
         if 0 <= segment < segments:
             rows.setdefault(segment, []).append(row)
     return [(segment, np.array(numbers)) for segment, numbers in rows.items()]
+
+
+def counts(ids: np.ndarray, segments: int) -> np.ndarray:
+    """The number of rows of each segment."""
+    count = np.zeros(segments, np.int64)
+    for segment, rows in _members(ids, segments):
+        count[segment] = len(rows)
+    return count
+
+
+def take_cells(cells: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The cells of each row's segment, 0 for dropped rows."""
+    taken = np.zeros((len(ids), *cells.shape[1:]), cells.dtype)
+    for segment, rows in _members(ids, len(cells)):
+        taken[rows] = cells[segment]
+    return taken
 
 
 def reference_max(data: np.ndarray, ids: np.ndarray, segments: int, mode: str | None = None) -> np.ndarray:
@@ -183,7 +264,12 @@ def reference_max(data: np.ndarray, ids: np.ndarray, segments: int, mode: str | 
     return output
 
 
-def reference_gradient(
+def reference_min(data: np.ndarray, ids: np.ndarray, segments: int, mode: str | None = None) -> np.ndarray:
+    """The minima in the data's dtype."""
+    return flipped(reference_max(flipped(data), ids, segments, mode))
+
+
+def reference_max_gradient(
     d_output: np.ndarray, data: np.ndarray, ids: np.ndarray, tie_break: str, mode: str | None = None
 ) -> np.ndarray:
     """The cotangent of the data, each element rounded once from float64."""
@@ -203,29 +289,228 @@ def reference_gradient(
     return gradient.astype(data.dtype)
 
 
+def reference_min_gradient(
+    d_output: np.ndarray, data: np.ndarray, ids: np.ndarray, tie_break: str, mode: str | None = None
+) -> np.ndarray:
+    return reference_max_gradient(d_output, flipped(data), ids, tie_break, mode)
+
+
 def shares(data: np.ndarray, ids: np.ndarray, segments: int, tie_break: str, mode: str | None = None) -> np.ndarray:
-    """Each row's share of its cell's cotangent, in float64."""
+    """Each row's share of its cell's cotangent in the maximum, in float64."""
     ones = np.ones((segments, *data.shape[1:]))
-    return reference_gradient(ones, data.astype(np.float64), ids, tie_break, mode)
+    return reference_max_gradient(ones, data.astype(np.float64), ids, tie_break, mode)
+
+
+def reference_argmax(data: np.ndarray, ids: np.ndarray, segments: int) -> np.ndarray:
+    """The lowest row that attains the maximum, of NaN the first; the number of rows where a segment is empty."""
+    winner = np.full((segments, *data.shape[1:]), data.shape[0], np.int32)
+    for segment, rows in _members(ids, segments):
+        values = data[rows].astype(np.float64) if is_floating(data.dtype) else data[rows]
+        winner[segment] = rows[values.argmax(axis=0)]
+    return winner
+
+
+def reference_argmin(data: np.ndarray, ids: np.ndarray, segments: int) -> np.ndarray:
+    return reference_argmax(flipped(data), ids, segments)
 
 
 def segment_sum(terms: np.ndarray, ids: np.ndarray, segments: int) -> np.ndarray:
-    """Sums of rows in float64."""
-    total = np.zeros((segments, *terms.shape[1:]))
-    for segment, rows in _members(ids, segments):
-        total[segment] = terms[rows].astype(np.float64).sum(axis=0)
+    """Sums of rows, of integers modulo their size, otherwise in extended precision."""
+    wide = np.longdouble if is_floating(terms.dtype) else terms.dtype
+    total = np.zeros((segments, *terms.shape[1:]), wide)
+    with np.errstate(invalid="ignore"):  # the sum of opposite infinities is NaN
+        for segment, rows in _members(ids, segments):
+            total[segment] = terms[rows].astype(wide).sum(axis=0, dtype=wide) + np.dtype(wide).type(0)
     return total
+
+
+def sum_error(terms: np.ndarray, ids: np.ndarray, segments: int, dtype: Any) -> np.ndarray:
+    """What rounding may add to sums of terms in the accumulator of `dtype`, in whatever order they are added.
+
+    Each of n additions rounds a partial sum, of at most the sum of magnitudes, by half an eps; over independent errors
+    these add up like a random walk. Sums of small integers are exact.
+    """
+    with np.errstate(invalid="ignore"):
+        magnitude = segment_sum(np.abs(terms.astype(np.longdouble)), ids, segments)
+        is_whole = segment_sum((terms != np.round(terms.astype(np.float64))).astype(np.float64), ids, segments) == 0
+    eps = eps_of(dtype)
+    n = counts(ids, segments).reshape(-1, *(1 for _ in terms.shape[1:]))
+    is_exact = (is_whole & (magnitude * eps <= 1)) | (n <= 1) | ~np.isfinite(magnitude)
+    return np.where(is_exact, 0, (1 + np.sqrt(n)) * eps * magnitude)
+
+
+def reference_sum(data: np.ndarray, ids: np.ndarray, segments: int) -> Expected:
+    total = segment_sum(data, ids, segments)
+    error = sum_error(data, ids, segments, data.dtype) if is_floating(data.dtype) else 0.0
+    return Expected(total, data.dtype, error)
+
+
+def mean_dtype(dtype: Any) -> np.dtype[Any]:
+    """The dtype of means: that of floating data; of integers, float64 where they have 64 bits, else float32."""
+    if is_floating(dtype):
+        return jnp.dtype(dtype)
+    return np.dtype(np.float64 if jnp.dtype(dtype).itemsize == 8 else np.float32)
+
+
+def _divided(cells: np.ndarray, count: np.ndarray, dtype: Any) -> np.ndarray:
+    """Quotients rounded once, to the accumulator of `dtype`."""
+    compute_dtype = accumulator(dtype)
+    divisor = np.maximum(count, 1).reshape(-1, *(1 for _ in cells.shape[1:])).astype(compute_dtype)
+    with np.errstate(over="ignore", under="ignore"):
+        return cells.astype(compute_dtype) / divisor
+
+
+def reference_mean(data: np.ndarray, ids: np.ndarray, segments: int) -> Expected:
+    dtype, count = mean_dtype(data.dtype), counts(ids, segments)
+    total = reference_sum(data.astype(dtype), ids, segments)
+    mean = _divided(total.exact, count, dtype)
+    error = np.where(
+        total.error > 0, _divided(np.asarray(total.error), count, np.float64) + eps_of(dtype) * abs(mean), 0
+    )
+    return Expected(mean, dtype, error)
+
+
+def reference_sum_gradient(d_output: np.ndarray, data: np.ndarray, ids: np.ndarray) -> Expected:
+    return Expected(take_cells(d_output, ids), d_output.dtype)
+
+
+def reference_mean_gradient(d_output: np.ndarray, data: np.ndarray, ids: np.ndarray) -> Expected:
+    quotients = _divided(d_output, counts(ids, len(d_output)), d_output.dtype)
+    return Expected(take_cells(quotients, ids), d_output.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Factors:
+    """Floating numbers taken apart, so that their products neither overflow nor underflow."""
+
+    mantissa: np.ndarray
+    """In [0.5, 1) with the number's sign; 0.5 for zeros, infinities and NaN."""
+    exponent: np.ndarray
+    zeros: np.ndarray
+    infinities: np.ndarray
+    nans: np.ndarray
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> _Factors:
+        wide = values.astype(np.longdouble)
+        is_ordinary = np.isfinite(wide) & (wide != 0)
+        mantissa, exponent = np.frexp(np.where(is_ordinary, wide, np.copysign(0.5, wide)))
+        exponent = np.where(is_ordinary, exponent, 1).astype(np.int64)
+        return cls(mantissa, exponent, *(x.astype(np.int64) for x in (wide == 0, np.isinf(wide), np.isnan(wide))))
+
+    def product(self) -> _Factors:
+        """The product along the first axis."""
+        mantissa, exponent = self.mantissa, self.exponent.sum(axis=0)
+        while len(mantissa) > 1:
+            if len(mantissa) % 2:
+                mantissa = np.concatenate([mantissa, np.ones_like(mantissa[:1])])
+            mantissa, shift = np.frexp(mantissa[::2] * mantissa[1::2])
+            exponent = exponent + shift.astype(np.int64).sum(axis=0)
+        return _Factors(mantissa[0], exponent, *(x.sum(axis=0) for x in (self.zeros, self.infinities, self.nans)))
+
+    def value(self) -> np.ndarray:
+        exponent = np.clip(self.exponent, -(2**15), 2**15).astype(np.int32)
+        with np.errstate(over="ignore", under="ignore"):
+            value = np.ldexp(self.mantissa, exponent)
+        value = np.where(self.zeros > 0, np.copysign(0, self.mantissa), value)
+        value = np.where(self.infinities > 0, np.copysign(np.inf, self.mantissa), value)
+        return np.where((self.nans > 0) | ((self.zeros > 0) & (self.infinities > 0)), np.nan, value)
+
+    def __getitem__(self, index: Any) -> _Factors:
+        return _Factors(*(getattr(self, field.name)[index] for field in dataclasses.fields(self)))
+
+
+def _product_error(values: np.ndarray, product: np.ndarray, dtype: Any) -> np.ndarray:
+    """What rounding may add to the product of the values along the first axis; nothing if all are powers of two."""
+    with np.errstate(invalid="ignore"):
+        is_power = (np.abs(np.frexp(values.astype(np.float64))[0]) == 0.5) | ~np.isfinite(values.astype(np.float64))
+        roundings = np.maximum((~is_power & (values != 0)).sum(axis=0) - 1, 0)
+        return np.where(np.isfinite(product), roundings * eps_of(dtype) * np.abs(product), 0)
+
+
+def reference_prod(data: np.ndarray, ids: np.ndarray, segments: int) -> Expected:
+    """The products of integers modulo their size, and of floating data as if in unbounded range."""
+    if not is_floating(data.dtype):
+        product = np.ones((segments, *data.shape[1:]), data.dtype)
+        for segment, rows in _members(ids, segments):
+            product[segment] = data[rows].prod(axis=0, dtype=data.dtype)
+        return Expected(product, data.dtype)
+    product = np.ones((segments, *data.shape[1:]), np.longdouble)
+    error = np.zeros(product.shape, np.longdouble)
+    for segment, rows in _members(ids, segments):
+        product[segment] = _Factors.of(data[rows]).product().value()
+        error[segment] = _product_error(data[rows], product[segment], data.dtype)
+    return Expected(product, data.dtype, error)
+
+
+def products_of_others(values: np.ndarray) -> np.ndarray:
+    """For each value along the first axis, the product of all others, multiplied out."""
+    factors, n = _Factors.of(values), len(values)
+    if n <= 64:
+        others = np.array([[k for k in range(n) if k != i] for i in range(n)], np.int64).T  # [n - 1, n]
+        return factors[others].product().value() if n > 1 else np.ones(values.shape, np.longdouble)
+    # Of many values, the product of all but one: exact mantissas divide well in extended precision.
+    total = factors.product()
+    rest = (getattr(total, name) - getattr(factors, name) for name in ("exponent", "zeros", "infinities", "nans"))
+    return _Factors(total.mantissa / factors.mantissa, *rest).value()
+
+
+def reference_prod_gradient(d_output: np.ndarray, data: np.ndarray, ids: np.ndarray) -> Expected:
+    """The cotangent times the product of the other rows of the segment, which has the accumulator's range."""
+    gradient = np.zeros(data.shape, np.longdouble)
+    error = np.zeros(data.shape, np.longdouble)
+    wide = accumulator(data.dtype)
+    for segment, rows in _members(ids, len(d_output)):
+        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+            others = products_of_others(data[rows]).astype(wide).astype(np.longdouble)
+            gradient[rows] = others * d_output[segment].astype(np.longdouble)
+            # The product of all rows, the division by one of them, the cotangent.
+            relative = _product_error(np.concatenate([data[rows], data[rows][:2]]), gradient[rows], data.dtype)
+            absolute = np.abs(d_output[segment].astype(np.float64)) * float(np.finfo(wide).smallest_subnormal)
+            is_subnormal = (relative > 0) & (np.abs(others) < 2 * float(np.finfo(wide).tiny))
+            error[rows] = relative + np.where(is_subnormal, absolute, 0)
+    return Expected(gradient, data.dtype, error)
+
+
+def reference_softmax(logits: np.ndarray, ids: np.ndarray, segments: int) -> Expected:
+    """Softmax over the rows of each segment, 0 for dropped rows."""
+    probabilities, error = np.zeros((2, *logits.shape), np.longdouble)
+    eps, tiny = eps_of(logits.dtype), float(np.finfo(accumulator(logits.dtype)).tiny)
+    for _, rows in _members(ids, segments):
+        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+            x = logits[rows].astype(np.longdouble)
+            x = x - x.max(axis=0)
+            terms = np.exp(x)
+            p = probabilities[rows] = terms / terms.sum(axis=0)
+            # The difference is rounded, then the exponential, the sum and the quotient; few of these terms are large.
+            relative = eps * (np.where(p > 0, np.abs(x), 0) + 4 + np.sqrt(len(rows)))
+            error[rows] = np.where(np.isfinite(p), relative * p + (len(rows) > 1) * 2 * tiny, 0)
+    return Expected(probabilities, logits.dtype, error)
+
+
+def reference_softmax_gradient(
+    d_probabilities: np.ndarray, probabilities: np.ndarray, ids: np.ndarray, segments: int
+) -> Expected:
+    """The cotangent of the logits, given the probabilities as they were rounded."""
+    gradient, error = np.zeros((2, *probabilities.shape), np.longdouble)
+    eps = eps_of(probabilities.dtype)
+    for _, rows in _members(ids, segments):
+        p, d = (x[rows].astype(np.longdouble) for x in (probabilities, d_probabilities))
+        with np.errstate(invalid="ignore"):
+            gradient[rows] = p * (d - (p * d).sum(axis=0))
+            error[rows] = (3 + np.sqrt(len(rows))) * eps * np.abs(p) * (np.abs(d) + np.abs(p * d).sum(axis=0))
+    return Expected(gradient, probabilities.dtype, error + float(np.finfo(accumulator(probabilities.dtype)).tiny))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Comparison.
 
 
-def assert_same_bits(actual: Any, expected: np.ndarray) -> None:
+def assert_same_bits(actual: Any, expected: np.ndarray, where: str = "") -> None:
     """Same dtype, shape and bits; a NaN equals any NaN."""
     actual = np.asarray(actual)
-    assert actual.dtype == expected.dtype, f"dtype {actual.dtype}, expected {expected.dtype}"
-    assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
+    assert actual.dtype == expected.dtype, f"{where} dtype {actual.dtype}, expected {expected.dtype}"
+    assert actual.shape == expected.shape, f"{where} shape {actual.shape}, expected {expected.shape}"
     if is_floating(expected.dtype) and expected.dtype.itemsize > 1:
         both_nan = np.isnan(actual) & np.isnan(expected)
         unsigned = f"uint{8 * expected.dtype.itemsize}"
@@ -236,10 +521,10 @@ def assert_same_bits(actual: Any, expected: np.ndarray) -> None:
     else:
         same = actual == expected
     if not same.all():
-        where = np.argwhere(~same)
-        first = tuple(where[0])
+        wrong = np.argwhere(~same)
+        first = tuple(wrong[0])
         raise AssertionError(
-            f"{len(where)} of {same.size} elements differ, the first at {tuple(map(int, first))}: "
+            f"{where} {len(wrong)} of {same.size} elements differ, the first at {tuple(map(int, first))}: "
             f"{actual[first]!r}, expected {expected[first]!r}"
         )
 

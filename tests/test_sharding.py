@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import Shape
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-import jax_baracuda
+from reductions import DIFFERENTIABLE, MAX, MEAN, MIN, PROD, REDUCTIONS, SOFTMAX, SUM, Options, Reduction, options_id
 
 NUM_SEGMENTS = 12
 # (devices along rows, devices along features): 8 on CPUs, where they are simulated; as many as there are on GPUs.
@@ -21,165 +21,247 @@ MESH_SHAPE = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (4, 2)}[1 << min(len(jax.devic
 
 pytestmark = pytest.mark.skipif(MESH_SHAPE == (1, 1), reason="there is only one device")
 
-TIE_BREAKS = ("split", "first")
+each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
+each_differentiable = pytest.mark.parametrize("reduction", DIFFERENTIABLE, ids=str)
+each_way = pytest.mark.parametrize(
+    ("reduction", "options"),
+    [(r, r.options[0]) for r in REDUCTIONS] + [(MAX, {"tie_break": "first"}), (SUM, {"deterministic": True})],
+    ids=lambda x: str(x) if isinstance(x, Reduction) else options_id(x),
+)
 
 
 def make_mesh(axis_type: AxisType) -> Mesh:
     return jax.make_mesh(MESH_SHAPE, ("rows", "features"), axis_types=(axis_type,) * 2)
 
 
-def make_operands(seed: int, num_rows: int = 64, num_features: int = 6) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rows with many ties, NaN, infinities and dropped ids; the ids; and a cotangent of the maxima."""
+def make_operands(
+    reduction: Reduction, seed: int, num_rows: int = 64, num_features: int = 6
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rows with many ties, NaN, infinities and dropped ids; the ids; and a cotangent of the result."""
     rng = np.random.default_rng(seed)
     data = np.round(rng.normal(size=(num_rows, num_features))).astype(np.float32)
     data[rng.integers(num_rows), 0] = np.nan
     data[rng.integers(num_rows, size=3), 1] = -np.inf
     data[rng.integers(num_rows, size=9), 2] = -0.0
     ids = rng.integers(-2, NUM_SEGMENTS + 2, num_rows).astype(np.int32)
-    d_output = rng.normal(size=(NUM_SEGMENTS, num_features)).astype(np.float32)
-    return jnp.asarray(data), jnp.asarray(ids), jnp.asarray(d_output)
+    shape = reduction.result_shape(Shape(num_rows, (num_features,), NUM_SEGMENTS))
+    return jnp.asarray(data), jnp.asarray(ids), jnp.asarray(rng.normal(size=shape).astype(np.float32))
 
 
-def value_and_gradient(tie_break: str, data: jax.Array, ids: jax.Array, d_output: jax.Array) -> tuple[jax.Array, ...]:
-    reduce = functools.partial(
-        jax_baracuda.segment_max, segment_ids=ids, num_segments=NUM_SEGMENTS, tie_break=tie_break
-    )
-    output, vjp = jax.vjp(reduce, data)
-    return output, *vjp(d_output)
+def value_and_gradient(
+    reduction: Reduction, options: Options, data: jax.Array, ids: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, ...]:
+    if reduction.gradient is None:
+        return (reduction(data, ids, NUM_SEGMENTS, **options),)
+    return reduction.pullback(data, ids, NUM_SEGMENTS, cotangent, **options)
+
+
+def assert_same(reduction: Reduction, actual: Sequence[jax.Array], expected: Sequence[jax.Array]) -> None:
+    """The answer of one device: exactly, where all arithmetic is exact; XLA divides means, and adds exponentials."""
+    rtol, atol = {SOFTMAX: (1e-5, 1e-6), MEAN: (2e-7, 0)}.get(reduction, (0, 0))
+    for got, want in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=rtol, atol=atol)
+        if reduction in (MAX, MIN):
+            np.testing.assert_array_equal(np.signbit(got) & ~np.isnan(got), np.signbit(want) & ~np.isnan(want))
+
+
+def cells_or_rows(reduction: Reduction, spec: P) -> P:
+    """How the result is split where rows and features of the data are split like this."""
+    return spec if reduction.result_has_rows else P(None, *spec[1:])
+
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
 def collectives(function: Callable[..., object], *operands: jax.Array) -> dict[str, int]:
     """How often each collective occurs in the compiled program."""
     text = jax.jit(function).lower(*operands).compile().as_text()
-    names = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
-    return {name: len(re.findall(rf"= \S+ {name}(?:-start)?\(|= \(.*\) {name}(?:-start)?\(", text)) for name in names}
+    return {
+        name: len(re.findall(rf"= \S+ {name}(?:-start)?\(|= \(.*\) {name}(?:-start)?\(", text)) for name in COLLECTIVES
+    }
 
 
-# Partition specs of data [rows, features], and how many all-reduces value and gradient take.
+# Partition specs of data [rows, features].
 SPLITS = {
-    "rows": (P("rows", None), 2),
-    "features": (P(None, "features"), 0),
-    "rows and features": (P("rows", "features"), 2),
-    "rows over both axes": (P(("rows", "features"), None), 2),
+    "rows": P("rows", None),
+    "features": P(None, "features"),
+    "rows and features": P("rows", "features"),
+    "rows over both axes": P(("rows", "features"), None),
 }
 
+# The most collectives that the value takes where rows are split, and its gradient beside. Products exchange cells.
+MOST_ALL_REDUCES = {
+    "segment_max": (1, 1),
+    "segment_min": (1, 1),
+    "segment_sum": (1, 0),
+    "segment_mean": (2, 0),
+    "segment_prod": (0, 0),
+    "segment_softmax": (2, 1),
+    "segment_argmax": (2, 0),
+    "segment_argmin": (2, 0),
+}
+MOST_ALL_GATHERS = {"segment_prod": 2}
 
-@pytest.mark.parametrize("tie_break", TIE_BREAKS)
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
-def test_sharded_operands_give_the_single_device_answer(axis_type: AxisType, split: str, tie_break: str) -> None:
-    data, ids, d_output = make_operands(seed=0)
-    expected = value_and_gradient(tie_break, data, ids, d_output)
-    spec, num_all_reduces = SPLITS[split]
-    mesh = make_mesh(axis_type)
+
+@pytest.mark.parametrize(
+    ("axis_type", "split"),
+    [
+        *((AxisType.Auto, split) for split in SPLITS),
+        (AxisType.Explicit, "rows and features"),
+        (AxisType.Explicit, "rows"),
+    ],
+    ids=lambda x: str(x),
+)
+@each_way
+def test_sharded_operands_give_the_single_device_answer(
+    reduction: Reduction, options: Options, axis_type: AxisType, split: str
+) -> None:
+    """Results are right and sharded, and no operand is gathered: few collectives, all of cells."""
+    data, ids, cotangent = make_operands(reduction, seed=0)
+    function = functools.partial(value_and_gradient, reduction, options)
+    expected = function(data, ids, cotangent)
+    spec, mesh = SPLITS[split], make_mesh(axis_type)
+    result_spec = cells_or_rows(reduction, spec)
     operands = (
         jax.device_put(data, NamedSharding(mesh, spec)),
         jax.device_put(ids, NamedSharding(mesh, P(spec[0]))),
-        jax.device_put(d_output, NamedSharding(mesh, P(None, spec[1]))),
+        jax.device_put(cotangent, NamedSharding(mesh, result_spec)),
     )
     with jax.set_mesh(mesh):
-        function = functools.partial(value_and_gradient, tie_break)
-        output, d_data = jax.jit(function)(*operands)
-        np.testing.assert_array_equal(output, expected[0])
-        np.testing.assert_array_equal(np.signbit(output), np.signbit(expected[0]))
-        np.testing.assert_array_equal(d_data, expected[1])
-        assert d_data.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
-        assert output.sharding.is_equivalent_to(NamedSharding(mesh, P(None, spec[1])), 2)
+        actual = jax.jit(function)(*operands)
+        assert_same(reduction, actual, expected)
+        for result, its_spec in zip(actual, (result_spec, spec), strict=False):
+            assert result.sharding.is_equivalent_to(NamedSharding(mesh, its_spec), 2)
 
-        counts = collectives(function, *operands)
-        assert counts["all-reduce"] == num_all_reduces, counts
-        assert sum(counts.values()) == counts["all-reduce"], counts
+        of_value = collectives(lambda data, ids: reduction(data, ids, NUM_SEGMENTS, **options), *operands[:2])
+        of_both = collectives(function, *operands)
+    rows_are_split = spec[0] is not None
+    most_of_value, most_of_gradient = MOST_ALL_REDUCES[reduction.name]
+    most_gathers = MOST_ALL_GATHERS.get(reduction.name, 0) * rows_are_split
+    for counts, most in ((of_value, most_of_value), (of_both, most_of_value + most_of_gradient)):
+        assert counts["all-reduce"] <= most * rows_are_split, counts
+        assert counts["all-gather"] <= most_gathers, counts
+        assert sum(counts.values()) == counts["all-reduce"] + counts["all-gather"], counts
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int32", "bfloat16", "float16"])
-def test_row_sharded_maximum_of_narrow_dtypes(dtype: str) -> None:
+def test_row_sharded_results_of_narrow_dtypes(dtype: str) -> None:
+    """Exact results of narrow dtypes, whose sums and products over the devices need a wide accumulator or wrap."""
     rng = np.random.default_rng(1)
-    data = jnp.asarray(rng.integers(0, 100, (64, 3))).astype(dtype)
-    ids = jnp.asarray(rng.integers(-1, NUM_SEGMENTS, 64))
+    for reduction in REDUCTIONS:
+        if dtype == "bool" and reduction in (SUM, PROD) or reduction is SOFTMAX:
+            continue
+        data = (
+            rng.integers(0, 100, (64, 3))
+            if reduction is not PROD
+            else rng.choice([1, 2, 3], (64, 3), p=[0.6, 0.3, 0.1])
+        )
+        data, ids = jnp.asarray(data).astype(dtype), rng.integers(-1, NUM_SEGMENTS, 64)
+        sharded = jax.device_put(data, NamedSharding(make_mesh(AxisType.Auto), P(("rows", "features"), None)))
+        output = jax.jit(lambda x, i, reduction=reduction: reduction(x, i, NUM_SEGMENTS))(sharded, ids)
+        expected = reduction(data, ids, NUM_SEGMENTS)
+        assert output.dtype == expected.dtype
+        np.testing.assert_allclose(
+            np.asarray(output).astype(np.float64),
+            np.asarray(expected).astype(np.float64),
+            rtol=2e-7 if reduction is MEAN else 0,
+            err_msg=str(reduction),
+        )
+
+
+def test_row_sharded_sums_need_no_16_bit_collective() -> None:
+    """Sums, means and products of float16 that only the whole is in range of."""
+    data = jnp.asarray(np.tile([[6e4], [-6e4]], (32, 1)).repeat(2, axis=1)).astype(jnp.float16)
+    data = jnp.concatenate([data[::2], data[1::2]])  # each device has numbers of one sign
+    ids = jnp.zeros(64, jnp.int32)
+    sharded = jax.device_put(data, NamedSharding(make_mesh(AxisType.Auto), P("rows", None)))
+    for reduction in (SUM, MEAN):
+        output = jax.jit(lambda x, reduction=reduction: reduction(x, ids, 1))(sharded)
+        np.testing.assert_array_equal(output, np.zeros((1, 2), np.float16))
+    powers = np.exp2(np.repeat(np.array([100, -100], np.float32), 32))[:, None]
+    sharded = jax.device_put(powers, NamedSharding(make_mesh(AxisType.Auto), P("rows", None)))
+    for reduce in (lambda x: PROD(x, ids, 1), lambda x: PROD.pullback(x, ids, 1, jnp.ones((1, 1)))[0]):
+        np.testing.assert_array_equal(jax.jit(reduce)(sharded), np.ones((1, 1)))
+
+
+@each_way
+def test_rows_that_do_not_divide_evenly(reduction: Reduction, options: Options) -> None:
+    data, ids, cotangent = make_operands(reduction, seed=2, num_rows=65)
     mesh = make_mesh(AxisType.Auto)
-    sharded = jax.device_put(data, NamedSharding(mesh, P(("rows", "features"), None)))
-    output = jax.jit(lambda x, i: jax_baracuda.segment_max(x, i, NUM_SEGMENTS))(sharded, ids)
-    expected = jax.ops.segment_max(data, ids, NUM_SEGMENTS)
-    assert output.dtype == expected.dtype
-    np.testing.assert_array_equal(np.asarray(output), np.asarray(expected))
 
-
-@pytest.mark.parametrize("tie_break", TIE_BREAKS)
-def test_rows_that_do_not_divide_evenly(tie_break: str) -> None:
-    data, ids, d_output = make_operands(seed=2, num_rows=65)
-    mesh = make_mesh(AxisType.Auto)
-
-    def function(data: jax.Array, ids: jax.Array, d_output: jax.Array) -> tuple[jax.Array, ...]:
+    def function(data: jax.Array, ids: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, ...]:
         data = jax.lax.with_sharding_constraint(data, NamedSharding(mesh, P("rows", "features")))
-        return value_and_gradient(tie_break, data, ids, d_output)
+        return value_and_gradient(reduction, options, data, ids, cotangent)
 
-    actual = jax.jit(function)(data, ids, d_output)
-    for got, expected in zip(actual, value_and_gradient(tie_break, data, ids, d_output), strict=True):
-        np.testing.assert_array_equal(got, expected)
+    expected = value_and_gradient(reduction, options, data, ids, cotangent)
+    assert_same(reduction, jax.jit(function)(data, ids, cotangent), expected)
 
 
 @pytest.mark.parametrize("mapped", [(0, None), (None, 0), (0, 0)], ids=["data", "ids", "both"])
-def test_sharded_batch_of_vmap(mapped: tuple[int | None, int | None]) -> None:
-    operands = [make_operands(seed) for seed in range(8)]
-    data, ids, d_output = (jnp.stack(arrays) for arrays in zip(*operands, strict=True))
+@each_reduction
+def test_sharded_batch_of_vmap(reduction: Reduction, mapped: tuple[int | None, int | None]) -> None:
+    operands = [make_operands(reduction, seed) for seed in range(8)]
+    data, ids, cotangent = (jnp.stack(arrays) for arrays in zip(*operands, strict=True))
     data, ids = (x if axis == 0 else x[0] for x, axis in zip((data, ids), mapped, strict=True))
-    function = jax.vmap(functools.partial(value_and_gradient, "split"), (*mapped, 0))
-    expected = function(data, ids, d_output)
+    function = jax.vmap(functools.partial(value_and_gradient, reduction, reduction.options[0]), (*mapped, 0))
+    expected = function(data, ids, cotangent)
     mesh = make_mesh(AxisType.Auto)
-    batch_split = NamedSharding(mesh, P("rows"))
-    whole = NamedSharding(mesh, P())
+    batch_split, whole = NamedSharding(mesh, P("rows")), NamedSharding(mesh, P())
     placed = (
         *(jax.device_put(x, batch_split if axis == 0 else whole) for x, axis in zip((data, ids), mapped, strict=True)),
-        jax.device_put(d_output, batch_split),
+        jax.device_put(cotangent, batch_split),
     )
-    for got, want in zip(jax.jit(function)(*placed), expected, strict=True):
-        np.testing.assert_array_equal(got, want)
+    actual = jax.jit(function)(*placed)
+    assert_same(reduction, actual, expected)
+    for got in actual:
         assert got.sharding.is_equivalent_to(batch_split, got.ndim)
     assert sum(collectives(function, *placed).values()) == 0
 
 
-@pytest.mark.parametrize("tie_break", TIE_BREAKS)
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_over_features(check_vma: bool, tie_break: str) -> None:
-    data, ids, d_output = make_operands(seed=3)
-    mesh = make_mesh(AxisType.Auto)
+@each_way
+def test_shard_map_over_features(reduction: Reduction, options: Options, check_vma: bool) -> None:
+    data, ids, cotangent = make_operands(reduction, seed=3)
+    mapped = functools.partial(value_and_gradient, reduction, options)
+    expected = mapped(data, ids, cotangent)
     function = jax.shard_map(
-        functools.partial(value_and_gradient, tie_break),
-        mesh=mesh,
+        mapped,
+        mesh=make_mesh(AxisType.Auto),
         in_specs=(P(None, "features"), P(), P(None, "features")),
-        out_specs=(P(None, "features"), P(None, "features")),
+        out_specs=(P(None, "features"),) * len(expected),
         check_vma=check_vma,
     )
-    expected = value_and_gradient(tie_break, data, ids, d_output)
-    for got, want in zip(jax.jit(function)(data, ids, d_output), expected, strict=True):
-        np.testing.assert_array_equal(got, want)
-    assert sum(collectives(function, data, ids, d_output).values()) == 0
+    assert_same(reduction, jax.jit(function)(data, ids, cotangent), expected)
+    assert sum(collectives(function, data, ids, cotangent).values()) == 0
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_gradient_through_shard_map_of_replicated_data(check_vma: bool) -> None:
+@each_differentiable
+def test_gradient_through_shard_map_of_replicated_data(reduction: Reduction, check_vma: bool) -> None:
     """Data that all devices share, ids that differ: the gradient is the sum over the devices."""
-    data, ids, _ = make_operands(seed=4)
+    data, ids, _ = make_operands(reduction, seed=4)
     data = jnp.where(jnp.isfinite(data), data, 0.5)
     mesh = make_mesh(AxisType.Auto)
     all_ids = jnp.stack([jnp.roll(ids, shift) for shift in range(MESH_SHAPE[0])])
 
     def loss_of(one_ids: jax.Array, data: jax.Array) -> jax.Array:
-        maxima = jax_baracuda.segment_max(data, one_ids, NUM_SEGMENTS)
-        return jnp.sum(jnp.where(jnp.isfinite(maxima), jnp.sin(maxima), 0))
+        output = reduction(data, one_ids, NUM_SEGMENTS)
+        return jnp.sum(jnp.where(jnp.isfinite(output), jnp.sin(output), 0))
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("rows"), P()), out_specs=P(), check_vma=check_vma)
     def loss(ids: jax.Array, data: jax.Array) -> jax.Array:
         return jax.lax.psum(loss_of(ids[0], data), "rows")
 
     expected = jax.grad(lambda data: sum(loss_of(one, data) for one in all_ids))(data)
-    np.testing.assert_allclose(jax.grad(loss, argnums=1)(all_ids, data), expected, rtol=1e-5, atol=1e-6)
+    actual = jax.jit(jax.grad(loss, argnums=1))(all_ids, data)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_varying_result_is_not_accepted_as_replicated() -> None:
-    data, ids, _ = make_operands(seed=5)
+@each_reduction
+def test_varying_result_is_not_accepted_as_replicated(reduction: Reduction) -> None:
+    data, ids, _ = make_operands(reduction, seed=5)
     function = jax.shard_map(
-        lambda data, ids: jax_baracuda.segment_max(data, ids, NUM_SEGMENTS),
+        lambda data, ids: reduction(data, ids, NUM_SEGMENTS),
         mesh=make_mesh(AxisType.Auto),
         in_specs=(P("rows"), P("rows")),
         out_specs=P(),
@@ -188,29 +270,34 @@ def test_varying_result_is_not_accepted_as_replicated() -> None:
         function(data, ids)
 
 
-def test_shard_map_over_one_of_two_axes() -> None:
+@each_reduction
+def test_shard_map_over_one_of_two_axes(reduction: Reduction) -> None:
     """The other axis stays with the partitioner; the answer is right."""
-    data, ids, d_output = make_operands(seed=6)
+    data, ids, cotangent = make_operands(reduction, seed=6)
     mesh = make_mesh(AxisType.Auto)
+    mapped = functools.partial(value_and_gradient, reduction, reduction.options[0])
+    expected = mapped(data, ids, cotangent)
     function = jax.shard_map(
-        functools.partial(value_and_gradient, "split"),
+        mapped,
         mesh=mesh,
         in_specs=(P(None, "features"), P(), P(None, "features")),
-        out_specs=(P(None, "features"), P(None, "features")),
+        out_specs=(P(None, "features"),) * len(expected),
         axis_names={"features"},
     )
     placed = jax.device_put(data, NamedSharding(mesh, P("rows", "features")))
-    expected = value_and_gradient("split", data, ids, d_output)
-    for got, want in zip(jax.jit(function)(placed, ids, d_output), expected, strict=True):
-        np.testing.assert_array_equal(got, want)
+    assert_same(reduction, jax.jit(function)(placed, ids, cotangent), expected)
 
 
 @pytest.mark.parametrize("data_spec", [P("rows", "features"), P(None, "features"), P()])
 @pytest.mark.parametrize("ids_spec", [P("rows"), P()])
-def test_explicit_mode_types(data_spec: P, ids_spec: P) -> None:
+@each_reduction
+def test_explicit_mode_types(reduction: Reduction, data_spec: P, ids_spec: P) -> None:
     """The result's type says how it is sharded, whatever the sharding of the ids."""
-    data, ids, d_output = make_operands(seed=7)
+    data, ids, cotangent = make_operands(reduction, seed=7)
+    expected = value_and_gradient(reduction, reduction.options[0], data, ids, cotangent)
     mesh = make_mesh(AxisType.Explicit)
+    full_spec = P(*data_spec, *(None,) * (2 - len(data_spec)))
+    result_spec = cells_or_rows(reduction, full_spec)
     with jax.set_mesh(mesh):
         placed = (
             jax.device_put(data, NamedSharding(mesh, data_spec)),
@@ -218,29 +305,30 @@ def test_explicit_mode_types(data_spec: P, ids_spec: P) -> None:
         )
 
         @jax.jit
-        def function(data: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-            output, vjp = jax.vjp(lambda data: jax_baracuda.segment_max(data, ids, NUM_SEGMENTS), data)
-            feature_axis = data_spec[1] if len(data_spec) > 1 else None
-            assert tuple(jax.typeof(output).sharding.spec) == (None, feature_axis)
-            [d_data] = vjp(jax.sharding.reshard(d_output, P(None, feature_axis)))
-            assert jax.typeof(d_data).sharding.spec == jax.typeof(data).sharding.spec
-            return output, d_data
+        def function(data: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
+            results = value_and_gradient(
+                reduction, reduction.options[0], data, ids, jax.sharding.reshard(cotangent, result_spec)
+            )
+            assert tuple(jax.typeof(results[0]).sharding.spec) == tuple(result_spec)
+            if len(results) == 2:
+                assert jax.typeof(results[1]).sharding.spec == jax.typeof(data).sharding.spec
+            return results
 
-        expected = value_and_gradient("split", data, ids, d_output)
-        for got, want in zip(function(*placed), expected, strict=True):
-            np.testing.assert_array_equal(got, want)
+        assert_same(reduction, function(*placed), expected)
 
 
-def test_out_sharding() -> None:
-    data, ids, _ = make_operands(seed=8)
+@each_reduction
+def test_out_sharding(reduction: Reduction) -> None:
+    data, ids, _ = make_operands(reduction, seed=8)
+    expected = reduction(data, ids, NUM_SEGMENTS)
     mesh = make_mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
         placed = jax.device_put(data, NamedSharding(mesh, P("rows", None)))
 
         @jax.jit
         def function(data: jax.Array) -> jax.Array:
-            output = jax_baracuda.segment_max(data, ids, NUM_SEGMENTS, out_sharding=P("rows", "features"))
+            output = reduction(data, ids, NUM_SEGMENTS, out_sharding=P("rows", "features"))
             assert tuple(jax.typeof(output).sharding.spec) == ("rows", "features")
             return output
 
-        np.testing.assert_array_equal(function(placed), jax_baracuda.segment_max(data, ids, NUM_SEGMENTS))
+        assert_same(reduction, [function(placed)], [expected])

@@ -7,13 +7,16 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import cases
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from reductions import MAX, PROD, SOFTMAX, SUM
 
-from jax_baracuda import segment_max, segment_max_backward
+from jax_baracuda import segment_max, segment_max_backward, segment_prod, segment_softmax, segment_sum
 
 NUM_THREADS = 8
 OPS_PER_PROGRAM = 16
@@ -28,28 +31,37 @@ def call_from_many_threads() -> None:
     ids = rng.integers(-1, segments + 1, (OPS_PER_PROGRAM, rows)).astype(np.int32)
     d_output = rng.normal(size=(segments, features)).astype(np.float32)
 
+    # Data are small integers, whose sums are exact; so are the products of their signs.
+    calls: list[tuple[Callable[..., jax.Array], Callable[..., cases.Expected]]] = [
+        (lambda x, i: segment_max(x, i, segments), MAX.value),
+        (
+            lambda x, i: segment_max_backward(d_output, x, i),
+            lambda x, i, s: MAX.gradient(d_output, x, i, s, tie_break="split"),
+        ),
+        (lambda x, i: segment_sum(x, i, segments), SUM.value),
+        (
+            lambda x, i: segment_prod(jnp.where(x < 0, -1.0, 1.0), i, segments),
+            lambda x, i, s: PROD.value(np.where(x < 0, -1, 1).astype(x.dtype), i, s),
+        ),
+        (lambda x, i: segment_softmax(x, i, segments), SOFTMAX.value),
+    ]
+    chosen = [calls[k % len(calls)] for k in range(OPS_PER_PROGRAM)]
+
     @jax.jit
-    def program(data: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        maxima = [segment_max(data, ids[k], segments) for k in range(OPS_PER_PROGRAM // 2)]
-        gradients = [segment_max_backward(d_output, data, ids[k]) for k in range(OPS_PER_PROGRAM // 2)]
-        return maxima, gradients
+    def program(data: jax.Array) -> list[jax.Array]:
+        return [function(data, ids[k]) for k, (function, _) in enumerate(chosen)]
 
     failures: list[str] = []
     start = threading.Barrier(NUM_THREADS)
 
     def work(thread: int) -> None:
         try:
-            expected_maxima = [cases.reference_max(data[thread], i, segments) for i in ids[: OPS_PER_PROGRAM // 2]]
-            expected_gradients = [
-                cases.reference_gradient(d_output, data[thread], i, "split") for i in ids[: OPS_PER_PROGRAM // 2]
-            ]
+            expected = [reference(data[thread], ids[k], segments) for k, (_, reference) in enumerate(chosen)]
             start.wait()
-            results = [program(data[thread]) for _ in range(CALLS_PER_THREAD)]  # all in flight before any is read
-            for maxima, gradients in results:
-                for actual, expected in zip(maxima, expected_maxima, strict=True):
-                    cases.assert_same_bits(actual, expected)
-                for actual, expected in zip(gradients, expected_gradients, strict=True):
-                    cases.assert_same_bits(actual, expected)
+            all_results = [program(data[thread]) for _ in range(CALLS_PER_THREAD)]  # all in flight before any is read
+            for results in all_results:
+                for actual, allowed in zip(results, expected, strict=True):
+                    allowed.check(actual)
         except BaseException as error:
             failures.append(f"thread {thread}: {type(error).__name__}: {error}")
             start.abort()

@@ -136,7 +136,39 @@ bool DispatchFloating(ElementType type, Body&& body) {
   }
 }
 
-// As DispatchFloating, for bool (as uint8_t, whose order it shares), integers and floating types.
+// As DispatchFloating, for integers of 32 and 64 bits and floating types.
+template <typename Body>
+bool DispatchWide(ElementType type, Body&& body) {
+  switch (type) {
+    case ElementType::kUInt32:
+      return body(TypeTag<uint32_t>{}), true;
+    case ElementType::kUInt64:
+      return body(TypeTag<uint64_t>{}), true;
+    case ElementType::kInt32:
+      return body(TypeTag<int32_t>{}), true;
+    case ElementType::kInt64:
+      return body(TypeTag<int64_t>{}), true;
+    default:
+      return DispatchFloating(type, body);
+  }
+}
+
+// As DispatchWide, where the sign of an integer makes no difference: sums and products that wrap.
+template <typename Body>
+bool DispatchWrapping(ElementType type, Body&& body) {
+  switch (type) {
+    case ElementType::kUInt32:
+    case ElementType::kInt32:
+      return body(TypeTag<uint32_t>{}), true;
+    case ElementType::kUInt64:
+    case ElementType::kInt64:
+      return body(TypeTag<uint64_t>{}), true;
+    default:
+      return DispatchFloating(type, body);
+  }
+}
+
+// As DispatchWide, for bool (as uint8_t, whose order it shares) and narrow integers too.
 template <typename Body>
 bool DispatchOrdered(ElementType type, Body&& body) {
   switch (type) {
@@ -145,20 +177,12 @@ bool DispatchOrdered(ElementType type, Body&& body) {
       return body(TypeTag<uint8_t>{}), true;
     case ElementType::kUInt16:
       return body(TypeTag<uint16_t>{}), true;
-    case ElementType::kUInt32:
-      return body(TypeTag<uint32_t>{}), true;
-    case ElementType::kUInt64:
-      return body(TypeTag<uint64_t>{}), true;
     case ElementType::kInt8:
       return body(TypeTag<int8_t>{}), true;
     case ElementType::kInt16:
       return body(TypeTag<int16_t>{}), true;
-    case ElementType::kInt32:
-      return body(TypeTag<int32_t>{}), true;
-    case ElementType::kInt64:
-      return body(TypeTag<int64_t>{}), true;
     default:
-      return DispatchFloating(type, body);
+      return DispatchWide(type, body);
   }
 }
 

@@ -39,6 +39,8 @@ class Differentiable:
           backward: ``(params, residuals, cotangent) -> cotangents``, None for an array without a tangent space.
         """
         self._primal = primal
+        self.forward = forward
+        self.backward = backward
         self._reverse_mode = jax.custom_vjp(primal, nondiff_argnums=(0,))
         self._reverse_mode.defvjp(forward, backward)
 

@@ -10,9 +10,14 @@ class Guarantee:
     """The numerical guarantees of an op for one element type on one platform."""
 
     accumulator: str
-    """The dtype in which terms are combined; "none" where the op only selects or compares."""
+    """The dtype in which terms are combined; "none" where the op only selects, compares or divides."""
     math_precision: str
-    """"exact" (no rounding at all), "rounded once" or "faithful" (within one unit in the last place)."""
+    """How far a result may be from exact arithmetic.
+
+    "exact": not at all (integers: modulo 2 to the number of bits). "rounded once": it is the exact result, rounded to
+    the dtype. "faithful": within one unit in the last place. "accumulated": terms are added or multiplied in the
+    accumulator's dtype in some order, which rounds at each step, and the result is rounded once to the dtype.
+    """
     deterministic: bool
     """The same inputs give the same bits whatever the scheduling of threads."""
     bit_stable_on_same_hardware: bool

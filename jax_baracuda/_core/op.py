@@ -43,7 +43,10 @@ class Op:
     """The same computation in plain JAX: serves what has no kernel, and every derivative of the op."""
     dtypes: frozenset[str]
     """The element types of the first operand for which there is a kernel."""
-    guarantee: Guarantee
+    guarantee: Guarantee | Callable[..., Guarantee]
+    """Or ``(dtype name, platform, *, deterministic, indices_are_sorted) -> Guarantee`` where it depends on these."""
+    aliases: tuple[str, ...] = ()
+    """Other public functions whose result is this op's."""
     attributes: tuple[str, ...] = ()
     """The names of the params that the native handler takes."""
     scratch: Callable[..., Mapping[str, int]] | None = None
@@ -51,11 +54,18 @@ class Op:
     whole: tuple[str, ...] = ()
     """Dimensions that must not be split over devices."""
     reduced: tuple[str, ...] = ()
-    """Dimensions of the operands that the results lack."""
+    """Dimensions of the operands that results lack, so that shards have parts of those results."""
     shard_program: Callable[..., Sequence[jax.Array]] | None = None
     """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is."""
     kernel_limit: Callable[..., str | None] | None = None
     """``(*operand avals, **params)`` -> why the kernel does not take this call, or None."""
+    transpose: Callable[..., jax.Array] | None = None
+    """For an op that is linear in operand 0 and constant in the others:
+    ``(aval of operand 0, cotangent of result 0, *other operands, **params) -> cotangent of operand 0``.
+
+    Then derivatives are calls of kernels too: the tangent is the op of the tangent. The cotangent may have the whole
+    batch where operand 0 is shared.
+    """
 
     def __post_init__(self) -> None:
         dimensions = {name for names in self.operands + self.results for name in names}
@@ -68,11 +78,15 @@ class Op:
         _register(self)
 
     def __call__(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
-        return self._primitive.bind(*jax_versions.unify_varying(*operands), **params)
+        return self._primitives[0].bind(*jax_versions.unify_varying(*operands), **params)
+
+    def kernel(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+        """The kernel alone, without derivatives and sharding: for the shard programs of other ops."""
+        return self._primitives[1].bind(*operands, **params)
 
     @functools.cached_property
-    def _primitive(self) -> Primitive:
-        return _primitive_of(self)
+    def _primitives(self) -> tuple[Primitive, Primitive]:
+        return _primitives_of(self)
 
     def layout(self, operands: Sequence[Any], results: Sequence[Any]) -> Layout:
         """The named dimensions of a call with these shapes."""
@@ -119,25 +133,32 @@ def _register(op: Op) -> None:
     OPS[op.name] = op
 
 
-def precision_guarantee(name: str, dtype: Any, platform: str) -> Guarantee:
+def precision_guarantee(
+    name: str, dtype: Any, platform: str, *, deterministic: bool = False, indices_are_sorted: bool = False
+) -> Guarantee:
     """What an op promises about its numbers.
 
     Args:
-      name: an op's name, as ``python -m jax_baracuda report`` lists them: "segment_max", "segment_max_backward", ...
+      name: the name of a public function or of an op, as ``python -m jax_baracuda report`` lists them: "segment_max",
+        "segment_max_backward", ...
       dtype: the element type.
       platform: "cpu" or "cuda".
+      deterministic: whether the function is called with ``deterministic=True``.
+      indices_are_sorted: whether it is called with ``indices_are_sorted=True``.
 
     Returns:
       A record with ``accumulator`` (the dtype in which terms are combined, "none" for pure selection),
-      ``math_precision``, ``deterministic`` (independent of thread scheduling) and ``bit_stable_on_same_hardware``.
+      ``math_precision`` ("exact", "rounded once", "faithful" or "accumulated"), ``deterministic`` (independent of
+      thread scheduling) and ``bit_stable_on_same_hardware``.
 
     Raises:
       ValueError: there is no such op, or it has no kernel for this dtype or platform. What runs then is XLA's, and its
         guarantees are XLA's.
     """
-    op = OPS.get(name)
+    by_name = OPS | {alias: op for op in OPS.values() for alias in op.aliases}
+    op = by_name.get(name)
     if op is None:
-        raise ValueError(f"precision_guarantee: name must be one of {sorted(OPS)}, got {name!r}")
+        raise ValueError(f"precision_guarantee: name must be one of {sorted(by_name)}, got {name!r}")
     if platform not in KERNEL_PLATFORMS:
         raise ValueError(f"precision_guarantee: platform must be one of {KERNEL_PLATFORMS}, got {platform!r}")
     try:
@@ -146,10 +167,13 @@ def precision_guarantee(name: str, dtype: Any, platform: str) -> Guarantee:
         dtype_name = str(dtype)
     if dtype_name not in op.dtypes:
         raise ValueError(f"precision_guarantee: {name} has kernels for dtype {sorted(op.dtypes)}, got {dtype_name!r}")
-    return op.guarantee
+    if isinstance(op.guarantee, Guarantee):
+        return op.guarantee
+    return op.guarantee(dtype_name, platform, deterministic=deterministic, indices_are_sorted=indices_are_sorted)
 
 
-def _primitive_of(op: Op) -> Primitive:
+def _primitives_of(op: Op) -> tuple[Primitive, Primitive]:
+    """The op's primitive, and the primitive of its kernel alone."""
     primitive = _declare(op, f"baracuda_{op.name}")
     kernel = _declare(op, f"baracuda_{op.name}_kernel")
     primitive.def_impl(functools.partial(jax_versions.apply_primitive, primitive))
@@ -161,7 +185,7 @@ def _primitive_of(op: Op) -> Primitive:
     for platform in KERNEL_PLATFORMS:
         mlir.register_lowering(primitive, functools.partial(_lower, op, kernel, platform), platform=platform)
         mlir.register_lowering(kernel, functools.partial(_lower_kernel, op, platform), platform=platform)
-    return primitive
+    return primitive, kernel
 
 
 def _declare(op: Op, name: str) -> Primitive:
@@ -210,9 +234,23 @@ def _reference_of(
         all_operands = list(operands)
         for i, x in zip(free, free_operands, strict=True):
             all_operands[i] = x
-        return list(op.reference(*all_operands, **params))
+        return _reference(op, *all_operands, **params)
 
     return reference
+
+
+def _reference(op: Op, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """Calls the reference. Under explicit sharding its axes are automatic, and only its results have a sharding."""
+
+    def reference(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(op.reference(*operands, **params))
+
+    avals = [jax.typeof(x) for x in operands]
+    if any(jax_versions.explicit_spec(aval) is not None for aval in avals):
+        shardings = tuple(result.sharding for result in _abstract_eval(op, *avals, **params))
+        explicit_axes = shardings[0].mesh.explicit_axes
+        reference = jax.sharding.auto_axes(reference, axes=explicit_axes, out_sharding=shardings)
+    return list(reference(*operands))
 
 
 def _jvp(
@@ -221,17 +259,26 @@ def _jvp(
     """The primal from the kernel, the tangent from the reference: linear in the tangents, so JAX transposes it."""
     results = primitive.bind(*primals, **params)
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-    reference = _reference_of(op, primals, moving, params)
-    _, result_tangents = jax.jvp(reference, [primals[i] for i in moving], [tangents[i] for i in moving])
+    if op.transpose is not None and moving == [0]:
+        result_tangents = primitive.bind(tangents[0], *primals[1:], **params)
+    else:
+        reference = _reference_of(op, primals, moving, params)
+        _, result_tangents = jax.jvp(reference, [primals[i] for i in moving], [tangents[i] for i in moving])
     return results, [
-        jax_versions.zero_tangent(result) if tangent.dtype == jax.dtypes.float0 else tangent
+        tangent if jnp.issubdtype(result.dtype, jnp.inexact) else jax_versions.zero_tangent(result)
         for result, tangent in zip(results, result_tangents, strict=True)
     ]
 
 
 def _transpose(op: Op, cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
-    """The transpose of the reference with respect to the operands that it is linear in."""
+    """The transpose with respect to the operands that the op is linear in."""
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+    if op.transpose is not None and linear == [0]:
+        aval = operands[0].aval
+        result = op.transpose(aval, ad.instantiate_zeros(cotangents[0]), *operands[1:], **params)
+        if result.shape[0] != aval.shape[0]:
+            result = jnp.sum(result, axis=0, keepdims=True)
+        return [result, *(None for _ in operands[1:])]
     reference = _reference_of(op, operands, linear, params)
     transposed = jax.linear_transpose(reference, *(operands[i].aval for i in linear))
     results: list[Any] = [None] * len(operands)
@@ -241,7 +288,7 @@ def _transpose(op: Op, cotangents: Sequence[Any], *operands: Any, **params: Any)
 
 
 def _lower_reference(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    return mlir.lower_fun(functools.partial(op.reference, **params), multiple_results=True)(ctx, *operands)
+    return mlir.lower_fun(functools.partial(_reference, op, **params), multiple_results=True)(ctx, *operands)
 
 
 def _lower(
@@ -272,6 +319,8 @@ def _lower(
 
 
 def _lower_kernel(op: Op, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+    if op.missing_kernel(platform, ctx.avals_in, params) is not None:
+        return _lower_reference(op, ctx, *operands, **params)
     num_results = len(ctx.avals_out)
     if op.scratch is not None:
         sizes = {name: int(size) for name, size in op.scratch(*ctx.avals_in, **params).items()}

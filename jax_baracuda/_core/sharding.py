@@ -68,8 +68,14 @@ class Layout:
             )
 
         text = f"{terms(self.operands, self.operand_shapes)} -> {terms(self.results, self.result_shapes)}"
+        in_results = {
+            name
+            for names, shape in zip(self.results, self.result_shapes, strict=True)
+            for name, size in zip(names, shape, strict=True)
+            if size == sizes[name]
+        }
         return text, {
-            "reduction_factors": tuple(factors[name] for name in reduced if name in factors),
+            "reduction_factors": tuple(factors[name] for name in reduced if name in factors.keys() - in_results),
             "need_replication_factors": tuple(factors[name] for name in whole if name in factors),
         }
 
@@ -104,7 +110,7 @@ def partitioned(
         dimension to the mesh axes that split it.
       layout: the dimensions of the call.
       whole: dimensions that must not be split.
-      reduced: dimensions of the operands that the results lack.
+      reduced: dimensions of the operands that results lack.
     """
 
     def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> tuple[Any, ...]:

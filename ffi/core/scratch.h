@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace jax_baracuda::segment {
+namespace jax_baracuda {
 
 inline constexpr int64_t kScratchAlignment = 256;
 
@@ -33,4 +33,4 @@ class ScratchCarver {
   char* next_;
 };
 
-}  // namespace jax_baracuda::segment
+}  // namespace jax_baracuda

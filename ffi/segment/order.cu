@@ -1,7 +1,7 @@
 #include <cub/device/device_radix_sort.cuh>
 
-#include "ffi/segment/scratch.h"
-#include "ffi/segment/segment_max_order.cuh"
+#include "ffi/core/scratch.h"
+#include "ffi/segment/order.cuh"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -32,6 +32,11 @@ __global__ void __launch_bounds__(kThreads) NumberRowsKernel(const __grid_consta
   if (row >= joined.total) return;
   order.segments[row] = joined.Segment(row);
   order.rows[row] = row;
+}
+
+__global__ void __launch_bounds__(kThreads) NaturalOrderKernel(int32_t* order, int64_t rows, int64_t total) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i < total) order[i] = static_cast<int32_t>(i % rows);
 }
 
 }  // namespace
@@ -74,6 +79,14 @@ cudaError_t LaunchSegmentOrder(const Problem& problem, const void* segment_ids, 
   }
   *order = {keys.Current(), values.Current()};
   return cudaSuccess;
+}
+
+cudaError_t LaunchNaturalOrder(const Problem& problem, int32_t* order, cudaStream_t stream) {
+  const int64_t total = problem.batch * problem.rows;
+  if (total == 0) return cudaSuccess;
+  NaturalOrderKernel<<<static_cast<uint32_t>(CeilDivide(total, kThreads)), kThreads, 0, stream>>>(order, problem.rows,
+                                                                                                total);
+  return cudaGetLastError();
 }
 
 }  // namespace jax_baracuda::segment

@@ -1,9 +1,9 @@
-// What the CUDA kernels of segment_max share: vectors, ids, the exact maximum, and a cell under reduction in registers.
+// What the CUDA kernels of the segment reductions share: vectors, ids, and how features are dealt to threads.
 #pragma once
 
 #include <cstdint>
 
-#include "ffi/segment/segment_max.h"
+#include "ffi/segment/segment.h"
 
 namespace jax_baracuda::segment {
 
@@ -44,14 +44,32 @@ struct WordOf<16> {
   using type = uint4;
 };
 
-// For bytes that are read or written once: they should not push out of L2 what is read again.
+// A vector as one word. Vectors of narrow elements that wait in registers do so as words: else the compiler takes them
+// apart at once.
 template <typename T, int kCount>
-__device__ __forceinline__ Vector<T, kCount> LoadStreaming(const T* address) {
-  using Word = typename WordOf<sizeof(Vector<T, kCount>)>::type;
-  const Word word = __ldcs(reinterpret_cast<const Word*>(address));
+using Packed = typename WordOf<sizeof(Vector<T, kCount>)>::type;
+
+template <typename T, int kCount>
+__device__ __forceinline__ Vector<T, kCount> Unpack(const Packed<T, kCount>& word) {
   Vector<T, kCount> vector;
   memcpy(&vector, &word, sizeof(word));
   return vector;
+}
+
+// For bytes that are read or written once: they should not push out of L2 what is read again.
+template <typename T, int kCount>
+__device__ __forceinline__ Packed<T, kCount> LoadPackedStreaming(const T* address) {
+  return __ldcs(reinterpret_cast<const Packed<T, kCount>*>(address));
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ Packed<T, kCount> LoadPacked(const T* address) {
+  return *reinterpret_cast<const Packed<T, kCount>*>(address);
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ Vector<T, kCount> LoadStreaming(const T* address) {
+  return Unpack<T, kCount>(LoadPackedStreaming<T, kCount>(address));
 }
 
 template <typename T, int kCount>
@@ -121,127 +139,6 @@ struct SegmentIds {
 
   __device__ __forceinline__ uint32_t Segment(int64_t id) const {
     return static_cast<uint64_t>(id) < static_cast<uint64_t>(segments) ? static_cast<uint32_t>(id) : kDropped;
-  }
-};
-
-// Larger(a, b) in one instruction where the hardware has one: these propagate NaN and put +0 above -0.
-template <typename T>
-__device__ __forceinline__ T HardwareLarger(T a, T b) {
-  return Larger(a, b);
-}
-template <>
-__device__ __forceinline__ float HardwareLarger(float a, float b) {
-  float larger;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
-  return larger;
-}
-template <>
-__device__ __forceinline__ Float16 HardwareLarger(Float16 a, Float16 b) {
-  return __hmax_nan(a, b);
-}
-template <>
-__device__ __forceinline__ BFloat16 HardwareLarger(BFloat16 a, BFloat16 b) {
-  return __hmax_nan(a, b);
-}
-
-// Two or four narrow values at once, in a word.
-template <typename T>
-__device__ __forceinline__ uint32_t PackedLarger(uint32_t a, uint32_t b) {
-  if constexpr (std::is_same_v<T, uint8_t>) {
-    return __vmaxu4(a, b);
-  } else if constexpr (std::is_same_v<T, int8_t>) {
-    return __vmaxs4(a, b);
-  } else if constexpr (std::is_same_v<T, uint16_t>) {
-    return __vmaxu2(a, b);
-  } else if constexpr (std::is_same_v<T, int16_t>) {
-    return __vmaxs2(a, b);
-  } else {
-    using Pair = std::conditional_t<std::is_same_v<T, Float16>, __half2, __nv_bfloat162>;
-    Pair x, y;
-    memcpy(&x, &a, sizeof(x));
-    memcpy(&y, &b, sizeof(y));
-    x = __hmax2_nan(x, y);
-    memcpy(&a, &x, sizeof(a));
-    return a;
-  }
-}
-
-template <typename T, int kCount>
-__device__ __forceinline__ void KeepLarger(Vector<T, kCount>& best, const Vector<T, kCount>& other) {
-  if constexpr (sizeof(T) < 4 && sizeof(T) * kCount % 4 == 0) {
-    constexpr int kWords = sizeof(T) * kCount / 4;
-    uint32_t a[kWords], b[kWords];
-    memcpy(a, &best, sizeof(a));
-    memcpy(b, &other, sizeof(b));
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) a[i] = PackedLarger<T>(a[i], b[i]);
-    memcpy(&best, a, sizeof(a));
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) best.lane[i] = HardwareLarger(best.lane[i], other.lane[i]);
-  }
-}
-
-// kCount neighbouring cells of one segment under reduction. Rows come in any order.
-template <typename T, int kCount, bool kWithWinner>
-struct Accumulator {
-  Vector<T, kCount> best;
-
-  __device__ __forceinline__ void Start() { best = Repeat<kCount>(MaxIdentity<T>()); }
-  __device__ __forceinline__ void Add(const Vector<T, kCount>& values, int32_t, bool) { KeepLarger(best, values); }
-  __device__ __forceinline__ void Merge(const Accumulator& other, bool) { KeepLarger(best, other.best); }
-
-  __device__ __forceinline__ void Load(const T* values, const int32_t*) { best = LoadVector<kCount>(values); }
-  __device__ __forceinline__ void Store(T* values, int32_t*) const { StoreVector(values, best); }
-};
-
-template <typename T, int kCount>
-struct Accumulator<T, kCount, true> {
-  // The 16-bit types are exact in float, and comparing there needs no conversion of `best` at each row.
-  using C = ComputeType<T>;
-  Cell<C> cells[kCount];
-
-  __device__ __forceinline__ void Start() {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) cells[i] = Cell<C>{};
-  }
-
-  // AddRow in few instructions: NaN and zeros are left to the maximum of the hardware (the winner of a NaN does not
-  // matter before FinalWinner), and a tie is a minimum: towards the lower row, kNoWinner being the greatest unsigned
-  // number, or one below the lesser of the count and kNoWinner.
-  __device__ __forceinline__ void Add(const Vector<T, kCount>& values, int32_t row, bool first_wins) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const C value = static_cast<C>(values.lane[i]), best = cells[i].best;
-      const int32_t winner = cells[i].winner;
-      const int32_t tied = first_wins
-                               ? static_cast<int32_t>(min(static_cast<uint32_t>(winner), static_cast<uint32_t>(row)))
-                               : min(winner, kNoWinner) - 1;
-      cells[i].winner = value > best ? row : (value == best ? tied : winner);
-      cells[i].best = HardwareLarger(best, value);
-    }
-  }
-  __device__ __forceinline__ void Merge(const Accumulator& other, bool first_wins) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) MergeCell(cells[i], other.cells[i], first_wins);
-  }
-
-  __device__ __forceinline__ void Load(const T* values, const int32_t* winners) {
-    const Vector<T, kCount> best = LoadVector<kCount>(values);
-    const Vector<int32_t, kCount> winner = LoadVector<kCount>(winners);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) cells[i] = Cell<C>{static_cast<C>(best.lane[i]), winner.lane[i]};
-  }
-  __device__ __forceinline__ void Store(T* values, int32_t* winners) const {
-    Vector<T, kCount> best;
-    Vector<int32_t, kCount> winner;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      best.lane[i] = static_cast<T>(cells[i].best);
-      winner.lane[i] = FinalWinner(cells[i]);
-    }
-    StoreVector(values, best);
-    StoreVector(winners, winner);
   }
 };
 

@@ -1,29 +1,29 @@
-// Segment maximum of rows that come in the order of their segments, either as they lie or through a permutation.
+// Reduction of rows that come in the order of their segments, either as they lie or through a permutation.
 //
 // Rows are cut into tiles of 32, whatever the segments, so a hot segment costs no more than any other rows. A tile is
-// reduced by a group of threads, one vector of features each, that walks down the rows with the maximum in registers.
-// The word of a tile's "starts" holds a bit for each row that begins a run of rows of one segment, and decides alone
-// who reduces which rows:
+// reduced by a group of threads, one vector of features each, that walks down the rows with the cells in registers. The
+// word of a tile's "starts" holds a bit for each row that begins a run of rows of one segment, and decides alone who
+// reduces which rows:
 //
 //   * the tile in which a run starts owns it, and reads on into the next tile to the run's end;
 //   * a run that covers the whole next tile (whose starts are 0) is long: its owner stops at its own tile's end, and
-//     every later tile reduces its part, its piece. Pieces of one block are merged in shared memory; what remains is at
-//     most one piece a block, which MergePieces folds into the output.
+//     every later tile reduces its part, its piece. Pieces of one block are merged in shared memory; what remains is, for
+//     each block, at most one piece at its head, of a run that enters the block, and one at its tail, of a run that starts
+//     in the block and leaves it. MergePieces folds those.
 //
-// No two threads write one cell, so there are no atomics. Ids that are not sorted after all give wrong results but no
+// No two threads write one cell, and partial results are merged in an order that shapes and ids alone decide, so there are
+// no atomics and the result is bit-equal from run to run. Ids that are not sorted after all give wrong results but no
 // access out of bounds, because the starts alone steer every loop.
 #pragma once
 
 #include <cuda_pipeline.h>
 
-#include "ffi/segment/segment_max_device.cuh"
+#include "ffi/segment/device.cuh"
+#include "ffi/segment/reduction.cuh"
 
 namespace jax_baracuda::segment {
 
 inline constexpr int kTileRows = 32;
-// Rows that a thread loads before it uses the first; fewer where winners need the registers.
-template <typename T, bool kWithWinner>
-inline constexpr int kRowsInFlight = kWithWinner || sizeof(T) == 8 ? 4 : 8;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // How a thread gets at the rows of its tile.
@@ -36,31 +36,17 @@ enum class RowSource {
 // Small blocks: one that waits for its ids leaves most of a multiprocessor at work.
 inline constexpr int kTileThreads = 64;
 
-// Blocks that share a multiprocessor, which caps the registers of a thread: 64 without winners, else 80 or 102.
-template <typename T, bool kWithWinner>
-inline constexpr int kTileBlocks = kWithWinner ? (sizeof(T) < 4 ? 12 : 10) : 16;
-
-// A piece of a long run that enters a block of tiles from the block before: one slot per block.
-template <typename T>
-struct Pieces {
-  uint32_t* segment;  // kDropped where the block has none
-  T* best;            // [blocks, features]
-  int32_t* winner;    // [blocks, features]
-};
-
-template <typename T>
+template <typename Reduction>
 struct TileArguments {
-  const T* data;
+  const typename Reduction::Element* data;
   SegmentIds ids;                  // of the rows as they lie; not used with `sorted_segments`
   const uint32_t* sorted_segments;  // nullptr, or the segments in order, with `order` the rows they come from
   const uint32_t* order;
   Problem problem;     // with an order: the batch joined into one element, whose rows and segments are numbered through
   int64_t batch_rows;  // rows of one element of the batch; less than problem.rows only where the batch was joined
-  bool first_wins;
-  T* output;
-  int32_t* winner;
+  typename Reduction::Outputs outputs;
   uint8_t* present;  // [batch, segments], set to 1 for each segment that has a row
-  Pieces<T> pieces;
+  Pieces pieces;
   FeatureLanes features;
   int groups;               // tiles of a block
   int64_t blocks_per_batch;  // blocks along the rows of one element of the batch
@@ -76,36 +62,33 @@ __host__ __device__ __forceinline__ int StagedTileBytes(int features) {
   return kTileRows * features * static_cast<int>(sizeof(T)) + (sizeof(T) < 4 ? 4 : static_cast<int>(sizeof(T)));
 }
 
-template <typename T, int kVec, bool kWithWinner, RowSource kSource>
+template <typename Reduction, int kVec, RowSource kSource>
 struct TileShared {
-  uint4* slots;        // the pieces of the groups: values, then winners
+  using T = typename Reduction::Element;
+  using Cells = typename Reduction::template Accumulator<kVec>;
+
+  Cells* slots;        // the pieces at the heads of the groups' tiles, one for each thread
   uint32_t* starts;    // [groups + 2], from the tile before the block's first to the one after its last
   uint32_t* segments;  // [groups * kPaddedTileRows]
   uint32_t* order;     // [(groups + 1) * kPaddedTileRows], with an order only
   char* rows;          // [groups + 1] tiles, staged only
 
-  static constexpr int kSlotBytes = kVec * (sizeof(T) + (kWithWinner ? sizeof(int32_t) : 0));
-
+  static constexpr int kSlotBytes = (kTileThreads * static_cast<int>(sizeof(Cells)) + 15) / 16 * 16;
   static constexpr bool kWithOrder = kSource == RowSource::kOrdered;
 
   static int Bytes(int groups, int64_t features) {
     const int words = groups + 2 + groups * kPaddedTileRows + (kWithOrder ? (groups + 1) * kPaddedTileRows : 0);
     const int rows =
         kSource == RowSource::kStaged ? (groups + 1) * StagedTileBytes<T>(static_cast<int>(features)) + 8 : 0;
-    return (kTileThreads * kSlotBytes + 15) / 16 * 16 + words * 4 + rows;
+    return kSlotBytes + words * 4 + rows;
   }
 
-  __device__ TileShared(uint4* shared, int groups) : slots(shared) {
-    starts = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + (blockDim.x * kSlotBytes + 15) / 16 * 16);
+  __device__ TileShared(uint4* shared, int groups) : slots(reinterpret_cast<Cells*>(shared)) {
+    starts = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kSlotBytes);
     segments = starts + groups + 2;
     order = segments + groups * kPaddedTileRows;
     uint32_t* end = order + (kWithOrder ? (groups + 1) * kPaddedTileRows : 0);
     rows = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(end) + 7) / 8 * 8);
-  }
-
-  __device__ T* SlotBest(int thread) const { return reinterpret_cast<T*>(slots) + thread * kVec; }
-  __device__ int32_t* SlotWinner(int thread) const {
-    return reinterpret_cast<int32_t*>(reinterpret_cast<T*>(slots) + blockDim.x * kVec) + thread * kVec;
   }
 };
 
@@ -167,12 +150,14 @@ __device__ __forceinline__ void FindStarts(const Shared& shared, int tiles, int6
   }
 }
 
-template <typename T, int kVec, bool kWithWinner, RowSource kSource>
-__global__ void __launch_bounds__(kTileThreads, (kTileBlocks<T, kWithWinner>)) TileKernel(
-    const __grid_constant__ TileArguments<T> a) {
-  constexpr int kInFlight = kRowsInFlight<T, kWithWinner>;
+template <typename Reduction, int kVec, RowSource kSource>
+__global__ void __launch_bounds__(kTileThreads, Reduction::kTileBlocks) TileKernel(
+    const __grid_constant__ TileArguments<Reduction> a) {
+  using T = typename Reduction::Element;
+  using Cells = typename Reduction::template Accumulator<kVec>;
+  constexpr int kInFlight = Reduction::kRowsInFlight;
   extern __shared__ uint4 shared_memory[];
-  const TileShared<T, kVec, kWithWinner, kSource> shared(shared_memory, a.groups);
+  const TileShared<Reduction, kVec, kSource> shared(shared_memory, a.groups);
 
   const int64_t row_block = blockIdx.x / a.features.columns;
   const int column_block = blockIdx.x % a.features.columns;
@@ -202,10 +187,12 @@ __global__ void __launch_bounds__(kTileThreads, (kTileBlocks<T, kWithWinner>)) T
   const int64_t tile_row = first_row + group * kTileRows;
   const bool is_active = group < a.groups && column < features && tile_row < rows;
 
-  Accumulator<T, kVec, kWithWinner> accumulator;
+  Cells cells;
   const int64_t first_segment = b * a.problem.segments;
   uint32_t head_segment = kDropped;
+  int64_t run_segment = -1;  // of the run under reduction; below 0 its rows are dropped
   bool has_piece = false, goes_on = false;  // a piece at the tile's head; a piece that goes on in the next group's tile
+  bool owns_long_run = false;
 
   if (is_active) {
     const uint32_t before = shared.starts[group], starts = shared.starts[group + 1], after = shared.starts[group + 2];
@@ -220,22 +207,20 @@ __global__ void __launch_bounds__(kTileThreads, (kTileBlocks<T, kWithWinner>)) T
     int end = rows - tile_row < kTileRows ? static_cast<int>(rows - tile_row) : kTileRows;
     if (starts != 0 && end == kTileRows && after != 0) end += __ffs(after) - 1;
 
-    // The run under reduction is the tile's piece, or goes to `cell` when it ends; below 0 its rows are dropped.
     bool is_piece = has_piece;
-    int64_t cell = -1;
     const auto store_run = [&] {
       if (is_piece) {
-        accumulator.Store(shared.SlotBest(threadIdx.x), shared.SlotWinner(threadIdx.x));
-      } else if (cell >= 0) {
-        accumulator.Store(a.output + cell, a.winner + cell);
+        shared.slots[threadIdx.x] = cells;
+      } else if (run_segment >= 0) {
+        cells.Store(a.outputs, run_segment, features, column);
       }
     };
-    accumulator.Start();
+    cells.Start();
     uint32_t coming_starts = begin < kTileRows ? starts >> begin : 0;
     const T* next_row = data + (tile_row + begin) * features + column;
 
     for (int i = begin; i < end; i += kInFlight) {
-      Vector<T, kVec> values[kInFlight];
+      Packed<T, kVec> values[kInFlight];
       int32_t row[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
@@ -252,9 +237,9 @@ __global__ void __launch_bounds__(kTileThreads, (kTileBlocks<T, kWithWinner>)) T
               shared.order[group * kPaddedTileRows + tile_offset + tile_offset / kTileRows];
           row[u] = a.batch_rows == rows ? joined_row : joined_row % static_cast<uint32_t>(a.batch_rows);
           const uint32_t data_row = a.problem.data_is_shared ? static_cast<uint32_t>(row[u]) : joined_row;
-          values[u] = LoadStreaming<T, kVec>(data + data_row * features + column);
+          values[u] = LoadPackedStreaming<T, kVec>(data + data_row * features + column);
         } else {
-          values[u] = LoadStreaming<T, kVec>(next_row);
+          values[u] = LoadPackedStreaming<T, kVec>(next_row);
           next_row += features;
         }
       }
@@ -265,78 +250,78 @@ __global__ void __launch_bounds__(kTileThreads, (kTileBlocks<T, kWithWinner>)) T
           store_run();
           is_piece = false;
           const uint32_t segment = segments[i + u];
-          cell = segment == kDropped ? -1 : (first_segment + segment) * features + column;
-          if (segment != kDropped && column == 0) a.present[first_segment + segment] = 1;
-          accumulator.Start();
+          run_segment = segment == kDropped ? -1 : first_segment + segment;
+          if (segment != kDropped && column == 0) a.present[run_segment] = 1;
+          cells.Start();
         }
-        accumulator.Add(values[u], row[u], a.first_wins);
+        cells.Add(Unpack<T, kVec>(values[u]), row[u], a.outputs);
       }
       coming_starts >>= kInFlight;
     }
-    store_run();
+    // Starts that are 0 are those of a whole tile: what lies past the last row counts as a start.
+    owns_long_run = starts != 0 && after == 0 && run_segment >= 0;
+    if (!owns_long_run) store_run();
   }
 
   // Merge the pieces of each long run within the block: after a step, the piece of a group whose run still `goes_on`
   // covers `2 * step` groups.
   __shared__ bool shared_goes_on[kTileThreads];
   if (group < a.groups) shared_goes_on[group] = goes_on;
-  const bool starts_piece = has_piece && (group == 0 || shared.starts[group] != 0);
   if (__syncthreads_or(goes_on)) {
     for (int step = 1; step < a.groups; step *= 2) {
+      Cells piece;
       bool next_goes_on = false;
       if (goes_on) {
-        Accumulator<T, kVec, kWithWinner> other;
-        const int partner = threadIdx.x + step * a.features.lanes;
-        accumulator.Load(shared.SlotBest(threadIdx.x), shared.SlotWinner(threadIdx.x));
-        other.Load(shared.SlotBest(partner), shared.SlotWinner(partner));
-        accumulator.Merge(other, a.first_wins);
+        piece = shared.slots[threadIdx.x];
+        piece.Merge(shared.slots[threadIdx.x + step * a.features.lanes], a.outputs);
         next_goes_on = group + 2 * step < a.groups && shared_goes_on[group + step];
       }
       const bool is_last = !__syncthreads_or(next_goes_on);
       if (goes_on) {
-        accumulator.Store(shared.SlotBest(threadIdx.x), shared.SlotWinner(threadIdx.x));
+        shared.slots[threadIdx.x] = piece;
         shared_goes_on[group] = next_goes_on;
       }
       goes_on = next_goes_on;
-      if (is_last) break;
       __syncthreads();
+      if (is_last) break;
     }
   }
 
-  if (threadIdx.x == 0 && column_block == 0) a.pieces.segment[row_block] = has_piece ? head_segment : kDropped;
-  if (starts_piece) {
-    accumulator.Load(shared.SlotBest(threadIdx.x), shared.SlotWinner(threadIdx.x));
-    if (group == 0) {
-      const int64_t slot = row_block * features + column;
-      accumulator.Store(a.pieces.best + slot, a.pieces.winner + slot);
+  const int64_t vector = row_block * (features / kVec) + column / kVec;
+  if (owns_long_run) {
+    // The pieces of the groups after this one are in the next group's slot.
+    if (group + 1 < a.groups) cells.Merge(shared.slots[threadIdx.x + a.features.lanes], a.outputs);
+    int next = group + 1;
+    while (next < a.groups && shared.starts[next + 1] == 0) ++next;
+    const uint32_t last = shared.starts[a.groups], after = shared.starts[a.groups + 1];
+    const bool leaves_block = next == a.groups && (after & 1) == 0 && (after == 0 || last == 0);
+    if (leaves_block) {
+      static_cast<Cells*>(a.pieces.tail)[vector] = cells;
     } else {
-      // The run's owner is the group before, which stored its own rows above.
-      Accumulator<T, kVec, kWithWinner> owner;
-      const int64_t cell = (first_segment + head_segment) * features + column;
-      owner.Load(a.output + cell, a.winner + cell);
-      owner.Merge(accumulator, a.first_wins);
-      owner.Store(a.output + cell, a.winner + cell);
+      cells.Store(a.outputs, run_segment, features, column);
     }
   }
+  if (threadIdx.x == 0 && column_block == 0) a.pieces.head_segment[row_block] = has_piece ? head_segment : kDropped;
+  if (group == 0 && has_piece) static_cast<Cells*>(a.pieces.head)[vector] = shared.slots[threadIdx.x];
 }
 
 inline constexpr int kMergeThreads = 256;
 inline constexpr int kMergeWindow = kMergeThreads;  // slots of pieces that a block looks at
 inline constexpr int kShortRun = 32;
 
-// Folds the pieces that TileKernel left, one slot a block of tiles, into the output. It takes two levels, so that a hot
-// segment keeps many blocks busy: the first reduces within windows of slots, and leaves what it makes of a run that
-// enters a window in the window's first slot; the second folds those.
+// Folds the pieces that the blocks of rows left into the output, one slot a block. It takes two levels, so that a hot
+// segment keeps many blocks busy: the first reduces within windows of slots, and leaves what it makes of a run that enters
+// a window in the head of the window's first slot, and of a run that leaves it in the tail of the window's last; the second
+// folds those.
 //
 // A block takes the runs of pieces that begin in its window: a group of threads a short run, the whole block a long
 // one.
-template <typename T, int kVec, bool kWithWinner, int kLevel>
-__device__ __forceinline__ void MergePieces(const TileArguments<T>& a, int64_t slots, int64_t block) {
-  using Cells = Accumulator<T, kVec, kWithWinner>;
-  __shared__ int run_starts[kMergeWindow];
-  __shared__ int runs, in_run;
-  __shared__ Vector<T, kVec> shared_best[kMergeThreads];
-  __shared__ Vector<int32_t, kWithWinner ? kVec : 1> shared_winner[kMergeThreads];
+template <typename Reduction, int kVec, int kLevel>
+__device__ __forceinline__ void MergePieces(const TileArguments<Reduction>& a, int64_t slots, int64_t block) {
+  using Cells = typename Reduction::template Accumulator<kVec>;
+  __shared__ int run_starts[kMergeWindow], long_runs[kMergeWindow];
+  __shared__ int runs, long_run_count, in_run;
+  __shared__ Cells shared_cells[kMergeThreads];
 
   constexpr int kSlotStep = kLevel == 1 ? 1 : kMergeWindow;
   const int64_t count = CeilDivide(slots, kSlotStep);
@@ -347,21 +332,23 @@ __device__ __forceinline__ void MergePieces(const TileArguments<T>& a, int64_t s
   const int64_t column =
       (block % a.features.columns * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
   const bool is_active = group < groups && column < a.problem.features;
+  const uint32_t* const segments = a.pieces.head_segment;
+  Cells* const heads = static_cast<Cells*>(a.pieces.head) + column / kVec;
+  Cells* const tails = static_cast<Cells*>(a.pieces.tail) + column / kVec;
+  const int64_t row_vectors = a.problem.features / kVec;
 
-  const auto enters_window = [&](int64_t slot) {
-    return slot > 0 && a.pieces.segment[slot - 1] == a.pieces.segment[slot];
-  };
+  const auto enters_window = [&](int64_t slot) { return slot > 0 && segments[slot - 1] == segments[slot]; };
   // What pieces of one run have in common. The element of the batch is part of it at the second level, which sees the
   // first slots of windows only and not the empty slot with which an element begins.
   constexpr int64_t kNoRun = -1;
   const auto run_at = [&](int64_t i) {
     const int64_t slot = i * kSlotStep;
-    const uint32_t segment = a.pieces.segment[slot];
+    const uint32_t segment = segments[slot];
     if (segment == kDropped || (kLevel == 2 && !enters_window(slot))) return kNoRun;
     return kLevel == 1 ? int64_t{segment} : slot / a.blocks_per_batch * int64_t{kDropped} + segment;
   };
 
-  if (threadIdx.x == 0) runs = 0;
+  if (threadIdx.x == 0) runs = long_run_count = 0;
   __syncthreads();
   const int64_t own = window + threadIdx.x;
   if (own < limit) {
@@ -371,55 +358,56 @@ __device__ __forceinline__ void MergePieces(const TileArguments<T>& a, int64_t s
   }
   __syncthreads();
 
-  const auto load = [&](int64_t i) {
-    Cells cells;
-    const int64_t offset = i * kSlotStep * a.problem.features + column;
-    cells.Load(a.pieces.best + offset, a.pieces.winner + offset);
-    return cells;
-  };
   // Pieces first, first + step, ... below `end`.
   const auto reduce = [&](int64_t first, int64_t end, int step) {
     constexpr int kInFlight = 4;
-    Cells cells = load(first);
+    Cells cells = heads[first * kSlotStep * row_vectors];
     for (int64_t i = first + step; i < end; i += kInFlight * step) {
       Cells others[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        if (i + u * step < end) others[u] = load(i + u * step);
+        if (i + u * step < end) others[u] = heads[(i + u * step) * kSlotStep * row_vectors];
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        if (i + u * step < end) cells.Merge(others[u], a.first_wins);
+        if (i + u * step < end) cells.Merge(others[u], a.outputs);
       }
     }
     return cells;
   };
-  const auto finish_run = [&](const Cells& cells, int64_t begin) {
+  // The run of the pieces [begin, end).
+  const auto finish_run = [&](const Cells& pieces, int64_t begin, int64_t end) {
     const int64_t slot = begin * kSlotStep;
     if (kLevel == 1 && begin == window && enters_window(slot)) {
-      const int64_t offset = slot * a.problem.features + column;
-      cells.Store(a.pieces.best + offset, a.pieces.winner + offset);
+      heads[slot * row_vectors] = pieces;
+      return;
+    }
+    // A run that enters a block started in the block before, or in one from which level 1 brought it there.
+    Cells cells = tails[(slot - 1) * row_vectors];
+    cells.Merge(pieces, a.outputs);
+    if (kLevel == 1 && end == limit && end < slots && segments[end] == segments[slot]) {
+      tails[(end - 1) * row_vectors] = cells;
       return;
     }
     const int64_t b = slot / a.blocks_per_batch;
-    const int64_t cell = (b * a.problem.segments + a.pieces.segment[slot]) * a.problem.features + column;
-    Cells output;
-    output.Load(a.output + cell, a.winner + cell);
-    output.Merge(cells, a.first_wins);
-    output.Store(a.output + cell, a.winner + cell);
+    cells.Store(a.outputs, b * a.problem.segments + segments[slot], a.problem.features, column);
   };
 
-  for (int run = group; is_active && run < runs; run += groups) {
+  for (int run = group; group < groups && run < runs; run += groups) {
     const int64_t begin = window + run_starts[run];
     const int64_t id = run_at(begin);
     int64_t end = begin + 1;
     while (end < limit && end <= begin + kShortRun && run_at(end) == id) ++end;
-    if (end <= begin + kShortRun) finish_run(reduce(begin, end, 1), begin);
+    if (end <= begin + kShortRun) {
+      if (is_active) finish_run(reduce(begin, end, 1), begin, end);
+    } else if (threadIdx.x % a.features.lanes == 0) {
+      long_runs[atomicAdd(&long_run_count, 1)] = run_starts[run];
+    }
   }
+  __syncthreads();
 
-  for (int run = 0; run < runs; ++run) {
-    const int64_t begin = window + run_starts[run];
-    if (begin + kShortRun >= limit) continue;
+  for (int run = 0; run < long_run_count; ++run) {
+    const int64_t begin = window + long_runs[run];
     const int64_t id = run_at(begin);
     int64_t end = begin;
     for (int belonging = kMergeThreads; belonging == kMergeThreads; end += belonging) {
@@ -431,38 +419,27 @@ __device__ __forceinline__ void MergePieces(const TileArguments<T>& a, int64_t s
       belonging = in_run;
       __syncthreads();
     }
-    if (end <= begin + kShortRun) continue;
     const bool takes_part = is_active && begin + group < end;
-    if (takes_part) {
-      const Cells cells = reduce(begin + group, end, groups);
-      cells.Store(&shared_best[threadIdx.x].lane[0], &shared_winner[threadIdx.x].lane[0]);
-    }
+    if (takes_part) shared_cells[threadIdx.x] = reduce(begin + group, end, groups);
     for (int left = groups; left > 1; left = (left + 1) / 2) {
       const int half = (left + 1) / 2;
-      const int partner = threadIdx.x + half * a.features.lanes;
       __syncthreads();
       if (takes_part && group + half < left && begin + group + half < end) {
-        Cells mine, other;
-        mine.Load(&shared_best[threadIdx.x].lane[0], &shared_winner[threadIdx.x].lane[0]);
-        other.Load(&shared_best[partner].lane[0], &shared_winner[partner].lane[0]);
-        mine.Merge(other, a.first_wins);
-        mine.Store(&shared_best[threadIdx.x].lane[0], &shared_winner[threadIdx.x].lane[0]);
+        Cells cells = shared_cells[threadIdx.x];
+        cells.Merge(shared_cells[threadIdx.x + half * a.features.lanes], a.outputs);
+        shared_cells[threadIdx.x] = cells;
       }
     }
-    if (takes_part && group == 0) {
-      Cells cells;
-      cells.Load(&shared_best[threadIdx.x].lane[0], &shared_winner[threadIdx.x].lane[0]);
-      finish_run(cells, begin);
-    }
+    if (takes_part && group == 0) finish_run(shared_cells[threadIdx.x], begin, end);
     __syncthreads();
   }
 }
 
 inline constexpr int kFillSegments = 4 * kMergeThreads;  // of a block
 
-// The identity of the maximum for the segments that have no row; for all of them where `present` is nullptr.
-template <typename T, int kVec, bool kWithWinner>
-__device__ __forceinline__ void FillAbsent(const TileArguments<T>& a, int64_t block) {
+// The reduction of nothing for the segments that have no row; for all of them where `present` is nullptr.
+template <typename Reduction, int kVec>
+__device__ __forceinline__ void FillAbsent(const TileArguments<Reduction>& a, int64_t block) {
   __shared__ uint32_t shared_present[kMergeThreads];
   const int64_t segments = a.problem.batch * a.problem.segments;
   const int64_t first_segment = block / a.features.columns * kFillSegments;
@@ -482,28 +459,28 @@ __device__ __forceinline__ void FillAbsent(const TileArguments<T>& a, int64_t bl
   const int64_t column =
       (block % a.features.columns * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
   if (group >= groups || column >= a.problem.features) return;
+  typename Reduction::template Accumulator<kVec> nothing;
+  nothing.Start();
   for (int i = group; i < count; i += groups) {
     if (reinterpret_cast<const uint8_t*>(shared_present)[i] != 0) continue;
-    const int64_t cell = (first_segment + i) * a.problem.features + column;
-    StoreVector(a.output + cell, Repeat<kVec>(MaxIdentity<T>()));
-    if constexpr (kWithWinner) StoreVector(a.winner + cell, Repeat<kVec>(kNoWinner));
+    nothing.Store(a.outputs, first_segment + i, a.problem.features, column);
   }
 }
 
-template <typename T, int kVec, bool kWithWinner>
-__global__ void __launch_bounds__(kMergeThreads) MergeWindowsKernel(const __grid_constant__ TileArguments<T> a,
-                                                                    int64_t slots) {
-  MergePieces<T, kVec, kWithWinner, 1>(a, slots, blockIdx.x);
+template <typename Reduction, int kVec>
+__global__ void __launch_bounds__(kMergeThreads)
+    MergeWindowsKernel(const __grid_constant__ TileArguments<Reduction> a, int64_t slots) {
+  MergePieces<Reduction, kVec, 1>(a, slots, blockIdx.x);
 }
 
 // The last pass over the output: what is left of the pieces, and the segments without rows.
-template <typename T, int kVec, bool kWithWinner>
-__global__ void __launch_bounds__(kMergeThreads) FinishKernel(const __grid_constant__ TileArguments<T> a, int64_t slots,
-                                                              int64_t merge_blocks) {
+template <typename Reduction, int kVec>
+__global__ void __launch_bounds__(kMergeThreads)
+    FinishKernel(const __grid_constant__ TileArguments<Reduction> a, int64_t slots, int64_t merge_blocks) {
   if (blockIdx.x < merge_blocks) {
-    MergePieces<T, kVec, kWithWinner, 2>(a, slots, blockIdx.x);
+    MergePieces<Reduction, kVec, 2>(a, slots, blockIdx.x);
   } else {
-    FillAbsent<T, kVec, kWithWinner>(a, blockIdx.x - merge_blocks);
+    FillAbsent<Reduction, kVec>(a, blockIdx.x - merge_blocks);
   }
 }
 

@@ -1,4 +1,5 @@
-// Segment maximum of rows in any order, through a table of the cells that takes atomic maxima.
+// Segment maximum (or minimum: values are flipped on their way in and out) of rows in any order, through a table of the
+// cells that takes atomic maxima.
 //
 // Values become unsigned integers of the same order, for which the hardware has an atomic maximum: NaN of either sign
 // the greatest, -0 below +0, and 0 for the maximum of nothing. A plain load comes before each atomic, because few rows
@@ -6,7 +7,7 @@
 // large for an L1, and there are many rows to a cell, lower bounds in shared memory spare most of those loads.
 #pragma once
 
-#include "ffi/segment/segment_max_device.cuh"
+#include "ffi/segment/extremum_device.cuh"
 
 namespace jax_baracuda::segment {
 
@@ -48,6 +49,7 @@ struct TableArguments {
   SegmentIds ids;
   Problem problem;
   bool first_wins;
+  FlipWord<T> flip;
   TableKey<T>* table;  // [batch, segments, features]; for the winners' pass, not used
   T* output;
   int32_t* winner;
@@ -111,7 +113,7 @@ __device__ __forceinline__ void ForEachElements(const TableArguments<T>& a, int6
       for (int u = 0; u < kInFlight; ++u) {
         const int64_t r = row + u * rows_at_once;
         if (r < a.problem.rows) {
-          elements[u].values = LoadStreaming<T, kVec>(next);
+          elements[u].values = FlipAll(LoadStreaming<T, kVec>(next), a.flip);
           elements[u].first_cell[0] = cell(a.ids[ids_offset + r], feature);
           elements[u].first_row[0] = static_cast<int32_t>(r);
         }
@@ -138,6 +140,7 @@ __device__ __forceinline__ void ForEachElements(const TableArguments<T>& a, int6
 #pragma unroll
       for (int i = 0; i < kVec; ++i) elements.values.lane[i] = data[element + min(i, count - 1)];
     }
+    elements.values = FlipAll(elements.values, a.flip);
     if (features == 1) {
       a.ids.template LoadRun<kVec>(ids_offset + row, count, [&](int i, uint32_t segment) {
         elements.first_cell[i] = i < count ? cell(segment, 0) : Index{-1};
@@ -195,72 +198,30 @@ __global__ void __launch_bounds__(256) TableMaxKernel(const __grid_constant__ Ta
 
 inline constexpr int kSingleFeatureThreads = 256;
 
-// Rows of one element, kVec neighbouring ones to a thread. With kInOrder a warp reduces runs of one segment first, so
-// that a run costs one access to the table, and not an atomic for every thread that comes before the first is done.
-template <typename T, int kVec, bool kInOrder>
+// Rows of one element, kVec neighbouring ones to a thread.
+template <typename T, int kVec>
 __global__ void __launch_bounds__(kSingleFeatureThreads, 8)
     SingleFeatureMaxKernel(const __grid_constant__ TableArguments<T> a) {
-  using Key = TableKey<T>;
   const int64_t b = blockIdx.x / a.blocks_per_batch;
   const int64_t rows = a.problem.rows;
   const int64_t row = ((blockIdx.x - b * a.blocks_per_batch) * kSingleFeatureThreads + threadIdx.x) * kVec;
+  if (row >= rows) return;
+  const int count = static_cast<int>(min(rows - row, static_cast<int64_t>(kVec)));
   const T* data = a.data + (a.problem.data_is_shared ? 0 : b * rows) + row;
-  Key* table = a.table + b * a.problem.segments;
+  TableKey<T>* table = a.table + b * a.problem.segments;
 
-  uint32_t segments[kVec];
-  Key keys[kVec];
-  const int count = static_cast<int>(max(min(rows - row, static_cast<int64_t>(kVec)), int64_t{0}));
+  Elements<T, int64_t, kVec, false> elements;
+  if (count == kVec) {
+    elements.values = LoadStreaming<T, kVec>(data);
+  } else {
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) {
-    segments[i] = kDropped;
-    keys[i] = 0;
+    for (int i = 0; i < kVec; ++i) elements.values.lane[i] = data[min(i, count - 1)];
   }
-  if (count > 0) {
-    Vector<T, kVec> values;
-    if (count == kVec) {
-      values = LoadStreaming<T, kVec>(data);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) values.lane[i] = data[min(i, count - 1)];
-    }
-    a.ids.template LoadRun<kVec>((a.problem.ids_are_shared ? 0 : b * rows) + row, count, [&](int i, uint32_t segment) {
-      segments[i] = i < count ? segment : kDropped;
-    });
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) keys[i] = EncodeKey(values.lane[i]);
-  }
-
-  bool reaches_table[kVec];
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) reaches_table[i] = segments[i] != kDropped;
-  if constexpr (kInOrder) {
-    // Along the thread's rows, then across the warp for the last run of each thread: its first thread ends up with it.
-#pragma unroll
-    for (int i = 0; i + 1 < kVec; ++i) {
-      if (segments[i] == segments[i + 1]) {
-        keys[i + 1] = max(keys[i], keys[i + 1]);
-        reaches_table[i] = false;
-      }
-    }
-    const int lane = threadIdx.x % 32;
-    Key& key = keys[kVec - 1];
-    const uint32_t segment = segments[kVec - 1];
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const Key other_key = __shfl_down_sync(0xffffffffu, key, step);
-      const uint32_t other_segment = __shfl_down_sync(0xffffffffu, segment, step);
-      if (lane + step < 32 && other_segment == segment) key = max(key, other_key);
-    }
-    const uint32_t previous = __shfl_up_sync(0xffffffffu, segment, 1);
-    if (lane > 0 && previous == segment) reaches_table[kVec - 1] = false;
-  }
-  Key current[kVec];
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) current[i] = reaches_table[i] ? table[segments[i]] : ~Key{0};
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) {
-    if (keys[i] > current[i]) atomicMax(table + segments[i], keys[i]);
-  }
+  elements.values = FlipAll(elements.values, a.flip);
+  a.ids.template LoadRun<kVec>((a.problem.ids_are_shared ? 0 : b * rows) + row, count, [&](int i, uint32_t segment) {
+    elements.first_cell[i] = i < count && segment != kDropped ? static_cast<int64_t>(segment) : int64_t{-1};
+  });
+  RaiseCells<T>(table, elements);
 }
 
 // Floors are lower bounds of the cells in each of some groups of neighbouring cells. A row below the floor of its group
@@ -366,9 +327,10 @@ __global__ void __launch_bounds__(kSharedTableThreads, kSharedTableBlocks)
 
 // `table` may be `output` itself where the two have elements of one size.
 template <typename T>
-__global__ void __launch_bounds__(256) DecodeTableKernel(const TableKey<T>* table, int64_t cells, T* output) {
+__global__ void __launch_bounds__(256)
+    DecodeTableKernel(const TableKey<T>* table, int64_t cells, FlipWord<T> flip, T* output) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < cells) output[i] = DecodeKey<T>(table[i]);
+  if (i < cells) output[i] = Flip(DecodeKey<T>(table[i]), static_cast<BitsOf<T>>(flip));
 }
 
 // Counts `count` more rows that attain the maximum of a cell into its winner; `row` matters if there is one only.
@@ -390,11 +352,12 @@ __device__ __forceinline__ void AddTies(int32_t* winner, int32_t row, int32_t co
   atomicSub(winner, count);
 }
 
-// Counts the elements that attain the maximum, which `best` holds, into `winner`.
+// Counts the elements that attain the maximum, which `best` holds (to be flipped by `flip`), into `winner`.
 template <typename T, typename C, typename Found>
-__device__ __forceinline__ void CountWinners(const C* best, int32_t* winner, const Found& elements, bool first_wins) {
+__device__ __forceinline__ void CountWinners(const C* best, FlipWord<C> flip, int32_t* winner, const Found& elements,
+                                             bool first_wins) {
   constexpr int kVec = sizeof(elements.values) / sizeof(T);
-  const Vector<C, kVec> maximum = elements.Gather(best);
+  const Vector<C, kVec> maximum = FlipAll(elements.Gather(best), flip);
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
     using Compute = ComputeType<T>;
@@ -412,7 +375,7 @@ __global__ void __launch_bounds__(256) TableWinnerKernel(const __grid_constant__
   const int64_t b = blockIdx.x / a.blocks_per_batch;
   const int64_t offset = b * a.problem.segments * a.problem.features;
   ForEachElements<int64_t, kVec>(a, b, [&](const auto& elements) {
-    CountWinners<T>(a.output + offset, a.winner + offset, elements, a.first_wins);
+    CountWinners<T>(a.output + offset, a.flip, a.winner + offset, elements, a.first_wins);
   });
 }
 
@@ -429,12 +392,12 @@ __global__ void __launch_bounds__(kSharedTableThreads, kSharedTableBlocks)
   int32_t* winner = a.winner + b * cell_count;
 
   for (int i = threadIdx.x; i < cell_count; i += blockDim.x) {
-    shared_best[i] = static_cast<C>(output[i]);
+    shared_best[i] = static_cast<C>(Flip(output[i], static_cast<BitsOf<T>>(a.flip)));
     shared_winner[i] = kNoWinner;
   }
   __syncthreads();
   ForEachElements<int32_t, kVec>(a, b, [&](const auto& elements) {
-    CountWinners<T>(shared_best, shared_winner, elements, a.first_wins);
+    CountWinners<T>(shared_best, FlipWord<C>{0}, shared_winner, elements, a.first_wins);
   });
   __syncthreads();
   for (int i = threadIdx.x; i < cell_count; i += blockDim.x) {

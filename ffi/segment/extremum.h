@@ -1,7 +1,10 @@
-// The problem and the scalar arithmetic of segment_max and its gradient, shared by the CPU and the CUDA kernels.
+// The scalar arithmetic of segment_max, segment_min, segment_argmax, segment_argmin and their gradients, shared by the CPU
+// and the CUDA kernels.
 //
-// A cell is one (segment, feature) pair of the result. Reducing a cell yields its maximum and, for the gradient, its
-// `winner`, one int32 that says who gets the cell's cotangent:
+// Everything here is about the maximum. A minimum is the maximum of flipped values, flipped back: see FlipMask.
+//
+// Reducing a cell yields its maximum and, for the gradient, its `winner`, one int32 that says who gets the cell's
+// cotangent:
 //
 //     winner >= 0             the only row that attains the maximum (the first one under first_wins)
 //     winner == kNoWinner     nobody: the segment is empty or holds a NaN
@@ -10,33 +13,35 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 
 #include "ffi/core/element_type.h"
+#include "ffi/segment/segment.h"
 
 namespace jax_baracuda::segment {
 
 inline constexpr int32_t kNoWinner = -1;
 
-// data [batch or 1, rows, features], segment_ids [batch or 1, rows], result [batch, segments, features].
-// An operand whose leading dimension is 1 is shared by the whole batch.
-struct Problem {
-  int64_t batch;
-  int64_t rows;
-  int64_t segments;
-  int64_t features;
-  bool data_is_shared;
-  bool ids_are_shared;
-
-  int64_t DataRow(int64_t b, int64_t row) const { return data_is_shared ? row : b * rows + row; }
-  int64_t IdIndex(int64_t b, int64_t row) const { return ids_are_shared ? row : b * rows + row; }
-};
-
-// True where T has NaN, infinities and a negative zero (std::is_floating_point leaves out the 16-bit types).
+// Which bits of a value to invert so that the order reverses: the sign of a floating type, all of an integer, the lowest
+// of a bool (which has the C++ type of uint8_t). None where a maximum is wanted.
 template <typename T>
-inline constexpr bool kIsFloating = std::is_floating_point_v<T> || std::is_same_v<T, Float16> ||
-                                    std::is_same_v<T, BFloat16>;
+BitsOf<T> FlipMask(ElementType type, bool is_minimum) {
+  if (!is_minimum) return 0;
+  if (type == ElementType::kBool) return 1;
+  constexpr BitsOf<T> kAll = static_cast<BitsOf<T>>(~BitsOf<T>{0});
+  return kIsFloating<T> ? static_cast<BitsOf<T>>(kAll ^ (kAll >> 1)) : kAll;
+}
+
+template <typename T>
+JB_HOST_DEVICE T Flip(T value, BitsOf<T> mask) {
+  BitsOf<T> bits;
+  memcpy(&bits, &value, sizeof(T));
+  bits ^= mask;
+  memcpy(&value, &bits, sizeof(T));
+  return value;
+}
 
 // The maximum of no rows: -inf, or the least value of an integer type (0, which is False, for bool).
 template <typename T>
@@ -47,19 +52,6 @@ JB_HOST_DEVICE T MaxIdentity() {
     return std::numeric_limits<T>::lowest();
   }
 }
-
-template <typename T>
-JB_HOST_DEVICE bool IsNan(T x) {
-  if constexpr (kIsFloating<T>) {
-    const ComputeType<T> value = static_cast<ComputeType<T>>(x);
-    return value != value;
-  } else {
-    return false;
-  }
-}
-
-template <typename T>
-using BitsOf = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
 
 // Of two values that compare equal, +0 rather than -0. Always one of the two, also where denormal numbers that differ
 // compare equal because the processor treats them as zero.
@@ -144,6 +136,44 @@ JB_HOST_DEVICE T TiedGradient(int32_t winner, T data, T output, T d_output) {
   using C = ComputeType<T>;
   const bool attains = static_cast<C>(data) == static_cast<C>(output);
   return attains ? static_cast<T>(static_cast<C>(d_output) / static_cast<C>(-winner)) : static_cast<T>(C{0});
+}
+
+// Values as signed integers in the order of argmax: a NaN of either sign above everything and equal to any other, -0
+// equal to +0.
+template <typename T>
+using OrderedKey = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
+
+template <typename T>
+JB_HOST_DEVICE OrderedKey<T> ToOrderedKey(T value) {
+  using Key = OrderedKey<T>;
+  if constexpr (kIsFloating<T>) {
+    const ComputeType<T> x = static_cast<ComputeType<T>>(value) + ComputeType<T>{0};  // -0 + 0 is +0
+    Key bits;
+    memcpy(&bits, &x, sizeof(bits));
+    const Key ordered = bits ^ ((bits >> (8 * sizeof(Key) - 1)) & std::numeric_limits<Key>::max());
+    return x != x ? std::numeric_limits<Key>::max() : ordered;
+  } else if constexpr (std::is_unsigned_v<T> && sizeof(T) == sizeof(Key)) {
+    return static_cast<Key>(value ^ (T{1} << (8 * sizeof(T) - 1)));
+  } else {
+    return static_cast<Key>(value);
+  }
+}
+
+// A cell of argmax under reduction. `row` is kNoWinner, the greatest unsigned number, while there is none.
+template <typename Key>
+struct ArgCell {
+  Key best = std::numeric_limits<Key>::lowest();
+  int32_t row = kNoWinner;
+};
+
+// Folds a row, or the cell of other rows, into a cell, in any order: of equal keys the lowest row wins.
+template <typename Key>
+JB_HOST_DEVICE void MergeArgCell(ArgCell<Key>& cell, Key key, int32_t row) {
+  const bool is_before = static_cast<uint32_t>(row) < static_cast<uint32_t>(cell.row);
+  if (key > cell.best || (key == cell.best && is_before)) {
+    cell.best = key;
+    cell.row = row;
+  }
 }
 
 }  // namespace jax_baracuda::segment

@@ -1,7 +1,7 @@
 // Bringing rows into the order of their segments.
 #pragma once
 
-#include "ffi/segment/segment_max_device.cuh"
+#include "ffi/segment/device.cuh"
 
 namespace jax_baracuda::segment {
 
@@ -21,5 +21,8 @@ int64_t SegmentOrderScratchBytes(const Problem& problem);
 // `scratch` is 256-byte aligned and holds SegmentOrderScratchBytes; the order returned lies in it.
 cudaError_t LaunchSegmentOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, char* scratch,
                                SegmentOrder* order, cudaStream_t stream);
+
+// Writes the order of rows as they lie, 0 ... rows - 1 for each element of the batch.
+cudaError_t LaunchNaturalOrder(const Problem& problem, int32_t* order, cudaStream_t stream);
 
 }  // namespace jax_baracuda::segment

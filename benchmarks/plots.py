@@ -1,0 +1,212 @@
+"""Draws a record: ``python -m benchmarks.plots benchmarks/results/gpu.json``, one PNG per op and one overview."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from PIL import Image
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.patches import Patch  # noqa: E402
+from matplotlib.patheffects import withStroke  # noqa: E402
+
+from benchmarks.record import (  # noqa: E402
+    FORWARD,
+    OURS,
+    WITH_GRADIENT,
+    XLA,
+    CaseRecord,
+    Measurement,
+    Run,
+    load,
+    mean_over,
+    milliseconds_text,
+)
+
+# Okabe and Ito's palette: told apart by colour-blind readers and in grey.
+COLORS = ("#0072B2", "#E69F00", "#999999")
+TEXT, FAINT = "#222222", "#777777"
+BAR = 0.26
+"""Height of one bar, where the rows of a plot are 1 apart."""
+INCHES_PER_ROW = 0.46
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": TEXT,
+    "axes.labelcolor": TEXT,
+    "axes.edgecolor": "#BBBBBB",
+    "xtick.color": TEXT,
+    "ytick.color": TEXT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.dpi": 130,
+    "figure.facecolor": "white",
+}
+
+Contestant = tuple[str, tuple[str, ...]]
+"""A label and the libraries of which the fastest counts."""
+
+
+def contestants(run: Run) -> list[Contestant]:
+    others = run.others()
+    result = [(OURS, (OURS,)), ("XLA, fastest of several formulations", (XLA,))]
+    return result + ([(f"{' / '.join(others)}, fastest", tuple(others))] if others else [])
+
+
+def draw_op(run: Run, op: str) -> Figure:
+    """Every case of an op; forward on the left, with gradient on the right."""
+    cases = run.of_op(op)
+    by_name = {(case.size, case.variant, case.what): case for case in cases}
+    rows: list[tuple[str, str]] = list(dict.fromkeys((case.size, case.variant) for case in cases))
+    # A heading above the rows of each size takes most of a row.
+    positions, headings, y = [], [], 0.0
+    for index, (size, _) in enumerate(rows):
+        if index == 0 or size != rows[index - 1][0]:
+            headings.append((size, y))
+            y += 0.8
+        positions.append(y)
+        y += 1
+    whats = [what for what in (FORWARD, WITH_GRADIENT) if any(case.what == what for case in cases)]
+
+    figure, axes = _panels(run, op, whats, y, left_inches=2.45)
+    for panel, what in zip(axes, whats, strict=True):
+        for (size, variant), position in zip(rows, positions, strict=True):
+            case = by_name.get((size, variant, what))
+            if case is not None:
+                _bars(panel, run, position, lambda libraries, case=case: _value_and_text(case.fastest(*libraries)))
+            else:
+                panel.text(0.01, position, "not measured", color=FAINT, va="center", fontsize=8)
+        panel.set_yticks(positions, [_variant_text(variant) for _, variant in rows])
+    for size, position in headings:
+        axes[0].annotate(
+            size,
+            (0, position + 0.1),
+            xycoords=("axes fraction", "data"),
+            xytext=(-2.35 * 72, 0),
+            textcoords="offset points",
+            weight="bold",
+            va="center",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )
+    _make_room_for_texts(axes)
+    return figure
+
+
+def draw_overview(run: Run) -> Figure:
+    """Geometric means over the cases of each op."""
+    whats = [what for what in (FORWARD, WITH_GRADIENT) if any(case.what == what for case in run.cases)]
+    ops = run.ops()
+    figure, axes = _panels(run, "Geometric mean over the cases of each op", whats, len(ops) - 0.2, left_inches=1.4)
+    for panel, what in zip(axes, whats, strict=True):
+        for position, op in enumerate(ops):
+            of_what = [case for case in run.of_op(op) if case.what == what]
+
+            def value_and_text(libraries: Sequence[str], cases: list[CaseRecord] = of_what) -> tuple[float, str] | None:
+                # Over the cases where everybody has a time, so that the bars can be compared.
+                common = [c for c in cases if all(c.fastest(*names) for _, names in contestants(run))]
+                mean = mean_over(common, lambda common_case: common_case.fastest(*libraries).fraction_of_copy)
+                return None if mean is None else (mean, f"{mean:.2f}")
+
+            if of_what:
+                _bars(panel, run, position, value_and_text)
+            else:
+                panel.text(0.01, position, "no gradient", color=FAINT, va="center", fontsize=8)
+        panel.set_yticks(range(len(ops)), ops)
+    _make_room_for_texts(axes)
+    return figure
+
+
+def _panels(run: Run, title: str, whats: Sequence[str], height: float, left_inches: float) -> tuple[Figure, list[Axes]]:
+    """An empty panel for each of `whats`, `height` rows high, with title and legend above."""
+    width, top, bottom = 10.0, 1.0, 0.62
+    inches = height * INCHES_PER_ROW + top + bottom
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, len(whats), figsize=(width, inches), sharex=True, sharey=True, squeeze=False)
+    figure.subplots_adjust(
+        left=left_inches / width, right=0.97, top=1 - top / inches, bottom=bottom / inches, wspace=0.06
+    )
+    panels = list(axes[0])
+    for panel, what in zip(panels, whats, strict=True):
+        panel.set_title(what, fontsize=10)
+        panel.set_ylim(height - 0.4, -0.5)
+        panel.axvline(1, color=FAINT, linewidth=1, linestyle=(0, (4, 3)), zorder=0.9)
+        panel.grid(axis="x", color="#E6E6E6", linewidth=0.8)
+        panel.set_axisbelow(True)
+        panel.tick_params(axis="y", length=0)
+    unit = "the fewest bytes that must move, over the time, as a fraction of the speed of a copy (longer is better)"
+    figure.text(0.97, 0.1 / inches, unit, fontsize=8.5, ha="right")
+    figure.text(0.01, 1 - 0.12 / inches, title, weight="bold", fontsize=13, va="top")
+    device = f"{run.environment['device']}, jax {run.environment['jax']}"
+    figure.text(0.97, 1 - 0.15 / inches, device, color=FAINT, fontsize=9, va="top", ha="right")
+    labels = [label for label, _ in contestants(run)]
+    figure.legend(
+        handles=[Patch(color=color, label=label) for color, label in zip(COLORS, labels, strict=False)],
+        loc="upper left",
+        bbox_to_anchor=(0.003, 1 - 0.36 / inches),
+        ncols=len(COLORS),
+        frameon=False,
+        fontsize=9,
+        handlelength=1.2,
+    )
+    return figure, panels
+
+
+def _make_room_for_texts(panels: Sequence[Axes]) -> None:
+    panels[0].set_xlim(0, 1.18 * max(1.0, *(bar.get_width() for panel in panels for bar in panel.patches)))
+
+
+def _bars(
+    panel: Axes, run: Run, position: float, value_and_text: Callable[[Sequence[str]], tuple[float, str] | None]
+) -> None:
+    """One bar per contestant around a position, its text at the end."""
+    everyone = contestants(run)
+    for index, ((_, libraries), color) in enumerate(zip(everyone, COLORS, strict=False)):
+        y = position + (index - (len(everyone) - 1) / 2) * BAR
+        found = value_and_text(libraries)
+        value, text = (0, "failed") if found is None else found
+        panel.barh(y, value, height=BAR * 0.92, color=color)
+        halo = [withStroke(linewidth=2, foreground="white")]
+        panel.annotate(text, (value, y), (3, 0), textcoords="offset points", va="center", fontsize=7, path_effects=halo)
+
+
+def _value_and_text(measurement: Measurement | None) -> tuple[float, str] | None:
+    if measurement is None:
+        return None
+    return measurement.fraction_of_copy, f"{milliseconds_text(measurement.milliseconds)} ms"
+
+
+def _variant_text(variant: str) -> str:
+    return variant.replace("float32", "f32").replace("bfloat16", "bf16")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--output", type=Path, help="the folder to write to (default: that of the record)")
+    options = parser.parse_args(arguments)
+    run = load(options.record)
+    folder = options.output or options.record.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in {"overview": draw_overview(run), **{op: draw_op(run, op) for op in run.ops()}}.items():
+        path = folder / f"{options.record.stem}_{name}.png"
+        save(figure, path)
+        plt.close(figure)
+        print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """A PNG of few colours, which is a third of the size."""
+    figure.canvas.draw()
+    Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB").quantize(48).save(path, optimize=True)
+
+
+if __name__ == "__main__":
+    main()

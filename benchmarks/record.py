@@ -1,0 +1,121 @@
+"""The record of a run: written by ``python -m benchmarks``, read by the tables and the plots."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+OURS, XLA = "jax_baracuda", "XLA"
+FORWARD, WITH_GRADIENT = "forward", "forward + gradient"
+
+
+@dataclasses.dataclass
+class Measurement:
+    """One contender's time in one case, or why there is none."""
+
+    library: str
+    formulation: str
+    milliseconds: float | None = None
+    """Median of the samples."""
+    spread: float | None = None
+    """(largest - smallest) / median of the samples."""
+    samples: int = 0
+    fraction_of_copy: float | None = None
+    """The case's fewest bytes over the time, divided by the bandwidth of a copy in the same run."""
+    temporary_bytes: int | None = None
+    """Most memory beside operands and results, where the library tells."""
+    disagreement: float | None = None
+    """Sum of the absolute differences from this package's result, relative to the sum of its magnitudes."""
+    failure: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CaseDescription:
+    """Something to compute, and the fewest bytes that it must move."""
+
+    op: str
+    size: str
+    variant: str
+    what: str
+    """:data:`FORWARD` or :data:`WITH_GRADIENT`."""
+    floor_bytes: int
+    """Each operand read once and each result written once, in the forward and in the backward pass."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.size}, {self.variant}, {self.what}"
+
+
+@dataclasses.dataclass(frozen=True)
+class CaseRecord(CaseDescription):
+    """What was measured in one case."""
+
+    measurements: list[Measurement]
+
+    def libraries(self) -> list[str]:
+        return list(dict.fromkeys(m.library for m in self.measurements))
+
+    def fastest(self, *libraries: str) -> Measurement | None:
+        """The fastest measurement of some libraries."""
+        timed = [m for m in self.measurements if m.milliseconds is not None and m.library in libraries]
+        return min(timed, key=lambda m: m.milliseconds, default=None)
+
+    def speed_up(self, *libraries: str) -> float | None:
+        """Time of the fastest of other libraries over that of this package."""
+        ours, theirs = self.fastest(OURS), self.fastest(*libraries)
+        return None if ours is None or theirs is None else theirs.milliseconds / ours.milliseconds
+
+
+@dataclasses.dataclass
+class Run:
+    """All of a run."""
+
+    environment: dict[str, Any]
+    """The device and the versions of everything that took part."""
+    copy_terabytes_per_second: float
+    is_quick: bool = False
+    is_complete: bool = False
+    seconds: float = 0.0
+    cases: list[CaseRecord] = dataclasses.field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        """Replaces the file in one step, so that an interruption leaves the one before."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".partial")
+        temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        temporary.replace(path)
+
+    def ops(self) -> list[str]:
+        return list(dict.fromkeys(case.op for case in self.cases))
+
+    def of_op(self, op: str) -> list[CaseRecord]:
+        return [case for case in self.cases if case.op == op]
+
+    def others(self) -> list[str]:
+        """The libraries that are neither this package nor XLA."""
+        libraries = dict.fromkeys(library for case in self.cases for library in case.libraries())
+        return [library for library in libraries if library not in (OURS, XLA)]
+
+
+def load(path: Path) -> Run:
+    content = json.loads(path.read_text())
+    cases = [
+        CaseRecord(**{**case, "measurements": [Measurement(**m) for m in case["measurements"]]})
+        for case in content.pop("cases")
+    ]
+    return Run(**content, cases=cases)
+
+
+def mean_over(cases: Sequence[CaseRecord], value: Callable[[CaseRecord], float | None]) -> float | None:
+    """Geometric mean of a value of the cases that have it."""
+    values = [v for v in map(value, cases) if v is not None]
+    return statistics.geometric_mean(values) if values else None
+
+
+def milliseconds_text(milliseconds: float) -> str:
+    return f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:.0f}"

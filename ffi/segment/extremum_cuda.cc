@@ -1,0 +1,169 @@
+// The CUDA handlers of segment_max, segment_min, segment_argmax, segment_argmin and the gradients.
+
+#include "ffi/segment/extremum.cuh"
+#include "ffi/segment/segment_cuda_handler.h"
+
+namespace jax_baracuda::segment {
+namespace {
+
+ffi::Error Forward(const char* op, bool is_minimum, cudaStream_t stream, const ffi::AnyBuffer& data,
+                   const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& output, const ffi::AnyBuffer* winner,
+                   const ffi::AnyBuffer* order, ffi::RemainingRets scratch_result, bool indices_are_sorted,
+                   bool first_wins) {
+  ForwardBuffers decoded;
+  JB_RETURN_IF_ERROR(DecodeForward(op, data, segment_ids, output, winner, order, &decoded));
+  const bool supported = winner != nullptr ? DispatchFloating(decoded.type, [](auto) {})
+                                           : DispatchOrdered(decoded.type, [](auto) {});
+  if (!supported) return UnsupportedType(op, "data", data.element_type());
+  const Problem& problem = decoded.problem;
+  ScratchBuffer scratch;
+  JB_RETURN_IF_ERROR(DecodeScratch(
+      op, scratch_result,
+      ExtremumScratchBytes(problem, ElementBytes(data), indices_are_sorted, winner != nullptr), &scratch));
+  if (order != nullptr && decoded.order_size != problem.rows) {
+    // No order is wanted, but the result is there.
+    if (cudaError_t e = cudaMemsetAsync(decoded.order, 0, problem.batch * decoded.order_size * sizeof(int32_t), stream)) {
+      return CudaStatus(op, e);
+    }
+    decoded.order = nullptr;
+  }
+  const ExtremumArguments arguments{problem,
+                                    decoded.type,
+                                    decoded.ids_are_64_bit,
+                                    indices_are_sorted,
+                                    is_minimum,
+                                    first_wins,
+                                    data.untyped_data(),
+                                    segment_ids.untyped_data(),
+                                    output.untyped_data(),
+                                    decoded.winner,
+                                    decoded.order,
+                                    scratch.data,
+                                    scratch.bytes};
+  return CudaStatus(op, LaunchExtremum(arguments, stream));
+}
+
+template <bool kIsMinimum>
+ffi::Error Extremum(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
+                    ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets scratch, bool indices_are_sorted) {
+  return Forward(kIsMinimum ? "segment_min" : "segment_max", kIsMinimum, stream, data, segment_ids, *output, nullptr,
+                 nullptr, scratch, indices_are_sorted, false);
+}
+
+template <bool kIsMinimum>
+ffi::Error ExtremumWithWinner(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
+                              ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> winner,
+                              ffi::Result<ffi::AnyBuffer> order, ffi::RemainingRets scratch, bool indices_are_sorted,
+                              bool first_wins) {
+  return Forward(kIsMinimum ? "segment_min_with_winner" : "segment_max_with_winner", kIsMinimum, stream, data,
+                 segment_ids, *output, &*winner, &*order, scratch, indices_are_sorted, first_wins);
+}
+
+template <bool kIsMinimum>
+ffi::Error ExtremumBackward(cudaStream_t stream, ffi::AnyBuffer d_output, ffi::AnyBuffer winner,
+                            ffi::AnyBuffer segment_ids, ffi::AnyBuffer order, ffi::RemainingArgs data_and_output,
+                            ffi::Result<ffi::AnyBuffer> d_data) {
+  constexpr const char* kOp = kIsMinimum ? "segment_min_backward" : "segment_max_backward";
+  BackwardBuffers decoded;
+  JB_RETURN_IF_ERROR(
+      DecodeBackward(kOp, d_output, winner, segment_ids, order, data_and_output, *d_data, &decoded));
+  if (!DispatchFloating(decoded.type, [](auto) {})) {
+    return UnsupportedType(kOp, "d_output", d_output.element_type());
+  }
+  const bool has_order = decoded.order_size == decoded.problem.rows;
+  const ExtremumBackwardArguments arguments{
+      decoded.problem,
+      decoded.type,
+      decoded.ids_are_64_bit,
+      d_output.untyped_data(),
+      static_cast<const int32_t*>(winner.untyped_data()),
+      segment_ids.untyped_data(),
+      has_order ? static_cast<const int32_t*>(order.untyped_data()) : nullptr,
+      decoded.order_is_shared,
+      decoded.data,
+      decoded.output,
+      d_data->untyped_data(),
+      decoded.d_output_is_shared,
+      decoded.winner_is_shared};
+  return CudaStatus(kOp, LaunchExtremumBackward(arguments, stream));
+}
+
+template <bool kIsMinimum>
+ffi::Error Arg(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
+               ffi::Result<ffi::AnyBuffer> winner, ffi::RemainingRets scratch_result, bool indices_are_sorted) {
+  constexpr const char* kOp = kIsMinimum ? "segment_argmin" : "segment_argmax";
+  Buffers decoded;
+  JB_RETURN_IF_ERROR(DecodeArg(kOp, data, segment_ids, *winner, &decoded));
+  if (!DispatchWide(decoded.type, [](auto) {})) return UnsupportedType(kOp, "data", data.element_type());
+  ScratchBuffer scratch;
+  JB_RETURN_IF_ERROR(DecodeScratch(
+      kOp, scratch_result, ArgScratchBytes(decoded.problem, ElementBytes(data), indices_are_sorted), &scratch));
+  const ArgArguments arguments{decoded.problem,
+                               decoded.type,
+                               decoded.ids_are_64_bit,
+                               indices_are_sorted,
+                               kIsMinimum,
+                               data.untyped_data(),
+                               segment_ids.untyped_data(),
+                               static_cast<int32_t*>(winner->untyped_data()),
+                               scratch.data,
+                               scratch.bytes};
+  return CudaStatus(kOp, LaunchArg(arguments, stream));
+}
+
+auto BindForward() { return ffi::Ffi::Bind().Ctx<Stream>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>(); }
+
+auto BindExtremum() {
+  return BindForward().Ret<ffi::AnyBuffer>().RemainingRets().Attr<bool>("indices_are_sorted");
+}
+
+auto BindWithWinner() {
+  return BindForward()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .RemainingRets()
+      .Attr<bool>("indices_are_sorted")
+      .Attr<bool>("first_wins");
+}
+
+auto BindBackward() {
+  return BindForward().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>();
+}
+
+XLA_FFI_DEFINE_HANDLER(kMax, Extremum<false>, BindExtremum(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kMin, Extremum<true>, BindExtremum(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kMaxWithWinner, ExtremumWithWinner<false>, BindWithWinner(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kMinWithWinner, ExtremumWithWinner<true>, BindWithWinner(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kMaxBackward, ExtremumBackward<false>, BindBackward(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kMinBackward, ExtremumBackward<true>, BindBackward(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kArgMax, Arg<false>, BindExtremum(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kArgMin, Arg<true>, BindExtremum(), {ffi::Traits::kCmdBufferCompatible});
+
+int64_t ScratchOf(const ScratchParameters& parameters, bool with_winner) {
+  const ScratchRequest request(parameters);
+  return ExtremumScratchBytes(request.problem, request.element_bytes, request.indices_are_sorted, with_winner);
+}
+
+int64_t ScratchOfValue(const ScratchParameters& parameters) { return ScratchOf(parameters, false); }
+
+int64_t ScratchOfWinner(const ScratchParameters& parameters) { return ScratchOf(parameters, true); }
+
+int64_t ScratchOfArg(const ScratchParameters& parameters) {
+  const ScratchRequest request(parameters);
+  return ArgScratchBytes(request.problem, request.element_bytes, request.indices_are_sorted);
+}
+
+JB_REGISTER_TARGET("segment_max", kMax, ScratchOfValue);
+JB_REGISTER_TARGET("segment_min", kMin, ScratchOfValue);
+JB_REGISTER_TARGET("segment_max_with_winner", kMaxWithWinner, ScratchOfWinner);
+JB_REGISTER_TARGET("segment_min_with_winner", kMinWithWinner, ScratchOfWinner);
+JB_REGISTER_TARGET("segment_max_backward", kMaxBackward, nullptr);
+JB_REGISTER_TARGET("segment_min_backward", kMinBackward, nullptr);
+JB_REGISTER_TARGET("segment_argmax", kArgMax, ScratchOfArg);
+JB_REGISTER_TARGET("segment_argmin", kArgMin, ScratchOfArg);
+
+}  // namespace
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,111 @@
+// The CUDA handlers of segment_prod and its gradient.
+
+#include "ffi/segment/product.cuh"
+#include "ffi/segment/segment_cuda_handler.h"
+
+namespace jax_baracuda::segment {
+namespace {
+
+ffi::Error Forward(const char* op, cudaStream_t stream, const ffi::AnyBuffer& data, const ffi::AnyBuffer& segment_ids,
+                   const ffi::AnyBuffer& output, const ffi::AnyBuffer* mantissa, const ffi::AnyBuffer* packed,
+                   ffi::RemainingRets scratch_result, bool indices_are_sorted) {
+  ProductBuffers decoded;
+  JB_RETURN_IF_ERROR(DecodeProduct(op, data, segment_ids, output, mantissa, packed, &decoded));
+  const bool supported = mantissa != nullptr ? DispatchFloating(decoded.type, [](auto) {})
+                                             : DispatchWrapping(decoded.type, [](auto) {});
+  if (!supported) return UnsupportedType(op, "data", data.element_type());
+  ScratchBuffer scratch;
+  JB_RETURN_IF_ERROR(DecodeScratch(op, scratch_result,
+                                   ProductScratchBytes(decoded.problem, ElementBytes(data), indices_are_sorted),
+                                   &scratch));
+  const ProductArguments arguments{decoded.problem,
+                                   decoded.type,
+                                   decoded.ids_are_64_bit,
+                                   indices_are_sorted,
+                                   data.untyped_data(),
+                                   segment_ids.untyped_data(),
+                                   output.untyped_data(),
+                                   decoded.mantissa,
+                                   decoded.packed,
+                                   scratch.data,
+                                   scratch.bytes};
+  return CudaStatus(op, LaunchProduct(arguments, stream));
+}
+
+ffi::Error Prod(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
+                ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets scratch, bool indices_are_sorted) {
+  return Forward("segment_prod", stream, data, segment_ids, *output, nullptr, nullptr, scratch, indices_are_sorted);
+}
+
+ffi::Error ProdWithResidual(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
+                            ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> mantissa,
+                            ffi::Result<ffi::AnyBuffer> packed, ffi::RemainingRets scratch, bool indices_are_sorted) {
+  return Forward("segment_prod_with_residual", stream, data, segment_ids, *output, &*mantissa, &*packed, scratch,
+                 indices_are_sorted);
+}
+
+ffi::Error ProdBackward(cudaStream_t stream, ffi::AnyBuffer d_output, ffi::AnyBuffer mantissa, ffi::AnyBuffer packed,
+                        ffi::AnyBuffer data, ffi::AnyBuffer segment_ids, ffi::Result<ffi::AnyBuffer> d_data) {
+  constexpr const char* kOp = "segment_prod_backward";
+  ProductBackwardBuffers decoded;
+  JB_RETURN_IF_ERROR(
+      DecodeProductBackward(kOp, d_output, mantissa, packed, data, segment_ids, *d_data, &decoded));
+  if (!DispatchFloating(decoded.type, [](auto) {})) return UnsupportedType(kOp, "d_output", d_output.element_type());
+  const ProductBackwardArguments arguments{decoded.problem,
+                                           decoded.type,
+                                           decoded.ids_are_64_bit,
+                                           d_output.untyped_data(),
+                                           mantissa.untyped_data(),
+                                           static_cast<const int32_t*>(packed.untyped_data()),
+                                           data.untyped_data(),
+                                           segment_ids.untyped_data(),
+                                           d_data->untyped_data(),
+                                           decoded.d_output_is_shared,
+                                           decoded.product_is_shared};
+  return CudaStatus(kOp, LaunchProductBackward(arguments, stream));
+}
+
+XLA_FFI_DEFINE_HANDLER(kProd, Prod,
+                       ffi::Ffi::Bind()
+                           .Ctx<Stream>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .RemainingRets()
+                           .Attr<bool>("indices_are_sorted"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kProdWithResidual, ProdWithResidual,
+                       ffi::Ffi::Bind()
+                           .Ctx<Stream>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .RemainingRets()
+                           .Attr<bool>("indices_are_sorted"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kProdBackward, ProdBackward,
+                       ffi::Ffi::Bind()
+                           .Ctx<Stream>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+int64_t ScratchOf(const ScratchParameters& parameters) {
+  const ScratchRequest request(parameters);
+  return ProductScratchBytes(request.problem, request.element_bytes, request.indices_are_sorted);
+}
+
+JB_REGISTER_TARGET("segment_prod", kProd, ScratchOf);
+JB_REGISTER_TARGET("segment_prod_with_residual", kProdWithResidual, ScratchOf);
+JB_REGISTER_TARGET("segment_prod_backward", kProdBackward, nullptr);
+
+}  // namespace
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,29 @@
+// What a reduction is to the kernels that keep cells in registers or in private tables.
+//
+// A reduction is a struct with
+//
+//   using Element                         the type of the data
+//   struct Outputs                        where results go, and options; passed to kernels by value
+//   kRowsInFlight                         rows that a thread loads before it uses the first
+//   kTileBlocks                           blocks of tiles that share a multiprocessor, which caps the registers
+//   template <int kCount> Accumulator     kCount neighbouring cells of one segment under reduction, trivially copyable:
+//     Start()                                  the cells of no rows
+//     Add(values, row, outputs)                folds kCount elements of a row into them
+//     Merge(other, outputs)                    folds in the cells of other rows of the segment
+//     Store(outputs, segment, features, feature)  writes the results of the cells from `feature` on
+//
+// Partial results pass between blocks as accumulators, unrounded.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_baracuda::segment {
+
+// What blocks of rows leave of runs that cross their borders, one slot a block; cells as accumulators [blocks, vectors].
+struct Pieces {
+  uint32_t* head_segment;  // kDropped where no piece of a long run enters the block
+  void* head;
+  void* tail;  // of a run that starts in the block and enters the next as a piece
+};
+
+}  // namespace jax_baracuda::segment

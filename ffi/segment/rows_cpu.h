@@ -1,0 +1,689 @@
+// How the CPU kernels of the segment family go through the rows. The result is the same on any number of threads, and
+// nothing depends on whether the ids are sorted.
+//
+// A reduction has two ways, both accumulating in ComputeType (so that 16-bit types vectorise):
+// - In order: each range of rows is folded into cells of its own; the ranges' cells are merged in order. For rows so
+//   narrow, or cells so few, that the cells stay in a near cache.
+// - Grouped: each thread takes a range of segments (or of features, where segments are few), whose rows are grouped by
+//   segment with a counting sort of row numbers. A segment's cells then stay in the nearest cache while its rows stream
+//   by, and are written once.
+//
+// Kernels take small structs by value: through a reference they would be read again after every store, which may be to
+// them for all the compiler knows.
+//
+// A Reduction says what is folded and written. It has the types Element (of a row), First and Second (of the one or two
+// numbers of a cell under reduction; Second may be NoNumber), the constants kRounds (whether merging in another
+// grouping gives other bits) and kHoldsRuns (whether every row changes its cell, so that the cell of a run of rows of
+// one segment is better held in registers), and the functions
+//   Start(count, cells)                       `count` cells of no rows
+//   Fold(values, row, width, cells)           a row into `width` cells; rows of a cell come in ascending order
+//   Merge(count, later, cells)                the cells of a later range of rows into those of the ranges before it
+//   Write(count, first_cell, counts, cells)   the results from cell `first_cell` of [batch, segments, features] on;
+//                                             counts[0] is the number of rows in the segment of that cell, counts[1] in
+//                                             the next one (only if the caller of ReduceAll asked for counts)
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <numeric>
+#include <string>
+#include <type_traits>
+
+#include "ffi/core/cpu_clones.h"
+#include "ffi/core/handler.h"
+#include "ffi/core/huge_pages.h"
+#include "ffi/core/parallel_for.h"
+#include "ffi/core/streaming_store.h"
+#include "ffi/segment/segment.h"
+
+#define JB_INLINE __attribute__((always_inline)) inline
+
+// Before a loop whose iterations are independent. Unless told not to, GCC unrolls a loop over few features before it
+// could vectorise it, and then no longer does.
+#define JB_VECTORIZE _Pragma("GCC ivdep") _Pragma("GCC unroll 1")
+
+namespace jax_baracuda::segment {
+
+inline constexpr int64_t kNarrowRowBytes = 64;
+inline constexpr int64_t kNearCacheBytes = 4 * 1024 * 1024;
+inline constexpr int64_t kMinRowsPerCellRow = 2;  // of a range's own cells, which must also be set up and merged
+inline constexpr int64_t kMinRowsPerRoundedCellRow = 8;
+inline constexpr int64_t kMaxRoundedRanges = 64;
+inline constexpr int64_t kMinBytesPerRoundedRange = 64 * 1024;
+inline constexpr int64_t kMinSegmentsPerBlock = 64;
+inline constexpr int64_t kMinFeatureBytesPerBlock = 256;
+inline constexpr int64_t kMinStreamedBytes = 32 * 1024 * 1024;
+inline constexpr int64_t kStreamedBlockBytes = 4096;
+inline constexpr int64_t kCacheLine = 64;
+inline constexpr int64_t kPrefetchDistance = 6;  // rows
+
+// What a handler returns; `buffer` is the argument whose element type was dispatched on.
+inline ffi::Error Status(const char* op, bool is_supported, bool has_memory, const char* argument,
+                         const ffi::AnyBuffer& buffer) {
+  if (!is_supported) return UnsupportedType(op, argument, buffer.element_type());
+  if (has_memory) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(op) + ": out of host memory");
+}
+
+// Memory that is not initialised; nullptr if there is none.
+template <typename T>
+std::unique_ptr<T[]> Allocate(int64_t count) {
+  return std::unique_ptr<T[]>(new (std::nothrow) T[std::max<int64_t>(1, count)]);
+}
+
+struct SegmentIds {
+  const void* values;
+  bool are_64_bit;
+
+  int64_t operator[](int64_t i) const {
+    return are_64_bit ? static_cast<const int64_t*>(values)[i] : static_cast<const int32_t*>(values)[i];
+  }
+
+  // Calls body with the ids as an array of their type.
+  template <typename Body>
+  JB_INLINE auto Visit(const Body& body) const {
+    return are_64_bit ? body(static_cast<const int64_t*>(values)) : body(static_cast<const int32_t*>(values));
+  }
+
+  void Prefetch(int64_t i) const { __builtin_prefetch(static_cast<const char*>(values) + i * (are_64_bit ? 8 : 4)); }
+
+  bool AreSorted(int64_t begin, int64_t end) const {
+    return Visit([&](const auto* ids) { return std::is_sorted(ids + begin, ids + end); });
+  }
+
+  // The first index in [begin, end) of sorted ids whose id is not below `id`.
+  int64_t LowerBound(int64_t begin, int64_t end, int64_t id) const {
+    return Visit([&](const auto* ids) -> int64_t {
+      return std::lower_bound(ids + begin, ids + end, id, [](auto a, int64_t b) { return int64_t{a} < b; }) - ids;
+    });
+  }
+};
+
+inline bool EachBatchIsSorted(const Problem& problem, SegmentIds ids) {
+  for (int64_t b = 0; b < (problem.ids_are_shared ? 1 : problem.batch); ++b) {
+    if (!ids.AreSorted(b * problem.rows, (b + 1) * problem.rows)) return false;
+  }
+  return true;
+}
+
+// Asks for a whole row ahead of its use; rows that ids point to jump about, so the hardware cannot foresee them.
+template <typename T>
+JB_INLINE void PrefetchRow(const T* row, int64_t width) {
+  const char* const begin = reinterpret_cast<const char*>(row);
+  for (int64_t byte = 0; byte < width * static_cast<int64_t>(sizeof(T)); byte += kCacheLine) {
+    __builtin_prefetch(begin + byte);
+  }
+}
+
+// Calls body with `width`, as a constant where it is small: a loop over few features would cost more than its body.
+template <typename Body>
+JB_INLINE void WithWidth(int64_t width, const Body& body) {
+  switch (width) {
+    case 1:
+      return body(std::integral_constant<int64_t, 1>{});
+    case 4:
+      return body(std::integral_constant<int64_t, 4>{});
+    case 8:
+      return body(std::integral_constant<int64_t, 8>{});
+    default:
+      return body(width);
+  }
+}
+
+// Stores a number as a T. (Assigning a whole Float16 or BFloat16 keeps GCC from vectorising.)
+template <typename T>
+JB_INLINE void Store(ComputeType<T> value, T* to) {
+  if constexpr (std::is_same_v<T, ComputeType<T>>) {
+    *to = value;
+  } else {
+    to->bits = static_cast<T>(value).bits;
+  }
+}
+
+// Pointers to the cells under reduction, a number of each kind per cell.
+struct NoNumber {};
+
+template <typename First, typename Second>
+struct Cells {
+  First* first;
+  Second* second;  // nullptr for NoNumber
+
+  JB_INLINE Cells operator+(int64_t count) const {
+    return Cells{first + count, std::is_same_v<Second, NoNumber> ? nullptr : second + count};
+  }
+};
+
+template <typename Reduction>
+using CellsOf = Cells<typename Reduction::First, typename Reduction::Second>;
+
+template <typename Reduction>
+class CellMemory {
+ public:
+  // Returns false if there is no memory.
+  bool Allocate(int64_t count) {
+    first_ = segment::Allocate<typename Reduction::First>(count);
+    if constexpr (!std::is_same_v<typename Reduction::Second, NoNumber>) {
+      second_ = segment::Allocate<typename Reduction::Second>(count);
+      if (second_ == nullptr) return false;
+    }
+    return first_ != nullptr;
+  }
+
+  CellsOf<Reduction> cells() const { return {first_.get(), second_.get()}; }
+
+ private:
+  std::unique_ptr<typename Reduction::First[]> first_;
+  std::unique_ptr<typename Reduction::Second[]> second_;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Rows grouped by segment.
+
+// The rows of a range of segments of one batch element, grouped by segment and ascending within each.
+class GroupedRows {
+ public:
+  // Lists the rows of segments [segment_begin, segment_end), which are in place where the ids are sorted. Returns false
+  // if there is no memory.
+  bool List(const Problem& problem, int64_t batch, int64_t segment_begin, int64_t segment_end, SegmentIds ids,
+            bool ids_are_sorted) {
+    num_segments_ = segment_end - segment_begin;
+    segment_begin_ = segment_begin;
+    first_id_ = problem.IdIndex(batch, 0);
+    const int64_t end_id = first_id_ + problem.rows;
+    ends_.reset(new (std::nothrow) int32_t[num_segments_ + 1]());
+    if (ends_ == nullptr) return false;
+    if (ids_are_sorted) {
+      first_row_ = static_cast<int32_t>(ids.LowerBound(first_id_, end_id, segment_begin) - first_id_);
+      size_ = static_cast<int32_t>(ids.LowerBound(first_id_, end_id, segment_end) - first_id_) - first_row_;
+      for (int64_t i = 0; i < size_; ++i) ++ends_[ids[first_id_ + first_row_ + i] - segment_begin];
+      for (int64_t i = 1; i < num_segments_; ++i) ends_[i] += ends_[i - 1];
+      return true;
+    }
+    members_ = Allocate<int32_t>(problem.rows + 1);
+    if (members_ == nullptr) return false;
+    ids.Visit([&](const auto* all_ids) {
+      // Listed without a branch on what is random. A row that is no member is overwritten by the next one.
+      const auto* const row_ids = all_ids + first_id_;
+      const uint64_t range = static_cast<uint64_t>(num_segments_);
+      int64_t num_members = 0;
+      for (int64_t row = 0; row < problem.rows; ++row) {
+        members_[num_members] = static_cast<int32_t>(row);
+        num_members += static_cast<uint64_t>(int64_t{row_ids[row]} - segment_begin) < range;
+      }
+      size_ = static_cast<int32_t>(num_members);
+      for (int64_t i = 0; i < num_members; ++i) ++ends_[row_ids[members_[i]] - segment_begin + 1];
+    });
+    for (int64_t i = 0; i < num_segments_; ++i) ends_[i + 1] += ends_[i];
+    return true;
+  }
+
+  // Groups the listed rows, in memory of its own or in `places` [Size()]. Returns false if there is no memory.
+  bool Group(SegmentIds ids, int32_t* places) {
+    if (members_ == nullptr) return true;
+    if (places == nullptr) {
+      own_places_ = Allocate<int32_t>(size_);
+      places = own_places_.get();
+      if (places == nullptr) return false;
+    }
+    ids.Visit([&](const auto* all_ids) {
+      // Placing a row moves its segment's start to the next place, so that in the end starts have become ends.
+      const auto* const row_ids = all_ids + first_id_;
+      for (int64_t i = 0; i < size_; ++i) places[ends_[row_ids[members_[i]] - segment_begin_]++] = members_[i];
+    });
+    members_.reset();
+    places_ = places;
+    return true;
+  }
+
+  int32_t Size() const { return size_; }
+
+  // [Begin(i), End(i)) are the places of the rows of segment segment_begin + i.
+  int32_t Begin(int64_t i) const { return i == 0 ? 0 : ends_[i - 1]; }
+  int32_t End(int64_t i) const { return ends_[i]; }
+  int32_t operator[](int32_t place) const { return places_ == nullptr ? first_row_ + place : places_[place]; }
+
+ private:
+  std::unique_ptr<int32_t[]> ends_;
+  std::unique_ptr<int32_t[]> members_;     // listed rows in ascending order, until they are grouped
+  std::unique_ptr<int32_t[]> own_places_;
+  const int32_t* places_ = nullptr;        // stays nullptr where the ids are sorted
+  int64_t segment_begin_ = 0;
+  int64_t num_segments_ = 0;
+  int64_t first_id_ = 0;
+  int32_t first_row_ = 0;
+  int32_t size_ = 0;
+};
+
+// What one thread does in the grouped way.
+struct Block {
+  int64_t batch;
+  int64_t segment_begin, segment_end;
+  int64_t feature_begin, feature_end;
+};
+
+// The rows of a batch element are grouped for `segment_ranges` ranges of segments, each by one thread, and then worked
+// on by `feature_ranges` threads each.
+struct Blocking {
+  int64_t segment_ranges;
+  int64_t feature_ranges;
+
+  // `item_size` is that of an element of the rows; 0 to leave features whole.
+  Blocking(const Problem& problem, int64_t item_size, int64_t num_threads) {
+    const int64_t blocks = (num_threads + problem.batch - 1) / std::max<int64_t>(1, problem.batch);
+    segment_ranges = std::clamp<int64_t>(problem.segments / kMinSegmentsPerBlock, 1, blocks);
+    feature_ranges = std::clamp<int64_t>(problem.features * item_size / kMinFeatureBytesPerBlock, 1,
+                                         blocks / segment_ranges);
+  }
+
+  int64_t NumGroups(const Problem& problem) const { return problem.batch * segment_ranges; }
+
+  Block Get(const Problem& problem, int64_t group, int64_t feature_range) const {
+    const int64_t segment_range = group % segment_ranges;
+    return Block{group / segment_ranges,
+                 ChunkBegin(problem.segments, segment_ranges, segment_range),
+                 ChunkBegin(problem.segments, segment_ranges, segment_range + 1),
+                 ChunkBegin(problem.features, feature_ranges, feature_range),
+                 ChunkBegin(problem.features, feature_ranges, feature_range + 1)};
+  }
+};
+
+// Writes the order in which rows are as they come.
+inline void WriteIdentityOrder(ffi::ThreadPool& pool, const Problem& problem, int32_t* order) {
+  const int64_t chunks = ChunksFor(pool, problem.rows * static_cast<int64_t>(sizeof(int32_t)));
+  ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
+    const int64_t begin = ChunkBegin(problem.rows, chunks, index % chunks),
+                  end = ChunkBegin(problem.rows, chunks, index % chunks + 1);
+    int32_t* const of_batch = order + index / chunks * problem.rows;
+    std::iota(of_batch + begin, of_batch + end, static_cast<int32_t>(begin));
+  });
+}
+
+// Groups all rows and calls body(block, grouped rows of its segments) for every block; body returns false if it has no
+// memory, and so does this function. `order`, if not nullptr, gets a permutation [batch, rows] that brings rows of one
+// segment together.
+template <typename Body>
+bool ForEachGroupedBlock(ffi::ThreadPool& pool, const Problem& problem, const Blocking& blocking, SegmentIds ids,
+                         int32_t* order, const Body& body) {
+  const bool ids_are_sorted = EachBatchIsSorted(problem, ids);
+  const int64_t num_groups = blocking.NumGroups(problem), ranges = blocking.segment_ranges;
+  const std::unique_ptr<GroupedRows[]> groups(new (std::nothrow) GroupedRows[num_groups]);
+  if (groups == nullptr) return false;
+  std::atomic<bool> has_memory{true};
+  const auto run = [&](int64_t count, const auto& step) {
+    ParallelFor(pool, count, [&](int64_t index) {
+      if (!step(index)) has_memory = false;
+    });
+    return has_memory.load();
+  };
+  const auto list = [&](int64_t group) {
+    const Block block = blocking.Get(problem, group, 0);
+    return groups[group].List(problem, block.batch, block.segment_begin, block.segment_end, ids, ids_are_sorted);
+  };
+  const auto group_and_call = [&](int64_t group, int32_t* places) {
+    if (!groups[group].Group(ids, places)) return false;
+    return blocking.feature_ranges > 1 || body(blocking.Get(problem, group, 0), groups[group]);
+  };
+  if (order == nullptr || ids_are_sorted) {
+    if (order != nullptr) WriteIdentityOrder(pool, problem, order);
+    if (!run(num_groups, [&](int64_t group) { return list(group) && group_and_call(group, nullptr); })) return false;
+  } else {
+    // The groups lie in `order` itself, one after another, and after them the rows that are in no segment.
+    if (!run(num_groups, list)) return false;
+    const auto is_done = run(num_groups, [&](int64_t group) {
+      const int64_t batch = group / ranges;
+      int32_t* places = order + batch * problem.rows;
+      for (int64_t i = batch * ranges; i < group; ++i) places += groups[i].Size();
+      int32_t* dropped = places + groups[group].Size();
+      if (group % ranges == ranges - 1 && dropped != order + (batch + 1) * problem.rows) {
+        for (int64_t row = 0; row < problem.rows; ++row) {
+          const int64_t id = ids[problem.IdIndex(batch, row)];
+          if (id < 0 || id >= problem.segments) *dropped++ = static_cast<int32_t>(row);
+        }
+      }
+      return group_and_call(group, places);
+    });
+    if (!is_done) return false;
+  }
+  if (blocking.feature_ranges == 1) return true;
+  return run(num_groups * blocking.feature_ranges, [&](int64_t index) {
+    const int64_t group = index / blocking.feature_ranges;
+    return body(blocking.Get(problem, group, index % blocking.feature_ranges), groups[group]);
+  });
+}
+
+// Calls body(row) for the rows in places [begin, end), and prefetch(row) for coming ones.
+template <typename Prefetch, typename Body>
+JB_INLINE void ForEachGroupedRow(const GroupedRows& grouped, int32_t begin, int32_t end, const Prefetch& prefetch,
+                                 const Body& body) {
+  const int32_t size = grouped.Size();
+  for (int32_t place = begin; place < end; ++place) {
+    if (place + kPrefetchDistance < size) prefetch(grouped[place + kPrefetchDistance]);
+    body(grouped[place]);
+  }
+}
+
+// Reduces one block in the grouped way; returns false if there is no memory.
+template <typename Reduction>
+JB_CPU_CLONES bool ReduceGrouped(const Problem problem, const Block block, const GroupedRows& grouped,
+                                 const typename Reduction::Element* data, const Reduction reduction,
+                                 int32_t* row_counts) {
+  const int64_t features = problem.features, width = block.feature_end - block.feature_begin;
+  CellMemory<Reduction> memory;
+  if (!memory.Allocate(width)) return false;
+  const CellsOf<Reduction> cells = memory.cells();
+  const auto* const rows = data + problem.DataRow(block.batch, 0) * features + block.feature_begin;
+  const auto prefetch = [&](int32_t row) __attribute__((always_inline)) { PrefetchRow(rows + row * features, width); };
+  for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
+    const int64_t group = segment - block.segment_begin, segment_index = block.batch * problem.segments + segment;
+    const int32_t begin = grouped.Begin(group), end = grouped.End(group), count = end - begin;
+    reduction.Start(width, cells);
+    ForEachGroupedRow(grouped, begin, end, prefetch, [&](int32_t row) __attribute__((always_inline)) {
+      reduction.Fold(rows + row * features, row, width, cells);
+    });
+    if (row_counts != nullptr && block.feature_begin == 0) row_counts[segment_index] = count;
+    reduction.Write(width, segment_index * features + block.feature_begin, &count, cells);
+  }
+  return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Rows in order.
+
+// Calls body(row, segment) for the rows [row_begin, row_end) of a batch element that belong to a segment.
+template <typename Body>
+JB_INLINE void ForEachMember(const Problem& problem, SegmentIds ids, int64_t batch, int64_t row_begin, int64_t row_end,
+                             const Body& body) {
+  ids.Visit([&](const auto* all_ids) __attribute__((always_inline)) {
+    const auto* const row_ids = all_ids + problem.IdIndex(batch, 0);
+    const uint64_t segments = static_cast<uint64_t>(problem.segments);
+    for (int64_t row = row_begin; row < row_end; ++row) {
+      const int64_t segment = row_ids[row];
+      if (static_cast<uint64_t>(segment) < segments) body(row, segment);
+    }
+  });
+}
+
+// The cell of the segment that rows of one feature are folded into at the moment, held in registers.
+template <typename Reduction>
+class HeldCell {
+ public:
+  JB_INLINE HeldCell(CellsOf<Reduction> all, int32_t* row_counts) : all_(all), row_counts_(row_counts) {}
+
+  JB_INLINE void MoveTo(int64_t segment) {
+    if (segment != segment_) {
+      Release();
+      segment_ = segment;
+      first_ = all_.first[segment];
+      if constexpr (kHasSecond) second_ = all_.second[segment];
+    }
+    ++rows_;
+  }
+
+  JB_INLINE void Release() {
+    if (rows_ == 0) return;
+    all_.first[segment_] = first_;
+    if constexpr (kHasSecond) all_.second[segment_] = second_;
+    if (row_counts_ != nullptr) row_counts_[segment_] += rows_;
+    rows_ = 0;
+  }
+
+  JB_INLINE CellsOf<Reduction> cells() { return {&first_, &second_}; }
+
+ private:
+  static constexpr bool kHasSecond = !std::is_same_v<typename Reduction::Second, NoNumber>;
+
+  CellsOf<Reduction> all_;
+  int32_t* row_counts_;
+  int64_t segment_ = -1;
+  int32_t rows_ = 0;
+  typename Reduction::First first_{};
+  typename Reduction::Second second_{};
+};
+
+// Folds the rows [row_begin, row_end) of a batch element, in order, into cells [segments, features].
+template <typename Reduction>
+JB_CPU_CLONES void FoldInOrder(const Problem problem, SegmentIds ids, const typename Reduction::Element* data,
+                               const Reduction reduction, int64_t batch, int64_t row_begin, int64_t row_end,
+                               CellsOf<Reduction> cells, int32_t* row_counts) {
+  reduction.Start(problem.segments * problem.features, cells);
+  if (row_counts != nullptr) std::fill_n(row_counts, problem.segments, 0);
+  const auto* const rows = data + problem.DataRow(batch, 0) * problem.features;
+  if (Reduction::kHoldsRuns && problem.features == 1) {
+    HeldCell<Reduction> held(cells, row_counts);
+    ForEachMember(problem, ids, batch, row_begin, row_end, [&](int64_t row, int64_t segment)
+                                                               __attribute__((always_inline)) {
+      held.MoveTo(segment);
+      reduction.Fold(rows + row, static_cast<int32_t>(row), 1, held.cells());
+    });
+    held.Release();
+    return;
+  }
+  WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
+    ForEachMember(problem, ids, batch, row_begin, row_end, [&](int64_t row, int64_t segment)
+                                                               __attribute__((always_inline)) {
+      reduction.Fold(rows + row * width, static_cast<int32_t>(row), width, cells + segment * width);
+      if (row_counts != nullptr) ++row_counts[segment];
+    });
+  });
+}
+
+template <typename Reduction>
+JB_CPU_CLONES void MergeCells(const Reduction& reduction, int64_t count, CellsOf<Reduction> later,
+                              CellsOf<Reduction> cells) {
+  reduction.Merge(count, later, cells);
+}
+
+template <typename Reduction>
+JB_CPU_CLONES void WriteCells(const Reduction& reduction, int64_t count, int64_t first_cell, const int32_t* counts,
+                              CellsOf<Reduction> cells) {
+  reduction.Write(count, first_cell, counts, cells);
+}
+
+inline int64_t NumThreads(ffi::ThreadPool& pool, int64_t total_bytes) {
+  return std::min<int64_t>(ChunksFor(pool, total_bytes), std::max<int64_t>(1, pool.num_threads()));
+}
+
+// How many ranges of rows of a batch element to fold apart. Where merging rounds, this depends on shapes alone, so that
+// the result does not depend on the number of threads.
+template <typename Reduction>
+int64_t NumRanges(const Problem& problem, int64_t row_bytes, int64_t num_threads) {
+  if constexpr (Reduction::kRounds) {
+    const int64_t most = std::min(problem.rows / (kMinRowsPerRoundedCellRow * problem.segments),
+                                  problem.rows * row_bytes / kMinBytesPerRoundedRange);
+    return std::clamp<int64_t>(most, 1, std::max<int64_t>(1, kMaxRoundedRanges / problem.batch));
+  } else {
+    return std::clamp<int64_t>(problem.rows / (kMinRowsPerCellRow * problem.segments), 1,
+                               (num_threads + problem.batch - 1) / problem.batch);
+  }
+}
+
+// Reduces in order. `fold(batch, row_begin, row_end, cells, row_counts)` starts and folds the cells of a range.
+template <typename Reduction, typename FoldRange>
+bool ReduceInOrder(ffi::ThreadPool& pool, const Problem& problem, int64_t num_ranges, const Reduction& reduction,
+                   int32_t* row_counts, const FoldRange& fold) {
+  const int64_t cells_per_batch = problem.segments * problem.features;
+  CellMemory<Reduction> memory;
+  std::unique_ptr<int32_t[]> later_counts;
+  if (!memory.Allocate(problem.batch * num_ranges * cells_per_batch)) return false;
+  if (row_counts != nullptr) {
+    later_counts = Allocate<int32_t>(problem.batch * (num_ranges - 1) * problem.segments);
+    if (later_counts == nullptr) return false;
+  }
+  const auto cells_of = [&](int64_t batch, int64_t range) {
+    return memory.cells() + (batch * num_ranges + range) * cells_per_batch;
+  };
+  const auto counts_of = [&](int64_t batch, int64_t range) -> int32_t* {
+    if (row_counts == nullptr) return nullptr;
+    return range == 0 ? row_counts + batch * problem.segments
+                      : later_counts.get() + (batch * (num_ranges - 1) + range - 1) * problem.segments;
+  };
+  ParallelFor(pool, problem.batch * num_ranges, [&](int64_t index) {
+    const int64_t batch = index / num_ranges, range = index % num_ranges;
+    fold(batch, ChunkBegin(problem.rows, num_ranges, range), ChunkBegin(problem.rows, num_ranges, range + 1),
+         cells_of(batch, range), counts_of(batch, range));
+  });
+  if (row_counts != nullptr) {
+    ParallelFor(pool, problem.batch, [&](int64_t batch) {
+      int32_t* const counts = counts_of(batch, 0);
+      for (int64_t range = 1; range < num_ranges; ++range) {
+        const int32_t* const later = counts_of(batch, range);
+        for (int64_t i = 0; i < problem.segments; ++i) counts[i] += later[i];
+      }
+    });
+  }
+  const int64_t cell_bytes = sizeof(typename Reduction::First);
+  const int64_t chunks = ChunksFor(pool, num_ranges * cells_per_batch * cell_bytes);
+  ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
+    const int64_t batch = index / chunks, begin = ChunkBegin(cells_per_batch, chunks, index % chunks),
+                  count = ChunkBegin(cells_per_batch, chunks, index % chunks + 1) - begin;
+    if (count == 0) return;
+    const CellsOf<Reduction> cells = cells_of(batch, 0) + begin;
+    for (int64_t range = 1; range < num_ranges; ++range) {
+      MergeCells(reduction, count, cells_of(batch, range) + begin, cells);
+    }
+    const int32_t* const counts = row_counts == nullptr ? nullptr : counts_of(batch, 0) + begin / problem.features;
+    WriteCells(reduction, count, batch * cells_per_batch + begin, counts, cells);
+  });
+  return true;
+}
+
+// Whether to reduce in order rather than grouped.
+inline bool ReducesInOrder(const Problem& problem, int64_t row_bytes, int64_t cell_bytes) {
+  const bool cells_stay_near = problem.segments * problem.features * cell_bytes <= kNearCacheBytes;
+  return row_bytes < kNarrowRowBytes || (cells_stay_near && problem.rows >= kMinRowsPerCellRow * problem.segments);
+}
+
+template <typename Reduction>
+constexpr int64_t CellBytes() {
+  constexpr bool kHasSecond = !std::is_same_v<typename Reduction::Second, NoNumber>;
+  return sizeof(typename Reduction::First) + (kHasSecond ? sizeof(typename Reduction::Second) : 0);
+}
+
+struct Extras {
+  int32_t* row_counts = nullptr;  // gets the rows of each segment [batch, segments], if not nullptr
+  int32_t* order = nullptr;       // as in ForEachGroupedBlock
+};
+
+// Reduces all rows, in the way that suits the shapes; returns false if there is no memory.
+template <typename Reduction>
+bool ReduceAll(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, const typename Reduction::Element* data,
+               const Reduction& reduction, const Extras& extras = {}) {
+  const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(typename Reduction::Element));
+  const bool is_empty = problem.features == 0 && extras.row_counts == nullptr;
+  if (problem.batch * problem.segments == 0 || is_empty) {
+    if (extras.order != nullptr) WriteIdentityOrder(pool, problem, extras.order);
+    return true;
+  }
+  const int64_t num_threads = NumThreads(pool, problem.batch * (problem.rows + problem.segments) * row_bytes);
+  if (ReducesInOrder(problem, row_bytes, CellBytes<Reduction>())) {
+    if (extras.order != nullptr) WriteIdentityOrder(pool, problem, extras.order);
+    const auto fold = [&](int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<Reduction> cells,
+                          int32_t* counts) {
+      FoldInOrder(problem, ids, data, reduction, batch, row_begin, row_end, cells, counts);
+    };
+    return ReduceInOrder(pool, problem, NumRanges<Reduction>(problem, row_bytes, num_threads), reduction,
+                         extras.row_counts, fold);
+  }
+  const Blocking blocking(problem, sizeof(typename Reduction::Element), num_threads);
+  return ForEachGroupedBlock(pool, problem, blocking, ids, extras.order,
+                             [&](const Block& block, const GroupedRows& grouped) {
+                               return ReduceGrouped(problem, block, grouped, data, reduction, extras.row_counts);
+                             });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Results that have rows.
+
+// Memory for `count` elements that starts as far from a cache line's start as `like` does.
+template <typename T>
+class StreamBuffer {
+ public:
+  explicit StreamBuffer(int64_t count) : memory_(Allocate<char>(count * sizeof(T) + 2 * kCacheLine)) {}
+
+  // nullptr if there is no memory.
+  T* At(const void* like) const {
+    if (memory_ == nullptr) return nullptr;
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(memory_.get());
+    const uintptr_t offset = reinterpret_cast<uintptr_t>(like) % kCacheLine;
+    return reinterpret_cast<T*>((begin + kCacheLine - 1) / kCacheLine * kCacheLine + offset);
+  }
+
+ private:
+  std::unique_ptr<char[]> memory_;
+};
+
+// Copies bytes from a place that is as far from a cache line's start as their target; whole lines are streamed.
+inline void StreamLines(void* to, const void* from, int64_t bytes) {
+  const int64_t until_line = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) % kCacheLine);
+  const int64_t head = std::min(until_line, bytes), lines = (bytes - head) / kCacheLine * kCacheLine;
+  char* const target = static_cast<char*>(to);
+  const char* const source = static_cast<const char*>(from);
+  std::memcpy(target, source, static_cast<size_t>(head));
+  StreamBytes(target + head, source + head, lines);
+  std::memcpy(target + head + lines, source + head + lines, static_cast<size_t>(bytes - head - lines));
+}
+
+// Writes rows [row_begin, row_end) of a result, one after another: body(begin, end, to) writes a few of them to `to`.
+// Results larger than the caches are streamed.
+template <typename T, typename Body>
+JB_INLINE void WriteRows(T* result, int64_t row_begin, int64_t row_end, int64_t width, bool is_streamed,
+                         const Body& body) {
+  const int64_t rows_per_block =
+      std::max<int64_t>(1, kStreamedBlockBytes / (std::max<int64_t>(1, width) * static_cast<int64_t>(sizeof(T))));
+  const StreamBuffer<T> buffer(is_streamed ? rows_per_block * width : 0);
+  if (!is_streamed || buffer.At(result) == nullptr) return body(row_begin, row_end, result + row_begin * width);
+  for (int64_t begin = row_begin; begin < row_end; begin += rows_per_block) {
+    const int64_t end = std::min(begin + rows_per_block, row_end);
+    T* const to = result + begin * width;
+    body(begin, end, buffer.At(to));
+    StreamLines(to, buffer.At(to), (end - begin) * width * static_cast<int64_t>(sizeof(T)));
+  }
+  FinishStreaming();
+}
+
+// Calls body(batch, row_begin, row_end, is_streamed) for chunks of the rows of a result [batch, rows, features].
+template <typename T, typename Body>
+void ForEachChunkOfRows(ffi::ThreadPool& pool, const Problem& problem, T* result, const Body& body) {
+  const int64_t bytes_per_batch = problem.rows * problem.features * static_cast<int64_t>(sizeof(T));
+  AdviseHugePages(result, problem.batch * bytes_per_batch);
+  const bool is_streamed = false;
+  const int64_t chunks = ChunksFor(pool, bytes_per_batch);
+  ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
+    const int64_t chunk = index % chunks;
+    body(index / chunks, ChunkBegin(problem.rows, chunks, chunk), ChunkBegin(problem.rows, chunks, chunk + 1),
+         is_streamed);
+  });
+}
+
+// Writes the rows [row_begin, row_end) of a batch element of a result: write(row, segment, to) for the rows of a
+// segment, zeros for the others; prefetch(segment) ahead.
+template <typename T, typename Prefetch, typename Write>
+JB_INLINE void WriteRowsOfSegments(const Problem& problem, SegmentIds ids, int64_t batch, int64_t row_begin,
+                                   int64_t row_end, int64_t width, bool is_streamed, T* result,
+                                   const Prefetch& prefetch, const Write& write) {
+  ids.Visit([&](const auto* all_ids) __attribute__((always_inline)) {
+    const auto* const row_ids = all_ids + problem.IdIndex(batch, 0);
+    const uint64_t segments = static_cast<uint64_t>(problem.segments);
+    WriteRows(result + batch * problem.rows * width, row_begin, row_end, width, is_streamed,
+              [&](int64_t begin, int64_t end, T* to) __attribute__((always_inline)) {
+      for (int64_t row = begin; row < end; ++row, to += width) {
+        if (row + kPrefetchDistance < row_end) {
+          const int64_t coming = row_ids[row + kPrefetchDistance];
+          if (static_cast<uint64_t>(coming) < segments) prefetch(coming);
+        }
+        const int64_t segment = row_ids[row];
+        if (static_cast<uint64_t>(segment) < segments) {
+          write(row, segment, to);
+        } else {
+          std::memset(static_cast<void*>(to), 0, static_cast<size_t>(width) * sizeof(T));  // all bits zero is +0
+        }
+      }
+    });
+  });
+}
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,342 @@
+// Checks the buffers of the segment ops and turns them into a Problem; used by both back ends.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "ffi/core/handler.h"
+#include "ffi/segment/segment.h"
+
+namespace jax_baracuda::segment {
+
+// What every op of the family decodes. Whether the element type has a kernel is left to the dispatch.
+struct Buffers {
+  Problem problem;
+  ElementType type;  // of data, or of its cotangent
+  bool ids_are_64_bit;
+};
+
+inline ffi::DataType ComputeDataType(ffi::DataType type) {
+  return type == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32;
+}
+
+// Checks the buffers of one call, one after another. Batch, Ids and FirstRows come first, in this order: they tell what
+// the others must fit. Where `is_shared` is nullptr, the leading dimension must be the batch; else it may be 1, and
+// *is_shared tells whether the batch shares the array.
+class Decoder {
+ public:
+  Decoder(const char* op, Buffers* buffers) : op_(op), buffers_(*buffers) {}
+
+  // The batch is the leading dimension of any result.
+  ffi::Error Batch(const char* name, const ffi::AnyBuffer& result, const char* second_dimension) {
+    if (result.dimensions().size() < 2) {
+      return WrongShape(op_, name, result, std::string("[batch, ") + second_dimension + ", ...]");
+    }
+    buffers_.problem = Problem{};
+    buffers_.problem.batch = result.dimensions()[0];
+    return ffi::Error::Success();
+  }
+
+  ffi::Error Ids(const ffi::AnyBuffer& segment_ids) {
+    Problem& problem = buffers_.problem;
+    const auto shape = segment_ids.dimensions();
+    if (shape.size() != 2 || !IsBatchOrShared(shape[0], problem.batch)) {
+      return WrongShape(op_, "segment_ids", segment_ids, "[batch or 1, rows]" + WithBatch());
+    }
+    const ffi::DataType type = segment_ids.element_type();
+    if (type != ffi::DataType::S32 && type != ffi::DataType::S64) return UnsupportedType(op_, "segment_ids", type);
+    if (shape[1] >= std::numeric_limits<int32_t>::max()) {
+      return InvalidArgument(op_, "segment_ids has " + std::to_string(shape[1]) +
+                                      " rows; at most 2147483646 are supported");
+    }
+    buffers_.ids_are_64_bit = type == ffi::DataType::S64;
+    problem.rows = shape[1];
+    problem.ids_are_shared = shape[0] != problem.batch;
+    return ffi::Error::Success();
+  }
+
+  // The array [.., rows, ...] that tells the trailing dimensions and the element type.
+  ffi::Error FirstRows(const char* name, const ffi::AnyBuffer& buffer, bool* is_shared = nullptr) {
+    Problem& problem = buffers_.problem;
+    const auto shape = buffer.dimensions();
+    if (shape.size() < 2 || shape[1] != problem.rows || !FitsBatch(shape[0], is_shared)) {
+      return WrongShape(op_, name, buffer,
+                        std::string(is_shared == nullptr ? "[batch, " : "[batch or 1, ") +
+                            std::to_string(problem.rows) + " rows, ...]" + WithBatch());
+    }
+    type_ = buffer.element_type();
+    buffers_.type = ElementTypeOf(type_);
+    features_.assign(shape.begin() + 2, shape.end());
+    problem.features = TrailingSize(buffer, 2);
+    return ffi::Error::Success();
+  }
+
+  ffi::Error Rows(const char* name, const ffi::AnyBuffer& buffer, bool* is_shared = nullptr) const {
+    return Array(name, buffer, type_, buffers_.problem.rows, features_, is_shared);
+  }
+
+  // The array [.., segments, ...] that tells the number of segments.
+  ffi::Error FirstCells(const char* name, const ffi::AnyBuffer& buffer, bool* is_shared = nullptr) {
+    if (buffer.dimensions().size() < 2) return WrongShape(op_, name, buffer, "[batch, segments, ...]");
+    buffers_.problem.segments = buffer.dimensions()[1];
+    return Cells(name, buffer, type_, is_shared);
+  }
+
+  ffi::Error Cells(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
+                   bool* is_shared = nullptr) const {
+    return Array(name, buffer, type, buffers_.problem.segments, features_, is_shared);
+  }
+
+  // The number of segments where no array has them as a dimension.
+  ffi::Error Segments(int64_t num_segments) {
+    Problem& problem = buffers_.problem;
+    const int64_t width = std::max<int64_t>(1, problem.features), most_cells = int64_t{1} << 56;
+    if (num_segments < 0 || num_segments > most_cells / width / std::max<int64_t>(1, problem.batch)) {
+      return InvalidArgument(op_, "num_segments is " + std::to_string(num_segments) +
+                                      ", expected a non-negative number of segments that memory can hold");
+    }
+    problem.segments = num_segments;
+    return ffi::Error::Success();
+  }
+
+  ffi::Error Array(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t extent,
+                   const std::vector<int64_t>& trailing, bool* is_shared = nullptr) const {
+    if (buffer.element_type() != type) return UnsupportedType(op_, name, buffer.element_type());
+    const auto shape = buffer.dimensions();
+    if (shape.size() == 2 + trailing.size() && shape[1] == extent && FitsBatch(shape[0], is_shared) &&
+        std::equal(trailing.begin(), trailing.end(), shape.begin() + 2)) {
+      return ffi::Error::Success();
+    }
+    std::vector<int64_t> expected = {buffers_.problem.batch, extent};
+    expected.insert(expected.end(), trailing.begin(), trailing.end());
+    return WrongShape(op_, name, buffer, ShapeString(expected) + (is_shared == nullptr ? "" : " or 1 in front"));
+  }
+
+  ffi::DataType type() const { return type_; }
+
+ private:
+  bool FitsBatch(int64_t size, bool* is_shared) const {
+    if (is_shared != nullptr) *is_shared = size != buffers_.problem.batch;
+    return size == buffers_.problem.batch || (is_shared != nullptr && size == 1);
+  }
+
+  std::string WithBatch() const { return " with batch = " + std::to_string(buffers_.problem.batch); }
+
+  const char* op_;
+  Buffers& buffers_;
+  ffi::DataType type_;
+  std::vector<int64_t> features_;
+};
+
+// The order of rows that segment_max_with_winner hands to the backward pass: [.., rows], or [.., 1] where it has none.
+inline ffi::Error DecodeOrder(const Decoder& decoder, const Problem& problem, const ffi::AnyBuffer& order,
+                              int64_t* order_size, bool* is_shared = nullptr) {
+  const bool is_absent = order.dimensions().size() == 2 && order.dimensions()[1] == 1;
+  *order_size = is_absent ? 1 : problem.rows;
+  return decoder.Array("order", order, ffi::DataType::S32, *order_size, {}, is_shared);
+}
+
+// (data, segment_ids) -> output, one value per cell.
+inline ffi::Error DecodeCells(Decoder& decoder, Problem* problem, const ffi::AnyBuffer& data,
+                              const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& output) {
+  JB_RETURN_IF_ERROR(decoder.Batch("output", output, "segments"));
+  JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
+  JB_RETURN_IF_ERROR(decoder.FirstRows("data", data, &problem->data_is_shared));
+  return decoder.FirstCells("output", output);
+}
+
+// segment_max, segment_min, and with winner.
+struct ForwardBuffers : Buffers {
+  int32_t* winner = nullptr;
+  int32_t* order = nullptr;
+  int64_t order_size = 0;  // rows, or 1 where no order is wanted
+};
+
+// `winner` and `order` are the optional second and third result (nullptr where only the extremum is wanted).
+inline ffi::Error DecodeForward(const char* op, const ffi::AnyBuffer& data, const ffi::AnyBuffer& segment_ids,
+                                const ffi::AnyBuffer& output, const ffi::AnyBuffer* winner,
+                                const ffi::AnyBuffer* order, ForwardBuffers* decoded) {
+  Decoder decoder(op, decoded);
+  JB_RETURN_IF_ERROR(DecodeCells(decoder, &decoded->problem, data, segment_ids, output));
+  if (winner != nullptr) {
+    JB_RETURN_IF_ERROR(decoder.Cells("winner", *winner, ffi::DataType::S32));
+    decoded->winner = static_cast<int32_t*>(winner->untyped_data());
+  }
+  if (order != nullptr) {
+    JB_RETURN_IF_ERROR(DecodeOrder(decoder, decoded->problem, *order, &decoded->order_size));
+    decoded->order = static_cast<int32_t*>(order->untyped_data());
+  }
+  return ffi::Error::Success();
+}
+
+// segment_max_backward, segment_min_backward.
+struct BackwardBuffers : Buffers {
+  bool d_output_is_shared;
+  bool winner_is_shared;  // output likewise
+  bool order_is_shared;
+  int64_t order_size;            // rows, or 1 where there is no order
+  const void* data = nullptr;    // absent when no winner can be a tie
+  const void* output = nullptr;  // likewise
+};
+
+// The operands are (d_output, winner, segment_ids, order) and, where ties are shared, data and output.
+inline ffi::Error DecodeBackward(const char* op, const ffi::AnyBuffer& d_output, const ffi::AnyBuffer& winner,
+                                 const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& order,
+                                 ffi::RemainingArgs data_and_output, const ffi::AnyBuffer& d_data,
+                                 BackwardBuffers* decoded) {
+  Decoder decoder(op, decoded);
+  JB_RETURN_IF_ERROR(decoder.Batch("d_data", d_data, "rows"));
+  JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
+  JB_RETURN_IF_ERROR(decoder.FirstRows("d_data", d_data));
+  JB_RETURN_IF_ERROR(decoder.FirstCells("d_output", d_output, &decoded->d_output_is_shared));
+  JB_RETURN_IF_ERROR(decoder.Cells("winner", winner, ffi::DataType::S32, &decoded->winner_is_shared));
+  JB_RETURN_IF_ERROR(
+      DecodeOrder(decoder, decoded->problem, order, &decoded->order_size, &decoded->order_is_shared));
+  if (data_and_output.size() == 0) return ffi::Error::Success();
+  if (data_and_output.size() != 2) return InvalidArgument(op, "expected both data and output, or neither");
+  const auto data = data_and_output.get<ffi::AnyBuffer>(0), output = data_and_output.get<ffi::AnyBuffer>(1);
+  if (data.has_error()) return data.error();
+  if (output.has_error()) return output.error();
+  JB_RETURN_IF_ERROR(decoder.Rows("data", *data, &decoded->problem.data_is_shared));
+  bool output_is_shared;
+  JB_RETURN_IF_ERROR(decoder.Cells("output", *output, decoder.type(), &output_is_shared));
+  if (output_is_shared != decoded->winner_is_shared) {
+    return WrongShape(op, "output", *output, "that of winner " + ShapeString(winner.dimensions()));
+  }
+  decoded->data = data->untyped_data();
+  decoded->output = output->untyped_data();
+  return ffi::Error::Success();
+}
+
+// segment_argmax, segment_argmin.
+inline ffi::Error DecodeArg(const char* op, const ffi::AnyBuffer& data, const ffi::AnyBuffer& segment_ids,
+                            const ffi::AnyBuffer& winner, Buffers* decoded) {
+  Decoder decoder(op, decoded);
+  JB_RETURN_IF_ERROR(decoder.Batch("winner", winner, "segments"));
+  JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
+  JB_RETURN_IF_ERROR(decoder.FirstRows("data", data, &decoded->problem.data_is_shared));
+  decoded->problem.segments = winner.dimensions()[1];
+  return decoder.Cells("winner", winner, ffi::DataType::S32);
+}
+
+// segment_sum, segment_mean.
+struct SumBuffers : Buffers {
+  int32_t* count = nullptr;  // [batch, segments]
+};
+
+// `count` is the optional second result (nullptr for a sum).
+inline ffi::Error DecodeSum(const char* op, const ffi::AnyBuffer& data, const ffi::AnyBuffer& segment_ids,
+                            const ffi::AnyBuffer& output, const ffi::AnyBuffer* count, SumBuffers* decoded) {
+  Decoder decoder(op, decoded);
+  JB_RETURN_IF_ERROR(DecodeCells(decoder, &decoded->problem, data, segment_ids, output));
+  if (count != nullptr) {
+    JB_RETURN_IF_ERROR(decoder.Array("count", *count, ffi::DataType::S32, decoded->problem.segments, {}));
+    decoded->count = static_cast<int32_t*>(count->untyped_data());
+  }
+  return ffi::Error::Success();
+}
+
+// segment_sum_backward, segment_mean_backward.
+struct GatherBuffers : Buffers {
+  const int32_t* count = nullptr;  // [batch or 1, segments]
+  bool d_output_is_shared;
+  bool count_is_shared;
+};
+
+// `count` is nullptr for a sum.
+inline ffi::Error DecodeGather(const char* op, const ffi::AnyBuffer& d_output, const ffi::AnyBuffer* count,
+                               const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& d_data,
+                               GatherBuffers* decoded) {
+  Decoder decoder(op, decoded);
+  JB_RETURN_IF_ERROR(decoder.Batch("d_data", d_data, "rows"));
+  JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
+  JB_RETURN_IF_ERROR(decoder.FirstRows("d_data", d_data));
+  JB_RETURN_IF_ERROR(decoder.FirstCells("d_output", d_output, &decoded->d_output_is_shared));
+  decoded->count_is_shared = false;
+  if (count != nullptr) {
+    JB_RETURN_IF_ERROR(decoder.Array("count", *count, ffi::DataType::S32, decoded->problem.segments, {},
+                                     &decoded->count_is_shared));
+    decoded->count = static_cast<const int32_t*>(count->untyped_data());
+  }
+  return ffi::Error::Success();
+}
+
+// segment_prod, segment_prod_with_residual.
+struct ProductBuffers : Buffers {
+  void* mantissa = nullptr;  // of the compute type
+  int32_t* packed = nullptr;
+};
+
+// `mantissa` and `packed` are the optional second and third result (nullptr where only the product is wanted).
+inline ffi::Error DecodeProduct(const char* op, const ffi::AnyBuffer& data, const ffi::AnyBuffer& segment_ids,
+                                const ffi::AnyBuffer& output, const ffi::AnyBuffer* mantissa,
+                                const ffi::AnyBuffer* packed, ProductBuffers* decoded) {
+  Decoder decoder(op, decoded);
+  JB_RETURN_IF_ERROR(DecodeCells(decoder, &decoded->problem, data, segment_ids, output));
+  if (mantissa != nullptr) {
+    JB_RETURN_IF_ERROR(decoder.Cells("mantissa", *mantissa, ComputeDataType(decoder.type())));
+    decoded->mantissa = mantissa->untyped_data();
+  }
+  if (packed != nullptr) {
+    JB_RETURN_IF_ERROR(decoder.Cells("packed", *packed, ffi::DataType::S32));
+    decoded->packed = static_cast<int32_t*>(packed->untyped_data());
+  }
+  return ffi::Error::Success();
+}
+
+struct ProductBackwardBuffers : Buffers {
+  bool d_output_is_shared;
+  bool product_is_shared;  // mantissa and packed
+};
+
+inline ffi::Error DecodeProductBackward(const char* op, const ffi::AnyBuffer& d_output, const ffi::AnyBuffer& mantissa,
+                                        const ffi::AnyBuffer& packed, const ffi::AnyBuffer& data,
+                                        const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& d_data,
+                                        ProductBackwardBuffers* decoded) {
+  Decoder decoder(op, decoded);
+  JB_RETURN_IF_ERROR(decoder.Batch("d_data", d_data, "rows"));
+  JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
+  JB_RETURN_IF_ERROR(decoder.FirstRows("d_data", d_data));
+  JB_RETURN_IF_ERROR(decoder.Rows("data", data, &decoded->problem.data_is_shared));
+  JB_RETURN_IF_ERROR(decoder.FirstCells("d_output", d_output, &decoded->d_output_is_shared));
+  bool packed_is_shared;
+  JB_RETURN_IF_ERROR(
+      decoder.Cells("mantissa", mantissa, ComputeDataType(decoder.type()), &decoded->product_is_shared));
+  JB_RETURN_IF_ERROR(decoder.Cells("packed", packed, ffi::DataType::S32, &packed_is_shared));
+  if (packed_is_shared != decoded->product_is_shared) {
+    return WrongShape(op, "packed", packed, "that of mantissa " + ShapeString(mantissa.dimensions()));
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error DecodeSoftmax(const char* op, const ffi::AnyBuffer& logits, const ffi::AnyBuffer& segment_ids,
+                                const ffi::AnyBuffer& probabilities, int64_t num_segments, Buffers* decoded) {
+  Decoder decoder(op, decoded);
+  JB_RETURN_IF_ERROR(decoder.Batch("probabilities", probabilities, "rows"));
+  JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
+  JB_RETURN_IF_ERROR(decoder.FirstRows("logits", logits, &decoded->problem.data_is_shared));
+  JB_RETURN_IF_ERROR(decoder.Rows("probabilities", probabilities));
+  return decoder.Segments(num_segments);
+}
+
+struct SoftmaxBackwardBuffers : Buffers {  // problem.data_is_shared is that of probabilities
+  bool d_probabilities_are_shared;
+};
+
+inline ffi::Error DecodeSoftmaxBackward(const char* op, const ffi::AnyBuffer& probabilities,
+                                        const ffi::AnyBuffer& d_probabilities, const ffi::AnyBuffer& segment_ids,
+                                        const ffi::AnyBuffer& d_logits, int64_t num_segments,
+                                        SoftmaxBackwardBuffers* decoded) {
+  Decoder decoder(op, decoded);
+  JB_RETURN_IF_ERROR(decoder.Batch("d_logits", d_logits, "rows"));
+  JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
+  JB_RETURN_IF_ERROR(decoder.FirstRows("probabilities", probabilities, &decoded->problem.data_is_shared));
+  JB_RETURN_IF_ERROR(decoder.Rows("d_probabilities", d_probabilities, &decoded->d_probabilities_are_shared));
+  JB_RETURN_IF_ERROR(decoder.Rows("d_logits", d_logits));
+  return decoder.Segments(num_segments);
+}
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,342 @@
+// Softmax and its gradient: the choice of a kernel.
+#include "ffi/segment/softmax.cuh"
+
+#include "ffi/core/scratch.h"
+#include "ffi/segment/order.cuh"
+#include "ffi/segment/softmax_long_runs.cuh"
+#include "ffi/segment/softmax_table.cuh"
+#include "ffi/segment/softmax_windows.cuh"
+
+namespace jax_baracuda::segment {
+namespace {
+
+enum class Algorithm {
+  kFill,          // there are no segments, so that all rows are dropped
+  kWindows,       // rows in order: see softmax_windows.cuh
+  kOrderWindows,  // rows brought into order first
+  kTable,         // rows in any order: see softmax_table.cuh
+};
+
+// Operands up to this size are left in L2 for the next pass.
+constexpr int64_t kKeptBytes = int64_t{48} << 20;
+
+
+// A table beyond this size is summed up in parts, which stay in L2, if there are few parts and many rows to a segment:
+// each part reads all rows.
+constexpr int64_t kPartBytes = int64_t{24} << 20;
+constexpr int64_t kMostParts = 4;
+
+// The rule, from shapes and flags alone. Bringing rows into order costs more than the table's passes, but atomic
+// additions come in the order of time.
+Algorithm ChooseAlgorithm(const Problem& problem, bool indices_are_sorted, bool deterministic) {
+  if (problem.segments == 0) return Algorithm::kFill;
+  if (indices_are_sorted) return Algorithm::kWindows;
+  return deterministic ? Algorithm::kOrderWindows : Algorithm::kTable;
+}
+
+bool IsEmpty(const Problem& problem) { return problem.batch == 0 || problem.rows == 0 || problem.features == 0; }
+
+// An order numbers rows and segments in 32 bits: where the whole batch is too large, its elements are taken one by one.
+int64_t ElementsAtOnce(const Problem& problem, Algorithm algorithm) {
+  return algorithm == Algorithm::kOrderWindows && !OrderFits(problem) ? 1 : problem.batch;
+}
+
+// How rows are cut into windows.
+struct WindowGrid {
+  int vector;
+  FeatureLanes lanes;
+  int chunk_rows, window_rows;
+  int64_t chunks;
+};
+
+int LeastCommonMultiple(int a, int b) {
+  int multiple = a;
+  while (multiple % b != 0) multiple += a;
+  return multiple;
+}
+
+WindowGrid MakeWindowGrid(int64_t rows, int64_t features, int64_t element_bytes, bool is_backward) {
+  WindowGrid grid;
+  grid.vector = WindowVector(features, element_bytes);
+  grid.lanes = DealFeatures(features / grid.vector, grid.vector > 1 ? 4 : kMostWindowLanes);
+  const int thread_rows = ThreadRows(grid.vector, element_bytes, is_backward);
+  grid.window_rows = kWindowWarps * (32 / grid.lanes.lanes) * thread_rows;
+  // Chunks begin at a thread's first row, and at a whole word if rows are contiguous.
+  const int unit = LeastCommonMultiple(thread_rows, static_cast<int>(16 / element_bytes));
+  grid.chunk_rows = grid.window_rows * 7 / 8 / unit * unit;
+  grid.chunks = CeilDivide(rows, grid.chunk_rows);
+  return grid;
+}
+
+int64_t ComputeBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
+
+int64_t PieceElements(int64_t chunks, int64_t features, bool is_backward) {
+  return chunks * 2 * (is_backward ? 1 : 2) * features;
+}
+
+int64_t ScratchBytes(const Problem& problem, Algorithm algorithm, int64_t element_bytes, bool is_backward) {
+  ScratchSizes sizes;
+  switch (algorithm) {
+    case Algorithm::kFill:
+      break;
+    case Algorithm::kOrderWindows:
+    case Algorithm::kWindows: {
+      Problem part = problem;
+      part.batch = ElementsAtOnce(problem, algorithm);
+      if (algorithm == Algorithm::kOrderWindows) sizes.Add(SegmentOrderScratchBytes(part));
+      const WindowGrid grid = MakeWindowGrid(part.batch * part.rows, part.features, element_bytes, is_backward);
+      sizes.Add(grid.chunks * 2 * sizeof(RunKey));
+      sizes.Add(PieceElements(grid.chunks, part.features, is_backward) * ComputeBytes(element_bytes));
+      break;
+    }
+    case Algorithm::kTable: {
+      const int64_t table_bytes = problem.batch * problem.segments * problem.features * ComputeBytes(element_bytes);
+      if (!is_backward) {
+        sizes.Add(sizeof(uint32_t));
+        sizes.Add(table_bytes);
+        sizes.Add(table_bytes);
+      }
+      sizes.Add(table_bytes);
+      break;
+    }
+  }
+  return sizes.total;
+}
+
+// What both directions have in common.
+struct Call {
+  Problem problem;
+  bool ids_are_64_bit;
+  Algorithm algorithm;
+  const void* inputs[2];  // logits; or probabilities and their cotangents
+  bool is_shared[2];
+  const void* segment_ids;
+  void* output;
+  void* scratch;
+  cudaStream_t stream;
+};
+
+cudaError_t CountMultiprocessors(int* count) {
+  int device = 0;
+  if (cudaError_t e = cudaGetDevice(&device)) return e;
+  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+}
+
+template <typename T, bool kBackward>
+struct Launcher {
+  using C = ComputeType<T>;
+  const Call& call;
+  const Problem& problem = call.problem;
+  const T* inputs[2] = {static_cast<const T*>(call.inputs[0]), static_cast<const T*>(call.inputs[1])};
+  T* output = static_cast<T*>(call.output);
+
+  cudaError_t Launch() const {
+    switch (call.algorithm) {
+      case Algorithm::kFill:
+        return cudaMemsetAsync(output, 0, problem.batch * problem.rows * problem.features * sizeof(T), call.stream);
+      case Algorithm::kTable:
+        return Table();
+      default:
+        return Windows();
+    }
+  }
+
+  cudaError_t Windows() const {
+    const int64_t elements = ElementsAtOnce(problem, call.algorithm);
+    for (int64_t b = 0; b < problem.batch; b += elements) {
+      if (cudaError_t e = WindowsOf(b, elements)) return e;
+    }
+    return cudaSuccess;
+  }
+
+  // `batch` elements from the first on.
+  cudaError_t WindowsOf(int64_t first, int64_t batch) const {
+    Problem part = problem;
+    part.batch = batch;
+    const int64_t first_row = first * problem.rows;
+    const char* const segment_ids = static_cast<const char*>(call.segment_ids) +
+                                    (problem.ids_are_shared ? 0 : first_row * (call.ids_are_64_bit ? 8 : 4));
+    ScratchCarver carver(call.scratch);
+    WindowArguments<T> a{};
+    a.rows.ids = {segment_ids, call.ids_are_64_bit, problem.segments};
+    a.rows.count = batch * problem.rows;
+    a.rows.batch_rows = problem.rows;
+    a.rows.segments = batch * problem.segments;
+    a.rows.ids_are_shared = problem.ids_are_shared;
+    if (call.algorithm == Algorithm::kOrderWindows) {
+      SegmentOrder order;
+      char* const order_scratch = carver.Take<char>(SegmentOrderScratchBytes(part));
+      if (cudaError_t e =
+              LaunchSegmentOrder(part, segment_ids, call.ids_are_64_bit, order_scratch, &order, call.stream)) {
+        return e;
+      }
+      a.rows.sorted_segments = order.segments;
+      a.rows.order = order.rows;
+    }
+    const WindowGrid grid = MakeWindowGrid(a.rows.count, problem.features, sizeof(T), kBackward);
+    a.is_flat = call.algorithm == Algorithm::kWindows && grid.lanes.columns == 1;
+    for (int i = 0; i < (kBackward ? 2 : 1); ++i) {
+      a.is_shared[i] = call.is_shared[i] && batch > 1;
+      a.inputs[i] = inputs[i] + (call.is_shared[i] ? 0 : first_row * problem.features);
+      a.is_flat = a.is_flat && !a.is_shared[i];
+    }
+    a.output = output + first_row * problem.features;
+    a.features = problem.features;
+    a.lanes = grid.lanes;
+    a.lanes_inverse = (65536 + grid.lanes.lanes - 1) / grid.lanes.lanes;
+    a.chunk_rows = grid.chunk_rows;
+    a.window_rows = grid.window_rows;
+    a.chunks = grid.chunks;
+    a.run_keys = carver.Take<RunKey>(2 * grid.chunks);
+    a.pieces = carver.Take<C>(PieceElements(grid.chunks, problem.features, kBackward));
+    constexpr int kWidest = WindowVector(0, sizeof(T));
+    return grid.vector > 1 ? LaunchWindows<kWidest>(a) : LaunchWindows<1>(a);
+  }
+
+  template <int kVec>
+  cudaError_t LaunchWindows(WindowArguments<T> a) const {
+    constexpr int kElementBytes = static_cast<int>(sizeof(C) + (kBackward ? 2 : 1) * sizeof(T));
+    const int shared_bytes = a.window_rows * a.lanes.lanes * kVec * kElementBytes;
+    const auto kernel = WindowKernel<T, kVec, kBackward>;
+    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes)) {
+      return e;
+    }
+    kernel<<<static_cast<uint32_t>(a.chunks * a.lanes.columns), kWindowThreads, shared_bytes, call.stream>>>(a);
+    if (cudaError_t e = cudaGetLastError()) return e;
+    if (a.chunks == 1) return cudaSuccess;  // no run is long
+    int multiprocessors = 0;
+    if (cudaError_t e = CountMultiprocessors(&multiprocessors)) return e;
+    a.lanes = DealFeatures(a.features / kVec, 32);
+    const int64_t most = CeilDivide(8 * multiprocessors, a.lanes.columns);
+    const int64_t workers = a.chunks < most ? a.chunks : most;
+    constexpr int64_t kMostPiecesAtOnce = 16;
+    const int64_t shares = CeilDivide(2 * a.chunks, 4 * workers);
+    a.pieces_at_once = static_cast<int>(shares < kMostPiecesAtOnce ? shares : kMostPiecesAtOnce);
+    LongRunsKernel<T, kVec, kBackward>
+        <<<static_cast<uint32_t>(workers * a.lanes.columns), kLongRunThreads, 0, call.stream>>>(a);
+    return cudaGetLastError();
+  }
+
+  cudaError_t Table() const {
+    const int64_t cells = problem.batch * problem.segments * problem.features;
+    ScratchCarver carver(call.scratch);
+    SoftmaxTableArguments<T> a{};
+    a.ids = {call.segment_ids, call.ids_are_64_bit, problem.segments};
+    a.problem = problem;
+    for (int i = 0; i < (kBackward ? 2 : 1); ++i) {
+      a.inputs[i] = inputs[i];
+      a.is_shared[i] = call.is_shared[i];
+    }
+    a.output = output;
+    // The sums come last and the flag before them, so that one memset clears both.
+    if (!kBackward) {
+      a.maxima = carver.Take<TableKey<C>>(cells);
+      a.sums_from_maximum = carver.Take<C>(cells);
+      a.takes_again = carver.Take<uint32_t>(1);
+    }
+    a.sums = carver.Take<C>(cells);
+    char* const cleared = kBackward ? reinterpret_cast<char*>(a.sums) : reinterpret_cast<char*>(a.takes_again);
+    const int64_t cleared_bytes = reinterpret_cast<char*>(a.sums + cells) - cleared;
+    if (cudaError_t e = cudaMemsetAsync(cleared, 0, cleared_bytes, call.stream)) return e;
+    constexpr int kWidest = 16 / sizeof(C);
+    return problem.features % kWidest == 0 ? LaunchTable<kWidest>(a) : LaunchTable<1>(a);
+  }
+
+  template <int kVec>
+  cudaError_t LaunchTable(SoftmaxTableArguments<T> a) const {
+    const int64_t vectors = problem.rows * (problem.features / kVec);
+    a.row_vectors = static_cast<uint32_t>(problem.features / kVec);
+    const auto blocks_for = [&](int rows_in_flight) {
+      const int64_t blocks = CeilDivide(vectors, int64_t{kSoftmaxTableThreads} * rows_in_flight);
+      const int64_t row_blocks = CeilDivide(a.row_vectors, kSoftmaxTableThreads);
+      a.blocks_per_batch = blocks > row_blocks ? blocks : row_blocks;
+      return static_cast<uint32_t>(problem.batch * a.blocks_per_batch);
+    };
+    uint32_t blocks = blocks_for(kSoftmaxRowsInFlight);
+    const bool is_kept = problem.batch * vectors * kVec * static_cast<int64_t>(sizeof(T)) <= kKeptBytes;
+    const int64_t table_bytes = problem.batch * problem.segments * problem.features * static_cast<int64_t>(sizeof(C));
+    const bool is_split = problem.rows / 8 >= problem.segments && table_bytes <= kMostParts * kPartBytes;
+    const int64_t parts = is_split ? CeilDivide(table_bytes, kPartBytes) : 1;
+    const int64_t part_segments = CeilDivide(problem.segments, parts);
+    a.part_segments = static_cast<uint32_t>(part_segments);
+    for (int64_t first = 0; first < problem.segments; first += part_segments) {
+      a.first_segment = static_cast<uint32_t>(first);
+      if (is_kept) {
+        SumRowsKernel<T, kVec, kBackward, true><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      } else {
+        SumRowsKernel<T, kVec, kBackward, false><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      }
+      if (cudaError_t e = cudaGetLastError()) return e;
+    }
+    blocks = blocks_for(kSoftmaxGatherRows);
+    if constexpr (kBackward) {
+      GradientKernel<T, kVec><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      return cudaGetLastError();
+    } else {
+      DivideKernel<T, kVec><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      if (cudaError_t e = cudaGetLastError()) return e;
+      int multiprocessors = 0;
+      if (cudaError_t e = CountMultiprocessors(&multiprocessors)) return e;
+      // As many as run at once: mostly they have nothing to do.
+      const int64_t most = CeilDivide(4 * multiprocessors, problem.batch);
+      blocks = blocks_for(kSoftmaxRowsInFlight);
+      if (a.blocks_per_batch > most) {
+        const int64_t row_blocks = CeilDivide(a.row_vectors, kSoftmaxTableThreads);
+        a.blocks_per_batch = most > row_blocks ? most : row_blocks;
+        blocks = static_cast<uint32_t>(problem.batch * a.blocks_per_batch);
+      }
+      TakeAgainKernel<T, kVec, false><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      if (cudaError_t e = cudaGetLastError()) return e;
+      TakeAgainKernel<T, kVec, true><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      return cudaGetLastError();
+    }
+  }
+};
+
+template <bool kBackward, typename Arguments>
+cudaError_t Launch(const Arguments& arguments, Call call, cudaStream_t stream) {
+  const Problem& problem = arguments.problem;
+  if (IsEmpty(problem)) return cudaSuccess;
+  cudaError_t error = cudaErrorInvalidValue;
+  if (!SegmentsFit(problem.segments)) return error;
+  call.problem = problem;
+  call.ids_are_64_bit = arguments.ids_are_64_bit;
+  call.algorithm = ChooseAlgorithm(problem, arguments.indices_are_sorted, arguments.deterministic);
+  call.segment_ids = arguments.segment_ids;
+  call.scratch = arguments.scratch;
+  call.stream = stream;
+  DispatchFloating(arguments.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if (arguments.scratch_bytes < ScratchBytes(problem, call.algorithm, sizeof(T), kBackward)) return;
+    error = Launcher<T, kBackward>{call}.Launch();
+  });
+  return error;
+}
+
+}  // namespace
+
+int64_t SoftmaxScratchBytes(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic,
+                            bool is_backward) {
+  if (IsEmpty(problem)) return 0;
+  return ScratchBytes(problem, ChooseAlgorithm(problem, indices_are_sorted, deterministic), element_bytes, is_backward);
+}
+
+cudaError_t LaunchSoftmax(const SoftmaxArguments& arguments, cudaStream_t stream) {
+  Call call{};
+  call.inputs[0] = arguments.logits;
+  call.is_shared[0] = arguments.problem.data_is_shared;
+  call.output = arguments.probabilities;
+  return Launch<false>(arguments, call, stream);
+}
+
+cudaError_t LaunchSoftmaxBackward(const SoftmaxBackwardArguments& arguments, cudaStream_t stream) {
+  Call call{};
+  call.inputs[0] = arguments.probabilities;
+  call.inputs[1] = arguments.d_probabilities;
+  call.is_shared[0] = arguments.problem.data_is_shared;
+  call.is_shared[1] = arguments.d_probabilities_are_shared;
+  call.output = arguments.d_logits;
+  return Launch<true>(arguments, call, stream);
+}
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,101 @@
+// The CUDA handlers of segment_softmax and its gradient.
+
+#include "ffi/segment/segment_cuda_handler.h"
+#include "ffi/segment/softmax.cuh"
+
+namespace jax_baracuda::segment {
+namespace {
+
+ffi::Error Softmax(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer segment_ids,
+                   ffi::Result<ffi::AnyBuffer> probabilities, ffi::RemainingRets scratch_result, int64_t num_segments,
+                   bool indices_are_sorted, bool deterministic) {
+  constexpr const char* kOp = "segment_softmax";
+  Buffers decoded;
+  JB_RETURN_IF_ERROR(DecodeSoftmax(kOp, logits, segment_ids, *probabilities, num_segments, &decoded));
+  if (!DispatchFloating(decoded.type, [](auto) {})) return UnsupportedType(kOp, "logits", logits.element_type());
+  ScratchBuffer scratch;
+  JB_RETURN_IF_ERROR(DecodeScratch(kOp, scratch_result,
+                                   SoftmaxScratchBytes(decoded.problem, ElementBytes(logits), indices_are_sorted,
+                                                       deterministic, /*is_backward=*/false),
+                                   &scratch));
+  const SoftmaxArguments arguments{decoded.problem,
+                                   decoded.type,
+                                   decoded.ids_are_64_bit,
+                                   indices_are_sorted,
+                                   deterministic,
+                                   logits.untyped_data(),
+                                   segment_ids.untyped_data(),
+                                   probabilities->untyped_data(),
+                                   scratch.data,
+                                   scratch.bytes};
+  return CudaStatus(kOp, LaunchSoftmax(arguments, stream));
+}
+
+ffi::Error SoftmaxBackward(cudaStream_t stream, ffi::AnyBuffer probabilities, ffi::AnyBuffer d_probabilities,
+                           ffi::AnyBuffer segment_ids, ffi::Result<ffi::AnyBuffer> d_logits,
+                           ffi::RemainingRets scratch_result, int64_t num_segments, bool indices_are_sorted,
+                           bool deterministic) {
+  constexpr const char* kOp = "segment_softmax_backward";
+  SoftmaxBackwardBuffers decoded;
+  JB_RETURN_IF_ERROR(DecodeSoftmaxBackward(kOp, probabilities, d_probabilities, segment_ids, *d_logits, num_segments,
+                                           &decoded));
+  if (!DispatchFloating(decoded.type, [](auto) {})) {
+    return UnsupportedType(kOp, "probabilities", probabilities.element_type());
+  }
+  ScratchBuffer scratch;
+  JB_RETURN_IF_ERROR(DecodeScratch(kOp, scratch_result,
+                                   SoftmaxScratchBytes(decoded.problem, ElementBytes(probabilities),
+                                                       indices_are_sorted, deterministic, /*is_backward=*/true),
+                                   &scratch));
+  const SoftmaxBackwardArguments arguments{decoded.problem,
+                                           decoded.type,
+                                           decoded.ids_are_64_bit,
+                                           indices_are_sorted,
+                                           deterministic,
+                                           decoded.d_probabilities_are_shared,
+                                           probabilities.untyped_data(),
+                                           d_probabilities.untyped_data(),
+                                           segment_ids.untyped_data(),
+                                           d_logits->untyped_data(),
+                                           scratch.data,
+                                           scratch.bytes};
+  return CudaStatus(kOp, LaunchSoftmaxBackward(arguments, stream));
+}
+
+XLA_FFI_DEFINE_HANDLER(kSoftmax, Softmax,
+                       ffi::Ffi::Bind()
+                           .Ctx<Stream>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .RemainingRets()
+                           .Attr<int64_t>("num_segments")
+                           .Attr<bool>("indices_are_sorted")
+                           .Attr<bool>("deterministic"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kSoftmaxBackward, SoftmaxBackward,
+                       ffi::Ffi::Bind()
+                           .Ctx<Stream>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .RemainingRets()
+                           .Attr<int64_t>("num_segments")
+                           .Attr<bool>("indices_are_sorted")
+                           .Attr<bool>("deterministic"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+int64_t ScratchOf(const ScratchParameters& parameters, bool is_backward) {
+  const ScratchRequest request(parameters);
+  return SoftmaxScratchBytes(request.problem, request.element_bytes, request.indices_are_sorted, request.deterministic,
+                             is_backward);
+}
+
+JB_REGISTER_TARGET("segment_softmax", kSoftmax, [](const ScratchParameters& p) { return ScratchOf(p, false); });
+JB_REGISTER_TARGET("segment_softmax_backward", kSoftmaxBackward,
+                   [](const ScratchParameters& p) { return ScratchOf(p, true); });
+
+}  // namespace
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,125 @@
+// The CUDA handlers of segment_sum, segment_mean and their gradients.
+
+#include "ffi/segment/segment_cuda_handler.h"
+#include "ffi/segment/sum.cuh"
+
+namespace jax_baracuda::segment {
+namespace {
+
+ffi::Error Forward(const char* op, cudaStream_t stream, const ffi::AnyBuffer& data, const ffi::AnyBuffer& segment_ids,
+                   const ffi::AnyBuffer& output, const ffi::AnyBuffer* count, ffi::RemainingRets scratch_result,
+                   bool indices_are_sorted, bool deterministic) {
+  SumBuffers decoded;
+  JB_RETURN_IF_ERROR(DecodeSum(op, data, segment_ids, output, count, &decoded));
+  const bool supported = count != nullptr ? DispatchFloating(decoded.type, [](auto) {})
+                                          : DispatchWrapping(decoded.type, [](auto) {});
+  if (!supported) return UnsupportedType(op, "data", data.element_type());
+  ScratchBuffer scratch;
+  JB_RETURN_IF_ERROR(DecodeScratch(op, scratch_result,
+                                   SumScratchBytes(decoded.problem, ElementBytes(data), indices_are_sorted,
+                                                   deterministic, count != nullptr),
+                                   &scratch));
+  const SumArguments arguments{decoded.problem,
+                               decoded.type,
+                               decoded.ids_are_64_bit,
+                               indices_are_sorted,
+                               deterministic,
+                               data.untyped_data(),
+                               segment_ids.untyped_data(),
+                               output.untyped_data(),
+                               decoded.count,
+                               scratch.data,
+                               scratch.bytes};
+  return CudaStatus(op, LaunchSum(arguments, stream));
+}
+
+ffi::Error Sum(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
+               ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets scratch, bool indices_are_sorted,
+               bool deterministic) {
+  return Forward("segment_sum", stream, data, segment_ids, *output, nullptr, scratch, indices_are_sorted,
+                 deterministic);
+}
+
+ffi::Error Mean(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
+                ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> count, ffi::RemainingRets scratch,
+                bool indices_are_sorted, bool deterministic) {
+  return Forward("segment_mean", stream, data, segment_ids, *output, &*count, scratch, indices_are_sorted,
+                 deterministic);
+}
+
+ffi::Error Backward(const char* op, cudaStream_t stream, const ffi::AnyBuffer& d_output, const ffi::AnyBuffer* count,
+                    const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& d_data) {
+  GatherBuffers decoded;
+  JB_RETURN_IF_ERROR(DecodeGather(op, d_output, count, segment_ids, d_data, &decoded));
+  if (!DispatchFloating(decoded.type, [](auto) {})) return UnsupportedType(op, "d_output", d_output.element_type());
+  const GatherArguments arguments{decoded.problem,
+                                  decoded.type,
+                                  decoded.ids_are_64_bit,
+                                  d_output.untyped_data(),
+                                  decoded.d_output_is_shared,
+                                  decoded.count,
+                                  decoded.count_is_shared,
+                                  segment_ids.untyped_data(),
+                                  d_data.untyped_data()};
+  return CudaStatus(op, LaunchGather(arguments, stream));
+}
+
+ffi::Error SumBackward(cudaStream_t stream, ffi::AnyBuffer d_output, ffi::AnyBuffer segment_ids,
+                       ffi::Result<ffi::AnyBuffer> d_data) {
+  return Backward("segment_sum_backward", stream, d_output, nullptr, segment_ids, *d_data);
+}
+
+ffi::Error MeanBackward(cudaStream_t stream, ffi::AnyBuffer d_output, ffi::AnyBuffer count, ffi::AnyBuffer segment_ids,
+                        ffi::Result<ffi::AnyBuffer> d_data) {
+  return Backward("segment_mean_backward", stream, d_output, &count, segment_ids, *d_data);
+}
+
+XLA_FFI_DEFINE_HANDLER(kSum, Sum,
+                       ffi::Ffi::Bind()
+                           .Ctx<Stream>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .RemainingRets()
+                           .Attr<bool>("indices_are_sorted")
+                           .Attr<bool>("deterministic"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kMean, Mean,
+                       ffi::Ffi::Bind()
+                           .Ctx<Stream>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .RemainingRets()
+                           .Attr<bool>("indices_are_sorted")
+                           .Attr<bool>("deterministic"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kSumBackward, SumBackward,
+                       ffi::Ffi::Bind().Ctx<Stream>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kMeanBackward, MeanBackward,
+                       ffi::Ffi::Bind()
+                           .Ctx<Stream>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+int64_t ScratchOf(const ScratchParameters& parameters, bool is_mean) {
+  const ScratchRequest request(parameters);
+  return SumScratchBytes(request.problem, request.element_bytes, request.indices_are_sorted, request.deterministic,
+                         is_mean);
+}
+
+JB_REGISTER_TARGET("segment_sum", kSum, [](const ScratchParameters& p) { return ScratchOf(p, false); });
+JB_REGISTER_TARGET("segment_mean", kMean, [](const ScratchParameters& p) { return ScratchOf(p, true); });
+JB_REGISTER_TARGET("segment_sum_backward", kSumBackward, nullptr);
+JB_REGISTER_TARGET("segment_mean_backward", kMeanBackward, nullptr);
+
+}  // namespace
+}  // namespace jax_baracuda::segment
