@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <type_traits>
 
 #include "ffi/core/target_table.h"
@@ -21,14 +22,18 @@ namespace {
 
 constexpr int64_t kMinStreamedRowBytes = 256;
 
-// Where it takes one comparison and no branch on what is random: Larger for numbers that are ordered and not equal.
+// Folds a single number that is neither NaN nor equal to the best one: one comparison and no branch on what is random.
 // Returns false, and does nothing, for others.
 template <typename C>
-JB_INLINE bool TakeScalar(C value, C* best) {
+JB_INLINE bool TakeScalar(C value, int32_t row, C* best, int32_t* winner) {
   if constexpr (std::is_floating_point_v<C>) {
     if (!__builtin_islessgreater(value, *best)) return false;
+  } else {
+    if (value == *best) return false;
   }
-  *best = value > *best ? value : *best;
+  const bool is_above = value > *best;
+  *best = is_above ? value : *best;
+  *winner = is_above ? row : *winner;
   return true;
 }
 
@@ -37,7 +42,7 @@ struct Extremum {
   using Element = T;
   using First = ComputeType<T>;
   using Second = NoNumber;
-  static constexpr bool kRounds = false, kHoldsRuns = false;
+  static constexpr bool kRounds = false, kHoldsRuns = true;
 
   BitsOf<T> flip;
   T* output;
@@ -47,7 +52,8 @@ struct Extremum {
   }
 
   JB_INLINE void Fold(const T* values, int32_t /*row*/, int64_t width, CellsOf<Extremum> cells) const {
-    if (width == 1 && TakeScalar(static_cast<First>(Flip(*values, flip)), cells.first)) return;
+    int32_t any_row = 0;
+    if (width == 1 && TakeScalar(static_cast<First>(Flip(*values, flip)), 0, cells.first, &any_row)) return;
     JB_VECTORIZE
     for (int64_t i = 0; i < width; ++i) {
       cells.first[i] = Larger(cells.first[i], static_cast<First>(Flip(values[i], flip)));
@@ -71,7 +77,7 @@ struct ExtremumWithWinner {
   using Element = T;
   using First = ComputeType<T>;
   using Second = int32_t;
-  static constexpr bool kRounds = false, kHoldsRuns = false;
+  static constexpr bool kRounds = false, kHoldsRuns = true;
 
   BitsOf<T> flip;
   bool first_wins;
@@ -84,7 +90,7 @@ struct ExtremumWithWinner {
   }
 
   JB_INLINE void Fold(const T* values, int32_t row, int64_t width, CellsOf<ExtremumWithWinner> cells) const {
-    if (width == 1 && static_cast<First>(Flip(*values, flip)) < *cells.first) return;
+    if (width == 1 && TakeScalar(static_cast<First>(Flip(*values, flip)), row, cells.first, cells.second)) return;
     JB_VECTORIZE
     for (int64_t i = 0; i < width; ++i) {
       // AddRow without branches.
@@ -123,7 +129,7 @@ struct ArgExtremum {
   using Element = T;
   using First = OrderedKey<T>;
   using Second = int32_t;
-  static constexpr bool kRounds = false, kHoldsRuns = false;
+  static constexpr bool kRounds = false, kHoldsRuns = true;
 
   BitsOf<T> flip;
   int32_t no_row;  // what an empty segment gets
@@ -142,7 +148,7 @@ struct ArgExtremum {
   }
 
   JB_INLINE void Fold(const T* values, int32_t row, int64_t width, CellsOf<ArgExtremum> cells) const {
-    if (width == 1 && ToOrderedKey(Flip(*values, flip)) < *cells.first) return;
+    if (width == 1 && TakeScalar(ToOrderedKey(Flip(*values, flip)), row, cells.first, cells.second)) return;
     JB_VECTORIZE
     for (int64_t i = 0; i < width; ++i) MergeOne(cells, i, ToOrderedKey(Flip(values[i], flip)), row);
   }
@@ -165,13 +171,11 @@ struct BackwardArrays {
   SegmentIds ids;
   const T* d_output;
   const int32_t* winner;
-  const int32_t* order;  // [batch or 1, rows], or nullptr
   const T* data;         // absent when no winner can be a tie
   const T* output;       // likewise
   T* d_data;
   bool d_output_is_shared;
   bool winner_is_shared;
-  bool order_is_shared;
 };
 
 // The winners, cotangents and maxima of a batch element, or of one of its segments.
@@ -208,6 +212,7 @@ JB_INLINE void GradientOfRow(const CellRows<T> cells, const T* data, int32_t row
     lowest_winner = std::min(lowest_winner, cells.winner[i]);
   }
   if (!IsTie(lowest_winner) || data == nullptr) return;
+  JB_VECTORIZE
   for (int64_t i = 0; i < width; ++i) {
     const int32_t winner = cells.winner[i];
     if (IsTie(winner)) d_row[i] = TiedGradient(winner, data[i], cells.output[i], cells.d_output[i]);
@@ -221,49 +226,19 @@ JB_INLINE const T* DataOfRow(const Problem& problem, const BackwardArrays<T>& ar
 
 template <typename T>
 JB_CPU_CLONES void GradientInOrder(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
-                                   bool is_streamed, const BackwardArrays<T> arrays) {
+                                   const BackwardArrays<T> arrays) {
   const CellRows<T> cells = CellRows<T>::OfBatch(problem, arrays, batch);
   const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
     PrefetchRow(cells.d_output + segment * problem.features, problem.features);
     PrefetchRow(cells.winner + segment * problem.features, problem.features);
   };
   WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
-    WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, is_streamed, arrays.d_data, prefetch,
+    WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, arrays.d_data, prefetch,
                         [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
       GradientOfRow(cells.OfSegment(segment, width), DataOfRow(problem, arrays, batch, row),
                     static_cast<int32_t>(row), width, d_row);
     });
   });
-}
-
-// The gradient of the rows in places [begin, end) of an order that brings rows of one segment together. What is no row
-// of the problem is passed over.
-template <typename T>
-JB_CPU_CLONES void GradientInGivenOrder(const Problem problem, int64_t batch, int64_t begin, int64_t end,
-                                        const BackwardArrays<T> arrays) {
-  const int64_t features = problem.features;
-  const CellRows<T> cells = CellRows<T>::OfBatch(problem, arrays, batch);
-  const StreamBuffer<T> buffer(features);
-  const int32_t* const order = arrays.order + (arrays.order_is_shared ? 0 : batch * problem.rows);
-  T* const d_rows = arrays.d_data + batch * problem.rows * features;
-  const auto is_row = [&](int64_t row) { return row >= 0 && row < problem.rows; };
-  const auto is_segment = [&](int64_t id) { return id >= 0 && id < problem.segments; };
-  for (int64_t place = begin; place < end; ++place) {
-    const int64_t row = order[place], coming = place + kPrefetchDistance < end ? order[place + kPrefetchDistance] : row;
-    if (!is_row(row)) continue;
-    arrays.ids.Prefetch(problem.IdIndex(batch, coming));
-    T* const d_row = d_rows + row * features;
-    T* const computed = buffer.At(d_row) == nullptr ? d_row : buffer.At(d_row);
-    const int64_t segment = arrays.ids[problem.IdIndex(batch, row)];
-    if (is_segment(segment)) {
-      GradientOfRow(cells.OfSegment(segment, features), DataOfRow(problem, arrays, batch, row),
-                    static_cast<int32_t>(row), features, computed);
-    } else {
-      std::memset(static_cast<void*>(computed), 0, features * sizeof(T));
-    }
-    if (computed != d_row) StreamLines(d_row, computed, features * sizeof(T));
-  }
-  FinishStreaming();
 }
 
 // The gradient of the rows of a block of segments. Returns false if there is no memory.
@@ -304,24 +279,15 @@ bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const Backward
   if (row_bytes >= kMinStreamedRowBytes && total_bytes >= kMinStreamedBytes &&
       problem.segments >= kMinSegmentsPerBlock && !EachBatchIsSorted(problem, arrays.ids)) {
     AdviseHugePages(arrays.d_data, total_bytes);
-    if (arrays.order != nullptr) {
-      const int64_t chunks = ChunksFor(pool, bytes_per_batch_element);
-      ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
-        const int64_t chunk = index % chunks;
-        GradientInGivenOrder(problem, index / chunks, ChunkBegin(problem.rows, chunks, chunk),
-                             ChunkBegin(problem.rows, chunks, chunk + 1), arrays);
-      });
-      return true;
-    }
     const Blocking blocking(problem, /*item_size=*/0, std::max<int64_t>(1, pool.num_threads()));
-    return ForEachGroupedBlock(pool, problem, blocking, arrays.ids, nullptr,
+    return ForEachGroupedBlock(pool, problem, blocking, arrays.ids,
                                [&](const Block& block, const GroupedRows& grouped) {
                                  return GradientGrouped(problem, block, grouped, arrays);
                                });
   }
   ForEachChunkOfRows(pool, problem, arrays.d_data,
-                     [&](int64_t batch, int64_t row_begin, int64_t row_end, bool is_streamed) {
-                       GradientInOrder(problem, batch, row_begin, row_end, is_streamed, arrays);
+                     [&](int64_t batch, int64_t row_begin, int64_t row_end) {
+                       GradientInOrder(problem, batch, row_begin, row_end, arrays);
                      });
   return true;
 }
@@ -343,6 +309,19 @@ ffi::Error Forward(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer seg
   return Status(kOp, is_supported, has_memory, "data", data);
 }
 
+// The backward kernel groups the rows anew where that pays, which is no slower than to read an order and, at random, the
+// ids that it leads to. So the order is the one of the rows, or a single 0.
+void WriteIdentityOrder(ffi::ThreadPool& pool, const ForwardBuffers& buffers) {
+  const int64_t size = buffers.order_size, bytes = size * static_cast<int64_t>(sizeof(int32_t));
+  AdviseHugePages(buffers.order, buffers.problem.batch * bytes);
+  const int64_t chunks = ChunksFor(pool, bytes);
+  ParallelFor(pool, buffers.problem.batch * chunks, [&](int64_t index) {
+    const int64_t begin = ChunkBegin(size, chunks, index % chunks), end = ChunkBegin(size, chunks, index % chunks + 1);
+    int32_t* const order = buffers.order + index / chunks * size;
+    std::iota(order + begin, order + end, static_cast<int32_t>(begin));
+  });
+}
+
 template <bool kIsMinimum>
 ffi::Error ForwardWithWinner(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
                              ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> winner,
@@ -350,12 +329,7 @@ ffi::Error ForwardWithWinner(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::Any
   constexpr const char* kOp = kIsMinimum ? "segment_min_with_winner" : "segment_max_with_winner";
   ForwardBuffers decoded;
   JB_RETURN_IF_ERROR(DecodeForward(kOp, data, segment_ids, *output, &*winner, &*order, &decoded));
-  Extras extras;
-  if (decoded.order_size == 1) {
-    std::fill_n(decoded.order, decoded.problem.batch, 0);
-  } else {
-    extras.order = decoded.order;
-  }
+  WriteIdentityOrder(pool, decoded);
   bool has_memory = true;
   const bool is_supported = DispatchFloating(decoded.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -364,7 +338,7 @@ ffi::Error ForwardWithWinner(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::Any
     AdviseHugePages(reduction.output, output->element_count() * sizeof(T));
     AdviseHugePages(reduction.winner, output->element_count() * sizeof(int32_t));
     has_memory = ReduceAll(pool, decoded.problem, SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
-                           static_cast<const T*>(data.untyped_data()), reduction, extras);
+                           static_cast<const T*>(data.untyped_data()), reduction);
   });
   return Status(kOp, is_supported, has_memory, "data", data);
 }
@@ -379,17 +353,14 @@ ffi::Error Backward(ffi::ThreadPool pool, ffi::AnyBuffer d_output, ffi::AnyBuffe
   bool has_memory = true;
   const bool is_supported = DispatchFloating(decoded.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const bool has_order = decoded.order_size > 1;
     const BackwardArrays<T> arrays{SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
                                    static_cast<const T*>(d_output.untyped_data()),
                                    static_cast<const int32_t*>(winner.untyped_data()),
-                                   has_order ? static_cast<const int32_t*>(order.untyped_data()) : nullptr,
                                    static_cast<const T*>(decoded.data),
                                    static_cast<const T*>(decoded.output),
                                    static_cast<T*>(d_data->untyped_data()),
                                    decoded.d_output_is_shared,
-                                   decoded.winner_is_shared,
-                                   decoded.order_is_shared};
+                                   decoded.winner_is_shared};
     has_memory = GradientOfAll(pool, decoded.problem, arrays);
   });
   return Status(kOp, is_supported, has_memory, "d_output", d_output);

@@ -266,7 +266,7 @@ JB_INLINE void GradientOfRow(const T* d_output, const C* mantissa, const int32_t
 
 template <typename T>
 JB_CPU_CLONES void Gradient(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
-                            bool is_streamed, const GradientArrays<T> arrays) {
+                            const GradientArrays<T> arrays) {
   const int64_t features = problem.features, of_batch = batch * problem.segments * features;
   const T* const d_output = arrays.d_output + (arrays.d_output_is_shared ? 0 : of_batch);
   const auto* const mantissa = arrays.mantissa + (arrays.product_is_shared ? 0 : of_batch);
@@ -278,7 +278,7 @@ JB_CPU_CLONES void Gradient(const Problem problem, int64_t batch, int64_t row_be
     PrefetchRow(packed + segment * features, features);
   };
   WithWidth(features, [&](auto width) __attribute__((always_inline)) {
-    WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, is_streamed, arrays.d_data, prefetch,
+    WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, arrays.d_data, prefetch,
                         [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
       const int64_t first = segment * width;
       GradientOfRow(d_output + first, mantissa + first, packed + first, data + row * width, width, d_row);
@@ -344,8 +344,8 @@ ffi::Error SegmentProdBackward(ffi::ThreadPool pool, ffi::AnyBuffer d_output, ff
                                    decoded.d_output_is_shared,
                                    decoded.product_is_shared};
     ForEachChunkOfRows(pool, decoded.problem, arrays.d_data,
-                       [&](int64_t batch, int64_t row_begin, int64_t row_end, bool is_streamed) {
-                         Gradient(decoded.problem, batch, row_begin, row_end, is_streamed, arrays);
+                       [&](int64_t batch, int64_t row_begin, int64_t row_end) {
+                         Gradient(decoded.problem, batch, row_begin, row_end, arrays);
                        });
   });
   return Status(kOp, is_supported, /*has_memory=*/true, "d_output", d_output);

@@ -57,7 +57,6 @@ inline constexpr int64_t kMinBytesPerRoundedRange = 64 * 1024;
 inline constexpr int64_t kMinSegmentsPerBlock = 64;
 inline constexpr int64_t kMinFeatureBytesPerBlock = 256;
 inline constexpr int64_t kMinStreamedBytes = 32 * 1024 * 1024;
-inline constexpr int64_t kStreamedBlockBytes = 4096;
 inline constexpr int64_t kCacheLine = 64;
 inline constexpr int64_t kPrefetchDistance = 6;  // rows
 
@@ -88,8 +87,6 @@ struct SegmentIds {
   JB_INLINE auto Visit(const Body& body) const {
     return are_64_bit ? body(static_cast<const int64_t*>(values)) : body(static_cast<const int32_t*>(values));
   }
-
-  void Prefetch(int64_t i) const { __builtin_prefetch(static_cast<const char*>(values) + i * (are_64_bit ? 8 : 4)); }
 
   bool AreSorted(int64_t begin, int64_t end) const {
     return Visit([&](const auto* ids) { return std::is_sorted(ids + begin, ids + end); });
@@ -186,57 +183,40 @@ class CellMemory {
 // The rows of a range of segments of one batch element, grouped by segment and ascending within each.
 class GroupedRows {
  public:
-  // Lists the rows of segments [segment_begin, segment_end), which are in place where the ids are sorted. Returns false
-  // if there is no memory.
-  bool List(const Problem& problem, int64_t batch, int64_t segment_begin, int64_t segment_end, SegmentIds ids,
-            bool ids_are_sorted) {
-    num_segments_ = segment_end - segment_begin;
-    segment_begin_ = segment_begin;
-    first_id_ = problem.IdIndex(batch, 0);
-    const int64_t end_id = first_id_ + problem.rows;
-    ends_.reset(new (std::nothrow) int32_t[num_segments_ + 1]());
+  // Groups the rows of segments [segment_begin, segment_end). Returns false if there is no memory.
+  bool Group(const Problem& problem, int64_t batch, int64_t segment_begin, int64_t segment_end, SegmentIds ids,
+             bool ids_are_sorted) {
+    const int64_t num_segments = segment_end - segment_begin;
+    const int64_t first_id = problem.IdIndex(batch, 0), end_id = first_id + problem.rows;
+    ends_.reset(new (std::nothrow) int32_t[num_segments + 1]());
     if (ends_ == nullptr) return false;
     if (ids_are_sorted) {
-      first_row_ = static_cast<int32_t>(ids.LowerBound(first_id_, end_id, segment_begin) - first_id_);
-      size_ = static_cast<int32_t>(ids.LowerBound(first_id_, end_id, segment_end) - first_id_) - first_row_;
-      for (int64_t i = 0; i < size_; ++i) ++ends_[ids[first_id_ + first_row_ + i] - segment_begin];
-      for (int64_t i = 1; i < num_segments_; ++i) ends_[i] += ends_[i - 1];
+      first_row_ = static_cast<int32_t>(ids.LowerBound(first_id, end_id, segment_begin) - first_id);
+      size_ = static_cast<int32_t>(ids.LowerBound(first_id, end_id, segment_end) - first_id) - first_row_;
+      for (int64_t i = 0; i < size_; ++i) ++ends_[ids[first_id + first_row_ + i] - segment_begin];
+      for (int64_t i = 1; i < num_segments; ++i) ends_[i] += ends_[i - 1];
       return true;
     }
-    members_ = Allocate<int32_t>(problem.rows + 1);
-    if (members_ == nullptr) return false;
-    ids.Visit([&](const auto* all_ids) {
+    const auto members = Allocate<int32_t>(problem.rows + 1);
+    if (members == nullptr) return false;
+    return ids.Visit([&](const auto* all_ids) {
+      const auto* const row_ids = all_ids + first_id;
       // Listed without a branch on what is random. A row that is no member is overwritten by the next one.
-      const auto* const row_ids = all_ids + first_id_;
-      const uint64_t range = static_cast<uint64_t>(num_segments_);
       int64_t num_members = 0;
       for (int64_t row = 0; row < problem.rows; ++row) {
-        members_[num_members] = static_cast<int32_t>(row);
-        num_members += static_cast<uint64_t>(int64_t{row_ids[row]} - segment_begin) < range;
+        members[num_members] = static_cast<int32_t>(row);
+        const int64_t segment = row_ids[row];
+        num_members += static_cast<int64_t>(segment >= segment_begin) & static_cast<int64_t>(segment < segment_end);
       }
       size_ = static_cast<int32_t>(num_members);
-      for (int64_t i = 0; i < num_members; ++i) ++ends_[row_ids[members_[i]] - segment_begin + 1];
-    });
-    for (int64_t i = 0; i < num_segments_; ++i) ends_[i + 1] += ends_[i];
-    return true;
-  }
-
-  // Groups the listed rows, in memory of its own or in `places` [Size()]. Returns false if there is no memory.
-  bool Group(SegmentIds ids, int32_t* places) {
-    if (members_ == nullptr) return true;
-    if (places == nullptr) {
-      own_places_ = Allocate<int32_t>(size_);
-      places = own_places_.get();
-      if (places == nullptr) return false;
-    }
-    ids.Visit([&](const auto* all_ids) {
+      rows_ = Allocate<int32_t>(num_members);
+      if (rows_ == nullptr) return false;
+      for (int64_t i = 0; i < num_members; ++i) ++ends_[row_ids[members[i]] - segment_begin + 1];
+      for (int64_t i = 0; i < num_segments; ++i) ends_[i + 1] += ends_[i];
       // Placing a row moves its segment's start to the next place, so that in the end starts have become ends.
-      const auto* const row_ids = all_ids + first_id_;
-      for (int64_t i = 0; i < size_; ++i) places[ends_[row_ids[members_[i]] - segment_begin_]++] = members_[i];
+      for (int64_t i = 0; i < num_members; ++i) rows_[ends_[row_ids[members[i]] - segment_begin]++] = members[i];
+      return true;
     });
-    members_.reset();
-    places_ = places;
-    return true;
   }
 
   int32_t Size() const { return size_; }
@@ -244,16 +224,11 @@ class GroupedRows {
   // [Begin(i), End(i)) are the places of the rows of segment segment_begin + i.
   int32_t Begin(int64_t i) const { return i == 0 ? 0 : ends_[i - 1]; }
   int32_t End(int64_t i) const { return ends_[i]; }
-  int32_t operator[](int32_t place) const { return places_ == nullptr ? first_row_ + place : places_[place]; }
+  int32_t operator[](int32_t place) const { return rows_ == nullptr ? first_row_ + place : rows_[place]; }
 
  private:
   std::unique_ptr<int32_t[]> ends_;
-  std::unique_ptr<int32_t[]> members_;     // listed rows in ascending order, until they are grouped
-  std::unique_ptr<int32_t[]> own_places_;
-  const int32_t* places_ = nullptr;        // stays nullptr where the ids are sorted
-  int64_t segment_begin_ = 0;
-  int64_t num_segments_ = 0;
-  int64_t first_id_ = 0;
+  std::unique_ptr<int32_t[]> rows_;  // absent where the ids are sorted
   int32_t first_row_ = 0;
   int32_t size_ = 0;
 };
@@ -279,8 +254,6 @@ struct Blocking {
                                          blocks / segment_ranges);
   }
 
-  int64_t NumGroups(const Problem& problem) const { return problem.batch * segment_ranges; }
-
   Block Get(const Problem& problem, int64_t group, int64_t feature_range) const {
     const int64_t segment_range = group % segment_ranges;
     return Block{group / segment_ranges,
@@ -291,68 +264,29 @@ struct Blocking {
   }
 };
 
-// Writes the order in which rows are as they come.
-inline void WriteIdentityOrder(ffi::ThreadPool& pool, const Problem& problem, int32_t* order) {
-  const int64_t chunks = ChunksFor(pool, problem.rows * static_cast<int64_t>(sizeof(int32_t)));
-  ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
-    const int64_t begin = ChunkBegin(problem.rows, chunks, index % chunks),
-                  end = ChunkBegin(problem.rows, chunks, index % chunks + 1);
-    int32_t* const of_batch = order + index / chunks * problem.rows;
-    std::iota(of_batch + begin, of_batch + end, static_cast<int32_t>(begin));
-  });
-}
-
 // Groups all rows and calls body(block, grouped rows of its segments) for every block; body returns false if it has no
-// memory, and so does this function. `order`, if not nullptr, gets a permutation [batch, rows] that brings rows of one
-// segment together.
+// memory, and so does this function.
 template <typename Body>
 bool ForEachGroupedBlock(ffi::ThreadPool& pool, const Problem& problem, const Blocking& blocking, SegmentIds ids,
-                         int32_t* order, const Body& body) {
+                         const Body& body) {
   const bool ids_are_sorted = EachBatchIsSorted(problem, ids);
-  const int64_t num_groups = blocking.NumGroups(problem), ranges = blocking.segment_ranges;
+  const int64_t num_groups = problem.batch * blocking.segment_ranges, feature_ranges = blocking.feature_ranges;
   const std::unique_ptr<GroupedRows[]> groups(new (std::nothrow) GroupedRows[num_groups]);
   if (groups == nullptr) return false;
   std::atomic<bool> has_memory{true};
-  const auto run = [&](int64_t count, const auto& step) {
-    ParallelFor(pool, count, [&](int64_t index) {
-      if (!step(index)) has_memory = false;
-    });
-    return has_memory.load();
-  };
-  const auto list = [&](int64_t group) {
+  ParallelFor(pool, num_groups, [&](int64_t group) {
     const Block block = blocking.Get(problem, group, 0);
-    return groups[group].List(problem, block.batch, block.segment_begin, block.segment_end, ids, ids_are_sorted);
-  };
-  const auto group_and_call = [&](int64_t group, int32_t* places) {
-    if (!groups[group].Group(ids, places)) return false;
-    return blocking.feature_ranges > 1 || body(blocking.Get(problem, group, 0), groups[group]);
-  };
-  if (order == nullptr || ids_are_sorted) {
-    if (order != nullptr) WriteIdentityOrder(pool, problem, order);
-    if (!run(num_groups, [&](int64_t group) { return list(group) && group_and_call(group, nullptr); })) return false;
-  } else {
-    // The groups lie in `order` itself, one after another, and after them the rows that are in no segment.
-    if (!run(num_groups, list)) return false;
-    const auto is_done = run(num_groups, [&](int64_t group) {
-      const int64_t batch = group / ranges;
-      int32_t* places = order + batch * problem.rows;
-      for (int64_t i = batch * ranges; i < group; ++i) places += groups[i].Size();
-      int32_t* dropped = places + groups[group].Size();
-      if (group % ranges == ranges - 1 && dropped != order + (batch + 1) * problem.rows) {
-        for (int64_t row = 0; row < problem.rows; ++row) {
-          const int64_t id = ids[problem.IdIndex(batch, row)];
-          if (id < 0 || id >= problem.segments) *dropped++ = static_cast<int32_t>(row);
-        }
-      }
-      return group_and_call(group, places);
-    });
-    if (!is_done) return false;
-  }
-  if (blocking.feature_ranges == 1) return true;
-  return run(num_groups * blocking.feature_ranges, [&](int64_t index) {
-    const int64_t group = index / blocking.feature_ranges;
-    return body(blocking.Get(problem, group, index % blocking.feature_ranges), groups[group]);
+    if (!groups[group].Group(problem, block.batch, block.segment_begin, block.segment_end, ids, ids_are_sorted) ||
+        (feature_ranges == 1 && !body(block, groups[group]))) {
+      has_memory = false;
+    }
   });
+  if (feature_ranges == 1 || !has_memory) return has_memory;
+  ParallelFor(pool, num_groups * feature_ranges, [&](int64_t index) {
+    const int64_t group = index / feature_ranges;
+    if (!body(blocking.Get(problem, group, index % feature_ranges), groups[group])) has_memory = false;
+  });
+  return has_memory;
 }
 
 // Calls body(row) for the rows in places [begin, end), and prefetch(row) for coming ones.
@@ -563,35 +497,26 @@ constexpr int64_t CellBytes() {
   return sizeof(typename Reduction::First) + (kHasSecond ? sizeof(typename Reduction::Second) : 0);
 }
 
-struct Extras {
-  int32_t* row_counts = nullptr;  // gets the rows of each segment [batch, segments], if not nullptr
-  int32_t* order = nullptr;       // as in ForEachGroupedBlock
-};
-
-// Reduces all rows, in the way that suits the shapes; returns false if there is no memory.
+// Reduces all rows, in the way that suits the shapes; returns false if there is no memory. `row_counts`, if not
+// nullptr, gets the number of rows of each segment [batch, segments].
 template <typename Reduction>
 bool ReduceAll(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, const typename Reduction::Element* data,
-               const Reduction& reduction, const Extras& extras = {}) {
+               const Reduction& reduction, int32_t* row_counts = nullptr) {
   const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(typename Reduction::Element));
-  const bool is_empty = problem.features == 0 && extras.row_counts == nullptr;
-  if (problem.batch * problem.segments == 0 || is_empty) {
-    if (extras.order != nullptr) WriteIdentityOrder(pool, problem, extras.order);
-    return true;
-  }
+  const bool has_no_cells = problem.features == 0 && row_counts == nullptr;
+  if (problem.batch * problem.segments == 0 || has_no_cells) return true;
   const int64_t num_threads = NumThreads(pool, problem.batch * (problem.rows + problem.segments) * row_bytes);
   if (ReducesInOrder(problem, row_bytes, CellBytes<Reduction>())) {
-    if (extras.order != nullptr) WriteIdentityOrder(pool, problem, extras.order);
     const auto fold = [&](int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<Reduction> cells,
                           int32_t* counts) {
       FoldInOrder(problem, ids, data, reduction, batch, row_begin, row_end, cells, counts);
     };
     return ReduceInOrder(pool, problem, NumRanges<Reduction>(problem, row_bytes, num_threads), reduction,
-                         extras.row_counts, fold);
+                         row_counts, fold);
   }
   const Blocking blocking(problem, sizeof(typename Reduction::Element), num_threads);
-  return ForEachGroupedBlock(pool, problem, blocking, ids, extras.order,
-                             [&](const Block& block, const GroupedRows& grouped) {
-                               return ReduceGrouped(problem, block, grouped, data, reduction, extras.row_counts);
+  return ForEachGroupedBlock(pool, problem, blocking, ids, [&](const Block& block, const GroupedRows& grouped) {
+                               return ReduceGrouped(problem, block, grouped, data, reduction, row_counts);
                              });
 }
 
@@ -627,35 +552,15 @@ inline void StreamLines(void* to, const void* from, int64_t bytes) {
   std::memcpy(target + head + lines, source + head + lines, static_cast<size_t>(bytes - head - lines));
 }
 
-// Writes rows [row_begin, row_end) of a result, one after another: body(begin, end, to) writes a few of them to `to`.
-// Results larger than the caches are streamed.
-template <typename T, typename Body>
-JB_INLINE void WriteRows(T* result, int64_t row_begin, int64_t row_end, int64_t width, bool is_streamed,
-                         const Body& body) {
-  const int64_t rows_per_block =
-      std::max<int64_t>(1, kStreamedBlockBytes / (std::max<int64_t>(1, width) * static_cast<int64_t>(sizeof(T))));
-  const StreamBuffer<T> buffer(is_streamed ? rows_per_block * width : 0);
-  if (!is_streamed || buffer.At(result) == nullptr) return body(row_begin, row_end, result + row_begin * width);
-  for (int64_t begin = row_begin; begin < row_end; begin += rows_per_block) {
-    const int64_t end = std::min(begin + rows_per_block, row_end);
-    T* const to = result + begin * width;
-    body(begin, end, buffer.At(to));
-    StreamLines(to, buffer.At(to), (end - begin) * width * static_cast<int64_t>(sizeof(T)));
-  }
-  FinishStreaming();
-}
-
-// Calls body(batch, row_begin, row_end, is_streamed) for chunks of the rows of a result [batch, rows, features].
+// Calls body(batch, row_begin, row_end) for chunks of the rows of a result [batch, rows, features].
 template <typename T, typename Body>
 void ForEachChunkOfRows(ffi::ThreadPool& pool, const Problem& problem, T* result, const Body& body) {
   const int64_t bytes_per_batch = problem.rows * problem.features * static_cast<int64_t>(sizeof(T));
   AdviseHugePages(result, problem.batch * bytes_per_batch);
-  const bool is_streamed = false;
   const int64_t chunks = ChunksFor(pool, bytes_per_batch);
   ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
     const int64_t chunk = index % chunks;
-    body(index / chunks, ChunkBegin(problem.rows, chunks, chunk), ChunkBegin(problem.rows, chunks, chunk + 1),
-         is_streamed);
+    body(index / chunks, ChunkBegin(problem.rows, chunks, chunk), ChunkBegin(problem.rows, chunks, chunk + 1));
   });
 }
 
@@ -663,26 +568,24 @@ void ForEachChunkOfRows(ffi::ThreadPool& pool, const Problem& problem, T* result
 // segment, zeros for the others; prefetch(segment) ahead.
 template <typename T, typename Prefetch, typename Write>
 JB_INLINE void WriteRowsOfSegments(const Problem& problem, SegmentIds ids, int64_t batch, int64_t row_begin,
-                                   int64_t row_end, int64_t width, bool is_streamed, T* result,
-                                   const Prefetch& prefetch, const Write& write) {
+                                   int64_t row_end, int64_t width, T* result, const Prefetch& prefetch,
+                                   const Write& write) {
   ids.Visit([&](const auto* all_ids) __attribute__((always_inline)) {
     const auto* const row_ids = all_ids + problem.IdIndex(batch, 0);
     const uint64_t segments = static_cast<uint64_t>(problem.segments);
-    WriteRows(result + batch * problem.rows * width, row_begin, row_end, width, is_streamed,
-              [&](int64_t begin, int64_t end, T* to) __attribute__((always_inline)) {
-      for (int64_t row = begin; row < end; ++row, to += width) {
-        if (row + kPrefetchDistance < row_end) {
-          const int64_t coming = row_ids[row + kPrefetchDistance];
-          if (static_cast<uint64_t>(coming) < segments) prefetch(coming);
-        }
-        const int64_t segment = row_ids[row];
-        if (static_cast<uint64_t>(segment) < segments) {
-          write(row, segment, to);
-        } else {
-          std::memset(static_cast<void*>(to), 0, static_cast<size_t>(width) * sizeof(T));  // all bits zero is +0
-        }
+    T* to = result + (batch * problem.rows + row_begin) * width;
+    for (int64_t row = row_begin; row < row_end; ++row, to += width) {
+      if (row + kPrefetchDistance < row_end) {
+        const int64_t coming = row_ids[row + kPrefetchDistance];
+        if (static_cast<uint64_t>(coming) < segments) prefetch(coming);
       }
-    });
+      const int64_t segment = row_ids[row];
+      if (static_cast<uint64_t>(segment) < segments) {
+        write(row, segment, to);
+      } else {
+        std::memset(static_cast<void*>(to), 0, static_cast<size_t>(width) * sizeof(T));  // all bits zero is +0
+      }
+    }
   });
 }
 

@@ -193,20 +193,18 @@ JB_CPU_CLONES void SumWeightsInOrder(const Problem problem, const SoftmaxArrays<
 
 template <typename T, typename C>
 JB_CPU_CLONES void WriteProbabilitiesInOrder(const Problem problem, const SoftmaxArrays<T> arrays, int64_t batch,
-                                             int64_t row_begin, int64_t row_end, bool is_streamed, const C* maxima,
-                                             const C* sums, C* block) {
+                                             int64_t row_begin, int64_t row_end, const C* maxima, const C* sums,
+                                             C* block) {
+  T* const probabilities = arrays.probabilities + batch * problem.rows * problem.features;
   WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
-    WriteRows(arrays.probabilities + batch * problem.rows * width, row_begin, row_end, width, is_streamed,
-              [&](int64_t begin, int64_t end, T* to) __attribute__((always_inline)) {
-      ForEachWeighedRow(problem, arrays, batch, begin, end, width, maxima, block,
-                        [&](int64_t row, int64_t segment, const C* weights) __attribute__((always_inline)) {
-        T* const probabilities = to + (row - begin) * width;
-        if (segment >= 0) {
-          WriteQuotients(weights, sums + segment * width, width, probabilities);
-        } else {
-          WriteZeros(width, probabilities);
-        }
-      });
+    ForEachWeighedRow(problem, arrays, batch, row_begin, row_end, width, maxima, block,
+                      [&](int64_t row, int64_t segment, const C* weights) __attribute__((always_inline)) {
+      T* const to = probabilities + row * width;
+      if (segment >= 0) {
+        WriteQuotients(weights, sums + segment * width, width, to);
+      } else {
+        WriteZeros(width, to);
+      }
     });
   });
 }
@@ -337,14 +335,14 @@ JB_CPU_CLONES void SumProductsInOrder(const Problem problem, const GradientArray
 
 template <typename T, typename C>
 JB_CPU_CLONES void WriteGradientInOrder(const Problem problem, const GradientArrays<T> arrays, int64_t batch,
-                                        int64_t row_begin, int64_t row_end, bool is_streamed, const C* sums) {
+                                        int64_t row_begin, int64_t row_end, const C* sums) {
   const T* const probabilities = arrays.RowsOfProbabilities(problem, batch);
   const T* const d_probabilities = arrays.RowsOfCotangents(problem, batch);
   const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
     PrefetchRow(sums + segment * problem.features, problem.features);
   };
   WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
-    WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, is_streamed, arrays.d_logits, prefetch,
+    WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, arrays.d_logits, prefetch,
                         [&](int64_t row, int64_t segment, T* to) __attribute__((always_inline)) {
       GradientOfRow(probabilities + row * width, d_probabilities + row * width, sums + segment * width, width, to);
     });
@@ -400,8 +398,7 @@ bool ForEachSegment(ffi::ThreadPool& pool, const Problem& problem, SegmentIds id
   }
   if (ReducesInOrder(problem, row_bytes, cell_bytes)) return in_order(row_bytes);
   const Blocking blocking(problem, sizeof(T), NumThreads(pool, result_bytes));
-  return ForEachGroupedBlock(pool, problem, blocking, ids, nullptr,
-                             [&](const Block& block, const GroupedRows& rows) {
+  return ForEachGroupedBlock(pool, problem, blocking, ids, [&](const Block& block, const GroupedRows& rows) {
                                return grouped(block, rows, result_bytes >= kMinStreamedBytes);
                              });
 }
@@ -445,10 +442,10 @@ bool Softmax(ffi::ThreadPool& pool, const Problem& problem, const SoftmaxArrays<
       return false;
     }
     ForEachChunkOfRows(pool, problem, arrays.probabilities,
-                       [&](int64_t batch, int64_t row_begin, int64_t row_end, bool is_streamed) {
+                       [&](int64_t batch, int64_t row_begin, int64_t row_end) {
       const int64_t first_cell = batch * cells_per_batch;
       with_block([&](C* block) {
-        WriteProbabilitiesInOrder(problem, arrays, batch, row_begin, row_end, is_streamed, maxima.get() + first_cell,
+        WriteProbabilitiesInOrder(problem, arrays, batch, row_begin, row_end, maxima.get() + first_cell,
                                   sums.get() + first_cell, block);
       });
     });
@@ -474,8 +471,8 @@ bool SoftmaxGradients(ffi::ThreadPool& pool, const Problem& problem, const Gradi
     const int64_t num_ranges = NumRanges<ComputedSum<C>>(problem, row_bytes, 1);
     if (!ReduceInOrder(pool, problem, num_ranges, ComputedSum<C>{sums.get()}, nullptr, fold_products)) return false;
     ForEachChunkOfRows(pool, problem, arrays.d_logits,
-                       [&](int64_t batch, int64_t row_begin, int64_t row_end, bool is_streamed) {
-      WriteGradientInOrder(problem, arrays, batch, row_begin, row_end, is_streamed,
+                       [&](int64_t batch, int64_t row_begin, int64_t row_end) {
+      WriteGradientInOrder(problem, arrays, batch, row_begin, row_end,
                            sums.get() + batch * cells_per_batch);
     });
     return true;

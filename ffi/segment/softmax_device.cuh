@@ -68,4 +68,10 @@ __device__ __forceinline__ float Reciprocal(float x) {
 }
 __device__ __forceinline__ double Reciprocal(double x) { return 1.0 / x; }
 
+// A probability does not exceed 1, which rounding could make it do; NaN stays.
+template <typename C>
+__device__ __forceinline__ C AtMostOne(C probability) {
+  return probability > C{1} ? C{1} : probability;
+}
+
 }  // namespace jax_baracuda::segment

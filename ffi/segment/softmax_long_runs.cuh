@@ -39,8 +39,8 @@ struct PieceState {
 template <typename C>
 __device__ __forceinline__ C Probability(const SoftmaxState<C>& state, C x) {
   const C scaled_sum = state.sum * static_cast<C>(sizeof(C) == 4 ? 0x1p56 : 1);
-  if (state.maximum == C{0} && IsInRange(scaled_sum)) return ScaledExp(x) * Reciprocal(scaled_sum);
-  return exp(x - state.maximum) * Reciprocal(state.sum);
+  if (state.maximum == C{0} && IsInRange(scaled_sum)) return AtMostOne(ScaledExp(x) * Reciprocal(scaled_sum));
+  return AtMostOne(exp(x - state.maximum) * Reciprocal(state.sum));
 }
 
 // Writes the rows of long runs. Pieces are dealt to the blocks a few at a time, so that all blocks share a hot segment;

@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kSoftmaxTableThreads, sizeof(T) == 8 ? 3 : 8) 
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
           const C sum = sums[u].lane[i];
-          result.lane[i] = static_cast<T>(ScaledExp(static_cast<C>(values[u].lane[i])) * Reciprocal(sum));
+          result.lane[i] = static_cast<T>(AtMostOne(ScaledExp(static_cast<C>(values[u].lane[i])) * Reciprocal(sum)));
           takes_again |= !IsInRange(sum);
         }
         if (takes_again) {
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kSoftmaxTableThreads) TakeAgainKernel(
         if (IsInRange(sums.lane[i])) continue;
         const C weight = exp(static_cast<C>(values.lane[i]) - DecodeKey<C>(a.maxima[cell + i]));
         if constexpr (kDivides) {
-          output[i] = static_cast<T>(weight * Reciprocal(a.sums_from_maximum[cell + i]));
+          output[i] = static_cast<T>(AtMostOne(weight * Reciprocal(a.sums_from_maximum[cell + i])));
         } else {
           atomicAdd(a.sums_from_maximum + cell + i, weight);
         }

@@ -503,7 +503,7 @@ __global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
         check.Add(sum.lane[i]);
-        values[k].lane[i] *= Reciprocal(sum.lane[i]);
+        values[k].lane[i] = AtMostOne(values[k].lane[i] * Reciprocal(sum.lane[i]));
       }
       store_result(k, values[k]);
     });
@@ -531,7 +531,7 @@ __global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks
                 [&](int run_start, const Vector<C, kVec>& sum) { store_piece(1, run_start, sum); });
       for_each_row([&](int k, const Vector<C, kVec>& sum) {
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) values[k].lane[i] *= Reciprocal(sum.lane[i]);
+        for (int i = 0; i < kVec; ++i) values[k].lane[i] = AtMostOne(values[k].lane[i] * Reciprocal(sum.lane[i]));
         store_result(k, values[k]);
       });
       __syncthreads();

@@ -76,7 +76,7 @@ JB_INLINE void DivideRow(const T* from, int32_t count, int64_t width, T* to) {
 }
 
 template <bool kIsMean, typename T>
-JB_CPU_CLONES void Gather(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end, bool is_streamed,
+JB_CPU_CLONES void Gather(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
                           const GatherArrays<T> arrays) {
   const int64_t features = problem.features;
   const T* const cells = arrays.d_output + (arrays.d_output_is_shared ? 0 : batch * problem.segments * features);
@@ -85,7 +85,7 @@ JB_CPU_CLONES void Gather(const Problem problem, int64_t batch, int64_t row_begi
     PrefetchRow(cells + segment * features, features);
   };
   WithWidth(features, [&](auto width) __attribute__((always_inline)) {
-    WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, is_streamed, arrays.d_data, prefetch,
+    WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, arrays.d_data, prefetch,
                         [&](int64_t, int64_t segment, T* to) __attribute__((always_inline)) {
       const T* const from = cells + segment * width;
       if constexpr (kIsMean) {
@@ -100,8 +100,8 @@ JB_CPU_CLONES void Gather(const Problem problem, int64_t batch, int64_t row_begi
 template <bool kIsMean, typename T>
 void GatherAll(ffi::ThreadPool& pool, const Problem& problem, const GatherArrays<T>& arrays) {
   ForEachChunkOfRows(pool, problem, arrays.d_data,
-                     [&](int64_t batch, int64_t row_begin, int64_t row_end, bool is_streamed) {
-                       Gather<kIsMean>(problem, batch, row_begin, row_end, is_streamed, arrays);
+                     [&](int64_t batch, int64_t row_begin, int64_t row_end) {
+                       Gather<kIsMean>(problem, batch, row_begin, row_end, arrays);
                      });
 }
 
@@ -111,11 +111,9 @@ bool ReduceSum(ffi::ThreadPool& pool, const SumBuffers& decoded, const ffi::AnyB
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
     const Sum<T, kIsMean> reduction{static_cast<T*>(output.untyped_data()), decoded.problem.features};
-    Extras extras;
-    extras.row_counts = decoded.count;
     AdviseHugePages(reduction.output, output.element_count() * sizeof(T));
     *has_memory = ReduceAll(pool, decoded.problem, SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
-                            static_cast<const T*>(data.untyped_data()), reduction, extras);
+                            static_cast<const T*>(data.untyped_data()), reduction, decoded.count);
   };
   return kIsMean ? DispatchFloating(decoded.type, run) : DispatchWrapping(decoded.type, run);
 }

@@ -1152,6 +1152,16 @@ def _reference_prod_backward(d_output: Array, mantissa: Array, packed: Array, da
     return (_over_batch(_product_gradient_in_pairs, d_output, data, ids),)
 
 
+def _transpose_prod_backward(
+    d_output: Any, d_data: Array, mantissa: Array, packed: Array, data: Array, ids: Array
+) -> Array:
+    def of_one(d_data: Array, data: Array, ids: Array) -> Array:
+        gradient = functools.partial(_product_gradient_in_pairs, data=data, ids=ids)
+        return jax.linear_transpose(gradient, jax.ShapeDtypeStruct(d_output.shape[1:], d_output.dtype))(d_data)[0]
+
+    return _over_batch(of_one, d_data, data, ids)
+
+
 # Softmax.
 
 
@@ -1610,6 +1620,7 @@ SEGMENT_PROD_BACKWARD = _gradient_op(
     operands=(CELLS, CELLS, CELLS, ROWS, IDS),
     reference=_reference_prod_backward,
     guarantee=_product_guarantee,
+    transpose=_transpose_prod_backward,
 )
 
 SEGMENT_SOFTMAX, SEGMENT_SOFTMAX_BACKWARD = (
