@@ -132,9 +132,9 @@ class Case(CaseDescription):
 class Effort:
     """How long to time. A slow contender is called less often."""
 
-    samples: int = 7
-    seconds_per_sample: float = 0.01
-    seconds_per_contender: float = 0.3
+    samples: int = 5
+    seconds_per_sample: float = 0.04
+    seconds_per_contender: float = 0.2
     patience: float = 1.0
     """Seconds of the first call, which warms up, from which on there is no other."""
 

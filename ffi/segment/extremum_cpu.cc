@@ -22,6 +22,24 @@ namespace {
 
 constexpr int64_t kMinStreamedRowBytes = 256;
 
+// Larger in the fewest vector instructions, where subnormal numbers are not treated as zero. Of equal numbers it has
+// the bits that both have: those of +0, or of either.
+template <typename C>
+JB_INLINE C LargerOf(C best, C value) {
+  if constexpr (std::is_floating_point_v<C>) {
+    BitsOf<C> bits, value_bits;
+    std::memcpy(&bits, &best, sizeof(C));
+    std::memcpy(&value_bits, &value, sizeof(C));
+    bits &= value == best ? value_bits : static_cast<BitsOf<C>>(~BitsOf<C>{0});
+    const bool takes_value = !(value <= best) && best == best;
+    bits = takes_value ? value_bits : bits;
+    std::memcpy(&best, &bits, sizeof(C));
+    return best;
+  } else {
+    return Larger(best, value);
+  }
+}
+
 // Folds a single number that is neither NaN nor equal to the best one: one comparison and no branch on what is random.
 // Returns false, and does nothing, for others.
 template <typename C>
@@ -56,13 +74,13 @@ struct Extremum {
     if (width == 1 && TakeScalar(static_cast<First>(Flip(*values, flip)), 0, cells.first, &any_row)) return;
     JB_VECTORIZE
     for (int64_t i = 0; i < width; ++i) {
-      cells.first[i] = Larger(cells.first[i], static_cast<First>(Flip(values[i], flip)));
+      cells.first[i] = LargerOf(cells.first[i], static_cast<First>(Flip(values[i], flip)));
     }
   }
 
   JB_INLINE void Merge(int64_t count, CellsOf<Extremum> later, CellsOf<Extremum> cells) const {
     JB_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) cells.first[i] = Larger(cells.first[i], later.first[i]);
+    for (int64_t i = 0; i < count; ++i) cells.first[i] = LargerOf(cells.first[i], later.first[i]);
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, CellsOf<Extremum> cells) const {
@@ -309,8 +327,8 @@ ffi::Error Forward(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer seg
   return Status(kOp, is_supported, has_memory, "data", data);
 }
 
-// The backward kernel groups the rows anew where that pays, which is no slower than to read an order and, at random, the
-// ids that it leads to. So the order is the one of the rows, or a single 0.
+// The backward kernel groups the rows anew where that pays: that is no slower than to read an order and, at random, the
+// ids to which it leads. So the order is that of the rows, or a single 0.
 void WriteIdentityOrder(ffi::ThreadPool& pool, const ForwardBuffers& buffers) {
   const int64_t size = buffers.order_size, bytes = size * static_cast<int64_t>(sizeof(int32_t));
   AdviseHugePages(buffers.order, buffers.problem.batch * bytes);

@@ -96,12 +96,12 @@ JB_HOST_DEVICE int32_t AddCount(int32_t packed, ProductClass kind, int32_t count
   return packed + (((after > 2 ? 2 : after) - before) << kind);
 }
 
+// Brings a mantissa of magnitude in [1, 4) back to [1, 2).
 template <typename C>
 JB_HOST_DEVICE void NormalizeMantissa(Product<C>& product) {
-  if (std::fabs(product.mantissa) >= C{2}) {
-    product.mantissa *= C{0.5};
-    product.packed = AddExponent(product.packed, 1);
-  }
+  const bool is_large = std::fabs(product.mantissa) >= C{2};
+  product.mantissa *= is_large ? C{0.5} : C{1};
+  product.packed = AddExponent(product.packed, is_large ? 1 : 0);
 }
 
 template <typename C>
@@ -110,8 +110,9 @@ JB_HOST_DEVICE void MultiplyBy(Product<C>& product, C value) {
   if (kind == kOrdinary) {
     int32_t exponent;
     product.mantissa *= SplitExponent(value, &exponent);
-    product.packed = AddExponent(product.packed, exponent);
-    NormalizeMantissa(product);
+    const bool is_large = std::fabs(product.mantissa) >= C{2};
+    product.mantissa *= is_large ? C{0.5} : C{1};
+    product.packed = AddExponent(product.packed, exponent + (is_large ? 1 : 0));
   } else {
     product.mantissa = std::signbit(value) ? -product.mantissa : product.mantissa;
     product.packed = AddCount(product.packed, kind, 1);

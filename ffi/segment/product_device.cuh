@@ -13,7 +13,7 @@ template <typename T>
 struct ProductReduction {
   using Element = T;
   static constexpr int kRowsInFlight = 4;
-  static constexpr int kTileBlocks = sizeof(T) < 4 ? 12 : 10;
+  static constexpr int kTileBlocks = 12;
   using C = ComputeType<T>;
   using Factor = std::conditional_t<kIsFloating<T>, Product<C>, C>;
 

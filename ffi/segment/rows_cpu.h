@@ -29,7 +29,6 @@
 #include <cstring>
 #include <memory>
 #include <new>
-#include <numeric>
 #include <string>
 #include <type_traits>
 
@@ -516,8 +515,8 @@ bool ReduceAll(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, co
   }
   const Blocking blocking(problem, sizeof(typename Reduction::Element), num_threads);
   return ForEachGroupedBlock(pool, problem, blocking, ids, [&](const Block& block, const GroupedRows& grouped) {
-                               return ReduceGrouped(problem, block, grouped, data, reduction, row_counts);
-                             });
+    return ReduceGrouped(problem, block, grouped, data, reduction, row_counts);
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -111,6 +111,12 @@ struct ComputedSum {
   }
 };
 
+template <typename T, typename C>
+JB_INLINE void Subtract(const T* values, const C* subtrahends, int64_t width, C* differences) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < width; ++i) differences[i] = static_cast<C>(values[i]) - subtrahends[i];
+}
+
 // exp(logit - maximum) for one row.
 template <typename T, typename C>
 JB_INLINE void WeighRow(const T* logits, const C* maxima, int64_t width, C* weights) {
@@ -170,7 +176,7 @@ JB_INLINE void ForEachWeighedRow(const Problem& problem, const SoftmaxArrays<T>&
       for (int64_t row = begin; row < end; ++row, difference += width) {
         const int64_t segment = segment_of(row);
         const C* const of_segment = maxima + std::max<int64_t>(segment, 0) * width;
-        for (int64_t i = 0; i < width; ++i) difference[i] = static_cast<C>(logits[row * width + i]) - of_segment[i];
+        Subtract(logits + row * width, of_segment, width, difference);
       }
       for (int64_t i = 0; i < count; ++i) block[i] = Exp(block[i]);
       const C* weights = block;
@@ -399,8 +405,8 @@ bool ForEachSegment(ffi::ThreadPool& pool, const Problem& problem, SegmentIds id
   if (ReducesInOrder(problem, row_bytes, cell_bytes)) return in_order(row_bytes);
   const Blocking blocking(problem, sizeof(T), NumThreads(pool, result_bytes));
   return ForEachGroupedBlock(pool, problem, blocking, ids, [&](const Block& block, const GroupedRows& rows) {
-                               return grouped(block, rows, result_bytes >= kMinStreamedBytes);
-                             });
+    return grouped(block, rows, result_bytes >= kMinStreamedBytes);
+  });
 }
 
 template <typename T>

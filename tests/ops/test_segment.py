@@ -466,8 +466,10 @@ def test_dtypes_without_kernel(rng: np.random.Generator, dtype: str) -> None:
             text = both.lower(data).as_text()
             is_narrow_sum = reduction in (SUM, PROD) and cases.is_floating(data.dtype)
             wide = data.astype(jnp.float32) if is_narrow_sum else data
+            if dtype in ("int2", "uint2") and reduction in (SUM, PROD):  # XLA on GPUs disagrees with NumPy there
+                wide = data.astype(np.int32)
             by_jax = jax.jit(lambda x, reduction=reduction: reduction.by_jax(x, ids, 8))
-            expected = np.stack([np.asarray(by_jax(x).astype(data.dtype)) for x in wide])
+            expected = np.stack([np.asarray(by_jax(x)).astype(data.dtype) for x in wide])
             of_one, of_all = both(data)
             if kernels_in(text):
                 # A sum or product of narrow integers is that of wide ones, modulo its size.
