@@ -34,9 +34,17 @@ JB_HOST_DEVICE C PowerOfTwo(int exponent) {
   return power;
 }
 
+// For code that runs once for each cell or less: inlined, it would crowd the loops over rows out of a GPU's instruction
+// cache.
+#ifdef __CUDACC__
+#define JB_RARE __host__ __device__ __noinline__
+#else
+#define JB_RARE inline
+#endif
+
 // mantissa * 2^exponent, rounded once.
 template <typename C>
-JB_HOST_DEVICE C Scale(C mantissa, int32_t exponent) {
+JB_RARE C Scale(C mantissa, int32_t exponent) {
   constexpr int kBias = FloatingFormat<C>::kExponentBias;
   if (exponent >= 1 - kBias && exponent <= kBias) return mantissa * PowerOfTwo<C>(exponent);
   return std::scalbn(mantissa, exponent);
@@ -131,7 +139,7 @@ JB_HOST_DEVICE void MergeProduct(Product<C>& product, const Product<C>& other) {
 
 // The number that a product stands for.
 template <typename C>
-JB_HOST_DEVICE C ProductValue(const Product<C>& product) {
+JB_RARE C ProductValue(Product<C> product) {
   const bool has_zero = CountOf(product.packed, kZero) != 0, has_infinity = CountOf(product.packed, kInfinity) != 0;
   if (CountOf(product.packed, kNan) != 0 || (has_zero && has_infinity)) return std::numeric_limits<C>::quiet_NaN();
   if (has_zero) return std::copysign(C{0}, product.mantissa);
@@ -144,6 +152,15 @@ template <typename C>
 JB_HOST_DEVICE C ProductOfOthers(const Product<C>& product, C value) {
   Product<C> others = product;
   const ProductClass kind = ClassOf(value);
+  constexpr int kBias = FloatingFormat<C>::kExponentBias;
+  if (kind == kOrdinary && (product.packed & 63) == 0) {
+    // By far the most frequent case: nothing but ordinary members, and a result in the normal range.
+    int32_t exponent;
+    const C mantissa = product.mantissa / SplitExponent(value, &exponent);
+    exponent = (product.packed >> 6) - exponent;
+    if (exponent > 1 - kBias && exponent < kBias) return mantissa * PowerOfTwo<C>(exponent);
+    return Scale(mantissa, exponent);
+  }
   if (kind == kOrdinary) {
     int32_t exponent;
     others.mantissa /= SplitExponent(value, &exponent);
