@@ -112,7 +112,11 @@ def test_value_and_gradient(rng: np.random.Generator, reduction: Reduction, dtyp
         ids = cases.make_ids(rng, shape.rows, shape.segments, is_sorted=is_sorted)
         kernels += add_calls(batch, rng, reduction, dtype, shape, ids, is_sorted)
     with cases.x64_for(dtype):
-        assert batch.run() == kernels
+        called = batch.run()
+    # Some versions of JAX leave out calls on arrays without elements.
+    assert called.keys() == kernels.keys() and all(
+        0.8 * kernels[name] <= called[name] <= kernels[name] for name in kernels
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -277,7 +281,9 @@ def test_signatures() -> None:
             parameters = inspect.signature(getattr(module, reduction.name)).parameters.values()
             positional = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
             if reduction in LIKE_JAX:
-                assert positional == list(inspect.signature(reduction.by_jax).parameters)
+                of_jax = list(inspect.signature(reduction.by_jax).parameters)
+                assert positional[: len(of_jax)] == of_jax  # out_sharding came later than jax 0.8
+                assert positional[len(of_jax) :] in ([], ["out_sharding"])
             else:
                 assert positional[1:] == common
             keyword = [p.name for p in parameters if p.kind == p.KEYWORD_ONLY]
@@ -455,6 +461,8 @@ def test_dtypes_without_kernel(rng: np.random.Generator, dtype: str) -> None:
 
     Sums and products of narrow floating numbers have the accumulator of float32 here, too.
     """
+    if jax.__version_info__ < (0, 9) and dtype.lstrip("u") in ("int2", "int4", "float4_e2m1fn"):
+        pytest.skip("XLA of jaxlib 0.8 scatters packed numbers wrongly, or crashes")
     data, ids = small_data(rng, (3, 40, 2), dtype), rng.integers(-1, 9, 40)
     for reduction in LIKE_JAX:
         if dtype in reduction.dtypes or (dtype == "float8_e8m0fnu" and reduction is SUM):  # which has no zero
