@@ -113,10 +113,8 @@ def test_value_and_gradient(rng: np.random.Generator, reduction: Reduction, dtyp
         kernels += add_calls(batch, rng, reduction, dtype, shape, ids, is_sorted)
     with cases.x64_for(dtype):
         called = batch.run()
-    # Some versions of JAX leave out calls on arrays without elements.
-    assert called.keys() == kernels.keys() and all(
-        0.8 * kernels[name] <= called[name] <= kernels[name] for name in kernels
-    )
+    # How often, depends on what JAX does about gradients of arrays without elements.
+    assert called.keys() == kernels.keys()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
