@@ -34,9 +34,10 @@ class Op:
 
     name: str
     """The name of the native target, of the primitive, and in messages."""
-    operands: tuple[Dimensions, ...]
-    """The dimensions of each operand, in order; trailing operands may be left out of a call."""
-    results: tuple[Dimensions, ...]
+    operands: tuple[Dimensions, ...] | Callable[..., tuple[Dimensions, ...]]
+    """The dimensions of each operand, in order; trailing operands may be left out of a call. Or ``(**params)`` -> the
+    dimensions, where they depend on layouts and options."""
+    results: tuple[Dimensions, ...] | Callable[..., tuple[Dimensions, ...]]
     result_types: Callable[..., Sequence[ShapeAndDtype]]
     """``(*operand avals, **params) -> [(shape, dtype), ...]``, the abstract-eval rule."""
     reference: Callable[..., Sequence[jax.Array]]
@@ -59,6 +60,9 @@ class Op:
     """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is."""
     kernel_limit: Callable[..., str | None] | None = None
     """``(*operand avals, **params)`` -> why the kernel does not take this call, or None."""
+    in_place: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """{operand number: number of the result that may be written to its memory}, where both have one shape. An operand
+    that is used again is copied by XLA first."""
     transpose: Callable[..., jax.Array] | None = None
     """For an op that is linear in operand 0 and constant in the others:
     ``(aval of operand 0, cotangent of result 0, *other operands, **params) -> cotangent of operand 0``.
@@ -68,13 +72,14 @@ class Op:
     """
 
     def __post_init__(self) -> None:
-        dimensions = {name for names in self.operands + self.results for name in names}
-        for name in self.whole + self.reduced:
-            if name not in dimensions:
-                raise ValueError(f"Op {self.name}: {name!r} is no dimension of an operand or a result")
-        for names in self.operands + self.results:
-            if names[:1] != ("batch",):
-                raise ValueError(f"Op {self.name}: the first dimension must be 'batch', got {names}")
+        if not callable(self.operands) and not callable(self.results):
+            dimensions = {name for names in self.operands + self.results for name in names}
+            for name in self.whole + self.reduced:
+                if name not in dimensions:
+                    raise ValueError(f"Op {self.name}: {name!r} is no dimension of an operand or a result")
+            for names in self.operands + self.results:
+                if names[:1] != ("batch",):
+                    raise ValueError(f"Op {self.name}: the first dimension must be 'batch', got {names}")
         _register(self)
 
     def __call__(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
@@ -88,12 +93,15 @@ class Op:
     def _primitives(self) -> tuple[Primitive, Primitive]:
         return _primitives_of(self)
 
-    def layout(self, operands: Sequence[Any], results: Sequence[Any]) -> Layout:
-        """The named dimensions of a call with these shapes."""
+    def layout(self, operands: Sequence[Any], results: Sequence[Any], params: Mapping[str, Any]) -> Layout:
+        """The named dimensions of a call with these shapes and params."""
         operand_shapes, result_shapes = (tuple(tuple(x.shape) for x in arrays) for arrays in (operands, results))
+        operand_names, result_names = (
+            names(**params) if callable(names) else names for names in (self.operands, self.results)
+        )
         return Layout(
-            tuple(named_dimensions(names, shape) for names, shape in zip(self.operands, operand_shapes, strict=False)),
-            tuple(named_dimensions(names, shape) for names, shape in zip(self.results, result_shapes, strict=True)),
+            tuple(named_dimensions(names, shape) for names, shape in zip(operand_names, operand_shapes, strict=False)),
+            tuple(named_dimensions(names, shape) for names, shape in zip(result_names, result_shapes, strict=True)),
             operand_shapes,
             result_shapes,
         )
@@ -201,7 +209,7 @@ def _abstract_eval(op: Op, *operands: Any, **params: Any) -> list[Any]:
     if all(spec is None for spec in specs):
         return [jax_versions.result_aval(operands[0], shape, dtype, None) for shape, dtype in types]
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
-    layout = op.layout(operands, results)
+    layout = op.layout(operands, results, params)
     assignment = layout.assign([*specs, *(None for _ in results)], op.whole)
     return [
         jax_versions.result_aval(operands[0], shape, dtype, layout.spec(names, shape, assignment))
@@ -310,7 +318,8 @@ def _lower(
             return tuple(run_kernel(*shards))
         return tuple(op.shard_program(run_kernel, axes, *shards, **params))
 
-    call = partitioned(run_kernel, shard_program, op.layout(ctx.avals_in, ctx.avals_out), op.whole, op.reduced)
+    layout = op.layout(ctx.avals_in, ctx.avals_out, params)
+    call = partitioned(run_kernel, shard_program, layout, op.whole, op.reduced)
     results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
     return [
         jax_versions.lower_with_sharding_in_types(ctx, result, aval)
@@ -328,7 +337,12 @@ def _lower_kernel(op: Op, platform: str, ctx: mlir.LoweringRuleContext, *operand
         if scratch_bytes > 0:
             scratch = jax.core.ShapedArray((scratch_bytes,), np.dtype(np.uint8))
             ctx = ctx.replace(avals_out=[*ctx.avals_out, scratch])
-    rule = jax.ffi.ffi_lowering(target_name(op.name))
+    in_place = {
+        operand: result
+        for operand, result in op.in_place.items()
+        if ctx.avals_in[operand].shape == ctx.avals_out[result].shape
+    }
+    rule = jax.ffi.ffi_lowering(target_name(op.name), operand_output_aliases=in_place)
     return rule(ctx, *operands, **{name: params[name] for name in op.attributes})[:num_results]
 
 
