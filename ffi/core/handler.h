@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "ffi/core/element_type.h"
 #include "xla/ffi/api/ffi.h"
@@ -73,6 +74,31 @@ inline int64_t TrailingSize(const ffi::AnyBuffer& buffer, size_t first) {
   int64_t size = 1;
   for (size_t i = first; i < buffer.dimensions().size(); ++i) size *= buffer.dimensions()[i];
   return size;
+}
+
+// A binding with `kCount` more operands, or results, of any shape and type.
+template <int kCount, typename Binding>
+auto BindOperands(Binding&& binding) {
+  if constexpr (kCount == 1) {
+    return std::move(binding).template Arg<ffi::AnyBuffer>();
+  } else {
+    return BindOperands<kCount - 1>(std::move(binding).template Arg<ffi::AnyBuffer>());
+  }
+}
+
+template <int kCount, typename Binding>
+auto BindResults(Binding&& binding) {
+  if constexpr (kCount == 1) {
+    return std::move(binding).template Ret<ffi::AnyBuffer>();
+  } else {
+    return BindResults<kCount - 1>(std::move(binding).template Ret<ffi::AnyBuffer>());
+  }
+}
+
+// The binding of a handler that takes a context (the stream, or the thread pool), operands and results.
+template <typename Context, int kOperands, int kResults>
+auto BindBuffers() {
+  return BindResults<kResults>(BindOperands<kOperands>(ffi::Ffi::Bind().Ctx<Context>()));
 }
 
 // Whether `size` is the batch size, or 1 for an operand that the whole batch shares.

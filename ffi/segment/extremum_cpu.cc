@@ -402,36 +402,14 @@ ffi::Error Arg(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment
   return Status(kOp, is_supported, has_memory, "data", data);
 }
 
-auto BindForward() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>()
-      .Attr<bool>("indices_are_sorted");
-}
+auto BindForward() { return BindBuffers<ffi::ThreadPool, 2, 1>().Attr<bool>("indices_are_sorted"); }
 
 auto BindWithWinner() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>()
-      .Attr<bool>("indices_are_sorted")
-      .Attr<bool>("first_wins");
+  return BindBuffers<ffi::ThreadPool, 2, 3>().Attr<bool>("indices_are_sorted").Attr<bool>("first_wins");
 }
 
 auto BindBackward() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::AnyBuffer>()
-      .RemainingArgs()
-      .Ret<ffi::AnyBuffer>();
+  return BindResults<1>(BindOperands<4>(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()).RemainingArgs());
 }
 
 XLA_FFI_DEFINE_HANDLER(kMax, Forward<false>, BindForward());

@@ -22,9 +22,8 @@ ffi::Error Forward(const char* op, bool is_minimum, cudaStream_t stream, const f
       ExtremumScratchBytes(problem, ElementBytes(data), indices_are_sorted, winner != nullptr), &scratch));
   if (order != nullptr && decoded.order_size != problem.rows) {
     // No order is wanted, but the result is there.
-    if (cudaError_t e = cudaMemsetAsync(decoded.order, 0, problem.batch * decoded.order_size * sizeof(int32_t), stream)) {
-      return CudaStatus(op, e);
-    }
+    const int64_t bytes = problem.batch * decoded.order_size * sizeof(int32_t);
+    if (cudaError_t e = cudaMemsetAsync(decoded.order, 0, bytes, stream)) return CudaStatus(op, e);
     decoded.order = nullptr;
   }
   const ExtremumArguments arguments{problem,
@@ -111,24 +110,14 @@ ffi::Error Arg(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer segment_
   return CudaStatus(kOp, LaunchArg(arguments, stream));
 }
 
-auto BindForward() { return ffi::Ffi::Bind().Ctx<Stream>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>(); }
-
-auto BindExtremum() {
-  return BindForward().Ret<ffi::AnyBuffer>().RemainingRets().Attr<bool>("indices_are_sorted");
-}
+auto BindExtremum() { return BindBuffers<Stream, 2, 1>().RemainingRets().Attr<bool>("indices_are_sorted"); }
 
 auto BindWithWinner() {
-  return BindForward()
-      .Ret<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>()
-      .RemainingRets()
-      .Attr<bool>("indices_are_sorted")
-      .Attr<bool>("first_wins");
+  return BindBuffers<Stream, 2, 3>().RemainingRets().Attr<bool>("indices_are_sorted").Attr<bool>("first_wins");
 }
 
 auto BindBackward() {
-  return BindForward().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>();
+  return BindResults<1>(BindOperands<4>(ffi::Ffi::Bind().Ctx<Stream>()).RemainingArgs());
 }
 
 XLA_FFI_DEFINE_HANDLER(kMax, Extremum<false>, BindExtremum(), {ffi::Traits::kCmdBufferCompatible});

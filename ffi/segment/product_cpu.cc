@@ -351,33 +351,14 @@ ffi::Error SegmentProdBackward(ffi::ThreadPool pool, ffi::AnyBuffer d_output, ff
   return Status(kOp, is_supported, /*has_memory=*/true, "d_output", d_output);
 }
 
-XLA_FFI_DEFINE_HANDLER(kProd, SegmentProd,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Attr<bool>("indices_are_sorted"));
+template <int kResults>
+auto BindForward() {
+  return BindBuffers<ffi::ThreadPool, 2, kResults>().template Attr<bool>("indices_are_sorted");
+}
 
-XLA_FFI_DEFINE_HANDLER(kProdWithResidual, SegmentProdWithResidual,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Attr<bool>("indices_are_sorted"));
-
-XLA_FFI_DEFINE_HANDLER(kProdBackward, SegmentProdBackward,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER(kProd, SegmentProd, BindForward<1>());
+XLA_FFI_DEFINE_HANDLER(kProdWithResidual, SegmentProdWithResidual, BindForward<3>());
+XLA_FFI_DEFINE_HANDLER(kProdBackward, SegmentProdBackward, (BindBuffers<ffi::ThreadPool, 5, 1>()));
 
 JB_REGISTER_TARGET("segment_prod", kProd, nullptr);
 JB_REGISTER_TARGET("segment_prod_with_residual", kProdWithResidual, nullptr);

@@ -65,38 +65,14 @@ ffi::Error ProdBackward(cudaStream_t stream, ffi::AnyBuffer d_output, ffi::AnyBu
   return CudaStatus(kOp, LaunchProductBackward(arguments, stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(kProd, Prod,
-                       ffi::Ffi::Bind()
-                           .Ctx<Stream>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .RemainingRets()
-                           .Attr<bool>("indices_are_sorted"),
-                       {ffi::Traits::kCmdBufferCompatible});
+template <int kResults>
+auto BindForward() {
+  return BindBuffers<Stream, 2, kResults>().RemainingRets().template Attr<bool>("indices_are_sorted");
+}
 
-XLA_FFI_DEFINE_HANDLER(kProdWithResidual, ProdWithResidual,
-                       ffi::Ffi::Bind()
-                           .Ctx<Stream>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .RemainingRets()
-                           .Attr<bool>("indices_are_sorted"),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER(kProdBackward, ProdBackward,
-                       ffi::Ffi::Bind()
-                           .Ctx<Stream>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>(),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kProd, Prod, BindForward<1>(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kProdWithResidual, ProdWithResidual, BindForward<3>(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kProdBackward, ProdBackward, (BindBuffers<Stream, 5, 1>()), {ffi::Traits::kCmdBufferCompatible});
 
 int64_t ScratchOf(const ScratchParameters& parameters) {
   const ScratchRequest request(parameters);

@@ -170,39 +170,17 @@ ffi::Error SegmentMeanBackward(ffi::ThreadPool pool, ffi::AnyBuffer d_output, ff
   return Backward("segment_mean_backward", pool, d_output, &count, segment_ids, *d_data);
 }
 
-XLA_FFI_DEFINE_HANDLER(kSum, SegmentSum,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Attr<bool>("indices_are_sorted")
-                           .Attr<bool>("deterministic"));
+template <int kResults>
+auto BindForward() {
+  return BindBuffers<ffi::ThreadPool, 2, kResults>()
+      .template Attr<bool>("indices_are_sorted")
+      .template Attr<bool>("deterministic");
+}
 
-XLA_FFI_DEFINE_HANDLER(kMean, SegmentMean,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Attr<bool>("indices_are_sorted")
-                           .Attr<bool>("deterministic"));
-
-XLA_FFI_DEFINE_HANDLER(kSumBackward, SegmentSumBackward,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>());
-
-XLA_FFI_DEFINE_HANDLER(kMeanBackward, SegmentMeanBackward,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER(kSum, SegmentSum, BindForward<1>());
+XLA_FFI_DEFINE_HANDLER(kMean, SegmentMean, BindForward<2>());
+XLA_FFI_DEFINE_HANDLER(kSumBackward, SegmentSumBackward, (BindBuffers<ffi::ThreadPool, 2, 1>()));
+XLA_FFI_DEFINE_HANDLER(kMeanBackward, SegmentMeanBackward, (BindBuffers<ffi::ThreadPool, 3, 1>()));
 
 JB_REGISTER_TARGET("segment_sum", kSum, nullptr);
 JB_REGISTER_TARGET("segment_mean", kMean, nullptr);

@@ -74,41 +74,18 @@ ffi::Error MeanBackward(cudaStream_t stream, ffi::AnyBuffer d_output, ffi::AnyBu
   return Backward("segment_mean_backward", stream, d_output, &count, segment_ids, *d_data);
 }
 
-XLA_FFI_DEFINE_HANDLER(kSum, Sum,
-                       ffi::Ffi::Bind()
-                           .Ctx<Stream>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .RemainingRets()
-                           .Attr<bool>("indices_are_sorted")
-                           .Attr<bool>("deterministic"),
-                       {ffi::Traits::kCmdBufferCompatible});
+template <int kResults>
+auto BindForward() {
+  return BindBuffers<Stream, 2, kResults>()
+      .RemainingRets()
+      .template Attr<bool>("indices_are_sorted")
+      .template Attr<bool>("deterministic");
+}
 
-XLA_FFI_DEFINE_HANDLER(kMean, Mean,
-                       ffi::Ffi::Bind()
-                           .Ctx<Stream>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .RemainingRets()
-                           .Attr<bool>("indices_are_sorted")
-                           .Attr<bool>("deterministic"),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER(kSumBackward, SumBackward,
-                       ffi::Ffi::Bind().Ctx<Stream>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER(kMeanBackward, MeanBackward,
-                       ffi::Ffi::Bind()
-                           .Ctx<Stream>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>(),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kSum, Sum, BindForward<1>(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kMean, Mean, BindForward<2>(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kSumBackward, SumBackward, (BindBuffers<Stream, 2, 1>()), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kMeanBackward, MeanBackward, (BindBuffers<Stream, 3, 1>()), {ffi::Traits::kCmdBufferCompatible});
 
 int64_t ScratchOf(const ScratchParameters& parameters, bool is_mean) {
   const ScratchRequest request(parameters);

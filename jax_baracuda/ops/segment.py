@@ -38,6 +38,17 @@ OutSharding = NamedSharding | PartitionSpec | None
 
 _documented = with_shared_parts(
     {
+        "ordered_data": """\
+data: ``[N, ...]``, any dtype of JAX with an order. bool, integers of 8 to 64 bits, float16, bfloat16, float32 and
+  float64 have kernels; other dtypes run as plain JAX. More generally, any shape that broadcasts to
+  ``segment_ids.shape + data.shape[1:]``.""",
+        "row_numbers": """\
+``[S, ...]``, int32: a row number in ``[0, N)``, or N for an empty segment. Where `segment_ids` is not of rank 1,
+rows are numbered through all ids in order, and N is the number of ids.""",
+        "gradient_of_extremum": """\
+Gradient: ``d_data[n] = d_out[segment_ids[n]] * share``, where the share is ``1 / number of tied rows`` (the count
+is an exact integer) or 1 for the winner, and exactly 0 for every other row, whatever the cotangent. A segment that
+holds a NaN passes no gradient.""",
         "segment_ids": """\
 segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of segments
   are dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.""",
@@ -93,9 +104,7 @@ def segment_max(
     A drop-in replacement of :func:`jax.ops.segment_max`.
 
     Args:
-      data: ``[N, ...]``, any dtype of JAX with an order. bool, integers of 8 to 64 bits, float16, bfloat16, float32 and
-        float64 have kernels; other dtypes run as plain JAX. More generally, any shape that broadcasts to
-        ``segment_ids.shape + data.shape[1:]``.
+      {ordered_data}
       {reduction_arguments}
       bucket_size: as in :func:`jax.ops.segment_max`, rows are reduced in buckets of this size, and then the buckets.
         The maximum is the same; under ``tie_break="split"`` tied buckets share the gradient equally first.
@@ -113,9 +122,7 @@ def segment_max(
     Numerical guarantees: exact. NaN propagates; ``max(-0, +0)`` is ``+0`` in either order; subnormal numbers are
     numbers, not zeros. Bit-equal from run to run and independent of scheduling.
 
-    Gradient: ``d_data[n] = d_out[segment_ids[n]] * share``, where the share is ``1 / number of tied rows`` (the count
-    is an exact integer) or 1 for the winner, and exactly 0 for every other row, whatever the cotangent. A segment that
-    holds a NaN passes no gradient.
+    {gradient_of_extremum}
     {forward_mode}
     """
     name = "segment_max"
@@ -141,9 +148,7 @@ def segment_min(
     A drop-in replacement of :func:`jax.ops.segment_min`.
 
     Args:
-      data: ``[N, ...]``, any dtype of JAX with an order. bool, integers of 8 to 64 bits, float16, bfloat16, float32 and
-        float64 have kernels; other dtypes run as plain JAX. More generally, any shape that broadcasts to
-        ``segment_ids.shape + data.shape[1:]``.
+      {ordered_data}
       {reduction_arguments}
       bucket_size: as in :func:`jax.ops.segment_min`, rows are reduced in buckets of this size, and then the buckets.
         The minimum is the same; under ``tie_break="split"`` tied buckets share the gradient equally first.
@@ -161,9 +166,7 @@ def segment_min(
     Numerical guarantees: exact. NaN propagates; ``min(-0, +0)`` is ``-0`` in either order; subnormal numbers are
     numbers, not zeros. Bit-equal from run to run and independent of scheduling.
 
-    Gradient: ``d_data[n] = d_out[segment_ids[n]] * share``, where the share is ``1 / number of tied rows`` (the count
-    is an exact integer) or 1 for the winner, and exactly 0 for every other row, whatever the cotangent. A segment that
-    holds a NaN passes no gradient.
+    {gradient_of_extremum}
     {forward_mode}
     """
     name = "segment_min"
@@ -284,15 +287,12 @@ def segment_argmax(
     The lowest such row where several attain it, as in :func:`numpy.argmax`.
 
     Args:
-      data: ``[N, ...]``, any dtype of JAX with an order. bool, integers of 8 to 64 bits, float16, bfloat16, float32 and
-        float64 have kernels; other dtypes run as plain JAX. More generally, any shape that broadcasts to
-        ``segment_ids.shape + data.shape[1:]``.
+      {ordered_data}
       {reduction_arguments}
       {mode_and_sharding}
 
     Returns:
-      ``[S, ...]``, int32: a row number in ``[0, N)``, or N for an empty segment. Where `segment_ids` is not of rank 1,
-      rows are numbered through all ids in order, and N is the number of ids.
+      {row_numbers}
 
     Raises:
       {raises}
@@ -320,15 +320,12 @@ def segment_argmin(
     The lowest such row where several attain it, as in :func:`numpy.argmin`.
 
     Args:
-      data: ``[N, ...]``, any dtype of JAX with an order. bool, integers of 8 to 64 bits, float16, bfloat16, float32 and
-        float64 have kernels; other dtypes run as plain JAX. More generally, any shape that broadcasts to
-        ``segment_ids.shape + data.shape[1:]``.
+      {ordered_data}
       {reduction_arguments}
       {mode_and_sharding}
 
     Returns:
-      ``[S, ...]``, int32: a row number in ``[0, N)``, or N for an empty segment. Where `segment_ids` is not of rank 1,
-      rows are numbered through all ids in order, and N is the number of ids.
+      {row_numbers}
 
     Raises:
       {raises}
