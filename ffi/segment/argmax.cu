@@ -4,17 +4,9 @@
 #include "ffi/segment/reduce.cuh"
 
 namespace jax_baracuda::segment {
-namespace {
-
-int64_t StateBytes(int64_t element_bytes) { return element_bytes == 8 ? 16 : 8; }
-
-}  // namespace
 
 int64_t ArgScratchBytes(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
-  if (problem.HasNoResult()) return 0;
-  const int64_t state_bytes = StateBytes(element_bytes);
-  return ReduceScratchBytes(problem, ChooseWay(problem, element_bytes, state_bytes, indices_are_sorted), element_bytes,
-                            state_bytes);
+  return PairScratchBytes(problem, element_bytes, indices_are_sorted);
 }
 
 cudaError_t LaunchArg(const ArgArguments& arguments, cudaStream_t stream) {
@@ -23,23 +15,9 @@ cudaError_t LaunchArg(const ArgArguments& arguments, cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidValue;
   DispatchWide(arguments.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const Way way = ChooseWay(problem, sizeof(T), StateBytes(sizeof(T)), arguments.indices_are_sorted);
-    if (!SegmentsFit(problem.segments) || (way == Way::kOrderTiles && !OrderFits(problem)) ||
-        arguments.scratch_bytes < ReduceScratchBytes(problem, way, sizeof(T), StateBytes(sizeof(T)))) {
-      return;
-    }
     const typename ArgReduction<T>::Outputs outputs{arguments.row, static_cast<int32_t>(problem.rows),
                                                     FlipWordMask<T>(arguments.type, arguments.is_minimum)};
-    const Reducer<ArgReduction<T>> reducer{problem,
-                                           way,
-                                           static_cast<const T*>(arguments.data),
-                                           arguments.segment_ids,
-                                           arguments.ids_are_64_bit,
-                                           outputs,
-                                           StateBytes(sizeof(T)),
-                                           arguments.scratch,
-                                           stream};
-    error = reducer.Launch();
+    error = LaunchPairReduction<ArgReduction<T>>(arguments, outputs, stream);
   });
   return error;
 }

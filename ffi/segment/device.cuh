@@ -85,9 +85,34 @@ __device__ __forceinline__ Vector<T, kCount> LoadVector(const T* address) {
   return *reinterpret_cast<const Vector<T, kCount>*>(address);
 }
 
+// Narrow elements as one word: else the compiler stores them by 4 bytes.
 template <typename T, int kCount>
 __device__ __forceinline__ void StoreVector(T* address, const Vector<T, kCount>& vector) {
-  *reinterpret_cast<Vector<T, kCount>*>(address) = vector;
+  if constexpr (sizeof(T) < 4) {
+    Packed<T, kCount> word;
+    memcpy(&word, &vector, sizeof(word));
+    __stwb(reinterpret_cast<Packed<T, kCount>*>(address), word);
+  } else {
+    *reinterpret_cast<Vector<T, kCount>*>(address) = vector;
+  }
+}
+
+// The elements as they are computed with; half of a word of bfloat16 takes one instruction.
+template <typename T, int kCount>
+__device__ __forceinline__ Vector<ComputeType<T>, kCount> Widen(const Vector<T, kCount>& vector) {
+  Vector<ComputeType<T>, kCount> wide;
+  if constexpr (std::is_same_v<T, BFloat16> && kCount % 2 == 0) {
+    uint32_t words[kCount / 2];
+    memcpy(words, &vector, sizeof(words));
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      wide.lane[i] = __uint_as_float(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) wide.lane[i] = static_cast<ComputeType<T>>(vector.lane[i]);
+  }
+  return wide;
 }
 
 // In words, so that narrow elements stay packed in registers.
@@ -114,11 +139,13 @@ struct SegmentIds {
   bool are_64_bit;
   int64_t segments;
 
-  // The segment of the row whose id has this index, or kDropped.
-  __device__ __forceinline__ uint32_t operator[](int64_t index) const {
-    return Segment(are_64_bit ? __ldg(static_cast<const long long*>(ids) + index)
-                              : static_cast<int64_t>(__ldg(static_cast<const int*>(ids) + index)));
+  __device__ __forceinline__ int64_t Id(int64_t index) const {
+    return are_64_bit ? __ldg(static_cast<const long long*>(ids) + index)
+                      : static_cast<int64_t>(__ldg(static_cast<const int*>(ids) + index));
   }
+
+  // The segment of the row whose id has this index, or kDropped.
+  __device__ __forceinline__ uint32_t operator[](int64_t index) const { return Segment(Id(index)); }
 
   // Calls take(i, segment) for the rows index + i, with i below kCount; what lies past `count` is not read.
   template <int kCount, typename Take>

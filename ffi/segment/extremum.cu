@@ -43,12 +43,13 @@ int64_t StateBytes(int64_t element_bytes, bool with_winner) {
 
 // The rule, from shapes and flags alone: what reduce.cuh takes, but
 //
-//   * for few segments with many rows each, a table of them for each block in shared memory, where tables for each thread
-//     would be too large: always with winners. Then it reads the data twice, so that rows in order rather go by tiles;
-//   * for rows in any order that are narrow, or over before a sort has been launched, an atomic, or at least a load, for
-//     each element on a table in global memory, which is cheaper than a sort of the ids. The table filters the rows where
-//     it is larger than an L1, so that a look at it is dear, and has so many rows to a cell that most of them come after a
-//     greater one of their cell;
+//   * for few segments with many rows each, a table of them for each block in shared memory, where tables for each
+//     thread would be too large: always with winners. Then it reads the data twice, so that rows in order rather go by
+//     tiles;
+//   * for rows in any order that are narrow, or over before a sort has been launched, an atomic, or at least a load,
+//     for each element on a table in global memory, which is cheaper than a sort of the ids. The table filters the rows
+//     where it is larger than an L1, so that a look at it is dear, and has so many rows to a cell that most of them
+//     come after a greater one of their cell;
 //   * the same table for what the order cannot number in 32 bits.
 Plan ChoosePlan(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool with_winner) {
   const Way way = with_winner ? ChooseOrderedWay(problem, element_bytes, indices_are_sorted)
@@ -102,7 +103,8 @@ struct Launcher {
     }
     if (plan.algorithm != Algorithm::kReduce) return Table();
     if constexpr (kWithWinner) {
-      return Reduce<WinnerReduction<T>>({output, arguments.winner, arguments.first_wins, flip});
+      return arguments.first_wins ? Reduce<WinnerReduction<T, true>>({output, arguments.winner, flip})
+                                  : Reduce<WinnerReduction<T, false>>({output, arguments.winner, flip});
     } else {
       return Reduce<MaxReduction<T>>({output, flip});
     }
@@ -110,17 +112,8 @@ struct Launcher {
 
   template <typename Reduction>
   cudaError_t Reduce(const typename Reduction::Outputs& outputs) const {
-    const Reducer<Reduction> reducer{problem,
-                                     plan.way,
-                                     data,
-                                     arguments.segment_ids,
-                                     arguments.ids_are_64_bit,
-                                     outputs,
-                                     StateBytes(sizeof(T), kWithWinner),
-                                     arguments.scratch,
-                                     stream,
-                                     arguments.order};
-    return reducer.Launch();
+    return LaunchReduction<Reduction>(arguments, plan.way, StateBytes(sizeof(T), kWithWinner), outputs, arguments.order,
+                                      stream);
   }
 
   cudaError_t Table() const {
@@ -167,7 +160,9 @@ struct Launcher {
       return cudaErrorInvalidValue;
     } else {
       const Floors<T> floors(reinterpret_cast<FloorKey<T>*>(scratch), problem.segments * problem.features);
-      const uint32_t blocks = static_cast<uint32_t>(kFilterBlocks * Multiprocessors());
+      int multiprocessors = 0;
+      if (cudaError_t e = MultiprocessorCount(&multiprocessors)) return e;
+      const uint32_t blocks = kFilterBlocks * multiprocessors;
       // In 1/64 of the rows. What the floors let pass falls as the inverse of the number of rows before.
       constexpr int kPartEnds[] = {4, 10, 26, 64};
       int64_t begin = 0;
@@ -202,20 +197,18 @@ struct Launcher {
   }
 
   // As many as run at once: each keeps its table for all of its rows.
-  static int64_t SharedTableBlocks() { return kSharedTableBlocks * Multiprocessors(); }
-
-  static int64_t Multiprocessors() {
-    int device = 0, multiprocessors = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    return multiprocessors;
+  cudaError_t SharedTableBlocksPerBatch(int64_t vectors, int64_t* blocks) const {
+    int multiprocessors = 0;
+    if (cudaError_t e = MultiprocessorCount(&multiprocessors)) return e;
+    *blocks = TableBlocksPerBatch(vectors, kSharedTableThreads, int64_t{kSharedTableBlocks} * multiprocessors);
+    return cudaSuccess;
   }
 
   template <int kVec>
   cudaError_t TableMax(TableArguments<T> a) const {
     const int64_t vectors = CeilDivide(a.problem.rows * problem.features, kVec);
     if (plan.algorithm == Algorithm::kSharedTable) {
-      a.blocks_per_batch = TableBlocksPerBatch(vectors, kSharedTableThreads, SharedTableBlocks());
+      if (cudaError_t e = SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch)) return e;
       const size_t shared_bytes = problem.segments * problem.features * sizeof(TableKey<T>);
       SharedTableMaxKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kSharedTableThreads,
                                       shared_bytes, stream>>>(a);
@@ -234,7 +227,7 @@ struct Launcher {
   cudaError_t TableWinner(TableArguments<T> a) const {
     const int64_t vectors = CeilDivide(problem.rows * problem.features, kVec);
     if (plan.algorithm == Algorithm::kSharedTable) {
-      a.blocks_per_batch = TableBlocksPerBatch(vectors, kSharedTableThreads, SharedTableBlocks());
+      if (cudaError_t e = SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch)) return e;
       const size_t shared_bytes =
           problem.segments * problem.features * (sizeof(ComputeType<T>) + sizeof(int32_t));
       SharedTableWinnerKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch),

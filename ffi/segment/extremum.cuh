@@ -1,5 +1,5 @@
-// Launchers of the CUDA kernels of segment_max, segment_min, segment_argmax, segment_argmin and their gradients, callable
-// from plain C++.
+// Launchers of the CUDA kernels of segment_max, segment_min, segment_argmax, segment_argmin and their gradients,
+// callable from plain C++.
 #pragma once
 
 #include <cuda_runtime_api.h>

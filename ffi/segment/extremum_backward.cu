@@ -36,22 +36,43 @@ struct BackwardArguments {
 
 constexpr int kBlocks = 4;  // that share a multiprocessor
 
-// TiedGradient of a row that attains the maximum. 16 bits tie often, so they divide in two instructions where the error of
-// that, 2^-22, cannot matter: the quotient of a number of 11 bits and a count of 8 is further than 2^-20 from any point
-// halfway between two numbers of 11 bits.
-template <typename T>
-__device__ __forceinline__ T Share(T d_output, int32_t members) {
-  using C = ComputeType<T>;
-  const C cotangent = static_cast<C>(d_output);
-  if constexpr (sizeof(T) == 2) {
-    if (members <= 256 && fabsf(cotangent) > 1e-30f) {
-      return static_cast<T>(__fdividef(cotangent, static_cast<float>(members)));
-    }
-  }
-  return static_cast<T>(cotangent / static_cast<C>(members));
+// Of a normal number whose reciprocal is normal too.
+__device__ __forceinline__ float ApproximateReciprocal(float x) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
+  return reciprocal;
 }
 
+// Gradients where ties are shared: whoever attains the maximum gets a part of the cotangent, of 16 bits. A product with
+// an approximate reciprocal, whose error is 2^-22, is as good as a division: the quotient of a number of 11 bits and a
+// count of 8 is further than 2^-20 from any point halfway between two normal numbers of 11 bits.
 template <typename T, int kVec>
+__device__ __forceinline__ Vector<T, kVec> NarrowShares(const Vector<int32_t, kVec>& winners,
+                                                        const Vector<T, kVec>& cotangent, const Vector<T, kVec>& data,
+                                                        const Vector<T, kVec>& output) {
+  constexpr int32_t kMostMembers = 256;
+  const Vector<float, kVec> cotangents = Widen(cotangent), values = Widen(data), maxima = Widen(output);
+  Vector<T, kVec> shares;
+  int32_t least = -1;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    const int32_t minus_members = min(winners.lane[i], -1);
+    least = min(least, minus_members);
+    const bool attains = values.lane[i] == maxima.lane[i];
+    const float share = cotangents.lane[i] * -ApproximateReciprocal(minus_members);
+    shares.lane[i] = static_cast<T>(attains ? share : 0.0f);
+  }
+  if (least < -kMostMembers) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      shares.lane[i] = TiedGradient(min(winners.lane[i], -1), data.lane[i], output.lane[i], cotangent.lane[i]);
+    }
+  }
+  return shares;
+}
+
+// With `kReadsData`, every row is compared with the maxima; else only those that may attain a tied one.
+template <typename T, int kVec, bool kReadsData>
 __global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid_constant__ BackwardArguments<T> a) {
   extern __shared__ uint32_t block_memory[];
   const int groups = kThreads / a.features.lanes;
@@ -71,7 +92,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid
   const int64_t first_row = (row_block - b * a.blocks_per_batch) * block_rows;
   const int rows = static_cast<int>(min(a.problem.rows - first_row, static_cast<int64_t>(block_rows)));
 
-  // With an order, blocks take rows that are neighbours in it, of few segments: their winners and cotangents are read once.
+  // With an order, blocks take rows that are neighbours in it, of few segments: their winners and cotangents are read
+  // once.
   const int64_t first_id = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
   const int64_t first_place = (a.order_is_shared ? 0 : b * a.problem.rows) + first_row;
 #pragma unroll 4
@@ -111,6 +133,37 @@ __global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid
     }
     return winners;
   };
+
+  if constexpr (kReadsData) {
+    const T* const output = a.output + winner_offset;
+    for (int first = group; first < rows; first += kRowsInFlight * groups) {
+      Packed<T, kVec> cotangents[kRowsInFlight], data[kRowsInFlight], maxima[kRowsInFlight];
+      int32_t row[kRowsInFlight];
+      uint32_t segment[kRowsInFlight];
+#pragma unroll
+      for (int u = 0; u < kRowsInFlight; ++u) {
+        const int own = first + u * groups;
+        row[u] = own < rows ? block.row[own] : kNoRow;
+        segment[u] = own < rows ? block.segment[own] : kDropped;
+        if (segment[u] == kDropped) continue;
+        data[u] = LoadPackedStreaming<T, kVec>(a.data + first_data + row[u] * features);
+        maxima[u] = LoadPacked<T, kVec>(output + segment[u] * features);
+        cotangents[u] = LoadPacked<T, kVec>(d_output + segment[u] * features);
+      }
+      const Winners winners = load_winners(first);
+#pragma unroll
+      for (int u = 0; u < kRowsInFlight; ++u) {
+        if (row[u] == kNoRow) continue;
+        Vector<T, kVec> shares = Repeat<kVec>(zero);
+        if (segment[u] != kDropped) {
+          shares = NarrowShares(winners.of[u], Unpack<T, kVec>(cotangents[u]), Unpack<T, kVec>(data[u]),
+                                Unpack<T, kVec>(maxima[u]));
+        }
+        StoreStreaming(d_data + row[u] * features, shares);
+      }
+    }
+    return;
+  }
 
   Winners next = load_winners(group);
   for (int first = group; first < rows; first += kRowsInFlight * groups) {
@@ -152,11 +205,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid
         const Vector<T, kVec> values = Unpack<T, kVec>(data[u]), maxima = Unpack<T, kVec>(output[u]);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
-          using C = ComputeType<T>;
           const int32_t w = winners.of[u].lane[i];
-          if (IsTie(w) && static_cast<C>(values.lane[i]) == static_cast<C>(maxima.lane[i])) {
-            share.lane[i] = Share(cotangent.lane[i], -w);
-          }
+          if (IsTie(w)) share.lane[i] = TiedGradient(w, values.lane[i], maxima.lane[i], cotangent.lane[i]);
         }
       }
       StoreStreaming(d_data + row[u] * features, share);
@@ -173,9 +223,7 @@ cudaError_t LaunchExtremumBackward(const ExtremumBackwardArguments& arguments, c
   cudaError_t error = cudaErrorInvalidValue;
   DispatchFloating(arguments.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    // 16 bytes of winners to a thread, so a vector is no more than 4 elements.
-    constexpr int kWidest = sizeof(T) == 8 ? 2 : 4;
-    const auto launch = [&](auto vector) {
+    const auto launch = [&](auto vector, auto reads_data) {
       constexpr int kVec = decltype(vector)::value;
       BackwardArguments<T> a{};
       a.ids = {arguments.segment_ids, arguments.ids_are_64_bit, problem.segments};
@@ -193,14 +241,29 @@ cudaError_t LaunchExtremumBackward(const ExtremumBackwardArguments& arguments, c
       a.blocks_per_batch = CeilDivide(problem.rows, BlockRows(a.features));
       const int64_t blocks = problem.batch * a.blocks_per_batch * a.features.columns;
       const size_t shared_bytes = BlockRows(a.features) * (sizeof(uint32_t) + sizeof(int32_t));
-      BackwardKernel<T, kVec><<<static_cast<uint32_t>(blocks), kThreads, shared_bytes, stream>>>(a);
+      BackwardKernel<T, kVec, decltype(reads_data)::value>
+          <<<static_cast<uint32_t>(blocks), kThreads, shared_bytes, stream>>>(a);
       error = cudaGetLastError();
     };
-    if (problem.features % kWidest == 0) {
-      launch(std::integral_constant<int, kWidest>{});
-    } else {
-      launch(std::integral_constant<int, 1>{});
+    const auto launch_widest = [&](auto reads_data) {
+      // 16 bytes of winners to a thread, or of data where that is read anyway.
+      constexpr int kWidest = sizeof(T) == 8 ? 2 : 4, kWidestOfData = 16 / sizeof(T);
+      if constexpr (decltype(reads_data)::value) {
+        if (problem.features % kWidestOfData == 0) {
+          return launch(std::integral_constant<int, kWidestOfData>{}, reads_data);
+        }
+      }
+      if (problem.features % kWidest == 0) {
+        launch(std::integral_constant<int, kWidest>{}, reads_data);
+      } else {
+        launch(std::integral_constant<int, 1>{}, reads_data);
+      }
+    };
+    // Of 16-bit numbers so many tie that nearly every warp has one to look at. Without data, nothing ties.
+    if constexpr (sizeof(T) == 2) {
+      if (arguments.data != nullptr) return launch_widest(std::true_type{});
     }
+    launch_widest(std::false_type{});
   });
   return error;
 }

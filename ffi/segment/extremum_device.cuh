@@ -97,7 +97,7 @@ template <typename T>
 struct MaxReduction {
   using Element = T;
   static constexpr int kRowsInFlight = sizeof(T) == 8 ? 4 : 8;
-  static constexpr int kTileBlocks = 16;
+  static constexpr int kTileBlocks = sizeof(T) < 4 ? 12 : 16;
 
   struct Outputs {
     T* output;
@@ -112,6 +112,7 @@ struct MaxReduction {
     __device__ __forceinline__ void Add(const Vector<T, kCount>& values, int32_t, const Outputs& outputs) {
       KeepLarger(best, FlipAll(values, outputs.flip));
     }
+    __device__ __forceinline__ void Settle() {}
     __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) { KeepLarger(best, other.best); }
     __device__ __forceinline__ void Store(const Outputs& outputs, int64_t segment, int64_t features,
                                           int64_t feature) const {
@@ -121,7 +122,7 @@ struct MaxReduction {
 };
 
 // The maximum and its winner.
-template <typename T>
+template <typename T, bool kFirstWins>
 struct WinnerReduction {
   using Element = T;
   static constexpr int kRowsInFlight = 4;
@@ -130,7 +131,6 @@ struct WinnerReduction {
   struct Outputs {
     T* output;
     int32_t* winner;
-    bool first_wins;
     FlipWord<T> flip;
   };
 
@@ -154,23 +154,27 @@ struct WinnerReduction {
     // matter before FinalWinner), and a tie is a minimum: towards the lower row, kNoWinner being the greatest unsigned
     // number, or one below the lesser of the count and kNoWinner.
     __device__ __forceinline__ void Add(const Vector<T, kCount>& unflipped, int32_t row, const Outputs& outputs) {
-      const Vector<T, kCount> values = FlipAll(unflipped, outputs.flip);
+      const Vector<C, kCount> values = Widen(FlipAll(unflipped, outputs.flip));
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        const C value = static_cast<C>(values.lane[i]);
+        const C value = values.lane[i];
+        const bool is_larger = value > best[i], ties = value == best[i];
         const int32_t tied =
-            outputs.first_wins ? static_cast<int32_t>(min(static_cast<uint32_t>(winner[i]), static_cast<uint32_t>(row)))
-                               : min(winner[i], kNoWinner) - 1;
-        winner[i] = value > best[i] ? row : (value == best[i] ? tied : winner[i]);
+            kFirstWins ? static_cast<int32_t>(min(static_cast<uint32_t>(winner[i]), static_cast<uint32_t>(row)))
+                       : min(winner[i], kNoWinner) - 1;
+        // One selection after the other: nested, they become branches.
+        winner[i] = ties ? tied : winner[i];
+        winner[i] = is_larger ? row : winner[i];
         best[i] = HardwareLarger(best[i], value);
       }
     }
 
-    __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs& outputs) {
+    __device__ __forceinline__ void Settle() {}
+    __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         Cell<C> cell{best[i], winner[i]};
-        MergeCell(cell, Cell<C>{other.best[i], other.winner[i]}, outputs.first_wins);
+        MergeCell(cell, Cell<C>{other.best[i], other.winner[i]}, kFirstWins);
         best[i] = cell.best;
         winner[i] = cell.winner;
       }
@@ -223,6 +227,7 @@ struct ArgReduction {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) Take(i, ToOrderedKey(values.lane[i]), new_row);
     }
+    __device__ __forceinline__ void Settle() {}
     __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) Take(i, other.best[i], other.row[i]);

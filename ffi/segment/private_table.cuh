@@ -1,9 +1,9 @@
 // Reduction of rows in any order into few segments: every thread keeps its own table of them.
 //
-// A warp's lanes take the features of one or several narrow rows at a step, and each lane folds what it takes into its own
-// column of a table in shared memory: no atomics, no bank conflicts, and an order of the terms that the shapes and the
-// number of blocks decide. Rows that are dropped go to one more segment, so that no branch stands between a warp's loads.
-// The tables are merged within the block, and the blocks' tables by a second kernel.
+// A warp's lanes take the features of one or several narrow rows at a step, and each lane folds what it takes into its
+// own column of a table in shared memory: no atomics, no bank conflicts, and an order of the terms that the shapes and
+// the number of blocks decide. Rows that are dropped go to one more segment, so that no branch stands between a warp's
+// loads. The tables are merged within the block, and the blocks' tables by a second kernel.
 #pragma once
 
 #include "ffi/segment/device.cuh"
@@ -84,6 +84,7 @@ __global__ void __launch_bounds__(32 * kMostPrivateWarps, 1)
     for (int u = 0; u < kInFlight; ++u) {
       Cells updated = *cells[u];
       updated.Add(values[u], static_cast<int32_t>(row) + u * groups + group, a.outputs);
+      updated.Settle();
       *cells[u] = updated;
     }
   }

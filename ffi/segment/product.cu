@@ -7,8 +7,6 @@
 namespace jax_baracuda::segment {
 namespace {
 
-int64_t StateBytes(int64_t element_bytes) { return element_bytes == 8 ? 16 : 8; }
-
 template <typename T>
 struct ProductGradient {
   using C = ComputeType<T>;
@@ -26,50 +24,55 @@ struct ProductGradient {
     const auto mantissas = LoadVector<kVec>(mantissa + b * product_per_batch + cell);
     const auto packeds = LoadVector<kVec>(packed + b * product_per_batch + cell);
     const auto values = LoadVector<kVec>(data + b * data_per_batch + element);
+    const Vector<C, kVec> wide = Widen(values), d_wide = Widen(d_values);
+    bool are_plain = true;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const FloatingBits<C> bits(wide.lane[i]);
+      are_plain &= bits.IsNormal() && IsPlain<C>(packeds.lane[i], (packeds.lane[i] >> 6) - bits.Exponent());
+    }
     Vector<T, kVec> gradient;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      const Product<C> product{mantissas.lane[i], packeds.lane[i]};
-      const C others = ProductOfOthers(product, static_cast<C>(values.lane[i]));
-      gradient.lane[i] = static_cast<T>(static_cast<C>(d_values.lane[i]) * others);
+      const C value = wide.lane[i];
+      C others;
+      if (are_plain) {
+        const FloatingBits<C> bits(value);
+        others = Quotient(mantissas.lane[i], bits.Mantissa()) *
+                 PowerOfTwo<C>((packeds.lane[i] >> 6) - bits.Exponent());
+      } else {
+        others = ProductOfOthers(Product<C>{mantissas.lane[i], packeds.lane[i]}, value);
+      }
+      gradient.lane[i] = static_cast<T>(d_wide.lane[i] * others);
     }
     return gradient;
+  }
+
+ private:
+  // Of mantissas. For 16 bits an error of two units in the last place of float does not matter.
+  __device__ __forceinline__ static C Quotient(C a, C b) {
+    if constexpr (sizeof(T) == 2) {
+      return __fdividef(a, b);
+    } else {
+      return a / b;
+    }
   }
 };
 
 }  // namespace
 
 int64_t ProductScratchBytes(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
-  if (problem.HasNoResult()) return 0;
-  const int64_t state_bytes = StateBytes(element_bytes);
-  return ReduceScratchBytes(problem, ChooseWay(problem, element_bytes, state_bytes, indices_are_sorted), element_bytes,
-                            state_bytes);
+  return PairScratchBytes(problem, element_bytes, indices_are_sorted);
 }
 
 cudaError_t LaunchProduct(const ProductArguments& arguments, cudaStream_t stream) {
-  const Problem& problem = arguments.problem;
-  if (problem.HasNoResult()) return cudaSuccess;
+  if (arguments.problem.HasNoResult()) return cudaSuccess;
   cudaError_t error = cudaErrorInvalidValue;
   DispatchWrapping(arguments.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    using C = ComputeType<T>;
-    const Way way = ChooseWay(problem, sizeof(T), StateBytes(sizeof(T)), arguments.indices_are_sorted);
-    if (!SegmentsFit(problem.segments) || (way == Way::kOrderTiles && !OrderFits(problem)) ||
-        arguments.scratch_bytes < ReduceScratchBytes(problem, way, sizeof(T), StateBytes(sizeof(T)))) {
-      return;
-    }
-    const typename ProductReduction<T>::Outputs outputs{static_cast<T*>(arguments.output),
-                                                        static_cast<C*>(arguments.mantissa), arguments.packed};
-    const Reducer<ProductReduction<T>> reducer{problem,
-                                               way,
-                                               static_cast<const T*>(arguments.data),
-                                               arguments.segment_ids,
-                                               arguments.ids_are_64_bit,
-                                               outputs,
-                                               StateBytes(sizeof(T)),
-                                               arguments.scratch,
-                                               stream};
-    error = reducer.Launch();
+    const ProductOutputs<T> outputs{static_cast<T*>(arguments.output),
+                                    static_cast<ComputeType<T>*>(arguments.mantissa), arguments.packed};
+    error = LaunchPairReduction<ProductReduction<T>>(arguments, outputs, stream);
   });
   return error;
 }

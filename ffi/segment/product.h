@@ -1,8 +1,8 @@
 // The scalar arithmetic of segment_prod and its gradient, shared by the CPU and the CUDA kernels.
 //
 // A product is kept as mantissa * 2^exponent, so that it neither overflows nor underflows on the way, and zeros,
-// infinities and NaN are counted apart. Then the product of all members but one, which the gradient needs, is a division
-// that is always exact to rounding, whatever the member.
+// infinities and NaN are counted apart. Then the product of all members but one, which the gradient needs, is a
+// division that is always exact to rounding, whatever the member.
 #pragma once
 
 #include <cmath>
@@ -93,7 +93,8 @@ JB_HOST_DEVICE int32_t CountOf(int32_t packed, ProductClass kind) { return (pack
 
 JB_HOST_DEVICE int32_t AddExponent(int32_t packed, int32_t exponent) {
   // Beyond this bound every result is zero or infinite anyway, whatever one more or less member does.
-  constexpr int32_t kMost = (1 << 25) - 4096;
+  // The room above it is that of a few members more whose exponents are added without a look at it.
+  constexpr int32_t kMost = (1 << 25) - (1 << 17);
   const int32_t sum = (packed >> 6) + exponent;
   const int32_t clamped = sum > kMost ? kMost : sum < -kMost ? -kMost : sum;
   return clamped * 64 + (packed & 63);

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "ffi/core/device_attributes.h"
 #include "ffi/core/scratch.h"
 #include "ffi/segment/order.cuh"
 #include "ffi/segment/private_table.cuh"
@@ -30,8 +31,9 @@ inline Way ChooseOrderedWay(const Problem& problem, int64_t element_bytes, bool 
   return problem.features * element_bytes < kSectorBytes ? Way::kStagedTiles : Way::kTiles;
 }
 
-// The rule, from shapes and flags alone. Few segments with many narrow rows each: a table of the segments for each thread,
-// which does not mind the order of the rows. Else as above. `state_bytes` is what a reduction keeps for a cell, at most.
+// The rule, from shapes and flags alone. Few segments with many narrow rows each: a table of the segments for each
+// thread, which does not mind the order of the rows. Else as above. `state_bytes` is what a reduction keeps for a cell,
+// at most.
 inline Way ChooseWay(const Problem& problem, int64_t element_bytes, int64_t state_bytes, bool indices_are_sorted) {
   const bool has_few_segments =
       problem.segments <= 1024 && problem.rows / 1024 >= problem.segments && problem.batch <= kMostPrivateBlocks &&
@@ -64,7 +66,7 @@ inline RowGrid MakeRowGrid(const Problem& problem, Way way, int64_t element_byte
   } else {
     const int vector = way == Way::kStagedTiles ? 1 : RowVector(problem.features, element_bytes);
     grid.features = DealFeatures(problem.features / vector, 32);
-    grid.groups = kTileThreads / grid.features.lanes;
+    grid.groups = TileThreads(grid.features.lanes) / grid.features.lanes;
     grid.blocks_per_batch = CeilDivide(grid.problem.rows, static_cast<int64_t>(grid.groups) * kTileRows);
   }
   grid.row_blocks = grid.problem.batch * grid.blocks_per_batch;
@@ -84,13 +86,18 @@ inline int64_t ReduceScratchBytes(const Problem& problem, Way way, int64_t eleme
       [[fallthrough]];
     default: {
       const RowGrid grid = MakeRowGrid(problem, way, element_bytes);
-      sizes.Add(problem.batch * problem.segments);
+      sizes.Add(2 * sizeof(uint32_t));
       sizes.Add(grid.row_blocks * sizeof(uint32_t));
       sizes.Add(grid.row_blocks * problem.features * state_bytes);
       sizes.Add(grid.row_blocks * problem.features * state_bytes);
     }
   }
   return sizes.total;
+}
+
+// Blocks of the grid that fill wide gaps.
+inline uint32_t GapBlocks(const Problem& problem, int threads) {
+  return static_cast<uint32_t>(CeilDivide(problem.batch * GapWarpsPerBatch(problem.segments), threads / 32));
 }
 
 template <typename Reduction>
@@ -105,8 +112,8 @@ struct Reducer {
   typename Reduction::Outputs outputs;
   int64_t state_bytes;
   void* scratch;
+  int32_t* order;  // [rows], where the order is wanted that rows are brought into, or nullptr
   cudaStream_t stream;
-  int32_t* order = nullptr;  // [rows], where the order is wanted that rows are brought into
 
   cudaError_t Launch() const {
     switch (way) {
@@ -126,10 +133,12 @@ struct Reducer {
     return DispatchRowVector<T>(problem.features, [&](auto vector) {
       constexpr int kVec = decltype(vector)::value;
       TileArguments<Reduction> a{};
+      a.ids = Ids();
       a.problem = problem;
       a.outputs = outputs;
-      a.features = DealFeatures(problem.features / kVec, 32);
-      return LaunchFinish<kVec>(a, 0);
+      a.gap_blocks = GapBlocks(problem, kMergeThreads);
+      FillKernel<Reduction, kVec><<<a.gap_blocks, kMergeThreads, 0, stream>>>(a);
+      return cudaGetLastError();
     });
   }
 
@@ -141,13 +150,9 @@ struct Reducer {
     a.problem = problem;
     a.outputs = outputs;
     a.partials = scratch;
-    int device = 0, multiprocessors = 0, most_shared_bytes = 0;
-    if (cudaError_t e = cudaGetDevice(&device)) return e;
-    if (cudaError_t e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) return e;
-    if (cudaError_t e =
-            cudaDeviceGetAttribute(&most_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
-      return e;
-    }
+    int multiprocessors = 0, most_shared_bytes = 0;
+    if (cudaError_t e = MultiprocessorCount(&multiprocessors)) return e;
+    if (cudaError_t e = MostSharedBytesPerBlock(&most_shared_bytes)) return e;
     const int64_t warp_bytes = PrivateWarpBytes(problem.segments, sizeof(Cells));
     const int64_t fitting_warps = most_shared_bytes / warp_bytes;
     const int warps = static_cast<int>(fitting_warps < kMostPrivateWarps ? fitting_warps : kMostPrivateWarps);
@@ -191,15 +196,14 @@ struct Reducer {
     a.problem = grid.problem;
     a.batch_rows = problem.rows;
     a.outputs = outputs;
-    const int64_t segments = problem.batch * problem.segments;
-    a.present = carver.Take<uint8_t>(segments);
+    a.merged_windows = carver.Take<uint32_t>(2);
     a.pieces.head_segment = carver.Take<uint32_t>(grid.row_blocks);
     a.pieces.head = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
     a.pieces.tail = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
     a.features = grid.features;
     a.groups = grid.groups;
     a.blocks_per_batch = grid.blocks_per_batch;
-    if (cudaError_t e = cudaMemsetAsync(a.present, 0, segments, stream)) return e;
+    a.gap_blocks = GapBlocks(a.problem, way == Way::kRuns ? kRunThreads : TileThreads(grid.features.lanes));
     if (way == Way::kRuns) return Runs(a, grid);
     if (way == Way::kStagedTiles) return Tiles<1, RowSource::kStaged>(a, grid);
     return DispatchRowVector<T>(problem.features, [&](auto vector) {
@@ -227,7 +231,8 @@ struct Reducer {
     if constexpr (kFeatures * sizeof(T) > 32) {
       return cudaErrorInvalidValue;
     } else {
-      RunKernel<Reduction, kFeatures><<<static_cast<uint32_t>(grid.row_blocks), kRunThreads, 0, stream>>>(a);
+      const uint32_t blocks = a.gap_blocks + static_cast<uint32_t>(grid.row_blocks);
+      RunKernel<Reduction, kFeatures><<<blocks, kRunThreads, 0, stream>>>(a);
       if (cudaError_t e = cudaGetLastError()) return e;
       return LaunchMerge<kFeatures>(a, grid);
     }
@@ -236,8 +241,9 @@ struct Reducer {
   template <int kVec, RowSource kSource>
   cudaError_t Tiles(const TileArguments<Reduction>& a, const RowGrid& grid) const {
     const int shared_bytes = TileShared<Reduction, kVec, kSource>::Bytes(grid.groups, problem.features);
-    const int64_t blocks = grid.row_blocks * grid.features.columns;
-    TileKernel<Reduction, kVec, kSource><<<static_cast<uint32_t>(blocks), kTileThreads, shared_bytes, stream>>>(a);
+    const int64_t blocks = a.gap_blocks + grid.row_blocks * grid.features.columns;
+    const int threads = TileThreads(grid.features.lanes);
+    TileKernel<Reduction, kVec, kSource><<<static_cast<uint32_t>(blocks), threads, shared_bytes, stream>>>(a);
     if (cudaError_t e = cudaGetLastError()) return e;
     return LaunchMerge<kVec>(a, grid);
   }
@@ -245,23 +251,52 @@ struct Reducer {
   template <int kVec>
   cudaError_t LaunchMerge(const TileArguments<Reduction>& a, const RowGrid& grid) const {
     const int64_t windows = CeilDivide(grid.row_blocks, kMergeWindow);
-    MergeWindowsKernel<Reduction, kVec>
+    MergeKernel<Reduction, kVec>
         <<<static_cast<uint32_t>(windows * grid.features.columns), kMergeThreads, 0, stream>>>(a, grid.row_blocks);
-    if (cudaError_t e = cudaGetLastError()) return e;
-    return LaunchFinish<kVec>(a, grid.row_blocks);
-  }
-
-  template <int kVec>
-  cudaError_t LaunchFinish(const TileArguments<Reduction>& a, int64_t slots) const {
-    const int64_t windows = CeilDivide(slots, kMergeWindow);
-    // A single window leaves nothing to merge.
-    const int64_t merge_blocks = windows > 1 ? CeilDivide(windows, kMergeWindow) * a.features.columns : 0;
-    const int64_t segments = problem.batch * problem.segments;
-    const int64_t fill_blocks = CeilDivide(segments, kFillSegments) * a.features.columns;
-    FinishKernel<Reduction, kVec><<<static_cast<uint32_t>(merge_blocks + fill_blocks), kMergeThreads, 0, stream>>>(
-        a, slots, merge_blocks);
     return cudaGetLastError();
   }
 };
+
+// `arguments` are those of an op, `order` as in Reducer.
+template <typename Reduction, typename Arguments>
+cudaError_t LaunchReduction(const Arguments& arguments, Way way, int64_t state_bytes,
+                            const typename Reduction::Outputs& outputs, int32_t* order, cudaStream_t stream) {
+  using T = typename Reduction::Element;
+  const Problem& problem = arguments.problem;
+  if (!SegmentsFit(problem.segments) || (way == Way::kOrderTiles && !OrderFits(problem)) ||
+      arguments.scratch_bytes < ReduceScratchBytes(problem, way, sizeof(T), state_bytes)) {
+    return cudaErrorInvalidValue;
+  }
+  const Reducer<Reduction> reducer{problem,
+                                   way,
+                                   static_cast<const T*>(arguments.data),
+                                   arguments.segment_ids,
+                                   arguments.ids_are_64_bit,
+                                   outputs,
+                                   state_bytes,
+                                   arguments.scratch,
+                                   order,
+                                   stream};
+  return reducer.Launch();
+}
+
+// The same for ops that always go by ChooseWay, whose cells are an element of 32 or 64 bits and a 32-bit word.
+inline int64_t PairStateBytes(int64_t element_bytes) { return element_bytes == 8 ? 16 : 8; }
+
+inline int64_t PairScratchBytes(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
+  if (problem.HasNoResult()) return 0;
+  const int64_t state_bytes = PairStateBytes(element_bytes);
+  const Way way = ChooseWay(problem, element_bytes, state_bytes, indices_are_sorted);
+  return ReduceScratchBytes(problem, way, element_bytes, state_bytes);
+}
+
+template <typename Reduction, typename Arguments>
+cudaError_t LaunchPairReduction(const Arguments& arguments, const typename Reduction::Outputs& outputs,
+                                cudaStream_t stream) {
+  constexpr int64_t kElementBytes = sizeof(typename Reduction::Element);
+  const int64_t state_bytes = PairStateBytes(kElementBytes);
+  const Way way = ChooseWay(arguments.problem, kElementBytes, state_bytes, arguments.indices_are_sorted);
+  return LaunchReduction<Reduction>(arguments, way, state_bytes, outputs, nullptr, stream);
+}
 
 }  // namespace jax_baracuda::segment

@@ -1,9 +1,9 @@
 // Reduction of narrow rows that come in the order of their segments: whole rows to a thread.
 //
-// A block takes a chunk of rows, each thread some neighbouring ones: through shared memory, so that loads are coalesced, or
-// directly where a thread's rows are no more than two sectors. Runs of rows of one segment
-// that begin and end within a thread's rows are done there; the others are put together by a segmented scan over the block,
-// and the at most two that cross the block's borders leave their parts as pieces, which MergePieces of tiles.cuh folds.
+// A block takes a chunk of rows, each thread some neighbouring ones: through shared memory, so that loads are
+// coalesced, or directly where a thread's rows are no more than two sectors. Runs of rows of one segment that begin and
+// end within a thread's rows are done there; the others are put together by a segmented scan over the block, and the at
+// most two that cross the block's borders leave their parts as pieces, which MergePieces of tiles.cuh folds.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -67,9 +67,15 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
   constexpr int kRows = Shared::kRows;
   constexpr int kBlockRows = kRunThreads * kRows;
   __shared__ Shared shared;
+  PrepareMerge(a);
+  if (blockIdx.x < a.gap_blocks) {
+    FillWideGaps<Reduction, kFeatures>(a);
+    return;
+  }
 
-  const int64_t b = blockIdx.x / a.blocks_per_batch;
-  const int64_t first_row = (blockIdx.x - b * a.blocks_per_batch) * kBlockRows;
+  const uint32_t block = blockIdx.x - a.gap_blocks;
+  const int64_t b = block / a.blocks_per_batch;
+  const int64_t first_row = (block - b * a.blocks_per_batch) * kBlockRows;
   const int rows = static_cast<int>(min(a.problem.rows - first_row, static_cast<int64_t>(kBlockRows)));
   const int64_t first_id = (a.problem.ids_are_shared ? 0 : b * a.problem.rows) + first_row;
   const T* data = a.data + ((a.problem.data_is_shared ? 0 : b * a.problem.rows) + first_row) * kFeatures;
@@ -121,6 +127,7 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
 
   // The rows up to the thread's first start belong to a run of threads before; `head` is their part.
   uint32_t head_segment = kDropped;
+  uint32_t gaps = 0;  // a bit for each row that comes after a narrow gap
   bool has_start = false;
   Cells cells, head;
   cells.Start();
@@ -137,7 +144,7 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
       } else if (segment != kDropped) {
         cells.Store(a.outputs, first_segment + segment, kFeatures, 0);
       }
-      if (next != kDropped) a.present[first_segment + next] = 1;
+      gaps |= static_cast<uint32_t>(IsNarrowGap(segment, next)) << r;
       segment = next;
       cells.Start();
     }
@@ -148,6 +155,14 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
       values = own_data[r];
     }
     cells.Add(values, static_cast<int32_t>(first_row) + first_own + r, a.outputs);
+  }
+
+  // Here rather than in the loop over rows, which is unrolled and would outgrow the instruction cache; so the ids are
+  // read again.
+  for (; gaps != 0; gaps &= gaps - 1) {
+    const int64_t id = first_id + first_own + __ffs(gaps) - 1;
+    const int64_t begin = first_segment + a.ids[id - 1] + 1, end = first_segment + a.ids[id];
+    FillGap<Reduction, kFeatures>(a.outputs, begin, end, kFeatures, 0);
   }
 
   // The parts of the run that goes on at the end of each thread, over the warp and then over the warps before.
@@ -181,8 +196,8 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
     entering_start = shared.warp_has_start[w];
   }
 
-  Cells* const block_head = static_cast<Cells*>(a.pieces.head) + blockIdx.x;
-  if (threadIdx.x == 0) a.pieces.head_segment[blockIdx.x] = block_is_entered ? segments[0] : kDropped;
+  Cells* const block_head = static_cast<Cells*>(a.pieces.head) + block;
+  if (threadIdx.x == 0) a.pieces.head_segment[block] = block_is_entered ? segments[0] : kDropped;
   if (has_start) {
     entering.Merge(head, a.outputs);
     if (!entering_start) {
@@ -200,7 +215,7 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
     if (!has_start && !entering_start) {
       *block_head = cells;
     } else if (!is_last_block && a.ids[first_id + rows] == segment) {
-      static_cast<Cells*>(a.pieces.tail)[blockIdx.x] = cells;
+      static_cast<Cells*>(a.pieces.tail)[block] = cells;
     } else {
       cells.Store(a.outputs, first_segment + segment, kFeatures, 0);
     }

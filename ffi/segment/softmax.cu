@@ -1,9 +1,11 @@
 // Softmax and its gradient: the choice of a kernel.
 #include "ffi/segment/softmax.cuh"
 
+#include "ffi/core/device_attributes.h"
 #include "ffi/core/scratch.h"
 #include "ffi/segment/order.cuh"
 #include "ffi/segment/softmax_long_runs.cuh"
+#include "ffi/segment/softmax_small.cuh"
 #include "ffi/segment/softmax_table.cuh"
 #include "ffi/segment/softmax_windows.cuh"
 
@@ -12,6 +14,7 @@ namespace {
 
 enum class Algorithm {
   kFill,          // there are no segments, so that all rows are dropped
+  kSmall,         // few rows in any order, in one launch: see softmax_small.cuh
   kWindows,       // rows in order: see softmax_windows.cuh
   kOrderWindows,  // rows brought into order first
   kTable,         // rows in any order: see softmax_table.cuh
@@ -20,16 +23,35 @@ enum class Algorithm {
 // Operands up to this size are left in L2 for the next pass.
 constexpr int64_t kKeptBytes = int64_t{48} << 20;
 
-
 // A table beyond this size is summed up in parts, which stay in L2, if there are few parts and many rows to a segment:
 // each part reads all rows.
 constexpr int64_t kPartBytes = int64_t{24} << 20;
 constexpr int64_t kMostParts = 4;
 
+// Blocks for a small problem, unless it has so many segments that they need more: one to a multiprocessor, or two where
+// a warp would have more than two segments to take.
+int64_t SmallBlocks(int64_t segments, int64_t columns) {
+  constexpr int64_t kBlocks = 128;
+  return segments * columns > 2 * kBlocks * kSmallWarps ? 2 * kBlocks : kBlocks;
+}
+
+// Every block of a small problem reads all ids, which pays while the launches of other ways cost more, and takes whole
+// segments, of which there should be enough, but not many more than rows.
+bool IsSmall(const Problem& problem) {
+  constexpr int64_t kMostElements = int64_t{1} << 22, kMostRowsToSegment = 1024;
+  const int64_t rows = problem.batch * problem.rows, segments = problem.batch * problem.segments;
+  return rows <= kMostSmallRows && rows * problem.features <= kMostElements && rows <= kMostRowsToSegment * segments &&
+         segments <= kMostSmallRows;
+}
+
+// Slots of the cache of hot cells of a block, each used by at least kCacheUses of the block's vectors on average.
+constexpr int kLeastCacheSlots = 512, kMostCacheSlots = 4096, kCacheUses = 64;
+
 // The rule, from shapes and flags alone. Bringing rows into order costs more than the table's passes, but atomic
 // additions come in the order of time.
 Algorithm ChooseAlgorithm(const Problem& problem, bool indices_are_sorted, bool deterministic) {
   if (problem.segments == 0) return Algorithm::kFill;
+  if (IsSmall(problem)) return Algorithm::kSmall;
   if (indices_are_sorted) return Algorithm::kWindows;
   return deterministic ? Algorithm::kOrderWindows : Algorithm::kTable;
 }
@@ -78,6 +100,7 @@ int64_t ScratchBytes(const Problem& problem, Algorithm algorithm, int64_t elemen
   ScratchSizes sizes;
   switch (algorithm) {
     case Algorithm::kFill:
+    case Algorithm::kSmall:
       break;
     case Algorithm::kOrderWindows:
     case Algorithm::kWindows: {
@@ -85,7 +108,8 @@ int64_t ScratchBytes(const Problem& problem, Algorithm algorithm, int64_t elemen
       part.batch = ElementsAtOnce(problem, algorithm);
       if (algorithm == Algorithm::kOrderWindows) sizes.Add(SegmentOrderScratchBytes(part));
       const WindowGrid grid = MakeWindowGrid(part.batch * part.rows, part.features, element_bytes, is_backward);
-      sizes.Add(grid.chunks * 2 * sizeof(RunKey));
+      sizes.Add(grid.chunks * 2 * sizeof(RunPart));
+      sizes.Add(grid.chunks);
       sizes.Add(PieceElements(grid.chunks, part.features, is_backward) * ComputeBytes(element_bytes));
       break;
     }
@@ -116,12 +140,6 @@ struct Call {
   cudaStream_t stream;
 };
 
-cudaError_t CountMultiprocessors(int* count) {
-  int device = 0;
-  if (cudaError_t e = cudaGetDevice(&device)) return e;
-  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
-}
-
 template <typename T, bool kBackward>
 struct Launcher {
   using C = ComputeType<T>;
@@ -134,11 +152,55 @@ struct Launcher {
     switch (call.algorithm) {
       case Algorithm::kFill:
         return cudaMemsetAsync(output, 0, problem.batch * problem.rows * problem.features * sizeof(T), call.stream);
+      case Algorithm::kSmall:
+        return WindowVector(problem.features, sizeof(T)) > 1 ? Small<WindowVector(0, sizeof(T))>() : Small<1>();
       case Algorithm::kTable:
         return Table();
       default:
         return Windows();
     }
+  }
+
+  // `batch` elements from the first on, as they lie.
+  OrderedRows RowsOf(int64_t first, int64_t batch) const {
+    OrderedRows rows{};
+    const int64_t first_id = problem.ids_are_shared ? 0 : first * problem.rows;
+    const char* const segment_ids =
+        static_cast<const char*>(call.segment_ids) + first_id * (call.ids_are_64_bit ? 8 : 4);
+    rows.ids = {segment_ids, call.ids_are_64_bit, problem.segments};
+    rows.count = batch * problem.rows;
+    rows.batch_rows = problem.rows;
+    rows.segments = batch * problem.segments;
+    rows.ids_are_shared = problem.ids_are_shared;
+    return rows;
+  }
+
+  template <int kVec>
+  cudaError_t Small() const {
+    SmallArguments<T> a{};
+    a.rows = RowsOf(0, problem.batch);
+    for (int i = 0; i < (kBackward ? 2 : 1); ++i) {
+      a.inputs[i] = inputs[i];
+      a.is_shared[i] = call.is_shared[i] && problem.batch > 1;
+    }
+    a.output = output;
+    a.features = static_cast<int>(problem.features);
+    const int64_t vectors = problem.features / kVec;
+    // Where rows are wide enough there are four columns of 64 bytes or more, so that several multiprocessors share a
+    // segment with many rows.
+    constexpr int kLeastLanes = 64 / (kVec * static_cast<int>(sizeof(T)));
+    a.lanes = 1;
+    while (a.lanes < MostSmallLanes(kVec) && a.lanes < vectors && (a.lanes < kLeastLanes || 4 * a.lanes < vectors)) {
+      a.lanes *= 2;
+    }
+    a.columns = static_cast<int>(CeilDivide(vectors, a.lanes));
+    const int64_t wanted = SmallBlocks(a.rows.segments, a.columns);
+    const int64_t most_segment_blocks = wanted > a.columns ? wanted / a.columns : 1;
+    const int64_t block_segments = CeilDivide(a.rows.segments, most_segment_blocks);
+    a.block_segments = static_cast<int>(block_segments < kMostSmallSegments ? block_segments : kMostSmallSegments);
+    const int64_t blocks = CeilDivide(a.rows.segments, a.block_segments) * a.columns;
+    SmallKernel<T, kVec, kBackward><<<static_cast<uint32_t>(blocks), kSmallThreads, 0, call.stream>>>(a);
+    return cudaGetLastError();
   }
 
   cudaError_t Windows() const {
@@ -154,20 +216,14 @@ struct Launcher {
     Problem part = problem;
     part.batch = batch;
     const int64_t first_row = first * problem.rows;
-    const char* const segment_ids = static_cast<const char*>(call.segment_ids) +
-                                    (problem.ids_are_shared ? 0 : first_row * (call.ids_are_64_bit ? 8 : 4));
     ScratchCarver carver(call.scratch);
     WindowArguments<T> a{};
-    a.rows.ids = {segment_ids, call.ids_are_64_bit, problem.segments};
-    a.rows.count = batch * problem.rows;
-    a.rows.batch_rows = problem.rows;
-    a.rows.segments = batch * problem.segments;
-    a.rows.ids_are_shared = problem.ids_are_shared;
+    a.rows = RowsOf(first, batch);
     if (call.algorithm == Algorithm::kOrderWindows) {
       SegmentOrder order;
       char* const order_scratch = carver.Take<char>(SegmentOrderScratchBytes(part));
       if (cudaError_t e =
-              LaunchSegmentOrder(part, segment_ids, call.ids_are_64_bit, order_scratch, &order, call.stream)) {
+              LaunchSegmentOrder(part, a.rows.ids.ids, call.ids_are_64_bit, order_scratch, &order, call.stream)) {
         return e;
       }
       a.rows.sorted_segments = order.segments;
@@ -187,7 +243,8 @@ struct Launcher {
     a.chunk_rows = grid.chunk_rows;
     a.window_rows = grid.window_rows;
     a.chunks = grid.chunks;
-    a.run_keys = carver.Take<RunKey>(2 * grid.chunks);
+    a.parts = carver.Take<RunPart>(2 * grid.chunks);
+    a.has_parts = carver.Take<uint8_t>(grid.chunks);
     a.pieces = carver.Take<C>(PieceElements(grid.chunks, problem.features, kBackward));
     constexpr int kWidest = WindowVector(0, sizeof(T));
     return grid.vector > 1 ? LaunchWindows<kWidest>(a) : LaunchWindows<1>(a);
@@ -205,15 +262,12 @@ struct Launcher {
     if (cudaError_t e = cudaGetLastError()) return e;
     if (a.chunks == 1) return cudaSuccess;  // no run is long
     int multiprocessors = 0;
-    if (cudaError_t e = CountMultiprocessors(&multiprocessors)) return e;
-    a.lanes = DealFeatures(a.features / kVec, 32);
-    const int64_t most = CeilDivide(8 * multiprocessors, a.lanes.columns);
-    const int64_t workers = a.chunks < most ? a.chunks : most;
-    constexpr int64_t kMostPiecesAtOnce = 16;
-    const int64_t shares = CeilDivide(2 * a.chunks, 4 * workers);
-    a.pieces_at_once = static_cast<int>(shares < kMostPiecesAtOnce ? shares : kMostPiecesAtOnce);
-    LongRunsKernel<T, kVec, kBackward>
-        <<<static_cast<uint32_t>(workers * a.lanes.columns), kLongRunThreads, 0, call.stream>>>(a);
+    if (cudaError_t e = MultiprocessorCount(&multiprocessors)) return e;
+    a.lanes = DealFeatures(a.features / kVec, kMostLongRunLanes);
+    const int64_t most = CeilDivide(int64_t{LongRunBlocks(sizeof(T))} * multiprocessors, a.lanes.columns);
+    const int64_t useful = CeilDivide(2 * a.chunks, kLongRunWarps);
+    const int64_t blocks = (useful < most ? useful : most) * a.lanes.columns;
+    LongRunsKernel<T, kVec, kBackward><<<static_cast<uint32_t>(blocks), kLongRunThreads, 0, call.stream>>>(a);
     return cudaGetLastError();
   }
 
@@ -242,6 +296,32 @@ struct Launcher {
     return problem.features % kWidest == 0 ? LaunchTable<kWidest>(a) : LaunchTable<1>(a);
   }
 
+  template <int kVec, bool kIsReadAgain>
+  cudaError_t LaunchSumRows(SoftmaxTableArguments<T> a, uint32_t blocks) const {
+    int multiprocessors = 0;
+    if (cudaError_t e = MultiprocessorCount(&multiprocessors)) return e;
+    // As many blocks as run at once, each of which should find its slots' owners among a small part of its rows.
+    const int64_t cached_blocks = CeilDivide((sizeof(T) == 8 ? 1 : 2) * int64_t{multiprocessors}, problem.batch);
+    const int64_t block_vectors = problem.rows * a.row_vectors / cached_blocks;
+    const int64_t cells = problem.batch * problem.segments * a.row_vectors;
+    a.cache_slots = 1;
+    while (a.cache_slots < kMostCacheSlots && a.cache_slots * kCacheUses <= block_vectors) a.cache_slots *= 2;
+    const bool has_whole_rows = cached_blocks * kSoftmaxCacheThreads >= a.row_vectors;
+    if (a.cache_slots < kLeastCacheSlots || cells >= kDropped || !has_whole_rows) {
+      SumRowsKernel<T, kVec, kBackward, kIsReadAgain><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      return cudaGetLastError();
+    }
+    const int shared_bytes = a.cache_slots * static_cast<int>(sizeof(Vector<C, kVec>) + sizeof(uint32_t));
+    const auto kernel = SumRowsCachedKernel<T, kVec, kBackward, kIsReadAgain>;
+    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes)) {
+      return e;
+    }
+    a.blocks_per_batch = cached_blocks;
+    const int64_t grid = problem.batch * cached_blocks;
+    kernel<<<static_cast<uint32_t>(grid), kSoftmaxCacheThreads, shared_bytes, call.stream>>>(a);
+    return cudaGetLastError();
+  }
+
   template <int kVec>
   cudaError_t LaunchTable(SoftmaxTableArguments<T> a) const {
     const int64_t vectors = problem.rows * (problem.features / kVec);
@@ -261,12 +341,9 @@ struct Launcher {
     a.part_segments = static_cast<uint32_t>(part_segments);
     for (int64_t first = 0; first < problem.segments; first += part_segments) {
       a.first_segment = static_cast<uint32_t>(first);
-      if (is_kept) {
-        SumRowsKernel<T, kVec, kBackward, true><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
-      } else {
-        SumRowsKernel<T, kVec, kBackward, false><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      if (cudaError_t e = is_kept ? LaunchSumRows<kVec, true>(a, blocks) : LaunchSumRows<kVec, false>(a, blocks)) {
+        return e;
       }
-      if (cudaError_t e = cudaGetLastError()) return e;
     }
     blocks = blocks_for(kSoftmaxGatherRows);
     if constexpr (kBackward) {
@@ -276,7 +353,7 @@ struct Launcher {
       DivideKernel<T, kVec><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
       if (cudaError_t e = cudaGetLastError()) return e;
       int multiprocessors = 0;
-      if (cudaError_t e = CountMultiprocessors(&multiprocessors)) return e;
+      if (cudaError_t e = MultiprocessorCount(&multiprocessors)) return e;
       // As many as run at once: mostly they have nothing to do.
       const int64_t most = CeilDivide(4 * multiprocessors, problem.batch);
       blocks = blocks_for(kSoftmaxRowsInFlight);

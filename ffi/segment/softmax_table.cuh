@@ -12,6 +12,7 @@
 namespace jax_baracuda::segment {
 
 inline constexpr int kSoftmaxTableThreads = 256;
+inline constexpr int kSoftmaxCacheThreads = 768;
 inline constexpr int kSoftmaxRowsInFlight = 2;
 inline constexpr int kSoftmaxGatherRows = 1;  // in flight where tables are read
 
@@ -30,6 +31,7 @@ struct SoftmaxTableArguments {
   uint32_t row_vectors;   // features / kVec
   int64_t blocks_per_batch;
   uint32_t first_segment, part_segments;  // the segments that are summed up at a time
+  int cache_slots;                        // a power of two
 };
 
 // The rows that a thread takes at once, of one element of the batch, and kVec of their features from `feature` on.
@@ -43,12 +45,12 @@ struct TableRows {
   uint32_t segment[kRows];
 };
 
-template <int kVec, int kRows, typename T, typename Body>
+template <int kVec, int kRows, int kThreads = kSoftmaxTableThreads, typename T, typename Body>
 __device__ __forceinline__ void ForEachRows(const SoftmaxTableArguments<T>& a, Body&& body) {
   TableRows<kRows> rows;
   rows.b = blockIdx.x / static_cast<uint32_t>(a.blocks_per_batch);
-  const int64_t thread = (blockIdx.x - rows.b * a.blocks_per_batch) * kSoftmaxTableThreads + threadIdx.x;
-  const int64_t threads = a.blocks_per_batch * kSoftmaxTableThreads;
+  const int64_t thread = (blockIdx.x - rows.b * a.blocks_per_batch) * kThreads + threadIdx.x;
+  const int64_t threads = a.blocks_per_batch * kThreads;
   const int64_t first_row = thread / a.row_vectors;
   rows.feature = (thread - first_row * a.row_vectors) * kVec;
   const int64_t rows_at_once = threads / a.row_vectors;
@@ -85,22 +87,24 @@ __device__ __forceinline__ int64_t CellOf(const SoftmaxTableArguments<T>& a, con
   return (rows.b * a.problem.segments + segment) * a.problem.features + rows.feature;
 }
 
-// Adds up ScaledExp, or the products of the gradient. With kIsReadAgain the operands may stay in L2 for the next pass.
-// The forward pass also clears the tables that it needs later.
-template <typename T, int kVec, bool kBackward, bool kIsReadAgain>
-__global__ void __launch_bounds__(kSoftmaxTableThreads, sizeof(T) == 8 ? 2 : 6) SumRowsKernel(
-    const __grid_constant__ SoftmaxTableArguments<T> a) {
+// Clears the tables that the forward pass needs later.
+template <int kVec, int kThreads, typename T>
+__device__ __forceinline__ void ClearTablesOfMaxima(const SoftmaxTableArguments<T>& a) {
   using C = ComputeType<T>;
-  if (!kBackward && a.first_segment == 0) {
-    const int64_t cells = a.problem.batch * a.problem.segments * a.problem.features;
-    const int64_t threads = static_cast<int64_t>(gridDim.x) * kSoftmaxTableThreads;
-    for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kSoftmaxTableThreads + threadIdx.x) * kVec; i < cells;
-         i += threads * kVec) {
-      StoreVector(a.maxima + i, Repeat<kVec>(TableKey<C>{0}));
-      StoreVector(a.sums_from_maximum + i, Repeat<kVec>(C{0}));
-    }
+  const int64_t cells = a.problem.batch * a.problem.segments * a.problem.features;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kVec; i < cells; i += threads * kVec) {
+    StoreVector(a.maxima + i, Repeat<kVec>(TableKey<C>{0}));
+    StoreVector(a.sums_from_maximum + i, Repeat<kVec>(C{0}));
   }
-  ForEachRows<kVec, kSoftmaxRowsInFlight>(a, [&](const auto& rows) {
+}
+
+// Calls add(cell, terms) for the rows of the part's segments, with the terms to add up: ScaledExp, or the products of
+// the gradient. With kIsReadAgain the operands may stay in L2 for the next pass.
+template <int kVec, bool kBackward, bool kIsReadAgain, int kThreads, typename T, typename Add>
+__device__ __forceinline__ void ForEachTerms(const SoftmaxTableArguments<T>& a, Add&& add) {
+  using C = ComputeType<T>;
+  ForEachRows<kVec, kSoftmaxRowsInFlight, kThreads>(a, [&](const auto& rows) {
     Vector<T, kVec> values[kSoftmaxRowsInFlight];
     [[maybe_unused]] Vector<T, kVec> d_values[kSoftmaxRowsInFlight];
 #pragma unroll
@@ -121,9 +125,56 @@ __global__ void __launch_bounds__(kSoftmaxTableThreads, sizeof(T) == 8 ? 2 : 6) 
           terms.lane[i] = ScaledExp(value);
         }
       }
-      AtomicAddVector(a.sums + CellOf(a, rows, u), terms);
+      add(CellOf(a, rows, u), terms);
     }
   });
+}
+
+template <typename T, int kVec, bool kBackward, bool kIsReadAgain>
+__global__ void __launch_bounds__(kSoftmaxTableThreads, sizeof(T) == 8 ? 2 : 6) SumRowsKernel(
+    const __grid_constant__ SoftmaxTableArguments<T> a) {
+  if (!kBackward && a.first_segment == 0) ClearTablesOfMaxima<kVec, kSoftmaxTableThreads>(a);
+  ForEachTerms<kVec, kBackward, kIsReadAgain, kSoftmaxTableThreads>(
+      a, [&](int64_t cell, const auto& terms) { AtomicAddVector(a.sums + cell, terms); });
+}
+
+// The same through a cache of each block in shared memory: its slots go to the first cells that come, among which are
+// the hottest, whose additions would wait for each other in L2.
+template <typename T, int kVec, bool kBackward, bool kIsReadAgain>
+__global__ void __launch_bounds__(kSoftmaxCacheThreads, sizeof(T) == 8 ? 1 : 2) SumRowsCachedKernel(
+    const __grid_constant__ SoftmaxTableArguments<T> a) {
+  using C = ComputeType<T>;
+  using Cells = Vector<C, kVec>;
+  constexpr uint32_t kFree = 0xffffffffu;
+  extern __shared__ uint4 cache_memory[];
+  Cells* const cached = reinterpret_cast<Cells*>(cache_memory);
+  uint32_t* const owners = reinterpret_cast<uint32_t*>(cached + a.cache_slots);
+  for (int i = threadIdx.x; i < a.cache_slots; i += kSoftmaxCacheThreads) {
+    cached[i] = Repeat<kVec>(C{0});
+    owners[i] = kFree;
+  }
+  if (!kBackward && a.first_segment == 0) ClearTablesOfMaxima<kVec, kSoftmaxCacheThreads>(a);
+  __syncthreads();
+  const int shift = __clz(a.cache_slots) + 1;
+  ForEachTerms<kVec, kBackward, kIsReadAgain, kSoftmaxCacheThreads>(a, [&](int64_t cell, const auto& terms) {
+    const uint32_t key = static_cast<uint32_t>(cell / kVec);
+    const uint32_t slot = key * 0x9e3779b1u >> shift;
+    uint32_t owner = owners[slot];
+    if (owner == kFree) {
+      owner = atomicCAS(owners + slot, kFree, key);
+      if (owner == kFree) owner = key;
+    }
+    if (owner == key) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) atomicAdd(&cached[slot].lane[i], terms.lane[i]);
+    } else {
+      AtomicAddVector(a.sums + cell, terms);
+    }
+  });
+  __syncthreads();
+  for (int i = threadIdx.x; i < a.cache_slots; i += kSoftmaxCacheThreads) {
+    if (owners[i] != kFree) AtomicAddVector(a.sums + static_cast<int64_t>(owners[i]) * kVec, cached[i]);
+  }
 }
 
 // Divides by the sums that are in range, and finds the maxima of the cells whose sums are not.

@@ -4,7 +4,7 @@
 // thread some neighbouring rows, a segmented scan over the block what its threads have in common. A run of rows of one
 // segment belongs to the chunk in which it starts, whose block writes it at once if it ends within the window. A longer
 // run is cut at the borders of its chunks: each leaves the state of its part, its piece, and LongRunsKernel merges the
-// pieces, in an order that shapes and segments decide, and writes the rows.
+// pieces, in an order that shapes, segments and the GPU decide, and writes the rows.
 //
 // A window sums exp(x) first (see softmax_device.cuh), and takes its rows again with their maxima if a sum is out of
 // range.
@@ -42,6 +42,12 @@ constexpr int ThreadRows(int vector, int64_t element_bytes, bool is_backward) {
 // The segment of a row, numbered through the batch; negative where there is none.
 using RunKey = int64_t;
 inline constexpr RunKey kNoRun = -1;
+
+// The part of a long run that lies in a chunk, with which the run enters the chunk or leaves it.
+struct alignas(16) RunPart {
+  RunKey run;  // kNoRun where there is no such part
+  int32_t rows;
+};
 
 // The rows of the whole batch, numbered through, in the order of their segments.
 struct OrderedRows {
@@ -91,9 +97,9 @@ struct WindowArguments {
   int chunk_rows, window_rows;
   int64_t chunks;
   bool is_flat;      // a window is contiguous in every operand, and aligned to 16 bytes
-  RunKey* run_keys;  // [chunks, 2]: of the piece with which a long run enters the chunk, and of the one it starts with
-  C* pieces;         // [chunks, 2, states, features]
-  int pieces_at_once;  // dealt to a block of LongRunsKernel
+  RunPart* parts;      // [chunks, 2]: with which a long run enters the chunk, and with which one starts there
+  uint8_t* has_parts;  // [chunks]: 1 for the former and 2 for the latter, if there is one
+  C* pieces;           // [chunks, 2, states, features]: the states of these parts
 };
 
 // What a thread's rows have to do with those of other threads: `lanes` threads, a group, take a row together.
@@ -113,6 +119,12 @@ struct ThreadRuns {
   __device__ __forceinline__ bool HasStart() const { return starts != 0; }
   __device__ __forceinline__ int GroupLane() const { return lane - row_lane; }
 };
+
+// To shared memory; StoreVector is for global memory.
+template <typename T, int kCount>
+__device__ __forceinline__ void StoreShared(T* address, const Vector<T, kCount>& vector) {
+  *reinterpret_cast<Vector<T, kCount>*>(address) = vector;
+}
 
 template <typename C, int kVec, typename Combine>
 __device__ __forceinline__ void CombineInto(Vector<C, kVec>& left, const Vector<C, kVec>& right, Combine&& combine) {
@@ -148,7 +160,7 @@ __device__ __forceinline__ void TotalRuns(const ThreadRuns& runs, const Vector<C
   for (int k = 1; k < kRows; ++k) {
     const bool starts = (runs.starts >> k) & 1;
     C* const own_cells = first_cells + k * row_step;
-    if (!runs.is_left_over) StoreVector(starts ? run_cells : own_cells, scanned);
+    if (!runs.is_left_over) StoreShared(starts ? run_cells : own_cells, scanned);
     run_cells = starts ? own_cells : run_cells;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
@@ -185,7 +197,7 @@ __device__ __forceinline__ void TotalRuns(const ThreadRuns& runs, const Vector<C
       CombineInto(entering, ended, combine);
       ended = entering;
     }
-    StoreVector(table + runs.head_start * row_step, ended);
+    StoreShared(table + runs.head_start * row_step, ended);
     take(runs.head_start, ended);
   }
   if (is_last_group && runs.warp == kWindowWarps - 1) {
@@ -193,7 +205,7 @@ __device__ __forceinline__ void TotalRuns(const ThreadRuns& runs, const Vector<C
       CombineInto(entering, scanned, combine);
       scanned = entering;
     }
-    StoreVector(runs.HasStart() ? run_cells : table + runs.head_start * row_step, scanned);
+    StoreShared(runs.HasStart() ? run_cells : table + runs.head_start * row_step, scanned);
   }
   __syncthreads();
 }
@@ -227,7 +239,7 @@ __device__ __forceinline__ int LastStart(const uint32_t* words, int row) {
 
 // Finds the starts of runs, and by the last warp what becomes of those that cross the borders of the chunk.
 template <typename T, int kRows>
-__device__ __forceinline__ void ReadWindow(const WindowArguments<T>& a, int64_t chunk, bool writes_keys,
+__device__ __forceinline__ void ReadWindow(const WindowArguments<T>& a, int64_t chunk, bool writes_parts,
                                            WindowShared<kRows>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t first_row = chunk * a.chunk_rows;
@@ -297,16 +309,18 @@ __device__ __forceinline__ void ReadWindow(const WindowArguments<T>& a, int64_t 
     shared.head_is_long = head_is_long;
     shared.is_cut = is_cut;
     shared.tail_is_long = is_cut && !is_covered;
-    if (writes_keys) {
-      a.run_keys[2 * chunk] = head_is_long ? head : kNoRun;
-      a.run_keys[2 * chunk + 1] = is_cut && !is_covered ? tail : kNoRun;
+    if (writes_parts) {
+      a.parts[2 * chunk].run = head_is_long ? head : kNoRun;
+      a.parts[2 * chunk + 1].run = is_cut && !is_covered ? tail : kNoRun;
+      a.has_parts[chunk] = (head_is_long ? 1 : 0) + (is_cut && !is_covered ? 2 : 0);
     }
   }
 }
 
-// Finds the rows that the block writes; called by one warp.
+// Finds the rows that the block writes, and those that it leaves to LongRunsKernel; called by one warp. `parts` are
+// the chunk's, or nullptr.
 template <int kRows>
-__device__ __forceinline__ void FindOwnRows(int chunk_rows, int rows, WindowShared<kRows>& shared) {
+__device__ __forceinline__ void FindOwnRows(int chunk_rows, int rows, WindowShared<kRows>& shared, RunPart* parts) {
   const int lane = threadIdx.x % 32;
   int first = rows, last = -1, next = rows;
   for (int word = lane; word * 32 < rows; word += 32) {
@@ -325,6 +339,10 @@ __device__ __forceinline__ void FindOwnRows(int chunk_rows, int rows, WindowShar
   if (lane != 0) return;
   shared.end = max(shared.is_cut ? last : next, 0);
   shared.begin = min(first, shared.end);
+  if (parts != nullptr) {
+    parts[0].rows = min(first, chunk_rows);
+    parts[1].rows = chunk_rows - max(last, 0);
+  }
 }
 
 template <typename T, int kVec, int kRows>
@@ -360,7 +378,7 @@ __device__ __forceinline__ void StageWindow(const WindowArguments<T>& a, int inp
       if constexpr (sizeof(T) * kVec >= 4) {
         __pipeline_memcpy_async(to, from, sizeof(T) * kVec);
       } else {
-        StoreVector(to, LoadStreaming<T, kVec>(from));
+        StoreShared(to, LoadStreaming<T, kVec>(from));
       }
     }
   }
@@ -453,17 +471,19 @@ __global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks
     if (runs.is_left_over) return;
 #pragma unroll 1
     for (uint32_t left = without_value; left != 0; left &= left - 1) {
-      StoreVector(own + (__ffs(left) - 1) * row_step, Repeat<kVec>(static_cast<T>(C{0})));
+      StoreShared(own + (__ffs(left) - 1) * row_step, Repeat<kVec>(static_cast<T>(C{0})));
     }
   };
   const auto store_result = [&](int k, const Vector<C, kVec>& value) {
     Vector<T, kVec> result;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) result.lane[i] = static_cast<T>(value.lane[i]);
-    if (!runs.is_left_over) StoreVector(own + k * row_step, result);
+    if (!runs.is_left_over) StoreShared(own + k * row_step, result);
   };
   Vector<C, kVec> values[kRows];
-  if (runs.warp == kWindowWarps - 1) FindOwnRows(a.chunk_rows, rows, shared);
+  if (runs.warp == kWindowWarps - 1) {
+    FindOwnRows(a.chunk_rows, rows, shared, column_block == 0 ? a.parts + 2 * chunk : nullptr);
+  }
   if constexpr (kBackward) {
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {

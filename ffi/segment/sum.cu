@@ -20,8 +20,9 @@ int64_t StateBytes(int64_t element_bytes, bool is_mean) { return ComputeBytes(el
 constexpr int64_t kMostTableRowBytes = 64;
 constexpr int64_t kSmallBytes = int64_t{1} << 24;
 
-// The rule, from shapes and flags alone: what reduce.cuh takes, but narrow rows in any order, or few, are cheaper to add to a
-// table than to bring into order, unless so many go to each cell that they wait for each other. Atomic additions come in the order of time, so not where the sum must be deterministic.
+// The rule, from shapes and flags alone: what reduce.cuh takes, but narrow rows in any order, or few, are cheaper to
+// add to a table than to bring into order, unless so many go to each cell that they wait for each other. Atomic
+// additions come in the order of time, so not where the sum must be deterministic.
 Plan ChoosePlan(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic,
                 bool is_mean) {
   const Way way = ChooseWay(problem, element_bytes, StateBytes(element_bytes, is_mean), indices_are_sorted);
@@ -54,7 +55,11 @@ struct Launcher {
   T* output = static_cast<T*>(arguments.output);
 
   cudaError_t Launch() const {
-    if (plan.takes_table) return Table();
+    if (plan.takes_table) {
+      return arguments.scratch_bytes < ScratchBytes(problem, plan, sizeof(T), arguments.count != nullptr)
+                 ? cudaErrorInvalidValue
+                 : Table();
+    }
     if constexpr (kIsFloating<T>) {
       if (arguments.count != nullptr) return Reduce<MeanReduction<T>>({output, arguments.count});
     }
@@ -64,16 +69,8 @@ struct Launcher {
  private:
   template <typename Reduction>
   cudaError_t Reduce(const typename Reduction::Outputs& outputs) const {
-    const Reducer<Reduction> reducer{problem,
-                                     plan.way,
-                                     static_cast<const T*>(arguments.data),
-                                     arguments.segment_ids,
-                                     arguments.ids_are_64_bit,
-                                     outputs,
-                                     StateBytes(sizeof(T), arguments.count != nullptr),
-                                     arguments.scratch,
-                                     stream};
-    return reducer.Launch();
+    return LaunchReduction<Reduction>(arguments, plan.way, StateBytes(sizeof(T), arguments.count != nullptr), outputs,
+                                      nullptr, stream);
   }
 
   cudaError_t Table() const {
@@ -142,11 +139,6 @@ cudaError_t LaunchSum(const SumArguments& arguments, cudaStream_t stream) {
     using T = typename decltype(tag)::type;
     const Plan plan =
         ChoosePlan(problem, sizeof(T), arguments.indices_are_sorted, arguments.deterministic, is_mean);
-    const bool is_ordered = !plan.takes_table && plan.way == Way::kOrderTiles;
-    if ((is_ordered && !OrderFits(problem)) ||
-        arguments.scratch_bytes < ScratchBytes(problem, plan, sizeof(T), is_mean)) {
-      return;
-    }
     error = Launcher<T>{arguments, plan, stream}.Launch();
   });
   return error;

@@ -28,9 +28,11 @@ struct SumReduction {
       for (C& s : sum) s = C{0};
     }
     __device__ __forceinline__ void Add(const Vector<T, kCount>& values, int32_t, const Outputs&) {
+      const Vector<C, kCount> wide = Widen(values);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) sum[i] += static_cast<C>(values.lane[i]);
+      for (int i = 0; i < kCount; ++i) sum[i] += wide.lane[i];
     }
+    __device__ __forceinline__ void Settle() {}
     __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) sum[i] += other.sum[i];
@@ -71,6 +73,7 @@ struct MeanReduction {
       sum.Add(values, row, {});
       ++rows;
     }
+    __device__ __forceinline__ void Settle() {}
     __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) {
       sum.Merge(other.sum, {});
       rows += other.rows;
