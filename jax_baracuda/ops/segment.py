@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import as_array, compute_dtype
 from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.example import EXAMPLES, Example
@@ -57,7 +58,7 @@ segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative
   dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
 num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
 indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
-  false, results may miss some of the rows.
+  false, the result may hold anything.
 unique_indices: accepted for compatibility; nothing depends on it.""",
         "mode": """\
 mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
@@ -651,7 +652,7 @@ def segment_softmax_backward(
     exist.
     """
     name = "segment_softmax_backward"
-    d_probabilities = _as_array(name, "d_probabilities", d_probabilities)
+    d_probabilities = as_array(name, "d_probabilities", d_probabilities)
     call = _canonicalize(
         name, probabilities, segment_ids, num_segments, indices_are_sorted, mode, None, data_name="probabilities"
     )
@@ -705,12 +706,6 @@ def _take_cells(cells: Array, ids: Array) -> tuple[Array, Array]:
 
 def _row_numbers(rows: Array) -> Array:
     return _per_row(jnp.arange(rows.shape[0], dtype=jnp.int32), rows)
-
-
-def _compute_dtype(dtype: Any) -> Any:
-    """The dtype in which numbers of `dtype` are accumulated."""
-    is_narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
-    return jnp.float32 if is_narrow else dtype
 
 
 # Maximum and minimum.
@@ -786,8 +781,8 @@ def _reference_gradient(d_output: Array, winner: Array, ids: Array, *data_and_ou
     if data_and_output:
         data, output = data_and_output
         ties = is_member & (winners < NO_WINNER) & (data == _take_cells(output, ids)[0])
-        compute_dtype = _compute_dtype(d_output.dtype)
-        shares = (cotangents.astype(compute_dtype) / jnp.where(ties, -winners, 1)).astype(d_output.dtype)
+        wide = cotangents.astype(compute_dtype(d_output.dtype))
+        shares = (wide / jnp.where(ties, -winners, 1)).astype(d_output.dtype)
         gradient = jnp.where(ties, shares, gradient)
     return gradient
 
@@ -852,7 +847,7 @@ def _reference_row_of_extremum(
 ) -> tuple[Array]:
     def row_of_extremum(data: Array, ids: Array) -> Array:
         none = jnp.asarray(data.shape[0], jnp.int32)
-        data = data.astype(_compute_dtype(data.dtype))  # some narrow dtypes have no infinity
+        data = data.astype(compute_dtype(data.dtype))  # some narrow dtypes have no infinity
         extrema, is_member = _take_cells(extremum.of_segments(data, ids, num_segments), ids)
         attains = is_member & _same_value(data, extrema)
         first = _xla_min(jnp.where(attains, _row_numbers(data), none), ids, num_segments)
@@ -871,7 +866,7 @@ def _same_value(x: Array, y: Array) -> Array:
 
 def _reference_sum(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
     def total(data: Array, ids: Array) -> Array:
-        wide = data.astype(_compute_dtype(data.dtype))
+        wide = data.astype(compute_dtype(data.dtype))
         return _xla_sum(wide, ids, num_segments).astype(data.dtype)
 
     return (_over_batch(total, data, ids),)
@@ -879,7 +874,7 @@ def _reference_sum(data: Array, ids: Array, *, num_segments: int, **_: Any) -> t
 
 def _reference_sum_backward(d_output: Array, ids: Array, **_: Any) -> tuple[Array]:
     def gradient(d_output: Array, ids: Array) -> Array:
-        cotangents, is_member = _take_cells(d_output.astype(_compute_dtype(d_output.dtype)), ids)
+        cotangents, is_member = _take_cells(d_output.astype(compute_dtype(d_output.dtype)), ids)
         return jnp.where(is_member, cotangents, 0).astype(d_output.dtype)
 
     return (_over_batch(gradient, d_output, ids),)
@@ -887,7 +882,7 @@ def _reference_sum_backward(d_output: Array, ids: Array, **_: Any) -> tuple[Arra
 
 def _reference_mean(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array, Array]:
     def mean_and_count(data: Array, ids: Array) -> tuple[Array, Array]:
-        total = _xla_sum(data.astype(_compute_dtype(data.dtype)), ids, num_segments)
+        total = _xla_sum(data.astype(compute_dtype(data.dtype)), ids, num_segments)
         count = _xla_sum(jnp.ones(ids.shape, jnp.int32), ids, num_segments)
         return _divided(total, _per_row(count, total), data.dtype), count
 
@@ -901,7 +896,7 @@ def _divided(total: Array, count: Array, dtype: Any) -> Array:
 
 def _reference_mean_backward(d_output: Array, count: Array, ids: Array, **_: Any) -> tuple[Array]:
     def gradient(d_output: Array, count: Array, ids: Array) -> Array:
-        cotangents, is_member = _take_cells(d_output.astype(_compute_dtype(d_output.dtype)), ids)
+        cotangents, is_member = _take_cells(d_output.astype(compute_dtype(d_output.dtype)), ids)
         count, _ = _take_cells(_per_row(count, d_output), ids)
         return jnp.where(is_member, _divided(cotangents, count, d_output.dtype), 0)
 
@@ -1070,14 +1065,14 @@ def _reduce_in_pairs(
 
 def _product_in_pairs(data: Array, ids: Array, num_segments: int) -> Array:
     """The product in plain arithmetic, which JAX differentiates to any order; it may overflow on the way."""
-    wide = data.astype(_compute_dtype(data.dtype))
+    wide = data.astype(compute_dtype(data.dtype))
     return _reduce_in_pairs(jnp.multiply, 1, wide, ids, num_segments).astype(data.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _reference_product(data: Array, ids: Array, num_segments: int) -> tuple[Array, Array, Array]:
     """The product, and its mantissa and `packed`."""
-    wide = data.astype(_compute_dtype(data.dtype))
+    wide = data.astype(compute_dtype(data.dtype))
     product = _reduce_in_pairs(_product_of_both, _Product(1, 0), _product_of_one(wide), ids, num_segments)
     return _product_value(product).astype(data.dtype), *product
 
@@ -1165,7 +1160,7 @@ def _transpose_prod_backward(
 def _exponentials(logits: Array, ids: Array, maxima: Array) -> Array:
     """``exp(logits - maximum of the segment)`` in the dtype of computation, 0 for dropped rows."""
     maxima, is_member = _take_cells(maxima, ids)
-    dtype = _compute_dtype(logits.dtype)
+    dtype = compute_dtype(logits.dtype)
     return jnp.exp(jnp.where(is_member, logits.astype(dtype) - maxima.astype(dtype), -jnp.inf))
 
 
@@ -1176,7 +1171,7 @@ def _normalized(exponentials: Array, ids: Array, denominators: Array, dtype: Any
 
 def _reference_softmax(logits: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
     def softmax(logits: Array, ids: Array) -> Array:
-        wide = logits.astype(_compute_dtype(logits.dtype))
+        wide = logits.astype(compute_dtype(logits.dtype))
         exponentials = _exponentials(wide, ids, _xla_max(jax.lax.stop_gradient(wide), ids, num_segments))
         denominators = _xla_sum(exponentials, ids, num_segments)
         return _normalized(exponentials, ids, denominators, logits.dtype)
@@ -1185,7 +1180,7 @@ def _reference_softmax(logits: Array, ids: Array, *, num_segments: int, **_: Any
 
 
 def _weighted_cotangents(probabilities: Array, d_probabilities: Array) -> Array:
-    dtype = _compute_dtype(probabilities.dtype)
+    dtype = compute_dtype(probabilities.dtype)
     return probabilities.astype(dtype) * d_probabilities.astype(dtype)
 
 
@@ -1313,7 +1308,7 @@ def _shard_sum(
 
 def _sum_over_shards(row_axes: Sequence[str], data: Array, ids: Array, **params: Any) -> Array:
     """The sums of all rows. Wide, because the sum of a shard may overflow where that of all rows does not."""
-    [local] = SEGMENT_SUM.kernel(data.astype(_compute_dtype(data.dtype)), ids, **params)
+    [local] = SEGMENT_SUM.kernel(data.astype(compute_dtype(data.dtype)), ids, **params)
     return jax.lax.psum(local, row_axes)
 
 
@@ -1476,7 +1471,7 @@ DIVISION = dataclasses.replace(SELECTION, math_precision="rounded once")
 def _product_guarantee(dtype: str, platform: str, **_: bool) -> Guarantee:
     if not jnp.issubdtype(dtype, jnp.floating):
         return dataclasses.replace(SELECTION, accumulator=dtype)
-    accumulator = np.dtype(_compute_dtype(jnp.dtype(dtype))).name
+    accumulator = np.dtype(compute_dtype(jnp.dtype(dtype))).name
     return dataclasses.replace(SELECTION, accumulator=accumulator, math_precision="accumulated")
 
 
@@ -1604,7 +1599,7 @@ SEGMENT_PROD_WITH_RESIDUAL = _reduction_op(
     "segment_prod_with_residual",
     results=(CELLS, CELLS, CELLS),
     result_types=lambda data, ids, *, num_segments, **_: [
-        _cells(dtype, data, ids, num_segments) for dtype in (data.dtype, _compute_dtype(data.dtype), np.int32)
+        _cells(dtype, data, ids, num_segments) for dtype in (data.dtype, compute_dtype(data.dtype), np.int32)
     ],
     reference=_reference_prod_with_residual,
     dtypes=FLOATING_DTYPES,
@@ -1933,7 +1928,7 @@ def _canonicalize(
     data_name: str = "data",
 ) -> _SegmentCall:
     """Checks the arguments that all segment reductions share; raises what ``jax.ops`` raises, in clearer words."""
-    data = _as_array(name, data_name, data)
+    data = as_array(name, data_name, data)
     ids = _checked_ids(name, segment_ids)
     row_shape = data.shape[1:]
     if not _broadcasts(data.shape, (*ids.shape, *row_shape)):
@@ -1989,7 +1984,7 @@ def _canonicalize_without_data(
 
 
 def _cotangent_of_cells(name: str, d_output: ArrayLike) -> Array:
-    d_output = _as_array(name, "d_output", d_output)
+    d_output = as_array(name, "d_output", d_output)
     if d_output.ndim == 0:
         raise ValueError(f"{name}: d_output must have shape [num_segments, ...], got a scalar")
     return d_output
@@ -2005,23 +2000,13 @@ def _check_like(name: str, argument: str, value: Array, like_name: str, like: Ar
         raise ValueError(f"{name}: {argument} must have shape {shape} to fit {like_name}, got {value.shape}")
 
 
-def _as_array(name: str, argument: str, value: ArrayLike) -> Array:
-    is_array = hasattr(value, "__jax_array__") or hasattr(value, "__array__")
-    if not is_array and not isinstance(value, int | float | complex | bool):
-        raise TypeError(f"{name}: {argument} must be an array, got {type(value).__name__}")
-    array = jnp.asarray(value)
-    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
-        raise TypeError(f"{name}: {argument} must have a numeric dtype, got {array.dtype}")
-    return array
-
-
 def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
     offset = len(target) - len(shape)
     return offset >= 0 and all(size in (1, target[offset + i]) for i, size in enumerate(shape))
 
 
 def _checked_ids(name: str, segment_ids: ArrayLike) -> Array:
-    ids = _as_array(name, "segment_ids", segment_ids)
+    ids = as_array(name, "segment_ids", segment_ids)
     if ids.dtype == jnp.bool_:
         raise IndexError(f"{name}: segment_ids must have an integer dtype, got bool")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
