@@ -24,12 +24,16 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import jax_baracuda  # noqa: E402
-from benchmarks.record import OURS, CaseDescription, CaseRecord, Measurement  # noqa: E402
+from benchmarks.record import OURS, TORCH_PEERS, UNSUPPORTED, CaseDescription, CaseRecord, Measurement  # noqa: E402
 
 try:
     import torch
 except ImportError:
     torch = None
+
+
+class UnsupportedError(Exception):
+    """A library does not offer what a case asks for."""
 
 
 class Contender(abc.ABC):
@@ -38,12 +42,19 @@ class Contender(abc.ABC):
     temporary_bytes: int | None = None
     """Most memory beside operands and results, where the library tells; known after the first call."""
 
-    def __init__(self, library: str, formulation: str):
+    def __init__(self, library: str, formulation: str, repetitions: int = 1, tolerance: float = 0.0):
         self.library = library
         self.formulation = formulation
+        self.repetitions = repetitions
+        """How often one call computes the case."""
+        self.tolerance = tolerance
+        """In :attr:`Case.tolerance`'s measure, where this one may differ more than others."""
 
     def prepare(self) -> None:  # noqa: B027
         """Compiles. Runs in a thread beside those of the other contenders."""
+
+    def warm_up(self) -> None:  # noqa: B027
+        """What else comes before the first call. Nothing else runs at the same time."""
 
     @abc.abstractmethod
     def enqueue(self) -> Any:
@@ -61,8 +72,16 @@ class Contender(abc.ABC):
 class JaxContender(Contender):
     """A function of JAX arrays, compiled ahead of the timing."""
 
-    def __init__(self, library: str, formulation: str, function: Callable[..., Any], *operands: jax.Array):
-        super().__init__(library, formulation)
+    def __init__(
+        self,
+        library: str,
+        formulation: str,
+        function: Callable[..., Any],
+        *operands: jax.Array | None,
+        repetitions: int = 1,
+        tolerance: float = 0.0,
+    ):
+        super().__init__(library, formulation, repetitions, tolerance)
         self._function, self._operands = function, operands
 
     def prepare(self) -> None:
@@ -83,49 +102,72 @@ class JaxContender(Contender):
 
 
 class TorchContender(Contender):
-    """A function of one torch tensor; if there is a cotangent, its gradient is computed as well."""
+    """A function of torch tensors; if there is a cotangent, the gradients of all of them are computed as well."""
 
     def __init__(
-        self, library: str, formulation: str, function: Callable[[Any], Any], operand: Any, cotangent: Any = None
+        self,
+        library: str,
+        formulation: str,
+        function: Callable[..., Any],
+        *operands: Any,
+        cotangent: Any = None,
+        compiles: bool = False,
+        repetitions: int = 1,
     ):
-        super().__init__(library, formulation)
-        self._function, self._operand, self._cotangent = function, operand, cotangent
+        """`compiles`: the first call compiles or tunes a kernel."""
+        super().__init__(library, formulation, repetitions)
+        self._function, self._operands, self._cotangent = function, operands, cotangent
+        self._compiles = compiles
+        self._is_on_gpu = operands[0].is_cuda
+
+    def warm_up(self) -> None:
+        if self._compiles:
+            self.wait(self.enqueue())
 
     def enqueue(self) -> Any:
         if self._cotangent is None:
             with torch.no_grad():
-                return (self._function(self._operand),)
-        leaf = self._operand.detach().requires_grad_()
-        output = self._function(leaf)
-        return output.detach(), *torch.autograd.grad(output, leaf, self._cotangent)
+                output = self._function(*self._operands)
+            return output if isinstance(output, tuple) else (output,)
+        leaves = [operand.detach().requires_grad_() for operand in self._operands]
+        output = self._function(*leaves)
+        return output.detach(), *torch.autograd.grad(output, leaves, self._cotangent)
 
     def wait(self, results: Any) -> None:
-        if results[0].is_cuda:
+        if self._is_on_gpu:
             torch.cuda.synchronize()
 
     def first_call(self) -> list[jax.Array]:
-        on_gpu = self._operand.is_cuda
-        if on_gpu:
+        if self._is_on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             allocated = torch.cuda.memory_allocated()
         results = self.enqueue()
         self.wait(results)
-        if on_gpu:
+        if self._is_on_gpu:
             result_bytes = sum(x.numel() * x.element_size() for x in results)
             self.temporary_bytes = max(0, torch.cuda.max_memory_allocated() - allocated - result_bytes)
         # Integers come as int64, which JAX holds only where that is enabled.
         return [jnp.from_dlpack(x.contiguous() if x.is_floating_point() else x.int()) for x in results]
 
 
-@dataclasses.dataclass(frozen=True)
-class Case(CaseDescription):
-    """Who computes it."""
+class TorchGraphContender(TorchContender):
+    """A function of torch tensors whose launches are recorded once in a CUDA graph, so that Python costs nothing."""
 
-    make_contenders: Callable[[], Iterable[Contender]]
-    """This package's comes first. Data is made here, so that cases which are not run cost nothing."""
-    tolerance: float
-    """Largest sum of absolute differences from this package's result, relative to the sum of its magnitudes."""
+    def warm_up(self) -> None:
+        self.wait(super().enqueue())
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._results = super().enqueue()
+
+    def enqueue(self) -> Any:
+        self._graph.replay()
+        return self._results
+
+    def first_call(self) -> list[jax.Array]:
+        results = super().first_call()
+        self.temporary_bytes = None  # The graph holds its memory already.
+        return results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +179,17 @@ class Effort:
     seconds_per_contender: float = 0.2
     patience: float = 1.0
     """Seconds of the first call, which warms up, from which on there is no other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(CaseDescription):
+    """Who computes it."""
+
+    make_contenders: Callable[[], Iterable[Contender]]
+    """This package's comes first. Data is made here, so that cases which are not run cost nothing."""
+    tolerance: float
+    """Largest sum of absolute differences from this package's result, relative to the sum of its magnitudes."""
+    effort: Effort = Effort()
 
 
 QUICK = Effort(samples=3, seconds_per_sample=0.002, seconds_per_contender=0.05)
@@ -154,6 +207,7 @@ def measure(case: Case, copy_bandwidth: float, effort: Effort) -> CaseRecord:
     for index, (contender, measurement) in enumerate(zip(contenders, measurements, strict=True)):
         try:
             prepared[index].result()
+            contender.warm_up()
             start = time.perf_counter()
             results = contender.first_call()
             seconds = time.perf_counter() - start
@@ -163,7 +217,7 @@ def measure(case: Case, copy_bandwidth: float, effort: Effort) -> CaseRecord:
         except Exception as error:  # Whatever a peer cannot do is a finding, and the others go on.
             measurement.failure = summary_of(error)
         else:
-            if measurement.disagreement <= case.tolerance:
+            if measurement.disagreement <= max(case.tolerance, contender.tolerance):
                 first_seconds[index] = seconds
             else:
                 measurement.failure = f"MISMATCH: differs by {measurement.disagreement:.2g} of the magnitude"
@@ -171,11 +225,12 @@ def measure(case: Case, copy_bandwidth: float, effort: Effort) -> CaseRecord:
     del expected
     samples = _samples([contenders[i] for i in first_seconds], list(first_seconds.values()), effort)
     for index, seconds_per_call in zip(first_seconds, samples, strict=True):
-        median = statistics.median(seconds_per_call)
+        seconds = [of_call / contenders[index].repetitions for of_call in seconds_per_call]
+        median = statistics.median(seconds)
         measurement = measurements[index]
         measurement.milliseconds = median * 1e3
-        measurement.spread = (max(seconds_per_call) - min(seconds_per_call)) / median
-        measurement.samples = len(seconds_per_call)
+        measurement.spread = (max(seconds) - min(seconds)) / median
+        measurement.samples = len(seconds)
         measurement.fraction_of_copy = case.floor_bytes / median / copy_bandwidth
     return CaseRecord(case.op, case.size, case.variant, case.what, case.floor_bytes, measurements)
 
@@ -229,6 +284,8 @@ def _disagreement(expected: jax.Array, actual: jax.Array) -> jax.Array:
 
 def summary_of(error: Exception) -> str:
     text = str(error)
+    if isinstance(error, UnsupportedError):
+        return f"{UNSUPPORTED}: {text}"
     if "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
         return "out of memory"
     return f"{type(error).__name__}: {text.splitlines()[0][:200] if text else ''}"
@@ -279,11 +336,8 @@ def environment() -> dict[str, Any]:
         "jax_baracuda": jax_baracuda.__version__,
         "torch": _version("torch"),
         "torch_cuda": None if torch is None else torch.version.cuda,
-        "torch_scatter": _version("torch_scatter"),
-        "commit": os.environ.get("BENCHMARK_COMMIT")
-        or _output(
-            "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
-        ),
+        **{name: _version(name) for name in TORCH_PEERS},
+        "commit": os.environ.get("BENCHMARK_COMMIT") or _commit(),
     }
 
 

@@ -24,11 +24,11 @@ from benchmarks.record import (  # noqa: E402
     WITH_GRADIENT,
     XLA,
     CaseRecord,
-    Measurement,
     Run,
     load,
     mean_over,
     milliseconds_text,
+    others,
 )
 
 # Okabe and Ito's palette: told apart by colour-blind readers and in grey.
@@ -55,10 +55,10 @@ Contestant = tuple[str, tuple[str, ...]]
 """A label and the libraries of which the fastest counts."""
 
 
-def contestants(run: Run) -> list[Contestant]:
-    others = run.others()
+def contestants(cases: Sequence[CaseRecord]) -> list[Contestant]:
+    libraries = others(cases)
     result = [(OURS, (OURS,)), ("XLA, fastest of several formulations", (XLA,))]
-    return result + ([(f"{' / '.join(others)}, fastest", tuple(others))] if others else [])
+    return result + ([(f"{' / '.join(libraries)}, fastest", tuple(libraries))] if libraries else [])
 
 
 def draw_op(run: Run, op: str) -> Figure:
@@ -76,12 +76,13 @@ def draw_op(run: Run, op: str) -> Figure:
         y += 1
     whats = [what for what in (FORWARD, WITH_GRADIENT) if any(case.what == what for case in cases)]
 
-    figure, axes = _panels(run, op, whats, y, left_inches=2.45)
+    everyone = contestants(cases)
+    figure, axes = _panels(run, everyone, op, whats, y, left_inches=2.45)
     for panel, what in zip(axes, whats, strict=True):
         for (size, variant), position in zip(rows, positions, strict=True):
             case = by_name.get((size, variant, what))
             if case is not None:
-                _bars(panel, run, position, lambda libraries, case=case: _value_and_text(case.fastest(*libraries)))
+                _bars(panel, everyone, position, lambda libraries, case=case: _value_and_text(case, libraries))
             else:
                 panel.text(0.01, position, "not measured", color=FAINT, va="center", fontsize=8)
         panel.set_yticks(positions, [_variant_text(variant) for _, variant in rows])
@@ -104,19 +105,21 @@ def draw_overview(run: Run) -> Figure:
     """Geometric means over the cases of each op."""
     whats = [what for what in (FORWARD, WITH_GRADIENT) if any(case.what == what for case in run.cases)]
     ops = run.ops()
-    figure, axes = _panels(run, "Geometric mean over the cases of each op", whats, len(ops) - 0.2, left_inches=1.4)
+    everyone = contestants(run.cases)
+    title = "Geometric mean over the cases of each op"
+    figure, axes = _panels(run, everyone, title, whats, len(ops) - 0.2, left_inches=1.9)
     for panel, what in zip(axes, whats, strict=True):
         for position, op in enumerate(ops):
             of_what = [case for case in run.of_op(op) if case.what == what]
 
-            def value_and_text(libraries: Sequence[str], cases: list[CaseRecord] = of_what) -> tuple[float, str] | None:
+            def value_and_text(libraries: Sequence[str], cases: list[CaseRecord] = of_what) -> tuple[float, str]:
                 # Over the cases where everybody has a time, so that the bars can be compared.
-                common = [c for c in cases if all(c.fastest(*names) for _, names in contestants(run))]
+                common = [c for c in cases if all(c.fastest(*names) for _, names in everyone)]
                 mean = mean_over(common, lambda common_case: common_case.fastest(*libraries).fraction_of_copy)
-                return None if mean is None else (mean, f"{mean:.2f}")
+                return (0, "failed") if mean is None else (mean, f"{mean:.2f}")
 
             if of_what:
-                _bars(panel, run, position, value_and_text)
+                _bars(panel, everyone, position, value_and_text)
             else:
                 panel.text(0.01, position, "no gradient", color=FAINT, va="center", fontsize=8)
         panel.set_yticks(range(len(ops)), ops)
@@ -124,7 +127,9 @@ def draw_overview(run: Run) -> Figure:
     return figure
 
 
-def _panels(run: Run, title: str, whats: Sequence[str], height: float, left_inches: float) -> tuple[Figure, list[Axes]]:
+def _panels(
+    run: Run, everyone: Sequence[Contestant], title: str, whats: Sequence[str], height: float, left_inches: float
+) -> tuple[Figure, list[Axes]]:
     """An empty panel for each of `whats`, `height` rows high, with title and legend above."""
     width, top, bottom = 10.0, 1.0, 0.62
     inches = height * INCHES_PER_ROW + top + bottom
@@ -146,7 +151,7 @@ def _panels(run: Run, title: str, whats: Sequence[str], height: float, left_inch
     figure.text(0.01, 1 - 0.12 / inches, title, weight="bold", fontsize=13, va="top")
     device = f"{run.environment['device']}, jax {run.environment['jax']}"
     figure.text(0.97, 1 - 0.15 / inches, device, color=FAINT, fontsize=9, va="top", ha="right")
-    labels = [label for label, _ in contestants(run)]
+    labels = [label for label, _ in everyone]
     figure.legend(
         handles=[Patch(color=color, label=label) for color, label in zip(COLORS, labels, strict=False)],
         loc="upper left",
@@ -164,22 +169,25 @@ def _make_room_for_texts(panels: Sequence[Axes]) -> None:
 
 
 def _bars(
-    panel: Axes, run: Run, position: float, value_and_text: Callable[[Sequence[str]], tuple[float, str] | None]
+    panel: Axes,
+    everyone: Sequence[Contestant],
+    position: float,
+    value_and_text: Callable[[Sequence[str]], tuple[float, str]],
 ) -> None:
     """One bar per contestant around a position, its text at the end."""
-    everyone = contestants(run)
     for index, ((_, libraries), color) in enumerate(zip(everyone, COLORS, strict=False)):
         y = position + (index - (len(everyone) - 1) / 2) * BAR
-        found = value_and_text(libraries)
-        value, text = (0, "failed") if found is None else found
+        value, text = value_and_text(libraries)
         panel.barh(y, value, height=BAR * 0.92, color=color)
         halo = [withStroke(linewidth=2, foreground="white")]
         panel.annotate(text, (value, y), (3, 0), textcoords="offset points", va="center", fontsize=7, path_effects=halo)
 
 
-def _value_and_text(measurement: Measurement | None) -> tuple[float, str] | None:
+def _value_and_text(case: CaseRecord, libraries: Sequence[str]) -> tuple[float, str]:
+    measurement = case.fastest(*libraries)
     if measurement is None:
-        return None
+        has_failed = any(m.library in libraries and not m.is_unsupported for m in case.measurements)
+        return 0, "failed" if has_failed else "none"
     return measurement.fraction_of_copy, f"{milliseconds_text(measurement.milliseconds)} ms"
 
 
@@ -196,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = options.output or options.record.parent
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in {"overview": draw_overview(run), **{op: draw_op(run, op) for op in run.ops()}}.items():
-        path = folder / f"{options.record.stem}_{name}.png"
+        path = folder / f"{options.record.stem}_{name.replace(' ', '_')}.png"
         save(figure, path)
         plt.close(figure)
         print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 OURS, XLA = "jax_baracuda", "XLA"
+TORCH_PEERS = ("torch_scatter", "causal_conv1d", "fla")
+"""Packages beside torch whose versions are recorded."""
+UNSUPPORTED = "unsupported"
+"""How a failure begins that means no more than that a library does not offer this."""
 FORWARD, WITH_GRADIENT = "forward", "forward + gradient"
 
 
@@ -32,6 +36,10 @@ class Measurement:
     disagreement: float | None = None
     """Sum of the absolute differences from this package's result, relative to the sum of its magnitudes."""
     failure: str | None = None
+
+    @property
+    def is_unsupported(self) -> bool:
+        return self.failure is not None and self.failure.startswith(UNSUPPORTED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +104,11 @@ class Run:
     def of_op(self, op: str) -> list[CaseRecord]:
         return [case for case in self.cases if case.op == op]
 
-    def others(self) -> list[str]:
-        """The libraries that are neither this package nor XLA."""
-        libraries = dict.fromkeys(library for case in self.cases for library in case.libraries())
-        return [library for library in libraries if library not in (OURS, XLA)]
+
+def others(cases: Iterable[CaseRecord]) -> list[str]:
+    """The libraries that take part beside this package and XLA."""
+    libraries = dict.fromkeys(m.library for case in cases for m in case.measurements if not m.is_unsupported)
+    return [library for library in libraries if library not in (OURS, XLA)]
 
 
 def load(path: Path) -> Run:

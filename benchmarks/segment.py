@@ -185,7 +185,7 @@ def contenders(op: str, problem: Problem, distribution: str, dtype: str, order: 
     rows, row_ids = torch.from_dlpack(data), torch.from_dlpack(ids).long()
     cotangent = None if cotangent is None else torch.from_dlpack(cotangent)
     for library, formulation, function in torch_formulations(op, row_ids, num_segments, dtype, is_sorted):
-        yield TorchContender(library, formulation, function, rows, cotangent)
+        yield TorchContender(library, formulation, function, rows, cotangent=cotangent)
 
 
 def with_gradient(function: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, jax.Array]]:

@@ -6,7 +6,19 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.record import FORWARD, OURS, WITH_GRADIENT, XLA, CaseRecord, Run, load, mean_over, milliseconds_text
+from benchmarks.record import (
+    FORWARD,
+    OURS,
+    TORCH_PEERS,
+    WITH_GRADIENT,
+    XLA,
+    CaseRecord,
+    Run,
+    load,
+    mean_over,
+    milliseconds_text,
+    others,
+)
 
 
 def markdown(run: Run, only: str = "") -> str:
@@ -19,7 +31,7 @@ def markdown(run: Run, only: str = "") -> str:
 
 
 def header(run: Run) -> str:
-    names = ("driver", "jax", "torch", "torch_scatter")
+    names = ("driver", "jax", "torch", *TORCH_PEERS)
     versions = ", ".join(f"{name} {run.environment[name]}" for name in names if run.environment.get(name))
     text = f"{run.environment['device']}, {versions}, copy {run.copy_terabytes_per_second:.3g} TB/s"
     return (
@@ -29,8 +41,8 @@ def header(run: Run) -> str:
 
 def overview(run: Run) -> str:
     """One row per op: geometric means, over its cases, of the fraction of copy and of the speed-ups."""
-    others = run.others()
-    peers = [("XLA", (XLA,)), *([(" / ".join(others), tuple(others))] if others else [])]
+    libraries = others(run.cases)
+    peers = [("XLA", (XLA,)), *([(" / ".join(libraries), tuple(libraries))] if libraries else [])]
     rows = [["op", "", "cases", "of copy", *(f"speed-up over {name}" for name, _ in peers)]]
     for op in run.ops():
         for what in (FORWARD, WITH_GRADIENT):
@@ -54,24 +66,20 @@ def summary(cases: Sequence[CaseRecord]) -> str:
 
 
 def table(cases: Sequence[CaseRecord]) -> str:
-    """One row per case: milliseconds of each library's fastest formulation, the fastest of all in bold, and this
-    package's fraction of a copy."""
-    libraries = list(dict.fromkeys(library for case in cases for library in case.libraries()))
-    rows = [["case", "", *libraries, "of copy"]]
-    previous = None
+    """One row per size and variant: milliseconds of each library's fastest formulation, forward / forward + gradient,
+    the fastest of all in bold, and this package's fraction of a copy."""
+    libraries = list(dict.fromkeys(m.library for case in cases for m in case.measurements if not m.is_unsupported))
+    whats = dict.fromkeys(case.what for case in cases)
+    rows = [[f"milliseconds {' / '.join(whats)}", *libraries, "of copy"]]
+    alike: dict[tuple[str, str], list[CaseRecord]] = {}
     for case in cases:
-        fastest, ours = case.fastest(*libraries), case.fastest(OURS)
-        name = f"{case.size}, {case.variant}"
+        alike.setdefault((case.size, case.variant), []).append(case)
+    for (size, variant), of_row in alike.items():
+        cells = [[_cell(case, library) for case in of_row] for library in libraries]
+        cells.append([_number((ours := case.fastest(OURS)) and ours.fraction_of_copy, "{:.2f}") for case in of_row])
         rows.append(
-            [
-                # The second of two rows with the same name leaves it out.
-                "" if name == previous else name,
-                case.what,
-                *(_cell(case, library, fastest is not None and library == fastest.library) for library in libraries),
-                _number(ours and ours.fraction_of_copy, "{:.2f}"),
-            ]
+            [f"{size}, {variant}", *(" / ".join(text or "–" for text in cell) if any(cell) else "" for cell in cells)]
         )
-        previous = name
     return _markdown_table(rows)
 
 
@@ -82,12 +90,12 @@ def formulations(cases: Sequence[CaseRecord], library: str = XLA) -> str:
     return ", ".join(f"{name} {count}×" for count, name in counts)
 
 
-def _cell(case: CaseRecord, library: str, is_fastest: bool) -> str:
+def _cell(case: CaseRecord, library: str) -> str:
     measurement = case.fastest(library)
     if measurement is None:
-        return "failed" if library in case.libraries() else ""
+        return "failed" if any(m.library == library and not m.is_unsupported for m in case.measurements) else ""
     text = milliseconds_text(measurement.milliseconds)
-    return f"**{text}**" if is_fastest else text
+    return f"**{text}**" if measurement is case.fastest(*case.libraries()) else text
 
 
 def _number(value: float | None, form: str) -> str:

@@ -4,6 +4,7 @@ from importlib.metadata import version as _version
 
 from jax_baracuda import forward_mode
 from jax_baracuda._core.op import precision_guarantee
+from jax_baracuda.ops.causal_conv1d import causal_conv1d, causal_conv1d_backward, causal_conv1d_update
 from jax_baracuda.ops.segment import (
     segment_argmax,
     segment_argmin,
@@ -25,6 +26,9 @@ from jax_baracuda.ops.segment import (
 __version__ = _version("jax_baracuda")
 
 __all__ = [
+    "causal_conv1d",
+    "causal_conv1d_backward",
+    "causal_conv1d_update",
     "forward_mode",
     "precision_guarantee",
     "segment_argmax",

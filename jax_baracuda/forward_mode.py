@@ -8,10 +8,22 @@ come from plain JAX. For ``jax.grad``, ``jax.vjp``, ``jax.jacrev`` and ``jax.hes
 """
 
 from jax_baracuda._core.autodiff import in_forward_mode
+from jax_baracuda.ops import causal_conv1d as convolution
 from jax_baracuda.ops import segment
 
-__all__ = ["segment_max", "segment_mean", "segment_min", "segment_prod", "segment_softmax", "segment_sum"]
+__all__ = [
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "segment_max",
+    "segment_mean",
+    "segment_min",
+    "segment_prod",
+    "segment_softmax",
+    "segment_sum",
+]
 
+causal_conv1d = in_forward_mode(convolution.causal_conv1d)
+causal_conv1d_update = in_forward_mode(convolution.causal_conv1d_update)
 segment_max = in_forward_mode(segment.segment_max)
 segment_mean = in_forward_mode(segment.segment_mean)
 segment_min = in_forward_mode(segment.segment_min)

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import cases
+import convolutions
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Expected
+from convolutions import Problem as Convolution
 from reductions import ARGMAX, ARGMIN, MAX, MEAN, MIN, PROD, SOFTMAX, SUM, Reduction
 
 from jax_baracuda import precision_guarantee
@@ -183,6 +185,84 @@ def softmax_backward_call(rng: np.random.Generator, dtype: str, is_sorted: bool)
     return Call((p, d, problem.ids[None]), (expected,), {"num_segments": problem.segments})
 
 
+def convolution_problems(rng: np.random.Generator, dtype: str, length: int) -> list[Convolution]:
+    """Two problems that share their parameters."""
+    both = [
+        convolutions.make_problem(rng, (3, 21, length), 4, dtype, has_state=True, has_ids=True, activation="silu")
+        for _ in range(2)
+    ]
+    parameters = {name: both[0].arrays[name] for name in ("weight", "bias")}
+    return [dataclasses.replace(problem, arrays=problem.arrays | parameters) for problem in both]
+
+
+def convolution_operands(problems: Sequence[Convolution]) -> dict[str, np.ndarray]:
+    """What the native targets take, by name."""
+    first = problems[0].arrays
+    taps = [convolutions.History.of(problem).taps(problem.width) for problem in problems]
+    return {
+        "x": np.stack([problem.arrays["x"] for problem in problems]),
+        "weight": first["weight"][None],
+        "bias": first["bias"][None],
+        "initial_state": np.stack([problem.arrays["initial_state"] for problem in problems]),
+        "taps": np.stack(taps),
+    }
+
+
+def magnitudes(problem: Convolution) -> Convolution:
+    """The sums of magnitudes are the sums of this problem."""
+    arrays = {name: np.abs(array) for name, array in problem.arrays.items()}
+    return dataclasses.replace(problem, arrays=arrays, activation=None)
+
+
+CONVOLUTION_PARAMS = {"channels_last": False, "silu": True, "has_bias": True}
+SEQUENCE_PARAMS = {"has_initial_state": True, "has_taps": True}
+
+
+def expected_output(problem: Convolution, dtype: str) -> Expected:
+    """The slope of silu is at most 1.1; exponential and quotient are rounded, too."""
+    y, _ = convolutions.reference(problem)
+    magnitude, _ = convolutions.reference(magnitudes(problem))
+    return Expected(y, dtype, 8 * cases.eps_of(dtype) * magnitude)
+
+
+def convolution_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
+    problems = convolution_problems(rng, dtype, length=301)
+    expected = tuple(expected_output(problem, dtype) for problem in problems)
+    return Call(tuple(convolution_operands(problems).values()), (expected,), CONVOLUTION_PARAMS | SEQUENCE_PARAMS)
+
+
+def convolution_backward_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
+    problems = convolution_problems(rng, dtype, length=301)
+    operands = convolution_operands(problems)
+    shapes = operands["x"].shape, operands["initial_state"].shape
+    dy, d_state = (rng.normal(size=shape).astype(jnp.dtype(dtype)) for shape in shapes)
+
+    def of_one(problem: Convolution, dy: np.ndarray, d_state: np.ndarray) -> tuple[Expected, ...]:
+        exact = convolutions.reference_gradients(problem, dy, d_state)
+        magnitude = convolutions.reference_gradients(magnitudes(problem), np.abs(dy), np.abs(d_state))
+        # An error of the sum before silu changes its slope, whatever the size of the terms of the gradient.
+        factor = 32 * cases.eps_of(dtype)
+        results = {"x": dtype, "weight": cases.accumulator(dtype), "bias": cases.accumulator(dtype)}
+        return tuple(
+            Expected(exact[name], results.get(name, dtype), factor * magnitude[name])
+            for name in (*results, "initial_state")
+        )
+
+    expected = [of_one(*one) for one in zip(problems, dy, d_state, strict=True)]
+    x, weight, *optional = operands.values()
+    params = CONVOLUTION_PARAMS | SEQUENCE_PARAMS | {"has_d_final_state": True}
+    return Call((x, weight, dy, *optional, d_state), tuple(zip(*expected, strict=True)), params)
+
+
+def convolution_update_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
+    problems = [dataclasses.replace(p, segment_ids=None) for p in convolution_problems(rng, dtype, length=2)]
+    operands = convolution_operands(problems)
+    x, state = operands["x"], operands["initial_state"]
+    new_state = np.concatenate([state, x], axis=3)[..., 2:]
+    expected = tuple(expected_output(problem, dtype) for problem in problems)
+    return Call((x, state, operands["weight"], operands["bias"]), (expected, exactly(new_state)), CONVOLUTION_PARAMS)
+
+
 CALLS: dict[str, Callable[..., Call]] = {
     **{r.name: reduction_call(r, adds=r not in (MAX, MIN, ARGMAX, ARGMIN)) for r in (MAX, MIN, ARGMAX, ARGMIN)},
     **{r.name: reduction_call(r, adds=True) for r in (SUM, MEAN, PROD, SOFTMAX)},
@@ -192,6 +272,9 @@ CALLS: dict[str, Callable[..., Call]] = {
     "segment_prod_with_residual": prod_with_residual_call,
     "segment_prod_backward": prod_backward_call,
     "segment_softmax_backward": softmax_backward_call,
+    "causal_conv1d": convolution_call,
+    "causal_conv1d_backward": convolution_backward_call,
+    "causal_conv1d_update": convolution_update_call,
 }
 """``(rng, dtype, is_sorted)``"""
 

@@ -149,6 +149,11 @@ USE_THE_OPS = """
             print(reduce.__name__, reduce(data, ids, 2).tolist())
         for reduce in (jax_baracuda.segment_argmax, jax_baracuda.segment_argmin):
             print(reduce.__name__, reduce(data, ids, 2).tolist())
+        signal, weight = data[None, None], np.array([[2, 1]], np.float32)
+        jax.grad(lambda x: jax_baracuda.causal_conv1d(x, weight).sum())(signal)
+        print("causal_conv1d", jax_baracuda.causal_conv1d(signal, weight)[0, 0].tolist())
+        y, state = jax_baracuda.causal_conv1d_update(signal[:, :, -1], signal[:, :, :-1], weight)
+        print("causal_conv1d_update", [*y[0].tolist(), *state[0, 0].tolist()])
     for message in sorted({f"{w.category.__name__}: {w.message}" for w in at_call}):
         print("call:", message)
 """
@@ -172,13 +177,15 @@ VALUES = {
     "segment_softmax": [0.26894142, 0.5, 0.5, 0.73105858],
     "segment_argmax": [3, 1],
     "segment_argmin": [0, 1],
+    "causal_conv1d": [1, 7, 15, 12],
+    "causal_conv1d_update": [12, 5, 5, 2],
 }
 
 
 def check_values(output: str) -> None:
     assert "value: [2.0, 5.0]" in output
     assert "gradient: [0.0, 4.0, 4.0, 3.0]" in output
-    printed = dict(line.split(" ", 1) for line in output.splitlines() if line.startswith("segment_"))
+    printed = dict(line.split(" ", 1) for line in output.splitlines() if line.startswith(("segment_", "causal_")))
     assert {name: pytest.approx(values) for name, values in VALUES.items()} == {
         name: json.loads(values) for name, values in printed.items()
     }

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import cases
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from reductions import MAX, PROD, SOFTMAX, SUM
 
-from jax_baracuda import segment_max, segment_max_backward, segment_prod, segment_softmax, segment_sum
+from jax_baracuda import causal_conv1d, segment_max, segment_max_backward, segment_prod, segment_softmax, segment_sum
 
 NUM_THREADS = 8
 OPS_PER_PROGRAM = 16
@@ -31,6 +32,15 @@ def call_from_many_threads() -> None:
     ids = rng.integers(-1, segments + 1, (OPS_PER_PROGRAM, rows)).astype(np.int32)
     d_output = rng.normal(size=(segments, features)).astype(np.float32)
 
+    def convolve(x: Any, i: Any) -> jax.Array:
+        """The change from row to row, where both have one id."""
+        weight = np.tile(np.array([-1, 1], np.float32), (features, 1))
+        return causal_conv1d(x[None], weight, channels_last=True, segment_ids=i[None])[0]
+
+    def expected_convolution(x: np.ndarray, i: np.ndarray, s: int) -> cases.Expected:
+        before = np.concatenate([np.zeros_like(x[:1]), np.where((i[1:] == i[:-1])[:, None], x[:-1], 0)])
+        return cases.Expected(x - before, x.dtype)
+
     # Data are small integers, whose sums are exact; so are the products of their signs.
     calls: list[tuple[Callable[..., jax.Array], Callable[..., cases.Expected]]] = [
         (lambda x, i: segment_max(x, i, segments), MAX.value),
@@ -44,6 +54,7 @@ def call_from_many_threads() -> None:
             lambda x, i, s: PROD.value(np.where(x < 0, -1, 1).astype(x.dtype), i, s),
         ),
         (lambda x, i: segment_softmax(x, i, segments), SOFTMAX.value),
+        (convolve, expected_convolution),
     ]
     chosen = [calls[k % len(calls)] for k in range(OPS_PER_PROGRAM)]
 

@@ -17,11 +17,24 @@ from jax_baracuda._core.op import OPS
 from jax_baracuda._tools import check, race, report
 from jax_baracuda._tools.table import format_table
 
-SMALL = {"num_rows": 500, "num_features": 5, "num_segments": 40}
+SMALL = {
+    "num_rows": 500,
+    "num_features": 5,
+    "num_segments": 40,
+    "num_examples": 2,
+    "num_channels": 5,
+    "length": 60,
+}
 
 
 def small_examples() -> list[Example]:
-    return [dataclasses.replace(e, check_sizes=SMALL, race_sizes={"cpu": SMALL, "cuda": SMALL}) for e in EXAMPLES]
+    """All examples, that of segment_max first."""
+    examples = sorted(EXAMPLES, key=lambda example: example.name != "segment_max")
+    sizes = [{name: SMALL[name] for name in example.check_sizes} for example in examples]
+    return [
+        dataclasses.replace(example, check_sizes=small, race_sizes={"cpu": small, "cuda": small})
+        for example, small in zip(examples, sizes, strict=True)
+    ]
 
 
 @pytest.fixture

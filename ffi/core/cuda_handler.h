@@ -10,6 +10,8 @@
 
 namespace jax_baracuda {
 
+using Stream = ffi::PlatformStream<cudaStream_t>;
+
 inline ffi::Error CudaStatus(const char* op, cudaError_t status) {
   if (status == cudaSuccess) return ffi::Error::Success();
   return ffi::Error(ffi::ErrorCode::kInternal,
@@ -21,12 +23,12 @@ struct ScratchBuffer {
   int64_t bytes = 0;
 };
 
-// The scratch buffer is an extra last result, left out where no scratch is needed.
+// The scratch buffer is an extra last result, left out where no scratch is needed. `first` results come before it.
 inline ffi::Error DecodeScratch(const char* op, ffi::RemainingRets results, int64_t needed_bytes,
-                                ScratchBuffer* scratch) {
-  if (results.size() > 1) return InvalidArgument(op, "expected one scratch buffer at most");
-  if (results.size() == 1) {
-    auto buffer = results.get<ffi::AnyBuffer>(0);
+                                ScratchBuffer* scratch, size_t first = 0) {
+  if (results.size() > first + 1) return InvalidArgument(op, "expected one scratch buffer at most");
+  if (results.size() == first + 1) {
+    auto buffer = results.get<ffi::AnyBuffer>(first);
     if (buffer.has_error()) return buffer.error();
     if ((*buffer)->element_type() != ffi::DataType::U8) {
       return UnsupportedType(op, "scratch", (*buffer)->element_type());

@@ -29,21 +29,14 @@
 #include <cstring>
 #include <memory>
 #include <new>
-#include <string>
 #include <type_traits>
 
 #include "ffi/core/cpu_clones.h"
-#include "ffi/core/handler.h"
+#include "ffi/core/cpu_kernel.h"
 #include "ffi/core/huge_pages.h"
 #include "ffi/core/parallel_for.h"
 #include "ffi/core/streaming_store.h"
 #include "ffi/segment/segment.h"
-
-#define JB_INLINE __attribute__((always_inline)) inline
-
-// Before a loop whose iterations are independent. Unless told not to, GCC unrolls a loop over few features before it
-// could vectorise it, and then no longer does.
-#define JB_VECTORIZE _Pragma("GCC ivdep") _Pragma("GCC unroll 1")
 
 namespace jax_baracuda::segment {
 
@@ -58,20 +51,6 @@ inline constexpr int64_t kMinFeatureBytesPerBlock = 256;
 inline constexpr int64_t kMinStreamedBytes = 32 * 1024 * 1024;
 inline constexpr int64_t kCacheLine = 64;
 inline constexpr int64_t kPrefetchDistance = 6;  // rows
-
-// What a handler returns; `buffer` is the argument whose element type was dispatched on.
-inline ffi::Error Status(const char* op, bool is_supported, bool has_memory, const char* argument,
-                         const ffi::AnyBuffer& buffer) {
-  if (!is_supported) return UnsupportedType(op, argument, buffer.element_type());
-  if (has_memory) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(op) + ": out of host memory");
-}
-
-// Memory that is not initialised; nullptr if there is none.
-template <typename T>
-std::unique_ptr<T[]> Allocate(int64_t count) {
-  return std::unique_ptr<T[]>(new (std::nothrow) T[std::max<int64_t>(1, count)]);
-}
 
 struct SegmentIds {
   const void* values;
@@ -130,16 +109,6 @@ JB_INLINE void WithWidth(int64_t width, const Body& body) {
   }
 }
 
-// Stores a number as a T. (Assigning a whole Float16 or BFloat16 keeps GCC from vectorising.)
-template <typename T>
-JB_INLINE void Store(ComputeType<T> value, T* to) {
-  if constexpr (std::is_same_v<T, ComputeType<T>>) {
-    *to = value;
-  } else {
-    to->bits = static_cast<T>(value).bits;
-  }
-}
-
 // Pointers to the cells under reduction, a number of each kind per cell.
 struct NoNumber {};
 
@@ -161,9 +130,9 @@ class CellMemory {
  public:
   // Returns false if there is no memory.
   bool Allocate(int64_t count) {
-    first_ = segment::Allocate<typename Reduction::First>(count);
+    first_ = jax_baracuda::Allocate<typename Reduction::First>(count);
     if constexpr (!std::is_same_v<typename Reduction::Second, NoNumber>) {
-      second_ = segment::Allocate<typename Reduction::Second>(count);
+      second_ = jax_baracuda::Allocate<typename Reduction::Second>(count);
       if (second_ == nullptr) return false;
     }
     return first_ != nullptr;

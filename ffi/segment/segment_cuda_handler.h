@@ -9,8 +9,6 @@
 
 namespace jax_baracuda::segment {
 
-using Stream = ffi::PlatformStream<cudaStream_t>;
-
 // The parameters that jax_baracuda/ops/segment.py passes when it lowers an op with scratch memory.
 struct ScratchRequest {
   explicit ScratchRequest(const ScratchParameters& parameters)

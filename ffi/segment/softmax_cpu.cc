@@ -5,13 +5,13 @@
 // computed anew rather than stored in between: that is cheaper than the traffic.
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <memory>
 #include <type_traits>
 
+#include "ffi/core/exp_cpu.h"
 #include "ffi/core/target_table.h"
 #include "ffi/segment/rows_cpu.h"
 #include "ffi/segment/segment_handler.h"
@@ -23,34 +23,6 @@ namespace {
 constexpr int64_t kNarrowFeatures = 16;     // below this, rows are too short to vectorise each by itself
 constexpr int64_t kBlockNumbers = 1024;     // of a block of such rows
 constexpr int64_t kSegmentNumbers = 1 << 15;  // of the rows of a segment whose weights are kept
-
-// exp(x) for x <= 0 or NaN, within 1.01 units in the last place for every x; vectorises.
-JB_INLINE float Exp(float x) {
-  constexpr float kShift = 0x1.8p23f;  // adding it rounds to an integer, in the lowest bits
-  const float clamped = x < -104.0f ? -104.0f : x;  // whose exponential is 0
-  const float shifted = clamped * 0x1.715476p0f + kShift, n = shifted - kShift;
-  const float r = (clamped - n * 0x1.63p-1f) - n * -0x1.bd0106p-13f;  // ln 2 in two parts; n times the first is exact
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  // 2^n in two factors, so that the only rounding to a subnormal number is the last one.
-  const auto power = [](int32_t e) __attribute__((always_inline)) {
-    const uint32_t bits = static_cast<uint32_t>(e + 127) << 23;
-    float value;
-    std::memcpy(&value, &bits, sizeof(value));
-    return value;
-  };
-  int32_t bits;
-  std::memcpy(&bits, &shifted, sizeof(bits));
-  const int32_t exponent = (bits & 0xffff) - ((bits & 0x8000) << 1), half = exponent >> 1;
-  return p * power(half) * power(exponent - half);
-}
-
-JB_INLINE double Exp(double x) { return std::exp(x); }
 
 // The maximum of each cell, NaN where a member is NaN.
 template <typename T>

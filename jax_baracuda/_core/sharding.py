@@ -74,9 +74,10 @@ class Layout:
             for name, size in zip(names, shape, strict=True)
             if size == sizes[name]
         }
+        # Shardy wants the factors in the order of their first occurrence.
         return text, {
-            "reduction_factors": tuple(factors[name] for name in reduced if name in factors.keys() - in_results),
-            "need_replication_factors": tuple(factors[name] for name in whole if name in factors),
+            "reduction_factors": tuple(f for name, f in factors.items() if name in reduced and name not in in_results),
+            "need_replication_factors": tuple(f for name, f in factors.items() if name in whole),
         }
 
     def assign(self, specs: Sequence[Sequence[Any] | None], whole: Sequence[str]) -> dict[str, MeshAxes]:

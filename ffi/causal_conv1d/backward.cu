@@ -1,0 +1,342 @@
+// The backward kernel for rows along the length ([.., channels, length]), the kernels that both layouts end with, and
+// the launchers.
+#include "ffi/causal_conv1d/backward.cuh"
+#include "ffi/causal_conv1d/causal_conv1d.cuh"
+#include "ffi/causal_conv1d/rows.cuh"
+
+namespace jax_baracuda::causal_conv1d {
+namespace {
+
+// Steps whose vectors are under way or at work, and room for these.
+inline constexpr int kStepsAhead = 6, kRingSteps = 8;
+
+// dz, the gradients of the pre-activations of a vector.
+template <int kWidth, bool kHasTaps, int kVec, typename C, typename TapBits>
+__device__ __forceinline__ void PreActivationGradient(const C* x, const C* dy, const C* weights, C bias,
+                                                      const TapBits& taps, bool silu, C* dz) {
+  if (silu) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      C z = bias;
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        if (!kHasTaps || k == kWidth - 1 || taps.Has(i, kWidth - 1 - k)) z = fma(weights[k], x[i + k], z);
+      }
+      dz[i] = SiluBackward(z, dy[i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) dz[i] = dy[i];
+  }
+}
+
+// A group walks its stretch from the end to the beginning: dx needs dz up to width - 1 places further on, and these are in
+// other threads' registers, of this step or the one before.
+// So many blocks of a multiprocessor as the usual widths do well with.
+template <typename T, int kWidth, bool kHasTaps>
+inline constexpr int kLeastBlocks = sizeof(T) > 4 || kWidth > 4 ? 1 : kHasTaps ? 5 : 6;
+
+template <typename T, int kWidth, bool kHasTaps>
+__global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps>)
+    BackwardRows(const __grid_constant__ BackwardArguments<T> a, const __grid_constant__ RowsGrid grid) {
+  using C = ComputeType<T>;
+  using Ring = VectorRing<T>;
+  constexpr int kVec = Ring::kVec, kPast = kWidth - 1, kVectorsBefore = (kPast + kVec - 1) / kVec;
+  constexpr int kRingBytes = Ring::template kBlockBytes<kRingSteps>;
+  __shared__ alignas(kVectorBytes) char shared[2 * kRingBytes];
+  char *const x_ring = shared, *const dy_ring = shared + kRingBytes;
+  const Geometry& geometry = a.geometry;
+  const RowsPlace<T> at(geometry, grid, kPast, a.initial_state.entries.data != nullptr);
+  const Ring ring = Ring::template Make<kRingSteps>(grid.plan);
+  const int lanes = grid.plan.lanes, lane = threadIdx.x & (lanes - 1), steps = grid.plan.steps;
+  const T *x_row = at.In(a.x, geometry), *dy_row = at.In(a.dy, geometry);
+  T* dx_row = a.dx + at.index;
+  const uint8_t* taps_row = nullptr;
+  if constexpr (kHasTaps) taps_row = a.taps.data + a.taps.Example(geometry, at.example) * geometry.length + at.begin;
+
+  const unsigned step_bytes = lanes * kVectorBytes;
+  int offset = (steps - 1) * at.step;
+  unsigned position = (steps - 1) * step_bytes + lane * kVectorBytes;  // in the rings
+  const T *x_ahead = x_row + offset, *dy_ahead = dy_row + offset;      // of the step whose loads come next
+  // Of the step before the first, only inputs right before the stretch count.
+  const int first_x = lane >= lanes - kVectorsBefore ? max(at.first_readable, -at.step) : 0;
+  const auto load_ahead = [&](int steps_ahead) {
+    const int ahead = offset - steps_ahead * at.step;
+    const unsigned to = ring.Index(position - steps_ahead * step_bytes);
+    CopyAsync<kVectorBytes>(x_ring + to, x_ahead, ahead >= first_x && ahead <= at.last_readable);
+    CopyAsync<kVectorBytes>(dy_ring + to, dy_ahead, ahead >= 0 && ahead <= at.last_readable);
+    CommitCopies();
+    x_ahead -= at.step;
+    dy_ahead -= at.step;
+  };
+#pragma unroll
+  for (int i = 0; i < kStepsAhead; ++i) load_ahead(i);
+  C weights[kWidth];
+  const C bias = a.weights.template Load<kWidth>(geometry, at.example, at.channel, weights);
+  const T* state_end = a.initial_state.End(geometry, at.example, at.channel);
+  const auto mend = [&](int from, C* x, C* dy) {
+    MendWindow<kPast>(at, from, x_row + from, state_end, x);
+    MendWindow<0, T>(at, from, dy_row + from, nullptr, dy);
+  };
+  const auto zero_outside = [&](int from, C* values) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      if (at.before + from + i < 0 || from + i >= at.after) values[i] = 0;
+    }
+  };
+
+  C following[kVec];               // dz of the step before, which lies after the next one in the row
+  Taps<kVec + kPast> next_taps{};  // of a vector and those that follow in the row
+  const auto load_taps = [&](int from) { next_taps.Load(taps_row + from, at.before + from, at.after - from); };
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) following[i] = 0;
+  if (kPast > 0 && at.stretch + 1 < grid.plan.stretches && lane * kVec < kPast) {
+    const int next = steps * at.step;
+    C x[kPast + kVec], dy[kVec];
+#pragma unroll
+    for (int i = 0; i < kPast + kVec; ++i) x[i] = next + i - kPast < at.after ? static_cast<C>(x_row[next + i - kPast]) : C{0};
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) dy[i] = next + i < at.after ? static_cast<C>(dy_row[next + i]) : C{0};
+    if constexpr (kHasTaps) load_taps(next);
+    PreActivationGradient<kWidth, kHasTaps, kVec>(x, dy, weights, bias, next_taps, a.silu, following);
+    zero_outside(next, following);
+  }
+  C sums[kWidth + 1] = {};
+  const int first_lane = (threadIdx.x & 31) - lane;  // of the group, in its warp
+  if constexpr (kHasTaps) load_taps(offset);
+  for (int step = steps - 1; step >= 0; --step) {
+    const Taps<kVec + kPast> taps = next_taps;
+    if constexpr (kHasTaps) load_taps(offset - at.step);
+    WaitForCopies<kStepsAhead - 2>();  // the step that comes next lies before this one in the row
+    __syncwarp();
+    load_ahead(kStepsAhead);
+    const bool is_regular = at.IsRegular(offset), are_regular = __all_sync(kWholeWarp, is_regular);
+    C x[kPast + kVec], dy[kVec], dx[kVec];
+    ring.template Read<kPast>(x_ring, position, x);
+    ring.template Read<0>(dy_ring, position, dy);
+    if (!are_regular && !is_regular) mend(offset, x, dy);
+    const auto compute = [&](auto is_masked) {
+      constexpr bool kIsMasked = decltype(is_masked)::value;
+      C dz[kVec + kPast];  // of the vector and, after it, of those that follow in the row
+      PreActivationGradient<kWidth, kIsMasked, kVec>(x, dy, weights, bias, taps, a.silu, dz);
+      if (!are_regular) zero_outside(offset, dz);
+#pragma unroll
+      for (int j = 0; j < kPast; ++j) {
+        const int away = 1 + j / kVec;  // lanes to the one that has it
+        const C offered = lane < away ? following[j % kVec] : dz[j % kVec];
+        dz[kVec + j] = __shfl_sync(kWholeWarp, offered, first_lane + ((lane + away) & (lanes - 1)));
+      }
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) following[j] = dz[j];
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) {
+        dx[j] = 0;
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+          if (!kIsMasked || k == 0 || taps.Has(j + k, k)) dx[j] = fma(weights[kPast - k], dz[j + k], dx[j]);
+        }
+      }
+      const auto add_to_sums = [&](int j) {
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+          if (!kIsMasked || k == kPast || taps.Has(j, kPast - k)) sums[k] = fma(dz[j], x[j + k], sums[k]);
+        }
+        sums[kWidth] += dz[j];
+      };
+      if (are_regular) {
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) add_to_sums(j);
+      } else {
+        // No products where the row has ended: inputs of its end may be NaN.
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) {
+          if (at.before + offset + j >= 0 && offset + j < at.after) add_to_sums(j);
+        }
+      }
+    };
+    if (kHasTaps && !__all_sync(kWholeWarp, taps.HasAll(kWidth))) {
+      compute(std::true_type{});
+    } else {
+      compute(std::false_type{});
+    }
+    if (are_regular) {
+      StoreNarrow<T, kVec>(dx_row + offset, dx);
+    } else if (at.is_real) {
+      StoreInRow(at, offset, dx_row + offset, dx);
+    }
+    position -= step_bytes;
+    offset -= at.step;
+  }
+#pragma unroll
+  for (int k = 0; k <= kWidth; ++k) {
+    for (int away = lanes / 2; away > 0; away /= 2) sums[k] += __shfl_xor_sync(kWholeWarp, sums[k], away);
+  }
+  if (lane == 0 && at.is_real) {
+    C* partial = a.Partial(at.example, at.stretch, grid.plan.stretches, kWidth, at.channel);
+#pragma unroll
+    for (int k = 0; k <= kWidth; ++k) partial[k * geometry.channels] = sums[k];
+  }
+}
+
+template <typename T>
+cudaError_t LaunchRows(const BackwardCall& call, cudaStream_t stream) {
+  const Problem& problem = call.problem;
+  const BackwardArguments<T> arguments(call);
+  const bool is_aligned = IsAligned(call.x.data, kVectorBytes) && IsAligned(call.dy.data, kVectorBytes) &&
+                          IsAligned(call.dx, kVectorBytes);
+  const RowsGrid grid(problem, RowsPlan(problem, sizeof(T)), sizeof(T), is_aligned,
+                      arguments.x.is_shared || arguments.dy.is_shared);
+  return DispatchWidth(problem.width, [&](auto width) {
+    constexpr int kWidth = decltype(width)::value;
+    const auto kernel = call.taps.data != nullptr ? BackwardRows<T, kWidth, true> : BackwardRows<T, kWidth, false>;
+    kernel<<<static_cast<unsigned>(grid.plan.Blocks()), kRowsThreads, 0, stream>>>(arguments, grid);
+    return cudaGetLastError();
+  });
+}
+
+inline constexpr int kChannelsOfBlock = 32, kMostSummands = 32;
+
+// Adds up the partial sums of each channel, always in the same order: a block has a thread for each of kChannelsOfBlock
+// channels and each residue of the partial sums' number.
+template <typename C>
+__global__ void __launch_bounds__(kChannelsOfBlock * kMostSummands)
+    SumPartials(const C* partials, int64_t parts, int width, int64_t channels, Divider by_blocks_across, C* dweight,
+                C* dbias) {
+  __shared__ C shared[kMostSummands][kChannelsOfBlock];
+  const int64_t block = blockIdx.x, band = by_blocks_across.Quotient(block);  // band: of [batch, width + 1]
+  const int64_t batch = band / (width + 1);
+  const int k = static_cast<int>(band - batch * (width + 1));
+  const int64_t channel =
+      (block - band * static_cast<int64_t>(by_blocks_across.divisor)) * kChannelsOfBlock + threadIdx.x;
+  const bool is_real = channel < channels;
+  C sum = 0;
+  if (is_real) {
+    const C* first = partials + (batch * parts * (width + 1) + k) * channels + channel;
+#pragma unroll 4
+    for (int64_t part = threadIdx.y; part < parts; part += blockDim.y) sum += first[part * (width + 1) * channels];
+  }
+  shared[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || !is_real) return;
+  for (unsigned i = 1; i < blockDim.y; ++i) sum += shared[i][threadIdx.x];
+  if (k < width) {
+    dweight[(batch * channels + channel) * width + k] = sum;
+  } else {
+    dbias[batch * channels + channel] = sum;
+  }
+}
+
+template <typename C>
+cudaError_t LaunchSumPartials(const BackwardCall& call, int64_t parts, cudaStream_t stream) {
+  const Problem& problem = call.problem;
+  const int64_t across = CeilDivide(problem.channels, kChannelsOfBlock);
+  const int64_t blocks = problem.batch * (problem.width + 1) * across;
+  if (blocks == 0) return cudaSuccess;
+  int summands = 1;
+  while (summands < kMostSummands && summands * 2 <= parts) summands *= 2;
+  SumPartials<C><<<static_cast<unsigned>(blocks), dim3(kChannelsOfBlock, summands), 0, stream>>>(
+      static_cast<const C*>(call.scratch), parts, problem.width, problem.channels, Divider(across),
+      static_cast<C*>(call.dweight), static_cast<C*>(call.dbias));
+  return cudaGetLastError();
+}
+
+// Gradients of `count` times of each row from `first` on, which may be negative, one a thread, all of it computed again:
+// those of the initial state, and those of the last inputs where the final state sends them gradients too.
+template <typename T>
+__global__ void __launch_bounds__(kRowsThreads)
+    BackwardEnd(const __grid_constant__ BackwardArguments<T> a, int width, bool channels_last, int64_t first, Divider by_count,
+                int64_t size, T* d_initial_state) {
+  using C = ComputeType<T>;
+  const Geometry& geometry = a.geometry;
+  const int past = width - 1;
+  const int64_t index = int64_t{blockIdx.x} * kRowsThreads + threadIdx.x;
+  if (index >= size) return;
+  const int64_t row = by_count.Quotient(index), example = geometry.by_channels.Quotient(row);
+  const int64_t channel = row - example * geometry.channels;
+  const int64_t time = index - row * static_cast<int64_t>(by_count.divisor) + first;
+  const int64_t stride = channels_last ? geometry.channels : 1;
+  const int64_t in_example = channels_last ? channel : channel * geometry.length;
+  const int64_t example_size = geometry.channels * geometry.length;
+  const T* x = a.x.data + a.x.Example(geometry, example) * example_size + in_example;
+  const T* dy = a.dy.data + a.dy.Example(geometry, example) * example_size + in_example;
+  const T* state_end = a.initial_state.End(geometry, example, channel);
+  const uint8_t* taps = a.taps.data;
+  if (taps != nullptr) taps += a.taps.Example(geometry, example) * geometry.length;
+  const int64_t weight_row = a.weights.weight.Row(geometry, example, channel) * width;
+  const C bias = a.weights.bias.LoadOptional(a.weights.bias.Row(geometry, example, channel));
+  const auto weight = [&](int k) { return a.weights.weight.LoadOptional(weight_row + k); };
+
+  C gradient = 0;
+  for (int64_t t = max(time, int64_t{0}); t <= time + past && t < geometry.length; ++t) {
+    const uint32_t bits = taps != nullptr ? taps[t] : ~0u;
+    if ((bits >> (t - time) & 1u) == 0) continue;
+    C dz = static_cast<C>(dy[t * stride]);
+    if (a.silu) {
+      C z = bias;
+      for (int k = 0; k < width; ++k) {
+        const int64_t source = t - past + k;
+        if ((bits >> (past - k) & 1u) == 0 || (source < 0 && state_end == nullptr)) continue;
+        z = fma(weight(k), static_cast<C>(source >= 0 ? x[source * stride] : state_end[source]), z);
+      }
+      dz = SiluBackward(z, dz);
+    }
+    gradient = fma(weight(past - static_cast<int>(t - time)), dz, gradient);
+  }
+  const int64_t newer = geometry.length - 1 - time;  // inputs after this one
+  if (a.d_final_state.entries.data != nullptr && newer < past) {
+    const uint32_t bits = taps != nullptr && geometry.length > 0 ? taps[geometry.length - 1] : ~0u;
+    if (bits >> newer & 1u) gradient += static_cast<C>(a.d_final_state.End(geometry, example, channel)[-1 - newer]);
+  }
+  if (time < 0) {
+    d_initial_state[row * past + past + time] = static_cast<T>(gradient);
+  } else {
+    a.dx[example * example_size + in_example + time * stride] = static_cast<T>(gradient);
+  }
+}
+
+template <typename T>
+cudaError_t LaunchEnd(const BackwardCall& call, int64_t first, int64_t count, cudaStream_t stream) {
+  const Problem& problem = call.problem;
+  const int64_t size = problem.batch * problem.examples * problem.channels * count;
+  if (size == 0) return cudaSuccess;
+  BackwardEnd<T><<<static_cast<unsigned>(CeilDivide(size, kRowsThreads)), kRowsThreads, 0, stream>>>(
+      BackwardArguments<T>(call), problem.width, problem.channels_last, first, Divider(count), size,
+      static_cast<T*>(call.d_initial_state));
+  return cudaGetLastError();
+}
+
+int64_t PartsOfBatchElement(const Problem& problem, int64_t element_bytes) {
+  if (problem.HasNoElement()) return 0;
+  return problem.examples * (problem.channels_last ? PartsOfExampleChannelsLast(problem, element_bytes)
+                                                   : RowsPlan(problem, element_bytes).stretches);
+}
+
+}  // namespace
+
+int64_t BackwardScratchBytes(const Problem& problem, int64_t element_bytes) {
+  const int64_t compute_bytes = std::max<int64_t>(element_bytes, sizeof(float));
+  return problem.batch * PartsOfBatchElement(problem, element_bytes) * problem.channels * (problem.width + 1) *
+         compute_bytes;
+}
+
+cudaError_t LaunchBackward(const BackwardCall& call, cudaStream_t stream) {
+  return DispatchType(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const Problem& problem = call.problem;
+    cudaError_t error = cudaSuccess;
+    if (!problem.HasNoElement()) {
+      error = problem.channels_last ? LaunchBackwardChannelsLast(call, stream) : LaunchRows<T>(call, stream);
+    }
+    if (error == cudaSuccess) {
+      error = LaunchSumPartials<ComputeType<T>>(call, PartsOfBatchElement(problem, sizeof(T)), stream);
+    }
+    const int64_t past = problem.width - 1, last_inputs = std::min(past, problem.length);
+    if (error == cudaSuccess && call.d_final_state.data != nullptr) {
+      error = LaunchEnd<T>(call, problem.length - last_inputs, last_inputs, stream);
+    }
+    if (error == cudaSuccess && call.d_initial_state != nullptr) error = LaunchEnd<T>(call, -past, past, stream);
+    return error;
+  });
+}
+
+}  // namespace jax_baracuda::causal_conv1d

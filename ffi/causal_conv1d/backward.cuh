@@ -1,0 +1,43 @@
+// What the backward kernels of both layouts take, and the partial sums of the gradients of weights and biases.
+#pragma once
+
+#include "ffi/causal_conv1d/conv_device.cuh"
+
+namespace jax_baracuda::causal_conv1d {
+
+template <typename T>
+struct BackwardArguments {
+  Geometry geometry;
+  bool silu;
+  Input<T> x, dy;
+  Weights<T> weights;
+  InitialState<T> initial_state, d_final_state;
+  Input<uint8_t> taps;
+  T* dx;
+  ComputeType<T>* partials;  // [batch, partial sums of a channel, width + 1, channels], the bias's after the weights'
+
+  explicit BackwardArguments(const BackwardCall& call)
+      : geometry(call.problem),
+        silu(call.problem.silu),
+        x(call.problem, call.x),
+        dy(call.problem, call.dy),
+        weights{{call.problem, call.weight, call.type}, {call.problem, call.bias, call.type}},
+        initial_state{{call.problem, call.initial_state}, call.problem.width - 1},
+        d_final_state{{call.problem, call.d_final_state}, call.problem.width - 1},
+        taps(call.problem, call.taps),
+        dx(static_cast<T*>(call.dx)),
+        partials(static_cast<ComputeType<T>*>(call.scratch)) {}
+
+  // Where the sums of a channel that one partial sum covers lie; the next one is `channels` further on.
+  __device__ __forceinline__ ComputeType<T>* Partial(int64_t example, int64_t part, int64_t parts_of_example, int width,
+                                                     int64_t channel) const {
+    return partials + (example * parts_of_example + part) * (width + 1) * geometry.channels + channel;
+  }
+};
+
+// The partial sums of each channel of an example.
+int64_t PartsOfExampleChannelsLast(const Problem& problem, int64_t element_bytes);
+
+cudaError_t LaunchBackwardChannelsLast(const BackwardCall& call, cudaStream_t stream);
+
+}  // namespace jax_baracuda::causal_conv1d

@@ -1,0 +1,164 @@
+// The backward kernel for [.., length, channels].
+#include "ffi/causal_conv1d/backward.cuh"
+#include "ffi/causal_conv1d/channels_last.cuh"
+
+namespace jax_baracuda::causal_conv1d {
+namespace {
+
+inline constexpr int kRowsAhead = 8;  // rows under way
+inline constexpr int kMostLanes = 32, kLongestRun = 128, kShortestRun = 16;
+
+// So many blocks of a multiprocessor as the usual widths do well with.
+template <typename T, int kWidth>
+inline constexpr int kLeastBlocks = sizeof(T) > 4 || kWidth > 4 ? 1 : sizeof(T) == 4 ? 3 : 4;
+
+template <typename T, int kWidth, int kVec, bool kHasTaps>
+__global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
+    BackwardChannelsLast(const __grid_constant__ BackwardArguments<T> a, const __grid_constant__ ChannelsLastGrid grid) {
+  using C = ComputeType<T>;
+  using Ring = TimeRing<T, kVec, kRowsAhead>;
+  constexpr int kPast = kWidth - 1, kRows = kRowsOfCircle<kWidth>;
+  constexpr int kSumBytes = kChannelsLastThreads * kVec * (kWidth + 1) * static_cast<int>(sizeof(C));
+  // First the rings, then the sums.
+  __shared__ alignas(16) char shared[kSumBytes > 2 * Ring::kBlockBytes ? kSumBytes : 2 * Ring::kBlockBytes];
+  const Geometry& geometry = a.geometry;
+  const ChannelsLastPlace at(geometry, grid, kVec);
+  C sums[kWidth + 1][kVec] = {};
+  if (at.channel < geometry.channels && at.count > 0) {
+    const T *x = at.In(a.x, geometry), *dy = at.In(a.dy, geometry);
+    T* dx = a.dx + at.Index(geometry, at.example) - kPast * geometry.channels;  // of the row kPast before x's
+    const uint8_t* taps = nullptr;
+    if (kHasTaps && a.taps.data != nullptr) taps = at.Times(a.taps, geometry);
+    // Inputs of this run have their gradients from times up to kPast after it.
+    const int walk = at.count + kPast, end = static_cast<int>(min(geometry.length - at.begin, int64_t{walk}));
+
+    const T *x_ahead = x, *dy_ahead = dy;
+    const Ring x_ring(shared), dy_ring(shared + Ring::kBlockBytes);
+    const auto load = [&](int row) {
+      x_ring.Load(row, x_ahead, row < end);
+      dy_ring.Load(row, dy_ahead, row < end);
+      CommitCopies();
+      x_ahead += geometry.channels;
+      dy_ahead += geometry.channels;
+    };
+#pragma unroll
+    for (int row = 0; row < kRowsAhead; ++row) load(row);
+    C weight[kVec][kWidth], bias[kVec];
+    LoadChannelWeights<kVec, kWidth>(geometry, a.weights, at.example, at.channel, weight, bias);
+    C inputs[kWidth][kVec];
+    C gradients[kWidth][kVec] = {};  // of these inputs
+    LoadPast<kVec, kPast>(geometry, x, a.initial_state, at, inputs);
+    uint32_t next_masks[kRows];
+    const auto load_masks = [&](int first) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) next_masks[i] = taps == nullptr ? ~0u : first + i < end ? taps[first + i] : 0u;
+    };
+    if (kHasTaps) load_masks(0);
+    for (int first = 0; first < walk; first += kRows) {
+      uint32_t masks[kRows];
+      uint32_t common = ~0u;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        masks[i] = next_masks[i];
+        common &= masks[i];
+      }
+      if (kHasTaps) load_masks(first + kRows);
+      const auto compute = [&](auto is_masked) {
+        constexpr bool kIsMasked = decltype(is_masked)::value;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const int row = first + i;
+          C dz[kVec];
+          WaitForCopies<kRowsAhead - 1>();
+          x_ring.Read(row, inputs[(i + kPast) % kWidth]);
+          dy_ring.Read(row, dz);
+          load(row + kRowsAhead);
+#pragma unroll
+          for (int v = 0; v < kVec; ++v) KeepWide(inputs[(i + kPast) % kWidth][v]);
+          if (a.silu) {
+            C z[kVec];
+            ConvolveRow<kWidth, kVec, kIsMasked>(weight, bias, inputs, i, masks[i], z);
+#pragma unroll
+            for (int v = 0; v < kVec; ++v) dz[v] = SiluBackward(z[v], dz[v]);
+          }
+#pragma unroll
+          for (int v = 0; v < kVec; ++v) gradients[(i + kPast) % kWidth][v] = 0;
+          const bool is_own = row < at.count;
+#pragma unroll
+          for (int k = 0; k < kWidth; ++k) {
+            if (!kIsMasked || (masks[i] >> (kPast - k) & 1u)) {
+#pragma unroll
+              for (int v = 0; v < kVec; ++v) {
+                gradients[(i + k) % kWidth][v] = fma(weight[v][k], dz[v], gradients[(i + k) % kWidth][v]);
+                if (is_own) sums[k][v] = fma(dz[v], inputs[(i + k) % kWidth][v], sums[k][v]);
+              }
+            }
+          }
+          if (is_own) {
+#pragma unroll
+            for (int v = 0; v < kVec; ++v) sums[kWidth][v] += dz[v];
+          }
+          // The gradients of the row kPast before are complete.
+          if (static_cast<unsigned>(row - kPast) < static_cast<unsigned>(at.count)) StoreNarrow<T, kVec>(dx, gradients[i % kWidth]);
+          dx += geometry.channels;
+        }
+      };
+      constexpr uint32_t kAllTaps = (1u << kWidth) - 1;
+      if (kHasTaps && (common & kAllTaps) != kAllTaps) {
+        compute(std::true_type{});
+      } else {
+        compute(std::false_type{});
+      }
+    }
+  }
+  __syncthreads();
+  // The runs of the block, in order.
+  C* shared_sums = reinterpret_cast<C*>(shared);
+  const int lane = threadIdx.x, lanes = grid.plan.lanes;
+#pragma unroll
+  for (int k = 0; k <= kWidth; ++k) {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) shared_sums[((threadIdx.y * (kWidth + 1) + k) * lanes + lane) * kVec + v] = sums[k][v];
+  }
+  __syncthreads();
+  const int columns = lanes * kVec, cells = columns * (kWidth + 1);
+  const int64_t first_channel = at.channel - lane * kVec;
+  C* partial = a.Partial(at.example, at.block_down, grid.plan.blocks_down, kWidth, first_channel);
+  for (int cell = threadIdx.y * lanes + lane; cell < cells; cell += kChannelsLastThreads) {
+    const int k = cell / columns, column = cell - k * columns;
+    if (first_channel + column >= geometry.channels) continue;
+    C sum = 0;
+    for (int run = 0; run < grid.plan.runs; ++run) sum += shared_sums[run * cells + cell];
+    partial[k * geometry.channels + column] = sum;
+  }
+}
+
+ChannelsLastPlan BackwardPlan(const Problem& problem, int64_t element_bytes) {
+  return ChannelsLastPlan(problem, element_bytes, kMostLanes, kLongestRun, kShortestRun);
+}
+
+}  // namespace
+
+int64_t PartsOfExampleChannelsLast(const Problem& problem, int64_t element_bytes) {
+  return BackwardPlan(problem, element_bytes).blocks_down;
+}
+
+cudaError_t LaunchBackwardChannelsLast(const BackwardCall& call, cudaStream_t stream) {
+  const Problem& problem = call.problem;
+  return DispatchType(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const BackwardArguments<T> arguments(call);
+    const bool is_aligned = IsAligned(call.x.data, kVectorBytes) && IsAligned(call.dy.data, kVectorBytes) &&
+                            IsAligned(call.dx, kVectorBytes);
+    const ChannelsLastGrid grid(problem, BackwardPlan(problem, sizeof(T)), is_aligned);
+    return DispatchWidth(problem.width, [&](auto width) {
+      return DispatchChannels<T>(grid.vector, call.taps.data != nullptr, [&](auto channels, auto has_taps) {
+        BackwardChannelsLast<T, decltype(width)::value, decltype(channels)::value, decltype(has_taps)::value>
+            <<<static_cast<unsigned>(grid.Blocks()), grid.BlockShape(), 0, stream>>>(arguments, grid);
+        return cudaGetLastError();
+      });
+    });
+  });
+}
+
+}  // namespace jax_baracuda::causal_conv1d

@@ -1,0 +1,1068 @@
+// The CPU kernels of causal_conv1d, its gradient and its update.
+//
+// Work is done in tiles that stay in the nearest caches: many times of one channel, or, where channels are last, some
+// times of a block of channels. Inside a tile numbers have the compute type and lie times by channels, so that one time
+// further is `channels of the tile` numbers further in both layouts. The convolution and its transpose are the same
+// correlation with a window of times; only whether its weights vary along the numbers of a vector differs.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+
+#include "ffi/causal_conv1d/causal_conv1d.h"
+#include "ffi/causal_conv1d/causal_conv1d_handler.h"
+#include "ffi/core/cpu_clones.h"
+#include "ffi/core/cpu_kernel.h"
+#include "ffi/core/exp_cpu.h"
+#include "ffi/core/huge_pages.h"
+#include "ffi/core/parallel_for.h"
+#include "ffi/core/target_table.h"
+
+namespace jax_baracuda::causal_conv1d {
+namespace {
+
+constexpr size_t kLineBytes = 64;  // of the caches, and of the longest vectors
+
+// Of a tile. Where channels are last, a tile takes whole rows if it can: memory that is read on and on comes fastest.
+constexpr int64_t kTimesOfChannel = 1024;
+constexpr int64_t kTimes = 16;
+constexpr int64_t kMostChannels = 2048;
+constexpr int64_t kFewestChannels = 128;  // where there are more threads than tiles
+
+// Channels fill vectors, too, where sequences are shorter than this; tiles are then transposed on the way.
+constexpr int64_t kLongTimes = 48;
+
+// Of one channel, sequences are looked at in blocks of so many times for taps that are missing.
+constexpr int64_t kBlockTimes = 64;
+
+// How the sums over examples and times are cut: by shapes alone, so that they are the same on any number of threads.
+constexpr int64_t kPieceTimesOfChannel = 8 * kTimesOfChannel;
+constexpr int64_t kPieceTimes = 16 * kTimes;
+constexpr int64_t kMostParts = 128;  // times the elements of the batch, times the channels in units of a small tile
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Kernels.
+
+template <typename C>
+JB_INLINE C Silu(C z) {
+  return z / (C{1} + ExpOrZero(-z));
+}
+
+// Calls body with the width as a constant.
+template <typename Body>
+void WithWidth(int width, const Body& body) {
+  switch (width) {
+    case 1:
+      return body(std::integral_constant<int, 1>{});
+    case 2:
+      return body(std::integral_constant<int, 2>{});
+    case 3:
+      return body(std::integral_constant<int, 3>{});
+    case 4:
+      return body(std::integral_constant<int, 4>{});
+    case 5:
+      return body(std::integral_constant<int, 5>{});
+    case 6:
+      return body(std::integral_constant<int, 6>{});
+    case 7:
+      return body(std::integral_constant<int, 7>{});
+    default:
+      return body(std::integral_constant<int, 8>{});
+  }
+}
+static_assert(kMostWidth == 8);
+
+constexpr int64_t CeilOfQuotient(int64_t dividend, int64_t divisor) { return (dividend + divisor - 1) / divisor; }
+
+// Runs of consecutive elements in memory, whose numbers are dense in a tile.
+struct Runs {
+  int64_t count;
+  int64_t length;
+  int64_t stride;  // in memory
+};
+
+template <typename T, typename C>
+JB_CPU_CLONES void Load(const T* from, Runs runs, C* to) {
+  for (int64_t run = 0; run < runs.count; ++run, from += runs.stride, to += runs.length) {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < runs.length; ++i) to[i] = static_cast<C>(from[i]);
+  }
+}
+
+template <typename T, typename C>
+JB_CPU_CLONES void StoreRuns(const C* from, Runs runs, T* to) {
+  for (int64_t run = 0; run < runs.count; ++run, from += runs.length, to += runs.stride) {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < runs.length; ++i) Store(from[i], to + i);
+  }
+}
+
+template <typename C>
+JB_CPU_CLONES void ApplySilu(int64_t count, C* z) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < count; ++i) z[i] = Silu(z[i]);
+}
+
+// Turns z into its cotangent.
+template <typename T, typename C>
+JB_CPU_CLONES void SiluGradient(const T* dy, Runs runs, C* z) {
+  for (int64_t run = 0; run < runs.count; ++run, dy += runs.stride, z += runs.length) {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < runs.length; ++i) {
+      const C exponential = ExpOrZero(-z[i]), sigmoid = C{1} / (C{1} + exponential);
+      const C of_negative = z[i] < C{0} ? C{1} - sigmoid : exponential * sigmoid;  // sigmoid(-z)
+      z[i] = static_cast<C>(dy[i]) * (sigmoid * (C{1} + z[i] * of_negative));
+    }
+  }
+}
+
+// The numbers of one vector register, or of several where registers are shorter.
+template <typename C>
+struct Lanes {
+  static constexpr int64_t kCount = kLineBytes / sizeof(C);
+  typedef C Type __attribute__((vector_size(kLineBytes)));
+};
+
+// Numbers [begin, begin + times) of rows of kLength numbers, or `length` where that is 0, a row for each channel.
+template <int kLength, typename T, typename C>
+JB_CPU_CLONES void LoadColumns(const T* rows, int64_t length, int64_t begin, int64_t times, int64_t channels, C* to) {
+  const int64_t stride = kLength == 0 ? length : kLength;
+  for (int64_t time = 0; time < times; ++time, to += channels) {
+    const T* const from = rows + begin + time;
+    JB_VECTORIZE
+    for (int64_t c = 0; c < channels; ++c) to[c] = static_cast<C>(from[c * stride]);
+  }
+}
+
+// The first `times` numbers of rows of `length` numbers; kLength is both, or 0.
+template <int kLength, typename T, typename C>
+JB_CPU_CLONES void StoreColumns(const C* from, int64_t length, int64_t times, int64_t channels, T* rows) {
+  const int64_t stride = kLength == 0 ? length : kLength, count = kLength == 0 ? times : kLength;
+  JB_VECTORIZE
+  for (int64_t c = 0; c < channels; ++c) {
+    for (int64_t time = 0; time < count; ++time) Store(from[time * channels + c], rows + c * stride + time);
+  }
+}
+
+// Calls body with the length as a constant where it is small, else with 0.
+template <typename Body>
+void WithLength(int64_t length, const Body& body) {
+  if (length >= 1 && length <= kMostWidth) {
+    WithWidth(static_cast<int>(length), body);
+  } else {
+    body(std::integral_constant<int, 0>{});
+  }
+}
+
+// The states of kLength inputs after one more input of each channel. They may take the place of the old ones.
+template <int kLength, typename T>
+JB_CPU_CLONES void ShiftStates(const T* old_states, const T* x, int64_t channels, T* new_states) {
+  JB_VECTORIZE
+  for (int64_t c = 0; c < channels; ++c) {
+    for (int i = 1; i < kLength; ++i) new_states[c * kLength + i - 1] = old_states[c * kLength + i];
+    new_states[c * kLength + kLength - 1] = x[c];
+  }
+}
+
+// Memory that is not initialised and begins with a line.
+template <typename C>
+class Lines {
+ public:
+  // Returns false if there is no memory.
+  bool Allocate(int64_t count) {
+    memory_ = jax_baracuda::Allocate<C>(count + Lanes<C>::kCount);
+    const uintptr_t address = reinterpret_cast<uintptr_t>(memory_.get());
+    begin_ = reinterpret_cast<C*>((address + kLineBytes - 1) / kLineBytes * kLineBytes);
+    return memory_ != nullptr;
+  }
+
+  C* get() const { return begin_; }
+
+ private:
+  std::unique_ptr<C[]> memory_;
+  C* begin_ = nullptr;
+};
+
+template <int kWidth, bool kSilu, typename C>
+JB_CPU_CLONES void CorrelateTimes(const C* __restrict in, const C* weights, int64_t weight_stride, C bias,
+                                  int64_t times, C* __restrict out) {
+  C weight[kWidth];
+  for (int k = 0; k < kWidth; ++k) weight[k] = weights[k * weight_stride];
+  JB_VECTORIZE
+  for (int64_t t = 0; t < times; ++t) {
+    C sum = bias;
+    for (int k = 0; k < kWidth; ++k) sum += weight[k] * in[t + k];
+    out[t] = kSilu ? Silu(sum) : sum;
+  }
+}
+
+template <int kWidth, bool kSilu, typename C>
+JB_CPU_CLONES void CorrelateChannels(const C* __restrict in, int64_t in_stride, const C* __restrict weights,
+                                     int64_t weight_stride, const C* __restrict bias, int64_t times, int64_t channels,
+                                     C* __restrict out, int64_t out_stride) {
+  // Several times at once share inputs and weights, where registers can hold them.
+  constexpr int kMostAtOnce = kWidth <= 4 ? 4 : 1;
+  const auto run = [&](auto count, int64_t t) __attribute__((always_inline)) {
+    constexpr int kTimesAtOnce = count;
+    const C* const from = in + t * in_stride;
+    C* const to = out + t * out_stride;
+    JB_VECTORIZE
+    for (int64_t c = 0; c < channels; ++c) {
+      C window[kTimesAtOnce + kWidth - 1];
+      for (int i = 0; i < kTimesAtOnce + kWidth - 1; ++i) window[i] = from[i * in_stride + c];
+      for (int i = 0; i < kTimesAtOnce; ++i) {
+        C sum = bias[c];
+        for (int k = 0; k < kWidth; ++k) sum += weights[k * weight_stride + c] * window[i + k];
+        to[i * out_stride + c] = kSilu ? Silu(sum) : sum;
+      }
+    }
+  };
+  int64_t t = 0;
+  for (; t + kMostAtOnce <= times; t += kMostAtOnce) run(std::integral_constant<int, kMostAtOnce>{}, t);
+  for (; t < times; ++t) run(std::integral_constant<int, 1>{}, t);
+}
+
+template <typename C>
+JB_CPU_CLONES void AddTapTimes(const C* __restrict in, C weight, const uint8_t* taps, int bit, int64_t times,
+                               C* __restrict out) {
+  JB_VECTORIZE
+  for (int64_t t = 0; t < times; ++t) out[t] += (taps[t] >> bit & 1) != 0 ? weight * in[t] : C{0};
+}
+
+template <typename C>
+JB_CPU_CLONES void AddTapChannels(const C* __restrict in, const C* __restrict weights, int64_t channels,
+                                  C* __restrict out) {
+  JB_VECTORIZE
+  for (int64_t c = 0; c < channels; ++c) out[c] += weights[c] * in[c];
+}
+
+template <typename Vector, typename C>
+JB_INLINE void LoadVector(const C* from, Vector* vector) {
+  std::memcpy(vector, from, sizeof(Vector));
+}
+
+// Adds the sum of the numbers of a vector, in a fixed order.
+template <typename C>
+JB_INLINE void AddLanes(const typename Lanes<C>::Type& lanes, double* sum) {
+  double total = 0;
+  for (int64_t lane = 0; lane < Lanes<C>::kCount; ++lane) total += static_cast<double>(lanes[lane]);
+  *sum += total;
+}
+
+// Adds the sums of dz[t] * in[t + k] over t to sums[k * stride], and of dz to sums[kWidth * stride].
+template <int kWidth, typename C>
+JB_CPU_CLONES void SumProductsTimes(const C* in, const C* dz, int64_t times, double* sums, int64_t stride) {
+  using Vector = typename Lanes<C>::Type;
+  constexpr int64_t kLanes = Lanes<C>::kCount;
+  Vector products[kWidth + 1] = {};  // and the sum of dz
+  const auto add = [&](const C* d, const C* x) __attribute__((always_inline)) {
+    Vector gradient, input;
+    LoadVector(d, &gradient);
+    products[kWidth] += gradient;
+    for (int k = 0; k < kWidth; ++k) {
+      LoadVector(x + k, &input);
+      products[k] += gradient * input;
+    }
+  };
+  int64_t t = 0;
+  for (; t + kLanes <= times; t += kLanes) add(dz + t, in + t);
+  for (int64_t lane = 0; t < times; ++t, ++lane) {
+    products[kWidth][lane] += dz[t];
+    for (int k = 0; k < kWidth; ++k) products[k][lane] += dz[t] * in[t + k];
+  }
+  for (int k = 0; k <= kWidth; ++k) AddLanes<C>(products[k], sums + k * stride);
+}
+
+// The same for each channel, with sums[k * stride + channel].
+template <int kWidth, typename C>
+JB_CPU_CLONES void SumProductsChannels(const C* in, int64_t in_stride, const C* dz, int64_t times, int64_t channels,
+                                       double* sums, int64_t stride) {
+  const auto add = [&](auto tag, int64_t c) __attribute__((always_inline)) {
+    using Vector = typename decltype(tag)::type;
+    Vector products[kWidth + 1] = {};
+    for (int64_t t = 0; t < times; ++t) {
+      Vector gradient, input;
+      LoadVector(dz + t * channels + c, &gradient);
+      products[kWidth] += gradient;
+      for (int k = 0; k < kWidth; ++k) {
+        LoadVector(in + (t + k) * in_stride + c, &input);
+        products[k] += gradient * input;
+      }
+    }
+    for (int k = 0; k <= kWidth; ++k) {
+      C numbers[sizeof(Vector) / sizeof(C)];
+      std::memcpy(numbers, &products[k], sizeof(Vector));
+      double* const to = sums + k * stride + c;
+      for (size_t lane = 0; lane < sizeof(Vector) / sizeof(C); ++lane) to[lane] += static_cast<double>(numbers[lane]);
+    }
+  };
+  int64_t c = 0;
+  for (; c + Lanes<C>::kCount <= channels; c += Lanes<C>::kCount) add(TypeTag<typename Lanes<C>::Type>{}, c);
+  for (; c < channels; ++c) add(TypeTag<C>{}, c);
+}
+
+// The sum of dz[t] * in[t] over the times whose tap has the bit.
+template <typename C>
+JB_CPU_CLONES void SumTapTimes(const C* in, const C* dz, const uint8_t* taps, int bit, int64_t times, double* sum) {
+  C lanes[Lanes<C>::kCount] = {};
+  for (int64_t begin = 0; begin < times; begin += Lanes<C>::kCount) {
+    const int64_t count = std::min(Lanes<C>::kCount, times - begin);
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) {
+      lanes[i] += (taps[begin + i] >> bit & 1) != 0 ? dz[begin + i] * in[begin + i] : C{0};
+    }
+  }
+  double total = 0;
+  for (const C lane : lanes) total += static_cast<double>(lane);
+  *sum += total;
+}
+
+template <typename C>
+JB_CPU_CLONES void SumTapChannels(const C* in, const C* dz, int64_t channels, double* sums) {
+  JB_VECTORIZE
+  for (int64_t c = 0; c < channels; ++c) sums[c] += static_cast<double>(dz[c] * in[c]);
+}
+
+template <typename C>
+JB_CPU_CLONES void SumChannels(const C* dz, int64_t channels, double* sums) {
+  JB_VECTORIZE
+  for (int64_t c = 0; c < channels; ++c) sums[c] += static_cast<double>(dz[c]);
+}
+
+JB_CPU_CLONES bool AllEqual(const uint8_t* bytes, int64_t count, int value) {
+  int differences = 0;
+  for (int64_t i = 0; i < count; ++i) differences |= bytes[i] ^ value;
+  return differences == 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Operands.
+
+// The parameters as numbers of the compute type: width rows of weights, then one of biases, each over all channels.
+template <typename C>
+class Parameters {
+ public:
+  // Returns false if there is no memory.
+  bool Prepare(ffi::ThreadPool& pool, const Problem& problem, const Parameter& weight, const Parameter& bias) {
+    const bool are_shared = weight.is_shared && (bias.data == nullptr || bias.is_shared);
+    const int64_t batch = are_shared ? std::min<int64_t>(1, problem.batch) : problem.batch;
+    const int64_t channels = problem.channels, width = problem.width, rows = batch * channels;
+    batch_stride_ = are_shared ? 0 : (width + 1) * channels;
+    if (!values_.Allocate(rows * (width + 1))) return false;
+    const int64_t chunks = std::min(ChunksFor(pool, rows * (width + 1) * static_cast<int64_t>(sizeof(C))), rows);
+    ParallelFor(pool, chunks, [&](int64_t chunk) {
+      const int64_t begin = ChunkBegin(rows, chunks, chunk), end = ChunkBegin(rows, chunks, chunk + 1);
+      Copy(weight, width, channels, begin, end, values_.get());
+      if (bias.data != nullptr) return Copy(bias, 1, channels, begin, end, values_.get() + width * channels);
+      for (int64_t row = begin; row < end; ++row) {
+        values_.get()[row / channels * batch_stride_ + width * channels + row % channels] = C{0};
+      }
+    });
+    return true;
+  }
+
+  const C* Of(int64_t batch) const { return values_.get() + batch * batch_stride_; }
+
+ private:
+  // Copies `count` numbers of each of the channels [begin, end) of the whole batch to as many rows.
+  void Copy(const Parameter& parameter, int64_t count, int64_t channels, int64_t begin, int64_t end, C* to) const {
+    DispatchFloating(parameter.type, [&](auto tag) {
+      const auto* const from = static_cast<const typename decltype(tag)::type*>(parameter.data);
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t g = row / channels, c = row % channels;
+        const auto* const numbers = from + (parameter.is_shared ? c : row) * count;
+        C* const first = to + g * batch_stride_ + c;
+        for (int64_t k = 0; k < count; ++k) first[k * channels] = static_cast<C>(numbers[k]);
+      }
+    });
+  }
+
+  Lines<C> values_;
+  int64_t batch_stride_ = 0;
+};
+
+// The inputs before time 0: the newest `width - 1` of `length` inputs of each channel; or none, and zeros count.
+template <typename T>
+struct InitialState {
+  const T* data;
+  bool is_shared;
+  int64_t length;
+};
+
+// What the forward and the backward pass have in common. A place is an example of an element of the batch.
+struct Place {
+  int64_t batch, example;
+};
+
+template <typename T>
+class Convolution {
+ public:
+  using C = ComputeType<T>;
+
+  // The channels of a tile.
+  struct Channels {
+    int64_t begin, count;
+  };
+
+  Convolution(const Problem& problem, const Operand& x, const InitialState<T>& initial_state, const Operand& taps,
+              const Parameters<C>& parameters)
+      : problem_(problem),
+        x_(static_cast<const T*>(x.data)),
+        x_is_shared_(x.is_shared),
+        initial_state_(initial_state),
+        taps_(static_cast<const uint8_t*>(taps.data)),
+        taps_are_shared_(taps.is_shared),
+        parameters_(parameters),
+        is_transposed_(!problem.channels_last && problem.length < kLongTimes &&
+                       problem.channels >= Lanes<C>::kCount),
+        has_channels_(problem.channels_last || is_transposed_) {}
+
+  // Whether tiles are of several channels.
+  bool has_channels() const { return has_channels_; }
+
+  int64_t tile_times() const { return has_channels_ ? kTimes : kTimesOfChannel; }
+
+  // The channels of a tile where about `num_tiles` of them side by side keep all threads busy.
+  int64_t TileChannels(int64_t num_tiles) const {
+    if (!has_channels_) return 1;
+    const int64_t lines = CeilOfQuotient(problem_.channels, num_tiles * Lanes<C>::kCount);
+    return std::clamp(lines * Lanes<C>::kCount, kFewestChannels, kMostChannels);
+  }
+
+  int64_t reach() const { return problem_.width - 1; }
+  int64_t time_stride() const { return problem_.channels_last ? problem_.channels : 1; }  // of arrays shaped as x
+
+  // Where an element lies in an array shaped as x.
+  int64_t Index(bool is_shared, Place place, int64_t time, int64_t channel) const {
+    const int64_t place_index = (is_shared ? 0 : place.batch) * problem_.examples + place.example;
+    return problem_.channels_last ? (place_index * problem_.length + time) * problem_.channels + channel
+                                  : (place_index * problem_.channels + channel) * problem_.length + time;
+  }
+
+  // Where the state of a channel lies in an array of states of `length` inputs.
+  int64_t StateIndex(bool is_shared, Place place, int64_t channel, int64_t length) const {
+    return (((is_shared ? 0 : place.batch) * problem_.examples + place.example) * problem_.channels + channel) * length;
+  }
+
+  // Between a tile and the memory of an array shaped as x, from the tile's first element on.
+  void LoadTile(const T* from, int64_t times, Channels channels, C* to) const {
+    if (is_transposed_) return LoadRows(from, problem_.length, 0, times, channels, to);
+    Load(from, RunsOf(times, channels), to);
+  }
+
+  void StoreTile(const C* from, int64_t times, Channels channels, T* to) const {
+    if (!is_transposed_) return StoreRuns(from, RunsOf(times, channels), to);
+    WithLength(times == problem_.length ? times : 0, [&](auto length) {
+      StoreColumns<length>(from, problem_.length, times, channels.count, to);
+    });
+  }
+
+  // Turns z of a tile into its cotangent. The buffer is as large as the tile.
+  void SiluGradientOfTile(const T* dy, int64_t times, Channels channels, C* buffer, C* z) const {
+    if (!is_transposed_) return SiluGradient(dy, RunsOf(times, channels), z);
+    LoadTile(dy, times, channels, buffer);
+    SiluGradient(buffer, Runs{1, times * channels.count, 0}, z);
+  }
+
+  // Whether a tile can be read and written in the memory of an array shaped as x.
+  bool is_in_place() const { return std::is_same_v<T, C> && !is_transposed_; }
+
+  // The taps from `time` on; nullptr if there are none.
+  const uint8_t* Taps(Place place, int64_t time) const {
+    if (taps_ == nullptr) return nullptr;
+    return taps_ + ((taps_are_shared_ ? 0 : place.batch) * problem_.examples + place.example) * problem_.length + time;
+  }
+
+  // Row k, the weights of all channels, begins k * channels further.
+  const C* Weights(Place place) const { return parameters_.Of(place.batch); }
+
+  bool HasTap(Place place, int64_t time, int64_t bit) const {
+    return taps_ == nullptr || (*Taps(place, time) >> bit & 1) != 0;
+  }
+
+  // The inputs of times [begin, end) as numbers of the compute type, `stride` numbers from one time to the next; in
+  // their own memory if possible, else in the buffer.
+  const C* Inputs(Place place, Channels channels, int64_t begin, int64_t end, C* buffer, int64_t* stride) const {
+    const int64_t first = std::max<int64_t>(begin, 0);
+    const T* const from = x_ + Index(x_is_shared_, place, first, channels.begin);
+    if constexpr (std::is_same_v<T, C>) {
+      if (begin >= 0 && is_in_place()) {
+        *stride = time_stride();
+        return from;
+      }
+    }
+    *stride = channels.count;
+    const int64_t before = first - begin;
+    C* const to = buffer + before * channels.count;
+    if (before > 0 && initial_state_.data == nullptr) {
+      std::fill(buffer, to, C{0});
+    } else if (before > 0) {
+      const int64_t length = initial_state_.length;
+      LoadRows(initial_state_.data + StateIndex(initial_state_.is_shared, place, channels.begin, length), length,
+               length - before, before, channels, buffer);
+    }
+    if (end > first) LoadTile(from, end - first, channels, to);
+    return buffer;
+  }
+
+  // z, or its silu, of times from `time` on; `in` begins with the input that the first window begins with.
+  template <bool kSilu>
+  void Forward(Place place, Channels channels, const C* in, int64_t in_stride, int64_t time, int64_t times, C* z,
+               int64_t z_stride) const {
+    const C* const weights = Weights(place) + channels.begin;
+    const C* const biases = weights + problem_.width * problem_.channels;
+    Correlate<kSilu>({weights, problem_.channels, biases, Taps(place, time), false}, channels, in, in_stride, times,
+                     times, z, z_stride);
+  }
+
+  // dx of times from `time` on without the part of the final state, from dz of the same and of later times: of
+  // `gradients` times, and zeros behind them up to the end of the last window.
+  void Transpose(Place place, Channels channels, const C* dz, int64_t time, int64_t gradients, int64_t times,
+                 C* dx, int64_t dx_stride) const {
+    static constexpr C kZeros[kMostChannels] = {};
+    const C* const last_weights = Weights(place) + channels.begin + reach() * problem_.channels;
+    Correlate<false>({last_weights, -problem_.channels, kZeros, Taps(place, time), true}, channels, dz, channels.count,
+                     gradients, times, dx, dx_stride);
+  }
+
+  // Adds to the sums for the weights and the bias, a row of all channels each.
+  void SumProducts(Place place, Channels channels, const C* in, int64_t in_stride, const C* dz, int64_t time,
+                   int64_t times, double* sums) const {
+    const uint8_t* const taps = Taps(place, time);
+    sums += channels.begin;
+    const int64_t stride = problem_.channels;
+    ForEachRunOfTimes(taps, false, times, times, [&](int64_t begin, int64_t end) {
+      WithWidth(problem_.width, [&](auto width) {
+        const C* const first_in = in + begin * in_stride;
+        const C* const first_dz = dz + begin * channels.count;
+        if (has_channels_) {
+          SumProductsChannels<width>(first_in, in_stride, first_dz, end - begin, channels.count, sums, stride);
+        } else {
+          SumProductsTimes<width>(first_in, first_dz, end - begin, sums, stride);
+        }
+      });
+    }, [&](int64_t begin, int64_t end) {
+      if (!has_channels_) {
+        for (int k = 0; k < problem_.width; ++k) {
+          SumTapTimes(in + begin + k, dz + begin, taps + begin, Bit(false, k), end - begin, sums + k * stride);
+        }
+        SumProductsTimes<0>(in, dz + begin, end - begin, sums + problem_.width * stride, stride);
+        return;
+      }
+      for (int64_t t = begin; t < end; ++t) {
+        const C* const gradients = dz + t * channels.count;
+        for (int k = 0; k < problem_.width; ++k) {
+          if ((taps[t] >> Bit(false, k) & 1) == 0) continue;
+          SumTapChannels(in + (t + k) * in_stride, gradients, channels.count, sums + k * stride);
+        }
+        SumChannels(gradients, channels.count, sums + problem_.width * stride);
+      }
+    });
+  }
+
+ private:
+  // out[t] = bias + sum over k of weight[k] * in[t + k], for channels that lie beside each other.
+  struct Correlation {
+    const C* weights;  // of the first channel
+    int64_t weight_stride;
+    const C* biases;
+    const uint8_t* taps;  // nullptr if there are none
+    // Where false, taps[t] has a bit for each k, the last of them bit 0. Where true, bit k of taps[t + k] counts.
+    bool is_transposed;
+  };
+
+  // There are taps for `num_taps` times.
+  template <bool kSilu>
+  void Correlate(const Correlation& correlation, Channels channels, const C* in, int64_t in_stride, int64_t num_taps,
+                 int64_t times, C* out, int64_t out_stride) const {
+    const uint8_t* const taps = correlation.taps;
+    const bool is_transposed = correlation.is_transposed;
+    const C* const weights = correlation.weights;
+    const int64_t weight_stride = correlation.weight_stride;
+    ForEachRunOfTimes(taps, is_transposed, num_taps, times, [&](int64_t begin, int64_t end) {
+      WithWidth(problem_.width, [&](auto width) {
+        const C* const first_in = in + begin * in_stride;
+        C* const first_out = out + begin * out_stride;
+        if (has_channels_) {
+          CorrelateChannels<width, kSilu>(first_in, in_stride, weights, weight_stride, correlation.biases, end - begin,
+                                          channels.count, first_out, out_stride);
+        } else {
+          CorrelateTimes<width, kSilu>(first_in, weights, weight_stride, *correlation.biases, end - begin, first_out);
+        }
+      });
+    }, [&](int64_t begin, int64_t end) {
+      if (!has_channels_) {
+        std::fill(out + begin, out + end, *correlation.biases);
+        for (int k = 0; k < problem_.width; ++k) {
+          const int64_t first_tap = is_transposed ? begin + k : begin;
+          AddTapTimes(in + begin + k, weights[k * weight_stride], taps + first_tap, Bit(is_transposed, k),
+                      std::min(end - begin, num_taps - first_tap), out + begin);
+        }
+        if (kSilu) ApplySilu(end - begin, out + begin);
+        return;
+      }
+      for (int64_t t = begin; t < end; ++t) {
+        C* const to = out + t * out_stride;
+        std::copy_n(correlation.biases, channels.count, to);
+        for (int k = 0; k < problem_.width; ++k) {
+          const int64_t tap = is_transposed ? t + k : t;
+          if (tap >= num_taps || (taps[tap] >> Bit(is_transposed, k) & 1) == 0) continue;
+          AddTapChannels(in + (t + k) * in_stride, weights + k * weight_stride, channels.count, to);
+        }
+        if (kSilu) ApplySilu(channels.count, to);
+      }
+    });
+  }
+
+  int Bit(bool is_transposed, int k) const { return is_transposed ? k : problem_.width - 1 - k; }
+
+  // Calls whole(begin, end) for runs of times whose windows have all taps, and broken(begin, end) for others.
+  template <typename Whole, typename Broken>
+  void ForEachRunOfTimes(const uint8_t* taps, bool is_transposed, int64_t num_taps, int64_t times, const Whole& whole,
+                         const Broken& broken) const {
+    const auto is_whole = [&](int64_t begin, int64_t end) {
+      const int64_t end_tap = is_transposed ? std::min(end + reach(), num_taps) : end;
+      return AllEqual(taps + begin, end_tap - begin, (1 << problem_.width) - 1);
+    };
+    if (taps == nullptr || is_whole(0, times)) return whole(int64_t{0}, times);
+    const int64_t step = has_channels_ ? 1 : kBlockTimes;
+    for (int64_t begin = 0; begin < times;) {
+      int64_t end = begin;
+      while (end < times && is_whole(end, std::min(end + step, times))) end = std::min(end + step, times);
+      if (end > begin) whole(begin, end);
+      begin = std::min(end + step, times);
+      if (begin > end) broken(end, begin);
+    }
+  }
+
+  Runs RunsOf(int64_t times, Channels channels) const {
+    return problem_.channels_last ? Runs{times, channels.count, problem_.channels} : Runs{1, times, 0};
+  }
+
+  // Numbers [begin, begin + times) of rows of `length` numbers, a row for each channel.
+  static void LoadRows(const T* rows, int64_t length, int64_t begin, int64_t times, Channels channels, C* to) {
+    WithLength(length, [&](auto constant_length) {
+      LoadColumns<constant_length>(rows, length, begin, times, channels.count, to);
+    });
+  }
+
+  const Problem problem_;
+  const T* const x_;
+  const bool x_is_shared_;
+  const InitialState<T> initial_state_;
+  const uint8_t* const taps_;
+  const bool taps_are_shared_;
+  const Parameters<C>& parameters_;
+  const bool is_transposed_;  // whether tiles lie the other way round than arrays shaped as x
+  const bool has_channels_;
+};
+
+// Calls body(begin, end) for ranges of [0, count) on all threads.
+template <typename Body>
+void ForEachRange(ffi::ThreadPool& pool, int64_t count, int64_t total_bytes, const Body& body) {
+  const int64_t chunks = std::min(ChunksFor(pool, total_bytes), count);
+  ParallelFor(pool, chunks, [&](int64_t chunk) {
+    body(ChunkBegin(count, chunks, chunk), ChunkBegin(count, chunks, chunk + 1));
+  });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The forward pass.
+
+// Returns false if there is no memory.
+template <typename T>
+bool Forward(ffi::ThreadPool& pool, const Problem& problem, const Convolution<T>& convolution, T* y) {
+  using C = ComputeType<T>;
+  if (problem.HasNoElement()) return true;
+  const int64_t times = convolution.tile_times(), channels = convolution.TileChannels(/*num_tiles=*/1);
+  const int64_t time_tiles = CeilOfQuotient(problem.length, times);
+  const int64_t channel_tiles = CeilOfQuotient(problem.channels, channels);
+  const int64_t bytes =
+      problem.batch * problem.examples * problem.channels * problem.length * static_cast<int64_t>(sizeof(T));
+  AdviseHugePages(y, bytes);
+  struct Tile {
+    Place place;
+    typename Convolution<T>::Channels channels;
+    int64_t time, times;
+  };
+  // Tiles are numbered as their elements lie in memory.
+  const auto tile_of = [&](int64_t index) {
+    const int64_t place_index = index / (time_tiles * channel_tiles), in_place = index % (time_tiles * channel_tiles);
+    const bool has_channels = convolution.has_channels();
+    const int64_t time = (has_channels ? in_place / channel_tiles : in_place % time_tiles) * times;
+    const int64_t channel = (has_channels ? in_place % channel_tiles : in_place / time_tiles) * channels;
+    return Tile{{place_index / problem.examples, place_index % problem.examples},
+                {channel, std::min(channels, problem.channels - channel)},
+                time,
+                std::min(times, problem.length - time)};
+  };
+  std::atomic<bool> has_memory{true};
+  ForEachRange(pool, problem.batch * problem.examples * time_tiles * channel_tiles, bytes,
+               [&](int64_t tile_begin, int64_t tile_end) {
+    Lines<C> memory;
+    if (!memory.Allocate((times + convolution.reach() + times) * channels)) {
+      has_memory = false;
+      return;
+    }
+    C* const inputs = memory.get();
+    for (int64_t index = tile_begin; index < tile_end; ++index) {
+      const Tile tile = tile_of(index);
+      int64_t stride;
+      const C* const in = convolution.Inputs(tile.place, tile.channels, tile.time - convolution.reach(),
+                                             tile.time + tile.times, inputs, &stride);
+      T* const to = y + convolution.Index(/*is_shared=*/false, tile.place, tile.time, tile.channels.begin);
+      const auto compute = [&](C* out, int64_t out_stride) {
+        if (problem.silu) {
+          convolution.template Forward<true>(tile.place, tile.channels, in, stride, tile.time, tile.times, out,
+                                             out_stride);
+        } else {
+          convolution.template Forward<false>(tile.place, tile.channels, in, stride, tile.time, tile.times, out,
+                                              out_stride);
+        }
+      };
+      if constexpr (std::is_same_v<T, C>) {
+        if (convolution.is_in_place()) {
+          compute(to, convolution.time_stride());
+          continue;
+        }
+      }
+      C* const numbers = inputs + (times + convolution.reach()) * channels;
+      compute(numbers, tile.channels.count);
+      convolution.StoreTile(numbers, tile.times, tile.channels, to);
+    }
+  });
+  return has_memory;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The backward pass.
+
+template <typename T>
+struct Gradients {
+  const T* dy;
+  bool dy_is_shared;
+  const T* d_final_state;  // nullptr if there is none
+  bool d_final_state_is_shared;
+  T* dx;
+  T* d_initial_state;  // nullptr if there is no initial state
+};
+
+template <typename T>
+class Backward {
+ public:
+  using C = ComputeType<T>;
+  using Channels = typename Convolution<T>::Channels;
+
+  Backward(const Problem& problem, const Convolution<T>& convolution, const Gradients<T>& gradients)
+      : problem_(problem), convolution_(convolution), gradients_(gradients) {}
+
+  // For tiles of up to so many channels. Returns false if there is no memory.
+  bool Allocate(int64_t channels) {
+    const int64_t times = convolution_.tile_times(), reach = convolution_.reach();
+    if (!memory_.Allocate((reach + times + reach + times + reach + times + reach) * channels)) return false;
+    inputs_ = memory_.get();
+    dz_ = inputs_ + (reach + times + reach) * channels;
+    dx_ = dz_ + (times + reach) * channels;
+    return true;
+  }
+
+  // Writes dx of times [begin, end), and adds to the sums what these times contribute to them.
+  void Run(Place place, Channels channels, int64_t begin, int64_t end, double* sums) {
+    const int64_t reach = convolution_.reach(), length = problem_.length;
+    int64_t known = 0;  // of the times of dz from the tile's first on
+    for (int64_t time = begin; time < end; time += convolution_.tile_times()) {
+      const int64_t times = std::min(convolution_.tile_times(), end - time);
+      const int64_t wanted = std::min(times + reach, length - time);
+      int64_t stride;
+      const C* const in = convolution_.Inputs(place, channels, time - reach, time + wanted, inputs_, &stride);
+      C* const next = dz_ + known * channels.count;
+      const T* const dy =
+          gradients_.dy + convolution_.Index(gradients_.dy_is_shared, place, time + known, channels.begin);
+      if (problem_.silu) {
+        convolution_.template Forward<false>(place, channels, in + known * stride, stride, time + known, wanted - known,
+                                             next, channels.count);
+        convolution_.SiluGradientOfTile(dy, wanted - known, channels, dx_, next);
+      } else {
+        convolution_.LoadTile(dy, wanted - known, channels, next);
+      }
+      std::fill(dz_ + wanted * channels.count, dz_ + (times + reach) * channels.count, C{0});
+      convolution_.SumProducts(place, channels, in, stride, dz_, time, times, sums);
+      T* const to = gradients_.dx + convolution_.Index(/*is_shared=*/false, place, time, channels.begin);
+      C* dx = dx_;
+      int64_t dx_stride = channels.count;
+      if constexpr (std::is_same_v<T, C>) {
+        if (convolution_.is_in_place()) {
+          dx = to;
+          dx_stride = convolution_.time_stride();
+        }
+      }
+      convolution_.Transpose(place, channels, dz_, time, wanted, times, dx, dx_stride);
+      AddFinalState(place, channels, time, times, dx, dx_stride);
+      if (dx == dx_) convolution_.StoreTile(dx, times, channels, to);
+      if (time == 0) WriteInitialState(place, channels, wanted);
+      known = std::max<int64_t>(wanted - times, 0);
+      std::copy_n(dz_ + times * channels.count, known * channels.count, dz_);
+    }
+  }
+
+  // Writes d_initial_state, from dz of the first `gradients` times: of all, or as many as the windows over it reach.
+  void WriteInitialState(Place place, Channels channels, int64_t gradients) const {
+    if (gradients_.d_initial_state == nullptr) return;
+    const int64_t reach = convolution_.reach(), stride = problem_.channels;
+    T* to = gradients_.d_initial_state + convolution_.StateIndex(/*is_shared=*/false, place, channels.begin, reach);
+    for (int64_t c = 0; c < channels.count; ++c) {
+      const C* const weights = convolution_.Weights(place) + channels.begin + c;
+      for (int64_t i = 0; i < reach; ++i, ++to) {
+        const int64_t time = i - reach;
+        C sum = FinalState(place, channels.begin + c, time);
+        for (int64_t bit = -time; bit <= reach && time + bit < gradients; ++bit) {
+          if (!convolution_.HasTap(place, time + bit, bit)) continue;
+          sum += weights[(reach - bit) * stride] * dz_[(time + bit) * channels.count + c];
+        }
+        Store(sum, to);
+      }
+    }
+  }
+
+ private:
+  // What dx, or d_initial_state, of a time gets from the final state that it is in.
+  C FinalState(Place place, int64_t channel, int64_t time) const {
+    const int64_t reach = convolution_.reach(), i = time - (problem_.length - reach);
+    if (gradients_.d_final_state == nullptr || i < 0) return C{0};
+    if (problem_.length > 0 && !convolution_.HasTap(place, problem_.length - 1, reach - 1 - i)) return C{0};
+    const int64_t first = convolution_.StateIndex(gradients_.d_final_state_is_shared, place, channel, reach);
+    return static_cast<C>(gradients_.d_final_state[first + i]);
+  }
+
+  void AddFinalState(Place place, Channels channels, int64_t time, int64_t times, C* dx, int64_t stride) const {
+    if (gradients_.d_final_state == nullptr) return;
+    for (int64_t t = std::max(time, problem_.length - convolution_.reach()); t < time + times; ++t) {
+      C* const to = dx + (t - time) * stride;
+      for (int64_t c = 0; c < channels.count; ++c) to[c] += FinalState(place, channels.begin + c, t);
+    }
+  }
+
+  const Problem problem_;
+  const Convolution<T>& convolution_;
+  const Gradients<T> gradients_;
+  Lines<C> memory_;
+  C* inputs_ = nullptr;
+  C* dz_ = nullptr;
+  C* dx_ = nullptr;
+};
+
+// dweight and dbias from the sums of parts [part, batch, width + 1, channels].
+template <typename C>
+void WriteParameterGradients(ffi::ThreadPool& pool, const Problem& problem, int64_t parts, const double* sums,
+                             C* dweight, C* dbias) {
+  const int64_t rows = problem.batch * problem.channels, width = problem.width;
+  const int64_t part_stride = rows * (width + 1);
+  ForEachRange(pool, rows, parts * part_stride * static_cast<int64_t>(sizeof(double)),
+               [&](int64_t row_begin, int64_t row_end) {
+    for (int64_t row = row_begin; row < row_end; ++row) {
+      const int64_t g = row / problem.channels, c = row % problem.channels;
+      for (int64_t k = 0; k <= width; ++k) {
+        const double* const first = sums + (g * (width + 1) + k) * problem.channels + c;
+        double sum = 0;
+        for (int64_t part = 0; part < parts; ++part) sum += first[part * part_stride];
+        (k < width ? dweight[row * width + k] : dbias[row]) = static_cast<C>(sum);
+      }
+    }
+  });
+}
+
+// Returns false if there is no memory.
+template <typename T>
+bool RunBackward(ffi::ThreadPool& pool, const Problem& problem, const Convolution<T>& convolution,
+                 const Gradients<T>& gradients, ComputeType<T>* dweight, ComputeType<T>* dbias) {
+  if (problem.batch == 0 || problem.channels == 0) return true;
+  const int64_t bytes =
+      problem.batch * problem.examples * problem.channels * problem.length * static_cast<int64_t>(sizeof(T));
+  AdviseHugePages(gradients.dx, bytes);
+  // A piece is some times of an example. Each part of the pieces has its own sums, to which its pieces add in order.
+  // How the channels are divided among threads does not matter to the sums.
+  const int64_t piece_times = convolution.has_channels() ? kPieceTimes : kPieceTimesOfChannel;
+  const int64_t pieces_per_example = std::max<int64_t>(1, CeilOfQuotient(problem.length, piece_times));
+  const int64_t pieces = problem.examples * pieces_per_example;
+  const int64_t units = CeilOfQuotient(problem.channels, convolution.has_channels() ? kFewestChannels : 1);
+  const int64_t parts =
+      std::clamp<int64_t>(kMostParts / (problem.batch * units), 1, std::max<int64_t>(1, pieces));
+  const int64_t tile_channels =
+      convolution.TileChannels(CeilOfQuotient(4 * std::max<int64_t>(1, pool.num_threads()), problem.batch * parts));
+  const int64_t channel_tiles = CeilOfQuotient(problem.channels, tile_channels);
+  const int64_t num_sums = parts * problem.batch * (problem.width + 1) * problem.channels;
+  const std::unique_ptr<double[]> sums(new (std::nothrow) double[num_sums]());
+  if (sums == nullptr) return false;
+  std::atomic<bool> has_memory{true};
+  ForEachRange(pool, problem.batch * parts * channel_tiles, 2 * bytes, [&](int64_t begin, int64_t end) {
+    Backward<T> backward(problem, convolution, gradients);
+    if (!backward.Allocate(tile_channels)) {
+      has_memory = false;
+      return;
+    }
+    while (begin < end) {
+      const int64_t row = begin / channel_tiles, batch = row / parts, part = row % parts;
+      const int64_t first_tile = begin % channel_tiles;
+      const int64_t end_tile = std::min(channel_tiles, first_tile + end - begin);
+      double* const of_part = sums.get() + (part * problem.batch + batch) * (problem.width + 1) * problem.channels;
+      for (int64_t piece = ChunkBegin(pieces, parts, part); piece < ChunkBegin(pieces, parts, part + 1); ++piece) {
+        const Place place{batch, piece / pieces_per_example};
+        const int64_t time = piece % pieces_per_example * piece_times;
+        for (int64_t tile = first_tile; tile < end_tile; ++tile) {
+          const int64_t channel = tile * tile_channels;
+          const typename Convolution<T>::Channels channels{channel,
+                                                           std::min(tile_channels, problem.channels - channel)};
+          backward.Run(place, channels, time, std::min(time + piece_times, problem.length), of_part);
+          if (problem.length == 0) backward.WriteInitialState(place, channels, 0);
+        }
+      }
+      begin += end_tile - first_tile;
+    }
+  });
+  if (!has_memory) return false;
+  WriteParameterGradients(pool, problem, parts, sums.get(), dweight, dbias);
+  return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The update.
+
+// The last `state_length` inputs of the old state followed by x. new_state may be the old state's own memory.
+template <typename T>
+void WriteNewState(ffi::ThreadPool& pool, const Problem& problem, const Convolution<T>& convolution,
+                   const UpdateCall& call) {
+  const T* const x = static_cast<const T*>(call.x.data);
+  const T* const state = static_cast<const T*>(call.state.data);
+  T* const new_state = static_cast<T*>(call.new_state);
+  const int64_t length = call.state_length, kept = std::max<int64_t>(0, length - problem.length);
+  const int64_t rows = problem.batch * problem.examples * problem.channels;
+  ForEachRange(pool, rows, rows * length * static_cast<int64_t>(sizeof(T)), [&](int64_t row_begin, int64_t row_end) {
+    for (int64_t row = row_begin; row < row_end;) {
+      const int64_t place_index = row / problem.channels, channel = row % problem.channels;
+      const Place place{place_index / problem.examples, place_index % problem.examples};
+      const T* const old = state + convolution.StateIndex(call.state.is_shared, place, channel, length);
+      T* const to = new_state + row * length;
+      if (problem.length == 1 && problem.channels_last && length >= 1 && length <= kMostWidth) {
+        const int64_t channels = std::min(problem.channels - channel, row_end - row);
+        const T* const from = x + convolution.Index(call.x.is_shared, place, 0, channel);
+        WithWidth(static_cast<int>(length), [&](auto count) { ShiftStates<count>(old, from, channels, to); });
+        row += channels;
+        continue;
+      }
+      ++row;
+      std::memmove(static_cast<void*>(to), old + (length - kept), static_cast<size_t>(kept) * sizeof(T));
+      if (kept == length) continue;
+      const T* const from =
+          x + convolution.Index(call.x.is_shared, place, problem.length - (length - kept), channel);
+      for (int64_t i = kept; i < length; ++i) to[i] = from[(i - kept) * convolution.time_stride()];
+    }
+  });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The handlers.
+
+// With one channel, or one time, both layouts are the same: the other dimension is then the one that fills vectors.
+void ChooseLayout(Problem* problem) {
+  if (problem->channels == 1) {
+    problem->channels_last = false;
+  } else if (problem->length == 1) {
+    problem->channels_last = true;
+  }
+}
+
+ffi::Error ForwardHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
+                          ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> y, bool channels_last,
+                          bool silu, bool has_bias, bool has_initial_state, bool has_taps) {
+  constexpr const char* kOp = "causal_conv1d";
+  ForwardCall call;
+  JB_RETURN_IF_ERROR(DecodeForward(kOp, x, weight, optional_operands, *y, channels_last, silu, has_bias,
+                                   has_initial_state, has_taps, &call));
+  ChooseLayout(&call.problem);
+  bool has_memory = true;
+  const bool is_supported = DispatchFloating(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    Parameters<ComputeType<T>> parameters;
+    has_memory = parameters.Prepare(pool, call.problem, call.weight, call.bias);
+    if (!has_memory) return;
+    const InitialState<T> initial_state{static_cast<const T*>(call.initial_state.data), call.initial_state.is_shared,
+                                        call.problem.width - 1};
+    const Convolution<T> convolution(call.problem, call.x, initial_state, call.taps, parameters);
+    has_memory = Forward(pool, call.problem, convolution, static_cast<T*>(call.y));
+  });
+  return Status(kOp, is_supported, has_memory, "x", x);
+}
+
+ffi::Error BackwardHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer dy,
+                           ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> dx,
+                           ffi::Result<ffi::AnyBuffer> dweight, ffi::Result<ffi::AnyBuffer> dbias,
+                           ffi::RemainingRets more_results, bool channels_last, bool silu, bool has_bias,
+                           bool has_initial_state, bool has_taps, bool has_d_final_state) {
+  constexpr const char* kOp = "causal_conv1d_backward";
+  BackwardCall call;
+  size_t num_results;
+  JB_RETURN_IF_ERROR(DecodeBackward(kOp, x, weight, dy, optional_operands, *dx, *dweight, *dbias, more_results,
+                                    channels_last, silu, has_bias, has_initial_state, has_taps, has_d_final_state,
+                                    &call, &num_results));
+  if (more_results.size() != num_results) {
+    return InvalidArgument(kOp, "got " + std::to_string(3 + more_results.size()) + " results, expected " +
+                                    std::to_string(3 + num_results));
+  }
+  ChooseLayout(&call.problem);
+  bool has_memory = true;
+  const bool is_supported = DispatchFloating(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using C = ComputeType<T>;
+    Parameters<C> parameters;
+    has_memory = parameters.Prepare(pool, call.problem, call.weight, call.bias);
+    if (!has_memory) return;
+    const InitialState<T> initial_state{static_cast<const T*>(call.initial_state.data), call.initial_state.is_shared,
+                                        call.problem.width - 1};
+    const Convolution<T> convolution(call.problem, call.x, initial_state, call.taps, parameters);
+    const Gradients<T> gradients{static_cast<const T*>(call.dy.data),
+                                 call.dy.is_shared,
+                                 static_cast<const T*>(call.d_final_state.data),
+                                 call.d_final_state.is_shared,
+                                 static_cast<T*>(call.dx),
+                                 static_cast<T*>(call.d_initial_state)};
+    has_memory = RunBackward(pool, call.problem, convolution, gradients, static_cast<C*>(call.dweight),
+                             static_cast<C*>(call.dbias));
+  });
+  return Status(kOp, is_supported, has_memory, "x", x);
+}
+
+ffi::Error UpdateHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer state, ffi::AnyBuffer weight,
+                         ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> y,
+                         ffi::Result<ffi::AnyBuffer> new_state, bool channels_last, bool silu, bool has_bias) {
+  constexpr const char* kOp = "causal_conv1d_update";
+  UpdateCall call;
+  JB_RETURN_IF_ERROR(
+      DecodeUpdate(kOp, x, state, weight, optional_operands, *y, *new_state, channels_last, silu, has_bias, &call));
+  ChooseLayout(&call.problem);
+  bool has_memory = true;
+  const bool is_supported = DispatchFloating(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    Parameters<ComputeType<T>> parameters;
+    has_memory = parameters.Prepare(pool, call.problem, call.weight, call.bias);
+    if (!has_memory) return;
+    const InitialState<T> old_state{static_cast<const T*>(call.state.data), call.state.is_shared, call.state_length};
+    const Convolution<T> convolution(call.problem, call.x, old_state, /*taps=*/{}, parameters);
+    has_memory = Forward(pool, call.problem, convolution, static_cast<T*>(call.y));
+    WriteNewState(pool, call.problem, convolution, call);  // after all of the old state has been read
+  });
+  return Status(kOp, is_supported, has_memory, "x", x);
+}
+
+XLA_FFI_DEFINE_HANDLER(kForward, ForwardHandler, BindForward<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kBackward, BackwardHandler, BindBackward<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kUpdate, UpdateHandler, BindUpdate<ffi::ThreadPool>());
+
+JB_REGISTER_TARGET("causal_conv1d", kForward, nullptr);
+JB_REGISTER_TARGET("causal_conv1d_backward", kBackward, nullptr);
+JB_REGISTER_TARGET("causal_conv1d_update", kUpdate, nullptr);
+
+}  // namespace
+}  // namespace jax_baracuda::causal_conv1d

@@ -1,0 +1,174 @@
+// How the kernels for [.., length, channels] deal out their work: a thread takes a vector of neighbouring channels and
+// walks down a run of times; neighbouring threads take neighbouring vectors, and the runs of a block follow each other.
+#pragma once
+
+#include "ffi/causal_conv1d/conv_device.cuh"
+
+namespace jax_baracuda::causal_conv1d {
+
+inline constexpr int kChannelsLastThreads = 128;
+
+// At most four channels, and so up to 16 bytes.
+constexpr int WidestChannels(int64_t element_bytes) { return element_bytes == 8 ? 2 : 4; }
+
+template <typename T>
+inline constexpr int kWidestChannels = WidestChannels(sizeof(T));
+
+// The widest vector of channels that stays aligned in every row of channels-last arrays.
+inline int ChannelVector(int64_t channels, int64_t element_bytes) {
+  return channels % WidestChannels(element_bytes) == 0 ? WidestChannels(element_bytes) : 1;
+}
+
+// Depends on shapes alone, not on addresses, so that the number of partial sums does too.
+struct ChannelsLastPlan {
+  int vector;           // channels of a thread
+  int lanes;            // threads side by side
+  int runs;             // of a block
+  int run;              // times in a run
+  int64_t blocks_down;  // along the length
+
+  ChannelsLastPlan() = default;
+  ChannelsLastPlan(const Problem& problem, int64_t element_bytes, int most_lanes, int longest_run, int shortest_run) {
+    constexpr int64_t kEnoughThreads = 1 << 19;
+    vector = ChannelVector(problem.channels, element_bytes);
+    const int64_t vectors = CeilDivide(problem.channels, vector);
+    lanes = most_lanes;
+    while (lanes > 4 && lanes / 2 >= vectors) lanes /= 2;
+    runs = kChannelsLastThreads / lanes;
+    const int64_t vector_times = problem.batch * problem.examples * vectors * problem.length;
+    run = longest_run;
+    while (run > shortest_run && vector_times < run * kEnoughThreads) run /= 2;
+    blocks_down = CeilDivide(problem.length, run * runs);
+  }
+};
+
+struct ChannelsLastGrid {
+  ChannelsLastPlan plan;
+  int vector;
+  int64_t bands;  // blocks_down of each example
+  Divider by_blocks_across, by_blocks_down;
+
+  ChannelsLastGrid(const Problem& problem, const ChannelsLastPlan& channels_plan, bool is_aligned)
+      : plan(channels_plan),
+        vector(is_aligned ? channels_plan.vector : 1),
+        bands(problem.batch * problem.examples * channels_plan.blocks_down),
+        by_blocks_across(CeilDivide(problem.channels, int64_t{channels_plan.lanes} * vector)),
+        by_blocks_down(channels_plan.blocks_down) {}
+
+#ifdef __CUDACC__
+  dim3 BlockShape() const { return dim3(plan.lanes, plan.runs); }
+#endif
+  int64_t Blocks() const { return bands * static_cast<int64_t>(by_blocks_across.divisor); }
+};
+
+// Where a thread of a channels-last kernel works: `count` times from `begin` on, none or less past the end.
+struct ChannelsLastPlace {
+  int64_t example, block_down, channel, begin;
+  int count;
+
+  __device__ __forceinline__ ChannelsLastPlace(const Geometry& geometry, const ChannelsLastGrid& grid, int vector) {
+    const int64_t block = blockIdx.x, band = grid.by_blocks_across.Quotient(block);
+    const int64_t block_across = block - band * static_cast<int64_t>(grid.by_blocks_across.divisor);
+    example = grid.by_blocks_down.Quotient(band);
+    block_down = band - example * static_cast<int64_t>(grid.by_blocks_down.divisor);
+    channel = (block_across * grid.plan.lanes + threadIdx.x) * vector;
+    begin = (block_down * grid.plan.runs + threadIdx.y) * grid.plan.run;
+    count = static_cast<int>(max(min(geometry.length - begin, int64_t{grid.plan.run}), int64_t{0}));
+  }
+
+  __device__ __forceinline__ int64_t Index(const Geometry& geometry, int64_t of_example) const {
+    return (of_example * geometry.length + begin) * geometry.channels + channel;
+  }
+  template <typename T>
+  __device__ __forceinline__ const T* In(const Input<T>& input, const Geometry& geometry) const {
+    return input.data + Index(geometry, input.Example(geometry, example));
+  }
+  // In [examples, length].
+  template <typename T>
+  __device__ __forceinline__ const T* Times(const Input<T>& input, const Geometry& geometry) const {
+    return input.data + input.Example(geometry, example) * geometry.length + begin;
+  }
+};
+
+// Calls body(std::integral_constant<int, n>{}, std::bool_constant<has taps>{}) for the n = `vector` channels of a thread;
+// a thread of one channel, which is rare, always looks for taps.
+template <typename T, typename Body>
+cudaError_t DispatchChannels(int vector, bool has_taps, Body&& body) {
+  constexpr int kWidest = kWidestChannels<T>;
+  if (vector == 1) return body(std::integral_constant<int, 1>{}, std::true_type{});
+  return has_taps ? body(std::integral_constant<int, kWidest>{}, std::true_type{})
+                  : body(std::integral_constant<int, kWidest>{}, std::false_type{});
+}
+
+// The weights of neighbouring channels.
+template <int kVec, int kWidth, typename T>
+__device__ __forceinline__ void LoadChannelWeights(const Geometry& geometry, const Weights<T>& weights, int64_t example,
+                                                   int64_t channel, ComputeType<T> (*weight)[kWidth],
+                                                   ComputeType<T>* bias) {
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) bias[v] = weights.template Load<kWidth>(geometry, example, channel + v, weight[v]);
+}
+
+// past[k] becomes the inputs kPast - k steps before the place, whose input is at `x`. These may lie before time 0.
+template <int kVec, int kPast, typename T>
+__device__ __forceinline__ void LoadPast(const Geometry& geometry, const T* x, const InitialState<T>& state,
+                                         const ChannelsLastPlace& at, ComputeType<T> (*past)[kVec]) {
+#pragma unroll
+  for (int k = 0; k < kPast; ++k) {
+    const int64_t time = at.begin + k - kPast;
+    if (time >= 0) {
+      Widen<T, kVec>(LoadPacked<kVec>(x + (k - kPast) * geometry.channels), past[k]);
+    } else {
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        const T* end = state.End(geometry, at.example, at.channel + v);
+        past[k][v] = end != nullptr ? static_cast<ComputeType<T>>(end[time]) : ComputeType<T>{0};
+      }
+    }
+  }
+}
+
+// A thread's vectors of some times in shared memory.
+template <typename T, int kVec, int kTimes>
+struct TimeRing {
+  static_assert((kTimes & (kTimes - 1)) == 0);
+  static constexpr int kBytes = kVec * static_cast<int>(sizeof(T));
+  static constexpr int kBlockBytes = kTimes * kChannelsLastThreads * kBytes;
+
+  char* data;  // the thread's
+
+  explicit __device__ __forceinline__ TimeRing(void* shared)
+      : data(static_cast<char*>(shared) + (threadIdx.y * blockDim.x + threadIdx.x) * kBytes) {}
+
+  __device__ __forceinline__ T* At(int time) const {
+    return reinterpret_cast<T*>(data + (time & (kTimes - 1)) * (kChannelsLastThreads * kBytes));
+  }
+  __device__ __forceinline__ void Load(int time, const T* vector, bool is_there) const {
+    CopyAsync<kBytes>(At(time), vector, is_there);
+  }
+  __device__ __forceinline__ void Read(int time, ComputeType<T>* values) const {
+    Widen<T, kVec>(LoadPacked<kVec>(At(time)), values);
+  }
+};
+
+// Inputs of the newest kWidth times are kept in a circle of registers: those of the time `row`, counted from the place,
+// at (row + kWidth - 1) % kWidth, known to the compiler where loops are unrolled by this many rows.
+template <int kWidth>
+inline constexpr int kRowsOfCircle = kWidth > 2 ? kWidth : 4;
+
+// z of the row that comes `i` after a multiple of kWidth; bit j of `mask` is for the inputs j steps back.
+template <int kWidth, int kVec, bool kHasTaps, typename C>
+__device__ __forceinline__ void ConvolveRow(const C (*weight)[kWidth], const C* bias, const C (*inputs)[kVec], int i,
+                                            uint32_t mask, C* z) {
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) z[v] = bias[v];
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    if (!kHasTaps || (mask >> (kWidth - 1 - k) & 1u)) {
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) z[v] = fma(weight[v][k], inputs[(i + k) % kWidth][v], z[v]);
+    }
+  }
+}
+
+}  // namespace jax_baracuda::causal_conv1d

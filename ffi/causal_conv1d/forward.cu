@@ -1,0 +1,116 @@
+// The forward kernel for rows along the length ([.., channels, length]), and the launchers of both layouts.
+#include "ffi/causal_conv1d/causal_conv1d.cuh"
+#include "ffi/causal_conv1d/forward.cuh"
+#include "ffi/causal_conv1d/rows.cuh"
+
+namespace jax_baracuda::causal_conv1d {
+namespace {
+
+// Steps whose vectors are under way, and room for these, for the step at work and for the one before it.
+inline constexpr int kStepsAhead = 6, kRingSteps = 8;
+
+template <int kWidth, bool kHasTaps, int kVec, typename C>
+__device__ __forceinline__ void Convolve(const C* window, const C* weights, C bias, const Taps<kVec>& taps, bool silu,
+                                         C* y) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    y[i] = bias;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      if (!kHasTaps || k == kWidth - 1 || taps.Has(i, kWidth - 1 - k)) y[i] = fma(weights[k], window[i + k], y[i]);
+    }
+  }
+  if (silu) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) y[i] = Silu(y[i]);
+  }
+}
+
+template <typename T, int kWidth, bool kHasTaps>
+__global__ void __launch_bounds__(kRowsThreads)
+    ForwardRows(const __grid_constant__ ForwardArguments<T> a, const __grid_constant__ RowsGrid grid) {
+  using C = ComputeType<T>;
+  using Ring = VectorRing<T>;
+  constexpr int kVec = Ring::kVec, kPast = kWidth - 1, kVectorsBefore = (kPast + kVec - 1) / kVec;
+  __shared__ alignas(kVectorBytes) char shared[Ring::template kBlockBytes<kRingSteps>];
+  const Geometry& geometry = a.geometry;
+  const RowsPlace<T> at(geometry, grid, kPast, a.initial_state.entries.data != nullptr);
+  const Ring ring = Ring::template Make<kRingSteps>(grid.plan);
+  const int steps = grid.plan.steps, lanes = grid.plan.lanes, lane = threadIdx.x & (lanes - 1);
+  const T* x = at.In(a.x, geometry);
+  T* y = a.y + at.index;
+  const uint8_t* taps_row = nullptr;
+  if constexpr (kHasTaps) taps_row = a.taps.data + a.taps.Example(geometry, at.example) * geometry.length + at.begin;
+
+  const unsigned step_bytes = lanes * kVectorBytes;
+  unsigned position = lane * kVectorBytes;  // in the ring
+  const auto load = [&](unsigned to, const T* vector, bool is_readable) {
+    CopyAsync<kVectorBytes>(shared + ring.Index(to), vector, is_readable);
+  };
+  const int last_load = min(at.last_readable, (steps - 1) * at.step);
+  if (lane >= lanes - kVectorsBefore) load(position - step_bytes, x - at.step, at.IsReadable(-at.step));
+#pragma unroll
+  for (int i = 0; i < kStepsAhead; ++i) {
+    load(position + i * step_bytes, x + i * at.step, i * at.step <= last_load);
+    CommitCopies();
+  }
+  C weights[kWidth];
+  const C bias = a.weights.template Load<kWidth>(geometry, at.example, at.channel, weights);
+  const T* x_ahead = x + kStepsAhead * at.step;
+  T* y_vector = y;
+  const T* state_end = a.initial_state.End(geometry, at.example, at.channel);
+  Taps<kVec> next_taps{};
+  const auto load_taps = [&](int from) { next_taps.Load(taps_row + from, at.before + from, at.after - from); };
+  if constexpr (kHasTaps) load_taps(0);
+  for (int step = 0, offset = 0; step < steps; ++step, offset += at.step) {
+    const Taps<kVec> taps = next_taps;
+    if constexpr (kHasTaps) load_taps(offset + at.step);
+    WaitForCopies<kStepsAhead - 1>();
+    __syncwarp();
+    load(position + kStepsAhead * step_bytes, x_ahead, offset <= last_load - kStepsAhead * at.step);
+    CommitCopies();
+    C window[kPast + kVec], out[kVec];
+    ring.template Read<kPast>(shared, position, window);
+    const bool is_regular = at.IsRegular(offset);
+    if (!is_regular) MendWindow<kPast>(at, offset, x + offset, state_end, window);
+    if (kHasTaps && !__all_sync(kWholeWarp, taps.HasAll(kWidth))) {
+      Convolve<kWidth, true, kVec>(window, weights, bias, taps, a.silu, out);
+    } else {
+      Convolve<kWidth, false, kVec>(window, weights, bias, taps, a.silu, out);
+    }
+    if (is_regular) {
+      StoreNarrow<T, kVec>(y_vector, out);
+    } else if (at.is_real) {
+      StoreInRow(at, offset, y_vector, out);
+    }
+    position += step_bytes;
+    x_ahead += at.step;
+    y_vector += at.step;
+  }
+}
+
+}  // namespace
+
+cudaError_t LaunchForwardFromState(const ForwardCall& call, int64_t state_length, cudaStream_t stream) {
+  const Problem& problem = call.problem;
+  if (problem.HasNoElement()) return cudaSuccess;
+  if (problem.channels_last) return LaunchForwardChannelsLast(call, state_length, stream);
+  return DispatchType(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const ForwardArguments<T> arguments(call, state_length);
+    const bool is_aligned = IsAligned(call.x.data, kVectorBytes) && IsAligned(call.y, kVectorBytes);
+    const RowsGrid grid(problem, RowsPlan(problem, sizeof(T)), sizeof(T), is_aligned, arguments.x.is_shared);
+    return DispatchWidth(problem.width, [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      const auto kernel = call.taps.data != nullptr ? ForwardRows<T, kWidth, true> : ForwardRows<T, kWidth, false>;
+      kernel<<<static_cast<unsigned>(grid.plan.Blocks()), kRowsThreads, 0, stream>>>(arguments, grid);
+      return cudaGetLastError();
+    });
+  });
+}
+
+cudaError_t LaunchForward(const ForwardCall& call, cudaStream_t stream) {
+  return LaunchForwardFromState(call, call.problem.width - 1, stream);
+}
+
+}  // namespace jax_baracuda::causal_conv1d

@@ -1,0 +1,46 @@
+// What CPU kernels share: attributes of functions and loops, memory, and stores.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <string>
+#include <type_traits>
+
+#include "ffi/core/element_type.h"
+#include "ffi/core/handler.h"
+
+#define JB_INLINE __attribute__((always_inline)) inline
+
+// Before a loop whose iterations are independent. Unless told not to, GCC unrolls a loop over few features before it
+// could vectorise it, and then no longer does.
+#define JB_VECTORIZE _Pragma("GCC ivdep") _Pragma("GCC unroll 1")
+
+namespace jax_baracuda {
+
+// What a handler returns; `buffer` is the argument whose element type was dispatched on.
+inline ffi::Error Status(const char* op, bool is_supported, bool has_memory, const char* argument,
+                         const ffi::AnyBuffer& buffer) {
+  if (!is_supported) return UnsupportedType(op, argument, buffer.element_type());
+  if (has_memory) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(op) + ": out of host memory");
+}
+
+// Memory that is not initialised; nullptr if there is none.
+template <typename T>
+std::unique_ptr<T[]> Allocate(int64_t count) {
+  return std::unique_ptr<T[]>(new (std::nothrow) T[std::max<int64_t>(1, count)]);
+}
+
+// Stores a number as a T. (Assigning a whole Float16 or BFloat16 keeps GCC from vectorising.)
+template <typename T>
+JB_INLINE void Store(ComputeType<T> value, T* to) {
+  if constexpr (std::is_same_v<T, ComputeType<T>>) {
+    *to = value;
+  } else {
+    to->bits = static_cast<T>(value).bits;
+  }
+}
+
+}  // namespace jax_baracuda

@@ -1,0 +1,149 @@
+"""Direct calls of native handlers: good ones, the many that differ from a good one in one thing, and what those say."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_baracuda._core.native import NATIVE_MODULES, target_name
+from jax_baracuda._core.op import OPS
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An operand or a result of a call."""
+
+    name: str
+    shape: tuple[int, ...]
+    """The first dimension is the batch."""
+    dtype: str = "float32"
+
+    def aval(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
+
+    def shared(self) -> Array:
+        """For the whole batch."""
+        return dataclasses.replace(self, shape=(1, *self.shape[1:]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a target."""
+
+    target: str
+    operands: tuple[Array, ...]
+    results: tuple[Array, ...]
+    attributes: Mapping[str, Any]
+    scratch_bytes: int = 0
+    """Of an additional last result; 0 for none."""
+
+    def arrays(self) -> tuple[Array, ...]:
+        return (*self.operands, *self.results)
+
+    def run(self) -> None:
+        """Runs the call on zeros."""
+        with self._types():
+            jax.block_until_ready(jax.jit(self._call)(*(np.zeros(x.shape, jnp.dtype(x.dtype)) for x in self.operands)))
+
+    def results_of(self, operands: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The results, by name, of these operands. They, and scratch, are written to memory that is full of NaN."""
+        with self._types():
+            poison = [
+                jnp.full(x.shape, jnp.nan if cases.is_floating(x.dtype) else 0xFF, x.dtype) for x in self._avals()
+            ]
+            call = jax.jit(lambda _, *x: self._call(*x), donate_argnums=0, keep_unused=True)
+            results = jax.block_until_ready(call(poison, *(operands[x.name] for x in self.operands)))
+        assert all(x.is_deleted() for x in poison), "results lie in other memory than what was poisoned"
+        return {x.name: np.asarray(result) for x, result in zip(self.results, results, strict=False)}
+
+    def _types(self) -> Any:
+        return cases.x64_for(*(x.dtype for x in self.arrays()))
+
+    def _avals(self) -> list[jax.ShapeDtypeStruct]:
+        scratch = [Array("scratch", (self.scratch_bytes,), "uint8")] if self.scratch_bytes else []
+        return [x.aval() for x in (*self.results, *scratch)]
+
+    def _call(self, *operands: Any) -> Sequence[jax.Array]:
+        # Without a side effect, a call without results would not run at all.
+        call = jax.ffi.ffi_call(target_name(self.target), self._avals(), has_side_effect=True)
+        return call(*operands, **self.attributes)
+
+    def with_other(self, changes: Callable[[Array], Mapping[str, Array]]) -> Iterator[tuple[str, Array, Call]]:
+        """Calls in which one array is another: how it differs, what it should be, and the call."""
+        for kind in ("operands", "results"):
+            arrays = getattr(self, kind)
+            for i, array in enumerate(arrays):
+                for how, other in changes(array).items():
+                    yield how, array, dataclasses.replace(self, **{kind: (*arrays[:i], other, *arrays[i + 1 :])})
+
+    def with_other_attributes(self) -> Iterator[tuple[str, Call]]:
+        """Calls with an attribute too many, and with each missing or of another type."""
+        if not self.attributes:  # XLA does not look
+            return
+        yield "attribute too many", dataclasses.replace(self, attributes={**self.attributes, "nonsense": True})
+        for name in self.attributes:
+            others = {key: value for key, value in self.attributes.items() if key != name}
+            yield f"{name} missing", dataclasses.replace(self, attributes=others)
+            yield f"{name} of another type", dataclasses.replace(self, attributes={**others, name: 1.5})
+
+
+def good_call(target: str, operands: Sequence[Array], results: Sequence[Array], params: Mapping[str, Any]) -> Call:
+    """A call that fits: with the scratch that the op needs, and those of its params that the handler takes."""
+    op, scratch_bytes = OPS[target], 0
+    if op.scratch is not None:
+        sizes = {name: int(size) for name, size in op.scratch(*(x.aval() for x in operands), **params).items()}
+        scratch_bytes = NATIVE_MODULES[cases.PLATFORM].scratch_bytes(target, sizes)
+    attributes = {name: params[name] for name in op.attributes}
+    return Call(target, tuple(operands), tuple(results), attributes, scratch_bytes)
+
+
+def with_other_shapes(array: Array) -> dict[str, Array]:
+    """What the array must not be: of another rank, batch or size."""
+    shape = array.shape
+    shapes = {
+        "of rank 0": (),
+        "without batch": shape[1:],
+        "of rank 1": shape[:1],
+        "of one dimension more": (*shape, 1),
+        "with longer batch": (shape[0] + 1, *shape[1:]),
+        "with shorter batch": (shape[0] - 1, *shape[1:]),
+    }
+    for i in range(1, len(shape)):
+        for how, size in (("longer", shape[i] + 1), ("shorter", shape[i] - 1)):
+            shapes[f"dimension {i} {how}"] = (*shape[:i], size, *shape[i + 1 :])
+    return {how: dataclasses.replace(array, shape=shape) for how, shape in shapes.items()}
+
+
+def with_dtypes(array: Array, dtypes: Collection[str]) -> dict[str, Array]:
+    return {dtype: dataclasses.replace(array, dtype=dtype) for dtype in dtypes if dtype != array.dtype}
+
+
+WRONG_COUNT = "[Ww]rong number of|[Ww]rong attribute|PRED|bool|int64|S64"
+"""What XLA itself says of wrong numbers of buffers and attributes, and of attributes of another type."""
+
+
+def refusal(call: Call, what: str) -> str:
+    """The message of the error that the call must give."""
+    try:
+        call.run()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+    pytest.fail(f"{call.target} accepted a call with: {what}")
+
+
+def assert_refused(call: Call, what: str, names: Collection[str]) -> None:
+    """The handler's error names the target and one of these arguments, and says what it has or what was expected."""
+    message = refusal(call, what)
+    assert re.search(rf"{call.target}: ({'|'.join(names)})\b", message), f"{what}: {message}"
+    says = (
+        r"has shape \[|has (XLA )?element type|has \d+ (rows|bytes)|expected|attributes for|is missing|is empty where"
+    )
+    assert re.search(says, message), f"{what}: {message}"
