@@ -30,12 +30,12 @@ __device__ __forceinline__ void PreActivationGradient(const C* x, const C* dy, c
   }
 }
 
-// A group walks its stretch from the end to the beginning: dx needs dz up to width - 1 places further on, and these are in
-// other threads' registers, of this step or the one before.
 // So many blocks of a multiprocessor as the usual widths do well with.
 template <typename T, int kWidth, bool kHasTaps>
 inline constexpr int kLeastBlocks = sizeof(T) > 4 || kWidth > 4 ? 1 : kHasTaps ? 5 : 6;
 
+// A group walks its stretch from the end to the beginning: dx needs dz up to width - 1 places further on, and these are
+// in other threads' registers, of this step or the one before.
 template <typename T, int kWidth, bool kHasTaps>
 __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps>)
     BackwardRows(const __grid_constant__ BackwardArguments<T> a, const __grid_constant__ RowsGrid grid) {
@@ -94,7 +94,10 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
     const int next = steps * at.step;
     C x[kPast + kVec], dy[kVec];
 #pragma unroll
-    for (int i = 0; i < kPast + kVec; ++i) x[i] = next + i - kPast < at.after ? static_cast<C>(x_row[next + i - kPast]) : C{0};
+    for (int i = 0; i < kPast + kVec; ++i) {
+      const int from = next + i - kPast;
+      x[i] = from < at.after ? static_cast<C>(x_row[from]) : C{0};
+    }
 #pragma unroll
     for (int i = 0; i < kVec; ++i) dy[i] = next + i < at.after ? static_cast<C>(dy_row[next + i]) : C{0};
     if constexpr (kHasTaps) load_taps(next);
@@ -197,22 +200,22 @@ cudaError_t LaunchRows(const BackwardCall& call, cudaStream_t stream) {
 inline constexpr int kChannelsOfBlock = 32, kMostSummands = 32;
 
 // Adds up the partial sums of each channel, always in the same order: a block has a thread for each of kChannelsOfBlock
-// channels and each residue of the partial sums' number.
+// channels and each residue of the partial sums' number. In double, since there may be very many of them.
 template <typename C>
 __global__ void __launch_bounds__(kChannelsOfBlock * kMostSummands)
     SumPartials(const C* partials, int64_t parts, int width, int64_t channels, Divider by_blocks_across, C* dweight,
                 C* dbias) {
-  __shared__ C shared[kMostSummands][kChannelsOfBlock];
+  __shared__ double shared[kMostSummands][kChannelsOfBlock];
   const int64_t block = blockIdx.x, band = by_blocks_across.Quotient(block);  // band: of [batch, width + 1]
   const int64_t batch = band / (width + 1);
   const int k = static_cast<int>(band - batch * (width + 1));
   const int64_t channel =
       (block - band * static_cast<int64_t>(by_blocks_across.divisor)) * kChannelsOfBlock + threadIdx.x;
   const bool is_real = channel < channels;
-  C sum = 0;
+  double sum = 0;
   if (is_real) {
     const C* first = partials + (batch * parts * (width + 1) + k) * channels + channel;
-#pragma unroll 4
+#pragma unroll 8
     for (int64_t part = threadIdx.y; part < parts; part += blockDim.y) sum += first[part * (width + 1) * channels];
   }
   shared[threadIdx.y][threadIdx.x] = sum;
@@ -220,9 +223,9 @@ __global__ void __launch_bounds__(kChannelsOfBlock * kMostSummands)
   if (threadIdx.y != 0 || !is_real) return;
   for (unsigned i = 1; i < blockDim.y; ++i) sum += shared[i][threadIdx.x];
   if (k < width) {
-    dweight[(batch * channels + channel) * width + k] = sum;
+    dweight[(batch * channels + channel) * width + k] = static_cast<C>(sum);
   } else {
-    dbias[batch * channels + channel] = sum;
+    dbias[batch * channels + channel] = static_cast<C>(sum);
   }
 }
 
@@ -240,12 +243,12 @@ cudaError_t LaunchSumPartials(const BackwardCall& call, int64_t parts, cudaStrea
   return cudaGetLastError();
 }
 
-// Gradients of `count` times of each row from `first` on, which may be negative, one a thread, all of it computed again:
+// Gradients of some times of each row from `first` on, which may be negative, one a thread, all of it computed again:
 // those of the initial state, and those of the last inputs where the final state sends them gradients too.
 template <typename T>
 __global__ void __launch_bounds__(kRowsThreads)
-    BackwardEnd(const __grid_constant__ BackwardArguments<T> a, int width, bool channels_last, int64_t first, Divider by_count,
-                int64_t size, T* d_initial_state) {
+    BackwardEnd(const __grid_constant__ BackwardArguments<T> a, int width, bool channels_last, int64_t first,
+                Divider by_count, int64_t size, T* d_initial_state) {
   using C = ComputeType<T>;
   const Geometry& geometry = a.geometry;
   const int past = width - 1;

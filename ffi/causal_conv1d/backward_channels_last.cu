@@ -6,7 +6,7 @@ namespace jax_baracuda::causal_conv1d {
 namespace {
 
 inline constexpr int kRowsAhead = 8;  // rows under way
-inline constexpr int kMostLanes = 32, kLongestRun = 128, kShortestRun = 16;
+inline constexpr int kLongestRun = 128, kShortestRun = 16;
 
 // So many blocks of a multiprocessor as the usual widths do well with.
 template <typename T, int kWidth>
@@ -14,7 +14,8 @@ inline constexpr int kLeastBlocks = sizeof(T) > 4 || kWidth > 4 ? 1 : sizeof(T) 
 
 template <typename T, int kWidth, int kVec, bool kHasTaps>
 __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
-    BackwardChannelsLast(const __grid_constant__ BackwardArguments<T> a, const __grid_constant__ ChannelsLastGrid grid) {
+    BackwardChannelsLast(const __grid_constant__ BackwardArguments<T> a,
+                         const __grid_constant__ ChannelsLastGrid grid) {
   using C = ComputeType<T>;
   using Ring = TimeRing<T, kVec, kRowsAhead>;
   constexpr int kPast = kWidth - 1, kRows = kRowsOfCircle<kWidth>;
@@ -99,7 +100,9 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
             for (int v = 0; v < kVec; ++v) sums[kWidth][v] += dz[v];
           }
           // The gradients of the row kPast before are complete.
-          if (static_cast<unsigned>(row - kPast) < static_cast<unsigned>(at.count)) StoreNarrow<T, kVec>(dx, gradients[i % kWidth]);
+          if (static_cast<unsigned>(row - kPast) < static_cast<unsigned>(at.count)) {
+            StoreNarrow<T, kVec>(dx, gradients[i % kWidth]);
+          }
           dx += geometry.channels;
         }
       };
@@ -111,6 +114,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
       }
     }
   }
+  WaitForCopies<0>();  // those past the end write zeros
   __syncthreads();
   // The runs of the block, in order.
   C* shared_sums = reinterpret_cast<C*>(shared);
@@ -118,7 +122,9 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
 #pragma unroll
   for (int k = 0; k <= kWidth; ++k) {
 #pragma unroll
-    for (int v = 0; v < kVec; ++v) shared_sums[((threadIdx.y * (kWidth + 1) + k) * lanes + lane) * kVec + v] = sums[k][v];
+    for (int v = 0; v < kVec; ++v) {
+      shared_sums[((threadIdx.y * (kWidth + 1) + k) * lanes + lane) * kVec + v] = sums[k][v];
+    }
   }
   __syncthreads();
   const int columns = lanes * kVec, cells = columns * (kWidth + 1);
@@ -134,7 +140,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
 }
 
 ChannelsLastPlan BackwardPlan(const Problem& problem, int64_t element_bytes) {
-  return ChannelsLastPlan(problem, element_bytes, kMostLanes, kLongestRun, kShortestRun);
+  return ChannelsLastPlan(problem, element_bytes, kLongestRun, kShortestRun);
 }
 
 }  // namespace

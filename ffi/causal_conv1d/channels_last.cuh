@@ -28,11 +28,11 @@ struct ChannelsLastPlan {
   int64_t blocks_down;  // along the length
 
   ChannelsLastPlan() = default;
-  ChannelsLastPlan(const Problem& problem, int64_t element_bytes, int most_lanes, int longest_run, int shortest_run) {
-    constexpr int64_t kEnoughThreads = 1 << 19;
+  ChannelsLastPlan(const Problem& problem, int64_t element_bytes, int longest_run, int shortest_run) {
+    constexpr int64_t kEnoughThreads = 3 << 16;
     vector = ChannelVector(problem.channels, element_bytes);
     const int64_t vectors = CeilDivide(problem.channels, vector);
-    lanes = most_lanes;
+    lanes = 32;
     while (lanes > 4 && lanes / 2 >= vectors) lanes /= 2;
     runs = kChannelsLastThreads / lanes;
     const int64_t vector_times = problem.batch * problem.examples * vectors * problem.length;
@@ -90,8 +90,8 @@ struct ChannelsLastPlace {
   }
 };
 
-// Calls body(std::integral_constant<int, n>{}, std::bool_constant<has taps>{}) for the n = `vector` channels of a thread;
-// a thread of one channel, which is rare, always looks for taps.
+// Calls body(std::integral_constant<int, n>{}, std::bool_constant<has taps>{}) for the n = `vector` channels of a
+// thread; a thread of one channel, which is rare, always looks for taps.
 template <typename T, typename Body>
 cudaError_t DispatchChannels(int vector, bool has_taps, Body&& body) {
   constexpr int kWidest = kWidestChannels<T>;

@@ -1,5 +1,5 @@
-// What the CUDA kernels of causal_conv1d share: vectors, exact division by reciprocals, where operands lie, the taps and
-// the activation.
+// What the CUDA kernels of causal_conv1d share: vectors, copies that run ahead, exact division by reciprocals, where
+// operands lie, the taps and the activation.
 #pragma once
 
 #include <algorithm>
@@ -233,7 +233,8 @@ struct Input {
   // The example to read for an example of the whole batch.
   __device__ __forceinline__ int64_t Example(const Geometry& geometry, int64_t example) const {
     if (!is_shared) return example;
-    return example - geometry.examples_of_batch.Quotient(example) * static_cast<int64_t>(geometry.examples_of_batch.divisor);
+    const Divider& by_examples = geometry.examples_of_batch;
+    return example - by_examples.Quotient(example) * static_cast<int64_t>(by_examples.divisor);
   }
 };
 
@@ -272,8 +273,8 @@ struct Parameters {
     }
   }
 
-  // As Load of a multiple of 8 bytes, where the first value is aligned to the largest power of two, up to 16, that divides
-  // these bytes.
+  // As Load of a multiple of 8 bytes, where the first value is aligned to the largest power of two, up to 16, that
+  // divides these bytes.
   template <int kCount>
   __device__ __forceinline__ void LoadVectors(int64_t index, C* values) const {
     if (sizeof(T) != sizeof(C) && is_narrow) {
@@ -331,7 +332,8 @@ struct InitialState {
   }
 };
 
-// The taps of kCount times that follow each other, as the bytes of words. Bit 0 is always set; kernels do not look at it.
+// The taps of kCount times that follow each other, as the bytes of words. Bit 0 is always set; kernels do not look at
+// it.
 template <int kCount>
 struct Taps {
   static constexpr int kWords = (kCount + 3) / 4;

@@ -6,7 +6,7 @@ namespace jax_baracuda::causal_conv1d {
 namespace {
 
 inline constexpr int kRowsAhead = 16;  // rows under way
-inline constexpr int kMostLanes = 32, kLongestRun = 128, kShortestRun = 8;
+inline constexpr int kLongestRun = 128, kShortestRun = 8;
 
 template <typename T, int kWidth, int kVec, bool kHasTaps>
 __global__ void __launch_bounds__(kChannelsLastThreads)
@@ -74,7 +74,8 @@ cudaError_t LaunchForwardChannelsLast(const ForwardCall& call, int64_t state_len
     using T = typename decltype(tag)::type;
     const ForwardArguments<T> arguments(call, state_length);
     const bool is_aligned = IsAligned(call.x.data, kVectorBytes) && IsAligned(call.y, kVectorBytes);
-    const ChannelsLastGrid grid(problem, ChannelsLastPlan(problem, sizeof(T), kMostLanes, kLongestRun, kShortestRun), is_aligned);
+    const ChannelsLastPlan plan(problem, sizeof(T), kLongestRun, kShortestRun);
+    const ChannelsLastGrid grid(problem, plan, is_aligned);
     return DispatchWidth(problem.width, [&](auto width) {
       return DispatchChannels<T>(grid.vector, call.taps.data != nullptr, [&](auto channels, auto has_taps) {
         ForwardChannelsLast<T, decltype(width)::value, decltype(channels)::value, decltype(has_taps)::value>

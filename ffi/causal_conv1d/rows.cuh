@@ -1,7 +1,8 @@
 // How the kernels for rows along the length ([.., channels, length]) deal out their work.
 //
 // A row is cut into stretches, one for each group of neighbouring threads. In a stretch each thread takes one vector a
-// step. Vectors are aligned in memory, whatever the row: those at a row's two ends may hold inputs of the rows beside it.
+// step. Vectors are aligned in memory, whatever the row: those at a row's two ends may hold inputs of the rows beside
+// it.
 #pragma once
 
 #include "ffi/causal_conv1d/conv_device.cuh"
@@ -28,10 +29,11 @@ struct RowsPlan {
     const int64_t rows = problem.batch * problem.examples * problem.channels;
     int64_t usual_steps = kUsualSteps;
     for (;; usual_steps /= 2) {
-      // As few threads as take a row in one stretch, or a warp. A little more than the usual steps are better than another
-      // stretch.
+      // As few threads as take a row in one stretch, or a warp. A little more than the usual steps are better than
+      // another stretch.
       log_lanes = 2;
-      while (log_lanes < 5 && CeilDivide(vectors, int64_t{1} << log_lanes) >= usual_steps + usual_steps / 2) ++log_lanes;
+      const int64_t too_many = usual_steps + usual_steps / 2;
+      while (log_lanes < 5 && CeilDivide(vectors, int64_t{1} << log_lanes) >= too_many) ++log_lanes;
       lanes = 1 << log_lanes;
       const int64_t row_steps = CeilDivide(vectors, lanes);
       stretches = std::max<int64_t>((row_steps + usual_steps / 2) / usual_steps, 1);
@@ -57,8 +59,8 @@ struct RowsGrid {
   }
 };
 
-// The place of a thread: the first vector that it takes of its stretch. Vectors are counted by how many inputs further on
-// they begin, so that 32 bits are enough.
+// The place of a thread: the first vector that it takes of its stretch. Vectors are counted by how many inputs further
+// on they begin, so that 32 bits are enough.
 template <typename T>
 struct RowsPlace {
   static constexpr int kVec = kVectorBytes / sizeof(T);
@@ -87,7 +89,8 @@ struct RowsPlace {
     channel = row - example * geometry.channels;
     step = lanes * kVec;
     // Alignment needs the lowest bits alone.
-    const unsigned shift = is_vectorized ? static_cast<unsigned>(row) * static_cast<unsigned>(geometry.length) % kVec : 0;
+    const unsigned first = static_cast<unsigned>(row) * static_cast<unsigned>(geometry.length);
+    const unsigned shift = is_vectorized ? first % kVec : 0;
     begin = stretch * (grid.plan.steps * step) + (lane * kVec - static_cast<int>(shift));
     index = row * geometry.length + begin;
     before = static_cast<int>(min(begin, kFar));
@@ -108,7 +111,9 @@ struct RowsPlace {
   }
 
   // Whether the vector `offset` inputs further on, and all that its outputs need, lies in the row.
-  __device__ __forceinline__ bool IsRegular(int offset) const { return offset >= first_regular && offset <= last_regular; }
+  __device__ __forceinline__ bool IsRegular(int offset) const {
+    return offset >= first_regular && offset <= last_regular;
+  }
   __device__ __forceinline__ bool IsReadable(int offset) const {
     return offset >= first_readable && offset <= last_readable;
   }
@@ -118,8 +123,8 @@ struct RowsPlace {
   }
 };
 
-// A group's vectors of some steps in shared memory. Those of neighbouring threads and of steps that follow each other are
-// neighbours there as they are in the row, in a circle.
+// A group's vectors of some steps in shared memory. Those of neighbouring threads and of steps that follow each other
+// are neighbours there as they are in the row, in a circle.
 template <typename T>
 struct VectorRing {
   static constexpr int kVec = kVectorBytes / sizeof(T);
@@ -194,7 +199,8 @@ __device__ __forceinline__ void MendWindow(const RowsPlace<T>& at, int offset, c
 
 // Stores what of a vector lies in the row.
 template <typename T>
-__device__ __forceinline__ void StoreInRow(const RowsPlace<T>& at, int offset, T* vector, const ComputeType<T>* values) {
+__device__ __forceinline__ void StoreInRow(const RowsPlace<T>& at, int offset, T* vector,
+                                           const ComputeType<T>* values) {
   constexpr int kVec = RowsPlace<T>::kVec;
   if (at.IsWhole(offset)) {
     StoreNarrow<T, kVec>(vector, values);

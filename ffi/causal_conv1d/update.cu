@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(kThreads) UpdateOne(const __grid_constant__ Up
   }
   memcpy(x, &x_word, sizeof(x_word));
   C weights[kVec * kWidth], y[kVec];
-  a.weights.weight.template LoadVectors<kVec * kWidth>(a.weights.weight.Row(geometry, example, channel) * kWidth, weights);
+  const int64_t weight_row = a.weights.weight.Row(geometry, example, channel);
+  a.weights.weight.template LoadVectors<kVec * kWidth>(weight_row * kWidth, weights);
   if (a.weights.bias.data != nullptr) {
     a.weights.bias.template LoadVectors<kVec>(a.weights.bias.Row(geometry, example, channel), y);
   } else {

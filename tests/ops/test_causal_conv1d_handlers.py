@@ -160,7 +160,7 @@ def test_what_fits_is_accepted(rng: np.random.Generator, target: str, channels_l
 def test_any_operands_may_be_shared(rng: np.random.Generator, target: str, channels_last: bool) -> None:
     """An operand that is shared by the batch counts as if it were there for each of its elements."""
     names = [x.name for x in good_call(target).operands]
-    choices = list(subsets(names, [1, 2, len(names) - 1, len(names)]))
+    choices = list(subsets(names, [1, 2, len(names) - 1]))
     calls = [good_call(target, channels_last, shared=shared) for shared in choices]
     operands = [random_operands(rng, call) for call in calls]
 
@@ -348,7 +348,8 @@ def counts_that_do_not_fit(good: Call) -> Iterator[tuple[str, Call]]:
     for kind in ("operands", "results"):
         arrays: tuple[Any, ...] = getattr(good, kind)
         yield f"one of {kind} too many", dataclasses.replace(good, **{kind: (*arrays, extra)})
-        for count in range(len(arrays)):
+        # On GPUs, XLA removes a call that has no result.
+        for count in range(kind == "results" and cases.PLATFORM == "cuda", len(arrays)):
             yield f"{count} {kind}", dataclasses.replace(good, **{kind: arrays[:count]})
 
 
