@@ -229,7 +229,7 @@ inline ffi::Error DecodeBackward(const char* op, const ffi::AnyBuffer& x, const 
   *num_results = has_initial_state ? 1 : 0;
   if (!has_initial_state) return ffi::Error::Success();
   if (more_results.empty()) return InvalidArgument(op, "d_initial_state is missing among the results");
-  const auto d_initial_state = more_results.get<ffi::AnyBuffer>(0);
+  auto d_initial_state = more_results.get<ffi::AnyBuffer>(0);
   if (d_initial_state.has_error()) return d_initial_state.error();
   return decoder.Result("d_initial_state", **d_initial_state, decoder.type(),
                         {problem.examples, problem.channels, problem.width - 1}, &call->d_initial_state);
