@@ -192,8 +192,8 @@ def causal_conv1d_update(
 
     Returns:
       ``(y, new_state)`` with the shapes and the dtype of `x` and `state`. The new state is the last K inputs again: the
-      oldest fall out. Where `state` is donated (or carried by a loop), it is updated in place (before jax 0.11, XLA copies
-      it on the way).
+      oldest fall out. Where `state` is donated (or carried by a loop), it is updated in place; before jax 0.11, XLA
+      copies it on the way.
 
     Raises:
       {raises}
