@@ -1,4 +1,4 @@
-"""What op families share about arrays: the dtype of accumulation, and arguments as arrays."""
+"""What op families share about arrays: the dtype of accumulation, arguments as arrays, and their explicit sharding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
+
+from jax_baracuda._core import jax_versions
 
 
 def compute_dtype(dtype: Any) -> Any:
@@ -26,3 +29,12 @@ def as_array(function: str, argument: str, value: ArrayLike) -> Array:
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         raise TypeError(f"{function}: {argument} must have a numeric dtype, got {array.dtype}")
     return array
+
+
+def split_as(array: Array, like: Array, axes: tuple[int | None, ...]) -> Array:
+    """Under explicit sharding, splits the dimensions of `array` over devices as those axes of `like` are."""
+    like_spec, own_spec = (jax_versions.explicit_spec(jax.typeof(x)) for x in (like, array))
+    if like_spec is None or own_spec is None:
+        return array
+    target = tuple(None if axis is None else like_spec[axis] for axis in axes)
+    return array if own_spec == target else jax.sharding.reshard(array, PartitionSpec(*target))

@@ -20,11 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import as_array, compute_dtype
+from jax_baracuda._core.arrays import as_array, compute_dtype, split_as
 from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.example import EXAMPLES, Example
@@ -691,11 +690,11 @@ def _canonicalize(
         initial_state = as_array(name, "initial_state", initial_state)
         _check_like_x(name, "initial_state", initial_state, x, state_shape)
         if width > 1:
-            optional.append(_follow(initial_state, x, (0, channel_axis, None)))
+            optional.append(split_as(initial_state, x, (0, channel_axis, None)))
     if segment_ids is not None:
         ids = _checked_ids(name, segment_ids, (examples, length))
         if width > 1:
-            optional.append(_taps(_follow(ids, x, (0, None)), width))
+            optional.append(_taps(split_as(ids, x, (0, None)), width))
     params = _Params(
         channels_last=channels_last,
         silu=is_silu,
@@ -738,15 +737,6 @@ def _is_silu(name: str, activation: Activation) -> bool:
     if not isinstance(activation, str) or activation not in ("silu", "swish"):
         raise ValueError(f"{name}: activation must be None, 'silu' or 'swish', got {activation!r}")
     return True
-
-
-def _follow(array: Array, x: Array, axes: tuple[int | None, ...]) -> Array:
-    """Under explicit sharding, splits the dimensions of `array` over devices as those axes of `x` are."""
-    spec, own_spec = (jax_versions.explicit_spec(jax.typeof(a)) for a in (x, array))
-    if spec is None or own_spec is None:
-        return array
-    target = tuple(None if axis is None else spec[axis] for axis in axes)
-    return array if own_spec == target else jax.sharding.reshard(array, PartitionSpec(*target))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import as_array, compute_dtype
+from jax_baracuda._core.arrays import as_array, compute_dtype, split_as
 from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.example import EXAMPLES, Example
@@ -2061,10 +2061,7 @@ def _flat_ids(ids: Array, num_segments: int, clamps: bool) -> Array:
 
 def _follow_rows(ids: Array, data: Array) -> Array:
     """Under explicit sharding, splits the ids over devices as the rows of `data` are."""
-    spec, ids_spec = (jax_versions.explicit_spec(jax.typeof(x)) for x in (data, ids))
-    if spec is None or ids_spec is None or data.shape[:1] != ids.shape or spec[0] == ids_spec[0]:
-        return ids
-    return jax.sharding.reshard(ids, PartitionSpec(spec[0]))
+    return split_as(ids, data, (0,)) if data.shape[:1] == ids.shape else ids
 
 
 def _first_wins(name: str, tie_break: str) -> bool:

@@ -871,13 +871,16 @@ def test_check_grads(rng: np.random.Generator) -> None:
     x, weight, bias, initial_state = problem.arrays.values()
     dy, d_state = cotangents(rng, problem)
     options = {"activation": "silu", "segment_ids": problem.segment_ids}
+
+    def backward(x: Any, weight: Any, bias: Any, dy: Any, initial_state: Any, d_state: Any) -> Any:
+        return causal_conv1d_backward(
+            x, weight, bias, dy, initial_state=initial_state, d_final_state=d_state, **options
+        )
+
     with jax.enable_x64(True):
         for function, mode in ((causal_conv1d, "rev"), (forward_mode.causal_conv1d, "fwd")):
-            call = lambda arrays, f=function: problem.call(arrays, False, f)  # noqa: E731
+            call = functools.partial(problem.call, channels_last=False, function=function)
             check_grads(call, (problem.arrays,), order=2, modes=[mode])
-        backward = lambda x, w, b, dy, s, ds: causal_conv1d_backward(  # noqa: E731
-            x, w, b, dy, initial_state=s, d_final_state=ds, **options
-        )
         check_grads(backward, (x, weight, bias, dy, initial_state, d_state), order=1, modes=["rev", "fwd"])
         for function, mode in ((causal_conv1d_update, "rev"), (forward_mode.causal_conv1d_update, "fwd")):
             update = functools.partial(function, activation="silu")
