@@ -10,16 +10,18 @@ import jax
 from jax._src import ad_util, core, dispatch
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters import mlir as mlir_internal
-from jax._src.sharding_impls import SPMDAxisContext, canonicalize_sharding
+from jax._src.lib.mlir import ir
+from jax._src.sharding_impls import ShardingContext, canonicalize_sharding
 
 __all__ = [
     "apply_primitive",
     "canonicalize_sharding",
     "concrete_or_error",
     "explicit_spec",
+    "is_donated_argument",
     "is_static_shape",
     "lower_with_sharding_in_types",
-    "partially_manual_mesh",
+    "partitioner_splits",
     "require_devices_during_lowering",
     "result_aval",
     "unify_varying",
@@ -84,16 +86,28 @@ def is_static_shape(shape: Sequence[Any]) -> bool:
     return core.is_constant_shape(tuple(shape))
 
 
+def is_donated_argument(value: ir.Value) -> bool:
+    """Whether a value of a program under lowering is an argument of the whole program whose memory is given up."""
+    if not isinstance(value, ir.BlockArgument):
+        return False
+    function = value.owner.owner
+    if getattr(function, "name", None) is None or function.attributes["sym_name"].value != "main":
+        return False
+    attributes = ir.DictAttr(ir.ArrayAttr(function.attributes["arg_attrs"])[value.arg_number])
+    return "tf.aliasing_output" in attributes or "jax.buffer_donor" in attributes
+
+
 def concrete_or_error(value: Any, context: str) -> Any:
     """`value` as an index, or ``ConcretizationTypeError`` where it is traced."""
     return core.concrete_dim_or_error(value, context)
 
 
-def partially_manual_mesh(axis_context: Any) -> bool:
-    """Whether a lowering happens inside a ``shard_map`` that leaves some mesh axes to the partitioner."""
-    return isinstance(axis_context, SPMDAxisContext) and set(axis_context.manual_axes) != set(
-        axis_context.mesh.axis_names
-    )
+def partitioner_splits(axis_context: Any) -> bool:
+    """Whether JAX's partitioner splits the program of a lowering over devices, and can ask an op how.
+
+    Not inside ``shard_map``, where nothing is left to split; or, if some of its axes are automatic, nobody can ask.
+    """
+    return isinstance(axis_context, ShardingContext) and axis_context.num_devices > 1
 
 
 def without_abstract_mesh() -> contextlib.AbstractContextManager[Any]:

@@ -30,6 +30,7 @@ class Op:
 
     Calling an op binds its primitive: ``results = op(*operands, **params)``, always a list. Every operand and every
     result has a leading batch dimension, which is 1 in operands that the whole batch shares: so ``vmap`` is one launch.
+    The functions of a definition see it in any case; calls may leave it out where `batch_optional` says so.
     """
 
     name: str
@@ -63,12 +64,20 @@ class Op:
     in_place: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """{operand number: number of the result that may be written to its memory}, where both have one shape. An operand
     that is used again is copied by XLA first."""
-    transpose: Callable[..., jax.Array] | None = None
-    """For an op that is linear in operand 0 and constant in the others:
-    ``(aval of operand 0, cotangent of result 0, *other operands, **params) -> cotangent of operand 0``.
+    in_place_if_donated: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """As `in_place`, but only where the operand is a donated argument of the compiled program: for results that are as
+    fast to write elsewhere, where a copy by XLA would double the time."""
+    batch_optional: bool = False
+    """Whether operands and results may lack the batch dimension, all of them together: calls have the param `batched`,
+    and the handler takes it. For ops in place: XLA before jax 0.11 copies what is reshaped on its way into the call."""
+    num_linear: int = 1
+    """See `transpose`."""
+    transpose: Callable[..., Sequence[jax.Array]] | None = None
+    """For an op that is linear in its first `num_linear` operands together and constant in the others:
+    ``(avals of the linear operands, cotangents of the results, *other operands, **params) -> their cotangents``.
 
-    Then derivatives are calls of kernels too: the tangent is the op of the tangent. The cotangent may have the whole
-    batch where operand 0 is shared.
+    Then derivatives are calls of kernels too: the tangent is the op of the tangent. A cotangent may have the whole
+    batch where its operand is shared.
     """
 
     def __post_init__(self) -> None:
@@ -93,11 +102,18 @@ class Op:
     def _primitives(self) -> tuple[Primitive, Primitive]:
         return _primitives_of(self)
 
+    def types_of_results(self, *operands: Any, **params: Any) -> list[ShapeAndDtype]:
+        """The abstract-eval rule, with or without the batch dimension."""
+        types = self.result_types(*_with_batch(operands, params), **params)
+        return list(types) if params.get("batched", True) else [(tuple(shape[1:]), dtype) for shape, dtype in types]
+
     def layout(self, operands: Sequence[Any], results: Sequence[Any], params: Mapping[str, Any]) -> Layout:
         """The named dimensions of a call with these shapes and params."""
         operand_shapes, result_shapes = (tuple(tuple(x.shape) for x in arrays) for arrays in (operands, results))
+        first = 0 if params.get("batched", True) else 1
         operand_names, result_names = (
-            names(**params) if callable(names) else names for names in (self.operands, self.results)
+            tuple(dimensions[first:] for dimensions in (names(**params) if callable(names) else names))
+            for names in (self.operands, self.results)
         )
         return Layout(
             tuple(named_dimensions(names, shape) for names, shape in zip(operand_names, operand_shapes, strict=False)),
@@ -124,6 +140,11 @@ class Op:
         if native.problem is not None:
             return native.problem
         return None if self.name in native.targets else f"the {platform} module has no target of this name"
+
+
+def _with_batch(avals: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
+    """The abstract operands of a call with their batch dimension, where the call leaves it out."""
+    return avals if params.get("batched", True) else [jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in avals]
 
 
 def joint_batch(*sizes: int) -> int:
@@ -190,9 +211,14 @@ def _primitives_of(op: Op) -> tuple[Primitive, Primitive]:
     ad.primitive_jvps[primitive] = functools.partial(_jvp, op, primitive)
     ad.primitive_transposes[primitive] = functools.partial(_transpose, op)
     mlir.register_lowering(primitive, functools.partial(_lower_reference, op))
+    register_lowering = functools.partial(
+        mlir.register_lowering,
+        # Otherwise the lowering sees arguments of a function of its own, never those of the program.
+        cacheable=not op.in_place_if_donated,
+    )
     for platform in KERNEL_PLATFORMS:
-        mlir.register_lowering(primitive, functools.partial(_lower, op, kernel, platform), platform=platform)
-        mlir.register_lowering(kernel, functools.partial(_lower_kernel, op, platform), platform=platform)
+        register_lowering(primitive, functools.partial(_lower, op, kernel, platform), platform=platform)
+        register_lowering(kernel, functools.partial(_lower_kernel, op, platform), platform=platform)
     return primitive, kernel
 
 
@@ -204,7 +230,7 @@ def _declare(op: Op, name: str) -> Primitive:
 
 
 def _abstract_eval(op: Op, *operands: Any, **params: Any) -> list[Any]:
-    types = op.result_types(*operands, **params)
+    types = op.types_of_results(*operands, **params)
     specs = [jax_versions.explicit_spec(aval) for aval in operands]
     if all(spec is None for spec in specs):
         return [jax_versions.result_aval(operands[0], shape, dtype, None) for shape, dtype in types]
@@ -223,6 +249,9 @@ def _batch(
     """Merges the mapped axis into the leading batch dimension; operands that are not mapped stay shared."""
     mapped_size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     operands = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
+    if not params.get("batched", True):
+        results = primitive.bind(*operands, **params | {"batched": True})
+        return results, [0] * len(results)
     batch = joint_batch(*(x.shape[1] for x in operands))
     merged = []
     for x in operands:
@@ -251,7 +280,9 @@ def _reference(op: Op, *operands: jax.Array, **params: Any) -> list[jax.Array]:
     """Calls the reference. Under explicit sharding its axes are automatic, and only its results have a sharding."""
 
     def reference(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(op.reference(*operands, **params))
+        if params.get("batched", True):
+            return tuple(op.reference(*operands, **params))
+        return tuple(x[0] for x in op.reference(*(x[None] for x in operands), **params))
 
     avals = [jax.typeof(x) for x in operands]
     if any(jax_versions.explicit_spec(aval) is not None for aval in avals):
@@ -267,8 +298,9 @@ def _jvp(
     """The primal from the kernel, the tangent from the reference: linear in the tangents, so JAX transposes it."""
     results = primitive.bind(*primals, **params)
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-    if op.transpose is not None and moving == [0]:
-        result_tangents = primitive.bind(tangents[0], *primals[1:], **params)
+    if op.transpose is not None and all(i < op.num_linear for i in moving):
+        linear = [ad.instantiate_zeros(tangent) for tangent in tangents[: op.num_linear]]
+        result_tangents = primitive.bind(*linear, *primals[op.num_linear :], **params)
     else:
         reference = _reference_of(op, primals, moving, params)
         _, result_tangents = jax.jvp(reference, [primals[i] for i in moving], [tangents[i] for i in moving])
@@ -281,16 +313,18 @@ def _jvp(
 def _transpose(op: Op, cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
     """The transpose with respect to the operands that the op is linear in."""
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
-    if op.transpose is not None and linear == [0]:
-        aval = operands[0].aval
-        result = op.transpose(aval, ad.instantiate_zeros(cotangents[0]), *operands[1:], **params)
-        if result.shape[0] != aval.shape[0]:
-            result = jnp.sum(result, axis=0, keepdims=True)
-        return [result, *(None for _ in operands[1:])]
-    reference = _reference_of(op, operands, linear, params)
-    transposed = jax.linear_transpose(reference, *(operands[i].aval for i in linear))
+    cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
     results: list[Any] = [None] * len(operands)
-    for i, x in zip(linear, transposed([ad.instantiate_zeros(ct) for ct in cotangents]), strict=True):
+    if op.transpose is not None and all(i < op.num_linear for i in linear):
+        avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands[: op.num_linear]]
+        transposed = op.transpose(avals, cotangents, *operands[op.num_linear :], **params)
+        for i in linear:
+            is_shared = transposed[i].shape != avals[i].shape
+            results[i] = jnp.sum(transposed[i], axis=0, keepdims=True) if is_shared else transposed[i]
+        return results
+    reference = _reference_of(op, operands, linear, params)
+    transpose = jax.linear_transpose(reference, *(operands[i].aval for i in linear))
+    for i, x in zip(linear, transpose(cotangents), strict=True):
         results[i] = x
     return results
 
@@ -309,8 +343,8 @@ def _lower(
 
     run_kernel = functools.partial(kernel.bind, **params)
     has_empty_array = any(0 in aval.shape for aval in [*ctx.avals_in, *ctx.avals_out])
-    if has_empty_array or jax_versions.partially_manual_mesh(ctx.module_context.axis_context):
-        # Nothing to split, or the partitioner cannot call back here: the automatic axes then see whole arrays.
+    if has_empty_array or not jax_versions.partitioner_splits(ctx.module_context.axis_context):
+        # In a partially manual shard_map, the automatic axes then see whole arrays.
         return mlir.lower_fun(run_kernel, multiple_results=True)(ctx, *operands)
 
     def shard_program(axes: dict[str, MeshAxes], *shards: jax.Array) -> Sequence[jax.Array]:
@@ -332,14 +366,19 @@ def _lower_kernel(op: Op, platform: str, ctx: mlir.LoweringRuleContext, *operand
         return _lower_reference(op, ctx, *operands, **params)
     num_results = len(ctx.avals_out)
     if op.scratch is not None:
-        sizes = {name: int(size) for name, size in op.scratch(*ctx.avals_in, **params).items()}
+        sizes = {name: int(size) for name, size in op.scratch(*_with_batch(ctx.avals_in, params), **params).items()}
         scratch_bytes = NATIVE_MODULES[platform].scratch_bytes(op.name, sizes)
         if scratch_bytes > 0:
             scratch = jax.core.ShapedArray((scratch_bytes,), np.dtype(np.uint8))
             ctx = ctx.replace(avals_out=[*ctx.avals_out, scratch])
+    donated = {
+        operand: result
+        for operand, result in op.in_place_if_donated.items()
+        if jax_versions.is_donated_argument(operands[operand])
+    }
     in_place = {
         operand: result
-        for operand, result in op.in_place.items()
+        for operand, result in (dict(op.in_place) | donated).items()
         if ctx.avals_in[operand].shape == ctx.avals_out[result].shape
     }
     rule = jax.ffi.ffi_lowering(target_name(op.name), operand_output_aliases=in_place)

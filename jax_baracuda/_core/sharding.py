@@ -81,18 +81,21 @@ class Layout:
         }
 
     def assign(self, specs: Sequence[Sequence[Any] | None], whole: Sequence[str]) -> dict[str, MeshAxes]:
-        """Gives each dimension the mesh axes of the first array that splits it; no axis splits two dimensions."""
+        """Gives each dimension the mesh axes of the first array that splits it; no axis splits an array twice."""
         assignment: dict[str, MeshAxes] = {name: () for name in whole}
-        used: set[str] = set()
         sizes = self.sizes()
         names_of_each, shapes = self.operands + self.results, self.operand_shapes + self.result_shapes
+
+        def beside(name: str) -> set[str]:
+            """The axes that already split an array with this dimension."""
+            together = {other for names in names_of_each if name in names for other in names}
+            return {axis for other in together for axis in assignment.get(other, ())}
+
         for names, shape, spec in zip(names_of_each, shapes, specs, strict=True):
             for name, size, entry in zip(names, shape, spec or (), strict=False):
                 axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-                if not axes or size != sizes[name] or name in assignment or used.intersection(axes):
-                    continue
-                assignment[name] = axes
-                used.update(axes)
+                if axes and size == sizes[name] and name not in assignment and not beside(name).intersection(axes):
+                    assignment[name] = axes
         return assignment
 
 

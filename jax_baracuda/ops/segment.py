@@ -1145,13 +1145,15 @@ def _reference_prod_backward(d_output: Array, mantissa: Array, packed: Array, da
 
 
 def _transpose_prod_backward(
-    d_output: Any, d_data: Array, mantissa: Array, packed: Array, data: Array, ids: Array
-) -> Array:
+    d_outputs: Sequence[Any], d_data: Sequence[Array], mantissa: Array, packed: Array, data: Array, ids: Array
+) -> list[Array]:
+    [d_output] = d_outputs
+
     def of_one(d_data: Array, data: Array, ids: Array) -> Array:
         gradient = functools.partial(_product_gradient_in_pairs, data=data, ids=ids)
         return jax.linear_transpose(gradient, jax.ShapeDtypeStruct(d_output.shape[1:], d_output.dtype))(d_data)[0]
 
-    return _over_batch(of_one, d_data, data, ids)
+    return [_over_batch(of_one, *d_data, data, ids)]
 
 
 # Softmax.
@@ -1545,7 +1547,7 @@ SEGMENT_SUM = _reduction_op(
     guarantee=_sum_guarantee,
     attributes=("deterministic",),
     shard_program=_shard_sum,
-    transpose=lambda data, d_output, ids, *, num_segments, **params: SEGMENT_SUM_BACKWARD(d_output, ids, **params)[0],
+    transpose=lambda _, d_outputs, ids, *, num_segments, **params: SEGMENT_SUM_BACKWARD(d_outputs[0], ids, **params),
 )
 
 SEGMENT_SUM_BACKWARD = _gradient_op(
@@ -1553,9 +1555,9 @@ SEGMENT_SUM_BACKWARD = _gradient_op(
     operands=(CELLS, IDS),
     reference=_reference_sum_backward,
     guarantee=SELECTION,
-    transpose=lambda d_output, d_data, ids, **params: SEGMENT_SUM(
-        d_data, ids, **_sum_params(d_output.shape[1], **params)
-    )[0],
+    transpose=lambda d_outputs, d_data, ids, **params: SEGMENT_SUM(
+        *d_data, ids, **_sum_params(d_outputs[0].shape[1], **params)
+    ),
 )
 
 SEGMENT_MEAN = _reduction_op(
@@ -1570,9 +1572,9 @@ SEGMENT_MEAN = _reduction_op(
     guarantee=_sum_guarantee,
     attributes=("deterministic",),
     shard_program=_shard_mean,
-    transpose=lambda data, d_output, ids, *, num_segments, **params: SEGMENT_MEAN_BACKWARD(
-        d_output, _count_rows(ids, num_segments), ids, **params
-    )[0],
+    transpose=lambda _, d_results, ids, *, num_segments, **params: SEGMENT_MEAN_BACKWARD(
+        d_results[0], _count_rows(ids, num_segments), ids, **params
+    ),
 )
 
 SEGMENT_MEAN_BACKWARD = _gradient_op(
@@ -1580,9 +1582,9 @@ SEGMENT_MEAN_BACKWARD = _gradient_op(
     operands=(CELLS, COUNTS, IDS),
     reference=_reference_mean_backward,
     guarantee=DIVISION,
-    transpose=lambda d_output, d_data, count, ids, **params: SEGMENT_MEAN(
-        d_data, ids, **_sum_params(d_output.shape[1], **params)
-    )[0],
+    transpose=lambda d_outputs, d_data, count, ids, **params: SEGMENT_MEAN(
+        *d_data, ids, **_sum_params(d_outputs[0].shape[1], **params)
+    )[:1],
 )
 
 SEGMENT_PROD = _reduction_op(
