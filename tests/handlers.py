@@ -119,7 +119,7 @@ def with_other_shapes(array: Array) -> dict[str, Array]:
     for i in range(1, len(shape)):
         for how, size in (("longer", shape[i] + 1), ("shorter", shape[i] - 1)):
             shapes[f"dimension {i} {how}"] = (*shape[:i], size, *shape[i + 1 :])
-    return {how: dataclasses.replace(array, shape=shape) for how, shape in shapes.items()}
+    return {how: dataclasses.replace(array, shape=other) for how, other in shapes.items() if other != shape}
 
 
 def with_dtypes(array: Array, dtypes: Collection[str]) -> dict[str, Array]:

@@ -25,7 +25,7 @@ struct BackwardOptions {
 };
 
 struct UpdateOptions {
-  bool channels_last, silu, has_bias;
+  bool batched, channels_last, silu, has_bias;
 };
 
 }  // namespace jax_baracuda::causal_conv1d
@@ -38,8 +38,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::BackwardOptio
                                       StructMember<bool>("channels_last"), StructMember<bool>("silu"),
                                       StructMember<bool>("has_bias"), StructMember<bool>("has_initial_state"),
                                       StructMember<bool>("has_taps"), StructMember<bool>("has_d_final_state"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::UpdateOptions, StructMember<bool>("channels_last"),
-                                      StructMember<bool>("silu"), StructMember<bool>("has_bias"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::UpdateOptions, StructMember<bool>("batched"),
+                                      StructMember<bool>("channels_last"), StructMember<bool>("silu"),
+                                      StructMember<bool>("has_bias"));
 
 namespace jax_baracuda::causal_conv1d {
 
@@ -50,11 +51,12 @@ inline std::string TypeName(ffi::DataType type) {
 }
 
 // Checks the buffers of one call, one after another. Output comes first, then Weight: they tell what the others must
-// fit.
+// fit. Where a call is not batched, all buffers lack their first dimension, and count as a batch of one.
 class Decoder {
  public:
   template <typename Options>
-  Decoder(const char* op, const Options& options, Problem* problem) : op_(op), problem_(*problem) {
+  Decoder(const char* op, const Options& options, Problem* problem, bool is_batched = true)
+      : op_(op), is_batched_(is_batched), problem_(*problem) {
     problem_ = Problem{};
     problem_.channels_last = options.channels_last;
     problem_.silu = options.silu;
@@ -62,11 +64,10 @@ class Decoder {
 
   // The result that is shaped as x tells all dimensions but the width, and the element type.
   ffi::Error Output(const char* name, const ffi::AnyBuffer& buffer, ElementType* type) {
-    const auto shape = buffer.dimensions();
+    const std::vector<int64_t> shape = WithBatch(buffer);
     if (shape.size() != 4) {
-      return WrongShape(op_, name, buffer,
-                        problem_.channels_last ? "[batch, examples, length, channels]"
-                                               : "[batch, examples, channels, length]");
+      const char* trailing = problem_.channels_last ? "examples, length, channels]" : "examples, channels, length]";
+      return WrongShape(op_, name, buffer, (is_batched_ ? "[batch, " : "[") + std::string(trailing));
     }
     problem_.batch = shape[0];
     problem_.examples = shape[1];
@@ -79,11 +80,11 @@ class Decoder {
   }
 
   ffi::Error Weight(const ffi::AnyBuffer& buffer, Parameter* weight) {
-    const auto shape = buffer.dimensions();
+    const std::vector<int64_t> shape = WithBatch(buffer);
     const int64_t width = shape.size() == 3 ? shape[2] : 0;
     if (width < 1 || width > kMostWidth) {
       return WrongShape(op_, "weight", buffer,
-                        "[batch or 1, channels, width] with a width of 1 to " + std::to_string(kMostWidth));
+                        OperandBatch() + "channels, width] with a width of 1 to " + std::to_string(kMostWidth));
     }
     problem_.width = static_cast<int>(width);
     return TakeParameter("weight", buffer, {problem_.channels, width}, weight);
@@ -109,10 +110,10 @@ class Decoder {
 
   // The state that causal_conv1d_update continues from; its last dimension tells how many inputs it holds.
   ffi::Error LongState(const ffi::AnyBuffer& buffer, int64_t* state_length, Operand* state) const {
-    const auto shape = buffer.dimensions();
+    const std::vector<int64_t> shape = WithBatch(buffer);
     if (shape.size() != 4 || shape[3] < problem_.width - 1) {
       return WrongShape(op_, "state", buffer,
-                        "[batch or 1, examples, channels, inputs] with at least " +
+                        OperandBatch() + "examples, channels, inputs] with at least " +
                             std::to_string(problem_.width - 1) + " inputs");
     }
     *state_length = shape[3];
@@ -136,6 +137,15 @@ class Decoder {
   ffi::DataType compute_type() const { return type_ == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32; }
 
  private:
+  std::vector<int64_t> WithBatch(const ffi::AnyBuffer& buffer) const {
+    std::vector<int64_t> shape(buffer.dimensions().begin(), buffer.dimensions().end());
+    if (!is_batched_) shape.insert(shape.begin(), 1);
+    return shape;
+  }
+
+  // How the shape of an operand begins, in messages.
+  std::string OperandBatch() const { return is_batched_ ? "[batch or 1, " : "["; }
+
   ffi::Error CheckType(const char* name, const ffi::AnyBuffer& buffer, const std::string& expected, bool fits) const {
     if (fits) return ffi::Error::Success();
     return InvalidArgument(op_, std::string(name) + " has element type " + TypeName(buffer.element_type()) +
@@ -146,14 +156,14 @@ class Decoder {
   // whether the batch shares the array.
   ffi::Error CheckShape(const char* name, const ffi::AnyBuffer& buffer, const std::vector<int64_t>& trailing,
                         bool* is_shared) const {
-    const auto shape = buffer.dimensions();
+    const std::vector<int64_t> shape = WithBatch(buffer);
     bool fits = shape.size() == 1 + trailing.size();
     for (size_t i = 0; fits && i < trailing.size(); ++i) fits = shape[i + 1] == trailing[i];
     if (fits && is_shared != nullptr) *is_shared = shape[0] != problem_.batch;
     if (fits && (shape[0] == problem_.batch || (is_shared != nullptr && shape[0] == 1))) return ffi::Error::Success();
-    std::string expected = "[" + std::to_string(problem_.batch) + (is_shared == nullptr ? "" : " or 1");
+    std::string expected = is_batched_ ? "," + std::to_string(problem_.batch) + (is_shared == nullptr ? "" : " or 1") : "";
     for (const int64_t size : trailing) expected += "," + std::to_string(size);
-    return WrongShape(op_, name, buffer, expected + "]");
+    return WrongShape(op_, name, buffer, "[" + expected.substr(1) + "]");
   }
 
   ffi::Error TakeOperand(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
@@ -177,6 +187,7 @@ class Decoder {
   }
 
   const char* op_;
+  bool is_batched_;
   Problem& problem_;
   ffi::DataType type_;
 };
@@ -272,7 +283,7 @@ inline ffi::Error DecodeUpdate(const ffi::AnyBuffer& x, const ffi::AnyBuffer& st
                                ffi::RemainingArgs optional_operands, const ffi::AnyBuffer& y,
                                const ffi::AnyBuffer& new_state, const UpdateOptions& options, UpdateCall* call) {
   const Problem& problem = call->problem;
-  Decoder decoder(kUpdateName, options, &call->problem);
+  Decoder decoder(kUpdateName, options, &call->problem, options.batched);
   JB_RETURN_IF_ERROR(decoder.Output("y", y, &call->type));
   JB_RETURN_IF_ERROR(decoder.Weight(weight, &call->weight));
   JB_RETURN_IF_ERROR(decoder.Sequences("x", x, &call->x));

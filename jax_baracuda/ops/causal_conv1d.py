@@ -191,8 +191,7 @@ def causal_conv1d_update(
 
     Returns:
       ``(y, new_state)`` with the shapes and the dtype of `x` and `state`. The new state is the last K inputs again: the
-      oldest fall out. Where `state` is donated (or carried by a loop), it is updated in place; before jax 0.11, XLA
-      copies it on the way.
+      oldest fall out. Where `state` is donated (or carried by a loop), it is updated in place.
 
     Raises:
       {raises}
@@ -371,7 +370,7 @@ def _reference_backward(
 
 
 def _reference_update(
-    x: Array, state: Array, weight: Array, *optional: Array, channels_last: bool, silu: bool, has_bias: bool
+    x: Array, state: Array, weight: Array, *optional: Array, channels_last: bool, silu: bool, has_bias: bool, **_: bool
 ) -> tuple[Array, Array]:
     batch = joint_batch(*(operand.shape[0] for operand in (x, state, weight, *optional)))
     x, state = (jnp.broadcast_to(signal, (batch, *signal.shape[1:])) for signal in (x, state))
@@ -499,9 +498,10 @@ CAUSAL_CONV1D_UPDATE = Op(
     reference=_reference_update,
     dtypes=FLOATING_DTYPES,
     guarantee=_sum_guarantee,
-    attributes=("channels_last", "silu", "has_bias"),
+    attributes=("batched", "channels_last", "silu", "has_bias"),
     whole=("time", "tap", "state"),
     in_place={1: 1},
+    batch_optional=True,
 )
 
 
@@ -583,11 +583,9 @@ _convolution_and_state = _convolution_rules(with_final_state=True)
 
 
 def _update_primal(params: _UpdateParams, x: Array, state: Array, *parameters: Array) -> tuple[Array, Array]:
-    x, state, *parameters = (operand[None] for operand in (x, state, *parameters))
-    # Without the barrier, XLA merges the new dimension of the state with a copy of it, in vain.
-    operands = (x, jax.lax.optimization_barrier(state), *parameters)
-    y, new_state = CAUSAL_CONV1D_UPDATE(*operands, **dataclasses.asdict(params))
-    return y[0], new_state[0]
+    # Without the batch dimension, so that XLA updates the state in place.
+    y, new_state = CAUSAL_CONV1D_UPDATE(x, state, *parameters, batched=False, **dataclasses.asdict(params))
+    return y, new_state
 
 
 def _update_forward(params: _UpdateParams, *operands: Array) -> tuple[tuple[Array, Array], tuple[Array, ...]]:

@@ -545,8 +545,6 @@ def copies_of_state(text: str) -> list[str]:
 @pytest.mark.parametrize("loop", ["step", "scan", "fori_loop"])
 def test_donated_state_is_updated_in_place(rng: np.random.Generator, loop: str) -> None:
     """A decoding step, and loops of it, hold no copy of a donated state; the result is right, in the same memory."""
-    if jax.__version_info__ < (0, 11):
-        pytest.skip("XLA of older JAX copies what has a dimension of size 1 added on its way into a call")
     examples, channels, num_states = STATE_SHAPE
     weight, bias = rng.normal(size=(channels, 4)).astype(np.float32), rng.normal(size=channels).astype(np.float32)
     x = rng.normal(size=(9, examples, channels)).astype(np.float32)

@@ -93,12 +93,14 @@ def good_call(
     sizes: Sizes = SIZES,
     dtype: str = "float32",
     parameter_dtype: str | None = None,
+    is_batched: bool = True,
 ) -> Call:
     """A call that fits.
 
     Args:
       optional: which of the optional operands are there; None: all of them.
       shared: which operands are shared by the batch.
+      is_batched: whether arrays have the batch dimension, which those of an update may lack.
     """
     names = TARGETS[target]
     present = [name for name in names.optional_operands if optional is None or name in optional]
@@ -106,8 +108,10 @@ def good_call(
     if target == "causal_conv1d_backward" and "initial_state" in present:
         results.append("d_initial_state")
     arrays = named_arrays(sizes, channels_last, dtype, parameter_dtype or dtype)
+    if not is_batched:
+        arrays = {name: dataclasses.replace(array, shape=array.shape[1:]) for name, array in arrays.items()}
     operands = [arrays[name].shared() if name in shared else arrays[name] for name in (*names.operands, *present)]
-    params = {"channels_last": channels_last, "silu": True, **presence(target, present)}
+    params = {"channels_last": channels_last, "silu": True, "batched": is_batched, **presence(target, present)}
     return handlers.good_call(target, operands, [arrays[name] for name in results], params)
 
 
@@ -195,6 +199,26 @@ def test_dtypes_of_parameters(rng: np.random.Generator, target: str) -> None:
                 convolutions.assert_close(result, expected[name], f"{name} for {array.name} {other}, not {dtype}")
 
 
+@each_layout
+def test_update_without_batch_dimension(rng: np.random.Generator, channels_last: bool) -> None:
+    """The same as a batch of one."""
+    for optional in subsets(TARGETS["causal_conv1d_update"].optional_operands, range(2)):
+        batched, call = (
+            good_call(
+                "causal_conv1d_update",
+                channels_last,
+                optional=optional,
+                sizes=dataclasses.replace(SIZES, batch=1),
+                is_batched=is_batched,
+            )
+            for is_batched in (True, False)
+        )
+        operands = random_operands(rng, call)
+        results = call.results_of(operands)
+        for name, expected in batched.results_of({name: x[None] for name, x in operands.items()}).items():
+            assert_same_bits(results[name], expected[0], name)
+
+
 EMPTY_SIZES = (
     *({name: 0} for name in ("batch", "examples", "channels", "length")),
     {"examples": 0, "length": 0},
@@ -241,22 +265,25 @@ def test_state_without_inputs(rng: np.random.Generator, channels_last: bool) -> 
 
 
 @each_layout
-@each_target
-def test_bad_shapes_are_refused(target: str, channels_last: bool) -> None:
+@pytest.mark.parametrize(
+    ("target", "is_batched"), [*((target, True) for target in TARGETS), ("causal_conv1d_update", False)]
+)
+def test_bad_shapes_are_refused(target: str, is_batched: bool, channels_last: bool) -> None:
     """Each operand and result with another rank, or another size in any of its dimensions."""
-    good = good_call(target, channels_last)
+    good = good_call(target, channels_last, is_batched=is_batched)
 
     def with_bad_shapes(array: Array) -> dict[str, Array]:
         others = with_other_shapes(array)
         if array in good.results:
             others["batch of 1"] = array.shared()
         if target == "causal_conv1d_update" and array.name == "weight":
-            del others["dimension 2 longer"], others["dimension 2 shorter"]  # as good a width as any
+            tap = 2 if is_batched else 1
+            del others[f"dimension {tap} longer"], others[f"dimension {tap} shorter"]  # as good a width as any
         return others
 
     # The sizes are taken from these, so that the message may be about what does not fit them.
     tell_sizes = {good.results[0].name, "weight", "state"}
-    in_other_layout = good_call(target, not channels_last).arrays()
+    in_other_layout = good_call(target, not channels_last, is_batched=is_batched).arrays()
     for how, array, call in good.with_other(with_bad_shapes):
         if channels_last and array in in_other_layout:
             continue  # the layout does not matter
@@ -327,6 +354,14 @@ def test_other_layouts_are_refused(target: str, channels_last: bool) -> None:
     good = good_call(target, channels_last)
     attributes = {**good.attributes, "channels_last": not channels_last}
     assert_refused(dataclasses.replace(good, attributes=attributes), "the other layout", "weight")
+
+
+@each_layout
+@pytest.mark.parametrize("is_batched", [True, False])
+def test_update_with_and_without_batch_dimension_are_told_apart(channels_last: bool, is_batched: bool) -> None:
+    good = good_call("causal_conv1d_update", channels_last, is_batched=is_batched)
+    attributes = {**good.attributes, "batched": not is_batched}
+    assert_refused(dataclasses.replace(good, attributes=attributes), f"batched: {not is_batched}", "y")
 
 
 @each_target
