@@ -203,7 +203,7 @@ def test_exactness(dim: int) -> None:
 
 
 def test_llama3_of_the_published_model() -> None:
-    """Llama 3.1: what turns 4 times in 8192 positions or more is as before, what turns less than once 8 times slower."""
+    """Llama 3.1: what turns 4 times in 8192 positions is as before, what turns less than once is 8 times slower."""
     plain, _ = rope_frequencies(128, 500000.0)
     inv_freq, scale = rope_frequencies(128, 500000.0, {"rope_type": "llama3", **LLAMA3, "rope_theta": 500000.0})
     wavelength = 2 * math.pi / plain
