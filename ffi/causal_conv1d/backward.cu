@@ -190,8 +190,7 @@ cudaError_t LaunchRows(const BackwardCall& call, cudaStream_t stream) {
   const RowsGrid grid(problem, RowsPlan(problem, sizeof(T)), sizeof(T), is_aligned,
                       arguments.x.is_shared || arguments.dy.is_shared);
   return DispatchWidth(problem.width, [&](auto width) {
-    constexpr int kWidth = decltype(width)::value;
-    const auto kernel = call.taps.data != nullptr ? BackwardRows<T, kWidth, true> : BackwardRows<T, kWidth, false>;
+    const auto kernel = call.taps.data != nullptr ? BackwardRows<T, width, true> : BackwardRows<T, width, false>;
     kernel<<<static_cast<unsigned>(grid.plan.Blocks()), kRowsThreads, 0, stream>>>(arguments, grid);
     return cudaGetLastError();
   });

@@ -22,7 +22,7 @@ struct BackwardArguments {
         x(call.problem, call.x),
         dy(call.problem, call.dy),
         weights{{call.problem, call.weight, call.type}, {call.problem, call.bias, call.type}},
-        initial_state{{call.problem, call.initial_state}, call.problem.width - 1},
+        initial_state{{call.problem, call.initial_state}, call.state_length},
         d_final_state{{call.problem, call.d_final_state}, call.problem.width - 1},
         taps(call.problem, call.taps),
         dx(static_cast<T*>(call.dx)),

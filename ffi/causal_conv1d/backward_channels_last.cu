@@ -157,12 +157,8 @@ cudaError_t LaunchBackwardChannelsLast(const BackwardCall& call, cudaStream_t st
     const bool is_aligned = IsAligned(call.x.data, kVectorBytes) && IsAligned(call.dy.data, kVectorBytes) &&
                             IsAligned(call.dx, kVectorBytes);
     const ChannelsLastGrid grid(problem, BackwardPlan(problem, sizeof(T)), is_aligned);
-    return DispatchWidth(problem.width, [&](auto width) {
-      return DispatchChannels<T>(grid.vector, call.taps.data != nullptr, [&](auto channels, auto has_taps) {
-        BackwardChannelsLast<T, decltype(width)::value, decltype(channels)::value, decltype(has_taps)::value>
-            <<<static_cast<unsigned>(grid.Blocks()), grid.BlockShape(), 0, stream>>>(arguments, grid);
-        return cudaGetLastError();
-      });
+    return LaunchChannelsLast<T>(call, grid, arguments, stream, [](auto width, auto channels, auto has_taps) {
+      return BackwardChannelsLast<T, width, channels, has_taps>;
     });
   });
 }

@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "ffi/core/element_type.h"
 
@@ -42,45 +43,44 @@ struct Parameter {
   ElementType type = ElementType::kUnsupported;
 };
 
-struct ForwardCall {
+// What the calls of all ops have in common.
+struct ConvolutionCall {
   Problem problem;
-  ElementType type;  // of x, y and the initial state: a floating type
+  ElementType type;  // of x, of the results that are shaped as it, and of states: a floating type
   Operand x;
   Parameter weight;
-  Parameter bias;         // optional
-  Operand initial_state;  // optional; width - 1 inputs of each channel, the newest last
-  Operand taps;           // optional, uint8_t: bit j is set if the input j steps back belongs to the same sequence
+  Parameter bias;            // optional
+  Operand initial_state;     // optional: inputs of each channel before time 0, the newest last
+  int64_t state_length = 0;  // how many: at least width - 1, which are those that count
+  Operand taps;              // optional, uint8_t: bit j is set if the input j steps back belongs to the same sequence
+};
+
+struct ForwardCall : ConvolutionCall {
   void* y;
 };
 
-struct BackwardCall {
-  Problem problem;
-  ElementType type;
-  Operand x;
-  Parameter weight;
+struct BackwardCall : ConvolutionCall {
   Operand dy;
-  Parameter bias;
-  Operand initial_state;
-  Operand taps;
   Operand d_final_state;  // optional: the cotangent of the last width - 1 inputs
   void* dx;
   void* dweight;          // [batch, channels, width] of the compute type
   void* dbias;            // [batch, channels] of the compute type
   void* d_initial_state;  // nullptr where there is no initial state
   void* scratch;
-  int64_t scratch_bytes;
 };
 
-struct UpdateCall {
-  Problem problem;  // length is the number of new inputs
-  ElementType type;
-  int64_t state_length;  // at least width - 1
-  Operand x;
-  Operand state;
-  Parameter weight;
-  Parameter bias;
-  void* y;
-  void* new_state;  // may be the state's own memory
+// The length of x is the number of new inputs; the old state is the initial one.
+struct UpdateCall : ForwardCall {
+  void* new_state;  // may be the old state's own memory
 };
+
+// Calls body(std::integral_constant<int, width>{}) for a width of 1 to kMostWidth, and returns what it returns.
+template <int kWidth = 1, typename Body>
+auto DispatchWidth(int width, const Body& body) {
+  if constexpr (kWidth < kMostWidth) {
+    if (width != kWidth) return DispatchWidth<kWidth + 1>(width, body);
+  }
+  return body(std::integral_constant<int, kWidth>{});
+}
 
 }  // namespace jax_baracuda::causal_conv1d

@@ -18,6 +18,7 @@
 #include "ffi/core/cpu_kernel.h"
 #include "ffi/core/exp_cpu.h"
 #include "ffi/core/huge_pages.h"
+#include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
 #include "ffi/core/target_table.h"
 
@@ -50,32 +51,6 @@ template <typename C>
 JB_INLINE C Silu(C z) {
   return z / (C{1} + ExpOrZero(-z));
 }
-
-// Calls body with the width as a constant.
-template <typename Body>
-void WithWidth(int width, const Body& body) {
-  switch (width) {
-    case 1:
-      return body(std::integral_constant<int, 1>{});
-    case 2:
-      return body(std::integral_constant<int, 2>{});
-    case 3:
-      return body(std::integral_constant<int, 3>{});
-    case 4:
-      return body(std::integral_constant<int, 4>{});
-    case 5:
-      return body(std::integral_constant<int, 5>{});
-    case 6:
-      return body(std::integral_constant<int, 6>{});
-    case 7:
-      return body(std::integral_constant<int, 7>{});
-    default:
-      return body(std::integral_constant<int, 8>{});
-  }
-}
-static_assert(kMostWidth == 8);
-
-constexpr int64_t CeilOfQuotient(int64_t dividend, int64_t divisor) { return (dividend + divisor - 1) / divisor; }
 
 // Runs of consecutive elements in memory, whose numbers are dense in a tile.
 struct Runs {
@@ -151,7 +126,7 @@ JB_CPU_CLONES void StoreColumns(const C* from, int64_t length, int64_t times, in
 template <typename Body>
 void WithLength(int64_t length, const Body& body) {
   if (length >= 1 && length <= kMostWidth) {
-    WithWidth(static_cast<int>(length), body);
+    DispatchWidth(static_cast<int>(length), body);
   } else {
     body(std::integral_constant<int, 0>{});
   }
@@ -407,18 +382,18 @@ class Convolution {
     int64_t begin, count;
   };
 
-  Convolution(const Problem& problem, const Operand& x, const InitialState<T>& initial_state, const Operand& taps,
-              const Parameters<C>& parameters)
-      : problem_(problem),
-        x_(static_cast<const T*>(x.data)),
-        x_is_shared_(x.is_shared),
-        initial_state_(initial_state),
-        taps_(static_cast<const uint8_t*>(taps.data)),
-        taps_are_shared_(taps.is_shared),
+  Convolution(const ConvolutionCall& call, const Parameters<C>& parameters)
+      : problem_(call.problem),
+        x_(static_cast<const T*>(call.x.data)),
+        x_is_shared_(call.x.is_shared),
+        initial_state_{static_cast<const T*>(call.initial_state.data), call.initial_state.is_shared,
+                       call.state_length},
+        taps_(static_cast<const uint8_t*>(call.taps.data)),
+        taps_are_shared_(call.taps.is_shared),
         parameters_(parameters),
-        is_transposed_(!problem.channels_last && problem.length < kLongTimes &&
-                       problem.channels >= Lanes<C>::kCount),
-        has_channels_(problem.channels_last || is_transposed_) {}
+        is_transposed_(!problem_.channels_last && problem_.length < kLongTimes &&
+                       problem_.channels >= Lanes<C>::kCount),
+        has_channels_(problem_.channels_last || is_transposed_) {}
 
   // Whether tiles are of several channels.
   bool has_channels() const { return has_channels_; }
@@ -428,7 +403,7 @@ class Convolution {
   // The channels of a tile where about `num_tiles` of them side by side keep all threads busy.
   int64_t TileChannels(int64_t num_tiles) const {
     if (!has_channels_) return 1;
-    const int64_t lines = CeilOfQuotient(problem_.channels, num_tiles * Lanes<C>::kCount);
+    const int64_t lines = CeilDivide(problem_.channels, num_tiles * Lanes<C>::kCount);
     return std::clamp(lines * Lanes<C>::kCount, kFewestChannels, kMostChannels);
   }
 
@@ -535,7 +510,7 @@ class Convolution {
     sums += channels.begin;
     const int64_t stride = problem_.channels;
     ForEachRunOfTimes(taps, false, times, times, [&](int64_t begin, int64_t end) {
-      WithWidth(problem_.width, [&](auto width) {
+      DispatchWidth(problem_.width, [&](auto width) {
         const C* const first_in = in + begin * in_stride;
         const C* const first_dz = dz + begin * channels.count;
         if (has_channels_) {
@@ -583,7 +558,7 @@ class Convolution {
     const C* const weights = correlation.weights;
     const int64_t weight_stride = correlation.weight_stride;
     ForEachRunOfTimes(taps, is_transposed, num_taps, times, [&](int64_t begin, int64_t end) {
-      WithWidth(problem_.width, [&](auto width) {
+      DispatchWidth(problem_.width, [&](auto width) {
         const C* const first_in = in + begin * in_stride;
         C* const first_out = out + begin * out_stride;
         if (has_channels_) {
@@ -674,12 +649,14 @@ void ForEachRange(ffi::ThreadPool& pool, int64_t count, int64_t total_bytes, con
 
 // Returns false if there is no memory.
 template <typename T>
-bool Forward(ffi::ThreadPool& pool, const Problem& problem, const Convolution<T>& convolution, T* y) {
+bool Forward(ffi::ThreadPool& pool, const ForwardCall& call, const Convolution<T>& convolution) {
   using C = ComputeType<T>;
+  const Problem& problem = call.problem;
+  T* const y = static_cast<T*>(call.y);
   if (problem.HasNoElement()) return true;
   const int64_t times = convolution.tile_times(), channels = convolution.TileChannels(/*num_tiles=*/1);
-  const int64_t time_tiles = CeilOfQuotient(problem.length, times);
-  const int64_t channel_tiles = CeilOfQuotient(problem.channels, channels);
+  const int64_t time_tiles = CeilDivide(problem.length, times);
+  const int64_t channel_tiles = CeilDivide(problem.channels, channels);
   const int64_t bytes =
       problem.batch * problem.examples * problem.channels * problem.length * static_cast<int64_t>(sizeof(T));
   AdviseHugePages(y, bytes);
@@ -748,6 +725,14 @@ struct Gradients {
   bool d_final_state_is_shared;
   T* dx;
   T* d_initial_state;  // nullptr if there is no initial state
+
+  explicit Gradients(const BackwardCall& call)
+      : dy(static_cast<const T*>(call.dy.data)),
+        dy_is_shared(call.dy.is_shared),
+        d_final_state(static_cast<const T*>(call.d_final_state.data)),
+        d_final_state_is_shared(call.d_final_state.is_shared),
+        dx(static_cast<T*>(call.dx)),
+        d_initial_state(static_cast<T*>(call.d_initial_state)) {}
 };
 
 template <typename T>
@@ -876,8 +861,9 @@ void WriteParameterGradients(ffi::ThreadPool& pool, const Problem& problem, int6
 
 // Returns false if there is no memory.
 template <typename T>
-bool RunBackward(ffi::ThreadPool& pool, const Problem& problem, const Convolution<T>& convolution,
-                 const Gradients<T>& gradients, ComputeType<T>* dweight, ComputeType<T>* dbias) {
+bool ComputeGradients(ffi::ThreadPool& pool, const BackwardCall& call, const Convolution<T>& convolution) {
+  const Problem& problem = call.problem;
+  const Gradients<T> gradients(call);
   if (problem.batch == 0 || problem.channels == 0) return true;
   const int64_t bytes =
       problem.batch * problem.examples * problem.channels * problem.length * static_cast<int64_t>(sizeof(T));
@@ -885,14 +871,14 @@ bool RunBackward(ffi::ThreadPool& pool, const Problem& problem, const Convolutio
   // A piece is some times of an example. Each part of the pieces has its own sums, to which its pieces add in order.
   // How the channels are divided among threads does not matter to the sums.
   const int64_t piece_times = convolution.has_channels() ? kPieceTimes : kPieceTimesOfChannel;
-  const int64_t pieces_per_example = std::max<int64_t>(1, CeilOfQuotient(problem.length, piece_times));
+  const int64_t pieces_per_example = std::max<int64_t>(1, CeilDivide(problem.length, piece_times));
   const int64_t pieces = problem.examples * pieces_per_example;
-  const int64_t units = CeilOfQuotient(problem.channels, convolution.has_channels() ? kFewestChannels : 1);
+  const int64_t units = CeilDivide(problem.channels, convolution.has_channels() ? kFewestChannels : 1);
   const int64_t parts =
       std::clamp<int64_t>(kMostParts / (problem.batch * units), 1, std::max<int64_t>(1, pieces));
   const int64_t tile_channels =
-      convolution.TileChannels(CeilOfQuotient(4 * std::max<int64_t>(1, pool.num_threads()), problem.batch * parts));
-  const int64_t channel_tiles = CeilOfQuotient(problem.channels, tile_channels);
+      convolution.TileChannels(CeilDivide(4 * std::max<int64_t>(1, pool.num_threads()), problem.batch * parts));
+  const int64_t channel_tiles = CeilDivide(problem.channels, tile_channels);
   const int64_t num_sums = parts * problem.batch * (problem.width + 1) * problem.channels;
   const std::unique_ptr<double[]> sums(new (std::nothrow) double[num_sums]());
   if (sums == nullptr) return false;
@@ -923,7 +909,8 @@ bool RunBackward(ffi::ThreadPool& pool, const Problem& problem, const Convolutio
     }
   });
   if (!has_memory) return false;
-  WriteParameterGradients(pool, problem, parts, sums.get(), dweight, dbias);
+  WriteParameterGradients(pool, problem, parts, sums.get(), static_cast<ComputeType<T>*>(call.dweight),
+                          static_cast<ComputeType<T>*>(call.dbias));
   return true;
 }
 
@@ -932,10 +919,10 @@ bool RunBackward(ffi::ThreadPool& pool, const Problem& problem, const Convolutio
 
 // The last `state_length` inputs of the old state followed by x. new_state may be the old state's own memory.
 template <typename T>
-void WriteNewState(ffi::ThreadPool& pool, const Problem& problem, const Convolution<T>& convolution,
-                   const UpdateCall& call) {
+void WriteNewState(ffi::ThreadPool& pool, const UpdateCall& call, const Convolution<T>& convolution) {
+  const Problem& problem = call.problem;
   const T* const x = static_cast<const T*>(call.x.data);
-  const T* const state = static_cast<const T*>(call.state.data);
+  const T* const state = static_cast<const T*>(call.initial_state.data);
   T* const new_state = static_cast<T*>(call.new_state);
   const int64_t length = call.state_length, kept = std::max<int64_t>(0, length - problem.length);
   const int64_t rows = problem.batch * problem.examples * problem.channels;
@@ -943,12 +930,12 @@ void WriteNewState(ffi::ThreadPool& pool, const Problem& problem, const Convolut
     for (int64_t row = row_begin; row < row_end;) {
       const int64_t place_index = row / problem.channels, channel = row % problem.channels;
       const Place place{place_index / problem.examples, place_index % problem.examples};
-      const T* const old = state + convolution.StateIndex(call.state.is_shared, place, channel, length);
+      const T* const old = state + convolution.StateIndex(call.initial_state.is_shared, place, channel, length);
       T* const to = new_state + row * length;
       if (problem.length == 1 && problem.channels_last && length >= 1 && length <= kMostWidth) {
         const int64_t channels = std::min(problem.channels - channel, row_end - row);
         const T* const from = x + convolution.Index(call.x.is_shared, place, 0, channel);
-        WithWidth(static_cast<int>(length), [&](auto count) { ShiftStates<count>(old, from, channels, to); });
+        DispatchWidth(static_cast<int>(length), [&](auto count) { ShiftStates<count>(old, from, channels, to); });
         row += channels;
         continue;
       }
@@ -963,7 +950,7 @@ void WriteNewState(ffi::ThreadPool& pool, const Problem& problem, const Convolut
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The handlers.
+// Running calls.
 
 // With one channel, or one time, both layouts are the same: the other dimension is then the one that fills vectors.
 void ChooseLayout(Problem* problem) {
@@ -974,95 +961,52 @@ void ChooseLayout(Problem* problem) {
   }
 }
 
-ffi::Error ForwardHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
-                          ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> y, bool channels_last,
-                          bool silu, bool has_bias, bool has_initial_state, bool has_taps) {
-  constexpr const char* kOp = "causal_conv1d";
-  ForwardCall call;
-  JB_RETURN_IF_ERROR(DecodeForward(kOp, x, weight, optional_operands, *y, channels_last, silu, has_bias,
-                                   has_initial_state, has_taps, &call));
+// Calls run(call, convolution), which returns false if there is no memory.
+template <typename Call, typename Run>
+ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, Call call, const Run& run) {
   ChooseLayout(&call.problem);
   bool has_memory = true;
-  const bool is_supported = DispatchFloating(call.type, [&](auto tag) {
+  DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     Parameters<ComputeType<T>> parameters;
-    has_memory = parameters.Prepare(pool, call.problem, call.weight, call.bias);
-    if (!has_memory) return;
-    const InitialState<T> initial_state{static_cast<const T*>(call.initial_state.data), call.initial_state.is_shared,
-                                        call.problem.width - 1};
-    const Convolution<T> convolution(call.problem, call.x, initial_state, call.taps, parameters);
-    has_memory = Forward(pool, call.problem, convolution, static_cast<T*>(call.y));
+    has_memory = parameters.Prepare(pool, call.problem, call.weight, call.bias) &&
+                 run(call, Convolution<T>(call, parameters));
   });
-  return Status(kOp, is_supported, has_memory, "x", x);
+  return MemoryStatus(op, has_memory);
 }
 
-ffi::Error BackwardHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer dy,
-                           ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> dx,
-                           ffi::Result<ffi::AnyBuffer> dweight, ffi::Result<ffi::AnyBuffer> dbias,
-                           ffi::RemainingRets more_results, bool channels_last, bool silu, bool has_bias,
-                           bool has_initial_state, bool has_taps, bool has_d_final_state) {
-  constexpr const char* kOp = "causal_conv1d_backward";
-  BackwardCall call;
-  size_t num_results;
-  JB_RETURN_IF_ERROR(DecodeBackward(kOp, x, weight, dy, optional_operands, *dx, *dweight, *dbias, more_results,
-                                    channels_last, silu, has_bias, has_initial_state, has_taps, has_d_final_state,
-                                    &call, &num_results));
-  if (more_results.size() != num_results) {
-    return InvalidArgument(kOp, "got " + std::to_string(3 + more_results.size()) + " results, expected " +
-                                    std::to_string(3 + num_results));
+ffi::Error RunForward(ffi::ThreadPool pool, const ForwardCall& forward_call) {
+  return RunCall(kForwardName, pool, forward_call, [&](const ForwardCall& call, const auto& convolution) {
+    return Forward(pool, call, convolution);
+  });
+}
+
+ffi::Error RunBackward(ffi::ThreadPool pool, BackwardCall* backward_call, ffi::RemainingRets more_results,
+                       size_t num_decoded) {
+  if (more_results.size() != num_decoded) {
+    return InvalidArgument(kBackwardName, "got " + std::to_string(3 + more_results.size()) + " results, expected " +
+                                              std::to_string(3 + num_decoded));
   }
-  ChooseLayout(&call.problem);
-  bool has_memory = true;
-  const bool is_supported = DispatchFloating(call.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    using C = ComputeType<T>;
-    Parameters<C> parameters;
-    has_memory = parameters.Prepare(pool, call.problem, call.weight, call.bias);
-    if (!has_memory) return;
-    const InitialState<T> initial_state{static_cast<const T*>(call.initial_state.data), call.initial_state.is_shared,
-                                        call.problem.width - 1};
-    const Convolution<T> convolution(call.problem, call.x, initial_state, call.taps, parameters);
-    const Gradients<T> gradients{static_cast<const T*>(call.dy.data),
-                                 call.dy.is_shared,
-                                 static_cast<const T*>(call.d_final_state.data),
-                                 call.d_final_state.is_shared,
-                                 static_cast<T*>(call.dx),
-                                 static_cast<T*>(call.d_initial_state)};
-    has_memory = RunBackward(pool, call.problem, convolution, gradients, static_cast<C*>(call.dweight),
-                             static_cast<C*>(call.dbias));
+  return RunCall(kBackwardName, pool, *backward_call, [&](const BackwardCall& call, const auto& convolution) {
+    return ComputeGradients(pool, call, convolution);
   });
-  return Status(kOp, is_supported, has_memory, "x", x);
 }
 
-ffi::Error UpdateHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer state, ffi::AnyBuffer weight,
-                         ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> y,
-                         ffi::Result<ffi::AnyBuffer> new_state, bool channels_last, bool silu, bool has_bias) {
-  constexpr const char* kOp = "causal_conv1d_update";
-  UpdateCall call;
-  JB_RETURN_IF_ERROR(
-      DecodeUpdate(kOp, x, state, weight, optional_operands, *y, *new_state, channels_last, silu, has_bias, &call));
-  ChooseLayout(&call.problem);
-  bool has_memory = true;
-  const bool is_supported = DispatchFloating(call.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    Parameters<ComputeType<T>> parameters;
-    has_memory = parameters.Prepare(pool, call.problem, call.weight, call.bias);
-    if (!has_memory) return;
-    const InitialState<T> old_state{static_cast<const T*>(call.state.data), call.state.is_shared, call.state_length};
-    const Convolution<T> convolution(call.problem, call.x, old_state, /*taps=*/{}, parameters);
-    has_memory = Forward(pool, call.problem, convolution, static_cast<T*>(call.y));
-    WriteNewState(pool, call.problem, convolution, call);  // after all of the old state has been read
+ffi::Error RunUpdate(ffi::ThreadPool pool, const UpdateCall& update_call) {
+  return RunCall(kUpdateName, pool, update_call, [&](const UpdateCall& call, const auto& convolution) {
+    const bool has_memory = Forward(pool, call, convolution);
+    WriteNewState(pool, call, convolution);  // after all of the old state has been read
+    return has_memory;
   });
-  return Status(kOp, is_supported, has_memory, "x", x);
 }
 
-XLA_FFI_DEFINE_HANDLER(kForward, ForwardHandler, BindForward<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kBackward, BackwardHandler, BindBackward<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kUpdate, UpdateHandler, BindUpdate<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kForward, (HandleForward<ffi::ThreadPool, RunForward>), BindForward<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kBackward, (HandleBackward<ffi::ThreadPool, RunBackward>), BindBackward<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kUpdate, (HandleUpdate<ffi::ThreadPool, RunUpdate>), BindUpdate<ffi::ThreadPool>());
 
-JB_REGISTER_TARGET("causal_conv1d", kForward, nullptr);
-JB_REGISTER_TARGET("causal_conv1d_backward", kBackward, nullptr);
-JB_REGISTER_TARGET("causal_conv1d_update", kUpdate, nullptr);
+JB_REGISTER_TARGET(kForwardName, kForward, nullptr);
+JB_REGISTER_TARGET(kBackwardName, kBackward, nullptr);
+JB_REGISTER_TARGET(kUpdateName, kUpdate, nullptr);
 
 }  // namespace
 }  // namespace jax_baracuda::causal_conv1d

@@ -10,50 +10,28 @@
 namespace jax_baracuda::causal_conv1d {
 namespace {
 
-ffi::Error Forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::RemainingArgs optional_operands,
-                   ffi::Result<ffi::AnyBuffer> y, bool channels_last, bool silu, bool has_bias, bool has_initial_state,
-                   bool has_taps) {
-  constexpr const char* kOp = "causal_conv1d";
-  ForwardCall call;
-  JB_RETURN_IF_ERROR(DecodeForward(kOp, x, weight, optional_operands, *y, channels_last, silu, has_bias,
-                                   has_initial_state, has_taps, &call));
-  return CudaStatus(kOp, LaunchForward(call, stream));
+ffi::Error Forward(cudaStream_t stream, const ForwardCall& call) {
+  return CudaStatus(kForwardName, LaunchForward(call, stream));
 }
 
-ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer dy,
-                    ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> dx,
-                    ffi::Result<ffi::AnyBuffer> dweight, ffi::Result<ffi::AnyBuffer> dbias,
-                    ffi::RemainingRets more_results, bool channels_last, bool silu, bool has_bias,
-                    bool has_initial_state, bool has_taps, bool has_d_final_state) {
-  constexpr const char* kOp = "causal_conv1d_backward";
-  BackwardCall call;
-  size_t num_results;
-  JB_RETURN_IF_ERROR(DecodeBackward(kOp, x, weight, dy, optional_operands, *dx, *dweight, *dbias, more_results,
-                                    channels_last, silu, has_bias, has_initial_state, has_taps, has_d_final_state,
-                                    &call, &num_results));
+ffi::Error Backward(cudaStream_t stream, BackwardCall* call, ffi::RemainingRets more_results, size_t num_decoded) {
+  const int64_t scratch_bytes = BackwardScratchBytes(call->problem, ElementBytes(call->type));
   ScratchBuffer scratch;
-  JB_RETURN_IF_ERROR(
-      DecodeScratch(kOp, more_results,
-                    BackwardScratchBytes(call.problem, static_cast<int64_t>(ffi::ByteWidth(dx->element_type()))),
-                    &scratch, /*first=*/num_results));
-  call.scratch = scratch.data;
-  call.scratch_bytes = scratch.bytes;
-  return CudaStatus(kOp, LaunchBackward(call, stream));
+  JB_RETURN_IF_ERROR(DecodeScratch(kBackwardName, more_results, scratch_bytes, &scratch, /*first=*/num_decoded));
+  call->scratch = scratch.data;
+  return CudaStatus(kBackwardName, LaunchBackward(*call, stream));
 }
 
-ffi::Error Update(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer state, ffi::AnyBuffer weight,
-                  ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> y,
-                  ffi::Result<ffi::AnyBuffer> new_state, bool channels_last, bool silu, bool has_bias) {
-  constexpr const char* kOp = "causal_conv1d_update";
-  UpdateCall call;
-  JB_RETURN_IF_ERROR(
-      DecodeUpdate(kOp, x, state, weight, optional_operands, *y, *new_state, channels_last, silu, has_bias, &call));
-  return CudaStatus(kOp, LaunchUpdate(call, stream));
+ffi::Error Update(cudaStream_t stream, const UpdateCall& call) {
+  return CudaStatus(kUpdateName, LaunchUpdate(call, stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(kForward, Forward, BindForward<Stream>(), {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kBackward, Backward, BindBackward<Stream>(), {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kUpdate, Update, BindUpdate<Stream>(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kForward, (HandleForward<cudaStream_t, Forward>), BindForward<Stream>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kBackward, (HandleBackward<cudaStream_t, Backward>), BindBackward<Stream>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kUpdate, (HandleUpdate<cudaStream_t, Update>), BindUpdate<Stream>(),
+                       {ffi::Traits::kCmdBufferCompatible});
 
 int64_t ScratchOfBackward(const ScratchParameters& parameters) {
   Problem problem{};
@@ -66,9 +44,9 @@ int64_t ScratchOfBackward(const ScratchParameters& parameters) {
   return BackwardScratchBytes(problem, parameters.at("element_bytes"));
 }
 
-JB_REGISTER_TARGET("causal_conv1d", kForward, nullptr);
-JB_REGISTER_TARGET("causal_conv1d_backward", kBackward, ScratchOfBackward);
-JB_REGISTER_TARGET("causal_conv1d_update", kUpdate, nullptr);
+JB_REGISTER_TARGET(kForwardName, kForward, nullptr);
+JB_REGISTER_TARGET(kBackwardName, kBackward, ScratchOfBackward);
+JB_REGISTER_TARGET(kUpdateName, kUpdate, nullptr);
 
 }  // namespace
 }  // namespace jax_baracuda::causal_conv1d

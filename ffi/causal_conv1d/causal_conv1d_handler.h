@@ -1,4 +1,4 @@
-// Checks the buffers of the causal_conv1d ops and turns them into calls; used by both back ends.
+// The handlers of the causal_conv1d ops: they check the buffers, turn them into calls, and hand these to a back end.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +11,47 @@
 
 namespace jax_baracuda::causal_conv1d {
 
+inline constexpr const char* kForwardName = "causal_conv1d";
+inline constexpr const char* kBackwardName = "causal_conv1d_backward";
+inline constexpr const char* kUpdateName = "causal_conv1d_update";
+
+// The attributes of the ops.
+struct ForwardOptions {
+  bool channels_last, silu, has_bias, has_initial_state, has_taps;
+};
+
+struct BackwardOptions {
+  bool channels_last, silu, has_bias, has_initial_state, has_taps, has_d_final_state;
+};
+
+struct UpdateOptions {
+  bool channels_last, silu, has_bias;
+};
+
+}  // namespace jax_baracuda::causal_conv1d
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::ForwardOptions,
+                                      StructMember<bool>("channels_last"), StructMember<bool>("silu"),
+                                      StructMember<bool>("has_bias"), StructMember<bool>("has_initial_state"),
+                                      StructMember<bool>("has_taps"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::BackwardOptions,
+                                      StructMember<bool>("channels_last"), StructMember<bool>("silu"),
+                                      StructMember<bool>("has_bias"), StructMember<bool>("has_initial_state"),
+                                      StructMember<bool>("has_taps"), StructMember<bool>("has_d_final_state"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::UpdateOptions, StructMember<bool>("channels_last"),
+                                      StructMember<bool>("silu"), StructMember<bool>("has_bias"));
+
+namespace jax_baracuda::causal_conv1d {
+
 // Checks the buffers of one call, one after another. Output comes first, then Weight: they tell what the others must
 // fit.
 class Decoder {
  public:
-  Decoder(const char* op, Problem* problem, bool channels_last, bool silu) : op_(op), problem_(*problem) {
+  template <typename Options>
+  Decoder(const char* op, const Options& options, Problem* problem) : op_(op), problem_(*problem) {
     problem_ = Problem{};
-    problem_.channels_last = channels_last;
-    problem_.silu = silu;
+    problem_.channels_last = options.channels_last;
+    problem_.silu = options.silu;
   }
 
   // The result that is shaped as x tells all dimensions but the width, and the element type.
@@ -62,7 +95,7 @@ class Decoder {
     return TakeOperand(name, buffer, type_, trailing, operand);
   }
 
-  // An initial or final state, or its cotangent.
+  // An initial state, or the cotangent of a final one.
   ffi::Error State(const char* name, const ffi::AnyBuffer& buffer, Operand* operand) const {
     if (problem_.width == 1) return InvalidArgument(op_, std::string(name) + " is empty where the width is 1");
     return TakeOperand(name, buffer, type_, {problem_.examples, problem_.channels, problem_.width - 1}, operand);
@@ -133,49 +166,50 @@ class Decoder {
   ffi::DataType type_;
 };
 
-inline ffi::Error DecodeForward(const char* op, const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight,
-                                ffi::RemainingArgs optional_operands, const ffi::AnyBuffer& y, bool channels_last,
-                                bool silu, bool has_bias, bool has_initial_state, bool has_taps, ForwardCall* call) {
-  Decoder decoder(op, &call->problem, channels_last, silu);
+// The operands that a convolution and its gradient have in common, but for the order of those that are not optional.
+template <typename Options>
+ffi::Error DecodeOptional(const Decoder& decoder, const Options& options, OptionalOperands* optional,
+                          ConvolutionCall* call) {
+  JB_RETURN_IF_ERROR(optional->Next("bias", options.has_bias, [&](const ffi::AnyBuffer& buffer) {
+    return decoder.Bias(buffer, &call->bias);
+  }));
+  JB_RETURN_IF_ERROR(optional->Next("initial_state", options.has_initial_state, [&](const ffi::AnyBuffer& buffer) {
+    call->state_length = call->problem.width - 1;
+    return decoder.State("initial_state", buffer, &call->initial_state);
+  }));
+  return optional->Next("taps", options.has_taps, [&](const ffi::AnyBuffer& buffer) {
+    return decoder.Taps(buffer, &call->taps);
+  });
+}
+
+inline ffi::Error DecodeForward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight,
+                                ffi::RemainingArgs optional_operands, const ffi::AnyBuffer& y,
+                                const ForwardOptions& options, ForwardCall* call) {
+  Decoder decoder(kForwardName, options, &call->problem);
   JB_RETURN_IF_ERROR(decoder.Output("y", y, &call->type));
   JB_RETURN_IF_ERROR(decoder.Weight(weight, &call->weight));
   JB_RETURN_IF_ERROR(decoder.Sequences("x", x, &call->x));
-  OptionalOperands optional(op, optional_operands);
-  JB_RETURN_IF_ERROR(optional.Next(
-      "bias", has_bias, [&](const ffi::AnyBuffer& buffer) { return decoder.Bias(buffer, &call->bias); }));
-  JB_RETURN_IF_ERROR(optional.Next("initial_state", has_initial_state, [&](const ffi::AnyBuffer& buffer) {
-    return decoder.State("initial_state", buffer, &call->initial_state);
-  }));
-  JB_RETURN_IF_ERROR(optional.Next(
-      "taps", has_taps, [&](const ffi::AnyBuffer& buffer) { return decoder.Taps(buffer, &call->taps); }));
-  JB_RETURN_IF_ERROR(optional.End());
+  OptionalOperands optional(kForwardName, optional_operands);
+  JB_RETURN_IF_ERROR(DecodeOptional(decoder, options, &optional, call));
   call->y = y.untyped_data();
-  return ffi::Error::Success();
+  return optional.End();
 }
 
-// `more_results` begins with d_initial_state where there is an initial state. What follows is left to the back end:
-// *num_results tells how many results are decoded. The call's scratch is not set.
-inline ffi::Error DecodeBackward(const char* op, const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight,
-                                 const ffi::AnyBuffer& dy, ffi::RemainingArgs optional_operands,
-                                 const ffi::AnyBuffer& dx, const ffi::AnyBuffer& dweight, const ffi::AnyBuffer& dbias,
-                                 ffi::RemainingRets more_results, bool channels_last, bool silu, bool has_bias,
-                                 bool has_initial_state, bool has_taps, bool has_d_final_state, BackwardCall* call,
-                                 size_t* num_results) {
+// `more_results` begins with d_initial_state where there is an initial state. What follows is left to the back end, as
+// is the call's scratch.
+inline ffi::Error DecodeBackward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight, const ffi::AnyBuffer& dy,
+                                 ffi::RemainingArgs optional_operands, const ffi::AnyBuffer& dx,
+                                 const ffi::AnyBuffer& dweight, const ffi::AnyBuffer& dbias,
+                                 ffi::RemainingRets more_results, const BackwardOptions& options, BackwardCall* call) {
   const Problem& problem = call->problem;
-  Decoder decoder(op, &call->problem, channels_last, silu);
+  Decoder decoder(kBackwardName, options, &call->problem);
   JB_RETURN_IF_ERROR(decoder.Output("dx", dx, &call->type));
   JB_RETURN_IF_ERROR(decoder.Weight(weight, &call->weight));
   JB_RETURN_IF_ERROR(decoder.Sequences("x", x, &call->x));
   JB_RETURN_IF_ERROR(decoder.Sequences("dy", dy, &call->dy));
-  OptionalOperands optional(op, optional_operands);
-  JB_RETURN_IF_ERROR(optional.Next(
-      "bias", has_bias, [&](const ffi::AnyBuffer& buffer) { return decoder.Bias(buffer, &call->bias); }));
-  JB_RETURN_IF_ERROR(optional.Next("initial_state", has_initial_state, [&](const ffi::AnyBuffer& buffer) {
-    return decoder.State("initial_state", buffer, &call->initial_state);
-  }));
-  JB_RETURN_IF_ERROR(optional.Next(
-      "taps", has_taps, [&](const ffi::AnyBuffer& buffer) { return decoder.Taps(buffer, &call->taps); }));
-  JB_RETURN_IF_ERROR(optional.Next("d_final_state", has_d_final_state, [&](const ffi::AnyBuffer& buffer) {
+  OptionalOperands optional(kBackwardName, optional_operands);
+  JB_RETURN_IF_ERROR(DecodeOptional(decoder, options, &optional, call));
+  JB_RETURN_IF_ERROR(optional.Next("d_final_state", options.has_d_final_state, [&](const ffi::AnyBuffer& buffer) {
     return decoder.State("d_final_state", buffer, &call->d_final_state);
   }));
   JB_RETURN_IF_ERROR(optional.End());
@@ -184,69 +218,84 @@ inline ffi::Error DecodeBackward(const char* op, const ffi::AnyBuffer& x, const 
   JB_RETURN_IF_ERROR(decoder.Result("dbias", dbias, decoder.compute_type(), {problem.channels}, &call->dbias));
   call->dx = dx.untyped_data();
   call->d_initial_state = nullptr;
-  *num_results = has_initial_state ? 1 : 0;
-  if (!has_initial_state) return ffi::Error::Success();
-  if (more_results.empty()) return InvalidArgument(op, "d_initial_state is missing among the results");
+  if (!options.has_initial_state) return ffi::Error::Success();
+  if (more_results.empty()) return InvalidArgument(kBackwardName, "d_initial_state is missing among the results");
   auto d_initial_state = more_results.get<ffi::AnyBuffer>(0);
   if (d_initial_state.has_error()) return d_initial_state.error();
   return decoder.Result("d_initial_state", **d_initial_state, decoder.type(),
                         {problem.examples, problem.channels, problem.width - 1}, &call->d_initial_state);
 }
 
-inline ffi::Error DecodeUpdate(const char* op, const ffi::AnyBuffer& x, const ffi::AnyBuffer& state,
-                               const ffi::AnyBuffer& weight, ffi::RemainingArgs optional_operands,
-                               const ffi::AnyBuffer& y, const ffi::AnyBuffer& new_state, bool channels_last, bool silu,
-                               bool has_bias, UpdateCall* call) {
+inline ffi::Error DecodeUpdate(const ffi::AnyBuffer& x, const ffi::AnyBuffer& state, const ffi::AnyBuffer& weight,
+                               ffi::RemainingArgs optional_operands, const ffi::AnyBuffer& y,
+                               const ffi::AnyBuffer& new_state, const UpdateOptions& options, UpdateCall* call) {
   const Problem& problem = call->problem;
-  Decoder decoder(op, &call->problem, channels_last, silu);
+  Decoder decoder(kUpdateName, options, &call->problem);
   JB_RETURN_IF_ERROR(decoder.Output("y", y, &call->type));
   JB_RETURN_IF_ERROR(decoder.Weight(weight, &call->weight));
   JB_RETURN_IF_ERROR(decoder.Sequences("x", x, &call->x));
-  JB_RETURN_IF_ERROR(decoder.LongState(state, &call->state_length, &call->state));
-  OptionalOperands optional(op, optional_operands);
-  JB_RETURN_IF_ERROR(optional.Next(
-      "bias", has_bias, [&](const ffi::AnyBuffer& buffer) { return decoder.Bias(buffer, &call->bias); }));
+  JB_RETURN_IF_ERROR(decoder.LongState(state, &call->state_length, &call->initial_state));
+  OptionalOperands optional(kUpdateName, optional_operands);
+  JB_RETURN_IF_ERROR(optional.Next("bias", options.has_bias, [&](const ffi::AnyBuffer& buffer) {
+    return decoder.Bias(buffer, &call->bias);
+  }));
   JB_RETURN_IF_ERROR(optional.End());
   call->y = y.untyped_data();
   return decoder.Result("new_state", new_state, decoder.type(),
                         {problem.examples, problem.channels, call->state_length}, &call->new_state);
 }
 
-// The bindings of the three handlers; those of both back ends differ in their context only.
+// The handlers and their bindings. A back end brings its context, which is the stream or the thread pool, and the
+// functions that run calls.
+
+template <typename Context, ffi::Error (*kRun)(Context, const ForwardCall&)>
+ffi::Error HandleForward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weight,
+                         ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> y, ForwardOptions options) {
+  ForwardCall call;
+  JB_RETURN_IF_ERROR(DecodeForward(x, weight, optional_operands, *y, options, &call));
+  return kRun(context, call);
+}
+
+// The back end sets the call's scratch; to it are left the results after the first `num_decoded` of the last ones.
+template <typename Context,
+          ffi::Error (*kRun)(Context, BackwardCall*, ffi::RemainingRets more_results, size_t num_decoded)>
+ffi::Error HandleBackward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer dy,
+                          ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> dx,
+                          ffi::Result<ffi::AnyBuffer> dweight, ffi::Result<ffi::AnyBuffer> dbias,
+                          ffi::RemainingRets more_results, BackwardOptions options) {
+  BackwardCall call;
+  JB_RETURN_IF_ERROR(DecodeBackward(x, weight, dy, optional_operands, *dx, *dweight, *dbias, more_results, options,
+                                    &call));
+  return kRun(context, &call, more_results, options.has_initial_state ? 1 : 0);
+}
+
+template <typename Context, ffi::Error (*kRun)(Context, const UpdateCall&)>
+ffi::Error HandleUpdate(Context context, ffi::AnyBuffer x, ffi::AnyBuffer state, ffi::AnyBuffer weight,
+                        ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> y,
+                        ffi::Result<ffi::AnyBuffer> new_state, UpdateOptions options) {
+  UpdateCall call;
+  JB_RETURN_IF_ERROR(DecodeUpdate(x, state, weight, optional_operands, *y, *new_state, options, &call));
+  return kRun(context, call);
+}
 
 template <typename Context, int kOperands, int kResults>
-auto BindWithOptions() {
+auto BindWithOptionalOperands() {
   return BindResults<kResults>(BindOperands<kOperands>(ffi::Ffi::Bind().Ctx<Context>()).RemainingArgs());
 }
 
 template <typename Context>
 auto BindForward() {
-  return BindWithOptions<Context, 2, 1>()
-      .template Attr<bool>("channels_last")
-      .template Attr<bool>("silu")
-      .template Attr<bool>("has_bias")
-      .template Attr<bool>("has_initial_state")
-      .template Attr<bool>("has_taps");
+  return BindWithOptionalOperands<Context, 2, 1>().template Attrs<ForwardOptions>();
 }
 
 template <typename Context>
 auto BindBackward() {
-  return BindWithOptions<Context, 3, 3>()
-      .RemainingRets()
-      .template Attr<bool>("channels_last")
-      .template Attr<bool>("silu")
-      .template Attr<bool>("has_bias")
-      .template Attr<bool>("has_initial_state")
-      .template Attr<bool>("has_taps")
-      .template Attr<bool>("has_d_final_state");
+  return BindWithOptionalOperands<Context, 3, 3>().RemainingRets().template Attrs<BackwardOptions>();
 }
 
 template <typename Context>
 auto BindUpdate() {
-  return BindWithOptions<Context, 3, 2>()
-      .template Attr<bool>("channels_last")
-      .template Attr<bool>("silu")
-      .template Attr<bool>("has_bias");
+  return BindWithOptionalOperands<Context, 3, 2>().template Attrs<UpdateOptions>();
 }
 
 }  // namespace jax_baracuda::causal_conv1d

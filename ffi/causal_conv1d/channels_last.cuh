@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ffi/causal_conv1d/conv_device.cuh"
+#include "ffi/core/async_copy.cuh"
 
 namespace jax_baracuda::causal_conv1d {
 
@@ -98,6 +99,19 @@ cudaError_t DispatchChannels(int vector, bool has_taps, Body&& body) {
   if (vector == 1) return body(std::integral_constant<int, 1>{}, std::true_type{});
   return has_taps ? body(std::integral_constant<int, kWidest>{}, std::true_type{})
                   : body(std::integral_constant<int, kWidest>{}, std::false_type{});
+}
+
+// Launches kernel_of(width, channels, has_taps), whose arguments are constants, with `arguments` and the grid.
+template <typename T, typename Arguments, typename KernelOf>
+cudaError_t LaunchChannelsLast(const ConvolutionCall& call, const ChannelsLastGrid& grid, const Arguments& arguments,
+                               cudaStream_t stream, const KernelOf& kernel_of) {
+  return DispatchWidth(call.problem.width, [&](auto width) {
+    return DispatchChannels<T>(grid.vector, call.taps.data != nullptr, [&](auto channels, auto has_taps) {
+      const auto kernel = kernel_of(width, channels, has_taps);
+      kernel<<<static_cast<unsigned>(grid.Blocks()), grid.BlockShape(), 0, stream>>>(arguments, grid);
+      return cudaGetLastError();
+    });
+  });
 }
 
 // The weights of neighbouring channels.

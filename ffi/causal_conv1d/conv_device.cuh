@@ -1,5 +1,4 @@
-// What the CUDA kernels of causal_conv1d share: vectors, copies that run ahead, exact division by reciprocals, where
-// operands lie, the taps and the activation.
+// What the CUDA kernels of causal_conv1d share: where operands lie, the taps and the activation.
 #pragma once
 
 #include <algorithm>
@@ -7,40 +6,13 @@
 #include <type_traits>
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
+#include "ffi/core/divider.cuh"
+#include "ffi/core/integers.h"
+#include "ffi/core/vectors.cuh"
 
 namespace jax_baracuda::causal_conv1d {
 
 inline constexpr int kVectorBytes = 16;
-
-inline int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-inline bool IsAligned(const void* data, int64_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
-
-// Calls body(std::integral_constant<int, width>{}).
-template <typename Body>
-cudaError_t DispatchWidth(int width, Body&& body) {
-  static_assert(kMostWidth == 8);
-  switch (width) {
-    case 1:
-      return body(std::integral_constant<int, 1>{});
-    case 2:
-      return body(std::integral_constant<int, 2>{});
-    case 3:
-      return body(std::integral_constant<int, 3>{});
-    case 4:
-      return body(std::integral_constant<int, 4>{});
-    case 5:
-      return body(std::integral_constant<int, 5>{});
-    case 6:
-      return body(std::integral_constant<int, 6>{});
-    case 7:
-      return body(std::integral_constant<int, 7>{});
-    case 8:
-      return body(std::integral_constant<int, 8>{});
-    default:
-      return cudaErrorInvalidValue;
-  }
-}
 
 // Calls body(TypeTag<T>{}), which returns a cudaError_t.
 template <typename Body>
@@ -49,159 +21,6 @@ cudaError_t DispatchType(ElementType type, Body&& body) {
   DispatchFloating(type, [&](auto tag) { error = body(tag); });
   return error;
 }
-
-// ---- Vectors: elements that wait in registers do so packed in words.
-
-template <int kBytes>
-struct WordOf;
-template <>
-struct WordOf<1> {
-  using type = uint8_t;
-};
-template <>
-struct WordOf<2> {
-  using type = uint16_t;
-};
-template <>
-struct WordOf<4> {
-  using type = uint32_t;
-};
-template <>
-struct WordOf<8> {
-  using type = uint2;
-};
-template <>
-struct WordOf<16> {
-  using type = uint4;
-};
-
-template <typename T, int kCount>
-using Packed = typename WordOf<sizeof(T) * kCount>::type;
-
-template <int kCount, typename T>
-__device__ __forceinline__ Packed<T, kCount> LoadPacked(const T* address) {
-  return *reinterpret_cast<const Packed<T, kCount>*>(address);
-}
-
-// ---- Copies to shared memory that run on while their thread works on earlier ones: far more bytes can be under way
-// than registers could wait for.
-
-// Zeros where the condition does not hold.
-template <int kBytes>
-__device__ __forceinline__ void CopyAsync(void* shared, const void* global, bool condition) {
-  if constexpr (kBytes == 2) {  // too narrow for the instruction
-    *static_cast<uint16_t*>(shared) = condition ? *static_cast<const uint16_t*>(global) : uint16_t{0};
-  } else {
-    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-    const int bytes = condition ? kBytes : 0;
-    if constexpr (kBytes == 16) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(bytes) : "memory");
-    } else {
-      asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(global), "n"(kBytes), "r"(bytes)
-                   : "memory");
-    }
-  }
-}
-
-// Ends a group of copies.
-__device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until all groups of this thread but the newest kGroups have arrived.
-template <int kGroups>
-__device__ __forceinline__ void WaitForCopies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
-}
-
-// Takes whole words apart: pieces of words would be cut out where the word is loaded, and so wait for it there.
-template <typename T, int kCount>
-__device__ __forceinline__ void Widen(const Packed<T, kCount>& word, ComputeType<T>* values) {
-  if constexpr (sizeof(T) == 2 && kCount % 2 == 0) {
-    uint32_t pairs[kCount / 2];
-    memcpy(pairs, &word, sizeof(word));
-#pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) {
-      if constexpr (std::is_same_v<T, BFloat16>) {
-        values[2 * i] = __uint_as_float(pairs[i] << 16);
-        values[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
-      } else {
-        __half2 pair;
-        memcpy(&pair, &pairs[i], sizeof(pair));
-        values[2 * i] = __low2float(pair);
-        values[2 * i + 1] = __high2float(pair);
-      }
-    }
-  } else {
-    T lanes[kCount];
-    memcpy(lanes, &word, sizeof(word));
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = static_cast<ComputeType<T>>(lanes[i]);
-  }
-}
-
-// Keeps compilers from widening a value again wherever it is used.
-__device__ __forceinline__ void KeepWide(float& value) { asm("" : "+f"(value)); }
-__device__ __forceinline__ void KeepWide(double& value) { asm("" : "+d"(value)); }
-
-// Rounds to nearest even; 16-bit values in pairs, for which there is one instruction.
-template <typename T, int kCount>
-__device__ __forceinline__ Packed<T, kCount> Narrow(const ComputeType<T>* values) {
-  Packed<T, kCount> word;
-  if constexpr (std::is_same_v<T, BFloat16> && kCount % 2 == 0) {
-    __nv_bfloat162 pairs[kCount / 2];
-#pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) pairs[i] = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
-    memcpy(&word, pairs, sizeof(word));
-  } else if constexpr (std::is_same_v<T, Float16> && kCount % 2 == 0) {
-    __half2 pairs[kCount / 2];
-#pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) pairs[i] = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
-    memcpy(&word, pairs, sizeof(word));
-  } else {
-    T lanes[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) lanes[i] = static_cast<T>(values[i]);
-    memcpy(&word, lanes, sizeof(word));
-  }
-  return word;
-}
-
-// One store: compilers split plain stores of words that were put together from parts.
-template <typename T, int kCount>
-__device__ __forceinline__ void StorePacked(T* address, const Packed<T, kCount>& word) {
-  __stcg(reinterpret_cast<Packed<T, kCount>*>(address), word);
-}
-
-template <typename T, int kCount>
-__device__ __forceinline__ void StoreNarrow(T* address, const ComputeType<T>* values) {
-  StorePacked<T, kCount>(address, Narrow<T, kCount>(values));
-}
-
-// ---- Where things lie.
-
-// Exact quotients of numbers below 2^63 without a division.
-struct Divider {
-  uint64_t divisor;
-  uint64_t reciprocal;
-  uint32_t short_divisor;  // for numbers below 2^31
-  uint32_t short_reciprocal;
-
-  Divider() = default;
-  explicit Divider(int64_t by)
-      : divisor(by > 1 ? by : 1),
-        reciprocal(~uint64_t{0} / divisor),
-        short_divisor(static_cast<uint32_t>(std::min<uint64_t>(divisor, 0xffffffffu))),
-        short_reciprocal(0xffffffffu / short_divisor) {}
-
-  // Products with rounded reciprocals are at most one too low.
-  __device__ __forceinline__ int64_t Quotient(int64_t number) const {
-    if (__builtin_expect(number >> 31 == 0, true)) {
-      const uint32_t n = static_cast<uint32_t>(number), quotient = __umulhi(n, short_reciprocal);
-      return quotient + (n - quotient * short_divisor >= short_divisor ? 1u : 0u);
-    }
-    const uint64_t n = static_cast<uint64_t>(number), quotient = __umul64hi(n, reciprocal);
-    return static_cast<int64_t>(quotient + (n - quotient * divisor >= divisor ? 1 : 0));
-  }
-};
 
 // Examples are counted through the whole batch: example = batch index * examples of a batch element + its own index.
 struct Geometry {
@@ -376,6 +195,10 @@ struct Taps {
 };
 
 // ---- Arithmetic.
+
+// Keeps compilers from widening a value again wherever it is used.
+__device__ __forceinline__ void KeepWide(float& value) { asm("" : "+f"(value)); }
+__device__ __forceinline__ void KeepWide(double& value) { asm("" : "+d"(value)); }
 
 __device__ __forceinline__ double Sigmoid(double z) { return 1.0 / (1.0 + exp(-z)); }
 

@@ -91,26 +91,21 @@ __global__ void __launch_bounds__(kRowsThreads)
 
 }  // namespace
 
-cudaError_t LaunchForwardFromState(const ForwardCall& call, int64_t state_length, cudaStream_t stream) {
+cudaError_t LaunchForward(const ForwardCall& call, cudaStream_t stream) {
   const Problem& problem = call.problem;
   if (problem.HasNoElement()) return cudaSuccess;
-  if (problem.channels_last) return LaunchForwardChannelsLast(call, state_length, stream);
+  if (problem.channels_last) return LaunchForwardChannelsLast(call, stream);
   return DispatchType(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const ForwardArguments<T> arguments(call, state_length);
+    const ForwardArguments<T> arguments(call);
     const bool is_aligned = IsAligned(call.x.data, kVectorBytes) && IsAligned(call.y, kVectorBytes);
     const RowsGrid grid(problem, RowsPlan(problem, sizeof(T)), sizeof(T), is_aligned, arguments.x.is_shared);
     return DispatchWidth(problem.width, [&](auto width) {
-      constexpr int kWidth = decltype(width)::value;
-      const auto kernel = call.taps.data != nullptr ? ForwardRows<T, kWidth, true> : ForwardRows<T, kWidth, false>;
+      const auto kernel = call.taps.data != nullptr ? ForwardRows<T, width, true> : ForwardRows<T, width, false>;
       kernel<<<static_cast<unsigned>(grid.plan.Blocks()), kRowsThreads, 0, stream>>>(arguments, grid);
       return cudaGetLastError();
     });
   });
-}
-
-cudaError_t LaunchForward(const ForwardCall& call, cudaStream_t stream) {
-  return LaunchForwardFromState(call, call.problem.width - 1, stream);
 }
 
 }  // namespace jax_baracuda::causal_conv1d

@@ -15,19 +15,16 @@ struct ForwardArguments {
   Input<uint8_t> taps;
   T* y;
 
-  ForwardArguments(const ForwardCall& call, int64_t state_length)
+  explicit ForwardArguments(const ForwardCall& call)
       : geometry(call.problem),
         silu(call.problem.silu),
         x(call.problem, call.x),
         weights{{call.problem, call.weight, call.type}, {call.problem, call.bias, call.type}},
-        initial_state{{call.problem, call.initial_state}, state_length},
-        taps(call.problem, Operand{call.taps.data, call.taps.is_shared}),
+        initial_state{{call.problem, call.initial_state}, call.state_length},
+        taps(call.problem, call.taps),
         y(static_cast<T*>(call.y)) {}
 };
 
-// As LaunchForward, with an initial state of which the newest width - 1 of `state_length` entries count.
-cudaError_t LaunchForwardFromState(const ForwardCall& call, int64_t state_length, cudaStream_t stream);
-
-cudaError_t LaunchForwardChannelsLast(const ForwardCall& call, int64_t state_length, cudaStream_t stream);
+cudaError_t LaunchForwardChannelsLast(const ForwardCall& call, cudaStream_t stream);
 
 }  // namespace jax_baracuda::causal_conv1d

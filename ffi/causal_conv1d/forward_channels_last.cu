@@ -68,20 +68,16 @@ __global__ void __launch_bounds__(kChannelsLastThreads)
 
 }  // namespace
 
-cudaError_t LaunchForwardChannelsLast(const ForwardCall& call, int64_t state_length, cudaStream_t stream) {
+cudaError_t LaunchForwardChannelsLast(const ForwardCall& call, cudaStream_t stream) {
   const Problem& problem = call.problem;
   return DispatchType(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const ForwardArguments<T> arguments(call, state_length);
+    const ForwardArguments<T> arguments(call);
     const bool is_aligned = IsAligned(call.x.data, kVectorBytes) && IsAligned(call.y, kVectorBytes);
     const ChannelsLastPlan plan(problem, sizeof(T), kLongestRun, kShortestRun);
     const ChannelsLastGrid grid(problem, plan, is_aligned);
-    return DispatchWidth(problem.width, [&](auto width) {
-      return DispatchChannels<T>(grid.vector, call.taps.data != nullptr, [&](auto channels, auto has_taps) {
-        ForwardChannelsLast<T, decltype(width)::value, decltype(channels)::value, decltype(has_taps)::value>
-            <<<static_cast<unsigned>(grid.Blocks()), grid.BlockShape(), 0, stream>>>(arguments, grid);
-        return cudaGetLastError();
-      });
+    return LaunchChannelsLast<T>(call, grid, arguments, stream, [](auto width, auto channels, auto has_taps) {
+      return ForwardChannelsLast<T, width, channels, has_taps>;
     });
   });
 }

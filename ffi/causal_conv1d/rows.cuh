@@ -6,6 +6,7 @@
 #pragma once
 
 #include "ffi/causal_conv1d/conv_device.cuh"
+#include "ffi/core/async_copy.cuh"
 
 namespace jax_baracuda::causal_conv1d {
 

@@ -19,7 +19,7 @@ struct UpdateArguments {
       : geometry(call.problem),
         silu(call.problem.silu),
         x(call.problem, call.x),
-        state(call.problem, call.state),
+        state(call.problem, call.initial_state),
         weights{{call.problem, call.weight, call.type}, {call.problem, call.bias, call.type}},
         y(static_cast<T*>(call.y)),
         new_state(static_cast<T*>(call.new_state)) {}
@@ -85,7 +85,7 @@ template <typename T>
 bool SuitsUpdateOne(const UpdateCall& call) {
   const Problem& problem = call.problem;
   bool is_aligned = true;
-  for (const void* data : {call.x.data, call.state.data, call.weight.data, call.bias.data,
+  for (const void* data : {call.x.data, call.initial_state.data, call.weight.data, call.bias.data,
                            static_cast<const void*>(call.y), static_cast<const void*>(call.new_state)}) {
     is_aligned = is_aligned && IsAligned(data, kVectorBytes);
   }
@@ -98,8 +98,7 @@ cudaError_t LaunchUpdateOne(const UpdateCall& call, cudaStream_t stream) {
   const Problem& problem = call.problem;
   const int64_t vectors = problem.batch * problem.examples * problem.channels / kUpdateChannels<T>;
   return DispatchWidth(problem.width, [&](auto width) {
-    constexpr int kWidth = decltype(width)::value;
-    const auto kernel = call.state_length == kWidth ? UpdateOne<T, kWidth, kWidth> : UpdateOne<T, kWidth, kWidth - 1>;
+    const auto kernel = call.state_length == width ? UpdateOne<T, width, width> : UpdateOne<T, width, width - 1>;
     kernel<<<static_cast<unsigned>(CeilDivide(vectors, kThreads)), kThreads, 0, stream>>>(UpdateArguments<T>(call));
     return cudaGetLastError();
   });
@@ -164,18 +163,10 @@ cudaError_t LaunchUpdate(const UpdateCall& call, cudaStream_t stream) {
     if (!problem.HasNoElement() && SuitsUpdateOne<T>(call)) return LaunchUpdateOne<T>(call, stream);
     if (problem.length <= kFewInputs) {
       return DispatchWidth(problem.width, [&](auto width) {
-        return LaunchUpdateRows<T, decltype(width)::value>(call, stream);
+        return LaunchUpdateRows<T, width>(call, stream);
       });
     }
-    ForwardCall forward{};
-    forward.problem = problem;
-    forward.type = call.type;
-    forward.x = call.x;
-    forward.weight = call.weight;
-    forward.bias = call.bias;
-    if (problem.width > 1) forward.initial_state = call.state;
-    forward.y = call.y;
-    const cudaError_t error = LaunchForwardFromState(forward, call.state_length, stream);
+    const cudaError_t error = LaunchForward(call, stream);
     return error != cudaSuccess ? error : LaunchUpdateRows<T, 0>(call, stream);
   });
 }

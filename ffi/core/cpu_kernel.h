@@ -19,12 +19,16 @@
 
 namespace jax_baracuda {
 
+inline ffi::Error MemoryStatus(const char* op, bool has_memory) {
+  if (has_memory) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(op) + ": out of host memory");
+}
+
 // What a handler returns; `buffer` is the argument whose element type was dispatched on.
 inline ffi::Error Status(const char* op, bool is_supported, bool has_memory, const char* argument,
                          const ffi::AnyBuffer& buffer) {
   if (!is_supported) return UnsupportedType(op, argument, buffer.element_type());
-  if (has_memory) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(op) + ": out of host memory");
+  return MemoryStatus(op, has_memory);
 }
 
 // Memory that is not initialised; nullptr if there is none.

@@ -186,4 +186,11 @@ bool DispatchOrdered(ElementType type, Body&& body) {
   }
 }
 
+// 0 for a type that no kernel takes.
+inline int64_t ElementBytes(ElementType type) {
+  int64_t bytes = 0;
+  DispatchOrdered(type, [&](auto tag) { bytes = sizeof(typename decltype(tag)::type); });
+  return bytes;
+}
+
 }  // namespace jax_baracuda

@@ -19,12 +19,6 @@ struct Plan {
   bool filters_rows;  // for a table in global memory: rows pass floors in shared memory first
 };
 
-int64_t ElementBytes(ElementType type) {
-  int64_t bytes = 0;
-  DispatchOrdered(type, [&](auto tag) { bytes = sizeof(typename decltype(tag)::type); });
-  return bytes;
-}
-
 int64_t KeyBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
 
 constexpr int64_t kSharedTableBytes = 48 * 1024;

@@ -1,5 +1,5 @@
-// The scalar arithmetic of segment_max, segment_min, segment_argmax, segment_argmin and their gradients, shared by the CPU
-// and the CUDA kernels.
+// The scalar arithmetic of segment_max, segment_min, segment_argmax, segment_argmin and their gradients, shared by the
+// CPU and the CUDA kernels.
 //
 // Everything here is about the maximum. A minimum is the maximum of flipped values, flipped back: see FlipMask.
 //
@@ -24,8 +24,8 @@ namespace jax_baracuda::segment {
 
 inline constexpr int32_t kNoWinner = -1;
 
-// Which bits of a value to invert so that the order reverses: the sign of a floating type, all of an integer, the lowest
-// of a bool (which has the C++ type of uint8_t). None where a maximum is wanted.
+// Which bits of a value to invert so that the order reverses: the sign of a floating type, all of an integer, the
+// lowest of a bool (which has the C++ type of uint8_t). None where a maximum is wanted.
 template <typename T>
 BitsOf<T> FlipMask(ElementType type, bool is_minimum) {
   if (!is_minimum) return 0;

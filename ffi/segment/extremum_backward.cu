@@ -146,9 +146,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid
         row[u] = own < rows ? block.row[own] : kNoRow;
         segment[u] = own < rows ? block.segment[own] : kDropped;
         if (segment[u] == kDropped) continue;
-        data[u] = LoadPackedStreaming<T, kVec>(a.data + first_data + row[u] * features);
-        maxima[u] = LoadPacked<T, kVec>(output + segment[u] * features);
-        cotangents[u] = LoadPacked<T, kVec>(d_output + segment[u] * features);
+        data[u] = LoadPackedStreaming<kVec>(a.data + first_data + row[u] * features);
+        maxima[u] = LoadPacked<kVec>(output + segment[u] * features);
+        cotangents[u] = LoadPacked<kVec>(d_output + segment[u] * features);
       }
       const Winners winners = load_winners(first);
 #pragma unroll
@@ -185,10 +185,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid
       }
       if ((wins || has_tie[u]) && row[u] != kNoRow) {
         const int64_t segment_offset = block.segment[own] * features;
-        cotangents[u] = LoadPacked<T, kVec>(d_output + segment_offset);
+        cotangents[u] = LoadPacked<kVec>(d_output + segment_offset);
         if (has_tie[u]) {
-          data[u] = LoadPackedStreaming<T, kVec>(a.data + first_data + row[u] * features);
-          output[u] = LoadPacked<T, kVec>(a.output + winner_offset + segment_offset);
+          data[u] = LoadPackedStreaming<kVec>(a.data + first_data + row[u] * features);
+          output[u] = LoadPacked<kVec>(a.output + winner_offset + segment_offset);
         }
       }
     }

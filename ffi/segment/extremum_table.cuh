@@ -113,7 +113,7 @@ __device__ __forceinline__ void ForEachElements(const TableArguments<T>& a, int6
       for (int u = 0; u < kInFlight; ++u) {
         const int64_t r = row + u * rows_at_once;
         if (r < a.problem.rows) {
-          elements[u].values = FlipAll(LoadStreaming<T, kVec>(next), a.flip);
+          elements[u].values = FlipAll(LoadStreaming<kVec>(next), a.flip);
           elements[u].first_cell[0] = cell(a.ids[ids_offset + r], feature);
           elements[u].first_row[0] = static_cast<int32_t>(r);
         }
@@ -135,7 +135,7 @@ __device__ __forceinline__ void ForEachElements(const TableArguments<T>& a, int6
     Elements<T, Index, kVec, false> elements;
     const int count = static_cast<int>(min(total - element, static_cast<int64_t>(kVec)));
     if (count == kVec) {
-      elements.values = LoadStreaming<T, kVec>(data + element);
+      elements.values = LoadStreaming<kVec>(data + element);
     } else {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) elements.values.lane[i] = data[element + min(i, count - 1)];
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kSingleFeatureThreads, 8)
 
   Elements<T, int64_t, kVec, false> elements;
   if (count == kVec) {
-    elements.values = LoadStreaming<T, kVec>(data);
+    elements.values = LoadStreaming<kVec>(data);
   } else {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) elements.values.lane[i] = data[min(i, count - 1)];

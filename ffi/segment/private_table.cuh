@@ -53,21 +53,22 @@ __global__ void __launch_bounds__(32 * kMostPrivateWarps, 1)
   const int batch_rows = kInFlight * groups, step_elements = groups * features;
   const int64_t b = blockIdx.x / a.blocks_per_batch, rows = a.problem.rows;
   const int64_t first_id = a.problem.ids_are_shared ? 0 : b * rows;
-  const T* const data = a.data + (a.problem.data_is_shared ? 0 : b * rows * features) + group * features + lane % features;
+  const int64_t first_element = a.problem.data_is_shared ? 0 : b * rows * features;
+  const T* const data = a.data + first_element + group * features + lane % features;
   const int64_t stride = static_cast<int64_t>(a.blocks_per_batch) * warps * batch_rows;
-  for (int64_t row = (static_cast<int64_t>(blockIdx.x - b * a.blocks_per_batch) * warps + warp) * batch_rows; row < rows;
-       row += stride) {
+  const int64_t first_row = (static_cast<int64_t>(blockIdx.x - b * a.blocks_per_batch) * warps + warp) * batch_rows;
+  for (int64_t row = first_row; row < rows; row += stride) {
     const int count = static_cast<int>(min(rows - row, static_cast<int64_t>(batch_rows)));
     Vector<T, 1> values[kInFlight];
     const T* next = data + row * features;
     if (count == batch_rows) {
 #pragma unroll
-      for (int u = 0; u < kInFlight; ++u, next += step_elements) values[u] = LoadStreaming<T, 1>(next);
+      for (int u = 0; u < kInFlight; ++u, next += step_elements) values[u] = LoadStreaming<1>(next);
     } else {
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u, next += step_elements) {
         values[u].lane[0] = static_cast<T>(ComputeType<T>{0});
-        if (u * groups + group < count) values[u] = LoadStreaming<T, 1>(next);
+        if (u * groups + group < count) values[u] = LoadStreaming<1>(next);
       }
     }
 #pragma unroll 4
@@ -119,7 +120,8 @@ __global__ void __launch_bounds__(kPartialCells* kPartialSlices)
   cells.Start();
   const int64_t b = cell / table_cells, in_table = cell - b * table_cells;
   if (is_active) {
-    const Cells* const partials = static_cast<const Cells*>(a.partials) + b * a.blocks_per_batch * table_cells + in_table;
+    const int64_t first = b * a.blocks_per_batch * table_cells;
+    const Cells* const partials = static_cast<const Cells*>(a.partials) + first + in_table;
 #pragma unroll 4
     for (int block = slice; block < a.blocks_per_batch; block += kPartialSlices) {
       cells.Merge(partials[block * table_cells], a.outputs);

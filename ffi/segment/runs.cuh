@@ -21,8 +21,8 @@ inline constexpr int kRunRows = kFeatures <= 2 ? 16 : 8;
 
 // Whether rows of this width can be loaded as one vector, and lie so that chunks are aligned.
 inline bool TakesRuns(const Problem& problem, int64_t element_bytes) {
-  const int64_t row_bytes = problem.features * element_bytes;
-  const bool is_vector = problem.features == 1 || problem.features == 2 || problem.features == 4 || problem.features == 8;
+  const int64_t features = problem.features, row_bytes = features * element_bytes;
+  const bool is_vector = features == 1 || features == 2 || features == 4 || features == 8;
   const bool is_aligned = problem.batch == 1 || problem.data_is_shared || problem.rows * row_bytes % 16 == 0;
   return is_vector && row_bytes <= 32 && is_aligned;
 }

@@ -1,4 +1,4 @@
-// What all segment reductions share: the problem, and properties of element types. Used by the CPU and the CUDA kernels.
+// What all segment reductions share: the problem, and properties of element types. For the CPU and the CUDA kernels.
 //
 // A cell is one (segment, feature) pair of the result.
 #pragma once

@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kLongRunThreads, LongRunBlocks(sizeof(T))) Lon
   const auto write_rows = [&](int64_t first_row, int count) {
     const auto load_row = [&](int input, int64_t row) {
       const int64_t place = a.rows.Place(row, a.is_shared[input]);
-      return LoadStreaming<T, kVec>(a.inputs[input] + place * a.features + column);
+      return LoadStreaming<kVec>(a.inputs[input] + place * a.features + column);
     };
     for (int i = group; i < count; i += kInFlight * groups) {
       Vector<T, kVec> values[kInFlight];

@@ -72,7 +72,7 @@ __device__ __forceinline__ Vector<T, kVec> LoadRow(const SoftmaxTableArguments<T
                                                    const TableRows<kRows>& rows, int u, bool is_read_again = false) {
   const int64_t place = a.is_shared[input] ? rows.row[u] : rows.b * a.problem.rows + rows.row[u];
   return is_read_again ? LoadVector<kVec>(a.inputs[input] + place * a.problem.features + rows.feature)
-                       : LoadStreaming<T, kVec>(a.inputs[input] + place * a.problem.features + rows.feature);
+                       : LoadStreaming<kVec>(a.inputs[input] + place * a.problem.features + rows.feature);
 }
 
 template <typename T, int kRows>

@@ -378,7 +378,7 @@ __device__ __forceinline__ void StageWindow(const WindowArguments<T>& a, int inp
       if constexpr (sizeof(T) * kVec >= 4) {
         __pipeline_memcpy_async(to, from, sizeof(T) * kVec);
       } else {
-        StoreShared(to, LoadStreaming<T, kVec>(from));
+        StoreShared(to, LoadStreaming<kVec>(from));
       }
     }
   }

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kSumTableThreads) SumTableKernel(const __grid_
     const int64_t vector = block_begin + u * kSumTableThreads;
     segment[u] = kDropped;
     if (vector < vectors) {
-      values[u] = LoadStreaming<T, kVec>(data + vector * kVec);
+      values[u] = LoadStreaming<kVec>(data + vector * kVec);
       // Numbers of vectors fit in 32 bits more often than not, where a division costs a quarter.
       const int64_t row = vectors <= 0xffffffff
                               ? static_cast<uint32_t>(vector) / static_cast<uint32_t>(row_vectors)
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kSumTableThreads)
   C* const table = a.table + b * a.problem.segments;
   Vector<T, kVec> values;
   if (count == kVec) {
-    values = LoadStreaming<T, kVec>(data);
+    values = LoadStreaming<kVec>(data);
   } else {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) values.lane[i] = data[min(i, count - 1)];

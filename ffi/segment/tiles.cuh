@@ -296,9 +296,9 @@ __global__ void __launch_bounds__(kMostTileThreads, (kTileBlocks<Reduction, kSou
         } else if constexpr (kSource == RowSource::kOrdered) {
           const uint32_t data_row = shared.order[group * kPaddedTileRows + tile_offset + tile_offset / kTileRows];
           row[u] = is_joined ? data_row % batch_rows : data_row;
-          values[u] = LoadPackedStreaming<T, kVec>(data + data_row * features + column);
+          values[u] = LoadPackedStreaming<kVec>(data + data_row * features + column);
         } else {
-          values[u] = LoadPackedStreaming<T, kVec>(next_row);
+          values[u] = LoadPackedStreaming<kVec>(next_row);
           next_row += features;
         }
       }
