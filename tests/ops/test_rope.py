@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 from reductions import Batch, kernels_in
-from rotations import FAR, LAYOUTS, PAIRINGS, Rotated, Rotation, features_shape, make_features
+from rotations import FAR, LAYOUTS, PAIRINGS, Rotated, Rotation, copies_in, features_shape, make_features
 
 from jax_baracuda import forward_mode, rope, rope_backward, rope_frequencies, rope_qk, rope_qk_backward
 
@@ -496,11 +496,6 @@ def test_position_zero_is_the_identity(rng: np.random.Generator, dtype: str) -> 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Memory.
-
-
-def copies_in(text: str) -> list[str]:
-    """The instructions of a compiled program that copy an array of features."""
-    return re.findall(r"= \(?\w+\[\d+,\d+,\d+,\d+\]\S* copy(?:-start)?\(.*", text)
 
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
