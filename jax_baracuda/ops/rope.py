@@ -252,6 +252,27 @@ def _units_per_position(frequencies: Array) -> tuple[Array, Array]:
     return units + carry.astype(jnp.int32), rest - carry
 
 
+def _cos_and_sin_of_units(angle: Array) -> tuple[Array, Array]:
+    """Cosine and sine of an angle in units of 1/TURN, as exact as functions of float32 are."""
+    quarters = (angle + 2**29) >> 30
+    remainder = angle - (quarters << 30)
+    # In radians, a sum of two numbers: the first product is exact, and so are the differences of sums.
+    unit = 2 * math.pi / TURN
+    first_bits = _twelve_bit_parts(unit, 1)[0]
+    coarse = (remainder + 2**16) & ~(2**17 - 1)
+    high = coarse.astype(jnp.float32) * first_bits
+    low = coarse.astype(jnp.float32) * np.float32(unit - first_bits)
+    low += (remainder - coarse).astype(jnp.float32) * np.float32(unit)
+    radians = high + low
+    rest = low - (radians - high)
+    cos, sin = jnp.cos(radians), jnp.sin(radians)
+    cos, sin = cos - rest * sin, sin + rest * cos
+    is_odd = (quarters & 1) == 1
+    cos, sin = jnp.where(is_odd, -sin, cos), jnp.where(is_odd, cos, sin)
+    sign = jnp.where((quarters & 2) == 2, -1, 1).astype(jnp.float32)
+    return sign * cos, sign * sin
+
+
 def _cos_and_sin_of_product(positions: Array, frequencies: Array) -> tuple[Array, Array]:
     """Cosine and sine of position times frequency, ``[N, B, S, P]``."""
     positions = positions[..., None]
@@ -260,14 +281,7 @@ def _cos_and_sin_of_product(positions: Array, frequencies: Array) -> tuple[Array
         return jnp.cos(angle), jnp.sin(angle)
     units, rest = (x[:, None, None] for x in _units_per_position(frequencies))
     angle = positions.astype(jnp.int32) * units + jnp.round(positions.astype(jnp.float32) * rest).astype(jnp.int32)
-    # To the nearest quarter of a turn; of what remains, float32 has all the bits that matter.
-    quarters = (angle + 2**29) >> 30
-    remainder = (angle - (quarters << 30)).astype(jnp.float32) * np.float32(2 * math.pi / TURN)
-    cos, sin = jnp.cos(remainder), jnp.sin(remainder)
-    is_odd = (quarters & 1) == 1
-    cos, sin = jnp.where(is_odd, -sin, cos), jnp.where(is_odd, cos, sin)
-    sign = jnp.where((quarters & 2) == 2, -1, 1).astype(jnp.float32)
-    return sign * cos, sign * sin
+    return _cos_and_sin_of_units(angle)
 
 
 def _rotate(x: Array, cos: Array, sin: Array, *, heads_first: bool, interleaved: bool, rotary_dim: int) -> Array:
