@@ -278,11 +278,6 @@ ffi::Error HandleUpdate(Context context, ffi::AnyBuffer x, ffi::AnyBuffer state,
   return kRun(context, call);
 }
 
-template <typename Context, int kOperands, int kResults>
-auto BindWithOptionalOperands() {
-  return BindResults<kResults>(BindOperands<kOperands>(ffi::Ffi::Bind().Ctx<Context>()).RemainingArgs());
-}
-
 template <typename Context>
 auto BindForward() {
   return BindWithOptionalOperands<Context, 2, 1>().template Attrs<ForwardOptions>();

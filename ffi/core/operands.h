@@ -78,4 +78,10 @@ class OptionalOperands {
   size_t next_ = 0;
 };
 
+// As BindBuffers, with further operands that are optional.
+template <typename Context, int kOperands, int kResults>
+auto BindWithOptionalOperands() {
+  return BindResults<kResults>(BindOperands<kOperands>(ffi::Ffi::Bind().Ctx<Context>()).RemainingArgs());
+}
+
 }  // namespace jax_baracuda

@@ -1,8 +1,8 @@
-// What the CPU and the CUDA kernels of rope share: the problem, the operands of a call, and sines and cosines of angles.
+// What the CPU and the CUDA kernels of rope share: the operands of a call, and sines and cosines of angles.
 //
-//   y[i] = scale (x[i] cos - x[j] sin),   y[j] = scale (x[j] cos + x[i] sin),   angle = position * inverse frequency
+//   y[i] = scale (x[i] cos - x[j] sin),   y[j] = scale (x[j] cos + x[i] sin),   angle = position * frequency
 //
-// where (i, j) is (2k, 2k + 1) where pairs are interleaved, else (k, k + rotary_dim / 2). The gradient is the rotation by
+// where (i, j) is (2k, 2k + 1) if pairs are interleaved, else (k, k + rotary_dim / 2). The gradient is the rotation by
 // the opposite angle.
 #pragma once
 
@@ -34,6 +34,20 @@ struct Problem {
   bool interleaved;
 };
 
+// [batch or 1, 2, pairs] of the compute type: frequencies, then what is missing from them.
+struct Frequencies {
+  const void* data;
+  bool are_shared;
+};
+
+// [batch or 1, examples or 1, length] of int32 or int64; without data: 0, 1, 2, ...
+struct Positions {
+  const void* data;
+  bool are_64_bit;
+  bool are_shared_by_batch;
+  bool are_shared_by_examples;
+};
+
 inline constexpr int kMostTensors = 2;
 
 struct Call {
@@ -41,14 +55,8 @@ struct Call {
   ElementType type;  // a floating type
   int num_tensors;
   Tensor tensors[kMostTensors];
-  // [batch or 1, 2, pairs] of the compute type: inverse frequencies, then what is missing from them.
-  const void* frequencies;
-  bool frequencies_are_shared;
-  // [batch or 1, examples or 1, length] of int32 or int64. nullptr: 0, 1, 2, ...
-  const void* positions;
-  bool positions_are_64_bit;
-  bool positions_are_shared_by_batch;
-  bool positions_are_shared_by_examples;
+  Frequencies frequencies;
+  Positions positions;
   double cos_scale;
   double sin_scale;  // minus the other one where the rotation is by minus the angle
 
@@ -58,6 +66,11 @@ struct Call {
       if (tensors[i].heads > 0) return false;
     }
     return true;
+  }
+
+  bool ExamplesShareAngles() const { return positions.data == nullptr || positions.are_shared_by_examples; }
+  bool BatchSharesAngles() const {
+    return frequencies.are_shared && (positions.data == nullptr || positions.are_shared_by_batch);
   }
 };
 
@@ -80,6 +93,11 @@ struct Rotation {
   C cos, sin;
 };
 
+template <typename T>
+Rotation<AngleType<T>> ScaleOf(const Call& call) {
+  return {static_cast<AngleType<T>>(call.cos_scale), static_cast<AngleType<T>>(call.sin_scale)};
+}
+
 // An angle is so many quarter turns and a remainder within an eighth of a turn.
 template <typename T>
 struct ReducedAngle {
@@ -87,9 +105,12 @@ struct ReducedAngle {
   AngleType<T> remainder;
 };
 
-// ReduceNear takes angles up to this size.
+// ReduceNear takes angles up to this size, within which float64 is reduced exactly and other types with the error of
+// their angles.
 template <typename T>
-inline constexpr double kNear = sizeof(T) == sizeof(double) ? 0x1p20 : 0x1p50;
+JB_HOST_DEVICE bool IsNear(double angle) {
+  return std::fabs(angle) <= (sizeof(T) == sizeof(double) ? 0x1p20 : 0x1p50);
+}
 
 template <typename T>
 JB_HOST_DEVICE ReducedAngle<T> ReduceNear(double angle) {
@@ -155,31 +176,48 @@ JB_HOST_DEVICE AngleType<T> CosOfRemainder(AngleType<T> r) {
   return p * (z * z) + (1 - z / 2);
 }
 
-template <typename T>
-JB_HOST_DEVICE Rotation<AngleType<T>> RotationBy(ReducedAngle<T> angle) {
-  const AngleType<T> sin = SinOfRemainder<T>(angle.remainder), cos = CosOfRemainder<T>(angle.remainder);
-  const bool is_odd = (angle.quarters & 1) != 0;
-  const AngleType<T> a = is_odd ? sin : cos, b = is_odd ? cos : sin;
-  return {((angle.quarters + 1) & 2) != 0 ? -a : a, (angle.quarters & 2) != 0 ? -b : b};
+// x, or -x where bit 1 of the number is set.
+JB_HOST_DEVICE float NegatedByBit1(float x, int32_t number) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  bits ^= static_cast<uint32_t>(number) << 30 & 0x80000000u;
+  std::memcpy(&x, &bits, sizeof(bits));
+  return x;
 }
 
-// For angles of any size; NaN for one that is not finite.
+JB_HOST_DEVICE double NegatedByBit1(double x, int32_t number) {
+  uint64_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  bits ^= static_cast<uint64_t>(static_cast<uint32_t>(number)) << 62 & uint64_t{1} << 63;
+  std::memcpy(&x, &bits, sizeof(bits));
+  return x;
+}
+
+// For angles that are near.
 template <typename T>
-JB_HOST_DEVICE Rotation<AngleType<T>> RotationBy(double angle) {
+JB_HOST_DEVICE Rotation<AngleType<T>> RotationByNear(double angle) {
+  const ReducedAngle<T> reduced = ReduceNear<T>(angle);
+  const AngleType<T> sin = SinOfRemainder<T>(reduced.remainder), cos = CosOfRemainder<T>(reduced.remainder);
+  const bool is_odd = (reduced.quarters & 1) != 0;
+  return {NegatedByBit1(is_odd ? sin : cos, reduced.quarters + 1), NegatedByBit1(is_odd ? cos : sin, reduced.quarters)};
+}
+
+// A near angle with the same sine and cosine; NaN for one that is not finite.
+template <typename T>
+JB_HOST_DEVICE double Nearer(double angle) {
   if constexpr (sizeof(T) == sizeof(double)) {
-    if (!(std::fabs(angle) <= kNear<T>)) return {std::cos(angle), std::sin(angle)};
-  } else {  // each turn of the loop is as exact as the angle itself
-    while (std::fabs(angle) > kNear<T>) angle -= std::rint(angle * 0x1.45f306dc9c883p-3) * 0x1.921fb54442d18p2;
+    if (!IsNear<T>(angle)) angle = std::atan2(std::sin(angle), std::cos(angle));
+  } else {  // each turn of the loop adds an error like that of the angle
+    while (std::fabs(angle) > 0x1p50) angle -= std::rint(angle * 0x1.45f306dc9c883p-3) * 0x1.921fb54442d18p2;
   }
-  return RotationBy(ReduceNear<T>(angle));
+  return angle;
 }
 
-// Scaled, in the type that elements are computed with.
+// In the type that elements are computed with.
 template <typename T>
-JB_HOST_DEVICE Rotation<ComputeType<T>> Scaled(Rotation<AngleType<T>> rotation, double cos_scale, double sin_scale) {
+JB_HOST_DEVICE Rotation<ComputeType<T>> Scaled(Rotation<AngleType<T>> rotation, Rotation<AngleType<T>> scale) {
   using C = ComputeType<T>;
-  return {static_cast<C>(static_cast<AngleType<T>>(cos_scale) * rotation.cos),
-          static_cast<C>(static_cast<AngleType<T>>(sin_scale) * rotation.sin)};
+  return {static_cast<C>(scale.cos * rotation.cos), static_cast<C>(scale.sin * rotation.sin)};
 }
 
 }  // namespace jax_baracuda::rope

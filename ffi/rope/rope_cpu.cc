@@ -27,23 +27,23 @@ constexpr int64_t kTableBytes = 32 * 1024;
 // ---------------------------------------------------------------------------------------------------------------------
 // Kernels.
 
-// For angles that ReduceNear takes.
+// The kernel of a position whose angles are near.
 template <typename T, typename C>
-JB_CPU_CLONES void NearRotations(double position, const double* frequencies, int64_t pairs, double cos_scale,
-                                 double sin_scale, C* cos, C* sin) {
+JB_CPU_CLONES void NearRotations(double position, const double* frequencies, int64_t pairs,
+                                 Rotation<AngleType<T>> scale, C* cos, C* sin) {
   JB_VECTORIZE
   for (int64_t i = 0; i < pairs; ++i) {
-    const auto rotation = Scaled<T>(RotationBy(ReduceNear<T>(position * frequencies[i])), cos_scale, sin_scale);
+    const Rotation<C> rotation = Scaled<T>(RotationByNear<T>(position * frequencies[i]), scale);
     cos[i] = rotation.cos;
     sin[i] = rotation.sin;
   }
 }
 
 template <typename T, typename C>
-void FarRotations(double position, const double* frequencies, int64_t pairs, double cos_scale, double sin_scale, C* cos,
+void FarRotations(double position, const double* frequencies, int64_t pairs, Rotation<AngleType<T>> scale, C* cos,
                   C* sin) {
   for (int64_t i = 0; i < pairs; ++i) {
-    const auto rotation = Scaled<T>(RotationBy<T>(position * frequencies[i]), cos_scale, sin_scale);
+    const Rotation<C> rotation = Scaled<T>(RotationByNear<T>(Nearer<T>(position * frequencies[i])), scale);
     cos[i] = rotation.cos;
     sin[i] = rotation.sin;
   }
@@ -176,11 +176,10 @@ class Kernel {
       LoadFrequencies(batch);
       for (int64_t i = 0; i < length; ++i) {
         const double position = Position(batch, example % problem.examples, begin + i);
-        const bool is_near = std::fabs(position) * largest_frequency_ <= kNear<T>;  // false for NaN
+        const bool is_near = IsNear<T>(position * largest_frequency_);  // false for NaN
         C* const cos = table_.get() + 2 * i * problem.pairs;
         (is_near ? NearRotations<T, C> : FarRotations<T, C>)(position, frequencies_.get(), problem.pairs,
-                                                             call_.cos_scale, call_.sin_scale, cos,
-                                                             cos + problem.pairs);
+                                                             ScaleOf<T>(call_), cos, cos + problem.pairs);
       }
     }
 
@@ -190,9 +189,9 @@ class Kernel {
 
    private:
     void LoadFrequencies(int64_t batch) {
-      const int64_t row = call_.frequencies_are_shared ? 0 : batch, pairs = call_.problem.pairs;
+      const int64_t row = call_.frequencies.are_shared ? 0 : batch, pairs = call_.problem.pairs;
       if (row == loaded_row_) return;
-      const C* const from = static_cast<const C*>(call_.frequencies) + row * 2 * pairs;
+      const C* const from = static_cast<const C*>(call_.frequencies.data) + row * 2 * pairs;
       largest_frequency_ = 0;
       for (int64_t i = 0; i < pairs; ++i) {
         frequencies_[i] = Frequency(from[i], from[pairs + i]);
@@ -203,12 +202,13 @@ class Kernel {
     }
 
     double Position(int64_t batch, int64_t example, int64_t i) const {
-      if (call_.positions == nullptr) return static_cast<double>(i);
-      const int64_t examples = call_.positions_are_shared_by_examples ? 1 : call_.problem.examples;
-      const int64_t row = (call_.positions_are_shared_by_batch ? 0 : batch) * examples + (examples == 1 ? 0 : example);
+      const Positions& positions = call_.positions;
+      if (positions.data == nullptr) return static_cast<double>(i);
+      int64_t row = positions.are_shared_by_batch ? 0 : batch;
+      if (!positions.are_shared_by_examples) row = row * call_.problem.examples + example;
       const int64_t index = row * call_.problem.length + i;
-      return call_.positions_are_64_bit ? static_cast<double>(static_cast<const int64_t*>(call_.positions)[index])
-                                        : static_cast<double>(static_cast<const int32_t*>(call_.positions)[index]);
+      return positions.are_64_bit ? static_cast<double>(static_cast<const int64_t*>(positions.data)[index])
+                                  : static_cast<double>(static_cast<const int32_t*>(positions.data)[index]);
     }
 
     const Call& call_;
@@ -220,10 +220,8 @@ class Kernel {
   };
 
   static int64_t ExamplesOfGroup(const Call& call) {
-    const bool has_positions = call.positions != nullptr;
-    if (has_positions && !call.positions_are_shared_by_examples) return 1;
-    const bool is_same_in_batch = call.frequencies_are_shared && (!has_positions || call.positions_are_shared_by_batch);
-    return call.problem.examples * (is_same_in_batch ? call.problem.batch : 1);
+    if (!call.ExamplesShareAngles()) return 1;
+    return call.problem.examples * (call.BatchSharesAngles() ? call.problem.batch : 1);
   }
 
   // Runs of rows that lie one after another: a head's at the positions of a block, or all heads' of a tensor.
@@ -240,10 +238,11 @@ class Kernel {
     const int64_t x_example = tensor->is_shared ? example % problem_.examples : example;
     const auto rotate = [&](int64_t row_of_example, int64_t rows, int64_t i, int64_t angle_stride) {
       const int64_t rows_of_example = tensor->heads * problem_.length;
-      const T* const x = static_cast<const T*>(tensor->x) + (x_example * rows_of_example + row_of_example) * problem_.features;
-      T* const y = static_cast<T*>(tensor->y) + (example * rows_of_example + row_of_example) * problem_.features;
+      const int64_t x_row = x_example * rows_of_example + row_of_example;
+      const int64_t y_row = example * rows_of_example + row_of_example;
       (problem_.interleaved ? RotateRows<true, T, C> : RotateRows<false, T, C>)(
-          x, rows, problem_.features, problem_.pairs, angles.CosOf(i), angles.SinOf(i), angle_stride, y);
+          static_cast<const T*>(tensor->x) + x_row * problem_.features, rows, problem_.features, problem_.pairs,
+          angles.CosOf(i), angles.SinOf(i), angle_stride, static_cast<T*>(tensor->y) + y_row * problem_.features);
     };
     if (!heads_are_rows_) return rotate(run * problem_.length + begin, length, 0, angles.stride());
     for (int64_t i = 0; i < length; ++i) rotate((begin + i) * tensor->heads, tensor->heads, i, 0);
@@ -257,44 +256,18 @@ class Kernel {
   int64_t all_heads_ = 0;
 };
 
-ffi::Error Run(ffi::ThreadPool& pool, const char* op, const Call& call, const ffi::AnyBuffer& result) {
+ffi::Error Run(ffi::ThreadPool pool, const char* op, const Call& call) {
   bool has_memory = true;
-  const bool is_supported = DispatchFloating(call.type, [&](auto tag) {
+  DispatchFloating(call.type, [&](auto tag) {
     if (!call.HasNoElement()) has_memory = Kernel<typename decltype(tag)::type>(call).Run(pool);
   });
-  return Status(op, is_supported, has_memory, "result", result);
+  return MemoryStatus(op, has_memory);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The handlers.
-
-template <bool kIsBackward>
-ffi::Error RopeHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer frequencies, ffi::RemainingArgs positions,
-                       ffi::Result<ffi::AnyBuffer> y, bool heads_first, bool interleaved, int64_t rotary_dim,
-                       double scale, bool has_positions, bool batched) {
-  constexpr const char* kOp = kIsBackward ? "rope_backward" : "rope";
-  Call call;
-  JB_RETURN_IF_ERROR(DecodeRope(kOp, kIsBackward, x, frequencies, positions, *y,
-                                {heads_first, interleaved, rotary_dim, scale, has_positions, batched}, &call));
-  return Run(pool, kOp, call, *y);
-}
-
-template <bool kIsBackward>
-ffi::Error RopeQkHandler(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer frequencies,
-                         ffi::RemainingArgs positions, ffi::Result<ffi::AnyBuffer> q_out,
-                         ffi::Result<ffi::AnyBuffer> k_out, bool heads_first, bool interleaved, int64_t rotary_dim,
-                         double scale, bool has_positions, bool batched) {
-  constexpr const char* kOp = kIsBackward ? "rope_qk_backward" : "rope_qk";
-  Call call;
-  JB_RETURN_IF_ERROR(DecodeRopeQk(kOp, kIsBackward, q, k, frequencies, positions, *q_out, *k_out,
-                                  {heads_first, interleaved, rotary_dim, scale, has_positions, batched}, &call));
-  return Run(pool, kOp, call, *q_out);
-}
-
-XLA_FFI_DEFINE_HANDLER(kRope, RopeHandler<false>, BindRope<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kRopeBackward, RopeHandler<true>, BindRope<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kRopeQk, RopeQkHandler<false>, BindRopeQk<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kRopeQkBackward, RopeQkHandler<true>, BindRopeQk<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kRope, (HandleRope<ffi::ThreadPool, Run, false>), BindRope<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kRopeBackward, (HandleRope<ffi::ThreadPool, Run, true>), BindRope<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kRopeQk, (HandleRopeQk<ffi::ThreadPool, Run, false>), BindRopeQk<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kRopeQkBackward, (HandleRopeQk<ffi::ThreadPool, Run, true>), BindRopeQk<ffi::ThreadPool>());
 
 JB_REGISTER_TARGET("rope", kRope, nullptr);
 JB_REGISTER_TARGET("rope_backward", kRopeBackward, nullptr);

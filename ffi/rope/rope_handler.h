@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "ffi/core/handler.h"
@@ -13,13 +12,20 @@
 namespace jax_baracuda::rope {
 
 struct Attributes {
-  bool heads_first;
-  bool interleaved;
+  bool heads_first, interleaved;
   int64_t rotary_dim;
   double scale;
-  bool has_positions;
-  bool batched;
+  bool has_positions, batched;
 };
+
+}  // namespace jax_baracuda::rope
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::rope::Attributes, StructMember<bool>("heads_first"),
+                                      StructMember<bool>("interleaved"), StructMember<int64_t>("rotary_dim"),
+                                      StructMember<double>("scale"), StructMember<bool>("has_positions"),
+                                      StructMember<bool>("batched"));
+
+namespace jax_baracuda::rope {
 
 // Checks the buffers of one call, one after another; tensors come first.
 class Decoder {
@@ -50,18 +56,17 @@ class Decoder {
     return ffi::Error::Success();
   }
 
-  ffi::Error Frequencies(const ffi::AnyBuffer& frequencies) {
+  ffi::Error SetFrequencies(const ffi::AnyBuffer& frequencies) {
     constexpr const char* kName = "frequencies";
     JB_RETURN_IF_ERROR(CheckType(op_, kName, frequencies,
                                  type_ == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32));
     JB_RETURN_IF_ERROR(CheckShape(op_, kName, frequencies, WithBatch({2, call_.problem.pairs})));
-    call_.frequencies = frequencies.untyped_data();
-    call_.frequencies_are_shared = IsSharedByBatch(frequencies);
+    call_.frequencies = {frequencies.untyped_data(), IsSharedByBatch(frequencies)};
     return ffi::Error::Success();
   }
 
   // The one optional operand.
-  ffi::Error Positions(ffi::RemainingArgs operands) {
+  ffi::Error SetPositions(ffi::RemainingArgs operands) {
     OptionalOperands optional(op_, operands);
     JB_RETURN_IF_ERROR(optional.Next("positions", attributes_.has_positions, [&](const ffi::AnyBuffer& positions) {
       const ffi::DataType type = positions.element_type();
@@ -70,10 +75,8 @@ class Decoder {
       const Problem& problem = call_.problem;
       JB_RETURN_IF_ERROR(
           CheckShape(op_, "positions", positions, WithBatch({{problem.examples, true}, problem.length})));
-      call_.positions = positions.untyped_data();
-      call_.positions_are_64_bit = type == ffi::DataType::S64;
-      call_.positions_are_shared_by_batch = IsSharedByBatch(positions);
-      call_.positions_are_shared_by_examples = positions.dimensions()[BatchRank()] != problem.examples;
+      call_.positions = {positions.untyped_data(), type == ffi::DataType::S64, IsSharedByBatch(positions),
+                         positions.dimensions()[BatchRank()] != problem.examples};
       return ffi::Error::Success();
     }));
     return optional.End();
@@ -125,47 +128,42 @@ class Decoder {
   ffi::DataType type_ = ffi::DataType::INVALID;
 };
 
-inline ffi::Error DecodeRope(const char* op, bool is_backward, const ffi::AnyBuffer& x,
-                             const ffi::AnyBuffer& frequencies, ffi::RemainingArgs positions, const ffi::AnyBuffer& y,
-                             const Attributes& attributes, Call* call) {
-  Decoder decoder(op, attributes, is_backward, call);
-  JB_RETURN_IF_ERROR(decoder.AddTensor("x", x, "y", y));
-  JB_RETURN_IF_ERROR(decoder.Frequencies(frequencies));
-  return decoder.Positions(positions);
+// The handlers; those of both back ends differ in their context and in what runs a decoded call.
+
+template <typename Context, ffi::Error (*kRun)(Context, const char* op, const Call&), bool kIsBackward>
+ffi::Error HandleRope(Context context, ffi::AnyBuffer x, ffi::AnyBuffer frequencies, ffi::RemainingArgs positions,
+                      ffi::Result<ffi::AnyBuffer> y, Attributes attributes) {
+  constexpr const char* kOp = kIsBackward ? "rope_backward" : "rope";
+  Call call;
+  Decoder decoder(kOp, attributes, kIsBackward, &call);
+  JB_RETURN_IF_ERROR(decoder.AddTensor("x", x, "y", *y));
+  JB_RETURN_IF_ERROR(decoder.SetFrequencies(frequencies));
+  JB_RETURN_IF_ERROR(decoder.SetPositions(positions));
+  return kRun(context, kOp, call);
 }
 
-inline ffi::Error DecodeRopeQk(const char* op, bool is_backward, const ffi::AnyBuffer& q, const ffi::AnyBuffer& k,
-                               const ffi::AnyBuffer& frequencies, ffi::RemainingArgs positions,
-                               const ffi::AnyBuffer& q_out, const ffi::AnyBuffer& k_out, const Attributes& attributes,
-                               Call* call) {
-  Decoder decoder(op, attributes, is_backward, call);
-  JB_RETURN_IF_ERROR(decoder.AddTensor("q", q, "q_out", q_out));
-  JB_RETURN_IF_ERROR(decoder.AddTensor("k", k, "k_out", k_out));
-  JB_RETURN_IF_ERROR(decoder.Frequencies(frequencies));
-  return decoder.Positions(positions);
-}
-
-// The bindings of the handlers; those of both back ends differ in their context only.
-
-template <typename Binding>
-auto BindAttributes(Binding&& binding) {
-  return std::move(binding)
-      .template Attr<bool>("heads_first")
-      .template Attr<bool>("interleaved")
-      .template Attr<int64_t>("rotary_dim")
-      .template Attr<double>("scale")
-      .template Attr<bool>("has_positions")
-      .template Attr<bool>("batched");
+template <typename Context, ffi::Error (*kRun)(Context, const char* op, const Call&), bool kIsBackward>
+ffi::Error HandleRopeQk(Context context, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer frequencies,
+                        ffi::RemainingArgs positions, ffi::Result<ffi::AnyBuffer> q_out,
+                        ffi::Result<ffi::AnyBuffer> k_out, Attributes attributes) {
+  constexpr const char* kOp = kIsBackward ? "rope_qk_backward" : "rope_qk";
+  Call call;
+  Decoder decoder(kOp, attributes, kIsBackward, &call);
+  JB_RETURN_IF_ERROR(decoder.AddTensor("q", q, "q_out", *q_out));
+  JB_RETURN_IF_ERROR(decoder.AddTensor("k", k, "k_out", *k_out));
+  JB_RETURN_IF_ERROR(decoder.SetFrequencies(frequencies));
+  JB_RETURN_IF_ERROR(decoder.SetPositions(positions));
+  return kRun(context, kOp, call);
 }
 
 template <typename Context>
 auto BindRope() {
-  return BindAttributes(BindResults<1>(BindOperands<2>(ffi::Ffi::Bind().Ctx<Context>()).RemainingArgs()));
+  return BindWithOptionalOperands<Context, 2, 1>().template Attrs<Attributes>();
 }
 
 template <typename Context>
 auto BindRopeQk() {
-  return BindAttributes(BindResults<2>(BindOperands<3>(ffi::Ffi::Bind().Ctx<Context>()).RemainingArgs()));
+  return BindWithOptionalOperands<Context, 3, 2>().template Attrs<Attributes>();
 }
 
 }  // namespace jax_baracuda::rope
