@@ -5,6 +5,8 @@ from importlib.metadata import version as _version
 from jax_baracuda import forward_mode
 from jax_baracuda._core.op import precision_guarantee
 from jax_baracuda.ops.causal_conv1d import causal_conv1d, causal_conv1d_backward, causal_conv1d_update
+from jax_baracuda.ops.rope import rope, rope_backward, rope_qk, rope_qk_backward
+from jax_baracuda.ops.rope_frequencies import rope_frequencies
 from jax_baracuda.ops.segment import (
     segment_argmax,
     segment_argmin,
@@ -31,6 +33,11 @@ __all__ = [
     "causal_conv1d_update",
     "forward_mode",
     "precision_guarantee",
+    "rope",
+    "rope_backward",
+    "rope_frequencies",
+    "rope_qk",
+    "rope_qk_backward",
     "segment_argmax",
     "segment_argmin",
     "segment_max",

@@ -17,6 +17,7 @@ import pytest
 from cases import Expected
 from convolutions import Problem as Convolution
 from reductions import ARGMAX, ARGMIN, MAX, MEAN, MIN, PROD, SOFTMAX, SUM, Reduction
+from rotations import Rotation, make_features
 
 from jax_baracuda import precision_guarantee
 from jax_baracuda._core.guarantees import Guarantee
@@ -263,6 +264,33 @@ def convolution_update_call(rng: np.random.Generator, dtype: str, is_sorted: boo
     return Call((x, state, operands["weight"], operands["bias"]), (expected, exactly(new_state)), CONVOLUTION_PARAMS)
 
 
+def rotation_call(*heads: int, direction: int) -> Callable[..., Call]:
+    """Arrays with these numbers of heads, with positions for each batch element and frequencies that both share."""
+
+    def call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
+        examples, length, size = 3, 201, 40
+        features = [make_features(rng, (2, examples, h, length, size), dtype) for h in heads]
+        positions = rng.integers(0, 2**20, (2, examples, length)).astype(np.int32)
+        inv_freq = rng.uniform(0, 1, 16)
+        exact = inv_freq.astype(cases.accumulator(dtype))
+        rotations = [Rotation(p, rotary_dim=32, inv_freq=inv_freq, scale=0.5) for p in positions]
+        expected = tuple(
+            tuple(rotation.of(x[k], direction).expected() for k, rotation in enumerate(rotations)) for x in features
+        )
+        frequencies = np.stack([exact, (inv_freq - exact).astype(exact.dtype)])
+        params = {
+            "heads_first": True,
+            "interleaved": True,
+            "rotary_dim": 32,
+            "scale": 0.5,
+            "has_positions": True,
+            "batched": True,
+        }
+        return Call((*features, frequencies[None], positions), expected, params)
+
+    return call
+
+
 CALLS: dict[str, Callable[..., Call]] = {
     **{r.name: reduction_call(r, adds=r not in (MAX, MIN, ARGMAX, ARGMIN)) for r in (MAX, MIN, ARGMAX, ARGMIN)},
     **{r.name: reduction_call(r, adds=True) for r in (SUM, MEAN, PROD, SOFTMAX)},
@@ -275,6 +303,10 @@ CALLS: dict[str, Callable[..., Call]] = {
     "causal_conv1d": convolution_call,
     "causal_conv1d_backward": convolution_backward_call,
     "causal_conv1d_update": convolution_update_call,
+    "rope": rotation_call(9, direction=1),
+    "rope_backward": rotation_call(9, direction=-1),
+    "rope_qk": rotation_call(8, 2, direction=1),
+    "rope_qk_backward": rotation_call(8, 2, direction=-1),
 }
 """``(rng, dtype, is_sorted)``"""
 

@@ -154,6 +154,10 @@ USE_THE_OPS = """
         print("causal_conv1d", jax_baracuda.causal_conv1d(signal, weight)[0, 0].tolist())
         y, state = jax_baracuda.causal_conv1d_update(signal[:, :, -1], signal[:, :, :-1], weight)
         print("causal_conv1d_update", [*y[0].tolist(), *state[0, 0].tolist()])
+        pair = data.reshape(1, 1, 1, 4), np.array([7])
+        jax.grad(lambda x: sum(y.sum() for y in jax_baracuda.rope_qk(x, x, pair[1])))(pair[0])
+        jax.grad(lambda x: jax_baracuda.rope(x, pair[1]).sum())(pair[0])
+        print("rope", jax_baracuda.rope(*pair)[0, 0, 0].tolist())
     for message in sorted({f"{w.category.__name__}: {w.message}" for w in at_call}):
         print("call:", message)
 """
@@ -179,13 +183,16 @@ VALUES = {
     "segment_argmin": [0, 1],
     "causal_conv1d": [1, 7, 15, 12],
     "causal_conv1d_update": [12, 5, 5, 2],
+    "rope": [-2.5310307, 4.4264979, 4.8478693, 2.3448162],
 }
 
 
 def check_values(output: str) -> None:
     assert "value: [2.0, 5.0]" in output
     assert "gradient: [0.0, 4.0, 4.0, 3.0]" in output
-    printed = dict(line.split(" ", 1) for line in output.splitlines() if line.startswith(("segment_", "causal_")))
+    printed = dict(
+        line.split(" ", 1) for line in output.splitlines() if line.startswith(("segment_", "causal_", "rope"))
+    )
     assert {name: pytest.approx(values) for name, values in VALUES.items()} == {
         name: json.loads(values) for name, values in printed.items()
     }

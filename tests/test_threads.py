@@ -16,8 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from reductions import MAX, PROD, SOFTMAX, SUM
+from rotations import Rotation
 
-from jax_baracuda import causal_conv1d, segment_max, segment_max_backward, segment_prod, segment_softmax, segment_sum
+from jax_baracuda import (
+    causal_conv1d,
+    rope,
+    segment_max,
+    segment_max_backward,
+    segment_prod,
+    segment_softmax,
+    segment_sum,
+)
 
 NUM_THREADS = 8
 OPS_PER_PROGRAM = 16
@@ -41,6 +50,14 @@ def call_from_many_threads() -> None:
         before = np.concatenate([np.zeros_like(x[:1]), np.where((i[1:] == i[:-1])[:, None], x[:-1], 0)])
         return cases.Expected(x - before, x.dtype)
 
+    def rotate(x: Any, i: Any) -> jax.Array:
+        """By the ids as positions."""
+        return rope(x[None, None], i)[0, 0]
+
+    def expected_rotation(x: np.ndarray, i: np.ndarray, s: int) -> cases.Expected:
+        expected = Rotation(i).of(x[None, None]).expected()
+        return cases.Expected(expected.exact[0, 0], x.dtype, expected.error[0, 0])
+
     # Data are small integers, whose sums are exact; so are the products of their signs.
     calls: list[tuple[Callable[..., jax.Array], Callable[..., cases.Expected]]] = [
         (lambda x, i: segment_max(x, i, segments), MAX.value),
@@ -55,6 +72,7 @@ def call_from_many_threads() -> None:
         ),
         (lambda x, i: segment_softmax(x, i, segments), SOFTMAX.value),
         (convolve, expected_convolution),
+        (rotate, expected_rotation),
     ]
     chosen = [calls[k % len(calls)] for k in range(OPS_PER_PROGRAM)]
 

@@ -19,10 +19,11 @@ from jax_baracuda._tools.table import format_table
 
 SMALL = {
     "num_rows": 500,
-    "num_features": 5,
+    "num_features": 6,
     "num_segments": 40,
     "num_examples": 2,
     "num_channels": 5,
+    "num_heads": 2,
     "length": 60,
 }
 

@@ -2,12 +2,12 @@
 #pragma once
 
 #include <cstdint>
-#include <sstream>
 #include <string>
 #include <vector>
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
 #include "ffi/core/handler.h"
+#include "ffi/core/operands.h"
 
 namespace jax_baracuda::causal_conv1d {
 
@@ -43,12 +43,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::UpdateOptions
                                       StructMember<bool>("has_bias"));
 
 namespace jax_baracuda::causal_conv1d {
-
-inline std::string TypeName(ffi::DataType type) {
-  std::ostringstream name;
-  name << type;
-  return name.str();
-}
 
 // Checks the buffers of one call, one after another. Output comes first, then Weight: they tell what the others must
 // fit. Where a call is not batched, all buffers lack their first dimension, and count as a batch of one.
@@ -127,7 +121,7 @@ class Decoder {
   // A result with these dimensions behind the batch.
   ffi::Error Result(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
                     const std::vector<int64_t>& trailing, void** data) const {
-    JB_RETURN_IF_ERROR(CheckType(name, buffer, TypeName(type), buffer.element_type() == type));
+    JB_RETURN_IF_ERROR(CheckType(op_, name, buffer, type));
     JB_RETURN_IF_ERROR(CheckShape(name, buffer, trailing, /*is_shared=*/nullptr));
     *data = buffer.untyped_data();
     return ffi::Error::Success();
@@ -146,29 +140,21 @@ class Decoder {
   // How the shape of an operand begins, in messages.
   std::string OperandBatch() const { return is_batched_ ? "[batch or 1, " : "["; }
 
-  ffi::Error CheckType(const char* name, const ffi::AnyBuffer& buffer, const std::string& expected, bool fits) const {
-    if (fits) return ffi::Error::Success();
-    return InvalidArgument(op_, std::string(name) + " has element type " + TypeName(buffer.element_type()) +
-                                    ", expected " + expected);
-  }
-
   // Where `is_shared` is nullptr, the leading dimension must be the batch; else it may be 1, and *is_shared tells
   // whether the batch shares the array.
   ffi::Error CheckShape(const char* name, const ffi::AnyBuffer& buffer, const std::vector<int64_t>& trailing,
                         bool* is_shared) const {
-    const std::vector<int64_t> shape = WithBatch(buffer);
-    bool fits = shape.size() == 1 + trailing.size();
-    for (size_t i = 0; fits && i < trailing.size(); ++i) fits = shape[i + 1] == trailing[i];
-    if (fits && is_shared != nullptr) *is_shared = shape[0] != problem_.batch;
-    if (fits && (shape[0] == problem_.batch || (is_shared != nullptr && shape[0] == 1))) return ffi::Error::Success();
-    std::string expected = is_batched_ ? "," + std::to_string(problem_.batch) + (is_shared == nullptr ? "" : " or 1") : "";
-    for (const int64_t size : trailing) expected += "," + std::to_string(size);
-    return WrongShape(op_, name, buffer, "[" + expected.substr(1) + "]");
+    std::vector<Dimension> dimensions;
+    if (is_batched_) dimensions.emplace_back(problem_.batch, is_shared != nullptr);
+    dimensions.insert(dimensions.end(), trailing.begin(), trailing.end());
+    JB_RETURN_IF_ERROR(jax_baracuda::CheckShape(op_, name, buffer, dimensions));
+    if (is_shared != nullptr) *is_shared = is_batched_ && buffer.dimensions()[0] != problem_.batch;
+    return ffi::Error::Success();
   }
 
   ffi::Error TakeOperand(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
                          const std::vector<int64_t>& trailing, Operand* operand) const {
-    JB_RETURN_IF_ERROR(CheckType(name, buffer, TypeName(type), buffer.element_type() == type));
+    JB_RETURN_IF_ERROR(CheckType(op_, name, buffer, type));
     JB_RETURN_IF_ERROR(CheckShape(name, buffer, trailing, &operand->is_shared));
     operand->data = buffer.untyped_data();
     return ffi::Error::Success();
@@ -178,7 +164,7 @@ class Decoder {
                            Parameter* parameter) const {
     const ffi::DataType type = buffer.element_type();
     const bool may_be_float32 = compute_type() == ffi::DataType::F32 && type_ != ffi::DataType::F32;
-    JB_RETURN_IF_ERROR(CheckType(name, buffer, TypeName(type_) + (may_be_float32 ? " or F32" : ""),
+    JB_RETURN_IF_ERROR(CheckType(op_, name, buffer, TypeName(type_) + (may_be_float32 ? " or F32" : ""),
                                  type == type_ || (may_be_float32 && type == ffi::DataType::F32)));
     JB_RETURN_IF_ERROR(CheckShape(name, buffer, trailing, &parameter->is_shared));
     parameter->data = buffer.untyped_data();
@@ -190,33 +176,6 @@ class Decoder {
   bool is_batched_;
   Problem& problem_;
   ffi::DataType type_;
-};
-
-// The operands that are there only under their attribute, taken in their order.
-class OptionalOperands {
- public:
-  OptionalOperands(const char* op, ffi::RemainingArgs operands) : op_(op), operands_(operands) {}
-
-  // Calls take(buffer) if the operand is there.
-  template <typename Take>
-  ffi::Error Next(const char* name, bool is_there, const Take& take) {
-    if (!is_there) return ffi::Error::Success();
-    if (next_ == operands_.size()) return InvalidArgument(op_, std::string(name) + " is missing");
-    const auto buffer = operands_.get<ffi::AnyBuffer>(next_++);
-    if (buffer.has_error()) return buffer.error();
-    return take(*buffer);
-  }
-
-  ffi::Error End() const {
-    if (next_ == operands_.size()) return ffi::Error::Success();
-    return InvalidArgument(op_, "got " + std::to_string(operands_.size()) + " optional operands, but attributes for " +
-                                    std::to_string(next_));
-  }
-
- private:
-  const char* op_;
-  ffi::RemainingArgs operands_;
-  size_t next_ = 0;
 };
 
 // The operands that a convolution and its gradient have in common, but for the order of those that are not optional.
@@ -329,11 +288,6 @@ ffi::Error HandleUpdate(Context context, ffi::AnyBuffer x, ffi::AnyBuffer state,
   UpdateCall call;
   JB_RETURN_IF_ERROR(DecodeUpdate(x, state, weight, optional_operands, *y, *new_state, options, &call));
   return kRun(context, call);
-}
-
-template <typename Context, int kOperands, int kResults>
-auto BindWithOptionalOperands() {
-  return BindResults<kResults>(BindOperands<kOperands>(ffi::Ffi::Bind().Ctx<Context>()).RemainingArgs());
 }
 
 template <typename Context>

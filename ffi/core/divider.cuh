@@ -21,12 +21,15 @@ struct Divider {
 
   // Products with rounded reciprocals are at most one too low.
   __device__ __forceinline__ int64_t Quotient(int64_t number) const {
-    if (__builtin_expect(number >> 31 == 0, true)) {
-      const uint32_t n = static_cast<uint32_t>(number), quotient = __umulhi(n, short_reciprocal);
-      return quotient + (n - quotient * short_divisor >= short_divisor ? 1u : 0u);
-    }
+    if (__builtin_expect(number >> 31 == 0, true)) return ShortQuotient(static_cast<uint32_t>(number));
     const uint64_t n = static_cast<uint64_t>(number), quotient = __umul64hi(n, reciprocal);
     return static_cast<int64_t>(quotient + (n - quotient * divisor >= divisor ? 1 : 0));
+  }
+
+  // Of a number below 2^31.
+  __device__ __forceinline__ uint32_t ShortQuotient(uint32_t number) const {
+    const uint32_t quotient = __umulhi(number, short_reciprocal);
+    return quotient + (number - quotient * short_divisor >= short_divisor ? 1u : 0u);
   }
 };
 

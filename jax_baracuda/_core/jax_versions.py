@@ -90,10 +90,10 @@ def is_donated_argument(value: ir.Value) -> bool:
     """Whether a value of a program under lowering is an argument of the whole program whose memory is given up."""
     if not isinstance(value, ir.BlockArgument):
         return False
-    function = value.owner.owner
-    if getattr(function, "name", None) is None or function.attributes["sym_name"].value != "main":
+    owner = value.owner.owner.operation  # of a loop or a shard_map, no function
+    if owner.name != "func.func" or owner.attributes["sym_name"].value != "main":
         return False
-    attributes = ir.DictAttr(ir.ArrayAttr(function.attributes["arg_attrs"])[value.arg_number])
+    attributes = ir.DictAttr(ir.ArrayAttr(owner.attributes["arg_attrs"])[value.arg_number])
     return "tf.aliasing_output" in attributes or "jax.buffer_donor" in attributes
 
 

@@ -204,21 +204,18 @@ def precision_guarantee(
 def _primitives_of(op: Op) -> tuple[Primitive, Primitive]:
     """The op's primitive, and the primitive of its kernel alone."""
     primitive = _declare(op, f"baracuda_{op.name}")
-    kernel = _declare(op, f"baracuda_{op.name}_kernel")
+    kernel = _declare(op, f"baracuda_{op.name}_kernel")  # has the param `donated` as well
     primitive.def_impl(functools.partial(jax_versions.apply_primitive, primitive))
     jax_versions.require_devices_during_lowering(primitive)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     ad.primitive_jvps[primitive] = functools.partial(_jvp, op, primitive)
     ad.primitive_transposes[primitive] = functools.partial(_transpose, op)
     mlir.register_lowering(primitive, functools.partial(_lower_reference, op))
-    register_lowering = functools.partial(
-        mlir.register_lowering,
-        # Otherwise the lowering sees arguments of a function of its own, never those of the program.
-        cacheable=not op.in_place_if_donated,
-    )
     for platform in KERNEL_PLATFORMS:
-        register_lowering(primitive, functools.partial(_lower, op, kernel, platform), platform=platform)
-        register_lowering(kernel, functools.partial(_lower_kernel, op, platform), platform=platform)
+        lower = functools.partial(_lower, op, kernel, platform)
+        # If it were cacheable, it would see arguments of a function of its own, never those of the program.
+        mlir.register_lowering(primitive, lower, platform=platform, cacheable=not op.in_place_if_donated)
+        mlir.register_lowering(kernel, functools.partial(_lower_kernel, op, platform), platform=platform)
     return primitive, kernel
 
 
@@ -229,7 +226,7 @@ def _declare(op: Op, name: str) -> Primitive:
     return primitive
 
 
-def _abstract_eval(op: Op, *operands: Any, **params: Any) -> list[Any]:
+def _abstract_eval(op: Op, *operands: Any, donated: tuple[int, ...] = (), **params: Any) -> list[Any]:
     types = op.types_of_results(*operands, **params)
     specs = [jax_versions.explicit_spec(aval) for aval in operands]
     if all(spec is None for spec in specs):
@@ -341,7 +338,8 @@ def _lower(
             _warn_once(f"jax_baracuda: {op.name} runs as plain JAX on {platform}: {problem}")
         return _lower_reference(op, ctx, *operands, **params)
 
-    run_kernel = functools.partial(kernel.bind, **params)
+    donated = tuple(i for i in op.in_place_if_donated if jax_versions.is_donated_argument(operands[i]))
+    run_kernel = functools.partial(kernel.bind, **params, donated=donated)
     has_empty_array = any(0 in aval.shape for aval in [*ctx.avals_in, *ctx.avals_out])
     if has_empty_array or not jax_versions.partitioner_splits(ctx.module_context.axis_context):
         # In a partially manual shard_map, the automatic axes then see whole arrays.
@@ -361,7 +359,14 @@ def _lower(
     ]
 
 
-def _lower_kernel(op: Op, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+def _lower_kernel(
+    op: Op,
+    platform: str,
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    donated: tuple[int, ...] = (),
+    **params: Any,
+) -> Any:
     if op.missing_kernel(platform, ctx.avals_in, params) is not None:
         return _lower_reference(op, ctx, *operands, **params)
     num_results = len(ctx.avals_out)
@@ -371,14 +376,9 @@ def _lower_kernel(op: Op, platform: str, ctx: mlir.LoweringRuleContext, *operand
         if scratch_bytes > 0:
             scratch = jax.core.ShapedArray((scratch_bytes,), np.dtype(np.uint8))
             ctx = ctx.replace(avals_out=[*ctx.avals_out, scratch])
-    donated = {
-        operand: result
-        for operand, result in op.in_place_if_donated.items()
-        if jax_versions.is_donated_argument(operands[operand])
-    }
     in_place = {
         operand: result
-        for operand, result in (dict(op.in_place) | donated).items()
+        for operand, result in (dict(op.in_place) | {i: op.in_place_if_donated[i] for i in donated}).items()
         if ctx.avals_in[operand].shape == ctx.avals_out[result].shape
     }
     rule = jax.ffi.ffi_lowering(target_name(op.name), operand_output_aliases=in_place)

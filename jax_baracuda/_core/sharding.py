@@ -19,6 +19,11 @@ Dimensions = tuple[str, ...]
 MeshAxes = tuple[str, ...]
 
 
+def mesh_axes(entry: Any) -> MeshAxes:
+    """The mesh axes of one entry of a partition spec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 def named_dimensions(dimensions: Dimensions, shape: Sequence[int]) -> Dimensions:
     """`dimensions` with "..." written out: trailing dimension k is named "...k"."""
     if dimensions[-1:] != ("...",):
@@ -93,7 +98,7 @@ class Layout:
 
         for names, shape, spec in zip(names_of_each, shapes, specs, strict=True):
             for name, size, entry in zip(names, shape, spec or (), strict=False):
-                axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+                axes = mesh_axes(entry)
                 if axes and size == sizes[name] and name not in assignment and not beside(name).intersection(axes):
                     assignment[name] = axes
         return assignment

@@ -1,0 +1,380 @@
+// The CUDA kernel of rope.
+//
+// A thread owns a few neighbouring pairs of one position. It computes their sines and cosines once and walks through
+// rows that have this position: the heads, and other examples where these have the same angles. If there are few such
+// rows, it does so for several positions.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ffi/core/device_attributes.h"
+#include "ffi/core/divider.cuh"
+#include "ffi/core/integers.h"
+#include "ffi/core/vectors.cuh"
+#include "ffi/rope/rope.cuh"
+
+namespace jax_baracuda::rope {
+namespace {
+
+inline constexpr int kThreads = 128;
+inline constexpr int kUnroll = 4;  // units of a thread that are under way at once
+
+// A thread takes up to so many units, fewer where multiprocessors would have less than so many threads.
+inline constexpr int64_t kMostUnits = 8;
+inline constexpr int64_t kFewestThreads = 256;
+
+// Of a group; their numbers have 32 bits.
+inline constexpr int64_t kMostThreads = int64_t{1} << 30;
+
+// So many threads take neighbouring rows.
+inline constexpr int64_t kContiguousThreads = 64;
+
+// A tensor, and how threads walk through it. A group is a run of examples that have the same angles, and whose rows at
+// one position are all at the same distance. Its threads are numbered unit by unit, lane by lane, position by position,
+// slab by slab. Lane i of a slab takes the rows i, i + lanes, i + 2 lanes, ... of it.
+template <typename T>
+struct Rows {
+  const T* x;
+  T* y;
+  bool x_is_shared;
+  int64_t count;  // in a group
+  int rows_of_slab;
+  Divider lanes, slabs;
+  Divider first_positions;  // from each of which a thread takes steps of their number
+  // In elements.
+  int64_t stride, lanes_stride;
+  int64_t position_stride, step_stride;
+  int64_t example_stride;
+};
+
+// A unit of a row is a vector, or two vectors of which one has the first and one the second elements of pairs. The
+// features behind the last pair are copied by units of as many neighbouring vectors.
+template <typename T>
+struct Arguments {
+  Rows<T> rows[kMostTensors];
+  unsigned blocks_of_first_rows;
+  unsigned groups_of_blocks;  // with the same y
+  int64_t groups, examples_of_group;
+  bool has_batch;
+  Divider examples;
+  int64_t length, features, pairs;
+  Divider units;
+  unsigned rotated_units;
+  int64_t unit_stride, partner_stride;  // in elements
+  Frequencies frequencies;
+  Positions positions;
+  Rotation<AngleType<T>> scale;
+};
+
+// A position as the words that it lies in, so that what is done before it is needed does not wait for it.
+struct RawPosition {
+  uint32_t low, high;
+
+  template <typename T>
+  __device__ __forceinline__ void Load(const Arguments<T>& a, int64_t batch, int64_t example, int64_t i) {
+    if (a.positions.data == nullptr) {
+      low = static_cast<uint32_t>(i);
+      high = static_cast<uint32_t>(i >> 32);
+      return;
+    }
+    int64_t row = a.positions.are_shared_by_batch ? 0 : batch;
+    if (!a.positions.are_shared_by_examples) row = row * static_cast<int64_t>(a.examples.divisor) + example;
+    const int64_t index = row * a.length + i;
+    const uint32_t* const words = static_cast<const uint32_t*>(a.positions.data) + index;
+    if (a.positions.are_64_bit) {
+      low = words[index];
+      high = words[index + 1];
+    } else {
+      low = words[0];
+    }
+  }
+
+  template <typename T>
+  __device__ __forceinline__ double Value(const Arguments<T>& a) const {
+    const bool has_high = a.positions.data == nullptr || a.positions.are_64_bit;
+    const uint32_t high_word = has_high ? high : static_cast<uint32_t>(static_cast<int32_t>(low) >> 31);
+    return static_cast<double>(static_cast<int64_t>(uint64_t{high_word} << 32 | low));
+  }
+};
+
+template <typename T, int kCount, bool kInterleaved>
+struct Unit {
+  static constexpr int kVectors = kInterleaved ? 1 : 2;
+  static constexpr int kPairs = kCount * kVectors / 2;
+  using C = ComputeType<T>;
+
+  Packed<T, kCount> words[kVectors];
+
+  __device__ __forceinline__ void Load(const T* address, int64_t partner_stride) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) words[i] = LoadPacked<kCount>(address + i * partner_stride);
+  }
+
+  __device__ __forceinline__ void Rotate(const Rotation<C>* rotations) {
+    C values[kVectors * kCount];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) Widen<T, kCount>(words[i], values + i * kCount);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      C& first = values[kInterleaved ? 2 * i : i];
+      C& second = values[kInterleaved ? 2 * i + 1 : i + kPairs];
+      const C x = first;
+      first = x * rotations[i].cos - second * rotations[i].sin;
+      second = second * rotations[i].cos + x * rotations[i].sin;
+    }
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) words[i] = Narrow<T, kCount>(values + i * kCount);
+  }
+
+  __device__ __forceinline__ void Store(T* address, int64_t partner_stride) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) StorePacked<T, kCount>(address + i * partner_stride, words[i]);
+  }
+};
+
+template <typename T, int kPairs>
+__device__ __forceinline__ void ComputeRotations(double position, const double* frequencies,
+                                                 Rotation<AngleType<T>> scale, Rotation<ComputeType<T>>* rotations) {
+  double angles[kPairs];
+  bool are_near = true;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    angles[i] = position * frequencies[i];
+    are_near = are_near && IsNear<T>(angles[i]);
+  }
+  if (!are_near) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) angles[i] = Nearer<T>(angles[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) rotations[i] = Scaled<T>(RotationByNear<T>(angles[i]), scale);
+}
+
+// Units of kRows rows are under way at once.
+template <typename T, int kCount, bool kInterleaved, int kRows>
+__global__ void __launch_bounds__(kThreads) RotateRows(const __grid_constant__ Arguments<T> a) {
+  using UnitOfRow = Unit<T, kCount, kInterleaved>;
+  constexpr int kPairs = UnitOfRow::kPairs;
+  const bool are_first = blockIdx.x < a.blocks_of_first_rows;
+  const Rows<T>& rows = a.rows[are_first ? 0 : 1];
+  const unsigned block = are_first ? blockIdx.x : blockIdx.x - a.blocks_of_first_rows;
+  unsigned rest = block * kThreads + threadIdx.x;
+  const auto take = [&](const Divider& by) {
+    if (by.short_divisor == 1) return 0u;
+    const unsigned quotient = by.ShortQuotient(rest), remainder = rest - quotient * by.short_divisor;
+    rest = quotient;
+    return remainder;
+  };
+  const unsigned unit = take(a.units), lane = take(rows.lanes), first_position = take(rows.first_positions);
+  const int64_t first_row = static_cast<int64_t>(take(rows.slabs)) * rows.rows_of_slab;
+  const int64_t group = static_cast<int64_t>(blockIdx.y) * a.groups_of_blocks + rest;
+  if (rest >= a.groups_of_blocks || group >= a.groups) return;
+
+  const int64_t example = group * a.examples_of_group, batch = a.has_batch ? a.examples.Quotient(example) : 0;
+  const int64_t example_of_batch = a.has_batch ? example - batch * static_cast<int64_t>(a.examples.divisor) : example;
+  const bool is_rotated = unit < a.rotated_units;
+  int64_t feature = unit * a.unit_stride, partner_stride = a.partner_stride;
+  if (!is_rotated) {
+    feature = 2 * a.pairs + static_cast<int64_t>(unit - a.rotated_units) * UnitOfRow::kVectors * kCount;
+    partner_stride = feature + kCount < a.features ? kCount : 0;  // the last vector may have no partner but itself
+  }
+  const int64_t first_offset = example * rows.example_stride + (first_row + lane) * rows.stride +
+                               first_position * rows.position_stride + feature;
+  const T* first_x = rows.x + first_offset;
+  if (rows.x_is_shared) first_x -= (example - example_of_batch) * rows.example_stride;
+  T* first_y = rows.y + first_offset;
+  const int lanes = static_cast<int>(rows.lanes.short_divisor);
+  const int count = static_cast<int>(min(rows.count - first_row, static_cast<int64_t>(rows.rows_of_slab)));
+
+  int64_t position = first_position;
+  const T* x;
+  T* y;
+  int row;
+  UnitOfRow units[kRows];
+  RawPosition raw_position;
+  const auto load_units = [&] {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (row + i * lanes < count) units[i].Load(x + i * rows.lanes_stride, partner_stride);
+    }
+  };
+  const auto begin_position = [&] {
+    x = first_x;
+    y = first_y;
+    row = static_cast<int>(lane);
+    load_units();
+    raw_position.Load(a, batch, example_of_batch, position);
+  };
+  begin_position();
+  double frequencies[kPairs] = {};
+  if (is_rotated) {
+    const auto* const from = static_cast<const ComputeType<T>*>(a.frequencies.data) +
+                             (a.frequencies.are_shared ? 0 : batch * 2 * a.pairs) + unit * kPairs;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) frequencies[i] = Frequency(__ldg(from + i), __ldg(from + a.pairs + i));
+  }
+  while (true) {
+    Rotation<ComputeType<T>> rotations[kPairs];
+    if (is_rotated) {
+      ComputeRotations<T, kPairs>(raw_position.Value(a), frequencies, a.scale, rotations);
+    }
+    while (true) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (row + i * lanes < count) {
+          if (is_rotated) units[i].Rotate(rotations);
+          units[i].Store(y + i * rows.lanes_stride, partner_stride);
+        }
+      }
+      row += kRows * lanes;
+      if (row >= count) break;
+      x += kRows * rows.lanes_stride;
+      y += kRows * rows.lanes_stride;
+      load_units();
+    }
+    position += rows.first_positions.short_divisor;
+    if (position >= a.length) return;
+    first_x += rows.step_stride;
+    first_y += rows.step_stride;
+    begin_position();
+  }
+}
+
+// What rows depend on beside their tensor.
+struct Dealing {
+  bool heads_are_neighbours;  // in memory, at one position
+  int64_t examples_of_group;
+  int64_t units;  // of a row
+  int64_t units_of_thread;
+};
+
+// Returns the number of threads of a group.
+template <typename T>
+int64_t DealRows(const Problem& problem, const Tensor& tensor, const Dealing& dealing, Rows<T>* rows) {
+  rows->x = static_cast<const T*>(tensor.x);
+  rows->y = static_cast<T*>(tensor.y);
+  rows->x_is_shared = tensor.is_shared;
+  rows->count = dealing.examples_of_group * tensor.heads;
+  if (rows->count == 0) return 0;
+  const int64_t most_lanes = dealing.heads_are_neighbours ? CeilDivide(kContiguousThreads, dealing.units) : 1;
+  const int64_t lanes = std::clamp<int64_t>(rows->count / dealing.units_of_thread, 1, most_lanes);
+  const int64_t slabs = CeilDivide(rows->count, dealing.units_of_thread * lanes);
+  const int64_t rows_of_thread = CeilDivide(rows->count, slabs * lanes);
+  const int64_t threads_of_position = dealing.units * lanes * slabs;
+  const int64_t positions_of_thread =
+      std::max(std::clamp<int64_t>(dealing.units_of_thread / rows_of_thread, 1, problem.length),
+               CeilDivide(threads_of_position * problem.length, kMostThreads));
+  const int64_t first_positions = CeilDivide(problem.length, positions_of_thread);
+  rows->rows_of_slab = static_cast<int>(rows_of_thread * lanes);
+  rows->lanes = Divider(lanes);
+  rows->slabs = Divider(slabs);
+  rows->first_positions = Divider(first_positions);
+  rows->stride = problem.features * (dealing.heads_are_neighbours ? 1 : problem.length);
+  rows->lanes_stride = rows->stride * lanes;
+  rows->position_stride = problem.features * (problem.heads_first ? 1 : tensor.heads);
+  rows->step_stride = rows->position_stride * first_positions;
+  rows->example_stride = tensor.heads * problem.length * problem.features;
+  return threads_of_position * first_positions;
+}
+
+template <typename T, int kCount, bool kInterleaved>
+cudaError_t Launch(const Call& call, cudaStream_t stream) {
+  using UnitOfRow = Unit<T, kCount, kInterleaved>;
+  const Problem& problem = call.problem;
+  int64_t all_heads = 0;
+  bool is_in_place = true, have_one_head = true, is_x_shared = false;
+  for (int i = 0; i < call.num_tensors; ++i) {
+    const Tensor& tensor = call.tensors[i];
+    all_heads += tensor.heads;
+    is_in_place = is_in_place && tensor.x == tensor.y;
+    have_one_head = have_one_head && tensor.heads == 1;
+    is_x_shared = is_x_shared || tensor.is_shared;
+  }
+  int multiprocessors;
+  if (const cudaError_t error = MultiprocessorCount(&multiprocessors); error != cudaSuccess) return error;
+
+  Arguments<T> a{};
+  a.rotated_units = static_cast<unsigned>(problem.pairs / UnitOfRow::kPairs);
+  const int64_t copied_features = is_in_place ? 0 : problem.features - 2 * problem.pairs;
+  const int64_t units = a.rotated_units + CeilDivide(copied_features, UnitOfRow::kVectors * kCount);
+  const int64_t examples = problem.batch * problem.examples;
+  const bool heads_are_neighbours = problem.length == 1 || !(problem.heads_first || have_one_head);
+  const bool have_rows_one_distance = problem.length == 1 || !heads_are_neighbours;
+  a.examples_of_group = !call.ExamplesShareAngles() || !have_rows_one_distance ? 1
+                        : call.BatchSharesAngles() && !is_x_shared             ? examples
+                                                                               : problem.examples;
+  a.groups = examples / a.examples_of_group;
+  a.has_batch = problem.batch > 1;
+  a.examples = Divider(problem.examples);
+  a.length = problem.length;
+  a.features = problem.features;
+  a.pairs = problem.pairs;
+  a.units = Divider(units);
+  a.unit_stride = UnitOfRow::kPairs * (problem.interleaved ? 2 : 1);
+  a.partner_stride = problem.interleaved ? 1 : problem.pairs;
+  a.frequencies = call.frequencies;
+  a.positions = call.positions;
+  a.scale = ScaleOf<T>(call);
+
+  const int64_t units_of_thread = std::clamp<int64_t>(
+      units * examples * all_heads * problem.length / (multiprocessors * kFewestThreads), 1, kMostUnits);
+  const Dealing dealing{heads_are_neighbours, a.examples_of_group, units, units_of_thread};
+  int64_t threads[kMostTensors] = {};
+  bool have_threads_one_row = true;
+  for (int i = 0; i < call.num_tensors; ++i) {
+    // The last tensor comes first: it is k, whose fewer heads make longer chains of latencies.
+    threads[i] = DealRows(problem, call.tensors[call.num_tensors - 1 - i], dealing, &a.rows[i]);
+    have_threads_one_row = have_threads_one_row && a.rows[i].rows_of_slab <= static_cast<int>(a.rows[i].lanes.divisor);
+  }
+  const int64_t most_threads = std::max(threads[0], threads[1]);
+  const int64_t groups_of_blocks = std::clamp<int64_t>(kMostThreads / most_threads, 1, a.groups);
+  const int64_t first_blocks = CeilDivide(threads[0] * groups_of_blocks, kThreads);
+  const int64_t second_blocks = CeilDivide(threads[1] * groups_of_blocks, kThreads);
+  const int64_t y_of_blocks = CeilDivide(a.groups, groups_of_blocks);
+  if (most_threads >= 2 * kMostThreads || y_of_blocks > 65535) return cudaErrorInvalidConfiguration;
+  a.groups_of_blocks = static_cast<unsigned>(groups_of_blocks);
+  a.blocks_of_first_rows = static_cast<unsigned>(first_blocks);
+  const dim3 blocks(static_cast<unsigned>(first_blocks + second_blocks), static_cast<unsigned>(y_of_blocks));
+  const auto kernel = have_threads_one_row ? RotateRows<T, kCount, kInterleaved, 1>
+                                           : RotateRows<T, kCount, kInterleaved, kUnroll>;
+  kernel<<<blocks, kThreads, 0, stream>>>(a);
+  return cudaGetLastError();
+}
+
+// Whether vectors of so many bytes are aligned, and have no element too many.
+template <typename T>
+bool SuitsVectors(const Call& call, int64_t bytes) {
+  const Problem& problem = call.problem;
+  const int64_t count = bytes / static_cast<int64_t>(sizeof(T));
+  bool suits = problem.features % count == 0 && (problem.interleaved ? 2 : 1) * problem.pairs % count == 0;
+  for (int i = 0; i < call.num_tensors; ++i) {
+    suits = suits && IsAligned(call.tensors[i].x, bytes) && IsAligned(call.tensors[i].y, bytes);
+  }
+  return suits;
+}
+
+template <typename T>
+cudaError_t LaunchOf(const Call& call, cudaStream_t stream) {
+  const bool interleaved = call.problem.interleaved;
+  if (SuitsVectors<T>(call, 16)) {
+    return interleaved ? Launch<T, 16 / sizeof(T), true>(call, stream)
+                       : Launch<T, 16 / sizeof(T), false>(call, stream);
+  }
+  if constexpr (sizeof(T) < 8) {
+    if (!interleaved && SuitsVectors<T>(call, 8)) return Launch<T, 8 / sizeof(T), false>(call, stream);
+  }
+  return Launch<T, 1, false>(call, stream);
+}
+
+}  // namespace
+
+cudaError_t LaunchRope(const Call& call, cudaStream_t stream) {
+  if (call.HasNoElement()) return cudaSuccess;
+  cudaError_t error = cudaErrorInvalidValue;
+  DispatchFloating(call.type, [&](auto tag) {
+    error = LaunchOf<typename decltype(tag)::type>(call, stream);
+  });
+  return error;
+}
+
+}  // namespace jax_baracuda::rope

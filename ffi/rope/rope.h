@@ -1,0 +1,223 @@
+// What the CPU and the CUDA kernels of rope share: the operands of a call, and sines and cosines of angles.
+//
+//   y[i] = scale (x[i] cos - x[j] sin),   y[j] = scale (x[j] cos + x[i] sin),   angle = position * frequency
+//
+// where (i, j) is (2k, 2k + 1) if pairs are interleaved, else (k, k + rotary_dim / 2). The gradient is the rotation by
+// the opposite angle.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "ffi/core/element_type.h"
+
+namespace jax_baracuda::rope {
+
+// An array [batch, examples, heads, length, features], or [batch, examples, length, heads, features] unless heads come
+// first. An x whose leading dimension is 1 is shared by the whole batch.
+struct Tensor {
+  const void* x;
+  bool is_shared;
+  void* y;  // always has the whole batch; may be x's own memory
+  int64_t heads;
+};
+
+struct Problem {
+  int64_t batch;
+  int64_t examples;
+  int64_t length;
+  int64_t features;
+  int64_t pairs;  // 1 to features / 2; features behind these pairs are copied
+  bool heads_first;
+  bool interleaved;
+};
+
+// [batch or 1, 2, pairs] of the compute type: frequencies, then what is missing from them.
+struct Frequencies {
+  const void* data;
+  bool are_shared;
+};
+
+// [batch or 1, examples or 1, length] of int32 or int64; without data: 0, 1, 2, ...
+struct Positions {
+  const void* data;
+  bool are_64_bit;
+  bool are_shared_by_batch;
+  bool are_shared_by_examples;
+};
+
+inline constexpr int kMostTensors = 2;
+
+struct Call {
+  Problem problem;
+  ElementType type;  // a floating type
+  int num_tensors;
+  Tensor tensors[kMostTensors];
+  Frequencies frequencies;
+  Positions positions;
+  double cos_scale;
+  double sin_scale;  // minus the other one where the rotation is by minus the angle
+
+  bool HasNoElement() const {
+    if (problem.batch == 0 || problem.examples == 0 || problem.length == 0) return true;
+    for (int i = 0; i < num_tensors; ++i) {
+      if (tensors[i].heads > 0) return false;
+    }
+    return true;
+  }
+
+  bool ExamplesShareAngles() const { return positions.data == nullptr || positions.are_shared_by_examples; }
+  bool BatchSharesAngles() const {
+    return frequencies.are_shared && (positions.data == nullptr || positions.are_shared_by_batch);
+  }
+};
+
+// A float32 frequency and its remainder have 48 bits; of a float64 one, the remainder is below half a unit in the last
+// place. Angles have the relative error of one product, so that they are NumPy's in float64.
+template <typename C>
+JB_HOST_DEVICE double Frequency(C frequency, C remainder) {
+  return static_cast<double>(frequency) + static_cast<double>(remainder);
+}
+
+// ---- Sines and cosines for elements of type T, in a form that compilers vectorise.
+
+// They are computed with twice the precision of T (float64: with its own), and rounded once, times the scale: of the
+// 2 units in the last place that a float32 rotation may be wrong, its products and its sum take one.
+template <typename T>
+using AngleType = std::conditional_t<sizeof(T) == 2, float, double>;
+
+template <typename C>
+struct Rotation {
+  C cos, sin;
+};
+
+template <typename T>
+Rotation<AngleType<T>> ScaleOf(const Call& call) {
+  return {static_cast<AngleType<T>>(call.cos_scale), static_cast<AngleType<T>>(call.sin_scale)};
+}
+
+// An angle is so many quarter turns and a remainder within an eighth of a turn.
+template <typename T>
+struct ReducedAngle {
+  int32_t quarters;  // modulo 4
+  AngleType<T> remainder;
+};
+
+// ReduceNear takes angles up to this size, within which float64 is reduced exactly and other types with the error of
+// their angles.
+template <typename T>
+JB_HOST_DEVICE bool IsNear(double angle) {
+  return std::fabs(angle) <= (sizeof(T) == sizeof(double) ? 0x1p20 : 0x1p50);
+}
+
+template <typename T>
+JB_HOST_DEVICE ReducedAngle<T> ReduceNear(double angle) {
+  constexpr double kShift = 0x1.8p52;  // adding it rounds to an integer, in the lowest bits
+  const double shifted = angle * 0x1.45f306dc9c883p-1 + kShift, quarters = shifted - kShift;
+  int64_t bits;
+  std::memcpy(&bits, &shifted, sizeof(bits));
+  double remainder;
+  if constexpr (sizeof(T) == sizeof(double)) {
+    // pi / 2 in three parts; the products with the first two are exact.
+    remainder = ((angle - quarters * 0x1.921fb544p0) - quarters * 0x1.0b4611a6p-34) - quarters * 0x1.3198a2e037073p-69;
+  } else {  // no less exact than the angle itself
+    remainder = angle - quarters * 0x1.921fb54442d18p0;
+  }
+  return {static_cast<int32_t>(bits), static_cast<AngleType<T>>(remainder)};
+}
+
+// Errors of the polynomials: below 2^-59 for float64, 2^-33 for float32, 2^-29 for 16 bits.
+template <typename T>
+JB_HOST_DEVICE AngleType<T> SinOfRemainder(AngleType<T> r) {
+  const AngleType<T> z = r * r;
+  AngleType<T> p;
+  if constexpr (sizeof(T) == 8) {
+    p = 0x1.5d63bb85e84a2p-33;
+    p = p * z - 0x1.ae5db02bc6949p-26;
+    p = p * z + 0x1.71de346ea93cdp-19;
+    p = p * z - 0x1.a01a019aaaaaep-13;
+    p = p * z + 0x1.111111110eaafp-7;
+    p = p * z - 0x1.555555555553dp-3;
+  } else if constexpr (sizeof(T) == 4) {
+    p = 0x1.6c8988423b5f9p-19;
+    p = p * z - 0x1.a00e0e25029bfp-13;
+    p = p * z + 0x1.1111062048c5fp-7;
+    p = p * z - 0x1.555555480c1f2p-3;
+  } else {
+    p = -0x1.98dd16p-13f;
+    p = p * z + 0x1.1105bep-7f;
+    p = p * z - 0x1.555554p-3f;
+  }
+  return p * (z * r) + r;
+}
+
+template <typename T>
+JB_HOST_DEVICE AngleType<T> CosOfRemainder(AngleType<T> r) {
+  const AngleType<T> z = r * r;
+  AngleType<T> p;
+  if constexpr (sizeof(T) == 8) {
+    p = -0x1.8fb130ad70c3fp-37;
+    p = p * z + 0x1.1ee9f1521edcbp-29;
+    p = p * z - 0x1.27e4f812b6014p-22;
+    p = p * z + 0x1.a01a019cbf625p-16;
+    p = p * z - 0x1.6c16c16c1521fp-10;
+    p = p * z + 0x1.555555555554cp-5;
+  } else if constexpr (sizeof(T) == 4) {
+    p = 0x1.9a0259c1335f0p-16;
+    p = p * z - 0x1.6c0c8bb9ba8efp-10;
+    p = p * z + 0x1.55554ab404705p-5;
+  } else {
+    p = 0x1.99ec88p-16f;
+    p = p * z - 0x1.6c0c32p-10f;
+    p = p * z + 0x1.55554ap-5f;
+  }
+  return p * (z * z) + (1 - z / 2);
+}
+
+// x, or -x where bit 1 of the number is set.
+JB_HOST_DEVICE float NegatedByBit1(float x, int32_t number) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  bits ^= static_cast<uint32_t>(number) << 30 & 0x80000000u;
+  std::memcpy(&x, &bits, sizeof(bits));
+  return x;
+}
+
+JB_HOST_DEVICE double NegatedByBit1(double x, int32_t number) {
+  uint64_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  bits ^= static_cast<uint64_t>(static_cast<uint32_t>(number)) << 62 & uint64_t{1} << 63;
+  std::memcpy(&x, &bits, sizeof(bits));
+  return x;
+}
+
+// For angles that are near.
+template <typename T>
+JB_HOST_DEVICE Rotation<AngleType<T>> RotationByNear(double angle) {
+  const ReducedAngle<T> reduced = ReduceNear<T>(angle);
+  const AngleType<T> sin = SinOfRemainder<T>(reduced.remainder), cos = CosOfRemainder<T>(reduced.remainder);
+  const bool is_odd = (reduced.quarters & 1) != 0;
+  return {NegatedByBit1(is_odd ? sin : cos, reduced.quarters + 1), NegatedByBit1(is_odd ? cos : sin, reduced.quarters)};
+}
+
+// A near angle with the same sine and cosine; NaN for one that is not finite.
+template <typename T>
+JB_HOST_DEVICE double Nearer(double angle) {
+  if constexpr (sizeof(T) == sizeof(double)) {
+    if (!IsNear<T>(angle)) angle = std::atan2(std::sin(angle), std::cos(angle));
+  } else {  // each turn of the loop adds an error like that of the angle
+    while (std::fabs(angle) > 0x1p50) angle -= std::rint(angle * 0x1.45f306dc9c883p-3) * 0x1.921fb54442d18p2;
+  }
+  return angle;
+}
+
+// In the type that elements are computed with.
+template <typename T>
+JB_HOST_DEVICE Rotation<ComputeType<T>> Scaled(Rotation<AngleType<T>> rotation, Rotation<AngleType<T>> scale) {
+  using C = ComputeType<T>;
+  return {static_cast<C>(scale.cos * rotation.cos), static_cast<C>(scale.sin * rotation.sin)};
+}
+
+}  // namespace jax_baracuda::rope

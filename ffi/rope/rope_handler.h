@@ -1,0 +1,169 @@
+// Checks the buffers of the rope ops and turns them into calls; used by both back ends.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ffi/core/handler.h"
+#include "ffi/core/operands.h"
+#include "ffi/rope/rope.h"
+
+namespace jax_baracuda::rope {
+
+struct Attributes {
+  bool heads_first, interleaved;
+  int64_t rotary_dim;
+  double scale;
+  bool has_positions, batched;
+};
+
+}  // namespace jax_baracuda::rope
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::rope::Attributes, StructMember<bool>("heads_first"),
+                                      StructMember<bool>("interleaved"), StructMember<int64_t>("rotary_dim"),
+                                      StructMember<double>("scale"), StructMember<bool>("has_positions"),
+                                      StructMember<bool>("batched"));
+
+namespace jax_baracuda::rope {
+
+// Checks the buffers of one call, one after another; tensors come first.
+class Decoder {
+ public:
+  Decoder(const char* op, const Attributes& attributes, bool is_backward, Call* call)
+      : op_(op), attributes_(attributes), call_(*call) {
+    call_ = Call{};
+    call_.problem.heads_first = attributes.heads_first;
+    call_.problem.interleaved = attributes.interleaved;
+    call_.cos_scale = attributes.scale;
+    call_.sin_scale = is_backward ? -attributes.scale : attributes.scale;
+  }
+
+  // The first tensor's result tells the element type and all dimensions but the others' heads.
+  ffi::Error AddTensor(const char* x_name, const ffi::AnyBuffer& x, const char* y_name, const ffi::AnyBuffer& y) {
+    if (y.dimensions().size() != 4 + BatchRank()) {
+      return WrongShape(op_, y_name, y,
+                        std::string(attributes_.batched ? "[batch, examples, " : "[examples, ") +
+                            (attributes_.heads_first ? "heads, length, features]" : "length, heads, features]"));
+    }
+    if (call_.num_tensors == 0) JB_RETURN_IF_ERROR(SetProblem(y_name, y));
+    const int64_t heads = y.dimensions()[BatchRank() + (attributes_.heads_first ? 1 : 2)];
+    JB_RETURN_IF_ERROR(CheckType(op_, y_name, y, type_));
+    JB_RETURN_IF_ERROR(CheckShape(op_, y_name, y, TensorShape(heads, /*may_be_shared=*/false)));
+    JB_RETURN_IF_ERROR(CheckType(op_, x_name, x, type_));
+    JB_RETURN_IF_ERROR(CheckShape(op_, x_name, x, TensorShape(heads, /*may_be_shared=*/true)));
+    call_.tensors[call_.num_tensors++] = {x.untyped_data(), IsSharedByBatch(x), y.untyped_data(), heads};
+    return ffi::Error::Success();
+  }
+
+  ffi::Error SetFrequencies(const ffi::AnyBuffer& frequencies) {
+    constexpr const char* kName = "frequencies";
+    JB_RETURN_IF_ERROR(CheckType(op_, kName, frequencies,
+                                 type_ == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32));
+    JB_RETURN_IF_ERROR(CheckShape(op_, kName, frequencies, WithBatch({2, call_.problem.pairs})));
+    call_.frequencies = {frequencies.untyped_data(), IsSharedByBatch(frequencies)};
+    return ffi::Error::Success();
+  }
+
+  // The one optional operand.
+  ffi::Error SetPositions(ffi::RemainingArgs operands) {
+    OptionalOperands optional(op_, operands);
+    JB_RETURN_IF_ERROR(optional.Next("positions", attributes_.has_positions, [&](const ffi::AnyBuffer& positions) {
+      const ffi::DataType type = positions.element_type();
+      JB_RETURN_IF_ERROR(CheckType(op_, "positions", positions, "S32 or S64",
+                                   type == ffi::DataType::S32 || type == ffi::DataType::S64));
+      const Problem& problem = call_.problem;
+      JB_RETURN_IF_ERROR(
+          CheckShape(op_, "positions", positions, WithBatch({{problem.examples, true}, problem.length})));
+      call_.positions = {positions.untyped_data(), type == ffi::DataType::S64, IsSharedByBatch(positions),
+                         positions.dimensions()[BatchRank()] != problem.examples};
+      return ffi::Error::Success();
+    }));
+    return optional.End();
+  }
+
+ private:
+  size_t BatchRank() const { return attributes_.batched ? 1 : 0; }
+
+  ffi::Error SetProblem(const char* y_name, const ffi::AnyBuffer& y) {
+    type_ = y.element_type();
+    call_.type = ElementTypeOf(type_);
+    if (!DispatchFloating(call_.type, [](auto) {})) return UnsupportedType(op_, y_name, type_);
+    const auto shape = y.dimensions();
+    Problem& problem = call_.problem;
+    problem.batch = attributes_.batched ? shape[0] : 1;
+    problem.examples = shape[BatchRank()];
+    problem.length = shape[BatchRank() + (attributes_.heads_first ? 2 : 1)];
+    problem.features = shape[BatchRank() + 3];
+    const int64_t rotary_dim = attributes_.rotary_dim;
+    if (rotary_dim < 2 || rotary_dim % 2 != 0 || rotary_dim > problem.features) {
+      return InvalidArgument(op_, "rotary_dim is " + std::to_string(rotary_dim) +
+                                      ", expected an even number from 2 to the number of features, which is " +
+                                      std::to_string(problem.features));
+    }
+    problem.pairs = rotary_dim / 2;
+    return ffi::Error::Success();
+  }
+
+  // Dimensions behind that of the batch, where there is one.
+  std::vector<Dimension> WithBatch(std::vector<Dimension> dimensions, bool may_be_shared = true) const {
+    if (attributes_.batched) dimensions.insert(dimensions.begin(), Dimension(call_.problem.batch, may_be_shared));
+    return dimensions;
+  }
+
+  std::vector<Dimension> TensorShape(int64_t heads, bool may_be_shared) const {
+    const Problem& problem = call_.problem;
+    const int64_t second = attributes_.heads_first ? heads : problem.length;
+    const int64_t third = attributes_.heads_first ? problem.length : heads;
+    return WithBatch({problem.examples, second, third, problem.features}, may_be_shared);
+  }
+
+  bool IsSharedByBatch(const ffi::AnyBuffer& buffer) const {
+    return attributes_.batched && buffer.dimensions()[0] != call_.problem.batch;
+  }
+
+  const char* op_;
+  const Attributes attributes_;
+  Call& call_;
+  ffi::DataType type_ = ffi::DataType::INVALID;
+};
+
+// The handlers; those of both back ends differ in their context and in what runs a decoded call.
+
+template <typename Context, ffi::Error (*kRun)(Context, const char* op, const Call&), bool kIsBackward>
+ffi::Error HandleRope(Context context, ffi::AnyBuffer x, ffi::AnyBuffer frequencies, ffi::RemainingArgs positions,
+                      ffi::Result<ffi::AnyBuffer> y, Attributes attributes) {
+  constexpr const char* kOp = kIsBackward ? "rope_backward" : "rope";
+  Call call;
+  Decoder decoder(kOp, attributes, kIsBackward, &call);
+  JB_RETURN_IF_ERROR(decoder.AddTensor("x", x, "y", *y));
+  JB_RETURN_IF_ERROR(decoder.SetFrequencies(frequencies));
+  JB_RETURN_IF_ERROR(decoder.SetPositions(positions));
+  return kRun(context, kOp, call);
+}
+
+template <typename Context, ffi::Error (*kRun)(Context, const char* op, const Call&), bool kIsBackward>
+ffi::Error HandleRopeQk(Context context, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer frequencies,
+                        ffi::RemainingArgs positions, ffi::Result<ffi::AnyBuffer> q_out,
+                        ffi::Result<ffi::AnyBuffer> k_out, Attributes attributes) {
+  constexpr const char* kOp = kIsBackward ? "rope_qk_backward" : "rope_qk";
+  Call call;
+  Decoder decoder(kOp, attributes, kIsBackward, &call);
+  JB_RETURN_IF_ERROR(decoder.AddTensor("q", q, "q_out", *q_out));
+  JB_RETURN_IF_ERROR(decoder.AddTensor("k", k, "k_out", *k_out));
+  JB_RETURN_IF_ERROR(decoder.SetFrequencies(frequencies));
+  JB_RETURN_IF_ERROR(decoder.SetPositions(positions));
+  return kRun(context, kOp, call);
+}
+
+template <typename Context>
+auto BindRope() {
+  return BindWithOptionalOperands<Context, 2, 1>().template Attrs<Attributes>();
+}
+
+template <typename Context>
+auto BindRopeQk() {
+  return BindWithOptionalOperands<Context, 3, 2>().template Attrs<Attributes>();
+}
+
+}  // namespace jax_baracuda::rope

@@ -1,0 +1,629 @@
+"""Rotary position embedding (Su et al., 2021): pairs of features turn by an angle that grows with the position.
+
+The angle is computed where it is needed, from the position and the pair's frequency, with more bits than the result
+has: there are no tables, and a position of a million is as exact as position one. The transpose of a rotation is the
+rotation the other way round, so the gradient is the same kernel, and nothing but the positions is kept for it.
+
+The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
+canonicalisation of arguments, examples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arguments import real_number, whole_number
+from jax_baracuda._core.arrays import as_array, compute_dtype, split_as, split_by
+from jax_baracuda._core.autodiff import Differentiable
+from jax_baracuda._core.docstrings import with_shared_parts
+from jax_baracuda._core.example import EXAMPLES, Example
+from jax_baracuda._core.guarantees import Guarantee
+from jax_baracuda._core.op import Op, joint_batch
+from jax_baracuda._core.sharding import Dimensions, mesh_axes
+from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE, rope_frequencies
+
+HeadLayout = Literal["BHSD", "BSHD"]
+
+_documented = with_shared_parts(
+    {
+        "options": """\
+positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default: 0 to
+  S - 1. Any value, negative ones included. Other integers than int32 and int64 are converted to one of them.
+base: finite and positive; the frequencies are ``base^(-2i/rotary_dim)``.
+interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
+  ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
+layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features.
+rotary_dim: how many features turn, the first ones; even. The others stay as they are. Default: D, which then must be
+  even.
+inv_freq: ``[rotary_dim/2]``, any real dtype: frequencies to use in place of those of `base`, such as
+  :func:`rope_frequencies` makes. A constant: no gradient flows to it. NumPy arrays count with all bits of float64,
+  with 64-bit types off as well.
+scale: a finite number that multiplies sine and cosine.""",
+        "raises": """\
+TypeError: an argument is no array or no number, or has an unsuitable dtype.
+ValueError: shapes do not fit; `layout` is unknown; `rotary_dim` is odd or out of range; `base` or `scale` is not
+  finite, or `base` not positive.""",
+        "numbers": """\
+Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
+float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32 and
+rounded once. float64 multiplies position and frequency in float64. Features that do not turn are exact, and NaN and
+infinities stay in their pair. Bit-equal from run to run.""",
+        "in_place": """\
+Where `jax.jit` donates an argument that is passed on as it is, the result is written to its memory.""",
+        "forward_mode": """\
+Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+:mod:`jax_baracuda.forward_mode`.""",
+    }
+)
+
+
+@_documented
+def rope(
+    x: ArrayLike,
+    positions: ArrayLike | None = None,
+    *,
+    base: float = DEFAULT_BASE,
+    interleaved: bool = True,
+    layout: HeadLayout = "BHSD",
+    rotary_dim: int | None = None,
+    inv_freq: ArrayLike | None = None,
+    scale: float = 1.0,
+) -> Array:
+    """Rotary position embedding (Su et al., 2021).
+
+    ``y[2i] = scale * (x[2i] * cos(t) - x[2i+1] * sin(t))``, ``y[2i+1] = scale * (x[2i+1] * cos(t) + x[2i] * sin(t))``
+    with ``t = position * inv_freq[i]``, for every head at every position of every example.
+
+    Args:
+      x: ``[B, H, S, D]``, or ``[B, S, H, D]`` with layout "BSHD"; a real floating dtype. float16, bfloat16, float32 and
+        float64 have kernels; other dtypes run as plain JAX.
+      {options}
+
+    Returns:
+      The rotated features, with the shape and dtype of `x`. {in_place}
+
+    Raises:
+      {raises}
+
+    {numbers}
+
+    Gradient: :func:`rope_backward`, a kernel as well. No features are kept for the backward pass.
+    {forward_mode}
+    """
+    rotation = _canonicalize("rope", {"x": x}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale)
+    return _rope(rotation.params, *rotation.operands)
+
+
+@_documented
+def rope_backward(
+    dy: ArrayLike,
+    positions: ArrayLike | None = None,
+    *,
+    base: float = DEFAULT_BASE,
+    interleaved: bool = True,
+    layout: HeadLayout = "BHSD",
+    rotary_dim: int | None = None,
+    inv_freq: ArrayLike | None = None,
+    scale: float = 1.0,
+) -> Array:
+    """Gradient of :func:`rope`: the rotation by the negative angles.
+
+    Args:
+      dy: the cotangent of y, with the shape and dtype of `x`.
+      {options}
+
+    Returns:
+      The cotangent of `x`, with the shape and dtype of `dy`.
+
+    Raises:
+      {raises}
+
+    {numbers}
+
+    Gradient: :func:`rope`. Derivatives of any order and in either mode exist.
+    """
+    name = "rope_backward"
+    rotation = _canonicalize(name, {"dy": dy}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale)
+    return _call_op(ROPE_BACKWARD, rotation.params, *rotation.operands)[0]
+
+
+@_documented
+def rope_qk(
+    q: ArrayLike,
+    k: ArrayLike,
+    positions: ArrayLike | None = None,
+    *,
+    base: float = DEFAULT_BASE,
+    interleaved: bool = True,
+    layout: HeadLayout = "BHSD",
+    rotary_dim: int | None = None,
+    inv_freq: ArrayLike | None = None,
+    scale: float = 1.0,
+) -> tuple[Array, Array]:
+    """:func:`rope` of queries and keys in one launch, which computes each sine and cosine once for both.
+
+    Args:
+      q: ``[B, H, S, D]``, or ``[B, S, H, D]`` with layout "BSHD"; a real floating dtype. float16, bfloat16, float32 and
+        float64 have kernels; other dtypes run as plain JAX.
+      k: as `q`, with the same dtype, B, S and D; the number of heads may be another.
+      {options}
+
+    Returns:
+      ``(q, k)``, rotated, with the shapes and the dtype of `q` and `k`. {in_place}
+
+    Raises:
+      {raises}
+
+    {numbers}
+
+    Gradient: :func:`rope_qk_backward`, a kernel as well. No features are kept for the backward pass.
+    {forward_mode}
+    """
+    name = "rope_qk"
+    rotation = _canonicalize(name, {"q": q, "k": k}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale)
+    return _rope_qk(rotation.params, *rotation.operands)
+
+
+@_documented
+def rope_qk_backward(
+    dq: ArrayLike,
+    dk: ArrayLike,
+    positions: ArrayLike | None = None,
+    *,
+    base: float = DEFAULT_BASE,
+    interleaved: bool = True,
+    layout: HeadLayout = "BHSD",
+    rotary_dim: int | None = None,
+    inv_freq: ArrayLike | None = None,
+    scale: float = 1.0,
+) -> tuple[Array, Array]:
+    """Gradient of :func:`rope_qk`: the rotation by the negative angles.
+
+    Args:
+      dq: the cotangent of the rotated queries, with the shape and dtype of `q`.
+      dk: the cotangent of the rotated keys, with the shape and dtype of `k`.
+      {options}
+
+    Returns:
+      The cotangents of `q` and `k`, with the shapes and the dtype of `dq` and `dk`.
+
+    Raises:
+      {raises}
+
+    {numbers}
+
+    Gradient: :func:`rope_qk`. Derivatives of any order and in either mode exist.
+    """
+    rotation = _canonicalize(
+        "rope_qk_backward", {"dq": dq, "dk": dk}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
+    )
+    dq, dk = _call_op(ROPE_QK_BACKWARD, rotation.params, *rotation.operands)
+    return dq, dk
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reference in plain JAX. Features are [N, B, H, S, D] or [N, B, S, H, D], N the batch of vmap; positions [N, B, S];
+# frequencies [N, 2, P] for P pairs, a number and what was rounded off it.
+
+
+def _sequence_axis(heads_first: bool) -> int:
+    return -2 if heads_first else -3
+
+
+def _twelve_bit_parts(value: float, count: int) -> np.ndarray:
+    """Numbers of 12 bits each that sum to `value` as float64 has it."""
+    parts = []
+    for _ in range(count):
+        mantissa, exponent = math.frexp(value)
+        parts.append(math.ldexp(math.trunc(mantissa * 2**12), exponent - 12))
+        value -= parts[-1]
+    return np.array(parts, np.float32)
+
+
+TURN = 2.0**32
+"""Angles are int32 numbers of this many to the full turn: they wrap around where angles do."""
+
+
+def _units_per_position(frequencies: Array) -> tuple[Array, Array]:
+    """Each pair's angle per position in units of 1/TURN, ``[N, P]``: the whole units, modulo a turn, and the rest."""
+    high, low = frequencies[:, 0], frequencies[:, 1]
+    first_bits = jax.lax.bitcast_convert_type(
+        jax.lax.bitcast_convert_type(high, jnp.int32) & ~np.int32(2**12 - 1), jnp.float32
+    )
+    # Products of 12 bits by 12 bits are exact in float32, and so is what remains of them modulo a turn.
+    factors = _twelve_bit_parts(TURN / (2 * math.pi), 5)
+    products = jnp.stack([first_bits, high - first_bits, low])[..., None] * factors
+    products -= jnp.round(products / TURN) * TURN
+    whole = jnp.round(products)
+    rest = jnp.sum(products - whole, axis=(0, -1))
+    carry = jnp.round(rest)
+    units = jnp.sum(whole.astype(jnp.int32), axis=(0, -1), dtype=jnp.int32)
+    return units + carry.astype(jnp.int32), rest - carry
+
+
+def _cos_and_sin_of_units(angle: Array) -> tuple[Array, Array]:
+    """Cosine and sine of an angle in units of 1/TURN, as exact as functions of float32 are."""
+    quarters = (angle + 2**29) >> 30
+    remainder = angle - (quarters << 30)
+    # In radians, a sum of two numbers: the first product is exact, and so are the differences of sums.
+    unit = 2 * math.pi / TURN
+    first_bits = _twelve_bit_parts(unit, 1)[0]
+    coarse = (remainder + 2**16) & ~(2**17 - 1)
+    high = coarse.astype(jnp.float32) * first_bits
+    low = coarse.astype(jnp.float32) * np.float32(unit - first_bits)
+    low += (remainder - coarse).astype(jnp.float32) * np.float32(unit)
+    radians = high + low
+    rest = low - (radians - high)
+    cos, sin = jnp.cos(radians), jnp.sin(radians)
+    cos, sin = cos - rest * sin, sin + rest * cos
+    is_odd = (quarters & 1) == 1
+    cos, sin = jnp.where(is_odd, -sin, cos), jnp.where(is_odd, cos, sin)
+    sign = jnp.where((quarters & 2) == 2, -1, 1).astype(jnp.float32)
+    return sign * cos, sign * sin
+
+
+def _cos_and_sin_of_product(positions: Array, frequencies: Array) -> tuple[Array, Array]:
+    """Cosine and sine of position times frequency, ``[N, B, S, P]``."""
+    positions = positions[..., None]
+    if frequencies.dtype == jnp.float64:
+        angle = positions.astype(jnp.float64) * jnp.sum(frequencies, axis=1)[:, None, None]
+        return jnp.cos(angle), jnp.sin(angle)
+    units, rest = (x[:, None, None] for x in _units_per_position(frequencies))
+    angle = positions.astype(jnp.int32) * units + jnp.round(positions.astype(jnp.float32) * rest).astype(jnp.int32)
+    return _cos_and_sin_of_units(angle)
+
+
+def _rotate(x: Array, cos: Array, sin: Array, *, heads_first: bool, interleaved: bool, rotary_dim: int) -> Array:
+    """The features with their pairs turned, cosine and sine ``[N, B, S, P]``."""
+    head_axis = _sequence_axis(not heads_first)
+    cos, sin = jnp.expand_dims(cos, head_axis), jnp.expand_dims(sin, head_axis)
+    turning, staying = x[..., :rotary_dim].astype(cos.dtype), x[..., rotary_dim:]
+    pairs = turning.reshape(*x.shape[:-1], *((-1, 2) if interleaved else (2, rotary_dim // 2)))
+    pair_axis = -1 if interleaved else -2
+    first, second = (jax.lax.index_in_dim(pairs, i, pair_axis, keepdims=False) for i in (0, 1))
+    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=pair_axis)
+    turned = turned.reshape(*turned.shape[:-2], rotary_dim).astype(x.dtype)
+    staying = jnp.broadcast_to(staying, (*turned.shape[:-1], staying.shape[-1]))
+    return jnp.concatenate([turned, staying], axis=-1)
+
+
+def _reference(
+    num_rotated: int,
+    direction: int,
+    *operands: Array,
+    heads_first: bool,
+    interleaved: bool,
+    rotary_dim: int,
+    scale: float,
+    has_positions: bool,
+    batched: bool,
+) -> list[Array]:
+    """Rotation of the first operands, forward (direction 1) or backward (-1)."""
+    features, (frequencies, *positions) = operands[:num_rotated], operands[num_rotated:]
+    length = features[0].shape[_sequence_axis(heads_first)]
+    [positions] = positions if has_positions else [jnp.arange(length, dtype=jnp.int32)[None, None]]
+    cos, sin = _cos_and_sin_of_product(positions, frequencies)
+    cos, sin = scale * cos, direction * scale * sin
+    batch = joint_batch(*(x.shape[0] for x in operands))
+    rotate = functools.partial(_rotate, heads_first=heads_first, interleaved=interleaved, rotary_dim=rotary_dim)
+    return [rotate(jnp.broadcast_to(x, (batch, *x.shape[1:])), cos, sin) for x in features]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ops: one per native kernel.
+
+FLOATING_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+FREQUENCIES = ("batch", "part", "pair")
+POSITIONS = ("batch", "example", "sequence")
+
+
+def _features(heads_first: bool, head: str) -> Dimensions:
+    return ("batch", "example", *((head, "sequence") if heads_first else ("sequence", head)), "feature")
+
+
+def _shard_rotation(
+    kernel: Callable[..., Sequence[Array]],
+    axes: Mapping[str, tuple[str, ...]],
+    *operands: Array,
+    heads_first: bool,
+    has_positions: bool,
+    batched: bool,
+    **_: Any,
+) -> Sequence[Array]:
+    """Where the sequence is split, the positions of a shard begin where those of the one before end."""
+    sequence_axes = axes.get("sequence", ())
+    if has_positions or not sequence_axes:
+        return kernel(*operands)
+    length = operands[0].shape[_sequence_axis(heads_first)]
+    start = (jax.lax.axis_index(sequence_axes) * length).astype(jnp.int32)
+    positions = start + jnp.arange(length, dtype=jnp.int32)
+    return kernel(*operands, positions[None, None] if batched else positions[None], has_positions=True)
+
+
+def _rotation_guarantee(dtype: str, platform: str, **_: bool) -> Guarantee:
+    accumulator = np.dtype(compute_dtype(jnp.dtype(dtype))).name
+    return Guarantee(accumulator, "accumulated", deterministic=True, bit_stable_on_same_hardware=True)
+
+
+def _rotation_op(name: str, heads: tuple[str, ...], direction: int, transpose: Callable[[], Op]) -> Op:
+    """The rotation of one array for each name of a dimension of heads, forward or backward, and its transpose."""
+
+    def result_types(*operands: Any, **_: Any) -> list[tuple[tuple[int, ...], Any]]:
+        batch = joint_batch(*(x.shape[0] for x in operands))
+        return [((batch, *x.shape[1:]), x.dtype) for x in operands[: len(heads)]]
+
+    def dimensions(heads_first: bool) -> tuple[Dimensions, ...]:
+        return tuple(_features(heads_first, head) for head in heads)
+
+    return Op(
+        name=name,
+        operands=lambda *, heads_first, has_positions, **_: (
+            *dimensions(heads_first),
+            FREQUENCIES,
+            *([POSITIONS] if has_positions else []),
+        ),
+        results=lambda *, heads_first, **_: dimensions(heads_first),
+        result_types=result_types,
+        reference=functools.partial(_reference, len(heads), direction),
+        dtypes=FLOATING_DTYPES,
+        guarantee=_rotation_guarantee,
+        attributes=("heads_first", "interleaved", "rotary_dim", "scale", "has_positions", "batched"),
+        whole=("part", "pair", "feature"),
+        shard_program=_shard_rotation,
+        in_place_if_donated={i: i for i in range(len(heads))},
+        batch_optional=True,
+        num_linear=len(heads),
+        transpose=lambda _, cotangents, *others, **params: transpose()(*cotangents, *others, **params),
+    )
+
+
+ROPE = _rotation_op("rope", ("head",), 1, lambda: ROPE_BACKWARD)
+ROPE_BACKWARD = _rotation_op("rope_backward", ("head",), -1, lambda: ROPE)
+ROPE_QK = _rotation_op("rope_qk", ("q_head", "k_head"), 1, lambda: ROPE_QK_BACKWARD)
+ROPE_QK_BACKWARD = _rotation_op("rope_qk_backward", ("q_head", "k_head"), -1, lambda: ROPE_QK)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivative rules.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Params:
+    """The static arguments of a rotation, under the names that the ops take them by."""
+
+    heads_first: bool
+    interleaved: bool
+    rotary_dim: int
+    scale: float
+    has_positions: bool
+
+
+def _call_op(op: Op, params: _Params, *operands: Array) -> list[Array]:
+    return op(*operands, **dataclasses.asdict(params), batched=False)
+
+
+def _rope_primal(params: _Params, *operands: Array) -> Array:
+    return _call_op(ROPE, params, *operands)[0]
+
+
+def _rope_forward(params: _Params, x: Array, *others: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _rope_primal(params, x, *others), others
+
+
+def _rope_vjp(params: _Params, others: tuple[Array, ...], dy: Array) -> tuple[Array | None, ...]:
+    return _call_op(ROPE_BACKWARD, params, dy, *others)[0], *(None for _ in others)
+
+
+_rope = Differentiable(_rope_primal, _rope_forward, _rope_vjp)
+
+
+def _rope_qk_primal(params: _Params, *operands: Array) -> tuple[Array, Array]:
+    q, k = _call_op(ROPE_QK, params, *operands)
+    return q, k
+
+
+def _rope_qk_forward(
+    params: _Params, q: Array, k: Array, *others: Array
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    return _rope_qk_primal(params, q, k, *others), others
+
+
+def _rope_qk_vjp(
+    params: _Params, others: tuple[Array, ...], cotangents: tuple[Array, Array]
+) -> tuple[Array | None, ...]:
+    return *_call_op(ROPE_QK_BACKWARD, params, *cotangents, *others), *(None for _ in others)
+
+
+_rope_qk = Differentiable(_rope_qk_primal, _rope_qk_forward, _rope_qk_vjp)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Canonicalisation of arguments, shared by the whole family.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rotation:
+    """Checked arguments of a rotation."""
+
+    params: _Params
+    operands: tuple[Array, ...]
+    """What is rotated, the frequencies, and the positions if they are given"""
+
+
+def _canonicalize(
+    name: str,
+    rotated: Mapping[str, ArrayLike],
+    positions: ArrayLike | None,
+    base: float,
+    interleaved: bool,
+    layout: HeadLayout,
+    rotary_dim: int | None,
+    inv_freq: ArrayLike | None,
+    scale: float,
+) -> _Rotation:
+    """Checks the arguments; `rotated` are one or two arrays with the names that the function has for them."""
+    if not isinstance(layout, str) or layout not in ("BHSD", "BSHD"):
+        raise ValueError(f"{name}: layout must be 'BHSD' or 'BSHD', got {layout!r}")
+    heads_first = layout == "BHSD"
+    arrays = {argument: as_array(name, argument, value) for argument, value in rotated.items()}
+    for argument, x in arrays.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name}: {argument} must have a real floating dtype, got {x.dtype}")
+        if x.ndim != 4:
+            shape = "[B, H, S, D]" if heads_first else "[B, S, H, D]"
+            raise ValueError(f"{name}: {argument} must have shape {shape} (layout={layout!r}), got {x.shape}")
+    sequence_axis = 2 if heads_first else 1
+    first_name, first = next(iter(arrays.items()))
+    for argument, x in arrays.items():
+        _check_fits(name, argument, x, first_name, first, sequence_axis)
+    examples, length, size = (first.shape[axis] for axis in (0, sequence_axis, 3))
+    rotary_dim = _checked_rotary_dim(name, first_name, size, rotary_dim)
+    base, scale = real_number(name, "base", base, positive=True), real_number(name, "scale", scale)
+    frequencies = _frequencies(name, inv_freq, base, rotary_dim, np.dtype(compute_dtype(first.dtype)))
+    others = [split_as(frequencies, first, (None, None))]
+    if positions is not None:
+        positions = _checked_positions(name, positions, examples, length)
+        example_axis = 0 if positions.shape[0] == examples else None
+        others.append(split_as(positions, first, (example_axis, sequence_axis)))
+    params = _Params(heads_first, bool(interleaved), rotary_dim, scale, positions is not None)
+    return _Rotation(params, (*_split_alike(*arrays.values(), head_axis=3 - sequence_axis), *others))
+
+
+def _check_fits(name: str, argument: str, x: Array, first_name: str, first: Array, sequence_axis: int) -> None:
+    """`x` differs from `first` in its number of heads at most."""
+    if x.dtype != first.dtype:
+        raise TypeError(f"{name}: {argument} must have the dtype of {first_name}, {first.dtype}, got {x.dtype}")
+    if any(x.shape[axis] != first.shape[axis] for axis in (0, sequence_axis, 3)):
+        raise ValueError(
+            f"{name}: {argument} must have the shape of {first_name}, {first.shape}, but for the number of heads in "
+            f"dimension {3 - sequence_axis}; got {x.shape}"
+        )
+
+
+def _checked_rotary_dim(name: str, argument: str, size: int, rotary_dim: int | None) -> int:
+    if rotary_dim is None:
+        if size % 2 or size == 0:
+            raise ValueError(
+                f"{name}: {argument} must have an even and positive number of features D unless rotary_dim is given, "
+                f"got D = {size}"
+            )
+        return size
+    rotary_dim = whole_number(name, "rotary_dim", rotary_dim, least=2)
+    if rotary_dim % 2 or rotary_dim > size:
+        raise ValueError(
+            f"{name}: rotary_dim must be even and at most the number of features D of {argument}, {size}, "
+            f"got {rotary_dim}"
+        )
+    return rotary_dim
+
+
+def _frequencies(name: str, inv_freq: ArrayLike | None, base: float, rotary_dim: int, dtype: np.dtype[Any]) -> Array:
+    """The inverse frequencies rounded to the dtype, and what was rounded off: ``[2, rotary_dim / 2]``."""
+    if inv_freq is None:
+        inv_freq, _ = rope_frequencies(rotary_dim, base)
+    elif not isinstance(inv_freq, np.ndarray):
+        inv_freq = jax.lax.stop_gradient(as_array(name, "inv_freq", inv_freq))
+    if not (jnp.issubdtype(inv_freq.dtype, jnp.floating) or jnp.issubdtype(inv_freq.dtype, jnp.integer)):
+        raise TypeError(f"{name}: inv_freq must have a real dtype, got {inv_freq.dtype}")
+    if inv_freq.shape != (rotary_dim // 2,):
+        raise ValueError(
+            f"{name}: inv_freq must have shape [rotary_dim / 2] = ({rotary_dim // 2},), one frequency for each pair of "
+            f"the rotary_dim = {rotary_dim} features that turn; got {inv_freq.shape}"
+        )
+    if isinstance(inv_freq, np.ndarray):
+        inv_freq = inv_freq.astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):  # frequencies that are not finite give NaN
+            rounded = inv_freq.astype(dtype)
+            return jnp.asarray(np.stack([rounded, (inv_freq - rounded).astype(dtype)]))
+    if not jnp.issubdtype(inv_freq.dtype, jnp.floating) or inv_freq.dtype.itemsize < dtype.itemsize:
+        inv_freq = inv_freq.astype(dtype)
+    rounded = inv_freq.astype(dtype)
+    return jnp.stack([rounded, (inv_freq - rounded.astype(inv_freq.dtype)).astype(dtype)])
+
+
+def _checked_positions(name: str, positions: ArrayLike, examples: int, length: int) -> Array:
+    """The positions ``[B, S]``, or ``[1, S]`` where all examples share them, as integers that kernels take."""
+    positions = as_array(name, "positions", positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"{name}: positions must have an integer dtype, got {positions.dtype}")
+    if positions.shape not in ((length,), (examples, length), (1, length)):
+        raise ValueError(
+            f"{name}: positions must have shape [S] = ({length},) or [B, S] = ({examples}, {length}), "
+            f"got {positions.shape}"
+        )
+    if positions.dtype.name not in ("int32", "int64"):
+        needs_64_bits = positions.dtype.name in ("uint32", "uint64")
+        positions = positions.astype(jnp.int64 if needs_64_bits and jax.config.jax_enable_x64 else jnp.int32)
+    return positions[None] if positions.ndim == 1 else positions
+
+
+def _split_alike(*arrays: Array, head_axis: int) -> list[Array]:
+    """Under explicit sharding, splits all arrays as the first is, but for heads of their own, and no features.
+
+    So a result has the sharding of what it is made from, and a cotangent that of its primal.
+    """
+    specs = [jax_versions.explicit_spec(jax.typeof(x)) for x in arrays]
+    if specs[0] is None:
+        return list(arrays)
+    outer = [None if axis in (head_axis, 3) else entry for axis, entry in enumerate(specs[0])]
+    taken = {axis for entry in outer for axis in mesh_axes(entry)}
+    split = []
+    for x, spec in zip(arrays, specs, strict=True):
+        heads = None if spec is None or taken.intersection(mesh_axes(spec[head_axis])) else spec[head_axis]
+        split.append(split_by(x, tuple(heads if axis == head_axis else entry for axis, entry in enumerate(outer))))
+    return split
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Examples for `python -m jax_baracuda check` and `race`.
+
+
+def _with_tables(x: Array, *, interleaved: bool, length: int, num_features: int, **_: int) -> Array:
+    """With sine and cosine from tables, which are constants of the program."""
+    angles = np.outer(np.arange(length), rope_frequencies(num_features)[0])
+    cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
+    if interleaved:
+        first, second = x[..., ::2], x[..., 1::2]
+        return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _example_operands(
+    rng: np.random.Generator, *, num_examples: int, num_heads: int, length: int, num_features: int
+) -> tuple[np.ndarray]:
+    return (rng.standard_normal(size=(num_examples, num_heads, length, num_features), dtype=np.float32),)
+
+
+def _add_examples() -> None:
+    for interleaved in (True, False):
+        EXAMPLES.append(
+            Example(
+                name="rope" if interleaved else "rope, half-split",
+                function=lambda x, interleaved=interleaved, **_: rope(x, interleaved=interleaved),
+                plain_jax=functools.partial(_with_tables, interleaved=interleaved),
+                make_operands=_example_operands,
+                dtypes=("float32", "bfloat16", "float16"),
+                check_sizes={"num_examples": 2, "num_heads": 3, "length": 1027, "num_features": 64},
+                race_sizes={
+                    "cpu": {"num_examples": 1, "num_heads": 32, "length": 2048, "num_features": 128},
+                    "cuda": {"num_examples": 4, "num_heads": 32, "length": 8192, "num_features": 128},
+                },
+                tolerance={"float32": 1e-6, "bfloat16": 4e-3, "float16": 5e-4},
+            )
+        )
+
+
+_add_examples()

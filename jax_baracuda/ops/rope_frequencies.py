@@ -1,0 +1,295 @@
+"""The angles per position of rotary embeddings, and the published ways to scale them for longer contexts.
+
+Everything is NumPy in float64: these are constants of a model. The schemes and the keys of their parameters are those
+of the `rope_parameters` (formerly `rope_scaling`) in the configurations of Hugging Face's models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jax_baracuda._core.arguments import real_number, whole_number
+
+NAME = "rope_frequencies"
+DEFAULT_BASE = 10000.0
+
+
+def rope_frequencies(
+    dim: int,
+    base: float = DEFAULT_BASE,
+    scaling: Mapping[str, Any] | None = None,
+    *,
+    seq_len: int | None = None,
+    max_position_embeddings: int | None = None,
+) -> tuple[np.ndarray, float]:
+    """Inverse frequencies and scale of a rotary embedding, for the arguments `inv_freq` and `scale` of ``rope``.
+
+    Without scaling, ``inv_freq[i] = base^(-2i/dim)`` and the scale is 1. The schemes, with the keys that they take
+    beside "rope_type" (or "type", its older name; without either, "default"), "rope_theta" and "partial_rotary_factor":
+
+    - "default": no other keys.
+    - "linear" (kaiokendev, 2023; Chen et al., 2023): `factor`, which divides all frequencies.
+    - "dynamic" (NTK-aware; bloc97 and emozilla, 2023): `factor`, and optionally `original_max_position_embeddings`,
+      which stands in for `max_position_embeddings`. The base grows with a `seq_len` beyond that.
+    - "yarn" (Peng et al., 2023): `factor` and `original_max_position_embeddings`; optionally `attention_factor`,
+      `beta_fast` (32), `beta_slow` (1), `mscale`, `mscale_all_dim`, `truncate` (True). A factor of None is
+      `max_position_embeddings` over the original length.
+    - "llama3" (Llama 3.1): `factor`, `original_max_position_embeddings`, `low_freq_factor`, `high_freq_factor`.
+    - "longrope" (Ding et al., 2024): `short_factor` and `long_factor`, a number per frequency each, and
+      `original_max_position_embeddings`; optionally `attention_factor` and `factor`, which is otherwise
+      `max_position_embeddings` over the original length. The long factors are for a `seq_len` beyond the original.
+    - "proportional": optionally `factor` (1). Only the first `partial_rotary_factor` of the frequencies of the whole
+      head turn, the others are zero.
+
+    Args:
+      dim: the size of the head, even.
+      base: finite and positive. The key "rope_theta" takes its place; it must not contradict a base that is given.
+      scaling: the parameters of a scheme, or None. An optional key with the value None counts as absent.
+      seq_len: the length that the frequencies are for, where a scheme depends on it; None: a length without scaling
+        ("dynamic"), a short one ("longrope").
+      max_position_embeddings: the length that the model is configured for, where a scheme depends on it.
+
+    Returns:
+      ``(inv_freq, scale)``: a float64 array ``[rotary_dim / 2]``, and a Python float. With ``partial_rotary_factor``,
+      rotary_dim is that part of `dim` (but for "proportional", all of it): pass on ``rotary_dim=2 * len(inv_freq)``.
+
+    Raises:
+      TypeError: an argument or the value of a key has an unsuitable type.
+      ValueError: an argument or the value of a key is out of range; the scheme is unknown, one of its keys is missing,
+        or there is one that it does not take.
+    """
+    dim = whole_number(NAME, "dim", dim, least=2)
+    if dim % 2:
+        raise ValueError(f"{NAME}: dim must be even, got {dim}")
+    base = real_number(NAME, "base", base, positive=True)
+    seq_len = None if seq_len is None else whole_number(NAME, "seq_len", seq_len, least=0)
+    if max_position_embeddings is not None:
+        max_position_embeddings = whole_number(NAME, "max_position_embeddings", max_position_embeddings, least=1)
+    parameters = _Parameters.of({} if scaling is None else scaling)
+    theta = parameters.number("rope_theta", base)
+    if base not in (DEFAULT_BASE, theta):
+        raise ValueError(f"{NAME}: base is {base}, but scaling has the key 'rope_theta' with another value, {theta}")
+    rotating = parameters.number("partial_rotary_factor", 1.0)
+    if rotating > 1:
+        raise ValueError(f"{NAME}: scaling['partial_rotary_factor'] must be at most 1, got {rotating}")
+    model = _Model(dim, theta, rotating, seq_len, max_position_embeddings)
+    with np.errstate(over="ignore", under="ignore"):
+        inv_freq, scale = SCHEMES[parameters.rope_type].compute(model, parameters)
+    if not np.isfinite(inv_freq).all():
+        raise ValueError(f"{NAME}: base and scaling must give finite frequencies, got base = {theta} and {scaling!r}")
+    return inv_freq, float(scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """What all schemes start from."""
+
+    head_dim: int
+    base: float
+    partial_rotary_factor: float
+    seq_len: int | None
+    max_position_embeddings: int | None
+
+    @property
+    def rotary_dim(self) -> int:
+        dim = int(self.head_dim * self.partial_rotary_factor)
+        if dim < 1:
+            raise ValueError(
+                f"{NAME}: scaling['partial_rotary_factor'] must leave something of dim = {self.head_dim} to rotate, "
+                f"got {self.partial_rotary_factor}"
+            )
+        return dim
+
+    def inv_freq(self, base: float | None = None) -> np.ndarray:
+        """The frequencies without scaling. Of an odd number of dimensions, the last one gets a frequency as well."""
+        dim = self.rotary_dim
+        return 1 / (self.base if base is None else base) ** (np.arange(0, dim, 2) / dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parameters:
+    """The parameters of a scheme, which has all the keys that it needs, and no other keys than it takes."""
+
+    rope_type: str
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, scaling: Mapping[str, Any]) -> _Parameters:
+        if not isinstance(scaling, Mapping):
+            raise TypeError(f"{NAME}: scaling must be a dict or None, got {type(scaling).__name__}")
+        rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+        scheme = SCHEMES.get(rope_type) if isinstance(rope_type, str) else None
+        if scheme is None:
+            raise ValueError(f"{NAME}: scaling['rope_type'] must be one of {sorted(SCHEMES)}, got {rope_type!r}")
+        if missing := [key for key in scheme.required if key not in scaling]:
+            raise ValueError(f"{NAME}: scaling of rope_type {rope_type!r} lacks the keys {missing}")
+        allowed = (*scheme.required, *scheme.optional, *COMMON_KEYS)
+        if unknown := [key for key in scaling if key not in allowed]:
+            raise ValueError(
+                f"{NAME}: scaling of rope_type {rope_type!r} has unknown keys {unknown}; it takes {sorted(allowed)}"
+            )
+        return cls(rope_type, {key: value for key, value in scaling.items() if value is not None})
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.values
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number."""
+        return real_number(NAME, f"scaling[{key!r}]", self.values.get(key, default), positive=True)
+
+    def original_length(self) -> int:
+        """The length that the model was trained for before."""
+        key = "original_max_position_embeddings"
+        # A logarithm of it may be a divisor.
+        return whole_number(NAME, f"scaling[{key!r}]", self.values.get(key), least=2)
+
+    def factor(self, model: _Model) -> float:
+        """By how much the context grows, from the lengths if it is not given."""
+        if "factor" in self or model.max_position_embeddings is None:
+            return self.number("factor")
+        return model.max_position_embeddings / self.original_length()
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.values.get(key, default)
+        if not isinstance(value, bool | np.bool_):
+            raise TypeError(f"{NAME}: scaling[{key!r}] must be a bool, got {value!r}")
+        return bool(value)
+
+    def numbers(self, key: str, count: int) -> np.ndarray:
+        """A positive number for each frequency."""
+        value = self.values.get(key)
+        if not isinstance(value, list | tuple | np.ndarray):
+            raise TypeError(f"{NAME}: scaling[{key!r}] must be a list of numbers, got {value!r}")
+        if len(value) != count:
+            raise ValueError(f"{NAME}: scaling[{key!r}] must have {count} numbers, one per frequency, got {len(value)}")
+        return np.array(
+            [real_number(NAME, f"scaling[{key!r}][{i}]", number, positive=True) for i, number in enumerate(value)]
+        )
+
+
+Frequencies = tuple[np.ndarray, float]
+"""inv_freq and scale"""
+
+
+def _default(model: _Model, _: _Parameters) -> Frequencies:
+    return model.inv_freq(), 1.0
+
+
+def _linear(model: _Model, parameters: _Parameters) -> Frequencies:
+    return model.inv_freq() / parameters.number("factor"), 1.0
+
+
+def _dynamic(model: _Model, parameters: _Parameters) -> Frequencies:
+    """As if the base were greater: the slowest pair turns no further in `seq_len` positions than it did before."""
+    factor, dim = parameters.number("factor"), model.rotary_dim
+    if model.seq_len is None or dim <= 2:
+        return model.inv_freq(), 1.0
+    trained = model.max_position_embeddings
+    if trained is None and "original_max_position_embeddings" in parameters:
+        trained = parameters.original_length()
+    if trained is None:
+        raise ValueError(
+            f"{NAME}: max_position_embeddings must be given for a seq_len with rope_type 'dynamic', got None"
+        )
+    growth = factor * max(model.seq_len, trained) / trained - (factor - 1)
+    return model.inv_freq(model.base * growth ** (dim / (dim - 2))), 1.0
+
+
+def _yarn(model: _Model, parameters: _Parameters) -> Frequencies:
+    """Pairs that turn often within the trained length stay, those that hardly turn are interpolated, a ramp between."""
+    factor, trained, dim = parameters.factor(model), parameters.original_length(), model.rotary_dim
+    if model.base == 1:
+        raise ValueError(f"{NAME}: base must not be 1 with rope_type 'yarn'")
+
+    def pair_with_turns(turns: float) -> float:
+        """The pair, as a real number, that makes so many turns within the trained length."""
+        return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(model.base))
+
+    low, high = (pair_with_turns(parameters.number(*beta)) for beta in (("beta_fast", 32.0), ("beta_slow", 1.0)))
+    if parameters.flag("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high += 0.001 if low == high else 0
+    inv_freq = model.inv_freq()
+    interpolated = np.clip((np.arange(len(inv_freq)) - low) / (high - low), 0, 1)
+    inv_freq = inv_freq / factor * interpolated + inv_freq * (1 - interpolated)
+    if "attention_factor" in parameters:
+        return inv_freq, parameters.number("attention_factor")
+
+    def logarithmic(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    # Zero is how configurations say that they have no such weight.
+    weights = [real_number(NAME, f"scaling[{k!r}]", parameters.values.get(k, 0)) for k in ("mscale", "mscale_all_dim")]
+    return inv_freq, logarithmic(weights[0]) / logarithmic(weights[1]) if all(weights) else logarithmic(1.0)
+
+
+def _llama3(model: _Model, parameters: _Parameters) -> Frequencies:
+    """By the number of turns within the trained length: many stay as they are, few are divided by the factor."""
+    trained, factor = parameters.original_length(), parameters.number("factor")
+    few, many = parameters.number("low_freq_factor"), parameters.number("high_freq_factor")
+    if many <= few:
+        raise ValueError(
+            f"{NAME}: scaling['high_freq_factor'] must be greater than scaling['low_freq_factor'], got {many} and {few}"
+        )
+    inv_freq = model.inv_freq()
+    turns = trained * inv_freq / (2 * math.pi)
+    kept = np.clip((turns - few) / (many - few), 0, 1)
+    return (1 - kept) * inv_freq / factor + kept * inv_freq, 1.0
+
+
+def _longrope(model: _Model, parameters: _Parameters) -> Frequencies:
+    trained, inv_freq = parameters.original_length(), model.inv_freq()
+    short, long = (parameters.numbers(key, len(inv_freq)) for key in ("short_factor", "long_factor"))
+    inv_freq = inv_freq / (long if model.seq_len is not None and model.seq_len > trained else short)
+    if "attention_factor" in parameters:
+        return inv_freq, parameters.number("attention_factor")
+    if "factor" not in parameters and model.max_position_embeddings is None:
+        raise ValueError(
+            f"{NAME}: rope_type 'longrope' needs the key 'factor' or 'attention_factor' in scaling, or the argument "
+            "max_position_embeddings"
+        )
+    factor = parameters.factor(model)
+    return inv_freq, math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+
+
+def _proportional(model: _Model, parameters: _Parameters) -> Frequencies:
+    whole = dataclasses.replace(model, partial_rotary_factor=1.0).inv_freq()
+    num_turning = int(model.partial_rotary_factor * model.head_dim // 2)
+    turns = np.arange(len(whole)) < num_turning
+    return np.where(turns, whole / parameters.number("factor", 1.0), 0.0), 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scheme:
+    compute: Callable[[_Model, _Parameters], Frequencies]
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+
+SCHEMES: dict[str, _Scheme] = {
+    "default": _Scheme(_default),
+    "linear": _Scheme(_linear, required=("factor",)),
+    "dynamic": _Scheme(_dynamic, required=("factor",), optional=("original_max_position_embeddings",)),
+    "yarn": _Scheme(
+        _yarn,
+        required=("factor", "original_max_position_embeddings"),
+        optional=("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "llama3": _Scheme(
+        _llama3, required=("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    ),
+    "longrope": _Scheme(
+        _longrope,
+        required=("short_factor", "long_factor", "original_max_position_embeddings"),
+        optional=("factor", "attention_factor"),
+    ),
+    "proportional": _Scheme(_proportional, optional=("factor",)),
+}

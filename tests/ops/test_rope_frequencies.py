@@ -1,0 +1,425 @@
+"""rope_frequencies: every published scheme by values computed by hand and by its definition, and its errors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jax_baracuda import rope_frequencies
+
+LONG = {"short_factor": [1.0, 2.0], "long_factor": [4.0, 8.0], "original_max_position_embeddings": 256}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 4096}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+PLAIN = [1, 0.1, 0.01, 0.001]
+"""Of 8 features and base 10000."""
+
+# Arguments, and what they give.
+BY_HAND: dict[str, tuple[dict[str, Any], list[float], float]] = {
+    "no scaling": ({"dim": 8}, PLAIN, 1.0),
+    "no parameters": ({"dim": 8, "scaling": {}}, PLAIN, 1.0),
+    "default": ({"dim": 8, "scaling": {"rope_type": "default"}}, PLAIN, 1.0),
+    "base": ({"dim": 4, "base": 100}, [1, 0.1], 1.0),
+    "base in the parameters": ({"dim": 4, "scaling": {"rope_theta": 100.0}}, [1, 0.1], 1.0),
+    "base in both": ({"dim": 4, "base": 100.0, "scaling": {"rope_theta": 100}}, [1, 0.1], 1.0),
+    "part": ({"dim": 16, "scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, PLAIN, 1.0),
+    # 0.4 of 8 features are 3, of which the last one gets a frequency as well.
+    "odd part": ({"dim": 8, "base": 8, "scaling": {"partial_rotary_factor": 0.4}}, [1, 0.25], 1.0),
+    "linear": ({"dim": 8, "scaling": {"rope_type": "linear", "factor": 4}}, [0.25, 0.025, 0.0025, 0.00025], 1.0),
+    "older name": ({"dim": 4, "scaling": {"type": "linear", "factor": 4}}, [0.25, 0.0025], 1.0),
+    "both names": ({"dim": 4, "scaling": {"type": "mrope", "rope_type": "linear", "factor": 4}}, [0.25, 0.0025], 1.0),
+    "linear part": (
+        {"dim": 16, "scaling": {"rope_type": "linear", "factor": 4, "partial_rotary_factor": 0.5}},
+        [0.25, 0.025, 0.0025, 0.00025],
+        1.0,
+    ),
+    # The base is multiplied by (2 * 150 / 100 - 1)^(4/2) = 4.
+    "dynamic": (
+        {
+            "dim": 4,
+            "base": 16,
+            "scaling": {"rope_type": "dynamic", "factor": 2.0},
+            "seq_len": 150,
+            "max_position_embeddings": 100,
+        },
+        [1, 1 / 8],
+        1.0,
+    ),
+    "dynamic, length among the parameters": (
+        {
+            "dim": 4,
+            "base": 16,
+            "scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 100},
+            "seq_len": 150,
+        },
+        [1, 1 / 8],
+        1.0,
+    ),
+    "dynamic within the trained length": (
+        {
+            "dim": 4,
+            "base": 16,
+            "scaling": {"rope_type": "dynamic", "factor": 2.0},
+            "seq_len": 99,
+            "max_position_embeddings": 100,
+        },
+        [1, 1 / 4],
+        1.0,
+    ),
+    "dynamic, any length": (
+        {"dim": 4, "base": 16, "scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        [1, 1 / 4],
+        1.0,
+    ),
+    "dynamic, one pair": (
+        {
+            "dim": 2,
+            "scaling": {"rope_type": "dynamic", "factor": 2.0},
+            "seq_len": 150,
+            "max_position_embeddings": 100,
+        },
+        [1],
+        1.0,
+    ),
+    # 32 turns in 4096 positions are at pair 1.31, which is truncated to 1; one turn is at pair 2.81, rounded up to 3.
+    "yarn": ({"dim": 8, "scaling": {"rope_type": "yarn", **YARN}}, [1, 0.1, 0.00625, 0.00025], 1.1386294361),
+    "yarn, factor from the lengths": (
+        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "factor": None}, "max_position_embeddings": 16384},
+        [1, 0.1, 0.00625, 0.00025],
+        1.1386294361,
+    ),
+    "yarn that shrinks": (
+        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "factor": 0.5}},
+        [1, 0.1, 0.015, 0.002],
+        1.0,
+    ),
+    # From pair 1.3090 to 2.8142: pair 2 is 0.4591 of the way.
+    "yarn without truncation": (
+        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "truncate": False}},
+        [1, 0.1, 0.006557, 0.00025],
+        1.1386294361,
+    ),
+    # 4096 / (2 pi) turns are at pair 0, one half at pair 3.12, rounded up to 4.
+    "yarn with other bounds": (
+        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "beta_fast": 4096 / (2 * math.pi), "beta_slow": 0.5}},
+        [1, 0.1 * (0.75 + 0.25 / 4), 0.01 * (0.5 + 0.5 / 4), 0.001 * (0.25 + 0.75 / 4)],
+        1.1386294361,
+    ),
+    "yarn with a scale": (
+        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "attention_factor": 0.5, "mscale": 3.0}},
+        [1, 0.1, 0.00625, 0.00025],
+        0.5,
+    ),
+    "yarn, scales of DeepSeek": (
+        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        [1, 0.1, 0.00625, 0.00025],
+        1.0,
+    ),
+    "yarn, other scales of DeepSeek": (
+        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "mscale": 2.0, "mscale_all_dim": 1.0}},
+        [1, 0.1, 0.00625, 0.00025],
+        1.2772588722 / 1.1386294361,
+    ),
+    "yarn, one scale of DeepSeek is absent": (
+        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "mscale": 2.0, "mscale_all_dim": 0}},
+        [1, 0.1, 0.00625, 0.00025],
+        1.1386294361,
+    ),
+    # Pair 1 turns 2.5 times in 8192 positions, half of the way from 1 to 4.
+    "llama3": (
+        {"dim": 4, "base": (8192 / (5 * math.pi)) ** 2, "scaling": {"rope_type": "llama3", **LLAMA3}},
+        [1, 5 * math.pi / 8192 * (1 / 2 + 1 / 16)],
+        1.0,
+    ),
+    # Pair 1 turns less than once.
+    "llama3, slow": (
+        {"dim": 4, "base": 1e8, "scaling": {"rope_type": "llama3", **LLAMA3}},
+        [1, 1e-4 / 8],
+        1.0,
+    ),
+    "longrope": (
+        {"dim": 4, "base": 100, "scaling": {"rope_type": "longrope", **LONG}, "max_position_embeddings": 1024},
+        [1, 0.05],
+        math.sqrt(1.25),
+    ),
+    "longrope, as long as trained": (
+        {"dim": 4, "base": 100, "scaling": {"rope_type": "longrope", **LONG, "factor": 4.0}, "seq_len": 256},
+        [1, 0.05],
+        math.sqrt(1.25),
+    ),
+    "longrope, longer": (
+        {"dim": 4, "base": 100, "scaling": {"rope_type": "longrope", **LONG, "factor": 4.0}, "seq_len": 257},
+        [1 / 4, 0.1 / 8],
+        math.sqrt(1.25),
+    ),
+    "longrope with a scale": (
+        {"dim": 4, "base": 100, "scaling": {"rope_type": "longrope", **LONG, "attention_factor": 1.19}},
+        [1, 0.05],
+        1.19,
+    ),
+    "longrope, not longer": (
+        {"dim": 4, "base": 100, "scaling": {"rope_type": "longrope", **LONG, "factor": 0.5}},
+        [1, 0.05],
+        1.0,
+    ),
+    "proportional": (
+        {"dim": 8, "scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 10000.0}},
+        [1, 0.1, 0, 0],
+        1.0,
+    ),
+    "proportional with a factor": (
+        {"dim": 8, "scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.9, "factor": 2.0}},
+        [0.5, 0.05, 0.005, 0],
+        1.0,
+    ),
+    "proportional, all": ({"dim": 8, "scaling": {"rope_type": "proportional"}}, PLAIN, 1.0),
+    "keys without values": (
+        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "attention_factor": None, "truncate": None}},
+        [1, 0.1, 0.00625, 0.00025],
+        1.1386294361,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_by_hand(case: str) -> None:
+    arguments, expected, expected_scale = BY_HAND[case]
+    inv_freq, scale = rope_frequencies(**arguments)
+    assert inv_freq.dtype == np.float64 and type(scale) is float
+    np.testing.assert_allclose(inv_freq, expected, rtol=2e-5 if case == "yarn without truncation" else 1e-12)
+    assert scale == pytest.approx(expected_scale, rel=1e-9)
+
+
+@pytest.mark.parametrize("dim", [2, 64, 96, 128, 256])
+def test_exactness(dim: int) -> None:
+    """Frequencies have all bits of float64, with 64-bit types of JAX off."""
+    with jax.enable_x64(False):
+        inv_freq, _ = rope_frequencies(dim, 500000.0)
+    exponents = -2 * np.arange(dim // 2).astype(np.longdouble) / dim
+    np.testing.assert_allclose(inv_freq, np.longdouble(500000) ** exponents, rtol=1e-15)
+
+
+def test_llama3_of_the_published_model() -> None:
+    """Llama 3.1: what turns 4 times in 8192 positions is as before, what turns less than once is 8 times slower."""
+    plain, _ = rope_frequencies(128, 500000.0)
+    inv_freq, scale = rope_frequencies(128, 500000.0, {"rope_type": "llama3", **LLAMA3, "rope_theta": 500000.0})
+    wavelength = 2 * math.pi / plain
+    is_fast, is_slow = wavelength < 8192 / 4, wavelength > 8192
+    assert (is_fast.sum(), is_slow.sum()) == (29, 29) and scale == 1
+    np.testing.assert_array_equal(inv_freq[is_fast], plain[is_fast])
+    np.testing.assert_allclose(inv_freq[is_slow], plain[is_slow] / 8, rtol=1e-15)
+    assert (np.diff(inv_freq / plain) <= 0).all()
+    for pair in np.flatnonzero(~is_fast & ~is_slow):
+        smooth = (8192 / wavelength[pair] - 1) / (4 - 1)
+        assert inv_freq[pair] == pytest.approx((1 - smooth) * plain[pair] / 8 + smooth * plain[pair], rel=1e-12)
+
+
+def test_yarn_of_a_published_model() -> None:
+    """DeepSeek-V3: fast pairs stay, slow ones are 40 times slower, a ramp over pairs 10 to 23 between them."""
+    parameters = {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    inv_freq, scale = rope_frequencies(64, 10000.0, parameters)
+    plain, _ = rope_frequencies(64)
+    assert scale == 1
+    np.testing.assert_allclose(inv_freq[:11], plain[:11], rtol=1e-15)
+    np.testing.assert_allclose(inv_freq[23:], plain[23:] / 40, rtol=1e-12)
+    ramp = np.arange(1, 13) / 13
+    np.testing.assert_allclose(inv_freq[11:23], plain[11:23] * (1 - ramp + ramp / 40), rtol=1e-12)
+
+
+def test_arrays_and_numpy_numbers() -> None:
+    """Factors may be arrays, and numbers those of NumPy."""
+    scaling = {"rope_type": "longrope", **LONG, "factor": np.float32(4), "short_factor": np.array([1, 2])}
+    inv_freq, scale = rope_frequencies(np.int64(4), np.float64(100), scaling, seq_len=np.int32(5))
+    np.testing.assert_allclose(inv_freq, [1, 0.05])
+    assert scale == pytest.approx(math.sqrt(1.25))
+
+
+REQUIRED = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": YARN,
+    "llama3": LLAMA3,
+    "longrope": LONG,
+}
+
+
+@pytest.mark.parametrize(("rope_type", "key"), [(name, key) for name, keys in REQUIRED.items() for key in keys])
+def test_missing_keys(rope_type: str, key: str) -> None:
+    scaling = {"rope_type": rope_type, **REQUIRED[rope_type], "factor": 2.0}
+    del scaling[key]
+    message = rf"^rope_frequencies: scaling of rope_type '{rope_type}' lacks the keys \['{key}'\]"
+    with pytest.raises(ValueError, match=message):
+        rope_frequencies(4, 10000.0, scaling, seq_len=4, max_position_embeddings=8)
+
+
+@pytest.mark.parametrize("rope_type", ["default", "proportional", *REQUIRED])
+@pytest.mark.parametrize("key", ["facter", "low_freq_factors", "long_mscale", 3])
+def test_unknown_keys(rope_type: str, key: Any) -> None:
+    scaling = {"rope_type": rope_type, **REQUIRED.get(rope_type, {}), key: 1.0}
+    message = rf"^rope_frequencies: scaling of rope_type '{rope_type}' has unknown keys \[{key!r}\]; it takes \["
+    with pytest.raises(ValueError, match=message):
+        rope_frequencies(4, 10000.0, scaling, max_position_embeddings=8)
+
+
+def test_keys_of_another_scheme() -> None:
+    """Without a rope_type, which is that of no scaling, too."""
+    with pytest.raises(ValueError, match=r"rope_type 'default' has unknown keys \['factor'\]; it takes .*'rope_type'"):
+        rope_frequencies(8, scaling={"factor": 2.0})
+    with pytest.raises(ValueError, match=r"rope_type 'linear' has unknown keys \['beta_fast', 'truncate'\]"):
+        rope_frequencies(8, scaling={"rope_type": "linear", "factor": 2.0, "beta_fast": 32, "truncate": True})
+
+
+ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "dim is odd": ({"dim": 7}, ValueError, "dim must be even, got 7"),
+    "dim is zero": ({"dim": 0}, ValueError, "dim must be 2 or more, got 0"),
+    "dim is a float": ({"dim": 8.0}, TypeError, "dim must be an integer, got 8.0"),
+    "base is zero": ({"base": 0.0}, ValueError, "base must be finite and positive, got 0.0"),
+    "base is infinite": ({"base": math.inf}, ValueError, "base must be finite and positive, got inf"),
+    "base is text": ({"base": "10000"}, TypeError, "base must be a real number, got '10000'"),
+    "base is tiny": (
+        {"base": 5e-324, "scaling": {"rope_type": "linear", "factor": 1e-300}},
+        ValueError,
+        ".*finite freq",
+    ),
+    "base and rope_theta differ": (
+        {"base": 20000.0, "scaling": {"rope_theta": 10000.0}},
+        ValueError,
+        "base is 20000.0, but scaling has the key 'rope_theta' with another value, 10000.0",
+    ),
+    "rope_theta is negative": (
+        {"scaling": {"rope_theta": -1.0}},
+        ValueError,
+        r"scaling\['rope_theta'\] must be finite and positive, got -1.0",
+    ),
+    "seq_len is negative": ({"seq_len": -1}, ValueError, "seq_len must be 0 or more, got -1"),
+    "seq_len is a float": ({"seq_len": 5.5}, TypeError, "seq_len must be an integer, got 5.5"),
+    "max_position_embeddings is zero": (
+        {"max_position_embeddings": 0},
+        ValueError,
+        "max_position_embeddings must be 1 or more, got 0",
+    ),
+    "scaling is a list": ({"scaling": [("factor", 2)]}, TypeError, "scaling must be a dict or None, got list"),
+    "scaling is a name": ({"scaling": "yarn"}, TypeError, "scaling must be a dict or None, got str"),
+    "scheme is unknown": (
+        {"scaling": {"rope_type": "su", "factor": 2.0}},
+        ValueError,
+        r"scaling\['rope_type'\] must be one of \['default', 'dynamic', 'linear', 'llama3', 'longrope', "
+        r"'proportional', 'yarn'\], got 'su'",
+    ),
+    "scheme is None": (
+        {"scaling": {"rope_type": None}},
+        ValueError,
+        r"scaling\['rope_type'\] must be one of .*got None",
+    ),
+    "scheme is a list": (
+        {"scaling": {"rope_type": []}},
+        ValueError,
+        r"scaling\['rope_type'\] must be one of .*got \[\]",
+    ),
+    "older name is unknown": ({"scaling": {"type": "su"}}, ValueError, r"scaling\['rope_type'\] must be .*got 'su'"),
+    "factor is zero": (
+        {"scaling": {"rope_type": "linear", "factor": 0}},
+        ValueError,
+        r"scaling\['factor'\] must be finite and positive, got 0",
+    ),
+    "factor is None": (
+        {"scaling": {"rope_type": "linear", "factor": None}},
+        TypeError,
+        r"scaling\['factor'\] must be a real number, got None",
+    ),
+    "factor is text": (
+        {"scaling": {"rope_type": "yarn", **YARN, "factor": "4"}},
+        TypeError,
+        r"scaling\['factor'\] must be a real number, got '4'",
+    ),
+    "factor is None, and no lengths": (
+        {"scaling": {"rope_type": "yarn", **YARN, "factor": None}},
+        TypeError,
+        r"scaling\['factor'\] must be a real number, got None",
+    ),
+    "length is a float": (
+        {"scaling": {"rope_type": "yarn", **YARN, "original_max_position_embeddings": 4096.0}},
+        TypeError,
+        r"scaling\['original_max_position_embeddings'\] must be an integer, got 4096.0",
+    ),
+    "length is one": (
+        {"scaling": {"rope_type": "longrope", **LONG, "original_max_position_embeddings": 1}},
+        ValueError,
+        r"scaling\['original_max_position_embeddings'\] must be 2 or more, got 1",
+    ),
+    "part is zero": (
+        {"scaling": {"partial_rotary_factor": 0}},
+        ValueError,
+        r"scaling\['partial_rotary_factor'\] must be finite and positive, got 0",
+    ),
+    "part is more than all": (
+        {"scaling": {"partial_rotary_factor": 1.5}},
+        ValueError,
+        r"scaling\['partial_rotary_factor'\] must be at most 1, got 1.5",
+    ),
+    "part is nothing": (
+        {"scaling": {"partial_rotary_factor": 0.1}},
+        ValueError,
+        r"scaling\['partial_rotary_factor'\] must leave something of dim = 8 to rotate, got 0.1",
+    ),
+    "dynamic without a length": (
+        {"scaling": {"rope_type": "dynamic", "factor": 2.0}, "seq_len": 100},
+        ValueError,
+        "max_position_embeddings must be given for a seq_len with rope_type 'dynamic', got None",
+    ),
+    "yarn with base 1": ({"base": 1, "scaling": {"rope_type": "yarn", **YARN}}, ValueError, "base must not be 1"),
+    "beta is zero": (
+        {"scaling": {"rope_type": "yarn", **YARN, "beta_slow": 0}},
+        ValueError,
+        r"scaling\['beta_slow'\] must be finite and positive, got 0",
+    ),
+    "truncate is a number": (
+        {"scaling": {"rope_type": "yarn", **YARN, "truncate": 1}},
+        TypeError,
+        r"scaling\['truncate'\] must be a bool, got 1",
+    ),
+    "llama3, bounds are equal": (
+        {"scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},
+        ValueError,
+        r"scaling\['high_freq_factor'\] must be greater than scaling\['low_freq_factor'\], got 1.0 and 1.0",
+    ),
+    "longrope, too few factors": (
+        {"scaling": {"rope_type": "longrope", **LONG, "factor": 2.0}},
+        ValueError,
+        r"scaling\['short_factor'\] must have 4 numbers, one per frequency, got 2",
+    ),
+    "longrope, one factor": (
+        {"scaling": {"rope_type": "longrope", **LONG, "long_factor": 2.0, "short_factor": [1.0] * 4}},
+        TypeError,
+        r"scaling\['long_factor'\] must be a list of numbers, got 2.0",
+    ),
+    "longrope, a factor is zero": (
+        {"dim": 4, "scaling": {"rope_type": "longrope", **LONG, "long_factor": [1.0, 0.0]}},
+        ValueError,
+        r"scaling\['long_factor'\]\[1\] must be finite and positive, got 0.0",
+    ),
+    "longrope without a growth": (
+        {"dim": 4, "scaling": {"rope_type": "longrope", **LONG}},
+        ValueError,
+        "rope_type 'longrope' needs the key 'factor' or 'attention_factor' in scaling, or the argument "
+        "max_position_embeddings",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case: str) -> None:
+    arguments, exception, message = ERRORS[case]
+    with pytest.raises(exception, match=f"^rope_frequencies: {message}"):
+        rope_frequencies(**({"dim": 8} | arguments))

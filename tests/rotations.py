@@ -1,0 +1,127 @@
+"""Rotary embeddings to test with, their NumPy reference in extended precision, and comparison by the pairs' lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import cases
+import jax.numpy as jnp
+import numpy as np
+
+LAYOUTS = ("BHSD", "BSHD")
+PAIRINGS = (True, False)
+"""Values of interleaved."""
+
+FAR = 2**20
+"""Angles are exact for positions to here."""
+
+
+def features_shape(layout: str, examples: int, heads: int, length: int, size: int) -> tuple[int, int, int, int]:
+    return (examples, heads, length, size) if layout == "BHSD" else (examples, length, heads, size)
+
+
+def make_features(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    return rng.normal(size=shape).astype(jnp.dtype(dtype))
+
+
+def copies_in(text: str) -> list[str]:
+    """The instructions of a compiled program that copy an array of features."""
+    return re.findall(r"= \(?\w+\[\d+,\d+,\d+,\d+\]\S* copy(?:-start)?\(.*", text)
+
+
+def _in_pairs(features: np.ndarray, interleaved: bool) -> np.ndarray:
+    """``[..., P, 2]``: the two features of each pair."""
+    if interleaved:
+        return features.reshape(*features.shape[:-1], features.shape[-1] // 2, 2)
+    return np.stack(np.split(features, 2, axis=-1), axis=-1)
+
+
+def _from_pairs(pairs: np.ndarray, interleaved: bool) -> np.ndarray:
+    if interleaved:
+        return pairs.reshape(*pairs.shape[:-2], 2 * pairs.shape[-2])
+    return np.concatenate([pairs[..., 0], pairs[..., 1]], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotated:
+    """What a rotation may return."""
+
+    turned: np.ndarray
+    """The rotated features, exact."""
+    lengths: np.ndarray
+    """The length of the pair of each of them."""
+    angles: np.ndarray
+    """By which each of them is turned."""
+    staying: np.ndarray
+    """The other features."""
+
+    @property
+    def exact(self) -> np.ndarray:
+        return np.concatenate([self.turned, self.staying.astype(np.longdouble)], axis=-1)
+
+    def units(self) -> np.ndarray:
+        """The unit in the last place of the length of each pair that turns, in the dtype that is computed in."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            return np.spacing(self.lengths.astype(cases.accumulator(self.staying.dtype))).astype(np.longdouble)
+
+    def expected(self) -> cases.Expected:
+        """Turned features within 2 units, rounded to the dtype. The angles of float32 are numbers of float64, which
+        matters where they are large; float64 is within 8 units of what these angles give."""
+        dtype = self.staying.dtype
+        with np.errstate(invalid="ignore"):
+            of_angle = 0 if dtype == np.float64 else 2.0**-52 * np.abs(self.angles) * self.lengths
+        error = (8 if dtype == np.float64 else 2) * self.units() + of_angle
+        return cases.Expected(self.exact, dtype, np.concatenate([error, np.zeros(self.staying.shape)], axis=-1))
+
+    def check(self, actual: Any, where: str = "") -> None:
+        """As expected, and the other features exact."""
+        self.expected().check(actual, where)
+        cases.assert_same_bits(np.asarray(actual)[..., self.turned.shape[-1] :], self.staying, f"{where} what stays")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """The arguments of a rotation, but for what is rotated."""
+
+    positions: np.ndarray | None = None
+    base: float = 10000.0
+    interleaved: bool = True
+    layout: str = "BHSD"
+    rotary_dim: int | None = None
+    inv_freq: np.ndarray | None = None
+    scale: float = 1.0
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments; positions, which may be traced, are not among them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
+
+    def angles(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """``[B or 1, S, P]`` for features of this shape: exact, or for float64 the products of float64."""
+        length = shape[2 if self.layout == "BHSD" else 1]
+        rotary_dim = shape[3] if self.rotary_dim is None else self.rotary_dim
+        positions = np.arange(length) if self.positions is None else self.positions
+        inv_freq = self.inv_freq
+        if inv_freq is None:
+            inv_freq = 1 / self.base ** (np.arange(0, rotary_dim, 2) / rotary_dim)
+        wide = np.float64 if jnp.dtype(dtype) == np.float64 else np.longdouble
+        angles = positions[..., None].astype(wide) * inv_freq.astype(wide)
+        return angles.reshape(1 if positions.ndim == 1 else len(positions), length, rotary_dim // 2)
+
+    def of(self, features: np.ndarray, direction: int = 1) -> Rotated:
+        """The rotation by the angles, or (direction -1) by the negative angles."""
+        rotary_dim = features.shape[-1] if self.rotary_dim is None else self.rotary_dim
+        angles = self.angles(features.shape, features.dtype).astype(np.longdouble)
+        angles = np.expand_dims(direction * angles, 1 + LAYOUTS.index(self.layout))
+        scale = np.longdouble(self.scale)
+        cos, sin = scale * np.cos(angles), scale * np.sin(angles)
+        first, second = np.moveaxis(
+            _in_pairs(features[..., :rotary_dim].astype(np.longdouble), self.interleaved), -1, 0
+        )
+        with np.errstate(invalid="ignore"):
+            turned = np.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+            lengths = np.repeat(np.abs(scale) * np.hypot(first, second)[..., None], 2, axis=-1)
+        angles = np.broadcast_to(angles[..., None], turned.shape)
+        turned, lengths, angles = (_from_pairs(pairs, self.interleaved) for pairs in (turned, lengths, angles))
+        return Rotated(turned, lengths, angles, features[..., rotary_dim:])
