@@ -91,7 +91,8 @@ def rope(
       {options}
 
     Returns:
-      The rotated features, with the shape and dtype of `x`. {in_place}
+      The rotated features, with the shape and dtype of `x`.
+      {in_place}
 
     Raises:
       {raises}
@@ -160,7 +161,8 @@ def rope_qk(
       {options}
 
     Returns:
-      ``(q, k)``, rotated, with the shapes and the dtype of `q` and `k`. {in_place}
+      ``(q, k)``, rotated, with the shapes and the dtype of `q` and `k`.
+      {in_place}
 
     Raises:
       {raises}
