@@ -25,6 +25,7 @@ from benchmarks.harness import (
     TorchGraphContender,
     UnsupportedError,
     torch,
+    torch_is_usable,
 )
 from benchmarks.record import FORWARD, OURS, WITH_GRADIENT, XLA
 
@@ -249,10 +250,6 @@ def contenders(op: str, problem: Problem, dtype: str, packing: str, what: str) -
             if problem.is_small and x.device.platform == "gpu":
                 formulation += " in a CUDA graph"
                 yield TorchGraphContender(library, formulation, function, *operands, cotangent=cotangent)
-
-
-def torch_is_usable() -> bool:
-    return torch is not None and (jax.default_backend() == "cpu" or torch.cuda.is_available())
 
 
 def with_gradient(function: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]:

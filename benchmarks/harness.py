@@ -32,6 +32,11 @@ except ImportError:
     torch = None
 
 
+def torch_is_usable() -> bool:
+    """Whether torch is there, and sees the device that JAX uses."""
+    return torch is not None and (jax.default_backend() == "cpu" or torch.cuda.is_available())
+
+
 class UnsupportedError(Exception):
     """A library does not offer what a case asks for."""
 
@@ -102,7 +107,7 @@ class JaxContender(Contender):
 
 
 class TorchContender(Contender):
-    """A function of torch tensors; if there is a cotangent, the gradients of all of them are computed as well."""
+    """A function of torch tensors; if there are cotangents, the gradients of all of them are computed as well."""
 
     def __init__(
         self,
@@ -112,32 +117,47 @@ class TorchContender(Contender):
         *operands: Any,
         cotangent: Any = None,
         compiles: bool = False,
+        writes_to_operands: bool = False,
         repetitions: int = 1,
     ):
-        """`compiles`: the first call compiles or tunes a kernel."""
+        """
+        Args:
+          cotangent: that of the result, or a tuple of those of all results.
+          compiles: the first call compiles or tunes a kernel.
+          writes_to_operands: the function does, or its gradient writes to the cotangents: they get copies.
+        """
         super().__init__(library, formulation, repetitions)
-        self._function, self._operands, self._cotangent = function, operands, cotangent
+        self._function, self._operands = function, operands
+        self._cotangents = () if cotangent is None else _as_tuple(cotangent)
         self._compiles = compiles
+        self._originals = (*self._operands, *self._cotangents) if writes_to_operands else ()
         self._is_on_gpu = operands[0].is_cuda
+
+    def prepare(self) -> None:
+        if self._originals:
+            copies = [x.clone() for x in self._originals]
+            self._operands = copies[: len(self._operands)]
+            self._cotangents = tuple(copies[len(self._operands) :])
 
     def warm_up(self) -> None:
         if self._compiles:
             self.wait(self.enqueue())
 
     def enqueue(self) -> Any:
-        if self._cotangent is None:
+        if not self._cotangents:
             with torch.no_grad():
-                output = self._function(*self._operands)
-            return output if isinstance(output, tuple) else (output,)
+                return _as_tuple(self._function(*self._operands))
         leaves = [operand.detach().requires_grad_() for operand in self._operands]
-        output = self._function(*leaves)
-        return output.detach(), *torch.autograd.grad(output, leaves, self._cotangent)
+        outputs = _as_tuple(self._function(*leaves))
+        return *(output.detach() for output in outputs), *torch.autograd.grad(outputs, leaves, self._cotangents)
 
     def wait(self, results: Any) -> None:
         if self._is_on_gpu:
             torch.cuda.synchronize()
 
     def first_call(self) -> list[jax.Array]:
+        for own, original in zip((*self._operands, *self._cotangents), self._originals, strict=False):
+            own.copy_(original)
         if self._is_on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -149,6 +169,10 @@ class TorchContender(Contender):
             self.temporary_bytes = max(0, torch.cuda.max_memory_allocated() - allocated - result_bytes)
         # Integers come as int64, which JAX holds only where that is enabled.
         return [jnp.from_dlpack(x.contiguous() if x.is_floating_point() else x.int()) for x in results]
+
+
+def _as_tuple(x: Any) -> tuple[Any, ...]:
+    return x if isinstance(x, tuple) else (x,)
 
 
 class TorchGraphContender(TorchContender):

@@ -11,7 +11,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 OURS, XLA = "jax_baracuda", "XLA"
-TORCH_PEERS = ("torch_scatter", "causal_conv1d", "fla")
+TORCH_PEERS = ("torch_scatter", "causal_conv1d", "fla", "liger_kernel")
 """Packages beside torch whose versions are recorded."""
 UNSUPPORTED = "unsupported"
 """How a failure begins that means no more than that a library does not offer this."""

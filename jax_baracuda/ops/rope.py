@@ -39,7 +39,8 @@ _documented = with_shared_parts(
     {
         "options": """\
 positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default: 0 to
-  S - 1. Any value, negative ones included. Other integers than int32 and int64 are converted to one of them.
+  S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value, negative ones included.
+  Other integers than int32 and int64 are converted to one of them.
 base: finite and positive; the frequencies are ``base^(-2i/rotary_dim)``.
 interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
   ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
@@ -57,8 +58,8 @@ ValueError: shapes do not fit; `layout` is unknown; `rotary_dim` is odd or out o
         "numbers": """\
 Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
 float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32 and
-rounded once. float64 multiplies position and frequency in float64. Features that do not turn are exact, and NaN and
-infinities stay in their pair. Bit-equal from run to run.""",
+rounded once, which is the exact result, rounded, for 99% of numbers or more. float64 multiplies position and frequency
+in float64. Features that do not turn are exact, and NaN and infinities stay in their pair. Bit-equal from run to run.""",
         "in_place": """\
 Where `jax.jit` donates an argument that is passed on as it is, the result is written to its memory.""",
         "forward_mode": """\
@@ -91,7 +92,8 @@ def rope(
       {options}
 
     Returns:
-      The rotated features, with the shape and dtype of `x`. {in_place}
+      The rotated features, with the shape and dtype of `x`.
+      {in_place}
 
     Raises:
       {raises}
@@ -160,7 +162,8 @@ def rope_qk(
       {options}
 
     Returns:
-      ``(q, k)``, rotated, with the shapes and the dtype of `q` and `k`. {in_place}
+      ``(q, k)``, rotated, with the shapes and the dtype of `q` and `k`.
+      {in_place}
 
     Raises:
       {raises}
