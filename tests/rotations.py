@@ -67,12 +67,13 @@ class Rotated:
             return np.spacing(self.lengths.astype(cases.accumulator(self.staying.dtype))).astype(np.longdouble)
 
     def expected(self) -> cases.Expected:
-        """Turned features within 2 units, rounded to the dtype. The angles of float32 are numbers of float64, which
-        matters where they are large; float64 is within 8 units of what these angles give."""
+        """Turned features within 2 units, rounded to the dtype; 4 for 16 bits, whose sines are computed in float32, and
+        8 for float64. Angles are numbers of float64, which matters where they are large."""
         dtype = self.staying.dtype
+        num_units = {8: 8, 4: 2, 2: 4}[dtype.itemsize]
         with np.errstate(invalid="ignore"):
             of_angle = 0 if dtype == np.float64 else 2.0**-52 * np.abs(self.angles) * self.lengths
-        error = (8 if dtype == np.float64 else 2) * self.units() + of_angle
+        error = num_units * self.units() + of_angle
         return cases.Expected(self.exact, dtype, np.concatenate([error, np.zeros(self.staying.shape)], axis=-1))
 
     def check(self, actual: Any, where: str = "") -> None:

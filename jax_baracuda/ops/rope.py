@@ -59,7 +59,8 @@ ValueError: shapes do not fit; `layout` is unknown; `rotary_dim` is odd or out o
 Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
 float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32 and
 rounded once, which is the exact result, rounded, for 99% of numbers or more. float64 multiplies position and frequency
-in float64. Features that do not turn are exact, and NaN and infinities stay in their pair. Bit-equal from run to run.""",
+in float64. Features that do not turn are exact, and NaN and infinities stay in their pair. Bit-equal from run to
+run.""",
         "in_place": """\
 Where `jax.jit` donates an argument that is passed on as it is, the result is written to its memory.""",
         "forward_mode": """\
