@@ -40,7 +40,7 @@ INTERLEAVED, HALF_SPLIT = "rope", "rope half-split"
 """The pairings are ops of their own in tables and plots."""
 QK_INTERLEAVED, QK_HALF_SPLIT = "rope_qk", "rope_qk half-split"
 BRIEF = Effort(samples=3, seconds_per_contender=0.12)
-THOROUGH = Effort(samples=4, seconds_per_sample=0.1, seconds_per_contender=0.4)
+THOROUGH = Effort(samples=4, seconds_per_sample=0.05, seconds_per_contender=0.2)
 BASE = 10000.0
 LAST_OFFSET = 1000
 """Positions of an example begin at one of the first so many where they are its own."""
@@ -93,17 +93,18 @@ class Decoding:
         return dataclasses.replace(self, examples=self.examples // 8)
 
 
+HEADS_FIRST = ("BHSD",)
 GPU_PROBLEMS = (
-    Problem(4, (32,), 8192, 128, positions=("", "positions of examples"), is_exhaustive=True, effort=THOROUGH),
-    Problem(1, (64,), 8192, 128, dtypes=("bfloat16",)),
-    Problem(1, (128,), 8192, 128, dtypes=("bfloat16",)),
-    Problem(1, (32,), 131072, 128, dtypes=("bfloat16",)),
-    Problem(4, (32,), 8192, 64, dtypes=("bfloat16",)),
-    Problem(4, (32,), 8192, 256, dtypes=("bfloat16",)),
-    Problem(3, (5,), 4099, 96),
+    Problem(4, (32,), 8192, 128, effort=THOROUGH),
+    Problem(4, (32,), 8192, 128, dtypes=("bfloat16",), positions=("positions of examples",)),
+    Problem(1, (64,), 8192, 128, dtypes=("bfloat16",), layouts=HEADS_FIRST),
+    Problem(1, (128,), 8192, 128, dtypes=("bfloat16",), layouts=HEADS_FIRST),
+    Problem(1, (32,), 131072, 128, dtypes=("bfloat16",), layouts=HEADS_FIRST),
+    Problem(4, (32,), 8192, 64, dtypes=("bfloat16",), layouts=HEADS_FIRST),
+    Problem(4, (32,), 8192, 256, dtypes=("bfloat16",), layouts=HEADS_FIRST),
+    Problem(3, (5,), 4099, 96, layouts=HEADS_FIRST),
     Problem(1, (32, 8), 8192, 128, effort=THOROUGH),
-    Problem(4, (32, 8), 8192, 128, dtypes=("bfloat16",)),
-    Problem(1, (32, 1), 8192, 128, dtypes=("bfloat16",)),
+    Problem(1, (32, 1), 8192, 128, dtypes=("bfloat16",), layouts=HEADS_FIRST),
 )
 CPU_PROBLEMS = (
     Problem(1, (32,), 2048, 128, is_exhaustive=True, effort=Effort()),
