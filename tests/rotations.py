@@ -52,8 +52,8 @@ class Rotated:
     """The rotated features, exact."""
     lengths: np.ndarray
     """The length of the pair of each of them."""
-    angles: np.ndarray
-    """By which each of them is turned."""
+    angle_errors: np.ndarray
+    """By how much the angles may differ that they are turned by."""
     staying: np.ndarray
     """The other features."""
 
@@ -68,12 +68,11 @@ class Rotated:
 
     def expected(self) -> cases.Expected:
         """Turned features within 2 units, rounded to the dtype; 4 for 16 bits, whose sines are computed in float32, and
-        8 for float64. Angles are numbers of float64, which matters where they are large."""
+        8 for float64."""
         dtype = self.staying.dtype
         num_units = {8: 8, 4: 2, 2: 4}[dtype.itemsize]
         with np.errstate(invalid="ignore"):
-            of_angle = 0 if dtype == np.float64 else 2.0**-52 * np.abs(self.angles) * self.lengths
-        error = num_units * self.units() + of_angle
+            error = num_units * self.units() + self.angle_errors * self.lengths
         return cases.Expected(self.exact, dtype, np.concatenate([error, np.zeros(self.staying.shape)], axis=-1))
 
     def check(self, actual: Any, where: str = "") -> None:
@@ -98,23 +97,36 @@ class Rotation:
         """The keyword arguments; positions, which may be traced, are not among them."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
 
-    def angles(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """``[B or 1, S, P]`` for features of this shape: exact, or for float64 the products of float64."""
+    def angles(self, shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+        """``[B or 1, S, P]`` for features of this shape, and the errors that they may have.
+
+        Those of float64 are the products of float64. Others are exact, but a kernel has its frequencies as sums of two
+        numbers of float32, and its angles as numbers of float64, which matters where positions are large.
+        """
         length = shape[2 if self.layout == "BHSD" else 1]
         rotary_dim = shape[3] if self.rotary_dim is None else self.rotary_dim
         positions = np.arange(length) if self.positions is None else self.positions
+        positions = positions.reshape(1 if positions.ndim == 1 else len(positions), length, 1)
         inv_freq = self.inv_freq
         if inv_freq is None:
             inv_freq = 1 / self.base ** (np.arange(0, rotary_dim, 2) / rotary_dim)
-        wide = np.float64 if jnp.dtype(dtype) == np.float64 else np.longdouble
-        angles = positions[..., None].astype(wide) * inv_freq.astype(wide)
-        return angles.reshape(1 if positions.ndim == 1 else len(positions), length, rotary_dim // 2)
+        if jnp.dtype(dtype) == np.float64:
+            angles = positions.astype(np.float64) * inv_freq.astype(np.float64)
+            return angles, np.zeros(angles.shape)
+        positions, inv_freq = positions.astype(np.longdouble), inv_freq.astype(np.longdouble)
+        rest = inv_freq - inv_freq.astype(np.float32)
+        missing = np.abs(rest - rest.astype(np.float32))
+        angles = positions * inv_freq
+        return angles, 2.0**-52 * np.abs(angles) + np.abs(positions) * missing
 
     def of(self, features: np.ndarray, direction: int = 1) -> Rotated:
         """The rotation by the angles, or (direction -1) by the negative angles."""
         rotary_dim = features.shape[-1] if self.rotary_dim is None else self.rotary_dim
-        angles = self.angles(features.shape, features.dtype).astype(np.longdouble)
-        angles = np.expand_dims(direction * angles, 1 + LAYOUTS.index(self.layout))
+        angles, errors = (
+            np.expand_dims(x.astype(np.longdouble), 1 + LAYOUTS.index(self.layout))
+            for x in self.angles(features.shape, features.dtype)
+        )
+        angles = direction * angles
         scale = np.longdouble(self.scale)
         cos, sin = scale * np.cos(angles), scale * np.sin(angles)
         first, second = np.moveaxis(
@@ -123,6 +135,6 @@ class Rotation:
         with np.errstate(invalid="ignore"):
             turned = np.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
             lengths = np.repeat(np.abs(scale) * np.hypot(first, second)[..., None], 2, axis=-1)
-        angles = np.broadcast_to(angles[..., None], turned.shape)
-        turned, lengths, angles = (_from_pairs(pairs, self.interleaved) for pairs in (turned, lengths, angles))
-        return Rotated(turned, lengths, angles, features[..., rotary_dim:])
+        errors = np.broadcast_to(errors[..., None], turned.shape)
+        turned, lengths, errors = (_from_pairs(pairs, self.interleaved) for pairs in (turned, lengths, errors))
+        return Rotated(turned, lengths, errors, features[..., rotary_dim:])

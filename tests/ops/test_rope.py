@@ -734,7 +734,7 @@ def test_higher_derivatives(rng: np.random.Generator, interleaved: bool) -> None
     """Derivatives up to the third, in every way, through both functions."""
     rotation = Rotation(rng.integers(0, 1000, (2, 7)).astype(np.int32), interleaved=interleaved)
     q, k = make_features(rng, (2, 3, 7, 8), "float64"), make_features(rng, (2, 1, 7, 8), "float64")
-    angles = rotation.angles(q.shape, "float64")
+    angles, _ = rotation.angles(q.shape, "float64")
     u, v = ((make_features(rng, q.shape, "float64"), make_features(rng, k.shape, "float64")) for _ in range(2))
 
     def dot(a: Any, b: Any) -> Any:
