@@ -65,11 +65,15 @@ class Problem:
     packings: tuple[str, ...] = ("",)
     is_exhaustive: bool = False
     """Formulations that are far behind take part as well."""
+    layers: int = 1
+    """Convolutions in one program, each of which takes the output of the one before: then the call from Python, which
+    is longer than a small convolution, is only a part of the time."""
     effort: Effort = BRIEF
 
     @property
     def size(self) -> str:
-        return f"{self.examples} × {self.channels} × {self.length}, width {self.width}"
+        size = f"{self.examples} × {self.channels} × {self.length}, width {self.width}"
+        return size if self.layers == 1 else f"{self.layers} layers of {size}"
 
     def quick(self) -> Problem:
         """A small version, to see that everything runs."""
@@ -110,6 +114,9 @@ GPU_PROBLEMS = (
     Problem(8, 5376, 2048),
     Problem(1, 10240, 8192),
     Problem(1, 2048, 4096, width=3),
+    Problem(1, 2048, 4096, width=3, layers=10),
+    Problem(8, 1536, 1024, layers=10),
+    Problem(8, 1536, 1026, layers=10),
     Problem(1, 8192, 32768),
     Problem(1, 64, 1048576),
 )
@@ -135,7 +142,7 @@ def cases(backend: str, quick: bool = False) -> Iterator[Case]:
                     what=what,
                     floor_bytes=floor_bytes(problem, dtype, packing, what),
                     make_contenders=functools.partial(contenders, op, problem, dtype, packing, what),
-                    tolerance=tolerance(dtype),
+                    tolerance=tolerance(dtype) * math.sqrt(problem.layers),
                     effort=problem.effort,
                 )
     for decoding in GPU_DECODINGS if on_gpu else CPU_DECODINGS:
@@ -170,7 +177,7 @@ def floor_bytes(problem: Problem, dtype: str, packing: str, what: str) -> int:
     ids = problem.examples * problem.length * np.dtype(np.int32).itemsize if packing else 0
     forward = 2 * x + parameters + ids
     backward = 3 * x + 2 * parameters + ids
-    return forward + (backward if what == WITH_GRADIENT else 0)
+    return problem.layers * (forward + (backward if what == WITH_GRADIENT else 0))
 
 
 def decoding_floor_bytes(decoding: Decoding) -> int:
@@ -184,8 +191,9 @@ def decoding_floor_bytes(decoding: Decoding) -> int:
 
 class Operands(NamedTuple):
     x: jax.Array
-    weight: jax.Array
-    bias: jax.Array
+    weights: tuple[jax.Array, ...]
+    """Of each layer."""
+    biases: tuple[jax.Array, ...]
     dy: jax.Array
     ids: jax.Array | None
 
@@ -195,10 +203,10 @@ def _normal(seed: int, count: int, dtype: str) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), (count,), dtype)
 
 
-def _parameters(channels: int, width: int, dtype: str) -> tuple[jax.Array, jax.Array]:
-    """Weights and biases for which decoding, each output being the next input, neither grows nor fades away."""
-    weight = _normal(1, channels * width, "float32").reshape(channels, width) * 0.3
-    return weight.astype(dtype), _normal(2, channels, dtype)
+def _parameters(layer: int, channels: int, width: int, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """Weights and biases for which outputs that are inputs again neither grow nor fade away."""
+    weight = _normal(10 + layer, channels * width, "float32").reshape(channels, width) * 0.3
+    return weight.astype(dtype), _normal(100 + layer, channels, dtype)
 
 
 @functools.lru_cache(maxsize=1)
@@ -211,7 +219,8 @@ def make_operands(op: str, problem: Problem, dtype: str, packing: str) -> Operan
     if packing:
         starts = jax.random.bernoulli(jax.random.key(5), 1 / ROWS_PER_SEQUENCE, (problem.examples, problem.length))
         ids = jnp.cumsum(starts, axis=1, dtype=jnp.int32)
-    operands = Operands(x, *_parameters(problem.channels, problem.width, dtype), dy, ids)
+    parameters = (_parameters(i, problem.channels, problem.width, dtype) for i in range(problem.layers))
+    operands = Operands(x, *zip(*parameters, strict=True), dy, ids)
     return jax.block_until_ready(operands)
 
 
@@ -221,7 +230,7 @@ def make_operands(op: str, problem: Problem, dtype: str, packing: str) -> Operan
 
 def contenders(op: str, problem: Problem, dtype: str, packing: str, what: str) -> Iterator[Contender]:
     """This package, and every formulation of every peer that is installed."""
-    x, weight, bias, dy, ids = make_operands(op, problem, dtype, packing)
+    x, weights, biases, dy, ids = make_operands(op, problem, dtype, packing)
     channels_last = op == CHANNELS_LAST
 
     def ours(x: jax.Array, weight: jax.Array, bias: jax.Array, ids: jax.Array | None) -> jax.Array:
@@ -233,32 +242,61 @@ def contenders(op: str, problem: Problem, dtype: str, packing: str, what: str) -
         (OURS, "", ours),
         *((XLA, *named) for named in xla_formulations(problem, dtype, packing, channels_last, what)),
     ):
-        tolerance = ADDING_IN_16_BITS if library == XLA and dtype == "bfloat16" else 0.0
+        tolerance = ADDING_IN_16_BITS * math.sqrt(problem.layers) if library == XLA and dtype == "bfloat16" else 0.0
+        function = _in_layers(function)
         if what == FORWARD:
-            yield JaxContender(library, formulation, function, x, weight, bias, ids, tolerance=tolerance)
+            yield JaxContender(library, formulation, function, x, weights, biases, ids, tolerance=tolerance)
         else:
             function = with_gradient(function)
-            yield JaxContender(library, formulation, function, x, weight, bias, ids, dy, tolerance=tolerance)
+            yield JaxContender(library, formulation, function, x, weights, biases, ids, dy, tolerance=tolerance)
 
     if torch_is_usable():
-        operands = [torch.from_dlpack(operand) for operand in (x, weight, bias)]
+        operands = [torch.from_dlpack(operand) for operand in (x, *weights, *biases)]
         torch_ids = None if ids is None else torch.from_dlpack(ids)
         cotangent = torch.from_dlpack(dy) if what == WITH_GRADIENT else None
         for library, formulation, function in torch_formulations(problem, torch_ids, channels_last):
             compiles = library == "fla"
+            function = _in_torch_layers(function)
             yield TorchContender(library, formulation, function, *operands, cotangent=cotangent, compiles=compiles)
             if problem.is_small and x.device.platform == "gpu":
                 formulation += " in a CUDA graph"
                 yield TorchGraphContender(library, formulation, function, *operands, cotangent=cotangent)
 
 
-def with_gradient(function: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]:
+def _in_layers(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`function` with each weight and bias, each time of what it returned before."""
+
+    def run(x: jax.Array, weights: Parameters, biases: Parameters, ids: jax.Array | None) -> jax.Array:
+        for weight, bias in zip(weights, biases, strict=True):
+            # Each layer writes its result to memory, as it must where others come between.
+            x = lax.optimization_barrier(function(x, weight, bias, ids))
+        return x
+
+    return run
+
+
+def _in_torch_layers(function: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
+    """The same of tensors: x, the weights, the biases."""
+
+    def run(x: Any, *parameters: Any) -> Any:
+        layers = len(parameters) // 2
+        for weight, bias in zip(parameters[:layers], parameters[layers:], strict=True):
+            x = function(x, weight, bias)
+        return x
+
+    return run
+
+
+Parameters = tuple[jax.Array, ...]
+
+
+def with_gradient(function: Callable[..., jax.Array]) -> Callable[..., tuple[Any, ...]]:
     """The output of `function` and the gradients of its input, weights and biases."""
 
     def run(
-        x: jax.Array, weight: jax.Array, bias: jax.Array, ids: jax.Array | None, dy: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        y, vjp = jax.vjp(lambda *operands: function(*operands, ids), x, weight, bias)
+        x: jax.Array, weights: Parameters, biases: Parameters, ids: jax.Array | None, dy: jax.Array
+    ) -> tuple[Any, ...]:
+        y, vjp = jax.vjp(lambda *operands: function(*operands, ids), x, weights, biases)
         return y, *vjp(dy)
 
     return run
@@ -416,7 +454,7 @@ def _fla(channels_last: bool, sequences: dict[str, Any], x: Any, weight: Any, bi
 
 def decoding_contenders(decoding: Decoding) -> Iterator[Contender]:
     """Many steps in one loop, in which each output is the next input."""
-    weight, bias = _parameters(decoding.channels, decoding.width, decoding.dtype)
+    weight, bias = _parameters(0, decoding.channels, decoding.width, decoding.dtype)
     shape = (decoding.examples, decoding.channels, decoding.state_length)
     state = _normal(3, math.prod(shape), decoding.dtype).reshape(shape)
     x = _normal(4, math.prod(shape[:2]), decoding.dtype).reshape(shape[:2])

@@ -261,7 +261,11 @@ def convolution_update_call(rng: np.random.Generator, dtype: str, is_sorted: boo
     x, state = operands["x"], operands["initial_state"]
     new_state = np.concatenate([state, x], axis=3)[..., 2:]
     expected = tuple(expected_output(problem, dtype) for problem in problems)
-    return Call((x, state, operands["weight"], operands["bias"]), (expected, exactly(new_state)), CONVOLUTION_PARAMS)
+    return Call(
+        (x, state, operands["weight"], operands["bias"]),
+        (expected, exactly(new_state)),
+        CONVOLUTION_PARAMS | {"batched": True},
+    )
 
 
 def rotation_call(*heads: int, direction: int) -> Callable[..., Call]:

@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
   };
 #pragma unroll
   for (int i = 0; i < kStepsAhead; ++i) load_ahead(i);
-  C weights[kWidth];
-  const C bias = a.weights.template Load<kWidth>(geometry, at.example, at.channel, weights);
+  C weights[kWidth], bias;
+  a.weights.template Load<1, kWidth>(geometry, at.example, at.channel, weights, &bias);
   const T* state_end = a.initial_state.End(geometry, at.example, at.channel);
   const auto mend = [&](int from, C* x, C* dy) {
     MendWindow<kPast>(at, from, x_row + from, state_end, x);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
 
   C following[kVec];               // dz of the step before, which lies after the next one in the row
   Taps<kVec + kPast> next_taps{};  // of a vector and those that follow in the row
-  const auto load_taps = [&](int from) { next_taps.Load(taps_row + from, at.before + from, at.after - from); };
+  const TapsOfRow<kVec + kPast> all_taps(taps_row, at.before, at.after);
 #pragma unroll
   for (int i = 0; i < kVec; ++i) following[i] = 0;
   if (kPast > 0 && at.stretch + 1 < grid.plan.stretches && lane * kVec < kPast) {
@@ -100,16 +100,16 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
     }
 #pragma unroll
     for (int i = 0; i < kVec; ++i) dy[i] = next + i < at.after ? static_cast<C>(dy_row[next + i]) : C{0};
-    if constexpr (kHasTaps) load_taps(next);
+    if constexpr (kHasTaps) all_taps.Load(next, &next_taps);
     PreActivationGradient<kWidth, kHasTaps, kVec>(x, dy, weights, bias, next_taps, a.silu, following);
     zero_outside(next, following);
   }
   C sums[kWidth + 1] = {};
   const int first_lane = (threadIdx.x & 31) - lane;  // of the group, in its warp
-  if constexpr (kHasTaps) load_taps(offset);
+  if constexpr (kHasTaps) all_taps.Load(offset, &next_taps);
   for (int step = steps - 1; step >= 0; --step) {
     const Taps<kVec + kPast> taps = next_taps;
-    if constexpr (kHasTaps) load_taps(offset - at.step);
+    if constexpr (kHasTaps) all_taps.Load(offset - at.step, &next_taps);
     WaitForCopies<kStepsAhead - 2>();  // the step that comes next lies before this one in the row
     __syncwarp();
     load_ahead(kStepsAhead);
@@ -132,29 +132,27 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
 #pragma unroll
       for (int j = 0; j < kVec; ++j) following[j] = dz[j];
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) {
-        dx[j] = 0;
+      for (int j = 0; j < kVec; ++j) dx[j] = 0;
+      // What dz of a time and the input k steps before it, if its tap is there, give each other.
+      const auto add_products = [&](const auto& is_summed) {
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k) {
-          if (!kIsMasked || k == 0 || taps.Has(j + k, k)) dx[j] = fma(weights[kPast - k], dz[j + k], dx[j]);
-        }
-      }
-      const auto add_to_sums = [&](int j) {
+        for (int t = 0; t < kVec + kPast; ++t) {
+          const bool is_own = t < kVec && is_summed(t);
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k) {
-          if (!kIsMasked || k == kPast || taps.Has(j, kPast - k)) sums[k] = fma(dz[j], x[j + k], sums[k]);
+          for (int k = 0; k < kWidth; ++k) {
+            if (!kIsMasked || k == 0 || taps.Has(t, k)) {
+              if (t >= k && t - k < kVec) dx[t - k] = fma(weights[kPast - k], dz[t], dx[t - k]);
+              if (is_own) sums[kPast - k] = fma(dz[t], x[t + kPast - k], sums[kPast - k]);
+            }
+          }
+          if (is_own) sums[kWidth] += dz[t];
         }
-        sums[kWidth] += dz[j];
       };
       if (are_regular) {
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) add_to_sums(j);
+        add_products([](int) { return true; });
       } else {
         // No products where the row has ended: inputs of its end may be NaN.
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) {
-          if (at.before + offset + j >= 0 && offset + j < at.after) add_to_sums(j);
-        }
+        add_products([&](int t) { return at.before + offset + t >= 0 && offset + t < at.after; });
       }
     };
     if (kHasTaps && !__all_sync(kWholeWarp, taps.HasAll(kWidth))) {
@@ -181,22 +179,32 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
   }
 }
 
+RowsPlan BackwardPlan(const Problem& problem, int64_t element_bytes) {
+  const int blocks_at_once = element_bytes > 4 ? 4 : problem.has_taps ? 5 : 6;
+  // Of packed sequences, the steps of fewer threads have a border less often; and the time to start is longer.
+  return problem.has_taps
+             ? RowsPlan(problem, element_bytes, {blocks_at_once, 3, 2, 32, /*slowness=*/{1.07, 1, 1.07, 1.4}})
+             : RowsPlan(problem, element_bytes,
+                        {blocks_at_once, /*steps_to_start=*/3, /*fewest_steps=*/2, /*most_steps=*/24,
+                         /*slowness=*/{1, 1.07, 1.16, 1.4}});
+}
+
 template <typename T>
 cudaError_t LaunchRows(const BackwardCall& call, cudaStream_t stream) {
   const Problem& problem = call.problem;
   const BackwardArguments<T> arguments(call);
-  const bool is_aligned = IsAligned(call.x.data, kVectorBytes) && IsAligned(call.dy.data, kVectorBytes) &&
-                          IsAligned(call.dx, kVectorBytes);
-  const RowsGrid grid(problem, RowsPlan(problem, sizeof(T)), sizeof(T), is_aligned,
+  const bool is_aligned = AreAligned({call.x.data, call.dy.data, call.dx});
+  const RowsGrid grid(problem, BackwardPlan(problem, sizeof(T)), sizeof(T), is_aligned,
                       arguments.x.is_shared || arguments.dy.is_shared);
   return DispatchWidth(problem.width, [&](auto width) {
-    const auto kernel = call.taps.data != nullptr ? BackwardRows<T, width, true> : BackwardRows<T, width, false>;
+    const auto kernel = problem.has_taps ? BackwardRows<T, width, true> : BackwardRows<T, width, false>;
     kernel<<<static_cast<unsigned>(grid.plan.Blocks()), kRowsThreads, 0, stream>>>(arguments, grid);
     return cudaGetLastError();
   });
 }
 
-inline constexpr int kChannelsOfBlock = 32, kMostSummands = 32;
+inline constexpr int kChannelsOfBlock = 8;  // a sector of float32
+inline constexpr int kFewestSummands = 4, kMostSummands = 128;
 
 // Adds up the partial sums of each channel, always in the same order: a block has a thread for each of kChannelsOfBlock
 // channels and each residue of the partial sums' number. In double, since there may be very many of them.
@@ -218,9 +226,12 @@ __global__ void __launch_bounds__(kChannelsOfBlock * kMostSummands)
     for (int64_t part = threadIdx.y; part < parts; part += blockDim.y) sum += first[part * (width + 1) * channels];
   }
   shared[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
+  for (unsigned half = blockDim.y / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.y < half) shared[threadIdx.y][threadIdx.x] += shared[threadIdx.y + half][threadIdx.x];
+  }
   if (threadIdx.y != 0 || !is_real) return;
-  for (unsigned i = 1; i < blockDim.y; ++i) sum += shared[i][threadIdx.x];
+  sum = shared[0][threadIdx.x];
   if (k < width) {
     dweight[(batch * channels + channel) * width + k] = static_cast<C>(sum);
   } else {
@@ -234,8 +245,9 @@ cudaError_t LaunchSumPartials(const BackwardCall& call, int64_t parts, cudaStrea
   const int64_t across = CeilDivide(problem.channels, kChannelsOfBlock);
   const int64_t blocks = problem.batch * (problem.width + 1) * across;
   if (blocks == 0) return cudaSuccess;
-  int summands = 1;
-  while (summands < kMostSummands && summands * 2 <= parts) summands *= 2;
+  constexpr int kLoadsAhead = 8;
+  int summands = kFewestSummands;
+  while (summands < kMostSummands && summands * 2 * kLoadsAhead <= parts) summands *= 2;
   SumPartials<C><<<static_cast<unsigned>(blocks), dim3(kChannelsOfBlock, summands), 0, stream>>>(
       static_cast<const C*>(call.scratch), parts, problem.width, problem.channels, Divider(across),
       static_cast<C*>(call.dweight), static_cast<C*>(call.dbias));
@@ -310,7 +322,7 @@ cudaError_t LaunchEnd(const BackwardCall& call, int64_t first, int64_t count, cu
 int64_t PartsOfBatchElement(const Problem& problem, int64_t element_bytes) {
   if (problem.HasNoElement()) return 0;
   return problem.examples * (problem.channels_last ? PartsOfExampleChannelsLast(problem, element_bytes)
-                                                   : RowsPlan(problem, element_bytes).stretches);
+                                                   : BackwardPlan(problem, element_bytes).stretches);
 }
 
 }  // namespace

@@ -5,8 +5,10 @@
 namespace jax_baracuda::causal_conv1d {
 namespace {
 
-inline constexpr int kRowsAhead = 8;  // rows under way
-inline constexpr int kLongestRun = 128, kShortestRun = 16;
+// Rings of narrow vectors hold more of them. Wide ones, which are fewer to the byte, can afford a group for each time.
+template <typename T, int kWidth, int kVec>
+using BackwardRing = std::conditional_t<(sizeof(T) * kVec < 16), TimeRing<T, kVec, 16, kRowsOfCircle<kWidth>>,
+                                        TimeRing<T, kVec, 8, 1>>;
 
 // So many blocks of a multiprocessor as the usual widths do well with.
 template <typename T, int kWidth>
@@ -17,8 +19,8 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
     BackwardChannelsLast(const __grid_constant__ BackwardArguments<T> a,
                          const __grid_constant__ ChannelsLastGrid grid) {
   using C = ComputeType<T>;
-  using Ring = TimeRing<T, kVec, kRowsAhead>;
   constexpr int kPast = kWidth - 1, kRows = kRowsOfCircle<kWidth>;
+  using Ring = BackwardRing<T, kWidth, kVec>;
   constexpr int kSumBytes = kChannelsLastThreads * kVec * (kWidth + 1) * static_cast<int>(sizeof(C));
   // First the rings, then the sums.
   __shared__ alignas(16) char shared[kSumBytes > 2 * Ring::kBlockBytes ? kSumBytes : 2 * Ring::kBlockBytes];
@@ -35,17 +37,20 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
 
     const T *x_ahead = x, *dy_ahead = dy;
     const Ring x_ring(shared), dy_ring(shared + Ring::kBlockBytes);
-    const auto load = [&](int row) {
-      x_ring.Load(row, x_ahead, row < end);
-      dy_ring.Load(row, dy_ahead, row < end);
+    const auto load_group = [&](int first) {
+#pragma unroll
+      for (int row = first; row < first + Ring::kGroupTimes; ++row) {
+        x_ring.Load(row, x_ahead, row < end);
+        dy_ring.Load(row, dy_ahead, row < end);
+        x_ahead += geometry.channels;
+        dy_ahead += geometry.channels;
+      }
       CommitCopies();
-      x_ahead += geometry.channels;
-      dy_ahead += geometry.channels;
     };
 #pragma unroll
-    for (int row = 0; row < kRowsAhead; ++row) load(row);
+    for (int row = 0; row < Ring::kAhead; row += Ring::kGroupTimes) load_group(row);
     C weight[kVec][kWidth], bias[kVec];
-    LoadChannelWeights<kVec, kWidth>(geometry, a.weights, at.example, at.channel, weight, bias);
+    a.weights.template Load<kVec, kWidth>(geometry, at.example, at.channel, weight[0], bias);
     C inputs[kWidth][kVec];
     C gradients[kWidth][kVec] = {};  // of these inputs
     LoadPast<kVec, kPast>(geometry, x, a.initial_state, at, inputs);
@@ -70,10 +75,10 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
         for (int i = 0; i < kRows; ++i) {
           const int row = first + i;
           C dz[kVec];
-          WaitForCopies<kRowsAhead - 1>();
+          if (Ring::BeginsGroup(i)) WaitForCopies<Ring::kGroups - 1>();
           x_ring.Read(row, inputs[(i + kPast) % kWidth]);
           dy_ring.Read(row, dz);
-          load(row + kRowsAhead);
+          if (Ring::EndsGroup(i)) load_group(row + 1 - Ring::kGroupTimes + Ring::kAhead);
 #pragma unroll
           for (int v = 0; v < kVec; ++v) KeepWide(inputs[(i + kPast) % kWidth][v]);
           if (a.silu) {
@@ -140,7 +145,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
 }
 
 ChannelsLastPlan BackwardPlan(const Problem& problem, int64_t element_bytes) {
-  return ChannelsLastPlan(problem, element_bytes, kLongestRun, kShortestRun);
+  return ChannelsLastPlan(problem, element_bytes, {2 * kShortestRun, 512, 4});
 }
 
 }  // namespace
@@ -154,8 +159,7 @@ cudaError_t LaunchBackwardChannelsLast(const BackwardCall& call, cudaStream_t st
   return DispatchType(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const BackwardArguments<T> arguments(call);
-    const bool is_aligned = IsAligned(call.x.data, kVectorBytes) && IsAligned(call.dy.data, kVectorBytes) &&
-                            IsAligned(call.dx, kVectorBytes);
+    const bool is_aligned = AreAligned({call.x.data, call.dy.data, call.dx, call.weight.data, call.bias.data});
     const ChannelsLastGrid grid(problem, BackwardPlan(problem, sizeof(T)), is_aligned);
     return LaunchChannelsLast<T>(call, grid, arguments, stream, [](auto width, auto channels, auto has_taps) {
       return BackwardChannelsLast<T, width, channels, has_taps>;

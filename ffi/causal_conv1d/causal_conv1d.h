@@ -26,6 +26,7 @@ struct Problem {
   int width;  // 1 to kMostWidth
   bool channels_last;
   bool silu;
+  bool has_taps;
 
   bool HasNoElement() const { return batch == 0 || examples == 0 || channels == 0 || length == 0; }
 };

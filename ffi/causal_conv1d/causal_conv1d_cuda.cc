@@ -41,6 +41,7 @@ int64_t ScratchOfBackward(const ScratchParameters& parameters) {
   problem.length = parameters.at("length");
   problem.width = static_cast<int>(parameters.at("width"));
   problem.channels_last = parameters.at("channels_last") != 0;
+  problem.has_taps = parameters.at("has_taps") != 0;
   return BackwardScratchBytes(problem, parameters.at("element_bytes"));
 }
 

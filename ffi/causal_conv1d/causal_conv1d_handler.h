@@ -189,6 +189,7 @@ ffi::Error DecodeOptional(const Decoder& decoder, const Options& options, Option
     call->state_length = call->problem.width - 1;
     return decoder.State("initial_state", buffer, &call->initial_state);
   }));
+  call->problem.has_taps = options.has_taps;
   return optional->Next("taps", options.has_taps, [&](const ffi::AnyBuffer& buffer) {
     return decoder.Taps(buffer, &call->taps);
   });

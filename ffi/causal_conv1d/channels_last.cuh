@@ -2,12 +2,16 @@
 // walks down a run of times; neighbouring threads take neighbouring vectors, and the runs of a block follow each other.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
 #include "ffi/causal_conv1d/conv_device.cuh"
 #include "ffi/core/async_copy.cuh"
 
 namespace jax_baracuda::causal_conv1d {
 
-inline constexpr int kChannelsLastThreads = 128;
+inline constexpr int kChannelsLastThreads = 128, kShortestRun = 8;
 
 // At most four channels, and so up to 16 bytes.
 constexpr int WidestChannels(int64_t element_bytes) { return element_bytes == 8 ? 2 : 4; }
@@ -20,7 +24,13 @@ inline int ChannelVector(int64_t channels, int64_t element_bytes) {
   return channels % WidestChannels(element_bytes) == 0 ? WidestChannels(element_bytes) : 1;
 }
 
-// Depends on shapes alone, not on addresses, so that the number of partial sums does too.
+// What suits a kernel.
+struct RunChoice {
+  int shortest, longest;  // run
+  int blocks_at_once;     // on a multiprocessor
+};
+
+// Depends on shapes alone, not on addresses or the device, so that the number of partial sums does too.
 struct ChannelsLastPlan {
   int vector;           // channels of a thread
   int lanes;            // threads side by side
@@ -29,17 +39,35 @@ struct ChannelsLastPlan {
   int64_t blocks_down;  // along the length
 
   ChannelsLastPlan() = default;
-  ChannelsLastPlan(const Problem& problem, int64_t element_bytes, int longest_run, int shortest_run) {
-    constexpr int64_t kEnoughThreads = 3 << 16;
+  ChannelsLastPlan(const Problem& problem, int64_t element_bytes, const RunChoice& choice) {
     vector = ChannelVector(problem.channels, element_bytes);
     const int64_t vectors = CeilDivide(problem.channels, vector);
     lanes = 32;
     while (lanes > 4 && lanes / 2 >= vectors) lanes /= 2;
     runs = kChannelsLastThreads / lanes;
-    const int64_t vector_times = problem.batch * problem.examples * vectors * problem.length;
-    run = longest_run;
-    while (run > shortest_run && vector_times < run * kEnoughThreads) run /= 2;
-    blocks_down = CeilDivide(problem.length, run * runs);
+    ChooseRun(problem.batch * problem.examples * CeilDivide(vectors, lanes), problem.length, choice);
+    blocks_down = CeilDivide(problem.length, int64_t{run} * runs);
+  }
+
+ private:
+  // Blocks all take about as long, so the GPU works in waves of as many as run at once, and a last wave that is not full
+  // costs as much as a full one. Chooses the number of waves for which the work of all of them is least.
+  void ChooseRun(int64_t blocks_across, int64_t length, const RunChoice& choice) {
+    constexpr int64_t kMostWaves = 16;
+    constexpr int64_t kTimesToStart = 12;  // the times that a block could take in the time in which it starts and ends
+    const int64_t at_once = kMultiprocessors * choice.blocks_at_once;
+    run = choice.longest;
+    int64_t least = std::numeric_limits<int64_t>::max();
+    for (int64_t waves = 1; waves <= kMostWaves; ++waves) {
+      const int64_t down = std::max<int64_t>(waves * at_once / blocks_across, 1);
+      const int64_t candidate = std::max<int64_t>(CeilDivide(length, down * runs), choice.shortest);
+      if (candidate > choice.longest) continue;
+      const int64_t blocks = blocks_across * CeilDivide(length, candidate * runs);
+      const int64_t work = CeilDivide(blocks, at_once) * (candidate + kTimesToStart);
+      if (work >= least) continue;
+      least = work;
+      run = static_cast<int>(candidate);
+    }
   }
 };
 
@@ -106,7 +134,7 @@ template <typename T, typename Arguments, typename KernelOf>
 cudaError_t LaunchChannelsLast(const ConvolutionCall& call, const ChannelsLastGrid& grid, const Arguments& arguments,
                                cudaStream_t stream, const KernelOf& kernel_of) {
   return DispatchWidth(call.problem.width, [&](auto width) {
-    return DispatchChannels<T>(grid.vector, call.taps.data != nullptr, [&](auto channels, auto has_taps) {
+    return DispatchChannels<T>(grid.vector, call.problem.has_taps, [&](auto channels, auto has_taps) {
       const auto kernel = kernel_of(width, channels, has_taps);
       kernel<<<static_cast<unsigned>(grid.Blocks()), grid.BlockShape(), 0, stream>>>(arguments, grid);
       return cudaGetLastError();
@@ -114,40 +142,42 @@ cudaError_t LaunchChannelsLast(const ConvolutionCall& call, const ChannelsLastGr
   });
 }
 
-// The weights of neighbouring channels.
-template <int kVec, int kWidth, typename T>
-__device__ __forceinline__ void LoadChannelWeights(const Geometry& geometry, const Weights<T>& weights, int64_t example,
-                                                   int64_t channel, ComputeType<T> (*weight)[kWidth],
-                                                   ComputeType<T>* bias) {
-#pragma unroll
-  for (int v = 0; v < kVec; ++v) bias[v] = weights.template Load<kWidth>(geometry, example, channel + v, weight[v]);
-}
-
-// past[k] becomes the inputs kPast - k steps before the place, whose input is at `x`. These may lie before time 0.
+// past[k] becomes the inputs kPast - k steps before the place, whose input is at `x`. These lie before time 0 all or none,
+// since runs are longer.
 template <int kVec, int kPast, typename T>
 __device__ __forceinline__ void LoadPast(const Geometry& geometry, const T* x, const InitialState<T>& state,
                                          const ChannelsLastPlace& at, ComputeType<T> (*past)[kVec]) {
+  static_assert(kPast <= kShortestRun);
+  if (at.begin > 0) {
+    Packed<T, kVec> words[kPast + 1];  // never empty
 #pragma unroll
-  for (int k = 0; k < kPast; ++k) {
-    const int64_t time = at.begin + k - kPast;
-    if (time >= 0) {
-      Widen<T, kVec>(LoadPacked<kVec>(x + (k - kPast) * geometry.channels), past[k]);
-    } else {
+    for (int k = 0; k < kPast; ++k) words[k] = LoadPacked<kVec>(x + (k - kPast) * geometry.channels);
 #pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        const T* end = state.End(geometry, at.example, at.channel + v);
-        past[k][v] = end != nullptr ? static_cast<ComputeType<T>>(end[time]) : ComputeType<T>{0};
+    for (int k = 0; k < kPast; ++k) Widen<T, kVec>(words[k], past[k]);
+  } else {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      const T* end = state.End(geometry, at.example, at.channel + v);
+#pragma unroll
+      for (int k = 0; k < kPast; ++k) {
+        past[k][v] = end != nullptr ? static_cast<ComputeType<T>>(end[k - kPast]) : ComputeType<T>{0};
       }
     }
   }
 }
 
-// A thread's vectors of some times in shared memory.
-template <typename T, int kVec, int kTimes>
+// A thread's vectors of some times in shared memory. Copies come in groups of kGroup times, and as many times are under
+// way as there is room for whole groups.
+template <typename T, int kVec, int kTimes, int kGroup>
 struct TimeRing {
   static_assert((kTimes & (kTimes - 1)) == 0);
   static constexpr int kBytes = kVec * static_cast<int>(sizeof(T));
   static constexpr int kBlockBytes = kTimes * kChannelsLastThreads * kBytes;
+  static constexpr int kGroupTimes = kGroup, kGroups = kTimes / kGroup, kAhead = kGroups * kGroup;
+
+  // Of times that are counted from a multiple of kGroup.
+  static __device__ __forceinline__ constexpr bool BeginsGroup(int time) { return time % kGroup == 0; }
+  static __device__ __forceinline__ constexpr bool EndsGroup(int time) { return (time + 1) % kGroup == 0; }
 
   char* data;  // the thread's
 

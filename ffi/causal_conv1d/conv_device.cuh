@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <type_traits>
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
@@ -13,6 +14,14 @@
 namespace jax_baracuda::causal_conv1d {
 
 inline constexpr int kVectorBytes = 16;
+
+// Of an H200: plans are made for it, since they must not depend on the device.
+inline constexpr int64_t kMultiprocessors = 132;
+
+// Whether all of these, of which some may be absent, can be accessed by vectors.
+inline bool AreAligned(std::initializer_list<const void*> arrays) {
+  return std::all_of(arrays.begin(), arrays.end(), [](const void* data) { return IsAligned(data, kVectorBytes); });
+}
 
 // Calls body(TypeTag<T>{}), which returns a cudaError_t.
 template <typename Body>
@@ -78,64 +87,73 @@ struct Parameters {
     return geometry.examples_of_batch.Quotient(example) * geometry.channels + channel;
   }
 
-  // kCount values that lie one after another.
-  template <int kCount>
-  __device__ __forceinline__ void Load(int64_t index, C* values) const {
+  // Calls body(data) with data of the type that it has.
+  template <typename Body>
+  __device__ __forceinline__ void WithType(const Body& body) const {
     if (sizeof(T) != sizeof(C) && is_narrow) {
-      const T* narrow = static_cast<const T*>(data) + index;
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) values[i] = static_cast<C>(narrow[i]);
+      body(static_cast<const T*>(data));
     } else {
-      const C* wide = static_cast<const C*>(data) + index;
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) values[i] = wide[i];
+      body(static_cast<const C*>(data));
     }
   }
 
-  // As Load of a multiple of 8 bytes, where the first value is aligned to the largest power of two, up to 16, that
-  // divides these bytes.
-  template <int kCount>
-  __device__ __forceinline__ void LoadVectors(int64_t index, C* values) const {
-    if (sizeof(T) != sizeof(C) && is_narrow) {
-      LoadVectorsOf<T, kCount>(index, values);
-    } else {
-      LoadVectorsOf<C, kCount>(index, values);
-    }
-  }
-
-  // As Load of one value; zero where the operand is absent.
+  // One value; zero where the operand is absent.
   __device__ __forceinline__ C LoadOptional(int64_t index) const {
     C value = 0;
-    if (data != nullptr) Load<1>(index, &value);
+    if (data != nullptr) WithType([&](const auto* numbers) { value = static_cast<C>(numbers[index]); });
     return value;
   }
+};
 
- private:
-  template <typename P, int kCount>
-  __device__ __forceinline__ void LoadVectorsOf(int64_t index, C* values) const {
-    constexpr int kVec = (kCount * sizeof(P) % 16 == 0 ? 16 : 8) / sizeof(P);
-    static_assert(kCount % kVec == 0);
+// kCount numbers as they lie in memory, kUnit to a word.
+template <typename P, int kCount, int kUnit>
+struct PackedNumbers {
+  Packed<P, kUnit> words[kCount / kUnit] = {};
+
+  __device__ __forceinline__ void Load(const P* address) {
+    static_assert(kCount % kUnit == 0);
 #pragma unroll
-    for (int i = 0; i < kCount; i += kVec) {
-      P lanes[kVec];
-      const Packed<P, kVec> word = LoadPacked<kVec>(static_cast<const P*>(data) + index + i);
-      memcpy(lanes, &word, sizeof(word));
+    for (int i = 0; i < kCount / kUnit; ++i) words[i] = LoadPacked<kUnit>(address + i * kUnit);
+  }
+
+  __device__ __forceinline__ void WidenTo(ComputeType<P>* values) const {
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) values[i + j] = static_cast<C>(lanes[j]);
-    }
+    for (int i = 0; i < kCount / kUnit; ++i) Widen<P, kUnit>(words[i], values + i * kUnit);
   }
 };
 
 template <typename T>
 struct Weights {
+  using C = ComputeType<T>;
+
   Parameters<T> weight, bias;
 
-  template <int kWidth>
-  __device__ __forceinline__ ComputeType<T> Load(const Geometry& geometry, int64_t example, int64_t channel,
-                                                 ComputeType<T>* weights) const {
-    weight.template Load<kWidth>(weight.Row(geometry, example, channel) * kWidth, weights);
-    return bias.LoadOptional(bias.Row(geometry, example, channel));
+  // Those of kChannels neighbouring channels, [kChannels, kWidth] and [kChannels]. All loads are under way before the
+  // first number is waited for. Several channels, a multiple of 8 bytes, come as words: the operands must be aligned to
+  // kVectorBytes, and the channel to kChannels.
+  template <int kChannels, int kWidth>
+  __device__ __forceinline__ void Load(const Geometry& geometry, int64_t example, int64_t channel, C* weights,
+                                       C* biases) const {
+    constexpr int kWeights = kChannels * kWidth;
+    const int64_t weight_row = weight.Row(geometry, example, channel), bias_row = bias.Row(geometry, example, channel);
+    weight.WithType([&](const auto* all_weights) {
+      bias.WithType([&](const auto* all_biases) {
+        PackedNumbersAt<kWeights, kChannels, decltype(all_weights)> packed_weights;
+        PackedNumbersAt<kChannels, kChannels, decltype(all_biases)> packed_biases;
+        packed_weights.Load(all_weights + weight_row * kWidth);
+        if (all_biases != nullptr) packed_biases.Load(all_biases + bias_row);
+        packed_weights.WidenTo(weights);
+        packed_biases.WidenTo(biases);
+      });
+    });
   }
+
+ private:
+  template <typename P, int kCount, int kChannels>
+  static constexpr int kUnit = kChannels == 1 ? 1 : (kCount * sizeof(P) % kVectorBytes == 0 ? kVectorBytes : 8) /
+                                                        sizeof(P);
+  template <int kCount, int kChannels, typename Address, typename P = std::decay_t<decltype(*Address{})>>
+  using PackedNumbersAt = PackedNumbers<P, kCount, kUnit<P, kCount, kChannels>>;
 };
 
 // The inputs before time 0: the newest of the `length` entries in each row of a state, zeros without one.
@@ -160,34 +178,65 @@ struct Taps {
 
   // Whether every one of the first `width` bits of all kCount is set.
   __device__ __forceinline__ bool HasAll(int width) const {
-    bool has_all = true;
+    uint32_t common = ~0u;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-      const int bytes = kCount - 4 * w < 4 ? kCount - 4 * w : 4;
-      const uint32_t bits = (0x01010101u >> (8 * (4 - bytes))) * ((1u << width) - 1);
-      has_all = has_all && (words[w] & bits) == bits;
+      const int bytes_past = max(4 * (w + 1) - kCount, 0);
+      common &= words[w] | ~(~0u >> (8 * bytes_past));
     }
-    return has_all;
+    const uint32_t bits = 0x01010101u * ((1u << width) - 1);
+    return (common & bits) == bits;
   }
 
   __device__ __forceinline__ bool Has(int i, int steps_back) const {
     return (words[i / 4] >> (8 * (i % 4) + steps_back)) & 1u;
   }
+};
 
-  // Those of the input whose taps are at this address, and of the next ones. The row has `before` inputs before it and
-  // `after` from it on; what lies outside of the row does not matter, and gets all taps.
-  __device__ __forceinline__ void Load(const uint8_t* address, int before, int after) {
-    if (before >= 0 && after >= 4 * kWords && reinterpret_cast<uintptr_t>(address) % 4 == 0) {
+// The taps of a row from a time on: the row has `before` inputs before that time and `after` from it on.
+template <int kCount>
+struct TapsOfRow {
+  const uint8_t* first;
+  unsigned misplaced;  // in a word of memory
+  int before, after, first_whole, last_whole;
+
+  __device__ __forceinline__ TapsOfRow(const uint8_t* first_of_row, int before_it, int from_it)
+      : first(first_of_row), misplaced(reinterpret_cast<uintptr_t>(first) % 4), before(before_it), after(from_it) {
+    const int margin = misplaced == 0 ? 0 : 4;
+    first_whole = margin - before;
+    last_whole = after - margin - 4 * Taps<kCount>::kWords;
+  }
+
+  // Those of the times from `offset` on, a multiple of 4. What lies outside of the row does not matter, and gets all
+  // taps.
+  __device__ __forceinline__ void Load(int offset, Taps<kCount>* taps) const {
+    constexpr int kWords = Taps<kCount>::kWords;
+    uint32_t* const words = taps->words;
+    const uint8_t* const address = first + offset;
+    const auto* const memory = reinterpret_cast<const uint32_t*>(address - misplaced);
+    if (offset >= first_whole && offset <= last_whole) {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const uint32_t*>(address)[i];
+      for (int w = 0; w < kWords; ++w) words[w] = memory[w];
+      if (misplaced != 0) {
+        const uint32_t last = memory[kWords];
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+          words[w] = __funnelshift_r(words[w], w + 1 < kWords ? words[w + 1] : last, 8 * misplaced);
+        }
+      }
     } else {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
+        const int place = offset + 4 * w;
         words[w] = ~0u;
+        if (misplaced == 0 && place >= -before && place + 4 <= after) {
+          words[w] = memory[w];
+        } else if (place + 4 > -before && place < after) {
 #pragma unroll 1
-        for (int i = 0; i < 4; ++i) {
-          const int place = 4 * w + i;
-          if (place >= -before && place < after) words[w] ^= static_cast<uint32_t>(address[place] ^ 0xffu) << (8 * i);
+          for (int i = 0; i < 4; ++i) {
+            if (place + i < -before || place + i >= after) continue;
+            words[w] ^= static_cast<uint32_t>(address[4 * w + i] ^ 0xffu) << (8 * i);
+          }
         }
       }
     }

@@ -9,6 +9,10 @@ namespace {
 // Steps whose vectors are under way, and room for these, for the step at work and for the one before it.
 inline constexpr int kStepsAhead = 6, kRingSteps = 8;
 
+// So many blocks of a multiprocessor as the usual widths do well with.
+template <typename T, int kWidth, bool kHasTaps>
+inline constexpr int kLeastBlocks = sizeof(T) > 4 || kWidth > 4 ? 1 : kHasTaps ? 9 : 10;
+
 template <int kWidth, bool kHasTaps, int kVec, typename C>
 __device__ __forceinline__ void Convolve(const C* window, const C* weights, C bias, const Taps<kVec>& taps, bool silu,
                                          C* y) {
@@ -27,7 +31,7 @@ __device__ __forceinline__ void Convolve(const C* window, const C* weights, C bi
 }
 
 template <typename T, int kWidth, bool kHasTaps>
-__global__ void __launch_bounds__(kRowsThreads)
+__global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps>)
     ForwardRows(const __grid_constant__ ForwardArguments<T> a, const __grid_constant__ RowsGrid grid) {
   using C = ComputeType<T>;
   using Ring = VectorRing<T>;
@@ -54,17 +58,17 @@ __global__ void __launch_bounds__(kRowsThreads)
     load(position + i * step_bytes, x + i * at.step, i * at.step <= last_load);
     CommitCopies();
   }
-  C weights[kWidth];
-  const C bias = a.weights.template Load<kWidth>(geometry, at.example, at.channel, weights);
+  C weights[kWidth], bias;
+  a.weights.template Load<1, kWidth>(geometry, at.example, at.channel, weights, &bias);
   const T* x_ahead = x + kStepsAhead * at.step;
   T* y_vector = y;
   const T* state_end = a.initial_state.End(geometry, at.example, at.channel);
   Taps<kVec> next_taps{};
-  const auto load_taps = [&](int from) { next_taps.Load(taps_row + from, at.before + from, at.after - from); };
-  if constexpr (kHasTaps) load_taps(0);
+  const TapsOfRow<kVec> all_taps(taps_row, at.before, at.after);
+  if constexpr (kHasTaps) all_taps.Load(0, &next_taps);
   for (int step = 0, offset = 0; step < steps; ++step, offset += at.step) {
     const Taps<kVec> taps = next_taps;
-    if constexpr (kHasTaps) load_taps(offset + at.step);
+    if constexpr (kHasTaps) all_taps.Load(offset + at.step, &next_taps);
     WaitForCopies<kStepsAhead - 1>();
     __syncwarp();
     load(position + kStepsAhead * step_bytes, x_ahead, offset <= last_load - kStepsAhead * at.step);
@@ -89,6 +93,12 @@ __global__ void __launch_bounds__(kRowsThreads)
   }
 }
 
+RowsPlan ForwardPlan(const Problem& problem, int64_t element_bytes) {
+  return RowsPlan(problem, element_bytes,
+                  {/*blocks_at_once=*/element_bytes > 4 ? 8 : 10, /*steps_to_start=*/0.5, /*fewest_steps=*/4,
+                   /*most_steps=*/24, /*slowness=*/{1, 1.07, 1.16, 1.4}});
+}
+
 }  // namespace
 
 cudaError_t LaunchForward(const ForwardCall& call, cudaStream_t stream) {
@@ -98,10 +108,10 @@ cudaError_t LaunchForward(const ForwardCall& call, cudaStream_t stream) {
   return DispatchType(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const ForwardArguments<T> arguments(call);
-    const bool is_aligned = IsAligned(call.x.data, kVectorBytes) && IsAligned(call.y, kVectorBytes);
-    const RowsGrid grid(problem, RowsPlan(problem, sizeof(T)), sizeof(T), is_aligned, arguments.x.is_shared);
+    const bool is_aligned = AreAligned({call.x.data, call.y});
+    const RowsGrid grid(problem, ForwardPlan(problem, sizeof(T)), sizeof(T), is_aligned, arguments.x.is_shared);
     return DispatchWidth(problem.width, [&](auto width) {
-      const auto kernel = call.taps.data != nullptr ? ForwardRows<T, width, true> : ForwardRows<T, width, false>;
+      const auto kernel = problem.has_taps ? ForwardRows<T, width, true> : ForwardRows<T, width, false>;
       kernel<<<static_cast<unsigned>(grid.plan.Blocks()), kRowsThreads, 0, stream>>>(arguments, grid);
       return cudaGetLastError();
     });

@@ -5,15 +5,19 @@
 namespace jax_baracuda::causal_conv1d {
 namespace {
 
-inline constexpr int kRowsAhead = 16;  // rows under way
-inline constexpr int kLongestRun = 128, kShortestRun = 8;
+// All of a run is under way at once. Longer runs would save loads of what comes before, but be farther apart in memory.
+inline constexpr int kLongestRun = 16, kRingRows = 16;
+
+// So many blocks of a multiprocessor as the usual widths do well with.
+template <typename T, int kWidth>
+inline constexpr int kLeastBlocks = kWidth > 4 ? 1 : sizeof(T) == 2 ? 8 : 6;
 
 template <typename T, int kWidth, int kVec, bool kHasTaps>
-__global__ void __launch_bounds__(kChannelsLastThreads)
+__global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
     ForwardChannelsLast(const __grid_constant__ ForwardArguments<T> a, const __grid_constant__ ChannelsLastGrid grid) {
   using C = ComputeType<T>;
-  using Ring = TimeRing<T, kVec, kRowsAhead>;
   constexpr int kPast = kWidth - 1, kRows = kRowsOfCircle<kWidth>;
+  using Ring = TimeRing<T, kVec, kRingRows, kRows>;
   __shared__ alignas(16) char shared[Ring::kBlockBytes];
   const Geometry& geometry = a.geometry;
   const ChannelsLastPlace at(geometry, grid, kVec);
@@ -25,15 +29,20 @@ __global__ void __launch_bounds__(kChannelsLastThreads)
 
   const T* ahead = x;
   const Ring ring(shared);
-  const auto load = [&](int row) {
-    ring.Load(row, ahead, row < at.count);
+  const auto load_group = [&](int first) {
+    if (first < at.count) {
+#pragma unroll
+      for (int row = first; row < first + Ring::kGroupTimes; ++row) {
+        ring.Load(row, ahead, row < at.count);
+        ahead += geometry.channels;
+      }
+    }
     CommitCopies();
-    ahead += geometry.channels;
   };
 #pragma unroll
-  for (int row = 0; row < kRowsAhead; ++row) load(row);
+  for (int row = 0; row < Ring::kAhead; row += Ring::kGroupTimes) load_group(row);
   C weight[kVec][kWidth], bias[kVec];
-  LoadChannelWeights<kVec, kWidth>(geometry, a.weights, at.example, at.channel, weight, bias);
+  a.weights.template Load<kVec, kWidth>(geometry, at.example, at.channel, weight[0], bias);
   C inputs[kWidth][kVec];
   LoadPast<kVec, kPast>(geometry, x, a.initial_state, at, inputs);
   uint32_t next_masks[kRows];
@@ -49,9 +58,9 @@ __global__ void __launch_bounds__(kChannelsLastThreads)
     if (kHasTaps) load_masks(first + kRows);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      WaitForCopies<kRowsAhead - 1>();
+      if (Ring::BeginsGroup(i)) WaitForCopies<Ring::kGroups - 1>();
       ring.Read(first + i, inputs[(i + kPast) % kWidth]);
-      load(first + i + kRowsAhead);
+      if (Ring::EndsGroup(i)) load_group(first + i + 1 - Ring::kGroupTimes + Ring::kAhead);
 #pragma unroll
       for (int v = 0; v < kVec; ++v) KeepWide(inputs[(i + kPast) % kWidth][v]);
       C out[kVec];
@@ -73,8 +82,8 @@ cudaError_t LaunchForwardChannelsLast(const ForwardCall& call, cudaStream_t stre
   return DispatchType(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const ForwardArguments<T> arguments(call);
-    const bool is_aligned = IsAligned(call.x.data, kVectorBytes) && IsAligned(call.y, kVectorBytes);
-    const ChannelsLastPlan plan(problem, sizeof(T), kLongestRun, kShortestRun);
+    const bool is_aligned = AreAligned({call.x.data, call.y, call.weight.data, call.bias.data});
+    const ChannelsLastPlan plan(problem, sizeof(T), {kShortestRun, kLongestRun, kLeastBlocks<T, 4>});
     const ChannelsLastGrid grid(problem, plan, is_aligned);
     return LaunchChannelsLast<T>(call, grid, arguments, stream, [](auto width, auto channels, auto has_taps) {
       return ForwardChannelsLast<T, width, channels, has_taps>;

@@ -1,50 +1,72 @@
 // How the kernels for rows along the length ([.., channels, length]) deal out their work.
 //
 // A row is cut into stretches, one for each group of neighbouring threads. In a stretch each thread takes one vector a
-// step. Vectors are aligned in memory, whatever the row: those at a row's two ends may hold inputs of the rows beside
-// it.
+// step. Stretches begin at a sector of memory, whatever the row: vectors at a row's two ends may hold inputs of the rows
+// beside it. The groups of a warp take the same stretch of neighbouring rows, so that packed sequences, which begin at
+// the same times in these, disturb few warps.
 #pragma once
+
+#include <limits>
+#include <numeric>
 
 #include "ffi/causal_conv1d/conv_device.cuh"
 #include "ffi/core/async_copy.cuh"
 
 namespace jax_baracuda::causal_conv1d {
 
-inline constexpr int kRowsThreads = 128;
+inline constexpr int kRowsThreads = 128, kWarpThreads = 32;
 inline constexpr unsigned kWholeWarp = 0xffffffffu;
+inline constexpr int64_t kSectorBytes = 32;
 
-// Depends on shapes alone, not on addresses, so that the number of partial sums does too.
+// What suits a kernel, as measured.
+struct RowsChoice {
+  int blocks_at_once;     // on a multiprocessor
+  double steps_to_start;  // that a stretch could take in the time in which it starts and ends
+  int fewest_steps, most_steps;
+  double slowness[4];  // of groups of 32, 16, 8 and 4 threads, for the same work: the fewer, the fewer bytes at once
+};
+
+// Depends on shapes alone, not on addresses or the device, so that the number of partial sums does too.
 struct RowsPlan {
   int lanes;          // threads of a group: a power of two, 4 to 32
   int log_lanes;
   int steps;          // of a stretch
   int64_t stretches;  // of a row
-  int64_t groups;
+  int64_t warps;
 
-  RowsPlan() = default;
-  RowsPlan(const Problem& problem, int64_t element_bytes) {
-    constexpr int64_t kUsualSteps = 16, kFewestSteps = 4, kEnoughWarps = 1 << 13;
-    const int64_t vec = kVectorBytes / element_bytes;
-    // A row that begins inside of a vector may touch one vector more than it fills.
-    const int64_t vectors = std::max<int64_t>(problem.length / vec + (problem.length % vec == 0 ? 0 : 2), 1);
+  // Chooses the cut of rows into stretches that takes least time, if a GPU that is not full in the end is so for a fifth
+  // of the time of a stretch.
+  RowsPlan(const Problem& problem, int64_t element_bytes, const RowsChoice& choice) {
+    const int64_t vec = kVectorBytes / element_bytes, sector = kSectorBytes / element_bytes;
+    // From the sector where it begins, the farthest inside of which a row begins.
+    const int64_t most_before = sector - std::gcd(problem.length, sector);
+    const int64_t vectors = std::max<int64_t>(CeilDivide(most_before + problem.length, vec), 1);
     const int64_t rows = problem.batch * problem.examples * problem.channels;
-    int64_t usual_steps = kUsualSteps;
-    for (;; usual_steps /= 2) {
-      // As few threads as take a row in one stretch, or a warp. A little more than the usual steps are better than
-      // another stretch.
-      log_lanes = 2;
-      const int64_t too_many = usual_steps + usual_steps / 2;
-      while (log_lanes < 5 && CeilDivide(vectors, int64_t{1} << log_lanes) >= too_many) ++log_lanes;
-      lanes = 1 << log_lanes;
-      const int64_t row_steps = CeilDivide(vectors, lanes);
-      stretches = std::max<int64_t>((row_steps + usual_steps / 2) / usual_steps, 1);
-      steps = static_cast<int>(CeilDivide(row_steps, stretches));
-      groups = rows * stretches;
-      if (groups * lanes >= 32 * kEnoughWarps || usual_steps == kFewestSteps) break;
+    const double warps_at_once = kMultiprocessors * choice.blocks_at_once * (kRowsThreads / kWarpThreads);
+    double least = std::numeric_limits<double>::infinity();
+    for (int narrowing = 0; narrowing <= 3; ++narrowing) {
+      const int64_t row_steps = CeilDivide(vectors, int64_t{kWarpThreads} >> narrowing);
+      const int64_t row_warps = CeilDivide(rows, int64_t{1} << narrowing);
+      for (int64_t wanted = std::min<int64_t>(row_steps, choice.most_steps);; wanted -= wanted > 8 ? 2 : 1) {
+        const int64_t candidate_stretches = CeilDivide(row_steps, wanted);
+        const int64_t candidate_steps = CeilDivide(row_steps, candidate_stretches);
+        const double time = (static_cast<double>(row_warps * candidate_stretches) + 0.2 * warps_at_once) *
+                            (static_cast<double>(candidate_steps) + choice.steps_to_start) *
+                            choice.slowness[narrowing];
+        if (time < least) {
+          least = time;
+          lanes = kWarpThreads >> narrowing;
+          log_lanes = 5 - narrowing;
+          steps = static_cast<int>(candidate_steps);
+          stretches = candidate_stretches;
+          warps = row_warps * stretches;
+        }
+        if (wanted <= choice.fewest_steps) break;
+      }
     }
   }
 
-  int64_t Blocks() const { return CeilDivide(groups, kRowsThreads >> log_lanes); }
+  int64_t Blocks() const { return CeilDivide(warps, kRowsThreads / kWarpThreads); }
 };
 
 struct RowsGrid {
@@ -52,11 +74,11 @@ struct RowsGrid {
   Divider by_stretches;
   bool is_vectorized;  // false where addresses are not aligned: then all is done one element at a time
 
-  // Vectors must lie in each operand that is accessed as they do in the result.
+  // Vectors must lie in the sectors of each operand that is accessed as they do in those of the result.
   RowsGrid(const Problem& problem, const RowsPlan& rows_plan, int64_t element_bytes, bool is_aligned, bool is_shared)
       : plan(rows_plan), by_stretches(rows_plan.stretches) {
     const int64_t batch_bytes = problem.examples * problem.channels * problem.length * element_bytes;
-    is_vectorized = is_aligned && (!is_shared || batch_bytes % kVectorBytes == 0);
+    is_vectorized = is_aligned && (!is_shared || batch_bytes % kSectorBytes == 0);
   }
 };
 
@@ -80,18 +102,19 @@ struct RowsPlace {
   __device__ __forceinline__ RowsPlace(const Geometry& geometry, const RowsGrid& grid, int past, bool has_state) {
     constexpr int64_t kFar = 1 << 30;
     const int lanes = grid.plan.lanes, lane = threadIdx.x & (lanes - 1);
-    const int64_t group = (int64_t{blockIdx.x} * kRowsThreads + threadIdx.x) >> grid.plan.log_lanes;
-    is_real = group < grid.plan.groups;
+    const int64_t warp = (int64_t{blockIdx.x} * kRowsThreads + threadIdx.x) / kWarpThreads;
+    const int64_t rows_of_warp = grid.by_stretches.Quotient(warp);
+    row = (rows_of_warp * kWarpThreads + threadIdx.x % kWarpThreads) >> grid.plan.log_lanes;
+    stretch = warp - rows_of_warp * grid.plan.stretches;
+    is_real = row < geometry.all_examples * geometry.channels;
+    if (!is_real) row = 0;
     is_vectorized = grid.is_vectorized;
-    const int64_t real_group = is_real ? group : 0;
-    row = grid.by_stretches.Quotient(real_group);
-    stretch = real_group - row * grid.plan.stretches;
     example = geometry.by_channels.Quotient(row);
     channel = row - example * geometry.channels;
     step = lanes * kVec;
     // Alignment needs the lowest bits alone.
     const unsigned first = static_cast<unsigned>(row) * static_cast<unsigned>(geometry.length);
-    const unsigned shift = is_vectorized ? first % kVec : 0;
+    const unsigned shift = is_vectorized ? first % (kSectorBytes / sizeof(T)) : 0;
     begin = stretch * (grid.plan.steps * step) + (lane * kVec - static_cast<int>(shift));
     index = row * geometry.length + begin;
     before = static_cast<int>(min(begin, kFar));
@@ -176,7 +199,7 @@ __device__ __forceinline__ void MendWindow(const RowsPlace<T>& at, int offset, c
   using C = ComputeType<T>;
   constexpr int kVec = RowsPlace<T>::kVec;
   const int time = at.before + offset, left = at.after - offset;  // inputs before and from the vector on, in the row
-  if (!at.IsReadable(offset)) {
+  if (at.Overlaps(offset) && !at.IsReadable(offset)) {
 #pragma unroll
     for (int i = 0; i < kPast + kVec; ++i) {
       const int place = i - kPast;

@@ -52,14 +52,7 @@ __global__ void __launch_bounds__(kThreads) UpdateOne(const __grid_constant__ Up
   }
   memcpy(x, &x_word, sizeof(x_word));
   C weights[kVec * kWidth], y[kVec];
-  const int64_t weight_row = a.weights.weight.Row(geometry, example, channel);
-  a.weights.weight.template LoadVectors<kVec * kWidth>(weight_row * kWidth, weights);
-  if (a.weights.bias.data != nullptr) {
-    a.weights.bias.template LoadVectors<kVec>(a.weights.bias.Row(geometry, example, channel), y);
-  } else {
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) y[v] = 0;
-  }
+  a.weights.template Load<kVec, kWidth>(geometry, example, channel, weights, y);
   T new_state[kVec * kState + 1];
 #pragma unroll
   for (int v = 0; v < kVec; ++v) {
@@ -84,12 +77,8 @@ __global__ void __launch_bounds__(kThreads) UpdateOne(const __grid_constant__ Up
 template <typename T>
 bool SuitsUpdateOne(const UpdateCall& call) {
   const Problem& problem = call.problem;
-  bool is_aligned = true;
-  for (const void* data : {call.x.data, call.initial_state.data, call.weight.data, call.bias.data,
-                           static_cast<const void*>(call.y), static_cast<const void*>(call.new_state)}) {
-    is_aligned = is_aligned && IsAligned(data, kVectorBytes);
-  }
-  return is_aligned && problem.length == 1 && problem.channels % kUpdateChannels<T> == 0 &&
+  return AreAligned({call.x.data, call.initial_state.data, call.weight.data, call.bias.data, call.y, call.new_state}) &&
+         problem.length == 1 && problem.channels % kUpdateChannels<T> == 0 &&
          call.state_length <= problem.width;
 }
 
@@ -121,8 +110,8 @@ __global__ void __launch_bounds__(kThreads)
   if constexpr (kWidth > 0) {
     constexpr int kPast = kWidth - 1;
     T* y = a.y + example * example_size + in_example;
-    C weights[kWidth], window[kWidth];
-    const C bias = a.weights.template Load<kWidth>(geometry, example, channel, weights);
+    C weights[kWidth], bias, window[kWidth];
+    a.weights.template Load<1, kWidth>(geometry, example, channel, weights, &bias);
 #pragma unroll
     for (int k = 0; k < kPast; ++k) window[k] = static_cast<C>(state[state_length - kPast + k]);
     for (int64_t t = 0; t < geometry.length; ++t) {

@@ -422,7 +422,9 @@ def _backward_types(
     return types
 
 
-def _scratch_parameters(x: Any, weight: Any, *others: Any, channels_last: bool, **_: Any) -> dict[str, int]:
+def _scratch_parameters(
+    x: Any, weight: Any, *others: Any, channels_last: bool, has_taps: bool, **_: Any
+) -> dict[str, int]:
     return {
         "batch": joint_batch(*(operand.shape[0] for operand in (x, weight, *others))),
         "examples": x.shape[1],
@@ -430,6 +432,7 @@ def _scratch_parameters(x: Any, weight: Any, *others: Any, channels_last: bool, 
         "length": x.shape[_time_axis(channels_last)],
         "width": weight.shape[2],
         "channels_last": channels_last,
+        "has_taps": has_taps,
         "element_bytes": np.dtype(x.dtype).itemsize,
     }
 
