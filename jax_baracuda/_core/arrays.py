@@ -33,8 +33,13 @@ def as_array(function: str, argument: str, value: ArrayLike) -> Array:
 
 def split_as(array: Array, like: Array, axes: tuple[int | None, ...]) -> Array:
     """Under explicit sharding, splits the dimensions of `array` over devices as those axes of `like` are."""
-    like_spec, own_spec = (jax_versions.explicit_spec(jax.typeof(x)) for x in (like, array))
-    if like_spec is None or own_spec is None:
+    like_spec = jax_versions.explicit_spec(jax.typeof(like))
+    if like_spec is None:
         return array
-    target = tuple(None if axis is None else like_spec[axis] for axis in axes)
-    return array if own_spec == target else jax.sharding.reshard(array, PartitionSpec(*target))
+    return split_by(array, tuple(None if axis is None else like_spec[axis] for axis in axes))
+
+
+def split_by(array: Array, spec: tuple[Any, ...]) -> Array:
+    """Under explicit sharding, splits the dimensions of `array` over these mesh axes."""
+    own_spec = jax_versions.explicit_spec(jax.typeof(array))
+    return array if own_spec in (None, spec) else jax.sharding.reshard(array, PartitionSpec(*spec))

@@ -1,0 +1,87 @@
+// Checks of the buffers of a call whose dimensions are known, and operands that are there only under an attribute.
+#pragma once
+
+#include <cstdint>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "ffi/core/handler.h"
+
+namespace jax_baracuda {
+
+inline std::string TypeName(ffi::DataType type) {
+  std::ostringstream name;
+  name << type;
+  return name.str();
+}
+
+// `expected` is what the error calls the types that would fit.
+inline ffi::Error CheckType(const char* op, const char* name, const ffi::AnyBuffer& buffer, const std::string& expected,
+                            bool fits) {
+  if (fits) return ffi::Error::Success();
+  return InvalidArgument(op, std::string(name) + " has element type " + TypeName(buffer.element_type()) +
+                                 ", expected " + expected);
+}
+
+inline ffi::Error CheckType(const char* op, const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type) {
+  return CheckType(op, name, buffer, TypeName(type), buffer.element_type() == type);
+}
+
+// What a dimension must be. An operand that is shared along a dimension may have a size of 1 there.
+struct Dimension {
+  int64_t size;
+  bool may_be_shared = false;
+
+  Dimension(int64_t the_size, bool or_one = false) : size(the_size), may_be_shared(or_one) {}
+};
+
+inline ffi::Error CheckShape(const char* op, const char* name, const ffi::AnyBuffer& buffer,
+                             const std::vector<Dimension>& dimensions) {
+  const auto shape = buffer.dimensions();
+  bool fits = shape.size() == dimensions.size();
+  for (size_t i = 0; fits && i < dimensions.size(); ++i) {
+    fits = shape[i] == dimensions[i].size || (dimensions[i].may_be_shared && shape[i] == 1);
+  }
+  if (fits) return ffi::Error::Success();
+  std::string expected;
+  for (const auto [size, may_be_shared] : dimensions) {
+    expected += (expected.empty() ? "[" : ",") + std::to_string(size) + (may_be_shared ? " or 1" : "");
+  }
+  return WrongShape(op, name, buffer, expected + "]");
+}
+
+// The operands that are there only under their attribute, taken in their order.
+class OptionalOperands {
+ public:
+  OptionalOperands(const char* op, ffi::RemainingArgs operands) : op_(op), operands_(operands) {}
+
+  // Calls take(buffer) if the operand is there.
+  template <typename Take>
+  ffi::Error Next(const char* name, bool is_there, const Take& take) {
+    if (!is_there) return ffi::Error::Success();
+    if (next_ == operands_.size()) return InvalidArgument(op_, std::string(name) + " is missing");
+    const auto buffer = operands_.get<ffi::AnyBuffer>(next_++);
+    if (buffer.has_error()) return buffer.error();
+    return take(*buffer);
+  }
+
+  ffi::Error End() const {
+    if (next_ == operands_.size()) return ffi::Error::Success();
+    return InvalidArgument(op_, "got " + std::to_string(operands_.size()) + " optional operands, but attributes for " +
+                                    std::to_string(next_));
+  }
+
+ private:
+  const char* op_;
+  ffi::RemainingArgs operands_;
+  size_t next_ = 0;
+};
+
+// As BindBuffers, with further operands that are optional.
+template <typename Context, int kOperands, int kResults>
+auto BindWithOptionalOperands() {
+  return BindResults<kResults>(BindOperands<kOperands>(ffi::Ffi::Bind().Ctx<Context>()).RemainingArgs());
+}
+
+}  // namespace jax_baracuda
