@@ -68,7 +68,7 @@ def test_no_temporary_of_the_size_of_the_signal(dtype: str, channels_last: bool)
 COMMAND_BUFFER_PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
 from convolutions import LAYOUTS, Problem, in_layout
-from jax_baracuda import causal_conv1d_update
+from jax_baracuda import causal_conv1d_update, where
 from reductions import PROD, REDUCTIONS
 
 def program(data, ids, sorted_ids, cells, rows):
@@ -85,6 +85,9 @@ def program(data, ids, sorted_ids, cells, rows):
             results += [*outputs, *vjp((signal, state))]
         for new in (x[:, :, 0], signal):
             results += causal_conv1d_update(new, state, weight, bias, channels_last=channels_last)
+    for b in (data + 1, data[0], data[:, :1], data[0, 0]):
+        outputs, vjp = jax.vjp(lambda a, b: where(data > 0, a, b), data, b)
+        results += [outputs, *vjp(rows)]
     for i, is_sorted in ((ids, False), (sorted_ids, True)):
         for reduction in REDUCTIONS:
             x = jnp.exp2(jnp.round(data)) if reduction is PROD else data
@@ -137,5 +140,5 @@ def test_all_kernels_run_inside_command_buffers(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     [thunks] = tmp_path.glob("*jit_program*thunk_sequence_after_thunk_passes.txt")
     calls = [line for line in thunks.read_text().splitlines() if "kCustomCall" in line]
-    assert len(calls) == int(result.stdout) >= 72
+    assert len(calls) == int(result.stdout) >= 80
     assert all(line.startswith(" ") for line in calls), f"not inside a command buffer:\n{thunks.read_text()}"

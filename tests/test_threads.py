@@ -17,7 +17,15 @@ import numpy as np
 import pytest
 from reductions import MAX, PROD, SOFTMAX, SUM
 
-from jax_baracuda import causal_conv1d, segment_max, segment_max_backward, segment_prod, segment_softmax, segment_sum
+from jax_baracuda import (
+    causal_conv1d,
+    segment_max,
+    segment_max_backward,
+    segment_prod,
+    segment_softmax,
+    segment_sum,
+    where_backward,
+)
 
 NUM_THREADS = 8
 OPS_PER_PROGRAM = 16
@@ -55,6 +63,10 @@ def call_from_many_threads() -> None:
         ),
         (lambda x, i: segment_softmax(x, i, segments), SOFTMAX.value),
         (convolve, expected_convolution),
+        (
+            lambda x, i: where_backward(i[:, None] % 2, x, b_shape=(features,))[1],
+            lambda x, i, s: cases.Expected(np.where(i[:, None] % 2, 0, x).sum(axis=0), x.dtype),
+        ),
     ]
     chosen = [calls[k % len(calls)] for k in range(OPS_PER_PROGRAM)]
 

@@ -253,7 +253,6 @@ WHERE_BACKWARD = Op(
     dtypes=FLOATING_DTYPES | COMPLEX_DTYPES | FLOAT8_DTYPES,
     guarantee=_backward_guarantee,
     scratch=_scratch_parameters,
-    reduced=("...",),
     shard_program=_shard_backward,
     kernel_limit=_limit_of_backward,
     transpose=_transpose_backward,
