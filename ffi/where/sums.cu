@@ -23,8 +23,8 @@ inline int64_t ThreadsOfWholeRows(const Sum& sum, int elements_of_vector) {
   return std::lcm(sum.inner, int64_t{elements_of_vector}) / elements_of_vector;
 }
 
-// How the work is dealt to threads. Of rows longer than a block, a block takes a tile of one row a step. Of shorter ones,
-// a group of threads takes several a step, whole ones, so that the columns of a thread are always the same.
+// How the work is dealt to threads. Of rows longer than a block, a block takes a tile of one row a step. Of shorter
+// ones, a group of threads takes several a step, whole ones, so that the columns of a thread are always the same.
 struct Plan {
   int group = kThreads;  // a power of two
   int used;              // threads of a group that have work
@@ -64,8 +64,8 @@ inline bool VectorsFit(const Sum& sum, int elements_of_vector) {
          (sum.inner % elements_of_vector == 0 || ThreadsOfWholeRows(sum, elements_of_vector) <= kThreads);
 }
 
-// dy is added up where the condition holds, or where it does not, if `inverted` is ones. What is left of it is added up,
-// too, or written to `other`.
+// dy is added up where the condition holds, or where it does not, if `inverted` is ones. What is left of it is added
+// up, too, or written to `other`.
 template <typename T, int kVec>
 struct Arguments {
   Sum sum;
@@ -185,7 +185,9 @@ __global__ void __launch_bounds__(kThreads) SumRows(const __grid_constant__ Argu
   }
 
   const int64_t results = sum.outer * sum.inner;
-  const auto write = [&](int k, int64_t result, C value) { a.sums[(k * results + result) * plan.parts + part] = value; };
+  const auto write = [&](int k, int64_t result, C value) {
+    a.sums[(k * results + result) * plan.parts + part] = value;
+  };
   if (sum.inner == 1) {
 #pragma unroll
     for (int k = 0; k < kSums; ++k) {

@@ -94,7 +94,8 @@ JB_CPU_CLONES void AddLine(const uint8_t* __restrict cond, bool inverted, const 
 template <typename T>
 class Blocks {
  public:
-  explicit Blocks(const Operand& operand) : data_(static_cast<const T*>(operand.data)), repetition_(operand.repetition) {
+  explicit Blocks(const Operand& operand)
+      : data_(static_cast<const T*>(operand.data)), repetition_(operand.repetition) {
     if (repetition_.IsScalar()) std::fill_n(buffer_, kBlockElements<T>, *data_);
   }
 
@@ -196,8 +197,8 @@ void Split(ffi::ThreadPool& pool, const SplitCall& call) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sums. They are added up line by line: a line is a tile of a row or, of rows that are short, as many whole rows as fill
-// vectors. How the lines are cut depends on shapes alone, so the sums are the same on any number of threads.
+// Sums. They are added up line by line: a line is a tile of a row or, of rows that are short, as many whole rows as
+// fill vectors. How the lines are cut depends on shapes alone, so the sums are the same on any number of threads.
 
 constexpr int64_t kTile = 1024;
 constexpr int64_t kShortRow = 256;

@@ -79,7 +79,8 @@ inline ffi::Error TakeCotangent(const char* op, const char* name, const ffi::Any
   *data = buffer.untyped_data();
   *is_summed = false;
   const ffi::DataType type = dy.element_type();
-  if (buffer.element_type() == type && own.size() == whole.size() && std::equal(own.begin(), own.end(), whole.begin())) {
+  if (buffer.element_type() == type && own.size() == whole.size() &&
+      std::equal(own.begin(), own.end(), whole.begin())) {
     return ffi::Error::Success();
   }
   std::vector<Dimension> dimensions;

@@ -10,13 +10,11 @@ import jax
 from jax._src import ad_util, core, dispatch
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters import mlir as mlir_internal
-from jax._src.lax import lax as lax_internal
 from jax._src.lib.mlir import ir
 from jax._src.sharding_impls import ShardingContext, canonicalize_sharding
 
 __all__ = [
     "apply_primitive",
-    "as_weakly_typed",
     "canonicalize_sharding",
     "concrete_or_error",
     "explicit_spec",
@@ -39,11 +37,6 @@ lower_with_sharding_in_types = mlir_internal.lower_with_sharding_in_types
 def require_devices_during_lowering(primitive: jax.extend.core.Primitive) -> None:
     """Tells JAX that the primitive's lowering must know its devices, as ``custom_partitioning`` does."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
-
-
-def as_weakly_typed(x: jax.Array) -> jax.Array:
-    """The array as one whose dtype gives way to others, as those of Python's numbers do."""
-    return lax_internal._convert_element_type(x, x.dtype, weak_type=True)
 
 
 def varying_axes(aval: Any) -> frozenset[str]:

@@ -40,7 +40,8 @@ def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike) -> Array:
       cond: bool, or uint8 with 0 for false. Other dtypes are compared with 0 first, as ``jax.numpy.where`` does.
       a: any dtype.
       b: any dtype. bool, 8- to 64-bit integers, every float8, float16, bfloat16, float32, float64 and complex numbers
-        have kernels, for the dtype that `a` and `b` are promoted to; 2- and 4-bit types run as plain JAX.
+        have kernels, for the dtype that `a` and `b` are promoted to; 2- and 4-bit types, and two operands that are
+        weakly typed (Python's numbers), run as plain JAX.
 
     Returns:
       An array with the joint shape of all three arguments, which are broadcast against each other, and the dtype to
@@ -66,8 +67,9 @@ def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike) -> Array:
             f"{name}: cond, a and b must have shapes that broadcast against each other, got {cond.shape}, {a.shape} "
             f"and {b.shape}"
         ) from error
-    selected = _select(None, jax.lax.convert_element_type(a, dtype), jax.lax.convert_element_type(b, dtype), cond)
-    return jax_versions.as_weakly_typed(selected) if is_weak else selected
+    if is_weak:  # Python's numbers, or what is made of nothing else
+        return jnp.where(cond, a, b)
+    return _select(None, jax.lax.convert_element_type(a, dtype), jax.lax.convert_element_type(b, dtype), cond)
 
 
 def where_backward(
