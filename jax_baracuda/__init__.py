@@ -24,6 +24,7 @@ from jax_baracuda.ops.segment import (
     segment_sum_backward,
     unsorted_segment_max_backward,
 )
+from jax_baracuda.ops.where import where, where_backward
 
 __version__ = _version("jax_baracuda")
 
@@ -53,4 +54,6 @@ __all__ = [
     "segment_sum",
     "segment_sum_backward",
     "unsorted_segment_max_backward",
+    "where",
+    "where_backward",
 ]

@@ -45,7 +45,8 @@ def skip_for_lack_of(platform: str, reason: str) -> NoReturn:
 
 def x64_for(*dtypes: Any) -> contextlib.AbstractContextManager[Any]:
     """Context with 64-bit types on if one of the dtypes needs it, and off otherwise."""
-    return jax.enable_x64(any(jnp.dtype(dtype).name in ("int64", "uint64", "float64") for dtype in dtypes))
+    wide = ("int64", "uint64", "float64", "complex128")
+    return jax.enable_x64(any(jnp.dtype(dtype).name in wide for dtype in dtypes))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -123,6 +124,15 @@ def make_data(rng: np.random.Generator, shape: Sequence[int], dtype: Any, values
             rate = 0.004 if i < 3 else 0.05
             data = np.where((pick >= 0.05 * i) & (pick < 0.05 * i + rate), special, data)
     return data.astype(dtype)
+
+
+def random_bits(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Any values of a dtype of whole bytes, NaN of every kind among them."""
+    dtype = jnp.dtype(dtype)
+    if dtype == np.bool_:
+        return rng.random(shape) < 0.5
+    raw = rng.integers(0, 256, (*shape, dtype.itemsize), dtype=np.uint8)
+    return raw.view(dtype).reshape(tuple(shape))
 
 
 def make_ids(
@@ -525,6 +535,21 @@ def assert_same_bits(actual: Any, expected: np.ndarray, where: str = "") -> None
         first = tuple(wrong[0])
         raise AssertionError(
             f"{where} {len(wrong)} of {same.size} elements differ, the first at {tuple(map(int, first))}: "
+            f"{actual[first]!r}, expected {expected[first]!r}"
+        )
+
+
+def assert_same_memory(actual: Any, expected: np.ndarray, where: str = "") -> None:
+    """Same dtype, shape and bits, those of NaN included."""
+    actual = np.asarray(actual)
+    assert actual.dtype == expected.dtype, f"{where} dtype {actual.dtype}, expected {expected.dtype}"
+    assert actual.shape == expected.shape, f"{where} shape {actual.shape}, expected {expected.shape}"
+    ours, theirs = (np.frombuffer(x.tobytes(), np.uint8).reshape(*x.shape, x.itemsize) for x in (actual, expected))
+    same = (ours == theirs).all(axis=-1)
+    if not same.all():
+        first = tuple(map(int, np.argwhere(~same)[0]))
+        raise AssertionError(
+            f"{where} {(~same).sum()} of {same.size} elements differ, the first at {first}: "
             f"{actual[first]!r}, expected {expected[first]!r}"
         )
 

@@ -92,7 +92,7 @@ def test_no_temporary_of_the_size_of_the_features(dtype: str, layout: str) -> No
 COMMAND_BUFFER_PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
 from convolutions import LAYOUTS, Problem, in_layout
-from jax_baracuda import causal_conv1d_update, rope, rope_qk
+from jax_baracuda import causal_conv1d_update, rope, rope_qk, where
 from reductions import PROD, REDUCTIONS
 
 def program(data, ids, sorted_ids, cells, rows):
@@ -118,6 +118,9 @@ def program(data, ids, sorted_ids, cells, rows):
                     return rope(q, positions, **options), rope_qk(q, k, positions, **options)
                 outputs, vjp = jax.vjp(rotate, features, features)
                 results += [*jax.tree.leaves(outputs), *vjp(outputs)]
+    for b in (data + 1, data[0], data[:, :1], data[0, 0]):
+        outputs, vjp = jax.vjp(lambda a, b: where(data > 0, a, b), data, b)
+        results += [outputs, *vjp(rows)]
     for i, is_sorted in ((ids, False), (sorted_ids, True)):
         for reduction in REDUCTIONS:
             x = jnp.exp2(jnp.round(data)) if reduction is PROD else data
@@ -170,5 +173,5 @@ def test_all_kernels_run_inside_command_buffers(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     [thunks] = tmp_path.glob("*jit_program*thunk_sequence_after_thunk_passes.txt")
     calls = [line for line in thunks.read_text().splitlines() if "kCustomCall" in line]
-    assert len(calls) == int(result.stdout) >= 104
+    assert len(calls) == int(result.stdout) >= 112
     assert all(line.startswith(" ") for line in calls), f"not inside a command buffer:\n{thunks.read_text()}"

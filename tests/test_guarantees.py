@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import selections
 from cases import Expected
 from convolutions import Problem as Convolution
 from reductions import ARGMAX, ARGMIN, MAX, MEAN, MIN, PROD, SOFTMAX, SUM, Reduction
@@ -295,6 +296,24 @@ def rotation_call(*heads: int, direction: int) -> Callable[..., Call]:
     return call
 
 
+def where_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
+    """Any bits, but for NaN that are quiet: plain JAX does not keep all of them."""
+    a, b = (cases.make_data(rng, shape, dtype) for shape in ((2, 300, 64), (1, 300, 1)))
+    cond = selections.make_condition(rng, (2, 1, 64), "uint8")
+    return Call((a, b, cond), (exactly(selections.reference(cond, a, b)),))
+
+
+def where_backward_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
+    """db is a sum, where there is a kernel for sums."""
+    axes = (0,) if dtype in cases.FLOATING else ()
+    dy, cond = rng.normal(size=(2, 9000, 40)).astype(jnp.dtype(dtype)), selections.make_condition(rng, (2, 9000, 1))
+    b_shape = (1, 40) if axes else (9000, 40)
+    expected = [selections.reference_gradients(cond[k], dy[k], (9000, 40), b_shape) for k in range(2)]
+    wide = [dataclasses.replace(db, dtype=cases.accumulator(dtype)) if axes else db for _, db in expected]
+    of_a = tuple(da for da, _ in expected)
+    return Call((dy, cond), (of_a, tuple(wide)), {"a_axes": (), "b_axes": axes})
+
+
 CALLS: dict[str, Callable[..., Call]] = {
     **{r.name: reduction_call(r, adds=r not in (MAX, MIN, ARGMAX, ARGMIN)) for r in (MAX, MIN, ARGMAX, ARGMIN)},
     **{r.name: reduction_call(r, adds=True) for r in (SUM, MEAN, PROD, SOFTMAX)},
@@ -311,6 +330,8 @@ CALLS: dict[str, Callable[..., Call]] = {
     "rope_backward": rotation_call(9, direction=-1),
     "rope_qk": rotation_call(8, 2, direction=1),
     "rope_qk_backward": rotation_call(8, 2, direction=-1),
+    "where": where_call,
+    "where_backward": where_backward_call,
 }
 """``(rng, dtype, is_sorted)``"""
 

@@ -158,6 +158,8 @@ USE_THE_OPS = """
         jax.grad(lambda x: sum(y.sum() for y in jax_baracuda.rope_qk(x, x, pair[1])))(pair[0])
         jax.grad(lambda x: jax_baracuda.rope(x, pair[1]).sum())(pair[0])
         print("rope", jax_baracuda.rope(*pair)[0, 0, 0].tolist())
+        print("where", jax_baracuda.where(data > 2, data, -1).tolist())
+        print("where_backward", np.concatenate(jax_baracuda.where_backward(data > 2, data)).tolist())
     for message in sorted({f"{w.category.__name__}: {w.message}" for w in at_call}):
         print("call:", message)
 """
@@ -184,15 +186,15 @@ VALUES = {
     "causal_conv1d": [1, 7, 15, 12],
     "causal_conv1d_update": [12, 5, 5, 2],
     "rope": [-2.5310307, 4.4264979, 4.8478693, 2.3448162],
+    "where": [-1, 5, 5, -1],
+    "where_backward": [0, 5, 5, 0, 1, 0, 0, 2],
 }
 
 
 def check_values(output: str) -> None:
     assert "value: [2.0, 5.0]" in output
     assert "gradient: [0.0, 4.0, 4.0, 3.0]" in output
-    printed = dict(
-        line.split(" ", 1) for line in output.splitlines() if line.startswith(("segment_", "causal_", "rope"))
-    )
+    printed = dict(line.split(" ", 1) for line in output.splitlines() if line.split(" ", 1)[0] in VALUES)
     assert {name: pytest.approx(values) for name, values in VALUES.items()} == {
         name: json.loads(values) for name, values in printed.items()
     }

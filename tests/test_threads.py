@@ -26,6 +26,7 @@ from jax_baracuda import (
     segment_prod,
     segment_softmax,
     segment_sum,
+    where_backward,
 )
 
 NUM_THREADS = 8
@@ -73,6 +74,10 @@ def call_from_many_threads() -> None:
         (lambda x, i: segment_softmax(x, i, segments), SOFTMAX.value),
         (convolve, expected_convolution),
         (rotate, expected_rotation),
+        (
+            lambda x, i: where_backward(i[:, None] % 2, x, b_shape=(features,))[1],
+            lambda x, i, s: cases.Expected(np.where(i[:, None] % 2, 0, x).sum(axis=0), x.dtype),
+        ),
     ]
     chosen = [calls[k % len(calls)] for k in range(OPS_PER_PROGRAM)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -19,6 +20,14 @@ R = TypeVar("R")
 _mode = threading.local()
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Types:
+    """The types of the arrays of a call, None for those that are not differentiated: a residual that is no array."""
+
+    of_arrays: tuple[Any, ...]
+
+
 class Differentiable:
     """A function of arrays whose reverse-mode derivative is a kernel.
 
@@ -31,18 +40,41 @@ class Differentiable:
         primal: Callable[..., Any],
         forward: Callable[..., tuple[Any, Any]],
         backward: Callable[..., tuple[jax.Array | None, ...]],
+        *,
+        skips_constants: bool = False,
     ):
         """
         Args:
           primal: ``(params, *arrays) -> result``
           forward: ``(params, *arrays) -> (result, residuals)``
           backward: ``(params, residuals, cotangent) -> cotangents``, None for an array without a tangent space.
+          skips_constants: whether `backward` takes one argument more, the types of the arrays, with None in place of
+            those that are not differentiated. Their cotangents may be None, too.
         """
         self._primal = primal
         self.forward = forward
         self.backward = backward
         self._reverse_mode = jax.custom_vjp(primal, nondiff_argnums=(0,))
-        self._reverse_mode.defvjp(forward, backward)
+        if skips_constants:
+            self._reverse_mode.defvjp(self._forward_with_types, self._backward_with_types, symbolic_zeros=True)
+        else:
+            self._reverse_mode.defvjp(forward, backward)
+
+    def _forward_with_types(
+        self, params: Hashable, *primals: jax.custom_derivatives.CustomVJPPrimal
+    ) -> tuple[Any, tuple[_Types, Any]]:
+        types = _Types(tuple(jax.typeof(x.value) if x.perturbed else None for x in primals))
+        result, residuals = self.forward(params, *(x.value for x in primals))
+        return result, (types, residuals)
+
+    def _backward_with_types(
+        self, params: Hashable, residuals: tuple[_Types, Any], cotangent: Any
+    ) -> tuple[jax.Array | None, ...]:
+        types, residuals = residuals
+        if all(isinstance(x, jax.custom_derivatives.SymbolicZero) for x in jax.tree.leaves(cotangent)):
+            return (None,) * len(types.of_arrays)
+        cotangent = jax.tree.map(_instantiated, cotangent)
+        return self.backward(params, residuals, cotangent, types.of_arrays)
 
     def __call__(self, params: Hashable, *arrays: jax.Array) -> Any:
         # custom_vjp wants the cotangents to vary over the same manual axes as the primals, so the cast comes first.
@@ -51,6 +83,11 @@ class Differentiable:
         if getattr(_mode, "forward", False) or not has_tangents:
             return self._primal(params, *arrays)
         return self._reverse_mode(params, *arrays)
+
+
+def _instantiated(cotangent: Any) -> jax.Array:
+    is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
 
 
 @contextlib.contextmanager

@@ -1,0 +1,120 @@
+// The selection, and its gradient where nothing is summed. Elements are bytes, moved 16 at a time.
+#include "ffi/where/where.cuh"
+#include "ffi/where/where_device.cuh"
+
+namespace jax_baracuda::where {
+namespace {
+
+inline constexpr int kThreads = 128;
+
+// A thread takes one vector: more of them would not be faster, and slower where two arrays are written.
+template <int kVec>
+unsigned Blocks(int64_t size) {
+  return static_cast<unsigned>(CeilDivide(size, int64_t{kThreads} * kVec));
+}
+
+// Calls of_vector(first element) for the vector of this thread, or of_element(element) for the last few of all.
+template <int kVec, typename OfVector, typename OfElement>
+__device__ __forceinline__ void ForVector(int64_t size, const OfVector& of_vector, const OfElement& of_element) {
+  const int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVec;
+  if (first + kVec <= size) {
+    of_vector(first);
+  } else {
+    for (int64_t element = first; element < size; ++element) of_element(element);
+  }
+}
+
+template <typename T, int kVec, typename A, typename B, typename Cond>
+__global__ void __launch_bounds__(kThreads)
+    Select(const __grid_constant__ A a, const __grid_constant__ B b, const __grid_constant__ Cond cond, T* output,
+           int64_t size) {
+  ForVector<kVec>(
+      size,
+      [&](int64_t first) {
+        const Packed<uint8_t, kVec> flags = cond.Load(first);
+        const Packed<T, kVec> a_vector = a.Load(first), b_vector = b.Load(first);
+        StorePacked<T, kVec>(output + first, Choose<T, kVec>(Mask<kVec>(flags), a_vector, b_vector));
+      },
+      [&](int64_t element) { output[element] = cond.At(element) != 0 ? a.At(element) : b.At(element); });
+}
+
+template <typename T, int kVec, typename Cond>
+__global__ void __launch_bounds__(kThreads)
+    Split(const __grid_constant__ Cond cond, const T* dy, T* da, T* db, int64_t size) {
+  ForVector<kVec>(
+      size,
+      [&](int64_t first) {
+        const Mask<kVec> mask(cond.Load(first));
+        const Packed<T, kVec> vector = LoadPacked<kVec>(dy + first), nothing{};
+        StorePacked<T, kVec>(da + first, Choose<T, kVec>(mask, vector, nothing));
+        StorePacked<T, kVec>(db + first, Choose<T, kVec>(mask, nothing, vector));
+      },
+      [&](int64_t element) {
+        const bool is_chosen = cond.At(element) != 0;
+        da[element] = is_chosen ? dy[element] : T{};
+        db[element] = is_chosen ? T{} : dy[element];
+      });
+}
+
+template <typename T, int kVec, template <typename, int> class A, template <typename, int> class B,
+          template <typename, int> class Cond>
+cudaError_t LaunchSelectOf(const SelectCall& call, cudaStream_t stream) {
+  Select<T, kVec><<<Blocks<kVec>(call.size), kThreads, 0, stream>>>(A<T, kVec>(call.a), B<T, kVec>(call.b),
+                                                                    Cond<uint8_t, kVec>(call.cond),
+                                                                    static_cast<T*>(call.output), call.size);
+  return cudaGetLastError();
+}
+
+// Calls body(TypeTag<T>{}), which returns a cudaError_t, with a type of so many bytes.
+template <typename Body>
+cudaError_t WithBytes(int element_bytes, const Body& body) {
+  cudaError_t error = cudaErrorInvalidValue;
+  DispatchBytes(element_bytes, [&](auto tag) { error = body(tag); });
+  return error;
+}
+
+}  // namespace
+
+cudaError_t LaunchSelect(const SelectCall& call, cudaStream_t stream) {
+  if (call.size == 0) return cudaSuccess;
+  return WithBytes(call.element_bytes, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int kVec = kVectorBytes / sizeof(T);
+    const bool are_vectors = AreAligned(call.a.data, call.b.data, call.cond.data, call.output) &&
+                             RowsSuffice(kVec, call.a) && RowsSuffice(kVec, call.b) && RowsSuffice(kVec, call.cond);
+    if (!are_vectors) return LaunchSelectOf<T, 1, Repeated, Repeated, Repeated>(call, stream);
+    const Repetition &a = call.a.repetition, &b = call.b.repetition;
+    const bool a_is_dense = a.IsDense(), b_is_dense = b.IsDense();
+    if (call.cond.repetition.IsDense()) {
+      if (a_is_dense && b_is_dense) return LaunchSelectOf<T, kVec, Dense, Dense, Dense>(call, stream);
+      if (a_is_dense && b.IsScalar()) return LaunchSelectOf<T, kVec, Dense, Scalar, Dense>(call, stream);
+      if (b_is_dense && a.IsScalar()) return LaunchSelectOf<T, kVec, Scalar, Dense, Dense>(call, stream);
+    }
+    if (a_is_dense && b_is_dense) return LaunchSelectOf<T, kVec, Dense, Dense, Repeated>(call, stream);
+    if (a_is_dense && b.IsScalar()) return LaunchSelectOf<T, kVec, Dense, Scalar, Repeated>(call, stream);
+    return LaunchSelectOf<T, kVec, Repeated, Repeated, Repeated>(call, stream);
+  });
+}
+
+cudaError_t LaunchSplit(const SplitCall& call, cudaStream_t stream) {
+  if (call.a_is_summed || call.b_is_summed) return LaunchSums(call, stream);
+  if (call.size == 0) return cudaSuccess;
+  return WithBytes(call.element_bytes, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int kVec = kVectorBytes / sizeof(T);
+    const auto launch = [&](auto cond, auto vec) {
+      constexpr int kCount = decltype(vec)::value;
+      Split<T, kCount><<<Blocks<kCount>(call.size), kThreads, 0, stream>>>(
+          cond, static_cast<const T*>(call.dy), static_cast<T*>(call.da), static_cast<T*>(call.db), call.size);
+      return cudaGetLastError();
+    };
+    if (!AreAligned(call.dy, call.cond.data, call.da, call.db) || !RowsSuffice(kVec, call.cond)) {
+      return launch(Repeated<uint8_t, 1>(call.cond), std::integral_constant<int, 1>{});
+    }
+    const std::integral_constant<int, kVec> whole;
+    if (call.cond.repetition.IsDense()) return launch(Dense<uint8_t, kVec>(call.cond), whole);
+    return launch(Repeated<uint8_t, kVec>(call.cond), whole);
+  });
+}
+
+}  // namespace jax_baracuda::where

@@ -1,0 +1,100 @@
+// The calls of the where ops, how an operand is repeated along the output, and how a gradient is summed; used by both
+// back ends.
+#pragma once
+
+#include <cstdint>
+
+#include "ffi/core/element_type.h"
+
+namespace jax_baracuda::where {
+
+// The widest elements, complex numbers of two doubles.
+struct alignas(16) Bytes16 {
+  uint64_t halves[2];
+};
+
+// Calls body(TypeTag<T>{}) with a type of so many bytes; returns false, and calls nothing, if there is none.
+template <typename Body>
+bool DispatchBytes(int element_bytes, Body&& body) {
+  switch (element_bytes) {
+    case 1:
+      return body(TypeTag<uint8_t>{}), true;
+    case 2:
+      return body(TypeTag<uint16_t>{}), true;
+    case 4:
+      return body(TypeTag<uint32_t>{}), true;
+    case 8:
+      return body(TypeTag<uint64_t>{}), true;
+    case 16:
+      return body(TypeTag<Bytes16>{}), true;
+    default:
+      return false;
+  }
+}
+
+inline constexpr int kMostDimensions = 32;
+
+// Where the elements of the row-major output lie in an array that is repeated along some of its dimensions. Dimensions
+// of size 1 are left out and neighbours merged, so those here, the innermost first, are repeated and not in turn.
+struct Repetition {
+  int rank = 0;
+  int64_t size[kMostDimensions];
+  int64_t stride[kMostDimensions];  // in the array; 0 where it is repeated
+
+  // Adds the next dimension outwards, of a size of at least 2. `array_size` is that of the dimensions so far, in the
+  // array. False if there are too many.
+  bool Add(int64_t dimension, bool is_repeated, int64_t array_size) {
+    if (rank > 0 && (stride[rank - 1] == 0) == is_repeated) {
+      size[rank - 1] *= dimension;
+      return true;
+    }
+    if (rank == kMostDimensions) return false;
+    size[rank] = dimension;
+    stride[rank] = is_repeated ? 0 : array_size;
+    ++rank;
+    return true;
+  }
+
+  bool IsScalar() const { return rank == 0 || (rank == 1 && stride[0] == 0); }
+  bool IsDense() const { return rank == 0 || (rank == 1 && stride[0] == 1); }
+};
+
+struct Operand {
+  const void* data;
+  Repetition repetition;
+};
+
+// output = cond ? a : b, of elements that are bytes.
+struct SelectCall {
+  int64_t size;
+  int element_bytes;
+  Operand a, b, cond;
+  void* output;
+};
+
+// A sum over the rows of [outer, rows, inner].
+struct Sum {
+  int64_t outer, rows, inner;
+
+  int64_t results() const { return outer * inner; }
+  bool operator==(const Sum& other) const {
+    return outer == other.outer && rows == other.rows && inner == other.inner;
+  }
+};
+
+// da = cond ? dy : 0 and db = cond ? 0 : dy. Those that are summed have the compute type of `type`, and one `sum`.
+struct SplitCall {
+  int64_t size;
+  int element_bytes;
+  ElementType type;  // matters where there is a sum
+  const void* dy;
+  Operand cond;
+  void *da, *db;
+  bool a_is_summed, b_is_summed;
+  Sum sum{};
+  void* scratch;  // for sums on GPUs
+
+  int num_sums() const { return (a_is_summed ? 1 : 0) + (b_is_summed ? 1 : 0); }
+};
+
+}  // namespace jax_baracuda::where

@@ -1,0 +1,349 @@
+// The CPU kernels of where and its gradient.
+//
+// Work is done in blocks that stay in the nearest cache. Operands that are repeated are written out block by block, so
+// that one loop, which compilers vectorise, serves all of them.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+
+#include "ffi/core/cpu_clones.h"
+#include "ffi/core/cpu_kernel.h"
+#include "ffi/core/huge_pages.h"
+#include "ffi/core/integers.h"
+#include "ffi/core/parallel_for.h"
+#include "ffi/core/target_table.h"
+#include "ffi/where/where.h"
+#include "ffi/where/where_handler.h"
+
+namespace jax_baracuda::where {
+namespace {
+
+constexpr int64_t kBlockBytes = 8192;
+
+template <typename T>
+constexpr int64_t kBlockElements = kBlockBytes / static_cast<int64_t>(sizeof(T));
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Kernels.
+
+template <typename T>
+JB_INLINE T Selected(bool condition, T a, T b) {
+  return condition ? a : b;
+}
+
+JB_INLINE Bytes16 Selected(bool condition, Bytes16 a, Bytes16 b) {
+  return {{Selected(condition, a.halves[0], b.halves[0]), Selected(condition, a.halves[1], b.halves[1])}};
+}
+
+template <typename T>
+JB_CPU_CLONES void SelectBlock(const uint8_t* __restrict cond, const T* __restrict a, const T* __restrict b,
+                               int64_t count, T* __restrict output) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < count; ++i) {
+    const T if_true = a[i], if_false = b[i];
+    output[i] = Selected(cond[i] != 0, if_true, if_false);
+  }
+}
+
+template <typename T>
+JB_CPU_CLONES void SplitBlock(const uint8_t* __restrict cond, const T* __restrict dy, int64_t count, T* __restrict da,
+                              T* __restrict db) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < count; ++i) {
+    const T value = dy[i];
+    da[i] = Selected(cond[i] != 0, value, T{});
+    db[i] = Selected(cond[i] != 0, T{}, value);
+  }
+}
+
+template <typename To, typename From>
+JB_INLINE To BitsAs(From from) {
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+// Adds to sums[i] what is chosen of dy[i], and what is left of it to other_sums[i] or, if there are none, to other[i].
+template <typename T, bool kBothSummed>
+JB_CPU_CLONES void AddLine(const uint8_t* __restrict cond, bool inverted, const T* __restrict dy, int64_t count,
+                           ComputeType<T>* __restrict sums, ComputeType<T>* __restrict other_sums,
+                           T* __restrict other) {
+  using C = ComputeType<T>;
+  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+  JB_VECTORIZE
+  for (int64_t i = 0; i < count; ++i) {
+    const Bits value = BitsAs<Bits>(dy[i]);
+    const bool is_chosen = (cond[i] != 0) != inverted;
+    sums[i] += static_cast<C>(BitsAs<T>(Selected(is_chosen, value, Bits{})));
+    const Bits rest = Selected(is_chosen, Bits{}, value);
+    if constexpr (kBothSummed) {
+      other_sums[i] += static_cast<C>(BitsAs<T>(rest));
+    } else {
+      std::memcpy(other + i, &rest, sizeof(rest));
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Operands.
+
+// An operand, block by block. Costs little where blocks follow each other.
+template <typename T>
+class Blocks {
+ public:
+  explicit Blocks(const Operand& operand)
+      : data_(static_cast<const T*>(operand.data)), repetition_(operand.repetition) {
+    if (repetition_.IsScalar()) std::fill_n(buffer_, kBlockElements<T>, *data_);
+  }
+
+  // `count` elements, at most kBlockElements<T>, from the element `first` of the output on.
+  const T* At(int64_t first, int64_t count) {
+    if (repetition_.IsScalar()) return buffer_;
+    if (repetition_.IsDense()) return data_ + first;
+    if (first != next_) Seek(first);
+    next_ = first + count;
+    const bool is_contiguous = repetition_.stride[0] != 0;
+    for (int64_t done = 0; done < count;) {
+      const T* const from = data_ + offset_ + (is_contiguous ? index_[0] : 0);
+      const int64_t run = std::min(repetition_.size[0] - index_[0], count - done);
+      const bool is_whole_block = run == count;
+      index_[0] += run;
+      if (index_[0] == repetition_.size[0]) NextRow();
+      if (is_whole_block && is_contiguous) return from;
+      if (is_contiguous) {
+        std::memcpy(static_cast<void*>(buffer_ + done), from, static_cast<size_t>(run) * sizeof(T));
+      } else {
+        std::fill_n(buffer_ + done, run, *from);
+      }
+      done += run;
+    }
+    return buffer_;
+  }
+
+ private:
+  void Seek(int64_t element) {
+    offset_ = 0;
+    for (int i = 0; i < repetition_.rank; ++i) {
+      index_[i] = element % repetition_.size[i];
+      element /= repetition_.size[i];
+      if (i > 0) offset_ += index_[i] * repetition_.stride[i];
+    }
+  }
+
+  void NextRow() {
+    index_[0] = 0;
+    for (int i = 1; i < repetition_.rank; ++i) {
+      offset_ += repetition_.stride[i];
+      if (++index_[i] < repetition_.size[i]) return;
+      offset_ -= repetition_.size[i] * repetition_.stride[i];
+      index_[i] = 0;
+    }
+  }
+
+  const T* data_;
+  const Repetition& repetition_;
+  int64_t next_ = -1, offset_ = 0;  // of the row of the innermost dimension
+  int64_t index_[kMostDimensions];  // of the next element
+  alignas(64) T buffer_[kBlockElements<T>];
+};
+
+// Calls body(begin, end) for parts of [0, size), which take a share of so many bytes each.
+template <typename Body>
+void ForEachRange(ffi::ThreadPool& pool, int64_t size, int64_t bytes, const Body& body) {
+  const int64_t chunks = std::min(size, ChunksFor(pool, bytes));
+  ParallelFor(pool, chunks, [&](int64_t chunk) {
+    body(ChunkBegin(size, chunks, chunk), ChunkBegin(size, chunks, chunk + 1));
+  });
+}
+
+// Calls body(first, count) for the blocks of a range.
+template <typename T, typename Body>
+void ForEachBlock(int64_t begin, int64_t end, const Body& body) {
+  for (int64_t first = begin; first < end; first += kBlockElements<T>) {
+    body(first, std::min(kBlockElements<T>, end - first));
+  }
+}
+
+template <typename T>
+void Select(ffi::ThreadPool& pool, const SelectCall& call) {
+  T* const output = static_cast<T*>(call.output);
+  const int64_t bytes = call.size * static_cast<int64_t>(sizeof(T));
+  AdviseHugePages(output, bytes);
+  ForEachRange(pool, call.size, 2 * bytes, [&](int64_t begin, int64_t end) {
+    Blocks<T> a(call.a), b(call.b);
+    Blocks<uint8_t> cond(call.cond);
+    ForEachBlock<T>(begin, end, [&](int64_t first, int64_t count) {
+      SelectBlock(cond.At(first, count), a.At(first, count), b.At(first, count), count, output + first);
+    });
+  });
+}
+
+template <typename T>
+void Split(ffi::ThreadPool& pool, const SplitCall& call) {
+  const T* const dy = static_cast<const T*>(call.dy);
+  T *const da = static_cast<T*>(call.da), *const db = static_cast<T*>(call.db);
+  const int64_t bytes = call.size * static_cast<int64_t>(sizeof(T));
+  AdviseHugePages(da, bytes);
+  AdviseHugePages(db, bytes);
+  ForEachRange(pool, call.size, 3 * bytes, [&](int64_t begin, int64_t end) {
+    Blocks<uint8_t> cond(call.cond);
+    ForEachBlock<T>(begin, end, [&](int64_t first, int64_t count) {
+      SplitBlock(cond.At(first, count), dy + first, count, da + first, db + first);
+    });
+  });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Sums. They are added up line by line: a line is a tile of a row or, of rows that are short, as many whole rows as
+// fill vectors. How the lines are cut depends on shapes alone, so the sums are the same on any number of threads.
+
+constexpr int64_t kTile = 1024;
+constexpr int64_t kShortRow = 256;
+constexpr int64_t kMostParts = 64;  // of the rows, times tiles and outer elements
+constexpr int64_t kFewestLines = 32;
+constexpr int64_t kLinesOfSum = 256;  // added up in the compute type before they are added to sums in double
+
+template <typename T>
+class Sums {
+ public:
+  using C = ComputeType<T>;
+
+  Sums(const SplitCall& call)
+      : call_(call),
+        sum_(call.sum),
+        first_sums_(static_cast<C*>(call.a_is_summed ? call.da : call.db)),
+        second_sums_(call.num_sums() == 2 ? static_cast<C*>(call.db) : nullptr),
+        other_(static_cast<T*>(call.num_sums() == 2 ? nullptr : call.a_is_summed ? call.db : call.da)),
+        rows_of_line_(std::clamp<int64_t>(kShortRow / sum_.inner, 1, std::max<int64_t>(1, sum_.rows))),
+        tiles_(CeilDivide(sum_.inner, kTile)) {
+    const int64_t lines = CeilDivide(sum_.rows, rows_of_line_), units = sum_.outer * tiles_;
+    parts_ = std::clamp<int64_t>(lines / kFewestLines, 1, CeilDivide(kMostParts, units));
+    rows_of_part_ = CeilDivide(lines, parts_) * rows_of_line_;
+  }
+
+  // Returns false if there is no memory.
+  bool Run(ffi::ThreadPool& pool) {
+    const int64_t all_results = call_.num_sums() * sum_.results(), bytes = call_.size * sizeof(T);
+    AdviseHugePages(other_, other_ == nullptr ? 0 : bytes);
+    const std::unique_ptr<double[]> partials = Allocate<double>(parts_ == 1 ? 0 : parts_ * all_results);
+    if (partials == nullptr) return false;
+    partials_ = partials.get();
+    ForEachRange(pool, sum_.outer * tiles_ * parts_, 2 * bytes, [&](int64_t begin, int64_t end) {
+      Blocks<uint8_t> cond(call_.cond);
+      for (int64_t unit = begin; unit < end; ++unit) {
+        AddPart(unit / parts_ / tiles_, unit / parts_ % tiles_, unit % parts_, &cond);
+      }
+    });
+    if (parts_ == 1) return true;
+    ForEachRange(pool, all_results, parts_ * all_results * 8, [&](int64_t begin, int64_t end) {
+      for (int64_t result = begin; result < end; ++result) {
+        double total = 0;
+        for (int64_t part = 0; part < parts_; ++part) total += partials_[part * all_results + result];
+        Write(result, total);
+      }
+    });
+    return true;
+  }
+
+ private:
+  void AddPart(int64_t outer, int64_t tile, int64_t part, Blocks<uint8_t>* cond) {
+    const int64_t first_column = ChunkBegin(sum_.inner, tiles_, tile);
+    const int64_t columns = ChunkBegin(sum_.inner, tiles_, tile + 1) - first_column, width = columns * rows_of_line_;
+    const int64_t first_row = std::min(sum_.rows, part * rows_of_part_);
+    const int64_t end_row = std::min(sum_.rows, first_row + rows_of_part_);
+    const T* const dy = static_cast<const T*>(call_.dy);
+    C sums[2][kTile];
+    double totals[2][kTile];
+    for (int k = 0; k < 2; ++k) {
+      std::fill_n(sums[k], width, C{0});
+      std::fill_n(totals[k], width, 0.0);
+    }
+    int64_t lines = 0;
+    for (int64_t row = first_row; row < end_row; row += rows_of_line_) {
+      const int64_t count = std::min(rows_of_line_, end_row - row) * columns;
+      const int64_t first = (outer * sum_.rows + row) * sum_.inner + first_column;
+      const uint8_t* const flags = cond->At(first, count);
+      if (other_ == nullptr) {
+        AddLine<T, true>(flags, false, dy + first, count, sums[0], sums[1], nullptr);
+      } else {
+        AddLine<T, false>(flags, !call_.a_is_summed, dy + first, count, sums[0], nullptr, other_ + first);
+      }
+      if (++lines % kLinesOfSum == 0) Flush(sums, totals, width);
+    }
+    Flush(sums, totals, width);
+    for (int k = 0; k < call_.num_sums(); ++k) {
+      for (int64_t column = 0; column < columns; ++column) {
+        double total = 0;
+        for (int64_t i = column; i < width; i += columns) total += totals[k][i];
+        const int64_t result = (k * sum_.outer + outer) * sum_.inner + first_column + column;
+        if (parts_ == 1) {
+          Write(result, total);
+        } else {
+          partials_[part * call_.num_sums() * sum_.results() + result] = total;
+        }
+      }
+    }
+  }
+
+  void Flush(C (*sums)[kTile], double (*totals)[kTile], int64_t width) const {
+    for (int k = 0; k < call_.num_sums(); ++k) {
+      for (int64_t i = 0; i < width; ++i) {
+        totals[k][i] += sums[k][i];
+        sums[k][i] = 0;
+      }
+    }
+  }
+
+  void Write(int64_t result, double total) const {
+    const int64_t results = sum_.results();
+    (result < results ? first_sums_[result] : second_sums_[result - results]) = static_cast<C>(total);
+  }
+
+  const SplitCall& call_;
+  const Sum& sum_;
+  C *const first_sums_, *const second_sums_;
+  T* const other_;
+  const int64_t rows_of_line_, tiles_;
+  int64_t parts_, rows_of_part_;
+  double* partials_ = nullptr;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The handlers.
+
+ffi::Error SelectHandler(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer cond,
+                         ffi::Result<ffi::AnyBuffer> output) {
+  SelectCall call;
+  JB_RETURN_IF_ERROR(DecodeSelect("where", a, b, cond, *output, &call));
+  if (call.size == 0) return ffi::Error::Success();
+  DispatchBytes(call.element_bytes, [&](auto tag) { Select<typename decltype(tag)::type>(pool, call); });
+  return ffi::Error::Success();
+}
+
+ffi::Error SplitHandler(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::AnyBuffer cond, ffi::Result<ffi::AnyBuffer> da,
+                        ffi::Result<ffi::AnyBuffer> db) {
+  constexpr const char* kOp = "where_backward";
+  SplitCall call;
+  JB_RETURN_IF_ERROR(DecodeSplit(kOp, dy, cond, *da, *db, &call));
+  bool has_memory = true;
+  if (call.num_sums() == 0) {
+    if (call.size == 0) return ffi::Error::Success();
+    DispatchBytes(call.element_bytes, [&](auto tag) { Split<typename decltype(tag)::type>(pool, call); });
+  } else if (call.sum.results() > 0) {
+    DispatchFloating(call.type,
+                     [&](auto tag) { has_memory = Sums<typename decltype(tag)::type>(call).Run(pool); });
+  }
+  return Status(kOp, /*is_supported=*/true, has_memory, "dy", dy);
+}
+
+XLA_FFI_DEFINE_HANDLER(kSelect, SelectHandler, BindSelect<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kSplit, SplitHandler, BindSplit<ffi::ThreadPool>());
+
+JB_REGISTER_TARGET("where", kSelect, nullptr);
+JB_REGISTER_TARGET("where_backward", kSplit, nullptr);
+
+}  // namespace
+}  // namespace jax_baracuda::where

@@ -1,0 +1,138 @@
+// Checks the buffers of the where ops and turns them into calls; used by both back ends.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ffi/core/bit_width.h"
+#include "ffi/core/handler.h"
+#include "ffi/core/operands.h"
+#include "ffi/where/where.h"
+
+namespace jax_baracuda::where {
+
+// 0 where an element is less than a byte, or unknown.
+inline int ElementBytes(ffi::DataType type) {
+  const int64_t bits = BitWidth(type);
+  return bits % 8 == 0 ? static_cast<int>(bits / 8) : 0;
+}
+
+// An operand whose dimensions are those of the output, or 1.
+inline ffi::Error TakeOperand(const char* op, const char* name, const ffi::AnyBuffer& buffer,
+                              ffi::AnyBuffer::Dimensions output, Operand* operand) {
+  std::vector<Dimension> dimensions;
+  for (const int64_t size : output) dimensions.emplace_back(size, /*or_one=*/true);
+  JB_RETURN_IF_ERROR(CheckShape(op, name, buffer, dimensions));
+  operand->data = buffer.untyped_data();
+  int64_t size = 1;
+  for (size_t i = output.size(); i-- > 0;) {
+    if (output[i] == 1) continue;
+    const int64_t own = buffer.dimensions()[i];
+    if (!operand->repetition.Add(output[i], own == 1, size)) {
+      return InvalidArgument(op, std::string(name) + " has shape " + ShapeString(buffer.dimensions()) +
+                                     ", which is repeated along too many dimensions");
+    }
+    size *= own;
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error TakeCondition(const char* op, const ffi::AnyBuffer& cond, ffi::AnyBuffer::Dimensions output,
+                                Operand* operand) {
+  const ffi::DataType type = cond.element_type();
+  JB_RETURN_IF_ERROR(
+      CheckType(op, "cond", cond, "PRED or U8", type == ffi::DataType::PRED || type == ffi::DataType::U8));
+  return TakeOperand(op, "cond", cond, output, operand);
+}
+
+inline ffi::Error DecodeSelect(const char* op, const ffi::AnyBuffer& a, const ffi::AnyBuffer& b,
+                               const ffi::AnyBuffer& cond, const ffi::AnyBuffer& output, SelectCall* call) {
+  const ffi::DataType type = output.element_type();
+  const auto dimensions = output.dimensions();
+  call->element_bytes = ElementBytes(type);
+  if (call->element_bytes == 0) return UnsupportedType(op, "output", type);
+  call->size = TrailingSize(output, 0);
+  call->output = output.untyped_data();
+  JB_RETURN_IF_ERROR(CheckType(op, "a", a, type));
+  JB_RETURN_IF_ERROR(CheckType(op, "b", b, type));
+  JB_RETURN_IF_ERROR(TakeOperand(op, "a", a, dimensions, &call->a));
+  JB_RETURN_IF_ERROR(TakeOperand(op, "b", b, dimensions, &call->b));
+  JB_RETURN_IF_ERROR(TakeCondition(op, cond, dimensions, &call->cond));
+  for (size_t i = 0; i < dimensions.size(); ++i) {
+    if (dimensions[i] == 1 || dimensions[i] == a.dimensions()[i] || dimensions[i] == b.dimensions()[i] ||
+        dimensions[i] == cond.dimensions()[i]) {
+      continue;
+    }
+    return InvalidArgument(op, "output has shape " + ShapeString(dimensions) + ", expected 1 in dimension " +
+                                   std::to_string(i) + " as in all operands");
+  }
+  return ffi::Error::Success();
+}
+
+// A cotangent of an operand: of the shape and type of dy, or its sums, of the compute type, over neighbouring
+// dimensions where it has a size of 1.
+inline ffi::Error TakeCotangent(const char* op, const char* name, const ffi::AnyBuffer& buffer,
+                                const ffi::AnyBuffer& dy, void** data, bool* is_summed, Sum* sum) {
+  const auto own = buffer.dimensions(), whole = dy.dimensions();
+  *data = buffer.untyped_data();
+  *is_summed = false;
+  const ffi::DataType type = dy.element_type();
+  if (buffer.element_type() == type && own.size() == whole.size() &&
+      std::equal(own.begin(), own.end(), whole.begin())) {
+    return ffi::Error::Success();
+  }
+  std::vector<Dimension> dimensions;
+  for (const int64_t size : whole) dimensions.emplace_back(size, /*or_one=*/true);
+  JB_RETURN_IF_ERROR(CheckShape(op, name, buffer, dimensions));
+  if (!DispatchFloating(ElementTypeOf(type), [](auto) {})) return UnsupportedType(op, "dy", type);
+  JB_RETURN_IF_ERROR(CheckType(op, name, buffer, type == ffi::DataType::F64 ? type : ffi::DataType::F32));
+  *is_summed = true;
+  *sum = Sum{1, 1, 1};
+  bool has_ended = false;  // what is summed
+  for (size_t i = whole.size(); i-- > 0;) {
+    if (whole[i] == own[i]) {
+      has_ended = has_ended || (sum->rows != 1 && whole[i] != 1);
+      (has_ended ? sum->outer : sum->inner) *= whole[i];
+    } else if (!has_ended) {
+      sum->rows *= whole[i];
+    } else {
+      return WrongShape(op, name, buffer, "sizes of 1 in neighbouring dimensions only");
+    }
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error DecodeSplit(const char* op, const ffi::AnyBuffer& dy, const ffi::AnyBuffer& cond,
+                              const ffi::AnyBuffer& da, const ffi::AnyBuffer& db, SplitCall* call) {
+  call->element_bytes = ElementBytes(dy.element_type());
+  if (call->element_bytes == 0) return UnsupportedType(op, "dy", dy.element_type());
+  call->type = ElementTypeOf(dy.element_type());
+  call->size = TrailingSize(dy, 0);
+  call->dy = dy.untyped_data();
+  JB_RETURN_IF_ERROR(TakeCondition(op, cond, dy.dimensions(), &call->cond));
+  Sum sum_of_b{};
+  JB_RETURN_IF_ERROR(TakeCotangent(op, "da", da, dy, &call->da, &call->a_is_summed, &call->sum));
+  JB_RETURN_IF_ERROR(TakeCotangent(op, "db", db, dy, &call->db, &call->b_is_summed, &sum_of_b));
+  if (call->a_is_summed && call->b_is_summed && !(call->sum == sum_of_b)) {
+    return InvalidArgument(op, "db has shape " + ShapeString(db.dimensions()) + ", expected that of da, " +
+                                   ShapeString(da.dimensions()) + ", or that of dy");
+  }
+  if (call->b_is_summed) call->sum = sum_of_b;
+  return ffi::Error::Success();
+}
+
+// The bindings of the two handlers; those of both back ends differ in their context, and in the scratch on GPUs.
+
+template <typename Context>
+auto BindSelect() {
+  return BindBuffers<Context, 3, 1>();
+}
+
+template <typename Context>
+auto BindSplit() {
+  return BindBuffers<Context, 2, 2>();
+}
+
+}  // namespace jax_baracuda::where

@@ -1,0 +1,406 @@
+"""Selection between two arrays, element by element, with a gradient that reads the cotangent once.
+
+Elements are moved as bytes, so there are kernels for every dtype whose elements are whole bytes. Operands of any shapes
+are broadcast inside the kernels: none is written out in full.
+
+The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
+canonicalisation of arguments, examples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import as_array, compute_dtype, split_by
+from jax_baracuda._core.autodiff import Differentiable
+from jax_baracuda._core.example import EXAMPLES, Example
+from jax_baracuda._core.guarantees import Guarantee
+from jax_baracuda._core.op import Op, joint_batch
+
+Shape = tuple[int, ...]
+
+
+def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike) -> Array:
+    """Selects elements of `a` where `cond` holds, and of `b` elsewhere: ``jax.numpy.where`` with three arguments.
+
+    Inside a larger computation, ``jax.numpy.where`` is mostly the better choice: XLA fuses it with what comes before
+    and after, where this function reads its operands from memory and writes its result to it. This function is for
+    selections between arrays that are in memory anyway, and for their gradients, both in one pass.
+
+    Args:
+      cond: bool, or uint8 with 0 for false. Other dtypes are compared with 0 first, as ``jax.numpy.where`` does.
+      a: any dtype.
+      b: any dtype. bool, 8- to 64-bit integers, every float8, float16, bfloat16, float32, float64 and complex numbers
+        have kernels, for the dtype that `a` and `b` are promoted to; 2- and 4-bit types, and two operands that are
+        weakly typed (Python's numbers), run as plain JAX.
+
+    Returns:
+      An array with the joint shape of all three arguments, which are broadcast against each other, and the dtype to
+      which JAX promotes `a` and `b` (weak where both are).
+
+    Raises:
+      TypeError: an argument is no array or number, or has no numeric dtype.
+      ValueError: the shapes do not broadcast against each other.
+
+    Numerical guarantees: every element is copied bit by bit, payloads of NaN and signs of zeros included.
+
+    Gradient: as in :func:`where_backward`, with respect to `a` and `b`; of an argument that is not differentiated it is
+    not computed. Nothing but `cond` is kept for the backward pass. Derivatives of any order exist. ``jax.jvp`` and
+    ``jax.jacfwd`` of this function need its twin of the same name in :mod:`jax_baracuda.forward_mode`.
+    """
+    name = "where"
+    cond, a, b = _as_condition(name, cond), as_array(name, "a", a), as_array(name, "b", b)
+    dtype, is_weak = jax.dtypes.result_type(a, b, return_weak_type_flag=True)
+    try:
+        jnp.broadcast_shapes(cond.shape, a.shape, b.shape)
+    except ValueError as error:
+        raise ValueError(
+            f"{name}: cond, a and b must have shapes that broadcast against each other, got {cond.shape}, {a.shape} "
+            f"and {b.shape}"
+        ) from error
+    if is_weak:  # Python's numbers, or what is made of nothing else
+        return jnp.where(cond, a, b)
+    return _select(None, jax.lax.convert_element_type(a, dtype), jax.lax.convert_element_type(b, dtype), cond)
+
+
+def where_backward(
+    cond: ArrayLike, dy: ArrayLike, *, a_shape: Sequence[int] | None = None, b_shape: Sequence[int] | None = None
+) -> tuple[Array, Array]:
+    """Gradient of :func:`where`, both cotangents in one pass over `dy`.
+
+    ``da = where(cond, dy, 0)`` and ``db = where(cond, 0, dy)``, each summed over the axes along which `a` or `b` is
+    broadcast.
+
+    Args:
+      cond: as in :func:`where`; its shape must broadcast to that of `dy`.
+      dy: the cotangent of the result, a floating or complex dtype.
+      a_shape: the shape of `a`, which must broadcast to that of `dy`. Default: that of `dy`.
+      b_shape: the shape of `b`, likewise.
+
+    Returns:
+      ``(da, db)`` with the shapes of `a` and `b` and the dtype of `dy`.
+
+    Raises:
+      TypeError: an argument is no array, or `dy` has no floating or complex dtype.
+      ValueError: a shape does not broadcast to that of `dy`.
+
+    Numerical guarantees: elements that are not summed are those of `dy` bit by bit, or 0. Where an element of `dy` is
+    not selected, it goes nowhere, NaN and infinities included. Sums are accumulated in float32 (those of float64 and of
+    complex numbers in their own dtype) and rounded once. Bit-equal from run to run.
+
+    Gradient: derivatives of any order and in either mode exist.
+    """
+    name = "where_backward"
+    cond, dy = _as_condition(name, cond), as_array(name, "dy", dy)
+    if not jnp.issubdtype(dy.dtype, jnp.inexact):
+        raise TypeError(f"{name}: dy must have a floating or complex dtype, got {dy.dtype}")
+    shapes = []
+    for argument, shape in (("cond", cond.shape), ("a_shape", a_shape), ("b_shape", b_shape)):
+        shapes.append(dy.shape if shape is None else tuple(shape))
+        if not _broadcasts_to(shapes[-1], dy.shape):
+            raise ValueError(f"{name}: {argument} must broadcast to the shape of dy, {dy.shape}, got {shapes[-1]}")
+    da, db = _cotangents(dy, cond, *shapes[1:])
+    return da, db
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reference in plain JAX. Arrays have a leading batch dimension and equal ranks.
+
+
+def _reference_where(a: Array, b: Array, cond: Array) -> tuple[Array]:
+    return (jnp.where(cond, a, b),)
+
+
+def _reference_backward(
+    dy: Array, cond: Array, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]
+) -> tuple[Array, Array]:
+    zero = jnp.zeros((), dy.dtype)
+    pairs = (jnp.where(cond, dy, zero), a_axes), (jnp.where(cond, zero, dy), b_axes)
+    da, db = (
+        jnp.sum(x, [1 + axis for axis in axes], compute_dtype(x.dtype), keepdims=True) if axes else x
+        for x, axes in pairs
+    )
+    return da, db
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ops: one per native kernel.
+
+FLOATING_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
+COMPLEX_DTYPES = frozenset({"complex64", "complex128"})
+FLOAT8_DTYPES = frozenset(
+    f"float8_{kind}" for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")
+)
+WITHOUT_ZERO = frozenset({"float8_e8m0fnu"})
+INTEGER_DTYPES = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+
+MOST_DIMENSIONS = 32
+
+DIMENSIONS = ("batch", "...")
+
+
+def _joint_shape(*operands: Any) -> Shape:
+    """The shape of operands of one rank together."""
+    return tuple(joint_batch(*sizes) for sizes in zip(*(x.shape for x in operands), strict=True))
+
+
+def _limit_of_rank(*operands: Any) -> str | None:
+    return f"there are more than {MOST_DIMENSIONS} dimensions" if operands[0].ndim > MOST_DIMENSIONS else None
+
+
+def _limit_of_backward(dy: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]) -> str | None:
+    if (a_axes or b_axes) and np.dtype(dy.dtype).name not in FLOATING_DTYPES:
+        return f"there is no kernel for sums of {dy.dtype}"
+    if dy.shape[0] != joint_batch(dy.shape[0], cond.shape[0]):
+        return "the whole batch shares dy"
+    return _limit_of_rank(dy)
+
+
+def _transpose_where(avals: Sequence[Any], cotangents: Sequence[Array], cond: Array) -> Sequence[Array]:
+    [dy] = cotangents
+    return _batched_cotangents(dy, cond, *(x.shape[1:] for x in avals))
+
+
+def _backward_types(dy: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]) -> list[tuple[Shape, Any]]:
+    batch = joint_batch(dy.shape[0], cond.shape[0])
+
+    def of_one(axes: tuple[int, ...]) -> tuple[Shape, Any]:
+        shape = (1 if axis in axes else size for axis, size in enumerate(dy.shape[1:]))
+        return (batch, *shape), np.dtype(compute_dtype(dy.dtype)) if axes else dy.dtype
+
+    return [of_one(a_axes), of_one(b_axes)]
+
+
+def _scratch_parameters(dy: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]) -> dict[str, int]:
+    """What is summed lies together in the middle."""
+    axes = [1 + axis for axis in (*a_axes, *b_axes)]
+    first, end = (min(axes), max(axes) + 1) if axes else (0, 0)
+    return {
+        "outer": math.prod(dy.shape[:first]),
+        "rows": math.prod(dy.shape[first:end]),
+        "inner": math.prod(dy.shape[end:]),
+        "element_bytes": np.dtype(dy.dtype).itemsize,
+        "num_sums": bool(a_axes) + bool(b_axes),
+    }
+
+
+def _shard_backward(
+    kernel: Callable[..., Sequence[Array]],
+    mesh_axes: Mapping[str, tuple[str, ...]],
+    *operands: Array,
+    a_axes: tuple[int, ...],
+    b_axes: tuple[int, ...],
+) -> Sequence[Array]:
+    """What a shard has summed is a part of the sum, where the axes are split."""
+
+    def total(cotangent: Array, axes: tuple[int, ...]) -> Array:
+        split = tuple(name for axis in axes for name in mesh_axes.get(f"...{axis}", ()))
+        return jax.lax.psum(cotangent, split) if split else cotangent
+
+    da, db = kernel(*operands)
+    return total(da, a_axes), total(db, b_axes)
+
+
+def _transpose_backward(
+    avals: Sequence[Any],
+    cotangents: Sequence[Array],
+    cond: Array,
+    *,
+    a_axes: tuple[int, ...],
+    b_axes: tuple[int, ...],
+) -> Sequence[Array]:
+    [dy] = avals
+    [result] = WHERE(*(x.astype(dy.dtype) for x in cotangents), cond)
+    shape = (result.shape[0], *dy.shape[1:])
+    return (result if result.shape == shape else _like(jnp.broadcast_to(result, shape), dy),)
+
+
+WHERE = Op(
+    name="where",
+    operands=(DIMENSIONS, DIMENSIONS, DIMENSIONS),
+    results=(DIMENSIONS,),
+    result_types=lambda a, b, cond: [(_joint_shape(a, b, cond), a.dtype)],
+    reference=_reference_where,
+    dtypes=FLOATING_DTYPES | COMPLEX_DTYPES | FLOAT8_DTYPES | WITHOUT_ZERO | INTEGER_DTYPES | {"bool"},
+    guarantee=Guarantee("none", "exact", deterministic=True, bit_stable_on_same_hardware=True),
+    kernel_limit=_limit_of_rank,
+    num_linear=2,
+    transpose=_transpose_where,
+)
+
+
+def _backward_guarantee(dtype: str, platform: str, **_: bool) -> Guarantee:
+    """That of sums, where kernels sum; what is not summed is exact."""
+    accumulator, precision = "none", "exact"
+    if dtype in FLOATING_DTYPES:
+        accumulator, precision = np.dtype(compute_dtype(jnp.dtype(dtype))).name, "accumulated"
+    return Guarantee(accumulator, precision, deterministic=True, bit_stable_on_same_hardware=True)
+
+
+WHERE_BACKWARD = Op(
+    name="where_backward",
+    operands=(DIMENSIONS, DIMENSIONS),
+    results=(DIMENSIONS, DIMENSIONS),
+    result_types=_backward_types,
+    reference=_reference_backward,
+    dtypes=FLOATING_DTYPES | COMPLEX_DTYPES | FLOAT8_DTYPES,
+    guarantee=_backward_guarantee,
+    scratch=_scratch_parameters,
+    shard_program=_shard_backward,
+    kernel_limit=_limit_of_backward,
+    transpose=_transpose_backward,
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivative rules.
+
+
+def _primal(params: None, a: Array, b: Array, cond: Array) -> Array:
+    rank = max(a.ndim, b.ndim, cond.ndim)
+    [selected] = WHERE(*(_with_batch(x, rank) for x in (a, b, cond)))
+    return jax.lax.squeeze(selected, [0])
+
+
+def _forward(params: None, a: Array, b: Array, cond: Array) -> tuple[Array, Array]:
+    return _primal(params, a, b, cond), cond
+
+
+def _backward(params: None, cond: Array, dy: Array, types: Sequence[Any]) -> tuple[Array | None, ...]:
+    a, b, _ = types
+    gradients = _cotangents(dy, cond, *(None if x is None else x.shape for x in (a, b)))
+    matched = (
+        None if gradient is None else _like(gradient, primal)
+        for gradient, primal in zip(gradients, (a, b), strict=True)
+    )
+    return *matched, None
+
+
+_select = Differentiable(_primal, _forward, _backward, skips_constants=True)
+
+
+def _cotangents(
+    dy: Array, cond: Array, a_shape: Shape | None, b_shape: Shape | None
+) -> tuple[Array | None, Array | None]:
+    """The cotangents of operands of these shapes, None for those whose shape is None."""
+    in_rank = (None if shape is None else _in_rank(shape, dy.ndim) for shape in (a_shape, b_shape))
+    gradients = _batched_cotangents(dy[None], _with_batch(cond, dy.ndim), *in_rank)
+    da, db = (
+        None if gradient is None else jax.lax.squeeze(gradient, range(1 + dy.ndim - len(shape)))
+        for gradient, shape in zip(gradients, (a_shape, b_shape), strict=True)
+    )
+    return da, db
+
+
+def _batched_cotangents(
+    dy: Array, cond: Array, a_shape: Shape | None, b_shape: Shape | None
+) -> tuple[Array | None, Array | None]:
+    """As :func:`_cotangents`, of arrays of equal ranks with the batch dimension, which the shapes leave out."""
+    axes_of_each = [None if shape is None else _repeated_axes(shape, dy.shape[1:]) for shape in (a_shape, b_shape)]
+    native = [None if axes is None else _largest_neighbours(axes, dy.shape[1:]) for axes in axes_of_each]
+    a_axes, b_axes = native
+    if a_axes is not None and b_axes is not None and (not a_axes or not b_axes or a_axes == b_axes):
+        gradients = WHERE_BACKWARD(dy, cond, a_axes=a_axes, b_axes=b_axes)
+    else:
+        gradients = [None if axes is None else _one_cotangent(dy, cond, axes, k) for k, axes in enumerate(native)]
+    da, db = (
+        None if gradient is None else _summed(gradient, axes).astype(dy.dtype)
+        for gradient, axes in zip(gradients, axes_of_each, strict=True)
+    )
+    return da, db
+
+
+def _one_cotangent(dy: Array, cond: Array, axes: tuple[int, ...], k: int) -> Array:
+    """The cotangent of `a` (k = 0) or `b` (k = 1) without that of the other, which need not be written."""
+    if axes:
+        return WHERE_BACKWARD(dy, cond, a_axes=axes, b_axes=axes)[k]
+    zero = jnp.zeros((1,) * dy.ndim, dy.dtype)
+    [selected] = WHERE(*((zero, dy) if k else (dy, zero)), cond)
+    return selected
+
+
+def _summed(gradient: Array, axes: tuple[int, ...]) -> Array:
+    """What the kernel has summed over some of these axes, summed over all of them."""
+    rest = [1 + axis for axis in axes if gradient.shape[1 + axis] != 1]
+    return jnp.sum(gradient, rest, keepdims=True) if rest else gradient
+
+
+def _repeated_axes(shape: Shape, whole: Shape) -> tuple[int, ...]:
+    """Along which an array of this shape is broadcast to the whole."""
+    return tuple(axis for axis, sizes in enumerate(zip(shape, whole, strict=True)) if sizes[0] == 1 != sizes[1])
+
+
+def _largest_neighbours(axes: tuple[int, ...], shape: Shape) -> tuple[int, ...]:
+    """Of the axes, those next to each other that have the most elements together: what one kernel sums."""
+    groups: list[tuple[int, ...]] = [()]
+    for axis in axes:
+        last = groups[-1]
+        are_neighbours = last and all(size == 1 for size in shape[last[-1] + 1 : axis])
+        groups = [*groups[:-1], (*last, axis)] if are_neighbours else [*groups, (axis,)]
+    return max(groups, key=lambda group: math.prod(shape[axis] for axis in group) if group else -1)
+
+
+def _with_batch(array: Array, rank: int) -> Array:
+    """With leading dimensions of size 1: the batch, and so many that `rank` are behind it."""
+    return jax.lax.expand_dims(array, range(1 + rank - array.ndim))
+
+
+def _in_rank(shape: Shape, rank: int) -> Shape:
+    return (1,) * (rank - len(shape)) + tuple(shape)
+
+
+def _like(gradient: Array, primal: Any) -> Array:
+    """Under explicit sharding, the cotangent with the sharding of its primal."""
+    spec = jax_versions.explicit_spec(primal)
+    return gradient if spec is None else split_by(gradient, spec)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Canonicalisation of arguments.
+
+
+def _as_condition(name: str, cond: ArrayLike) -> Array:
+    """As bool or uint8."""
+    cond = as_array(name, "cond", cond)
+    return cond if cond.dtype in (np.bool_, np.uint8) else cond != 0
+
+
+def _broadcasts_to(shape: Shape, whole: Shape) -> bool:
+    return len(shape) <= len(whole) and all(
+        own in (1, size) for own, size in zip(reversed(shape), reversed(whole), strict=False)
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Example for `python -m jax_baracuda check` and `race`.
+
+
+def _example_operands(rng: np.random.Generator, *, num_rows: int, num_features: int) -> tuple[np.ndarray, np.ndarray]:
+    shape = (num_rows, num_features)
+    return rng.standard_normal(shape, np.float32), rng.random(shape) < 0.5
+
+
+EXAMPLES.append(
+    Example(
+        name="where",
+        function=lambda x, cond, **_: where(cond, x, 0),
+        plain_jax=lambda x, cond, **_: jnp.where(cond, x, 0),
+        make_operands=_example_operands,
+        dtypes=("float32", "bfloat16", "float16"),
+        check_sizes={"num_rows": 1003, "num_features": 33},
+        race_sizes={
+            "cpu": {"num_rows": 4096, "num_features": 1024},
+            "cuda": {"num_rows": 131072, "num_features": 1024},
+        },
+        tolerance={"float32": 0, "bfloat16": 4e-3, "float16": 5e-4},
+    )
+)
