@@ -22,6 +22,7 @@ from jax_baracuda.ops.segment import (
     segment_sum_backward,
     unsorted_segment_max_backward,
 )
+from jax_baracuda.ops.write_slice import write_slice, write_slices
 
 __version__ = _version("jax_baracuda")
 
@@ -46,4 +47,6 @@ __all__ = [
     "segment_sum",
     "segment_sum_backward",
     "unsorted_segment_max_backward",
+    "write_slice",
+    "write_slices",
 ]

@@ -2,7 +2,7 @@
 
 JAX cannot apply forward mode to a function whose reverse mode is a kernel (``jax.custom_vjp``). Here are the same
 functions, bound straight to the primitives: use them under ``jax.jvp``, ``jax.jacfwd`` and ``jax.linearize``. Their
-value comes from the same kernels, and so does the tangent where the function is linear (sum and mean); other tangents
+value comes from the same kernels, and so does the tangent where the function is linear (sum, mean, slices); other tangents
 come from plain JAX. For ``jax.grad``, ``jax.vjp``, ``jax.jacrev`` and ``jax.hessian`` use the functions of
 :mod:`jax_baracuda`, whose backward pass is a kernel too. The ``..._backward`` functions serve both modes as they are.
 """
@@ -10,6 +10,7 @@ come from plain JAX. For ``jax.grad``, ``jax.vjp``, ``jax.jacrev`` and ``jax.hes
 from jax_baracuda._core.autodiff import in_forward_mode
 from jax_baracuda.ops import causal_conv1d as convolution
 from jax_baracuda.ops import segment
+from jax_baracuda.ops import write_slice as slices
 
 __all__ = [
     "causal_conv1d",
@@ -20,6 +21,8 @@ __all__ = [
     "segment_prod",
     "segment_softmax",
     "segment_sum",
+    "write_slice",
+    "write_slices",
 ]
 
 causal_conv1d = in_forward_mode(convolution.causal_conv1d)
@@ -30,3 +33,5 @@ segment_min = in_forward_mode(segment.segment_min)
 segment_prod = in_forward_mode(segment.segment_prod)
 segment_softmax = in_forward_mode(segment.segment_softmax)
 segment_sum = in_forward_mode(segment.segment_sum)
+write_slice = in_forward_mode(slices.write_slice)
+write_slices = in_forward_mode(slices.write_slices)
