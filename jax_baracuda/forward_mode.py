@@ -2,8 +2,8 @@
 
 JAX cannot apply forward mode to a function whose reverse mode is a kernel (``jax.custom_vjp``). Here are the same
 functions, bound straight to the primitives: use them under ``jax.jvp``, ``jax.jacfwd`` and ``jax.linearize``. Their
-value comes from the same kernels, and so does the tangent where the function is linear (sum, mean, slices); other tangents
-come from plain JAX. For ``jax.grad``, ``jax.vjp``, ``jax.jacrev`` and ``jax.hessian`` use the functions of
+value comes from the same kernels, and so does the tangent where the function is linear (sums, means, slices); other
+tangents come from plain JAX. For ``jax.grad``, ``jax.vjp``, ``jax.jacrev`` and ``jax.hessian`` use the functions of
 :mod:`jax_baracuda`, whose backward pass is a kernel too. The ``..._backward`` functions serve both modes as they are.
 """
 

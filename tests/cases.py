@@ -45,7 +45,9 @@ def skip_for_lack_of(platform: str, reason: str) -> NoReturn:
 
 def x64_for(*dtypes: Any) -> contextlib.AbstractContextManager[Any]:
     """Context with 64-bit types on if one of the dtypes needs it, and off otherwise."""
-    return jax.enable_x64(any(jnp.dtype(dtype).name in ("int64", "uint64", "float64") for dtype in dtypes))
+    return jax.enable_x64(
+        any(jnp.dtype(dtype).name in ("int64", "uint64", "float64", "complex128") for dtype in dtypes)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

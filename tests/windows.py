@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_baracuda.ops.write_slice import DTYPES
+from jax_baracuda.ops.write_slice import DTYPES, Window
 
 SUB_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 START_DTYPES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
@@ -21,8 +21,10 @@ ALL_DTYPES = tuple(sorted(DTYPES))
 def bits_of(dtype: Any) -> int:
     """Of an element as XLA stores it."""
     name = jnp.dtype(dtype).name
-    return int(name.removeprefix("u").removeprefix("int").removeprefix("float")[0]) if name in SUB_BYTE else (
-        8 * jnp.dtype(dtype).itemsize
+    return (
+        int(name.removeprefix("u").removeprefix("int").removeprefix("float")[0])
+        if name in SUB_BYTE
+        else (8 * jnp.dtype(dtype).itemsize)
     )
 
 
@@ -44,7 +46,7 @@ def assert_same_memory(actual: Any, expected: np.ndarray, where: str = "") -> No
     actual = np.asarray(actual)
     assert actual.dtype == expected.dtype, f"{where} dtype {actual.dtype}, expected {expected.dtype}"
     assert actual.shape == expected.shape, f"{where} shape {actual.shape}, expected {expected.shape}"
-    bytes_of_each = [np.ascontiguousarray(x).view(np.uint8).reshape(*x.shape, -1) for x in (actual, expected)]
+    bytes_of_each = [np.ascontiguousarray(x).view(np.uint8).reshape(*x.shape, x.itemsize) for x in (actual, expected)]
     same = (bytes_of_each[0] == bytes_of_each[1]).all(axis=-1)
     if not same.all():
         first = tuple(map(int, np.argwhere(~same)[0]))
@@ -56,7 +58,7 @@ def assert_same_memory(actual: Any, expected: np.ndarray, where: str = "") -> No
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where the elements of a window lie: for each axis, the indices in the array and in the window of what is inside."""
+    """Where the elements of a window lie that are inside of the array: for each axis, their indices in either."""
 
     in_array: tuple[np.ndarray, ...]
     in_window: tuple[np.ndarray, ...]
@@ -133,3 +135,8 @@ def of_batch(function: Callable[..., Any], *arrays: np.ndarray) -> Any:
     if isinstance(results[0], tuple):
         return tuple(np.stack(parts) for parts in zip(*results, strict=True))
     return np.stack(results)
+
+
+def window(write: int, axis: int, start: int, size: int) -> Window:
+    """The param of the ops for one axis of an array that is not split over devices."""
+    return Window(write, axis, start, size, num_shards=1)

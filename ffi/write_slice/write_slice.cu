@@ -1,7 +1,7 @@
 // The CUDA kernels of write_slice and its gradient. One launch moves several windows.
 //
-// Every byte of an array belongs to one thread: with Access::kVectors to that of a 16-byte vector in both arrays, and
-// otherwise to that of a 16-byte vector of the array, as far as it lies in a row.
+// Rows that begin and end at multiples of 2 to 16 bytes in both arrays are moved in words of that size. Others are written
+// in aligned vectors of the array, as far as these lie in a row. So every byte of an array belongs to one thread.
 
 #include <algorithm>
 #include <cstdint>
@@ -19,7 +19,7 @@ inline constexpr int64_t kVectorBytes = 16;
 
 // How a window is divided among blocks.
 struct Part {
-  int64_t items_of_row;  // items are vectors of the window, of the array, or words that are taken
+  int64_t items_of_row;  // items are words, or vectors of the array
   int64_t num_items;
   int64_t blocks_of_row;  // 0 where items are counted through all rows, one for each thread
   unsigned first_block;
@@ -41,53 +41,47 @@ __device__ __forceinline__ T* At(void* base, int64_t bytes) {
   return reinterpret_cast<T*>(static_cast<char*>(base) + bytes);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Items of the same alignment in both arrays.
+// Whether a window is moved in words, and not in vectors of the array.
+__host__ __device__ __forceinline__ bool HasWords(const Update& update, bool takes) {
+  return takes || (!update.has_bits && update.word > 1);
+}
 
-// Up to kCount items of a row, kThreads apart.
-template <typename T, int kCount, bool kTake>
-__device__ __forceinline__ void MoveItems(const Update& update, const Part& part, int64_t number, int64_t first) {
-  T* const source = At<T>(update.source, SourceRow(update, number));
-  T items[kCount];
+// ---------------------------------------------------------------------------------------------------------------------
+// Words.
+
+// Up to kCount words of a row, kThreads apart.
+template <typename Word, int kCount, bool kTake>
+__device__ __forceinline__ void MoveWords(const Update& update, const Part& part, int64_t number, int64_t first) {
+  constexpr int64_t kBytes = sizeof(Word);
+  Word* const source = At<Word>(update.source, SourceRow(update, number));
+  Word words[kCount];
   if constexpr (!kTake) {
     // Loads do not wait for the starts.
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      if (first + k * kThreads < part.items_of_row) items[k] = source[first + k * kThreads];
+      if (first + k * kThreads < part.items_of_row) words[k] = source[first + k * kThreads];
     }
   }
   const Row row = LocateRow(update, number);
-  // In items, of which none is inside in part.
-  const int64_t begin = row.first / static_cast<int64_t>(sizeof(T)), end = row.last / static_cast<int64_t>(sizeof(T));
-  T* const dest = At<T>(update.dest, row.begin);
+  const int64_t begin = row.first / kBytes, end = row.last / kBytes;
+  Word* const dest = At<Word>(update.dest, row.begin);
   if constexpr (kTake) {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      if (begin <= first + k * kThreads && first + k * kThreads < end) items[k] = dest[first + k * kThreads];
+      if (begin <= first + k * kThreads && first + k * kThreads < end) words[k] = dest[first + k * kThreads];
     }
   }
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
-    const int64_t item = first + k * kThreads;
-    if (item < begin || item >= end) continue;
-    dest[item] = kTake ? T{} : items[k];
-    if constexpr (kTake) source[item] = items[k];
-  }
-}
-
-template <int kCount>
-__device__ __forceinline__ void TakeItems(const Update& update, const Part& part, int64_t number, int64_t first) {
-  switch (update.word) {
-    case 1:
-      return MoveItems<uint8_t, kCount, true>(update, part, number, first);
-    case 2:
-      return MoveItems<uint16_t, kCount, true>(update, part, number, first);
-    case 4:
-      return MoveItems<uint32_t, kCount, true>(update, part, number, first);
-    case 8:
-      return MoveItems<uint2, kCount, true>(update, part, number, first);
-    default:
-      return MoveItems<uint4, kCount, true>(update, part, number, first);
+    const int64_t word = first + k * kThreads;
+    if (word < begin || word >= end) continue;
+    if constexpr (kTake) {
+      // First what waits for the load: a store into a line that is still being loaded takes long.
+      source[word] = words[k];
+      dest[word] = Word{};
+    } else {
+      dest[word] = words[k];
+    }
   }
 }
 
@@ -147,7 +141,7 @@ __device__ __forceinline__ void WriteBytesOfVector(const Update& update, char* d
 __device__ __forceinline__ void WriteVectorOfArray(const Update& update, const Row& row, int64_t number, int64_t item) {
   if (row.first >= row.last) return;
   // The row's bytes in the array, those at its ends perhaps in part.
-  const bool has_bits = update.access == Access::kBits;
+  const bool has_bits = update.has_bits;
   const int shift = !has_bits ? 0 : update.bit_width == 4 ? 1 : 2;
   const int64_t first_unit = row.begin + row.first, last_unit = row.begin + row.last;
   const int64_t row_begin = first_unit >> shift, row_end = (last_unit + (1 << shift) - 1) >> shift;
@@ -173,22 +167,30 @@ __device__ __forceinline__ void WriteVectorOfArray(const Update& update, const R
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// `kCount` items of a thread, in one row.
-template <int kCount, bool kTake, bool kWritesVectors>
+// Up to kCount items of a row, kThreads apart.
+template <int kCount, bool kTake>
 __device__ __forceinline__ void Move(const Update& update, const Part& part, int64_t number, int64_t first) {
-  if constexpr (kTake) {
-    TakeItems<kCount>(update, part, number, first);
-  } else if (kWritesVectors || update.access == Access::kVectors) {
-    MoveItems<uint4, kCount, false>(update, part, number, first);
-  } else {
-    const Row row = LocateRow(update, number);
-#pragma unroll 1
-    for (int k = 0; k < kCount; ++k) WriteVectorOfArray(update, row, number, first + k * kThreads);
+  if (HasWords(update, kTake)) {
+    switch (update.word) {
+      case 1:
+        if constexpr (kTake) MoveWords<uint8_t, kCount, kTake>(update, part, number, first);
+        return;
+      case 2:
+        return MoveWords<uint16_t, kCount, kTake>(update, part, number, first);
+      case 4:
+        return MoveWords<uint32_t, kCount, kTake>(update, part, number, first);
+      case 8:
+        return MoveWords<uint2, kCount, kTake>(update, part, number, first);
+      default:
+        return MoveWords<uint4, kCount, kTake>(update, part, number, first);
+    }
   }
+  const Row row = LocateRow(update, number);
+#pragma unroll 1
+  for (int k = 0; k < kCount; ++k) WriteVectorOfArray(update, row, number, first + k * kThreads);
 }
 
-// `kWritesVectors`: all windows have Access::kVectors and are written. Such a kernel is smaller.
-template <int kMostUpdates, bool kTake, bool kWritesVectors>
+template <int kMostUpdates, bool kTake>
 __global__ void __launch_bounds__(kThreads) MoveWindows(const __grid_constant__ Launch<kMostUpdates> launch) {
   int i = 0;
   while (i + 1 < launch.count && blockIdx.x >= launch.parts[i + 1].first_block) ++i;
@@ -197,31 +199,27 @@ __global__ void __launch_bounds__(kThreads) MoveWindows(const __grid_constant__ 
   const int64_t block = blockIdx.x - part.first_block;
   if (part.blocks_of_row > 0) {
     const QuotientAndRemainder q = Divide(block, part.blocks_of_row);
-    const int64_t first = q.remainder * kItemsOfBlock + threadIdx.x;
-    return Move<kItems, kTake, kWritesVectors>(update, part, q.quotient, first);
+    return Move<kItems, kTake>(update, part, q.quotient, q.remainder * kItemsOfBlock + threadIdx.x);
   }
   const int64_t item = block * kThreads + threadIdx.x;
   if (item >= part.num_items) return;
   const QuotientAndRemainder q = Divide(item, part.items_of_row);
-  Move<1, kTake, kWritesVectors>(update, part, q.quotient, q.remainder);
+  Move<1, kTake>(update, part, q.quotient, q.remainder);
 }
 
 int64_t ItemsOfRow(const Update& update, bool takes) {
-  if (takes || update.access == Access::kVectors) return update.run_units / update.word;
-  const int64_t most_bytes = update.access == Access::kBits ? MostBytesOfRow(update) : update.run_units;
-  // Whichever word of a vector the row begins at.
-  return (most_bytes + (kVectorBytes - update.word) + kVectorBytes - 1) / kVectorBytes;
+  if (HasWords(update, takes)) return update.run_units / update.word;
+  const int64_t most_bytes = update.has_bits ? MostBytesOfRow(update) : update.run_units;
+  return (most_bytes + 2 * (kVectorBytes - 1)) / kVectorBytes;  // wherever the row begins in a vector
 }
 
 template <int kMostUpdates, bool kTake>
 cudaError_t LaunchSome(const Update* updates, int count, cudaStream_t stream) {
   Launch<kMostUpdates> launch;
   launch.count = count;
-  bool only_vectors = true;
   int64_t num_blocks = 0;
   for (int i = 0; i < count; ++i) {
     const Update& update = launch.updates[i] = updates[i];
-    only_vectors = only_vectors && update.access == Access::kVectors;
     Part& part = launch.parts[i];
     part.items_of_row = ItemsOfRow(update, kTake);
     part.num_items = update.num_rows * part.items_of_row;
@@ -231,9 +229,7 @@ cudaError_t LaunchSome(const Update* updates, int count, cudaStream_t stream) {
     part.blocks_of_row = has_long_rows && part.num_items >= kLargeWindow ? blocks_of_row : 0;
     num_blocks += part.blocks_of_row > 0 ? update.num_rows * blocks_of_row : (part.num_items + kThreads - 1) / kThreads;
   }
-  const auto kernel = MoveWindows<kMostUpdates, kTake, false>;
-  const auto kernel_of_vectors = MoveWindows<kMostUpdates, kTake, !kTake>;
-  (only_vectors ? kernel_of_vectors : kernel)<<<static_cast<unsigned>(num_blocks), kThreads, 0, stream>>>(launch);
+  MoveWindows<kMostUpdates, kTake><<<static_cast<unsigned>(num_blocks), kThreads, 0, stream>>>(launch);
   return cudaGetLastError();
 }
 

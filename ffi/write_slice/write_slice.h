@@ -78,14 +78,7 @@ struct Axis {
   }
 };
 
-// How the memory of a window may be accessed.
-enum class Access : int32_t {
-  kVectors,  // all rows begin and end at multiples of 16 bytes, in both arrays
-  kBytes,    // rows begin and end between bytes
-  kBits,     // rows begin or end within bytes, which may belong to several of them
-};
-
-// A window that is written, or taken out. Units are elements with Access::kBits, and otherwise bytes.
+// A window that is written, or taken out. Units are bytes; or elements, where rows begin or end within bytes.
 struct Update {
   void* dest = nullptr;
   void* source = nullptr;  // the window's content: what is written, or where to put what is taken out
@@ -97,7 +90,7 @@ struct Update {
   int32_t num_axes = 0;
   int32_t bit_width = 8;  // of an element
   int32_t word = 1;       // all rows begin and end at multiples of so many bytes, in both arrays: 1, 2, 4, 8 or 16
-  Access access = Access::kBytes;
+  bool has_bits = false;  // whether units are elements; `word` then means nothing
   bool drop = false;
   bool has_batch = false;       // whether the first axis is a batch whose elements have windows of their own
   bool may_be_outside = false;  // whether some of the window may not be in the array
@@ -168,12 +161,12 @@ JB_HOST_DEVICE int64_t SourceOf(const Update& update, int64_t element) {
   return -1;
 }
 
-// With Access::kBits: how many bytes a row can touch at most.
+// Where units are elements: how many bytes a row can touch at most.
 JB_HOST_DEVICE int64_t MostBytesOfRow(const Update& update) {
   return (update.run_units * update.bit_width + 14) / 8;
 }
 
-// With Access::kBits: writes number `byte` of the bytes that a row touches, unless a row before it touches it, too. So
+// Where units are elements: writes number `byte` of the bytes that a row touches, unless a row before it touches it, too. So
 // each byte is written once, by the first row in it, with the elements of all rows.
 JB_HOST_DEVICE void WriteByteOnce(const Update& update, int64_t row_number, const Row& row, int64_t byte) {
   const int width = update.bit_width, shift = width == 4 ? 1 : 2;  // 2 or 4 elements in a byte
@@ -236,17 +229,15 @@ inline void ReduceAxes(const std::vector<Axis>& axes, bool source_is_shared, Upd
   update->run_units = update->run().size * update->run().stride;
 }
 
-// Turns units of elements into bytes where rows begin and end between bytes, and finds how they may be accessed.
-inline void ChooseAccess(Update* update) {
+// Turns units of elements into bytes, unless rows begin or end within bytes.
+inline void ChooseUnits(Update* update) {
   const int64_t width = update->bit_width;
   Axis& run = update->axes[update->num_axes - 1];
   int64_t bits = update->run_units * width;  // its lowest bit is that of the largest power of two that divides all
   if (!run.is_whole()) bits |= run.stride * width;
   for (int i = 0; i + 1 < update->num_axes; ++i) bits |= update->axes[i].stride * width;
-  if (bits % 8 != 0) {
-    update->access = Access::kBits;
-    return;
-  }
+  update->has_bits = bits % 8 != 0;
+  if (update->has_bits) return;
   for (int i = 0; i < update->num_axes; ++i) update->axes[i].stride = update->axes[i].stride * width / 8;
   update->run_units = update->run_units * width / 8;
   if (run.is_whole()) run.size = run.dim = update->run_units;
@@ -254,7 +245,6 @@ inline void ChooseAccess(Update* update) {
   const uint64_t alignment = static_cast<uint64_t>(bits / 8) | reinterpret_cast<uintptr_t>(update->dest) |
                              reinterpret_cast<uintptr_t>(update->source) | 16;
   update->word = static_cast<int32_t>(alignment & (~alignment + 1));
-  update->access = update->word == 16 ? Access::kVectors : Access::kBytes;
 }
 
 }  // namespace jax_baracuda::write_slice

@@ -86,7 +86,7 @@ void WriteBytesOfRow(const Update& update, int64_t number, int64_t begin, int64_
 }
 
 void Write(ffi::ThreadPool& pool, const Update& update) {
-  if (update.access == Access::kBits) {
+  if (update.has_bits) {
     ForEachPartOfRow(pool, update, MostBytesOfRow(update), [&](int64_t number, int64_t begin, int64_t end) {
       WriteBytesOfRow(update, number, begin, end);
     });

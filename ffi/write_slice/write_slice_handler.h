@@ -64,14 +64,14 @@ class Decoder {
     const size_t first_part = operands_.size() - num_parts;
     size_t next_window = 0, next_part = first_part;
     for (size_t i = 0; i < num_arrays; ++i) {
-      const std::string number = "[" + std::to_string(i) + "]";
+      const std::string number = " " + std::to_string(i);
       auto dest = operands_.get<ffi::AnyBuffer>(i);
       if (dest.has_error()) return dest.error();
       auto result = results_.get<ffi::AnyBuffer>(i);
       if (result.has_error()) return result.error();
       std::vector<Axis> axes;
-      JB_RETURN_IF_ERROR(CheckArray("dests" + number, *dest, &axes));
-      JB_RETURN_IF_ERROR(CheckTypeAndShape("results" + number, **result, *dest, axes, /*is_shared=*/nullptr));
+      JB_RETURN_IF_ERROR(CheckArray("dest" + number, *dest, &axes));
+      JB_RETURN_IF_ERROR(CheckTypeAndShape("result" + number, **result, *dest, axes, /*is_shared=*/nullptr));
       const int64_t batch = batched_ ? axes[0].dim : 1;
       for (; next_window < windows_.size() && windows_[next_window].array == static_cast<int64_t>(i); ++next_window) {
         const Window& window = windows_[next_window];
@@ -84,14 +84,14 @@ class Decoder {
       if (writes) {
         auto source = operands_.get<ffi::AnyBuffer>(num_arrays + i);
         if (source.has_error()) return source.error();
-        JB_RETURN_IF_ERROR(CheckTypeAndShape("sources" + number, *source, *dest, axes, &source_is_shared));
+        JB_RETURN_IF_ERROR(CheckTypeAndShape("source" + number, *source, *dest, axes, &source_is_shared));
         update.source = source->untyped_data();
       } else {
         auto source = results_.get<ffi::AnyBuffer>(num_arrays + i);
         if (source.has_error()) return source.error();
-        JB_RETURN_IF_ERROR(CheckTypeAndShape("sources" + number, **source, *dest, axes, /*is_shared=*/nullptr));
+        JB_RETURN_IF_ERROR(CheckTypeAndShape("source" + number, **source, *dest, axes, /*is_shared=*/nullptr));
         update.source = (*source)->untyped_data();
-        if (BitWidth(dest->element_type()) < 8) return UnsupportedType(op_, "dests", dest->element_type());
+        if (BitWidth(dest->element_type()) < 8) return UnsupportedType(op_, ("dest" + number).c_str(), dest->element_type());
       }
       update.dest = (*result)->untyped_data();
       update.bit_width = static_cast<int32_t>(BitWidth(dest->element_type()));
@@ -144,7 +144,7 @@ class Decoder {
     if (buffer.element_type() != dest.element_type()) {
       return InvalidArgument(op_, name + " has XLA element type " +
                                       std::to_string(static_cast<int>(buffer.element_type())) + ", expected " +
-                                      std::to_string(static_cast<int>(dest.element_type())) + " as of dests");
+                                      std::to_string(static_cast<int>(dest.element_type())) + ", that of dest");
     }
     const auto shape = buffer.dimensions();
     const size_t first = batched_ ? 0 : 1;
@@ -165,7 +165,7 @@ class Decoder {
 
   ffi::Error AddWindow(const Window& window, size_t first_start, size_t first_part, int64_t batch,
                        std::vector<Axis>* axes) const {
-    const std::string name = "windows[" + std::to_string(window.array) + "]";
+    const std::string name = "dest " + std::to_string(window.array);
     if (window.axis + 1 >= static_cast<int64_t>(axes->size())) {
       return InvalidArgument(op_, name + " has a window of axis " + std::to_string(window.axis) + ", expected less than " +
                                       std::to_string(axes->size() - 1));
@@ -183,7 +183,7 @@ class Decoder {
     }
     auto start = operands_.get<ffi::AnyBuffer>(first_start + static_cast<size_t>(window.start));
     if (start.has_error()) return start.error();
-    const std::string start_name = "starts[" + std::to_string(window.start) + "]";
+    const std::string start_name = "start " + std::to_string(window.start);
     const ElementType type = ElementTypeOf(start->element_type());
     if (!IsStartType(type)) return UnsupportedType(op_, start_name.c_str(), start->element_type());
     JB_RETURN_IF_ERROR(CheckScalar(start_name, *start, batch));
@@ -196,8 +196,8 @@ class Decoder {
   ffi::Error AddPart(const Window& window, size_t operand, std::vector<Axis>* axes) const {
     auto part = operands_.get<ffi::AnyBuffer>(operand);
     if (part.has_error()) return part.error();
-    if (part->element_type() != ffi::DataType::S32) return UnsupportedType(op_, "parts", part->element_type());
-    JB_RETURN_IF_ERROR(CheckScalar("parts", *part, 1));
+    if (part->element_type() != ffi::DataType::S32) return UnsupportedType(op_, "part", part->element_type());
+    JB_RETURN_IF_ERROR(CheckScalar("part", *part, 1));
     (*axes)[static_cast<size_t>(window.axis + 1)].shard = static_cast<const int32_t*>(part->untyped_data());
     return ffi::Error::Success();
   }
@@ -225,7 +225,7 @@ class Decoder {
     update.source_bytes =
         PackedBytes(source_is_shared ? window_elements / axes[0].size : window_elements, update.bit_width);
     ReduceAxes(axes, source_is_shared, &update);
-    ChooseAccess(&update);
+    ChooseUnits(&update);
     call->updates.push_back(update);
   }
 

@@ -53,9 +53,10 @@ mode: "clip" moves the window inside, as ``jax.lax.dynamic_update_slice`` does: 
 TypeError: an argument is no array, dtypes differ, or a start is no integer.
 ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. All of it before anything runs.""",
         "in_place": """\
-In place: where ``dest`` is donated to ``jax.jit`` or carried by a loop, and not used afterwards, it is updated in its own
-memory, at a cost that depends on the window alone. Otherwise, and outside of ``jax.jit``, XLA copies it first: what is
-not donated is left as it was.""",
+In place: where ``dest`` is donated to ``jax.jit`` or carried by a loop, and not used afterwards, it is updated in its
+own memory, at a cost that depends on the window alone. Otherwise, and outside of ``jax.jit``, XLA copies it first: what
+is not donated is left as it was. Under ``jax.vmap``, one launch writes the windows of a whole batch, each at its own
+position.""",
         "guarantees": """\
 Numerical guarantees: exact copies of bits, NaN payloads included. Bit-equal from run to run.
 
@@ -87,7 +88,7 @@ def write_slice(dest: ArrayLike, source: ArrayLike, ranges: Ranges, *, mode: Mod
     Raises:
       {raises}
 
-    {in_place} Under ``jax.vmap``, one launch writes the windows of a whole batch, each at its own position.
+    {in_place}
 
     {guarantees}
     """
@@ -265,7 +266,7 @@ DIFFERENTIABLE_DTYPES = frozenset(
         "bfloat16",
         *(f"float{bits}" for bits in (16, 32, 64)),
         *(f"float8_{kind}" for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz")),
-        *(f"float8_{kind}" for kind in ("e5m2", "e5m2fnuz", "e8m0fnu")),
+        *(f"float8_{kind}" for kind in ("e5m2", "e5m2fnuz")),
         "complex64",
         "complex128",
     }
@@ -274,6 +275,7 @@ DTYPES = DIFFERENTIABLE_DTYPES | {
     "bool",
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 4, 8, 16, 32, 64)),
     "float4_e2m1fn",
+    "float8_e8m0fnu",  # has no zero, and no derivatives by these kernels
 }
 
 
@@ -539,8 +541,10 @@ class _Starts:
 
 
 def _scalar(value: int) -> Array:
-    """An integer as an array of a dtype that can be had with and without 64-bit types, unless the value needs them."""
+    """An integer as an array, of 64 bits only if it needs them, because these have to be enabled."""
     dtype = next(d for d in (np.int32, np.uint32, np.int64) if np.iinfo(d).min <= value <= np.iinfo(d).max)
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(f"write_slice: a start of {value} needs jax_enable_x64, because it does not fit in 32 bits")
     return jnp.asarray(value, dtype)
 
 
@@ -627,7 +631,9 @@ def _checked_start(what: str, entry: Any, size: int, dim: int, mode: Mode) -> in
             )
         if entry.ndim != 0:
             raise ValueError(f"{what} must be a scalar, got an array of shape {entry.shape}")
-        return None if mode == "clip" and size == dim else entry
+        if mode == "clip" and size == dim:
+            return None
+        return entry.astype(jnp.int8) if jnp.iinfo(entry.dtype).bits < 8 else entry
     start = operator.index(entry)
     if not jax_versions.is_static_shape((size, dim)):
         return start
