@@ -154,6 +154,8 @@ USE_THE_OPS = """
         print("causal_conv1d", jax_baracuda.causal_conv1d(signal, weight)[0, 0].tolist())
         y, state = jax_baracuda.causal_conv1d_update(signal[:, :, -1], signal[:, :, :-1], weight)
         print("causal_conv1d_update", [*y[0].tolist(), *state[0, 0].tolist()])
+        jax.grad(lambda x: jax_baracuda.write_slice(x, data[:2], [1]).sum())(data)
+        print("write_slice", jax_baracuda.write_slice(data, data[:2], [1]).tolist())
     for message in sorted({f"{w.category.__name__}: {w.message}" for w in at_call}):
         print("call:", message)
 """
@@ -179,13 +181,15 @@ VALUES = {
     "segment_argmin": [0, 1],
     "causal_conv1d": [1, 7, 15, 12],
     "causal_conv1d_update": [12, 5, 5, 2],
+    "write_slice": [1, 1, 5, 2],
 }
 
 
 def check_values(output: str) -> None:
     assert "value: [2.0, 5.0]" in output
     assert "gradient: [0.0, 4.0, 4.0, 3.0]" in output
-    printed = dict(line.split(" ", 1) for line in output.splitlines() if line.startswith(("segment_", "causal_")))
+    prefixes = ("segment_", "causal_", "write_")
+    printed = dict(line.split(" ", 1) for line in output.splitlines() if line.startswith(prefixes))
     assert {name: pytest.approx(values) for name, values in VALUES.items()} == {
         name: json.loads(values) for name, values in printed.items()
     }

@@ -16,8 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from reductions import MAX, PROD, SOFTMAX, SUM
+from windows import reference_write
 
-from jax_baracuda import causal_conv1d, segment_max, segment_max_backward, segment_prod, segment_softmax, segment_sum
+from jax_baracuda import (
+    causal_conv1d,
+    segment_max,
+    segment_max_backward,
+    segment_prod,
+    segment_softmax,
+    segment_sum,
+    write_slice,
+)
 
 NUM_THREADS = 8
 OPS_PER_PROGRAM = 16
@@ -41,6 +50,13 @@ def call_from_many_threads() -> None:
         before = np.concatenate([np.zeros_like(x[:1]), np.where((i[1:] == i[:-1])[:, None], x[:-1], 0)])
         return cases.Expected(x - before, x.dtype)
 
+    def reverse_and_shift(x: Any, i: Any) -> jax.Array:
+        """The rows from the first id on, in reverse order."""
+        return write_slice(x, x[::-1], (i[0], 0), mode="drop")
+
+    def expected_shift(x: np.ndarray, i: np.ndarray, s: int) -> cases.Expected:
+        return cases.Expected(reference_write(x, x[::-1], (int(i[0]), 0), "drop"), x.dtype)
+
     # Data are small integers, whose sums are exact; so are the products of their signs.
     calls: list[tuple[Callable[..., jax.Array], Callable[..., cases.Expected]]] = [
         (lambda x, i: segment_max(x, i, segments), MAX.value),
@@ -55,6 +71,7 @@ def call_from_many_threads() -> None:
         ),
         (lambda x, i: segment_softmax(x, i, segments), SOFTMAX.value),
         (convolve, expected_convolution),
+        (reverse_and_shift, expected_shift),
     ]
     chosen = [calls[k % len(calls)] for k in range(OPS_PER_PROGRAM)]
 

@@ -1,7 +1,8 @@
 // The CUDA kernels of write_slice and its gradient. One launch moves several windows.
 //
-// Rows that begin and end at multiples of 2 to 16 bytes in both arrays are moved in words of that size. Others are written
-// in aligned vectors of the array, as far as these lie in a row. So every byte of an array belongs to one thread.
+// Rows that begin and end at multiples of 16 bytes in both arrays are moved in words of that size. Others are written
+// in aligned vectors of the array, as far as these lie in a row, and taken out in smaller words. So every byte of an
+// array belongs to one thread.
 
 #include <algorithm>
 #include <cstdint>
@@ -14,7 +15,7 @@ namespace {
 inline constexpr int kThreads = 256;
 inline constexpr int kItems = 4;  // of a thread, in rows long enough for a whole block
 inline constexpr int kItemsOfBlock = kThreads * kItems;
-inline constexpr int64_t kLargeWindow = int64_t{1} << 18;  // items; in smaller ones latency counts, and a thread has one
+inline constexpr int64_t kLargeWindow = int64_t{1} << 18;  // items; in smaller ones latency counts
 inline constexpr int64_t kVectorBytes = 16;
 
 // How a window is divided among blocks.
@@ -43,7 +44,7 @@ __device__ __forceinline__ T* At(void* base, int64_t bytes) {
 
 // Whether a window is moved in words, and not in vectors of the array.
 __host__ __device__ __forceinline__ bool HasWords(const Update& update, bool takes) {
-  return takes || (!update.has_bits && update.word > 1);
+  return takes || (!update.has_bits && update.word == kVectorBytes);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -170,11 +171,10 @@ __device__ __forceinline__ void WriteVectorOfArray(const Update& update, const R
 // Up to kCount items of a row, kThreads apart.
 template <int kCount, bool kTake>
 __device__ __forceinline__ void Move(const Update& update, const Part& part, int64_t number, int64_t first) {
-  if (HasWords(update, kTake)) {
+  if constexpr (kTake) {
     switch (update.word) {
       case 1:
-        if constexpr (kTake) MoveWords<uint8_t, kCount, kTake>(update, part, number, first);
-        return;
+        return MoveWords<uint8_t, kCount, kTake>(update, part, number, first);
       case 2:
         return MoveWords<uint16_t, kCount, kTake>(update, part, number, first);
       case 4:
@@ -184,10 +184,13 @@ __device__ __forceinline__ void Move(const Update& update, const Part& part, int
       default:
         return MoveWords<uint4, kCount, kTake>(update, part, number, first);
     }
-  }
-  const Row row = LocateRow(update, number);
+  } else if (HasWords(update, kTake)) {
+    MoveWords<uint4, kCount, kTake>(update, part, number, first);
+  } else {
+    const Row row = LocateRow(update, number);
 #pragma unroll 1
-  for (int k = 0; k < kCount; ++k) WriteVectorOfArray(update, row, number, first + k * kThreads);
+    for (int k = 0; k < kCount; ++k) WriteVectorOfArray(update, row, number, first + k * kThreads);
+  }
 }
 
 template <int kMostUpdates, bool kTake>
@@ -210,7 +213,8 @@ __global__ void __launch_bounds__(kThreads) MoveWindows(const __grid_constant__ 
 int64_t ItemsOfRow(const Update& update, bool takes) {
   if (HasWords(update, takes)) return update.run_units / update.word;
   const int64_t most_bytes = update.has_bits ? MostBytesOfRow(update) : update.run_units;
-  return (most_bytes + 2 * (kVectorBytes - 1)) / kVectorBytes;  // wherever the row begins in a vector
+  // Whichever word of a vector the row begins at.
+  return (most_bytes + (kVectorBytes - update.word) + kVectorBytes - 1) / kVectorBytes;
 }
 
 template <int kMostUpdates, bool kTake>

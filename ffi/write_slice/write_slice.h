@@ -5,7 +5,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "ffi/core/element_type.h"
 
@@ -166,8 +165,8 @@ JB_HOST_DEVICE int64_t MostBytesOfRow(const Update& update) {
   return (update.run_units * update.bit_width + 14) / 8;
 }
 
-// Where units are elements: writes number `byte` of the bytes that a row touches, unless a row before it touches it, too. So
-// each byte is written once, by the first row in it, with the elements of all rows.
+// Where units are elements: writes number `byte` of the bytes that a row touches, unless a row before it touches it,
+// too. So each byte is written once, by the first row in it, with the elements of all rows.
 JB_HOST_DEVICE void WriteByteOnce(const Update& update, int64_t row_number, const Row& row, int64_t byte) {
   const int width = update.bit_width, shift = width == 4 ? 1 : 2;  // 2 or 4 elements in a byte
   const int64_t begin = row.begin + row.first, end = row.begin + row.last;
@@ -197,34 +196,43 @@ JB_HOST_DEVICE void WriteByteOnce(const Update& update, int64_t row_number, cons
   *dest = static_cast<uint8_t>(is_written == 0xff ? written : (*dest & ~is_written) | written);
 }
 
-// Reduces the axes of an array, outermost first, of which the first one is the batch, of 1 where there is none. Strides
-// are in elements. A batch may share the source: the window's content is then that of one of its elements.
-inline void ReduceAxes(const std::vector<Axis>& axes, bool source_is_shared, Update* update) {
-  for (const Axis& axis : axes) {
+// The axes of an array, outermost first, of which the first one is the batch, of 1 where there is none. Strides are in
+// elements.
+struct Axes {
+  int count = 0;
+  Axis at[kMostAxes];
+};
+
+// Reduces the axes. A batch may share the source: the window's content is then that of one of its elements.
+inline void ReduceAxes(const Axes& axes, bool source_is_shared, Update* update) {
+  for (int i = 0; i < axes.count; ++i) {
+    const Axis& axis = axes.at[i];
     update->has_batch = update->has_batch || !axis.start.is_shared;
     update->may_be_outside = update->may_be_outside || (!axis.is_whole() && (update->drop || axis.num_shards > 1));
   }
   const bool keeps_batch = update->has_batch || source_is_shared;
-  std::vector<Axis> reduced;  // innermost first
-  for (size_t i = axes.size(); i-- > 0;) {
-    if (reduced.empty() || !reduced.back().is_whole() || (i == 0 && keeps_batch)) {
-      reduced.push_back(axes[i]);
-    } else if (axes[i].is_whole()) {
-      reduced.back().size *= axes[i].size;
-      reduced.back().dim *= axes[i].dim;
-    } else if (reduced.size() == 1) {
-      reduced.back() = axes[i];  // a longer run
+  int first = axes.count;  // of those that are left, which fill an array from its end
+  Axis reduced[kMostAxes];
+  for (int i = axes.count - 1; i >= 0; --i) {
+    const Axis& axis = axes.at[i];
+    if (first == axes.count || !reduced[first].is_whole() || (i == 0 && keeps_batch)) {
+      reduced[--first] = axis;
+    } else if (axis.is_whole()) {
+      reduced[first].size *= axis.size;
+      reduced[first].dim *= axis.dim;
+    } else if (first == axes.count - 1) {
+      reduced[first] = axis;  // a longer run
     } else {
-      reduced.push_back(axes[i]);
+      reduced[--first] = axis;
     }
   }
-  update->num_axes = static_cast<int32_t>(reduced.size());
+  update->num_axes = axes.count - first;
   update->num_rows = 1;
   for (int i = 0; i < update->num_axes; ++i) {
-    update->axes[i] = reduced[reduced.size() - 1 - i];
+    update->axes[i] = reduced[first + i];
     if (i + 1 < update->num_axes) update->num_rows *= update->axes[i].size;
   }
-  update->rows_of_batch_element = update->num_rows / axes[0].size;
+  update->rows_of_batch_element = update->num_rows / axes.at[0].size;
   update->source_rows = source_is_shared ? update->rows_of_batch_element : update->num_rows;
   update->run_units = update->run().size * update->run().stride;
 }

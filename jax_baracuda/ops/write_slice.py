@@ -170,10 +170,13 @@ class Placement(NamedTuple):
     moved: Array | int
 
 
+def _index_dtype() -> Any:
+    return jax.dtypes.canonicalize_dtype(jnp.int64)
+
+
 def _placement(start: Array, size: int, dim: int, drop: bool) -> Placement:
-    index_dtype = jax.dtypes.canonicalize_dtype(jnp.int64)
-    info, bounds = jnp.iinfo(start.dtype), jnp.iinfo(index_dtype)
-    index = jnp.clip(start, max(info.min, bounds.min), min(info.max, bounds.max)).astype(index_dtype)
+    info, bounds = jnp.iinfo(start.dtype), jnp.iinfo(_index_dtype())
+    index = jnp.clip(start, max(info.min, bounds.min), min(info.max, bounds.max)).astype(_index_dtype())
     if not drop:
         return Placement(jnp.clip(jnp.where(index < 0, index + dim, index), 0, dim - size), 0)
     index = jnp.clip(index, -size, dim)  # beyond these, nothing is inside anyway
@@ -197,7 +200,7 @@ def _placements(
     dest: Array, starts: Sequence[Array], write: int, windows: Sequence[Window], drop: bool
 ) -> tuple[list[Placement], list[int]]:
     """Those of all axes of an array, and the sizes of its window."""
-    placements, sizes = [Placement(jnp.int32(0), 0)] * dest.ndim, list(dest.shape)
+    placements, sizes = [Placement(jnp.zeros((), _index_dtype()), 0)] * dest.ndim, list(dest.shape)
     for window in windows:
         if window.write == write:
             sizes[window.axis] = window.size
