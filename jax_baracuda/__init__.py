@@ -25,6 +25,7 @@ from jax_baracuda.ops.segment import (
     unsorted_segment_max_backward,
 )
 from jax_baracuda.ops.where import where, where_backward
+from jax_baracuda.ops.write_slice import write_slice, write_slices
 
 __version__ = _version("jax_baracuda")
 
@@ -56,4 +57,6 @@ __all__ = [
     "unsorted_segment_max_backward",
     "where",
     "where_backward",
+    "write_slice",
+    "write_slices",
 ]

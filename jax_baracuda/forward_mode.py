@@ -4,7 +4,8 @@ JAX cannot apply forward mode to a function whose reverse mode is a kernel (``ja
 functions, bound straight to the primitives: use them under ``jax.jvp``, ``jax.jacfwd`` and ``jax.linearize``. Their
 value comes from the same kernels, and so does the tangent where the function is linear (sums, means, rotations,
 selections, written windows); other tangents come from plain JAX. For ``jax.grad``, ``jax.vjp``, ``jax.jacrev`` and
-``jax.hessian`` use the functions of :mod:`jax_baracuda`, whose backward pass is a kernel too. The ``..._backward`` functions serve both modes as they are.
+``jax.hessian`` use the functions of :mod:`jax_baracuda`, whose backward pass is a kernel too. The ``..._backward``
+functions serve both modes as they are.
 """
 
 from jax_baracuda._core.autodiff import in_forward_mode
@@ -12,6 +13,7 @@ from jax_baracuda.ops import causal_conv1d as convolution
 from jax_baracuda.ops import rope as rotation
 from jax_baracuda.ops import segment
 from jax_baracuda.ops import where as selection
+from jax_baracuda.ops import write_slice as slices
 
 __all__ = [
     "causal_conv1d",
@@ -25,6 +27,8 @@ __all__ = [
     "segment_softmax",
     "segment_sum",
     "where",
+    "write_slice",
+    "write_slices",
 ]
 
 causal_conv1d = in_forward_mode(convolution.causal_conv1d)
@@ -38,3 +42,5 @@ segment_prod = in_forward_mode(segment.segment_prod)
 segment_softmax = in_forward_mode(segment.segment_softmax)
 segment_sum = in_forward_mode(segment.segment_sum)
 where = in_forward_mode(selection.where)
+write_slice = in_forward_mode(slices.write_slice)
+write_slices = in_forward_mode(slices.write_slices)

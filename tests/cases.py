@@ -202,10 +202,10 @@ class Expected:
         actual = np.asarray(actual)
         assert actual.dtype == dtype, f"{where} dtype {actual.dtype}, expected {dtype}"
         assert actual.shape == self.exact.shape, f"{where} shape {actual.shape}, expected {self.exact.shape}"
-        with np.errstate(invalid="ignore"):  # infinity minus itself, replaced right here
+        with np.errstate(invalid="ignore"):  # infinity minus itself, replaced right here; signalling NaN
             error = np.where(np.isfinite(self.exact), error, 0)
-        low, high = (rounded(x, dtype).astype(np.float64) for x in (self.exact - error, self.exact + error))
-        wide = actual.astype(np.float64)
+            low, high = (rounded(x, dtype).astype(np.float64) for x in (self.exact - error, self.exact + error))
+            wide = actual.astype(np.float64)
         fits = ((low <= wide) & (wide <= high)) | (np.isnan(wide) & np.isnan(low))
         if not fits.all():
             first = tuple(np.argwhere(~fits)[0])

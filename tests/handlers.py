@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jax_baracuda._core.native import NATIVE_MODULES, target_name
-from jax_baracuda._core.op import OPS
+from jax_baracuda._core.op import OPS, attributes_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +101,7 @@ def good_call(target: str, operands: Sequence[Array], results: Sequence[Array], 
     if op.scratch is not None:
         sizes = {name: int(size) for name, size in op.scratch(*(x.aval() for x in operands), **params).items()}
         scratch_bytes = NATIVE_MODULES[cases.PLATFORM].scratch_bytes(target, sizes)
-    attributes = {name: params[name] for name in op.attributes}
-    return Call(target, tuple(operands), tuple(results), attributes, scratch_bytes)
+    return Call(target, tuple(operands), tuple(results), attributes_of(op, params), scratch_bytes)
 
 
 def with_other_shapes(array: Array) -> dict[str, Array]:

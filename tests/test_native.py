@@ -160,6 +160,8 @@ USE_THE_OPS = """
         print("rope", jax_baracuda.rope(*pair)[0, 0, 0].tolist())
         print("where", jax_baracuda.where(data > 2, data, -1).tolist())
         print("where_backward", np.concatenate(jax_baracuda.where_backward(data > 2, data)).tolist())
+        jax.grad(lambda x: jax_baracuda.write_slice(x, data[:2], [1]).sum())(data)
+        print("write_slice", jax_baracuda.write_slice(data, data[:2], [1]).tolist())
     for message in sorted({f"{w.category.__name__}: {w.message}" for w in at_call}):
         print("call:", message)
 """
@@ -188,6 +190,7 @@ VALUES = {
     "rope": [-2.5310307, 4.4264979, 4.8478693, 2.3448162],
     "where": [-1, 5, 5, -1],
     "where_backward": [0, 5, 5, 0, 1, 0, 0, 2],
+    "write_slice": [1, 1, 5, 2],
 }
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from reductions import MAX, PROD, SOFTMAX, SUM
 from rotations import Rotation
+from windows import reference_write
 
 from jax_baracuda import (
     causal_conv1d,
@@ -27,6 +28,7 @@ from jax_baracuda import (
     segment_softmax,
     segment_sum,
     where_backward,
+    write_slice,
 )
 
 NUM_THREADS = 8
@@ -59,6 +61,13 @@ def call_from_many_threads() -> None:
         expected = Rotation(i).of(x[None, None]).expected()
         return cases.Expected(expected.exact[0, 0], x.dtype, expected.error[0, 0])
 
+    def reverse_and_shift(x: Any, i: Any) -> jax.Array:
+        """The rows from the first id on, in reverse order."""
+        return write_slice(x, x[::-1], (i[0], 0), mode="drop")
+
+    def expected_shift(x: np.ndarray, i: np.ndarray, s: int) -> cases.Expected:
+        return cases.Expected(reference_write(x, x[::-1], (int(i[0]), 0), "drop"), x.dtype)
+
     # Data are small integers, whose sums are exact; so are the products of their signs.
     calls: list[tuple[Callable[..., jax.Array], Callable[..., cases.Expected]]] = [
         (lambda x, i: segment_max(x, i, segments), MAX.value),
@@ -78,6 +87,7 @@ def call_from_many_threads() -> None:
             lambda x, i: where_backward(i[:, None] % 2, x, b_shape=(features,))[1],
             lambda x, i, s: cases.Expected(np.where(i[:, None] % 2, 0, x).sum(axis=0), x.dtype),
         ),
+        (reverse_and_shift, expected_shift),
     ]
     chosen = [calls[k % len(calls)] for k in range(OPS_PER_PROGRAM)]
 

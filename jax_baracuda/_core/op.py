@@ -50,28 +50,28 @@ class Op:
     aliases: tuple[str, ...] = ()
     """Other public functions whose result is this op's."""
     attributes: tuple[str, ...] = ()
-    """The names of the params that the native handler takes."""
+    """The names of the params that the native handler takes. Tuples of integers, however nested, come as one array."""
     scratch: Callable[..., Mapping[str, int]] | None = None
     """``(*operand avals, **params)`` -> the integers that the native module computes the scratch size from."""
-    whole: tuple[str, ...] = ()
-    """Dimensions that must not be split over devices."""
+    whole: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
+    """Dimensions that must not be split over devices. Or ``(**params)`` -> these."""
     reduced: tuple[str, ...] = ()
     """Dimensions of the operands that results lack, so that shards have parts of those results."""
     shard_program: Callable[..., Sequence[jax.Array]] | None = None
     """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is."""
     kernel_limit: Callable[..., str | None] | None = None
     """``(*operand avals, **params)`` -> why the kernel does not take this call, or None."""
-    in_place: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    in_place: Mapping[int, int] | Callable[..., Mapping[int, int]] = dataclasses.field(default_factory=dict)
     """{operand number: number of the result that may be written to its memory}, where both have one shape. An operand
-    that is used again is copied by XLA first."""
+    that is used again is copied by XLA first. Or ``(**params)`` -> these."""
     in_place_if_donated: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """As `in_place`, but only where the operand is a donated argument of the compiled program: for results that are as
     fast to write elsewhere, where a copy by XLA would double the time."""
     batch_optional: bool = False
     """Whether operands and results may lack the batch dimension, all of them together: calls have the param `batched`,
     and the handler takes it. For ops in place: XLA before jax 0.11 copies what is reshaped on its way into the call."""
-    num_linear: int = 1
-    """See `transpose`."""
+    num_linear: int | Callable[..., int] = 1
+    """See `transpose`. Or ``(**params)`` -> the number."""
     transpose: Callable[..., Sequence[jax.Array]] | None = None
     """For an op that is linear in its first `num_linear` operands together and constant in the others:
     ``(avals of the linear operands, cotangents of the results, *other operands, **params) -> their cotangents``.
@@ -83,7 +83,7 @@ class Op:
     def __post_init__(self) -> None:
         if not callable(self.operands) and not callable(self.results):
             dimensions = {name for names in self.operands + self.results for name in names}
-            for name in self.whole + self.reduced:
+            for name in (() if callable(self.whole) else self.whole) + self.reduced:
                 if name not in dimensions:
                     raise ValueError(f"Op {self.name}: {name!r} is no dimension of an operand or a result")
             for names in self.operands + self.results:
@@ -112,7 +112,7 @@ class Op:
         operand_shapes, result_shapes = (tuple(tuple(x.shape) for x in arrays) for arrays in (operands, results))
         first = 0 if params.get("batched", True) else 1
         operand_names, result_names = (
-            tuple(dimensions[first:] for dimensions in (names(**params) if callable(names) else names))
+            tuple(dimensions[first:] for dimensions in of_params(names, params))
             for names in (self.operands, self.results)
         )
         return Layout(
@@ -130,7 +130,7 @@ class Op:
             return "its shapes are symbolic"
         if np.dtype(operands[0].dtype).name not in self.dtypes:
             return f"there is no kernel for {np.dtype(operands[0].dtype).name}"
-        return self.kernel_limit(*operands, **params) if self.kernel_limit is not None else None
+        return None if self.kernel_limit is None else self.kernel_limit(*_with_batch(operands, params), **params)
 
     def missing_target(self, platform: str) -> str | None:
         """Why the op has no kernel at all on the platform, or None."""
@@ -145,6 +145,11 @@ class Op:
 def _with_batch(avals: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
     """The abstract operands of a call with their batch dimension, where the call leaves it out."""
     return avals if params.get("batched", True) else [jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in avals]
+
+
+def of_params(value: Any, params: Mapping[str, Any]) -> Any:
+    """A field of a definition that may depend on the params of a call."""
+    return value(**params) if callable(value) else value
 
 
 def joint_batch(*sizes: int) -> int:
@@ -207,7 +212,7 @@ def _primitives_of(op: Op) -> tuple[Primitive, Primitive]:
     kernel = _declare(op, f"baracuda_{op.name}_kernel")  # has the param `donated` as well
     primitive.def_impl(functools.partial(jax_versions.apply_primitive, primitive))
     jax_versions.require_devices_during_lowering(primitive)
-    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
+    batching.primitive_batchers[primitive] = functools.partial(_batch, op, primitive)
     ad.primitive_jvps[primitive] = functools.partial(_jvp, op, primitive)
     ad.primitive_transposes[primitive] = functools.partial(_transpose, op)
     mlir.register_lowering(primitive, functools.partial(_lower_reference, op))
@@ -233,7 +238,7 @@ def _abstract_eval(op: Op, *operands: Any, donated: tuple[int, ...] = (), **para
         return [jax_versions.result_aval(operands[0], shape, dtype, None) for shape, dtype in types]
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
     layout = op.layout(operands, results, params)
-    assignment = layout.assign([*specs, *(None for _ in results)], op.whole)
+    assignment = layout.assign([*specs, *(None for _ in results)], of_params(op.whole, params))
     return [
         jax_versions.result_aval(operands[0], shape, dtype, layout.spec(names, shape, assignment))
         for (shape, dtype), names in zip(types, layout.results, strict=True)
@@ -241,12 +246,14 @@ def _abstract_eval(op: Op, *operands: Any, donated: tuple[int, ...] = (), **para
 
 
 def _batch(
-    primitive: Primitive, operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Any
+    op: Op, primitive: Primitive, operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Any
 ) -> tuple[list[jax.Array], list[int]]:
     """Merges the mapped axis into the leading batch dimension; operands that are not mapped stay shared."""
     mapped_size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     operands = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
     if not params.get("batched", True):
+        for i in of_params(op.in_place, params):
+            operands[i] = jnp.broadcast_to(operands[i], (mapped_size, *operands[i].shape[1:]))
         results = primitive.bind(*operands, **params | {"batched": True})
         return results, [0] * len(results)
     batch = joint_batch(*(x.shape[1] for x in operands))
@@ -295,9 +302,14 @@ def _jvp(
     """The primal from the kernel, the tangent from the reference: linear in the tangents, so JAX transposes it."""
     results = primitive.bind(*primals, **params)
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-    if op.transpose is not None and all(i < op.num_linear for i in moving):
-        linear = [ad.instantiate_zeros(tangent) for tangent in tangents[: op.num_linear]]
-        result_tangents = primitive.bind(*linear, *primals[op.num_linear :], **params)
+    num_linear = of_params(op.num_linear, params)
+    if op.transpose is not None and all(i < num_linear for i in moving):
+        linear = [
+            # An integer has no tangent. Itself in its place fits as well as any, since its result has none either.
+            ad.instantiate_zeros(tangent) if jnp.issubdtype(primal.dtype, jnp.inexact) else primal
+            for primal, tangent in zip(primals[:num_linear], tangents[:num_linear], strict=True)
+        ]
+        result_tangents = primitive.bind(*linear, *primals[num_linear:], **params)
     else:
         reference = _reference_of(op, primals, moving, params)
         _, result_tangents = jax.jvp(reference, [primals[i] for i in moving], [tangents[i] for i in moving])
@@ -312,9 +324,10 @@ def _transpose(op: Op, cotangents: Sequence[Any], *operands: Any, **params: Any)
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
     results: list[Any] = [None] * len(operands)
-    if op.transpose is not None and all(i < op.num_linear for i in linear):
-        avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands[: op.num_linear]]
-        transposed = op.transpose(avals, cotangents, *operands[op.num_linear :], **params)
+    num_linear = of_params(op.num_linear, params)
+    if op.transpose is not None and all(i < num_linear for i in linear):
+        avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands[:num_linear]]
+        transposed = op.transpose(avals, cotangents, *operands[num_linear:], **params)
         for i in linear:
             is_shared = transposed[i].shape != avals[i].shape
             results[i] = jnp.sum(transposed[i], axis=0, keepdims=True) if is_shared else transposed[i]
@@ -351,7 +364,7 @@ def _lower(
         return tuple(op.shard_program(run_kernel, axes, *shards, **params))
 
     layout = op.layout(ctx.avals_in, ctx.avals_out, params)
-    call = partitioned(run_kernel, shard_program, layout, op.whole, op.reduced)
+    call = partitioned(run_kernel, shard_program, layout, of_params(op.whole, params), op.reduced)
     results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
     return [
         jax_versions.lower_with_sharding_in_types(ctx, result, aval)
@@ -376,13 +389,22 @@ def _lower_kernel(
         if scratch_bytes > 0:
             scratch = jax.core.ShapedArray((scratch_bytes,), np.dtype(np.uint8))
             ctx = ctx.replace(avals_out=[*ctx.avals_out, scratch])
+    donated_in_place = {i: op.in_place_if_donated[i] for i in donated}
     in_place = {
         operand: result
-        for operand, result in (dict(op.in_place) | {i: op.in_place_if_donated[i] for i in donated}).items()
+        for operand, result in (dict(of_params(op.in_place, params)) | donated_in_place).items()
         if ctx.avals_in[operand].shape == ctx.avals_out[result].shape
     }
     rule = jax.ffi.ffi_lowering(target_name(op.name), operand_output_aliases=in_place)
-    return rule(ctx, *operands, **{name: params[name] for name in op.attributes})[:num_results]
+    return rule(ctx, *operands, **attributes_of(op, params))[:num_results]
+
+
+def attributes_of(op: Op, params: Mapping[str, Any]) -> dict[str, Any]:
+    """What the native handler takes of the params."""
+    return {
+        name: np.array(jax.tree.leaves(params[name]), np.int64) if isinstance(params[name], tuple) else params[name]
+        for name in op.attributes
+    }
 
 
 @functools.cache

@@ -1,0 +1,267 @@
+// The CUDA kernels of write_slice and its gradient. One launch moves several windows.
+//
+// Rows that begin and end at multiples of 16 bytes in both arrays are moved in words of that size. Others are written
+// in aligned vectors of the array, as far as these lie in a row, and taken out in smaller words. So every byte of an
+// array belongs to one thread.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ffi/write_slice/write_slice.cuh"
+
+namespace jax_baracuda::write_slice {
+namespace {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kItems = 4;  // of a thread, in rows long enough for a whole block
+inline constexpr int kItemsOfBlock = kThreads * kItems;
+inline constexpr int64_t kLargeWindow = int64_t{1} << 18;  // items; in smaller ones latency counts
+inline constexpr int64_t kVectorBytes = 16;
+
+// How a window is divided among blocks.
+struct Part {
+  int64_t items_of_row;  // items are words, or vectors of the array
+  int64_t num_items;
+  int64_t blocks_of_row;  // 0 where items are counted through all rows, one for each thread
+  unsigned first_block;
+};
+
+template <int kMostUpdates>
+struct Launch {
+  int count;
+  Part parts[kMostUpdates];
+  Update updates[kMostUpdates];
+};
+
+// Within the 4096 bytes that all devices allow for arguments.
+inline constexpr int kMostUpdatesOfLaunch = 5;
+static_assert(sizeof(Launch<kMostUpdatesOfLaunch>) <= 4096);
+
+template <typename T>
+__device__ __forceinline__ T* At(void* base, int64_t bytes) {
+  return reinterpret_cast<T*>(static_cast<char*>(base) + bytes);
+}
+
+// Whether a window is moved in words, and not in vectors of the array.
+__host__ __device__ __forceinline__ bool HasWords(const Update& update, bool takes) {
+  return takes || (!update.has_bits && update.word == kVectorBytes);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Words.
+
+// Up to kCount words of a row, kThreads apart.
+template <typename Word, int kCount, bool kTake>
+__device__ __forceinline__ void MoveWords(const Update& update, const Part& part, int64_t number, int64_t first) {
+  constexpr int64_t kBytes = sizeof(Word);
+  Word* const source = At<Word>(update.source, SourceRow(update, number));
+  Word words[kCount];
+  if constexpr (!kTake) {
+    // Loads do not wait for the starts.
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      if (first + k * kThreads < part.items_of_row) words[k] = source[first + k * kThreads];
+    }
+  }
+  const Row row = LocateRow(update, number);
+  const int64_t begin = row.first / kBytes, end = row.last / kBytes;
+  Word* const dest = At<Word>(update.dest, row.begin);
+  if constexpr (kTake) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      if (begin <= first + k * kThreads && first + k * kThreads < end) words[k] = dest[first + k * kThreads];
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    const int64_t word = first + k * kThreads;
+    if (word < begin || word >= end) continue;
+    if constexpr (kTake) {
+      // First what waits for the load: a store into a line that is still being loaded takes long.
+      source[word] = words[k];
+      dest[word] = Word{};
+    } else {
+      dest[word] = words[k];
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Vectors of the array, to be written from any address, or any bit.
+
+// An aligned word of the window's content, of which only what belongs to it is read.
+__device__ __forceinline__ uint32_t LoadWord(const Update& update, uintptr_t address) {
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(update.source), end = begin + update.source_bytes;
+  if (begin <= address && address + 4 <= end) return *reinterpret_cast<const uint32_t*>(address);
+  uint32_t word = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uintptr_t byte = address + i;
+    if (begin <= byte && byte < end) word |= uint32_t{*reinterpret_cast<const uint8_t*>(byte)} << (8 * i);
+  }
+  return word;
+}
+
+// Writes bytes `first` to `last` of the aligned vector at `dest`; that is from bit `source_bit` on of the content.
+__device__ __forceinline__ void WriteBytesOfVector(const Update& update, char* dest, int first, int last,
+                                                   int64_t source_bit) {
+  const int64_t bit = static_cast<int64_t>(reinterpret_cast<uintptr_t>(update.source)) * 8 + source_bit - first * 8;
+  const bool is_whole = last - first == kVectorBytes;
+  if (is_whole && bit % 128 == 0) {
+    *reinterpret_cast<uint4*>(dest) = *reinterpret_cast<const uint4*>(bit >> 3);
+    return;
+  }
+  uint32_t words[5];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) {
+    // Word i has the bits from here on. Of a vector in part, not all words are needed.
+    const int64_t word_bit = (bit & ~int64_t{31}) + 32 * i;
+    const bool is_needed = word_bit + 32 > bit + first * 8 && word_bit < bit + last * 8;
+    words[i] = is_needed ? LoadWord(update, static_cast<uintptr_t>(word_bit >> 3)) : 0;
+  }
+  const unsigned shift = static_cast<unsigned>(bit & 31);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], shift);
+  if (is_whole) {
+    *reinterpret_cast<uint4*>(dest) = make_uint4(words[0], words[1], words[2], words[3]);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (first <= 4 * i && 4 * i + 4 <= last) {
+      reinterpret_cast<uint32_t*>(dest)[i] = words[i];
+      continue;
+    }
+#pragma unroll
+    for (int j = 4 * i; j < 4 * i + 4; ++j) {
+      if (first <= j && j < last) dest[j] = static_cast<char>(words[i] >> (8 * (j % 4)));
+    }
+  }
+}
+
+// Vector `item` of those of the array that the row touches.
+__device__ __forceinline__ void WriteVectorOfArray(const Update& update, const Row& row, int64_t number, int64_t item) {
+  if (row.first >= row.last) return;
+  // The row's bytes in the array, those at its ends perhaps in part.
+  const bool has_bits = update.has_bits;
+  const int shift = !has_bits ? 0 : update.bit_width == 4 ? 1 : 2;
+  const int64_t first_unit = row.begin + row.first, last_unit = row.begin + row.last;
+  const int64_t row_begin = first_unit >> shift, row_end = (last_unit + (1 << shift) - 1) >> shift;
+  const int64_t misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(update.dest) % kVectorBytes);
+  const int64_t vector =
+      ((row_begin + misaligned) & ~(kVectorBytes - 1)) - misaligned + item * kVectorBytes;
+  int64_t begin = max(vector, row_begin), end = min(vector + kVectorBytes, row_end);
+  if (begin >= end) return;
+  if (has_bits) {
+    const bool has_first = begin == row_begin, has_last = end == row_end && end > begin + has_first;
+#pragma unroll 1
+    for (int i = has_first ? 0 : 1; i < 1 + has_last; ++i) {
+      WriteByteOnce(update, number, row, i == 0 ? 0 : row_end - 1 - row_begin);
+    }
+    begin += has_first;
+    end -= has_last;
+    if (begin >= end) return;
+  }
+  const int64_t source_unit = SourceRow(update, number) + (begin << shift) - row.begin;
+  WriteBytesOfVector(update, At<char>(update.dest, vector), static_cast<int>(begin - vector),
+                     static_cast<int>(end - vector), source_unit * (has_bits ? update.bit_width : 8));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+// Up to kCount items of a row, kThreads apart.
+template <int kCount, bool kTake>
+__device__ __forceinline__ void Move(const Update& update, const Part& part, int64_t number, int64_t first) {
+  if constexpr (kTake) {
+    switch (update.word) {
+      case 1:
+        return MoveWords<uint8_t, kCount, kTake>(update, part, number, first);
+      case 2:
+        return MoveWords<uint16_t, kCount, kTake>(update, part, number, first);
+      case 4:
+        return MoveWords<uint32_t, kCount, kTake>(update, part, number, first);
+      case 8:
+        return MoveWords<uint2, kCount, kTake>(update, part, number, first);
+      default:
+        return MoveWords<uint4, kCount, kTake>(update, part, number, first);
+    }
+  } else if (HasWords(update, kTake)) {
+    MoveWords<uint4, kCount, kTake>(update, part, number, first);
+  } else {
+    const Row row = LocateRow(update, number);
+#pragma unroll 1
+    for (int k = 0; k < kCount; ++k) WriteVectorOfArray(update, row, number, first + k * kThreads);
+  }
+}
+
+template <int kMostUpdates, bool kTake>
+__global__ void __launch_bounds__(kThreads) MoveWindows(const __grid_constant__ Launch<kMostUpdates> launch) {
+  int i = 0;
+  while (i + 1 < launch.count && blockIdx.x >= launch.parts[i + 1].first_block) ++i;
+  const Part& part = launch.parts[i];
+  const Update& update = launch.updates[i];
+  const int64_t block = blockIdx.x - part.first_block;
+  if (part.blocks_of_row > 0) {
+    const QuotientAndRemainder q = Divide(block, part.blocks_of_row);
+    return Move<kItems, kTake>(update, part, q.quotient, q.remainder * kItemsOfBlock + threadIdx.x);
+  }
+  const int64_t item = block * kThreads + threadIdx.x;
+  if (item >= part.num_items) return;
+  const QuotientAndRemainder q = Divide(item, part.items_of_row);
+  Move<1, kTake>(update, part, q.quotient, q.remainder);
+}
+
+int64_t ItemsOfRow(const Update& update, bool takes) {
+  if (HasWords(update, takes)) return update.run_units / update.word;
+  const int64_t most_bytes = update.has_bits ? MostBytesOfRow(update) : update.run_units;
+  // Whichever word of a vector the row begins at.
+  return (most_bytes + (kVectorBytes - update.word) + kVectorBytes - 1) / kVectorBytes;
+}
+
+template <int kMostUpdates, bool kTake>
+cudaError_t LaunchSome(const Update* updates, int count, cudaStream_t stream) {
+  Launch<kMostUpdates> launch;
+  launch.count = count;
+  int64_t num_blocks = 0;
+  for (int i = 0; i < count; ++i) {
+    const Update& update = launch.updates[i] = updates[i];
+    Part& part = launch.parts[i];
+    part.items_of_row = ItemsOfRow(update, kTake);
+    part.num_items = update.num_rows * part.items_of_row;
+    part.first_block = static_cast<unsigned>(num_blocks);
+    const int64_t blocks_of_row = (part.items_of_row + kItemsOfBlock - 1) / kItemsOfBlock;
+    const bool has_long_rows = 5 * part.items_of_row >= 4 * blocks_of_row * kItemsOfBlock;  // few threads are idle
+    part.blocks_of_row = has_long_rows && part.num_items >= kLargeWindow ? blocks_of_row : 0;
+    num_blocks += part.blocks_of_row > 0 ? update.num_rows * blocks_of_row : (part.num_items + kThreads - 1) / kThreads;
+  }
+  MoveWindows<kMostUpdates, kTake><<<static_cast<unsigned>(num_blocks), kThreads, 0, stream>>>(launch);
+  return cudaGetLastError();
+}
+
+template <bool kTake>
+cudaError_t LaunchAll(const std::vector<Update>& updates, cudaStream_t stream) {
+  const int count = static_cast<int>(updates.size());
+  for (int i = 0; i < count; i += kMostUpdatesOfLaunch) {
+    const int some = std::min(count - i, kMostUpdatesOfLaunch);
+    // Fewer bytes of arguments make a launch faster.
+    const auto launch = some <= 2 ? LaunchSome<2, kTake> : LaunchSome<kMostUpdatesOfLaunch, kTake>;
+    if (cudaError_t e = launch(updates.data() + i, some, stream)) return e;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t LaunchWrite(const std::vector<Update>& updates, cudaStream_t stream) {
+  return LaunchAll</*kTake=*/false>(updates, stream);
+}
+
+cudaError_t LaunchTake(const std::vector<Update>& updates, cudaStream_t stream) {
+  for (const Update& update : updates) {
+    if (!update.may_be_outside) continue;
+    const size_t bytes = static_cast<size_t>(update.source_bytes);
+    if (cudaError_t e = cudaMemsetAsync(update.source, 0, bytes, stream)) return e;
+  }
+  return LaunchAll</*kTake=*/true>(updates, stream);
+}
+
+}  // namespace jax_baracuda::write_slice

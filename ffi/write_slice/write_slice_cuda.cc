@@ -1,0 +1,44 @@
+// The CUDA handlers of write_slice and its gradient.
+
+#include "ffi/core/cuda_handler.h"
+#include "ffi/core/target_table.h"
+#include "ffi/write_slice/write_slice.cuh"
+#include "ffi/write_slice/write_slice_handler.h"
+
+namespace jax_baracuda::write_slice {
+namespace {
+
+cudaError_t CopyArrays(const std::vector<Copy>& copies, cudaStream_t stream) {
+  for (const Copy& copy : copies) {
+    const size_t bytes = static_cast<size_t>(copy.bytes);
+    if (cudaError_t e = cudaMemcpyAsync(copy.to, copy.from, bytes, cudaMemcpyDeviceToDevice, stream)) return e;
+  }
+  return cudaSuccess;
+}
+
+ffi::Error Write(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                 ffi::Span<const int64_t> windows, bool drop, bool batched) {
+  constexpr const char* kOp = "write_slice";
+  Call call;
+  JB_RETURN_IF_ERROR(Decoder(kOp, operands, results, windows, drop, batched).DecodeWrite(&call));
+  JB_RETURN_IF_ERROR(CudaStatus(kOp, CopyArrays(call.copies, stream)));
+  return CudaStatus(kOp, LaunchWrite(call.updates, stream));
+}
+
+ffi::Error Take(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                ffi::Span<const int64_t> windows, bool drop, bool batched) {
+  constexpr const char* kOp = "write_slice_backward";
+  Call call;
+  JB_RETURN_IF_ERROR(Decoder(kOp, operands, results, windows, drop, batched).DecodeTake(&call));
+  JB_RETURN_IF_ERROR(CudaStatus(kOp, CopyArrays(call.copies, stream)));
+  return CudaStatus(kOp, LaunchTake(call.updates, stream));
+}
+
+XLA_FFI_DEFINE_HANDLER(kWrite, Write, BindWindows<Stream>(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kTake, Take, BindWindows<Stream>(), {ffi::Traits::kCmdBufferCompatible});
+
+JB_REGISTER_TARGET("write_slice", kWrite, nullptr);
+JB_REGISTER_TARGET("write_slice_backward", kTake, nullptr);
+
+}  // namespace
+}  // namespace jax_baracuda::write_slice

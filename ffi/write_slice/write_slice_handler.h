@@ -1,0 +1,265 @@
+// Checks the buffers of write_slice and its gradient and turns them into windows; used by both back ends.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "ffi/core/bit_width.h"
+#include "ffi/core/handler.h"
+#include "ffi/write_slice/write_slice.h"
+
+namespace jax_baracuda::write_slice {
+
+// What to do with an array before its window is written where XLA gave it other memory than the result's.
+struct Copy {
+  void* to;
+  const void* from;
+  int64_t bytes;
+};
+
+struct Call {
+  std::vector<Copy> copies;
+  std::vector<Update> updates;
+};
+
+// The attribute `windows` holds these five numbers for each axis that is not written whole, in the order of the arrays
+// and of their axes.
+struct Window {
+  int64_t array, axis;
+  int64_t start;  // number of the operand that holds it
+  int64_t size;
+  int64_t num_shards;  // into how many parts the axis is split; if several, there is an operand with the part's number
+};
+inline constexpr size_t kNumbersOfWindow = 5;
+
+// What an error calls a buffer. Calls that are right make no strings.
+struct Name {
+  const char* what;
+  size_t number;
+
+  std::string Text() const { return std::string(what) + " " + std::to_string(number); }
+};
+
+// Operands are the arrays, then what is written to them, if anything is, then starts, then numbers of parts.
+class Decoder {
+ public:
+  Decoder(const char* op, ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int64_t> windows,
+          bool drop, bool batched)
+      : op_(op), operands_(operands), results_(results), numbers_(windows), drop_(drop), batched_(batched) {}
+
+  ffi::Error DecodeWrite(Call* call) { return Decode(results_.size(), /*writes=*/true, call); }
+
+  ffi::Error DecodeTake(Call* call) {
+    if (results_.size() % 2 != 0) {
+      return InvalidArgument(op_, "got " + std::to_string(results_.size()) + " results, expected an even number");
+    }
+    return Decode(results_.size() / 2, /*writes=*/false, call);
+  }
+
+ private:
+  ffi::Error Decode(size_t num_arrays, bool writes, Call* call) {
+    size_t num_parts = 0;
+    JB_RETURN_IF_ERROR(CheckWindows(num_arrays, &num_parts));
+    first_start_ = writes ? 2 * num_arrays : num_arrays;
+    if (num_arrays == 0 || operands_.size() < first_start_ + num_parts) {
+      return InvalidArgument(op_, "got " + std::to_string(operands_.size()) + " operands and " +
+                                      std::to_string(results_.size()) + " results, expected at least " +
+                                      std::to_string(first_start_ + num_parts) + " operands for as many results");
+    }
+    first_part_ = operands_.size() - num_parts;
+    call->updates.reserve(num_arrays);
+    size_t next_window = 0, next_part = first_part_;
+    for (size_t i = 0; i < num_arrays; ++i) {
+      auto dest = operands_.get<ffi::AnyBuffer>(i);
+      if (dest.has_error()) return dest.error();
+      auto result = results_.get<ffi::AnyBuffer>(i);
+      if (result.has_error()) return result.error();
+      Axes axes;
+      JB_RETURN_IF_ERROR(CheckArray(Name{"dest", i}, *dest, &axes));
+      JB_RETURN_IF_ERROR(CheckTypeAndShape(Name{"result", i}, **result, *dest, axes, /*is_shared=*/nullptr));
+      for (; next_window < num_windows() && window(next_window).array == static_cast<int64_t>(i); ++next_window) {
+        JB_RETURN_IF_ERROR(AddWindow(window(next_window), &next_part, &axes));
+      }
+      Update update;
+      bool source_is_shared = false;
+      const Name source_name{"source", i};
+      if (writes) {
+        auto source = operands_.get<ffi::AnyBuffer>(num_arrays + i);
+        if (source.has_error()) return source.error();
+        JB_RETURN_IF_ERROR(CheckTypeAndShape(source_name, *source, *dest, axes, &source_is_shared));
+        update.source = source->untyped_data();
+      } else {
+        auto source = results_.get<ffi::AnyBuffer>(num_arrays + i);
+        if (source.has_error()) return source.error();
+        JB_RETURN_IF_ERROR(CheckTypeAndShape(source_name, **source, *dest, axes, /*is_shared=*/nullptr));
+        update.source = (*source)->untyped_data();
+        if (BitWidth(dest->element_type()) < 8) return Unsupported(Name{"dest", i}, *dest);
+      }
+      update.dest = (*result)->untyped_data();
+      update.bit_width = static_cast<int32_t>(BitWidth(dest->element_type()));
+      update.drop = drop_;
+      AddUpdate(*dest, axes, source_is_shared, update, call);
+    }
+    return ffi::Error::Success();
+  }
+
+  size_t num_windows() const { return numbers_.size() / kNumbersOfWindow; }
+
+  Window window(size_t i) const {
+    const int64_t* const first = numbers_.begin() + i * kNumbersOfWindow;
+    return Window{first[0], first[1], first[2], first[3], first[4]};
+  }
+
+  ffi::Error CheckWindows(size_t num_arrays, size_t* num_parts) const {
+    bool is_valid = numbers_.size() % kNumbersOfWindow == 0;
+    Window last{-1, -1, 0, 0, 0};
+    for (size_t i = 0; is_valid && i < num_windows(); ++i) {
+      const Window next = window(i);
+      const bool is_in_order = last.array < next.array || (last.array == next.array && last.axis < next.axis);
+      is_valid = is_in_order && next.array >= 0 && next.array < static_cast<int64_t>(num_arrays) && next.axis >= 0 &&
+                 next.start >= 0 && next.size >= 0 && next.num_shards >= 1;
+      *num_parts += next.num_shards > 1 ? 1 : 0;
+      last = next;
+    }
+    if (is_valid) return ffi::Error::Success();
+    std::string text;
+    for (const int64_t number : numbers_) text += " " + std::to_string(number);
+    return InvalidArgument(op_, "windows are" + text + ", expected 5 numbers (array, axis, start, size, shards) each, "
+                                "none negative, in the order of arrays and axes");
+  }
+
+  // The axes of an array, all of them written whole.
+  ffi::Error CheckArray(const Name& name, const ffi::AnyBuffer& buffer, Axes* axes) const {
+    if (BitWidth(buffer.element_type()) == 0) return Unsupported(name, buffer);
+    const auto shape = buffer.dimensions();
+    axes->count = static_cast<int>(batched_ ? shape.size() : shape.size() + 1);
+    if (axes->count < 2 || axes->count > kMostAxes) {
+      return WrongShape(op_, name.Text().c_str(), buffer,
+                        std::string("1 to 8 axes") + (batched_ ? " and that of the batch" : ""));
+    }
+    int64_t stride = 1;
+    for (int i = axes->count - 1; i >= 0; --i) {
+      Axis& axis = axes->at[i];
+      axis.size = axis.dim = batched_ ? shape[i] : i == 0 ? 1 : shape[i - 1];
+      axis.stride = stride;
+      stride *= axis.dim;
+    }
+    return ffi::Error::Success();
+  }
+
+  // A buffer of the type of dest and the sizes of its window. Where `is_shared` is not null, the batch may share it.
+  ffi::Error CheckTypeAndShape(const Name& name, const ffi::AnyBuffer& buffer, const ffi::AnyBuffer& dest,
+                               const Axes& axes, bool* is_shared) const {
+    if (buffer.element_type() != dest.element_type()) {
+      return InvalidArgument(op_, name.Text() + " has XLA element type " +
+                                      std::to_string(static_cast<int>(buffer.element_type())) + ", expected " +
+                                      std::to_string(static_cast<int>(dest.element_type())) + ", that of dest");
+    }
+    const auto shape = buffer.dimensions();
+    const int first = batched_ ? 0 : 1;
+    bool fits = static_cast<int>(shape.size()) == axes.count - first;
+    for (int i = 1; fits && i < axes.count; ++i) fits = shape[i - first] == axes.at[i].size;
+    if (fits && batched_) {
+      fits = is_shared == nullptr ? shape[0] == axes.at[0].size : IsBatchOrShared(shape[0], axes.at[0].size);
+      if (fits && is_shared != nullptr) *is_shared = shape[0] != axes.at[0].size;
+    }
+    if (fits) return ffi::Error::Success();
+    std::string expected;
+    for (int i = first; i < axes.count; ++i) {
+      expected += (i == first ? "" : ",") + std::to_string(axes.at[i].size) +
+                  (i == 0 && is_shared != nullptr ? " or 1" : "");
+    }
+    return WrongShape(op_, name.Text().c_str(), buffer, "[" + expected + "]");
+  }
+
+  // *next_part is the operand with the number of the next part.
+  ffi::Error AddWindow(const Window& window, size_t* next_part, Axes* axes) const {
+    const Name name{"dest", static_cast<size_t>(window.array)};
+    if (window.axis + 1 >= axes->count) {
+      return InvalidArgument(op_, name.Text() + " has a window of axis " + std::to_string(window.axis) +
+                                      ", expected less than " + std::to_string(axes->count - 1));
+    }
+    Axis& axis = axes->at[window.axis + 1];
+    const int64_t most_shards = std::numeric_limits<int64_t>::max() / 4 / (axis.dim > 0 ? axis.dim : 1);
+    if (window.num_shards > most_shards || window.size > axis.dim * window.num_shards) {
+      return InvalidArgument(op_, name.Text() + " has a window of size " + std::to_string(window.size) +
+                                      ", expected at most the size of the axis, " + std::to_string(axis.dim) +
+                                      ", times the number of shards, " + std::to_string(window.num_shards));
+    }
+    if (static_cast<uint64_t>(window.start) >= first_part_ - first_start_) {
+      return InvalidArgument(op_, name.Text() + " has start " + std::to_string(window.start) +
+                                      ", expected less than " + std::to_string(first_part_ - first_start_));
+    }
+    const Name start_name{"start", static_cast<size_t>(window.start)};
+    auto start = operands_.get<ffi::AnyBuffer>(first_start_ + start_name.number);
+    if (start.has_error()) return start.error();
+    const ElementType type = ElementTypeOf(start->element_type());
+    if (!IsStartType(type)) return Unsupported(start_name, *start);
+    JB_RETURN_IF_ERROR(CheckScalar(start_name, *start, axes->at[0].dim));
+    axis.size = window.size;
+    axis.num_shards = window.num_shards;
+    axis.start = Start{start->untyped_data(), type, start->element_count() == 1};
+    if (window.num_shards == 1) return ffi::Error::Success();
+
+    const Name part_name{"part", *next_part - first_part_};
+    auto part = operands_.get<ffi::AnyBuffer>((*next_part)++);
+    if (part.has_error()) return part.error();
+    if (part->element_type() != ffi::DataType::S32) return Unsupported(part_name, *part);
+    JB_RETURN_IF_ERROR(CheckScalar(part_name, *part, 1));
+    axis.shard = static_cast<const int32_t*>(part->untyped_data());
+    return ffi::Error::Success();
+  }
+
+  // A number for each element of the batch, or one for all.
+  ffi::Error CheckScalar(const Name& name, const ffi::AnyBuffer& buffer, int64_t batch) const {
+    const auto shape = buffer.dimensions();
+    if (batched_ ? shape.size() == 1 && IsBatchOrShared(shape[0], batch) : shape.size() == 0) {
+      return ffi::Error::Success();
+    }
+    return WrongShape(op_, name.Text().c_str(), buffer, batched_ ? "[" + std::to_string(batch) + " or 1]" : "[]");
+  }
+
+  ffi::Error Unsupported(const Name& name, const ffi::AnyBuffer& buffer) const {
+    return UnsupportedType(op_, name.Text().c_str(), buffer.element_type());
+  }
+
+  void AddUpdate(const ffi::AnyBuffer& dest, const Axes& axes, bool source_is_shared, Update update, Call* call) const {
+    int64_t elements = 1, window_elements = 1;
+    for (int i = 0; i < axes.count; ++i) {
+      elements *= axes.at[i].dim;
+      window_elements *= axes.at[i].size;
+    }
+    if (elements > 0 && update.dest != dest.untyped_data()) {
+      call->copies.push_back(Copy{update.dest, dest.untyped_data(), PackedBytes(elements, update.bit_width)});
+    }
+    if (window_elements == 0) return;
+    update.source_bytes =
+        PackedBytes(source_is_shared ? window_elements / axes.at[0].size : window_elements, update.bit_width);
+    ReduceAxes(axes, source_is_shared, &update);
+    ChooseUnits(&update);
+    call->updates.push_back(update);
+  }
+
+  const char* op_;
+  ffi::RemainingArgs operands_;
+  ffi::RemainingRets results_;
+  ffi::Span<const int64_t> numbers_;
+  bool drop_, batched_;
+  size_t first_start_ = 0, first_part_ = 0;  // of the operands
+};
+
+// The binding of both handlers.
+template <typename Context>
+auto BindWindows() {
+  return ffi::Ffi::Bind()
+      .Ctx<Context>()
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<ffi::Span<const int64_t>>("windows")
+      .template Attr<bool>("drop")
+      .template Attr<bool>("batched");
+}
+
+}  // namespace jax_baracuda::write_slice

@@ -1,0 +1,684 @@
+"""Writing a window of an array in place, as an append to a KV cache does, at a position known only at run time.
+
+The array is updated in its own memory wherever it is donated or carried by a loop, and no byte outside the window is
+touched. The gradient moves the window out of the cotangent and leaves zeros, in place as well.
+
+The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
+canonicalisation of arguments, examples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import as_array, split_as
+from jax_baracuda._core.autodiff import Differentiable
+from jax_baracuda._core.docstrings import with_shared_parts
+from jax_baracuda._core.example import EXAMPLES, Example
+from jax_baracuda._core.guarantees import Guarantee
+from jax_baracuda._core.op import Op, joint_batch
+from jax_baracuda._core.sharding import Dimensions, MeshAxes
+
+Mode = Literal["clip", "drop"]
+AxisRange = ArrayLike | tuple[int, int]
+"""Of one axis: the window's start, or its ``(start, end)``."""
+Ranges = Sequence[AxisRange] | Array | np.ndarray
+
+_documented = with_shared_parts(
+    {
+        "range": """\
+* a pair ``(start, end)`` of Python integers with ``0 <= start <= end <= dest.shape[d]`` and
+  ``end - start == source.shape[d]``, or
+* a start alone, a Python integer or a scalar array of any integer dtype, traced or not; the end is then
+  ``start + source.shape[d]``, and `mode` says what happens where the window reaches beyond the array.
+
+A one-dimensional array of starts is as good as a sequence of them.""",
+        "mode": """\
+mode: "clip" moves the window inside, as ``jax.lax.dynamic_update_slice`` does: a negative start counts from the end of
+  the axis, and then the window is moved to the nearest place where all of it is inside. "drop" leaves the window where
+  it is, negative starts before the beginning, and writes only the part that lies inside: a full cache is never
+  overwritten.""",
+        "raises": """\
+TypeError: an argument is no array, dtypes differ, or a start is no integer.
+ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. All of it before anything runs.""",
+        "in_place": """\
+In place: where ``dest`` is donated to ``jax.jit`` or carried by a loop, and not used afterwards, it is updated in its
+own memory, at a cost that depends on the window alone. Otherwise, and outside of ``jax.jit``, XLA copies it first: what
+is not donated is left as it was. Under ``jax.vmap``, one launch writes the windows of a whole batch, each at its own
+position.""",
+        "guarantees": """\
+Numerical guarantees: exact copies of bits, NaN payloads included. Bit-equal from run to run.
+
+Gradient: ``dest`` gets the cotangent with zeros in the window, ``source`` gets its window, with zeros for what was
+dropped. Integer arrays have none. Nothing but the starts is kept for the backward pass.
+Derivatives of any order exist, all of them by these kernels. ``jax.jvp`` and ``jax.jacfwd`` of this function need its
+twin of the same name in :mod:`jax_baracuda.forward_mode`.""",
+    }
+)
+
+
+@_documented
+def write_slice(dest: ArrayLike, source: ArrayLike, ranges: Ranges, *, mode: Mode = "clip") -> Array:
+    """Writes an array into a window of another one, in place where that is donated, as a KV-cache append does.
+
+    ``dest[start_0:end_0, start_1:end_1, ...] = source`` as a function that returns the new `dest`.
+
+    Args:
+      dest: an array of any dtype; one of more than 8 axes runs as plain JAX.
+      source: an array with the rank and dtype of `dest`, along no axis longer than it.
+      ranges: one entry for each axis d of `dest`:
+
+        {range}
+      {mode}
+
+    Returns:
+      The updated array, with the shape and dtype of `dest`.
+
+    Raises:
+      {raises}
+
+    {in_place}
+
+    {guarantees}
+    """
+    name = "write_slice"
+    update = _canonicalize(name, "dest", "source", dest, source, ranges, mode)
+    [result] = _write([update], mode)
+    return result
+
+
+@_documented
+def write_slices(
+    dests: Sequence[ArrayLike],
+    sources: Sequence[ArrayLike],
+    ranges: Ranges | Sequence[Ranges],
+    *,
+    mode: Mode = "clip",
+) -> list[Array]:
+    """:func:`write_slice` for several arrays in one launch, as for the keys and the values of a KV cache.
+
+    ``dests[i][start_0:end_0, ...] = sources[i]`` for all i.
+
+    Args:
+      dests: a list or tuple of arrays; shapes and dtypes may differ. One that occurs twice is updated in two copies.
+      sources: as many arrays, each with the rank and dtype of its `dest`, along no axis longer than it.
+      ranges: what :func:`write_slice` takes, for all arrays alike: one entry for each axis d, which is
+
+        {range}
+
+        Or a sequence of such sequences, one for each of `dests`. Ranges whose entries all are starts or pairs of
+        integers are taken to be for all arrays alike.
+      {mode}
+
+    Returns:
+      The list of the updated arrays.
+
+    Raises:
+      {raises}
+
+    {in_place}
+
+    {guarantees}
+    """
+    name = "write_slices"
+    for argument, arrays in (("dests", dests), ("sources", sources)):
+        if not isinstance(arrays, list | tuple):
+            raise TypeError(f"{name}: {argument} must be a list or tuple of arrays, got {type(arrays).__name__}")
+    if len(dests) != len(sources):
+        raise ValueError(f"{name}: sources must be as many as dests, {len(dests)}, got {len(sources)}")
+    updates = [
+        _canonicalize(name, f"dests[{i}]", f"sources[{i}]", dest, source, own_ranges, mode)
+        for i, (dest, source, own_ranges) in enumerate(
+            zip(dests, sources, _ranges_of_each(name, ranges, len(dests)), strict=True)
+        )
+    ]
+    return _write(updates, mode)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reference in plain JAX.
+
+
+class Window(NamedTuple):
+    """What part of one axis is written, where that is not all of it."""
+
+    write: int
+    """Which of the arrays."""
+    axis: int
+    start: int
+    """Which of the start operands."""
+    size: int
+    num_shards: int
+    """Over how many devices the axis is split, in the program of one of them."""
+
+
+class Placement(NamedTuple):
+    """Where along an axis a window lies: inside, after it has been moved there by so many elements."""
+
+    start: Array
+    moved: Array | int
+
+
+def _index_dtype() -> Any:
+    return jax.dtypes.canonicalize_dtype(jnp.int64)
+
+
+def _placement(start: Array, size: int, dim: int, drop: bool) -> Placement:
+    info, bounds = jnp.iinfo(start.dtype), jnp.iinfo(_index_dtype())
+    index = jnp.clip(start, max(info.min, bounds.min), min(info.max, bounds.max)).astype(_index_dtype())
+    if not drop:
+        return Placement(jnp.clip(jnp.where(index < 0, index + dim, index), 0, dim - size), 0)
+    index = jnp.clip(index, -size, dim)  # beyond these, nothing is inside anyway
+    inside = jnp.clip(index, 0, dim - size)
+    return Placement(inside, inside - index)
+
+
+def _shifted(window: Array, placements: Sequence[Placement], sign: int) -> tuple[Array, Array | bool]:
+    """The window's content moved as the window was, or back, and which of its elements come from within."""
+    is_known: Array | bool = True
+    for axis, (_, moved) in enumerate(placements):
+        if isinstance(moved, int):
+            continue
+        window = jnp.roll(window, -sign * moved, axis)
+        index = jax.lax.broadcasted_iota(moved.dtype, window.shape, axis) + sign * moved
+        is_known &= (index >= 0) & (index < window.shape[axis])
+    return window, is_known
+
+
+def _placements(
+    dest: Array, starts: Sequence[Array], write: int, windows: Sequence[Window], drop: bool
+) -> tuple[list[Placement], list[int]]:
+    """Those of all axes of an array, and the sizes of its window."""
+    placements, sizes = [Placement(jnp.zeros((), _index_dtype()), 0)] * dest.ndim, list(dest.shape)
+    for window in windows:
+        if window.write == write:
+            sizes[window.axis] = window.size
+            dim = dest.shape[window.axis]
+            placements[window.axis] = _placement(starts[window.start], window.size, dim, drop)
+    return placements, sizes
+
+
+def _write_one(
+    dest: Array, source: Array, starts: Sequence[Array], write: int, windows: Sequence[Window], drop: bool
+) -> Array:
+    placements, sizes = _placements(dest, starts, write, windows, drop)
+    corner = [placement.start for placement in placements]
+    source, is_known = _shifted(source, placements, sign=1)
+    if is_known is not True:
+        source = jnp.where(is_known, source, jax.lax.dynamic_slice(dest, corner, sizes))
+    return jax.lax.dynamic_update_slice(dest, source, corner)
+
+
+def _take_one(
+    cotangent: Array, starts: Sequence[Array], write: int, windows: Sequence[Window], drop: bool
+) -> tuple[Array, Array]:
+    placements, sizes = _placements(cotangent, starts, write, windows, drop)
+    taken = jax.lax.dynamic_slice(cotangent, [placement.start for placement in placements], sizes)
+    taken, is_known = _shifted(taken, placements, sign=-1)
+    taken = taken if is_known is True else jnp.where(is_known, taken, 0)
+    return _write_one(cotangent, jnp.zeros_like(taken), starts, write, windows, drop), taken
+
+
+def _of_batch(function: Callable[..., Any], *arrays: Array) -> Any:
+    """``jax.vmap`` over leading dimensions, where those of 1 are shared."""
+    batch = joint_batch(*(x.shape[0] for x in arrays))
+    return jax.vmap(function)(*(jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in arrays))
+
+
+def _reference_write(
+    *operands: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool, **_: Any
+) -> list[Array]:
+    num_writes = len(ranks)
+    dests, sources, starts = operands[:num_writes], operands[num_writes : 2 * num_writes], operands[2 * num_writes :]
+    return [
+        _of_batch(lambda d, s, *starts, i=i: _write_one(d, s, starts, i, windows, drop), dest, source, *starts)
+        for i, (dest, source) in enumerate(zip(dests, sources, strict=True))
+    ]
+
+
+def _reference_take(
+    *operands: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool, **_: Any
+) -> list[Array]:
+    cotangents, starts = operands[: len(ranks)], operands[len(ranks) :]
+    pairs = [
+        _of_batch(lambda ct, *starts, i=i: _take_one(ct, starts, i, windows, drop), cotangent, *starts)
+        for i, cotangent in enumerate(cotangents)
+    ]
+    return [*(rest for rest, _ in pairs), *(taken for _, taken in pairs)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ops: one per native kernel.
+
+MOST_AXES = 8
+"""Beside the batch."""
+
+DIFFERENTIABLE_DTYPES = frozenset(
+    {
+        "bfloat16",
+        *(f"float{bits}" for bits in (16, 32, 64)),
+        *(f"float8_{kind}" for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz")),
+        *(f"float8_{kind}" for kind in ("e5m2", "e5m2fnuz")),
+        "complex64",
+        "complex128",
+    }
+)
+DTYPES = DIFFERENTIABLE_DTYPES | {
+    "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 4, 8, 16, 32, 64)),
+    "float4_e2m1fn",
+    "float8_e8m0fnu",  # has no zero, and no derivatives by these kernels
+}
+
+
+def _dest_dimensions(ranks: Sequence[int]) -> list[Dimensions]:
+    return [("batch", *(_dimension(write, axis) for axis in range(rank))) for write, rank in enumerate(ranks)]
+
+
+def _source_dimensions(ranks: Sequence[int], windows: Sequence[Window]) -> list[Dimensions]:
+    dimensions = [list(names) for names in _dest_dimensions(ranks)]
+    for window in windows:
+        dimensions[window.write][1 + window.axis] = _window_dimension(window)
+    return [tuple(names) for names in dimensions]
+
+
+def _dimension(write: int, axis: int) -> str:
+    return f"{write}.{axis}"
+
+
+def _window_dimension(window: Window) -> str:
+    return f"window of {_dimension(window.write, window.axis)}"
+
+
+def _batch_of(*operands: Any) -> int:
+    return joint_batch(*(operand.shape[0] for operand in operands))
+
+
+def _dest_types(*operands: Any, ranks: Sequence[int], **_: Any) -> list[tuple[tuple[int, ...], Any]]:
+    batch = _batch_of(*operands)
+    return [((batch, *dest.shape[1:]), dest.dtype) for dest in operands[: len(ranks)]]
+
+
+def _take_types(
+    *operands: Any, ranks: Sequence[int], windows: Sequence[Window], **_: Any
+) -> list[tuple[tuple[int, ...], Any]]:
+    rest = _dest_types(*operands, ranks=ranks)
+    shapes = [list(shape) for shape, _ in rest]
+    for window in windows:
+        shapes[window.write][1 + window.axis] = window.size
+    return [*rest, *((tuple(shape), dtype) for shape, (_, dtype) in zip(shapes, rest, strict=True))]
+
+
+def _kernel_limit(op_dtypes: frozenset[str]) -> Callable[..., str | None]:
+    def limit(*operands: Any, ranks: Sequence[int], **_: Any) -> str | None:
+        batch, dests = _batch_of(*operands), operands[: len(ranks)]
+        if any(dest.shape[0] != batch for dest in dests):
+            return "the batch shares an array that is written"
+        if max(ranks) > MOST_AXES:
+            return f"an array has more than {MOST_AXES} axes"
+        without_kernel = [dest.dtype.name for dest in dests if dest.dtype.name not in op_dtypes]
+        return f"there is no kernel for {without_kernel[0]}" if without_kernel else None
+
+    return limit
+
+
+def _split_windows(
+    axes: Mapping[str, MeshAxes], windows: Sequence[Window], batched: bool
+) -> tuple[tuple[Window, ...], list[Array], list[MeshAxes]]:
+    """The windows in the program of one device, the number of its part of each axis that is split, and the mesh axes
+    that split the windows' axes."""
+    split = [axes.get(_dimension(window.write, window.axis), ()) for window in windows]
+    numbers = [jax.lax.axis_index(names).astype(jnp.int32) for names in split if names]
+    windows = tuple(
+        window._replace(num_shards=jax.lax.psum(1, names)) if names else window
+        for window, names in zip(windows, split, strict=True)
+    )
+    return windows, [number.reshape((1,) if batched else ()) for number in numbers], split
+
+
+def _shard_write(
+    kernel: Callable[..., Sequence[Array]],
+    axes: Mapping[str, MeshAxes],
+    *operands: Array,
+    windows: Sequence[Window],
+    batched: bool,
+    **params: Any,
+) -> Sequence[Array]:
+    """Each device writes the part of a window that lies in its part of the axis."""
+    windows, numbers, _ = _split_windows(axes, windows, batched)
+    return WRITE_SLICE.kernel(*operands, *numbers, windows=windows, batched=batched, **params)
+
+
+def _shard_take(
+    kernel: Callable[..., Sequence[Array]],
+    axes: Mapping[str, MeshAxes],
+    *operands: Array,
+    windows: Sequence[Window],
+    batched: bool,
+    ranks: Sequence[int],
+    **params: Any,
+) -> Sequence[Array]:
+    """Each device takes the part of a window that lies in its part of the axis; the others have zeros there."""
+    local_windows, numbers, split = _split_windows(axes, windows, batched)
+    results = WRITE_SLICE_BACKWARD.kernel(
+        *operands, *numbers, windows=local_windows, batched=batched, ranks=ranks, **params
+    )
+    rest, taken = results[: len(ranks)], results[len(ranks) :]
+    for window, names in zip(windows, split, strict=True):
+        if names:
+            taken[window.write] = jax.lax.psum(taken[window.write], names)
+    return [*rest, *taken]
+
+
+def _selected(
+    chosen: Sequence[int], starts: Sequence[Array], ranks: Sequence[int], windows: Sequence[Window]
+) -> tuple[list[Array], dict[str, Any]]:
+    """The start operands and the params of a call with some of the arrays only."""
+    windows = [window for window in windows if window.write in chosen]
+    used = sorted({window.start for window in windows})
+    renumbered = (
+        window._replace(write=chosen.index(window.write), start=used.index(window.start)) for window in windows
+    )
+    return [starts[i] for i in used], {"ranks": tuple(ranks[i] for i in chosen), "windows": tuple(renumbered)}
+
+
+def _take_inexact(
+    cotangents: Sequence[Array],
+    dtypes: Sequence[Any],
+    *starts: Array,
+    ranks: Sequence[int],
+    windows: Any,
+    **params: Any,
+) -> list[Array | None]:
+    """The cotangents of all dests and all sources, None for arrays without derivatives."""
+    chosen = [i for i, dtype in enumerate(dtypes) if jnp.issubdtype(dtype, jnp.inexact)]
+    starts, of_chosen = _selected(chosen, starts, ranks, windows)
+    results: list[Array | None] = [None] * (2 * len(ranks))
+    taken = WRITE_SLICE_BACKWARD(*(cotangents[i] for i in chosen), *starts, **of_chosen, **params)
+    for i, result in zip([*chosen, *(len(ranks) + i for i in chosen)], taken, strict=True):
+        results[i] = result
+    return results
+
+
+def _transpose_write(
+    avals: Sequence[Any], cotangents: Sequence[Array], *starts: Array, ranks: Sequence[int], **params: Any
+) -> list[Array | None]:
+    return _take_inexact(cotangents, [aval.dtype for aval in avals[: len(ranks)]], *starts, ranks=ranks, **params)
+
+
+def _num_starts(windows: Sequence[Window]) -> int:
+    return 1 + max((window.start for window in windows), default=-1)
+
+
+WRITE_SLICE = Op(
+    name="write_slice",
+    operands=lambda *, ranks, windows, **_: (
+        *_dest_dimensions(ranks),
+        *_source_dimensions(ranks, windows),
+        *[("batch",)] * _num_starts(windows),
+    ),
+    results=lambda *, ranks, **_: tuple(_dest_dimensions(ranks)),
+    result_types=_dest_types,
+    reference=_reference_write,
+    dtypes=DTYPES,
+    guarantee=Guarantee("none", "exact", deterministic=True, bit_stable_on_same_hardware=True),
+    aliases=("write_slices",),
+    attributes=("windows", "drop", "batched"),
+    whole=lambda *, windows, **_: tuple(map(_window_dimension, windows)),
+    shard_program=_shard_write,
+    kernel_limit=_kernel_limit(DTYPES),
+    in_place=lambda *, ranks, **_: {i: i for i in range(len(ranks))},
+    batch_optional=True,
+    num_linear=lambda *, ranks, **_: 2 * len(ranks),
+    transpose=_transpose_write,
+)
+
+WRITE_SLICE_BACKWARD = Op(
+    name="write_slice_backward",
+    operands=lambda *, ranks, windows, **_: (*_dest_dimensions(ranks), *[("batch",)] * _num_starts(windows)),
+    results=lambda *, ranks, windows, **_: (*_dest_dimensions(ranks), *_source_dimensions(ranks, windows)),
+    result_types=_take_types,
+    reference=_reference_take,
+    dtypes=DIFFERENTIABLE_DTYPES,
+    guarantee=Guarantee("none", "exact", deterministic=True, bit_stable_on_same_hardware=True),
+    attributes=("windows", "drop", "batched"),
+    whole=lambda *, windows, **_: tuple(map(_window_dimension, windows)),
+    shard_program=_shard_take,
+    kernel_limit=_kernel_limit(DIFFERENTIABLE_DTYPES),
+    in_place=lambda *, ranks, **_: {i: i for i in range(len(ranks))},
+    batch_optional=True,
+    num_linear=lambda *, ranks, **_: len(ranks),
+    # To take a window out and leave zeros is the transpose of writing it, and the other way round.
+    transpose=lambda avals, cotangents, *starts, **params: WRITE_SLICE(*cotangents, *starts, **params),
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivative rules. Arrays have no batch dimension here; JAX adds it under vmap.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Params:
+    """The static arguments, under the names that the ops take them by."""
+
+    ranks: tuple[int, ...]
+    windows: tuple[Window, ...]
+    drop: bool
+    batched: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def _primal(params: _Params, *operands: Array) -> list[Array]:
+    return WRITE_SLICE(*operands, **params.as_dict())
+
+
+def _forward(params: _Params, *operands: Array) -> tuple[list[Array], tuple[Array, ...]]:
+    return _primal(params, *operands), operands[2 * len(params.ranks) :]
+
+
+def _backward(params: _Params, starts: tuple[Array, ...], cotangents: list[Array]) -> tuple[Array | None, ...]:
+    taken = _take_inexact(cotangents, [ct.dtype for ct in cotangents], *starts, **params.as_dict())
+    return *taken, *(None for _ in starts)
+
+
+_write_op = Differentiable(_primal, _forward, _backward)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Canonicalisation of arguments.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    """Checked arguments: what is written where."""
+
+    dest: Array
+    source: Array
+    starts: tuple[int | Array | None, ...]
+    """Of each axis, None where all of it is written."""
+
+
+def _write(updates: Sequence[_Update], mode: Mode) -> list[Array]:
+    """The results of all updates, in order."""
+    results: list[Array] = [update.dest if update.dest.ndim > 0 else update.source for update in updates]
+    chosen = [i for i, update in enumerate(updates) if update.dest.ndim > 0 and 0 not in update.source.shape]
+    windows, starts = [], _Starts()
+    for write, update in enumerate(updates[i] for i in chosen):
+        for axis, start in enumerate(update.starts):
+            if start is not None:
+                windows.append(Window(write, axis, starts.number_of(start), update.source.shape[axis], num_shards=1))
+    if chosen:
+        params = _Params(tuple(updates[i].dest.ndim for i in chosen), tuple(windows), drop=mode == "drop")
+        arrays = (*(updates[i].dest for i in chosen), *(updates[i].source for i in chosen))
+        for i, result in zip(chosen, _write_op(params, *arrays, *starts.operands), strict=True):
+            results[i] = result
+    return results
+
+
+class _Starts:
+    """The start operands of a call: each integer, and each array, once."""
+
+    def __init__(self) -> None:
+        self.operands: list[Array] = []
+        self._numbers: dict[Any, int] = {}
+
+    def number_of(self, start: int | Array) -> int:
+        key = start if isinstance(start, int) else ("array", id(start))
+        if key not in self._numbers:
+            self._numbers[key] = len(self.operands)
+            self.operands.append(_scalar(start) if isinstance(start, int) else start)
+        return self._numbers[key]
+
+
+def _scalar(value: int) -> Array:
+    """An integer as an array, of 64 bits only if it needs them, because these have to be enabled."""
+    dtype = next(d for d in (np.int32, np.uint32, np.int64) if np.iinfo(d).min <= value <= np.iinfo(d).max)
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(f"write_slice: a start of {value} needs jax_enable_x64, because it does not fit in 32 bits")
+    return jnp.asarray(value, dtype)
+
+
+def _ranges_of_each(name: str, ranges: Any, num_dests: int) -> list[Any]:
+    """The ranges of each array; where they are the same for all, repeated."""
+    entries = _entries(name, ranges)
+    if all(_is_pair(entry) or not isinstance(entry, list | tuple) and np.ndim(entry) == 0 for entry in entries):
+        return [entries] * num_dests
+    if len(entries) != num_dests:
+        raise ValueError(
+            f"{name}: ranges must have one entry for each axis, or one sequence of them for each of the {num_dests} "
+            f"dests, got {len(entries)}"
+        )
+    return entries
+
+
+def _is_pair(entry: Any) -> bool:
+    return isinstance(entry, list | tuple) and len(entry) == 2 and all(_is_integer(bound) for bound in entry)
+
+
+def _is_integer(value: Any) -> bool:
+    """Whether the value is an integer of Python or NumPy."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _entries(name: str, ranges: Any) -> list[Any]:
+    if isinstance(ranges, jax.Array | np.ndarray) and ranges.ndim != 1:
+        raise ValueError(f"{name}: ranges as an array must be of one dimension, got shape {ranges.shape}")
+    if isinstance(ranges, str | Mapping) or not isinstance(ranges, Iterable):
+        raise TypeError(f"{name}: ranges must be a sequence with one entry for each axis, got {type(ranges).__name__}")
+    return list(ranges)
+
+
+def _canonicalize(
+    name: str, dest_name: str, source_name: str, dest: ArrayLike, source: ArrayLike, ranges: Any, mode: Mode
+) -> _Update:
+    if not isinstance(mode, str) or mode not in ("clip", "drop"):
+        raise ValueError(f"{name}: mode must be 'clip' or 'drop', got {mode!r}")
+    dest, source = as_array(name, dest_name, dest), as_array(name, source_name, source)
+    if source.dtype != dest.dtype:
+        raise TypeError(f"{name}: {source_name} must have the dtype of {dest_name}, {dest.dtype}, got {source.dtype}")
+    is_too_long = any(
+        jax_versions.is_static_shape((size, dim)) and size > dim
+        for size, dim in zip(source.shape, dest.shape, strict=False)
+    )
+    if source.ndim != dest.ndim or is_too_long:
+        raise ValueError(
+            f"{name}: {source_name} must have the rank of {dest_name}, of shape {dest.shape}, and be longer along no "
+            f"axis, got shape {source.shape}"
+        )
+    entries = _entries(name, ranges)
+    if len(entries) != dest.ndim:
+        raise ValueError(
+            f"{name}: ranges must have one entry for each axis of {dest_name}, of shape {dest.shape}, "
+            f"got {len(entries)} entries"
+        )
+    starts = tuple(
+        _checked_start(f"{name}: ranges[{axis}]", entry, source.shape[axis], dest.shape[axis], mode)
+        for axis, entry in enumerate(entries)
+    )
+    source = split_as(source, dest, tuple(axis if start is None else None for axis, start in enumerate(starts)))
+    return _Update(dest, source, starts)
+
+
+def _checked_start(what: str, entry: Any, size: int, dim: int, mode: Mode) -> int | Array | None:
+    """The start of a window, clamped where it is known; None where the window is the whole axis."""
+    if isinstance(entry, list | tuple):
+        if not _is_pair(entry):
+            raise TypeError(f"{what} must be a pair (start, end) of Python integers or a start alone, got {entry!r}")
+        start, end = map(operator.index, entry)
+        if not 0 <= start <= end <= dim or end - start != size:
+            raise ValueError(
+                f"{what} must be a pair (start, end) with 0 <= start <= end <= {dim}, the size of the axis, and "
+                f"end - start = {size}, that of the source, got {(start, end)}"
+            )
+        return None if size == dim else start
+    if isinstance(entry, np.ndarray) and entry.ndim == 0 and np.issubdtype(entry.dtype, np.integer):
+        entry = entry[()]
+    if not _is_integer(entry):
+        if not isinstance(entry, jax.Array) or not jnp.issubdtype(entry.dtype, jnp.integer):
+            dtype = f" of dtype {entry.dtype}" if hasattr(entry, "dtype") else ""
+            raise TypeError(
+                f"{what} must be an integer or a pair of Python integers, got {type(entry).__name__}{dtype}"
+            )
+        if entry.ndim != 0:
+            raise ValueError(f"{what} must be a scalar, got an array of shape {entry.shape}")
+        if mode == "clip" and size == dim:
+            return None
+        return entry.astype(jnp.int8) if jnp.iinfo(entry.dtype).bits < 8 else entry
+    start = operator.index(entry)
+    if not jax_versions.is_static_shape((size, dim)):
+        return start
+    if mode == "clip":
+        start = min(max(start + dim if start < 0 else start, 0), dim - size)
+    else:
+        start = min(max(start, -size), dim)
+    return None if start == 0 and size == dim else start
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Examples for `python -m jax_baracuda check` and `race`.
+
+
+def _example_operands(
+    rng: np.random.Generator, *, num_examples: int, num_rows: int, num_features: int
+) -> tuple[np.ndarray, ...]:
+    """A cache, one new row for each example, and where it goes."""
+    cache = rng.standard_normal((num_examples, num_rows, num_features), dtype=np.float32)
+    rows = rng.standard_normal((num_examples, 1, num_features), dtype=np.float32)
+    return cache, rows, rng.integers(0, num_rows, num_examples).astype(np.int32)
+
+
+def _append(write: Callable[..., Array], cache: Array, rows: Array, positions: Array, **_: int) -> Array:
+    """Each row at the position of its example."""
+    return jax.vmap(lambda cache, row, position: write(cache, row, (position, 0)))(
+        cache, rows.astype(cache.dtype), positions
+    )
+
+
+EXAMPLES.append(
+    Example(
+        name="write_slice",
+        function=functools.partial(_append, write_slice),
+        plain_jax=functools.partial(_append, jax.lax.dynamic_update_slice),
+        make_operands=_example_operands,
+        dtypes=("float32", "bfloat16", "float16"),
+        check_sizes={"num_examples": 5, "num_rows": 301, "num_features": 33},
+        race_sizes={
+            "cpu": {"num_examples": 8, "num_rows": 4096, "num_features": 1024},
+            "cuda": {"num_examples": 32, "num_rows": 8192, "num_features": 1024},
+        },
+        tolerance={"float32": 0, "bfloat16": 4e-3, "float16": 5e-4},
+    )
+)
