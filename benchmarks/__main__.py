@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=Path, help=f"the JSON record (default: {default} if all cases are run in full)"
     )
-    parser.add_argument("--only", default="", help="run only cases whose name contains this text")
+    parser.add_argument("--only", nargs="+", default=[], help="run only cases whose name contains one of these texts")
     parser.add_argument("--quick", action="store_true", help="small sizes and few samples, to see that everything runs")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     options = parser.parse_args(arguments)
@@ -74,9 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if is_serious or not run.is_complete else 0
 
 
-def select_cases(backend: str, only: str = "", quick: bool = False) -> Iterator[Case]:
-    """The cases of all families whose name contains `only`."""
-    return (case for family in FAMILIES for case in family.cases(backend, quick) if only in case.name)
+def select_cases(backend: str, only: Sequence[str] = (), quick: bool = False) -> Iterator[Case]:
+    """The cases of all families; if there are texts in `only`, those whose name contains one of them."""
+    all_cases = (case for family in FAMILIES for case in family.cases(backend, quick))
+    return (case for case in all_cases if not only or any(text in case.name for text in only))
 
 
 def describe(case: CaseRecord) -> str:
