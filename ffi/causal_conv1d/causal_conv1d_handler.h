@@ -161,7 +161,8 @@ class Decoder {
     for (size_t i = 0; fits && i < trailing.size(); ++i) fits = shape[i + 1] == trailing[i];
     if (fits && is_shared != nullptr) *is_shared = shape[0] != problem_.batch;
     if (fits && (shape[0] == problem_.batch || (is_shared != nullptr && shape[0] == 1))) return ffi::Error::Success();
-    std::string expected = is_batched_ ? "," + std::to_string(problem_.batch) + (is_shared == nullptr ? "" : " or 1") : "";
+    std::string expected;
+    if (is_batched_) expected += "," + std::to_string(problem_.batch) + (is_shared == nullptr ? "" : " or 1");
     for (const int64_t size : trailing) expected += "," + std::to_string(size);
     return WrongShape(op_, name, buffer, "[" + expected.substr(1) + "]");
   }
