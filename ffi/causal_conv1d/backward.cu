@@ -180,13 +180,14 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
 }
 
 RowsPlan BackwardPlan(const Problem& problem, int64_t element_bytes) {
-  const int blocks_at_once = element_bytes > 4 ? 4 : problem.has_taps ? 5 : 6;
-  // Of packed sequences, the steps of fewer threads have a border less often; and the time to start is longer.
-  return problem.has_taps
-             ? RowsPlan(problem, element_bytes, {blocks_at_once, 3, 2, 32, /*slowness=*/{1.07, 1, 1.07, 1.4}})
-             : RowsPlan(problem, element_bytes,
-                        {blocks_at_once, /*steps_to_start=*/3, /*fewest_steps=*/2, /*most_steps=*/24,
-                         /*slowness=*/{1, 1.07, 1.16, 1.4}});
+  RowsChoice choice{/*blocks_at_once=*/element_bytes > 4 ? 4 : 6, /*steps_to_start=*/3, /*fewest_steps=*/2,
+                    /*most_steps=*/20, /*slowness=*/{1, 1.07, 1.16, 1.4}};
+  if (problem.has_taps) {
+    // A sequence begins less often in the steps of fewer threads.
+    choice = {/*blocks_at_once=*/element_bytes > 4 ? 4 : 5, /*steps_to_start=*/3, /*fewest_steps=*/2,
+              /*most_steps=*/32, /*slowness=*/{1.07, 1, 1.07, 1.4}};
+  }
+  return RowsPlan(problem, element_bytes, choice);
 }
 
 template <typename T>
@@ -203,21 +204,20 @@ cudaError_t LaunchRows(const BackwardCall& call, cudaStream_t stream) {
   });
 }
 
-inline constexpr int kChannelsOfBlock = 8;  // a sector of float32
-inline constexpr int kFewestSummands = 4, kMostSummands = 128;
+// Of the blocks that add up partial sums.
+inline constexpr int kFewestChannels = 8, kMostChannels = 128, kMostSummands = 128, kUsualThreads = 256;
 
-// Adds up the partial sums of each channel, always in the same order: a block has a thread for each of kChannelsOfBlock
-// channels and each residue of the partial sums' number. In double, since there may be very many of them.
+// Adds up the partial sums of each channel, always in the same order: a block has a thread for some channels, side by
+// side, and each residue of the partial sums' number. In double, since there may be very many of them.
 template <typename C>
-__global__ void __launch_bounds__(kChannelsOfBlock * kMostSummands)
+__global__ void __launch_bounds__(kFewestChannels * kMostSummands)
     SumPartials(const C* partials, int64_t parts, int width, int64_t channels, Divider by_blocks_across, C* dweight,
                 C* dbias) {
-  __shared__ double shared[kMostSummands][kChannelsOfBlock];
+  __shared__ double shared[kFewestChannels * kMostSummands];
   const int64_t block = blockIdx.x, band = by_blocks_across.Quotient(block);  // band: of [batch, width + 1]
   const int64_t batch = band / (width + 1);
   const int k = static_cast<int>(band - batch * (width + 1));
-  const int64_t channel =
-      (block - band * static_cast<int64_t>(by_blocks_across.divisor)) * kChannelsOfBlock + threadIdx.x;
+  const int64_t channel = (block - band * static_cast<int64_t>(by_blocks_across.divisor)) * blockDim.x + threadIdx.x;
   const bool is_real = channel < channels;
   double sum = 0;
   if (is_real) {
@@ -225,30 +225,31 @@ __global__ void __launch_bounds__(kChannelsOfBlock * kMostSummands)
 #pragma unroll 8
     for (int64_t part = threadIdx.y; part < parts; part += blockDim.y) sum += first[part * (width + 1) * channels];
   }
-  shared[threadIdx.y][threadIdx.x] = sum;
+  double* const own = shared + threadIdx.y * blockDim.x + threadIdx.x;
+  *own = sum;
   for (unsigned half = blockDim.y / 2; half > 0; half /= 2) {
     __syncthreads();
-    if (threadIdx.y < half) shared[threadIdx.y][threadIdx.x] += shared[threadIdx.y + half][threadIdx.x];
+    if (threadIdx.y < half) *own += own[half * blockDim.x];
   }
   if (threadIdx.y != 0 || !is_real) return;
-  sum = shared[0][threadIdx.x];
   if (k < width) {
-    dweight[(batch * channels + channel) * width + k] = static_cast<C>(sum);
+    dweight[(batch * channels + channel) * width + k] = static_cast<C>(*own);
   } else {
-    dbias[batch * channels + channel] = static_cast<C>(sum);
+    dbias[batch * channels + channel] = static_cast<C>(*own);
   }
 }
 
 template <typename C>
 cudaError_t LaunchSumPartials(const BackwardCall& call, int64_t parts, cudaStream_t stream) {
   const Problem& problem = call.problem;
-  const int64_t across = CeilDivide(problem.channels, kChannelsOfBlock);
+  constexpr int kLoadsAhead = 8;
+  int summands = 1;
+  while (summands < kMostSummands && summands * 2 * kLoadsAhead <= parts) summands *= 2;
+  const int channels = std::clamp(kUsualThreads / summands, kFewestChannels, kMostChannels);
+  const int64_t across = CeilDivide(problem.channels, channels);
   const int64_t blocks = problem.batch * (problem.width + 1) * across;
   if (blocks == 0) return cudaSuccess;
-  constexpr int kLoadsAhead = 8;
-  int summands = kFewestSummands;
-  while (summands < kMostSummands && summands * 2 * kLoadsAhead <= parts) summands *= 2;
-  SumPartials<C><<<static_cast<unsigned>(blocks), dim3(kChannelsOfBlock, summands), 0, stream>>>(
+  SumPartials<C><<<static_cast<unsigned>(blocks), dim3(channels, summands), 0, stream>>>(
       static_cast<const C*>(call.scratch), parts, problem.width, problem.channels, Divider(across),
       static_cast<C*>(call.dweight), static_cast<C*>(call.dbias));
   return cudaGetLastError();

@@ -50,8 +50,8 @@ struct ChannelsLastPlan {
   }
 
  private:
-  // Blocks all take about as long, so the GPU works in waves of as many as run at once, and a last wave that is not full
-  // costs as much as a full one. Chooses the number of waves for which the work of all of them is least.
+  // Blocks all take about as long, so the GPU works in waves of as many as run at once, and a last wave that is not
+  // full costs as much as a full one. Chooses the number of waves for which the work of all of them is least.
   void ChooseRun(int64_t blocks_across, int64_t length, const RunChoice& choice) {
     constexpr int64_t kMostWaves = 16;
     constexpr int64_t kTimesToStart = 12;  // the times that a block could take in the time in which it starts and ends
@@ -142,8 +142,8 @@ cudaError_t LaunchChannelsLast(const ConvolutionCall& call, const ChannelsLastGr
   });
 }
 
-// past[k] becomes the inputs kPast - k steps before the place, whose input is at `x`. These lie before time 0 all or none,
-// since runs are longer.
+// past[k] becomes the inputs kPast - k steps before the place, whose input is at `x`. These lie before time 0 all or
+// none, since runs are longer.
 template <int kVec, int kPast, typename T>
 __device__ __forceinline__ void LoadPast(const Geometry& geometry, const T* x, const InitialState<T>& state,
                                          const ChannelsLastPlace& at, ComputeType<T> (*past)[kVec]) {

@@ -6,7 +6,7 @@ namespace jax_baracuda::causal_conv1d {
 namespace {
 
 // All of a run is under way at once. Longer runs would save loads of what comes before, but be farther apart in memory.
-inline constexpr int kLongestRun = 16, kRingRows = 16;
+inline constexpr int kLongestRun = 12, kRingRows = 16;
 
 // So many blocks of a multiprocessor as the usual widths do well with.
 template <typename T, int kWidth>

@@ -1,9 +1,9 @@
 // How the kernels for rows along the length ([.., channels, length]) deal out their work.
 //
 // A row is cut into stretches, one for each group of neighbouring threads. In a stretch each thread takes one vector a
-// step. Stretches begin at a sector of memory, whatever the row: vectors at a row's two ends may hold inputs of the rows
-// beside it. The groups of a warp take the same stretch of neighbouring rows, so that packed sequences, which begin at
-// the same times in these, disturb few warps.
+// step. Stretches begin at a sector of memory, whatever the row: vectors at a row's two ends may hold inputs of the
+// rows beside it. The groups of a warp take the same stretch of neighbouring rows, so that packed sequences, which
+// begin at the same times in these, disturb few warps.
 #pragma once
 
 #include <limits>
@@ -34,8 +34,8 @@ struct RowsPlan {
   int64_t stretches;  // of a row
   int64_t warps;
 
-  // Chooses the cut of rows into stretches that takes least time, if a GPU that is not full in the end is so for a fifth
-  // of the time of a stretch.
+  // Chooses the cut of rows into stretches that takes least time, where the GPU is not full in the end for about a
+  // fifth of the time of a stretch.
   RowsPlan(const Problem& problem, int64_t element_bytes, const RowsChoice& choice) {
     const int64_t vec = kVectorBytes / element_bytes, sector = kSectorBytes / element_bytes;
     // From the sector where it begins, the farthest inside of which a row begins.
