@@ -272,9 +272,10 @@ class Sums {
   Sums(const SplitCall& call)
       : call_(call),
         sum_(call.sum),
+        both_are_summed_(call.num_sums() == 2),
         first_sums_(static_cast<C*>(call.a_is_summed ? call.da : call.db)),
-        second_sums_(call.num_sums() == 2 ? static_cast<C*>(call.db) : nullptr),
-        other_(static_cast<T*>(call.num_sums() == 2 ? nullptr : call.a_is_summed ? call.db : call.da)),
+        second_sums_(both_are_summed_ ? static_cast<C*>(call.db) : nullptr),
+        other_(static_cast<T*>(both_are_summed_ ? nullptr : call.a_is_summed ? call.db : call.da)),
         rows_of_line_(std::clamp<int64_t>(kShortRow / sum_.inner, 1, std::max<int64_t>(1, sum_.rows))),
         tiles_(CeilDivide(sum_.inner, kTile)) {
     const int64_t lines = CeilDivide(sum_.rows, rows_of_line_), units = sum_.outer * tiles_;
@@ -289,7 +290,7 @@ class Sums {
       return true;
     }
     const int64_t all_results = call_.num_sums() * sum_.results(), bytes = call_.size * sizeof(T);
-    AdviseHugePages(other_, other_ == nullptr ? 0 : bytes);
+    if (!both_are_summed_) AdviseHugePages(other_, bytes);
     const std::unique_ptr<double[]> partials = Allocate<double>(parts_ == 1 ? 0 : parts_ * all_results);
     if (partials == nullptr) return false;
     partials_ = partials.get();
@@ -320,7 +321,7 @@ class Sums {
       for (int64_t outer = begin; outer < end; outer += at_once) {
         const int64_t count = std::min(at_once, end - outer), first = outer * elements, result = outer * sum_.inner;
         const uint8_t* const flags = elements == 0 ? nullptr : cond.At(first, count * elements);
-        if (other_ == nullptr) {
+        if (both_are_summed_) {
           SumShortArrays<T, true>(flags, false, dy + first, count, sum_.rows, sum_.inner, first_sums_ + result,
                                   second_sums_ + result, nullptr);
         } else {
@@ -348,7 +349,7 @@ class Sums {
       const int64_t count = std::min(rows_of_line_, end_row - row) * columns;
       const int64_t first = (outer * sum_.rows + row) * sum_.inner + first_column;
       const uint8_t* const flags = cond->At(first, count);
-      if (other_ == nullptr) {
+      if (both_are_summed_) {
         AddLine<T, true>(flags, false, dy + first, count, sums[0], sums[1], nullptr);
       } else {
         AddLine<T, false>(flags, !call_.a_is_summed, dy + first, count, sums[0], nullptr, other_ + first);
@@ -386,6 +387,7 @@ class Sums {
 
   const SplitCall& call_;
   const Sum& sum_;
+  const bool both_are_summed_;
   C *const first_sums_, *const second_sums_;
   T* const other_;
   const int64_t rows_of_line_, tiles_;
