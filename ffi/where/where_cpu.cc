@@ -68,7 +68,7 @@ JB_INLINE To BitsAs(From from) {
 
 // Adds to sums[i] what is chosen of dy[i], and what is left of it to other_sums[i] or, if there are none, to other[i].
 template <typename T, bool kBothSummed>
-JB_CPU_CLONES void AddLine(const uint8_t* __restrict cond, bool inverted, const T* __restrict dy, int64_t count,
+JB_INLINE void AddElements(const uint8_t* __restrict cond, bool inverted, const T* __restrict dy, int64_t count,
                            ComputeType<T>* __restrict sums, ComputeType<T>* __restrict other_sums,
                            T* __restrict other) {
   using C = ComputeType<T>;
@@ -87,21 +87,75 @@ JB_CPU_CLONES void AddLine(const uint8_t* __restrict cond, bool inverted, const 
   }
 }
 
+template <typename T, bool kBothSummed>
+JB_CPU_CLONES void AddLine(const uint8_t* cond, bool inverted, const T* dy, int64_t count, ComputeType<T>* sums,
+                           ComputeType<T>* other_sums, T* other) {
+  AddElements<T, kBothSummed>(cond, inverted, dy, count, sums, other_sums, other);
+}
+
+// The sums of `outer` arrays [rows, inner], which lie one after another, to sums[outer, inner] and so on.
+template <typename T, bool kBothSummed>
+JB_CPU_CLONES void SumShortArrays(const uint8_t* cond, bool inverted, const T* dy, int64_t outer, int64_t rows,
+                                  int64_t inner, ComputeType<T>* sums, ComputeType<T>* other_sums, T* other) {
+  using C = ComputeType<T>;
+  constexpr int64_t kLanes = 16;
+  for (int64_t i = 0; i < outer; ++i) {
+    if (inner == 1 && rows < kLanes) {
+      C totals[2] = {};
+      for (int64_t row = 0; row < rows; ++row) {
+        AddElements<T, kBothSummed>(cond + row, inverted, dy + row, 1, &totals[0], &totals[1], other + row);
+      }
+      sums[i] = totals[0];
+      if (kBothSummed) other_sums[i] = totals[1];
+    } else if (inner == 1) {
+      C lanes[2][kLanes] = {};
+      for (int64_t row = 0; row < rows; row += kLanes) {
+        const int64_t count = std::min(kLanes, rows - row);
+        AddElements<T, kBothSummed>(cond + row, inverted, dy + row, count, lanes[0], lanes[1], other + row);
+      }
+      for (int k = 0; k < (kBothSummed ? 2 : 1); ++k) {
+        for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+          for (int64_t lane = 0; lane < half; ++lane) lanes[k][lane] += lanes[k][lane + half];
+        }
+        (k == 0 ? sums : other_sums)[i] = lanes[k][0];
+      }
+    } else {
+      C* const own = sums + i * inner;
+      C* const other_own = kBothSummed ? other_sums + i * inner : nullptr;
+      std::fill_n(own, inner, C{0});
+      if (kBothSummed) std::fill_n(other_own, inner, C{0});
+      for (int64_t row = 0; row < rows; ++row) {
+        const int64_t first = row * inner;
+        AddElements<T, kBothSummed>(cond + first, inverted, dy + first, inner, own, other_own, other + first);
+      }
+    }
+    cond += rows * inner;
+    dy += rows * inner;
+    if (!kBothSummed) other += rows * inner;
+  }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Operands.
 
-// An operand, block by block. Costs little where blocks follow each other.
+// An operand, block by block. Costs little where blocks follow each other, or where one row is repeated throughout.
 template <typename T>
 class Blocks {
  public:
   explicit Blocks(const Operand& operand)
       : data_(static_cast<const T*>(operand.data)), repetition_(operand.repetition) {
-    if (repetition_.IsScalar()) std::fill_n(buffer_, kBlockElements<T>, *data_);
+    const int rank = repetition_.rank;
+    if (repetition_.IsScalar()) {
+      period_ = 1;
+    } else if (rank == 2 && repetition_.stride[1] == 0 && repetition_.size[0] <= kBlockElements<T>) {
+      period_ = repetition_.size[0];
+    }
+    for (int64_t i = 0; period_ > 0 && i < kBlockElements<T> + period_; ++i) buffer_[i] = data_[i % period_];
   }
 
   // `count` elements, at most kBlockElements<T>, from the element `first` of the output on.
   const T* At(int64_t first, int64_t count) {
-    if (repetition_.IsScalar()) return buffer_;
+    if (period_ > 0) return buffer_ + first % period_;
     if (repetition_.IsDense()) return data_ + first;
     if (first != next_) Seek(first);
     next_ = first + count;
@@ -116,7 +170,8 @@ class Blocks {
       if (is_contiguous) {
         std::memcpy(static_cast<void*>(buffer_ + done), from, static_cast<size_t>(run) * sizeof(T));
       } else {
-        std::fill_n(buffer_ + done, run, *from);
+        // A short run in one store; the next run overwrites what is too much.
+        std::fill_n(buffer_ + done, run <= kFew ? kFew : run, *from);
       }
       done += run;
     }
@@ -143,11 +198,14 @@ class Blocks {
     }
   }
 
+  static constexpr int64_t kFew = std::max<int64_t>(1, 16 / sizeof(T));
+
   const T* data_;
   const Repetition& repetition_;
+  int64_t period_ = 0;              // of an operand that is one row again and again, or one number
   int64_t next_ = -1, offset_ = 0;  // of the row of the innermost dimension
   int64_t index_[kMostDimensions];  // of the next element
-  alignas(64) T buffer_[kBlockElements<T>];
+  alignas(64) T buffer_[2 * kBlockElements<T>];
 };
 
 // Calls body(begin, end) for parts of [0, size), which take a share of so many bytes each.
@@ -214,9 +272,10 @@ class Sums {
   Sums(const SplitCall& call)
       : call_(call),
         sum_(call.sum),
+        both_are_summed_(call.num_sums() == 2),
         first_sums_(static_cast<C*>(call.a_is_summed ? call.da : call.db)),
-        second_sums_(call.num_sums() == 2 ? static_cast<C*>(call.db) : nullptr),
-        other_(static_cast<T*>(call.num_sums() == 2 ? nullptr : call.a_is_summed ? call.db : call.da)),
+        second_sums_(both_are_summed_ ? static_cast<C*>(call.db) : nullptr),
+        other_(static_cast<T*>(both_are_summed_ ? nullptr : call.a_is_summed ? call.db : call.da)),
         rows_of_line_(std::clamp<int64_t>(kShortRow / sum_.inner, 1, std::max<int64_t>(1, sum_.rows))),
         tiles_(CeilDivide(sum_.inner, kTile)) {
     const int64_t lines = CeilDivide(sum_.rows, rows_of_line_), units = sum_.outer * tiles_;
@@ -226,8 +285,12 @@ class Sums {
 
   // Returns false if there is no memory.
   bool Run(ffi::ThreadPool& pool) {
+    if (parts_ == 1 && sum_.rows * sum_.inner <= kBlockElements<T>) {
+      SumBlocks(pool);
+      return true;
+    }
     const int64_t all_results = call_.num_sums() * sum_.results(), bytes = call_.size * sizeof(T);
-    AdviseHugePages(other_, other_ == nullptr ? 0 : bytes);
+    if (!both_are_summed_) AdviseHugePages(other_, bytes);
     const std::unique_ptr<double[]> partials = Allocate<double>(parts_ == 1 ? 0 : parts_ * all_results);
     if (partials == nullptr) return false;
     partials_ = partials.get();
@@ -249,6 +312,26 @@ class Sums {
   }
 
  private:
+  // Where the arrays that are summed are so short that many fit in a block.
+  void SumBlocks(ffi::ThreadPool& pool) {
+    const int64_t elements = sum_.rows * sum_.inner, at_once = kBlockElements<T> / std::max<int64_t>(1, elements);
+    const T* const dy = static_cast<const T*>(call_.dy);
+    ForEachRange(pool, sum_.outer, 2 * call_.size * static_cast<int64_t>(sizeof(T)), [&](int64_t begin, int64_t end) {
+      Blocks<uint8_t> cond(call_.cond);
+      for (int64_t outer = begin; outer < end; outer += at_once) {
+        const int64_t count = std::min(at_once, end - outer), first = outer * elements, result = outer * sum_.inner;
+        const uint8_t* const flags = elements == 0 ? nullptr : cond.At(first, count * elements);
+        if (both_are_summed_) {
+          SumShortArrays<T, true>(flags, false, dy + first, count, sum_.rows, sum_.inner, first_sums_ + result,
+                                  second_sums_ + result, nullptr);
+        } else {
+          SumShortArrays<T, false>(flags, !call_.a_is_summed, dy + first, count, sum_.rows, sum_.inner,
+                                   first_sums_ + result, nullptr, other_ + first);
+        }
+      }
+    });
+  }
+
   void AddPart(int64_t outer, int64_t tile, int64_t part, Blocks<uint8_t>* cond) {
     const int64_t first_column = ChunkBegin(sum_.inner, tiles_, tile);
     const int64_t columns = ChunkBegin(sum_.inner, tiles_, tile + 1) - first_column, width = columns * rows_of_line_;
@@ -266,7 +349,7 @@ class Sums {
       const int64_t count = std::min(rows_of_line_, end_row - row) * columns;
       const int64_t first = (outer * sum_.rows + row) * sum_.inner + first_column;
       const uint8_t* const flags = cond->At(first, count);
-      if (other_ == nullptr) {
+      if (both_are_summed_) {
         AddLine<T, true>(flags, false, dy + first, count, sums[0], sums[1], nullptr);
       } else {
         AddLine<T, false>(flags, !call_.a_is_summed, dy + first, count, sums[0], nullptr, other_ + first);
@@ -304,6 +387,7 @@ class Sums {
 
   const SplitCall& call_;
   const Sum& sum_;
+  const bool both_are_summed_;
   C *const first_sums_, *const second_sums_;
   T* const other_;
   const int64_t rows_of_line_, tiles_;
