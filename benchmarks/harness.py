@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -352,7 +353,7 @@ def environment() -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         "device": device.device_kind if device.platform == "gpu" else _cpu_name(),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
         "platform": device.client.platform_version.replace("\n", ", "),
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -385,6 +386,10 @@ def _output(*command: str) -> str | None:
 
 def _version(package: str) -> str | None:
     try:
-        return getattr(__import__(package), "__version__", None)
+        module = __import__(package)
     except ImportError:
         return None
+    if hasattr(module, "__version__"):
+        return module.__version__
+    distributions = metadata.packages_distributions().get(package, [])
+    return metadata.version(distributions[0]) if distributions else None

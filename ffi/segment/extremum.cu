@@ -245,7 +245,9 @@ int64_t ExtremumScratchBytes(const Problem& problem, int64_t element_bytes, bool
 
 cudaError_t LaunchExtremum(const ExtremumArguments& arguments, cudaStream_t stream) {
   const Problem& problem = arguments.problem;
-  if (problem.HasNoResult()) return cudaSuccess;
+  if (problem.HasNoResult()) {
+    return arguments.order == nullptr ? cudaSuccess : LaunchNaturalOrder(problem, arguments.order, stream);
+  }
   const bool with_winner = arguments.winner != nullptr;
   const int64_t element_bytes = ElementBytes(arguments.type);
   const Plan plan = ChoosePlan(problem, element_bytes, arguments.indices_are_sorted, with_winner);

@@ -553,8 +553,10 @@ def _frequencies(name: str, inv_freq: ArrayLike | None, base: float, rotary_dim:
             return jnp.asarray(np.stack([rounded, (inv_freq - rounded).astype(dtype)]))
     if not jnp.issubdtype(inv_freq.dtype, jnp.floating) or inv_freq.dtype.itemsize < dtype.itemsize:
         inv_freq = inv_freq.astype(dtype)
-    rounded = inv_freq.astype(dtype)
-    return jnp.stack([rounded, (inv_freq - rounded.astype(inv_freq.dtype)).astype(dtype)])
+    # Not by conversions to and fro, which XLA takes for the identity on GPUs.
+    format = jnp.finfo(dtype)
+    rounded = jax.lax.reduce_precision(inv_freq, format.nexp, format.nmant)
+    return jnp.stack([rounded.astype(dtype), (inv_freq - rounded).astype(dtype)])
 
 
 def _checked_positions(name: str, positions: ArrayLike, examples: int, length: int) -> Array:

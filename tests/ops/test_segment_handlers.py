@@ -7,6 +7,7 @@ import itertools
 import re
 
 import handlers
+import numpy as np
 import pytest
 from handlers import Array, Call, with_dtypes, with_other_shapes
 
@@ -140,3 +141,14 @@ def test_negative_number_of_segments_is_refused(target: str) -> None:
     good = good_call(target)
     call = dataclasses.replace(good, attributes={**good.attributes, "num_segments": -1})
     assert f"{target}: num_segments" in handlers.refusal(call, "num_segments == -1")
+
+
+@pytest.mark.parametrize("target", ["segment_max_with_winner", "segment_min_with_winner"])
+def test_order_without_segments(target: str, rng: np.random.Generator) -> None:
+    """The order of rows is written where no cell is: the gradient goes by it."""
+    call = good_call(target)
+    no_cells = tuple(dataclasses.replace(x, shape=(BATCH, 0, FEATURES)) for x in (OUTPUT, WINNER))
+    call = dataclasses.replace(call, results=(*no_cells, ORDER))
+    operands = {"data": rng.normal(size=ROW_SHAPE).astype(np.float32), "segment_ids": np.zeros((BATCH, ROWS), np.int32)}
+    order = call.results_of(operands)["order"]
+    np.testing.assert_array_equal(np.sort(order, axis=1), np.tile(np.arange(ROWS), (BATCH, 1)))
