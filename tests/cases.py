@@ -180,7 +180,7 @@ def eps_of(dtype: Any) -> float:
 
 def rounded(values: np.ndarray, dtype: Any) -> np.ndarray:
     """Values of the accumulator, or exact ones, in the dtype of the result."""
-    with np.errstate(over="ignore", under="ignore"):
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return values.astype(accumulator(dtype)).astype(jnp.dtype(dtype))
 
 
