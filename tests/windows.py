@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import cases
 import jax.numpy as jnp
 import numpy as np
 
@@ -31,29 +32,14 @@ def bits_of(dtype: Any) -> int:
 def random_bits(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> np.ndarray:
     """Any values of the dtype, NaN of every kind among them."""
     dtype = jnp.dtype(dtype)
-    if dtype == np.bool_ or bits_of(dtype) < 8:
-        values = rng.integers(0, 2 if dtype == np.bool_ else 1 << bits_of(dtype), shape, dtype=np.uint8)
-        if jnp.issubdtype(dtype, jnp.floating):
-            return values.view(dtype)
-        is_signed = dtype != np.bool_ and int(jnp.iinfo(dtype).min) < 0
-        return (values.astype(np.int8) - ((1 << bits_of(dtype)) // 2 if is_signed else 0)).astype(dtype)
-    raw = rng.integers(0, 256, (*shape, dtype.itemsize), dtype=np.uint8)
-    return raw.view(dtype).reshape(tuple(shape))
-
-
-def assert_same_memory(actual: Any, expected: np.ndarray, where: str = "") -> None:
-    """Same dtype, shape and bits, those of NaN included."""
-    actual = np.asarray(actual)
-    assert actual.dtype == expected.dtype, f"{where} dtype {actual.dtype}, expected {expected.dtype}"
-    assert actual.shape == expected.shape, f"{where} shape {actual.shape}, expected {expected.shape}"
-    bytes_of_each = [np.ascontiguousarray(x).view(np.uint8).reshape(*x.shape, x.itemsize) for x in (actual, expected)]
-    same = (bytes_of_each[0] == bytes_of_each[1]).all(axis=-1)
-    if not same.all():
-        first = tuple(map(int, np.argwhere(~same)[0]))
-        raise AssertionError(
-            f"{where} {(~same).sum()} of {same.size} elements differ, the first at {first}: "
-            f"{actual[first]!r}, expected {expected[first]!r}"
-        )
+    bits = bits_of(dtype)
+    if bits >= 8:
+        return cases.random_bits(rng, shape, dtype)
+    values = rng.integers(0, 1 << bits, shape, dtype=np.uint8)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return values.view(dtype)
+    is_signed = int(jnp.iinfo(dtype).min) < 0
+    return (values.astype(np.int8) - ((1 << bits) // 2 if is_signed else 0)).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import windows
+from cases import assert_same_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from windows import (
     ALL_DTYPES,
     MODES,
     SUB_BYTE,
-    assert_same_memory,
     of_batch,
     random_bits,
     random_problem,

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import assert_same_memory
 from handlers import Array, Call, with_dtypes
 from windows import (
     ALL_DTYPES,
     START_DTYPES,
     SUB_BYTE,
-    assert_same_memory,
     bits_of,
     of_batch,
     places,

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import assert_same_memory
 from test_segment_large import require_memory
-from windows import assert_same_memory, random_bits, reference_write
+from windows import random_bits, reference_write
 
 from jax_baracuda import write_slice
 

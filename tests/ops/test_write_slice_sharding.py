@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import assert_same_memory
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_sharding import MESH_SHAPE, collectives
-from windows import MODES, assert_same_memory, of_batch, random_bits, reference_take, reference_write
+from windows import MODES, of_batch, random_bits, reference_take, reference_write
 
 from jax_baracuda import write_slice, write_slices
 
