@@ -13,6 +13,9 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 
+FLOATING_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
+"""The floating element types that have kernels in all op families."""
+
 
 def compute_dtype(dtype: Any) -> Any:
     """The dtype in which numbers of `dtype` are accumulated."""
@@ -43,3 +46,9 @@ def split_by(array: Array, spec: tuple[Any, ...]) -> Array:
     """Under explicit sharding, splits the dimensions of `array` over these mesh axes."""
     own_spec = jax_versions.explicit_spec(jax.typeof(array))
     return array if own_spec in (None, spec) else jax.sharding.reshard(array, PartitionSpec(*spec))
+
+
+def split_like(array: Array, aval: Any) -> Array:
+    """Under explicit sharding, the array with the sharding of a type: a cotangent with that of its primal."""
+    own_spec, spec = (jax_versions.explicit_spec(x) for x in (jax.typeof(array), aval))
+    return array if spec in (None, own_spec) else jax.sharding.reshard(array, aval.sharding)

@@ -23,7 +23,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import as_array, compute_dtype, split_as
+from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, split_as, split_like
 from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.example import EXAMPLES, Example
@@ -384,8 +384,6 @@ def _reference_update(
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
-FLOATING_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
-
 WEIGHT = ("batch", "channel", "tap")
 BIAS = ("batch", "channel")
 STATE = ("batch", "example", "channel", "state")
@@ -551,11 +549,7 @@ def _gradients(params: _Params, operands: Sequence[Array], dy: Array, d_final_st
 
 def _cotangent_of(primal: Array, gradient: Array) -> Array:
     """The gradient with the dtype of its primal and, under explicit sharding, its sharding."""
-    gradient = gradient.astype(primal.dtype)
-    specs = [jax_versions.explicit_spec(jax.typeof(x)) for x in (primal, gradient)]
-    if specs[0] is None or specs[0] == specs[1]:
-        return gradient
-    return jax.sharding.reshard(gradient, jax.typeof(primal).sharding)
+    return split_like(gradient.astype(primal.dtype), jax.typeof(primal))
 
 
 def _convolution_rules(with_final_state: bool) -> Differentiable:

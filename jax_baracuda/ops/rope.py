@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arguments import real_number, whole_number
-from jax_baracuda._core.arrays import as_array, compute_dtype, split_as, split_by
+from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, split_as, split_by
 from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.example import EXAMPLES, Example
@@ -326,8 +326,6 @@ def _reference(
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
-
-FLOATING_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 FREQUENCIES = ("batch", "part", "pair")
 POSITIONS = ("batch", "example", "sequence")

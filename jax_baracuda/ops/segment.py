@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import as_array, compute_dtype, split_as
+from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, split_as
 from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.example import EXAMPLES, Example
@@ -1392,7 +1392,6 @@ def _shard_softmax_backward(
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
-FLOATING_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 ORDERED_DTYPES = FLOATING_DTYPES | {"bool"} | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 WIDE_DTYPES = FLOATING_DTYPES | {"int32", "uint32", "int64", "uint64"}
 

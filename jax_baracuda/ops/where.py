@@ -19,8 +19,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import as_array, compute_dtype, split_by
+from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, split_like
 from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.guarantees import Guarantee
@@ -135,7 +134,6 @@ def _reference_backward(
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
-FLOATING_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 COMPLEX_DTYPES = frozenset({"complex64", "complex128"})
 FLOAT8_DTYPES = frozenset(
     f"float8_{kind}" for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")
@@ -221,7 +219,7 @@ def _transpose_backward(
     [dy] = avals
     [result] = WHERE(*(x.astype(dy.dtype) for x in cotangents), cond)
     shape = (result.shape[0], *dy.shape[1:])
-    return (result if result.shape == shape else _like(jnp.broadcast_to(result, shape), dy),)
+    return (result if result.shape == shape else split_like(jnp.broadcast_to(result, shape), dy),)
 
 
 WHERE = Op(
@@ -279,7 +277,7 @@ def _backward(params: None, cond: Array, dy: Array, types: Sequence[Any]) -> tup
     a, b, _ = types
     gradients = _cotangents(dy, cond, *(None if x is None else x.shape for x in (a, b)))
     matched = (
-        None if gradient is None else _like(gradient, primal)
+        None if gradient is None else split_like(gradient, primal)
         for gradient, primal in zip(gradients, (a, b), strict=True)
     )
     return *matched, None
@@ -356,12 +354,6 @@ def _with_batch(array: Array, rank: int) -> Array:
 
 def _in_rank(shape: Shape, rank: int) -> Shape:
     return (1,) * (rank - len(shape)) + tuple(shape)
-
-
-def _like(gradient: Array, primal: Any) -> Array:
-    """Under explicit sharding, the cotangent with the sharding of its primal."""
-    spec = jax_versions.explicit_spec(primal)
-    return gradient if spec is None else split_by(gradient, spec)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

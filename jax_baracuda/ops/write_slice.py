@@ -353,11 +353,11 @@ def _shard_write(
     *operands: Array,
     windows: Sequence[Window],
     batched: bool,
-    **params: Any,
+    **_: Any,
 ) -> Sequence[Array]:
     """Each device writes the part of a window that lies in its part of the axis."""
     windows, numbers, _ = _split_windows(axes, windows, batched)
-    return WRITE_SLICE.kernel(*operands, *numbers, windows=windows, batched=batched, **params)
+    return kernel(*operands, *numbers, windows=windows)
 
 
 def _shard_take(
@@ -367,13 +367,11 @@ def _shard_take(
     windows: Sequence[Window],
     batched: bool,
     ranks: Sequence[int],
-    **params: Any,
+    **_: Any,
 ) -> Sequence[Array]:
     """Each device takes the part of a window that lies in its part of the axis; the others have zeros there."""
     local_windows, numbers, split = _split_windows(axes, windows, batched)
-    results = WRITE_SLICE_BACKWARD.kernel(
-        *operands, *numbers, windows=local_windows, batched=batched, ranks=ranks, **params
-    )
+    results = kernel(*operands, *numbers, windows=local_windows)
     rest, taken = results[: len(ranks)], results[len(ranks) :]
     for window, names in zip(windows, split, strict=True):
         if names:
@@ -477,12 +475,9 @@ class _Params:
     drop: bool
     batched: bool = False
 
-    def as_dict(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
 
 def _primal(params: _Params, *operands: Array) -> list[Array]:
-    return WRITE_SLICE(*operands, **params.as_dict())
+    return WRITE_SLICE(*operands, **vars(params))
 
 
 def _forward(params: _Params, *operands: Array) -> tuple[list[Array], tuple[Array, ...]]:
@@ -490,7 +485,7 @@ def _forward(params: _Params, *operands: Array) -> tuple[list[Array], tuple[Arra
 
 
 def _backward(params: _Params, starts: tuple[Array, ...], cotangents: list[Array]) -> tuple[Array | None, ...]:
-    taken = _take_inexact(cotangents, [ct.dtype for ct in cotangents], *starts, **params.as_dict())
+    taken = _take_inexact(cotangents, [ct.dtype for ct in cotangents], *starts, **vars(params))
     return *taken, *(None for _ in starts)
 
 

@@ -364,7 +364,7 @@ BAD_WINDOWS: dict[str, tuple[tuple[int, ...], ...]] = {
     "one left out": WINDOWS[1:],
     "none": (),
     "one too many": (*WINDOWS, window(1, 0, 0, 6)._replace(axis=5)),
-    "half of one": (*WINDOWS, (1, 2)),  # type: ignore[list-item]
+    "half of one": (*WINDOWS, (1, 2)),
 }
 
 
