@@ -66,10 +66,13 @@ class Problem:
     is_exhaustive: bool = False
     """Formulations that are far behind take part as well."""
     effort: Effort = BRIEF
+    layers: int = 1
+    """In one program, each rotating the result of the one before, so that a call costs little beside them."""
 
     @property
     def size_text(self) -> str:
-        return f"{self.examples} × {' + '.join(map(str, self.heads))} × {self.length} × {self.size}"
+        text = f"{self.examples} × {' + '.join(map(str, self.heads))} × {self.length} × {self.size}"
+        return text if self.layers == 1 else f"{self.layers} layers of {text}"
 
     def quick(self) -> Problem:
         """A small version, to see that everything runs."""
@@ -105,6 +108,7 @@ GPU_PROBLEMS = (
     Problem(3, (5,), 4099, 96, layouts=HEADS_FIRST),
     Problem(1, (32, 8), 8192, 128, effort=THOROUGH),
     Problem(1, (32, 1), 8192, 128, dtypes=("bfloat16",), layouts=HEADS_FIRST),
+    Problem(1, (32, 8), 8192, 128, layers=10),
 )
 CPU_PROBLEMS = (
     Problem(1, (32,), 2048, 128, is_exhaustive=True, effort=Effort()),
@@ -244,21 +248,26 @@ def contenders(op: str, problem: Problem, dtype: str, layout: str, positions: st
         for name, rotate, angles, tolerance in xla_formulations(problem, dtype, interleaved)
     ]
     for library, formulation, function, tolerance in ((OURS, "", ours, 0.0), *formulations):
-        operands = (given.positions, given.cos, given.sin)
-        if what == FORWARD:
-            yield JaxContender(library, formulation, function, given.features, *operands, tolerance=tolerance)
-        else:
-            yield JaxContender(
-                library,
-                formulation,
-                functools.partial(_with_gradient, function),
-                given.features,
-                *operands,
-                given.cotangents,
-                tolerance=tolerance,
-            )
-    if torch_is_usable():
+        function = _in_layers(function, problem.layers)
+        operands = (given.features, given.positions, given.cos, given.sin)
+        if what == WITH_GRADIENT:
+            function, operands = functools.partial(_with_gradient, function), (*operands, given.cotangents)
+        repetitions = problem.layers
+        yield JaxContender(library, formulation, function, *operands, repetitions=repetitions, tolerance=tolerance)
+    if torch_is_usable() and problem.layers == 1:
         yield from torch_contenders(problem, given, interleaved, layout, what)
+
+
+def _in_layers(function: Callable[..., tuple[Any, ...]], layers: int) -> Callable[..., tuple[Any, ...]]:
+    """`function` of features and what else it takes, each time of what it returned before."""
+
+    def run(features: tuple[jax.Array, ...], *others: Any) -> tuple[jax.Array, ...]:
+        for _ in range(layers):
+            # Each layer writes its result to memory, as it must where other operations come between.
+            features = lax.optimization_barrier(function(features, *others))
+        return features
+
+    return run
 
 
 def _with_gradient(
@@ -452,12 +461,12 @@ def decoding_contenders(op: str, decoding: Decoding) -> Iterator[Contender]:
     offsets = jax.random.randint(jax.random.key(5), (decoding.examples, 1), 0, LAST_OFFSET)
     cos, sin = _tables(LAST_OFFSET + DECODING_STEPS, decoding.size)
 
-    def ours(x: jax.Array, positions: jax.Array, cos: Any, sin: Any) -> jax.Array:
-        return jax_baracuda.rope(x, positions, interleaved=interleaved, base=BASE)
+    def ours(features: tuple[jax.Array], positions: jax.Array, cos: Any, sin: Any) -> tuple[jax.Array]:
+        return (jax_baracuda.rope(*features, positions, interleaved=interleaved, base=BASE),)
 
     rotations = INTERLEAVED_ROTATIONS if interleaved else HALF_SPLIT_ROTATIONS
     formulations = [
-        (f"{name}, {how}", functools.partial(_rotate_one, functools.partial(_rotate_all, rotate, angles, "BHSD")))
+        (f"{name}, {how}", functools.partial(_rotate_all, rotate, angles, "BHSD"))
         for name, rotate in itertools.islice(rotations.items(), 2)
         for how, angles in (("tables", _from_tables), ("angles on the fly", _on_the_fly))
     ]
@@ -485,17 +494,10 @@ def decoding_contenders(op: str, decoding: Decoding) -> Iterator[Contender]:
         )
 
 
-def _rotate_one(rotate_all: Callable[..., tuple[jax.Array]], x: jax.Array, *others: jax.Array) -> jax.Array:
-    return rotate_all((x,), *others)[0]
-
-
 def _decode(
-    rotate: Callable[..., jax.Array], x: jax.Array, offsets: jax.Array, cos: jax.Array, sin: jax.Array
+    rotate: Callable[..., tuple[jax.Array]], x: jax.Array, offsets: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> jax.Array:
-    def step(i: jax.Array, x: jax.Array) -> jax.Array:
-        for _ in range(LAYERS):
-            # Each layer writes its result to memory, as it must where other operations come between.
-            x = lax.optimization_barrier(rotate(x, offsets + i, cos, sin))
-        return x
+    def step(i: jax.Array, features: tuple[jax.Array]) -> tuple[jax.Array]:
+        return _in_layers(rotate, LAYERS)(features, offsets + i, cos, sin)
 
-    return lax.fori_loop(0, DECODING_STEPS, step, x)
+    return lax.fori_loop(0, DECODING_STEPS, step, (x,))[0]

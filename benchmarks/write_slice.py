@@ -22,7 +22,7 @@ STEPS = 100
 BRIEF = Effort(samples=3, seconds_per_contender=0.12)
 
 Write = Callable[[Any, Any, Any], Any]
-"""``(caches, what is appended, position) -> caches``"""
+"""``(caches, what is appended, position or positions) -> caches``"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,22 +120,27 @@ def _integers(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
     return jax.block_until_ready(make())
 
 
-def _loop(write: Write, cache: Cache, caches: Any, new: Any) -> Any:
-    """Steps at one position after another, from the beginning again where the cache is full."""
-    last = cache.shape[cache.time_axis] - cache.rows
+def _loop(write: Write, cache: Cache, caches: Any, new: Any, positions: jax.Array) -> Any:
+    """Steps from one position to the next, which are kept beside the caches, as in decoding; from the beginning again
+    where the cache is full."""
+    num_positions = cache.shape[cache.time_axis] - cache.rows + 1
 
-    def step(i: jax.Array, caches: Any) -> Any:
-        return write(caches, new, i if cache.rows == 1 and last >= STEPS else i * cache.rows % (last + 1))
+    def step(_: jax.Array, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        caches, positions = state
+        return write(caches, new, positions), (positions + cache.rows) % num_positions
 
-    return lax.fori_loop(0, STEPS, step, caches)
+    return lax.fori_loop(0, STEPS, step, (caches, positions))[0]
 
 
-def _in_loops(cache: Cache, ours: Write, theirs: Write, formulation: str, copies: int = 1) -> Iterator[Contender]:
+def _in_loops(
+    cache: Cache, ours: Write, theirs: Write, formulation: str, copies: int = 1, positions: Any = 0
+) -> Iterator[Contender]:
     for library, name, write in ((OURS, "", ours), (XLA, formulation, theirs)):
         caches = [_integers(seed, cache.shape, cache.dtype) for seed in range(copies)]
         new = [_integers(7 + seed, cache.new_shape, cache.dtype) for seed in range(copies)]
         operands = (caches, new) if copies > 1 else (caches[0], new[0])
-        yield InPlaceContender(library, name, functools.partial(_loop, write, cache), *operands, repetitions=STEPS)
+        loop = functools.partial(_loop, write, cache)
+        yield InPlaceContender(library, name, loop, *operands, jnp.asarray(positions, jnp.int32), repetitions=STEPS)
 
 
 def _at(cache: Cache, position: Any) -> tuple[Any, ...]:
@@ -157,15 +162,13 @@ def loop_contenders(cache: Cache) -> Iterator[Contender]:
 
 def per_example_contenders(cache: Cache) -> Iterator[Contender]:
     """Every example has a position of its own."""
-    offsets = np.arange(cache.shape[0], dtype=np.int32) * 37 % (cache.shape[1] // 2)
 
     def vmapped(write: Callable[..., jax.Array]) -> Write:
-        return lambda caches, new, position: jax.vmap(lambda d, s, i: write(d, s, (i, 0, 0)))(
-            caches, new, position + offsets
-        )
+        return jax.vmap(lambda dest, new, position: write(dest, new, (position, 0, 0)))
 
-    theirs = vmapped(lax.dynamic_update_slice)
-    return _in_loops(cache, vmapped(jax_baracuda.write_slice), theirs, "dynamic_update_slice under vmap")
+    ours, theirs = vmapped(jax_baracuda.write_slice), vmapped(lax.dynamic_update_slice)
+    positions = np.arange(cache.shape[0]) * 37 % (cache.shape[1] // 2)
+    return _in_loops(cache, ours, theirs, "dynamic_update_slice under vmap", positions=positions)
 
 
 def pair_contenders(cache: Cache) -> Iterator[Contender]:

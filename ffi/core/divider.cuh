@@ -1,4 +1,4 @@
-// Exact quotients of numbers below 2^63 without a division.
+// Exact quotients of numbers that are not negative without a division.
 #pragma once
 
 #include <algorithm>
@@ -6,30 +6,42 @@
 
 namespace jax_baracuda {
 
+// Of numbers below 2^31.
+struct ShortDivider {
+  uint32_t divisor;
+  uint32_t reciprocal;
+
+  ShortDivider() = default;
+  explicit ShortDivider(uint64_t by)
+      : divisor(static_cast<uint32_t>(std::clamp<uint64_t>(by, 1, 0xffffffffu))), reciprocal(0xffffffffu / divisor) {}
+
+  // Products with rounded reciprocals are at most one too low.
+  __device__ __forceinline__ uint32_t Quotient(uint32_t number) const {
+    const uint32_t quotient = __umulhi(number, reciprocal);
+    return quotient + (number - quotient * divisor >= divisor ? 1u : 0u);
+  }
+
+  __device__ __forceinline__ uint32_t Remainder(uint32_t number, uint32_t quotient) const {
+    return number - quotient * divisor;
+  }
+};
+
+// Of numbers below 2^63.
 struct Divider {
   uint64_t divisor;
   uint64_t reciprocal;
-  uint32_t short_divisor;  // for numbers below 2^31
-  uint32_t short_reciprocal;
+  ShortDivider of_short;
 
   Divider() = default;
   explicit Divider(int64_t by)
-      : divisor(by > 1 ? by : 1),
+      : divisor(static_cast<uint64_t>(std::max<int64_t>(by, 1))),
         reciprocal(~uint64_t{0} / divisor),
-        short_divisor(static_cast<uint32_t>(std::min<uint64_t>(divisor, 0xffffffffu))),
-        short_reciprocal(0xffffffffu / short_divisor) {}
+        of_short(divisor) {}
 
-  // Products with rounded reciprocals are at most one too low.
   __device__ __forceinline__ int64_t Quotient(int64_t number) const {
-    if (__builtin_expect(number >> 31 == 0, true)) return ShortQuotient(static_cast<uint32_t>(number));
+    if (__builtin_expect(number >> 31 == 0, true)) return of_short.Quotient(static_cast<uint32_t>(number));
     const uint64_t n = static_cast<uint64_t>(number), quotient = __umul64hi(n, reciprocal);
     return static_cast<int64_t>(quotient + (n - quotient * divisor >= divisor ? 1 : 0));
-  }
-
-  // Of a number below 2^31.
-  __device__ __forceinline__ uint32_t ShortQuotient(uint32_t number) const {
-    const uint32_t quotient = __umulhi(number, short_reciprocal);
-    return quotient + (number - quotient * short_divisor >= short_divisor ? 1u : 0u);
   }
 };
 

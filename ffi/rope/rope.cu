@@ -1,8 +1,8 @@
-// The CUDA kernel of rope.
+// The CUDA kernel of rope for all but few rows, and the choice between them.
 //
 // A thread owns a few neighbouring pairs of one position. It computes their sines and cosines once and walks through
-// rows that have this position: the heads, and other examples where these have the same angles. If there are few such
-// rows, it does so for several positions.
+// rows that have this position: the heads, and other examples where these have the same angles. If there are few rows
+// at one position, it does so for several.
 
 #include <algorithm>
 #include <cstdint>
@@ -11,13 +11,15 @@
 #include "ffi/core/divider.cuh"
 #include "ffi/core/integers.h"
 #include "ffi/core/vectors.cuh"
+#include "ffi/rope/few_rows.cuh"
 #include "ffi/rope/rope.cuh"
+#include "ffi/rope/rope_device.cuh"
 
 namespace jax_baracuda::rope {
 namespace {
 
 inline constexpr int kThreads = 128;
-inline constexpr int kUnroll = 4;  // units of a thread that are under way at once
+inline constexpr int kUnroll = 4;  // rows of which a thread's units are under way at once
 
 // A thread takes up to so many units, fewer where multiprocessors would have less than so many threads.
 inline constexpr int64_t kMostUnits = 8;
@@ -47,8 +49,6 @@ struct Rows {
   int64_t example_stride;
 };
 
-// A unit of a row is a vector, or two vectors of which one has the first and one the second elements of pairs. The
-// features behind the last pair are copied by units of as many neighbouring vectors.
 template <typename T>
 struct Arguments {
   Rows<T> rows[kMostTensors];
@@ -57,101 +57,15 @@ struct Arguments {
   int64_t groups, examples_of_group;
   bool has_batch;
   Divider examples;
-  int64_t length, features, pairs;
-  Divider units;
-  unsigned rotated_units;
-  int64_t unit_stride, partner_stride;  // in elements
+  int64_t length;
+  Divider units;  // of a row
+  RowLayout<int64_t> layout;
   Frequencies frequencies;
   Positions positions;
   Rotation<AngleType<T>> scale;
 };
 
-// A position as the words that it lies in, so that what is done before it is needed does not wait for it.
-struct RawPosition {
-  uint32_t low, high;
-
-  template <typename T>
-  __device__ __forceinline__ void Load(const Arguments<T>& a, int64_t batch, int64_t example, int64_t i) {
-    if (a.positions.data == nullptr) {
-      low = static_cast<uint32_t>(i);
-      high = static_cast<uint32_t>(i >> 32);
-      return;
-    }
-    int64_t row = a.positions.are_shared_by_batch ? 0 : batch;
-    if (!a.positions.are_shared_by_examples) row = row * static_cast<int64_t>(a.examples.divisor) + example;
-    const int64_t index = row * a.length + i;
-    const uint32_t* const words = static_cast<const uint32_t*>(a.positions.data) + index;
-    if (a.positions.are_64_bit) {
-      low = words[index];
-      high = words[index + 1];
-    } else {
-      low = words[0];
-    }
-  }
-
-  template <typename T>
-  __device__ __forceinline__ double Value(const Arguments<T>& a) const {
-    const bool has_high = a.positions.data == nullptr || a.positions.are_64_bit;
-    const uint32_t high_word = has_high ? high : static_cast<uint32_t>(static_cast<int32_t>(low) >> 31);
-    return static_cast<double>(static_cast<int64_t>(uint64_t{high_word} << 32 | low));
-  }
-};
-
 template <typename T, int kCount, bool kInterleaved>
-struct Unit {
-  static constexpr int kVectors = kInterleaved ? 1 : 2;
-  static constexpr int kPairs = kCount * kVectors / 2;
-  using C = ComputeType<T>;
-
-  Packed<T, kCount> words[kVectors];
-
-  __device__ __forceinline__ void Load(const T* address, int64_t partner_stride) {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) words[i] = LoadPacked<kCount>(address + i * partner_stride);
-  }
-
-  __device__ __forceinline__ void Rotate(const Rotation<C>* rotations) {
-    C values[kVectors * kCount];
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) Widen<T, kCount>(words[i], values + i * kCount);
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      C& first = values[kInterleaved ? 2 * i : i];
-      C& second = values[kInterleaved ? 2 * i + 1 : i + kPairs];
-      const C x = first;
-      first = x * rotations[i].cos - second * rotations[i].sin;
-      second = second * rotations[i].cos + x * rotations[i].sin;
-    }
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) words[i] = Narrow<T, kCount>(values + i * kCount);
-  }
-
-  __device__ __forceinline__ void Store(T* address, int64_t partner_stride) const {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) StorePacked<T, kCount>(address + i * partner_stride, words[i]);
-  }
-};
-
-template <typename T, int kPairs>
-__device__ __forceinline__ void ComputeRotations(double position, const double* frequencies,
-                                                 Rotation<AngleType<T>> scale, Rotation<ComputeType<T>>* rotations) {
-  double angles[kPairs];
-  bool are_near = true;
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    angles[i] = position * frequencies[i];
-    are_near = are_near && IsNear<T>(angles[i]);
-  }
-  if (!are_near) {
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) angles[i] = Nearer<T>(angles[i]);
-  }
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) rotations[i] = Scaled<T>(RotationByNear<T>(angles[i]), scale);
-}
-
-// Units of kRows rows are under way at once.
-template <typename T, int kCount, bool kInterleaved, int kRows>
 __global__ void __launch_bounds__(kThreads) RotateRows(const __grid_constant__ Arguments<T> a) {
   using UnitOfRow = Unit<T, kCount, kInterleaved>;
   constexpr int kPairs = UnitOfRow::kPairs;
@@ -160,8 +74,8 @@ __global__ void __launch_bounds__(kThreads) RotateRows(const __grid_constant__ A
   const unsigned block = are_first ? blockIdx.x : blockIdx.x - a.blocks_of_first_rows;
   unsigned rest = block * kThreads + threadIdx.x;
   const auto take = [&](const Divider& by) {
-    if (by.short_divisor == 1) return 0u;
-    const unsigned quotient = by.ShortQuotient(rest), remainder = rest - quotient * by.short_divisor;
+    if (by.of_short.divisor == 1) return 0u;
+    const unsigned quotient = by.of_short.Quotient(rest), remainder = by.of_short.Remainder(rest, quotient);
     rest = quotient;
     return remainder;
   };
@@ -172,30 +86,26 @@ __global__ void __launch_bounds__(kThreads) RotateRows(const __grid_constant__ A
 
   const int64_t example = group * a.examples_of_group, batch = a.has_batch ? a.examples.Quotient(example) : 0;
   const int64_t example_of_batch = a.has_batch ? example - batch * static_cast<int64_t>(a.examples.divisor) : example;
-  const bool is_rotated = unit < a.rotated_units;
-  int64_t feature = unit * a.unit_stride, partner_stride = a.partner_stride;
-  if (!is_rotated) {
-    feature = 2 * a.pairs + static_cast<int64_t>(unit - a.rotated_units) * UnitOfRow::kVectors * kCount;
-    partner_stride = feature + kCount < a.features ? kCount : 0;  // the last vector may have no partner but itself
-  }
+  const bool is_rotated = unit < a.layout.rotated_units;
+  const auto at = UnitOfRow::Locate(a.layout, unit);
   const int64_t first_offset = example * rows.example_stride + (first_row + lane) * rows.stride +
-                               first_position * rows.position_stride + feature;
+                               first_position * rows.position_stride + at.feature;
   const T* first_x = rows.x + first_offset;
   if (rows.x_is_shared) first_x -= (example - example_of_batch) * rows.example_stride;
   T* first_y = rows.y + first_offset;
-  const int lanes = static_cast<int>(rows.lanes.short_divisor);
+  const int lanes = static_cast<int>(rows.lanes.of_short.divisor);
   const int count = static_cast<int>(min(rows.count - first_row, static_cast<int64_t>(rows.rows_of_slab)));
 
   int64_t position = first_position;
   const T* x;
   T* y;
   int row;
-  UnitOfRow units[kRows];
+  UnitOfRow units[kUnroll];
   RawPosition raw_position;
   const auto load_units = [&] {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      if (row + i * lanes < count) units[i].Load(x + i * rows.lanes_stride, partner_stride);
+    for (int i = 0; i < kUnroll; ++i) {
+      if (row + i * lanes < count) units[i].Load(x + i * rows.lanes_stride, at.partner_stride);
     }
   };
   const auto begin_position = [&] {
@@ -203,36 +113,39 @@ __global__ void __launch_bounds__(kThreads) RotateRows(const __grid_constant__ A
     y = first_y;
     row = static_cast<int>(lane);
     load_units();
-    raw_position.Load(a, batch, example_of_batch, position);
+    const int64_t examples = static_cast<int64_t>(a.examples.divisor);
+    raw_position.Load(a.positions, PositionsOf(a.positions, batch, examples, example_of_batch) * a.length, position);
   };
   begin_position();
   double frequencies[kPairs] = {};
   if (is_rotated) {
-    const auto* const from = static_cast<const ComputeType<T>*>(a.frequencies.data) +
-                             (a.frequencies.are_shared ? 0 : batch * 2 * a.pairs) + unit * kPairs;
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) frequencies[i] = Frequency(__ldg(from + i), __ldg(from + a.pairs + i));
+    for (int i = 0; i < kPairs; ++i) {
+      RawFrequency<T> raw_frequency;
+      raw_frequency.Load(a.frequencies, batch, a.layout.pairs, int64_t{unit} * kPairs + i);
+      frequencies[i] = raw_frequency.Value();
+    }
   }
   while (true) {
     Rotation<ComputeType<T>> rotations[kPairs];
     if (is_rotated) {
-      ComputeRotations<T, kPairs>(raw_position.Value(a), frequencies, a.scale, rotations);
+      ComputeRotations<T, kPairs>(raw_position.Value(a.positions), frequencies, a.scale, rotations);
     }
     while (true) {
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
+      for (int i = 0; i < kUnroll; ++i) {
         if (row + i * lanes < count) {
           if (is_rotated) units[i].Rotate(rotations);
-          units[i].Store(y + i * rows.lanes_stride, partner_stride);
+          units[i].Store(y + i * rows.lanes_stride, at.partner_stride);
         }
       }
-      row += kRows * lanes;
+      row += kUnroll * lanes;
       if (row >= count) break;
-      x += kRows * rows.lanes_stride;
-      y += kRows * rows.lanes_stride;
+      x += kUnroll * rows.lanes_stride;
+      y += kUnroll * rows.lanes_stride;
       load_units();
     }
-    position += rows.first_positions.short_divisor;
+    position += rows.first_positions.of_short.divisor;
     if (position >= a.length) return;
     first_x += rows.step_stride;
     first_y += rows.step_stride;
@@ -293,11 +206,17 @@ cudaError_t Launch(const Call& call, cudaStream_t stream) {
   int multiprocessors;
   if (const cudaError_t error = MultiprocessorCount(&multiprocessors); error != cudaSuccess) return error;
 
-  Arguments<T> a{};
-  a.rotated_units = static_cast<unsigned>(problem.pairs / UnitOfRow::kPairs);
   const int64_t copied_features = is_in_place ? 0 : problem.features - 2 * problem.pairs;
-  const int64_t units = a.rotated_units + CeilDivide(copied_features, UnitOfRow::kVectors * kCount);
+  const int64_t units = problem.pairs / UnitOfRow::kPairs + CeilDivide(copied_features, UnitOfRow::kVectors * kCount);
   const int64_t examples = problem.batch * problem.examples;
+  const int64_t units_of_thread = std::min(
+      units * examples * all_heads * problem.length / (multiprocessors * kFewestThreads), kMostUnits);
+  if (units_of_thread < kMostUnits && SuitsFewRows<T>(problem, units)) {
+    return call.num_tensors == 1 ? LaunchFewRows<T, kCount, kInterleaved, 1>(call, units, stream)
+                                 : LaunchFewRows<T, kCount, kInterleaved, 2>(call, units, stream);
+  }
+
+  Arguments<T> a{};
   const bool heads_are_neighbours = problem.length == 1 || !(problem.heads_first || have_one_head);
   const bool have_rows_one_distance = problem.length == 1 || !heads_are_neighbours;
   a.examples_of_group = !call.ExamplesShareAngles() || !have_rows_one_distance ? 1
@@ -307,24 +226,17 @@ cudaError_t Launch(const Call& call, cudaStream_t stream) {
   a.has_batch = problem.batch > 1;
   a.examples = Divider(problem.examples);
   a.length = problem.length;
-  a.features = problem.features;
-  a.pairs = problem.pairs;
   a.units = Divider(units);
-  a.unit_stride = UnitOfRow::kPairs * (problem.interleaved ? 2 : 1);
-  a.partner_stride = problem.interleaved ? 1 : problem.pairs;
+  a.layout = RowLayout<int64_t>(problem, UnitOfRow::kPairs);
   a.frequencies = call.frequencies;
   a.positions = call.positions;
   a.scale = ScaleOf<T>(call);
 
-  const int64_t units_of_thread = std::clamp<int64_t>(
-      units * examples * all_heads * problem.length / (multiprocessors * kFewestThreads), 1, kMostUnits);
-  const Dealing dealing{heads_are_neighbours, a.examples_of_group, units, units_of_thread};
+  const Dealing dealing{heads_are_neighbours, a.examples_of_group, units, std::max<int64_t>(units_of_thread, 1)};
   int64_t threads[kMostTensors] = {};
-  bool have_threads_one_row = true;
   for (int i = 0; i < call.num_tensors; ++i) {
     // The last tensor comes first: it is k, whose fewer heads make longer chains of latencies.
     threads[i] = DealRows(problem, call.tensors[call.num_tensors - 1 - i], dealing, &a.rows[i]);
-    have_threads_one_row = have_threads_one_row && a.rows[i].rows_of_slab <= static_cast<int>(a.rows[i].lanes.divisor);
   }
   const int64_t most_threads = std::max(threads[0], threads[1]);
   const int64_t groups_of_blocks = std::clamp<int64_t>(kMostThreads / most_threads, 1, a.groups);
@@ -335,9 +247,7 @@ cudaError_t Launch(const Call& call, cudaStream_t stream) {
   a.groups_of_blocks = static_cast<unsigned>(groups_of_blocks);
   a.blocks_of_first_rows = static_cast<unsigned>(first_blocks);
   const dim3 blocks(static_cast<unsigned>(first_blocks + second_blocks), static_cast<unsigned>(y_of_blocks));
-  const auto kernel = have_threads_one_row ? RotateRows<T, kCount, kInterleaved, 1>
-                                           : RotateRows<T, kCount, kInterleaved, kUnroll>;
-  kernel<<<blocks, kThreads, 0, stream>>>(a);
+  RotateRows<T, kCount, kInterleaved><<<blocks, kThreads, 0, stream>>>(a);
   return cudaGetLastError();
 }
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ffi/write_slice/small_windows.cuh"
 #include "ffi/write_slice/write_slice.cuh"
 
 namespace jax_baracuda::write_slice {
@@ -252,7 +253,7 @@ cudaError_t LaunchAll(const std::vector<Update>& updates, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t LaunchWrite(const std::vector<Update>& updates, cudaStream_t stream) {
-  return LaunchAll</*kTake=*/false>(updates, stream);
+  return AreSmall(updates) ? LaunchSmall(updates, stream) : LaunchAll</*kTake=*/false>(updates, stream);
 }
 
 cudaError_t LaunchTake(const std::vector<Update>& updates, cudaStream_t stream) {

@@ -1,0 +1,84 @@
+"""Prints how long the kernels of cases take on the GPU by themselves, without what lies between them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+
+from benchmarks.__main__ import label, select_cases
+from benchmarks.harness import Contender, JaxContender, copy_bytes_per_second
+from benchmarks.record import Measurement
+
+CALLS = 10
+"""Of every contender, of which the median counts for each kernel."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 where there is no GPU to profile."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    parser.add_argument("--only", nargs="+", default=[], help="only cases whose name contains one of these texts")
+    options = parser.parse_args(arguments)
+    if jax.default_backend() != "gpu":
+        print(f"kernels are profiled on GPUs only, and JAX runs on {jax.default_backend()}")
+        return 1
+    bandwidth = copy_bytes_per_second()
+    print(f"copy: {bandwidth / 1e12:.3f} TB/s on {jax.devices()[0].device_kind}")
+    for case in select_cases("gpu", options.only):
+        print(case.name, flush=True)
+        for contender in case.make_contenders():
+            if not isinstance(contender, JaxContender):
+                continue
+            kernels = kernel_times(contender)
+            seconds = sum(number * of_one for number, of_one in kernels.values()) / contender.repetitions
+            parts = (f"{number} × {name} {of_one * 1e6:.2f}" for name, (number, of_one) in kernels.items())
+            name = label(Measurement(contender.library, contender.formulation))
+            fraction = case.floor_bytes / seconds / bandwidth
+            print(
+                f"    {name}: {seconds * 1e6:.2f} µs = {fraction:.2f} of copy; µs in a call: {', '.join(parts)}",
+                flush=True,
+            )
+    return 0
+
+
+def kernel_times(contender: Contender) -> dict[str, tuple[int, float]]:
+    """How often one call runs each kernel, and the median of its seconds; copies and fills by the driver count too."""
+    contender.prepare()
+    contender.wait(contender.enqueue())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(CALLS):
+                contender.wait(contender.enqueue())
+        [path] = Path(folder).rglob("*.xplane.pb")
+        durations: dict[str, list[float]] = defaultdict(list)
+        for name, nanoseconds in _device_events(path):
+            durations[name].append(nanoseconds * 1e-9)
+    return {name: (round(len(of) / CALLS), statistics.median(of)) for name, of in durations.items() if len(of) >= CALLS}
+
+
+def _device_events(path: Path) -> Iterator[tuple[str, float]]:
+    """The name and the duration of all that ran on a GPU's streams."""
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if line.name.startswith("Stream"):
+                yield from ((short_name(event.name), event.duration_ns) for event in line.events)
+
+
+def short_name(kernel: str) -> str:
+    """Without what surrounds the name of a function: its return type, namespaces, template arguments and operands."""
+    without_brackets = kernel.replace("(anonymous namespace)::", "")
+    while (shorter := re.sub(r"<[^<>]*>|\([^()]*\)", "", without_brackets)) != without_brackets:
+        without_brackets = shorter
+    return without_brackets.split("::")[-1].split()[-1]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,132 @@
+// The CUDA kernel of rope for few rows, as in decoding, where latency counts: a block takes rows of one position, and
+// its threads share their sines and cosines. Its arguments are short, since they are loaded as well.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ffi/core/divider.cuh"
+#include "ffi/core/integers.h"
+#include "ffi/rope/rope_device.cuh"
+
+namespace jax_baracuda::rope {
+
+inline constexpr int kSharingThreads = 128;        // of a block, where rows are not longer
+inline constexpr int kMostSharingThreads = 256;    // of any block
+inline constexpr int64_t kMostTableBytes = 16384;  // of sines and cosines
+
+// Strides are in elements.
+template <typename T>
+struct FewRows {
+  const T* x;
+  T* y;
+  unsigned heads;
+  int stride;
+  int position_stride;
+  int example_stride;
+  bool x_is_shared;
+};
+
+template <typename T, int kTensors>
+struct FewRowsArguments {
+  FewRows<T> rows[kTensors];
+  unsigned blocks_of_first_rows;
+  bool has_batch;
+  ShortDivider length, examples;
+  RowLayout<int> layout;
+  Frequencies frequencies;
+  Positions positions;
+  Rotation<AngleType<T>> scale;
+};
+
+// Blocks are numbered by rows along x, by positions and examples along y; threads by units along x, by rows along y.
+template <typename T, int kCount, bool kInterleaved, int kTensors>
+__global__ void __launch_bounds__(kMostSharingThreads)
+    RotateFewRows(const __grid_constant__ FewRowsArguments<T, kTensors> a) {
+  using UnitOfRow = Unit<T, kCount, kInterleaved>;
+  using C = ComputeType<T>;
+  extern __shared__ uint4 shared_memory[];
+  auto* const rotations = reinterpret_cast<Rotation<C>*>(shared_memory);
+
+  const bool are_first = kTensors == 1 || blockIdx.x < a.blocks_of_first_rows;
+  const FewRows<T>& rows = a.rows[are_first ? 0 : kTensors - 1];
+  const unsigned block = are_first ? blockIdx.x : blockIdx.x - a.blocks_of_first_rows;
+  const unsigned unit = threadIdx.x, row = block * blockDim.y + threadIdx.y;
+  const unsigned example = a.length.Quotient(blockIdx.y);
+  const int position = a.length.Remainder(blockIdx.y, example);
+  const int batch = a.has_batch ? a.examples.Quotient(example) : 0;
+  const int example_of_batch = a.examples.Remainder(example, batch);
+
+  // All loads are under way before the first one is waited for.
+  int pair = threadIdx.y * blockDim.x + unit;
+  RawFrequency<T> raw_frequency{};
+  if (pair < a.layout.pairs) raw_frequency.Load(a.frequencies, batch, a.layout.pairs, pair);
+  const auto at = UnitOfRow::Locate(a.layout, unit);
+  const int offset = row * rows.stride + position * rows.position_stride + at.feature;
+  UnitOfRow values;
+  if (row < rows.heads) {
+    values.Load(rows.x + (rows.x_is_shared ? example_of_batch : example) * rows.example_stride + offset,
+                at.partner_stride);
+  }
+  RawPosition raw_position;
+  const int examples = a.examples.divisor, length = a.length.divisor;
+  raw_position.Load(a.positions, PositionsOf(a.positions, batch, examples, example_of_batch) * length, position);
+
+  while (pair < a.layout.pairs) {
+    const double frequency = raw_frequency.Value();
+    ComputeRotations<T, 1>(raw_position.Value(a.positions), &frequency, a.scale, rotations + pair);
+    pair += blockDim.x * blockDim.y;
+    if (pair < a.layout.pairs) raw_frequency.Load(a.frequencies, batch, a.layout.pairs, pair);
+  }
+  __syncthreads();
+  if (row >= rows.heads) return;
+  if (unit < a.layout.rotated_units) {
+    Rotation<C> of_unit[UnitOfRow::kPairs];
+    const auto vector = reinterpret_cast<const Vector<C, 2 * UnitOfRow::kPairs>*>(rotations)[unit];
+    memcpy(of_unit, &vector, sizeof(of_unit));
+    values.Rotate(of_unit);
+  }
+  values.Store(rows.y + example * rows.example_stride + offset, at.partner_stride);
+}
+
+// Whether blocks can be dealt like this, and elements have numbers of 32 bits; `units` are those of a row.
+template <typename T>
+bool SuitsFewRows(const Problem& problem, int64_t units) {
+  return units <= kMostSharingThreads && problem.batch * problem.examples * problem.length <= 65535 &&
+         problem.pairs * static_cast<int64_t>(sizeof(Rotation<ComputeType<T>>)) <= kMostTableBytes;
+}
+
+template <typename T, int kCount, bool kInterleaved, int kTensors>
+cudaError_t LaunchFewRows(const Call& call, int64_t units, cudaStream_t stream) {
+  const Problem& problem = call.problem;
+  FewRowsArguments<T, kTensors> a{};
+  a.has_batch = problem.batch > 1;
+  a.length = ShortDivider(problem.length);
+  a.examples = ShortDivider(problem.examples);
+  a.layout = RowLayout<int>(problem, Unit<T, kCount, kInterleaved>::kPairs);
+  a.frequencies = call.frequencies;
+  a.positions = call.positions;
+  a.scale = ScaleOf<T>(call);
+  const int64_t rows_of_block = std::max<int64_t>(kSharingThreads / units, 1);
+  const dim3 threads(static_cast<unsigned>(units), static_cast<unsigned>(rows_of_block));
+  dim3 blocks(0, static_cast<unsigned>(problem.batch * problem.examples * problem.length));
+  const int features = static_cast<int>(problem.features), length = static_cast<int>(problem.length);
+  for (int i = 0; i < kTensors; ++i) {
+    const Tensor& tensor = call.tensors[i];
+    const int heads = static_cast<int>(tensor.heads);
+    a.rows[i] = {static_cast<const T*>(tensor.x),
+                 static_cast<T*>(tensor.y),
+                 static_cast<unsigned>(heads),
+                 problem.heads_first ? length * features : features,
+                 problem.heads_first ? features : heads * features,
+                 heads * length * features,
+                 tensor.is_shared};
+    blocks.x += static_cast<unsigned>(CeilDivide(heads, rows_of_block));
+    if (i == 0) a.blocks_of_first_rows = blocks.x;
+  }
+  const size_t table_bytes = problem.pairs * sizeof(Rotation<ComputeType<T>>);
+  RotateFewRows<T, kCount, kInterleaved, kTensors><<<blocks, threads, table_bytes, stream>>>(a);
+  return cudaGetLastError();
+}
+
+}  // namespace jax_baracuda::rope

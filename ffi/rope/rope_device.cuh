@@ -1,0 +1,148 @@
+// What the CUDA kernels of rope share: positions, frequencies, and units of rows.
+//
+// A unit of a row is a vector, or two vectors of which one has the first and one the second elements of pairs. The
+// features behind the last pair are copied by units of as many neighbouring vectors.
+#pragma once
+
+#include <cstdint>
+
+#include "ffi/core/divider.cuh"
+#include "ffi/core/vectors.cuh"
+#include "ffi/rope/rope.h"
+
+namespace jax_baracuda::rope {
+
+// Int is the type of numbers of elements.
+template <typename Int>
+struct RowLayout {
+  Int features, pairs;
+  Int unit_stride, partner_stride;  // in elements, of units that have pairs
+  unsigned rotated_units;           // of a row
+
+  RowLayout() = default;
+  RowLayout(const Problem& problem, int pairs_of_unit)
+      : features(static_cast<Int>(problem.features)),
+        pairs(static_cast<Int>(problem.pairs)),
+        unit_stride(pairs_of_unit * (problem.interleaved ? 2 : 1)),
+        partner_stride(problem.interleaved ? 1 : pairs),
+        rotated_units(static_cast<unsigned>(problem.pairs / pairs_of_unit)) {}
+};
+
+// Which row of positions is that of an example.
+template <typename Int>
+__device__ __forceinline__ Int PositionsOf(const Positions& positions, Int batch, Int examples, Int example) {
+  const Int row = positions.are_shared_by_batch ? 0 : batch;
+  return positions.are_shared_by_examples ? row : row * examples + example;
+}
+
+// A position as the words that it lies in, so that what is done before it is needed does not wait for it.
+struct RawPosition {
+  uint32_t low, high;
+
+  template <typename Int>
+  __device__ __forceinline__ void Load(const Positions& positions, Int begin, Int i) {
+    if (positions.data == nullptr) {
+      low = static_cast<uint32_t>(i);
+      high = static_cast<uint32_t>(static_cast<int64_t>(i) >> 32);
+      return;
+    }
+    const Int index = begin + i;
+    const uint32_t* const words = static_cast<const uint32_t*>(positions.data) + index;
+    if (positions.are_64_bit) {
+      low = words[index];
+      high = words[index + 1];
+    } else {
+      low = words[0];
+    }
+  }
+
+  __device__ __forceinline__ double Value(const Positions& positions) const {
+    const bool has_high = positions.data == nullptr || positions.are_64_bit;
+    const uint32_t high_word = has_high ? high : static_cast<uint32_t>(static_cast<int32_t>(low) >> 31);
+    return static_cast<double>(static_cast<int64_t>(uint64_t{high_word} << 32 | low));
+  }
+};
+
+// A frequency as it lies in memory, likewise.
+template <typename T>
+struct RawFrequency {
+  ComputeType<T> frequency, remainder;
+
+  template <typename Int>
+  __device__ __forceinline__ void Load(const Frequencies& frequencies, Int batch, Int pairs, Int pair) {
+    const auto* const from = static_cast<const ComputeType<T>*>(frequencies.data) +
+                             (frequencies.are_shared ? 0 : batch * 2 * pairs) + pair;
+    frequency = __ldg(from);
+    remainder = __ldg(from + pairs);
+  }
+
+  __device__ __forceinline__ double Value() const { return Frequency(frequency, remainder); }
+};
+
+template <typename T, int kCount, bool kInterleaved>
+struct Unit {
+  static constexpr int kVectors = kInterleaved ? 1 : 2;
+  static constexpr int kPairs = kCount * kVectors / 2;
+  using C = ComputeType<T>;
+
+  Packed<T, kCount> words[kVectors];
+
+  // The first feature of a unit of a row, and how far its second vector is from it.
+  template <typename Int>
+  struct Location {
+    Int feature, partner_stride;
+  };
+
+  template <typename Int>
+  static __device__ __forceinline__ Location<Int> Locate(const RowLayout<Int>& layout, unsigned unit) {
+    if (unit < layout.rotated_units) return {static_cast<Int>(unit) * layout.unit_stride, layout.partner_stride};
+    const Int feature = 2 * layout.pairs + static_cast<Int>(unit - layout.rotated_units) * (kVectors * kCount);
+    return {feature, feature + kCount < layout.features ? kCount : 0};  // the last may have no partner but itself
+  }
+
+  __device__ __forceinline__ void Load(const T* address, int64_t partner_stride) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) words[i] = LoadPacked<kCount>(address + i * partner_stride);
+  }
+
+  __device__ __forceinline__ void Rotate(const Rotation<C>* rotations) {
+    C values[kVectors * kCount];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) Widen<T, kCount>(words[i], values + i * kCount);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      C& first = values[kInterleaved ? 2 * i : i];
+      C& second = values[kInterleaved ? 2 * i + 1 : i + kPairs];
+      const C x = first;
+      first = x * rotations[i].cos - second * rotations[i].sin;
+      second = second * rotations[i].cos + x * rotations[i].sin;
+    }
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) words[i] = Narrow<T, kCount>(values + i * kCount);
+  }
+
+  __device__ __forceinline__ void Store(T* address, int64_t partner_stride) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) StorePacked<T, kCount>(address + i * partner_stride, words[i]);
+  }
+};
+
+template <typename T, int kPairs>
+__device__ __forceinline__ void ComputeRotations(double position, const double* frequencies,
+                                                 Rotation<AngleType<T>> scale, Rotation<ComputeType<T>>* rotations) {
+  double angles[kPairs];
+  bool are_near = true;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    angles[i] = position * frequencies[i];
+    are_near = are_near && IsNear<T>(angles[i]);
+  }
+  if (!are_near) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) angles[i] = Nearer<T>(angles[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) rotations[i] = Scaled<T>(RotationByNear<T>(angles[i]), scale);
+}
+
+}  // namespace jax_baracuda::rope
