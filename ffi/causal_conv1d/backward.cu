@@ -85,9 +85,8 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
     }
   };
 
-  C following[kVec];               // dz of the step before, which lies after the next one in the row
-  Taps<kVec + kPast> next_taps{};  // of a vector and those that follow in the row
-  const TapsOfRow<kVec + kPast> all_taps(taps_row, at.before, at.after);
+  C following[kVec];  // dz of the step before, which lies after the next one in the row
+  const TapsOfRow<kVec + kPast> all_taps(taps_row, at.before, at.after);  // of vectors and those that follow in the row
 #pragma unroll
   for (int i = 0; i < kVec; ++i) following[i] = 0;
   if (kPast > 0 && at.stretch + 1 < grid.plan.stretches && lane * kVec < kPast) {
@@ -100,16 +99,16 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
     }
 #pragma unroll
     for (int i = 0; i < kVec; ++i) dy[i] = next + i < at.after ? static_cast<C>(dy_row[next + i]) : C{0};
-    if constexpr (kHasTaps) all_taps.Load(next, &next_taps);
-    PreActivationGradient<kWidth, kHasTaps, kVec>(x, dy, weights, bias, next_taps, a.silu, following);
+    Taps<kVec + kPast> taps{};
+    if constexpr (kHasTaps) all_taps.Load(next, &taps);
+    PreActivationGradient<kWidth, kHasTaps, kVec>(x, dy, weights, bias, taps, a.silu, following);
     zero_outside(next, following);
   }
   C sums[kWidth + 1] = {};
   const int first_lane = (threadIdx.x & 31) - lane;  // of the group, in its warp
-  if constexpr (kHasTaps) all_taps.Load(offset, &next_taps);
+  uint32_t borders = 0;
+  if constexpr (kHasTaps) borders = StepsWithBorders(at, grid.plan, taps_row, kWidth, kPast);
   for (int step = steps - 1; step >= 0; --step) {
-    const Taps<kVec + kPast> taps = next_taps;
-    if constexpr (kHasTaps) all_taps.Load(offset - at.step, &next_taps);
     WaitForCopies<kStepsAhead - 2>();  // the step that comes next lies before this one in the row
     __syncwarp();
     load_ahead(kStepsAhead);
@@ -118,6 +117,7 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
     ring.template Read<kPast>(x_ring, position, x);
     ring.template Read<0>(dy_ring, position, dy);
     if (!are_regular && !is_regular) mend(offset, x, dy);
+    Taps<kVec + kPast> taps{};
     const auto compute = [&](auto is_masked) {
       constexpr bool kIsMasked = decltype(is_masked)::value;
       C dz[kVec + kPast];  // of the vector and, after it, of those that follow in the row
@@ -155,7 +155,8 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
         add_products([&](int t) { return at.before + offset + t >= 0 && offset + t < at.after; });
       }
     };
-    if (kHasTaps && !__all_sync(kWholeWarp, taps.HasAll(kWidth))) {
+    if (kHasTaps && (borders >> step & 1u) != 0) {
+      all_taps.Load(offset, &taps);
       compute(std::true_type{});
     } else {
       compute(std::false_type{});

@@ -176,18 +176,6 @@ struct Taps {
   static constexpr int kWords = (kCount + 3) / 4;
   uint32_t words[kWords];
 
-  // Whether every one of the first `width` bits of all kCount is set.
-  __device__ __forceinline__ bool HasAll(int width) const {
-    uint32_t common = ~0u;
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      const int bytes_past = max(4 * (w + 1) - kCount, 0);
-      common &= words[w] | ~(~0u >> (8 * bytes_past));
-    }
-    const uint32_t bits = 0x01010101u * ((1u << width) - 1);
-    return (common & bits) == bits;
-  }
-
   __device__ __forceinline__ bool Has(int i, int steps_back) const {
     return (words[i / 4] >> (8 * (i % 4) + steps_back)) & 1u;
   }

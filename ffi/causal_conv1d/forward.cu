@@ -63,12 +63,10 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
   const T* x_ahead = x + kStepsAhead * at.step;
   T* y_vector = y;
   const T* state_end = a.initial_state.End(geometry, at.example, at.channel);
-  Taps<kVec> next_taps{};
   const TapsOfRow<kVec> all_taps(taps_row, at.before, at.after);
-  if constexpr (kHasTaps) all_taps.Load(0, &next_taps);
+  uint32_t borders = 0;
+  if constexpr (kHasTaps) borders = StepsWithBorders(at, grid.plan, taps_row, kWidth, 0);
   for (int step = 0, offset = 0; step < steps; ++step, offset += at.step) {
-    const Taps<kVec> taps = next_taps;
-    if constexpr (kHasTaps) all_taps.Load(offset + at.step, &next_taps);
     WaitForCopies<kStepsAhead - 1>();
     __syncwarp();
     load(position + kStepsAhead * step_bytes, x_ahead, offset <= last_load - kStepsAhead * at.step);
@@ -77,7 +75,9 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
     ring.template Read<kPast>(shared, position, window);
     const bool is_regular = at.IsRegular(offset);
     if (!is_regular) MendWindow<kPast>(at, offset, x + offset, state_end, window);
-    if (kHasTaps && !__all_sync(kWholeWarp, taps.HasAll(kWidth))) {
+    Taps<kVec> taps{};
+    if (kHasTaps && (borders >> step & 1u) != 0) {
+      all_taps.Load(offset, &taps);
       Convolve<kWidth, true, kVec>(window, weights, bias, taps, a.silu, out);
     } else {
       Convolve<kWidth, false, kVec>(window, weights, bias, taps, a.silu, out);

@@ -17,12 +17,13 @@ namespace jax_baracuda::causal_conv1d {
 inline constexpr int kRowsThreads = 128, kWarpThreads = 32;
 inline constexpr unsigned kWholeWarp = 0xffffffffu;
 inline constexpr int64_t kSectorBytes = 32;
+inline constexpr int kMostSteps = 32;  // of a stretch: as many as a word has bits
 
 // What suits a kernel, as measured.
 struct RowsChoice {
   int blocks_at_once;     // on a multiprocessor
   double steps_to_start;  // that a stretch could take in the time in which it starts and ends
-  int fewest_steps, most_steps;
+  int fewest_steps, most_steps;  // no more than kMostSteps
   double slowness[4];  // of groups of 32, 16, 8 and 4 threads, for the same work: the fewer, the fewer bytes at once
 };
 
@@ -146,6 +147,44 @@ struct RowsPlace {
     return is_vectorized && before + offset >= 0 && offset + kVec <= after;
   }
 };
+
+// The steps of a warp's stretch, as bits, that may hold a border of packed sequences: in the others, the times of a step
+// and `further` ones after these have all of their first `width` taps. `taps` are those of the thread's first vector.
+template <typename T>
+__device__ __forceinline__ uint32_t StepsWithBorders(const RowsPlace<T>& at, const RowsPlan& plan, const uint8_t* taps,
+                                                     int width, int further) {
+  constexpr int kTimes = kVectorBytes, kLoads = 4;  // of a load; under way at once
+  // Times are counted from the stretch's first one.
+  const int lane = threadIdx.x & (plan.lanes - 1), own = lane * RowsPlace<T>::kVec;
+  const uint8_t* const stretch = taps - own;
+  const int row_begin = own - at.before, row_end = own + at.after, end = min(plan.steps * at.step + further, row_end);
+  const int misplaced = static_cast<int>(reinterpret_cast<uintptr_t>(stretch) % kTimes);
+  const int apart = plan.lanes * kTimes, log_step = __ffs(at.step) - 1;
+  const uint32_t bits = 0x01010101u * ((1u << width) - 1);
+  uint32_t borders = 0;
+  for (int first = lane * kTimes - misplaced; first < end; first += kLoads * apart) {
+    uint4 words[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int time = first + i * apart;
+      // What is not wholly in the row counts as a border.
+      const uint32_t others = time < end ? 0 : bits;
+      words[i] = make_uint4(others, others, others, others);
+      if (time >= row_begin && time < end && time + kTimes <= row_end) {
+        words[i] = LoadPacked<kTimes>(stretch + time);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      if ((words[i].x & words[i].y & words[i].z & words[i].w & bits) == bits) continue;
+      const int time = first + i * apart;
+      const int first_step = max(time - further, 0) >> log_step;
+      const int last_step = min(max(time + kTimes - 1, 0) >> log_step, kMostSteps - 1);
+      borders |= (2u << last_step) - (1u << first_step);
+    }
+  }
+  return __reduce_or_sync(kWholeWarp, borders);
+}
 
 // A group's vectors of some steps in shared memory. Those of neighbouring threads and of steps that follow each other
 // are neighbours there as they are in the row, in a circle.
