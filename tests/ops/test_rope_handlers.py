@@ -172,6 +172,28 @@ def test_what_fits_is_right(
 
 
 @each_layout
+@each_pairing
+@pytest.mark.parametrize("target", ["rope", "rope_qk_backward"])
+def test_many_rows(rng: np.random.Generator, target: str, interleaved: bool, layout: str) -> None:
+    """More than a GPU takes as few rows, in vectors and one pair at a time, with every kind of positions."""
+    length = 3011 if cases.PLATFORM == "cuda" else 301
+    for i, dtype in enumerate(FLOATING):
+        features, rotary_dim = ((16, 8), (14, 10))[i % 2]
+        sizes = Sizes(2, examples=3, heads=(8, 2), length=length, features=features, rotary_dim=rotary_dim)
+        call = good_call(
+            target,
+            layout,
+            interleaved=interleaved,
+            has_positions=i > 0,
+            shared=((), ("positions of examples",), ("frequencies", "positions"))[i % 3],
+            sizes=sizes,
+            dtype=dtype,
+            positions_dtype=("int32", "int64")[i % 2],
+        )
+        check(call, random_operands(rng, call))
+
+
+@each_layout
 @each_target
 def test_any_operands_may_be_shared(rng: np.random.Generator, target: str, layout: str) -> None:
     """By the batch, and positions by the examples as well."""

@@ -260,11 +260,36 @@ def test_one_byte_of_many_rows(rng: np.random.Generator) -> None:
                 check(call, random_operands(rng, call, -3, 6), windows)
 
 
+@pytest.mark.parametrize("num_arrays", [1, 2, 3])
+@pytest.mark.parametrize("drop", [False, True], ids=["clip", "drop"])
+@each_batched
+@each_target
+def test_whole_words(rng: np.random.Generator, target: str, batched: bool, drop: bool, num_arrays: int) -> None:
+    """Rows that begin and end at multiples of 16 bytes, with one to four axes to count them by; sources that the batch
+    shares; starts of every dtype."""
+    for num_axes in (1, 2, 3):
+        shape = (5, 4, 6)[-num_axes:] + (3, 16)
+        windows = tuple(
+            window(i, axis, axis, size) for i in range(num_arrays) for axis, size in enumerate((3, 2, 5)[-num_axes:])
+        )
+        for shared in ((), ("source 0",)) if target == "write_slice" and batched else ((),):
+            start_dtypes = rng.choice(START_DTYPES, num_axes).tolist()
+            call = good_call(target, batched, shapes=(shape,) * num_arrays, windows=windows, drop=drop, shared=shared,
+                             dtypes=("float32",) * num_arrays, start_dtypes=start_dtypes)  # fmt: skip
+            check(call, random_operands(rng, call), windows)
+
+
 @pytest.mark.parametrize("dtype", ["int4", "uint2", "int8", "bfloat16", "complex64"])
 def test_large_windows(rng: np.random.Generator, dtype: str) -> None:
     """Large enough for several threads, and for the GPU's ways of large windows, in long rows and short ones."""
     columns = 5_000_000 * 8 // bits_of(dtype) // 3
-    for shape, sizes in (((3, columns + 3), (3, columns)), ((20_003, 31), (15_001, 17)), ((9, 999, 64), (6, 777, 64))):
+    for shape, sizes in (
+        ((3, columns + 3), (3, columns)),
+        ((20_003, 31), (15_001, 17)),
+        ((9, 999, 64), (6, 777, 64)),
+        ((5, 45_001, 32), (4, 40_000, 32)),
+        ((70_003, 4, 32), (70_001, 3, 32)),
+    ):
         windows = tuple(window(0, axis, axis, size) for axis, size in enumerate(sizes))
         starts = {f"start {axis}": np.array(1 + axis, np.int32) for axis in range(len(shape))}
         for target in TARGETS:
