@@ -628,7 +628,7 @@ def _checked_start(what: str, entry: Any, size: int, dim: int, mode: Mode) -> in
                 f"{what} must be an integer or a pair of Python integers, got {type(entry).__name__}{dtype}"
             )
         if entry.ndim != 0:
-            raise ValueError(f"{what} must be a scalar, got an array of shape {entry.shape}")
+            raise TypeError(f"{what} must be a scalar, got an array of shape {entry.shape}")
         if mode == "clip" and size == dim:
             return None
         return entry.astype(jnp.int8) if jnp.iinfo(entry.dtype).bits < 8 else entry
