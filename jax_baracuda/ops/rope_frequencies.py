@@ -17,6 +17,8 @@ from jax_baracuda._core.arguments import real_number, whole_number
 
 NAME = "rope_frequencies"
 DEFAULT_BASE = 10000.0
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+"""The key of the length that a model was trained for before; without it, `max_position_embeddings` is that."""
 
 
 def rope_frequencies(
@@ -46,6 +48,8 @@ def rope_frequencies(
     - "proportional": optionally `factor` (1). Only the first `partial_rotary_factor` of the frequencies of the whole
       head turn, the others are zero.
 
+    Without the key `original_max_position_embeddings`, the argument `max_position_embeddings` stands in for it.
+
     Args:
       dim: the size of the head, even.
       base: finite and positive. The key "rope_theta" takes its place; it must not contradict a base that is given.
@@ -70,7 +74,7 @@ def rope_frequencies(
     seq_len = None if seq_len is None else whole_number(NAME, "seq_len", seq_len, least=0)
     if max_position_embeddings is not None:
         max_position_embeddings = whole_number(NAME, "max_position_embeddings", max_position_embeddings, least=1)
-    parameters = _Parameters.of({} if scaling is None else scaling)
+    parameters = _Parameters.of({} if scaling is None else scaling, max_position_embeddings)
     theta = parameters.number("rope_theta", base)
     if base not in (DEFAULT_BASE, theta):
         raise ValueError(f"{NAME}: base is {base}, but scaling has the key 'rope_theta' with another value, {theta}")
@@ -119,21 +123,24 @@ class _Parameters:
     values: Mapping[str, Any]
 
     @classmethod
-    def of(cls, scaling: Mapping[str, Any]) -> _Parameters:
+    def of(cls, scaling: Mapping[str, Any], max_position_embeddings: int | None) -> _Parameters:
         if not isinstance(scaling, Mapping):
             raise TypeError(f"{NAME}: scaling must be a dict or None, got {type(scaling).__name__}")
         rope_type = scaling.get("rope_type", scaling.get("type", "default"))
         scheme = SCHEMES.get(rope_type) if isinstance(rope_type, str) else None
         if scheme is None:
             raise ValueError(f"{NAME}: scaling['rope_type'] must be one of {sorted(SCHEMES)}, got {rope_type!r}")
-        if missing := [key for key in scheme.required if key not in scaling]:
+        known = dict(scaling)
+        if ORIGINAL_LENGTH in scheme.required and max_position_embeddings is not None:
+            known.setdefault(ORIGINAL_LENGTH, max_position_embeddings)
+        if missing := [key for key in scheme.required if key not in known]:
             raise ValueError(f"{NAME}: scaling of rope_type {rope_type!r} lacks the keys {missing}")
         allowed = (*scheme.required, *scheme.optional, *COMMON_KEYS)
         if unknown := [key for key in scaling if key not in allowed]:
             raise ValueError(
                 f"{NAME}: scaling of rope_type {rope_type!r} has unknown keys {unknown}; it takes {sorted(allowed)}"
             )
-        return cls(rope_type, {key: value for key, value in scaling.items() if value is not None})
+        return cls(rope_type, {key: value for key, value in known.items() if value is not None})
 
     def __contains__(self, key: str) -> bool:
         return key in self.values
@@ -144,9 +151,8 @@ class _Parameters:
 
     def original_length(self) -> int:
         """The length that the model was trained for before."""
-        key = "original_max_position_embeddings"
         # A logarithm of it may be a divisor.
-        return whole_number(NAME, f"scaling[{key!r}]", self.values.get(key), least=2)
+        return whole_number(NAME, f"scaling[{ORIGINAL_LENGTH!r}]", self.values.get(ORIGINAL_LENGTH), least=2)
 
     def factor(self, model: _Model) -> float:
         """By how much the context grows, from the lengths if it is not given."""
@@ -190,7 +196,7 @@ def _dynamic(model: _Model, parameters: _Parameters) -> Frequencies:
     if model.seq_len is None or dim <= 2:
         return model.inv_freq(), 1.0
     trained = model.max_position_embeddings
-    if trained is None and "original_max_position_embeddings" in parameters:
+    if trained is None and ORIGINAL_LENGTH in parameters:
         trained = parameters.original_length()
     if trained is None:
         raise ValueError(
@@ -277,18 +283,16 @@ COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 SCHEMES: dict[str, _Scheme] = {
     "default": _Scheme(_default),
     "linear": _Scheme(_linear, required=("factor",)),
-    "dynamic": _Scheme(_dynamic, required=("factor",), optional=("original_max_position_embeddings",)),
+    "dynamic": _Scheme(_dynamic, required=("factor",), optional=(ORIGINAL_LENGTH,)),
     "yarn": _Scheme(
         _yarn,
-        required=("factor", "original_max_position_embeddings"),
+        required=("factor", ORIGINAL_LENGTH),
         optional=("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
-    "llama3": _Scheme(
-        _llama3, required=("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-    ),
+    "llama3": _Scheme(_llama3, required=("factor", ORIGINAL_LENGTH, "low_freq_factor", "high_freq_factor")),
     "longrope": _Scheme(
         _longrope,
-        required=("short_factor", "long_factor", "original_max_position_embeddings"),
+        required=("short_factor", "long_factor", ORIGINAL_LENGTH),
         optional=("factor", "attention_factor"),
     ),
     "proportional": _Scheme(_proportional, optional=("factor",)),

@@ -50,7 +50,7 @@ mode: "clip" moves the window inside, as ``jax.lax.dynamic_update_slice`` does: 
   it is, negative starts before the beginning, and writes only the part that lies inside: a full cache is never
   overwritten.""",
         "raises": """\
-TypeError: an argument is no array, dtypes differ, or a start is no integer.
+TypeError: an argument is no array, dtypes differ, or a start is no integer scalar.
 ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. All of it before anything runs.""",
         "in_place": """\
 In place: where ``dest`` is donated to ``jax.jit`` or carried by a loop, and not used afterwards, it is updated in its

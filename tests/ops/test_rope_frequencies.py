@@ -91,6 +91,22 @@ BY_HAND: dict[str, tuple[dict[str, Any], list[float], float]] = {
         [1, 0.1, 0.00625, 0.00025],
         1.1386294361,
     ),
+    "yarn, original length from the model": (
+        {"dim": 8, "scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 4096},
+        [1, 0.1, 0.00625, 0.00025],
+        1.1386294361,
+    ),
+    "longrope, original length from the model": (
+        {
+            "dim": 4,
+            "base": 16,
+            "scaling": {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [4.0, 8.0], "factor": 16.0},
+            "seq_len": 257,
+            "max_position_embeddings": 256,
+        },
+        [1 / 4, 1 / 32],
+        math.sqrt(1.5),
+    ),
     "yarn that shrinks": (
         {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "factor": 0.5}},
         [1, 0.1, 0.015, 0.002],
@@ -260,7 +276,7 @@ def test_missing_keys(rope_type: str, key: str) -> None:
     del scaling[key]
     message = rf"^rope_frequencies: scaling of rope_type '{rope_type}' lacks the keys \['{key}'\]"
     with pytest.raises(ValueError, match=message):
-        rope_frequencies(4, 10000.0, scaling, seq_len=4, max_position_embeddings=8)
+        rope_frequencies(4, 10000.0, scaling, seq_len=4)
 
 
 @pytest.mark.parametrize("rope_type", ["default", "proportional", *REQUIRED])
