@@ -89,10 +89,11 @@ __global__ void __launch_bounds__(kMostSharingThreads)
   values.Store(rows.y + example * rows.example_stride + offset, at.partner_stride);
 }
 
-// Whether blocks can be dealt like this, and elements have numbers of 32 bits; `units` are those of a row.
+// Whether blocks can be dealt like this, and numbers of elements have 32 bits; `units` are those of a row.
 template <typename T>
-bool SuitsFewRows(const Problem& problem, int64_t units) {
-  return units <= kMostSharingThreads && problem.batch * problem.examples * problem.length <= 65535 &&
+bool SuitsFewRows(const Problem& problem, int64_t all_heads, int64_t units) {
+  const int64_t places = problem.batch * problem.examples * problem.length;
+  return units <= kMostSharingThreads && places <= 65535 && places * all_heads * problem.features < int64_t{1} << 31 &&
          problem.pairs * static_cast<int64_t>(sizeof(Rotation<ComputeType<T>>)) <= kMostTableBytes;
 }
 

@@ -211,7 +211,7 @@ cudaError_t Launch(const Call& call, cudaStream_t stream) {
   const int64_t examples = problem.batch * problem.examples;
   const int64_t units_of_thread = std::min(
       units * examples * all_heads * problem.length / (multiprocessors * kFewestThreads), kMostUnits);
-  if (units_of_thread < kMostUnits && SuitsFewRows<T>(problem, units)) {
+  if (units_of_thread < kMostUnits && SuitsFewRows<T>(problem, all_heads, units)) {
     return call.num_tensors == 1 ? LaunchFewRows<T, kCount, kInterleaved, 1>(call, units, stream)
                                  : LaunchFewRows<T, kCount, kInterleaved, 2>(call, units, stream);
   }

@@ -52,6 +52,19 @@ def test_more_than_2_31_elements(shape: str, interleaved: bool, layout: str) -> 
         del y
 
 
+@pytest.mark.parametrize("interleaved", PAIRINGS, ids=["interleaved", "half-split"])
+def test_few_pairs_among_many_features(interleaved: bool) -> None:
+    """In place, where only pairs are work: few of them may lie far apart."""
+    require_gpu_memory(25)
+    sizes = (1, 2**15 + 3, 2, 2**15 + 8)
+    assert np.prod(sizes, dtype=np.int64) > 2**31
+    options = {"interleaved": interleaved, "rotary_dim": 8}
+    x = noise(sizes, 3)
+    checked = ends(x, 1)
+    y = jax.jit(lambda x: rope(x, **options), donate_argnums=0)(x)
+    Rotation(np.arange(2), **options).of(checked).check(ends(y, 1))
+
+
 def test_many_positions_of_each_example() -> None:
     """Positions, too, are found beyond element 2^31."""
     require_gpu_memory(60)
