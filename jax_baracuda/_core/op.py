@@ -157,6 +157,18 @@ def joint_batch(*sizes: int) -> int:
     return next((size for size in sizes if size != 1), 1)
 
 
+def batch_of(*operands: Any) -> int:
+    """The size of the batch that operands, arrays or their types, form with their leading dimensions."""
+    return joint_batch(*(operand.shape[0] for operand in operands))
+
+
+def over_batch(function: Callable[..., Any], *operands: jax.Array) -> Any:
+    """Maps `function` over the leading dimension of the operands; where that is 1, the operand is shared."""
+    batch = batch_of(*operands)
+    mapped = [x if x.shape[0] == batch else x[0] for x in operands]
+    return jax.vmap(function, [0 if x.shape[0] == batch else None for x in operands])(*mapped)
+
+
 OPS: dict[str, Op] = {}
 """Every op, by name."""
 

@@ -28,7 +28,7 @@ from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import Op, joint_batch
+from jax_baracuda._core.op import Op, batch_of
 from jax_baracuda._core.sharding import Dimensions
 
 Activation = Literal["silu", "swish"] | None
@@ -331,7 +331,7 @@ def _reference_convolution(
     has_taps: bool,
 ) -> tuple[Array]:
     bias, initial_state, taps = _optional(optional, has_bias, has_initial_state, has_taps)
-    batch = joint_batch(*(operand.shape[0] for operand in (x, weight, *optional)))
+    batch = batch_of(x, weight, *optional)
     operands = _widened(batch, compute_dtype(x.dtype), x, weight, bias, initial_state)
     return (_plain_convolution(*operands, taps, channels_last=channels_last, silu=silu).astype(x.dtype),)
 
@@ -351,7 +351,7 @@ def _reference_backward(
     bias, initial_state, taps, d_final_state = _optional(
         optional, has_bias, has_initial_state, has_taps, has_d_final_state
     )
-    batch = joint_batch(*(operand.shape[0] for operand in (x, weight, dy, *optional)))
+    batch = batch_of(x, weight, dy, *optional)
     bias = jnp.zeros(weight.shape[:2], weight.dtype) if bias is None else bias
     primals = [x, weight, bias] if initial_state is None else [x, weight, bias, initial_state]
     cotangents = [dy] if d_final_state is None else [dy, d_final_state]
@@ -372,7 +372,7 @@ def _reference_backward(
 def _reference_update(
     x: Array, state: Array, weight: Array, *optional: Array, channels_last: bool, silu: bool, has_bias: bool, **_: bool
 ) -> tuple[Array, Array]:
-    batch = joint_batch(*(operand.shape[0] for operand in (x, state, weight, *optional)))
+    batch = batch_of(x, state, weight, *optional)
     x, state = (jnp.broadcast_to(signal, (batch, *signal.shape[1:])) for signal in (x, state))
     recent = state[..., state.shape[-1] - (weight.shape[-1] - 1) :]
     operands = _widened(batch, compute_dtype(x.dtype), x, weight, *_optional(optional, has_bias), recent)
@@ -411,7 +411,7 @@ def _shard_backward(
 def _backward_types(
     x: Any, weight: Any, *others: Any, has_initial_state: bool, **_: Any
 ) -> list[tuple[tuple[int, ...], Any]]:
-    batch = joint_batch(*(operand.shape[0] for operand in (x, weight, *others)))
+    batch = batch_of(x, weight, *others)
     dtype = np.dtype(compute_dtype(x.dtype))
     channels, width = weight.shape[1:]
     types = [((batch, *x.shape[1:]), x.dtype), ((batch, channels, width), dtype), ((batch, channels), dtype)]
@@ -424,7 +424,7 @@ def _scratch_parameters(
     x: Any, weight: Any, *others: Any, channels_last: bool, has_taps: bool, **_: Any
 ) -> dict[str, int]:
     return {
-        "batch": joint_batch(*(operand.shape[0] for operand in (x, weight, *others))),
+        "batch": batch_of(x, weight, *others),
         "examples": x.shape[1],
         "channels": weight.shape[1],
         "length": x.shape[_time_axis(channels_last)],
@@ -448,9 +448,7 @@ CAUSAL_CONV1D = Op(
         *_present((BIAS, has_bias), (STATE, has_initial_state), (TAPS, has_taps)),
     ),
     results=lambda *, channels_last, **_: (_signal(channels_last),),
-    result_types=lambda x, *others, **_: [
-        ((joint_batch(*(operand.shape[0] for operand in (x, *others))), *x.shape[1:]), x.dtype)
-    ],
+    result_types=lambda x, *others, **_: [((batch_of(x, *others), *x.shape[1:]), x.dtype)],
     reference=_reference_convolution,
     dtypes=FLOATING_DTYPES,
     guarantee=_sum_guarantee,
@@ -493,8 +491,7 @@ CAUSAL_CONV1D_UPDATE = Op(
     ),
     results=lambda *, channels_last, **_: (_signal(channels_last), STATE),
     result_types=lambda x, state, *others, **_: [
-        ((joint_batch(*(operand.shape[0] for operand in (x, state, *others))), *signal.shape[1:]), x.dtype)
-        for signal in (x, state)
+        ((batch_of(x, state, *others), *signal.shape[1:]), x.dtype) for signal in (x, state)
     ],
     reference=_reference_update,
     dtypes=FLOATING_DTYPES,

@@ -29,7 +29,7 @@ from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import Op, joint_batch
+from jax_baracuda._core.op import Op, batch_of
 from jax_baracuda._core.sharding import Dimensions, mesh_axes
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE, rope_frequencies
 
@@ -319,7 +319,7 @@ def _reference(
     [positions] = positions if has_positions else [jnp.arange(length, dtype=jnp.int32)[None, None]]
     cos, sin = _cos_and_sin_of_product(positions, frequencies)
     cos, sin = scale * cos, direction * scale * sin
-    batch = joint_batch(*(x.shape[0] for x in operands))
+    batch = batch_of(*operands)
     rotate = functools.partial(_rotate, heads_first=heads_first, interleaved=interleaved, rotary_dim=rotary_dim)
     return [rotate(jnp.broadcast_to(x, (batch, *x.shape[1:])), cos, sin) for x in features]
 
@@ -363,7 +363,7 @@ def _rotation_op(name: str, heads: tuple[str, ...], direction: int, transpose: C
     """The rotation of one array for each name of a dimension of heads, forward or backward, and its transpose."""
 
     def result_types(*operands: Any, **_: Any) -> list[tuple[tuple[int, ...], Any]]:
-        batch = joint_batch(*(x.shape[0] for x in operands))
+        batch = batch_of(*operands)
         return [((batch, *x.shape[1:]), x.dtype) for x in operands[: len(heads)]]
 
     def dimensions(heads_first: bool) -> tuple[Dimensions, ...]:

@@ -31,7 +31,7 @@ from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import Op, joint_batch
+from jax_baracuda._core.op import Op, batch_of, over_batch
 
 TieBreak = Literal["split", "first"]
 Mode = jax.lax.GatherScatterMode | str | None
@@ -669,13 +669,6 @@ def segment_softmax_backward(
 # Reference in plain JAX. A cell is one (segment, feature) pair of the result.
 
 
-def _over_batch(function: Callable[..., Any], *operands: Array) -> Any:
-    """Maps `function` over the leading dimension of the operands; where that is 1, the operand is shared."""
-    batch = joint_batch(*(x.shape[0] for x in operands))
-    mapped = [x if x.shape[0] == batch else x[0] for x in operands]
-    return jax.vmap(function, [0 if x.shape[0] == batch else None for x in operands])(*mapped)
-
-
 def _dropping(reduction: Callable[..., Array]) -> Callable[[Array, Array, int], Array]:
     """A reduction of ``jax.ops`` that drops every id out of range: XLA takes them modulo 2^32 on CPUs."""
 
@@ -815,7 +808,7 @@ def _reference_extremum_jvp(
 def _reference_reduce_extremum(
     extremum: _Extremum, data: Array, ids: Array, *, num_segments: int, first_wins: bool, **_: Any
 ) -> tuple[Array]:
-    return (_over_batch(lambda d, i: _reference_extremum(extremum, d, i, num_segments, first_wins), data, ids),)
+    return (over_batch(lambda d, i: _reference_extremum(extremum, d, i, num_segments, first_wins), data, ids),)
 
 
 def _reference_with_winner(
@@ -833,13 +826,13 @@ def _reference_with_winner(
         order = jnp.arange(ids.shape[0] if with_order else 1, dtype=jnp.int32)
         return output, _reference_winner(extremum, data, ids, output, first_wins), order
 
-    return _over_batch(output_winner_order, data, ids)
+    return over_batch(output_winner_order, data, ids)
 
 
 def _reference_extremum_backward(
     d_output: Array, winner: Array, ids: Array, order: Array, *data_and_output: Array
 ) -> tuple[Array]:
-    return (_over_batch(_reference_gradient, d_output, winner, ids, *data_and_output),)
+    return (over_batch(_reference_gradient, d_output, winner, ids, *data_and_output),)
 
 
 def _reference_row_of_extremum(
@@ -853,7 +846,7 @@ def _reference_row_of_extremum(
         first = _xla_min(jnp.where(attains, _row_numbers(data), none), ids, num_segments)
         return jnp.minimum(first, none)
 
-    return (_over_batch(row_of_extremum, data, ids),)
+    return (over_batch(row_of_extremum, data, ids),)
 
 
 def _same_value(x: Array, y: Array) -> Array:
@@ -869,7 +862,7 @@ def _reference_sum(data: Array, ids: Array, *, num_segments: int, **_: Any) -> t
         wide = data.astype(compute_dtype(data.dtype))
         return _xla_sum(wide, ids, num_segments).astype(data.dtype)
 
-    return (_over_batch(total, data, ids),)
+    return (over_batch(total, data, ids),)
 
 
 def _reference_sum_backward(d_output: Array, ids: Array, **_: Any) -> tuple[Array]:
@@ -877,7 +870,7 @@ def _reference_sum_backward(d_output: Array, ids: Array, **_: Any) -> tuple[Arra
         cotangents, is_member = _take_cells(d_output.astype(compute_dtype(d_output.dtype)), ids)
         return jnp.where(is_member, cotangents, 0).astype(d_output.dtype)
 
-    return (_over_batch(gradient, d_output, ids),)
+    return (over_batch(gradient, d_output, ids),)
 
 
 def _reference_mean(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array, Array]:
@@ -886,7 +879,7 @@ def _reference_mean(data: Array, ids: Array, *, num_segments: int, **_: Any) -> 
         count = _xla_sum(jnp.ones(ids.shape, jnp.int32), ids, num_segments)
         return _divided(total, _per_row(count, total), data.dtype), count
 
-    return _over_batch(mean_and_count, data, ids)
+    return over_batch(mean_and_count, data, ids)
 
 
 def _divided(total: Array, count: Array, dtype: Any) -> Array:
@@ -900,7 +893,7 @@ def _reference_mean_backward(d_output: Array, count: Array, ids: Array, **_: Any
         count, _ = _take_cells(_per_row(count, d_output), ids)
         return jnp.where(is_member, _divided(cotangents, count, d_output.dtype), 0)
 
-    return (_over_batch(gradient, d_output, count, ids),)
+    return (over_batch(gradient, d_output, count, ids),)
 
 
 # Product: its value in mantissa and exponent, its derivatives from products in pairs.
@@ -1098,7 +1091,7 @@ def _reference_prod(data: Array, ids: Array, *, num_segments: int, **_: Any) -> 
             return _product_in_pairs(data, ids, num_segments)
         return _xla_prod(data, ids, num_segments)
 
-    return (_over_batch(product, data, ids),)
+    return (over_batch(product, data, ids),)
 
 
 def _reference_prod_with_residual(
@@ -1110,7 +1103,7 @@ def _reference_prod_with_residual(
         output = _product_in_pairs(data, ids, num_segments)
         return output, jnp.zeros_like(output), jnp.zeros(output.shape, jnp.int32)  # not used for complex numbers
 
-    return _over_batch(product, data, ids)
+    return over_batch(product, data, ids)
 
 
 def _product_gradient_in_pairs(d_output: Array, data: Array, ids: Array) -> Array:
@@ -1140,8 +1133,8 @@ def _reference_product_gradient_jvp(primals: Sequence[Array], tangents: Sequence
 
 def _reference_prod_backward(d_output: Array, mantissa: Array, packed: Array, data: Array, ids: Array) -> tuple[Array]:
     if _has_exponent(data.dtype):
-        return (_over_batch(_reference_product_gradient, d_output, mantissa, packed, data, ids),)
-    return (_over_batch(_product_gradient_in_pairs, d_output, data, ids),)
+        return (over_batch(_reference_product_gradient, d_output, mantissa, packed, data, ids),)
+    return (over_batch(_product_gradient_in_pairs, d_output, data, ids),)
 
 
 def _transpose_prod_backward(
@@ -1153,7 +1146,7 @@ def _transpose_prod_backward(
         gradient = functools.partial(_product_gradient_in_pairs, data=data, ids=ids)
         return jax.linear_transpose(gradient, jax.ShapeDtypeStruct(d_output.shape[1:], d_output.dtype))(d_data)[0]
 
-    return [_over_batch(of_one, *d_data, data, ids)]
+    return [over_batch(of_one, *d_data, data, ids)]
 
 
 # Softmax.
@@ -1178,7 +1171,7 @@ def _reference_softmax(logits: Array, ids: Array, *, num_segments: int, **_: Any
         denominators = _xla_sum(exponentials, ids, num_segments)
         return _normalized(exponentials, ids, denominators, logits.dtype)
 
-    return (_over_batch(softmax, logits, ids),)
+    return (over_batch(softmax, logits, ids),)
 
 
 def _weighted_cotangents(probabilities: Array, d_probabilities: Array) -> Array:
@@ -1201,7 +1194,7 @@ def _reference_softmax_backward(
         means = _xla_sum(weighted, ids, num_segments)
         return _softmax_gradient(probabilities, d_probabilities, ids, means)
 
-    return (_over_batch(gradient, probabilities, d_probabilities, ids),)
+    return (over_batch(gradient, probabilities, d_probabilities, ids),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1368,10 +1361,10 @@ def _shard_softmax(
         return kernel(logits, ids)
     call = {"num_segments": num_segments, "indices_are_sorted": indices_are_sorted}
     [maxima] = SEGMENT_MAX.kernel(logits, ids, first_wins=False, **call)
-    exponentials = _over_batch(_exponentials, logits, ids, _all_max(maxima, row_axes))
+    exponentials = over_batch(_exponentials, logits, ids, _all_max(maxima, row_axes))
     denominators = _sum_over_shards(row_axes, exponentials, ids, deterministic=deterministic, **call)
     normalized = functools.partial(_normalized, dtype=logits.dtype)
-    return (_over_batch(normalized, exponentials, ids, denominators),)
+    return (over_batch(normalized, exponentials, ids, denominators),)
 
 
 def _shard_softmax_backward(
@@ -1386,7 +1379,7 @@ def _shard_softmax_backward(
     if not row_axes:
         return kernel(probabilities, d_probabilities, ids)
     means = _sum_over_shards(row_axes, _weighted_cotangents(probabilities, d_probabilities), ids, **params)
-    return (_over_batch(_softmax_gradient, probabilities, d_probabilities, ids, means),)
+    return (over_batch(_softmax_gradient, probabilities, d_probabilities, ids, means),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1403,14 +1396,14 @@ COUNTS = ("batch", "segment")
 
 def _cells(dtype: Any, data: Any, ids: Any, num_segments: int) -> tuple[tuple[int, ...], Any]:
     """Shape and dtype of a result of cells."""
-    shape = (joint_batch(data.shape[0], ids.shape[0]), num_segments, *data.shape[2:])
+    shape = (batch_of(data, ids), num_segments, *data.shape[2:])
     return shape, np.dtype(dtype)
 
 
 def _scratch_parameters(
     data: Any, ids: Any, *, num_segments: int, indices_are_sorted: bool, deterministic: bool = False, **_: Any
 ) -> dict[str, int]:
-    batch = joint_batch(data.shape[0], ids.shape[0])
+    batch = batch_of(data, ids)
     return {
         "batch": batch,
         "rows": ids.shape[1],
@@ -1450,7 +1443,7 @@ def _gradient_op(name: str, *, operands: tuple[tuple[str, ...], ...], **fields: 
     ids = operands.index(IDS)
 
     def result_types(*arrays: Any, **_: Any) -> list[tuple[tuple[int, ...], Any]]:
-        batch = joint_batch(*(x.shape[0] for x in arrays))
+        batch = batch_of(*arrays)
         return [((batch, arrays[ids].shape[1], *arrays[0].shape[2:]), arrays[0].dtype)]
 
     return Op(
@@ -1500,7 +1493,7 @@ def _extremum_ops(name: str, extremum: _Extremum, aliases_of_backward: tuple[str
         result_types=lambda data, ids, *, num_segments, with_order, **_: [
             _cells(data.dtype, data, ids, num_segments),
             _cells(np.int32, data, ids, num_segments),
-            ((joint_batch(data.shape[0], ids.shape[0]), ids.shape[1] if with_order else 1), np.dtype(np.int32)),
+            ((batch_of(data, ids), ids.shape[1] if with_order else 1), np.dtype(np.int32)),
         ],
         reference=functools.partial(_reference_with_winner, extremum),
         dtypes=FLOATING_DTYPES,
@@ -1564,7 +1557,7 @@ SEGMENT_MEAN = _reduction_op(
     results=(CELLS, COUNTS),
     result_types=lambda data, ids, *, num_segments, **_: [
         _cells(data.dtype, data, ids, num_segments),
-        ((joint_batch(data.shape[0], ids.shape[0]), num_segments), np.dtype(np.int32)),
+        ((batch_of(data, ids), num_segments), np.dtype(np.int32)),
     ],
     reference=_reference_mean,
     dtypes=FLOATING_DTYPES,
@@ -1621,9 +1614,7 @@ SEGMENT_SOFTMAX, SEGMENT_SOFTMAX_BACKWARD = (
         name=name,
         operands=operands,
         results=(ROWS,),
-        result_types=lambda *arrays, **_: [
-            ((joint_batch(*(x.shape[0] for x in arrays)), *arrays[0].shape[1:]), arrays[0].dtype)
-        ],
+        result_types=lambda *arrays, **_: [((batch_of(*arrays), *arrays[0].shape[1:]), arrays[0].dtype)],
         reference=reference,
         dtypes=FLOATING_DTYPES,
         guarantee=_sum_guarantee,

@@ -27,7 +27,7 @@ from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import Op, joint_batch
+from jax_baracuda._core.op import Op, batch_of, over_batch
 from jax_baracuda._core.sharding import Dimensions, MeshAxes
 
 Mode = Literal["clip", "drop"]
@@ -230,19 +230,13 @@ def _take_one(
     return _write_one(cotangent, jnp.zeros_like(taken), starts, write, windows, drop), taken
 
 
-def _of_batch(function: Callable[..., Any], *arrays: Array) -> Any:
-    """``jax.vmap`` over leading dimensions, where those of 1 are shared."""
-    batch = joint_batch(*(x.shape[0] for x in arrays))
-    return jax.vmap(function)(*(jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in arrays))
-
-
 def _reference_write(
     *operands: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool, **_: Any
 ) -> list[Array]:
     num_writes = len(ranks)
     dests, sources, starts = operands[:num_writes], operands[num_writes : 2 * num_writes], operands[2 * num_writes :]
     return [
-        _of_batch(lambda d, s, *starts, i=i: _write_one(d, s, starts, i, windows, drop), dest, source, *starts)
+        over_batch(lambda d, s, *starts, i=i: _write_one(d, s, starts, i, windows, drop), dest, source, *starts)
         for i, (dest, source) in enumerate(zip(dests, sources, strict=True))
     ]
 
@@ -252,7 +246,7 @@ def _reference_take(
 ) -> list[Array]:
     cotangents, starts = operands[: len(ranks)], operands[len(ranks) :]
     pairs = [
-        _of_batch(lambda ct, *starts, i=i: _take_one(ct, starts, i, windows, drop), cotangent, *starts)
+        over_batch(lambda ct, *starts, i=i: _take_one(ct, starts, i, windows, drop), cotangent, *starts)
         for i, cotangent in enumerate(cotangents)
     ]
     return [*(rest for rest, _ in pairs), *(taken for _, taken in pairs)]
@@ -301,12 +295,8 @@ def _window_dimension(window: Window) -> str:
     return f"window of {_dimension(window.write, window.axis)}"
 
 
-def _batch_of(*operands: Any) -> int:
-    return joint_batch(*(operand.shape[0] for operand in operands))
-
-
 def _dest_types(*operands: Any, ranks: Sequence[int], **_: Any) -> list[tuple[tuple[int, ...], Any]]:
-    batch = _batch_of(*operands)
+    batch = batch_of(*operands)
     return [((batch, *dest.shape[1:]), dest.dtype) for dest in operands[: len(ranks)]]
 
 
@@ -322,7 +312,7 @@ def _take_types(
 
 def _kernel_limit(op_dtypes: frozenset[str]) -> Callable[..., str | None]:
     def limit(*operands: Any, ranks: Sequence[int], **_: Any) -> str | None:
-        batch, dests = _batch_of(*operands), operands[: len(ranks)]
+        batch, dests = batch_of(*operands), operands[: len(ranks)]
         if any(dest.shape[0] != batch for dest in dests):
             return "the batch shares an array that is written"
         if max(ranks) > MOST_AXES:
