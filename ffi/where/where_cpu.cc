@@ -161,6 +161,10 @@ class Blocks {
     next_ = first + count;
     const bool is_contiguous = repetition_.stride[0] != 0;
     for (int64_t done = 0; done < count;) {
+      if (!is_contiguous && index_[0] == 0 && repetition_.size[0] <= kShortRow && repetition_.rank > 1) {
+        done += FillShortRows(count - done, buffer_ + done);
+        if (done == count) break;
+      }
       const T* const from = data_ + offset_ + (is_contiguous ? index_[0] : 0);
       const int64_t run = std::min(repetition_.size[0] - index_[0], count - done);
       const bool is_whole_block = run == count;
@@ -170,8 +174,7 @@ class Blocks {
       if (is_contiguous) {
         std::memcpy(static_cast<void*>(buffer_ + done), from, static_cast<size_t>(run) * sizeof(T));
       } else {
-        // A short run in one store; the next run overwrites what is too much.
-        std::fill_n(buffer_ + done, run <= kFew ? kFew : run, *from);
+        std::fill_n(buffer_ + done, run, *from);
       }
       done += run;
     }
@@ -188,6 +191,27 @@ class Blocks {
     }
   }
 
+  // Whole short rows, each of one element, as far as they lie at one distance; returns the number of elements.
+  JB_INLINE int64_t FillShortRows(int64_t count, T* to) {
+    const int64_t length = repetition_.size[0], stride = repetition_.stride[1];
+    const int64_t rows = std::min(repetition_.size[1] - index_[1], count / length);
+    if (rows == 0) return 0;
+    const T* from = data_ + offset_;
+    T* const end = to + rows * length;
+    // In whole stores; the next row overwrites what is too much.
+    if (length <= kFew) {
+      for (T* row = to; row < end; row += length, from += stride) std::fill_n(row, kFew, *from);
+    } else {
+      for (T* row = to; row < end; row += length, from += stride) {
+        for (int64_t i = 0; i < length; i += kFew) std::fill_n(row + i, kFew, *from);
+      }
+    }
+    index_[1] += rows - 1;
+    offset_ += (rows - 1) * stride;
+    NextRow();
+    return rows * length;
+  }
+
   void NextRow() {
     index_[0] = 0;
     for (int i = 1; i < repetition_.rank; ++i) {
@@ -198,7 +222,7 @@ class Blocks {
     }
   }
 
-  static constexpr int64_t kFew = std::max<int64_t>(1, 16 / sizeof(T));
+  static constexpr int64_t kFew = std::max<int64_t>(1, 16 / sizeof(T)), kShortRow = 8 * kFew;
 
   const T* data_;
   const Repetition& repetition_;
