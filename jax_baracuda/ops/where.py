@@ -23,7 +23,7 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, 
 from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import Op, joint_batch
+from jax_baracuda._core.op import Op, batch_of, joint_batch
 
 Shape = tuple[int, ...]
 
@@ -158,7 +158,7 @@ def _limit_of_rank(*operands: Any) -> str | None:
 def _limit_of_backward(dy: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]) -> str | None:
     if (a_axes or b_axes) and np.dtype(dy.dtype).name not in FLOATING_DTYPES:
         return f"there is no kernel for sums of {dy.dtype}"
-    if dy.shape[0] != joint_batch(dy.shape[0], cond.shape[0]):
+    if dy.shape[0] != batch_of(dy, cond):
         return "the whole batch shares dy"
     return _limit_of_rank(dy)
 
@@ -169,7 +169,7 @@ def _transpose_where(avals: Sequence[Any], cotangents: Sequence[Array], cond: Ar
 
 
 def _backward_types(dy: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]) -> list[tuple[Shape, Any]]:
-    batch = joint_batch(dy.shape[0], cond.shape[0])
+    batch = batch_of(dy, cond)
 
     def of_one(axes: tuple[int, ...]) -> tuple[Shape, Any]:
         shape = (1 if axis in axes else size for axis, size in enumerate(dy.shape[1:]))
