@@ -97,10 +97,8 @@ class Call:
 
 def good_call(target: str, operands: Sequence[Array], results: Sequence[Array], params: Mapping[str, Any]) -> Call:
     """A call that fits: with the scratch that the op needs, and those of its params that the handler takes."""
-    op, scratch_bytes = OPS[target], 0
-    if op.scratch is not None:
-        sizes = {name: int(size) for name, size in op.scratch(*(x.aval() for x in operands), **params).items()}
-        scratch_bytes = NATIVE_MODULES[cases.PLATFORM].scratch_bytes(target, sizes)
+    op = OPS[target]
+    scratch_bytes = op.plan(cases.PLATFORM, [x.aval() for x in operands], params).scratch_bytes
     return Call(target, tuple(operands), tuple(results), attributes_of(op, params), scratch_bytes)
 
 

@@ -24,14 +24,28 @@ inline void ExportTargets(nanobind::module_& module) {
       },
       "The FFI handlers of this module: op name -> capsule for jax.ffi.register_ffi_target.");
   module.def(
-      "scratch_bytes",
-      [](const std::string& name, const ScratchParameters& parameters) -> int64_t {
+      "strategies",
+      [] {
+        nanobind::dict strategies;
         for (const Target& target : TargetTable()) {
-          if (target.name == name) return target.scratch_bytes == nullptr ? 0 : target.scratch_bytes(parameters);
+          nanobind::list names;
+          for (const char* name : target.strategies) names.append(name);
+          strategies[target.name] = nanobind::tuple(names);
+        }
+        return strategies;
+      },
+      "The strategies of this module's kernels: op name -> names.");
+  module.def(
+      "plan",
+      [](const std::string& name, const PlanParameters& parameters) {
+        for (const Target& target : TargetTable()) {
+          if (target.name != name) continue;
+          const Plan plan = target.plan(parameters);
+          return nanobind::make_tuple(plan.strategy, plan.scratch_bytes);
         }
         throw std::invalid_argument("no target is named " + name);
       },
-      "Bytes of scratch memory that the op needs as an extra last result.");
+      "(strategy, bytes of scratch memory that the op takes as an extra last result) of a call.");
   module.attr("ffi_api_version") = nanobind::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
 }
 

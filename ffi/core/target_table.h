@@ -11,14 +11,20 @@
 
 namespace jax_baracuda {
 
-// The integers (shape parameters and flags, by name) that an op's scratch size depends on.
-using ScratchParameters = std::unordered_map<std::string, int64_t>;
+// The integers (extents and flags, by name) that decide how a call runs.
+using PlanParameters = std::unordered_map<std::string, int64_t>;
+
+// How a call runs, decided from its shapes and flags alone. The handler decides by the same function.
+struct Plan {
+  const char* strategy;       // one of the target's strategies
+  int64_t scratch_bytes = 0;  // of memory that the handler takes as an extra last result; 0: it takes none
+};
 
 struct Target {
   const char* name;
   XLA_FFI_Handler* handler;
-  // Bytes of scratch memory that the handler takes as an extra last result; nullptr where it takes none.
-  int64_t (*scratch_bytes)(const ScratchParameters&);
+  Plan (*plan)(const PlanParameters&);
+  std::vector<const char*> strategies;  // all that `plan` can choose
 };
 
 // Filled by static initialisers, read by the module's init function.
@@ -33,7 +39,7 @@ struct TargetRegistration {
 #define JB_CONCATENATE_(a, b) a##b
 #define JB_CONCATENATE(a, b) JB_CONCATENATE_(a, b)
 
-// Adds the op `name`, served by the handler symbol `handler`, to this module's table.
-#define JB_REGISTER_TARGET(name, handler, scratch_bytes)                                        \
+// Adds the op `name`, served by the handler symbol `handler`, to this module's table; the names of its strategies follow.
+#define JB_REGISTER_TARGET(name, handler, plan, ...)                                            \
   static const ::jax_baracuda::TargetRegistration JB_CONCATENATE(target_registration_, __LINE__)( \
-      ::jax_baracuda::Target{name, handler, scratch_bytes})
+      ::jax_baracuda::Target{name, handler, plan, {__VA_ARGS__}})

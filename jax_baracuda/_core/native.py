@@ -14,6 +14,15 @@ import jaxlib
 
 
 @dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a native kernel runs a call."""
+
+    strategy: str
+    scratch_bytes: int
+    """Of scratch memory, an extra last result."""
+
+
+@dataclasses.dataclass(frozen=True)
 class NativeModule:
     """A native module, or the reason why it is not there."""
 
@@ -24,10 +33,15 @@ class NativeModule:
     problem: str | None
     """Why `module` is None, and what to do about it."""
 
-    def scratch_bytes(self, target: str, parameters: dict[str, int]) -> int:
-        """Bytes of scratch memory that the target takes as an extra last result."""
+    def plan(self, target: str, parameters: dict[str, int]) -> Plan:
+        """How the target runs a call with these extents and flags."""
         assert self.module is not None
-        return self.module.scratch_bytes(target, parameters)
+        return Plan(*self.module.plan(target, parameters))
+
+    def strategies(self) -> dict[str, tuple[str, ...]]:
+        """All strategies of each target, one of which `plan` chooses."""
+        assert self.module is not None
+        return self.module.strategies()
 
 
 def runtime_ffi_api_version() -> tuple[int, int]:

@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.native import NATIVE_MODULES, target_name
+from jax_baracuda._core.native import NATIVE_MODULES, Plan, target_name
 from jax_baracuda._core.sharding import Dimensions, Layout, MeshAxes, named_dimensions, partitioned
 
 KERNEL_PLATFORMS = ("cpu", "cuda")
@@ -51,8 +51,8 @@ class Op:
     """Other public functions whose result is this op's."""
     attributes: tuple[str, ...] = ()
     """The names of the params that the native handler takes. Tuples of integers, however nested, come as one array."""
-    scratch: Callable[..., Mapping[str, int]] | None = None
-    """``(*operand avals, **params)`` -> the integers that the native module computes the scratch size from."""
+    plan_parameters: Callable[..., Mapping[str, int]] | None = None
+    """``(*operand avals, **params)`` -> the integers from which the native module decides how the kernel runs."""
     whole: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
     """Dimensions that must not be split over devices. Or ``(**params)`` -> these."""
     reduced: tuple[str, ...] = ()
@@ -121,6 +121,12 @@ class Op:
             operand_shapes,
             result_shapes,
         )
+
+    def plan(self, platform: str, operands: Sequence[Any], params: Mapping[str, Any]) -> Plan:
+        """How the platform's kernel runs a call that it takes: the strategy that it chooses, and the scratch memory."""
+        assert self.plan_parameters is not None
+        parameters = self.plan_parameters(*_with_batch(operands, params), **params)
+        return NATIVE_MODULES[platform].plan(self.name, {name: int(value) for name, value in parameters.items()})
 
     def missing_kernel(self, platform: str, operands: Sequence[Any], params: Mapping[str, Any]) -> str | None:
         """Why this call has no kernel on the platform and runs as plain JAX instead; None where it has one."""
@@ -395,9 +401,8 @@ def _lower_kernel(
     if op.missing_kernel(platform, ctx.avals_in, params) is not None:
         return _lower_reference(op, ctx, *operands, **params)
     num_results = len(ctx.avals_out)
-    if op.scratch is not None:
-        sizes = {name: int(size) for name, size in op.scratch(*_with_batch(ctx.avals_in, params), **params).items()}
-        scratch_bytes = NATIVE_MODULES[platform].scratch_bytes(op.name, sizes)
+    if op.plan_parameters is not None:
+        scratch_bytes = op.plan(platform, ctx.avals_in, params).scratch_bytes
         if scratch_bytes > 0:
             scratch = jax.core.ShapedArray((scratch_bytes,), np.dtype(np.uint8))
             ctx = ctx.replace(avals_out=[*ctx.avals_out, scratch])

@@ -420,7 +420,7 @@ def _backward_types(
     return types
 
 
-def _scratch_parameters(
+def _plan_parameters(
     x: Any, weight: Any, *others: Any, channels_last: bool, has_taps: bool, **_: Any
 ) -> dict[str, int]:
     return {
@@ -475,7 +475,7 @@ CAUSAL_CONV1D_BACKWARD = Op(
     dtypes=FLOATING_DTYPES,
     guarantee=_sum_guarantee,
     attributes=("channels_last", "silu", "has_bias", "has_initial_state", "has_taps", "has_d_final_state"),
-    scratch=_scratch_parameters,
+    plan_parameters=_plan_parameters,
     whole=("time", "tap", "state"),
     reduced=("example",),
     shard_program=_shard_backward,

@@ -1400,7 +1400,7 @@ def _cells(dtype: Any, data: Any, ids: Any, num_segments: int) -> tuple[tuple[in
     return shape, np.dtype(dtype)
 
 
-def _scratch_parameters(
+def _plan_parameters(
     data: Any, ids: Any, *, num_segments: int, indices_are_sorted: bool, deterministic: bool = False, **_: Any
 ) -> dict[str, int]:
     batch = batch_of(data, ids)
@@ -1430,7 +1430,7 @@ def _reduction_op(name: str, *, attributes: tuple[str, ...] = (), **fields: Any)
         name=name,
         operands=(ROWS, IDS),
         attributes=("indices_are_sorted", *attributes),
-        scratch=_scratch_parameters,
+        plan_parameters=_plan_parameters,
         whole=("segment",),
         reduced=("row",),
         kernel_limit=lambda data, ids, *, num_segments, **_: _beyond_32_bits(ids.shape[1], num_segments),
@@ -1619,7 +1619,7 @@ SEGMENT_SOFTMAX, SEGMENT_SOFTMAX_BACKWARD = (
         dtypes=FLOATING_DTYPES,
         guarantee=_sum_guarantee,
         attributes=("num_segments", "indices_are_sorted", "deterministic"),
-        scratch=lambda *arrays, **params: _scratch_parameters(_batched(arrays[:-1]), arrays[-1], **params),
+        plan_parameters=lambda *arrays, **params: _plan_parameters(_batched(arrays[:-1]), arrays[-1], **params),
         shard_program=shard_program,
         kernel_limit=lambda *arrays, num_segments, **_: _beyond_32_bits(arrays[-1].shape[1], num_segments),
     )

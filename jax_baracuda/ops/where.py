@@ -178,7 +178,7 @@ def _backward_types(dy: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tupl
     return [of_one(a_axes), of_one(b_axes)]
 
 
-def _scratch_parameters(dy: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]) -> dict[str, int]:
+def _plan_parameters(dy: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]) -> dict[str, int]:
     """What is summed lies together in the middle."""
     axes = [1 + axis for axis in (*a_axes, *b_axes)]
     first, end = (min(axes), max(axes) + 1) if axes else (0, 0)
@@ -252,7 +252,7 @@ WHERE_BACKWARD = Op(
     reference=_reference_backward,
     dtypes=FLOATING_DTYPES | COMPLEX_DTYPES | FLOAT8_DTYPES,
     guarantee=_backward_guarantee,
-    scratch=_scratch_parameters,
+    plan_parameters=_plan_parameters,
     shard_program=_shard_backward,
     kernel_limit=_limit_of_backward,
     transpose=_transpose_backward,
