@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import split_like
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.native import NATIVE_MODULES, Plan, target_name
 from jax_baracuda._core.sharding import Dimensions, Layout, MeshAxes, named_dimensions, partitioned
@@ -30,7 +34,9 @@ class Op:
 
     Calling an op binds its primitive: ``results = op(*operands, **params)``, always a list. Every operand and every
     result has a leading batch dimension, which is 1 in operands that the whole batch shares: so ``vmap`` is one launch.
-    The functions of a definition see it in any case; calls may leave it out where `batch_optional` says so.
+    The functions of a definition see it in any case; calls may omit it where `batch_optional` says so. Each ``vmap``
+    of a call adds one more dimension in front, so that a batch that is split over devices stays split; the functions
+    of a definition see all of them as one.
     """
 
     name: str
@@ -103,16 +109,19 @@ class Op:
         return _primitives_of(self)
 
     def types_of_results(self, *operands: Any, **params: Any) -> list[ShapeAndDtype]:
-        """The abstract-eval rule, with or without the batch dimension."""
-        types = self.result_types(*_with_batch(operands, params), **params)
-        return list(types) if params.get("batched", True) else [(tuple(shape[1:]), dtype) for shape, dtype in types]
+        """The abstract-eval rule, with any number of batch dimensions."""
+        num_batch_dims = _num_batch_dims(params)
+        types = self.result_types(*_with_one_batch(operands, params), **_without_num_batch_dims(params))
+        batch = _joint_sizes(operands, num_batch_dims)
+        return [((*batch, *shape[1:]), dtype) for shape, dtype in types]
 
     def layout(self, operands: Sequence[Any], results: Sequence[Any], params: Mapping[str, Any]) -> Layout:
         """The named dimensions of a call with these shapes and params."""
         operand_shapes, result_shapes = (tuple(tuple(x.shape) for x in arrays) for arrays in (operands, results))
-        first = 0 if params.get("batched", True) else 1
+        batch = tuple(f"batch{i}" for i in range(_num_batch_dims(params)))
+        own_params = _without_num_batch_dims(params)
         operand_names, result_names = (
-            tuple(dimensions[first:] for dimensions in of_params(names, params))
+            tuple(batch + dimensions[1:] for dimensions in of_params(names, own_params))
             for names in (self.operands, self.results)
         )
         return Layout(
@@ -125,7 +134,7 @@ class Op:
     def plan(self, platform: str, operands: Sequence[Any], params: Mapping[str, Any]) -> Plan:
         """How the platform's kernel runs a call that it takes: the strategy that it chooses, and the scratch memory."""
         assert self.plan_parameters is not None
-        parameters = self.plan_parameters(*_with_batch(operands, params), **params)
+        parameters = self.plan_parameters(*_with_one_batch(operands, params), **_without_num_batch_dims(params))
         return NATIVE_MODULES[platform].plan(self.name, {name: int(value) for name, value in parameters.items()})
 
     def missing_kernel(self, platform: str, operands: Sequence[Any], params: Mapping[str, Any]) -> str | None:
@@ -136,7 +145,9 @@ class Op:
             return "its shapes are symbolic"
         if np.dtype(operands[0].dtype).name not in self.dtypes:
             return f"there is no kernel for {np.dtype(operands[0].dtype).name}"
-        return None if self.kernel_limit is None else self.kernel_limit(*_with_batch(operands, params), **params)
+        if self.kernel_limit is None:
+            return None
+        return self.kernel_limit(*_with_one_batch(operands, params), **_without_num_batch_dims(params))
 
     def missing_target(self, platform: str) -> str | None:
         """Why the op has no kernel at all on the platform, or None."""
@@ -148,9 +159,59 @@ class Op:
         return None if self.name in native.targets else f"the {platform} module has no target of this name"
 
 
-def _with_batch(avals: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
-    """The abstract operands of a call with their batch dimension, where the call leaves it out."""
-    return avals if params.get("batched", True) else [jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in avals]
+def _num_batch_dims(params: Mapping[str, Any]) -> int:
+    """How many leading dimensions of a call's operands and results are those of a batch."""
+    return params.get("num_batch_dims", 1) if params.get("batched", True) else 0
+
+
+def _without_num_batch_dims(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The params as the functions of a definition take them."""
+    return {name: value for name, value in params.items() if name != "num_batch_dims"}
+
+
+def _joint_sizes(operands: Sequence[Any], num_batch_dims: int) -> tuple[int, ...]:
+    """The sizes of the leading batch dimensions that the operands form together."""
+    return tuple(joint_batch(*(x.shape[i] for x in operands)) for i in range(num_batch_dims))
+
+
+def _with_one_batch(avals: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
+    """The abstract operands of a call as the functions of a definition see them: with one batch dimension."""
+    num_batch_dims = _num_batch_dims(params)
+    if num_batch_dims == 1:
+        return avals
+    batch = _joint_sizes(avals, num_batch_dims)
+    return [jax.ShapeDtypeStruct(_shape_with_one_batch(x.shape, batch), x.dtype) for x in avals]
+
+
+def _shape_with_one_batch(shape: Sequence[int], batch: tuple[int, ...]) -> tuple[int, ...]:
+    """An array that the whole batch shares stays shared; any other has all of the batch."""
+    is_shared = all(size == 1 for size in shape[: len(batch)])
+    return (1 if is_shared else math.prod(batch), *shape[len(batch) :])
+
+
+def _merge_batch(function: Callable[..., Sequence[jax.Array]], num_batch_dims: int) -> Callable[..., Any]:
+    """A function of arrays with one batch dimension as one of arrays with several."""
+    if num_batch_dims <= 1:
+        return function
+
+    def merged(*operands: jax.Array) -> list[jax.Array]:
+        batch = _joint_sizes(operands, num_batch_dims)
+        flat = []
+        for x in operands:
+            shape = _shape_with_one_batch(x.shape, batch)
+            if shape[0] != math.prod(x.shape[:num_batch_dims]):
+                x = jnp.broadcast_to(x, (*batch, *x.shape[num_batch_dims:]))
+            flat.append(x.reshape(shape))
+        return [x.reshape(*batch, *x.shape[1:]) for x in function(*flat)]
+
+    return merged
+
+
+def _over_outer_batches(function: Callable[..., Any], num_batch_dims: int, *operands: jax.Array) -> Any:
+    """Maps a function of arrays with one batch dimension over those in front of it."""
+    if num_batch_dims <= 1:
+        return function(*operands)
+    return over_batch(functools.partial(_over_outer_batches, function, num_batch_dims - 1), *operands)
 
 
 def of_params(value: Any, params: Mapping[str, Any]) -> Any:
@@ -256,7 +317,8 @@ def _abstract_eval(op: Op, *operands: Any, donated: tuple[int, ...] = (), **para
         return [jax_versions.result_aval(operands[0], shape, dtype, None) for shape, dtype in types]
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
     layout = op.layout(operands, results, params)
-    assignment = layout.assign([*specs, *(None for _ in results)], of_params(op.whole, params))
+    whole = of_params(op.whole, _without_num_batch_dims(params))
+    assignment = layout.assign([*specs, *(None for _ in results)], whole)
     return [
         jax_versions.result_aval(operands[0], shape, dtype, layout.spec(names, shape, assignment))
         for (shape, dtype), names in zip(types, layout.results, strict=True)
@@ -266,22 +328,18 @@ def _abstract_eval(op: Op, *operands: Any, donated: tuple[int, ...] = (), **para
 def _batch(
     op: Op, primitive: Primitive, operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Any
 ) -> tuple[list[jax.Array], list[int]]:
-    """Merges the mapped axis into the leading batch dimension; operands that are not mapped stay shared."""
+    """Puts the mapped axis in front; operands that are not mapped stay shared."""
     mapped_size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     operands = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
-    if not params.get("batched", True):
+    num_batch_dims = _num_batch_dims(params)
+    if num_batch_dims == 0:
+        params = params | {"batched": True}
         for i in of_params(op.in_place, params):
             operands[i] = jnp.broadcast_to(operands[i], (mapped_size, *operands[i].shape[1:]))
-        results = primitive.bind(*operands, **params | {"batched": True})
-        return results, [0] * len(results)
-    batch = joint_batch(*(x.shape[1] for x in operands))
-    merged = []
-    for x in operands:
-        if x.shape[:2] != (1, 1):
-            x = jnp.broadcast_to(x, (mapped_size, batch, *x.shape[2:]))
-        merged.append(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]))
-    results = primitive.bind(*merged, **params)
-    return [x.reshape(mapped_size, batch, *x.shape[1:]) for x in results], [0] * len(results)
+    else:
+        params = params | {"num_batch_dims": num_batch_dims + 1}
+    results = primitive.bind(*operands, **params)
+    return results, [0] * len(results)
 
 
 def _reference_of(
@@ -301,10 +359,13 @@ def _reference_of(
 def _reference(op: Op, *operands: jax.Array, **params: Any) -> list[jax.Array]:
     """Calls the reference. Under explicit sharding its axes are automatic, and only its results have a sharding."""
 
+    num_batch_dims = _num_batch_dims(params)
+    own_reference = functools.partial(op.reference, **_without_num_batch_dims(params))
+
     def reference(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        if params.get("batched", True):
-            return tuple(op.reference(*operands, **params))
-        return tuple(x[0] for x in op.reference(*(x[None] for x in operands), **params))
+        if num_batch_dims == 0:
+            return tuple(x[0] for x in own_reference(*(x[None] for x in operands)))
+        return tuple(_over_outer_batches(own_reference, num_batch_dims, *operands))
 
     avals = [jax.typeof(x) for x in operands]
     if any(jax_versions.explicit_spec(aval) is not None for aval in avals):
@@ -320,7 +381,7 @@ def _jvp(
     """The primal from the kernel, the tangent from the reference: linear in the tangents, so JAX transposes it."""
     results = primitive.bind(*primals, **params)
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-    num_linear = of_params(op.num_linear, params)
+    num_linear = of_params(op.num_linear, _without_num_batch_dims(params))
     if op.transpose is not None and all(i < num_linear for i in moving):
         linear = [
             # An integer has no tangent. Itself in its place fits as well as any, since its result has none either.
@@ -342,19 +403,33 @@ def _transpose(op: Op, cotangents: Sequence[Any], *operands: Any, **params: Any)
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
     results: list[Any] = [None] * len(operands)
-    num_linear = of_params(op.num_linear, params)
+    own_params, num_batch_dims = _without_num_batch_dims(params), _num_batch_dims(params)
+    num_linear = of_params(op.num_linear, own_params)
     if op.transpose is not None and all(i < num_linear for i in linear):
         avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands[:num_linear]]
-        transposed = op.transpose(avals, cotangents, *operands[num_linear:], **params)
+        own_avals = avals
+        if num_batch_dims > 1:
+            own_avals = [jax.ShapeDtypeStruct(x.shape[num_batch_dims - 1 :], x.dtype) for x in avals]
+
+        def transpose(*arrays: jax.Array) -> Sequence[jax.Array]:
+            return op.transpose(own_avals, arrays[: len(cotangents)], *arrays[len(cotangents) :], **own_params)
+
+        transposed = _over_outer_batches(transpose, num_batch_dims, *cotangents, *operands[num_linear:])
         for i in linear:
-            is_shared = transposed[i].shape != avals[i].shape
-            results[i] = jnp.sum(transposed[i], axis=0, keepdims=True) if is_shared else transposed[i]
+            results[i] = _sum_over_shared_batch(transposed[i], avals[i])
         return results
     reference = _reference_of(op, operands, linear, params)
     transpose = jax.linear_transpose(reference, *(operands[i].aval for i in linear))
     for i, x in zip(linear, transpose(cotangents), strict=True):
-        results[i] = x
+        results[i] = split_like(x, operands[i].aval)
     return results
+
+
+def _sum_over_shared_batch(cotangent: jax.Array, primal: Any) -> jax.Array:
+    """The cotangent of an operand that (a dimension of) the batch shares, in its shape and sharding."""
+    sizes = zip(cotangent.shape, primal.shape, strict=True)
+    shared = tuple(axis for axis, (size, own_size) in enumerate(sizes) if size != own_size)
+    return split_like(jnp.sum(cotangent, shared, keepdims=True) if shared else cotangent, primal)
 
 
 def _lower_reference(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
@@ -370,6 +445,7 @@ def _lower(
         return _lower_reference(op, ctx, *operands, **params)
 
     donated = tuple(i for i in op.in_place_if_donated if jax_versions.is_donated_argument(operands[i]))
+    own_params = _without_num_batch_dims(params)
     run_kernel = functools.partial(kernel.bind, **params, donated=donated)
     has_empty_array = any(0 in aval.shape for aval in [*ctx.avals_in, *ctx.avals_out])
     if has_empty_array or not jax_versions.partitioner_splits(ctx.module_context.axis_context):
@@ -379,11 +455,17 @@ def _lower(
     def shard_program(axes: dict[str, MeshAxes], *shards: jax.Array) -> Sequence[jax.Array]:
         if op.shard_program is None:
             return tuple(run_kernel(*shards))
-        return tuple(op.shard_program(run_kernel, axes, *shards, **params))
+        kernel_of_one_batch = functools.partial(kernel.bind, **own_params, donated=donated)
+        program = functools.partial(op.shard_program, kernel_of_one_batch, axes, **own_params)
+        return tuple(_merge_batch(program, _num_batch_dims(params))(*shards))
 
     layout = op.layout(ctx.avals_in, ctx.avals_out, params)
-    call = partitioned(run_kernel, shard_program, layout, of_params(op.whole, params), op.reduced)
-    results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    call = partitioned(run_kernel, shard_program, layout, of_params(op.whole, own_params), op.reduced)
+    # Of a partitioned call, the program holds no more than its shapes and the address of a Python object. Without a name
+    # JAX's persistent compilation cache could take one op for another.
+    identity = f"{op.name}({own_params | {'donated': donated}}) of jax_baracuda {importlib.metadata.version('jax_baracuda')}"
+    with set_xla_metadata(jax_baracuda_op=identity):
+        results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
     return [
         jax_versions.lower_with_sharding_in_types(ctx, result, aval)
         for result, aval in zip(results, ctx.avals_out, strict=True)
@@ -400,6 +482,13 @@ def _lower_kernel(
 ) -> Any:
     if op.missing_kernel(platform, ctx.avals_in, params) is not None:
         return _lower_reference(op, ctx, *operands, **params)
+    if _num_batch_dims(params) > 1:
+        kernel = functools.partial(op.kernel, **_without_num_batch_dims(params), donated=donated)
+        # Explicit sharding would refuse to merge dimensions; here the arrays are those of one device.
+        shapes = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+        with jax_versions.without_abstract_mesh():
+            merged = mlir.lower_fun(_merge_batch(kernel, _num_batch_dims(params)), multiple_results=True)
+            return merged(ctx.replace(avals_in=shapes), *operands)
     num_results = len(ctx.avals_out)
     if op.plan_parameters is not None:
         scratch_bytes = op.plan(platform, ctx.avals_in, params).scratch_bytes

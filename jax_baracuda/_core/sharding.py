@@ -87,8 +87,8 @@ class Layout:
 
     def assign(self, specs: Sequence[Sequence[Any] | None], whole: Sequence[str]) -> dict[str, MeshAxes]:
         """Gives each dimension the mesh axes of the first array that splits it; no axis splits an array twice."""
-        assignment: dict[str, MeshAxes] = {name: () for name in whole}
         sizes = self.sizes()
+        assignment: dict[str, MeshAxes] = {name: () for name in whole if name in sizes}
         names_of_each, shapes = self.operands + self.results, self.operand_shapes + self.result_shapes
 
         def beside(name: str) -> set[str]:
