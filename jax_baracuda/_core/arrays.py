@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
@@ -52,3 +53,15 @@ def split_like(array: Array, aval: Any) -> Array:
     """Under explicit sharding, the array with the sharding of a type: a cotangent with that of its primal."""
     own_spec, spec = (jax_versions.explicit_spec(x) for x in (jax.typeof(array), aval))
     return array if spec in (None, own_spec) else jax.sharding.reshard(array, aval.sharding)
+
+
+def in_automatic_mode(function: Callable[..., Any], like: Any, *specs: Sequence[Any]) -> Callable[..., Any]:
+    """A function under explicit sharding with all axes automatic, and its results sharded by these partition specs.
+
+    Args:
+      function: returns a tuple of as many arrays as there are specs.
+      like: the type of an array on the mesh.
+    """
+    mesh = like.sharding.mesh
+    shardings = tuple(NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs)
+    return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import split_like
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,7 +24,7 @@ _mode = threading.local()
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Types:
-    """The types of the arrays of a call, None for those that are not differentiated: a residual that is no array."""
+    """The types of the arrays of a call, None for those that are not differentiated: a static residual."""
 
     of_arrays: tuple[Any, ...]
 
@@ -47,34 +48,40 @@ class Differentiable:
         Args:
           primal: ``(params, *arrays) -> result``
           forward: ``(params, *arrays) -> (result, residuals)``
-          backward: ``(params, residuals, cotangent) -> cotangents``, None for an array without a tangent space.
+          backward: ``(params, residuals, cotangent) -> cotangents``, None for an array without a tangent space. They
+            are cast and resharded to the types of their arrays.
           skips_constants: whether `backward` takes one argument more, the types of the arrays, with None in place of
             those that are not differentiated. Their cotangents may be None, too.
         """
         self._primal = primal
         self.forward = forward
         self.backward = backward
+        self._skips_constants = skips_constants
         self._reverse_mode = jax.custom_vjp(primal, nondiff_argnums=(0,))
-        if skips_constants:
-            self._reverse_mode.defvjp(self._forward_with_types, self._backward_with_types, symbolic_zeros=True)
-        else:
-            self._reverse_mode.defvjp(forward, backward)
+        self._reverse_mode.defvjp(self._forward_with_types, self._backward_with_types, symbolic_zeros=skips_constants)
 
-    def _forward_with_types(
-        self, params: Hashable, *primals: jax.custom_derivatives.CustomVJPPrimal
-    ) -> tuple[Any, tuple[_Types, Any]]:
-        types = _Types(tuple(jax.typeof(x.value) if x.perturbed else None for x in primals))
-        result, residuals = self.forward(params, *(x.value for x in primals))
-        return result, (types, residuals)
+    def _forward_with_types(self, params: Hashable, *primals: Any) -> tuple[Any, tuple[_Types, Any]]:
+        arrays = tuple(x.value for x in primals) if self._skips_constants else primals
+        is_differentiated = [x.perturbed for x in primals] if self._skips_constants else [True] * len(arrays)
+        types = tuple(jax.typeof(x) if use else None for x, use in zip(arrays, is_differentiated, strict=True))
+        result, residuals = self.forward(params, *arrays)
+        return result, (_Types(types), residuals)
 
     def _backward_with_types(
         self, params: Hashable, residuals: tuple[_Types, Any], cotangent: Any
     ) -> tuple[jax.Array | None, ...]:
-        types, residuals = residuals
-        if all(isinstance(x, jax.custom_derivatives.SymbolicZero) for x in jax.tree.leaves(cotangent)):
-            return (None,) * len(types.of_arrays)
-        cotangent = jax.tree.map(_instantiated, cotangent)
-        return self.backward(params, residuals, cotangent, types.of_arrays)
+        types, residuals = residuals[0].of_arrays, residuals[1]
+        if self._skips_constants:
+            if all(isinstance(x, jax.custom_derivatives.SymbolicZero) for x in jax.tree.leaves(cotangent)):
+                return (None,) * len(types)
+            cotangent = jax.tree.map(_instantiated, cotangent)
+            cotangents = self.backward(params, residuals, cotangent, types)
+        else:
+            cotangents = self.backward(params, residuals, cotangent)
+        return tuple(
+            ct if ct is None or primal is None else split_like(ct.astype(primal.dtype), primal)
+            for ct, primal in zip(cotangents, types, strict=True)
+        )
 
     def __call__(self, params: Hashable, *arrays: jax.Array) -> Any:
         # custom_vjp wants the cotangents to vary over the same manual axes as the primals, so the cast comes first.
@@ -108,4 +115,5 @@ def in_forward_mode(function: Callable[P, R]) -> Callable[P, R]:
         with _forward_mode():
             return function(*args, **kwargs)
 
+    forward_mode_function.__module__ = "jax_baracuda.forward_mode"  # where pickle looks for it
     return forward_mode_function

@@ -22,6 +22,7 @@ __all__ = [
     "is_static_shape",
     "lower_with_sharding_in_types",
     "partitioner_splits",
+    "platforms_of",
     "require_devices_during_lowering",
     "result_aval",
     "unify_varying",
@@ -95,6 +96,11 @@ def is_donated_argument(value: ir.Value) -> bool:
         return False
     attributes = ir.DictAttr(ir.ArrayAttr(owner.attributes["arg_attrs"])[value.arg_number])
     return "tf.aliasing_output" in attributes or "jax.buffer_donor" in attributes
+
+
+def platforms_of(ctx: Any) -> Sequence[str]:
+    """The platforms that a lowering is for: several in a program that ``jax.export`` makes for several."""
+    return mlir_internal._platforms_for_eqn(ctx)
 
 
 def concrete_or_error(value: Any, context: str) -> Any:

@@ -18,10 +18,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import split_like
+from jax_baracuda._core.arrays import in_automatic_mode, split_like
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.native import NATIVE_MODULES, Plan, target_name
 from jax_baracuda._core.sharding import Dimensions, Layout, MeshAxes, named_dimensions, partitioned
+
+VERSION = importlib.metadata.version("jax_baracuda")
 
 KERNEL_PLATFORMS = ("cpu", "cuda")
 
@@ -286,21 +288,32 @@ def precision_guarantee(
 
 
 def _primitives_of(op: Op) -> tuple[Primitive, Primitive]:
-    """The op's primitive, and the primitive of its kernel alone."""
+    """The op's primitive, and the primitive of its kernel alone, which has the param `donated` as well."""
     primitive = _declare(op, f"baracuda_{op.name}")
-    kernel = _declare(op, f"baracuda_{op.name}_kernel")  # has the param `donated` as well
+    kernel = _declare(op, f"baracuda_{op.name}_kernel")
     primitive.def_impl(functools.partial(jax_versions.apply_primitive, primitive))
     jax_versions.require_devices_during_lowering(primitive)
     batching.primitive_batchers[primitive] = functools.partial(_batch, op, primitive)
     ad.primitive_jvps[primitive] = functools.partial(_jvp, op, primitive)
     ad.primitive_transposes[primitive] = functools.partial(_transpose, op)
+    for platform in KERNEL_PLATFORMS:
+        mlir.register_lowering(kernel, functools.partial(_lower_kernel, op, platform), platform=platform)
+    if op.in_place_if_donated:
+        by_platform = _declare(op, f"baracuda_{op.name}_by_platform")
+        jax_versions.require_devices_during_lowering(by_platform)
+        _register_lowerings(op, by_platform, kernel)
+        # If it were cacheable, it would see arguments of a function of its own, never those of the program.
+        lower = functools.partial(_lower_with_donation, op, kernel, by_platform)
+        mlir.register_lowering(primitive, lower, cacheable=False)
+    else:
+        _register_lowerings(op, primitive, kernel)
+    return primitive, kernel
+
+
+def _register_lowerings(op: Op, primitive: Primitive, kernel: Primitive) -> None:
     mlir.register_lowering(primitive, functools.partial(_lower_reference, op))
     for platform in KERNEL_PLATFORMS:
-        lower = functools.partial(_lower, op, kernel, platform)
-        # If it were cacheable, it would see arguments of a function of its own, never those of the program.
-        mlir.register_lowering(primitive, lower, platform=platform, cacheable=not op.in_place_if_donated)
-        mlir.register_lowering(kernel, functools.partial(_lower_kernel, op, platform), platform=platform)
-    return primitive, kernel
+        mlir.register_lowering(primitive, functools.partial(_lower, op, kernel, platform), platform=platform)
 
 
 def _declare(op: Op, name: str) -> Primitive:
@@ -369,9 +382,8 @@ def _reference(op: Op, *operands: jax.Array, **params: Any) -> list[jax.Array]:
 
     avals = [jax.typeof(x) for x in operands]
     if any(jax_versions.explicit_spec(aval) is not None for aval in avals):
-        shardings = tuple(result.sharding for result in _abstract_eval(op, *avals, **params))
-        explicit_axes = shardings[0].mesh.explicit_axes
-        reference = jax.sharding.auto_axes(reference, axes=explicit_axes, out_sharding=shardings)
+        results = _abstract_eval(op, *avals, **params)
+        reference = in_automatic_mode(reference, results[0], *(result.sharding.spec for result in results))
     return list(reference(*operands))
 
 
@@ -436,6 +448,16 @@ def _lower_reference(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **pa
     return mlir.lower_fun(functools.partial(_reference, op, **params), multiple_results=True)(ctx, *operands)
 
 
+def _lower_with_donation(
+    op: Op, kernel: Primitive, by_platform: Primitive, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
+) -> Any:
+    """The kernel of the one platform that the program is for. A program for several is never given memory to reuse."""
+    platforms = jax_versions.platforms_of(ctx)
+    if len(platforms) == 1 and platforms[0] in KERNEL_PLATFORMS:
+        return _lower(op, kernel, platforms[0], ctx, *operands, **params)
+    return mlir.lower_fun(functools.partial(by_platform.bind, **params), multiple_results=True)(ctx, *operands)
+
+
 def _lower(
     op: Op, kernel: Primitive, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
 ) -> Any:
@@ -461,9 +483,9 @@ def _lower(
 
     layout = op.layout(ctx.avals_in, ctx.avals_out, params)
     call = partitioned(run_kernel, shard_program, layout, of_params(op.whole, own_params), op.reduced)
-    # Of a partitioned call, the program holds no more than its shapes and the address of a Python object. Without a name
-    # JAX's persistent compilation cache could take one op for another.
-    identity = f"{op.name}({own_params | {'donated': donated}}) of jax_baracuda {importlib.metadata.version('jax_baracuda')}"
+    # A partitioned call holds no more than its shapes and the address of a Python object. Without the op's name and params
+    # JAX's persistent compilation cache could take one program for another.
+    identity = f"{op.name}({own_params | {'donated': donated}}) of jax_baracuda {VERSION}"
     with set_xla_metadata(jax_baracuda_op=identity):
         results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
     return [

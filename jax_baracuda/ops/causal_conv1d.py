@@ -23,7 +23,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, split_as, split_like
+from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, in_automatic_mode, split_as
 from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.example import EXAMPLES, Example
@@ -271,14 +271,22 @@ def _final_state(
 ) -> Array:
     """The last `num_kept` inputs ``[..., B, C, W - 1]``, those of other sequences than the last one's as zeros."""
     time = _time_axis(channels_last)
-    length = x.shape[time]
-    if not jax_versions.is_static_shape(x.shape) or length < num_kept:
-        x = _with_history(x, initial_state, num_kept, channels_last)
-    end = x.shape[time]
-    tail = _in_layout(jax.lax.slice_in_dim(x, end - num_kept, end, axis=time), channels_last)
+    spec = jax_versions.explicit_spec(jax.typeof(x))
+
+    def last_inputs(x: Array, *initial_state: Array) -> tuple[Array]:
+        if not jax_versions.is_static_shape(x.shape) or x.shape[time] < num_kept:
+            x = _with_history(x, *(initial_state or (None,)), num_kept, channels_last)
+        end = x.shape[time]
+        return (jax.lax.slice_in_dim(x, end - num_kept, end, axis=time),)
+
+    if spec is not None and spec[time] is not None:
+        # Explicit mode does not slice what is split.
+        last_inputs = in_automatic_mode(last_inputs, jax.typeof(x), [*spec[:time], None, *spec[len(spec) + time + 1 :]])
+    [tail] = last_inputs(x, *(() if initial_state is None else (initial_state,)))
+    tail = _in_layout(tail, channels_last)
     if taps is None or 0 in taps.shape:
         return tail
-    steps_back = np.arange(num_kept - 1, -1, -1, dtype=np.uint8)
+    steps_back = np.arange(num_kept - 1, -1, -1, dtype=np.uint8).reshape(*[1] * (taps.ndim - 1), -1)
     is_same = (taps[..., -1:] >> steps_back) & 1
     return jnp.where(is_same[..., None, :] == 1, tail, 0)
 
@@ -544,11 +552,6 @@ def _gradients(params: _Params, operands: Sequence[Array], dy: Array, d_final_st
     )
 
 
-def _cotangent_of(primal: Array, gradient: Array) -> Array:
-    """The gradient with the dtype of its primal and, under explicit sharding, its sharding."""
-    return split_like(gradient.astype(primal.dtype), jax.typeof(primal))
-
-
 def _convolution_rules(with_final_state: bool) -> Differentiable:
     def primal(params: _Params, *operands: Array) -> Array | tuple[Array, Array]:
         [y] = _call_op(CAUSAL_CONV1D, *operands, **dataclasses.asdict(params))
@@ -565,9 +568,7 @@ def _convolution_rules(with_final_state: bool) -> Differentiable:
     def backward(params: _Params, operands: tuple[Array, ...], cotangents: Any) -> tuple[Array | None, ...]:
         dy, d_final_state = cotangents if with_final_state else (cotangents, None)
         dx, dweight, dbias, *d_states = _gradients(params, operands, dy, d_final_state)
-        gradients = (dx, dweight, *((dbias,) if params.has_bias else ()), *d_states)
-        matched = (_cotangent_of(*pair) for pair in zip(operands, gradients, strict=False))
-        return *matched, *((None,) if params.has_taps else ())
+        return dx, dweight, *((dbias,) if params.has_bias else ()), *d_states, *((None,) if params.has_taps else ())
 
     return Differentiable(primal, forward, backward)
 
@@ -607,8 +608,7 @@ def _update_vjp(
         d_inputs = jnp.pad(d_new_state[..., :num_older], [*nothing, (x.shape[time], num_kept)])
         d_state = jnp.pad(d_state, [*nothing, (num_older, 0)]) + d_inputs[..., : state.shape[2]]
         dx = dx + _in_layout(d_inputs[..., state.shape[2] :], params.channels_last)
-    gradients = (dx, d_state, dweight, *((dbias,) if params.has_bias else ()))
-    return tuple(_cotangent_of(*pair) for pair in zip(operands, gradients, strict=True))
+    return dx, d_state, dweight, *((dbias,) if params.has_bias else ())
 
 
 _update = Differentiable(_update_primal, _update_forward, _update_vjp)

@@ -246,8 +246,9 @@ def _units_per_position(frequencies: Array) -> tuple[Array, Array]:
         jax.lax.bitcast_convert_type(high, jnp.int32) & ~np.int32(2**12 - 1), jnp.float32
     )
     # Products of 12 bits by 12 bits are exact in float32, and so is what remains of them modulo a turn.
+    frequency = jnp.stack([first_bits, high - first_bits, low])[..., None]
     factors = _twelve_bit_parts(TURN / (2 * math.pi), 5)
-    products = jnp.stack([first_bits, high - first_bits, low])[..., None] * factors
+    products = frequency * factors.reshape(*[1] * (frequency.ndim - 1), -1)
     products -= jnp.round(products / TURN) * TURN
     whole = jnp.round(products)
     rest = jnp.sum(products - whole, axis=(0, -1))

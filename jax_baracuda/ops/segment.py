@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, split_as
+from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, in_automatic_mode, split_as, split_like
 from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.example import EXAMPLES, Example
@@ -719,11 +719,13 @@ class _Extremum:
     infinity: float
     integer_bound: str
 
-    def identity(self, dtype: Any) -> Any:
+    def identity(self, dtype: Any) -> np.ndarray:
         """The extremum of no rows."""
         if jnp.issubdtype(dtype, jnp.inexact):
-            return self.infinity
-        return self.infinity > 0 if dtype == jnp.bool_ else getattr(jnp.iinfo(dtype), self.integer_bound)
+            value = self.infinity
+        else:
+            value = self.infinity > 0 if dtype == jnp.bool_ else getattr(jnp.iinfo(dtype), self.integer_bound)
+        return np.asarray(value, dtype)
 
 
 def _all_max(x: Array, axes: Sequence[str]) -> Array:
@@ -1062,21 +1064,25 @@ def _product_in_pairs(data: Array, ids: Array, num_segments: int) -> Array:
     return _reduce_in_pairs(jnp.multiply, 1, wide, ids, num_segments).astype(data.dtype)
 
 
+def _reference_residual(data: Array, ids: Array, num_segments: int) -> _Product:
+    """The product as mantissa and exponent, without a derivative."""
+    wide = jax.lax.stop_gradient(data).astype(compute_dtype(data.dtype))
+    return _reduce_in_pairs(_product_of_both, _Product(1, 0), _product_of_one(wide), ids, num_segments)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _reference_product(data: Array, ids: Array, num_segments: int) -> tuple[Array, Array, Array]:
-    """The product, and its mantissa and `packed`."""
-    wide = data.astype(compute_dtype(data.dtype))
-    product = _reduce_in_pairs(_product_of_both, _Product(1, 0), _product_of_one(wide), ids, num_segments)
-    return _product_value(product).astype(data.dtype), *product
+def _reference_product(data: Array, ids: Array, num_segments: int) -> Array:
+    return _product_value(_reference_residual(data, ids, num_segments)).astype(data.dtype)
 
 
 @_reference_product.defjvp
-def _reference_product_jvp(num_segments: int, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:
+def _reference_product_jvp(
+    num_segments: int, primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
     data, ids = primals
-    results = _reference_product(data, ids, num_segments)
-    _, tangent = jax.jvp(lambda data: _product_in_pairs(data, ids, num_segments), (data,), (tangents[0],))
-    mantissa, packed = results[1:]
-    return results, (tangent, jnp.zeros_like(mantissa), np.zeros(packed.shape, jax.dtypes.float0))
+    return _reference_product(data, ids, num_segments), jax.jvp(
+        lambda data: _product_in_pairs(data, ids, num_segments), (data,), (tangents[0],)
+    )[1]
 
 
 def _has_exponent(dtype: Any) -> bool:
@@ -1086,7 +1092,7 @@ def _has_exponent(dtype: Any) -> bool:
 def _reference_prod(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
     def product(data: Array, ids: Array) -> Array:
         if _has_exponent(data.dtype):
-            return _reference_product(data, ids, num_segments)[0]
+            return _reference_product(data, ids, num_segments)
         if jnp.issubdtype(data.dtype, jnp.inexact):
             return _product_in_pairs(data, ids, num_segments)
         return _xla_prod(data, ids, num_segments)
@@ -1099,7 +1105,7 @@ def _reference_prod_with_residual(
 ) -> tuple[Array, Array, Array]:
     def product(data: Array, ids: Array) -> tuple[Array, Array, Array]:
         if _has_exponent(data.dtype):
-            return _reference_product(data, ids, num_segments)
+            return _reference_product(data, ids, num_segments), *_reference_residual(data, ids, num_segments)
         output = _product_in_pairs(data, ids, num_segments)
         return output, jnp.zeros_like(output), jnp.zeros(output.shape, jnp.int32)  # not used for complex numbers
 
@@ -1146,7 +1152,13 @@ def _transpose_prod_backward(
         gradient = functools.partial(_product_gradient_in_pairs, data=data, ids=ids)
         return jax.linear_transpose(gradient, jax.ShapeDtypeStruct(d_output.shape[1:], d_output.dtype))(d_data)[0]
 
-    return [over_batch(of_one, *d_data, data, ids)]
+    def of_all(*operands: Array) -> tuple[Array]:
+        return (over_batch(of_one, *operands),)
+
+    spec = jax_versions.explicit_spec(d_output)
+    if spec is not None:
+        of_all = in_automatic_mode(of_all, d_output, (None, *spec[1:]))
+    return list(of_all(*d_data, data, ids))
 
 
 # Softmax.
@@ -1851,9 +1863,10 @@ class _SegmentCall:
 
     def gradient(self, rules: Differentiable, params: _Params, d_output: Array) -> Array:
         """The cotangent of the data, given that of the cells ``[S, ...]``."""
-        _, residuals = rules.forward(params, self.rows(self.data)[None], self.segment_ids[None])
+        rows = self.rows(self.data)
+        _, residuals = rules.forward(params, rows[None], self.segment_ids[None])
         d_rows, _ = rules.backward(params, residuals, d_output[None])
-        [d_data] = jax.linear_transpose(self.rows, self.data)(d_rows[0])
+        [d_data] = jax.linear_transpose(self.rows, self.data)(split_like(d_rows[0], jax.typeof(rows)))
         return d_data
 
     def _with_out_sharding(self, call: Callable[[Array, Array], Array]) -> Array:

@@ -275,12 +275,7 @@ def _forward(params: None, a: Array, b: Array, cond: Array) -> tuple[Array, Arra
 
 def _backward(params: None, cond: Array, dy: Array, types: Sequence[Any]) -> tuple[Array | None, ...]:
     a, b, _ = types
-    gradients = _cotangents(dy, cond, *(None if x is None else x.shape for x in (a, b)))
-    matched = (
-        None if gradient is None else split_like(gradient, primal)
-        for gradient, primal in zip(gradients, (a, b), strict=True)
-    )
-    return *matched, None
+    return *_cotangents(dy, cond, *(None if x is None else x.shape for x in (a, b))), None
 
 
 _select = Differentiable(_primal, _forward, _backward, skips_constants=True)
