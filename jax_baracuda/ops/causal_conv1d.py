@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, in_automatic_mode, split_as
-from jax_baracuda._core.autodiff import Differentiable
+from jax_baracuda._core.autodiff import Differentiable, map_together
 from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.guarantees import Guarantee
@@ -560,7 +560,7 @@ def _convolution_rules(with_final_state: bool) -> Differentiable:
         x, weight, *optional = operands
         _, initial_state, taps = _optional(optional, params.has_bias, params.has_initial_state, params.has_taps)
         state = _final_state(x, initial_state, taps, num_kept=weight.shape[1] - 1, channels_last=params.channels_last)
-        return y, state
+        return map_together((y, state), operands)
 
     def forward(params: _Params, *operands: Array) -> tuple[Array | tuple[Array, Array], tuple[Array, ...]]:
         return primal(params, *operands), operands
