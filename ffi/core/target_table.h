@@ -2,24 +2,13 @@
 // changes no file but its own.
 #pragma once
 
-#include <cstdint>
-#include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "ffi/core/checked_call.h"
+#include "ffi/core/plan.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_baracuda {
-
-// The integers (extents and flags, by name) that decide how a call runs.
-using PlanParameters = std::unordered_map<std::string, int64_t>;
-
-// How a call runs, decided from its shapes and flags alone. The handler decides by the same function.
-struct Plan {
-  const char* strategy;       // one of the target's strategies
-  int64_t scratch_bytes = 0;  // of memory that the handler takes as an extra last result; 0: it takes none
-};
 
 struct Target {
   const char* name;
