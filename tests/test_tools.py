@@ -58,7 +58,10 @@ def test_report_names_versions_modules_devices_and_ops(capsys: pytest.CaptureFix
 
 def test_report_says_why_a_module_is_not_used() -> None:
     module = SimpleNamespace(
-        device_problem=lambda: "the driver is too old", ffi_api_version=(0, 1), compiler_version="13", architectures="90"
+        device_problem=lambda: "the driver is too old",
+        ffi_api_version=(0, 1),
+        compiler_version="13",
+        architectures="90",
     )
     state = report._module_state(NativeModule("cuda", module, frozenset(), None))
     assert state.startswith("loaded") and state.endswith("but not used: the driver is too old")
