@@ -7,7 +7,7 @@
 
 namespace jax_baracuda {
 
-// An error that a call elsewhere in this thread left behind: the check after our first launch would take it for its own.
+// Of calls elsewhere in this thread: the check after our first launch would take what they left for its own.
 void ForgetStaleErrors() { cudaGetLastError(); }
 
 XLA_FFI_Error* FillWithOnes(XLA_FFI_CallFrame* frame, void* data, int64_t bytes) {

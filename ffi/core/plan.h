@@ -16,4 +16,7 @@ struct Plan {
   int64_t scratch_bytes = 0;  // of memory that the handler takes as an extra last result; 0: it takes none
 };
 
+// The strategy of a call that has nothing to do.
+inline constexpr const char* kNothing = "nothing";
+
 }  // namespace jax_baracuda

@@ -29,7 +29,7 @@ struct TargetRegistration {
 #define JB_CONCATENATE_(a, b) a##b
 #define JB_CONCATENATE(a, b) JB_CONCATENATE_(a, b)
 
-// Adds the op `name`, served by the handler symbol `handler`, to this module's table; the names of its strategies follow.
+// Adds the op `name`, served by the handler symbol `handler`, to this module's table; names of its strategies follow.
 #define JB_REGISTER_TARGET(name, handler, plan, ...)                                              \
   static const ::jax_baracuda::TargetRegistration JB_CONCATENATE(target_registration_, __LINE__)( \
       ::jax_baracuda::Target{name, ::jax_baracuda::CheckedHandler<handler>, plan, {__VA_ARGS__}})
