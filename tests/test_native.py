@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import cases
 import jax
@@ -61,6 +62,18 @@ def test_ffi_api_version(platform: str) -> None:
     assert module.ffi_api_version[0] == runtime[0]
     assert module.ffi_api_version[1] <= runtime[1]
     native.check_ffi_api_version(module.ffi_api_version, runtime, platform)
+
+
+def test_device_problem() -> None:
+    """What the CUDA module finds wrong with a GPU is asked once, when somebody wants to know; CPUs have no problem."""
+    answers = ["the GPU is too old; buy another", "", "never asked for"]
+    module = SimpleNamespace(device_problem=lambda: answers.pop(0))
+    bad, good = (native.NativeModule("cuda", module, frozenset(), None) for _ in range(2))
+    assert bad.device_problem() == bad.device_problem() == "the GPU is too old; buy another"
+    assert good.device_problem() is good.device_problem() is None
+    assert answers == ["never asked for"]
+    assert native.NativeModule("cpu", module, frozenset(), None).device_problem() is None
+    assert native.NativeModule("cuda", None, frozenset(), "was not built").device_problem() is None
 
 
 def test_every_kernel_platform_has_a_module_record() -> None:

@@ -135,3 +135,32 @@ def test_many_threads(devices: int, cores: str) -> None:
     )
     assert child.returncode == 0, child.stderr
     assert child.stdout.strip() == f"{NUM_THREADS * CALLS_PER_THREAD * OPS_PER_PROGRAM} calls agree"
+
+
+def test_two_threads_with_tables_of_two_sizes() -> None:
+    """One kernel with little shared memory in one thread and with much in another, at the same time."""
+    rounds = 2000 if cases.PLATFORM == "cuda" else 20
+    rng = np.random.default_rng(0)
+    data = rng.integers(-50, 50, (180_000, 4)).astype(np.float32)
+    ids_of = {segments: rng.integers(-1, segments + 1, len(data)).astype(np.int32) for segments in (8, 170)}
+    start, failures = threading.Barrier(2), []
+
+    def work(segments: int, ids: np.ndarray) -> None:
+        try:
+            program = jax.jit(lambda x, i: segment_sum(x, i, segments))
+            arguments = jax.device_put((data, ids))
+            expected = SUM.value(data, ids, segments)
+            start.wait()
+            for _ in range(rounds):
+                result = program(*arguments)
+            expected.check(result)
+        except BaseException as error:
+            failures.append(f"{segments} segments: {type(error).__name__}: {error}")
+            start.abort()
+
+    threads = [threading.Thread(target=work, args=case) for case in ids_of.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, "\n".join(failures)

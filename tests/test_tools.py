@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 
 import jax_baracuda
 from jax_baracuda._core.example import EXAMPLES, Example
+from jax_baracuda._core.native import NativeModule
 from jax_baracuda._core.op import OPS
 from jax_baracuda._tools import check, race, report
 from jax_baracuda._tools.table import format_table
@@ -52,6 +54,17 @@ def test_report_names_versions_modules_devices_and_ops(capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     for expected in (jax_baracuda.__version__, jax.__version__, str(jax.devices()[0]), "XLA FFI API", *OPS):
         assert expected in text
+
+
+def test_report_says_why_a_module_is_not_used() -> None:
+    module = SimpleNamespace(
+        device_problem=lambda: "the driver is too old",
+        ffi_api_version=(0, 1),
+        compiler_version="13",
+        architectures="90",
+    )
+    state = report._module_state(NativeModule("cuda", module, frozenset(), None))
+    assert state.startswith("loaded") and state.endswith("but not used: the driver is too old")
 
 
 def test_check_passes_and_prints_one_row_per_example_and_dtype(

@@ -1,4 +1,7 @@
-// Compiles a function for several instruction sets and lets the loader pick the best one for the machine.
+// Compiles a function for several instruction sets and lets the loader pick the best one for the machine. By GCC alone:
+// clang (seen with 14) refuses target_clones on function templates, which the kernels are: "multiversioned functions do
+// not yet support function templates". Built by clang, they have the instructions that its flags allow
+// (CXXFLAGS=-march=...), else those of every x86-64.
 #pragma once
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12

@@ -5,21 +5,21 @@
 
 namespace jax_baracuda::segment {
 
-int64_t ArgScratchBytes(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
-  return PairScratchBytes(problem, element_bytes, indices_are_sorted);
+Plan PlanArg(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
+  return PlanPairReduction(problem, element_bytes, indices_are_sorted);
 }
 
-cudaError_t LaunchArg(const ArgArguments& arguments, cudaStream_t stream) {
+CudaStatus LaunchArg(const ArgArguments& arguments, cudaStream_t stream) {
   const Problem& problem = arguments.problem;
-  if (problem.HasNoResult()) return cudaSuccess;
-  cudaError_t error = cudaErrorInvalidValue;
+  if (problem.HasNoResult()) return {};
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchWide(arguments.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const typename ArgReduction<T>::Outputs outputs{arguments.row, static_cast<int32_t>(problem.rows),
                                                     FlipWordMask<T>(arguments.type, arguments.is_minimum)};
-    error = LaunchPairReduction<ArgReduction<T>>(arguments, outputs, stream);
+    status = LaunchPairReduction<ArgReduction<T>>(arguments, outputs, stream);
   });
-  return error;
+  return status;
 }
 
 }  // namespace jax_baracuda::segment

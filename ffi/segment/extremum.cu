@@ -13,9 +13,9 @@ enum class Algorithm {
   kSharedTable,  // one table per block in shared memory
 };
 
-struct Plan {
+struct Choice {
   Algorithm algorithm;
-  Way way;            // of kReduce
+  Strategy strategy;  // of kReduce
   bool filters_rows;  // for a table in global memory: rows pass floors in shared memory first
 };
 
@@ -45,11 +45,12 @@ int64_t StateBytes(int64_t element_bytes, bool with_winner) {
 //     where it is larger than an L1, so that a look at it is dear, and has so many rows to a cell that most of them
 //     come after a greater one of their cell;
 //   * the same table for what the order cannot number in 32 bits.
-Plan ChoosePlan(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool with_winner) {
-  const Way way = with_winner ? ChooseOrderedWay(problem, element_bytes, indices_are_sorted)
-                              : ChooseWay(problem, element_bytes, StateBytes(element_bytes, false), indices_are_sorted);
-  const Plan reduce{Algorithm::kReduce, way, false};
-  if (way == Way::kFill || way == Way::kPrivateTable) return reduce;
+Choice Choose(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool with_winner) {
+  const Strategy strategy =
+      with_winner ? ChooseOrderedStrategy(problem, element_bytes, indices_are_sorted)
+                  : ChooseStrategy(problem, element_bytes, StateBytes(element_bytes, false), indices_are_sorted);
+  const Choice reduce{Algorithm::kReduce, strategy, false};
+  if (strategy == Strategy::kFill || strategy == Strategy::kPrivateTable) return reduce;
 
   const int64_t row_bytes = problem.features * element_bytes;
   const int64_t cell_bytes = KeyBytes(element_bytes) + (with_winner ? sizeof(int32_t) : 0);
@@ -57,32 +58,41 @@ Plan ChoosePlan(const Problem& problem, int64_t element_bytes, bool indices_are_
                            problem.segments * problem.features <= kSharedTableBytes / cell_bytes;
   const bool has_few_segments = problem.rows / 4096 >= problem.segments;
   if (fits_shared && has_few_segments && !(indices_are_sorted && with_winner)) {
-    return {Algorithm::kSharedTable, Way::kFill, false};
+    return {Algorithm::kSharedTable, Strategy::kFill, false};
   }
-  if (way != Way::kOrderTiles) return reduce;
+  if (strategy != Strategy::kSortThenTiles) return reduce;
   const bool is_small = problem.batch * problem.rows * row_bytes <= (int64_t{1} << (with_winner ? 23 : 26));
   if (row_bytes <= kSectorBytes || is_small || !OrderFits(problem)) {
-    return {Algorithm::kTable, Way::kFill, FiltersRows(problem, element_bytes, indices_are_sorted)};
+    return {Algorithm::kTable, Strategy::kFill, FiltersRows(problem, element_bytes, indices_are_sorted)};
   }
   return reduce;
 }
 
-int64_t ScratchBytes(const Problem& problem, const Plan& plan, int64_t element_bytes, bool with_winner) {
-  if (plan.algorithm == Algorithm::kReduce) {
-    return ReduceScratchBytes(problem, plan.way, element_bytes, StateBytes(element_bytes, with_winner));
+const char* NameOf(const Problem& problem, const Choice& choice) {
+  if (choice.algorithm == Algorithm::kReduce) return StrategyName(choice.strategy);
+  if (choice.algorithm == Algorithm::kSharedTable) return "shared_table";
+  if (choice.filters_rows) return "filtered_atomics";
+  return problem.features == 1 ? "atomics_single_feature" : "atomics";
+}
+
+Plan PlanOf(const Problem& problem, const Choice& choice, int64_t element_bytes, bool with_winner) {
+  const char* const name = NameOf(problem, choice);
+  if (choice.algorithm == Algorithm::kReduce) {
+    return {name,
+            ReduceScratchBytes(problem, choice.strategy, element_bytes, StateBytes(element_bytes, with_winner))};
   }
   const int64_t cells = problem.batch * problem.segments * problem.features;
   ScratchSizes sizes;
   // Where keys are as wide as values the output itself is the table.
   if (KeyBytes(element_bytes) != element_bytes) sizes.Add(cells * KeyBytes(element_bytes));
-  if (plan.filters_rows) sizes.Add(kFloorBytes);
-  return sizes.total;
+  if (choice.filters_rows) sizes.Add(kFloorBytes);
+  return {name, sizes.total};
 }
 
 template <typename T, bool kWithWinner>
 struct Launcher {
   const ExtremumArguments& arguments;
-  const Plan plan;
+  const Choice choice;
   cudaStream_t stream;
 
   const T* data = static_cast<const T*>(arguments.data);
@@ -91,11 +101,11 @@ struct Launcher {
   const int64_t segments = problem.batch * problem.segments;
   const FlipWord<T> flip = FlipWordMask<T>(arguments.type, arguments.is_minimum);
 
-  cudaError_t Launch() const {
-    if (arguments.order != nullptr && plan.way != Way::kOrderTiles) {
-      if (cudaError_t e = LaunchNaturalOrder(problem, arguments.order, stream)) return e;
+  CudaStatus Launch() const {
+    if (arguments.order != nullptr && choice.strategy != Strategy::kSortThenTiles) {
+      JB_RETURN_IF_CUDA_ERROR(LaunchNaturalOrder(problem, arguments.order, stream));
     }
-    if (plan.algorithm != Algorithm::kReduce) return Table();
+    if (choice.algorithm != Algorithm::kReduce) return Table();
     if constexpr (kWithWinner) {
       return arguments.first_wins ? Reduce<WinnerReduction<T, true>>({output, arguments.winner, flip})
                                   : Reduce<WinnerReduction<T, false>>({output, arguments.winner, flip});
@@ -105,12 +115,12 @@ struct Launcher {
   }
 
   template <typename Reduction>
-  cudaError_t Reduce(const typename Reduction::Outputs& outputs) const {
-    return LaunchReduction<Reduction>(arguments, plan.way, StateBytes(sizeof(T), kWithWinner), outputs, arguments.order,
-                                      stream);
+  CudaStatus Reduce(const typename Reduction::Outputs& outputs) const {
+    return LaunchReduction<Reduction>(arguments, choice.strategy, StateBytes(sizeof(T), kWithWinner), outputs,
+                                      arguments.order, stream);
   }
 
-  cudaError_t Table() const {
+  CudaStatus Table() const {
     const int64_t cells = segments * problem.features;
     ScratchCarver carver(arguments.scratch);
     TableArguments<T> a{};
@@ -130,32 +140,30 @@ struct Launcher {
     constexpr int kWidest = sizeof(T) == 8 ? 2 : 4;
     const bool is_aligned = problem.batch == 1 || problem.data_is_shared ||
                             problem.rows * problem.features % kWidest == 0;
-    if (cudaError_t e = cudaMemsetAsync(a.table, 0, cells * sizeof(TableKey<T>), stream)) return e;
-    if (cudaError_t e = plan.filters_rows ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
-                        : is_aligned      ? TableMax<kWidest>(a)
-                                          : TableMax<1>(a)) {
-      return e;
-    }
+    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.table, 0, cells * sizeof(TableKey<T>), stream));
+    JB_RETURN_IF_CUDA_ERROR(choice.filters_rows ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
+                            : is_aligned        ? TableMax<kWidest>(a)
+                                                : TableMax<1>(a));
     DecodeTableKernel<T><<<static_cast<uint32_t>(CeilDivide(cells, 256)), 256, 0, stream>>>(a.table, cells, flip,
                                                                                               output);
-    if (cudaError_t e = cudaGetLastError()) return e;
+    JB_RETURN_IF_LAUNCH_ERROR(DecodeTableKernel);
     if constexpr (kWithWinner) {
       // Every byte of kNoWinner is 0xff.
-      if (cudaError_t e = cudaMemsetAsync(a.winner, 0xff, cells * sizeof(int32_t), stream)) return e;
+      JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.winner, 0xff, cells * sizeof(int32_t), stream));
       return is_aligned ? TableWinner<kWidest>(a) : TableWinner<1>(a);
     }
-    return cudaSuccess;
+    return {};
   }
 
   // The first rows go straight to the table; the others in parts, each behind the floors that the rows before it leave.
   template <int kVec>
-  cudaError_t FilteredMax(const TableArguments<T>& a, char* scratch) const {
+  CudaStatus FilteredMax(const TableArguments<T>& a, char* scratch) const {
     if constexpr (sizeof(TableKey<T>) != sizeof(uint32_t)) {
-      return cudaErrorInvalidValue;
+      return JB_CUDA_STATUS(cudaErrorInvalidValue);
     } else {
       const Floors<T> floors(reinterpret_cast<FloorKey<T>*>(scratch), problem.segments * problem.features);
       int multiprocessors = 0;
-      if (cudaError_t e = MultiprocessorCount(&multiprocessors)) return e;
+      JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
       const uint32_t blocks = kFilterBlocks * multiprocessors;
       // In 1/64 of the rows. What the floors let pass falls as the inverse of the number of rows before.
       constexpr int kPartEnds[] = {4, 10, 26, 64};
@@ -168,18 +176,18 @@ struct Launcher {
         part.ids.ids = static_cast<const char*>(a.ids.ids) + begin * (a.ids.are_64_bit ? 8 : 4);
         part.problem.rows = end - begin;
         if (begin == 0) {
-          if (cudaError_t e = TableMax<kVec>(part)) return e;
+          JB_RETURN_IF_CUDA_ERROR(TableMax<kVec>(part));
         } else {
           constexpr uint32_t kFloorBlocks = Floors<T>::kGroups * kFloorLanes / 256;
           FloorsKernel<T><<<kFloorBlocks, 256, 0, stream>>>(a.table, floors);
-          if (cudaError_t e = cudaGetLastError()) return e;
+          JB_RETURN_IF_LAUNCH_ERROR(FloorsKernel);
           part.blocks_per_batch = blocks;
           FilteredMaxKernel<T, kVec><<<blocks, kFilterThreads, 0, stream>>>(part, floors);
-          if (cudaError_t e = cudaGetLastError()) return e;
+          JB_RETURN_IF_LAUNCH_ERROR(FilteredMaxKernel);
         }
         begin = end;
       }
-      return cudaSuccess;
+      return {};
     }
   }
 
@@ -191,79 +199,80 @@ struct Launcher {
   }
 
   // As many as run at once: each keeps its table for all of its rows.
-  cudaError_t SharedTableBlocksPerBatch(int64_t vectors, int64_t* blocks) const {
+  CudaStatus SharedTableBlocksPerBatch(int64_t vectors, int64_t* blocks) const {
     int multiprocessors = 0;
-    if (cudaError_t e = MultiprocessorCount(&multiprocessors)) return e;
+    JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
     *blocks = TableBlocksPerBatch(vectors, kSharedTableThreads, int64_t{kSharedTableBlocks} * multiprocessors);
-    return cudaSuccess;
+    return {};
   }
 
   template <int kVec>
-  cudaError_t TableMax(TableArguments<T> a) const {
+  CudaStatus TableMax(TableArguments<T> a) const {
     const int64_t vectors = CeilDivide(a.problem.rows * problem.features, kVec);
-    if (plan.algorithm == Algorithm::kSharedTable) {
-      if (cudaError_t e = SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch)) return e;
+    if (choice.algorithm == Algorithm::kSharedTable) {
+      JB_RETURN_IF_CUDA_ERROR(SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch));
       const size_t shared_bytes = problem.segments * problem.features * sizeof(TableKey<T>);
       SharedTableMaxKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kSharedTableThreads,
                                       shared_bytes, stream>>>(a);
+      return JB_LAUNCH_STATUS(SharedTableMaxKernel);
     } else if (problem.features == 1) {
       a.blocks_per_batch = CeilDivide(vectors, kSingleFeatureThreads);
       const uint32_t blocks = static_cast<uint32_t>(problem.batch * a.blocks_per_batch);
       SingleFeatureMaxKernel<T, kVec><<<blocks, kSingleFeatureThreads, 0, stream>>>(a);
+      return JB_LAUNCH_STATUS(SingleFeatureMaxKernel);
     } else {
       a.blocks_per_batch = TableBlocksPerBatch(vectors, 256, int64_t{1} << 20);
       TableMaxKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), 256, 0, stream>>>(a);
+      return JB_LAUNCH_STATUS(TableMaxKernel);
     }
-    return cudaGetLastError();
   }
 
   template <int kVec>
-  cudaError_t TableWinner(TableArguments<T> a) const {
+  CudaStatus TableWinner(TableArguments<T> a) const {
     const int64_t vectors = CeilDivide(problem.rows * problem.features, kVec);
-    if (plan.algorithm == Algorithm::kSharedTable) {
-      if (cudaError_t e = SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch)) return e;
+    if (choice.algorithm == Algorithm::kSharedTable) {
+      JB_RETURN_IF_CUDA_ERROR(SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch));
       const size_t shared_bytes =
           problem.segments * problem.features * (sizeof(ComputeType<T>) + sizeof(int32_t));
       SharedTableWinnerKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch),
                                          kSharedTableThreads, shared_bytes, stream>>>(a);
+      return JB_LAUNCH_STATUS(SharedTableWinnerKernel);
     } else {
       a.blocks_per_batch = TableBlocksPerBatch(vectors, 256, int64_t{1} << 20);
       TableWinnerKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), 256, 0, stream>>>(a);
+      return JB_LAUNCH_STATUS(TableWinnerKernel);
     }
-    return cudaGetLastError();
   }
 };
 
 }  // namespace
 
-int64_t ExtremumScratchBytes(const Problem& problem, int64_t element_bytes, bool indices_are_sorted,
-                               bool with_winner) {
-  if (problem.HasNoResult()) return 0;
-  return ScratchBytes(problem, ChoosePlan(problem, element_bytes, indices_are_sorted, with_winner), element_bytes,
-                      with_winner);
+Plan PlanExtremum(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool with_winner) {
+  if (problem.HasNoResult()) return {kNothing};
+  return PlanOf(problem, Choose(problem, element_bytes, indices_are_sorted, with_winner), element_bytes, with_winner);
 }
 
-cudaError_t LaunchExtremum(const ExtremumArguments& arguments, cudaStream_t stream) {
+CudaStatus LaunchExtremum(const ExtremumArguments& arguments, cudaStream_t stream) {
   const Problem& problem = arguments.problem;
   if (problem.HasNoResult()) {
-    return arguments.order == nullptr ? cudaSuccess : LaunchNaturalOrder(problem, arguments.order, stream);
+    return arguments.order == nullptr ? CudaStatus{} : LaunchNaturalOrder(problem, arguments.order, stream);
   }
   const bool with_winner = arguments.winner != nullptr;
   const int64_t element_bytes = ElementBytes(arguments.type);
-  const Plan plan = ChoosePlan(problem, element_bytes, arguments.indices_are_sorted, with_winner);
-  cudaError_t error = cudaErrorInvalidValue;
-  if (!SegmentsFit(problem.segments)) return error;
-  if (arguments.scratch_bytes < ScratchBytes(problem, plan, element_bytes, with_winner)) return error;
+  const Choice choice = Choose(problem, element_bytes, arguments.indices_are_sorted, with_winner);
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
+  if (!SegmentsFit(problem.segments)) return status;
+  if (arguments.scratch_bytes < PlanOf(problem, choice, element_bytes, with_winner).scratch_bytes) return status;
   if (with_winner) {
     DispatchFloating(arguments.type, [&](auto tag) {
-      error = Launcher<typename decltype(tag)::type, true>{arguments, plan, stream}.Launch();
+      status = Launcher<typename decltype(tag)::type, true>{arguments, choice, stream}.Launch();
     });
   } else {
     DispatchOrdered(arguments.type, [&](auto tag) {
-      error = Launcher<typename decltype(tag)::type, false>{arguments, plan, stream}.Launch();
+      status = Launcher<typename decltype(tag)::type, false>{arguments, choice, stream}.Launch();
     });
   }
-  return error;
+  return status;
 }
 
 }  // namespace jax_baracuda::segment

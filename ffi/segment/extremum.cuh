@@ -6,14 +6,15 @@
 
 #include <cstdint>
 
+#include "ffi/core/cuda_status.h"
 #include "ffi/core/element_type.h"
+#include "ffi/core/plan.h"
 #include "ffi/segment/extremum.h"
 
 namespace jax_baracuda::segment {
 
-// Bytes of scratch memory that LaunchExtremum needs. Depends on the shapes and flags alone; calls no CUDA function.
-int64_t ExtremumScratchBytes(const Problem& problem, int64_t element_bytes, bool indices_are_sorted,
-                               bool with_winner);
+// How LaunchExtremum runs. Depends on the shapes and flags alone; calls no CUDA function.
+Plan PlanExtremum(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool with_winner);
 
 struct ExtremumArguments {
   Problem problem;
@@ -33,7 +34,7 @@ struct ExtremumArguments {
 
 // Writes every element of output (and winner). Enqueues work on `stream` only: no allocation, no synchronisation, the
 // same launches whenever the problem is the same.
-cudaError_t LaunchExtremum(const ExtremumArguments& arguments, cudaStream_t stream);
+CudaStatus LaunchExtremum(const ExtremumArguments& arguments, cudaStream_t stream);
 
 struct ExtremumBackwardArguments {
   Problem problem;
@@ -51,9 +52,13 @@ struct ExtremumBackwardArguments {
   bool winner_is_shared;
 };
 
-cudaError_t LaunchExtremumBackward(const ExtremumBackwardArguments& arguments, cudaStream_t stream);
+// How LaunchExtremumBackward runs; `shares_ties`: with data and output.
+Plan PlanExtremumBackward(const Problem& problem, int64_t element_bytes, bool has_order, bool shares_ties);
 
-int64_t ArgScratchBytes(const Problem& problem, int64_t element_bytes, bool indices_are_sorted);
+CudaStatus LaunchExtremumBackward(const ExtremumBackwardArguments& arguments, cudaStream_t stream);
+
+// How LaunchArg runs.
+Plan PlanArg(const Problem& problem, int64_t element_bytes, bool indices_are_sorted);
 
 struct ArgArguments {
   Problem problem;
@@ -69,6 +74,6 @@ struct ArgArguments {
 };
 
 // The first row that attains each cell's maximum; the number of rows for an empty segment.
-cudaError_t LaunchArg(const ArgArguments& arguments, cudaStream_t stream);
+CudaStatus LaunchArg(const ArgArguments& arguments, cudaStream_t stream);
 
 }  // namespace jax_baracuda::segment

@@ -1,6 +1,8 @@
 // The gradient of segment_max and segment_min: each cell's cotangent goes to its winner, in one pass over the rows.
-#include "ffi/segment/extremum.cuh"
+#include <type_traits>
+
 #include "ffi/segment/device.cuh"
+#include "ffi/segment/extremum.cuh"
 #include "ffi/segment/extremum.h"
 
 namespace jax_baracuda::segment {
@@ -45,24 +47,28 @@ __device__ __forceinline__ float ApproximateReciprocal(float x) {
 
 // Gradients where ties are shared: whoever attains the maximum gets a part of the cotangent, of 16 bits. A product with
 // an approximate reciprocal, whose error is 2^-22, is as good as a division: the quotient of a number of 11 bits and a
-// count of 8 is further than 2^-20 from any point halfway between two normal numbers of 11 bits.
+// count of 8 is further than 2^-20 from any point halfway between two normal numbers of 11 bits. It may be halfway
+// between two subnormal ones, so those are divided for.
 template <typename T, int kVec>
 __device__ __forceinline__ Vector<T, kVec> NarrowShares(const Vector<int32_t, kVec>& winners,
                                                         const Vector<T, kVec>& cotangent, const Vector<T, kVec>& data,
                                                         const Vector<T, kVec>& output) {
   constexpr int32_t kMostMembers = 256;
+  constexpr float kSmallestNormal = std::is_same_v<T, Float16> ? 0x1p-14f : 0x1p-126f;
   const Vector<float, kVec> cotangents = Widen(cotangent), values = Widen(data), maxima = Widen(output);
   Vector<T, kVec> shares;
   int32_t least = -1;
+  bool is_subnormal = false;
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
     const int32_t minus_members = min(winners.lane[i], -1);
     least = min(least, minus_members);
     const bool attains = values.lane[i] == maxima.lane[i];
-    const float share = cotangents.lane[i] * -ApproximateReciprocal(minus_members);
-    shares.lane[i] = static_cast<T>(attains ? share : 0.0f);
+    const float share = attains ? cotangents.lane[i] * -ApproximateReciprocal(minus_members) : 0.0f;
+    is_subnormal |= share != 0.0f && fabsf(share) < 2 * kSmallestNormal;
+    shares.lane[i] = static_cast<T>(share);
   }
-  if (least < -kMostMembers) {
+  if (least < -kMostMembers || is_subnormal) {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       shares.lane[i] = TiedGradient(min(winners.lane[i], -1), data.lane[i], output.lane[i], cotangent.lane[i]);
@@ -71,7 +77,8 @@ __device__ __forceinline__ Vector<T, kVec> NarrowShares(const Vector<int32_t, kV
   return shares;
 }
 
-// With `kReadsData`, every row is compared with the maxima; else only those that may attain a tied one.
+// Writes the rows that `order` names, which must be a permutation of all: LaunchRowOrder and LaunchNaturalOrder make no
+// other. With `kReadsData`, every row is compared with the maxima; else only those that may attain a tied one.
 template <typename T, int kVec, bool kReadsData>
 __global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid_constant__ BackwardArguments<T> a) {
   extern __shared__ uint32_t block_memory[];
@@ -214,13 +221,23 @@ __global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid
   }
 }
 
+// Of 16-bit numbers so many tie that nearly every warp has one to look at. Without data, nothing ties.
+bool ReadsAllRows(int64_t element_bytes, bool shares_ties) { return element_bytes == 2 && shares_ties; }
+
 }  // namespace
 
-cudaError_t LaunchExtremumBackward(const ExtremumBackwardArguments& arguments, cudaStream_t stream) {
+Plan PlanExtremumBackward(const Problem& problem, int64_t element_bytes, bool has_order, bool shares_ties) {
+  if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return {kNothing};
+  if (ReadsAllRows(element_bytes, shares_ties)) return {has_order ? "all_rows_in_order" : "all_rows"};
+  if (shares_ties) return {has_order ? "winners_and_ties_in_order" : "winners_and_ties"};
+  return {has_order ? "winners_in_order" : "winners"};
+}
+
+CudaStatus LaunchExtremumBackward(const ExtremumBackwardArguments& arguments, cudaStream_t stream) {
   const Problem& problem = arguments.problem;
-  if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return cudaSuccess;
-  if (!SegmentsFit(problem.segments)) return cudaErrorInvalidValue;
-  cudaError_t error = cudaErrorInvalidValue;
+  if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return {};
+  if (!SegmentsFit(problem.segments)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(arguments.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto launch = [&](auto vector, auto reads_data) {
@@ -243,7 +260,7 @@ cudaError_t LaunchExtremumBackward(const ExtremumBackwardArguments& arguments, c
       const size_t shared_bytes = BlockRows(a.features) * (sizeof(uint32_t) + sizeof(int32_t));
       BackwardKernel<T, kVec, decltype(reads_data)::value>
           <<<static_cast<uint32_t>(blocks), kThreads, shared_bytes, stream>>>(a);
-      error = cudaGetLastError();
+      status = JB_LAUNCH_STATUS(BackwardKernel);
     };
     const auto launch_widest = [&](auto reads_data) {
       // 16 bytes of winners to a thread, or of data where that is read anyway.
@@ -259,13 +276,12 @@ cudaError_t LaunchExtremumBackward(const ExtremumBackwardArguments& arguments, c
         launch(std::integral_constant<int, 1>{}, reads_data);
       }
     };
-    // Of 16-bit numbers so many tie that nearly every warp has one to look at. Without data, nothing ties.
     if constexpr (sizeof(T) == 2) {
-      if (arguments.data != nullptr) return launch_widest(std::true_type{});
+      if (ReadsAllRows(sizeof(T), arguments.data != nullptr)) return launch_widest(std::true_type{});
     }
     launch_widest(std::false_type{});
   });
-  return error;
+  return status;
 }
 
 }  // namespace jax_baracuda::segment

@@ -289,13 +289,20 @@ JB_CPU_CLONES bool GradientGrouped(const Problem problem, const Block block, con
   return true;
 }
 
+// Ids that turn out to be sorted are gathered all the same.
+Strategy ChooseGradient(const Problem& problem, int64_t element_bytes) {
+  const int64_t row_bytes = problem.features * element_bytes;
+  return row_bytes >= kMinStreamedRowBytes && problem.batch * problem.rows * row_bytes >= kMinStreamedBytes &&
+                 problem.segments >= kMinSegmentsPerBlock
+             ? Strategy::kStreamedGroups
+             : ChooseGather(problem);
+}
+
 // Returns false if there is no memory.
 template <typename T>
 bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const BackwardArrays<T>& arrays) {
-  const int64_t row_bytes = problem.features * sizeof(T), bytes_per_batch_element = problem.rows * row_bytes;
-  const int64_t total_bytes = problem.batch * bytes_per_batch_element;
-  if (row_bytes >= kMinStreamedRowBytes && total_bytes >= kMinStreamedBytes &&
-      problem.segments >= kMinSegmentsPerBlock && !EachBatchIsSorted(problem, arrays.ids)) {
+  if (ChooseGradient(problem, sizeof(T)) == Strategy::kStreamedGroups && !EachBatchIsSorted(problem, arrays.ids)) {
+    const int64_t total_bytes = problem.batch * problem.rows * problem.features * sizeof(T);
     AdviseHugePages(arrays.d_data, total_bytes);
     const Blocking blocking(problem, /*item_size=*/0, std::max<int64_t>(1, pool.num_threads()));
     return ForEachGroupedBlock(pool, problem, blocking, arrays.ids,
@@ -421,14 +428,30 @@ XLA_FFI_DEFINE_HANDLER(kMinBackward, Backward<true>, BindBackward());
 XLA_FFI_DEFINE_HANDLER(kArgMax, Arg<false>, BindForward());
 XLA_FFI_DEFINE_HANDLER(kArgMin, Arg<true>, BindForward());
 
-JB_REGISTER_TARGET("segment_max", kMax, nullptr);
-JB_REGISTER_TARGET("segment_min", kMin, nullptr);
-JB_REGISTER_TARGET("segment_max_with_winner", kMaxWithWinner, nullptr);
-JB_REGISTER_TARGET("segment_min_with_winner", kMinWithWinner, nullptr);
-JB_REGISTER_TARGET("segment_max_backward", kMaxBackward, nullptr);
-JB_REGISTER_TARGET("segment_min_backward", kMinBackward, nullptr);
-JB_REGISTER_TARGET("segment_argmax", kArgMax, nullptr);
-JB_REGISTER_TARGET("segment_argmin", kArgMin, nullptr);
+template <template <typename> class Reduction>
+Plan PlanOf(const PlanParameters& parameters) {
+  return PlanOfType(PlanRequest(parameters), [](auto tag, const Problem& problem) {
+    return ChooseStrategy<Reduction<typename decltype(tag)::type>>(problem, /*has_counts=*/false);
+  });
+}
+
+Plan PlanOfBackward(const PlanParameters& parameters) {
+  const PlanRequest call(parameters);
+  return {StrategyName(ChooseGradient(call.problem, call.element_bytes))};
+}
+
+JB_REGISTER_TARGET("segment_max", kMax, PlanOf<Extremum>, kNothing, "scan", "group_by_segment");
+JB_REGISTER_TARGET("segment_min", kMin, PlanOf<Extremum>, kNothing, "scan", "group_by_segment");
+JB_REGISTER_TARGET("segment_max_with_winner", kMaxWithWinner, PlanOf<ExtremumWithWinner>, kNothing, "scan",
+                   "group_by_segment");
+JB_REGISTER_TARGET("segment_min_with_winner", kMinWithWinner, PlanOf<ExtremumWithWinner>, kNothing, "scan",
+                   "group_by_segment");
+JB_REGISTER_TARGET("segment_max_backward", kMaxBackward, PlanOfBackward, kNothing, "gather",
+                   "group_by_segment_streamed");
+JB_REGISTER_TARGET("segment_min_backward", kMinBackward, PlanOfBackward, kNothing, "gather",
+                   "group_by_segment_streamed");
+JB_REGISTER_TARGET("segment_argmax", kArgMax, PlanOf<ArgExtremum>, kNothing, "scan", "group_by_segment");
+JB_REGISTER_TARGET("segment_argmin", kArgMin, PlanOf<ArgExtremum>, kNothing, "scan", "group_by_segment");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

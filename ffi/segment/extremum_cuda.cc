@@ -16,14 +16,13 @@ ffi::Error Forward(const char* op, bool is_minimum, cudaStream_t stream, const f
                                            : DispatchOrdered(decoded.type, [](auto) {});
   if (!supported) return UnsupportedType(op, "data", data.element_type());
   const Problem& problem = decoded.problem;
+  const Plan plan = PlanExtremum(problem, ElementBytes(data), indices_are_sorted, winner != nullptr);
   ScratchBuffer scratch;
-  JB_RETURN_IF_ERROR(DecodeScratch(
-      op, scratch_result,
-      ExtremumScratchBytes(problem, ElementBytes(data), indices_are_sorted, winner != nullptr), &scratch));
+  JB_RETURN_IF_ERROR(DecodeScratch(op, scratch_result, plan.scratch_bytes, &scratch));
   if (order != nullptr && decoded.order_size != problem.rows) {
     // No order is wanted, but the result is there.
     const int64_t bytes = problem.batch * decoded.order_size * sizeof(int32_t);
-    if (cudaError_t e = cudaMemsetAsync(decoded.order, 0, bytes, stream)) return CudaStatus(op, e);
+    JB_RETURN_IF_ERROR(ToError(op, JB_CUDA_STATUS(cudaMemsetAsync(decoded.order, 0, bytes, stream))));
     decoded.order = nullptr;
   }
   const ExtremumArguments arguments{problem,
@@ -39,7 +38,7 @@ ffi::Error Forward(const char* op, bool is_minimum, cudaStream_t stream, const f
                                     decoded.order,
                                     scratch.data,
                                     scratch.bytes};
-  return CudaStatus(op, LaunchExtremum(arguments, stream));
+  return ToError(op, LaunchExtremum(arguments, stream));
 }
 
 template <bool kIsMinimum>
@@ -84,7 +83,7 @@ ffi::Error ExtremumBackward(cudaStream_t stream, ffi::AnyBuffer d_output, ffi::A
       d_data->untyped_data(),
       decoded.d_output_is_shared,
       decoded.winner_is_shared};
-  return CudaStatus(kOp, LaunchExtremumBackward(arguments, stream));
+  return ToError(kOp, LaunchExtremumBackward(arguments, stream));
 }
 
 template <bool kIsMinimum>
@@ -94,9 +93,9 @@ ffi::Error Arg(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer segment_
   Buffers decoded;
   JB_RETURN_IF_ERROR(DecodeArg(kOp, data, segment_ids, *winner, &decoded));
   if (!DispatchWide(decoded.type, [](auto) {})) return UnsupportedType(kOp, "data", data.element_type());
+  const Plan plan = PlanArg(decoded.problem, ElementBytes(data), indices_are_sorted);
   ScratchBuffer scratch;
-  JB_RETURN_IF_ERROR(DecodeScratch(
-      kOp, scratch_result, ArgScratchBytes(decoded.problem, ElementBytes(data), indices_are_sorted), &scratch));
+  JB_RETURN_IF_ERROR(DecodeScratch(kOp, scratch_result, plan.scratch_bytes, &scratch));
   const ArgArguments arguments{decoded.problem,
                                decoded.type,
                                decoded.ids_are_64_bit,
@@ -107,7 +106,7 @@ ffi::Error Arg(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer segment_
                                static_cast<int32_t*>(winner->untyped_data()),
                                scratch.data,
                                scratch.bytes};
-  return CudaStatus(kOp, LaunchArg(arguments, stream));
+  return ToError(kOp, LaunchArg(arguments, stream));
 }
 
 auto BindExtremum() { return BindBuffers<Stream, 2, 1>().RemainingRets().Attr<bool>("indices_are_sorted"); }
@@ -131,28 +130,38 @@ XLA_FFI_DEFINE_HANDLER(kMinBackward, ExtremumBackward<true>, BindBackward(), {ff
 XLA_FFI_DEFINE_HANDLER(kArgMax, Arg<false>, BindExtremum(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kArgMin, Arg<true>, BindExtremum(), {ffi::Traits::kCmdBufferCompatible});
 
-int64_t ScratchOf(const ScratchParameters& parameters, bool with_winner) {
-  const ScratchRequest request(parameters);
-  return ExtremumScratchBytes(request.problem, request.element_bytes, request.indices_are_sorted, with_winner);
+template <bool kWithWinner>
+Plan PlanOf(const PlanParameters& parameters) {
+  const PlanRequest call(parameters);
+  return PlanExtremum(call.problem, call.element_bytes, call.indices_are_sorted, kWithWinner);
 }
 
-int64_t ScratchOfValue(const ScratchParameters& parameters) { return ScratchOf(parameters, false); }
-
-int64_t ScratchOfWinner(const ScratchParameters& parameters) { return ScratchOf(parameters, true); }
-
-int64_t ScratchOfArg(const ScratchParameters& parameters) {
-  const ScratchRequest request(parameters);
-  return ArgScratchBytes(request.problem, request.element_bytes, request.indices_are_sorted);
+Plan PlanOfBackward(const PlanParameters& parameters) {
+  const PlanRequest call(parameters);
+  return PlanExtremumBackward(call.problem, call.element_bytes, call.has_order, call.shares_ties);
 }
 
-JB_REGISTER_TARGET("segment_max", kMax, ScratchOfValue);
-JB_REGISTER_TARGET("segment_min", kMin, ScratchOfValue);
-JB_REGISTER_TARGET("segment_max_with_winner", kMaxWithWinner, ScratchOfWinner);
-JB_REGISTER_TARGET("segment_min_with_winner", kMinWithWinner, ScratchOfWinner);
-JB_REGISTER_TARGET("segment_max_backward", kMaxBackward, nullptr);
-JB_REGISTER_TARGET("segment_min_backward", kMinBackward, nullptr);
-JB_REGISTER_TARGET("segment_argmax", kArgMax, ScratchOfArg);
-JB_REGISTER_TARGET("segment_argmin", kArgMin, ScratchOfArg);
+Plan PlanOfArg(const PlanParameters& parameters) {
+  const PlanRequest call(parameters);
+  return PlanArg(call.problem, call.element_bytes, call.indices_are_sorted);
+}
+
+#define JB_TABLE_STRATEGIES "shared_table", "filtered_atomics", "atomics", "atomics_single_feature"
+// Winners are not kept in private tables, which leaves few segments in any order to the shared one.
+#define JB_WITH_WINNER_STRATEGIES \
+  kNothing, "fill", "runs", "tiles", "staged_tiles", "sort_then_tiles", JB_TABLE_STRATEGIES
+#define JB_BACKWARD_STRATEGIES                                                                                \
+  kNothing, "winners", "winners_in_order", "winners_and_ties", "winners_and_ties_in_order", "all_rows", \
+      "all_rows_in_order"
+
+JB_REGISTER_TARGET("segment_max", kMax, PlanOf<false>, kNothing, JB_REDUCE_STRATEGIES, JB_TABLE_STRATEGIES);
+JB_REGISTER_TARGET("segment_min", kMin, PlanOf<false>, kNothing, JB_REDUCE_STRATEGIES, JB_TABLE_STRATEGIES);
+JB_REGISTER_TARGET("segment_max_with_winner", kMaxWithWinner, PlanOf<true>, JB_WITH_WINNER_STRATEGIES);
+JB_REGISTER_TARGET("segment_min_with_winner", kMinWithWinner, PlanOf<true>, JB_WITH_WINNER_STRATEGIES);
+JB_REGISTER_TARGET("segment_max_backward", kMaxBackward, PlanOfBackward, JB_BACKWARD_STRATEGIES);
+JB_REGISTER_TARGET("segment_min_backward", kMinBackward, PlanOfBackward, JB_BACKWARD_STRATEGIES);
+JB_REGISTER_TARGET("segment_argmax", kArgMax, PlanOfArg, kNothing, JB_REDUCE_STRATEGIES);
+JB_REGISTER_TARGET("segment_argmin", kArgMin, PlanOfArg, kNothing, JB_REDUCE_STRATEGIES);
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -7,6 +7,7 @@
 // large for an L1, and there are many rows to a cell, lower bounds in shared memory spare most of those loads.
 #pragma once
 
+#include "ffi/core/launch_bounds.cuh"
 #include "ffi/segment/extremum_device.cuh"
 
 namespace jax_baracuda::segment {
@@ -200,7 +201,7 @@ inline constexpr int kSingleFeatureThreads = 256;
 
 // Rows of one element, kVec neighbouring ones to a thread.
 template <typename T, int kVec>
-__global__ void __launch_bounds__(kSingleFeatureThreads, 8)
+__global__ void __launch_bounds__(kSingleFeatureThreads, MinBlocks(kSingleFeatureThreads, 8))
     SingleFeatureMaxKernel(const __grid_constant__ TableArguments<T> a) {
   const int64_t b = blockIdx.x / a.blocks_per_batch;
   const int64_t rows = a.problem.rows;
@@ -276,7 +277,7 @@ __global__ void __launch_bounds__(256) FloorsKernel(const TableKey<T>* table, co
 
 // TableMaxKernel behind floors of the table, for a batch of one. An element that equals its floor raises nothing.
 template <typename T, int kVec>
-__global__ void __launch_bounds__(kFilterThreads, kFilterBlocks)
+__global__ void __launch_bounds__(kFilterThreads, MinBlocks(kFilterThreads, kFilterBlocks))
     FilteredMaxKernel(const __grid_constant__ TableArguments<T> a, const Floors<T> floors) {
   using Key = TableKey<T>;
   constexpr int kWords = kFloorBytes / sizeof(uint4);
@@ -308,7 +309,7 @@ inline constexpr int kSharedTableThreads = 512;
 inline constexpr int kSharedTableBlocks = 4;  // on a multiprocessor
 
 template <typename T, int kVec>
-__global__ void __launch_bounds__(kSharedTableThreads, kSharedTableBlocks)
+__global__ void __launch_bounds__(kSharedTableThreads, MinBlocks(kSharedTableThreads, kSharedTableBlocks))
     SharedTableMaxKernel(const __grid_constant__ TableArguments<T> a) {
   extern __shared__ uint4 shared_table_memory[];
   TableKey<T>* shared_table = reinterpret_cast<TableKey<T>*>(shared_table_memory);
@@ -380,7 +381,7 @@ __global__ void __launch_bounds__(256) TableWinnerKernel(const __grid_constant__
 }
 
 template <typename T, int kVec>
-__global__ void __launch_bounds__(kSharedTableThreads, kSharedTableBlocks)
+__global__ void __launch_bounds__(kSharedTableThreads, MinBlocks(kSharedTableThreads, kSharedTableBlocks))
     SharedTableWinnerKernel(const __grid_constant__ TableArguments<T> a) {
   using C = ComputeType<T>;
   extern __shared__ uint4 shared_table_memory[];

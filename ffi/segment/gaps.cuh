@@ -33,11 +33,11 @@ JB_HOST_DEVICE int64_t GapWarpsPerBatch(int64_t segments) {
   return CeilDivide(CeilDivide(segments, kGapStretch), kWarpStretches);
 }
 
-// Writes the reduction of nothing to the wide gaps of a warp's stretches. `id_of(row)` is the id of a row of the
-// element b of the batch.
+// Writes the reduction of nothing to the wide gaps of a warp's stretches. `id_of(row)` is the id of a row of an element
+// of the batch, `first_result` the place of its first segment among the results.
 template <typename Reduction, int kVec, typename IdOf>
 __device__ __forceinline__ void FillWideGaps(const Problem& problem, const typename Reduction::Outputs& outputs,
-                                             int64_t b, int64_t warp, IdOf&& id_of) {
+                                             int64_t first_result, int64_t warp, IdOf&& id_of) {
   constexpr uint32_t kAllLanes = 0xffffffffu;
   const int lane = threadIdx.x % 32;
   const int64_t segments = problem.segments;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void FillWideGaps(const Problem& problem, const typen
   for (uint32_t lanes = __ballot_sync(kAllLanes, empty != 0); lanes != 0; lanes &= lanes - 1) {
     const int owner = __ffs(lanes) - 1;
     const uint32_t owner_empty = __shfl_sync(kAllLanes, empty, owner);
-    const int64_t first_segment = b * segments + __shfl_sync(kAllLanes, stretch, owner);
+    const int64_t first_segment = first_result + __shfl_sync(kAllLanes, stretch, owner);
     for (int64_t i = lane; i < kGapStretch * row_vectors; i += 32) {
       const int64_t segment = i / row_vectors;
       if (((owner_empty >> segment) & 1) == 0) continue;

@@ -27,18 +27,20 @@ struct GatherCells {
 
 }  // namespace
 
-cudaError_t LaunchGather(const GatherArguments& arguments, cudaStream_t stream) {
+Plan PlanGather(const Problem& problem, int64_t element_bytes) { return PlanMapRows(problem, element_bytes); }
+
+CudaStatus LaunchGather(const GatherArguments& arguments, cudaStream_t stream) {
   const Problem& problem = arguments.problem;
-  cudaError_t error = cudaErrorInvalidValue;
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(arguments.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const GatherCells<T> function{static_cast<const T*>(arguments.cells), arguments.count,
                                   arguments.cells_are_shared ? 0 : problem.segments * problem.features,
                                   arguments.count_is_shared ? 0 : problem.segments, problem.features};
-    error = LaunchMapRows(problem, arguments.segment_ids, arguments.ids_are_64_bit, function,
+    status = LaunchMapRows(problem, arguments.segment_ids, arguments.ids_are_64_bit, function,
                           static_cast<T*>(arguments.rows), stream);
   });
-  return error;
+  return status;
 }
 
 }  // namespace jax_baracuda::segment

@@ -3,6 +3,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <string_view>
+
+#include "ffi/core/cuda_status.h"
+#include "ffi/core/plan.h"
 #include "ffi/segment/device.cuh"
 
 namespace jax_baracuda::segment {
@@ -110,25 +114,34 @@ __global__ void __launch_bounds__(kMapThreads) MapFlatKernel(const __grid_consta
   }
 }
 
+inline Plan PlanMapRows(const Problem& problem, int64_t element_bytes) {
+  if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return {kNothing};
+  const int64_t vector = 16 / element_bytes;
+  if (problem.features % vector == 0) return {"row_vectors"};
+  // Vectors that run across the ends of rows may not run across those of elements of the batch.
+  return {problem.batch == 1 || problem.rows * problem.features % vector == 0 ? "flat_vectors" : "flat_elements"};
+}
+
 template <typename T, typename Function>
-cudaError_t LaunchMapRows(const Problem& problem, const void* segment_ids, bool ids_are_64_bit,
+CudaStatus LaunchMapRows(const Problem& problem, const void* segment_ids, bool ids_are_64_bit,
                           const Function& function, T* rows, cudaStream_t stream) {
-  if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return cudaSuccess;
-  if (!SegmentsFit(problem.segments)) return cudaErrorInvalidValue;
+  const std::string_view strategy = PlanMapRows(problem, sizeof(T)).strategy;
+  if (strategy == kNothing) return {};
+  if (!SegmentsFit(problem.segments)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
   MapRowsArguments<T, Function> a{};
   a.ids = {segment_ids, ids_are_64_bit, problem.segments};
   a.problem = problem;
   a.function = function;
   a.rows = rows;
   constexpr int kWidest = 16 / sizeof(T);
-  if (problem.features % kWidest == 0) {
+  if (strategy == "row_vectors") {
     a.features = DealFeatures(problem.features / kWidest, 32);
     const int block_rows = kMapThreads / a.features.lanes * kMapRowsPerThread;
     a.blocks_per_batch = CeilDivide(problem.rows, block_rows);
     const int64_t blocks = problem.batch * a.blocks_per_batch * a.features.columns;
     MapRowsKernel<T, Function, kWidest>
         <<<static_cast<uint32_t>(blocks), kMapThreads, block_rows * sizeof(uint32_t), stream>>>(a);
-    return cudaGetLastError();
+    return JB_LAUNCH_STATUS(MapRowsKernel);
   }
   const auto launch_flat = [&](auto vector) {
     constexpr int kVec = decltype(vector)::value;
@@ -136,11 +149,10 @@ cudaError_t LaunchMapRows(const Problem& problem, const void* segment_ids, bool 
         CeilDivide(problem.rows * problem.features, int64_t{kMapThreads} * kVec * kFlatVectorsPerThread);
     MapFlatKernel<T, Function, kVec>
         <<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kMapThreads, 0, stream>>>(a);
-    return cudaGetLastError();
+    return JB_LAUNCH_STATUS(MapFlatKernel);
   };
-  const bool is_aligned = problem.batch == 1 || problem.rows * problem.features % kWidest == 0;
-  return is_aligned ? launch_flat(std::integral_constant<int, kWidest>{})
-                    : launch_flat(std::integral_constant<int, 1>{});
+  return strategy == "flat_vectors" ? launch_flat(std::integral_constant<int, kWidest>{})
+                                    : launch_flat(std::integral_constant<int, 1>{});
 }
 
 }  // namespace jax_baracuda::segment

@@ -11,7 +11,8 @@
 
 namespace jax_baracuda::segment {
 
-inline constexpr int kPrivateTableBytes = 96 * 1024;  // that kLeastPrivateWarps may take: every GPU has them
+// That kLeastPrivateWarps may take. GPUs of compute capability 8.0 and higher have them, others take fewer warps.
+inline constexpr int kPrivateTableBytes = 96 * 1024;
 inline constexpr int kLeastPrivateWarps = 4;
 inline constexpr int kMostPrivateWarps = 24;
 inline constexpr int kMostPrivateBlocks = 256;

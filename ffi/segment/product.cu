@@ -61,25 +61,27 @@ struct ProductGradient {
 
 }  // namespace
 
-int64_t ProductScratchBytes(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
-  return PairScratchBytes(problem, element_bytes, indices_are_sorted);
+Plan PlanProduct(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
+  return PlanPairReduction(problem, element_bytes, indices_are_sorted);
 }
 
-cudaError_t LaunchProduct(const ProductArguments& arguments, cudaStream_t stream) {
-  if (arguments.problem.HasNoResult()) return cudaSuccess;
-  cudaError_t error = cudaErrorInvalidValue;
+Plan PlanProductBackward(const Problem& problem, int64_t element_bytes) { return PlanMapRows(problem, element_bytes); }
+
+CudaStatus LaunchProduct(const ProductArguments& arguments, cudaStream_t stream) {
+  if (arguments.problem.HasNoResult()) return {};
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchWrapping(arguments.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const ProductOutputs<T> outputs{static_cast<T*>(arguments.output),
                                     static_cast<ComputeType<T>*>(arguments.mantissa), arguments.packed};
-    error = LaunchPairReduction<ProductReduction<T>>(arguments, outputs, stream);
+    status = LaunchPairReduction<ProductReduction<T>>(arguments, outputs, stream);
   });
-  return error;
+  return status;
 }
 
-cudaError_t LaunchProductBackward(const ProductBackwardArguments& arguments, cudaStream_t stream) {
+CudaStatus LaunchProductBackward(const ProductBackwardArguments& arguments, cudaStream_t stream) {
   const Problem& problem = arguments.problem;
-  cudaError_t error = cudaErrorInvalidValue;
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(arguments.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t cells = problem.segments * problem.features;
@@ -91,10 +93,10 @@ cudaError_t LaunchProductBackward(const ProductBackwardArguments& arguments, cud
                                       arguments.product_is_shared ? 0 : cells,
                                       problem.data_is_shared ? 0 : problem.rows * problem.features,
                                       problem.features};
-    error = LaunchMapRows(problem, arguments.segment_ids, arguments.ids_are_64_bit, function,
+    status = LaunchMapRows(problem, arguments.segment_ids, arguments.ids_are_64_bit, function,
                           static_cast<T*>(arguments.d_data), stream);
   });
-  return error;
+  return status;
 }
 
 }  // namespace jax_baracuda::segment

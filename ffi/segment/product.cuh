@@ -5,12 +5,15 @@
 
 #include <cstdint>
 
+#include "ffi/core/cuda_status.h"
 #include "ffi/core/element_type.h"
+#include "ffi/core/plan.h"
 #include "ffi/segment/segment.h"
 
 namespace jax_baracuda::segment {
 
-int64_t ProductScratchBytes(const Problem& problem, int64_t element_bytes, bool indices_are_sorted);
+// How LaunchProduct runs.
+Plan PlanProduct(const Problem& problem, int64_t element_bytes, bool indices_are_sorted);
 
 struct ProductArguments {
   Problem problem;
@@ -26,7 +29,7 @@ struct ProductArguments {
   int64_t scratch_bytes;
 };
 
-cudaError_t LaunchProduct(const ProductArguments& arguments, cudaStream_t stream);
+CudaStatus LaunchProduct(const ProductArguments& arguments, cudaStream_t stream);
 
 struct ProductBackwardArguments {
   Problem problem;
@@ -42,6 +45,9 @@ struct ProductBackwardArguments {
   bool product_is_shared;
 };
 
-cudaError_t LaunchProductBackward(const ProductBackwardArguments& arguments, cudaStream_t stream);
+// How LaunchProductBackward runs.
+Plan PlanProductBackward(const Problem& problem, int64_t element_bytes);
+
+CudaStatus LaunchProductBackward(const ProductBackwardArguments& arguments, cudaStream_t stream);
 
 }  // namespace jax_baracuda::segment

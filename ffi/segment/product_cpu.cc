@@ -360,9 +360,18 @@ XLA_FFI_DEFINE_HANDLER(kProd, SegmentProd, BindForward<1>());
 XLA_FFI_DEFINE_HANDLER(kProdWithResidual, SegmentProdWithResidual, BindForward<3>());
 XLA_FFI_DEFINE_HANDLER(kProdBackward, SegmentProdBackward, (BindBuffers<ffi::ThreadPool, 5, 1>()));
 
-JB_REGISTER_TARGET("segment_prod", kProd, nullptr);
-JB_REGISTER_TARGET("segment_prod_with_residual", kProdWithResidual, nullptr);
-JB_REGISTER_TARGET("segment_prod_backward", kProdBackward, nullptr);
+Plan PlanOf(const PlanParameters& parameters) {
+  return PlanOfType(PlanRequest(parameters), [](auto tag, const Problem& problem) {
+    using T = typename decltype(tag)::type;
+    using Reduction = std::conditional_t<kIsFloating<T>, FloatingProduct<T>, IntegerProduct<T>>;
+    return ChooseStrategy<Reduction>(problem, /*has_counts=*/false);
+  });
+}
+
+JB_REGISTER_TARGET("segment_prod", kProd, PlanOf, kNothing, "scan", "split_scan", "group_by_segment");
+JB_REGISTER_TARGET("segment_prod_with_residual", kProdWithResidual, PlanOf, kNothing, "scan", "split_scan",
+                   "group_by_segment");
+JB_REGISTER_TARGET("segment_prod_backward", kProdBackward, PlanOfGather, kNothing, "gather");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

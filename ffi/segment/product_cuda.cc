@@ -14,10 +14,9 @@ ffi::Error Forward(const char* op, cudaStream_t stream, const ffi::AnyBuffer& da
   const bool supported = mantissa != nullptr ? DispatchFloating(decoded.type, [](auto) {})
                                              : DispatchWrapping(decoded.type, [](auto) {});
   if (!supported) return UnsupportedType(op, "data", data.element_type());
+  const Plan plan = PlanProduct(decoded.problem, ElementBytes(data), indices_are_sorted);
   ScratchBuffer scratch;
-  JB_RETURN_IF_ERROR(DecodeScratch(op, scratch_result,
-                                   ProductScratchBytes(decoded.problem, ElementBytes(data), indices_are_sorted),
-                                   &scratch));
+  JB_RETURN_IF_ERROR(DecodeScratch(op, scratch_result, plan.scratch_bytes, &scratch));
   const ProductArguments arguments{decoded.problem,
                                    decoded.type,
                                    decoded.ids_are_64_bit,
@@ -29,7 +28,7 @@ ffi::Error Forward(const char* op, cudaStream_t stream, const ffi::AnyBuffer& da
                                    decoded.packed,
                                    scratch.data,
                                    scratch.bytes};
-  return CudaStatus(op, LaunchProduct(arguments, stream));
+  return ToError(op, LaunchProduct(arguments, stream));
 }
 
 ffi::Error Prod(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
@@ -62,7 +61,7 @@ ffi::Error ProdBackward(cudaStream_t stream, ffi::AnyBuffer d_output, ffi::AnyBu
                                            d_data->untyped_data(),
                                            decoded.d_output_is_shared,
                                            decoded.product_is_shared};
-  return CudaStatus(kOp, LaunchProductBackward(arguments, stream));
+  return ToError(kOp, LaunchProductBackward(arguments, stream));
 }
 
 template <int kResults>
@@ -74,14 +73,19 @@ XLA_FFI_DEFINE_HANDLER(kProd, Prod, BindForward<1>(), {ffi::Traits::kCmdBufferCo
 XLA_FFI_DEFINE_HANDLER(kProdWithResidual, ProdWithResidual, BindForward<3>(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kProdBackward, ProdBackward, (BindBuffers<Stream, 5, 1>()), {ffi::Traits::kCmdBufferCompatible});
 
-int64_t ScratchOf(const ScratchParameters& parameters) {
-  const ScratchRequest request(parameters);
-  return ProductScratchBytes(request.problem, request.element_bytes, request.indices_are_sorted);
+Plan PlanOf(const PlanParameters& parameters) {
+  const PlanRequest call(parameters);
+  return PlanProduct(call.problem, call.element_bytes, call.indices_are_sorted);
 }
 
-JB_REGISTER_TARGET("segment_prod", kProd, ScratchOf);
-JB_REGISTER_TARGET("segment_prod_with_residual", kProdWithResidual, ScratchOf);
-JB_REGISTER_TARGET("segment_prod_backward", kProdBackward, nullptr);
+Plan PlanOfBackward(const PlanParameters& parameters) {
+  const PlanRequest call(parameters);
+  return PlanProductBackward(call.problem, call.element_bytes);
+}
+
+JB_REGISTER_TARGET("segment_prod", kProd, PlanOf, kNothing, JB_REDUCE_STRATEGIES);
+JB_REGISTER_TARGET("segment_prod_with_residual", kProdWithResidual, PlanOf, kNothing, JB_REDUCE_STRATEGIES);
+JB_REGISTER_TARGET("segment_prod_backward", kProdBackward, PlanOfBackward, kNothing, JB_MAP_ROWS_STRATEGIES);
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -1,12 +1,12 @@
 // How the CPU kernels of the segment family go through the rows. The result is the same on any number of threads, and
 // nothing depends on whether the ids are sorted.
 //
-// A reduction has two ways, both accumulating in ComputeType (so that 16-bit types vectorise):
-// - In order: each range of rows is folded into cells of its own; the ranges' cells are merged in order. For rows so
+// A reduction has two strategies, both accumulating in ComputeType (so that 16-bit types vectorise):
+// - Scan: each range of rows is folded into cells of its own; the ranges' cells are merged in order. For rows so
 //   narrow, or cells so few, that the cells stay in a near cache.
-// - Grouped: each thread takes a range of segments (or of features, where segments are few), whose rows are grouped by
-//   segment with a counting sort of row numbers. A segment's cells then stay in the nearest cache while its rows stream
-//   by, and are written once.
+// - Group by segment: each thread takes a range of segments (or of features, where segments are few), whose rows are
+//   grouped by segment with a counting sort of row numbers. A segment's cells then stay in the nearest cache while its
+//   rows stream by, and are written once.
 //
 // Kernels take small structs by value: through a reference they would be read again after every store, which may be to
 // them for all the compiler knows.
@@ -37,6 +37,7 @@
 #include "ffi/core/parallel_for.h"
 #include "ffi/core/streaming_store.h"
 #include "ffi/segment/segment.h"
+#include "ffi/segment/segment_handler.h"
 
 namespace jax_baracuda::segment {
 
@@ -51,6 +52,52 @@ inline constexpr int64_t kMinFeatureBytesPerBlock = 256;
 inline constexpr int64_t kMinStreamedBytes = 32 * 1024 * 1024;
 inline constexpr int64_t kCacheLine = 64;
 inline constexpr int64_t kPrefetchDistance = 6;  // rows
+
+enum class Strategy {
+  kNothing,
+  kFill,            // there are no segments, so that all rows are dropped
+  kScan,            // rows in order, into cells of the whole range or, where merging does not round, of each thread
+  kSplitScan,       // rows in order, in ranges that the shapes decide, because merging rounds
+  kGroupBySegment,  // rows grouped by segment
+  kStreamedGroups,  // the same, with results of rows that go past the caches
+  kGather,          // rows in order, each from its segment's cells
+};
+
+inline const char* StrategyName(Strategy strategy) {
+  switch (strategy) {
+    case Strategy::kNothing:
+      return kNothing;
+    case Strategy::kFill:
+      return "fill";
+    case Strategy::kScan:
+      return "scan";
+    case Strategy::kSplitScan:
+      return "split_scan";
+    case Strategy::kGroupBySegment:
+      return "group_by_segment";
+    case Strategy::kStreamedGroups:
+      return "group_by_segment_streamed";
+    case Strategy::kGather:
+      return "gather";
+  }
+  return "";
+}
+
+// The plan of a call: what choose(TypeTag<T>{}, problem) returns for an element type that is as wide as the call's, and
+// floating if that is.
+template <typename Choose>
+Plan PlanOfType(const PlanRequest& call, const Choose& choose) {
+  const auto plan = [&](auto tag) { return Plan{StrategyName(choose(tag, call.problem))}; };
+  if (call.is_floating) {
+    return call.element_bytes == 2   ? plan(TypeTag<Float16>{})
+           : call.element_bytes == 4 ? plan(TypeTag<float>{})
+                                     : plan(TypeTag<double>{});
+  }
+  return call.element_bytes == 1   ? plan(TypeTag<uint8_t>{})
+         : call.element_bytes == 2 ? plan(TypeTag<uint16_t>{})
+         : call.element_bytes == 4 ? plan(TypeTag<uint32_t>{})
+                                   : plan(TypeTag<uint64_t>{});
+}
 
 struct SegmentIds {
   const void* values;
@@ -201,7 +248,7 @@ class GroupedRows {
   int32_t size_ = 0;
 };
 
-// What one thread does in the grouped way.
+// What one thread does of grouped rows.
 struct Block {
   int64_t batch;
   int64_t segment_begin, segment_end;
@@ -268,7 +315,7 @@ JB_INLINE void ForEachGroupedRow(const GroupedRows& grouped, int32_t begin, int3
   }
 }
 
-// Reduces one block in the grouped way; returns false if there is no memory.
+// Reduces the rows of one block; returns false if there is no memory.
 template <typename Reduction>
 JB_CPU_CLONES bool ReduceGrouped(const Problem problem, const Block block, const GroupedRows& grouped,
                                  const typename Reduction::Element* data, const Reduction reduction,
@@ -465,16 +512,30 @@ constexpr int64_t CellBytes() {
   return sizeof(typename Reduction::First) + (kHasSecond ? sizeof(typename Reduction::Second) : 0);
 }
 
-// Reduces all rows, in the way that suits the shapes; returns false if there is no memory. `row_counts`, if not
-// nullptr, gets the number of rows of each segment [batch, segments].
+template <typename Reduction>
+Strategy ChooseScan(const Problem& problem, int64_t row_bytes) {
+  return Reduction::kRounds && NumRanges<Reduction>(problem, row_bytes, /*num_threads=*/1) > 1 ? Strategy::kSplitScan
+                                                                                               : Strategy::kScan;
+}
+
+template <typename Reduction>
+Strategy ChooseStrategy(const Problem& problem, bool has_counts) {
+  if (problem.batch * problem.segments == 0 || (problem.features == 0 && !has_counts)) return Strategy::kNothing;
+  const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(typename Reduction::Element));
+  return ReducesInOrder(problem, row_bytes, CellBytes<Reduction>()) ? ChooseScan<Reduction>(problem, row_bytes)
+                                                                    : Strategy::kGroupBySegment;
+}
+
+// Reduces all rows; returns false if there is no memory. `row_counts`, if not nullptr, gets the number of rows of each
+// segment [batch, segments].
 template <typename Reduction>
 bool ReduceAll(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, const typename Reduction::Element* data,
                const Reduction& reduction, int32_t* row_counts = nullptr) {
+  const Strategy strategy = ChooseStrategy<Reduction>(problem, row_counts != nullptr);
+  if (strategy == Strategy::kNothing) return true;
   const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(typename Reduction::Element));
-  const bool has_no_cells = problem.features == 0 && row_counts == nullptr;
-  if (problem.batch * problem.segments == 0 || has_no_cells) return true;
   const int64_t num_threads = NumThreads(pool, problem.batch * (problem.rows + problem.segments) * row_bytes);
-  if (ReducesInOrder(problem, row_bytes, CellBytes<Reduction>())) {
+  if (strategy != Strategy::kGroupBySegment) {
     const auto fold = [&](int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<Reduction> cells,
                           int32_t* counts) {
       FoldInOrder(problem, ids, data, reduction, batch, row_begin, row_end, cells, counts);
@@ -518,6 +579,15 @@ inline void StreamLines(void* to, const void* from, int64_t bytes) {
   std::memcpy(target, source, static_cast<size_t>(head));
   StreamBytes(target + head, source + head, lines);
   std::memcpy(target + head + lines, source + head + lines, static_cast<size_t>(bytes - head - lines));
+}
+
+// Of gradients that need no more than their segment's cells.
+inline Strategy ChooseGather(const Problem& problem) {
+  return problem.batch * problem.rows * problem.features == 0 ? Strategy::kNothing : Strategy::kGather;
+}
+
+inline Plan PlanOfGather(const PlanParameters& parameters) {
+  return {StrategyName(ChooseGather(PlanRequest(parameters).problem))};
 }
 
 // Calls body(batch, row_begin, row_end) for chunks of the rows of a result [batch, rows, features].

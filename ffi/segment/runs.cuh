@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
   const int rows = static_cast<int>(min(a.problem.rows - first_row, static_cast<int64_t>(kBlockRows)));
   const int64_t first_id = (a.problem.ids_are_shared ? 0 : b * a.problem.rows) + first_row;
   const T* data = a.data + ((a.problem.data_is_shared ? 0 : b * a.problem.rows) + first_row) * kFeatures;
-  const int64_t first_segment = b * a.problem.segments;
+  const int64_t first_segment = a.first_segment + b * a.problem.segments;
 
   if constexpr (Shared::kStagesRows) {
     constexpr int kThreadWords = Shared::kThreadWords, kThreadElements = kRows * kFeatures;

@@ -8,9 +8,36 @@
 #include <vector>
 
 #include "ffi/core/handler.h"
+#include "ffi/core/target_table.h"
 #include "ffi/segment/segment.h"
 
 namespace jax_baracuda::segment {
+
+// What jax_baracuda/ops/segment.py says of a call when it asks for its plan.
+struct PlanRequest {
+  explicit PlanRequest(const PlanParameters& parameters)
+      : element_bytes(parameters.at("element_bytes")),
+        is_floating(parameters.at("is_floating") != 0),
+        indices_are_sorted(parameters.at("indices_are_sorted") != 0),
+        deterministic(parameters.at("deterministic") != 0),
+        has_order(parameters.at("has_order") != 0),
+        shares_ties(parameters.at("shares_ties") != 0) {
+    problem.batch = parameters.at("batch");
+    problem.rows = parameters.at("rows");
+    problem.segments = parameters.at("segments");
+    problem.features = parameters.at("features");
+    problem.data_is_shared = parameters.at("data_is_shared") != 0;
+    problem.ids_are_shared = parameters.at("ids_are_shared") != 0;
+  }
+
+  Problem problem;
+  int64_t element_bytes;
+  bool is_floating;
+  bool indices_are_sorted;
+  bool deterministic;
+  bool has_order;    // of the gradient of an extremum
+  bool shares_ties;  // likewise: with data and output
+};
 
 // What every op of the family decodes. Whether the element type has a kernel is left to the dispatch.
 struct Buffers {

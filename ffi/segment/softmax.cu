@@ -12,12 +12,12 @@
 namespace jax_baracuda::segment {
 namespace {
 
-enum class Algorithm {
-  kFill,          // there are no segments, so that all rows are dropped
-  kSmall,         // few rows in any order, in one launch: see softmax_small.cuh
-  kWindows,       // rows in order: see softmax_windows.cuh
-  kOrderWindows,  // rows brought into order first
-  kTable,         // rows in any order: see softmax_table.cuh
+enum class Strategy {
+  kFill,             // there are no segments, so that all rows are dropped
+  kSmall,            // few rows in any order, in one launch: see softmax_small.cuh
+  kWindows,          // rows in order: see softmax_windows.cuh
+  kSortThenWindows,  // rows brought into order first
+  kTable,            // rows in any order: see softmax_table.cuh
 };
 
 // Operands up to this size are left in L2 for the next pass.
@@ -49,18 +49,18 @@ constexpr int kLeastCacheSlots = 512, kMostCacheSlots = 4096, kCacheUses = 64;
 
 // The rule, from shapes and flags alone. Bringing rows into order costs more than the table's passes, but atomic
 // additions come in the order of time.
-Algorithm ChooseAlgorithm(const Problem& problem, bool indices_are_sorted, bool deterministic) {
-  if (problem.segments == 0) return Algorithm::kFill;
-  if (IsSmall(problem)) return Algorithm::kSmall;
-  if (indices_are_sorted) return Algorithm::kWindows;
-  return deterministic ? Algorithm::kOrderWindows : Algorithm::kTable;
+Strategy ChooseStrategy(const Problem& problem, bool indices_are_sorted, bool deterministic) {
+  if (problem.segments == 0) return Strategy::kFill;
+  if (IsSmall(problem)) return Strategy::kSmall;
+  if (indices_are_sorted) return Strategy::kWindows;
+  return deterministic ? Strategy::kSortThenWindows : Strategy::kTable;
 }
 
 bool IsEmpty(const Problem& problem) { return problem.batch == 0 || problem.rows == 0 || problem.features == 0; }
 
 // An order numbers rows and segments in 32 bits: where the whole batch is too large, its elements are taken one by one.
-int64_t ElementsAtOnce(const Problem& problem, Algorithm algorithm) {
-  return algorithm == Algorithm::kOrderWindows && !OrderFits(problem) ? 1 : problem.batch;
+int64_t ElementsAtOnce(const Problem& problem, Strategy strategy) {
+  return strategy == Strategy::kSortThenWindows && !OrderFits(problem) ? 1 : problem.batch;
 }
 
 // How rows are cut into windows.
@@ -96,24 +96,24 @@ int64_t PieceElements(int64_t chunks, int64_t features, bool is_backward) {
   return chunks * 2 * (is_backward ? 1 : 2) * features;
 }
 
-int64_t ScratchBytes(const Problem& problem, Algorithm algorithm, int64_t element_bytes, bool is_backward) {
+int64_t ScratchBytes(const Problem& problem, Strategy strategy, int64_t element_bytes, bool is_backward) {
   ScratchSizes sizes;
-  switch (algorithm) {
-    case Algorithm::kFill:
-    case Algorithm::kSmall:
+  switch (strategy) {
+    case Strategy::kFill:
+    case Strategy::kSmall:
       break;
-    case Algorithm::kOrderWindows:
-    case Algorithm::kWindows: {
+    case Strategy::kSortThenWindows:
+    case Strategy::kWindows: {
       Problem part = problem;
-      part.batch = ElementsAtOnce(problem, algorithm);
-      if (algorithm == Algorithm::kOrderWindows) sizes.Add(SegmentOrderScratchBytes(part));
+      part.batch = ElementsAtOnce(problem, strategy);
+      if (strategy == Strategy::kSortThenWindows) sizes.Add(SegmentOrderScratchBytes(part));
       const WindowGrid grid = MakeWindowGrid(part.batch * part.rows, part.features, element_bytes, is_backward);
       sizes.Add(grid.chunks * 2 * sizeof(RunPart));
       sizes.Add(grid.chunks);
       sizes.Add(PieceElements(grid.chunks, part.features, is_backward) * ComputeBytes(element_bytes));
       break;
     }
-    case Algorithm::kTable: {
+    case Strategy::kTable: {
       const int64_t table_bytes = problem.batch * problem.segments * problem.features * ComputeBytes(element_bytes);
       if (!is_backward) {
         sizes.Add(sizeof(uint32_t));
@@ -127,11 +127,65 @@ int64_t ScratchBytes(const Problem& problem, Algorithm algorithm, int64_t elemen
   return sizes.total;
 }
 
+// The blocks that sum rows up through a cache of hot cells in shared memory, and its slots; none where it does not pay.
+struct CacheGrid {
+  int64_t blocks_per_batch;
+  int slots;
+};
+
+// As many blocks as run at once, each of which should find its slots' owners among a small part of its rows.
+CacheGrid MakeCacheGrid(const Problem& problem, int vector, int64_t element_bytes, int multiprocessors) {
+  CacheGrid cache;
+  cache.blocks_per_batch = CeilDivide((element_bytes == 8 ? 1 : 2) * int64_t{multiprocessors}, problem.batch);
+  const int64_t row_vectors = problem.features / vector;
+  const int64_t block_vectors = problem.rows * row_vectors / cache.blocks_per_batch;
+  const int64_t cells = problem.batch * problem.segments * row_vectors;
+  cache.slots = 1;
+  while (cache.slots < kMostCacheSlots && cache.slots * kCacheUses <= block_vectors) cache.slots *= 2;
+  const bool has_whole_rows = cache.blocks_per_batch * kSoftmaxCacheThreads >= row_vectors;
+  if (cache.slots < kLeastCacheSlots || cells >= kDropped || !has_whole_rows) cache.slots = 0;
+  return cache;
+}
+
+// Elements of a row that the kernels of the table take at once.
+int TableVector(const Problem& problem, int64_t element_bytes) {
+  const int widest = static_cast<int>(16 / ComputeBytes(element_bytes));
+  return problem.features % widest == 0 ? widest : 1;
+}
+
+// Parts of the segments whose sums are formed one after another.
+int64_t TableParts(const Problem& problem, int64_t element_bytes) {
+  const int64_t table_bytes = problem.batch * problem.segments * problem.features * ComputeBytes(element_bytes);
+  const bool is_split = problem.rows / 8 >= problem.segments && table_bytes <= kMostParts * kPartBytes;
+  return is_split ? CeilDivide(table_bytes, kPartBytes) : 1;
+}
+
+const char* NameOf(const Problem& problem, Strategy strategy, int64_t element_bytes) {
+  switch (strategy) {
+    case Strategy::kFill:
+      return "fill";
+    case Strategy::kSmall:
+      return "one_launch";
+    case Strategy::kWindows:
+      return "windows";
+    case Strategy::kSortThenWindows:
+      return "sort_then_windows";
+    case Strategy::kTable: {
+      const int multiprocessors = DeviceAttributesForPlan().multiprocessors;
+      const int vector = TableVector(problem, element_bytes);
+      const bool has_cache = MakeCacheGrid(problem, vector, element_bytes, multiprocessors).slots > 0;
+      if (TableParts(problem, element_bytes) > 1) return has_cache ? "cached_atomics_in_parts" : "atomics_in_parts";
+      return has_cache ? "cached_atomics" : "atomics";
+    }
+  }
+  return "";
+}
+
 // What both directions have in common.
 struct Call {
   Problem problem;
   bool ids_are_64_bit;
-  Algorithm algorithm;
+  Strategy strategy;
   const void* inputs[2];  // logits; or probabilities and their cotangents
   bool is_shared[2];
   const void* segment_ids;
@@ -148,13 +202,14 @@ struct Launcher {
   const T* inputs[2] = {static_cast<const T*>(call.inputs[0]), static_cast<const T*>(call.inputs[1])};
   T* output = static_cast<T*>(call.output);
 
-  cudaError_t Launch() const {
-    switch (call.algorithm) {
-      case Algorithm::kFill:
-        return cudaMemsetAsync(output, 0, problem.batch * problem.rows * problem.features * sizeof(T), call.stream);
-      case Algorithm::kSmall:
+  CudaStatus Launch() const {
+    switch (call.strategy) {
+      case Strategy::kFill:
+        return JB_CUDA_STATUS(
+            cudaMemsetAsync(output, 0, problem.batch * problem.rows * problem.features * sizeof(T), call.stream));
+      case Strategy::kSmall:
         return WindowVector(problem.features, sizeof(T)) > 1 ? Small<WindowVector(0, sizeof(T))>() : Small<1>();
-      case Algorithm::kTable:
+      case Strategy::kTable:
         return Table();
       default:
         return Windows();
@@ -176,7 +231,7 @@ struct Launcher {
   }
 
   template <int kVec>
-  cudaError_t Small() const {
+  CudaStatus Small() const {
     SmallArguments<T> a{};
     a.rows = RowsOf(0, problem.batch);
     for (int i = 0; i < (kBackward ? 2 : 1); ++i) {
@@ -200,37 +255,35 @@ struct Launcher {
     a.block_segments = static_cast<int>(block_segments < kMostSmallSegments ? block_segments : kMostSmallSegments);
     const int64_t blocks = CeilDivide(a.rows.segments, a.block_segments) * a.columns;
     SmallKernel<T, kVec, kBackward><<<static_cast<uint32_t>(blocks), kSmallThreads, 0, call.stream>>>(a);
-    return cudaGetLastError();
+    return JB_LAUNCH_STATUS(SmallKernel);
   }
 
-  cudaError_t Windows() const {
-    const int64_t elements = ElementsAtOnce(problem, call.algorithm);
+  CudaStatus Windows() const {
+    const int64_t elements = ElementsAtOnce(problem, call.strategy);
     for (int64_t b = 0; b < problem.batch; b += elements) {
-      if (cudaError_t e = WindowsOf(b, elements)) return e;
+      JB_RETURN_IF_CUDA_ERROR(WindowsOf(b, elements));
     }
-    return cudaSuccess;
+    return {};
   }
 
   // `batch` elements from the first on.
-  cudaError_t WindowsOf(int64_t first, int64_t batch) const {
+  CudaStatus WindowsOf(int64_t first, int64_t batch) const {
     Problem part = problem;
     part.batch = batch;
     const int64_t first_row = first * problem.rows;
     ScratchCarver carver(call.scratch);
     WindowArguments<T> a{};
     a.rows = RowsOf(first, batch);
-    if (call.algorithm == Algorithm::kOrderWindows) {
+    if (call.strategy == Strategy::kSortThenWindows) {
       SegmentOrder order;
       char* const order_scratch = carver.Take<char>(SegmentOrderScratchBytes(part));
-      if (cudaError_t e =
-              LaunchSegmentOrder(part, a.rows.ids.ids, call.ids_are_64_bit, order_scratch, &order, call.stream)) {
-        return e;
-      }
+      JB_RETURN_IF_CUDA_ERROR(
+          LaunchSegmentOrder(part, a.rows.ids.ids, call.ids_are_64_bit, order_scratch, &order, call.stream));
       a.rows.sorted_segments = order.segments;
       a.rows.order = order.rows;
     }
     const WindowGrid grid = MakeWindowGrid(a.rows.count, problem.features, sizeof(T), kBackward);
-    a.is_flat = call.algorithm == Algorithm::kWindows && grid.lanes.columns == 1;
+    a.is_flat = call.strategy == Strategy::kWindows && grid.lanes.columns == 1;
     for (int i = 0; i < (kBackward ? 2 : 1); ++i) {
       a.is_shared[i] = call.is_shared[i] && batch > 1;
       a.inputs[i] = inputs[i] + (call.is_shared[i] ? 0 : first_row * problem.features);
@@ -251,27 +304,25 @@ struct Launcher {
   }
 
   template <int kVec>
-  cudaError_t LaunchWindows(WindowArguments<T> a) const {
+  CudaStatus LaunchWindows(WindowArguments<T> a) const {
     constexpr int kElementBytes = static_cast<int>(sizeof(C) + (kBackward ? 2 : 1) * sizeof(T));
     const int shared_bytes = a.window_rows * a.lanes.lanes * kVec * kElementBytes;
     const auto kernel = WindowKernel<T, kVec, kBackward>;
-    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes)) {
-      return e;
-    }
+    JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel));
     kernel<<<static_cast<uint32_t>(a.chunks * a.lanes.columns), kWindowThreads, shared_bytes, call.stream>>>(a);
-    if (cudaError_t e = cudaGetLastError()) return e;
-    if (a.chunks == 1) return cudaSuccess;  // no run is long
+    JB_RETURN_IF_LAUNCH_ERROR(WindowKernel);
+    if (a.chunks == 1) return {};  // no run is long
     int multiprocessors = 0;
-    if (cudaError_t e = MultiprocessorCount(&multiprocessors)) return e;
+    JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
     a.lanes = DealFeatures(a.features / kVec, kMostLongRunLanes);
     const int64_t most = CeilDivide(int64_t{LongRunBlocks(sizeof(T))} * multiprocessors, a.lanes.columns);
     const int64_t useful = CeilDivide(2 * a.chunks, kLongRunWarps);
     const int64_t blocks = (useful < most ? useful : most) * a.lanes.columns;
     LongRunsKernel<T, kVec, kBackward><<<static_cast<uint32_t>(blocks), kLongRunThreads, 0, call.stream>>>(a);
-    return cudaGetLastError();
+    return JB_LAUNCH_STATUS(LongRunsKernel);
   }
 
-  cudaError_t Table() const {
+  CudaStatus Table() const {
     const int64_t cells = problem.batch * problem.segments * problem.features;
     ScratchCarver carver(call.scratch);
     SoftmaxTableArguments<T> a{};
@@ -291,39 +342,34 @@ struct Launcher {
     a.sums = carver.Take<C>(cells);
     char* const cleared = kBackward ? reinterpret_cast<char*>(a.sums) : reinterpret_cast<char*>(a.takes_again);
     const int64_t cleared_bytes = reinterpret_cast<char*>(a.sums + cells) - cleared;
-    if (cudaError_t e = cudaMemsetAsync(cleared, 0, cleared_bytes, call.stream)) return e;
+    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(cleared, 0, cleared_bytes, call.stream));
     constexpr int kWidest = 16 / sizeof(C);
-    return problem.features % kWidest == 0 ? LaunchTable<kWidest>(a) : LaunchTable<1>(a);
+    return TableVector(problem, sizeof(T)) == kWidest ? LaunchTable<kWidest>(a) : LaunchTable<1>(a);
   }
 
   template <int kVec, bool kIsReadAgain>
-  cudaError_t LaunchSumRows(SoftmaxTableArguments<T> a, uint32_t blocks) const {
+  CudaStatus LaunchSumRows(SoftmaxTableArguments<T> a, uint32_t blocks) const {
     int multiprocessors = 0;
-    if (cudaError_t e = MultiprocessorCount(&multiprocessors)) return e;
-    // As many blocks as run at once, each of which should find its slots' owners among a small part of its rows.
-    const int64_t cached_blocks = CeilDivide((sizeof(T) == 8 ? 1 : 2) * int64_t{multiprocessors}, problem.batch);
-    const int64_t block_vectors = problem.rows * a.row_vectors / cached_blocks;
-    const int64_t cells = problem.batch * problem.segments * a.row_vectors;
-    a.cache_slots = 1;
-    while (a.cache_slots < kMostCacheSlots && a.cache_slots * kCacheUses <= block_vectors) a.cache_slots *= 2;
-    const bool has_whole_rows = cached_blocks * kSoftmaxCacheThreads >= a.row_vectors;
-    if (a.cache_slots < kLeastCacheSlots || cells >= kDropped || !has_whole_rows) {
+    JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
+    const CacheGrid cache = MakeCacheGrid(problem, kVec, sizeof(T), multiprocessors);
+    if (cache.slots == 0) {
       SumRowsKernel<T, kVec, kBackward, kIsReadAgain><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
-      return cudaGetLastError();
+      return JB_LAUNCH_STATUS(SumRowsKernel);
     }
-    const int shared_bytes = a.cache_slots * static_cast<int>(sizeof(Vector<C, kVec>) + sizeof(uint32_t));
+    constexpr int kSlotBytes = static_cast<int>(sizeof(Vector<C, kVec>) + sizeof(uint32_t));
     const auto kernel = SumRowsCachedKernel<T, kVec, kBackward, kIsReadAgain>;
-    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes)) {
-      return e;
-    }
-    a.blocks_per_batch = cached_blocks;
-    const int64_t grid = problem.batch * cached_blocks;
+    int max_shared_bytes = 0;
+    JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel, &max_shared_bytes));
+    for (a.cache_slots = cache.slots; a.cache_slots * kSlotBytes > max_shared_bytes;) a.cache_slots /= 2;
+    const int shared_bytes = a.cache_slots * kSlotBytes;
+    a.blocks_per_batch = cache.blocks_per_batch;
+    const int64_t grid = problem.batch * cache.blocks_per_batch;
     kernel<<<static_cast<uint32_t>(grid), kSoftmaxCacheThreads, shared_bytes, call.stream>>>(a);
-    return cudaGetLastError();
+    return JB_LAUNCH_STATUS(SumRowsCachedKernel);
   }
 
   template <int kVec>
-  cudaError_t LaunchTable(SoftmaxTableArguments<T> a) const {
+  CudaStatus LaunchTable(SoftmaxTableArguments<T> a) const {
     const int64_t vectors = problem.rows * (problem.features / kVec);
     a.row_vectors = static_cast<uint32_t>(problem.features / kVec);
     const auto blocks_for = [&](int rows_in_flight) {
@@ -334,26 +380,21 @@ struct Launcher {
     };
     uint32_t blocks = blocks_for(kSoftmaxRowsInFlight);
     const bool is_kept = problem.batch * vectors * kVec * static_cast<int64_t>(sizeof(T)) <= kKeptBytes;
-    const int64_t table_bytes = problem.batch * problem.segments * problem.features * static_cast<int64_t>(sizeof(C));
-    const bool is_split = problem.rows / 8 >= problem.segments && table_bytes <= kMostParts * kPartBytes;
-    const int64_t parts = is_split ? CeilDivide(table_bytes, kPartBytes) : 1;
-    const int64_t part_segments = CeilDivide(problem.segments, parts);
+    const int64_t part_segments = CeilDivide(problem.segments, TableParts(problem, sizeof(T)));
     a.part_segments = static_cast<uint32_t>(part_segments);
     for (int64_t first = 0; first < problem.segments; first += part_segments) {
       a.first_segment = static_cast<uint32_t>(first);
-      if (cudaError_t e = is_kept ? LaunchSumRows<kVec, true>(a, blocks) : LaunchSumRows<kVec, false>(a, blocks)) {
-        return e;
-      }
+      JB_RETURN_IF_CUDA_ERROR(is_kept ? LaunchSumRows<kVec, true>(a, blocks) : LaunchSumRows<kVec, false>(a, blocks));
     }
     blocks = blocks_for(kSoftmaxGatherRows);
     if constexpr (kBackward) {
       GradientKernel<T, kVec><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
-      return cudaGetLastError();
+      return JB_LAUNCH_STATUS(GradientKernel);
     } else {
       DivideKernel<T, kVec><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
-      if (cudaError_t e = cudaGetLastError()) return e;
+      JB_RETURN_IF_LAUNCH_ERROR(DivideKernel);
       int multiprocessors = 0;
-      if (cudaError_t e = MultiprocessorCount(&multiprocessors)) return e;
+      JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
       // As many as run at once: mostly they have nothing to do.
       const int64_t most = CeilDivide(4 * multiprocessors, problem.batch);
       blocks = blocks_for(kSoftmaxRowsInFlight);
@@ -363,42 +404,43 @@ struct Launcher {
         blocks = static_cast<uint32_t>(problem.batch * a.blocks_per_batch);
       }
       TakeAgainKernel<T, kVec, false><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
-      if (cudaError_t e = cudaGetLastError()) return e;
+      JB_RETURN_IF_LAUNCH_ERROR(TakeAgainKernel);
       TakeAgainKernel<T, kVec, true><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
-      return cudaGetLastError();
+      return JB_LAUNCH_STATUS(TakeAgainKernel);
     }
   }
 };
 
 template <bool kBackward, typename Arguments>
-cudaError_t Launch(const Arguments& arguments, Call call, cudaStream_t stream) {
+CudaStatus Launch(const Arguments& arguments, Call call, cudaStream_t stream) {
   const Problem& problem = arguments.problem;
-  if (IsEmpty(problem)) return cudaSuccess;
-  cudaError_t error = cudaErrorInvalidValue;
-  if (!SegmentsFit(problem.segments)) return error;
+  if (IsEmpty(problem)) return {};
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
+  if (!SegmentsFit(problem.segments)) return status;
   call.problem = problem;
   call.ids_are_64_bit = arguments.ids_are_64_bit;
-  call.algorithm = ChooseAlgorithm(problem, arguments.indices_are_sorted, arguments.deterministic);
+  call.strategy = ChooseStrategy(problem, arguments.indices_are_sorted, arguments.deterministic);
   call.segment_ids = arguments.segment_ids;
   call.scratch = arguments.scratch;
   call.stream = stream;
   DispatchFloating(arguments.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (arguments.scratch_bytes < ScratchBytes(problem, call.algorithm, sizeof(T), kBackward)) return;
-    error = Launcher<T, kBackward>{call}.Launch();
+    if (arguments.scratch_bytes < ScratchBytes(problem, call.strategy, sizeof(T), kBackward)) return;
+    status = Launcher<T, kBackward>{call}.Launch();
   });
-  return error;
+  return status;
 }
 
 }  // namespace
 
-int64_t SoftmaxScratchBytes(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic,
-                            bool is_backward) {
-  if (IsEmpty(problem)) return 0;
-  return ScratchBytes(problem, ChooseAlgorithm(problem, indices_are_sorted, deterministic), element_bytes, is_backward);
+Plan PlanSoftmax(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic,
+                 bool is_backward) {
+  if (IsEmpty(problem)) return {kNothing};
+  const Strategy strategy = ChooseStrategy(problem, indices_are_sorted, deterministic);
+  return {NameOf(problem, strategy, element_bytes), ScratchBytes(problem, strategy, element_bytes, is_backward)};
 }
 
-cudaError_t LaunchSoftmax(const SoftmaxArguments& arguments, cudaStream_t stream) {
+CudaStatus LaunchSoftmax(const SoftmaxArguments& arguments, cudaStream_t stream) {
   Call call{};
   call.inputs[0] = arguments.logits;
   call.is_shared[0] = arguments.problem.data_is_shared;
@@ -406,7 +448,7 @@ cudaError_t LaunchSoftmax(const SoftmaxArguments& arguments, cudaStream_t stream
   return Launch<false>(arguments, call, stream);
 }
 
-cudaError_t LaunchSoftmaxBackward(const SoftmaxBackwardArguments& arguments, cudaStream_t stream) {
+CudaStatus LaunchSoftmaxBackward(const SoftmaxBackwardArguments& arguments, cudaStream_t stream) {
   Call call{};
   call.inputs[0] = arguments.probabilities;
   call.inputs[1] = arguments.d_probabilities;

@@ -5,14 +5,17 @@
 
 #include <cstdint>
 
+#include "ffi/core/cuda_status.h"
+#include "ffi/core/element_type.h"
+#include "ffi/core/plan.h"
 #include "ffi/segment/segment.h"
 
 namespace jax_baracuda::segment {
 
-// Bytes of scratch memory that LaunchSoftmax, or LaunchSoftmaxBackward, needs. Depends on the shapes and flags alone;
-// calls no CUDA function.
-int64_t SoftmaxScratchBytes(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic,
-                            bool is_backward);
+// How LaunchSoftmax, or LaunchSoftmaxBackward, runs. Scratch memory depends on the shapes and flags alone, the strategy
+// also on the number of multiprocessors.
+Plan PlanSoftmax(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic,
+                 bool is_backward);
 
 struct SoftmaxArguments {
   Problem problem;
@@ -29,7 +32,7 @@ struct SoftmaxArguments {
 
 // Writes every element of probabilities. Enqueues work on `stream` only: no allocation, no synchronisation, the same
 // launches whenever the problem is the same.
-cudaError_t LaunchSoftmax(const SoftmaxArguments& arguments, cudaStream_t stream);
+CudaStatus LaunchSoftmax(const SoftmaxArguments& arguments, cudaStream_t stream);
 
 struct SoftmaxBackwardArguments {
   Problem problem;  // data_is_shared is that of probabilities
@@ -47,6 +50,6 @@ struct SoftmaxBackwardArguments {
 };
 
 // As LaunchSoftmax.
-cudaError_t LaunchSoftmaxBackward(const SoftmaxBackwardArguments& arguments, cudaStream_t stream);
+CudaStatus LaunchSoftmaxBackward(const SoftmaxBackwardArguments& arguments, cudaStream_t stream);
 
 }  // namespace jax_baracuda::segment

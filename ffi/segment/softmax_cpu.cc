@@ -361,25 +361,39 @@ JB_CPU_CLONES bool GradientGrouped(const Problem problem, const Block block, con
   return true;
 }
 
-// Calls in_order(bytes of a row) or grouped(block, grouped rows, is_streamed), as suits the shapes; returns false if
-// there is no memory.
-template <typename T, typename InOrder, typename Grouped>
-bool ForEachSegment(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, int64_t cell_bytes, T* result,
-                    const InOrder& in_order, const Grouped& grouped) {
+// Of both directions; `states` is the number of tables of cells that rows in order need.
+template <typename T>
+Strategy ChooseStrategy(const Problem& problem, int64_t states) {
+  using C = ComputeType<T>;
   const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(T));
   const int64_t result_bytes = problem.batch * problem.rows * row_bytes;
-  if (result_bytes == 0) return true;
+  if (result_bytes == 0) return Strategy::kNothing;
+  if (problem.segments == 0) return Strategy::kFill;
+  if (ReducesInOrder(problem, row_bytes, states * sizeof(C))) return ChooseScan<ComputedSum<C>>(problem, row_bytes);
+  return result_bytes >= kMinStreamedBytes ? Strategy::kStreamedGroups : Strategy::kGroupBySegment;
+}
+
+// Calls in_order(bytes of a row) or grouped(block, grouped rows, is_streamed); returns false if there is no memory.
+template <typename T, typename InOrder, typename Grouped>
+bool ForEachSegment(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, int64_t states, T* result,
+                    const InOrder& in_order, const Grouped& grouped) {
+  const Strategy strategy = ChooseStrategy<T>(problem, states);
+  if (strategy == Strategy::kNothing) return true;
+  const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(T));
+  const int64_t result_bytes = problem.batch * problem.rows * row_bytes;
   AdviseHugePages(result, result_bytes);
-  if (problem.segments == 0) {
+  if (strategy == Strategy::kFill) {
     std::memset(static_cast<void*>(result), 0, static_cast<size_t>(result_bytes));
     return true;
   }
-  if (ReducesInOrder(problem, row_bytes, cell_bytes)) return in_order(row_bytes);
+  if (strategy == Strategy::kScan || strategy == Strategy::kSplitScan) return in_order(row_bytes);
   const Blocking blocking(problem, sizeof(T), NumThreads(pool, result_bytes));
   return ForEachGroupedBlock(pool, problem, blocking, ids, [&](const Block& block, const GroupedRows& rows) {
-    return grouped(block, rows, result_bytes >= kMinStreamedBytes);
+    return grouped(block, rows, strategy == Strategy::kStreamedGroups);
   });
 }
+
+constexpr int64_t kForwardStates = 2, kBackwardStates = 1;
 
 template <typename T>
 bool Softmax(ffi::ThreadPool& pool, const Problem& problem, const SoftmaxArrays<T>& arrays) {
@@ -429,7 +443,7 @@ bool Softmax(ffi::ThreadPool& pool, const Problem& problem, const SoftmaxArrays<
     });
     return has_memory.load();
   };
-  return ForEachSegment(pool, problem, arrays.ids, 2 * sizeof(C), arrays.probabilities, in_order,
+  return ForEachSegment(pool, problem, arrays.ids, kForwardStates, arrays.probabilities, in_order,
                         [&](const Block& block, const GroupedRows& grouped, bool is_streamed) {
                           return SoftmaxGrouped(problem, block, grouped, arrays, is_streamed);
                         });
@@ -455,7 +469,7 @@ bool SoftmaxGradients(ffi::ThreadPool& pool, const Problem& problem, const Gradi
     });
     return true;
   };
-  return ForEachSegment(pool, problem, arrays.ids, sizeof(C), arrays.d_logits, in_order,
+  return ForEachSegment(pool, problem, arrays.ids, kBackwardStates, arrays.d_logits, in_order,
                         [&](const Block& block, const GroupedRows& grouped, bool is_streamed) {
                           return GradientGrouped(problem, block, grouped, arrays, is_streamed);
                         });
@@ -518,8 +532,18 @@ XLA_FFI_DEFINE_HANDLER(kSoftmaxBackward, SegmentSoftmaxBackward,
                            .Attr<bool>("indices_are_sorted")
                            .Attr<bool>("deterministic"));
 
-JB_REGISTER_TARGET("segment_softmax", kSoftmax, nullptr);
-JB_REGISTER_TARGET("segment_softmax_backward", kSoftmaxBackward, nullptr);
+template <int64_t kStates>
+Plan PlanOf(const PlanParameters& parameters) {
+  return PlanOfType(PlanRequest(parameters), [](auto tag, const Problem& problem) {
+    return ChooseStrategy<typename decltype(tag)::type>(problem, kStates);
+  });
+}
+
+#define JB_SOFTMAX_STRATEGIES \
+  kNothing, "fill", "scan", "split_scan", "group_by_segment", "group_by_segment_streamed"
+
+JB_REGISTER_TARGET("segment_softmax", kSoftmax, PlanOf<kForwardStates>, JB_SOFTMAX_STRATEGIES);
+JB_REGISTER_TARGET("segment_softmax_backward", kSoftmaxBackward, PlanOf<kBackwardStates>, JB_SOFTMAX_STRATEGIES);
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -13,11 +13,10 @@ ffi::Error Softmax(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer se
   Buffers decoded;
   JB_RETURN_IF_ERROR(DecodeSoftmax(kOp, logits, segment_ids, *probabilities, num_segments, &decoded));
   if (!DispatchFloating(decoded.type, [](auto) {})) return UnsupportedType(kOp, "logits", logits.element_type());
+  const Plan plan = PlanSoftmax(decoded.problem, ElementBytes(logits), indices_are_sorted, deterministic,
+                                /*is_backward=*/false);
   ScratchBuffer scratch;
-  JB_RETURN_IF_ERROR(DecodeScratch(kOp, scratch_result,
-                                   SoftmaxScratchBytes(decoded.problem, ElementBytes(logits), indices_are_sorted,
-                                                       deterministic, /*is_backward=*/false),
-                                   &scratch));
+  JB_RETURN_IF_ERROR(DecodeScratch(kOp, scratch_result, plan.scratch_bytes, &scratch));
   const SoftmaxArguments arguments{decoded.problem,
                                    decoded.type,
                                    decoded.ids_are_64_bit,
@@ -28,7 +27,7 @@ ffi::Error Softmax(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer se
                                    probabilities->untyped_data(),
                                    scratch.data,
                                    scratch.bytes};
-  return CudaStatus(kOp, LaunchSoftmax(arguments, stream));
+  return ToError(kOp, LaunchSoftmax(arguments, stream));
 }
 
 ffi::Error SoftmaxBackward(cudaStream_t stream, ffi::AnyBuffer probabilities, ffi::AnyBuffer d_probabilities,
@@ -42,11 +41,10 @@ ffi::Error SoftmaxBackward(cudaStream_t stream, ffi::AnyBuffer probabilities, ff
   if (!DispatchFloating(decoded.type, [](auto) {})) {
     return UnsupportedType(kOp, "probabilities", probabilities.element_type());
   }
+  const Plan plan = PlanSoftmax(decoded.problem, ElementBytes(probabilities), indices_are_sorted, deterministic,
+                                /*is_backward=*/true);
   ScratchBuffer scratch;
-  JB_RETURN_IF_ERROR(DecodeScratch(kOp, scratch_result,
-                                   SoftmaxScratchBytes(decoded.problem, ElementBytes(probabilities),
-                                                       indices_are_sorted, deterministic, /*is_backward=*/true),
-                                   &scratch));
+  JB_RETURN_IF_ERROR(DecodeScratch(kOp, scratch_result, plan.scratch_bytes, &scratch));
   const SoftmaxBackwardArguments arguments{decoded.problem,
                                            decoded.type,
                                            decoded.ids_are_64_bit,
@@ -59,7 +57,7 @@ ffi::Error SoftmaxBackward(cudaStream_t stream, ffi::AnyBuffer probabilities, ff
                                            d_logits->untyped_data(),
                                            scratch.data,
                                            scratch.bytes};
-  return CudaStatus(kOp, LaunchSoftmaxBackward(arguments, stream));
+  return ToError(kOp, LaunchSoftmaxBackward(arguments, stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(kSoftmax, Softmax,
@@ -87,15 +85,18 @@ XLA_FFI_DEFINE_HANDLER(kSoftmaxBackward, SoftmaxBackward,
                            .Attr<bool>("deterministic"),
                        {ffi::Traits::kCmdBufferCompatible});
 
-int64_t ScratchOf(const ScratchParameters& parameters, bool is_backward) {
-  const ScratchRequest request(parameters);
-  return SoftmaxScratchBytes(request.problem, request.element_bytes, request.indices_are_sorted, request.deterministic,
-                             is_backward);
+template <bool kIsBackward>
+Plan PlanOf(const PlanParameters& parameters) {
+  const PlanRequest call(parameters);
+  return PlanSoftmax(call.problem, call.element_bytes, call.indices_are_sorted, call.deterministic, kIsBackward);
 }
 
-JB_REGISTER_TARGET("segment_softmax", kSoftmax, [](const ScratchParameters& p) { return ScratchOf(p, false); });
-JB_REGISTER_TARGET("segment_softmax_backward", kSoftmaxBackward,
-                   [](const ScratchParameters& p) { return ScratchOf(p, true); });
+#define JB_SOFTMAX_STRATEGIES                                                                                   \
+  kNothing, "fill", "one_launch", "windows", "sort_then_windows", "atomics", "cached_atomics", "atomics_in_parts", \
+      "cached_atomics_in_parts"
+
+JB_REGISTER_TARGET("segment_softmax", kSoftmax, PlanOf<false>, JB_SOFTMAX_STRATEGIES);
+JB_REGISTER_TARGET("segment_softmax_backward", kSoftmaxBackward, PlanOf<true>, JB_SOFTMAX_STRATEGIES);
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -5,6 +5,7 @@
 // where there are no such cells.
 #pragma once
 
+#include "ffi/core/launch_bounds.cuh"
 #include "ffi/segment/extremum_table.cuh"
 #include "ffi/segment/softmax_device.cuh"
 #include "ffi/segment/sum_table.cuh"
@@ -131,8 +132,8 @@ __device__ __forceinline__ void ForEachTerms(const SoftmaxTableArguments<T>& a, 
 }
 
 template <typename T, int kVec, bool kBackward, bool kIsReadAgain>
-__global__ void __launch_bounds__(kSoftmaxTableThreads, sizeof(T) == 8 ? 2 : 6) SumRowsKernel(
-    const __grid_constant__ SoftmaxTableArguments<T> a) {
+__global__ void __launch_bounds__(kSoftmaxTableThreads, MinBlocks(kSoftmaxTableThreads, sizeof(T) == 8 ? 2 : 6))
+    SumRowsKernel(const __grid_constant__ SoftmaxTableArguments<T> a) {
   if (!kBackward && a.first_segment == 0) ClearTablesOfMaxima<kVec, kSoftmaxTableThreads>(a);
   ForEachTerms<kVec, kBackward, kIsReadAgain, kSoftmaxTableThreads>(
       a, [&](int64_t cell, const auto& terms) { AtomicAddVector(a.sums + cell, terms); });
@@ -141,8 +142,8 @@ __global__ void __launch_bounds__(kSoftmaxTableThreads, sizeof(T) == 8 ? 2 : 6) 
 // The same through a cache of each block in shared memory: its slots go to the first cells that come, among which are
 // the hottest, whose additions would wait for each other in L2.
 template <typename T, int kVec, bool kBackward, bool kIsReadAgain>
-__global__ void __launch_bounds__(kSoftmaxCacheThreads, sizeof(T) == 8 ? 1 : 2) SumRowsCachedKernel(
-    const __grid_constant__ SoftmaxTableArguments<T> a) {
+__global__ void __launch_bounds__(kSoftmaxCacheThreads, MinBlocks(kSoftmaxCacheThreads, sizeof(T) == 8 ? 1 : 2))
+    SumRowsCachedKernel(const __grid_constant__ SoftmaxTableArguments<T> a) {
   using C = ComputeType<T>;
   using Cells = Vector<C, kVec>;
   constexpr uint32_t kFree = 0xffffffffu;
@@ -179,8 +180,8 @@ __global__ void __launch_bounds__(kSoftmaxCacheThreads, sizeof(T) == 8 ? 1 : 2) 
 
 // Divides by the sums that are in range, and finds the maxima of the cells whose sums are not.
 template <typename T, int kVec>
-__global__ void __launch_bounds__(kSoftmaxTableThreads, sizeof(T) == 8 ? 3 : 8) DivideKernel(
-    const __grid_constant__ SoftmaxTableArguments<T> a) {
+__global__ void __launch_bounds__(kSoftmaxTableThreads, MinBlocks(kSoftmaxTableThreads, sizeof(T) == 8 ? 3 : 8))
+    DivideKernel(const __grid_constant__ SoftmaxTableArguments<T> a) {
   using C = ComputeType<T>;
   ForEachRows<kVec, kSoftmaxGatherRows>(a, [&](const auto& rows) {
     Vector<T, kVec> values[kSoftmaxGatherRows];
@@ -254,8 +255,8 @@ __global__ void __launch_bounds__(kSoftmaxTableThreads) TakeAgainKernel(
 }
 
 template <typename T, int kVec>
-__global__ void __launch_bounds__(kSoftmaxTableThreads, sizeof(T) == 8 ? 3 : 8) GradientKernel(
-    const __grid_constant__ SoftmaxTableArguments<T> a) {
+__global__ void __launch_bounds__(kSoftmaxTableThreads, MinBlocks(kSoftmaxTableThreads, sizeof(T) == 8 ? 3 : 8))
+    GradientKernel(const __grid_constant__ SoftmaxTableArguments<T> a) {
   using C = ComputeType<T>;
   ForEachRows<kVec, kSoftmaxGatherRows>(a, [&](const auto& rows) {
     Vector<T, kVec> values[kSoftmaxGatherRows], d_values[kSoftmaxGatherRows];

@@ -5,14 +5,15 @@
 
 #include <cstdint>
 
+#include "ffi/core/cuda_status.h"
 #include "ffi/core/element_type.h"
+#include "ffi/core/plan.h"
 #include "ffi/segment/segment.h"
 
 namespace jax_baracuda::segment {
 
-// `indices_are_sorted` and `deterministic` as in SumArguments.
-int64_t SumScratchBytes(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic,
-                        bool is_mean);
+// How LaunchSum runs. `indices_are_sorted` and `deterministic` as in SumArguments.
+Plan PlanSum(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic, bool is_mean);
 
 struct SumArguments {
   Problem problem;
@@ -28,7 +29,7 @@ struct SumArguments {
   int64_t scratch_bytes;
 };
 
-cudaError_t LaunchSum(const SumArguments& arguments, cudaStream_t stream);
+CudaStatus LaunchSum(const SumArguments& arguments, cudaStream_t stream);
 
 struct GatherArguments {
   Problem problem;  // `data_is_shared` has no meaning here
@@ -42,7 +43,10 @@ struct GatherArguments {
   void* rows;  // [batch, rows, features]
 };
 
+// How LaunchGather runs.
+Plan PlanGather(const Problem& problem, int64_t element_bytes);
+
 // Gives every row its segment's cells, 0 where the row is dropped.
-cudaError_t LaunchGather(const GatherArguments& arguments, cudaStream_t stream);
+CudaStatus LaunchGather(const GatherArguments& arguments, cudaStream_t stream);
 
 }  // namespace jax_baracuda::segment

@@ -182,10 +182,17 @@ XLA_FFI_DEFINE_HANDLER(kMean, SegmentMean, BindForward<2>());
 XLA_FFI_DEFINE_HANDLER(kSumBackward, SegmentSumBackward, (BindBuffers<ffi::ThreadPool, 2, 1>()));
 XLA_FFI_DEFINE_HANDLER(kMeanBackward, SegmentMeanBackward, (BindBuffers<ffi::ThreadPool, 3, 1>()));
 
-JB_REGISTER_TARGET("segment_sum", kSum, nullptr);
-JB_REGISTER_TARGET("segment_mean", kMean, nullptr);
-JB_REGISTER_TARGET("segment_sum_backward", kSumBackward, nullptr);
-JB_REGISTER_TARGET("segment_mean_backward", kMeanBackward, nullptr);
+template <bool kIsMean>
+Plan PlanOf(const PlanParameters& parameters) {
+  return PlanOfType(PlanRequest(parameters), [](auto tag, const Problem& problem) {
+    return ChooseStrategy<Sum<typename decltype(tag)::type, kIsMean>>(problem, /*has_counts=*/kIsMean);
+  });
+}
+
+JB_REGISTER_TARGET("segment_sum", kSum, PlanOf<false>, kNothing, "scan", "split_scan", "group_by_segment");
+JB_REGISTER_TARGET("segment_mean", kMean, PlanOf<true>, kNothing, "scan", "split_scan", "group_by_segment");
+JB_REGISTER_TARGET("segment_sum_backward", kSumBackward, PlanOfGather, kNothing, "gather");
+JB_REGISTER_TARGET("segment_mean_backward", kMeanBackward, PlanOfGather, kNothing, "gather");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

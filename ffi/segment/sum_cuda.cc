@@ -14,11 +14,10 @@ ffi::Error Forward(const char* op, cudaStream_t stream, const ffi::AnyBuffer& da
   const bool supported = count != nullptr ? DispatchFloating(decoded.type, [](auto) {})
                                           : DispatchWrapping(decoded.type, [](auto) {});
   if (!supported) return UnsupportedType(op, "data", data.element_type());
+  const Plan plan =
+      PlanSum(decoded.problem, ElementBytes(data), indices_are_sorted, deterministic, count != nullptr);
   ScratchBuffer scratch;
-  JB_RETURN_IF_ERROR(DecodeScratch(op, scratch_result,
-                                   SumScratchBytes(decoded.problem, ElementBytes(data), indices_are_sorted,
-                                                   deterministic, count != nullptr),
-                                   &scratch));
+  JB_RETURN_IF_ERROR(DecodeScratch(op, scratch_result, plan.scratch_bytes, &scratch));
   const SumArguments arguments{decoded.problem,
                                decoded.type,
                                decoded.ids_are_64_bit,
@@ -30,7 +29,7 @@ ffi::Error Forward(const char* op, cudaStream_t stream, const ffi::AnyBuffer& da
                                decoded.count,
                                scratch.data,
                                scratch.bytes};
-  return CudaStatus(op, LaunchSum(arguments, stream));
+  return ToError(op, LaunchSum(arguments, stream));
 }
 
 ffi::Error Sum(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
@@ -61,7 +60,7 @@ ffi::Error Backward(const char* op, cudaStream_t stream, const ffi::AnyBuffer& d
                                   decoded.count_is_shared,
                                   segment_ids.untyped_data(),
                                   d_data.untyped_data()};
-  return CudaStatus(op, LaunchGather(arguments, stream));
+  return ToError(op, LaunchGather(arguments, stream));
 }
 
 ffi::Error SumBackward(cudaStream_t stream, ffi::AnyBuffer d_output, ffi::AnyBuffer segment_ids,
@@ -87,16 +86,23 @@ XLA_FFI_DEFINE_HANDLER(kMean, Mean, BindForward<2>(), {ffi::Traits::kCmdBufferCo
 XLA_FFI_DEFINE_HANDLER(kSumBackward, SumBackward, (BindBuffers<Stream, 2, 1>()), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kMeanBackward, MeanBackward, (BindBuffers<Stream, 3, 1>()), {ffi::Traits::kCmdBufferCompatible});
 
-int64_t ScratchOf(const ScratchParameters& parameters, bool is_mean) {
-  const ScratchRequest request(parameters);
-  return SumScratchBytes(request.problem, request.element_bytes, request.indices_are_sorted, request.deterministic,
-                         is_mean);
+template <bool kIsMean>
+Plan PlanOf(const PlanParameters& parameters) {
+  const PlanRequest call(parameters);
+  return PlanSum(call.problem, call.element_bytes, call.indices_are_sorted, call.deterministic, kIsMean);
 }
 
-JB_REGISTER_TARGET("segment_sum", kSum, [](const ScratchParameters& p) { return ScratchOf(p, false); });
-JB_REGISTER_TARGET("segment_mean", kMean, [](const ScratchParameters& p) { return ScratchOf(p, true); });
-JB_REGISTER_TARGET("segment_sum_backward", kSumBackward, nullptr);
-JB_REGISTER_TARGET("segment_mean_backward", kMeanBackward, nullptr);
+Plan PlanOfBackward(const PlanParameters& parameters) {
+  const PlanRequest call(parameters);
+  return PlanGather(call.problem, call.element_bytes);
+}
+
+JB_REGISTER_TARGET("segment_sum", kSum, PlanOf<false>, kNothing, JB_REDUCE_STRATEGIES, "atomics",
+                   "atomics_single_feature");
+JB_REGISTER_TARGET("segment_mean", kMean, PlanOf<true>, kNothing, "fill_counts", JB_REDUCE_STRATEGIES, "atomics",
+                   "atomics_single_feature");
+JB_REGISTER_TARGET("segment_sum_backward", kSumBackward, PlanOfBackward, kNothing, JB_MAP_ROWS_STRATEGIES);
+JB_REGISTER_TARGET("segment_mean_backward", kMeanBackward, PlanOfBackward, kNothing, JB_MAP_ROWS_STRATEGIES);
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -52,6 +52,7 @@ struct TileArguments {
   const uint32_t* order;
   Problem problem;     // with an order: the batch joined into one element, whose rows and segments are numbered through
   int64_t batch_rows;  // rows of one element of the batch; less than problem.rows only where the batch was joined
+  int64_t first_segment;  // of the result: not 0 where elements of the batch before these were taken on their own
   typename Reduction::Outputs outputs;
   Pieces pieces;
   uint32_t* merged_windows;  // counts the blocks of MergeKernel, and those whose window a run enters
@@ -69,7 +70,8 @@ __device__ __forceinline__ void FillWideGaps(const TileArguments<Reduction>& a) 
   const int64_t b = warp / warps_per_batch;
   if (b >= a.problem.batch) return;
   const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
-  FillWideGaps<Reduction, kVec>(a.problem, a.outputs, b, warp - b * warps_per_batch, [&](int64_t row) {
+  const int64_t first_segment = a.first_segment + b * a.problem.segments;
+  FillWideGaps<Reduction, kVec>(a.problem, a.outputs, first_segment, warp - b * warps_per_batch, [&](int64_t row) {
     return a.sorted_segments != nullptr ? static_cast<int64_t>(__ldg(a.sorted_segments + row))
                                         : a.ids.Id(ids_offset + row);
   });
@@ -241,7 +243,7 @@ __global__ void __launch_bounds__(kMostTileThreads, (kTileBlocks<Reduction, kSou
   const bool is_active = group < a.groups && column < features && tile_row < rows;
 
   Cells cells;
-  const int64_t first_segment = b * a.problem.segments;
+  const int64_t first_segment = a.first_segment + b * a.problem.segments;
   uint32_t head_segment = kDropped;
   int64_t run_segment = -1;  // of the run under reduction; below 0 its rows are dropped
   bool has_piece = false, goes_on = false;  // a piece at the tile's head; a piece that goes on in the next group's tile
@@ -463,7 +465,7 @@ __device__ __forceinline__ void MergePieces(const TileArguments<Reduction>& a, i
       return;
     }
     const int64_t b = slot / a.blocks_per_batch;
-    cells.Store(a.outputs, b * a.problem.segments + segments[slot], a.problem.features, column);
+    cells.Store(a.outputs, a.first_segment + b * a.problem.segments + segments[slot], a.problem.features, column);
   };
 
   for (int run = group; group < groups && run < shared.runs; run += groups) {

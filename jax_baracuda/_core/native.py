@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import re
 import types
@@ -32,6 +33,17 @@ class NativeModule:
     targets: frozenset[str]
     problem: str | None
     """Why `module` is None, and what to do about it."""
+
+    def device_problem(self) -> str | None:
+        """Why a device of the platform here cannot run the kernels, and what to do about it; None if all can.
+
+        Asking initialises CUDA. Where there is no GPU at all the answer is None: programs may be exported for one.
+        """
+        return self._device_problem
+
+    @functools.cached_property
+    def _device_problem(self) -> str | None:
+        return None if self.module is None or self.platform == "cpu" else self.module.device_problem() or None
 
     def plan(self, target: str, parameters: dict[str, int]) -> Plan:
         """How the target runs a call with these extents and flags."""

@@ -1413,9 +1413,19 @@ def _cells(dtype: Any, data: Any, ids: Any, num_segments: int) -> tuple[tuple[in
 
 
 def _plan_parameters(
-    data: Any, ids: Any, *, num_segments: int, indices_are_sorted: bool, deterministic: bool = False, **_: Any
+    data: Any,
+    ids: Any,
+    *,
+    num_segments: int,
+    batch: int | None = None,
+    indices_are_sorted: bool = False,
+    deterministic: bool = False,
+    has_order: bool = False,
+    shares_ties: bool = False,
+    **_: Any,
 ) -> dict[str, int]:
-    batch = batch_of(data, ids)
+    """What the native modules ask of a call; `data` has the element type and the features."""
+    batch = batch_of(data, ids) if batch is None else batch
     return {
         "batch": batch,
         "rows": ids.shape[1],
@@ -1424,9 +1434,28 @@ def _plan_parameters(
         "data_is_shared": data.shape[0] != batch,
         "ids_are_shared": ids.shape[0] != batch,
         "element_bytes": np.dtype(data.dtype).itemsize,
+        "is_floating": jnp.issubdtype(data.dtype, jnp.floating),
         "indices_are_sorted": indices_are_sorted,
         "deterministic": deterministic,
+        "has_order": has_order,
+        "shares_ties": shares_ties,
     }
+
+
+def _gradient_plan_parameters(
+    cells: Any, *others: Any, ids: int, has_order: bool = False, shares_ties: bool = False, **_: Any
+) -> dict[str, int]:
+    """The same of a gradient of ``[batch, segment, ...]``; the operand number `ids` is the ids."""
+    arrays = (cells, *others)
+    options = {"batch": batch_of(*arrays), "has_order": has_order, "shares_ties": shares_ties}
+    return _plan_parameters(cells, arrays[ids], num_segments=cells.shape[1], **options)
+
+
+def _extremum_backward_plan_parameters(
+    d_output: Any, winner: Any, ids: Any, order: Any, *data_and_output: Any, **_: Any
+) -> dict[str, int]:
+    options = {"has_order": order.shape[1] == ids.shape[1], "shares_ties": bool(data_and_output)}
+    return _gradient_plan_parameters(d_output, winner, ids, order, *data_and_output, ids=2, **options)
 
 
 def _beyond_32_bits(num_rows: int, num_segments: int) -> str | None:
@@ -1458,6 +1487,7 @@ def _gradient_op(name: str, *, operands: tuple[tuple[str, ...], ...], **fields: 
         batch = batch_of(*arrays)
         return [((batch, arrays[ids].shape[1], *arrays[0].shape[2:]), arrays[0].dtype)]
 
+    defaults = {"plan_parameters": functools.partial(_gradient_plan_parameters, ids=ids)}
     return Op(
         name=name,
         operands=operands,
@@ -1466,7 +1496,7 @@ def _gradient_op(name: str, *, operands: tuple[tuple[str, ...], ...], **fields: 
         dtypes=FLOATING_DTYPES,
         whole=("segment",),
         kernel_limit=lambda *arrays, **_: _beyond_32_bits(arrays[ids].shape[1], arrays[0].shape[1]),
-        **fields,
+        **(defaults | fields),
     )
 
 
@@ -1516,6 +1546,7 @@ def _extremum_ops(name: str, extremum: _Extremum, aliases_of_backward: tuple[str
     backward = _gradient_op(
         f"segment_{name}_backward",
         operands=(CELLS, CELLS, IDS, IDS, ROWS, CELLS),
+        plan_parameters=_extremum_backward_plan_parameters,
         reference=_reference_extremum_backward,
         guarantee=DIVISION,
         aliases=aliases_of_backward,

@@ -5,13 +5,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from collections.abc import Iterator
+from typing import Any
 
+import cases
 import handlers
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from handlers import Array, Call, with_dtypes, with_other_shapes
 
-from jax_baracuda._core.op import OPS
+from jax_baracuda._core.native import NATIVE_MODULES
+from jax_baracuda._core.op import KERNEL_PLATFORMS, OPS
 
 BATCH, ROWS, SEGMENTS, FEATURES = 3, 4, 2, 3
 
@@ -152,3 +158,42 @@ def test_order_without_segments(target: str, rng: np.random.Generator) -> None:
     operands = {"data": rng.normal(size=ROW_SHAPE).astype(np.float32), "segment_ids": np.zeros((BATCH, ROWS), np.int32)}
     order = call.results_of(operands)["order"]
     np.testing.assert_array_equal(np.sort(order, axis=1), np.tile(np.arange(ROWS), (BATCH, 1)))
+
+
+def planned_calls(target: str, rows: int) -> Iterator[tuple[list[jax.ShapeDtypeStruct], dict[str, Any]]]:
+    """Operands and params of calls with so many rows, of all sizes and flags that a plan may depend on."""
+    op, dtypes = OPS[target], ("float16", "float32")
+    segment_counts, feature_counts = (0, 1, 3, 40, 900, 5000, 100_000), (0, 1, 2, 3, 4, 8, 33, 64, 128, 1 << 20)
+    for batch, segments, features in itertools.product((1, 3), segment_counts, feature_counts):
+        for dtype, flag, other_flag in itertools.product(dtypes, (False, True), (False, True)):
+            sizes = {"batch": batch, "row": rows, "segment": segments, "...": features}
+            names = op.operands
+            if target.endswith(("max_backward", "min_backward")) and other_flag:
+                names = names[:4]  # without ties
+            operands = [
+                jax.ShapeDtypeStruct(
+                    tuple(sizes[name] for name in dimensions), np.int32 if "..." not in dimensions else jnp.dtype(dtype)
+                )
+                for dimensions in names
+            ]
+            if target.endswith(("max_backward", "min_backward")) and flag:
+                operands[3] = jax.ShapeDtypeStruct((batch, 1), np.int32)  # without an order
+            yield operands, {"num_segments": segments, "indices_are_sorted": flag, "deterministic": other_flag}
+
+
+@pytest.mark.parametrize("platform", KERNEL_PLATFORMS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_strategy_is_planned(target: str, platform: str) -> None:
+    """The strategies that the native module names are those that calls of some size and flags are run by."""
+    native = NATIVE_MODULES[platform]
+    if native.module is None:
+        cases.skip_for_lack_of(platform, f"{platform}: {native.problem}")
+    plans = {
+        OPS[target].plan(platform, operands, params)
+        for rows in (0, 1, 64, 3000, 40_000, 1 << 21, 1 << 25)
+        for operands, params in planned_calls(target, rows)
+    }
+    strategies = native.strategies()[target]
+    assert {plan.strategy for plan in plans} == set(strategies) and len(strategies) == len(set(strategies))
+    assert all(plan.scratch_bytes >= 0 for plan in plans)
+    assert platform != "cpu" or all(plan.scratch_bytes == 0 for plan in plans)

@@ -480,3 +480,60 @@ def test_order_of_a_batch(rng: np.random.Generator, extremum: Reduction) -> None
 
         batch.add(lambda *x: list(backward(*x)), (cotangent, winner, ids, order, data, output), check)
     batch.run()
+
+
+def batch_gradient(extremum: Reduction, d_output: np.ndarray, data: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The gradient of one element of a batch in float64, ties shared; for more rows than the other references take."""
+    order = np.argsort(ids, kind="stable")
+    order = order[(ids[order] >= 0) & (ids[order] < len(d_output))]
+    present, starts, counts = np.unique(ids[order], return_index=True, return_counts=True)
+    values = flip(extremum, data[order].astype(np.float64))
+    attains = values == np.repeat(np.maximum.reduceat(values, starts), counts, axis=0)
+    members = np.add.reduceat(attains.astype(np.int64), starts)
+    gradient = np.zeros(data.shape)
+    gradient[order] = np.where(attains, np.repeat(d_output[present] / members, counts, axis=0), 0)
+    return gradient
+
+
+@pytest.mark.parametrize(("size", "mapped"), [(3, "both"), (3, "data"), (2, "ids")])
+@each_extremum
+def test_gradient_of_a_large_batch(rng: np.random.Generator, extremum: Reduction, size: int, mapped: str) -> None:
+    """Gradients that follow the order of the forward kernel, where a GPU sorts the rows of the whole batch together."""
+    rows, segments = (100_000, 5000) if cases.PLATFORM == "cuda" else (2000, 100)
+    data = rng.integers(-20, 20, (size, rows, 32)).astype(np.float32)
+    ids = rng.integers(-segments // 9, segments + segments // 9, (size, rows), dtype=np.int32)
+    d_output = rng.normal(size=(segments, 32)).astype(np.float32)
+    axes = (0 if mapped != "ids" else None, 0 if mapped != "data" else None)
+    operands = [x if axis == 0 else x[0] for x, axis in zip((data, ids), axes, strict=True)]
+    loss = lambda x, i: (d_output * extremum(x, i, segments)).sum()  # noqa: E731
+    d_data = jax.jit(jax.vmap(jax.grad(loss), axes))(*operands)
+    for k in range(size):
+        element = [x[k] if axis == 0 else x for x, axis in zip(operands, axes, strict=True)]
+        expected = batch_gradient(extremum, d_output, *element).astype(np.float32)
+        np.testing.assert_array_equal(np.asarray(d_data[k]), expected, f"element {k}")
+
+
+@pytest.mark.parametrize("shared", ["nothing", "data", "ids"])
+@each_extremum
+def test_order_of_each_element(rng: np.random.Generator, extremum: Reduction, shared: str) -> None:
+    """The order of the forward kernel holds each row of an element once, dropped ones too, by the element's numbers."""
+    size, rows, segments = 3, 33_000, 900
+    data = rng.normal(size=(1 if shared == "data" else size, rows, 33)).astype(np.float32)
+    ids = np.stack([cases.make_ids(rng, rows, segments) for _ in range(1 if shared == "ids" else size)])
+    ids[-1, 5000:20_000] = -1  # so that elements drop different numbers of rows
+    params = {"num_segments": segments, "indices_are_sorted": False, "first_wins": False, "with_order": True}
+    order = np.asarray(OPS[f"{extremum.name}_with_winner"](data, ids, **params)[2])
+    assert order.shape == (size, rows)
+    for k in range(size):
+        np.testing.assert_array_equal(np.sort(order[k]), np.arange(rows), f"element {k}")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_shares_that_are_subnormal(dtype: str) -> None:
+    """Shares among the subnormal numbers, where a quotient may lie halfway between two, are rounded once, to even."""
+    bits = np.arange(1, 3 << (jnp.finfo(dtype).nmant + 1), dtype=np.uint16)
+    cotangent = bits.view(jnp.dtype(dtype))[None]
+    for members in (2, 3, 4, 6, 8, 64):
+        data, ids = np.ones((members, len(bits)), cotangent.dtype), np.zeros(members, np.int32)
+        expected = MAX.gradient(cotangent, data, ids, 1, tie_break="split")
+        expected.check(MAX.call_backward(cotangent, data, ids, 1, tie_break="split"), f"{members} members")

@@ -1,0 +1,24 @@
+// How many blocks of a kernel may be asked to share a multiprocessor.
+#pragma once
+
+namespace jax_baracuda {
+
+// The most threads of a multiprocessor of the architecture under compilation.
+#if !defined(__CUDA_ARCH__)
+inline constexpr int kMultiprocessorThreads = 2048;
+#elif __CUDA_ARCH__ == 750
+inline constexpr int kMultiprocessorThreads = 1024;
+#elif (__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1100
+inline constexpr int kMultiprocessorThreads = 1536;
+#else
+inline constexpr int kMultiprocessorThreads = 2048;
+#endif
+
+// The second argument of __launch_bounds__: `blocks`, or as many as have room. Of more, ptxas would ignore the number
+// and not cap the registers at all.
+constexpr int MinBlocks(int threads, int blocks) {
+  const int fitting = kMultiprocessorThreads / threads;
+  return blocks < fitting ? blocks : fitting > 1 ? fitting : 1;
+}
+
+}  // namespace jax_baracuda
