@@ -6,16 +6,16 @@
 #include <cstdint>
 #include <string>
 
+#include "ffi/core/cuda_status.h"
 #include "ffi/core/handler.h"
 
 namespace jax_baracuda {
 
 using Stream = ffi::PlatformStream<cudaStream_t>;
 
-inline ffi::Error CudaStatus(const char* op, cudaError_t status) {
-  if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kInternal,
-                    std::string(op) + ": CUDA error " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status));
+inline ffi::Error ToError(const char* op, const CudaStatus& status) {
+  if (status.ok()) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kInternal, std::string(op) + ": " + CudaErrorText(status));
 }
 
 struct ScratchBuffer {

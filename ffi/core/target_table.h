@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "ffi/core/checked_call.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_baracuda {
@@ -40,6 +41,6 @@ struct TargetRegistration {
 #define JB_CONCATENATE(a, b) JB_CONCATENATE_(a, b)
 
 // Adds the op `name`, served by the handler symbol `handler`, to this module's table; the names of its strategies follow.
-#define JB_REGISTER_TARGET(name, handler, plan, ...)                                            \
+#define JB_REGISTER_TARGET(name, handler, plan, ...)                                              \
   static const ::jax_baracuda::TargetRegistration JB_CONCATENATE(target_registration_, __LINE__)( \
-      ::jax_baracuda::Target{name, handler, plan, {__VA_ARGS__}})
+      ::jax_baracuda::Target{name, ::jax_baracuda::CheckedHandler<handler>, plan, {__VA_ARGS__}})

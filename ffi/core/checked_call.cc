@@ -1,0 +1,67 @@
+#include "ffi/core/checked_call.h"
+
+#include <cstdlib>
+#include <string_view>
+
+#include "ffi/core/bit_width.h"
+#include "ffi/core/checked_call_device.h"
+
+namespace jax_baracuda {
+namespace {
+
+bool IsExecution(const XLA_FFI_CallFrame* frame) {
+  if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return false;
+  for (const XLA_FFI_Extension_Base* e = frame->extension_start; e != nullptr; e = e->next) {
+    if (e->type == XLA_FFI_Extension_Metadata) return false;
+  }
+  return true;
+}
+
+bool PoisonsResults() {
+  static const bool poisons = [] {
+    const char* value = std::getenv("JAX_BARACUDA_POISON");
+    return value != nullptr && std::string_view(value) == "1";
+  }();
+  return poisons;
+}
+
+int64_t SizeInBytes(const XLA_FFI_Buffer& buffer) {
+  int64_t elements = 1;
+  for (int64_t i = 0; i < buffer.rank; ++i) elements *= buffer.dims[i];
+  return PackedBytes(elements, BitWidth(static_cast<xla::ffi::DataType>(buffer.dtype)));
+}
+
+bool IsMemoryOfOperand(const XLA_FFI_CallFrame* frame, const void* data) {
+  for (int64_t i = 0; i < frame->args.size; ++i) {
+    if (frame->args.types[i] == XLA_FFI_ArgType_BUFFER &&
+        static_cast<const XLA_FFI_Buffer*>(frame->args.args[i])->data == data) {
+      return true;
+    }
+  }
+  return false;
+}
+
+XLA_FFI_Error* PoisonResults(XLA_FFI_CallFrame* frame) {
+  for (int64_t i = 0; i < frame->rets.size; ++i) {
+    if (frame->rets.types[i] != XLA_FFI_RetType_BUFFER) continue;
+    const auto& buffer = *static_cast<const XLA_FFI_Buffer*>(frame->rets.rets[i]);
+    const int64_t bytes = SizeInBytes(buffer);
+    if (bytes == 0 || IsMemoryOfOperand(frame, buffer.data)) continue;
+    if (XLA_FFI_Error* error = FillWithOnes(frame, buffer.data, bytes)) return error;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+XLA_FFI_Error* CheckedCall(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
+  if (IsExecution(frame)) {
+    ForgetStaleErrors();
+    if (PoisonsResults()) {
+      if (XLA_FFI_Error* error = PoisonResults(frame)) return error;
+    }
+  }
+  return handler(frame);
+}
+
+}  // namespace jax_baracuda

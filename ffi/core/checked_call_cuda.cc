@@ -1,0 +1,29 @@
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "ffi/core/checked_call_device.h"
+#include "ffi/core/cuda_status.h"
+
+namespace jax_baracuda {
+
+// An error that a call elsewhere in this thread left behind: the check after our first launch would take it for its own.
+void ForgetStaleErrors() { cudaGetLastError(); }
+
+XLA_FFI_Error* FillWithOnes(XLA_FFI_CallFrame* frame, void* data, int64_t bytes) {
+  XLA_FFI_Stream_Get_Args stream{};
+  stream.struct_size = XLA_FFI_Stream_Get_Args_STRUCT_SIZE;
+  stream.ctx = frame->ctx;
+  if (XLA_FFI_Error* error = frame->api->XLA_FFI_Stream_Get(&stream)) return error;
+  const CudaStatus status =
+      JB_CUDA_STATUS(cudaMemsetAsync(data, 0xFF, bytes, static_cast<cudaStream_t>(stream.stream)));
+  if (status.ok()) return nullptr;
+  const std::string message = "jax_baracuda: " + CudaErrorText(status);
+  XLA_FFI_Error_Create_Args error{};
+  error.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+  error.message = message.c_str();
+  error.errc = XLA_FFI_Error_Code_INTERNAL;
+  return frame->api->XLA_FFI_Error_Create(&error);
+}
+
+}  // namespace jax_baracuda

@@ -1,0 +1,58 @@
+// The outcome of CUDA runtime calls and kernel launches, with the place where one failed. For .cu and .cc files alike.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+namespace jax_baracuda {
+
+struct [[nodiscard]] CudaStatus {
+  cudaError_t code = cudaSuccess;
+  const char* file = "";  // of this project, relative to its folder (see CMakeLists.txt)
+  int line = 0;
+  const char* expression = "";
+
+  bool ok() const { return code == cudaSuccess; }
+};
+
+// "file:line: expression: CUDA error NAME: text"
+inline std::string CudaErrorText(const CudaStatus& status) {
+  return std::string(status.file) + ":" + std::to_string(status.line) + ": " + status.expression + ": CUDA error " +
+         cudaGetErrorName(status.code) + ": " + cudaGetErrorString(status.code);
+}
+
+namespace internal {
+
+// A failed call also leaves its error as the last one of the thread, where whoever asks next would take it for its own.
+inline CudaStatus TakeStatus(cudaError_t code, const char* file, int line, const char* expression) {
+  if (code == cudaSuccess) return {};
+  cudaGetLastError();
+  return {code, file, line, expression};
+}
+
+// What already has its place keeps it.
+inline CudaStatus TakeStatus(const CudaStatus& status, const char*, int, const char*) { return status; }
+
+}  // namespace internal
+}  // namespace jax_baracuda
+
+// The status of an expression, a cudaError_t or a CudaStatus.
+#define JB_CUDA_STATUS(...) ::jax_baracuda::internal::TakeStatus((__VA_ARGS__), __FILE__, __LINE__, #__VA_ARGS__)
+
+// The status of the launch just made; the argument names the kernel.
+#define JB_LAUNCH_STATUS(...) \
+  ::jax_baracuda::internal::TakeStatus(cudaGetLastError(), __FILE__, __LINE__, "launch of " #__VA_ARGS__)
+
+// Returns the status of the expression from the function around it, unless it succeeded.
+#define JB_RETURN_IF_CUDA_ERROR(...)                                               \
+  do {                                                                             \
+    const ::jax_baracuda::CudaStatus jb_status = JB_CUDA_STATUS(__VA_ARGS__);      \
+    if (!jb_status.ok()) return jb_status;                                         \
+  } while (false)
+
+#define JB_RETURN_IF_LAUNCH_ERROR(...)                                             \
+  do {                                                                             \
+    const ::jax_baracuda::CudaStatus jb_status = JB_LAUNCH_STATUS(__VA_ARGS__);    \
+    if (!jb_status.ok()) return jb_status;                                         \
+  } while (false)
