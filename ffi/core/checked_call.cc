@@ -9,14 +9,6 @@
 namespace jax_baracuda {
 namespace {
 
-bool IsExecution(const XLA_FFI_CallFrame* frame) {
-  if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return false;
-  for (const XLA_FFI_Extension_Base* e = frame->extension_start; e != nullptr; e = e->next) {
-    if (e->type == XLA_FFI_Extension_Metadata) return false;
-  }
-  return true;
-}
-
 bool PoisonsResults() {
   static const bool poisons = [] {
     const char* value = std::getenv("JAX_BARACUDA_POISON");
@@ -55,7 +47,8 @@ XLA_FFI_Error* PoisonResults(XLA_FFI_CallFrame* frame) {
 }  // namespace
 
 XLA_FFI_Error* CheckedCall(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
-  if (IsExecution(frame)) {
+  // A question for the handler's metadata comes as a call of another stage.
+  if (frame->stage == XLA_FFI_ExecutionStage_EXECUTE) {
     ForgetStaleErrors();
     if (PoisonsResults()) {
       if (XLA_FFI_Error* error = PoisonResults(frame)) return error;
