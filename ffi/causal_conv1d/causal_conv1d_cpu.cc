@@ -20,6 +20,7 @@
 #include "ffi/core/huge_pages.h"
 #include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
+#include "ffi/core/strategies.h"
 #include "ffi/core/target_table.h"
 
 namespace jax_baracuda::causal_conv1d {
@@ -43,6 +44,66 @@ constexpr int64_t kBlockTimes = 64;
 constexpr int64_t kPieceTimesOfChannel = 8 * kTimesOfChannel;
 constexpr int64_t kPieceTimes = 16 * kTimes;
 constexpr int64_t kMostParts = 128;  // times the elements of the batch, times the channels in units of a small tile
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Strategies.
+
+enum class Strategy {
+  kNothing,
+  kRows,                    // tiles are of one channel
+  kRowsWithTaps,            // as well, with taps
+  kTransposedRows,          // tiles are of several channels, and transposed
+  kTransposedRowsWithTaps,
+  kChannelsLast,            // tiles are of several channels
+  kChannelsLastWithTaps,
+  kNoInputs,  // only states and gradients of parameters are there to be written
+  kOneInput,  // an update whose states are shifted by one
+};
+
+constexpr const char* kStrategyNames[] = {"nothing",
+                                          "rows",
+                                          "rows_with_taps",
+                                          "transposed_rows",
+                                          "transposed_rows_with_taps",
+                                          "channels_last",
+                                          "channels_last_with_taps",
+                                          "no_inputs",
+                                          "one_input"};
+constexpr int kForwardStrategies = 7, kBackwardStrategies = 8;  // the first ones
+
+// With one channel, or one time, both layouts are the same: the other dimension is then the one that fills vectors.
+Problem WithBestLayout(Problem problem) {
+  if (problem.channels == 1) {
+    problem.channels_last = false;
+  } else if (problem.length == 1) {
+    problem.channels_last = true;
+  }
+  return problem;
+}
+
+// Of a problem with the best layout.
+Strategy ChooseForward(const Problem& problem, int64_t element_bytes) {
+  if (problem.HasNoElement()) return Strategy::kNothing;
+  const int64_t numbers_of_line = kLineBytes / std::max<int64_t>(sizeof(float), element_bytes);
+  if (problem.channels_last) return problem.has_taps ? Strategy::kChannelsLastWithTaps : Strategy::kChannelsLast;
+  if (problem.length < kLongTimes && problem.channels >= numbers_of_line) {
+    return problem.has_taps ? Strategy::kTransposedRowsWithTaps : Strategy::kTransposedRows;
+  }
+  return problem.has_taps ? Strategy::kRowsWithTaps : Strategy::kRows;
+}
+
+Strategy ChooseBackward(const Problem& problem, int64_t element_bytes) {
+  if (problem.batch == 0 || problem.channels == 0) return Strategy::kNothing;
+  const Strategy strategy = ChooseForward(problem, element_bytes);
+  return strategy == Strategy::kNothing ? Strategy::kNoInputs : strategy;
+}
+
+Strategy ChooseUpdate(const Problem& problem, int64_t element_bytes, int64_t state_length) {
+  if (problem.batch == 0 || problem.examples == 0 || problem.channels == 0) return Strategy::kNothing;
+  if (problem.length == 0) return Strategy::kNoInputs;
+  const bool shifts = problem.length == 1 && problem.channels_last && state_length >= 1 && state_length <= kMostWidth;
+  return shifts ? Strategy::kOneInput : ChooseForward(problem, element_bytes);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Kernels.
@@ -382,7 +443,7 @@ class Convolution {
     int64_t begin, count;
   };
 
-  Convolution(const ConvolutionCall& call, const Parameters<C>& parameters)
+  Convolution(const ConvolutionCall& call, Strategy strategy, const Parameters<C>& parameters)
       : problem_(call.problem),
         x_(static_cast<const T*>(call.x.data)),
         x_is_shared_(call.x.is_shared),
@@ -391,8 +452,7 @@ class Convolution {
         taps_(static_cast<const uint8_t*>(call.taps.data)),
         taps_are_shared_(call.taps.is_shared),
         parameters_(parameters),
-        is_transposed_(!problem_.channels_last && problem_.length < kLongTimes &&
-                       problem_.channels >= Lanes<C>::kCount),
+        is_transposed_(strategy == Strategy::kTransposedRows || strategy == Strategy::kTransposedRowsWithTaps),
         has_channels_(problem_.channels_last || is_transposed_) {}
 
   // Whether tiles are of several channels.
@@ -919,7 +979,8 @@ bool ComputeGradients(ffi::ThreadPool& pool, const BackwardCall& call, const Con
 
 // The last `state_length` inputs of the old state followed by x. new_state may be the old state's own memory.
 template <typename T>
-void WriteNewState(ffi::ThreadPool& pool, const UpdateCall& call, const Convolution<T>& convolution) {
+void WriteNewState(ffi::ThreadPool& pool, const UpdateCall& call, Strategy strategy,
+                   const Convolution<T>& convolution) {
   const Problem& problem = call.problem;
   const T* const x = static_cast<const T*>(call.x.data);
   const T* const state = static_cast<const T*>(call.initial_state.data);
@@ -932,7 +993,7 @@ void WriteNewState(ffi::ThreadPool& pool, const UpdateCall& call, const Convolut
       const Place place{place_index / problem.examples, place_index % problem.examples};
       const T* const old = state + convolution.StateIndex(call.initial_state.is_shared, place, channel, length);
       T* const to = new_state + row * length;
-      if (problem.length == 1 && problem.channels_last && length >= 1 && length <= kMostWidth) {
+      if (strategy == Strategy::kOneInput) {
         const int64_t channels = std::min(problem.channels - channel, row_end - row);
         const T* const from = x + convolution.Index(call.x.is_shared, place, 0, channel);
         DispatchWidth(static_cast<int>(length), [&](auto count) { ShiftStates<count>(old, from, channels, to); });
@@ -952,33 +1013,28 @@ void WriteNewState(ffi::ThreadPool& pool, const UpdateCall& call, const Convolut
 // ---------------------------------------------------------------------------------------------------------------------
 // Running calls.
 
-// With one channel, or one time, both layouts are the same: the other dimension is then the one that fills vectors.
-void ChooseLayout(Problem* problem) {
-  if (problem->channels == 1) {
-    problem->channels_last = false;
-  } else if (problem->length == 1) {
-    problem->channels_last = true;
-  }
-}
-
-// Calls run(call, convolution), which returns false if there is no memory.
+// Calls run(call, convolution), which returns false if there is no memory. The problem is that of the call in its best
+// layout.
 template <typename Call, typename Run>
-ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, Call call, const Run& run) {
-  ChooseLayout(&call.problem);
+ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, Call call, const Problem& problem, Strategy strategy,
+                   const Run& run) {
+  if (strategy == Strategy::kNothing) return ffi::Error::Success();
+  call.problem = problem;
   bool has_memory = true;
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     Parameters<ComputeType<T>> parameters;
     has_memory = parameters.Prepare(pool, call.problem, call.weight, call.bias) &&
-                 run(call, Convolution<T>(call, parameters));
+                 run(call, Convolution<T>(call, strategy, parameters));
   });
   return MemoryStatus(op, has_memory);
 }
 
 ffi::Error RunForward(ffi::ThreadPool pool, const ForwardCall& forward_call) {
-  return RunCall(kForwardName, pool, forward_call, [&](const ForwardCall& call, const auto& convolution) {
-    return Forward(pool, call, convolution);
-  });
+  const Problem problem = WithBestLayout(forward_call.problem);
+  const Strategy strategy = ChooseForward(problem, ElementBytes(forward_call.type));
+  return RunCall(kForwardName, pool, forward_call, problem, strategy,
+                 [&](const ForwardCall& call, const auto& convolution) { return Forward(pool, call, convolution); });
 }
 
 ffi::Error RunBackward(ffi::ThreadPool pool, BackwardCall* backward_call, ffi::RemainingRets more_results,
@@ -987,26 +1043,48 @@ ffi::Error RunBackward(ffi::ThreadPool pool, BackwardCall* backward_call, ffi::R
     return InvalidArgument(kBackwardName, "got " + std::to_string(3 + more_results.size()) + " results, expected " +
                                               std::to_string(3 + num_decoded));
   }
-  return RunCall(kBackwardName, pool, *backward_call, [&](const BackwardCall& call, const auto& convolution) {
+  const Problem problem = WithBestLayout(backward_call->problem);
+  const Strategy strategy = ChooseBackward(problem, ElementBytes(backward_call->type));
+  return RunCall(kBackwardName, pool, *backward_call, problem, strategy,
+                 [&](const BackwardCall& call, const auto& convolution) {
     return ComputeGradients(pool, call, convolution);
   });
 }
 
 ffi::Error RunUpdate(ffi::ThreadPool pool, const UpdateCall& update_call) {
-  return RunCall(kUpdateName, pool, update_call, [&](const UpdateCall& call, const auto& convolution) {
+  const Problem problem = WithBestLayout(update_call.problem);
+  const Strategy strategy = ChooseUpdate(problem, ElementBytes(update_call.type), update_call.state_length);
+  return RunCall(kUpdateName, pool, update_call, problem, strategy,
+                 [&](const UpdateCall& call, const auto& convolution) {
     const bool has_memory = Forward(pool, call, convolution);
-    WriteNewState(pool, call, convolution);  // after all of the old state has been read
+    WriteNewState(pool, call, strategy, convolution);  // after all of the old state has been read
     return has_memory;
   });
+}
+
+Plan PlanForward(const PlanParameters& parameters) {
+  return Plan{NameOf(kStrategyNames,
+                     ChooseForward(WithBestLayout(ProblemOf(parameters)), parameters.at("element_bytes")))};
+}
+
+Plan PlanBackward(const PlanParameters& parameters) {
+  return Plan{NameOf(kStrategyNames,
+                     ChooseBackward(WithBestLayout(ProblemOf(parameters)), parameters.at("element_bytes")))};
+}
+
+Plan PlanUpdate(const PlanParameters& parameters) {
+  return Plan{NameOf(kStrategyNames, ChooseUpdate(WithBestLayout(ProblemOf(parameters)),
+                                                  parameters.at("element_bytes"), parameters.at("state_length")))};
 }
 
 XLA_FFI_DEFINE_HANDLER(kForward, (HandleForward<ffi::ThreadPool, RunForward>), BindForward<ffi::ThreadPool>());
 XLA_FFI_DEFINE_HANDLER(kBackward, (HandleBackward<ffi::ThreadPool, RunBackward>), BindBackward<ffi::ThreadPool>());
 XLA_FFI_DEFINE_HANDLER(kUpdate, (HandleUpdate<ffi::ThreadPool, RunUpdate>), BindUpdate<ffi::ThreadPool>());
 
-JB_REGISTER_TARGET(kForwardName, kForward, nullptr);
-JB_REGISTER_TARGET(kBackwardName, kBackward, nullptr);
-JB_REGISTER_TARGET(kUpdateName, kUpdate, nullptr);
+JB_REGISTER_TARGET(kForwardName, kForward, PlanForward, kStrategyNames, kStrategyNames + kForwardStrategies);
+JB_REGISTER_TARGET(kBackwardName, kBackward, PlanBackward, kStrategyNames, kStrategyNames + kBackwardStrategies);
+JB_REGISTER_TARGET(kUpdateName, kUpdate, PlanUpdate, "nothing", "rows", "transposed_rows", "channels_last", "no_inputs",
+                   "one_input");
 
 }  // namespace
 }  // namespace jax_baracuda::causal_conv1d

@@ -8,6 +8,7 @@
 #include "ffi/causal_conv1d/causal_conv1d.h"
 #include "ffi/core/handler.h"
 #include "ffi/core/operands.h"
+#include "ffi/core/target_table.h"
 
 namespace jax_baracuda::causal_conv1d {
 
@@ -43,6 +44,18 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::UpdateOptions
                                       StructMember<bool>("has_bias"));
 
 namespace jax_baracuda::causal_conv1d {
+
+// The problem that the parameters of a plan describe.
+inline Problem ProblemOf(const PlanParameters& parameters) {
+  return Problem{parameters.at("batch"),
+                 parameters.at("examples"),
+                 parameters.at("channels"),
+                 parameters.at("length"),
+                 static_cast<int>(parameters.at("width")),
+                 parameters.at("channels_last") != 0,
+                 parameters.at("silu") != 0,
+                 parameters.at("has_taps") != 0};
+}
 
 // Checks the buffers of one call, one after another. Output comes first, then Weight: they tell what the others must
 // fit. Where a call is not batched, all buffers lack their first dimension, and count as a batch of one.

@@ -32,6 +32,9 @@ struct Problem {
   int64_t pairs;  // 1 to features / 2; features behind these pairs are copied
   bool heads_first;
   bool interleaved;
+
+  // `all_heads` are those of all tensors.
+  bool HasNoElement(int64_t all_heads) const { return batch == 0 || examples == 0 || length == 0 || all_heads == 0; }
 };
 
 // [batch or 1, 2, pairs] of the compute type: frequencies, then what is missing from them.
@@ -60,12 +63,10 @@ struct Call {
   double cos_scale;
   double sin_scale;  // minus the other one where the rotation is by minus the angle
 
-  bool HasNoElement() const {
-    if (problem.batch == 0 || problem.examples == 0 || problem.length == 0) return true;
-    for (int i = 0; i < num_tensors; ++i) {
-      if (tensors[i].heads > 0) return false;
-    }
-    return true;
+  int64_t AllHeads() const {
+    int64_t heads = 0;
+    for (int i = 0; i < num_tensors; ++i) heads += tensors[i].heads;
+    return heads;
   }
 
   bool ExamplesShareAngles() const { return positions.data == nullptr || positions.are_shared_by_examples; }

@@ -15,6 +15,7 @@
 #include "ffi/core/cpu_kernel.h"
 #include "ffi/core/huge_pages.h"
 #include "ffi/core/parallel_for.h"
+#include "ffi/core/strategies.h"
 #include "ffi/core/target_table.h"
 #include "ffi/rope/rope.h"
 #include "ffi/rope/rope_handler.h"
@@ -23,6 +24,19 @@ namespace jax_baracuda::rope {
 namespace {
 
 constexpr int64_t kTableBytes = 32 * 1024;
+
+enum class Strategy {
+  kNothing,
+  kHeadsOfPosition,   // the rows that lie one after another are the heads at one position, which share their angles
+  kPositionsOfHead,  // they are the positions of one head
+};
+
+constexpr const char* kStrategyNames[] = {"nothing", "heads_of_position", "positions_of_head"};
+
+Strategy ChooseStrategy(const Problem& problem, int64_t all_heads) {
+  if (problem.HasNoElement(all_heads)) return Strategy::kNothing;
+  return problem.heads_first && problem.length > 1 ? Strategy::kPositionsOfHead : Strategy::kHeadsOfPosition;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Kernels.
@@ -107,15 +121,14 @@ class Kernel {
  public:
   using C = ComputeType<T>;
 
-  explicit Kernel(const Call& call)
+  Kernel(const Call& call, Strategy strategy)
       : call_(call),
         problem_(call.problem),
-        heads_are_rows_(!call.problem.heads_first || call.problem.length == 1),
+        heads_are_rows_(strategy == Strategy::kHeadsOfPosition),
+        all_heads_(call.AllHeads()),
         examples_of_group_(ExamplesOfGroup(call)),
         block_length_(std::clamp<int64_t>(kTableBytes / static_cast<int64_t>(2 * sizeof(C)) / call.problem.pairs, 1,
-                                          call.problem.length)) {
-    for (int i = 0; i < call.num_tensors; ++i) all_heads_ += call.tensors[i].heads;
-  }
+                                          call.problem.length)) {}
 
   // Returns false if there is no memory.
   bool Run(ffi::ThreadPool& pool) const {
@@ -251,17 +264,23 @@ class Kernel {
   const Call& call_;
   const Problem& problem_;
   const bool heads_are_rows_;
+  const int64_t all_heads_;
   const int64_t examples_of_group_;
   const int64_t block_length_;
-  int64_t all_heads_ = 0;
 };
 
 ffi::Error Run(ffi::ThreadPool pool, const char* op, const Call& call) {
+  const Strategy strategy = ChooseStrategy(call.problem, call.AllHeads());
+  if (strategy == Strategy::kNothing) return ffi::Error::Success();
   bool has_memory = true;
   DispatchFloating(call.type, [&](auto tag) {
-    if (!call.HasNoElement()) has_memory = Kernel<typename decltype(tag)::type>(call).Run(pool);
+    has_memory = Kernel<typename decltype(tag)::type>(call, strategy).Run(pool);
   });
   return MemoryStatus(op, has_memory);
+}
+
+Plan PlanRope(const PlanParameters& parameters) {
+  return Plan{NameOf(kStrategyNames, ChooseStrategy(ProblemOf(parameters), parameters.at("heads")))};
 }
 
 XLA_FFI_DEFINE_HANDLER(kRope, (HandleRope<ffi::ThreadPool, Run, false>), BindRope<ffi::ThreadPool>());
@@ -269,10 +288,10 @@ XLA_FFI_DEFINE_HANDLER(kRopeBackward, (HandleRope<ffi::ThreadPool, Run, true>), 
 XLA_FFI_DEFINE_HANDLER(kRopeQk, (HandleRopeQk<ffi::ThreadPool, Run, false>), BindRopeQk<ffi::ThreadPool>());
 XLA_FFI_DEFINE_HANDLER(kRopeQkBackward, (HandleRopeQk<ffi::ThreadPool, Run, true>), BindRopeQk<ffi::ThreadPool>());
 
-JB_REGISTER_TARGET("rope", kRope, nullptr);
-JB_REGISTER_TARGET("rope_backward", kRopeBackward, nullptr);
-JB_REGISTER_TARGET("rope_qk", kRopeQk, nullptr);
-JB_REGISTER_TARGET("rope_qk_backward", kRopeQkBackward, nullptr);
+JB_REGISTER_TARGET("rope", kRope, PlanRope, JB_NAMES(kStrategyNames));
+JB_REGISTER_TARGET("rope_backward", kRopeBackward, PlanRope, JB_NAMES(kStrategyNames));
+JB_REGISTER_TARGET("rope_qk", kRopeQk, PlanRope, JB_NAMES(kStrategyNames));
+JB_REGISTER_TARGET("rope_qk_backward", kRopeQkBackward, PlanRope, JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::rope

@@ -7,6 +7,7 @@
 
 #include "ffi/core/handler.h"
 #include "ffi/core/operands.h"
+#include "ffi/core/target_table.h"
 #include "ffi/rope/rope.h"
 
 namespace jax_baracuda::rope {
@@ -26,6 +27,17 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::rope::Attributes, StructMemb
                                       StructMember<bool>("batched"));
 
 namespace jax_baracuda::rope {
+
+// The problem that the parameters of a plan describe; `heads` are those of all tensors.
+inline Problem ProblemOf(const PlanParameters& parameters) {
+  return Problem{parameters.at("batch"),
+                 parameters.at("examples"),
+                 parameters.at("length"),
+                 parameters.at("features"),
+                 parameters.at("rotary_dim") / 2,
+                 parameters.at("heads_first") != 0,
+                 parameters.at("interleaved") != 0};
+}
 
 // Checks the buffers of one call, one after another; tensors come first.
 class Decoder {

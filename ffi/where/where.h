@@ -59,6 +59,19 @@ struct Repetition {
   bool IsDense() const { return rank == 0 || (rank == 1 && stride[0] == 1); }
 };
 
+// Of an array with the dimensions `own` along an output with the dimensions `output`, of the same number. False if it is
+// repeated along too many dimensions.
+template <typename Dimensions>
+bool MakeRepetition(const Dimensions& output, const Dimensions& own, Repetition* repetition) {
+  int64_t size = 1;
+  for (size_t i = output.size(); i-- > 0;) {
+    if (output[i] == 1) continue;
+    if (!repetition->Add(output[i], own[i] == 1, size)) return false;
+    size *= own[i];
+  }
+  return true;
+}
+
 struct Operand {
   const void* data;
   Repetition repetition;
@@ -81,6 +94,25 @@ struct Sum {
     return outer == other.outer && rows == other.rows && inner == other.inner;
   }
 };
+
+// The sum that leaves the dimensions `own` of the dimensions `whole`, of the same number. False if what is summed does
+// not lie together.
+template <typename Dimensions>
+bool MakeSum(const Dimensions& whole, const Dimensions& own, Sum* sum) {
+  *sum = Sum{1, 1, 1};
+  bool has_ended = false;  // what is summed
+  for (size_t i = whole.size(); i-- > 0;) {
+    if (whole[i] == own[i]) {
+      has_ended = has_ended || (sum->rows != 1 && whole[i] != 1);
+      (has_ended ? sum->outer : sum->inner) *= whole[i];
+    } else if (!has_ended) {
+      sum->rows *= whole[i];
+    } else {
+      return false;
+    }
+  }
+  return true;
+}
 
 // da = cond ? dy : 0 and db = cond ? 0 : dy. Those that are summed have the compute type of `type`, and one `sum`.
 struct SplitCall {

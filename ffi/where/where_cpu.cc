@@ -14,6 +14,7 @@
 #include "ffi/core/huge_pages.h"
 #include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
+#include "ffi/core/strategies.h"
 #include "ffi/core/target_table.h"
 #include "ffi/where/where.h"
 #include "ffi/where/where_handler.h"
@@ -25,6 +26,56 @@ constexpr int64_t kBlockBytes = 8192;
 
 template <typename T>
 constexpr int64_t kBlockElements = kBlockBytes / static_cast<int64_t>(sizeof(T));
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Strategies.
+
+// The first five are how the elements of an operand come to be at hand, block by block, in the order of their cost.
+enum class Strategy {
+  kDense,            // they are
+  kPeriodic,         // one row again and again, or one element, written out once
+  kRows,             // copied row by row, or taken from within a row
+  kFilledRows,       // one element fills a row
+  kFilledShortRows,  // the same, in whole stores
+  kNothing,
+  // What is summed fits in a block:
+  kSumFewNumbers,   // few numbers that lie together
+  kSumNumbers,      // more of them, in lanes
+  kSumRows,         // rows
+  kSumLines,        // longer, line by line
+  kSumPartsOfLines  // as well, in parts that are added up in the end
+};
+
+constexpr const char* kStrategyNames[] = {"dense",    "periodic",        "rows",        "filled_rows",
+                                          "filled_short_rows", "nothing", "sum_few_numbers", "sum_numbers",
+                                          "sum_rows", "sum_lines",       "sum_parts_of_lines"};
+constexpr int kSelectStrategies = 6;  // the first ones
+
+// Of the sum of numbers that lie together.
+constexpr int64_t kLanes = 16;
+
+// Rows of one element up to this length are filled by whole stores, each of as many elements as `StoreElements`.
+constexpr int64_t StoreElements(int64_t element_bytes) { return std::max<int64_t>(1, 16 / element_bytes); }
+constexpr int64_t ShortRowElements(int64_t element_bytes) { return 8 * StoreElements(element_bytes); }
+
+Strategy StrategyOfOperand(const Repetition& repetition, int64_t element_bytes) {
+  if (repetition.IsScalar()) return Strategy::kPeriodic;
+  if (repetition.IsDense()) return Strategy::kDense;
+  if (repetition.stride[0] != 0) {
+    const bool is_one_row = repetition.rank == 2 && repetition.size[0] <= kBlockBytes / element_bytes;
+    return is_one_row ? Strategy::kPeriodic : Strategy::kRows;
+  }
+  const bool has_short_rows = repetition.size[0] <= ShortRowElements(element_bytes);
+  return has_short_rows ? Strategy::kFilledShortRows : Strategy::kFilledRows;
+}
+
+// That of the operand that costs most.
+Strategy ChooseStrategy(const SelectCall& call) {
+  if (call.size == 0) return Strategy::kNothing;
+  return std::max({StrategyOfOperand(call.a.repetition, call.element_bytes),
+                   StrategyOfOperand(call.b.repetition, call.element_bytes),
+                   StrategyOfOperand(call.cond.repetition, /*element_bytes=*/1)});
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Kernels.
@@ -95,19 +146,19 @@ JB_CPU_CLONES void AddLine(const uint8_t* cond, bool inverted, const T* dy, int6
 
 // The sums of `outer` arrays [rows, inner], which lie one after another, to sums[outer, inner] and so on.
 template <typename T, bool kBothSummed>
-JB_CPU_CLONES void SumShortArrays(const uint8_t* cond, bool inverted, const T* dy, int64_t outer, int64_t rows,
-                                  int64_t inner, ComputeType<T>* sums, ComputeType<T>* other_sums, T* other) {
+JB_CPU_CLONES void SumShortArrays(Strategy strategy, const uint8_t* cond, bool inverted, const T* dy, int64_t outer,
+                                  int64_t rows, int64_t inner, ComputeType<T>* sums, ComputeType<T>* other_sums,
+                                  T* other) {
   using C = ComputeType<T>;
-  constexpr int64_t kLanes = 16;
   for (int64_t i = 0; i < outer; ++i) {
-    if (inner == 1 && rows < kLanes) {
+    if (strategy == Strategy::kSumFewNumbers) {
       C totals[2] = {};
       for (int64_t row = 0; row < rows; ++row) {
         AddElements<T, kBothSummed>(cond + row, inverted, dy + row, 1, &totals[0], &totals[1], other + row);
       }
       sums[i] = totals[0];
       if (kBothSummed) other_sums[i] = totals[1];
-    } else if (inner == 1) {
+    } else if (strategy == Strategy::kSumNumbers) {
       C lanes[2][kLanes] = {};
       for (int64_t row = 0; row < rows; row += kLanes) {
         const int64_t count = std::min(kLanes, rows - row);
@@ -143,25 +194,24 @@ template <typename T>
 class Blocks {
  public:
   explicit Blocks(const Operand& operand)
-      : data_(static_cast<const T*>(operand.data)), repetition_(operand.repetition) {
-    const int rank = repetition_.rank;
-    if (repetition_.IsScalar()) {
-      period_ = 1;
-    } else if (rank == 2 && repetition_.stride[1] == 0 && repetition_.size[0] <= kBlockElements<T>) {
-      period_ = repetition_.size[0];
-    }
-    for (int64_t i = 0; period_ > 0 && i < kBlockElements<T> + period_; ++i) buffer_[i] = data_[i % period_];
+      : data_(static_cast<const T*>(operand.data)),
+        repetition_(operand.repetition),
+        strategy_(StrategyOfOperand(operand.repetition, sizeof(T))) {
+    if (strategy_ != Strategy::kPeriodic) return;
+    period_ = repetition_.IsScalar() ? 1 : repetition_.size[0];
+    if (period_ == 0) return;  // there is no element
+    for (int64_t i = 0; i < kBlockElements<T> + period_; ++i) buffer_[i] = data_[i % period_];
   }
 
   // `count` elements, at most kBlockElements<T>, from the element `first` of the output on.
   const T* At(int64_t first, int64_t count) {
-    if (period_ > 0) return buffer_ + first % period_;
-    if (repetition_.IsDense()) return data_ + first;
+    if (strategy_ == Strategy::kPeriodic) return buffer_ + first % period_;
+    if (strategy_ == Strategy::kDense) return data_ + first;
     if (first != next_) Seek(first);
     next_ = first + count;
-    const bool is_contiguous = repetition_.stride[0] != 0;
+    const bool is_contiguous = strategy_ == Strategy::kRows;
     for (int64_t done = 0; done < count;) {
-      if (!is_contiguous && index_[0] == 0 && repetition_.size[0] <= kShortRow && repetition_.rank > 1) {
+      if (strategy_ == Strategy::kFilledShortRows && index_[0] == 0) {
         done += FillShortRows(count - done, buffer_ + done);
         if (done == count) break;
       }
@@ -222,10 +272,11 @@ class Blocks {
     }
   }
 
-  static constexpr int64_t kFew = std::max<int64_t>(1, 16 / sizeof(T)), kShortRow = 8 * kFew;
+  static constexpr int64_t kFew = StoreElements(sizeof(T));
 
   const T* data_;
   const Repetition& repetition_;
+  const Strategy strategy_;
   int64_t period_ = 0;              // of an operand that is one row again and again, or one number
   int64_t next_ = -1, offset_ = 0;  // of the row of the innermost dimension
   int64_t index_[kMostDimensions];  // of the next element
@@ -288,47 +339,67 @@ constexpr int64_t kMostParts = 64;  // of the rows, times tiles and outer elemen
 constexpr int64_t kFewestLines = 32;
 constexpr int64_t kLinesOfSum = 256;  // added up in the compute type before they are added to sums in double
 
+// How the lines of a sum with results are cut.
+struct LinesOfSum {
+  int64_t rows_of_line, tiles, parts, rows_of_part;
+
+  explicit LinesOfSum(const Sum& sum)
+      : rows_of_line(std::clamp<int64_t>(kShortRow / sum.inner, 1, std::max<int64_t>(1, sum.rows))),
+        tiles(CeilDivide(sum.inner, kTile)) {
+    const int64_t lines = CeilDivide(sum.rows, rows_of_line), units = sum.outer * tiles;
+    parts = std::clamp<int64_t>(lines / kFewestLines, 1, CeilDivide(kMostParts, units));
+    rows_of_part = CeilDivide(lines, parts) * rows_of_line;
+  }
+};
+
+Strategy ChooseStrategy(const SplitCall& call) {
+  const Sum& sum = call.sum;
+  if ((call.num_sums() == 0 ? call.size : sum.results()) == 0) return Strategy::kNothing;
+  if (call.num_sums() == 0) return StrategyOfOperand(call.cond.repetition, /*element_bytes=*/1);
+  const LinesOfSum lines(sum);
+  if (lines.parts > 1) return Strategy::kSumPartsOfLines;
+  if (sum.rows * sum.inner > kBlockBytes / call.element_bytes) return Strategy::kSumLines;
+  if (sum.inner > 1) return Strategy::kSumRows;
+  return sum.rows < kLanes ? Strategy::kSumFewNumbers : Strategy::kSumNumbers;
+}
+
 template <typename T>
 class Sums {
  public:
   using C = ComputeType<T>;
 
-  Sums(const SplitCall& call)
+  Sums(const SplitCall& call, Strategy strategy)
       : call_(call),
         sum_(call.sum),
+        strategy_(strategy),
         both_are_summed_(call.num_sums() == 2),
         first_sums_(static_cast<C*>(call.a_is_summed ? call.da : call.db)),
         second_sums_(both_are_summed_ ? static_cast<C*>(call.db) : nullptr),
         other_(static_cast<T*>(both_are_summed_ ? nullptr : call.a_is_summed ? call.db : call.da)),
-        rows_of_line_(std::clamp<int64_t>(kShortRow / sum_.inner, 1, std::max<int64_t>(1, sum_.rows))),
-        tiles_(CeilDivide(sum_.inner, kTile)) {
-    const int64_t lines = CeilDivide(sum_.rows, rows_of_line_), units = sum_.outer * tiles_;
-    parts_ = std::clamp<int64_t>(lines / kFewestLines, 1, CeilDivide(kMostParts, units));
-    rows_of_part_ = CeilDivide(lines, parts_) * rows_of_line_;
-  }
+        lines_(call.sum) {}
 
   // Returns false if there is no memory.
   bool Run(ffi::ThreadPool& pool) {
-    if (parts_ == 1 && sum_.rows * sum_.inner <= kBlockElements<T>) {
+    if (strategy_ != Strategy::kSumLines && strategy_ != Strategy::kSumPartsOfLines) {
       SumBlocks(pool);
       return true;
     }
     const int64_t all_results = call_.num_sums() * sum_.results(), bytes = call_.size * sizeof(T);
     if (!both_are_summed_) AdviseHugePages(other_, bytes);
-    const std::unique_ptr<double[]> partials = Allocate<double>(parts_ == 1 ? 0 : parts_ * all_results);
+    const std::unique_ptr<double[]> partials = Allocate<double>(lines_.parts == 1 ? 0 : lines_.parts * all_results);
     if (partials == nullptr) return false;
     partials_ = partials.get();
-    ForEachRange(pool, sum_.outer * tiles_ * parts_, 2 * bytes, [&](int64_t begin, int64_t end) {
+    ForEachRange(pool, sum_.outer * lines_.tiles * lines_.parts, 2 * bytes, [&](int64_t begin, int64_t end) {
       Blocks<uint8_t> cond(call_.cond);
       for (int64_t unit = begin; unit < end; ++unit) {
-        AddPart(unit / parts_ / tiles_, unit / parts_ % tiles_, unit % parts_, &cond);
+        AddPart(unit / lines_.parts / lines_.tiles, unit / lines_.parts % lines_.tiles, unit % lines_.parts, &cond);
       }
     });
-    if (parts_ == 1) return true;
-    ForEachRange(pool, all_results, parts_ * all_results * 8, [&](int64_t begin, int64_t end) {
+    if (lines_.parts == 1) return true;
+    ForEachRange(pool, all_results, lines_.parts * all_results * 8, [&](int64_t begin, int64_t end) {
       for (int64_t result = begin; result < end; ++result) {
         double total = 0;
-        for (int64_t part = 0; part < parts_; ++part) total += partials_[part * all_results + result];
+        for (int64_t part = 0; part < lines_.parts; ++part) total += partials_[part * all_results + result];
         Write(result, total);
       }
     });
@@ -346,10 +417,10 @@ class Sums {
         const int64_t count = std::min(at_once, end - outer), first = outer * elements, result = outer * sum_.inner;
         const uint8_t* const flags = elements == 0 ? nullptr : cond.At(first, count * elements);
         if (both_are_summed_) {
-          SumShortArrays<T, true>(flags, false, dy + first, count, sum_.rows, sum_.inner, first_sums_ + result,
+          SumShortArrays<T, true>(strategy_, flags, false, dy + first, count, sum_.rows, sum_.inner, first_sums_ + result,
                                   second_sums_ + result, nullptr);
         } else {
-          SumShortArrays<T, false>(flags, !call_.a_is_summed, dy + first, count, sum_.rows, sum_.inner,
+          SumShortArrays<T, false>(strategy_, flags, !call_.a_is_summed, dy + first, count, sum_.rows, sum_.inner,
                                    first_sums_ + result, nullptr, other_ + first);
         }
       }
@@ -357,10 +428,10 @@ class Sums {
   }
 
   void AddPart(int64_t outer, int64_t tile, int64_t part, Blocks<uint8_t>* cond) {
-    const int64_t first_column = ChunkBegin(sum_.inner, tiles_, tile);
-    const int64_t columns = ChunkBegin(sum_.inner, tiles_, tile + 1) - first_column, width = columns * rows_of_line_;
-    const int64_t first_row = std::min(sum_.rows, part * rows_of_part_);
-    const int64_t end_row = std::min(sum_.rows, first_row + rows_of_part_);
+    const int64_t first_column = ChunkBegin(sum_.inner, lines_.tiles, tile);
+    const int64_t columns = ChunkBegin(sum_.inner, lines_.tiles, tile + 1) - first_column, width = columns * lines_.rows_of_line;
+    const int64_t first_row = std::min(sum_.rows, part * lines_.rows_of_part);
+    const int64_t end_row = std::min(sum_.rows, first_row + lines_.rows_of_part);
     const T* const dy = static_cast<const T*>(call_.dy);
     C sums[2][kTile];
     double totals[2][kTile];
@@ -369,8 +440,8 @@ class Sums {
       std::fill_n(totals[k], width, 0.0);
     }
     int64_t lines = 0;
-    for (int64_t row = first_row; row < end_row; row += rows_of_line_) {
-      const int64_t count = std::min(rows_of_line_, end_row - row) * columns;
+    for (int64_t row = first_row; row < end_row; row += lines_.rows_of_line) {
+      const int64_t count = std::min(lines_.rows_of_line, end_row - row) * columns;
       const int64_t first = (outer * sum_.rows + row) * sum_.inner + first_column;
       const uint8_t* const flags = cond->At(first, count);
       if (both_are_summed_) {
@@ -386,7 +457,7 @@ class Sums {
         double total = 0;
         for (int64_t i = column; i < width; i += columns) total += totals[k][i];
         const int64_t result = (k * sum_.outer + outer) * sum_.inner + first_column + column;
-        if (parts_ == 1) {
+        if (lines_.parts == 1) {
           Write(result, total);
         } else {
           partials_[part * call_.num_sums() * sum_.results() + result] = total;
@@ -411,11 +482,11 @@ class Sums {
 
   const SplitCall& call_;
   const Sum& sum_;
+  const Strategy strategy_;
   const bool both_are_summed_;
   C *const first_sums_, *const second_sums_;
   T* const other_;
-  const int64_t rows_of_line_, tiles_;
-  int64_t parts_, rows_of_part_;
+  const LinesOfSum lines_;
   double* partials_ = nullptr;
 };
 
@@ -426,7 +497,7 @@ ffi::Error SelectHandler(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer 
                          ffi::Result<ffi::AnyBuffer> output) {
   SelectCall call;
   JB_RETURN_IF_ERROR(DecodeSelect("where", a, b, cond, *output, &call));
-  if (call.size == 0) return ffi::Error::Success();
+  if (ChooseStrategy(call) == Strategy::kNothing) return ffi::Error::Success();
   DispatchBytes(call.element_bytes, [&](auto tag) { Select<typename decltype(tag)::type>(pool, call); });
   return ffi::Error::Success();
 }
@@ -436,13 +507,14 @@ ffi::Error SplitHandler(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::AnyBuffer 
   constexpr const char* kOp = "where_backward";
   SplitCall call;
   JB_RETURN_IF_ERROR(DecodeSplit(kOp, dy, cond, *da, *db, &call));
+  const Strategy strategy = ChooseStrategy(call);
+  if (strategy == Strategy::kNothing) return ffi::Error::Success();
   bool has_memory = true;
   if (call.num_sums() == 0) {
-    if (call.size == 0) return ffi::Error::Success();
     DispatchBytes(call.element_bytes, [&](auto tag) { Split<typename decltype(tag)::type>(pool, call); });
-  } else if (call.sum.results() > 0) {
+  } else {
     DispatchFloating(call.type,
-                     [&](auto tag) { has_memory = Sums<typename decltype(tag)::type>(call).Run(pool); });
+                     [&](auto tag) { has_memory = Sums<typename decltype(tag)::type>(call, strategy).Run(pool); });
   }
   return Status(kOp, /*is_supported=*/true, has_memory, "dy", dy);
 }
@@ -450,8 +522,16 @@ ffi::Error SplitHandler(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::AnyBuffer 
 XLA_FFI_DEFINE_HANDLER(kSelect, SelectHandler, BindSelect<ffi::ThreadPool>());
 XLA_FFI_DEFINE_HANDLER(kSplit, SplitHandler, BindSplit<ffi::ThreadPool>());
 
-JB_REGISTER_TARGET("where", kSelect, nullptr);
-JB_REGISTER_TARGET("where_backward", kSplit, nullptr);
+Plan PlanSelect(const PlanParameters& parameters) {
+  return Plan{NameOf(kStrategyNames, ChooseStrategy(SelectOf(parameters)))};
+}
+
+Plan PlanSplit(const PlanParameters& parameters) {
+  return Plan{NameOf(kStrategyNames, ChooseStrategy(SplitOf(parameters)))};
+}
+
+JB_REGISTER_TARGET("where", kSelect, PlanSelect, kStrategyNames, kStrategyNames + kSelectStrategies);
+JB_REGISTER_TARGET("where_backward", kSplit, PlanSplit, JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::where

@@ -9,6 +9,7 @@
 #include "ffi/core/bit_width.h"
 #include "ffi/core/handler.h"
 #include "ffi/core/operands.h"
+#include "ffi/core/target_table.h"
 #include "ffi/where/where.h"
 
 namespace jax_baracuda::where {
@@ -26,17 +27,9 @@ inline ffi::Error TakeOperand(const char* op, const char* name, const ffi::AnyBu
   for (const int64_t size : output) dimensions.emplace_back(size, /*or_one=*/true);
   JB_RETURN_IF_ERROR(CheckShape(op, name, buffer, dimensions));
   operand->data = buffer.untyped_data();
-  int64_t size = 1;
-  for (size_t i = output.size(); i-- > 0;) {
-    if (output[i] == 1) continue;
-    const int64_t own = buffer.dimensions()[i];
-    if (!operand->repetition.Add(output[i], own == 1, size)) {
-      return InvalidArgument(op, std::string(name) + " has shape " + ShapeString(buffer.dimensions()) +
-                                     ", which is repeated along too many dimensions");
-    }
-    size *= own;
-  }
-  return ffi::Error::Success();
+  if (MakeRepetition(output, buffer.dimensions(), &operand->repetition)) return ffi::Error::Success();
+  return InvalidArgument(op, std::string(name) + " has shape " + ShapeString(buffer.dimensions()) +
+                                 ", which is repeated along too many dimensions");
 }
 
 inline ffi::Error TakeCondition(const char* op, const ffi::AnyBuffer& cond, ffi::AnyBuffer::Dimensions output,
@@ -89,19 +82,8 @@ inline ffi::Error TakeCotangent(const char* op, const char* name, const ffi::Any
   if (!DispatchFloating(ElementTypeOf(type), [](auto) {})) return UnsupportedType(op, "dy", type);
   JB_RETURN_IF_ERROR(CheckType(op, name, buffer, type == ffi::DataType::F64 ? type : ffi::DataType::F32));
   *is_summed = true;
-  *sum = Sum{1, 1, 1};
-  bool has_ended = false;  // what is summed
-  for (size_t i = whole.size(); i-- > 0;) {
-    if (whole[i] == own[i]) {
-      has_ended = has_ended || (sum->rows != 1 && whole[i] != 1);
-      (has_ended ? sum->outer : sum->inner) *= whole[i];
-    } else if (!has_ended) {
-      sum->rows *= whole[i];
-    } else {
-      return WrongShape(op, name, buffer, "sizes of 1 in neighbouring dimensions only");
-    }
-  }
-  return ffi::Error::Success();
+  if (MakeSum(whole, own, sum)) return ffi::Error::Success();
+  return WrongShape(op, name, buffer, "sizes of 1 in neighbouring dimensions only");
 }
 
 inline ffi::Error DecodeSplit(const char* op, const ffi::AnyBuffer& dy, const ffi::AnyBuffer& cond,
@@ -121,6 +103,44 @@ inline ffi::Error DecodeSplit(const char* op, const ffi::AnyBuffer& dy, const ff
   }
   if (call->b_is_summed) call->sum = sum_of_b;
   return ffi::Error::Success();
+}
+
+// ---- The calls that the parameters of a plan describe, without data. Shapes come dimension by dimension.
+
+inline std::vector<int64_t> ShapeOf(const PlanParameters& parameters, const std::string& name) {
+  std::vector<int64_t> shape(parameters.at("rank"));
+  for (size_t i = 0; i < shape.size(); ++i) shape[i] = parameters.at(name + "_size_" + std::to_string(i));
+  return shape;
+}
+
+inline int64_t SizeOf(const std::vector<int64_t>& shape) {
+  int64_t size = 1;
+  for (const int64_t dimension : shape) size *= dimension;
+  return size;
+}
+
+inline SelectCall SelectOf(const PlanParameters& parameters) {
+  const std::vector<int64_t> output = ShapeOf(parameters, "output");
+  SelectCall call{};
+  call.size = SizeOf(output);
+  call.element_bytes = static_cast<int>(parameters.at("element_bytes"));
+  MakeRepetition(output, ShapeOf(parameters, "a"), &call.a.repetition);
+  MakeRepetition(output, ShapeOf(parameters, "b"), &call.b.repetition);
+  MakeRepetition(output, ShapeOf(parameters, "cond"), &call.cond.repetition);
+  return call;
+}
+
+inline SplitCall SplitOf(const PlanParameters& parameters) {
+  const std::vector<int64_t> dy = ShapeOf(parameters, "dy");
+  SplitCall call{};
+  call.size = SizeOf(dy);
+  call.element_bytes = static_cast<int>(parameters.at("element_bytes"));
+  call.a_is_summed = parameters.at("a_is_summed") != 0;
+  call.b_is_summed = parameters.at("b_is_summed") != 0;
+  MakeRepetition(dy, ShapeOf(parameters, "cond"), &call.cond.repetition);
+  if (call.a_is_summed) MakeSum(dy, ShapeOf(parameters, "da"), &call.sum);
+  if (call.b_is_summed) MakeSum(dy, ShapeOf(parameters, "db"), &call.sum);
+  return call;
 }
 
 // The bindings of the two handlers; those of both back ends differ in their context, and in the scratch on GPUs.

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "ffi/core/element_type.h"
 
@@ -258,6 +259,18 @@ inline void ChooseUnits(Update* update) {
   const uint64_t alignment = static_cast<uint64_t>(bits / 8) | reinterpret_cast<uintptr_t>(update->dest) |
                              reinterpret_cast<uintptr_t>(update->source) | 16;
   update->word = static_cast<int32_t>(alignment & (~alignment + 1));
+}
+
+// That of all windows of a call, or `mixed` where they differ.
+template <typename Strategy, typename StrategyOfUpdate>
+Strategy CommonStrategy(const std::vector<Update>& updates, Strategy nothing, Strategy mixed,
+                        const StrategyOfUpdate& strategy_of) {
+  if (updates.empty()) return nothing;
+  const Strategy first = strategy_of(updates[0]);
+  for (const Update& update : updates) {
+    if (strategy_of(update) != first) return mixed;
+  }
+  return first;
 }
 
 }  // namespace jax_baracuda::write_slice

@@ -6,11 +6,27 @@
 
 #include "ffi/core/cpu_kernel.h"
 #include "ffi/core/parallel_for.h"
+#include "ffi/core/strategies.h"
 #include "ffi/core/target_table.h"
 #include "ffi/write_slice/write_slice_handler.h"
 
 namespace jax_baracuda::write_slice {
 namespace {
+
+enum class Strategy { kNothing, kRows, kRowsOfBits, kMixed };
+
+constexpr const char* kStrategyNames[] = {"nothing", "rows", "rows_of_bits", "mixed"};
+constexpr int kTakeStrategies = 2;  // the first ones: elements are no less than a byte
+
+Strategy StrategyOf(const Update& update) { return update.has_bits ? Strategy::kRowsOfBits : Strategy::kRows; }
+
+Strategy ChooseStrategy(const std::vector<Update>& updates) {
+  return CommonStrategy(updates, Strategy::kNothing, Strategy::kMixed, StrategyOf);
+}
+
+Plan PlanWindows(const PlanParameters& parameters) {
+  return Plan{NameOf(kStrategyNames, ChooseStrategy(UpdatesOf(parameters)))};
+}
 
 // Calls body(begin, end) for ranges that make up [0, bytes), cut between bytes.
 template <typename Body>
@@ -86,7 +102,7 @@ void WriteBytesOfRow(const Update& update, int64_t number, int64_t begin, int64_
 }
 
 void Write(ffi::ThreadPool& pool, const Update& update) {
-  if (update.has_bits) {
+  if (StrategyOf(update) == Strategy::kRowsOfBits) {
     ForEachPartOfRow(pool, update, MostBytesOfRow(update), [&](int64_t number, int64_t begin, int64_t end) {
       WriteBytesOfRow(update, number, begin, end);
     });
@@ -130,8 +146,8 @@ ffi::Error TakeHandler(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::R
 XLA_FFI_DEFINE_HANDLER(kWrite, WriteHandler, BindWindows<ffi::ThreadPool>());
 XLA_FFI_DEFINE_HANDLER(kTake, TakeHandler, BindWindows<ffi::ThreadPool>());
 
-JB_REGISTER_TARGET("write_slice", kWrite, nullptr);
-JB_REGISTER_TARGET("write_slice_backward", kTake, nullptr);
+JB_REGISTER_TARGET("write_slice", kWrite, PlanWindows, JB_NAMES(kStrategyNames));
+JB_REGISTER_TARGET("write_slice_backward", kTake, PlanWindows, kStrategyNames, kStrategyNames + kTakeStrategies);
 
 }  // namespace
 }  // namespace jax_baracuda::write_slice

@@ -8,6 +8,7 @@
 
 #include "ffi/core/bit_width.h"
 #include "ffi/core/handler.h"
+#include "ffi/core/target_table.h"
 #include "ffi/write_slice/write_slice.h"
 
 namespace jax_baracuda::write_slice {
@@ -249,6 +250,41 @@ class Decoder {
   bool drop_, batched_;
   size_t first_start_ = 0, first_part_ = 0;  // of the operands
 };
+
+// The windows that the parameters of a plan describe, without data.
+inline std::vector<Update> UpdatesOf(const PlanParameters& parameters) {
+  static const int32_t start = 0;  // some start, where a window has one
+  std::vector<Update> updates;
+  for (int64_t i = 0; i < parameters.at("arrays"); ++i) {
+    const auto get = [&](const char* what) { return parameters.at(what + std::to_string(i)); };
+    const auto get_of_axis = [&](const char* what, int axis) {
+      return parameters.at(what + std::to_string(i) + "_" + std::to_string(axis));
+    };
+    Axes axes;
+    axes.count = static_cast<int>(1 + get("rank_"));
+    int64_t stride = 1, window_elements = 1;
+    for (int axis = axes.count - 1; axis >= 0; --axis) {
+      Axis& at = axes.at[axis];
+      at.size = at.dim = axis == 0 ? parameters.at("batch") : get_of_axis("size_", axis - 1);
+      at.stride = stride;
+      stride *= at.dim;
+      if (axis > 0 && get_of_axis("has_window_", axis - 1) != 0) {
+        at.size = get_of_axis("window_", axis - 1);
+        at.num_shards = get_of_axis("shards_", axis - 1);
+        at.start = Start{&start, ElementType::kInt32, get_of_axis("start_is_shared_", axis - 1) != 0};
+      }
+      window_elements *= at.size;
+    }
+    if (window_elements == 0) continue;
+    Update update;
+    update.bit_width = static_cast<int32_t>(get("bits_"));
+    update.drop = parameters.at("drop") != 0;
+    ReduceAxes(axes, get("source_is_shared_") != 0, &update);
+    ChooseUnits(&update);
+    updates.push_back(update);
+  }
+  return updates;
+}
 
 // The binding of both handlers.
 template <typename Context>

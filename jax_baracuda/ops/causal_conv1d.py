@@ -421,18 +421,40 @@ def _backward_types(
 
 
 def _plan_parameters(
-    x: Any, weight: Any, *others: Any, channels_last: bool, has_taps: bool, **_: Any
+    x: Any,
+    weight: Any,
+    *others: Any,
+    channels_last: bool,
+    silu: bool,
+    has_initial_state: bool = False,
+    has_taps: bool = False,
+    has_d_final_state: bool = False,
+    **_: Any,
 ) -> dict[str, int]:
+    batch = batch_of(x, weight, *others)
     return {
-        "batch": batch_of(x, weight, *others),
+        "batch": batch,
+        "x_is_shared": x.shape[0] != batch,
         "examples": x.shape[1],
         "channels": weight.shape[1],
         "length": x.shape[_time_axis(channels_last)],
         "width": weight.shape[2],
         "channels_last": channels_last,
+        "silu": silu,
+        "has_initial_state": has_initial_state,
         "has_taps": has_taps,
+        "has_d_final_state": has_d_final_state,
         "element_bytes": np.dtype(x.dtype).itemsize,
     }
+
+
+def _backward_plan_parameters(x: Any, weight: Any, dy: Any, *others: Any, **params: Any) -> dict[str, int]:
+    parameters = _plan_parameters(x, weight, dy, *others, **params)
+    return parameters | {"dy_is_shared": dy.shape[0] != parameters["batch"]}
+
+
+def _update_plan_parameters(x: Any, state: Any, weight: Any, *others: Any, **params: Any) -> dict[str, int]:
+    return _plan_parameters(x, weight, state, *others, **params) | {"state_length": state.shape[3]}
 
 
 def _sum_guarantee(dtype: str, platform: str, **_: bool) -> Guarantee:
@@ -453,6 +475,7 @@ CAUSAL_CONV1D = Op(
     dtypes=FLOATING_DTYPES,
     guarantee=_sum_guarantee,
     attributes=("channels_last", "silu", "has_bias", "has_initial_state", "has_taps"),
+    plan_parameters=_plan_parameters,
     whole=("time", "tap", "state"),
 )
 
@@ -475,7 +498,7 @@ CAUSAL_CONV1D_BACKWARD = Op(
     dtypes=FLOATING_DTYPES,
     guarantee=_sum_guarantee,
     attributes=("channels_last", "silu", "has_bias", "has_initial_state", "has_taps", "has_d_final_state"),
-    plan_parameters=_plan_parameters,
+    plan_parameters=_backward_plan_parameters,
     whole=("time", "tap", "state"),
     reduced=("example",),
     shard_program=_shard_backward,
@@ -497,6 +520,7 @@ CAUSAL_CONV1D_UPDATE = Op(
     dtypes=FLOATING_DTYPES,
     guarantee=_sum_guarantee,
     attributes=("batched", "channels_last", "silu", "has_bias"),
+    plan_parameters=_update_plan_parameters,
     whole=("time", "tap", "state"),
     in_place={1: 1},
     batch_optional=True,

@@ -366,6 +366,21 @@ def _rotation_op(name: str, heads: tuple[str, ...], direction: int, transpose: C
         batch = batch_of(*operands)
         return [((batch, *x.shape[1:]), x.dtype) for x in operands[: len(heads)]]
 
+    def plan_parameters(
+        *operands: Any, heads_first: bool, interleaved: bool, rotary_dim: int, **_: Any
+    ) -> dict[str, int]:
+        return {
+            "batch": batch_of(*operands),
+            "examples": operands[0].shape[1],
+            "length": operands[0].shape[_sequence_axis(heads_first)],
+            "heads": sum(x.shape[2 if heads_first else 3] for x in operands[: len(heads)]),
+            "features": operands[0].shape[4],
+            "rotary_dim": rotary_dim,
+            "heads_first": heads_first,
+            "interleaved": interleaved,
+            "element_bytes": np.dtype(operands[0].dtype).itemsize,
+        }
+
     def dimensions(heads_first: bool) -> tuple[Dimensions, ...]:
         return tuple(_features(heads_first, head) for head in heads)
 
@@ -382,6 +397,7 @@ def _rotation_op(name: str, heads: tuple[str, ...], direction: int, transpose: C
         dtypes=FLOATING_DTYPES,
         guarantee=_rotation_guarantee,
         attributes=("heads_first", "interleaved", "rotary_dim", "scale", "has_positions", "batched"),
+        plan_parameters=plan_parameters,
         whole=("part", "pair", "feature"),
         shard_program=_shard_rotation,
         in_place_if_donated={i: i for i in range(len(heads))},

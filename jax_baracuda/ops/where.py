@@ -178,16 +178,23 @@ def _backward_types(dy: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tupl
     return [of_one(a_axes), of_one(b_axes)]
 
 
-def _plan_parameters(dy: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]) -> dict[str, int]:
-    """What is summed lies together in the middle."""
-    axes = [1 + axis for axis in (*a_axes, *b_axes)]
-    first, end = (min(axes), max(axes) + 1) if axes else (0, 0)
+def _shape_parameters(dtype: Any, **shapes: Shape) -> dict[str, int]:
+    """Shapes of one rank, size by size."""
+    sizes = {f"{name}_size_{i}": size for name, shape in shapes.items() for i, size in enumerate(shape)}
+    [rank] = {len(shape) for shape in shapes.values()}
+    return {"rank": rank, "element_bytes": np.dtype(dtype).itemsize, **sizes}
+
+
+def _plan_parameters(a: Any, b: Any, cond: Any) -> dict[str, int]:
+    return _shape_parameters(a.dtype, output=_joint_shape(a, b, cond), a=a.shape, b=b.shape, cond=cond.shape)
+
+
+def _backward_plan_parameters(dy: Any, cond: Any, **axes: tuple[int, ...]) -> dict[str, int]:
+    (da, da_dtype), (db, db_dtype) = _backward_types(dy, cond, **axes)
     return {
-        "outer": math.prod(dy.shape[:first]),
-        "rows": math.prod(dy.shape[first:end]),
-        "inner": math.prod(dy.shape[end:]),
-        "element_bytes": np.dtype(dy.dtype).itemsize,
-        "num_sums": bool(a_axes) + bool(b_axes),
+        **_shape_parameters(dy.dtype, dy=dy.shape, cond=cond.shape, da=da, db=db),
+        "a_is_summed": (da, da_dtype) != (dy.shape, dy.dtype),
+        "b_is_summed": (db, db_dtype) != (dy.shape, dy.dtype),
     }
 
 
@@ -230,6 +237,7 @@ WHERE = Op(
     reference=_reference_where,
     dtypes=FLOATING_DTYPES | COMPLEX_DTYPES | FLOAT8_DTYPES | WITHOUT_ZERO | INTEGER_DTYPES | {"bool"},
     guarantee=Guarantee("none", "exact", deterministic=True, bit_stable_on_same_hardware=True),
+    plan_parameters=_plan_parameters,
     kernel_limit=_limit_of_rank,
     num_linear=2,
     transpose=_transpose_where,
@@ -252,7 +260,7 @@ WHERE_BACKWARD = Op(
     reference=_reference_backward,
     dtypes=FLOATING_DTYPES | COMPLEX_DTYPES | FLOAT8_DTYPES,
     guarantee=_backward_guarantee,
-    plan_parameters=_plan_parameters,
+    plan_parameters=_backward_plan_parameters,
     shard_program=_shard_backward,
     kernel_limit=_limit_of_backward,
     transpose=_transpose_backward,

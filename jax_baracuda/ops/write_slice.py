@@ -295,6 +295,49 @@ def _window_dimension(window: Window) -> str:
     return f"window of {_dimension(window.write, window.axis)}"
 
 
+BITS_BELOW_BYTE = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
+
+
+def _plan_parameters(
+    sources: Sequence[Any],
+    starts: Sequence[Any],
+    *dests: Any,
+    windows: Sequence[Window],
+    drop: bool,
+    **_: Any,
+) -> dict[str, int]:
+    """Without sources, they are the results of a gradient, which no batch shares."""
+    batch = batch_of(*dests, *sources, *starts)
+    parameters = {"batch": batch, "arrays": len(dests), "drop": drop}
+    for i, dest in enumerate(dests):
+        dtype = np.dtype(dest.dtype)
+        parameters |= {
+            f"rank_{i}": dest.ndim - 1,
+            f"bits_{i}": BITS_BELOW_BYTE.get(dtype.name, 8 * dtype.itemsize),
+            f"source_is_shared_{i}": bool(sources) and sources[i].shape[0] != batch,
+        }
+        for axis, size in enumerate(dest.shape[1:]):
+            parameters |= {f"size_{i}_{axis}": size, f"has_window_{i}_{axis}": False}
+    for window in windows:
+        axis_name = f"{window.write}_{window.axis}"
+        parameters |= {
+            f"has_window_{axis_name}": True,
+            f"window_{axis_name}": window.size,
+            f"shards_{axis_name}": window.num_shards,
+            f"start_is_shared_{axis_name}": starts[window.start].shape[0] == 1,
+        }
+    return parameters
+
+
+def _write_plan_parameters(*operands: Any, ranks: Sequence[int], **params: Any) -> dict[str, int]:
+    num = len(ranks)
+    return _plan_parameters(operands[num : 2 * num], operands[2 * num :], *operands[:num], **params)
+
+
+def _take_plan_parameters(*operands: Any, ranks: Sequence[int], **params: Any) -> dict[str, int]:
+    return _plan_parameters((), operands[len(ranks) :], *operands[: len(ranks)], **params)
+
+
 def _dest_types(*operands: Any, ranks: Sequence[int], **_: Any) -> list[tuple[tuple[int, ...], Any]]:
     batch = batch_of(*operands)
     return [((batch, *dest.shape[1:]), dest.dtype) for dest in operands[: len(ranks)]]
@@ -423,6 +466,7 @@ WRITE_SLICE = Op(
     guarantee=Guarantee("none", "exact", deterministic=True, bit_stable_on_same_hardware=True),
     aliases=("write_slices",),
     attributes=("windows", "drop", "batched"),
+    plan_parameters=_write_plan_parameters,
     whole=lambda *, windows, **_: tuple(map(_window_dimension, windows)),
     shard_program=_shard_write,
     kernel_limit=_kernel_limit(DTYPES),
@@ -441,6 +485,7 @@ WRITE_SLICE_BACKWARD = Op(
     dtypes=DIFFERENTIABLE_DTYPES,
     guarantee=Guarantee("none", "exact", deterministic=True, bit_stable_on_same_hardware=True),
     attributes=("windows", "drop", "batched"),
+    plan_parameters=_take_plan_parameters,
     whole=lambda *, windows, **_: tuple(map(_window_dimension, windows)),
     shard_program=_shard_take,
     kernel_limit=_kernel_limit(DIFFERENTIABLE_DTYPES),
