@@ -2,6 +2,7 @@
 // the launchers.
 #include "ffi/causal_conv1d/backward.cuh"
 #include "ffi/causal_conv1d/causal_conv1d.cuh"
+#include "ffi/causal_conv1d/channels_last.cuh"
 #include "ffi/causal_conv1d/rows.cuh"
 
 namespace jax_baracuda::causal_conv1d {
@@ -192,16 +193,14 @@ RowsPlan BackwardPlan(const Problem& problem, int64_t element_bytes) {
 }
 
 template <typename T>
-cudaError_t LaunchRows(const BackwardCall& call, cudaStream_t stream) {
+CudaStatus LaunchRows(const BackwardCall& call, Tiling tiling, cudaStream_t stream) {
   const Problem& problem = call.problem;
   const BackwardArguments<T> arguments(call);
-  const bool is_aligned = AreAligned({call.x.data, call.dy.data, call.dx});
-  const RowsGrid grid(problem, BackwardPlan(problem, sizeof(T)), sizeof(T), is_aligned,
-                      arguments.x.is_shared || arguments.dy.is_shared);
+  const RowsGrid grid(BackwardPlan(problem, sizeof(T)), tiling);
   return DispatchWidth(problem.width, [&](auto width) {
     const auto kernel = problem.has_taps ? BackwardRows<T, width, true> : BackwardRows<T, width, false>;
     kernel<<<static_cast<unsigned>(grid.plan.Blocks()), kRowsThreads, 0, stream>>>(arguments, grid);
-    return cudaGetLastError();
+    return JB_LAUNCH_STATUS(BackwardRows);
   });
 }
 
@@ -241,7 +240,7 @@ __global__ void __launch_bounds__(kFewestChannels * kMostSummands)
 }
 
 template <typename C>
-cudaError_t LaunchSumPartials(const BackwardCall& call, int64_t parts, cudaStream_t stream) {
+CudaStatus LaunchSumPartials(const BackwardCall& call, int64_t parts, cudaStream_t stream) {
   const Problem& problem = call.problem;
   constexpr int kLoadsAhead = 8;
   int summands = 1;
@@ -249,11 +248,11 @@ cudaError_t LaunchSumPartials(const BackwardCall& call, int64_t parts, cudaStrea
   const int channels = std::clamp(kUsualThreads / summands, kFewestChannels, kMostChannels);
   const int64_t across = CeilDivide(problem.channels, channels);
   const int64_t blocks = problem.batch * (problem.width + 1) * across;
-  if (blocks == 0) return cudaSuccess;
+  if (blocks == 0) return {};
   SumPartials<C><<<static_cast<unsigned>(blocks), dim3(channels, summands), 0, stream>>>(
       static_cast<const C*>(call.scratch), parts, problem.width, problem.channels, Divider(across),
       static_cast<C*>(call.dweight), static_cast<C*>(call.dbias));
-  return cudaGetLastError();
+  return JB_LAUNCH_STATUS(SumPartials);
 }
 
 // Gradients of some times of each row from `first` on, which may be negative, one a thread, all of it computed again:
@@ -311,14 +310,14 @@ __global__ void __launch_bounds__(kRowsThreads)
 }
 
 template <typename T>
-cudaError_t LaunchEnd(const BackwardCall& call, int64_t first, int64_t count, cudaStream_t stream) {
+CudaStatus LaunchEnd(const BackwardCall& call, int64_t first, int64_t count, cudaStream_t stream) {
   const Problem& problem = call.problem;
   const int64_t size = problem.batch * problem.examples * problem.channels * count;
-  if (size == 0) return cudaSuccess;
+  if (size == 0) return {};
   BackwardEnd<T><<<static_cast<unsigned>(CeilDivide(size, kRowsThreads)), kRowsThreads, 0, stream>>>(
       BackwardArguments<T>(call), problem.width, problem.channels_last, first, Divider(count), size,
       static_cast<T*>(call.d_initial_state));
-  return cudaGetLastError();
+  return JB_LAUNCH_STATUS(BackwardEnd);
 }
 
 int64_t PartsOfBatchElement(const Problem& problem, int64_t element_bytes) {
@@ -335,23 +334,31 @@ int64_t BackwardScratchBytes(const Problem& problem, int64_t element_bytes) {
          compute_bytes;
 }
 
-cudaError_t LaunchBackward(const BackwardCall& call, cudaStream_t stream) {
-  return DispatchType(call.type, [&](auto tag) {
+Tiling ChooseBackward(const Problem& problem, int64_t element_bytes, bool is_shared, bool is_aligned) {
+  if (problem.HasNoElement()) return Tiling::kNothing;
+  if (problem.channels_last) return ChannelsLastTiling(problem.channels, element_bytes, is_aligned);
+  return TilingOf(problem, BackwardPlan(problem, element_bytes), element_bytes, is_shared, is_aligned);
+}
+
+CudaStatus LaunchBackward(const BackwardCall& call, cudaStream_t stream) {
+  return DispatchType(call.type, [&](auto tag) -> CudaStatus {
     using T = typename decltype(tag)::type;
     const Problem& problem = call.problem;
-    cudaError_t error = cudaSuccess;
-    if (!problem.HasNoElement()) {
-      error = problem.channels_last ? LaunchBackwardChannelsLast(call, stream) : LaunchRows<T>(call, stream);
+    // Rows load weights and biases one by one.
+    const bool is_aligned = AreAligned({call.x.data, call.dy.data, call.dx}) &&
+                            (!problem.channels_last || AreAligned({call.weight.data, call.bias.data}));
+    const Tiling tiling = ChooseBackward(problem, sizeof(T), call.x.is_shared || call.dy.is_shared, is_aligned);
+    if (tiling != Tiling::kNothing) {
+      JB_RETURN_IF_CUDA_ERROR(problem.channels_last ? LaunchBackwardChannelsLast(call, tiling, stream)
+                                                    : LaunchRows<T>(call, tiling, stream));
     }
-    if (error == cudaSuccess) {
-      error = LaunchSumPartials<ComputeType<T>>(call, PartsOfBatchElement(problem, sizeof(T)), stream);
-    }
+    JB_RETURN_IF_CUDA_ERROR(
+        LaunchSumPartials<ComputeType<T>>(call, PartsOfBatchElement(problem, sizeof(T)), stream));
     const int64_t past = problem.width - 1, last_inputs = std::min(past, problem.length);
-    if (error == cudaSuccess && call.d_final_state.data != nullptr) {
-      error = LaunchEnd<T>(call, problem.length - last_inputs, last_inputs, stream);
+    if (call.d_final_state.data != nullptr) {
+      JB_RETURN_IF_CUDA_ERROR(LaunchEnd<T>(call, problem.length - last_inputs, last_inputs, stream));
     }
-    if (error == cudaSuccess && call.d_initial_state != nullptr) error = LaunchEnd<T>(call, -past, past, stream);
-    return error;
+    return call.d_initial_state != nullptr ? LaunchEnd<T>(call, -past, past, stream) : CudaStatus{};
   });
 }
 

@@ -1,6 +1,7 @@
 // What the backward kernels of both layouts take, and the partial sums of the gradients of weights and biases.
 #pragma once
 
+#include "ffi/causal_conv1d/causal_conv1d.cuh"
 #include "ffi/causal_conv1d/conv_device.cuh"
 
 namespace jax_baracuda::causal_conv1d {
@@ -38,6 +39,6 @@ struct BackwardArguments {
 // The partial sums of each channel of an example.
 int64_t PartsOfExampleChannelsLast(const Problem& problem, int64_t element_bytes);
 
-cudaError_t LaunchBackwardChannelsLast(const BackwardCall& call, cudaStream_t stream);
+CudaStatus LaunchBackwardChannelsLast(const BackwardCall& call, Tiling tiling, cudaStream_t stream);
 
 }  // namespace jax_baracuda::causal_conv1d

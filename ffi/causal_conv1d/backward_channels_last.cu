@@ -154,13 +154,12 @@ int64_t PartsOfExampleChannelsLast(const Problem& problem, int64_t element_bytes
   return BackwardPlan(problem, element_bytes).blocks_down;
 }
 
-cudaError_t LaunchBackwardChannelsLast(const BackwardCall& call, cudaStream_t stream) {
+CudaStatus LaunchBackwardChannelsLast(const BackwardCall& call, Tiling tiling, cudaStream_t stream) {
   const Problem& problem = call.problem;
   return DispatchType(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const BackwardArguments<T> arguments(call);
-    const bool is_aligned = AreAligned({call.x.data, call.dy.data, call.dx, call.weight.data, call.bias.data});
-    const ChannelsLastGrid grid(problem, BackwardPlan(problem, sizeof(T)), is_aligned);
+    const ChannelsLastGrid grid(problem, BackwardPlan(problem, sizeof(T)), tiling);
     return LaunchChannelsLast<T>(call, grid, arguments, stream, [](auto width, auto channels, auto has_taps) {
       return BackwardChannelsLast<T, width, channels, has_taps>;
     });

@@ -5,13 +5,14 @@
 #include "ffi/causal_conv1d/causal_conv1d.cuh"
 #include "ffi/causal_conv1d/causal_conv1d_handler.h"
 #include "ffi/core/cuda_handler.h"
+#include "ffi/core/strategies.h"
 #include "ffi/core/target_table.h"
 
 namespace jax_baracuda::causal_conv1d {
 namespace {
 
 ffi::Error Forward(cudaStream_t stream, const ForwardCall& call) {
-  return CudaStatus(kForwardName, LaunchForward(call, stream));
+  return ToError(kForwardName, LaunchForward(call, stream));
 }
 
 ffi::Error Backward(cudaStream_t stream, BackwardCall* call, ffi::RemainingRets more_results, size_t num_decoded) {
@@ -19,11 +20,11 @@ ffi::Error Backward(cudaStream_t stream, BackwardCall* call, ffi::RemainingRets 
   ScratchBuffer scratch;
   JB_RETURN_IF_ERROR(DecodeScratch(kBackwardName, more_results, scratch_bytes, &scratch, /*first=*/num_decoded));
   call->scratch = scratch.data;
-  return CudaStatus(kBackwardName, LaunchBackward(*call, stream));
+  return ToError(kBackwardName, LaunchBackward(*call, stream));
 }
 
 ffi::Error Update(cudaStream_t stream, const UpdateCall& call) {
-  return CudaStatus(kUpdateName, LaunchUpdate(call, stream));
+  return ToError(kUpdateName, LaunchUpdate(call, stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(kForward, (HandleForward<cudaStream_t, Forward>), BindForward<Stream>(),
@@ -33,21 +34,35 @@ XLA_FFI_DEFINE_HANDLER(kBackward, (HandleBackward<cudaStream_t, Backward>), Bind
 XLA_FFI_DEFINE_HANDLER(kUpdate, (HandleUpdate<cudaStream_t, Update>), BindUpdate<Stream>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
-int64_t ScratchOfBackward(const ScratchParameters& parameters) {
-  Problem problem{};
-  problem.batch = parameters.at("batch");
-  problem.examples = parameters.at("examples");
-  problem.channels = parameters.at("channels");
-  problem.length = parameters.at("length");
-  problem.width = static_cast<int>(parameters.at("width"));
-  problem.channels_last = parameters.at("channels_last") != 0;
-  problem.has_taps = parameters.at("has_taps") != 0;
-  return BackwardScratchBytes(problem, parameters.at("element_bytes"));
+Plan PlanForward(const PlanParameters& parameters) {
+  const Problem problem = ProblemOf(parameters);
+  const Tiling tiling =
+      ChooseForward(problem, parameters.at("element_bytes"), /*is_shared=*/parameters.at("x_is_shared") != 0);
+  if (tiling == Tiling::kNothing) return Plan{"nothing"};
+  return Plan{kForwardStrategyNames[2 * static_cast<int>(tiling) - 1 + (problem.has_taps ? 1 : 0)]};
 }
 
-JB_REGISTER_TARGET(kForwardName, kForward, nullptr);
-JB_REGISTER_TARGET(kBackwardName, kBackward, ScratchOfBackward);
-JB_REGISTER_TARGET(kUpdateName, kUpdate, nullptr);
+Plan PlanBackward(const PlanParameters& parameters) {
+  const Problem problem = ProblemOf(parameters);
+  const int64_t element_bytes = parameters.at("element_bytes");
+  const int64_t scratch_bytes = BackwardScratchBytes(problem, element_bytes);
+  const bool is_shared = parameters.at("x_is_shared") != 0 || parameters.at("dy_is_shared") != 0;
+  const int states = parameters.at("has_initial_state") != 0 || parameters.at("has_d_final_state") != 0 ? 1 : 0;
+  if (problem.batch == 0 || problem.channels == 0) return Plan{"nothing", scratch_bytes};
+  const Tiling tiling = ChooseBackward(problem, element_bytes, is_shared);
+  if (tiling == Tiling::kNothing) return Plan{states == 1 ? "no_inputs_and_states" : "no_inputs", scratch_bytes};
+  const int index = 4 * static_cast<int>(tiling) - 3 + (problem.has_taps ? 2 : 0) + states;
+  return Plan{kBackwardStrategyNames[index], scratch_bytes};
+}
+
+Plan PlanUpdate(const PlanParameters& parameters) {
+  return Plan{NameOf(kUpdateStrategyNames, ChooseUpdate(ProblemOf(parameters), parameters.at("element_bytes"),
+                                                        parameters.at("state_length")))};
+}
+
+JB_REGISTER_TARGET(kForwardName, kForward, PlanForward, JB_NAMES(kForwardStrategyNames));
+JB_REGISTER_TARGET(kBackwardName, kBackward, PlanBackward, JB_NAMES(kBackwardStrategyNames));
+JB_REGISTER_TARGET(kUpdateName, kUpdate, PlanUpdate, JB_NAMES(kUpdateStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::causal_conv1d

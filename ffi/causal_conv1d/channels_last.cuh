@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "ffi/causal_conv1d/causal_conv1d.cuh"
 #include "ffi/causal_conv1d/conv_device.cuh"
 #include "ffi/core/async_copy.cuh"
 
@@ -71,15 +72,21 @@ struct ChannelsLastPlan {
   }
 };
 
+// Of channels with elements.
+inline Tiling ChannelsLastTiling(int64_t channels, int64_t element_bytes, bool is_aligned) {
+  return is_aligned && ChannelVector(channels, element_bytes) > 1 ? Tiling::kChannelsLast
+                                                                  : Tiling::kChannelsLastByElement;
+}
+
 struct ChannelsLastGrid {
   ChannelsLastPlan plan;
   int vector;
   int64_t bands;  // blocks_down of each example
   Divider by_blocks_across, by_blocks_down;
 
-  ChannelsLastGrid(const Problem& problem, const ChannelsLastPlan& channels_plan, bool is_aligned)
+  ChannelsLastGrid(const Problem& problem, const ChannelsLastPlan& channels_plan, Tiling tiling)
       : plan(channels_plan),
-        vector(is_aligned ? channels_plan.vector : 1),
+        vector(tiling == Tiling::kChannelsLast ? channels_plan.vector : 1),
         bands(problem.batch * problem.examples * channels_plan.blocks_down),
         by_blocks_across(CeilDivide(problem.channels, int64_t{channels_plan.lanes} * vector)),
         by_blocks_down(channels_plan.blocks_down) {}
@@ -122,7 +129,7 @@ struct ChannelsLastPlace {
 // Calls body(std::integral_constant<int, n>{}, std::bool_constant<has taps>{}) for the n = `vector` channels of a
 // thread; a thread of one channel, which is rare, always looks for taps.
 template <typename T, typename Body>
-cudaError_t DispatchChannels(int vector, bool has_taps, Body&& body) {
+CudaStatus DispatchChannels(int vector, bool has_taps, Body&& body) {
   constexpr int kWidest = kWidestChannels<T>;
   if (vector == 1) return body(std::integral_constant<int, 1>{}, std::true_type{});
   return has_taps ? body(std::integral_constant<int, kWidest>{}, std::true_type{})
@@ -131,13 +138,13 @@ cudaError_t DispatchChannels(int vector, bool has_taps, Body&& body) {
 
 // Launches kernel_of(width, channels, has_taps), whose arguments are constants, with `arguments` and the grid.
 template <typename T, typename Arguments, typename KernelOf>
-cudaError_t LaunchChannelsLast(const ConvolutionCall& call, const ChannelsLastGrid& grid, const Arguments& arguments,
-                               cudaStream_t stream, const KernelOf& kernel_of) {
+CudaStatus LaunchChannelsLast(const ConvolutionCall& call, const ChannelsLastGrid& grid, const Arguments& arguments,
+                              cudaStream_t stream, const KernelOf& kernel_of) {
   return DispatchWidth(call.problem.width, [&](auto width) {
     return DispatchChannels<T>(grid.vector, call.problem.has_taps, [&](auto channels, auto has_taps) {
       const auto kernel = kernel_of(width, channels, has_taps);
       kernel<<<static_cast<unsigned>(grid.Blocks()), grid.BlockShape(), 0, stream>>>(arguments, grid);
-      return cudaGetLastError();
+      return JB_LAUNCH_STATUS(kernel for channels last);
     });
   });
 }

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
+#include "ffi/core/cuda_status.h"
 #include "ffi/core/divider.cuh"
 #include "ffi/core/integers.h"
 #include "ffi/core/vectors.cuh"
@@ -23,12 +24,12 @@ inline bool AreAligned(std::initializer_list<const void*> arrays) {
   return std::all_of(arrays.begin(), arrays.end(), [](const void* data) { return IsAligned(data, kVectorBytes); });
 }
 
-// Calls body(TypeTag<T>{}), which returns a cudaError_t.
+// Calls body(TypeTag<T>{}), which returns a CudaStatus.
 template <typename Body>
-cudaError_t DispatchType(ElementType type, Body&& body) {
-  cudaError_t error = cudaErrorInvalidValue;
-  DispatchFloating(type, [&](auto tag) { error = body(tag); });
-  return error;
+CudaStatus DispatchType(ElementType type, Body&& body) {
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
+  DispatchFloating(type, [&](auto tag) { status = body(tag); });
+  return status;
 }
 
 // Examples are counted through the whole batch: example = batch index * examples of a batch element + its own index.

@@ -1,5 +1,6 @@
 // The forward kernel for rows along the length ([.., channels, length]), and the launchers of both layouts.
 #include "ffi/causal_conv1d/causal_conv1d.cuh"
+#include "ffi/causal_conv1d/channels_last.cuh"
 #include "ffi/causal_conv1d/forward.cuh"
 #include "ffi/causal_conv1d/rows.cuh"
 
@@ -103,19 +104,28 @@ RowsPlan ForwardPlan(const Problem& problem, int64_t element_bytes) {
 
 }  // namespace
 
-cudaError_t LaunchForward(const ForwardCall& call, cudaStream_t stream) {
+Tiling ChooseForward(const Problem& problem, int64_t element_bytes, bool is_shared, bool is_aligned) {
+  if (problem.HasNoElement()) return Tiling::kNothing;
+  if (problem.channels_last) return ChannelsLastTiling(problem.channels, element_bytes, is_aligned);
+  return TilingOf(problem, ForwardPlan(problem, element_bytes), element_bytes, is_shared, is_aligned);
+}
+
+CudaStatus LaunchForward(const ForwardCall& call, cudaStream_t stream) {
   const Problem& problem = call.problem;
-  if (problem.HasNoElement()) return cudaSuccess;
-  if (problem.channels_last) return LaunchForwardChannelsLast(call, stream);
+  // Rows load weights and biases one by one.
+  const bool is_aligned =
+      AreAligned({call.x.data, call.y}) && (!problem.channels_last || AreAligned({call.weight.data, call.bias.data}));
+  const Tiling tiling = ChooseForward(problem, ElementBytes(call.type), call.x.is_shared, is_aligned);
+  if (tiling == Tiling::kNothing) return {};
+  if (problem.channels_last) return LaunchForwardChannelsLast(call, tiling, stream);
   return DispatchType(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const ForwardArguments<T> arguments(call);
-    const bool is_aligned = AreAligned({call.x.data, call.y});
-    const RowsGrid grid(problem, ForwardPlan(problem, sizeof(T)), sizeof(T), is_aligned, arguments.x.is_shared);
+    const RowsGrid grid(ForwardPlan(problem, sizeof(T)), tiling);
     return DispatchWidth(problem.width, [&](auto width) {
       const auto kernel = problem.has_taps ? ForwardRows<T, width, true> : ForwardRows<T, width, false>;
       kernel<<<static_cast<unsigned>(grid.plan.Blocks()), kRowsThreads, 0, stream>>>(arguments, grid);
-      return cudaGetLastError();
+      return JB_LAUNCH_STATUS(ForwardRows);
     });
   });
 }

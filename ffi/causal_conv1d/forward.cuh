@@ -1,6 +1,7 @@
 // What the forward kernels of both layouts take.
 #pragma once
 
+#include "ffi/causal_conv1d/causal_conv1d.cuh"
 #include "ffi/causal_conv1d/conv_device.cuh"
 
 namespace jax_baracuda::causal_conv1d {
@@ -25,6 +26,6 @@ struct ForwardArguments {
         y(static_cast<T*>(call.y)) {}
 };
 
-cudaError_t LaunchForwardChannelsLast(const ForwardCall& call, cudaStream_t stream);
+CudaStatus LaunchForwardChannelsLast(const ForwardCall& call, Tiling tiling, cudaStream_t stream);
 
 }  // namespace jax_baracuda::causal_conv1d

@@ -77,14 +77,13 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
 
 }  // namespace
 
-cudaError_t LaunchForwardChannelsLast(const ForwardCall& call, cudaStream_t stream) {
+CudaStatus LaunchForwardChannelsLast(const ForwardCall& call, Tiling tiling, cudaStream_t stream) {
   const Problem& problem = call.problem;
   return DispatchType(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const ForwardArguments<T> arguments(call);
-    const bool is_aligned = AreAligned({call.x.data, call.y, call.weight.data, call.bias.data});
     const ChannelsLastPlan plan(problem, sizeof(T), {kShortestRun, kLongestRun, kLeastBlocks<T, 4>});
-    const ChannelsLastGrid grid(problem, plan, is_aligned);
+    const ChannelsLastGrid grid(problem, plan, tiling);
     return LaunchChannelsLast<T>(call, grid, arguments, stream, [](auto width, auto channels, auto has_taps) {
       return ForwardChannelsLast<T, width, channels, has_taps>;
     });

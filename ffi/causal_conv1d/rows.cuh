@@ -9,6 +9,7 @@
 #include <limits>
 #include <numeric>
 
+#include "ffi/causal_conv1d/causal_conv1d.cuh"
 #include "ffi/causal_conv1d/conv_device.cuh"
 #include "ffi/core/async_copy.cuh"
 
@@ -70,17 +71,23 @@ struct RowsPlan {
   int64_t Blocks() const { return CeilDivide(warps, kRowsThreads / kWarpThreads); }
 };
 
+// Of rows with elements.
+inline Tiling TilingOf(const Problem& problem, const RowsPlan& plan, int64_t element_bytes, bool is_shared,
+                       bool is_aligned) {
+  // Vectors must lie in the sectors of each operand that is accessed as they do in those of the result.
+  const int64_t batch_bytes = problem.examples * problem.channels * problem.length * element_bytes;
+  if (!is_aligned || (is_shared && problem.batch > 1 && batch_bytes % kSectorBytes != 0)) return Tiling::kRowsByElement;
+  if (plan.stretches > 1) return Tiling::kRowsInStretches;
+  return plan.lanes < kWarpThreads ? Tiling::kPackedRows : Tiling::kRows;
+}
+
 struct RowsGrid {
   RowsPlan plan;
   Divider by_stretches;
-  bool is_vectorized;  // false where addresses are not aligned: then all is done one element at a time
+  bool is_vectorized;
 
-  // Vectors must lie in the sectors of each operand that is accessed as they do in those of the result.
-  RowsGrid(const Problem& problem, const RowsPlan& rows_plan, int64_t element_bytes, bool is_aligned, bool is_shared)
-      : plan(rows_plan), by_stretches(rows_plan.stretches) {
-    const int64_t batch_bytes = problem.examples * problem.channels * problem.length * element_bytes;
-    is_vectorized = is_aligned && (!is_shared || batch_bytes % kSectorBytes == 0);
-  }
+  RowsGrid(const RowsPlan& rows_plan, Tiling tiling)
+      : plan(rows_plan), by_stretches(rows_plan.stretches), is_vectorized(tiling != Tiling::kRowsByElement) {}
 };
 
 // The place of a thread: the first vector that it takes of its stretch. Vectors are counted by how many inputs further

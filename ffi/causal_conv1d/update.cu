@@ -26,8 +26,10 @@ struct UpdateArguments {
 };
 
 // Of a thread of UpdateOne: 8 bytes, so that the states of a thread are few and those of a warp fill whole sectors.
+constexpr int UpdateChannels(int64_t element_bytes) { return static_cast<int>(8 / element_bytes); }
+
 template <typename T>
-inline constexpr int kUpdateChannels = 8 / sizeof(T);
+inline constexpr int kUpdateChannels = UpdateChannels(sizeof(T));
 
 // One new input. A thread takes a vector of channels, whose states and weights lie one after another.
 template <typename T, int kWidth, int kState>
@@ -75,21 +77,13 @@ __global__ void __launch_bounds__(kThreads) UpdateOne(const __grid_constant__ Up
 }
 
 template <typename T>
-bool SuitsUpdateOne(const UpdateCall& call) {
-  const Problem& problem = call.problem;
-  return AreAligned({call.x.data, call.initial_state.data, call.weight.data, call.bias.data, call.y, call.new_state}) &&
-         problem.length == 1 && problem.channels % kUpdateChannels<T> == 0 &&
-         call.state_length <= problem.width;
-}
-
-template <typename T>
-cudaError_t LaunchUpdateOne(const UpdateCall& call, cudaStream_t stream) {
+CudaStatus LaunchUpdateOne(const UpdateCall& call, cudaStream_t stream) {
   const Problem& problem = call.problem;
   const int64_t vectors = problem.batch * problem.examples * problem.channels / kUpdateChannels<T>;
   return DispatchWidth(problem.width, [&](auto width) {
     const auto kernel = call.state_length == width ? UpdateOne<T, width, width> : UpdateOne<T, width, width - 1>;
     kernel<<<static_cast<unsigned>(CeilDivide(vectors, kThreads)), kThreads, 0, stream>>>(UpdateArguments<T>(call));
-    return cudaGetLastError();
+    return JB_LAUNCH_STATUS(UpdateOne);
   });
 }
 
@@ -132,12 +126,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T, int kWidth>
-cudaError_t LaunchUpdateRows(const UpdateCall& call, cudaStream_t stream) {
+CudaStatus LaunchUpdateRows(const UpdateCall& call, cudaStream_t stream) {
   const int64_t rows = call.problem.batch * call.problem.examples * call.problem.channels;
-  if (rows == 0) return cudaSuccess;
   UpdateRows<T, kWidth><<<static_cast<unsigned>(CeilDivide(rows, kThreads)), kThreads, 0, stream>>>(
       UpdateArguments<T>(call), call.state_length, call.problem.channels_last);
-  return cudaGetLastError();
+  return JB_LAUNCH_STATUS(UpdateRows);
 }
 
 // Of more new inputs than these a row is worth more than one thread.
@@ -145,18 +138,33 @@ inline constexpr int64_t kFewInputs = 16;
 
 }  // namespace
 
-cudaError_t LaunchUpdate(const UpdateCall& call, cudaStream_t stream) {
-  return DispatchType(call.type, [&](auto tag) {
+UpdateStrategy ChooseUpdate(const Problem& problem, int64_t element_bytes, int64_t state_length, bool is_aligned) {
+  if (problem.batch == 0 || problem.examples == 0 || problem.channels == 0) return UpdateStrategy::kNothing;
+  if (is_aligned && problem.length == 1 && problem.channels % UpdateChannels(element_bytes) == 0 &&
+      state_length <= problem.width) {
+    return UpdateStrategy::kOneInput;
+  }
+  return problem.length <= kFewInputs ? UpdateStrategy::kFewInputs : UpdateStrategy::kManyInputs;
+}
+
+CudaStatus LaunchUpdate(const UpdateCall& call, cudaStream_t stream) {
+  return DispatchType(call.type, [&](auto tag) -> CudaStatus {
     using T = typename decltype(tag)::type;
     const Problem& problem = call.problem;
-    if (!problem.HasNoElement() && SuitsUpdateOne<T>(call)) return LaunchUpdateOne<T>(call, stream);
-    if (problem.length <= kFewInputs) {
-      return DispatchWidth(problem.width, [&](auto width) {
-        return LaunchUpdateRows<T, width>(call, stream);
-      });
+    const bool is_aligned = AreAligned(
+        {call.x.data, call.initial_state.data, call.weight.data, call.bias.data, call.y, call.new_state});
+    switch (ChooseUpdate(problem, sizeof(T), call.state_length, is_aligned)) {
+      case UpdateStrategy::kNothing:
+        return {};
+      case UpdateStrategy::kOneInput:
+        return LaunchUpdateOne<T>(call, stream);
+      case UpdateStrategy::kFewInputs:
+        return DispatchWidth(problem.width, [&](auto width) { return LaunchUpdateRows<T, width>(call, stream); });
+      case UpdateStrategy::kManyInputs:
+        JB_RETURN_IF_CUDA_ERROR(LaunchForward(call, stream));
+        return LaunchUpdateRows<T, 0>(call, stream);
     }
-    const cudaError_t error = LaunchForward(call, stream);
-    return error != cudaSuccess ? error : LaunchUpdateRows<T, 0>(call, stream);
+    return JB_CUDA_STATUS(cudaErrorInvalidValue);
   });
 }
 

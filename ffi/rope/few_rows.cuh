@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ffi/core/cuda_status.h"
 #include "ffi/core/divider.cuh"
 #include "ffi/core/integers.h"
 #include "ffi/rope/rope_device.cuh"
@@ -90,15 +91,15 @@ __global__ void __launch_bounds__(kMostSharingThreads)
 }
 
 // Whether blocks can be dealt like this, and numbers of elements have 32 bits; `units` are those of a row.
-template <typename T>
-bool SuitsFewRows(const Problem& problem, int64_t all_heads, int64_t units) {
+inline bool SuitsFewRows(const Problem& problem, int64_t all_heads, int64_t element_bytes, int64_t units) {
   const int64_t places = problem.batch * problem.examples * problem.length;
+  const int64_t rotation_bytes = 2 * std::max<int64_t>(element_bytes, sizeof(float));
   return units <= kMostSharingThreads && places <= 65535 && places * all_heads * problem.features < int64_t{1} << 31 &&
-         problem.pairs * static_cast<int64_t>(sizeof(Rotation<ComputeType<T>>)) <= kMostTableBytes;
+         problem.pairs * rotation_bytes <= kMostTableBytes;
 }
 
 template <typename T, int kCount, bool kInterleaved, int kTensors>
-cudaError_t LaunchFewRows(const Call& call, int64_t units, cudaStream_t stream) {
+CudaStatus LaunchFewRows(const Call& call, int64_t units, cudaStream_t stream) {
   const Problem& problem = call.problem;
   FewRowsArguments<T, kTensors> a{};
   a.has_batch = problem.batch > 1;
@@ -127,7 +128,7 @@ cudaError_t LaunchFewRows(const Call& call, int64_t units, cudaStream_t stream) 
   }
   const size_t table_bytes = problem.pairs * sizeof(Rotation<ComputeType<T>>);
   RotateFewRows<T, kCount, kInterleaved, kTensors><<<blocks, threads, table_bytes, stream>>>(a);
-  return cudaGetLastError();
+  return JB_LAUNCH_STATUS(RotateFewRows);
 }
 
 }  // namespace jax_baracuda::rope

@@ -190,31 +190,38 @@ int64_t DealRows(const Problem& problem, const Tensor& tensor, const Dealing& de
   return threads_of_position * first_positions;
 }
 
+// The units that rows have if all of their features are written, or but those that are rotated.
+int64_t UnitsOfRow(const Problem& problem, int elements_of_vector, bool has_pairs_in_vectors, bool are_all_written) {
+  const int64_t vectors_of_unit = has_pairs_in_vectors ? 1 : 2;
+  const int64_t copied_features = are_all_written ? problem.features - 2 * problem.pairs : 0;
+  return 2 * problem.pairs / (vectors_of_unit * elements_of_vector) +
+         CeilDivide(copied_features, vectors_of_unit * elements_of_vector);
+}
+
+int64_t UnitsOfThread(const Problem& problem, int64_t all_heads, int64_t units, int64_t multiprocessors) {
+  return std::min(units * problem.batch * problem.examples * all_heads * problem.length /
+                      (multiprocessors * kFewestThreads),
+                  kMostUnits);
+}
+
 template <typename T, int kCount, bool kInterleaved>
-cudaError_t Launch(const Call& call, cudaStream_t stream) {
+CudaStatus Launch(const Call& call, Strategy strategy, int64_t multiprocessors, cudaStream_t stream) {
   using UnitOfRow = Unit<T, kCount, kInterleaved>;
   const Problem& problem = call.problem;
-  int64_t all_heads = 0;
   bool is_in_place = true, have_one_head = true, is_x_shared = false;
   for (int i = 0; i < call.num_tensors; ++i) {
     const Tensor& tensor = call.tensors[i];
-    all_heads += tensor.heads;
     is_in_place = is_in_place && tensor.x == tensor.y;
     have_one_head = have_one_head && tensor.heads == 1;
     is_x_shared = is_x_shared || tensor.is_shared;
   }
-  int multiprocessors;
-  if (const cudaError_t error = MultiprocessorCount(&multiprocessors); error != cudaSuccess) return error;
-
-  const int64_t copied_features = is_in_place ? 0 : problem.features - 2 * problem.pairs;
-  const int64_t units = problem.pairs / UnitOfRow::kPairs + CeilDivide(copied_features, UnitOfRow::kVectors * kCount);
-  const int64_t examples = problem.batch * problem.examples;
-  const int64_t units_of_thread = std::min(
-      units * examples * all_heads * problem.length / (multiprocessors * kFewestThreads), kMostUnits);
-  if (units_of_thread < kMostUnits && SuitsFewRows<T>(problem, all_heads, units)) {
+  const int64_t units = UnitsOfRow(problem, kCount, kInterleaved, /*are_all_written=*/!is_in_place);
+  if (strategy < Strategy::kManyRowsBy16Bytes) {
     return call.num_tensors == 1 ? LaunchFewRows<T, kCount, kInterleaved, 1>(call, units, stream)
                                  : LaunchFewRows<T, kCount, kInterleaved, 2>(call, units, stream);
   }
+  const int64_t examples = problem.batch * problem.examples;
+  const int64_t units_of_thread = UnitsOfThread(problem, call.AllHeads(), units, multiprocessors);
 
   Arguments<T> a{};
   const bool heads_are_neighbours = problem.length == 1 || !(problem.heads_first || have_one_head);
@@ -243,48 +250,84 @@ cudaError_t Launch(const Call& call, cudaStream_t stream) {
   const int64_t first_blocks = CeilDivide(threads[0] * groups_of_blocks, kThreads);
   const int64_t second_blocks = CeilDivide(threads[1] * groups_of_blocks, kThreads);
   const int64_t y_of_blocks = CeilDivide(a.groups, groups_of_blocks);
-  if (most_threads >= 2 * kMostThreads || y_of_blocks > 65535) return cudaErrorInvalidConfiguration;
+  if (most_threads >= 2 * kMostThreads || y_of_blocks > 65535) return JB_CUDA_STATUS(cudaErrorInvalidConfiguration);
   a.groups_of_blocks = static_cast<unsigned>(groups_of_blocks);
   a.blocks_of_first_rows = static_cast<unsigned>(first_blocks);
   const dim3 blocks(static_cast<unsigned>(first_blocks + second_blocks), static_cast<unsigned>(y_of_blocks));
   RotateRows<T, kCount, kInterleaved><<<blocks, kThreads, 0, stream>>>(a);
-  return cudaGetLastError();
+  return JB_LAUNCH_STATUS(RotateRows);
 }
 
-// Whether vectors of so many bytes are aligned, and have no element too many.
+// By vectors of so many bytes; 0: one element at a time.
 template <typename T>
-bool SuitsVectors(const Call& call, int64_t bytes) {
-  const Problem& problem = call.problem;
-  const int64_t count = bytes / static_cast<int64_t>(sizeof(T));
-  bool suits = problem.features % count == 0 && (problem.interleaved ? 2 : 1) * problem.pairs % count == 0;
-  for (int i = 0; i < call.num_tensors; ++i) {
-    suits = suits && IsAligned(call.tensors[i].x, bytes) && IsAligned(call.tensors[i].y, bytes);
-  }
-  return suits;
-}
-
-template <typename T>
-cudaError_t LaunchOf(const Call& call, cudaStream_t stream) {
-  const bool interleaved = call.problem.interleaved;
-  if (SuitsVectors<T>(call, 16)) {
-    return interleaved ? Launch<T, 16 / sizeof(T), true>(call, stream)
-                       : Launch<T, 16 / sizeof(T), false>(call, stream);
+CudaStatus LaunchBy(int bytes, const Call& call, Strategy strategy, int64_t multiprocessors, cudaStream_t stream) {
+  if (bytes == 16) {
+    const auto launch = call.problem.interleaved ? Launch<T, 16 / sizeof(T), true> : Launch<T, 16 / sizeof(T), false>;
+    return launch(call, strategy, multiprocessors, stream);
   }
   if constexpr (sizeof(T) < 8) {
-    if (!interleaved && SuitsVectors<T>(call, 8)) return Launch<T, 8 / sizeof(T), false>(call, stream);
+    if (bytes == 8) return Launch<T, 8 / sizeof(T), false>(call, strategy, multiprocessors, stream);
   }
-  return Launch<T, 1, false>(call, stream);
+  return Launch<T, 1, false>(call, strategy, multiprocessors, stream);
+}
+
+// Whether vectors of so many bytes have no element too many.
+bool SuitsVectors(const Problem& problem, int64_t element_bytes, int64_t bytes) {
+  const int64_t count = bytes / element_bytes;
+  return problem.features % count == 0 && (problem.interleaved ? 2 : 1) * problem.pairs % count == 0;
 }
 
 }  // namespace
 
-cudaError_t LaunchRope(const Call& call, cudaStream_t stream) {
-  if (call.HasNoElement()) return cudaSuccess;
-  cudaError_t error = cudaErrorInvalidValue;
+Strategy ChooseStrategy(const Problem& problem, int64_t all_heads, int64_t element_bytes, int64_t multiprocessors,
+                        int64_t alignment) {
+  if (problem.HasNoElement(all_heads)) return Strategy::kNothing;
+  const bool by_16_bytes = alignment >= 16 && SuitsVectors(problem, element_bytes, 16);
+  const bool by_8_bytes = !by_16_bytes && alignment >= 8 && element_bytes < 8 && !problem.interleaved &&
+                          SuitsVectors(problem, element_bytes, 8);
+  const int64_t bytes = by_16_bytes ? 16 : by_8_bytes ? 8 : element_bytes;
+  // As if all features were written, which of operands in place are only those that are rotated.
+  const int64_t units = UnitsOfRow(problem, static_cast<int>(bytes / element_bytes),
+                                   by_16_bytes && problem.interleaved, /*are_all_written=*/true);
+  const bool has_few_rows = UnitsOfThread(problem, all_heads, units, multiprocessors) < kMostUnits &&
+                            SuitsFewRows(problem, all_heads, element_bytes, units);
+  if (by_16_bytes) return has_few_rows ? Strategy::kFewRowsBy16Bytes : Strategy::kManyRowsBy16Bytes;
+  if (by_8_bytes) return has_few_rows ? Strategy::kFewRowsBy8Bytes : Strategy::kManyRowsBy8Bytes;
+  return has_few_rows ? Strategy::kFewRowsByElement : Strategy::kManyRowsByElement;
+}
+
+CudaStatus LaunchRope(const Call& call, cudaStream_t stream) {
+  int multiprocessors;
+  JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
+  int64_t alignment = 16;
+  for (int i = 0; i < call.num_tensors; ++i) {
+    for (const void* data : {call.tensors[i].x, static_cast<const void*>(call.tensors[i].y)}) {
+      while (!IsAligned(data, alignment)) alignment /= 2;
+    }
+  }
+  const Strategy strategy =
+      ChooseStrategy(call.problem, call.AllHeads(), ElementBytes(call.type), multiprocessors, alignment);
+  int bytes = 0;
+  switch (strategy) {
+    case Strategy::kNothing:
+      return {};
+    case Strategy::kFewRowsBy16Bytes:
+    case Strategy::kManyRowsBy16Bytes:
+      bytes = 16;
+      break;
+    case Strategy::kFewRowsBy8Bytes:
+    case Strategy::kManyRowsBy8Bytes:
+      bytes = 8;
+      break;
+    case Strategy::kFewRowsByElement:
+    case Strategy::kManyRowsByElement:
+      break;
+  }
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(call.type, [&](auto tag) {
-    error = LaunchOf<typename decltype(tag)::type>(call, stream);
+    status = LaunchBy<typename decltype(tag)::type>(bytes, call, strategy, multiprocessors, stream);
   });
-  return error;
+  return status;
 }
 
 }  // namespace jax_baracuda::rope

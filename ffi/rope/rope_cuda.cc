@@ -1,6 +1,8 @@
 // The CUDA handlers of rope and its gradient.
 
 #include "ffi/core/cuda_handler.h"
+#include "ffi/core/device_attributes.h"
+#include "ffi/core/strategies.h"
 #include "ffi/core/target_table.h"
 #include "ffi/rope/rope.cuh"
 #include "ffi/rope/rope_handler.h"
@@ -9,7 +11,7 @@ namespace jax_baracuda::rope {
 namespace {
 
 ffi::Error Run(cudaStream_t stream, const char* op, const Call& call) {
-  return CudaStatus(op, LaunchRope(call, stream));
+  return ToError(op, LaunchRope(call, stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(kRope, (HandleRope<cudaStream_t, Run, false>), BindRope<Stream>(),
@@ -21,10 +23,16 @@ XLA_FFI_DEFINE_HANDLER(kRopeQk, (HandleRopeQk<cudaStream_t, Run, false>), BindRo
 XLA_FFI_DEFINE_HANDLER(kRopeQkBackward, (HandleRopeQk<cudaStream_t, Run, true>), BindRopeQk<Stream>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
-JB_REGISTER_TARGET("rope", kRope, nullptr);
-JB_REGISTER_TARGET("rope_backward", kRopeBackward, nullptr);
-JB_REGISTER_TARGET("rope_qk", kRopeQk, nullptr);
-JB_REGISTER_TARGET("rope_qk_backward", kRopeQkBackward, nullptr);
+Plan PlanRope(const PlanParameters& parameters) {
+  return Plan{NameOf(kStrategyNames, ChooseStrategy(ProblemOf(parameters), parameters.at("heads"),
+                                                    parameters.at("element_bytes"),
+                                                    DeviceAttributesForPlan().multiprocessors))};
+}
+
+JB_REGISTER_TARGET("rope", kRope, PlanRope, JB_NAMES(kStrategyNames));
+JB_REGISTER_TARGET("rope_backward", kRopeBackward, PlanRope, JB_NAMES(kStrategyNames));
+JB_REGISTER_TARGET("rope_qk", kRopeQk, PlanRope, JB_NAMES(kStrategyNames));
+JB_REGISTER_TARGET("rope_qk_backward", kRopeQkBackward, PlanRope, JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::rope

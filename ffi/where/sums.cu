@@ -25,14 +25,14 @@ inline int64_t ThreadsOfWholeRows(const Sum& sum, int elements_of_vector) {
 
 // How the work is dealt to threads. Of rows longer than a block, a block takes a tile of one row a step. Of shorter
 // ones, a group of threads takes several a step, whole ones, so that the columns of a thread are always the same.
-struct Plan {
+struct SumPlan {
   int group = kThreads;  // a power of two
   int used;              // threads of a group that have work
   int64_t rows_of_step = 1, tiles = 1;
   int64_t blocks_of_outer;  // that all of `outer` takes, of one tile and one part
   int64_t rows_of_part, parts;
 
-  Plan(const Sum& sum, int elements_of_vector, int element_bytes) {
+  SumPlan(const Sum& sum, int elements_of_vector, int element_bytes) {
     const int64_t of_whole_rows = ThreadsOfWholeRows(sum, elements_of_vector);
     if (of_whole_rows <= kThreads) {
       const int64_t vectors = CeilDivide(sum.rows * sum.inner, elements_of_vector);
@@ -69,7 +69,7 @@ inline bool VectorsFit(const Sum& sum, int elements_of_vector) {
 template <typename T, int kVec>
 struct Arguments {
   Sum sum;
-  Plan plan;
+  SumPlan plan;
   const T* dy;
   Repeated<uint8_t, kVec> cond;
   uint32_t inverted;
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads) SumRows(const __grid_constant__ Argu
   using C = ComputeType<T>;
   constexpr int kSums = kBothSummed ? 2 : 1;
   __shared__ C shared[kSums][kThreads * kVec];
-  const Plan& plan = a.plan;
+  const SumPlan& plan = a.plan;
   const Sum& sum = a.sum;
   // There are fewer blocks than 2^31.
   const unsigned parts = static_cast<unsigned>(plan.parts), tiles = static_cast<unsigned>(plan.tiles);
@@ -259,24 +259,24 @@ __global__ void __launch_bounds__(kThreads)
 inline constexpr int64_t kPartsOfLane = 8;
 
 template <typename C>
-cudaError_t LaunchAddParts(const C* parts, int64_t num_parts, int64_t results, C* first_sums, C* second_sums,
-                           cudaStream_t stream) {
+CudaStatus LaunchAddParts(const C* parts, int64_t num_parts, int64_t results, C* first_sums, C* second_sums,
+                          cudaStream_t stream) {
   int lanes = 1;
   while (lanes < kThreads && lanes * kPartsOfLane < num_parts) lanes *= 2;
   const int64_t blocks = CeilDivide((second_sums == nullptr ? 1 : 2) * results, kThreads / lanes);
   AddParts<C><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(parts, num_parts, results, lanes, first_sums,
                                                                       second_sums);
-  return cudaGetLastError();
+  return JB_LAUNCH_STATUS(AddParts);
 }
 
 template <typename T, int kVec>
-cudaError_t LaunchSumsOf(const SplitCall& call, cudaStream_t stream) {
+CudaStatus LaunchSumsOf(const SplitCall& call, cudaStream_t stream) {
   using C = ComputeType<T>;
   const bool both_are_summed = call.a_is_summed && call.b_is_summed;
   C* const first_sums = static_cast<C*>(call.a_is_summed ? call.da : call.db);
   C* const second_sums = both_are_summed ? static_cast<C*>(call.db) : nullptr;
   T* const other = both_are_summed ? nullptr : static_cast<T*>(call.a_is_summed ? call.db : call.da);
-  const Plan plan(call.sum, kVec, sizeof(T));
+  const SumPlan plan(call.sum, kVec, sizeof(T));
   const bool is_direct = plan.parts == 1 && !both_are_summed;
   const Arguments<T, kVec> arguments{call.sum,
                                      plan,
@@ -287,36 +287,57 @@ cudaError_t LaunchSumsOf(const SplitCall& call, cudaStream_t stream) {
                                      is_direct ? first_sums : static_cast<C*>(call.scratch)};
   const auto kernel = both_are_summed ? SumRows<T, kVec, true> : SumRows<T, kVec, false>;
   kernel<<<static_cast<unsigned>(plan.blocks()), kThreads, 0, stream>>>(arguments);
-  const cudaError_t error = cudaGetLastError();
-  if (is_direct || error != cudaSuccess) return error;
+  JB_RETURN_IF_LAUNCH_ERROR(SumRows);
+  if (is_direct) return {};
   return LaunchAddParts(static_cast<const C*>(call.scratch), plan.parts, call.sum.results(), first_sums, second_sums,
                         stream);
 }
 
+bool AreVectors(const SplitCall& call, bool are_aligned) {
+  const int vec = kVectorBytes / call.element_bytes;
+  return are_aligned && RowsSuffice(vec, call.cond) && VectorsFit(call.sum, vec);
+}
+
 }  // namespace
+
+SplitStrategy ChooseSumStrategy(const SplitCall& call, bool are_aligned) {
+  const Sum& sum = call.sum;
+  if (sum.results() == 0) return SplitStrategy::kNothing;
+  const bool are_vectors = AreVectors(call, are_aligned);
+  const int vec = are_vectors ? kVectorBytes / call.element_bytes : 1;
+  const SumPlan plan(sum, vec, call.element_bytes);
+  const bool has_tail = sum.rows * sum.inner % vec != 0;
+  SplitStrategy first = sum.inner == 1            ? !are_vectors ? SplitStrategy::kSumNumbersByElement
+                                                    : has_tail   ? SplitStrategy::kSumNumbersWithTail
+                                                                 : SplitStrategy::kSumNumbers
+                        : plan.rows_of_step == 1 ? !are_vectors ? SplitStrategy::kSumLongRowsByElement
+                                                                : SplitStrategy::kSumLongRows
+                        : !are_vectors           ? SplitStrategy::kSumShortRowsByElement
+                        : has_tail               ? SplitStrategy::kSumShortRowsWithTail
+                                                 : SplitStrategy::kSumShortRows;
+  return static_cast<SplitStrategy>(static_cast<int>(first) + (plan.parts > 1 ? 1 : 0));
+}
 
 int64_t SumScratchBytes(const Sum& sum, int64_t element_bytes, int num_sums) {
   if (num_sums == 0 || sum.results() == 0) return 0;
   int64_t most_parts = 1;
   for (const int elements_of_vector : {1, static_cast<int>(kVectorBytes / element_bytes)}) {
     if (!VectorsFit(sum, elements_of_vector)) continue;
-    most_parts = std::max(most_parts, Plan(sum, elements_of_vector, static_cast<int>(element_bytes)).parts);
+    most_parts = std::max(most_parts, SumPlan(sum, elements_of_vector, static_cast<int>(element_bytes)).parts);
   }
   if (num_sums == 1 && most_parts == 1) return 0;
   return num_sums * sum.results() * most_parts * std::max<int64_t>(sizeof(float), element_bytes);
 }
 
-cudaError_t LaunchSums(const SplitCall& call, cudaStream_t stream) {
-  if (call.sum.results() == 0) return cudaSuccess;
-  cudaError_t error = cudaErrorInvalidValue;
+CudaStatus LaunchSums(const SplitCall& call, cudaStream_t stream) {
+  if (call.sum.results() == 0) return {};
+  const bool are_vectors = AreVectors(call, AreAligned(call.dy, call.cond.data, call.da, call.db));
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    constexpr int kVec = kVectorBytes / sizeof(T);
-    const bool are_vectors = AreAligned(call.dy, call.cond.data, call.da, call.db) && RowsSuffice(kVec, call.cond) &&
-                             VectorsFit(call.sum, kVec);
-    error = are_vectors ? LaunchSumsOf<T, kVec>(call, stream) : LaunchSumsOf<T, 1>(call, stream);
+    status = are_vectors ? LaunchSumsOf<T, kVectorBytes / sizeof(T)>(call, stream) : LaunchSumsOf<T, 1>(call, stream);
   });
-  return error;
+  return status;
 }
 
 }  // namespace jax_baracuda::where

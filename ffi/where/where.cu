@@ -58,47 +58,94 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T, int kVec, template <typename, int> class A, template <typename, int> class B,
           template <typename, int> class Cond>
-cudaError_t LaunchSelectOf(const SelectCall& call, cudaStream_t stream) {
+CudaStatus LaunchSelectOf(const SelectCall& call, cudaStream_t stream) {
   Select<T, kVec><<<Blocks<kVec>(call.size), kThreads, 0, stream>>>(A<T, kVec>(call.a), B<T, kVec>(call.b),
                                                                     Cond<uint8_t, kVec>(call.cond),
                                                                     static_cast<T*>(call.output), call.size);
-  return cudaGetLastError();
+  return JB_LAUNCH_STATUS(Select);
 }
 
-// Calls body(TypeTag<T>{}), which returns a cudaError_t, with a type of so many bytes.
+// Calls body(TypeTag<T>{}), which returns a CudaStatus, with a type of so many bytes.
 template <typename Body>
-cudaError_t WithBytes(int element_bytes, const Body& body) {
-  cudaError_t error = cudaErrorInvalidValue;
-  DispatchBytes(element_bytes, [&](auto tag) { error = body(tag); });
-  return error;
+CudaStatus WithBytes(int element_bytes, const Body& body) {
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
+  DispatchBytes(element_bytes, [&](auto tag) { status = body(tag); });
+  return status;
+}
+
+// The strategy, or the next one, which has a tail.
+template <typename Strategy>
+Strategy WithTail(Strategy strategy, int64_t size, int elements_of_vector) {
+  return static_cast<Strategy>(static_cast<int>(strategy) + (size % elements_of_vector == 0 ? 0 : 1));
+}
+
+SelectStrategy ChooseVectors(const SelectCall& call) {
+  const Repetition &a = call.a.repetition, &b = call.b.repetition;
+  if (call.cond.repetition.IsDense()) {
+    if (a.IsDense() && b.IsDense()) return SelectStrategy::kDense;
+    if (a.IsDense() && b.IsScalar()) return SelectStrategy::kScalarB;
+    if (b.IsDense() && a.IsScalar()) return SelectStrategy::kScalarA;
+  }
+  if (a.IsDense() && b.IsDense()) return SelectStrategy::kRepeatedCond;
+  if (a.IsDense() && b.IsScalar()) return SelectStrategy::kScalarBRepeatedCond;
+  return SelectStrategy::kRepeated;
 }
 
 }  // namespace
 
-cudaError_t LaunchSelect(const SelectCall& call, cudaStream_t stream) {
-  if (call.size == 0) return cudaSuccess;
+SelectStrategy ChooseStrategy(const SelectCall& call, bool are_aligned) {
+  if (call.size == 0) return SelectStrategy::kNothing;
+  const int vec = kVectorBytes / call.element_bytes;
+  const bool are_vectors =
+      are_aligned && RowsSuffice(vec, call.a) && RowsSuffice(vec, call.b) && RowsSuffice(vec, call.cond);
+  return are_vectors ? WithTail(ChooseVectors(call), call.size, vec) : SelectStrategy::kByElement;
+}
+
+CudaStatus LaunchSelect(const SelectCall& call, cudaStream_t stream) {
+  const SelectStrategy strategy =
+      ChooseStrategy(call, AreAligned(call.a.data, call.b.data, call.cond.data, call.output));
+  if (strategy == SelectStrategy::kNothing) return {};
   return WithBytes(call.element_bytes, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kVec = kVectorBytes / sizeof(T);
-    const bool are_vectors = AreAligned(call.a.data, call.b.data, call.cond.data, call.output) &&
-                             RowsSuffice(kVec, call.a) && RowsSuffice(kVec, call.b) && RowsSuffice(kVec, call.cond);
-    if (!are_vectors) return LaunchSelectOf<T, 1, Repeated, Repeated, Repeated>(call, stream);
-    const Repetition &a = call.a.repetition, &b = call.b.repetition;
-    const bool a_is_dense = a.IsDense(), b_is_dense = b.IsDense();
-    if (call.cond.repetition.IsDense()) {
-      if (a_is_dense && b_is_dense) return LaunchSelectOf<T, kVec, Dense, Dense, Dense>(call, stream);
-      if (a_is_dense && b.IsScalar()) return LaunchSelectOf<T, kVec, Dense, Scalar, Dense>(call, stream);
-      if (b_is_dense && a.IsScalar()) return LaunchSelectOf<T, kVec, Scalar, Dense, Dense>(call, stream);
+    switch (strategy) {
+      case SelectStrategy::kDense:
+      case SelectStrategy::kDenseWithTail:
+        return LaunchSelectOf<T, kVec, Dense, Dense, Dense>(call, stream);
+      case SelectStrategy::kScalarA:
+      case SelectStrategy::kScalarAWithTail:
+        return LaunchSelectOf<T, kVec, Scalar, Dense, Dense>(call, stream);
+      case SelectStrategy::kScalarB:
+      case SelectStrategy::kScalarBWithTail:
+        return LaunchSelectOf<T, kVec, Dense, Scalar, Dense>(call, stream);
+      case SelectStrategy::kRepeatedCond:
+      case SelectStrategy::kRepeatedCondWithTail:
+        return LaunchSelectOf<T, kVec, Dense, Dense, Repeated>(call, stream);
+      case SelectStrategy::kScalarBRepeatedCond:
+      case SelectStrategy::kScalarBRepeatedCondWithTail:
+        return LaunchSelectOf<T, kVec, Dense, Scalar, Repeated>(call, stream);
+      case SelectStrategy::kRepeated:
+      case SelectStrategy::kRepeatedWithTail:
+        return LaunchSelectOf<T, kVec, Repeated, Repeated, Repeated>(call, stream);
+      default:
+        return LaunchSelectOf<T, 1, Repeated, Repeated, Repeated>(call, stream);
     }
-    if (a_is_dense && b_is_dense) return LaunchSelectOf<T, kVec, Dense, Dense, Repeated>(call, stream);
-    if (a_is_dense && b.IsScalar()) return LaunchSelectOf<T, kVec, Dense, Scalar, Repeated>(call, stream);
-    return LaunchSelectOf<T, kVec, Repeated, Repeated, Repeated>(call, stream);
   });
 }
 
-cudaError_t LaunchSplit(const SplitCall& call, cudaStream_t stream) {
-  if (call.a_is_summed || call.b_is_summed) return LaunchSums(call, stream);
-  if (call.size == 0) return cudaSuccess;
+SplitStrategy ChooseStrategy(const SplitCall& call, bool are_aligned) {
+  if (call.num_sums() > 0) return ChooseSumStrategy(call, are_aligned);
+  if (call.size == 0) return SplitStrategy::kNothing;
+  const int vec = kVectorBytes / call.element_bytes;
+  if (!are_aligned || !RowsSuffice(vec, call.cond)) return SplitStrategy::kByElement;
+  return WithTail(call.cond.repetition.IsDense() ? SplitStrategy::kDense : SplitStrategy::kRepeated, call.size, vec);
+}
+
+CudaStatus LaunchSplit(const SplitCall& call, cudaStream_t stream) {
+  if (call.num_sums() > 0) return LaunchSums(call, stream);
+  const SplitStrategy strategy =
+      ChooseStrategy(call, AreAligned(call.dy, call.cond.data, call.da, call.db));
+  if (strategy == SplitStrategy::kNothing) return {};
   return WithBytes(call.element_bytes, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kVec = kVectorBytes / sizeof(T);
@@ -106,14 +153,19 @@ cudaError_t LaunchSplit(const SplitCall& call, cudaStream_t stream) {
       constexpr int kCount = decltype(vec)::value;
       Split<T, kCount><<<Blocks<kCount>(call.size), kThreads, 0, stream>>>(
           cond, static_cast<const T*>(call.dy), static_cast<T*>(call.da), static_cast<T*>(call.db), call.size);
-      return cudaGetLastError();
+      return JB_LAUNCH_STATUS(Split);
     };
-    if (!AreAligned(call.dy, call.cond.data, call.da, call.db) || !RowsSuffice(kVec, call.cond)) {
-      return launch(Repeated<uint8_t, 1>(call.cond), std::integral_constant<int, 1>{});
-    }
     const std::integral_constant<int, kVec> whole;
-    if (call.cond.repetition.IsDense()) return launch(Dense<uint8_t, kVec>(call.cond), whole);
-    return launch(Repeated<uint8_t, kVec>(call.cond), whole);
+    switch (strategy) {
+      case SplitStrategy::kDense:
+      case SplitStrategy::kDenseWithTail:
+        return launch(Dense<uint8_t, kVec>(call.cond), whole);
+      case SplitStrategy::kRepeated:
+      case SplitStrategy::kRepeatedWithTail:
+        return launch(Repeated<uint8_t, kVec>(call.cond), whole);
+      default:
+        return launch(Repeated<uint8_t, 1>(call.cond), std::integral_constant<int, 1>{});
+    }
   });
 }
 

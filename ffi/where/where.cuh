@@ -8,18 +8,99 @@
 
 #include <cstdint>
 
+#include "ffi/core/cuda_status.h"
 #include "ffi/where/where.h"
 
 namespace jax_baracuda::where {
 
-cudaError_t LaunchSelect(const SelectCall& call, cudaStream_t stream);
+// How operands are read. With a tail, the last elements of all are fewer than a vector has.
+#define JB_WITH_TAIL(name) name, name "_with_tail"
 
-cudaError_t LaunchSplit(const SplitCall& call, cudaStream_t stream);
+enum class SelectStrategy {
+  kNothing,
+  kByElement,  // any operands
+  // By vectors, named after the operands that do not have the shape of the output:
+  kDense,
+  kDenseWithTail,
+  kScalarA,
+  kScalarAWithTail,
+  kScalarB,
+  kScalarBWithTail,
+  kRepeatedCond,
+  kRepeatedCondWithTail,
+  kScalarBRepeatedCond,
+  kScalarBRepeatedCondWithTail,
+  kRepeated,  // any operands
+  kRepeatedWithTail,
+};
+
+inline constexpr const char* kSelectStrategyNames[] = {"nothing",
+                                                       "by_element",
+                                                       JB_WITH_TAIL("dense"),
+                                                       JB_WITH_TAIL("scalar_a"),
+                                                       JB_WITH_TAIL("scalar_b"),
+                                                       JB_WITH_TAIL("repeated_cond"),
+                                                       JB_WITH_TAIL("scalar_b_repeated_cond"),
+                                                       JB_WITH_TAIL("repeated")};
+
+enum class SplitStrategy {
+  kNothing,
+  kByElement,
+  kDense,  // the condition
+  kDenseWithTail,
+  kRepeated,  // as well
+  kRepeatedWithTail,
+  // What is summed: numbers that lie together, several rows a step, or one row a step. In parts, a second kernel adds up
+  // the sums of several parts of the rows.
+  kSumNumbers,
+  kSumNumbersInParts,
+  kSumNumbersWithTail,
+  kSumNumbersWithTailInParts,
+  kSumNumbersByElement,
+  kSumNumbersByElementInParts,
+  kSumShortRows,
+  kSumShortRowsInParts,
+  kSumShortRowsWithTail,
+  kSumShortRowsWithTailInParts,
+  kSumShortRowsByElement,
+  kSumShortRowsByElementInParts,
+  kSumLongRows,
+  kSumLongRowsInParts,
+  kSumLongRowsByElement,
+  kSumLongRowsByElementInParts,
+};
+
+#define JB_IN_PARTS(name) name, name "_in_parts"
+
+inline constexpr const char* kSplitStrategyNames[] = {"nothing",
+                                                      "by_element",
+                                                      JB_WITH_TAIL("dense"),
+                                                      JB_WITH_TAIL("repeated"),
+                                                      JB_IN_PARTS("sum_numbers"),
+                                                      JB_IN_PARTS("sum_numbers_with_tail"),
+                                                      JB_IN_PARTS("sum_numbers_by_element"),
+                                                      JB_IN_PARTS("sum_short_rows"),
+                                                      JB_IN_PARTS("sum_short_rows_with_tail"),
+                                                      JB_IN_PARTS("sum_short_rows_by_element"),
+                                                      JB_IN_PARTS("sum_long_rows"),
+                                                      JB_IN_PARTS("sum_long_rows_by_element")};
+
+#undef JB_IN_PARTS
+#undef JB_WITH_TAIL
+
+// Of calls whose arrays are all aligned to vectors, or not. They call no CUDA function.
+SelectStrategy ChooseStrategy(const SelectCall& call, bool are_aligned = true);
+SplitStrategy ChooseStrategy(const SplitCall& call, bool are_aligned = true);
+
+CudaStatus LaunchSelect(const SelectCall& call, cudaStream_t stream);
+
+CudaStatus LaunchSplit(const SplitCall& call, cudaStream_t stream);
 
 // Bytes of scratch memory that LaunchSplit needs where it sums; calls no CUDA function.
 int64_t SumScratchBytes(const Sum& sum, int64_t element_bytes, int num_sums);
 
-// As LaunchSplit, which calls it where there is something to sum.
-cudaError_t LaunchSums(const SplitCall& call, cudaStream_t stream);
+// As ChooseStrategy and LaunchSplit, which call it where there is something to sum.
+SplitStrategy ChooseSumStrategy(const SplitCall& call, bool are_aligned);
+CudaStatus LaunchSums(const SplitCall& call, cudaStream_t stream);
 
 }  // namespace jax_baracuda::where

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "ffi/core/cuda_handler.h"
+#include "ffi/core/strategies.h"
 #include "ffi/core/target_table.h"
 #include "ffi/where/where.cuh"
 #include "ffi/where/where_handler.h"
@@ -15,7 +16,7 @@ ffi::Error SelectHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b
   constexpr const char* kOp = "where";
   SelectCall call;
   JB_RETURN_IF_ERROR(DecodeSelect(kOp, a, b, cond, *output, &call));
-  return CudaStatus(kOp, LaunchSelect(call, stream));
+  return ToError(kOp, LaunchSelect(call, stream));
 }
 
 ffi::Error SplitHandler(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer cond, ffi::Result<ffi::AnyBuffer> da,
@@ -27,20 +28,25 @@ ffi::Error SplitHandler(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer c
   const int64_t needed_bytes = SumScratchBytes(call.sum, call.element_bytes, call.num_sums());
   JB_RETURN_IF_ERROR(DecodeScratch(kOp, more_results, needed_bytes, &scratch));
   call.scratch = scratch.data;
-  return CudaStatus(kOp, LaunchSplit(call, stream));
+  return ToError(kOp, LaunchSplit(call, stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(kSelect, SelectHandler, BindSelect<Stream>(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kSplit, SplitHandler, BindSplit<Stream>().RemainingRets(),
                        {ffi::Traits::kCmdBufferCompatible});
 
-int64_t ScratchOfSplit(const ScratchParameters& parameters) {
-  const Sum sum{parameters.at("outer"), parameters.at("rows"), parameters.at("inner")};
-  return SumScratchBytes(sum, parameters.at("element_bytes"), static_cast<int>(parameters.at("num_sums")));
+Plan PlanSelect(const PlanParameters& parameters) {
+  return Plan{NameOf(kSelectStrategyNames, ChooseStrategy(SelectOf(parameters)))};
 }
 
-JB_REGISTER_TARGET("where", kSelect, nullptr);
-JB_REGISTER_TARGET("where_backward", kSplit, ScratchOfSplit);
+Plan PlanSplit(const PlanParameters& parameters) {
+  const SplitCall call = SplitOf(parameters);
+  return Plan{NameOf(kSplitStrategyNames, ChooseStrategy(call)),
+              SumScratchBytes(call.sum, call.element_bytes, call.num_sums())};
+}
+
+JB_REGISTER_TARGET("where", kSelect, PlanSelect, JB_NAMES(kSelectStrategyNames));
+JB_REGISTER_TARGET("where_backward", kSplit, PlanSplit, JB_NAMES(kSplitStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::where

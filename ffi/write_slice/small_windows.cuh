@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "ffi/core/cuda_status.h"
 #include "ffi/core/divider.cuh"
 #include "ffi/core/integers.h"
 #include "ffi/write_slice/write_slice.h"
@@ -87,7 +88,7 @@ inline bool AreSmall(const std::vector<Update>& updates) {
 }
 
 template <int kAxes, int kWindows>
-cudaError_t LaunchSmallOf(const std::vector<Update>& updates, cudaStream_t stream) {
+CudaStatus LaunchSmallOf(const std::vector<Update>& updates, cudaStream_t stream) {
   SmallWindows<kAxes, kWindows> launch;
   uint32_t most_words = 0;
   for (int i = 0; i < kWindows; ++i) {
@@ -111,24 +112,12 @@ cudaError_t LaunchSmallOf(const std::vector<Update>& updates, cudaStream_t strea
   }
   const dim3 blocks(static_cast<unsigned>(CeilDivide(most_words, kSmallThreads)), kWindows);
   WriteSmallWindows<kAxes, kWindows><<<blocks, kSmallThreads, 0, stream>>>(launch);
-  return cudaGetLastError();
+  return JB_LAUNCH_STATUS(WriteSmallWindows);
 }
 
 template <int kAxes>
-cudaError_t LaunchSmallOf(const std::vector<Update>& updates, cudaStream_t stream) {
+CudaStatus LaunchSmallOf(const std::vector<Update>& updates, cudaStream_t stream) {
   return updates.size() == 1 ? LaunchSmallOf<kAxes, 1>(updates, stream) : LaunchSmallOf<kAxes, 2>(updates, stream);
-}
-
-// Of windows that are small.
-inline cudaError_t LaunchSmall(const std::vector<Update>& updates, cudaStream_t stream) {
-  switch (updates[0].num_axes) {
-    case 1:
-      return LaunchSmallOf<1>(updates, stream);
-    case 2:
-      return LaunchSmallOf<2>(updates, stream);
-    default:
-      return LaunchSmallOf<3>(updates, stream);
-  }
 }
 
 }  // namespace jax_baracuda::write_slice

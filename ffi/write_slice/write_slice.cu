@@ -218,49 +218,107 @@ int64_t ItemsOfRow(const Update& update, bool takes) {
   return (most_bytes + (kVectorBytes - update.word) + kVectorBytes - 1) / kVectorBytes;
 }
 
+Part PartOf(const Update& update, bool takes) {
+  Part part{};
+  part.items_of_row = ItemsOfRow(update, takes);
+  part.num_items = update.num_rows * part.items_of_row;
+  const int64_t blocks_of_row = (part.items_of_row + kItemsOfBlock - 1) / kItemsOfBlock;
+  const bool has_long_rows = 5 * part.items_of_row >= 4 * blocks_of_row * kItemsOfBlock;  // few threads are idle
+  part.blocks_of_row = has_long_rows && part.num_items >= kLargeWindow ? blocks_of_row : 0;
+  return part;
+}
+
 template <int kMostUpdates, bool kTake>
-cudaError_t LaunchSome(const Update* updates, int count, cudaStream_t stream) {
+CudaStatus LaunchSome(const Update* updates, int count, cudaStream_t stream) {
   Launch<kMostUpdates> launch;
   launch.count = count;
   int64_t num_blocks = 0;
   for (int i = 0; i < count; ++i) {
     const Update& update = launch.updates[i] = updates[i];
-    Part& part = launch.parts[i];
-    part.items_of_row = ItemsOfRow(update, kTake);
-    part.num_items = update.num_rows * part.items_of_row;
+    Part& part = launch.parts[i] = PartOf(update, kTake);
     part.first_block = static_cast<unsigned>(num_blocks);
-    const int64_t blocks_of_row = (part.items_of_row + kItemsOfBlock - 1) / kItemsOfBlock;
-    const bool has_long_rows = 5 * part.items_of_row >= 4 * blocks_of_row * kItemsOfBlock;  // few threads are idle
-    part.blocks_of_row = has_long_rows && part.num_items >= kLargeWindow ? blocks_of_row : 0;
-    num_blocks += part.blocks_of_row > 0 ? update.num_rows * blocks_of_row : (part.num_items + kThreads - 1) / kThreads;
+    num_blocks += part.blocks_of_row > 0 ? update.num_rows * part.blocks_of_row
+                                         : (part.num_items + kThreads - 1) / kThreads;
   }
   MoveWindows<kMostUpdates, kTake><<<static_cast<unsigned>(num_blocks), kThreads, 0, stream>>>(launch);
-  return cudaGetLastError();
+  return JB_LAUNCH_STATUS(MoveWindows);
 }
 
 template <bool kTake>
-cudaError_t LaunchAll(const std::vector<Update>& updates, cudaStream_t stream) {
+CudaStatus LaunchAll(const std::vector<Update>& updates, cudaStream_t stream) {
   const int count = static_cast<int>(updates.size());
   for (int i = 0; i < count; i += kMostUpdatesOfLaunch) {
     const int some = std::min(count - i, kMostUpdatesOfLaunch);
     // Fewer bytes of arguments make a launch faster.
     const auto launch = some <= 2 ? LaunchSome<2, kTake> : LaunchSome<kMostUpdatesOfLaunch, kTake>;
-    if (cudaError_t e = launch(updates.data() + i, some, stream)) return e;
+    JB_RETURN_IF_CUDA_ERROR(launch(updates.data() + i, some, stream));
   }
-  return cudaSuccess;
+  return {};
+}
+
+WriteStrategy WriteStrategyOf(const Update& update) {
+  const bool has_long_rows = PartOf(update, /*takes=*/false).blocks_of_row > 0;
+  if (HasWords(update, /*takes=*/false)) return has_long_rows ? WriteStrategy::kLongRowsOfWords : WriteStrategy::kWords;
+  if (update.has_bits) return has_long_rows ? WriteStrategy::kLongRowsOfBits : WriteStrategy::kBits;
+  return has_long_rows ? WriteStrategy::kLongRowsOfVectors : WriteStrategy::kVectors;
+}
+
+TakeStrategy TakeStrategyOf(const Update& update) {
+  const bool has_long_rows = PartOf(update, /*takes=*/true).blocks_of_row > 0;
+  switch (update.word) {
+    case 1:
+      return has_long_rows ? TakeStrategy::kLongRowsOf1Byte : TakeStrategy::kWordsOf1Byte;
+    case 2:
+      return has_long_rows ? TakeStrategy::kLongRowsOf2Bytes : TakeStrategy::kWordsOf2Bytes;
+    case 4:
+      return has_long_rows ? TakeStrategy::kLongRowsOf4Bytes : TakeStrategy::kWordsOf4Bytes;
+    case 8:
+      return has_long_rows ? TakeStrategy::kLongRowsOf8Bytes : TakeStrategy::kWordsOf8Bytes;
+    default:
+      return has_long_rows ? TakeStrategy::kLongRowsOf16Bytes : TakeStrategy::kWordsOf16Bytes;
+  }
 }
 
 }  // namespace
 
-cudaError_t LaunchWrite(const std::vector<Update>& updates, cudaStream_t stream) {
-  return AreSmall(updates) ? LaunchSmall(updates, stream) : LaunchAll</*kTake=*/false>(updates, stream);
+WriteStrategy ChooseWrite(const std::vector<Update>& updates) {
+  if (AreSmall(updates)) {
+    switch (updates[0].num_axes) {
+      case 1:
+        return WriteStrategy::kSmallWindowsOf1Axis;
+      case 2:
+        return WriteStrategy::kSmallWindowsOf2Axes;
+      default:
+        return WriteStrategy::kSmallWindowsOf3Axes;
+    }
+  }
+  return CommonStrategy(updates, WriteStrategy::kNothing, WriteStrategy::kMixed, WriteStrategyOf);
 }
 
-cudaError_t LaunchTake(const std::vector<Update>& updates, cudaStream_t stream) {
+TakeStrategy ChooseTake(const std::vector<Update>& updates) {
+  return CommonStrategy(updates, TakeStrategy::kNothing, TakeStrategy::kMixed, TakeStrategyOf);
+}
+
+CudaStatus LaunchWrite(const std::vector<Update>& updates, cudaStream_t stream) {
+  switch (ChooseWrite(updates)) {
+    case WriteStrategy::kNothing:
+      return {};
+    case WriteStrategy::kSmallWindowsOf1Axis:
+      return LaunchSmallOf<1>(updates, stream);
+    case WriteStrategy::kSmallWindowsOf2Axes:
+      return LaunchSmallOf<2>(updates, stream);
+    case WriteStrategy::kSmallWindowsOf3Axes:
+      return LaunchSmallOf<3>(updates, stream);
+    default:
+      return LaunchAll</*kTake=*/false>(updates, stream);
+  }
+}
+
+CudaStatus LaunchTake(const std::vector<Update>& updates, cudaStream_t stream) {
   for (const Update& update : updates) {
     if (!update.may_be_outside) continue;
-    const size_t bytes = static_cast<size_t>(update.source_bytes);
-    if (cudaError_t e = cudaMemsetAsync(update.source, 0, bytes, stream)) return e;
+    JB_RETURN_IF_CUDA_ERROR(
+        cudaMemsetAsync(update.source, 0, static_cast<size_t>(update.source_bytes), stream));
   }
   return LaunchAll</*kTake=*/true>(updates, stream);
 }

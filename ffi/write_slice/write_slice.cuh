@@ -5,15 +5,75 @@
 
 #include <vector>
 
+#include "ffi/core/cuda_status.h"
 #include "ffi/write_slice/write_slice.h"
 
 namespace jax_baracuda::write_slice {
 
+// How windows are written. Blocks share long rows; of others, each thread has one word or vector.
+enum class WriteStrategy {
+  kNothing,
+  kSmallWindowsOf1Axis,  // of the axes that are left
+  kSmallWindowsOf2Axes,
+  kSmallWindowsOf3Axes,
+  kWords,  // of 16 bytes
+  kLongRowsOfWords,
+  kVectors,  // of the array, of whose bytes a row may have a part
+  kLongRowsOfVectors,
+  kBits,  // rows begin or end within bytes
+  kLongRowsOfBits,
+  kMixed,  // windows in different ways
+};
+
+inline constexpr const char* kWriteStrategyNames[] = {"nothing",
+                                                      "small_windows_of_1_axis",
+                                                      "small_windows_of_2_axes",
+                                                      "small_windows_of_3_axes",
+                                                      "words",
+                                                      "long_rows_of_words",
+                                                      "vectors",
+                                                      "long_rows_of_vectors",
+                                                      "bits",
+                                                      "long_rows_of_bits",
+                                                      "mixed"};
+
+// How windows are taken out: in words of so many bytes.
+enum class TakeStrategy {
+  kNothing,
+  kWordsOf1Byte,
+  kWordsOf2Bytes,
+  kWordsOf4Bytes,
+  kWordsOf8Bytes,
+  kWordsOf16Bytes,
+  kLongRowsOf1Byte,
+  kLongRowsOf2Bytes,
+  kLongRowsOf4Bytes,
+  kLongRowsOf8Bytes,
+  kLongRowsOf16Bytes,
+  kMixed,  // windows in different ways
+};
+
+inline constexpr const char* kTakeStrategyNames[] = {"nothing",
+                                                     "words_of_1_byte",
+                                                     "words_of_2_bytes",
+                                                     "words_of_4_bytes",
+                                                     "words_of_8_bytes",
+                                                     "words_of_16_bytes",
+                                                     "long_rows_of_1_byte_words",
+                                                     "long_rows_of_2_byte_words",
+                                                     "long_rows_of_4_byte_words",
+                                                     "long_rows_of_8_byte_words",
+                                                     "long_rows_of_16_byte_words",
+                                                     "mixed"};
+
+WriteStrategy ChooseWrite(const std::vector<Update>& updates);
+TakeStrategy ChooseTake(const std::vector<Update>& updates);
+
 // Writes the windows' contents into their arrays.
-cudaError_t LaunchWrite(const std::vector<Update>& updates, cudaStream_t stream);
+CudaStatus LaunchWrite(const std::vector<Update>& updates, cudaStream_t stream);
 
 // Takes the windows' contents out of their arrays and leaves zeros; what lies outside of an array is zero. Not where
 // rows begin or end within bytes.
-cudaError_t LaunchTake(const std::vector<Update>& updates, cudaStream_t stream);
+CudaStatus LaunchTake(const std::vector<Update>& updates, cudaStream_t stream);
 
 }  // namespace jax_baracuda::write_slice

@@ -1,6 +1,7 @@
 // The CUDA handlers of write_slice and its gradient.
 
 #include "ffi/core/cuda_handler.h"
+#include "ffi/core/strategies.h"
 #include "ffi/core/target_table.h"
 #include "ffi/write_slice/write_slice.cuh"
 #include "ffi/write_slice/write_slice_handler.h"
@@ -8,12 +9,12 @@
 namespace jax_baracuda::write_slice {
 namespace {
 
-cudaError_t CopyArrays(const std::vector<Copy>& copies, cudaStream_t stream) {
+CudaStatus CopyArrays(const std::vector<Copy>& copies, cudaStream_t stream) {
   for (const Copy& copy : copies) {
     const size_t bytes = static_cast<size_t>(copy.bytes);
-    if (cudaError_t e = cudaMemcpyAsync(copy.to, copy.from, bytes, cudaMemcpyDeviceToDevice, stream)) return e;
+    JB_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(copy.to, copy.from, bytes, cudaMemcpyDeviceToDevice, stream));
   }
-  return cudaSuccess;
+  return {};
 }
 
 ffi::Error Write(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
@@ -21,8 +22,8 @@ ffi::Error Write(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Remainin
   constexpr const char* kOp = "write_slice";
   Call call;
   JB_RETURN_IF_ERROR(Decoder(kOp, operands, results, windows, drop, batched).DecodeWrite(&call));
-  JB_RETURN_IF_ERROR(CudaStatus(kOp, CopyArrays(call.copies, stream)));
-  return CudaStatus(kOp, LaunchWrite(call.updates, stream));
+  JB_RETURN_IF_ERROR(ToError(kOp, CopyArrays(call.copies, stream)));
+  return ToError(kOp, LaunchWrite(call.updates, stream));
 }
 
 ffi::Error Take(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
@@ -30,15 +31,23 @@ ffi::Error Take(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Remaining
   constexpr const char* kOp = "write_slice_backward";
   Call call;
   JB_RETURN_IF_ERROR(Decoder(kOp, operands, results, windows, drop, batched).DecodeTake(&call));
-  JB_RETURN_IF_ERROR(CudaStatus(kOp, CopyArrays(call.copies, stream)));
-  return CudaStatus(kOp, LaunchTake(call.updates, stream));
+  JB_RETURN_IF_ERROR(ToError(kOp, CopyArrays(call.copies, stream)));
+  return ToError(kOp, LaunchTake(call.updates, stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(kWrite, Write, BindWindows<Stream>(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kTake, Take, BindWindows<Stream>(), {ffi::Traits::kCmdBufferCompatible});
 
-JB_REGISTER_TARGET("write_slice", kWrite, nullptr);
-JB_REGISTER_TARGET("write_slice_backward", kTake, nullptr);
+Plan PlanWrite(const PlanParameters& parameters) {
+  return Plan{NameOf(kWriteStrategyNames, ChooseWrite(UpdatesOf(parameters)))};
+}
+
+Plan PlanTake(const PlanParameters& parameters) {
+  return Plan{NameOf(kTakeStrategyNames, ChooseTake(UpdatesOf(parameters)))};
+}
+
+JB_REGISTER_TARGET("write_slice", kWrite, PlanWrite, JB_NAMES(kWriteStrategyNames));
+JB_REGISTER_TARGET("write_slice_backward", kTake, PlanTake, JB_NAMES(kTakeStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::write_slice

@@ -76,7 +76,8 @@ def good_call(
     starts = arrays("start", [()] * len(start_dtypes), start_dtypes)
     parts = [Array("part", (1,) if batched else (), "int32") for w in windows if w.num_shards > 1]
     results = arrays("result", shapes, dtypes)
-    params = {"windows": tuple(windows), "drop": drop, "batched": batched}
+    ranks = tuple(len(shape) for shape in shapes)
+    params = {"ranks": ranks, "windows": tuple(windows), "drop": drop, "batched": batched}
     if target == "write_slice":
         return handlers.good_call(target, [*dests, *sources, *starts, *parts], results, params)
     return handlers.good_call(target, [*dests, *starts, *parts], [*results, *sources], params)

@@ -1,0 +1,239 @@
+"""Every call has a strategy that can be asked for, and small calls reach every strategy of every kernel. Nothing runs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_baracuda._core.example import EXAMPLES, Example
+from jax_baracuda._core.native import NATIVE_MODULES
+from jax_baracuda._core.op import OPS, Op
+from jax_baracuda.ops.write_slice import Window
+
+LOADED = [platform for platform, native in NATIVE_MODULES.items() if native.module is not None]
+
+each_platform = pytest.mark.parametrize("platform", LOADED)
+
+
+class Call(NamedTuple):
+    """A call of an op. In the tables below, shapes have no batch."""
+
+    op: Op
+    operands: Sequence[jax.ShapeDtypeStruct]
+    params: Mapping[str, Any]
+
+    @property
+    def batch(self) -> str:
+        """Whether there is a batch, and whether it shares operands."""
+        sizes = {operand.shape[0] for operand in self.operands} if self.params.get("batched", True) else {1}
+        return "batch 1" if sizes <= {1} else "shared operands" if 1 in sizes else "own operands"
+
+    def strategy(self, platform: str) -> str | None:
+        """None where the platform has no kernel for the call."""
+        if self.op.missing_kernel(platform, self.operands, self.params) is not None:
+            return None
+        return self.op.plan(platform, self.operands, self.params).strategy
+
+    def batched(self) -> Iterator[Call]:
+        """With a batch of one; with one of two, which shares no operand, one of them, or all but one."""
+        numbers = range(len(self.operands))
+        own = {(), tuple(numbers), *((i,) for i in numbers), *itertools.combinations(numbers, len(numbers) - 1)}
+        for of_two in sorted(own):
+            sizes = [2 if i in of_two else 1 for i in numbers]
+            operands = [
+                jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for size, x in zip(sizes, self.operands, strict=True)
+            ]
+            yield self._replace(operands=operands)
+
+
+def call(op: str, operands: Sequence[tuple[Sequence[int], str]], **params: Any) -> Call:
+    return Call(OPS[op], [jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)) for shape, dtype in operands], params)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# causal_conv1d.
+
+# Examples, channels and length.
+SIGNALS = [
+    *[(2, 3, 40), (1, 64, 9), (3, 24, 100), (1, 5, 30_000), (64, 512, 600), (512, 128, 33), (2, 1, 7), (2, 4, 1)],
+    *[(0, 3, 5), (2, 0, 5), (2, 3, 0)],
+]
+
+
+def signal(examples: int, channels: int, length: int, channels_last: bool, dtype: str) -> tuple[Sequence[int], str]:
+    return ((examples, length, channels) if channels_last else (examples, channels, length)), dtype
+
+
+def convolutions() -> Iterator[Call]:
+    choices = itertools.product(SIGNALS, ["bfloat16", "float32"], *[[False, True]] * 3)
+    for sizes, dtype, channels_last, has_state, has_taps in choices:
+        examples, channels, length = sizes
+        x, weight = signal(*sizes, channels_last, dtype), ((channels, 4), dtype)
+        state = [((examples, channels, 3), dtype)] if has_state else []
+        taps = [((examples, length), "uint8")] if has_taps else []
+        params = {
+            "channels_last": channels_last,
+            "silu": True,
+            "has_bias": False,
+            "has_initial_state": has_state,
+            "has_taps": has_taps,
+        }
+        yield call("causal_conv1d", [x, weight, *state, *taps], **params)
+        yield call("causal_conv1d_backward", [x, weight, x, *state, *taps], has_d_final_state=False, **params)
+
+
+def updates() -> Iterator[Call]:
+    choices = itertools.product([0, 2], [0, 1, 3, 32], [0, 1, 5, 17, 100], [3, 9], [False, True])
+    for examples, channels, length, state_length, channels_last in choices:
+        x = signal(examples, channels, length, channels_last, "float32")
+        operands = [x, ((examples, channels, state_length), "float32"), ((channels, 4), "float32")]
+        params = {"batched": True, "channels_last": channels_last, "silu": True, "has_bias": False}
+        yield call("causal_conv1d_update", operands, **params)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# rope.
+
+
+def rotations() -> Iterator[Call]:
+    # Few positions and many; rows that are made of 16 bytes, of 8, or of less.
+    choices = itertools.product([0, 1, 3, 8192], [64, 36, 6], *[[False, True]] * 2)
+    for length, features, heads_first, interleaved in choices:
+        x = ((4, 32, length, features) if heads_first else (4, length, 32, features)), "bfloat16"
+        others = [((2, features // 2), "float32"), ((4, length), "int32")]
+        params = {
+            "heads_first": heads_first,
+            "interleaved": interleaved,
+            "rotary_dim": features,
+            "scale": 1.0,
+            "has_positions": True,
+            "batched": True,
+        }
+        for op in ("rope", "rope_backward"):
+            yield call(op, [x, *others], **params)
+            yield call(op.replace("rope", "rope_qk"), [x, x, *others], **params)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# where.
+
+# Shapes of a, b and the condition.
+SELECTIONS = [
+    *[((5, n), (5, n), (5, n)) for n in (8, 7)],
+    *[((1, 1), (5, n), (5, n)) for n in (8, 7)],
+    *[((5, n), (1, 1), (5, n)) for n in (8, 7)],
+    *[((5, n), (5, n), (1, n)) for n in (8, 7)],
+    *[((5, n), (1, 1), (1, n)) for n in (8, 7)],
+    *[((5, n), (1, n), (5, 1)) for n in (8, 7)],
+    *[((5, n), (5, n), (5, 1)) for n in (8, 7, 3, 200)],
+    ((2, 10_000), (2, 10_000), (1, 10_000)),
+    ((3, 1, 5), (3, 4, 5), (3, 4, 5)),
+    ((3, 4, 5), (3, 4, 5), (3, 1, 5)),
+    ((0, 3), (0, 3), (1, 3)),
+]
+
+# Shapes of dy, and those of them along which sums are taken.
+SUMS = [
+    *[((6, n), (1,)) for n in (5, 8, 100, 3000, 40_000, 40_001)],
+    *[((n,), (0,)) for n in (3, 4, 20_000, 20_001)],
+    *[((rows, n), (0,)) for rows in (3, 5001) for n in (8, 7, 6)],
+    *[((rows, n), (0,)) for rows in (3, 300) for n in (2048, 1029)],
+    *[((6, rows, n), (1,)) for rows in (5, 40_001, 40_000) for n in (3, 4)],
+    *[((6, rows, n), (1,)) for rows in (3, 300) for n in (2048, 1029)],
+    ((6, 5, 0), (1,)),
+]
+
+
+def selections() -> Iterator[Call]:
+    for a, b, cond in SELECTIONS:
+        yield call("where", [(a, "float32"), (b, "float32"), (cond, "bool")])
+        dy = np.broadcast_shapes(a, b, cond)
+        yield call("where_backward", [(dy, "float32"), (cond, "bool")], a_axes=(), b_axes=())
+    for shape, axes in SUMS:
+        for a_axes, b_axes in ((axes, ()), ((), axes), (axes, axes)):
+            yield call("where_backward", [(shape, "float32"), (shape, "bool")], a_axes=a_axes, b_axes=b_axes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# write_slice.
+
+# Shapes of an array and of its window.
+WINDOWS = [
+    ((64, 64), (2, 64)),
+    ((64, 64), (2, 32)),
+    ((16, 8, 64), (2, 3, 32)),
+    ((16, 8, 4, 64), (2, 3, 2, 32)),
+    *[((64, n), (2, n // 2)) for n in (62, 60, 56)],
+    *[((9000, n), (8200, n - 2)) for n in (16384, 8192, 4100, 4098)],
+    ((9000, 16384), (8200, 16384)),
+    ((16, 8, 9, 10_000), (16, 8, 4, 8192)),
+    ((9000, 16384), (8200, 16380)),
+    ((9000, 16384), (8200, 16376)),
+    ((9000, 16384), (8200, 16368)),
+    ((9000, 16384), (8200, 16383)),
+    ((64, 64), (0, 64)),
+]
+
+
+def windows() -> Iterator[Call]:
+    for (dest, window), dtype in itertools.product(WINDOWS, ["float8_e5m2", "bfloat16", "float32", "int4"]):
+        for num_arrays in (1, 2, 3):
+            yield from moves([(dest, window, dtype)] * num_arrays)
+    for dtype in ("float32", "int4"):
+        yield from moves([((64, 64), (2, 64), "float32"), ((64, 7), (2, 7), dtype)])
+
+
+def moves(arrays: Sequence[tuple[Sequence[int], Sequence[int], str]]) -> Iterator[Call]:
+    """The write of windows, and that of zeros."""
+    dests, sources, starts = [], [], []
+    parts: list[Window] = []
+    for i, (dest, window, dtype) in enumerate(arrays):
+        dests.append((dest, dtype))
+        sources.append((window, dtype))
+        for axis, (dim, size) in enumerate(zip(dest, window, strict=True)):
+            if dim != size:
+                parts.append(Window(i, axis, len(starts), size, num_shards=1))
+                starts.append(((), "int32"))
+    ranks = tuple(len(dest) for dest, _ in dests)
+    params = {"ranks": ranks, "windows": tuple(parts), "drop": False, "batched": True}
+    yield call("write_slice", [*dests, *sources, *starts], **params)
+    yield call("write_slice_backward", [*dests, *starts], **params)
+
+
+TABLES = (convolutions, updates, rotations, selections, windows)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Asking for plans.
+
+
+@functools.cache
+def met() -> dict[tuple[str, str, str], set[str]]:
+    """The strategies that the calls of the tables have, by platform, op, and whether there is a batch."""
+    strategies: dict[tuple[str, str, str], set[str]] = {}
+    for in_table in itertools.chain.from_iterable(table() for table in TABLES):
+        for one, platform in itertools.product(in_table.batched(), LOADED):
+            strategy = one.strategy(platform)
+            if strategy is not None:
+                strategies.setdefault((platform, one.op.name, one.batch), set()).add(strategy)
+    return strategies
+
+
+if __name__ == "__main__":
+    import time
+
+    begin = time.time()
+    met()
+    print(time.time() - begin)
+    for platform in LOADED:
+        for op, names in NATIVE_MODULES[platform].strategies().items():
+            if not op.startswith("segment"):
+                for batch in ("batch 1", "own operands", "shared operands"):
+                    missing = set(names) - met().get((platform, op, batch), set())
+                    print(platform, op, batch, "missing", sorted(missing))
