@@ -260,8 +260,10 @@ inline std::vector<Update> UpdatesOf(const PlanParameters& parameters) {
     const auto get_of_axis = [&](const char* what, int axis) {
       return parameters.at(what + std::to_string(i) + "_" + std::to_string(axis));
     };
+    const int64_t rank = get("rank_");
+    if (rank < 1 || rank >= kMostAxes) continue;  // which the handler refuses
     Axes axes;
-    axes.count = static_cast<int>(1 + get("rank_"));
+    axes.count = static_cast<int>(1 + rank);
     int64_t stride = 1, window_elements = 1;
     for (int axis = axes.count - 1; axis >= 0; --axis) {
       Axis& at = axes.at[axis];
