@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_baracuda._core.native import NATIVE_MODULES, target_name
+from jax_baracuda._core.native import target_name
 from jax_baracuda._core.op import OPS, attributes_of
 
 
