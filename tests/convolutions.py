@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import cases
+import handlers
 import jax
 import jax.numpy as jnp
 import numpy as np
 from cases import Expected
+from handlers import Array, Call
 
 from jax_baracuda import causal_conv1d
 
@@ -352,3 +355,99 @@ def check_gradients(
     for name, gradient in actual.items():
         gradient = in_layout(gradient, channels_last) if name == "x" else gradient
         expected[name].check(gradient, f"{where} d_{name}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Direct calls of the native targets.
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """All of them different, so that no dimension passes for another."""
+
+    batch: int = 3
+    examples: int = 2
+    channels: int = 6
+    length: int = 7
+    width: int = 5
+    state_length: int = 8
+    """Of the state that is updated."""
+
+
+SIZES = Sizes()
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Names of the arrays of a target, in order."""
+
+    operands: tuple[str, ...]
+    optional_operands: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+TARGETS = {
+    "causal_conv1d": Target(("x", "weight"), ("bias", "initial_state", "taps"), ("y",)),
+    "causal_conv1d_backward": Target(
+        ("x", "weight", "dy"), ("bias", "initial_state", "taps", "d_final_state"), ("dx", "dweight", "dbias")
+    ),
+    "causal_conv1d_update": Target(("x", "state", "weight"), ("bias",), ("y", "new_state")),
+}
+
+
+def named_arrays(sizes: Sizes, channels_last: bool, dtype: str, parameter_dtype: str) -> dict[str, Array]:
+    """All arrays that a target can have."""
+    outer = (sizes.batch, sizes.examples)
+    time_and_channel = (sizes.length, sizes.channels) if channels_last else (sizes.channels, sizes.length)
+    compute_dtype = dtype if dtype == "float64" else "float32"
+    weight, bias = (sizes.batch, sizes.channels, sizes.width), (sizes.batch, sizes.channels)
+    arrays = [
+        *(Array(name, (*outer, *time_and_channel), dtype) for name in ("x", "dy", "y", "dx")),
+        Array("weight", weight, parameter_dtype),
+        Array("bias", bias, parameter_dtype),
+        Array("dweight", weight, compute_dtype),
+        Array("dbias", bias, compute_dtype),
+        Array("taps", (*outer, sizes.length), "uint8"),
+        *(
+            Array(name, (*outer, sizes.channels, sizes.width - 1), dtype)
+            for name in ("initial_state", "d_initial_state", "d_final_state")
+        ),
+        *(Array(name, (*outer, sizes.channels, sizes.state_length), dtype) for name in ("state", "new_state")),
+    ]
+    return {array.name: array for array in arrays}
+
+
+def good_call(
+    target: str,
+    channels_last: bool = False,
+    *,
+    optional: Collection[str] | None = None,
+    shared: Collection[str] = (),
+    sizes: Sizes = SIZES,
+    dtype: str = "float32",
+    parameter_dtype: str | None = None,
+    is_batched: bool = True,
+) -> Call:
+    """A call that fits.
+
+    Args:
+      optional: which of the optional operands are there; None: all of them.
+      shared: which operands are shared by the batch.
+      is_batched: whether arrays have the batch dimension, which those of an update may lack.
+    """
+    names = TARGETS[target]
+    present = [name for name in names.optional_operands if optional is None or name in optional]
+    results = [*names.results]
+    if target == "causal_conv1d_backward" and "initial_state" in present:
+        results.append("d_initial_state")
+    arrays = named_arrays(sizes, channels_last, dtype, parameter_dtype or dtype)
+    if not is_batched:
+        arrays = {name: dataclasses.replace(array, shape=array.shape[1:]) for name, array in arrays.items()}
+    operands = [arrays[name].shared() if name in shared else arrays[name] for name in (*names.operands, *present)]
+    params = {"channels_last": channels_last, "silu": True, "batched": is_batched, **presence(target, present)}
+    return handlers.good_call(target, operands, [arrays[name] for name in results], params)
+
+
+def presence(target: str, optional: Collection[str]) -> dict[str, bool]:
+    """The attributes that say that these optional operands are there."""
+    return {f"has_{name}": name in optional for name in TARGETS[target].optional_operands}
