@@ -50,28 +50,28 @@ class Call:
 
     def run(self) -> None:
         """Runs the call on zeros."""
-        with self._types():
-            jax.block_until_ready(jax.jit(self._call)(*(np.zeros(x.shape, jnp.dtype(x.dtype)) for x in self.operands)))
+        with self.types():
+            jax.block_until_ready(jax.jit(self.bind)(*(np.zeros(x.shape, jnp.dtype(x.dtype)) for x in self.operands)))
 
     def results_of(self, operands: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The results, by name, of these operands. They, and scratch, are written to memory that is full of NaN."""
-        with self._types():
+        with self.types():
             poison = [
                 jnp.full(x.shape, jnp.nan if cases.is_floating(x.dtype) else 0xFF, x.dtype) for x in self._avals()
             ]
-            call = jax.jit(lambda _, *x: self._call(*x), donate_argnums=0, keep_unused=True)
+            call = jax.jit(lambda _, *x: self.bind(*x), donate_argnums=0, keep_unused=True)
             results = jax.block_until_ready(call(poison, *(operands[x.name] for x in self.operands)))
         assert all(x.is_deleted() for x in poison), "results lie in other memory than what was poisoned"
         return {x.name: np.asarray(result) for x, result in zip(self.results, results, strict=False)}
 
-    def _types(self) -> Any:
+    def types(self) -> Any:
         return cases.x64_for(*(x.dtype for x in self.arrays()))
 
     def _avals(self) -> list[jax.ShapeDtypeStruct]:
         scratch = [Array("scratch", (self.scratch_bytes,), "uint8")] if self.scratch_bytes else []
         return [x.aval() for x in (*self.results, *scratch)]
 
-    def _call(self, *operands: Any) -> Sequence[jax.Array]:
+    def bind(self, *operands: Any) -> Sequence[jax.Array]:
         # Without a side effect, a call without results would not run at all.
         call = jax.ffi.ffi_call(target_name(self.target), self._avals(), has_side_effect=True)
         return call(*operands, **self.attributes)
