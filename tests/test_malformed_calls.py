@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 import re
 from collections.abc import Callable
@@ -235,9 +236,9 @@ def small_or_empty(x: Array) -> Array:
     XLA counts up to a 0 that is not the first one, for minutes.
     """
     shape = [min(size, 2**63 - 1) for size in x.shape]
-    if max(shape, default=0) < 2**31 - 1 or shape[0] == 0:
+    if math.prod(shape) < 2**20 and (max(shape, default=0) < 2**31 - 1 or shape[0] == 0):
         return dataclasses.replace(x, shape=tuple(shape))
-    return dataclasses.replace(x, shape=tuple(min(size, 5) for size in shape))
+    return dataclasses.replace(x, shape=tuple(min(size, 3) for size in shape))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
