@@ -6,9 +6,11 @@ import math
 from typing import Any
 
 import cases
+import handlers
 import jax.numpy as jnp
 import numpy as np
 from cases import Expected
+from handlers import Array, Call
 
 from jax_baracuda.ops.where import WHERE, WHERE_BACKWARD
 
@@ -109,3 +111,36 @@ def reference_gradients(cond: np.ndarray, dy: np.ndarray, a_shape: Shape, b_shap
 
 def joint_shape(shapes: Shapes) -> Shape:
     return np.broadcast_shapes(*shapes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Direct calls of the native targets.
+
+SHAPE = (3, 5, 4, 6)
+
+
+def select_call(dtype: str = "float32", cond_dtype: str = "bool", shape: tuple[int, ...] = SHAPE) -> Call:
+    a, b, output = (Array(name, shape, dtype) for name in ("a", "b", "output"))
+    return handlers.good_call("where", (a, b, Array("cond", shape, cond_dtype)), (output,), {})
+
+
+def split_call(
+    dtype: str = "float32", a_axes: tuple[int, ...] = (), b_axes: tuple[int, ...] = (), shape: tuple[int, ...] = SHAPE
+) -> Call:
+    """A gradient in which these axes, not counting the batch, are summed."""
+
+    def cotangent(name: str, axes: tuple[int, ...]) -> Array:
+        own = (shape[0], *(1 if axis in axes else size for axis, size in enumerate(shape[1:])))
+        return Array(name, own, cases.accumulator(dtype).name if axes else dtype)
+
+    operands = Array("dy", shape, dtype), Array("cond", shape, "bool")
+    results = cotangent("da", a_axes), cotangent("db", b_axes)
+    return handlers.good_call("where_backward", operands, results, {"a_axes": a_axes, "b_axes": b_axes})
+
+
+GOOD_CALLS = {
+    "where": select_call(),
+    "where_backward": split_call(),
+    "where_backward, a summed": split_call(a_axes=(1,)),
+    "where_backward, both summed": split_call(a_axes=(0, 1), b_axes=(0, 1)),
+}

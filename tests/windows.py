@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import cases
+import handlers
 import jax.numpy as jnp
 import numpy as np
+from handlers import Array, Call
 
 from jax_baracuda.ops.write_slice import DTYPES, Window
 
@@ -126,3 +128,53 @@ def of_batch(function: Callable[..., Any], *arrays: np.ndarray) -> Any:
 def window(write: int, axis: int, start: int, size: int) -> Window:
     """The param of the ops for one axis of an array that is not split over devices."""
     return Window(write, axis, start, size, num_shards=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Direct calls of the native targets.
+
+TARGETS = ("write_slice", "write_slice_backward")
+
+BATCH = 3
+SHAPES = ((7, 5, 4), (6, 9))
+WINDOWS = (window(0, 0, 0, 2), window(0, 2, 1, 3), window(1, 1, 0, 5))
+"""Two arrays: of the first, axes 0 and 2 are written in part; of the second, axis 1, at the same start as axis 0."""
+
+
+def window_sizes(shapes: Sequence[Sequence[int]], windows: Sequence[Window]) -> list[tuple[int, ...]]:
+    sizes = [list(shape) for shape in shapes]
+    for w in windows:
+        sizes[w.write][w.axis] = w.size
+    return [tuple(size) for size in sizes]
+
+
+def good_call(
+    target: str,
+    batched: bool = True,
+    *,
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    start_dtypes: Sequence[str] = ("int32", "uint8"),
+    shared: Sequence[str] = (),
+    shapes: Sequence[Sequence[int]] = SHAPES,
+    windows: Sequence[Window] = WINDOWS,
+    drop: bool = False,
+    batch: int = BATCH,
+) -> Call:
+    """A call that fits; `shared` are the operands that the batch shares."""
+    first = (batch,) if batched else ()
+
+    def arrays(name: str, all_shapes: Sequence[Sequence[int]], all_dtypes: Sequence[str]) -> list[Array]:
+        made = [
+            Array(f"{name} {i}", (*first, *shape), dtype)
+            for i, (shape, dtype) in enumerate(zip(all_shapes, all_dtypes, strict=True))
+        ]
+        return [x.shared() if x.name in shared else x for x in made]
+
+    dests, sources = arrays("dest", shapes, dtypes), arrays("source", window_sizes(shapes, windows), dtypes)
+    starts = arrays("start", [()] * len(start_dtypes), start_dtypes)
+    parts = [Array("part", (1,) if batched else (), "int32") for w in windows if w.num_shards > 1]
+    results = arrays("result", shapes, dtypes)
+    params = {"ranks": tuple(map(len, shapes)), "windows": tuple(windows), "drop": drop, "batched": batched}
+    if target == "write_slice":
+        return handlers.good_call(target, [*dests, *sources, *starts, *parts], results, params)
+    return handlers.good_call(target, [*dests, *starts, *parts], [*results, *sources], params)

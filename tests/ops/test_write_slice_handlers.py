@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,70 +16,30 @@ from cases import assert_same_memory
 from handlers import Array, Call, with_dtypes
 from windows import (
     ALL_DTYPES,
+    BATCH,
+    SHAPES,
     START_DTYPES,
     SUB_BYTE,
+    TARGETS,
+    WINDOWS,
     bits_of,
+    good_call,
     of_batch,
     places,
     random_bits,
     reference_take,
     reference_write,
     window,
+    window_sizes,
 )
 
 from jax_baracuda._core.op import OPS
 from jax_baracuda.ops.write_slice import Window
 
-TARGETS = ("write_slice", "write_slice_backward")
 each_target = pytest.mark.parametrize("target", TARGETS)
 each_batched = pytest.mark.parametrize("batched", [False, True], ids=["no batch", "batch"])
 
-BATCH = 3
-SHAPES = ((7, 5, 4), (6, 9))
-WINDOWS = (window(0, 0, 0, 2), window(0, 2, 1, 3), window(1, 1, 0, 5))
-"""Two arrays: of the first, axes 0 and 2 are written in part; of the second, axis 1, at the same start as axis 0."""
-
 NAMES = r"(dest|source|result|start) \d|part|windows|got \d+"
-
-
-def window_sizes(shapes: Sequence[Sequence[int]], windows: Sequence[Window]) -> list[tuple[int, ...]]:
-    sizes = [list(shape) for shape in shapes]
-    for w in windows:
-        sizes[w.write][w.axis] = w.size
-    return [tuple(size) for size in sizes]
-
-
-def good_call(
-    target: str,
-    batched: bool = True,
-    *,
-    dtypes: Sequence[str] = ("float32", "bfloat16"),
-    start_dtypes: Sequence[str] = ("int32", "uint8"),
-    shared: Sequence[str] = (),
-    shapes: Sequence[Sequence[int]] = SHAPES,
-    windows: Sequence[Window] = WINDOWS,
-    drop: bool = False,
-    batch: int = BATCH,
-) -> Call:
-    """A call that fits; `shared` are the operands that the batch shares."""
-    first = (batch,) if batched else ()
-
-    def arrays(name: str, all_shapes: Sequence[Sequence[int]], all_dtypes: Sequence[str]) -> list[Array]:
-        made = [
-            Array(f"{name} {i}", (*first, *shape), dtype)
-            for i, (shape, dtype) in enumerate(zip(all_shapes, all_dtypes, strict=True))
-        ]
-        return [x.shared() if x.name in shared else x for x in made]
-
-    dests, sources = arrays("dest", shapes, dtypes), arrays("source", window_sizes(shapes, windows), dtypes)
-    starts = arrays("start", [()] * len(start_dtypes), start_dtypes)
-    parts = [Array("part", (1,) if batched else (), "int32") for w in windows if w.num_shards > 1]
-    results = arrays("result", shapes, dtypes)
-    ranks = tuple(len(shape) for shape in shapes)
-    params = {"ranks": ranks, "windows": tuple(windows), "drop": drop, "batched": batched}
-    if target == "write_slice":
-        return handlers.good_call(target, [*dests, *sources, *starts, *parts], results, params)
-    return handlers.good_call(target, [*dests, *starts, *parts], [*results, *sources], params)
 
 
 def random_operands(rng: np.random.Generator, call: Call, low: int = -9, high: int = 12) -> dict[str, np.ndarray]:
@@ -437,9 +396,7 @@ def test_other_parts_are_refused(target: str) -> None:
 
 @each_target
 def test_other_attributes_are_refused(target: str) -> None:
-    for what, call in good_call(target).with_other_attributes():
-        message = handlers.refusal(call, what)
-        assert re.search(rf"{handlers.WRONG_COUNT}|array|Array", message), f"{what}: {message}"
+    handlers.assert_other_attributes_refused(good_call(target))
 
 
 @each_batched

@@ -1,0 +1,352 @@
+"""Native handlers under random malformed calls: each gives an error that names its op, or is a call that fits.
+
+Variables:
+  JAX_BARACUDA_MALFORMED_CALLS=<int>: how many calls of each target, instead of a few.
+
+The call that is about to run stands in a file as Python code: if the process dies, its last line is the culprit, and
+`replay` runs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cases
+import convolutions
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rotations
+import segment_calls
+import selections
+import windows
+from handlers import Array, Call
+from windows import Window
+
+from jax_baracuda._core.native import NATIVE_MODULES
+from jax_baracuda._core.op import OPS
+
+NUM_CALLS = int(os.environ.get("JAX_BARACUDA_MALFORMED_CALLS", "200"))
+
+DTYPES = (
+    *cases.KERNEL_DTYPES,
+    *("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"),
+)
+
+HUGE = (2**31 - 1, 2**31, 2**32 + 1, 2**40, 2**62, 2**63 - 1)
+"""Extents of arrays without elements, whose products overflow."""
+
+EXTREMES = (-(2**63), -(2**62), -(2**31), -2, -1, 0, 1, 2, 3, 2**31 - 1, 2**31, 2**32, 2**33 + 2, 2**62, 2**63 - 1)
+
+
+def good_calls(target: str) -> list[Call]:
+    """Calls of the target that fit, of every kind of operands and attributes."""
+    if target.startswith("causal_conv1d"):
+        return [
+            convolutions.good_call(target, channels_last, optional=optional, dtype=dtype)
+            for channels_last, optional, dtype in itertools.product(
+                convolutions.LAYOUTS, (None, (), ("bias",)), ("float32", "bfloat16")
+            )
+        ]
+    if target.startswith("rope"):
+        return [
+            rotations.good_call(target, layout, has_positions=has_positions, sizes=rotations.Sizes(batch=batch))
+            for layout, has_positions, batch in itertools.product(rotations.LAYOUTS, (True, False), (5, None))
+        ]
+    if target.startswith("segment_"):
+        return [segment_calls.good_call(target), segment_calls.good_call(target, shared=(0,))]
+    if target.startswith("where"):
+        return [call for call in selections.GOOD_CALLS.values() if call.target == target]
+    parts = (Window(0, 0, 0, 9, 3), windows.window(1, 1, 1, 5))
+    return [
+        windows.good_call(target, batched, windows=of_windows)
+        for batched, of_windows in itertools.product((True, False), (windows.WINDOWS, parts))
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Mutations.
+
+Mutation = Callable[[np.random.Generator, Call], Call]
+
+
+def choice(rng: np.random.Generator, values: Any) -> Any:
+    return values[rng.integers(len(values))]
+
+
+def with_array(rng: np.random.Generator, call: Call, change: Callable[[Array], Array]) -> Call:
+    """The call with one of its operands or results changed."""
+    kind = choice(rng, [kind for kind in ("operands", "results") if getattr(call, kind)] or ["operands"])
+    arrays = list(getattr(call, kind))
+    if not arrays:
+        return call
+    i = rng.integers(len(arrays))
+    arrays[i] = change(arrays[i])
+    return dataclasses.replace(call, **{kind: tuple(arrays)})
+
+
+def other_rank(rng: np.random.Generator, call: Call) -> Call:
+    def change(x: Array) -> Array:
+        rank = len(x.shape)
+        shapes = [(), x.shape[1:], x.shape[:-1], x.shape[:1], (*x.shape, 1), (1, *x.shape), (*x.shape, 2), (1,) * 9]
+        return dataclasses.replace(x, shape=choice(rng, [shape for shape in shapes if len(shape) != rank]))
+
+    return with_array(rng, call, change)
+
+
+def other_extent(rng: np.random.Generator, call: Call) -> Call:
+    def change(x: Array) -> Array:
+        if not x.shape:
+            return x
+        axis = rng.integers(len(x.shape))
+        size = choice(rng, [0, 1, x.shape[axis] - 1, x.shape[axis] + 1, 2 * x.shape[axis], 33])
+        return dataclasses.replace(x, shape=(*x.shape[:axis], max(0, size), *x.shape[axis + 1 :]))
+
+    return with_array(rng, call, change)
+
+
+def other_extent_everywhere(rng: np.random.Generator, call: Call) -> Call:
+    """One size, of whatever dimension of any array, replaced wherever it occurs."""
+    old = choice(rng, sorted({size for x in call.arrays() for size in x.shape}) or [0])
+    new = choice(rng, [0, 1, 2, old + 1, 17])
+
+    def changed(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(
+            dataclasses.replace(x, shape=tuple(new if size == old else size for size in x.shape)) for x in arrays
+        )
+
+    return dataclasses.replace(call, operands=changed(call.operands), results=changed(call.results))
+
+
+def huge_without_elements(rng: np.random.Generator, call: Call) -> Call:
+    """Extents whose product is 0 only because of the first, which is 0 in all arrays; another size is huge in all."""
+    old = choice(rng, sorted({size for x in call.arrays() for size in x.shape[1:]}) or [0])
+    new = choice(rng, HUGE)
+
+    def changed(x: Array) -> Array:
+        shape = (0, *(new if size == old else size for size in x.shape[1:]))
+        return dataclasses.replace(x, shape=shape if x.shape else ())
+
+    arrays = ((kind, tuple(changed(x) for x in getattr(call, kind))) for kind in ("operands", "results"))
+    return dataclasses.replace(call, **dict(arrays))
+
+
+def other_dtype(rng: np.random.Generator, call: Call) -> Call:
+    return with_array(rng, call, lambda x: dataclasses.replace(x, dtype=choice(rng, DTYPES)))
+
+
+def other_dtype_everywhere(rng: np.random.Generator, call: Call) -> Call:
+    old, new = choice(rng, sorted({x.dtype for x in call.arrays()}) or ["int8"]), choice(rng, DTYPES)
+
+    def changed(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(dataclasses.replace(x, dtype=new if x.dtype == old else x.dtype) for x in arrays)
+
+    return dataclasses.replace(call, operands=changed(call.operands), results=changed(call.results))
+
+
+def other_number_of_arrays(rng: np.random.Generator, call: Call) -> Call:
+    kind = choice(rng, ("operands", "results"))
+    arrays = list(getattr(call, kind))
+    for _ in range(rng.integers(1, 3)):
+        if arrays and rng.random() < 0.5:
+            del arrays[rng.integers(len(arrays))]
+        else:
+            extra = choice(rng, call.arrays() or (Array("extra", (3, 2)),))
+            arrays.insert(rng.integers(len(arrays) + 1), extra)
+    if kind == "results" and cases.PLATFORM == "cuda" and not arrays:
+        return call  # XLA removes a call that has no result
+    return dataclasses.replace(call, **{kind: tuple(arrays)})
+
+
+def swapped_arrays(rng: np.random.Generator, call: Call) -> Call:
+    kind = choice(rng, ("operands", "results"))
+    arrays = tuple(getattr(call, kind)[i] for i in rng.permutation(len(getattr(call, kind))))
+    return dataclasses.replace(call, **{kind: arrays})
+
+
+def other_attribute(rng: np.random.Generator, call: Call) -> Call:
+    attributes = dict(call.attributes)
+    if not attributes or rng.random() < 0.1:
+        return dataclasses.replace(call, attributes=attributes | {choice(rng, ("nonsense", "batch")): True})
+    name = choice(rng, sorted(attributes))
+    value = attributes.pop(name)
+    if rng.random() < 0.1:
+        return dataclasses.replace(call, attributes=attributes)
+    return dataclasses.replace(call, attributes=attributes | {name: other_value(rng, value)})
+
+
+def other_value(rng: np.random.Generator, value: Any) -> Any:
+    """Mostly of the same type, else of any."""
+    if rng.random() < 0.2:
+        extreme = choice(rng, EXTREMES)
+        anything = (True, 1.5, np.float32(2), np.int64(extreme), np.int32(7), "", "text", np.zeros(0, np.int64))
+        return choice(rng, anything)
+    if np.ndim(value) > 0:
+        numbers = np.array(value, np.int64)
+        if len(numbers) == 0 or rng.random() < 0.3:
+            return np.resize(numbers, rng.integers(0, len(numbers) + 7)).astype(np.int64)
+        numbers[rng.integers(len(numbers))] = choice(rng, EXTREMES)
+        return numbers
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (float, np.floating)):
+        return np.float64(choice(rng, (0.0, -0.0, np.nan, np.inf, -np.inf, 1e308, 5e-324)))
+    return np.int64(choice(rng, EXTREMES))
+
+
+def other_scratch(rng: np.random.Generator, call: Call) -> Call:
+    sizes = {0, 1, 7, call.scratch_bytes - 1, call.scratch_bytes // 2} - {-1, call.scratch_bytes}
+    return dataclasses.replace(call, scratch_bytes=int(choice(rng, sorted(sizes))))
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    other_rank,
+    other_extent,
+    other_extent_everywhere,
+    huge_without_elements,
+    other_dtype,
+    other_dtype_everywhere,
+    other_number_of_arrays,
+    swapped_arrays,
+    other_attribute,
+    other_scratch,
+)
+
+
+def mutated(rng: np.random.Generator, good: Call) -> Call:
+    """The call with one mutation or, less often, several."""
+    call = good
+    for _ in range(choice(rng, (1, 1, 1, 1, 2, 2, 3))):
+        call = choice(rng, MUTATIONS)(rng, call)
+    arrays = ((kind, tuple(map(small_or_empty, getattr(call, kind)))) for kind in ("operands", "results"))
+    return dataclasses.replace(call, **dict(arrays))
+
+
+def small_or_empty(x: Array) -> Array:
+    """Of extents that several mutations have made huge, not more than memory can hold, and XLA's shapes.
+
+    XLA counts up to a 0 that is not the first one, for minutes.
+    """
+    shape = [min(size, 2**63 - 1) for size in x.shape]
+    if math.prod(shape) < 2**20 and (max(shape, default=0) < 2**31 - 1 or shape[0] == 0):
+        return dataclasses.replace(x, shape=tuple(shape))
+    return dataclasses.replace(x, shape=tuple(min(size, 3) for size in shape))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What may be accepted.
+
+
+def why_not(call: Call) -> str | None:
+    """Why the call does not fit the definition of its op, by the names of dimensions and the dtypes; None if it does.
+
+    Widths of filters, windows and broadcasting are not looked at.
+    """
+    op, attributes = OPS[call.target], dict(call.attributes)
+    if call.target.startswith("write_slice"):
+        num_arrays = len(call.results) // (1 if call.target == "write_slice" else 2)
+        for dest, result in zip(call.operands, call.results[:num_arrays], strict=False):
+            if (dest.shape, dest.dtype) != (result.shape, result.dtype):
+                return f"{dest} is not {result}"
+        return None
+    names = [dims(**attributes) if callable(dims) else dims for dims in (op.operands, op.results)]
+    if len(call.operands) > len(names[0]) or len(call.results) != len(names[1]):
+        return "wrong number of arrays"
+    sizes: dict[str, Any] = {}
+    first = 0 if attributes.get("batched", True) else 1
+    for arrays, all_dims, is_operand in ((call.operands, names[0], True), (call.results, names[1], False)):
+        for x, dims in zip(arrays, all_dims, strict=False):
+            own = dims[first:]
+            fixed = own[:-1] if own[-1:] == ("...",) else own
+            if len(x.shape) < len(fixed) or (fixed == own and len(x.shape) != len(fixed)):
+                return f"{x} has the wrong rank for {dims}"
+            of_dims = dict(zip(fixed, x.shape, strict=False))
+            if fixed != own and not call.target.startswith("where"):
+                of_dims["..."] = x.shape[len(fixed) :]
+            for name, size in of_dims.items():
+                if size == 1 and ((is_operand and name == "batch") or call.target.startswith("where")):
+                    continue  # shared, repeated or summed
+                if is_operand and size == 1 and call.target.startswith("rope") and name == "example":
+                    continue  # positions
+                if x.name == "order" and name == "row" and size == 1:
+                    continue  # none
+                if sizes.setdefault(name, size) != size:
+                    return f"{x} has a {name} of {size}, others of {sizes[name]}"
+    dtype = call.operands[0].dtype
+    is_selection = (
+        call.target.startswith("where") and dtype not in windows.SUB_BYTE
+    )  # of whole bytes, whatever they are
+    return None if is_selection or dtype in op.dtypes else f"{dtype} has no kernel"
+
+
+def code_of(call: Call) -> str:
+    """An expression that makes the call: `replay` runs it."""
+    return re.sub(r"\barray\(", "np.array(", repr(call).replace("array([], dtype=int64)", "np.zeros(0, int)"))
+
+
+def replay(code: str) -> None:
+    """Runs a call of the log, in a debugger or under a sanitizer."""
+    names = {"Call": Call, "Array": Array, "np": np, "nan": np.nan, "inf": np.inf}
+    run(np.random.default_rng(0), eval(code, names))
+
+
+def operand(rng: np.random.Generator, x: Array) -> np.ndarray:
+    """Any bits, except where a kernel made the operand: then it is trusted."""
+    if x.name in ("winner", "order", "count", "mantissa", "packed"):
+        return np.zeros(x.shape, jnp.dtype(x.dtype))
+    return windows.random_bits(rng, x.shape, x.dtype)
+
+
+def run(rng: np.random.Generator, call: Call) -> str | None:
+    """The error of the call, or None."""
+    empty = [0 in x.shape for x in call.operands]  # perhaps of more dimensions than NumPy can count
+    operands = [operand(rng, x) for x, is_empty in zip(call.operands, empty, strict=True) if not is_empty]
+    before = [x.tobytes() for x in operands]
+
+    def with_empty(*operands: jax.Array) -> Any:
+        others = iter(operands)
+        types = zip(call.operands, empty, strict=True)
+        return call.bind(*(jnp.zeros(x.shape, x.dtype) if is_empty else next(others) for x, is_empty in types))
+
+    with call.types():
+        try:
+            jax.block_until_ready(jax.jit(with_empty)(*operands))
+        except jax.errors.JaxRuntimeError as error:
+            return str(error)
+    assert [x.tobytes() for x in operands] == before, "an operand was written to"
+    return None
+
+
+BY_XLA = re.compile(
+    r"Wrong number of (arguments|results|attributes): |Unexpected attribute: |Attribute name mismatch: "
+    r"|Wrong (scalar|array) data type: expected |Wrong attribute type: expected |Unsupported array element type for "
+)
+"""What XLA says of calls that it does not hand to the handler."""
+
+
+@pytest.mark.parametrize("target", sorted(NATIVE_MODULES[cases.PLATFORM].targets))
+def test_malformed_calls(rng: np.random.Generator, target: str, tmp_path: Path) -> None:
+    goods, refused = good_calls(target), 0
+    for good in goods:
+        assert run(rng, good) is None and why_not(good) is None, good
+    with (tmp_path / "calls.py").open("w") as log:
+        for _ in range(NUM_CALLS):
+            call = mutated(rng, choice(rng, goods))
+            code = code_of(call)
+            log.write(f"replay({code!r})\n")
+            log.flush()
+            message = run(rng, call)
+            if message is None:
+                assert (reason := why_not(call)) is None, f"accepted a call where {reason}: {code}"
+            else:
+                refused += 1
+                assert f"{target}: " in message or BY_XLA.search(message), f"{message}: {code}"
+    assert refused > NUM_CALLS / 4, "the mutations are too mild"
