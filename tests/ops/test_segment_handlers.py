@@ -11,7 +11,6 @@ from typing import Any
 import cases
 import handlers
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from handlers import Array, Call, with_dtypes, with_other_shapes
@@ -120,20 +119,17 @@ def test_order_without_segments(target: str, rng: np.random.Generator) -> None:
 def planned_calls(target: str, rows: int) -> Iterator[tuple[list[jax.ShapeDtypeStruct], dict[str, Any]]]:
     """Operands and params of calls with so many rows, of all sizes and flags that a plan may depend on."""
     op, dtypes = OPS[target], ("float16", "float32")
+    is_of_extremum = target in ("segment_max_backward", "segment_min_backward")
     segment_counts, feature_counts = (0, 1, 3, 40, 900, 5000, 100_000), (0, 1, 2, 3, 4, 8, 33, 64, 128, 1 << 20)
     for batch, segments, features in itertools.product((1, 3), segment_counts, feature_counts):
+        sizes = {"batch": batch, "row": rows, "segment": segments, "...": features}
         for dtype, flag, other_flag in itertools.product(dtypes, (False, True), (False, True)):
-            sizes = {"batch": batch, "row": rows, "segment": segments, "...": features}
-            names = op.operands
-            if target.endswith(("max_backward", "min_backward")) and other_flag:
-                names = names[:4]  # without ties
+            names = op.operands[:4] if is_of_extremum and other_flag else op.operands  # without ties
             operands = [
-                jax.ShapeDtypeStruct(
-                    tuple(sizes[name] for name in dimensions), np.int32 if "..." not in dimensions else jnp.dtype(dtype)
-                )
+                jax.ShapeDtypeStruct([sizes[name] for name in dimensions], dtype if "..." in dimensions else np.int32)
                 for dimensions in names
             ]
-            if target.endswith(("max_backward", "min_backward")) and flag:
+            if is_of_extremum and flag:
                 operands[3] = jax.ShapeDtypeStruct((batch, 1), np.int32)  # without an order
             yield operands, {"num_segments": segments, "indices_are_sorted": flag, "deterministic": other_flag}
 
