@@ -5,9 +5,10 @@ Data are small integers where sums may be added in any order, so that these are 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cases
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 import jax_baracuda as jb
+from jax_baracuda._core.native import NATIVE_MODULES, NativeModule, Plan
 from jax_baracuda._core.op import Op
 
 ORDERED = (jb.segment_max, jb.segment_min)
@@ -57,6 +59,22 @@ class Program:
             patch.setattr(Op, "missing_kernel", lambda *_: "plain JAX is asked for")
             # A function that JAX has not traced yet.
             return dataclasses.replace(self, function=lambda *operands: self.function(*operands)).results()
+
+
+@contextlib.contextmanager
+def unreached_strategies() -> Iterator[set[tuple[str, str]]]:
+    """The (op, strategy) of this platform's kernels that no program compiled meanwhile has reached."""
+    unreached = {(op, name) for op, names in NATIVE_MODULES[cases.PLATFORM].strategies().items() for name in names}
+    plan = NativeModule.plan
+
+    def recorded(self: NativeModule, target: str, parameters: dict[str, int]) -> Plan:
+        answer = plan(self, target, parameters)
+        unreached.discard((target, answer.strategy))
+        return answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NativeModule, "plan", recorded)
+        yield unreached
 
 
 def with_gradient(function: Callable[..., Any], *, of: tuple[int, ...] = (0,)) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ os.environ["XLA_FLAGS"] = (
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np  # noqa: E402  (after the environment is set)
-from small_programs import middle_programs, other_programs, tiny_programs  # noqa: E402
+from small_programs import middle_programs, other_programs, tiny_programs, unreached_strategies  # noqa: E402
 
 
 def main(arguments: list[str]) -> None:
@@ -33,11 +33,14 @@ def main(arguments: list[str]) -> None:
     programs = [program for program in programs if not wanted or any(name in program.name for name in wanted)]
     if not programs:
         sys.exit(f"no program's name contains {' or '.join(wanted)}; --list lists them")
-    for program in programs:
-        print(program.name, flush=True)
-        if "--list" not in arguments:
-            program.results()
+    with unreached_strategies() as unreached:
+        for program in programs:
+            print(program.name, flush=True)
+            if "--list" not in arguments:
+                program.results()
     print(f"{len(programs)} programs")
+    if not arguments and unreached:
+        sys.exit(f"no program reached {sorted(unreached)}")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,19 @@ Their results are compared with plain JAX by other tests; here, a second call mu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
-from small_programs import Program, middle_programs, other_programs, tiny_programs
+from small_programs import Program, middle_programs, other_programs, tiny_programs, unreached_strategies
 
 RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unreached() -> Iterator[set[tuple[str, str]]]:
+    with unreached_strategies() as strategies:
+        yield strategies
 
 
 def check(program: Program) -> None:
@@ -25,3 +33,8 @@ def test_small_program(program: Program) -> None:
 @pytest.mark.parametrize("program", other_programs(RNG), ids=lambda program: program.name)
 def test_program(program: Program) -> None:
     check(program)
+
+
+def test_every_strategy_was_reached(unreached: set[tuple[str, str]]) -> None:
+    """By the programs above, which must have run."""
+    assert not unreached
