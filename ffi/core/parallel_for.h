@@ -71,6 +71,7 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t num_chunks, const Body& bod
   auto state = std::make_shared<State>(num_chunks, &body);
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), num_chunks) - 1;
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule(Task(state));
+  LetTasksStart();
   state->Work();
   std::unique_lock<std::mutex> lock(state->mutex);
   state->all_finished.wait(lock, [&] {

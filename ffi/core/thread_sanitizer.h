@@ -11,6 +11,9 @@
 #endif
 
 #ifdef JB_THREAD_SANITIZER
+#include <chrono>
+#include <thread>
+
 extern "C" void __tsan_acquire(void* address);
 extern "C" void __tsan_release(void* address);
 #endif
@@ -27,6 +30,13 @@ inline void HappensBefore([[maybe_unused]] void* address) {
 inline void HappensAfter([[maybe_unused]] void* address) {
 #ifdef JB_THREAD_SANITIZER
   __tsan_acquire(address);
+#endif
+}
+
+// Gives tasks time to start, so that they share in work that one thread would else have done before they wake.
+inline void LetTasksStart() {
+#ifdef JB_THREAD_SANITIZER
+  std::this_thread::sleep_for(std::chrono::microseconds(200));
 #endif
 }
 
