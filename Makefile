@@ -2,6 +2,7 @@
 #   PYTHON  the interpreter to create it with (3.11 or newer)        make test PYTHON=python3.12
 #   VENV    where it is                                              make test VENV=.venv-oldest
 #   JAX     the JAX to install, instead of the newest that fits      make test JAX="jax==0.8.0 jaxlib==0.8.0"
+#   PYTEST_ARGUMENTS  other arguments for pytest                     make test PYTEST_ARGUMENTS="tests/ops/test_rope.py -x"
 #   CUDA    the CUDA extra, cuda12 or cuda13; empty for the CPU only. Default: what the NVIDIA driver here supports
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,14 +21,36 @@ BIN := $(VENV)/bin
 EXTRAS := test,bench$(CUDA:%=,%)
 NVCC_PACKAGES := nvidia-cuda-nvcc nvidia-cuda-cccl nvidia-cuda-runtime
 SOURCES := $(wildcard ffi/*.cc ffi/*/* cmake/* CMakeLists.txt pyproject.toml)
+# On all cores, but one process for what a GPU runs; tests that have waited move to a process that is done.
+PYTEST_ARGUMENTS ?= $(if $(DRIVER),,-n auto --dist worksteal)
+SANITIZERS ?= address thread
+SANITIZED_TESTS ?= tests/sanitizers/workload.py tests/test_load.py $(wildcard tests/ops/*_handlers.py)
+SANITIZED_GPU_PROGRAMS ?=
 
-.PHONY: demo test check race report bench lint clean
+.PHONY: demo test sanitize sanitize-gpu check race report bench lint clean $(SANITIZERS:%=sanitize-%)
 
 demo: $(VENV)/installed
 	$(BIN)/python -m jax_baracuda demo
 
 test: $(VENV)/installed
 	$(BIN)/pytest $(PYTEST_ARGUMENTS)
+
+# The CPU module is built once more for each sanitizer, in a folder of its own: the installed one stays as it is.
+# SANITIZERS, SANITIZED_TESTS and SANITIZED_GPU_PROGRAMS choose what runs.
+sanitize: $(SANITIZERS:%=sanitize-%) $(if $(DRIVER),sanitize-gpu)
+
+$(SANITIZERS:%=sanitize-%): sanitize-%: $(VENV)/installed
+	$(BIN)/pip install --quiet cmake nanobind ninja
+	$(BIN)/cmake -S . -B build/$(notdir $(VENV))-$* -G Ninja -D CMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -D CMAKE_BUILD_TYPE=RelWithDebInfo -D JAX_BARACUDA_SANITIZER=$* -D JAX_BARACUDA_CUDA=OFF \
+	  -D Python_EXECUTABLE=$(abspath $(BIN))/python -D nanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
+	$(BIN)/cmake --build build/$(notdir $(VENV))-$* --target _cpu
+	$(BIN)/python tests/sanitizers/cpu.py build/$(notdir $(VENV))-$* -q $(SANITIZED_TESTS)
+
+sanitize-gpu: $(VENV)/installed
+	@command -v compute-sanitizer || { echo "compute-sanitizer comes with the CUDA toolkit; put it on the PATH"; exit 1; }
+	for tool in memcheck racecheck synccheck; do compute-sanitizer --tool $$tool --error-exitcode 1 \
+	  $(BIN)/python tests/sanitizers/gpu.py $(SANITIZED_GPU_PROGRAMS) || exit 1; done
 
 check race report: $(VENV)/installed
 	$(BIN)/python -m jax_baracuda $@

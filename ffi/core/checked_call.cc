@@ -5,6 +5,7 @@
 
 #include "ffi/core/bit_width.h"
 #include "ffi/core/checked_call_device.h"
+#include "ffi/core/thread_sanitizer.h"
 
 namespace jax_baracuda {
 namespace {
@@ -47,6 +48,7 @@ XLA_FFI_Error* PoisonResults(XLA_FFI_CallFrame* frame) {
 }  // namespace
 
 XLA_FFI_Error* CheckedCall(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
+  const ScopedHandler running;
   // A question for the handler's metadata comes as a call of another stage.
   if (frame->stage == XLA_FFI_ExecutionStage_EXECUTE) {
     ForgetStaleErrors();

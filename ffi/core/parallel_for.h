@@ -7,8 +7,10 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "ffi/core/subnormals.h"
+#include "ffi/core/thread_sanitizer.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_baracuda {
@@ -36,27 +38,46 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t num_chunks, const Body& bod
     std::mutex mutex;
     std::condition_variable all_finished;
 
+    // Chunks are independent: claiming one orders nothing.
+    int64_t Claim() { return next.fetch_add(1, std::memory_order_relaxed); }
+
     void Work() {
       const ScopedSubnormals subnormals;
       int64_t done = 0;
-      for (int64_t chunk = next.fetch_add(1); chunk < num_chunks; chunk = next.fetch_add(1)) {
+      for (int64_t chunk = Claim(); chunk < num_chunks; chunk = Claim()) {
         (*body)(chunk);
         ++done;
       }
       if (done == 0) return;
       std::lock_guard<std::mutex> lock(mutex);
+      HappensAfter(&mutex);
       finished += done;
+      HappensBefore(&mutex);
       if (finished == num_chunks) all_finished.notify_all();
+    }
+  };
+  // The pool copies a task and runs the copy.
+  static char scheduled;
+  struct Task {
+    std::shared_ptr<State> state;
+
+    explicit Task(std::shared_ptr<State> loop) : state(std::move(loop)) {}
+    Task(const Task& other) : state(other.state) { HappensBefore(&scheduled); }
+    void operator()() const {
+      HappensAfter(&scheduled);
+      state->Work();
     }
   };
   auto state = std::make_shared<State>(num_chunks, &body);
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), num_chunks) - 1;
-  for (int64_t i = 0; i < helpers; ++i) {
-    pool.Schedule([state] { state->Work(); });
-  }
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(Task(state));
+  LetTasksStart();
   state->Work();
   std::unique_lock<std::mutex> lock(state->mutex);
-  state->all_finished.wait(lock, [&] { return state->finished == num_chunks; });
+  state->all_finished.wait(lock, [&] {
+    HappensAfter(&state->mutex);
+    return state->finished == num_chunks;
+  });
 }
 
 // How many chunks to cut `total_bytes` of work into: enough to keep the pool busy, none so small that waking a thread

@@ -483,8 +483,8 @@ def _lower(
 
     layout = op.layout(ctx.avals_in, ctx.avals_out, params)
     call = partitioned(run_kernel, shard_program, layout, of_params(op.whole, own_params), op.reduced)
-    # A partitioned call holds no more than its shapes and the address of a Python object. Without the op's name and params
-    # JAX's persistent compilation cache could take one program for another.
+    # A partitioned call holds no more than its shapes and the address of a Python object. Without the op's name and its
+    # params, JAX's persistent compilation cache could take one program for another.
     identity = f"{op.name}({own_params | {'donated': donated}}) of jax_baracuda {VERSION}"
     with set_xla_metadata(jax_baracuda_op=identity):
         results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)

@@ -1,0 +1,86 @@
+"""Runs pytest with the CPU module that a sanitizer instruments (``make sanitize`` builds it).
+
+    python tests/sanitizers/cpu.py build/sanitize-address tests/sanitizers/workload.py
+    python tests/sanitizers/cpu.py build/sanitize-thread tests/test_load.py -k rounds
+
+The folder's name ends in the sanitizer's. Only that module is instrumented, neither Python nor XLA:
+
+- address (and undefined behaviour): each array that XLA allocates is guarded, as are the kernels' own; arrays inside a
+  program share one allocation, so programs of one op each are what shows the most. A finding ends the process.
+- thread: XLA's own synchronisation is not seen. What it orders is told to the sanitizer by ffi/core/thread_sanitizer.h,
+  and calls of the standard library are ignored (`ignore_noninstrumented_modules`), so a report is about our code.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
+OPTIONS = {
+    # Python and XLA free little of what they have when they end.
+    "address": {
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=1:strict_init_order=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+    },
+    "thread": {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=1:die_after_fork=0:history_size=5"},
+}
+NATIVE_MODULE = "jax_baracuda._core._cpu"
+
+
+def library(name: str) -> str:
+    """The path of a library that the compiler brings."""
+    compiler = os.environ.get("CXX", "g++")
+    path = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
+    path = path.strip()
+    if not os.path.isabs(path):
+        sys.exit(f"{compiler} has no {name}: install the sanitizers' runtimes, which come with GCC")
+    return path
+
+
+def command(folder: Path, arguments: list[str]) -> list[str]:
+    """This script again, with addresses that are not random: ThreadSanitizer needs its part of them free."""
+    again = [sys.executable, __file__, "--loaded", str(folder), *arguments]
+    setarch = shutil.which("setarch")
+    if setarch and subprocess.run([setarch, "-R", "true"], capture_output=True, check=False).returncode == 0:
+        return [setarch, platform.machine(), "-R", *again]
+    return again
+
+
+def run(folder: Path, arguments: list[str]) -> int:
+    """In a process that has the sanitizer's runtime from its start."""
+    sanitizer = folder.name.rpartition("-")[2]
+    if sanitizer not in RUNTIMES:
+        sys.exit(f"{folder}: its name must end in one of {sorted(RUNTIMES)}")
+    # The C++ library too: a runtime that starts before it is there does not see its exceptions.
+    runtimes = [library(RUNTIMES[sanitizer]), library("libstdc++.so")]
+    environment = os.environ | OPTIONS[sanitizer] | {"LD_PRELOAD": " ".join(runtimes), "JAX_PLATFORMS": "cpu"}
+    # Of XLA's thread pool, whatever the machine has.
+    environment.setdefault("NPROC", "4")
+    return subprocess.run(command(folder, arguments), env=environment, check=False).returncode
+
+
+def run_with_module(folder: Path, arguments: list[str]) -> int:
+    import pytest
+
+    [path] = folder.glob("_cpu.*.so")
+    spec = importlib.util.spec_from_file_location(NATIVE_MODULE, path)
+    assert spec is not None and spec.loader is not None
+    # Whoever imports it by this name from now on gets it.
+    sys.modules[NATIVE_MODULE] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[NATIVE_MODULE])
+    # Not pytest's handler of signals, but the sanitizer's; and in one process.
+    return pytest.main(["-p", "no:faulthandler", "-p", "no:xdist", "-p", "no:cacheprovider", *arguments])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--loaded"]:
+        sys.exit(run_with_module(Path(sys.argv[2]), sys.argv[3:]))
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    sys.exit(run(Path(sys.argv[1]), sys.argv[2:]))
