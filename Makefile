@@ -2,6 +2,7 @@
 #   PYTHON  the interpreter to create it with (3.11 or newer)        make test PYTHON=python3.12
 #   VENV    where it is                                              make test VENV=.venv-oldest
 #   JAX     the JAX to install, instead of the newest that fits      make test JAX="jax==0.8.0 jaxlib==0.8.0"
+#   SECONDS, SEED, THREADS  of make fuzz: how long, of all that is random, how many programs at once
 #   CUDA    the CUDA extra, cuda12 or cuda13; empty for the CPU only. Default: what the NVIDIA driver here supports
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,13 +22,17 @@ EXTRAS := test,bench$(CUDA:%=,%)
 NVCC_PACKAGES := nvidia-cuda-nvcc nvidia-cuda-cccl nvidia-cuda-runtime
 SOURCES := $(wildcard ffi/*.cc ffi/*/* cmake/* CMakeLists.txt pyproject.toml)
 
-.PHONY: demo test check race report bench lint clean
+.PHONY: demo test fuzz check race report bench lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m jax_baracuda demo
 
 test: $(VENV)/installed
 	$(BIN)/pytest $(PYTEST_ARGUMENTS)
+
+fuzz: $(VENV)/installed
+	PYTHONPATH=tests $(BIN)/python -m matrix.fuzz --seconds $(or $(SECONDS),60) --threads $(or $(THREADS),2) \
+	  $(if $(SEED),--seed $(SEED))
 
 check race report: $(VENV)/installed
 	$(BIN)/python -m jax_baracuda $@
