@@ -28,8 +28,8 @@ TRANSFORMATIONS = (
     "jvp",
     "linearize",
 )
-"""Each is applied to one element of the batch, and mapped over the batch; "vjp of vmap" the other way round. A scan goes
-over the outer batch in place of vmap. All but "eager" run under jit."""
+"""Each is applied to one element of the batch, and mapped over the batch; "vjp of vmap" the other way round. A scan
+goes over the outer batch in place of vmap. All but "eager" run under jit."""
 
 DERIVATIVES = ("vjp", "vjp of vmap", "checkpoint", "grad of grad", "jacrev", "jvp", "linearize")
 
@@ -147,7 +147,14 @@ def rules_of(op: str) -> tuple[Rule, ...]:
         ("sharding", "size"),
         lambda sharding, size: sharding in SHARD_MAPS and 0 in sizes[size].values(),
     )
-    return (*RULES, jacobians, empty, *presence, *call.rules)
+    empty_jacobians = Rule(
+        "JAX cannot reshape an empty Jacobian in explicit mode",
+        ("sharding", "size", "transformation"),
+        lambda sharding, size, transformation: (
+            sharding == "explicit" and transformation == "jacrev" and 0 in sizes[size].values()
+        ),
+    )
+    return (*RULES, jacobians, empty, empty_jacobians, *presence, *call.rules)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ Sizes = Mapping[str, Any]
 BASE = 10000.0
 
 
-def _rotate(direction: int, is_majorant: bool, options: Options, x: Any, positions: Any, inv_freq: Any) -> Any:
+def _rotate(direction: int, angle_errors: float | None, options: Options, x: Any, positions: Any, inv_freq: Any) -> Any:
     """The rotation of ``[B, H, S, D]`` in the layout of the options."""
     heads_first = options["layout"] != "BSHD"
     x = x if heads_first else jnp.swapaxes(x, 1, 2)
@@ -29,8 +29,9 @@ def _rotate(direction: int, is_majorant: bool, options: Options, x: Any, positio
     angle = positions.astype(jnp.float64)[:, None, :, None] * inv_freq
     scale = 1.0 if options["scale"] is ABSENT else options["scale"]
     cos, sin = scale * jnp.cos(angle), direction * scale * jnp.sin(angle)
-    if is_majorant:  # the length of the pair, and in float64 what is rounded off the angle
-        cos = sin = abs(scale) * (1 + 1e-9 * jnp.abs(angle))
+    is_majorant = angle_errors is not None
+    if is_majorant:  # the length of the pair, and what is rounded off the angle
+        cos = sin = abs(scale) * (1 + angle_errors * jnp.abs(angle))
     turned, rest = x[..., :rotary], x[..., rotary:]
     interleaved = options["interleaved"] is not False
     first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else jnp.split(turned, 2, axis=-1)
@@ -88,11 +89,11 @@ def _problem(
         keywords.append("inv_freq")
     rotated = len(names)
 
-    def bound(is_majorant: bool) -> Callable[..., Any]:
+    def bound(angle_errors: float | None) -> Callable[..., Any]:
         def call(*arrays: Any) -> Any:
             given = dict(zip(keywords, arrays[rotated:], strict=True))
             results = tuple(
-                _rotate(direction, is_majorant, options, x, given.get("positions"), given.get("inv_freq"))
+                _rotate(direction, angle_errors, options, x, given.get("positions"), given.get("inv_freq"))
                 for x in arrays[:rotated]
             )
             return results if rotated > 1 else results[0]
@@ -107,8 +108,8 @@ def _problem(
     return Problem(
         operands=tuple(operands),
         apply=apply,
-        reference=bound(False),
-        majorant=bound(True),
+        reference=bound(None),
+        majorant=bound(1.0 if dtype == "float64" else 0.0),  # the others have exact angles
         results=tuple(operand.dims for operand in operands[:rotated]),
         terms=2,
         free=("example", *(heads if rotated == 1 else ()), *(("sequence",) if options["positions"] else ())),

@@ -541,7 +541,11 @@ class Compiled:
             return exact(*arrays), majorant(*magnitudes)
 
         # Where the shape of the result depends on the ids, these must be known.
-        return both if self.case.transformation == "eager" else jax.jit(both)
+        if plan.options.get("num_segments", "given") is None:
+            return both
+        # It runs once: compiling it is what takes time.
+        options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+        return jax.jit(both, compiler_options=options)
 
     def draw(self, number: int) -> list[np.ndarray]:
         plan = self.plan

@@ -440,11 +440,9 @@ def _declare_reduction(
             options={**COMMON, **options},
             operands=("data", "ids"),
             strategy_options=tuple(
-                {"dtype": dtype, "indices_are_sorted": is_sorted}
-                | ({"deterministic": deterministic} if deterministic else {})
-                for dtype in dtypes[:4]
+                {"indices_are_sorted": is_sorted, **chosen}
                 for is_sorted in (ABSENT, True)
-                for deterministic in ((ABSENT, True) if "deterministic" in options else (ABSENT,))
+                for chosen in ({}, {"deterministic": True} if "deterministic" in options else {"dtype": dtypes[3]})
             ),
             problem=functools.partial(
                 _reduction_problem, reference_of, majorant_of, draw_of, keywords, properties, has_rows

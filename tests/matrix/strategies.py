@@ -1,10 +1,11 @@
-"""Which strategies of the kernels the programs of the matrix reach, asked of the native modules without running them."""
+"""Which strategies of the kernels the matrix reaches, asked of the native modules without running anything."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -55,9 +56,7 @@ def _kernels(jaxpr: Any) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
     for equation in jaxpr.eqns:
         name = equation.primitive.name.removeprefix("baracuda_")
         if name != equation.primitive.name and name in OPS:
-            operands = [x.aval for x in equation.invars]
-            if all(0 not in x.shape for x in operands):
-                yield name, operands, equation.params
+            yield name, [x.aval for x in equation.invars], equation.params
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
                 yield from _kernels(getattr(inner, "jaxpr", inner))
@@ -76,35 +75,38 @@ def cases(op: str) -> Iterator[Case]:
     space = space_of(op, several_devices=False, with_large=True)
     call = load_all()[op]
     transformations = [name for name in TRANSFORMATIONS if name in space.factors["transformation"]]
-    for size in space.factors["size"]:
-        for transformation in transformations:
-            for name, values in space.factors.items():
-                if name not in ("size", "transformation", "sharding", "ids_dtype", "mode", "unique_indices", "values"):
-                    for value in values:
-                        chosen = {"size": size, "transformation": transformation, name: value}
-                        for batch in ("none", "all"):
-                            found = space.bare(**({"batch": batch} | chosen))
-                            if found is not None:
-                                yield space.case(found, seed=0)
-            for chosen in call.strategy_options:
-                for batch in ("none", "all", *(f"one:{name}" for name in call.operands)):
-                    found = space.bare(size=size, transformation=transformation, batch=batch, **chosen)
-                    if found is not None:
-                        yield space.case(found, seed=0)
+    for size, transformation in itertools.product(space.factors["size"], transformations):
+        chosen = [{"batch": batch} for batch in space.factors["batch"]]
+        alone = (
+            () if call.strategy_options else [(name, value) for name in call.options for value in call.options[name]]
+        )
+        for options in (*call.strategy_options, *({name: value} for name, value in alone if name not in DATA)):
+            chosen += [{"batch": batch, **options} for batch in ("none", "all")]
+        for values in chosen:
+            found = space.bare(**{"size": size, "transformation": transformation, **values})
+            if found is not None:
+                yield space.case(found, seed=0)
 
 
-def reached(platform: str, ops: Callable[[], Any] = load_all) -> list[Asked]:
+DATA = ("ids_dtype", "values", "parameter_dtype", "cond_dtype")
+"""Options that are about the data: no strategy depends on them."""
+
+
+def reached(platform: str, family: str) -> list[Asked]:
+    """What the programs of a family of ops ask."""
     with recorded(platform) as asked:
-        for op in ops():
+        for op in [name for name in load_all() if name.startswith(family)]:
             for case in cases(op):
                 ask(case, platform)
     return asked
 
 
-def missing(platform: str, asked: list[Asked]) -> list[str]:
+def missing(platform: str, family: str, asked: list[Asked]) -> list[str]:
     """The strategies that no call reached, with a batch of one element and of more, with operands shared and own."""
     problems = []
     for target, names in NATIVE_MODULES[platform].strategies().items():
+        if not target.startswith(family):
+            continue
         for strategy in names:
             calls = [parameters for name, parameters, found in asked if (name, found) == (target, strategy)]
             if not calls:

@@ -77,10 +77,11 @@ def test_combinations(op: str, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("platform", sorted(NATIVE_MODULES))
-def test_every_strategy_is_reached(platform: str) -> None:
+@pytest.mark.parametrize("family", ["segment", "causal_conv1d", "rope", "where", "write_slice"])
+def test_every_strategy_is_reached(platform: str, family: str) -> None:
     if NATIVE_MODULES[platform].problem is not None:
         pytest.skip(f"{NATIVE_MODULES[platform].problem}")
-    problems = strategies.missing(platform, strategies.reached(platform))
+    problems = strategies.missing(platform, family, strategies.reached(platform, family))
     assert not problems, "\n".join(problems)
 
 

@@ -74,7 +74,7 @@ def _ranges(options: Options, sizes: Sizes, dims: tuple[str, ...], start: Any) -
     kind = options["start"]
     if kind == "pair":
         at = (time - new) // 2
-        ranges = tuple((at, at + new) if name == "time" else (0, sizes[name]) for name in dims)
+        ranges = tuple((at, at + new) if name == "time" else 0 for name in dims)
         return ranges, tuple(at if name == "time" else 0 for name in dims)
     if kind == "integer":
         ranges = tuple(time - 1 if name == "time" else 0 for name in dims)
