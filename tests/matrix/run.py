@@ -141,7 +141,7 @@ class Plan:
         batch = self.case.batch
         if batch == "none":
             return ()
-        size = 4 if self.case.sharding != "single" else int(self.rng.choice([4, 3, 1], p=[0.6, 0.3, 0.1]))
+        size = 4 if self.case.sharding != "single" else int(self.rng.choice([4, 3, 1, 0], p=[0.55, 0.3, 0.1, 0.05]))
         if batch == "nested":
             mapped_of_each = [self._some(len(operands)) for _ in range(2)]
             sizes = (size, 2)

@@ -93,7 +93,7 @@ def _shares(data: Any, ids: Any, output: Any, first_wins: bool, counts_identity:
     if first_wins:
         row = jnp.arange(data.shape[0]).reshape(-1, *[1] * (data.ndim - 1))
         last = np.int64(np.iinfo(np.int64).max)
-        first = -_plain_max(-jnp.where(attains, row, last), ids, num_segments)
+        first = ~_plain_max(~jnp.where(attains, row, last), ids, num_segments)
         return (attains & (take_cells(first, ids) == row)).astype(jnp.float64)
     count = segment_sum(attains.astype(jnp.float64), ids, num_segments)
     count += counts_identity & (output == -np.inf)
@@ -136,7 +136,7 @@ def reference_arg(is_max: bool, data: Any, ids: Any, num_segments: int) -> Any:
     is_member = ((ids >= 0) & (ids < num_segments)).reshape(-1, *[1] * (data.ndim - 1))
     attains = is_member & ((data == cells) | ((data != data) & (cells != cells)))
     row = jnp.arange(data.shape[0]).reshape(-1, *[1] * (data.ndim - 1))
-    first = -_plain_max(-jnp.where(attains, row, data.shape[0]), ids, num_segments)
+    first = ~_plain_max(~jnp.where(attains, row, data.shape[0]), ids, num_segments)
     return jnp.clip(first, 0, data.shape[0]).astype(jnp.int32)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_baracuda as jb
-from matrix.calls import FLOATING, Call, Operand, Options, Problem, declare, numbers, special
+from matrix.calls import FLOATING, Call, Operand, Options, Problem, Rule, declare, numbers, special
 
 Sizes = Mapping[str, Any]
 
@@ -83,6 +83,13 @@ declare(
         options={**OPTIONS, "values": ("numbers", "special")},
         operands=("cond", "a", "b"),
         problem=_where_problem,
+        rules=(
+            Rule(
+                "no operand of a selection between rows has the shape of its result",
+                ("shapes", "transformation"),
+                lambda shapes, transformation: shapes == "both are rows" and transformation == "loop",
+            ),
+        ),
         has_carry=True,
     )
 )
@@ -122,7 +129,6 @@ def _backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         free=tuple(name for name in ALL if name in a and name in b),
         exact_value=a == b == ALL,
         exact_gradient=True,
-        carry=(1, 0) if a == ALL else ((1, 1) if b == ALL else None),
     )
 
 

@@ -75,17 +75,19 @@ def cases(op: str) -> Iterator[Case]:
     space = space_of(op, several_devices=False, with_large=True)
     call = load_all()[op]
     transformations = [name for name in TRANSFORMATIONS if name in space.factors["transformation"]]
+    seeds = itertools.count()
     for size, transformation in itertools.product(space.factors["size"], transformations):
         chosen = [{"batch": batch} for batch in space.factors["batch"]]
         alone = (
             () if call.strategy_options else [(name, value) for name in call.options for value in call.options[name]]
         )
+        alone += [("dtype", dtype) for dtype in call.dtypes]
         for options in (*call.strategy_options, *({name: value} for name, value in alone if name not in DATA)):
             chosen += [{"batch": batch, **options} for batch in ("none", "all")]
         for values in chosen:
             found = space.bare(**{"size": size, "transformation": transformation, **values})
             if found is not None:
-                yield space.case(found, seed=0)
+                yield space.case(found, seed=next(seeds))
 
 
 DATA = ("ids_dtype", "values", "parameter_dtype", "cond_dtype")

@@ -182,7 +182,7 @@ declare(
         name="write_slices",
         function=jb.write_slices,
         forward_mode=jb.forward_mode.write_slices,
-        dtypes=("float32", "bfloat16", "float16", "float64", "int8"),
+        dtypes=("float32", "bfloat16", "float16", "float64", "int8", "int4"),
         sizes=SIZES,
         large_sizes=LARGE_SIZES,
         options={**OPTIONS, "ranges": ("of all", "of each"), "second": ("same", "int32")},
