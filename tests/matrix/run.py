@@ -76,7 +76,7 @@ class Array:
         mapped = [level.size for level, axis in zip(levels, self.axes, strict=True) if axis is not None]
         dtype = jnp.dtype(self.dtype)
         elements = [np.asarray(self.draw(rng, element, dtype), dtype) for _ in range(math.prod(mapped))]
-        array = np.stack(elements).reshape(*mapped, *element) if mapped else elements[0]
+        array = np.array(elements, dtype).reshape(*mapped, *element)
         # From the innermost level on, each to its place behind the outer ones.
         for depth in range(len(mapped) - 1, -1, -1):
             axis = [axis for axis in self.axes if axis is not None][depth]
