@@ -76,7 +76,7 @@ class Array:
         mapped = [level.size for level, axis in zip(levels, self.axes, strict=True) if axis is not None]
         dtype = jnp.dtype(self.dtype)
         elements = [np.asarray(self.draw(rng, element, dtype), dtype) for _ in range(math.prod(mapped))]
-        array = np.array(elements, dtype).reshape(*mapped, *element)
+        array = np.array(elements, dtype).reshape((*mapped, *element))
         # From the innermost level on, each to its place behind the outer ones.
         for depth in range(len(mapped) - 1, -1, -1):
             axis = [axis for axis in self.axes if axis is not None][depth]
@@ -236,17 +236,7 @@ class Plan:
         free = set(problem.free) | (batch if is_inside else set())
         for axis in order:
             allowed = free if axis in self.manual else all_dims
-            uneven = sharding == "auto" and self.case.transformation != "eager"
-            fitting = sorted(
-                name
-                for name in allowed & all_dims
-                if uneven
-                or self._shards(self.assignment.get(name, ()), axis) <= 1
-                or (
-                    self.size_of(name) > 0
-                    and self.size_of(name) % self._shards(self.assignment.get(name, ()), axis) == 0
-                )
-            )
+            fitting = sorted(name for name in allowed & all_dims if self._may_split(name, axis))
             if fitting and self.rng.random() < 0.9:
                 name = fitting[self.rng.integers(len(fitting))]
                 self.assignment[name] = (*self.assignment.get(name, ()), axis)
@@ -256,9 +246,17 @@ class Plan:
                 for name in batch:
                     self.assignment[name] = tuple(x for x in self.assignment.get(name, ()) if x not in self.manual)
 
-    def _shards(self, axes: Sequence[str], more: str) -> int:
+    def _may_split(self, name: str, axis: str) -> bool:
+        """Whether one mesh axis more may split a dimension.
+
+        Only inside of an automatic program may the mesh not divide it. There, XLA itself loses the sign of -0 where
+        some devices have nothing of it.
+        """
         assert self.mesh is not None
-        return math.prod(self.mesh.shape[axis] for axis in (*axes, more))
+        size, shards = self.size_of(name), math.prod(self.mesh.shape[x] for x in (*self.assignment.get(name, ()), axis))
+        if self.case.sharding == "auto" and self.case.transformation != "eager":
+            return size >= shards
+        return shards == 1 or (size > 0 and size % shards == 0)
 
     def _may_be_inside(self) -> bool:
         """Whether the transformation may be applied to the part of a device: not where it sums over devices."""

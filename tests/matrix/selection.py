@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -109,17 +109,19 @@ def _shape(dims: tuple[str, ...], sizes: Sizes) -> tuple[int, ...]:
 
 def _backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     cond, a, b = SHAPES[options["shapes"]]
-    kwargs = {
-        name: _shape(dims, sizes)
-        for name, dims in (("a_shape", a), ("b_shape", b))
-        if dims != ALL or dtype == "float16"
-    }
+    # By default, shapes are that of dy.
+    given = {name: dims for name, dims in (("a_shape", a), ("b_shape", b)) if dims != ALL or dtype == "float16"}
+
+    def apply(function: Callable[..., Any], cond: Any, dy: Any) -> Any:
+        sizes = dict(zip(ALL, dy.shape, strict=True))  # under shard_map, those of one device
+        return function(cond, dy, **{name: _shape(dims, sizes) for name, dims in given.items()})
+
     return Problem(
         operands=(
             Operand("cond", cond, condition, dtype=options["cond_dtype"]),
             Operand("dy", ALL, numbers),
         ),
-        apply=lambda function, *arrays: function(*arrays, **kwargs),
+        apply=apply,
         reference=lambda cond, dy: (
             _sum_to(jnp.where(cond != 0, dy, 0), a),
             _sum_to(jnp.where(cond != 0, 0, dy), b),
