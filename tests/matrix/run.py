@@ -154,8 +154,11 @@ class Plan:
         for depth in range(len(sizes) - 1, -1, -1):
             axes: list[int | None] = []
             for i, is_mapped in enumerate(mapped_of_each[depth]):
-                is_scanned = depth == 0 and self.case.transformation == "scan"
-                axes.append((0 if is_scanned else int(self.rng.integers(ranks[i] + 1))) if is_mapped else None)
+                is_first = (depth == 0 and self.case.transformation == "scan") or (
+                    # JAX takes the sharding of another mapped axis for that of the first.
+                    self.case.sharding == "explicit" and jax.__version_info__ < (0, 9)
+                )
+                axes.append((0 if is_first else int(self.rng.integers(ranks[i] + 1))) if is_mapped else None)
                 ranks[i] += is_mapped
             levels.insert(0, Level(("outer", "inner")[depth], sizes[depth], tuple(axes)))
         return tuple(levels)
