@@ -3,6 +3,7 @@
 #   VENV    where it is                                              make test VENV=.venv-oldest
 #   JAX     the JAX to install, instead of the newest that fits      make test JAX="jax==0.8.0 jaxlib==0.8.0"
 #   PYTEST_ARGUMENTS  other arguments for pytest                     make test PYTEST_ARGUMENTS="tests/ops/test_rope.py -x"
+#   SECONDS, SEED, THREADS  of make fuzz: how long, of all that is random, how many programs at once
 #   CUDA    the CUDA extra, cuda12 or cuda13; empty for the CPU only. Default: what the NVIDIA driver here supports
 PYTHON ?= python3
 VENV ?= .venv
@@ -27,13 +28,17 @@ SANITIZERS ?= address thread
 SANITIZED_TESTS ?= tests/sanitizers/workload.py tests/test_load.py $(wildcard tests/ops/*_handlers.py)
 SANITIZED_GPU_PROGRAMS ?=
 
-.PHONY: demo test sanitize sanitize-gpu check race report bench lint clean $(SANITIZERS:%=sanitize-%)
+.PHONY: demo test fuzz sanitize sanitize-gpu check race report bench lint clean $(SANITIZERS:%=sanitize-%)
 
 demo: $(VENV)/installed
 	$(BIN)/python -m jax_baracuda demo
 
 test: $(VENV)/installed
 	$(BIN)/pytest $(PYTEST_ARGUMENTS)
+
+fuzz: $(VENV)/installed
+	PYTHONPATH=tests $(BIN)/python -m matrix.fuzz --seconds $(or $(SECONDS),60) --threads $(or $(THREADS),2) \
+	  $(if $(SEED),--seed $(SEED))
 
 # The CPU module is built once more for each sanitizer, in a folder of its own: the installed one stays as it is.
 # SANITIZERS, SANITIZED_TESTS and SANITIZED_GPU_PROGRAMS choose what runs.

@@ -16,6 +16,8 @@ import zlib
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Results and scratch memory are full of ones before a kernel starts: what it does not write shows.
+os.environ.setdefault("JAX_BARACUDA_POISON", "1")
 
 import cases  # noqa: E402  (after the environment is set)
 import numpy as np  # noqa: E402

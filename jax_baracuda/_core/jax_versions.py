@@ -11,7 +11,7 @@ from jax._src import ad_util, core, dispatch
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters import mlir as mlir_internal
 from jax._src.lib.mlir import ir
-from jax._src.sharding_impls import ShardingContext, canonicalize_sharding
+from jax._src.sharding_impls import ShardingContext, SPMDAxisContext, canonicalize_sharding
 
 __all__ = [
     "apply_primitive",
@@ -19,6 +19,7 @@ __all__ = [
     "concrete_or_error",
     "explicit_spec",
     "is_donated_argument",
+    "is_in_shard_map",
     "is_static_shape",
     "lower_with_sharding_in_types",
     "partitioner_splits",
@@ -114,6 +115,11 @@ def partitioner_splits(axis_context: Any) -> bool:
     Not inside ``shard_map``, where nothing is left to split; or, if some of its axes are automatic, nobody can ask.
     """
     return isinstance(axis_context, ShardingContext) and axis_context.num_devices > 1
+
+
+def is_in_shard_map(axis_context: Any) -> bool:
+    """Whether the program of a lowering is one of ``shard_map``."""
+    return isinstance(axis_context, SPMDAxisContext)
 
 
 def without_abstract_mesh() -> contextlib.AbstractContextManager[Any]:

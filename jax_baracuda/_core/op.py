@@ -158,7 +158,9 @@ class Op:
             return f"there are kernels for {' and '.join(KERNEL_PLATFORMS)} only"
         if native.problem is not None:
             return native.problem
-        return None if self.name in native.targets else f"the {platform} module has no target of this name"
+        if self.name not in native.targets:
+            return f"the {platform} module has no target of this name"
+        return native.device_problem()
 
 
 def _num_batch_dims(params: Mapping[str, Any]) -> int:
@@ -470,6 +472,8 @@ def _lower(
     own_params = _without_num_batch_dims(params)
     run_kernel = functools.partial(kernel.bind, **params, donated=donated)
     has_empty_array = any(0 in aval.shape for aval in [*ctx.avals_in, *ctx.avals_out])
+    if has_empty_array and jax_versions.is_in_shard_map(ctx.module_context.axis_context):
+        return _lower_reference(op, ctx, *operands, **params)  # XLA loses calls of empty arrays there
     if has_empty_array or not jax_versions.partitioner_splits(ctx.module_context.axis_context):
         # In a partially manual shard_map, the automatic axes then see whole arrays.
         return mlir.lower_fun(run_kernel, multiple_results=True)(ctx, *operands)
