@@ -1,0 +1,178 @@
+"""Explicit sharding: the values of one device, and cotangents with the sharding of their primals.
+
+Operands of one call are split differently; what has no optional argument is called without any.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_baracuda
+from jax_baracuda import (
+    causal_conv1d,
+    causal_conv1d_backward,
+    causal_conv1d_update,
+    rope,
+    rope_backward,
+    segment_max_backward,
+    segment_min_backward,
+    segment_prod_backward,
+    segment_softmax_backward,
+    unsorted_segment_max_backward,
+    where,
+    where_backward,
+    write_slice,
+)
+
+NUM_SEGMENTS = 8
+MESH_SHAPE = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (4, 2)}[1 << min(len(jax.devices()), 8).bit_length() - 1]
+
+pytestmark = pytest.mark.skipif(MESH_SHAPE == (1, 1), reason="there is only one device")
+
+Function = Callable[..., Any]
+Call = tuple[Function, dict[str, P]]
+
+
+def sum_of_squares(function: Function) -> Function:
+    return lambda *arrays: sum(jnp.sum(x**2) for x in jax.tree.leaves(function(*arrays)))
+
+
+def gradient(function: Function, argnums: int | tuple[int, ...] = 0) -> Function:
+    return jax.grad(sum_of_squares(function), argnums)
+
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "rows": (16, 6),
+    "other_rows": (16, 6),
+    "one_row": (1, 6),
+    "features": (6,),
+    "ids": (16,),
+    "cells": (NUM_SEGMENTS, 6),
+    "x": (8, 6, 24),
+    "dy": (8, 6, 24),
+    "step": (8, 6, 1),
+    "state": (8, 6, 3),
+    "weight": (6, 4),
+    "q": (4, 2, 8, 8),
+    "cache": (8, 12, 6),
+    "window": (8, 2, 6),
+}
+
+
+def make_array(rng: np.random.Generator, name: str) -> np.ndarray:
+    if name == "ids":
+        return rng.integers(-1, NUM_SEGMENTS + 1, SHAPES[name]).astype(np.int32)
+    return np.round(rng.normal(size=SHAPES[name]), 1).astype(np.float32)
+
+
+ROWS_AND_FEATURES = {"rows": P("x", "y"), "ids": P("x")}
+
+
+def _segment_calls() -> dict[str, Call]:
+    calls: dict[str, Call] = {}
+    for name in ("max", "min", "sum", "mean", "prod", "softmax"):
+        reduce = functools.partial(getattr(jax_baracuda, f"segment_{name}"), num_segments=NUM_SEGMENTS)
+        calls[f"gradient of segment_{name} of broadcast data"] = (
+            gradient(reduce),
+            {"one_row": P(None, "y"), "ids": P("x")},
+        )
+        calls[f"second derivative of segment_{name}"] = gradient(gradient(reduce)), ROWS_AND_FEATURES
+    for backward in (
+        segment_max_backward,
+        segment_min_backward,
+        segment_prod_backward,
+        unsorted_segment_max_backward,
+    ):
+        for of_rows in (P("x", None), P(), P("x", "y")):
+            split = {"cells": P(None, "y"), "rows": of_rows, "ids": P("x") if of_rows else P()}
+            calls[f"{backward.__name__}, rows {of_rows}"] = backward, split
+            calls[f"gradients of {backward.__name__}, rows {of_rows}"] = gradient(backward, (0, 1)), split
+    calls["segment_softmax_backward"] = (
+        lambda d, p, ids: segment_softmax_backward(d, p, ids, NUM_SEGMENTS),
+        {"rows": P(None, "y"), "other_rows": P("x", None), "ids": P("x")},
+    )
+    return calls
+
+
+def _convolution_calls() -> dict[str, Call]:
+    calls: dict[str, Call] = {}
+    for split in (P("x", None, None), P(None, "y", None), P("x", "y", None), P(None, None, "x"), P(None, "y", "x")):
+        for with_final_state in (False, True):
+            for with_state in (False, True):
+
+                def convolve(
+                    x: Any, weight: Any, *state: Any, with_final_state: bool = with_final_state
+                ) -> Any:
+                    options = {"initial_state": state[0]} if state else {}
+                    return causal_conv1d(x, weight, return_final_state=with_final_state, **options)
+
+                operands = {"x": split, "weight": P()} | ({"state": P("x")} if with_state else {})
+                what = "causal_conv1d" + " with state" * with_state + " and final state" * with_final_state
+                calls[f"{what}, {split}"] = convolve, operands
+                calls[f"gradients of {what}, {split}"] = gradient(convolve, (0, 1)), operands
+    update = {"step": P(), "state": P("x"), "weight": P("y")}
+    return calls | {
+        "causal_conv1d_backward": (
+            lambda x, weight, dy: causal_conv1d_backward(x, weight, None, dy),
+            {"x": P("x"), "weight": P("y"), "dy": P(None, "y")},
+        ),
+        "causal_conv1d_update": (causal_conv1d_update, update),
+        "gradients of causal_conv1d_update": (gradient(causal_conv1d_update, (0, 1, 2)), update),
+    }
+
+
+def _select(a: Any, b: Any) -> Any:
+    return where(a > 0, a * b, b)
+
+
+CALLS: dict[str, Call] = (
+    _segment_calls()
+    | _convolution_calls()
+    | {
+        "second derivatives of where": (
+            gradient(gradient(_select, (0, 1)), (0, 1)),
+            {"rows": P("x", None), "other_rows": P(None, "y")},
+        ),
+        "second derivatives of where of a row": (
+            gradient(gradient(_select, (0, 1)), (0, 1)),
+            {"rows": P("x", "y"), "features": P("y")},
+        ),
+        "gradient of where_backward": (
+            gradient(lambda dy: where_backward(jnp.arange(16)[:, None] % 2, dy, b_shape=(6,))),
+            {"rows": P("x", "y")},
+        ),
+        "gradient of rope": (gradient(rope), {"q": P("x", "y")}),
+        "gradient of rope over a split sequence": (gradient(rope), {"q": P(None, None, "x")}),
+        "gradient of rope_backward": (gradient(rope_backward), {"q": P("x", "y")}),
+        "second derivatives of write_slice": (
+            gradient(gradient(lambda cache, window: write_slice(cache, window * window, (0, 3, 0)), (0, 1)), (0, 1)),
+            {"cache": P("x", None, "y"), "window": P()},
+        ),
+    }
+)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
+def test_operands_split_differently(rng: np.random.Generator, axis_type: AxisType, name: str) -> None:
+    function, specs = CALLS[name]
+    arrays = [make_array(rng, operand) for operand in specs]
+    expected = jax.tree.leaves(jax.jit(function)(*arrays))
+    mesh = jax.make_mesh(MESH_SHAPE, ("x", "y"), axis_types=(axis_type,) * 2)
+    with jax.set_mesh(mesh):
+        operands = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs.values(), strict=True)]
+        results = jax.tree.leaves(jax.jit(function)(*operands))
+        if axis_type == AxisType.Explicit and "gradient" in name and "_backward" not in name:
+            for result, operand in zip(results, operands, strict=False):
+                assert result.sharding.is_equivalent_to(operand.sharding, operand.ndim)
+    for got, want in zip(results, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5, atol=1e-5 * np.abs(want).max())
