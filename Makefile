@@ -28,13 +28,17 @@ SANITIZERS ?= address thread
 SANITIZED_TESTS ?= tests/sanitizers/workload.py tests/test_load.py $(wildcard tests/ops/*_handlers.py)
 SANITIZED_GPU_PROGRAMS ?=
 
-.PHONY: demo test fuzz sanitize sanitize-gpu check race report bench lint clean $(SANITIZERS:%=sanitize-%)
+.PHONY: demo test matrix fuzz sanitize sanitize-gpu check race report bench lint clean $(SANITIZERS:%=sanitize-%)
 
 demo: $(VENV)/installed
 	$(BIN)/python -m jax_baracuda demo
 
 test: $(VENV)/installed
 	$(BIN)/pytest $(PYTEST_ARGUMENTS)
+
+# Every pair of options, transformations, shardings, dtypes and sizes; make test runs a part.
+matrix: $(VENV)/installed
+	JAX_BARACUDA_MATRIX_STRIDE=1 $(BIN)/pytest tests/matrix $(PYTEST_ARGUMENTS)
 
 fuzz: $(VENV)/installed
 	PYTHONPATH=tests $(BIN)/python -m matrix.fuzz --seconds $(or $(SECONDS),60) --threads $(or $(THREADS),2) \

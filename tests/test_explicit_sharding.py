@@ -109,9 +109,7 @@ def _convolution_calls() -> dict[str, Call]:
         for with_final_state in (False, True):
             for with_state in (False, True):
 
-                def convolve(
-                    x: Any, weight: Any, *state: Any, with_final_state: bool = with_final_state
-                ) -> Any:
+                def convolve(x: Any, weight: Any, *state: Any, with_final_state: bool = with_final_state) -> Any:
                     options = {"initial_state": state[0]} if state else {}
                     return causal_conv1d(x, weight, return_final_state=with_final_state, **options)
 
@@ -169,7 +167,9 @@ def test_operands_split_differently(rng: np.random.Generator, axis_type: AxisTyp
     expected = jax.tree.leaves(jax.jit(function)(*arrays))
     mesh = jax.make_mesh(MESH_SHAPE, ("x", "y"), axis_types=(axis_type,) * 2)
     with jax.set_mesh(mesh):
-        operands = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs.values(), strict=True)]
+        operands = [
+            jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs.values(), strict=True)
+        ]
         results = jax.tree.leaves(jax.jit(function)(*operands))
         if axis_type == AxisType.Explicit and "gradient" in name and "_backward" not in name:
             for result, operand in zip(results, operands, strict=False):

@@ -1894,10 +1894,11 @@ class _SegmentCall:
 
     def gradient(self, rules: Differentiable, params: _Params, d_output: Array) -> Array:
         """The cotangent of the data, given that of the cells ``[S, ...]``."""
-        rows = self.rows(self.data)
-        _, residuals = rules.forward(params, rows[None], self.segment_ids[None])
+        data, ids, d_output = jax_versions.unify_varying(self.data, self.segment_ids, d_output)
+        rows = self.rows(data)
+        _, residuals = rules.forward(params, rows[None], ids[None])
         d_rows, _ = rules.backward(params, residuals, d_output[None])
-        [d_data] = jax.linear_transpose(self.rows, self.data)(split_like(d_rows[0], jax.typeof(rows)))
+        [d_data] = jax.linear_transpose(self.rows, data)(split_like(d_rows[0], jax.typeof(rows)))
         return d_data
 
     def _with_out_sharding(self, call: Callable[[Array, Array], Array]) -> Array:
@@ -1905,6 +1906,19 @@ class _SegmentCall:
             explicit_axes = self.out_sharding.mesh.explicit_axes
             call = jax.sharding.auto_axes(call, axes=explicit_axes, out_sharding=self.out_sharding)
         return call(self.data, self.segment_ids)
+
+
+def _over_buckets(reduce: Callable[..., Array]) -> Callable[..., Array]:
+    """A maximum or minimum that passes no gradient where there is a NaN; that of JAX divides zero by zero."""
+
+    def over_buckets(cells: Array, axis: int) -> Array:
+        if not jnp.issubdtype(cells.dtype, jnp.inexact):
+            return reduce(cells, axis=axis)
+        has_nan = jnp.any(cells != cells, axis=axis, keepdims=True)
+        reduced = reduce(jnp.where(has_nan, 0, cells), axis=axis)
+        return jnp.where(jnp.squeeze(has_nan, axis), jnp.nan, reduced)
+
+    return over_buckets
 
 
 def _shaped_as_ids(rows: Array, ids_shape: tuple[int, ...]) -> Array:
@@ -1918,7 +1932,7 @@ def _reduce_extremum(
         raise ValueError(f"{name}: bucket_size needs segment_ids of shape [N] with N > 0, got shape (0,)")
     params = call.params(_ExtremumParams, first_wins=_first_wins(name, tie_break))
     # Buckets make no difference where the first of tied rows gets the gradient.
-    return call.reduce(rules, params, None if params.first_wins else reduce_buckets)
+    return call.reduce(rules, params, None if params.first_wins else _over_buckets(reduce_buckets))
 
 
 def _extremum_backward(

@@ -185,13 +185,19 @@ def integers(least: int, most: int) -> Draw:
 
 def segment_sum(data: Any, ids: Any, num_segments: int) -> Any:
     """``jax.ops.segment_sum`` that drops every id out of range."""
-    ids = jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments).astype(jnp.int64)
+    ids = wide_ids(ids)
+    ids = jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments)
     return jax.ops.segment_sum(data, ids, num_segments + 1)[:num_segments]
+
+
+def wide_ids(ids: Any) -> Any:
+    """Ids in a type that holds every number of segments; what does not fit becomes negative."""
+    return ids.astype(jnp.int64)
 
 
 def take_cells(cells: Any, ids: Any, fill: Any = 0) -> Any:
     """Each row's cells, `fill` for dropped rows."""
-    num_segments = cells.shape[0]
+    num_segments, ids = cells.shape[0], wide_ids(ids)
     if num_segments == 0:
         return jnp.full((*ids.shape, *cells.shape[1:]), fill, cells.dtype)
     is_member = ((ids >= 0) & (ids < num_segments)).reshape(-1, *[1] * (cells.ndim - 1))

@@ -253,9 +253,12 @@ class Plan:
         """Whether one mesh axis more may split a dimension.
 
         Only inside of an automatic program may the mesh not divide it. There, XLA itself loses the sign of -0 where
-        some devices have nothing of it.
+        some devices have nothing of it. And XLA's partitioner is wrong about shifted sums of packed sequences over a
+        split time, of which derivatives consist that have no kernel: in plain JAX as well.
         """
         assert self.mesh is not None
+        if name == "time" and self.case.transformation in DERIVATIVES and "segment_ids" in dict(self.case.options):
+            return False
         size, shards = self.size_of(name), math.prod(self.mesh.shape[x] for x in (*self.assignment.get(name, ()), axis))
         if self.case.sharding == "auto" and self.case.transformation != "eager":
             return size >= shards

@@ -29,6 +29,7 @@ from matrix.calls import (
     special,
     take_cells,
     ties,
+    wide_ids,
 )
 
 Sizes = Mapping[str, Any]
@@ -60,7 +61,8 @@ def _plain_max(data: Any, ids: Any, num_segments: int) -> Any:
     keys = _ordered_bits(jnp.where(jnp.isnan(data), 0, data)) if is_float else data.astype(jnp.int64)
     if data.dtype == jnp.uint64:
         keys = jax.lax.bitcast_convert_type(data, jnp.int64) ^ np.int64(np.iinfo(np.int64).min)
-    ids = jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments).astype(jnp.int64)
+    ids = wide_ids(ids)
+    ids = jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments)
     count = jax.ops.segment_sum(jnp.ones(ids.shape, jnp.int32), ids, num_segments + 1)[:num_segments]
     is_empty = (count == 0).reshape(-1, *[1] * (data.ndim - 1))
     maxima = jax.ops.segment_max(keys, ids, num_segments + 1)[:num_segments]
@@ -112,7 +114,8 @@ def _in_buckets(reduce: Callable[..., Any], over: Callable[..., Any], bucket_siz
     def call(data: Any, ids: Any, num_segments: int) -> Any:
         buckets = -(-ids.shape[0] // bucket_size)
         bucket = jnp.arange(ids.shape[0]) // bucket_size
-        joint = jnp.where((ids >= 0) & (ids < num_segments), ids.astype(jnp.int64) + bucket * num_segments, -1)
+        ids = wide_ids(ids)
+        joint = jnp.where((ids >= 0) & (ids < num_segments), ids + bucket * num_segments, -1)
         cells = reduce(data, joint, buckets * num_segments)
         return over(cells, jnp.tile(jnp.arange(num_segments), buckets), num_segments)
 
@@ -133,6 +136,7 @@ def reference_arg(is_max: bool, data: Any, ids: Any, num_segments: int) -> Any:
     data = data if is_max else _reversed(data)
     output = _plain_max(data, ids, num_segments)
     cells = take_cells(output, ids)
+    ids = wide_ids(ids)
     is_member = ((ids >= 0) & (ids < num_segments)).reshape(-1, *[1] * (data.ndim - 1))
     attains = is_member & ((data == cells) | ((data != data) & (cells != cells)))
     row = jnp.arange(data.shape[0]).reshape(-1, *[1] * (data.ndim - 1))
@@ -150,12 +154,14 @@ MOST_DENSE_ELEMENTS = 1 << 20
 
 def reference_prod(data: Any, ids: Any, num_segments: int) -> Any:
     if not is_floating(data.dtype):
-        ids = jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments).astype(jnp.int64)
+        ids = wide_ids(ids)
+        ids = jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments)
         return jax.ops.segment_prod(data, ids, num_segments + 1)[:num_segments]
     if num_segments * math.prod(data.shape) > MOST_DENSE_ELEMENTS:  # then there are no zeros
         is_negative = segment_sum((data < 0).astype(jnp.int32), ids, num_segments) % 2
         return (1 - 2 * is_negative) * jnp.exp(segment_sum(jnp.log(jnp.abs(data)), ids, num_segments))
-    is_member = ids[None].astype(jnp.int64) == jnp.arange(num_segments)[:, None]
+    ids = wide_ids(ids)
+    is_member = ids[None] == jnp.arange(num_segments)[:, None]
     terms = jnp.where(is_member.reshape(*is_member.shape, *[1] * (data.ndim - 1)), data[None], 1)
     # Halving, because the product of JAX has no second derivative by zeros.
     while terms.shape[1] > 1:
@@ -167,6 +173,7 @@ def reference_prod(data: Any, ids: Any, num_segments: int) -> Any:
 
 def reference_softmax(logits: Any, ids: Any, num_segments: int) -> Any:
     maxima = jax.lax.stop_gradient(_plain_max(logits, ids, num_segments))
+    ids = wide_ids(ids)
     is_member = ((ids >= 0) & (ids < num_segments)).reshape(-1, *[1] * (logits.ndim - 1))
     exponentials = jnp.exp(jnp.where(is_member, logits - take_cells(maxima, ids), -jnp.inf))
     total = take_cells(segment_sum(exponentials, ids, num_segments), ids, 1)
@@ -190,6 +197,7 @@ def _majorant_softmax_jvp(num_segments: int, primals: Any, tangents: Any) -> tup
 
 
 def _softmax_gradient(sign: int, d_p: Any, p: Any, ids: Any, num_segments: int) -> Any:
+    ids = wide_ids(ids)
     is_member = ((ids >= 0) & (ids < num_segments)).reshape(-1, *[1] * (p.ndim - 1))
     return jnp.where(is_member, p * (d_p + sign * take_cells(segment_sum(p * d_p, ids, num_segments), ids)), 0)
 
@@ -303,6 +311,11 @@ NO_HUGE_BUCKETS = Rule(
     "buckets of three rows of a large array have too many cells",
     ("bucket_size", "size"),
     lambda bucket_size, size: bucket_size is not ABSENT and size in LARGE_SIZES,
+)
+NO_BUCKETS_OF_EXPLICIT_BATCHES = Rule(
+    "the derivative of jax.numpy.prod over buckets cannot be mapped in explicit mode",
+    ("bucket_size", "sharding", "batch"),
+    lambda bucket_size, sharding, batch: bucket_size is not ABSENT and sharding == "explicit" and batch != "none",
 )
 NO_CLIP_TO_NOTHING = Rule(
     "mode 'clip' has no segment to clip to",
@@ -510,6 +523,7 @@ _declare_reduction(
     lambda options: factors,
     options={"bucket_size": (ABSENT, 3)},
     properties=lambda dtype, options: {"exact_value": not is_floating(dtype)},
+    rules=(NO_BUCKETS_OF_EXPLICIT_BATCHES,),
 )
 _declare_reduction(
     "segment_softmax",

@@ -79,7 +79,7 @@ def cases(op: str) -> Iterator[Case]:
     for size, transformation in itertools.product(space.factors["size"], transformations):
         chosen = [{"batch": batch} for batch in space.factors["batch"]]
         alone = (
-            () if call.strategy_options else [(name, value) for name in call.options for value in call.options[name]]
+            [] if call.strategy_options else [(name, value) for name in call.options for value in call.options[name]]
         )
         alone += [("dtype", dtype) for dtype in call.dtypes]
         for options in (*call.strategy_options, *({name: value} for name, value in alone if name not in DATA)):
@@ -103,6 +103,16 @@ def reached(platform: str, family: str) -> list[Asked]:
     return asked
 
 
+BY_NO_PUBLIC_FUNCTION = {
+    ("write_slice", "nothing"),
+    ("write_slice_backward", "nothing"),
+    ("write_slice", "mixed"),
+    ("causal_conv1d_backward", "nothing"),
+}
+"""Strategies that public functions reach with no batch, or not with every batch: they write no empty window, and mapped
+windows of 4-bit elements beside others are those of whole bytes. test_plans.py asks for them."""
+
+
 def missing(platform: str, family: str, asked: list[Asked]) -> list[str]:
     """The strategies that no call reached, with a batch of one element and of more, with operands shared and own."""
     problems = []
@@ -111,6 +121,8 @@ def missing(platform: str, family: str, asked: list[Asked]) -> list[str]:
             continue
         for strategy in names:
             calls = [parameters for name, parameters, found in asked if (name, found) == (target, strategy)]
+            if (target, strategy) in BY_NO_PUBLIC_FUNCTION:
+                continue
             if not calls:
                 problems.append(f"{target}: {strategy} is not reached")
                 continue

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_baracuda as jb
-from matrix.calls import ABSENT, FLOATING, Call, Operand, Options, Problem, declare, numbers, passed, special
+from matrix.calls import ABSENT, FLOATING, Call, Operand, Options, Problem, Rule, declare, numbers, passed, special
+from matrix.generator import DERIVATIVES, SHARD_MAPS
 
 Sizes = Mapping[str, Any]
 
@@ -188,6 +189,15 @@ declare(
         options={**OPTIONS, "ranges": ("of all", "of each"), "second": ("same", "int32")},
         operands=("keys", "values", "new_keys", "new_values", "start"),
         problem=_write_slices_problem,
+        rules=(
+            Rule(
+                "JAX wants the float0 cotangent of an integer result to vary over the axes of shard_map, and no array can",
+                ("second", "sharding", "transformation"),
+                lambda second, sharding, transformation: (
+                    second == "int32" and sharding in SHARD_MAPS and transformation in DERIVATIVES
+                ),
+            ),
+        ),
         has_carry=True,
     )
 )
