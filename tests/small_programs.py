@@ -165,7 +165,9 @@ def rotation_programs(rng: np.random.Generator, size: tuple[int, int, int, int],
                 Program(f"rope {name}", with_gradient(functools.partial(jb.rope, **options)), (q, positions)),
                 Program(
                     f"rope_qk {name}",
-                    with_gradient(functools.partial(jb.rope_qk, rotary_dim=features // 2, **options), of=(0, 1)),
+                    with_gradient(
+                        functools.partial(jb.rope_qk, rotary_dim=max(2, features // 4 * 2), **options), of=(0, 1)
+                    ),
                     (q, k, positions),
                 ),
             ]

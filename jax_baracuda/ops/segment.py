@@ -770,16 +770,15 @@ def _reference_winner(extremum: _Extremum, data: Array, ids: Array, output: Arra
 def _reference_gradient(d_output: Array, winner: Array, ids: Array, *data_and_output: Array) -> Array:
     """What the gradient kernels of maximum and minimum compute, for one batch element."""
     winners, is_member = _take_cells(winner, ids)
-    cotangents, _ = _take_cells(d_output, ids)
+    # Wide, because the transpose adds up the cotangents of a segment's rows.
+    cotangents, _ = _take_cells(d_output.astype(compute_dtype(d_output.dtype)), ids)
     wins = is_member & (winners == _row_numbers(winners))
     gradient = jnp.where(wins, cotangents, 0)
     if data_and_output:
         data, output = data_and_output
         ties = is_member & (winners < NO_WINNER) & (data == _take_cells(output, ids)[0])
-        wide = cotangents.astype(compute_dtype(d_output.dtype))
-        shares = (wide / jnp.where(ties, -winners, 1)).astype(d_output.dtype)
-        gradient = jnp.where(ties, shares, gradient)
-    return gradient
+        gradient = jnp.where(ties, cotangents / jnp.where(ties, -winners, 1), gradient)
+    return gradient.astype(d_output.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 3, 4))
@@ -2101,11 +2100,14 @@ def _check_bucket_size(name: str, bucket_size: int, ids: Array) -> None:
 
 
 def _flat_ids(ids: Array, num_segments: int, clamps: bool) -> Array:
-    """Ids as int32 or int64 ``[N]``. What does not fit wraps to a negative number, and so stays out of range."""
+    """Ids as int32 or int64 ``[N]``. What does not fit stays out of range, and ascending ids stay ascending."""
     if clamps and num_segments > 0:
         ids = jnp.clip(ids, 0, min(num_segments - 1, int(jnp.iinfo(ids.dtype).max)))
     ids = ids.reshape(-1) if ids.ndim != 1 else ids
     signed = jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32
+    most = jnp.iinfo(signed).max
+    if jnp.iinfo(ids.dtype).max > most and num_segments <= most:
+        ids = jnp.minimum(ids, ids.dtype.type(most))  # to wrap would make them negative, in front of all others
     return ids if ids.dtype == signed else ids.astype(signed)
 
 

@@ -191,7 +191,7 @@ declare(
         problem=_write_slices_problem,
         rules=(
             Rule(
-                "JAX wants the float0 cotangent of an integer result to vary over the axes of shard_map, and no array can",
+                "JAX wants float0 cotangents of integers to vary over the axes of shard_map, and no array can",
                 ("second", "sharding", "transformation"),
                 lambda second, sharding, transformation: (
                     second == "int32" and sharding in SHARD_MAPS and transformation in DERIVATIVES

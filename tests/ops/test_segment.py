@@ -1194,3 +1194,19 @@ def test_out_sharding_errors() -> None:
         if reduction.has_buckets:
             with pytest.raises(NotImplementedError, match=f"{reduction.name}: out_sharding cannot be combined"):
                 reduction(ROWS, IDS, 2, bucket_size=2, out_sharding=PartitionSpec())
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
+@pytest.mark.parametrize("ids_dtype", ["uint32", "uint64"])
+def test_sorted_unsigned_ids_beyond_the_signed_ones(
+    rng: np.random.Generator, ids_dtype: str, reduction: Reduction
+) -> None:
+    """Ascending ids stay so on their way into the kernel, which drops those that are too large, in every batch."""
+    rows, segments, batch = 40, 6, 3
+    top = np.iinfo(ids_dtype).max
+    ids = np.sort(rng.choice(np.array([0, 1, 2, 4, top // 2, top // 2 + 1, top], ids_dtype), (batch, rows)), axis=1)
+    data = reduction.make_data(rng, Shape(rows, (4,), segments), "float32")
+    with cases.x64_for(ids_dtype):
+        results = jax.jit(jax.vmap(lambda i: reduction(data, i, segments, indices_are_sorted=True)))(ids)
+    for result, of_one in zip(results, ids, strict=True):
+        reduction.value(data, of_one, segments).check(result)
