@@ -326,7 +326,9 @@ __global__ void __launch_bounds__(kMostTileThreads, (kTileBlocks<Reduction, kSou
   // Merge the pieces of each long run within the block: after a step, the piece of a group whose run still `goes_on`
   // covers `2 * step` groups.
   __shared__ bool shared_goes_on[kMostTileThreads];
-  if (group < a.groups) shared_goes_on[group] = goes_on;
+  // The first lane speaks for its group: in the last block of columns others may have no column, and do not know.
+  const bool speaks = group < a.groups && threadIdx.x % a.features.lanes == 0;
+  if (speaks) shared_goes_on[group] = goes_on;
   if (__syncthreads_or(goes_on)) {
     for (int step = 1; step < a.groups; step *= 2) {
       Cells piece;
@@ -339,7 +341,7 @@ __global__ void __launch_bounds__(kMostTileThreads, (kTileBlocks<Reduction, kSou
       const bool is_last = !__syncthreads_or(next_goes_on);
       if (goes_on) {
         shared.slots[threadIdx.x] = piece;
-        shared_goes_on[group] = next_goes_on;
+        if (speaks) shared_goes_on[group] = next_goes_on;
       }
       goes_on = next_goes_on;
       __syncthreads();
