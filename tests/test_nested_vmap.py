@@ -110,6 +110,8 @@ def make_arrays(rng: np.random.Generator) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_split_inner_batch(rng: np.random.Generator, axis_type: AxisType, name: str, shared: str) -> None:
     """The right values, split as the operands are, and nothing is exchanged."""
+    if jax.__version_info__ < (0, 9) and axis_type == AxisType.Explicit and name.startswith("second"):
+        pytest.skip("JAX 0.8 loses the sharding of cotangents that are mapped through jax.sharding.auto_axes")
     function, names = CALLS[name]
     arrays = [make_arrays(rng)[name] for name in names.split()]
     mapped: list[int | None] = [0] * len(arrays)
