@@ -146,6 +146,8 @@ NEWEST_JAX_ALONE: dict[str, tuple[str, ...]] = {
         "test_cases_meet_every_pair_of_values",
         "test_every_value_is_met_and_so_are_the_bare_calls",
         "test_every_strategy_is_reached",
+        "test_combinations",
+        "test_fuzz",
     ),
     "test_notebooks.py": ("test_notebook_runs_and_is_kept_with_outputs",),
 }
