@@ -1,8 +1,7 @@
 """Hand-written CUDA and CPU kernels for JAX, differentiable and shardable."""
 
-from importlib.metadata import version as _version
-
 from jax_baracuda import forward_mode
+from jax_baracuda._core.op import VERSION as _version
 from jax_baracuda._core.op import precision_guarantee
 from jax_baracuda.ops.causal_conv1d import causal_conv1d, causal_conv1d_backward, causal_conv1d_update
 from jax_baracuda.ops.rope import rope, rope_backward, rope_qk, rope_qk_backward
@@ -27,7 +26,7 @@ from jax_baracuda.ops.segment import (
 from jax_baracuda.ops.where import where, where_backward
 from jax_baracuda.ops.write_slice import write_slice, write_slices
 
-__version__ = _version("jax_baracuda")
+__version__ = _version
 
 __all__ = [
     "causal_conv1d",
