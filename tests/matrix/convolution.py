@@ -73,6 +73,8 @@ SIZES: dict[str, Sizes] = {
     "short": {"example": 2, "channel": 8, "time": 2, "tap": 4},
     "empty": {"example": 2, "channel": 4, "time": 0, "tap": 4},
     "no examples": {"example": 0, "channel": 4, "time": 6, "tap": 2},
+    "few rows": {"example": 2, "channel": 3, "time": 40, "tap": 4},
+    "rows": {"example": 3, "channel": 24, "time": 100, "tap": 4},
     "vectors": {"example": 2, "channel": 64, "time": 64, "tap": 4},
 }
 LARGE_SIZES: dict[str, Sizes] = {
@@ -102,6 +104,14 @@ OPTIONS = {
     "segment_ids": (ABSENT, "int32", "int64", "uint8"),
     "parameter_dtype": ("same", "wide"),
 }
+
+
+STRATEGY_OPTIONS = tuple(
+    {"channels_last": channels_last, "initial_state": state, "segment_ids": ids}
+    for channels_last in (ABSENT, True)
+    for state in (ABSENT, "given")
+    for ids in (ABSENT, "int32")
+)
 
 
 def _parameters(dtype: str, options: Options) -> dict[str, Operand]:
@@ -170,6 +180,7 @@ declare(
         sizes=SIZES,
         large_sizes=LARGE_SIZES,
         options={**OPTIONS, "return_final_state": (ABSENT, True)},
+        strategy_options=STRATEGY_OPTIONS,
         operands=("x", "weight", "bias", "initial_state", "segment_ids"),
         problem=_forward_problem,
         rules=(NO_LAST_OF_NONE, WIDER),
@@ -224,6 +235,7 @@ declare(
         sizes=SIZES,
         large_sizes=LARGE_SIZES,
         options={**OPTIONS, "d_final_state": (ABSENT, "given")},
+        strategy_options=STRATEGY_OPTIONS,
         operands=("x", "weight", "bias", "initial_state", "segment_ids", "dy", "d_final_state"),
         problem=_backward_problem,
         rules=(NO_LAST_OF_NONE, WIDER),

@@ -79,6 +79,11 @@ def all_sizes(call: Call) -> dict[str, Mapping[str, Any]]:
     return {**call.sizes, **call.large_sizes}
 
 
+def is_empty(sizes: Mapping[str, Any]) -> bool:
+    """Whether an array has no element."""
+    return any(0 in x if isinstance(x, tuple) else x == 0 for x in sizes.values())
+
+
 def is_large(sizes: Mapping[str, Any]) -> bool:
     """Whether a Jacobian would take long."""
     flat = itertools.chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in sizes.values())
@@ -146,13 +151,13 @@ def rules_of(op: str) -> tuple[Rule, ...]:
         "XLA refuses empty arrays in manual programs, or crashes, also in its own operations (x[:0], for example)",
         ("sharding", "size"),
         # A filter of one tap has an empty state.
-        lambda sharding, size: sharding in SHARD_MAPS and (0 in sizes[size].values() or sizes[size].get("tap") == 1),
+        lambda sharding, size: sharding in SHARD_MAPS and (is_empty(sizes[size]) or sizes[size].get("tap") == 1),
     )
     empty_jacobians = Rule(
         "JAX cannot reshape an empty Jacobian in explicit mode",
         ("sharding", "size", "transformation"),
         lambda sharding, size, transformation: (
-            sharding == "explicit" and transformation == "jacrev" and 0 in sizes[size].values()
+            sharding == "explicit" and transformation == "jacrev" and is_empty(sizes[size])
         ),
     )
     return (*RULES, jacobians, empty, empty_jacobians, *presence, *call.rules)

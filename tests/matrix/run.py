@@ -101,8 +101,10 @@ Spec = tuple[Any, ...]
 class Plan:
     """Everything about a case but its data."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: Case, batch_size: int | None = None):
+        """With a batch of this size; None: of a random one."""
         self.case = case
+        self.batch_size = batch_size
         self.call = case.call()
         self.sizes = case.sizes()
         self.options = case.all_options()
@@ -142,6 +144,8 @@ class Plan:
         if batch == "none":
             return ()
         size = 4 if self.case.sharding != "single" else int(self.rng.choice([4, 3, 1, 0], p=[0.55, 0.3, 0.1, 0.05]))
+        if self.batch_size is not None:
+            size = self.batch_size
         if batch == "nested":
             mapped_of_each = [self._some(len(operands)) for _ in range(2)]
             sizes = (size, 2)

@@ -263,6 +263,7 @@ SIZES: dict[str, Sizes] = {
     "empty": {"row": 0, "features": (3,), "segment": 4},
     "no segments": {"row": 5, "features": (2,), "segment": 0},
     "three axes": {"row": 8, "features": (2, 4), "segment": 12},
+    "no features": {"row": 6, "features": (0,), "segment": 3},
 }
 MIDDLE_SIZES: dict[str, Sizes] = {
     "many rows, few segments": {"row": 9000, "features": (2,), "segment": 2},
@@ -280,6 +281,7 @@ LARGE_SIZES: dict[str, Sizes] = {
     "shared table": {"row": 500_000, "features": (16,), "segment": 100},
     "private table": {"row": 300_000, "features": (8,), "segment": 20},
     "filtered": {"row": 1 << 24, "features": (1,), "segment": 1 << 16},
+    "table in parts": {"row": 786_448, "features": (64,), "segment": 98_306},
 }
 
 FROM_IDS = Rule(

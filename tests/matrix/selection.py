@@ -16,6 +16,7 @@ Sizes = Mapping[str, Any]
 ALL = ("d0", "d1", "d2")
 SHAPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "equal": (ALL, ALL, ALL),
+    "a is a scalar": (ALL, (), ALL),
     "b is a scalar": (ALL, ALL, ()),
     "a is a row": (ALL, ("d2",), ALL),
     "b is a column": (ALL, ALL, ("d0", "d1", "1c")),
@@ -23,6 +24,8 @@ SHAPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "both are rows": (ALL, ("d2",), ("1r", "d2")),
     "cond is a column": (("d0", "1x", "1y"), ALL, ALL),
     "cond is a row": (("d1", "d2"), ALL, ("d0", "1z", "d2")),
+    "cond repeats along rows": (("d0", "d1", "1x"), ALL, ALL),
+    "cond is a row, b is a scalar": (("d2",), ALL, ()),
     "cond is a scalar": ((), ALL, ALL),
 }
 
@@ -44,7 +47,9 @@ SIZES: dict[str, Sizes] = {
 LARGE_SIZES: dict[str, Sizes] = {
     "large": {"d0": 64, "d1": 128, "d2": 512},
     "large, odd": {"d0": 63, "d1": 129, "d2": 515},
-    "tall": {"d0": 300, "d1": 3001, "d2": 3},
+    "tall": {"d0": 300, "d1": 3001, "d2": 4},
+    "tall, odd": {"d0": 301, "d1": 3001, "d2": 3},
+    "long rows, large": {"d0": 32, "d1": 64, "d2": 2048},
     "wide": {"d0": 3, "d1": 2, "d2": 300_001},
 }
 

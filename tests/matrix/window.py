@@ -15,17 +15,19 @@ from matrix.generator import DERIVATIVES, SHARD_MAPS
 Sizes = Mapping[str, Any]
 
 SIZES: dict[str, Sizes] = {
-    "small": {"example": 4, "time": 16, "new": 4, "feature": 8, "head": 2},
-    "odd": {"example": 3, "time": 13, "new": 5, "feature": 7, "head": 3},
-    "one": {"example": 1, "time": 1, "new": 1, "feature": 1, "head": 1},
-    "one row": {"example": 4, "time": 24, "new": 1, "feature": 16, "head": 2},
-    "whole": {"example": 2, "time": 6, "new": 6, "feature": 4, "head": 2},
-    "empty": {"example": 2, "time": 6, "new": 0, "feature": 4, "head": 2},
+    "small": {"example": 4, "part": 2, "time": 16, "new": 4, "feature": 8, "head": 2},
+    "odd": {"example": 3, "part": 2, "time": 13, "new": 5, "feature": 7, "head": 3},
+    "one": {"example": 1, "part": 1, "time": 1, "new": 1, "feature": 1, "head": 1},
+    "one row": {"example": 4, "part": 3, "time": 24, "new": 1, "feature": 16, "head": 2},
+    "whole": {"example": 2, "part": 2, "time": 6, "new": 6, "feature": 4, "head": 2},
+    "empty": {"example": 2, "part": 1, "time": 6, "new": 0, "feature": 4, "head": 2},
 }
 LARGE_SIZES: dict[str, Sizes] = {
-    "large": {"example": 8, "time": 2048, "new": 300, "feature": 128, "head": 4},
-    "large, odd": {"example": 3, "time": 4001, "new": 1001, "feature": 33, "head": 3},
-    "append": {"example": 32, "time": 1024, "new": 1, "feature": 256, "head": 8},
+    "large": {"example": 8, "part": 5, "time": 2048, "new": 300, "feature": 128, "head": 4},
+    "large, odd": {"example": 3, "part": 2, "time": 4001, "new": 1001, "feature": 333, "head": 3},
+    "append": {"example": 32, "part": 30, "time": 1024, "new": 1, "feature": 256, "head": 8},
+    "long odd rows": {"example": 1, "part": 1, "time": 12_000, "new": 9001, "feature": 1001, "head": 1},
+    "short of blocks": {"example": 16, "part": 15, "time": 64, "new": 35, "feature": 128, "head": 64},
 }
 DTYPES = (*FLOATING, "int32", "int8", "bool", "uint16", "complex64", "float8_e4m3fn", "int4")
 
@@ -94,9 +96,10 @@ def _start_operand(options: Options, sizes: Sizes) -> tuple[Operand, ...]:
 
 
 def _write_slice_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
-    dims = ("example", "head", "time", "feature") if options["axes"] == "four" else ("time", "feature")
+    dims = AXES[options["axes"]]
+    windowed = {"time": "new"} | ({"example": "part"} if options["axes"] == "two of three" else {})
     draw = special if options["values"] == "special" and dtype in FLOATING else numbers
-    source = tuple("new" if name == "time" else name for name in dims)
+    source = tuple(windowed.get(name, name) for name in dims)
     drop = options["mode"] == "drop"
 
     def apply(function: Callable[..., Any], dest: Any, source: Any, *start: Any) -> Any:
@@ -109,7 +112,7 @@ def _write_slice_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
             dest, source, _ranges(options, sizes, dims, *(start or (None,)))[1], drop
         ),
         results=(dims,),
-        free=tuple(name for name in dims if name != "time"),
+        free=tuple(name for name in dims if name not in windowed),
         exact_value=True,
         exact_gradient=True,
         carry=(0, 0),
@@ -122,6 +125,13 @@ OPTIONS = {
     "values": ("numbers", "special"),
 }
 
+AXES = {
+    "one of two": ("time", "feature"),
+    "one of four": ("example", "head", "time", "feature"),
+    "two of three": ("example", "time", "feature"),
+}
+"""The dimensions of an array, by how many of them the window has in part."""
+
 declare(
     Call(
         name="write_slice",
@@ -130,7 +140,7 @@ declare(
         dtypes=DTYPES,
         sizes=SIZES,
         large_sizes=LARGE_SIZES,
-        options={**OPTIONS, "axes": ("two", "four")},
+        options={**OPTIONS, "axes": tuple(AXES)},
         operands=("dest", "source", "start"),
         problem=_write_slice_problem,
         has_carry=True,
