@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "ffi/core/element_type.h"
+#include "ffi/core/integers.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_baracuda {
@@ -72,7 +73,7 @@ inline ffi::Error WrongShape(const char* op, const char* argument, const ffi::An
 // The product of the dimensions from `first` on.
 inline int64_t TrailingSize(const ffi::AnyBuffer& buffer, size_t first) {
   int64_t size = 1;
-  for (size_t i = first; i < buffer.dimensions().size(); ++i) size *= buffer.dimensions()[i];
+  for (size_t i = first; i < buffer.dimensions().size(); ++i) size = MultiplySizes(size, buffer.dimensions()[i]);
   return size;
 }
 

@@ -11,4 +11,11 @@ JB_HOST_DEVICE constexpr int64_t CeilDivide(int64_t dividend, int64_t divisor) {
   return (dividend + divisor - 1) / divisor;
 }
 
+// The product of sizes of dimensions. It does not fit only in the shape of an array without elements, where it can as
+// well be 0.
+inline int64_t MultiplySizes(int64_t a, int64_t b) {
+  int64_t product;
+  return __builtin_mul_overflow(a, b, &product) ? 0 : product;
+}
+
 }  // namespace jax_baracuda

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "ffi/core/element_type.h"
+#include "ffi/core/integers.h"
 
 namespace jax_baracuda::where {
 
@@ -45,7 +46,7 @@ struct Repetition {
   // array. False if there are too many.
   bool Add(int64_t dimension, bool is_repeated, int64_t array_size) {
     if (rank > 0 && (stride[rank - 1] == 0) == is_repeated) {
-      size[rank - 1] *= dimension;
+      size[rank - 1] = MultiplySizes(size[rank - 1], dimension);
       return true;
     }
     if (rank == kMostDimensions) return false;
@@ -67,7 +68,7 @@ bool MakeRepetition(const Dimensions& output, const Dimensions& own, Repetition*
   for (size_t i = output.size(); i-- > 0;) {
     if (output[i] == 1) continue;
     if (!repetition->Add(output[i], own[i] == 1, size)) return false;
-    size *= own[i];
+    size = MultiplySizes(size, own[i]);
   }
   return true;
 }
@@ -104,9 +105,10 @@ bool MakeSum(const Dimensions& whole, const Dimensions& own, Sum* sum) {
   for (size_t i = whole.size(); i-- > 0;) {
     if (whole[i] == own[i]) {
       has_ended = has_ended || (sum->rows != 1 && whole[i] != 1);
-      (has_ended ? sum->outer : sum->inner) *= whole[i];
+      int64_t& kept = has_ended ? sum->outer : sum->inner;
+      kept = MultiplySizes(kept, whole[i]);
     } else if (!has_ended) {
-      sum->rows *= whole[i];
+      sum->rows = MultiplySizes(sum->rows, whole[i]);
     } else {
       return false;
     }

@@ -8,6 +8,7 @@
 
 #include "ffi/core/bit_width.h"
 #include "ffi/core/handler.h"
+#include "ffi/core/integers.h"
 #include "ffi/core/operands.h"
 #include "ffi/core/target_table.h"
 #include "ffi/where/where.h"
@@ -115,7 +116,7 @@ inline std::vector<int64_t> ShapeOf(const PlanParameters& parameters, const std:
 
 inline int64_t SizeOf(const std::vector<int64_t>& shape) {
   int64_t size = 1;
-  for (const int64_t dimension : shape) size *= dimension;
+  for (const int64_t dimension : shape) size = MultiplySizes(size, dimension);
   return size;
 }
 

@@ -8,6 +8,7 @@
 
 #include "ffi/core/bit_width.h"
 #include "ffi/core/handler.h"
+#include "ffi/core/integers.h"
 #include "ffi/core/target_table.h"
 #include "ffi/write_slice/write_slice.h"
 
@@ -145,7 +146,7 @@ class Decoder {
       Axis& axis = axes->at[i];
       axis.size = axis.dim = batched_ ? shape[i] : i == 0 ? 1 : shape[i - 1];
       axis.stride = stride;
-      stride *= axis.dim;
+      stride = MultiplySizes(stride, axis.dim);
     }
     return ffi::Error::Success();
   }
@@ -229,8 +230,8 @@ class Decoder {
   void AddUpdate(const ffi::AnyBuffer& dest, const Axes& axes, bool source_is_shared, Update update, Call* call) const {
     int64_t elements = 1, window_elements = 1;
     for (int i = 0; i < axes.count; ++i) {
-      elements *= axes.at[i].dim;
-      window_elements *= axes.at[i].size;
+      elements = MultiplySizes(elements, axes.at[i].dim);
+      window_elements = MultiplySizes(window_elements, axes.at[i].size);
     }
     if (elements > 0 && update.dest != dest.untyped_data()) {
       call->copies.push_back(Copy{update.dest, dest.untyped_data(), PackedBytes(elements, update.bit_width)});
@@ -269,13 +270,13 @@ inline std::vector<Update> UpdatesOf(const PlanParameters& parameters) {
       Axis& at = axes.at[axis];
       at.size = at.dim = axis == 0 ? parameters.at("batch") : get_of_axis("size_", axis - 1);
       at.stride = stride;
-      stride *= at.dim;
+      stride = MultiplySizes(stride, at.dim);
       if (axis > 0 && get_of_axis("has_window_", axis - 1) != 0) {
         at.size = get_of_axis("window_", axis - 1);
         at.num_shards = get_of_axis("shards_", axis - 1);
         at.start = Start{&start, ElementType::kInt32, get_of_axis("start_is_shared_", axis - 1) != 0};
       }
-      window_elements *= at.size;
+      window_elements = MultiplySizes(window_elements, at.size);
     }
     if (window_elements == 0) continue;
     Update update;

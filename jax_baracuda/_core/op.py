@@ -137,7 +137,9 @@ class Op:
         """How the platform's kernel runs a call that it takes: the strategy that it chooses, and the scratch memory."""
         assert self.plan_parameters is not None
         parameters = self.plan_parameters(*_with_one_batch(operands, params), **_without_num_batch_dims(params))
-        return NATIVE_MODULES[platform].plan(self.name, {name: int(value) for name, value in parameters.items()})
+        # A product of sizes that does not fit is one of an array without elements, in which it can as well be 0.
+        fitting = {name: int(value) if value < 2**63 else 0 for name, value in parameters.items()}
+        return NATIVE_MODULES[platform].plan(self.name, fitting)
 
     def missing_kernel(self, platform: str, operands: Sequence[Any], params: Mapping[str, Any]) -> str | None:
         """Why this call has no kernel on the platform and runs as plain JAX instead; None where it has one."""
