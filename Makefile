@@ -56,10 +56,12 @@ $(SANITIZERS:%=sanitize-%): sanitize-%: $(VENV)/installed
 	$(BIN)/cmake --build build/$(notdir $(VENV))-$* --target _cpu
 	$(BIN)/python tests/sanitizers/cpu.py build/$(notdir $(VENV))-$* -q $(SANITIZED_TESTS)
 
+# A first run fills the cache: compilation would take most of the time under each tool.
 sanitize-gpu: $(VENV)/installed
 	@command -v compute-sanitizer || { echo "compute-sanitizer comes with the CUDA toolkit; put it on the PATH"; exit 1; }
-	for tool in memcheck racecheck synccheck; do compute-sanitizer --tool $$tool --error-exitcode 1 \
-	  $(BIN)/python tests/sanitizers/gpu.py $(SANITIZED_GPU_PROGRAMS) || exit 1; done
+	cache=$$(mktemp -d); trap 'rm -rf "$$cache"' EXIT; export JAX_COMPILATION_CACHE_DIR=$$cache; \
+	run="$(BIN)/python tests/sanitizers/gpu.py $(SANITIZED_GPU_PROGRAMS)"; $$run || exit 1; \
+	for tool in memcheck racecheck synccheck; do compute-sanitizer --tool $$tool --error-exitcode 1 $$run || exit 1; done
 
 check race report: $(VENV)/installed
 	$(BIN)/python -m jax_baracuda $@

@@ -617,6 +617,8 @@ def _update_vjp(
     """Of the new state, the last W - 1 inputs are the convolution's final state, and the others older inputs."""
     x, state, weight, *bias = operands
     dy, d_new_state = cotangents
+    # The parts of a state that is split over devices need not be divisible by their number.
+    state, d_new_state = split_as(state, state, (0, 1, None)), split_as(d_new_state, d_new_state, (0, 1, None))
     num_kept = weight.shape[1] - 1
     num_older = state.shape[2] - num_kept
     has_state = num_kept > 0

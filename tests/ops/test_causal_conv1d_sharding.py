@@ -192,6 +192,25 @@ def test_sharded_update(rng: np.random.Generator, channels_last: bool) -> None:
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, specs["x"]), 2)
 
 
+def test_gradient_of_an_update_whose_state_is_split_along_time(rng: np.random.Generator) -> None:
+    """The part of the state that the filter sees is odd: explicit sharding could not split it."""
+    mesh = make_mesh(AxisType.Explicit)
+    shapes = {"x": (4, 6, 5), "state": (4, 6, 8), "weight": (6, 4)}
+    specs = {"x": P(), "state": P(None, None, "examples"), "weight": P()}
+    operands = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+    def gradient(operands: dict[str, Any]) -> Any:
+        def loss(operands: dict[str, Any]) -> Any:
+            y, state = causal_conv1d_update(**operands)
+            return (y**2).sum() + (state**3).sum()
+
+        return jax.grad(loss)(operands)
+
+    expected = gradient(operands)
+    with jax.set_mesh(mesh):
+        assert_same(jax.jit(gradient)(put(mesh, operands, specs)), expected)
+
+
 @pytest.mark.parametrize("mapped", ["x", "weight", "all"])
 def test_sharded_batch_of_vmap(rng: np.random.Generator, mapped: str) -> None:
     """A mapped axis that is split over devices: no collective, as gradients of what is shared are mapped, too."""

@@ -16,6 +16,9 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cuda"
 os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
+# Every program is kept, where JAX_COMPILATION_CACHE_DIR says where.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # Compiling takes most of the time: no trials of kernels of XLA's own, and no command buffers, which hide launches.
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer="
