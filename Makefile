@@ -26,7 +26,7 @@ SOURCES := $(wildcard ffi/*.cc ffi/*/* cmake/* CMakeLists.txt pyproject.toml)
 PYTEST_ARGUMENTS ?= $(if $(DRIVER),,-n auto --dist worksteal)
 SANITIZERS ?= address thread
 SANITIZED_TESTS ?= tests/sanitizers/workload.py tests/test_load.py $(wildcard tests/ops/*_handlers.py)
-SANITIZED_GPU_PROGRAMS ?=
+SANITIZED_GPU_FAMILIES ?=
 
 .PHONY: demo test matrix fuzz sanitize sanitize-gpu check race report bench lint clean $(SANITIZERS:%=sanitize-%)
 
@@ -45,7 +45,7 @@ fuzz: $(VENV)/installed
 	  $(if $(SEED),--seed $(SEED))
 
 # The CPU module is built once more for each sanitizer, in a folder of its own: the installed one stays as it is.
-# SANITIZERS, SANITIZED_TESTS and SANITIZED_GPU_PROGRAMS choose what runs.
+# SANITIZERS, SANITIZED_TESTS and SANITIZED_GPU_FAMILIES choose what runs.
 sanitize: $(SANITIZERS:%=sanitize-%) $(if $(DRIVER),sanitize-gpu)
 
 $(SANITIZERS:%=sanitize-%): sanitize-%: $(VENV)/installed
@@ -60,7 +60,7 @@ $(SANITIZERS:%=sanitize-%): sanitize-%: $(VENV)/installed
 sanitize-gpu: $(VENV)/installed
 	@command -v compute-sanitizer || { echo "compute-sanitizer comes with the CUDA toolkit; put it on the PATH"; exit 1; }
 	cache=$$(mktemp -d); trap 'rm -rf "$$cache"' EXIT; export JAX_COMPILATION_CACHE_DIR=$$cache; \
-	run="$(BIN)/python tests/sanitizers/gpu.py $(SANITIZED_GPU_PROGRAMS)"; $$run || exit 1; \
+	run="$(BIN)/python tests/sanitizers/gpu.py $(SANITIZED_GPU_FAMILIES) --programs $$cache/programs.json"; $$run || exit 1; \
 	for tool in memcheck racecheck synccheck; do compute-sanitizer --tool $$tool --error-exitcode 1 $$run || exit 1; done
 
 check race report: $(VENV)/installed

@@ -5,10 +5,9 @@ Data are small integers where sums may be added in any order, so that these are 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import cases
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 
 import jax_baracuda as jb
-from jax_baracuda._core.native import NATIVE_MODULES, NativeModule, Plan
 from jax_baracuda._core.op import Op
 
 ORDERED = (jb.segment_max, jb.segment_min)
@@ -26,14 +24,6 @@ SUMS = (jb.segment_sum, jb.segment_mean)
 POSITIONS = (jb.segment_argmax, jb.segment_argmin)
 
 TINY = cases.Shape(50, (9,), 7)
-OTHER_SEGMENT_SHAPES = (
-    cases.Shape(7, (), 3),
-    cases.Shape(9000, (2,), 2),
-    cases.Shape(257, (3,), 4000),
-    cases.Shape(70_001, (), 9),
-    cases.Shape(150, (1500,), 100),
-    cases.BIG_SHAPE,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,22 +49,6 @@ class Program:
             patch.setattr(Op, "missing_kernel", lambda *_: "plain JAX is asked for")
             # A function that JAX has not traced yet.
             return dataclasses.replace(self, function=lambda *operands: self.function(*operands)).results()
-
-
-@contextlib.contextmanager
-def unreached_strategies() -> Iterator[set[tuple[str, str]]]:
-    """The (op, strategy) of this platform's kernels that no program compiled meanwhile has reached."""
-    unreached = {(op, name) for op, names in NATIVE_MODULES[cases.PLATFORM].strategies().items() for name in names}
-    plan = NativeModule.plan
-
-    def recorded(self: NativeModule, target: str, parameters: dict[str, int]) -> Plan:
-        answer = plan(self, target, parameters)
-        unreached.discard((target, answer.strategy))
-        return answer
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NativeModule, "plan", recorded)
-        yield unreached
 
 
 def with_gradient(function: Callable[..., Any], *, of: tuple[int, ...] = (0,)) -> Callable[..., Any]:
@@ -227,31 +201,3 @@ def tiny_programs(rng: np.random.Generator) -> list[Program]:
         *selection_programs(rng, 6, 37, "float32"),
         *window_programs(rng, (9, 13), (4, 5), "float32"),
     ]
-
-
-def middle_programs(rng: np.random.Generator) -> list[Program]:
-    """Of sizes that several threads share."""
-    return [
-        *segment_programs(rng, cases.Shape(3000, (64,), 2000), "float32"),
-        *segment_programs(rng, cases.Shape(12_001, (33,), 3), "bfloat16"),
-        *convolution_programs(rng, (2, 130, 200), "float32"),
-        *rotation_programs(rng, (2, 3, 700, 64), "bfloat16"),
-        *selection_programs(rng, 300, 400, "float32"),
-        *window_programs(rng, (300, 700), (200, 301), "float32"),
-    ]
-
-
-def other_programs(rng: np.random.Generator) -> list[Program]:
-    """Of sizes that, with those above, make kernels choose every strategy, each with one of the dtypes."""
-    programs = []
-    for i, shape in enumerate(OTHER_SEGMENT_SHAPES):
-        programs += segment_programs(rng, shape, cases.FLOATING[i % 4])
-    for i, size in enumerate(((1, 3, 1), (3, 2, 9000), (1, 2100, 70), (70, 8, 40))):
-        programs += convolution_programs(rng, size, cases.FLOATING[(i + 1) % 4])
-    for i, size in enumerate(((1, 1, 1, 2), (3, 2, 5, 128), (1, 2, 3000, 64))):
-        programs += rotation_programs(rng, size, cases.FLOATING[i % 4])
-    for i, (rows, columns) in enumerate(((1, 1), (40_000, 3), (3, 40_000))):
-        programs += selection_programs(rng, rows, columns, cases.FLOATING[(i + 3) % 4])
-    for dtype in ("bfloat16", "int8", "int4", "float64"):
-        programs += window_programs(rng, (300, 700), (200, 301), dtype)
-    return programs

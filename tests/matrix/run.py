@@ -521,9 +521,10 @@ def _wide(x: np.ndarray) -> Any:
 class Compiled:
     """The programs of a case, for any number of draws of its data."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: Case, batch_size: int | None = None):
+        """With a batch of this size; None: of a random one."""
         self.case = case
-        self.plan = plan = Plan(case)
+        self.plan = plan = Plan(case, batch_size)
         forward = case.transformation in ("jvp", "linearize")
         function = plan.call.forward_mode if forward else plan.call.function
         assert function is not None, f"{case.op} has no forward mode"
@@ -576,11 +577,15 @@ class Compiled:
             for array, x in zip(arrays, plan.arrays, strict=True)
         ]
 
+    def results(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Those of the kernels."""
+        with self.context():
+            return [np.asarray(x) for x in self.actual(*self.place(arrays))]
+
     def check(self, number: int = 0) -> None:
         """Runs one draw of data, raises :class:`Mismatch` where a result is wrong."""
         arrays = self.draw(number)
-        with self.context():
-            actual = [np.asarray(x) for x in self.actual(*self.place(arrays))]
+        actual = self.results(arrays)
         with jax.enable_x64(True):
             exact, magnitude = self.reference([jnp.asarray(_wide(x)) for x in arrays])
             exact = [np.asarray(x) for x in exact]

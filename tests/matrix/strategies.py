@@ -38,6 +38,8 @@ def recorded() -> Iterator[list[Asked]]:
         yield asked
 
 
+FAMILIES = ("segment", "causal_conv1d", "rope", "where", "write_slice")
+
 BATCH_SIZE = 2
 """A larger batch has too many rows for some strategies."""
 
@@ -105,6 +107,24 @@ def reached(family: str, platforms: Sequence[str]) -> list[Asked]:
             for case in cases(op):
                 ask(case, platforms)
     return asked
+
+
+def covering(platform: str, family: str) -> list[Case]:
+    """Few cases that reach every strategy of a platform's kernels, alone and in batches of `BATCH_SIZE`."""
+    chosen: list[Case] = []
+    seen: set[tuple[str, str, bool]] = set()
+    with recorded() as asked:
+        for op in [name for name in load_all() if name.startswith(family)]:
+            for case in cases(op):
+                first = len(asked)
+                ask(case, [platform])
+                found = {(target, strategy, n.get("batch", 1) > 1) for _, target, n, strategy in asked[first:]}
+                if not found <= seen:
+                    seen |= found
+                    chosen.append(case)
+                    if not missing(platform, family, asked):
+                        return chosen
+    raise AssertionError("\n".join(missing(platform, family, asked)))
 
 
 NOT_AT_ALL = "not reached"

@@ -83,7 +83,7 @@ def test_combinations(op: str, chunk: int) -> None:
     assert not failures, f"{len(failures)} cases failed:\n\n" + "\n\n".join(failures)
 
 
-@pytest.mark.parametrize("family", ["segment", "causal_conv1d", "rope", "where", "write_slice"])
+@pytest.mark.parametrize("family", strategies.FAMILIES)
 def test_every_strategy_is_reached(family: str) -> None:
     platforms = [name for name, native in NATIVE_MODULES.items() if native.module is not None]
     assert platforms

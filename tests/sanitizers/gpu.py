@@ -1,17 +1,22 @@
-"""Runs small cases of every op on a GPU, for compute-sanitizer to watch:
+"""Runs programs of the matrix that reach every strategy of the CUDA kernels, for compute-sanitizer to watch:
 
     for tool in memcheck racecheck synccheck; do
       compute-sanitizer --tool $tool --error-exitcode 1 python tests/sanitizers/gpu.py
     done
 
 Every array is an allocation of its own, so that memcheck sees each access beside one; XLA's pool would hide them. The
-arguments choose programs by what their names contain ("segment", "bfloat16", "rope_qk", ...); ``--list`` lists them.
+arguments choose families of ops ("segment", "rope", ...). Finding the programs takes a minute or two: ``--programs
+FILE`` keeps them for the next run.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cuda"
@@ -25,26 +30,35 @@ os.environ["XLA_FLAGS"] = (
 )
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import numpy as np  # noqa: E402  (after the environment is set)
-from small_programs import middle_programs, other_programs, tiny_programs, unreached_strategies  # noqa: E402
+from matrix.generator import Case  # noqa: E402  (after the environment is set)
+from matrix.run import Compiled  # noqa: E402
+from matrix.strategies import BATCH_SIZE, FAMILIES, covering  # noqa: E402
 
 
-def main(arguments: list[str]) -> None:
-    rng = np.random.default_rng(0)
-    programs = [*tiny_programs(rng), *middle_programs(rng), *other_programs(rng)]
-    wanted = [name for name in arguments if name != "--list"]
-    programs = [program for program in programs if not wanted or any(name in program.name for name in wanted)]
-    if not programs:
-        sys.exit(f"no program's name contains {' or '.join(wanted)}; --list lists them")
-    with unreached_strategies() as unreached:
-        for program in programs:
-            print(program.name, flush=True)
-            if "--list" not in arguments:
-                program.results()
-    print(f"{len(programs)} programs")
-    if not arguments and unreached:
-        sys.exit(f"no program reached {sorted(unreached)}")
+def read(path: Path) -> Iterator[Case]:
+    for fields in json.loads(path.read_text()):
+        yield Case(**{**fields, "options": tuple(map(tuple, fields["options"]))})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", help=f"some of {', '.join(FAMILIES)} (default: all)")
+    parser.add_argument("--programs", type=Path, help="a file that keeps the list of programs; written where it is not")
+    arguments = parser.parse_args()
+    families = arguments.families or FAMILIES
+    if unknown := set(families) - set(FAMILIES):
+        parser.error(f"there is no family {' or '.join(sorted(unknown))}, but {', '.join(FAMILIES)}")
+    if arguments.programs and arguments.programs.exists():
+        programs = list(read(arguments.programs))
+    else:
+        programs = [case for family in families for case in covering("cuda", family)]
+        if arguments.programs:
+            arguments.programs.write_text(json.dumps([dataclasses.asdict(case) for case in programs]))
+    for case in programs:
+        print(case, flush=True)
+        compiled = Compiled(case, BATCH_SIZE)
+        compiled.results(compiled.draw(0))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,40 +1,23 @@
-"""What sanitizers watch: all public functions and their gradients, at sizes that reach every strategy of CPU kernels.
+"""What sanitizers watch: programs of the matrix that reach every strategy of the CPU kernels.
 
-Their results are compared with plain JAX by other tests; here, a second call must give the bits of the first.
+Their results are compared too: a sanitizer's module is another build of the same sources.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import matrix  # isort: skip  (sets the environment before JAX is loaded)
 
-import numpy as np
 import pytest
-from small_programs import Program, middle_programs, other_programs, tiny_programs, unreached_strategies
+from matrix.run import Compiled
+from matrix.strategies import BATCH_SIZE, FAMILIES, covering
 
-RNG = np.random.default_rng(0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unreached() -> Iterator[set[tuple[str, str]]]:
-    with unreached_strategies() as strategies:
-        yield strategies
+assert matrix
 
 
-def check(program: Program) -> None:
-    for first, second in zip(program.results(), program.results(), strict=True):
-        assert first.tobytes() == second.tobytes()
-
-
-@pytest.mark.parametrize("program", [*tiny_programs(RNG), *middle_programs(RNG)], ids=lambda program: program.name)
-def test_small_program(program: Program) -> None:
-    check(program)
-
-
-@pytest.mark.parametrize("program", other_programs(RNG), ids=lambda program: program.name)
-def test_program(program: Program) -> None:
-    check(program)
-
-
-def test_every_strategy_was_reached(unreached: set[tuple[str, str]]) -> None:
-    """By the programs above, which must have run."""
-    assert not unreached
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_strategy(family: str) -> None:
+    cases = covering("cpu", family)
+    assert cases
+    for case in cases:
+        print(case.recipe(), flush=True)
+        Compiled(case, BATCH_SIZE).check()
