@@ -160,7 +160,7 @@ def ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> n
 
 
 def special(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Ties with NaN and infinities, and the ends of integers."""
+    """Ties with NaN of both signs and infinities, and the ends of integers."""
     data = ties(rng, shape, dtype)
     pick = rng.random(shape)
     if not is_floating(dtype):
@@ -168,7 +168,7 @@ def special(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -
             data = np.where(pick < 0.1, np.asarray(jnp.iinfo(dtype).min, dtype), data)
             data = np.where(pick > 0.9, np.asarray(jnp.iinfo(dtype).max, dtype), data)
         return data
-    for i, value in enumerate((np.nan, np.inf, -np.inf, -np.inf)):
+    for i, value in enumerate((np.nan, np.copysign(np.nan, -1), np.inf, -np.inf, -np.inf)):
         data = np.where((pick > 0.03 * i) & (pick < 0.03 * (i + 1)), value, data)
     return data.astype(dtype)
 
