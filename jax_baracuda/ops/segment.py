@@ -1148,8 +1148,9 @@ def _transpose_prod_backward(
     [d_output] = d_outputs
 
     def of_one(d_data: Array, data: Array, ids: Array) -> Array:
-        gradient = functools.partial(_product_gradient_in_pairs, data=data, ids=ids)
-        return jax.linear_transpose(gradient, jax.ShapeDtypeStruct(d_output.shape[1:], d_output.dtype))(d_data)[0]
+        # The gradient is a product with the transposed Jacobian of the segments' products.
+        products = functools.partial(_product_in_pairs, ids=ids, num_segments=d_output.shape[1])
+        return jax.jvp(products, (data,), (d_data,))[1].astype(d_output.dtype)
 
     def of_all(*operands: Array) -> tuple[Array]:
         return (over_batch(of_one, *operands),)
