@@ -189,6 +189,11 @@ def _with_one_batch(avals: Sequence[Any], params: Mapping[str, Any]) -> Sequence
     return [jax.ShapeDtypeStruct(_shape_with_one_batch(x.shape, batch), x.dtype) for x in avals]
 
 
+def _is_shared(operand: Any, num_batch_dims: int) -> bool:
+    """Whether the whole batch shares an operand."""
+    return all(size == 1 for size in operand.shape[:num_batch_dims])
+
+
 def _shape_with_one_batch(shape: Sequence[int], batch: tuple[int, ...]) -> tuple[int, ...]:
     """An array that the whole batch shares stays shared; any other has all of the batch."""
     is_shared = all(size == 1 for size in shape[: len(batch)])
@@ -485,7 +490,13 @@ def _lower(
             return tuple(run_kernel(*shards))
         kernel_of_one_batch = functools.partial(kernel.bind, **own_params, donated=donated)
         program = functools.partial(op.shard_program, kernel_of_one_batch, axes, **own_params)
-        return tuple(_merge_batch(program, _num_batch_dims(params))(*shards))
+        # A part of an operand may have sizes of 1 where the operand does not: the batch shares it no more than before.
+        batch = _joint_sizes(shards, _num_batch_dims(params))
+        shards = tuple(
+            shard if _is_shared(aval, len(batch)) else jnp.broadcast_to(shard, (*batch, *shard.shape[len(batch) :]))
+            for aval, shard in zip(ctx.avals_in, shards, strict=True)
+        )
+        return tuple(_merge_batch(program, len(batch))(*shards))
 
     layout = op.layout(ctx.avals_in, ctx.avals_out, params)
     call = partitioned(run_kernel, shard_program, layout, of_params(op.whole, own_params), op.reduced)

@@ -221,3 +221,17 @@ def test_shard_map_over_one_of_two_axes(rng: np.random.Generator) -> None:
     )
     placed = put(mesh, dest, P("a", None, "b")), put(mesh, source, P("a", None, "b"))
     assert_same_memory(jax.jit(mapped)(*placed), reference_write(dest, source, (0, 17, 0)))
+
+
+def test_arrays_that_different_vmaps_map(rng: np.random.Generator) -> None:
+    """Each device has one element of the inner batch: to its program, the array of that batch looks shared."""
+    keys, values = (rng.normal(size=(MESH_SHAPE[0], 6, n)).astype(np.float32) for n in (4, 2))
+
+    def write(keys: Any, values: Any) -> Any:
+        return write_slices([keys, values], [2 * keys[:3], 3 * values[:3]], ((1, 4), 0))
+
+    of_all = jax.jit(jax.vmap(jax.vmap(write, (None, 0)), (0, None)))
+    mesh = jax.make_mesh(MESH_SHAPE, ("inner", "other"), axis_types=(AxisType.Auto,) * 2)
+    placed = jax.device_put(values, NamedSharding(mesh, P("inner")))
+    for got, want in zip(of_all(keys, placed), of_all(keys, values), strict=True):
+        np.testing.assert_array_equal(got, want)
