@@ -34,10 +34,6 @@ class Program:
     function: Callable[..., Any]
     operands: tuple[np.ndarray, ...]
 
-    @property
-    def family(self) -> str:
-        return self.name.split()[0]
-
     def results(self) -> list[np.ndarray]:
         """Of one call, by the kernels."""
         with cases.x64_for(*(x.dtype for x in self.operands)):

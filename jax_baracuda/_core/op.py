@@ -189,15 +189,14 @@ def _with_one_batch(avals: Sequence[Any], params: Mapping[str, Any]) -> Sequence
     return [jax.ShapeDtypeStruct(_shape_with_one_batch(x.shape, batch), x.dtype) for x in avals]
 
 
-def _is_shared(operand: Any, num_batch_dims: int) -> bool:
-    """Whether the whole batch shares an operand."""
-    return all(size == 1 for size in operand.shape[:num_batch_dims])
+def _is_shared(shape: Sequence[int], num_batch_dims: int) -> bool:
+    """Whether the whole batch shares an operand of this shape."""
+    return all(size == 1 for size in shape[:num_batch_dims])
 
 
 def _shape_with_one_batch(shape: Sequence[int], batch: tuple[int, ...]) -> tuple[int, ...]:
     """An array that the whole batch shares stays shared; any other has all of the batch."""
-    is_shared = all(size == 1 for size in shape[: len(batch)])
-    return (1 if is_shared else math.prod(batch), *shape[len(batch) :])
+    return (1 if _is_shared(shape, len(batch)) else math.prod(batch), *shape[len(batch) :])
 
 
 def _merge_batch(function: Callable[..., Sequence[jax.Array]], num_batch_dims: int) -> Callable[..., Any]:
@@ -493,7 +492,9 @@ def _lower(
         # A part of an operand may have sizes of 1 where the operand does not: the batch shares it no more than before.
         batch = _joint_sizes(shards, _num_batch_dims(params))
         shards = tuple(
-            shard if _is_shared(aval, len(batch)) else jnp.broadcast_to(shard, (*batch, *shard.shape[len(batch) :]))
+            shard
+            if _is_shared(aval.shape, len(batch))
+            else jnp.broadcast_to(shard, (*batch, *shard.shape[len(batch) :]))
             for aval, shard in zip(ctx.avals_in, shards, strict=True)
         )
         return tuple(_merge_batch(program, len(batch))(*shards))
