@@ -237,6 +237,27 @@ def test_shard_map_over_features(reduction: Reduction, options: Options, check_v
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @each_differentiable
+def test_transposed_gradient_in_shard_map(reduction: Reduction, check_vma: bool) -> None:
+    """Gradients are linear in the cotangent; what transposes them has the varying axes of the cotangent."""
+    data, ids, cotangent = make_operands(reduction, seed=10)
+    data = jnp.where(jnp.isfinite(data), data, 1)
+
+    def transposed(cotangent: jax.Array, data: jax.Array, d_gradient: jax.Array) -> jax.Array:
+        def gradient(cotangent: jax.Array) -> jax.Array:
+            return reduction.call_backward(cotangent, data, ids, NUM_SEGMENTS, **reduction.options[0])
+
+        return jax.vjp(gradient, cotangent)[1](d_gradient)[0]
+
+    operands = (cotangent, data, jnp.flip(data, axis=0))
+    spec = P(None, "features")
+    mapped = jax.shard_map(
+        transposed, mesh=make_mesh(AxisType.Auto), in_specs=(spec,) * 3, out_specs=spec, check_vma=check_vma
+    )
+    np.testing.assert_allclose(jax.jit(mapped)(*operands), transposed(*operands), rtol=1e-6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@each_differentiable
 def test_gradient_through_shard_map_of_replicated_data(reduction: Reduction, check_vma: bool) -> None:
     """Data that all devices share, ids that differ: the gradient is the sum over the devices."""
     data, ids, _ = make_operands(reduction, seed=4)
