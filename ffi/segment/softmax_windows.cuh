@@ -423,7 +423,7 @@ __global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks
   runs.lane = threadIdx.x % 32;
   runs.warp = threadIdx.x / 32;
   const int warp_groups = static_cast<int>(32 * a.lanes_inverse >> 16);
-  // Lanes that are left over load from the first group's rows, whatever it has written there, and write nothing.
+  // Lanes that are left over count to the first group, but read and write none of its rows.
   runs.is_left_over = runs.lane >= warp_groups * lanes;
   const int group = runs.is_left_over ? 0 : static_cast<int>(runs.lane * a.lanes_inverse >> 16);
   runs.row_lane = runs.lane - (runs.is_left_over ? warp_groups : group) * lanes;
@@ -446,6 +446,9 @@ __global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks
   const bool is_active = !runs.is_left_over && runs.row_lane < row_lanes;
   const uint32_t without_value = is_active ? RowBits<kRows>(shared.dropped, runs.first_row) : (1u << kRows) - 1;
   C* const own_table = table + runs.row_lane * kVec;
+  const auto load_row = [&](const T* rows_of_thread, int k) {
+    return runs.is_left_over ? Repeat<kVec>(static_cast<T>(C{0})) : LoadVector<kVec>(rows_of_thread + k * row_step);
+  };
   // Leaves the state of a run as a piece if the run is long.
   const auto store_piece = [&](int state, int run_start, const Vector<C, kVec>& total) {
     if (!is_active) return;
@@ -487,14 +490,14 @@ __global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks
   if constexpr (kBackward) {
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
-      const Vector<T, kVec> p = LoadVector<kVec>(own + k * row_step), d_p = LoadVector<kVec>(own_d + k * row_step);
+      const Vector<T, kVec> p = load_row(own, k), d_p = load_row(own_d, k);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) values[k].lane[i] = static_cast<C>(p.lane[i]) * static_cast<C>(d_p.lane[i]);
     }
     TotalRuns(runs, values, C{0}, own_table, row_step, tails[0], shared.warp_has_start, add,
               [&](int run_start, const Vector<C, kVec>& total) { store_piece(0, run_start, total); });
     for_each_row([&](int k, const Vector<C, kVec>& sum) {
-      const Vector<T, kVec> p = LoadVector<kVec>(own + k * row_step), d_p = LoadVector<kVec>(own_d + k * row_step);
+      const Vector<T, kVec> p = load_row(own, k), d_p = load_row(own_d, k);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
         values[k].lane[i] = SoftmaxGradient(static_cast<C>(p.lane[i]), static_cast<C>(d_p.lane[i]), sum.lane[i]);
@@ -505,7 +508,7 @@ __global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks
     clear_rows();
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
-      const Vector<T, kVec> x = LoadVector<kVec>(own + k * row_step);
+      const Vector<T, kVec> x = load_row(own, k);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) values[k].lane[i] = ScaledExp(static_cast<C>(x.lane[i]));
     }
@@ -535,7 +538,7 @@ __global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks
       clear_rows();
 #pragma unroll
       for (int k = 0; k < kRows; ++k) {
-        const Vector<T, kVec> x = LoadVector<kVec>(own + k * row_step);
+        const Vector<T, kVec> x = load_row(own, k);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[k].lane[i] = static_cast<C>(x.lane[i]);
       }
