@@ -296,3 +296,18 @@ class Batch:
         for check, result in zip(self.checks, results, strict=True):
             check(*result) if isinstance(result, tuple) else check(result)
         return collections.Counter(kernels_in(lowered.as_text()))
+
+
+def extremum_gradient_of_rows(
+    extremum: Reduction, d_output: np.ndarray, data: np.ndarray, ids: np.ndarray
+) -> np.ndarray:
+    """In float64, ties shared; for more rows than the other references take."""
+    order = np.argsort(ids, kind="stable")
+    order = order[(ids[order] >= 0) & (ids[order] < len(d_output))]
+    present, starts, counts = np.unique(ids[order], return_index=True, return_counts=True)
+    values = data[order].astype(np.float64) * (1 if extremum is MAX else -1)
+    attains = values == np.repeat(np.maximum.reduceat(values, starts), counts, axis=0)
+    members = np.add.reduceat(attains.astype(np.int64), starts)
+    gradient = np.zeros(data.shape)
+    gradient[order] = np.where(attains, np.repeat(d_output[present] / members, counts, axis=0), 0)
+    return gradient

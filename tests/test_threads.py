@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import re
 import subprocess
@@ -15,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reductions import MAX, PROD, SOFTMAX, SUM
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from reductions import MAX, PROD, SOFTMAX, SUM, extremum_gradient_of_rows
 from rotations import Rotation
 from windows import reference_write
 
@@ -164,3 +167,54 @@ def test_two_threads_with_tables_of_two_sizes() -> None:
     for thread in threads:
         thread.join()
     assert not failures, "\n".join(failures)
+
+
+def exact_convolution(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Of integers, along the last axis."""
+    width, length = weight.shape[-1], x.shape[-1]
+    padded = np.pad(x, ((0, 0), (0, 0), (width - 1, 0)))
+    return sum(weight[:, k, None] * padded[..., k : k + length] for k in range(width))
+
+
+def test_different_programs_on_every_device(rng: np.random.Generator) -> None:
+    """Two threads a device and one for all devices together: gradients of a batch whose rows are sorted as one, sums
+    with little and with much shared memory, and a convolution without a state, split over the devices."""
+    devices = jax.devices()[:4]
+    rows, segments, rounds = (100_000, 5000, 50) if cases.PLATFORM == "cuda" else (2000, 100, 5)
+    data = rng.integers(-20, 20, (3, rows, 32)).astype(np.float32)
+    ids = rng.integers(-9, segments + 9, (3, rows), dtype=np.int32)
+    d_output = rng.normal(size=(segments, 32)).astype(np.float32)
+    x = rng.integers(-9, 9, (len(devices), 6, 500)).astype(np.float32)
+    weight = rng.integers(-9, 9, (6, 4)).astype(np.float32)
+
+    def gradients(data: jax.Array, ids: jax.Array) -> jax.Array:
+        loss = lambda x, i: (d_output * segment_max(x, i, segments)).sum()  # noqa: E731
+        return jax.vmap(jax.grad(loss))(data, ids)
+
+    def sums(data: jax.Array, ids: jax.Array) -> list[jax.Array]:
+        return [segment_sum(data[0], ids[0], n) for n in (8, 170)]
+
+    expected_gradients = [
+        extremum_gradient_of_rows(MAX, d_output, *element).astype(np.float32) for element in zip(data, ids, strict=True)
+    ]
+    expected_sums = [SUM.value(data[0], ids[0], n).exact for n in (8, 170)]
+    mesh = Mesh(np.array(devices), ("devices",))
+    split, whole = NamedSharding(mesh, P("devices")), NamedSharding(mesh, P())
+    threads = [
+        *((gradients, jax.device_put((data, ids), device), expected_gradients) for device in devices),
+        *((sums, jax.device_put((data, ids), device), expected_sums) for device in devices),
+        (causal_conv1d, jax.device_put((x, weight), (split, whole)), exact_convolution(x, weight)),
+    ]
+    start = threading.Barrier(len(threads))
+
+    def work(function: Callable[..., Any], operands: Any, expected: Any) -> None:
+        program = jax.jit(function)
+        start.wait()
+        for _ in range(rounds):
+            results = program(*operands)
+            for actual, exact in zip(results, expected, strict=True):
+                np.testing.assert_array_equal(np.asarray(actual), exact)
+
+    with concurrent.futures.ThreadPoolExecutor(len(threads)) as pool:
+        for future in [pool.submit(work, *thread) for thread in threads]:
+            future.result()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import FLOATING, TIE_BREAKS, Shape, assert_same_bits
-from reductions import MAX, MIN, Batch, Reduction, value_and_pullback
+from reductions import MAX, MIN, Batch, Reduction, extremum_gradient_of_rows, value_and_pullback
 
 from jax_baracuda import segment_max_backward, unsorted_segment_max_backward
 from jax_baracuda._core.op import OPS
@@ -482,19 +482,6 @@ def test_order_of_a_batch(rng: np.random.Generator, extremum: Reduction) -> None
     batch.run()
 
 
-def batch_gradient(extremum: Reduction, d_output: np.ndarray, data: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """The gradient of one element of a batch in float64, ties shared; for more rows than the other references take."""
-    order = np.argsort(ids, kind="stable")
-    order = order[(ids[order] >= 0) & (ids[order] < len(d_output))]
-    present, starts, counts = np.unique(ids[order], return_index=True, return_counts=True)
-    values = flip(extremum, data[order].astype(np.float64))
-    attains = values == np.repeat(np.maximum.reduceat(values, starts), counts, axis=0)
-    members = np.add.reduceat(attains.astype(np.int64), starts)
-    gradient = np.zeros(data.shape)
-    gradient[order] = np.where(attains, np.repeat(d_output[present] / members, counts, axis=0), 0)
-    return gradient
-
-
 @pytest.mark.parametrize(("size", "mapped"), [(3, "both"), (3, "data"), (2, "ids")])
 @each_extremum
 def test_gradient_of_a_large_batch(rng: np.random.Generator, extremum: Reduction, size: int, mapped: str) -> None:
@@ -509,7 +496,7 @@ def test_gradient_of_a_large_batch(rng: np.random.Generator, extremum: Reduction
     d_data = jax.jit(jax.vmap(jax.grad(loss), axes))(*operands)
     for k in range(size):
         element = [x[k] if axis == 0 else x for x, axis in zip(operands, axes, strict=True)]
-        expected = batch_gradient(extremum, d_output, *element).astype(np.float32)
+        expected = extremum_gradient_of_rows(extremum, d_output, *element).astype(np.float32)
         np.testing.assert_array_equal(np.asarray(d_data[k]), expected, f"element {k}")
 
 
