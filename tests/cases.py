@@ -466,19 +466,17 @@ def products_of_others(values: np.ndarray) -> np.ndarray:
 
 
 def reference_prod_gradient(d_output: np.ndarray, data: np.ndarray, ids: np.ndarray) -> Expected:
-    """The cotangent times the product of the other rows of the segment, which has the accumulator's range."""
+    """The cotangent times the product of the other rows of the segment, which may be out of any range."""
     gradient = np.zeros(data.shape, np.longdouble)
     error = np.zeros(data.shape, np.longdouble)
     wide = accumulator(data.dtype)
     for segment, rows in _members(ids, len(d_output)):
         with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-            others = products_of_others(data[rows]).astype(wide).astype(np.longdouble)
-            gradient[rows] = others * d_output[segment].astype(np.longdouble)
+            gradient[rows] = products_of_others(data[rows]) * d_output[segment].astype(np.longdouble)
             # The product of all rows, the division by one of them, the cotangent.
             relative = _product_error(np.concatenate([data[rows], data[rows][:2]]), gradient[rows], data.dtype)
-            absolute = np.abs(d_output[segment].astype(np.float64)) * float(np.finfo(wide).smallest_subnormal)
-            is_subnormal = (relative > 0) & (np.abs(others) < 2 * float(np.finfo(wide).tiny))
-            error[rows] = relative + np.where(is_subnormal, absolute, 0)
+            is_subnormal = (relative > 0) & (np.abs(gradient[rows]) < 2 * float(np.finfo(wide).tiny))
+            error[rows] = relative + np.where(is_subnormal, float(np.finfo(wide).smallest_subnormal), 0)
     return Expected(gradient, data.dtype, error)
 
 

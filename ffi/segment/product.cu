@@ -34,16 +34,15 @@ struct ProductGradient {
     Vector<T, kVec> gradient;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      const C value = wide.lane[i];
-      C others;
       if (are_plain) {
-        const FloatingBits<C> bits(value);
-        others = Quotient(mantissas.lane[i], bits.Mantissa()) *
-                 PowerOfTwo<C>((packeds.lane[i] >> 6) - bits.Exponent());
+        const FloatingBits<C> bits(wide.lane[i]);
+        const C others = Quotient(mantissas.lane[i], bits.Mantissa()) *
+                         PowerOfTwo<C>((packeds.lane[i] >> 6) - bits.Exponent());
+        gradient.lane[i] = static_cast<T>(d_wide.lane[i] * others);
       } else {
-        others = ProductOfOthers(Product<C>{mantissas.lane[i], packeds.lane[i]}, value);
+        const Product<C> product{mantissas.lane[i], packeds.lane[i]};
+        gradient.lane[i] = static_cast<T>(ProductOfOthersTimes(product, wide.lane[i], d_wide.lane[i]));
       }
-      gradient.lane[i] = static_cast<T>(d_wide.lane[i] * others);
     }
     return gradient;
   }

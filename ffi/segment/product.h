@@ -148,20 +148,11 @@ JB_RARE C ProductValue(Product<C> product) {
   return Scale(product.mantissa, product.packed >> 6);
 }
 
-// The product of all members but one, whose value is `value`.
+// The product of all members but one, whose value is `value`, and of `factor`, which may bring it back into range.
 template <typename C>
-JB_HOST_DEVICE C ProductOfOthers(const Product<C>& product, C value) {
+JB_HOST_DEVICE C ProductOfOthersTimes(const Product<C>& product, C value, C factor) {
   Product<C> others = product;
   const ProductClass kind = ClassOf(value);
-  constexpr int kBias = FloatingFormat<C>::kExponentBias;
-  if (kind == kOrdinary && (product.packed & 63) == 0) {
-    // By far the most frequent case: nothing but ordinary members, and a result in the normal range.
-    int32_t exponent;
-    const C mantissa = product.mantissa / SplitExponent(value, &exponent);
-    exponent = (product.packed >> 6) - exponent;
-    if (exponent > 1 - kBias && exponent < kBias) return mantissa * PowerOfTwo<C>(exponent);
-    return Scale(mantissa, exponent);
-  }
   if (kind == kOrdinary) {
     int32_t exponent;
     others.mantissa /= SplitExponent(value, &exponent);
@@ -172,6 +163,7 @@ JB_HOST_DEVICE C ProductOfOthers(const Product<C>& product, C value) {
     others.mantissa = std::signbit(value) ? -others.mantissa : others.mantissa;
     if (count == 1) others.packed = AddCount(others.packed, kind, -1);
   }
+  MultiplyBy(others, factor);
   return ProductValue(others);
 }
 

@@ -102,7 +102,7 @@ JB_INLINE void MultiplyOrdinary(C value, C& mantissa, int32_t& packed) {
   packed = std::abs(next >> 6) > kMostExponent ? packed : next;
 }
 
-// The number that a mantissa of magnitude in [1/2, 2) and a packed product stand for.
+// The number that a mantissa of magnitude in [1/2, 4) and a packed product stand for.
 template <typename C>
 JB_INLINE C Value(C mantissa, int32_t packed) {
   using F = Format<C>;
@@ -124,16 +124,17 @@ JB_INLINE C Value(C mantissa, int32_t packed) {
   return CastBits<C>(magnitude | (CastBits<Bits>(mantissa) & F::kSign));
 }
 
-// The product of all members but one.
+// The product of all members but one and of `by`, which may bring it back into range.
 template <typename C>
-JB_INLINE C ValueWithout(C value, C mantissa, int32_t packed) {
-  const Factor<C> factor(value);
+JB_INLINE C ValueWithout(C value, C mantissa, int32_t packed, C by) {
+  const Factor<C> factor(value), other(by);
   const int32_t one_less = ((packed >> factor.kind) & 3) == 1 ? factor.is_special : 0;
-  const int32_t others = AddExponentAndClamp(packed, -factor.exponent) - (one_less << factor.kind);
-  return Value(mantissa / factor.mantissa, others);
+  const int32_t others = AddExponentAndClamp(packed, other.exponent - factor.exponent) - (one_less << factor.kind);
+  const int32_t one_more = ((others >> other.kind) & 3) < 2 ? other.is_special : 0;
+  return Value(mantissa / factor.mantissa * other.mantissa, others + (one_more << other.kind));
 }
 
-// ValueWithout where the number is not unusual (by a margin of 4) and the product not extreme.
+// The product of all members but one, where the number is not unusual (by a margin of 4) and the product not extreme.
 template <typename C>
 JB_INLINE C ValueWithoutOrdinary(C value, C mantissa, int32_t packed) {
   using F = Format<C>;
@@ -141,11 +142,13 @@ JB_INLINE C ValueWithoutOrdinary(C value, C mantissa, int32_t packed) {
   return mantissa / value * CastBits<C>(static_cast<Bits>((packed >> 6) + F::kExponentBias) << F::kMantissaBits);
 }
 
-// 0 if a product is of ordinary numbers alone and its exponent that of a normal number, else 1.
+// 0 if a product is of ordinary numbers alone and its exponent, with and without that of one of them, that of a normal
+// number, else 1.
 template <typename C>
-JB_INLINE int32_t IsExtreme(int32_t packed) {
-  constexpr int32_t kMost = FloatingFormat<C>::kExponentBias - 1;
-  return (packed & 63) != 0 || std::abs(packed >> 6) > kMost ? 1 : 0;
+JB_INLINE int32_t IsExtreme(int32_t packed, C value) {
+  constexpr int32_t kBias = FloatingFormat<C>::kExponentBias, kMost = kBias - 2;
+  const int32_t exponent = packed >> 6, others = exponent - (static_cast<int32_t>(FieldOf(value)) - kBias);
+  return (packed & 63) != 0 || std::abs(exponent) > kMost || std::abs(others) > kMost ? 1 : 0;
 }
 
 template <typename T>
@@ -247,7 +250,7 @@ JB_INLINE void GradientOfRow(const T* d_output, const C* mantissa, const int32_t
   JB_VECTORIZE
   for (int64_t i = 0; i < width; ++i) {
     unusual |= IsUnusual(static_cast<C>(data[i]), 4);
-    extreme |= IsExtreme<C>(packed[i]);
+    extreme |= IsExtreme(packed[i], static_cast<C>(data[i]));
   }
   if (unusual == 0 && extreme == 0) {
     JB_VECTORIZE
@@ -258,8 +261,7 @@ JB_INLINE void GradientOfRow(const T* d_output, const C* mantissa, const int32_t
   } else {
     JB_VECTORIZE
     for (int64_t i = 0; i < width; ++i) {
-      const C others = ValueWithout(static_cast<C>(data[i]), mantissa[i], packed[i]);
-      Store(static_cast<C>(d_output[i]) * others, d_row + i);
+      Store(ValueWithout(static_cast<C>(data[i]), mantissa[i], packed[i], static_cast<C>(d_output[i])), d_row + i);
     }
   }
 }

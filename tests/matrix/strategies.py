@@ -6,7 +6,7 @@ import contextlib
 import fnmatch
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -112,19 +112,29 @@ def reached(family: str, platforms: Sequence[str]) -> list[Asked]:
 def covering(platform: str, family: str) -> list[Case]:
     """Few cases that reach every strategy of a platform's kernels, alone and in batches of `BATCH_SIZE`."""
     chosen: list[Case] = []
-    seen: set[tuple[str, str, bool]] = set()
+    seen: set[tuple[Any, ...]] = set()
     with recorded() as asked:
         for op in [name for name in load_all() if name.startswith(family)]:
             for case in cases(op):
                 first = len(asked)
                 ask(case, [platform])
-                found = {(target, strategy, n.get("batch", 1) > 1) for _, target, n, strategy in asked[first:]}
+                found = {_kind(*call) for call in asked[first:]}
                 if not found <= seen:
                     seen |= found
                     chosen.append(case)
-                    if not missing(platform, family, asked):
-                        return chosen
-    raise AssertionError("\n".join(missing(platform, family, asked)))
+    assert not missing(platform, family, asked), "\n".join(missing(platform, family, asked))
+    return chosen
+
+
+def _kind(platform: str, target: str, parameters: Mapping[str, int], strategy: str) -> tuple[Any, ...]:
+    """All that `missing` asks for of a call."""
+    if parameters.get("batch", 2) == 1:
+        return target, strategy, "alone"
+    return target, strategy, *(bool(parameters[flag]) for flag in _sharing(parameters))
+
+
+def _sharing(parameters: Mapping[str, int]) -> list[str]:
+    return [name for name in parameters if name.endswith(("_is_shared", "_are_shared"))]
 
 
 NOT_AT_ALL = "not reached"
@@ -178,6 +188,6 @@ def _problems(calls: Sequence[dict[str, int]]) -> Iterator[str]:
             yield NOT_ALONE
         if not any(parameters["batch"] > 1 for parameters in calls):
             yield NOT_IN_BATCHES
-    for flag in [name for name in calls[0] if name.endswith(("_is_shared", "_are_shared"))]:
+    for flag in _sharing(calls[0]):
         if {bool(parameters[flag]) for parameters in calls if parameters.get("batch", 2) > 1} == {True}:
             yield f"not reached with {flag} = 0"

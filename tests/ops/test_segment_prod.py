@@ -135,6 +135,19 @@ def test_float16_products_and_gradients_have_the_range_of_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
+def test_cotangents_bring_gradients_back_into_range(dtype: str) -> None:
+    """The product of the other rows is out of range, times the cotangent it is not; and the other way round."""
+    powers = int(jnp.finfo(dtype).maxexp) - 2
+    largest = jnp.finfo(jnp.promote_types(dtype, "float32")).maxexp // powers
+    data = np.concatenate([np.full(largest + 2, 2.0**powers), [0.0, 1.0, 3.0]])
+    for scaled, exponents in ((data, (-powers, -powers - 3)), (1 / np.where(data == 0, np.inf, data), (powers, powers))):
+        for first, count in itertools.product((0, 1), range(1, len(data) + 1)):
+            rows = np.roll(scaled, first)[:count].astype(jnp.dtype(dtype))[:, None] * np.ones(37, jnp.dtype(dtype))
+            cotangent = np.ldexp(np.linspace(-1.5, 1.5, 37), exponents[first]).astype(jnp.dtype(dtype))[None]
+            check_value_and_gradient(rows, np.zeros(count, np.int32), 1, cotangent, f"{first} {count}")
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
 def test_rounding(rng: np.random.Generator, dtype: str) -> None:
     """Products of any numbers have at most one rounding of the accumulator per factor, and one of the result."""
     batch = Batch()
