@@ -182,7 +182,7 @@ def assert_miscount_refused(call: Call, what: str, names: Collection[str]) -> No
     message = refusal(call, what)
     counts = {"arguments": len(call.operands), "results": len(call.results) + (call.scratch_bytes > 0)}
     # "At least n" is one less than what it expects.
-    by_xla = (f"{kind}: expected (at least [0-9]+|(?!{n} )[0-9]+) but got {n}$" for kind, n in counts.items())
+    by_xla = (rf"{kind}: expected (at least [0-9]+|(?!{n} )[0-9]+) but got {n}( \[|$)" for kind, n in counts.items())
     by_handler = rf"{call.target}: ({'|'.join(names)})\b"
     assert re.search(rf"Wrong number of ({'|'.join(by_xla)})|{by_handler}", message, re.M), f"{what}: {message}"
 

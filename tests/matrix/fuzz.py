@@ -54,6 +54,8 @@ class Fuzz:
     num_programs: int = 0
     failures: list[Case] = dataclasses.field(default_factory=list)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    large: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    """One large case at a time: several would not fit into the memory of a device."""
 
     def next_case(self) -> Case | None:
         with self.lock:
@@ -68,11 +70,12 @@ class Fuzz:
         while (case := self.next_case()) is not None:
             ran = 0
             try:
-                compiled = Compiled(case)
-                draws = 1 if case.size in case.call().large_sizes else self.draws
-                for number in range(draws):
-                    compiled.check(number)
-                    ran += 1
+                is_large = case.size in case.call().large_sizes
+                with self.large if is_large else contextlib.nullcontext():
+                    compiled = Compiled(case)
+                    for number in range(1 if is_large else self.draws):
+                        compiled.check(number)
+                        ran += 1
             except Exception as error:  # whatever it is, it is what the fuzz is for
                 ran += 1
                 with self.lock:

@@ -171,6 +171,43 @@ def reference_prod(data: Any, ids: Any, num_segments: int) -> Any:
     return terms[:, 0] if terms.shape[1] else jnp.ones((num_segments, *data.shape[1:]))
 
 
+@jax.custom_jvp
+def _magnitude(x: Any) -> Any:
+    """The absolute value, with a derivative of 1."""
+    return jnp.abs(x)
+
+
+_magnitude.defjvp(lambda primals, tangents: (_magnitude(*primals), *tangents))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _inverse_power(k: int, x: Any) -> Any:
+    """``x**-k``, with positive derivatives."""
+    return x**-k
+
+
+@_inverse_power.defjvp
+def _inverse_power_jvp(k: int, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return _inverse_power(k, *primals), k * _inverse_power(k + 1, *primals) * tangents[0]
+
+
+@jax.custom_jvp
+def _log(x: Any) -> Any:
+    """With positive derivatives of any order."""
+    return jnp.log(x)
+
+
+_log.defjvp(lambda primals, tangents: (_log(*primals), _inverse_power(1, *primals) * tangents[0]))
+
+
+def majorant_prod(data: Any, ids: Any, num_segments: int) -> Any:
+    """The product of magnitudes, whose derivatives of any order have no difference in them."""
+    data = _magnitude(data)
+    if num_segments * math.prod(data.shape) > MOST_DENSE_ELEMENTS:
+        return jnp.exp(segment_sum(_log(data), ids, num_segments))
+    return reference_prod(data, ids, num_segments)
+
+
 def reference_softmax(logits: Any, ids: Any, num_segments: int) -> Any:
     maxima = jax.lax.stop_gradient(_plain_max(logits, ids, num_segments))
     ids = wide_ids(ids)
@@ -210,7 +247,8 @@ def factors(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -
     """Of products that neither overflow nor underflow, some of them zero; integers that wrap."""
     if not is_floating(dtype):
         return numbers(rng, shape, dtype) | np.asarray(1, dtype)
-    data = rng.choice([-1.0, 1.0], shape) * rng.uniform(0.8, 1.25, shape)
+    widest = min(0.22, 20 / math.sqrt(max(shape[0], 1)))  # the product of all rows is about exp(12), at most
+    data = rng.choice([-1.0, 1.0], shape) * np.exp(rng.uniform(-widest, widest, shape))
     if math.prod(shape) < 2000:
         data = np.where(rng.random(shape) < 0.08, 0.0, data)
     return data.astype(dtype)
@@ -523,6 +561,7 @@ _declare_reduction(
     SUMMABLE,
     lambda options: _in_buckets(reference_prod, reference_prod, options["bucket_size"]),
     lambda options: factors,
+    majorant_of=lambda options: _in_buckets(majorant_prod, majorant_prod, options["bucket_size"]),
     options={"bucket_size": (ABSENT, 3)},
     properties=lambda dtype, options: {"exact_value": not is_floating(dtype)},
     rules=(NO_BUCKETS_OF_EXPLICIT_BATCHES,),
@@ -547,6 +586,7 @@ def _declare_gradient(
     gradient_of: Callable[[Options], Callable[..., Any]],
     draw_data: Callable[[Options], Draw] | None,
     *,
+    majorant_of: Callable[[Options], Callable[..., Any]] | None = None,
     data_is_selection: bool = False,
     exact_value: bool = False,
 ) -> None:
@@ -569,16 +609,20 @@ def _declare_gradient(
             )
         )
 
-        def reference(d_output: Any, *data_and_ids: Any) -> Any:
-            *some_data, ids = data_and_ids
-            if chosen["mode"] == "clip":
-                ids = jnp.clip(ids.astype(jnp.int64), 0, num_segments - 1)
-            return gradient_of(chosen)(d_output, *some_data, ids, num_segments)
+        def bound(gradient: Callable[..., Any]) -> Callable[..., Any]:
+            def call(d_output: Any, *data_and_ids: Any) -> Any:
+                *some_data, ids = data_and_ids
+                if chosen["mode"] == "clip":
+                    ids = jnp.clip(ids.astype(jnp.int64), 0, num_segments - 1)
+                return gradient(d_output, *some_data, ids, num_segments)
+
+            return call
 
         return Problem(
             operands=(Operand("d_output", ("segment", *features), numbers), *data, _ids(chosen, sizes)),
             apply=lambda function, *arrays: function(*arrays, **passed(chosen, "mode", *keywords)),
-            reference=reference,
+            reference=bound(gradient_of(chosen)),
+            majorant=None if majorant_of is None else bound(majorant_of(chosen)),
             results=(("row", *features),),
             terms=max(sizes["row"], 1),
             free=features,
@@ -645,6 +689,7 @@ _declare_gradient(
     {"indices_are_sorted": (ABSENT, True), **IDS_OPTIONS},
     lambda options: _vjp(reference_prod),
     lambda options: factors,
+    majorant_of=lambda options: _vjp(majorant_prod),
 )
 
 

@@ -140,7 +140,10 @@ def test_cotangents_bring_gradients_back_into_range(dtype: str) -> None:
     powers = int(jnp.finfo(dtype).maxexp) - 2
     largest = jnp.finfo(jnp.promote_types(dtype, "float32")).maxexp // powers
     data = np.concatenate([np.full(largest + 2, 2.0**powers), [0.0, 1.0, 3.0]])
-    for scaled, exponents in ((data, (-powers, -powers - 3)), (1 / np.where(data == 0, np.inf, data), (powers, powers))):
+    for scaled, exponents in (
+        (data, (-powers, -powers - 3)),
+        (1 / np.where(data == 0, np.inf, data), (powers, powers)),
+    ):
         for first, count in itertools.product((0, 1), range(1, len(data) + 1)):
             rows = np.roll(scaled, first)[:count].astype(jnp.dtype(dtype))[:, None] * np.ones(37, jnp.dtype(dtype))
             cotangent = np.ldexp(np.linspace(-1.5, 1.5, 37), exponents[first]).astype(jnp.dtype(dtype))[None]
