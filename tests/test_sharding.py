@@ -15,6 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reductions import DIFFERENTIABLE, MAX, MEAN, MIN, PROD, REDUCTIONS, SOFTMAX, SUM, Options, Reduction, options_id
 
+from jax_baracuda import forward_mode
+
 NUM_SEGMENTS = 12
 # (devices along rows, devices along features): 8 on CPUs, where they are simulated; as many as there are on GPUs.
 MESH_SHAPE = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (4, 2)}[1 << min(len(jax.devices()), 8).bit_length() - 1]
@@ -233,6 +235,26 @@ def test_shard_map_over_features(reduction: Reduction, options: Options, check_v
     )
     assert_same(reduction, jax.jit(function)(data, ids, cotangent), expected)
     assert sum(collectives(function, data, ids, cotangent).values()) == 0
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@each_differentiable
+def test_tangents_of_split_rows(reduction: Reduction, axis_type: AxisType) -> None:
+    """Also where XLA's maximum over devices would lose a NaN: they are those of one device."""
+    data, ids, _ = make_operands(reduction, seed=11)
+    tangent = jnp.asarray(np.random.default_rng(0).integers(-9, 10, data.shape).astype(np.float32))
+    function = getattr(forward_mode, reduction.name)
+
+    def value_and_tangent(data: jax.Array, tangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.jvp(lambda x: function(x, ids, NUM_SEGMENTS), (data,), (tangent,))
+
+    expected = value_and_tangent(data, tangent)
+    mesh = make_mesh(axis_type)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put((data, tangent), NamedSharding(mesh, P("rows", "features")))
+        actual = jax.jit(value_and_tangent)(*placed)
+    for got, want in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 if reduction in (MEAN, SOFTMAX) else 0)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -728,16 +728,43 @@ class _Extremum:
         return np.asarray(value, dtype)
 
 
+def _ordered(x: Array) -> Array:
+    """Floating numbers as integers of the same order, with NaN above all others and -0 below +0."""
+    signed = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(jnp.where(jnp.isnan(x), jnp.nan, x), signed)
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(signed).max, bits)
+
+
+def _from_ordered(ordered: Array, dtype: Any) -> Array:
+    return jax.lax.bitcast_convert_type(jnp.where(ordered < 0, ordered ^ jnp.iinfo(ordered.dtype).max, ordered), dtype)
+
+
+def _wide_integers(x: Array) -> Array:
+    """Collective libraries have no 16-bit integers and no booleans."""
+    return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
+
+
+def _max_of_segments(data: Array, ids: Array, num_segments: int) -> Array:
+    """``jax.ops.segment_max`` that propagates NaN on every backend, also where it becomes a maximum over devices."""
+    if not jnp.issubdtype(data.dtype, jnp.floating) or data.dtype.itemsize < 2:
+        return _xla_max(data, ids, num_segments)
+    ordered = _ordered(data)
+    cells = _xla_max(_wide_integers(ordered), ids, num_segments)
+    infinity = _ordered(jnp.asarray(-jnp.inf, data.dtype))
+    return _from_ordered(jnp.maximum(cells, infinity.astype(cells.dtype)).astype(ordered.dtype), data.dtype)
+
+
+def _min_of_segments(data: Array, ids: Array, num_segments: int) -> Array:
+    if not jnp.issubdtype(data.dtype, jnp.floating) or data.dtype.itemsize < 2:
+        return _xla_min(data, ids, num_segments)
+    return -_max_of_segments(-data, ids, num_segments)
+
+
 def _all_max(x: Array, axes: Sequence[str]) -> Array:
     """``jax.lax.pmax`` that propagates NaN and orders -0 below +0 on every backend."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
-        signed = jnp.dtype(f"int{8 * x.dtype.itemsize}")
-        bits = jax.lax.bitcast_convert_type(jnp.where(jnp.isnan(x), jnp.nan, x), signed)
-        ordered = _all_max(jnp.where(bits < 0, bits ^ jnp.iinfo(signed).max, bits), axes)
-        return jax.lax.bitcast_convert_type(jnp.where(ordered < 0, ordered ^ jnp.iinfo(signed).max, ordered), x.dtype)
-    # Collective libraries have no 16-bit integers and no booleans.
-    wide = jnp.int32 if x.dtype.itemsize < 4 else x.dtype
-    return jax.lax.pmax(x.astype(wide), axes).astype(x.dtype)
+        return _from_ordered(_all_max(_ordered(x), axes), x.dtype)
+    return jax.lax.pmax(_wide_integers(x), axes).astype(x.dtype)
 
 
 def _all_min(x: Array, axes: Sequence[str]) -> Array:
@@ -747,8 +774,8 @@ def _all_min(x: Array, axes: Sequence[str]) -> Array:
     return ~_all_max(~x, axes)
 
 
-_MAXIMUM = _Extremum(_xla_max, _all_max, -math.inf, "min")
-_MINIMUM = _Extremum(_xla_min, _all_min, math.inf, "max")
+_MAXIMUM = _Extremum(_max_of_segments, _all_max, -math.inf, "min")
+_MINIMUM = _Extremum(_min_of_segments, _all_min, math.inf, "max")
 
 
 def _reference_winner(extremum: _Extremum, data: Array, ids: Array, output: Array, first_wins: bool) -> Array:

@@ -614,6 +614,12 @@ class Compiled:
             return own
         return own + {"grad of grad": 6, "jvp": 3, "linearize": 3}.get(self.case.transformation, 2)
 
+    def _rounding_eps(self, output: Output, info: Any) -> float:
+        """A gradient in a wide dtype is made of sums over the batch in that of the case."""
+        if self.case.transformation == "vjp of vmap" and output.kind == "gradient":
+            return max(float(info.eps), float(jnp.finfo(self.case.dtype).eps))
+        return float(info.eps)
+
     def _compare(self, where: str, output: Output, got: np.ndarray, want: np.ndarray, scale: np.ndarray | None) -> None:
         dtype = jnp.dtype(output.dtype or (self.case.dtype if is_inexact(want.dtype) else want.dtype))
         if got.dtype != dtype:
@@ -646,7 +652,7 @@ class Compiled:
         largest = min(float(accumulator.max), float(info.max)) if roundings else float(accumulator.max)
         with np.errstate(invalid="ignore", over="ignore"):
             error = (4 + 4 * math.sqrt(terms)) * float(accumulator.eps) * scale + 4 * float(accumulator.tiny)
-            error = error + roundings * (float(info.eps) * scale + float(info.smallest_subnormal))
+            error = error + roundings * (self._rounding_eps(output, info) * scale + float(info.smallest_subnormal))
             if info.bits == 64:  # the reference is no wider; it may add and multiply one after the other
                 error = error + terms * float(info.eps) * scale
             is_finite = np.isfinite(want)

@@ -243,15 +243,20 @@ def _softmax_gradient(sign: int, d_p: Any, p: Any, ids: Any, num_segments: int) 
 # Data.
 
 
-def factors(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Of products that neither overflow nor underflow, some of them zero; integers that wrap."""
-    if not is_floating(dtype):
-        return numbers(rng, shape, dtype) | np.asarray(1, dtype)
-    widest = min(0.22, 20 / math.sqrt(max(shape[0], 1)))  # the product of all rows is about exp(12), at most
-    data = rng.choice([-1.0, 1.0], shape) * np.exp(rng.uniform(-widest, widest, shape))
-    if math.prod(shape) < 2000:
-        data = np.where(rng.random(shape) < 0.08, 0.0, data)
-    return data.astype(dtype)
+def factors(num_rows: int) -> Draw:
+    """Of so many rows, the same or not, whose product neither overflows nor underflows; some zeros in small arrays."""
+    widest = min(0.22, 20 / math.sqrt(max(num_rows, 1)))
+
+    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        if not is_floating(dtype):
+            return numbers(rng, shape, dtype) | np.asarray(1, dtype)
+        of_this_size = widest if shape[0] == num_rows else min(widest, 40 / max(num_rows, 1))
+        data = rng.choice([-1.0, 1.0], shape) * np.exp(rng.uniform(-of_this_size, of_this_size, shape))
+        if num_rows * math.prod(shape[1:]) < 2000:
+            data = np.where(rng.random(shape) < 0.08, 0.0, data)
+        return data.astype(dtype)
+
+    return draw
 
 
 def logits(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -409,7 +414,7 @@ def _clipped(function: Callable[..., Any], mode: str | None) -> Callable[..., An
 def _reduction_problem(
     reference_of: Callable[[Options], Callable[..., Any]],
     majorant_of: Callable[[Options], Callable[..., Any]] | None,
-    draw_of: Callable[[Options], Draw],
+    draw_of: Callable[[Options, Sizes], Draw],
     keywords: tuple[str, ...],
     properties: Callable[[str, Options], dict[str, Any]],
     has_rows: bool,
@@ -440,7 +445,7 @@ def _reduction_problem(
             Operand(
                 "data",
                 (row, *features),
-                draw_of(options),
+                draw_of(options, sizes),
                 has_sign=majorant_of is not None or _is_selection(reference_of),
             ),
             _ids(options, sizes),
@@ -472,7 +477,7 @@ def _declare_reduction(
     name: str,
     dtypes: tuple[str, ...],
     reference_of: Callable[[Options], Callable[..., Any]],
-    draw_of: Callable[[Options], Draw],
+    draw_of: Callable[[Options, Sizes], Draw],
     *,
     majorant_of: Callable[[Options], Callable[..., Any]] | None = None,
     options: Mapping[str, tuple[Any, ...]],
@@ -511,7 +516,7 @@ SUMMABLE = ("float32", "bfloat16", "float16", "float64", "int32", "uint32", "int
 VALUES = {"values": ("ties", "special")}
 
 
-def _ties_or_special(options: Options) -> Draw:
+def _ties_or_special(options: Options, sizes: Sizes) -> Draw:
     return special if options["values"] == "special" else ties
 
 
@@ -542,7 +547,7 @@ _declare_reduction(
     "segment_sum",
     SUMMABLE,
     lambda options: _in_buckets(segment_sum, segment_sum, options["bucket_size"]),
-    lambda options: numbers,
+    lambda options, sizes: numbers,
     options={"bucket_size": (ABSENT, 3), "deterministic": (ABSENT, True)},
     properties=lambda dtype, options: {
         "exact_value": not is_floating(dtype),
@@ -553,14 +558,14 @@ _declare_reduction(
     "segment_mean",
     FLOATING,
     lambda options: reference_mean,
-    lambda options: numbers,
+    lambda options, sizes: numbers,
     options={"deterministic": (ABSENT, True)},
 )
 _declare_reduction(
     "segment_prod",
     SUMMABLE,
     lambda options: _in_buckets(reference_prod, reference_prod, options["bucket_size"]),
-    lambda options: factors,
+    lambda options, sizes: factors(sizes["row"]),
     majorant_of=lambda options: _in_buckets(majorant_prod, majorant_prod, options["bucket_size"]),
     options={"bucket_size": (ABSENT, 3)},
     properties=lambda dtype, options: {"exact_value": not is_floating(dtype)},
@@ -570,7 +575,7 @@ _declare_reduction(
     "segment_softmax",
     FLOATING,
     lambda options: reference_softmax,
-    lambda options: logits if options["values"] == "special" else finite_logits,
+    lambda options, sizes: logits if options["values"] == "special" else finite_logits,
     majorant_of=lambda options: majorant_softmax,
     options={"deterministic": (ABSENT, True), "values": ("finite", "special")},
     has_rows=True,
@@ -584,7 +589,7 @@ def _declare_gradient(
     name: str,
     options: Mapping[str, tuple[Any, ...]],
     gradient_of: Callable[[Options], Callable[..., Any]],
-    draw_data: Callable[[Options], Draw] | None,
+    draw_data: Callable[[Options, Sizes], Draw] | None,
     *,
     majorant_of: Callable[[Options], Callable[..., Any]] | None = None,
     data_is_selection: bool = False,
@@ -603,7 +608,7 @@ def _declare_gradient(
                 Operand(
                     "data",
                     ("row", *features),
-                    draw_data(chosen),
+                    draw_data(chosen, sizes),
                     has_sign=data_is_selection,
                 ),
             )
@@ -688,7 +693,7 @@ _declare_gradient(
     "segment_prod_backward",
     {"indices_are_sorted": (ABSENT, True), **IDS_OPTIONS},
     lambda options: _vjp(reference_prod),
-    lambda options: factors,
+    lambda options, sizes: factors(sizes["row"]),
     majorant_of=lambda options: _vjp(majorant_prod),
 )
 

@@ -91,8 +91,10 @@ def test_other_numbers_of_buffers_and_attributes_are_refused(target: str) -> Non
     if len(good.results) > 1 or cases.PLATFORM == "cpu":  # on GPUs, XLA removes a call that has no result
         calls["result missing"] = dataclasses.replace(good, results=good.results[:-1])
     for what, call in calls.items():
+        # On GPUs, the scratch may lie in the place of a result that is missing.
+        names = [result.name for result in good.results]
         handlers.assert_miscount_refused(
-            call, what, ["expected both data and output", "scratch", "expected one scratch"]
+            call, what, ["expected both data and output", "scratch", "expected one scratch", *names]
         )
     handlers.assert_other_attributes_refused(good)
 
