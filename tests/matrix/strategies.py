@@ -12,10 +12,11 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_baracuda._core.native import NATIVE_MODULES, NativeModule
 from jax_baracuda._core.op import OPS
-from matrix.calls import load_all
+from matrix.calls import is_inexact, load_all
 from matrix.generator import Case, cover, space_of
 from matrix.run import Plan
 
@@ -74,10 +75,11 @@ def _is_jaxpr(x: Any) -> bool:
 
 
 def cases(op: str) -> Iterator[Case]:
-    """The covering array, and every size class with each option, batch and dtype beside it, value and gradient.
+    """The covering array, and every size class with each option, batch and size of elements beside it, value and
+    gradient.
 
     The derivative of a gradient is made of the kernels of others, where it is one: it is left out, since tracing it is
-    slow.
+    slow. Kernels see nested batches as one.
     """
     transformations = ("jit",) if op.endswith("_backward") else ("jit", "vjp")
     yield from (case for case in cover(op, several_devices=False) if case.transformation in transformations)
@@ -86,8 +88,8 @@ def cases(op: str) -> Iterator[Case]:
     transformations = [name for name in transformations if name in space.factors["transformation"]]
     seeds = itertools.count()
     alone = [] if call.strategy_options else [(name, value) for name in call.options for value in call.options[name]]
-    alone += [("dtype", dtype) for dtype in call.dtypes]
-    batches = space.factors["batch"]
+    alone += [("dtype", dtype) for dtype in {_bytes_of(dtype): dtype for dtype in reversed(call.dtypes)}.values()]
+    batches = [name for name in space.factors["batch"] if name != "nested"]
     chosen = [{"batch": batch, **values} for values in call.strategy_options or [{}] for batch in batches]
     chosen += [{"batch": batch, name: value} for name, value in alone if name not in DATA for batch in ("none", "all")]
     for size, transformation, values in itertools.product(space.factors["size"], transformations, chosen):
@@ -96,41 +98,40 @@ def cases(op: str) -> Iterator[Case]:
             yield space.case(found, seed=next(seeds))
 
 
+def _bytes_of(dtype: str) -> tuple[bool, float]:
+    """Dtypes in which this is the same have the same kernels."""
+    return is_inexact(dtype), 0.5 if dtype == "int4" else jnp.dtype(dtype).itemsize
+
+
 DATA = ("ids_dtype", "values", "parameter_dtype", "cond_dtype")
 """Options that are about the data: no strategy depends on them."""
 
 
-def reached(family: str, platforms: Sequence[str]) -> list[Asked]:
-    """What the programs of a family of ops ask."""
-    with recorded() as asked:
-        for op in [name for name in load_all() if name.startswith(family)]:
-            for case in cases(op):
-                ask(case, platforms)
-    return asked
-
-
-def covering(platform: str, family: str) -> list[Case]:
-    """Few cases that reach every strategy of a platform's kernels, alone and in batches of `BATCH_SIZE`."""
+def covering(family: str, platforms: Sequence[str]) -> tuple[list[Case], list[str]]:
+    """Few cases that reach every strategy of a family's kernels, alone and in batches of `BATCH_SIZE`; and what no case
+    reaches."""
+    candidates = [case for op in load_all() if op.startswith(family) for case in cases(op)]
+    np.random.default_rng(0).shuffle(candidates)  # early ones then differ most
     chosen: list[Case] = []
     seen: set[tuple[Any, ...]] = set()
     with recorded() as asked:
-        for op in [name for name in load_all() if name.startswith(family)]:
-            for case in cases(op):
-                first = len(asked)
-                ask(case, [platform])
-                found = {_kind(*call) for call in asked[first:]}
-                if not found <= seen:
-                    seen |= found
-                    chosen.append(case)
-    assert not missing(platform, family, asked), "\n".join(missing(platform, family, asked))
-    return chosen
+        for case in candidates:
+            first = len(asked)
+            ask(case, platforms)
+            found = {_kind(*call) for call in asked[first:]}
+            if not found <= seen:
+                seen |= found
+                chosen.append(case)
+                if not any(missing(platform, family, asked) for platform in platforms):
+                    return chosen, []
+    return chosen, [f"{name}: {problem}" for name in platforms for problem in missing(name, family, asked)]
 
 
 def _kind(platform: str, target: str, parameters: Mapping[str, int], strategy: str) -> tuple[Any, ...]:
     """All that `missing` asks for of a call."""
     if parameters.get("batch", 2) == 1:
-        return target, strategy, "alone"
-    return target, strategy, *(bool(parameters[flag]) for flag in _sharing(parameters))
+        return platform, target, strategy, "alone"
+    return platform, target, strategy, *(bool(parameters[flag]) for flag in _sharing(parameters))
 
 
 def _sharing(parameters: Mapping[str, int]) -> list[str]:

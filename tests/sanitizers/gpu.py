@@ -51,7 +51,7 @@ def main() -> None:
     if arguments.programs and arguments.programs.exists():
         programs = list(read(arguments.programs))
     else:
-        programs = [case for family in families for case in covering("cuda", family)]
+        programs = [case for family in families for case in covering(family, ["cuda"])[0]]
         if arguments.programs:
             arguments.programs.write_text(json.dumps([dataclasses.asdict(case) for case in programs]))
     for case in programs:
