@@ -150,8 +150,7 @@ JB_RARE C ProductValue(Product<C> product) {
 
 // The product of all members but one, whose value is `value`, and of `factor`, which may bring it back into range.
 template <typename C>
-JB_HOST_DEVICE C ProductOfOthersTimes(const Product<C>& product, C value, C factor) {
-  Product<C> others = product;
+JB_RARE C ProductOfOthersTimes(Product<C> others, C value, C factor) {
   const ProductClass kind = ClassOf(value);
   if (kind == kOrdinary) {
     int32_t exponent;
