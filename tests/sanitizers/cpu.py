@@ -74,8 +74,9 @@ def run_with_module(folder: Path, arguments: list[str]) -> int:
     # Whoever imports it by this name from now on gets it.
     sys.modules[NATIVE_MODULE] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[NATIVE_MODULE])
-    # Not pytest's handler of signals, but the sanitizer's; and in one process.
-    return pytest.main(["-p", "no:faulthandler", "-p", "no:xdist", "-p", "no:cacheprovider", *arguments])
+    # Not pytest's handler of signals, but the sanitizer's, whose report is not captured; and in one process.
+    plain = ["-p", "no:faulthandler", "-p", "no:xdist", "-p", "no:cacheprovider", "--capture=sys"]
+    return pytest.main([*plain, *arguments])
 
 
 if __name__ == "__main__":
