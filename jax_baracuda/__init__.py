@@ -1,12 +1,14 @@
 """Hand-written CUDA and CPU kernels for JAX, differentiable and shardable."""
 
 from jax_baracuda import forward_mode
+from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.op import VERSION as _version
 from jax_baracuda._core.op import precision_guarantee
-from jax_baracuda.ops.causal_conv1d import causal_conv1d, causal_conv1d_backward, causal_conv1d_update
-from jax_baracuda.ops.rope import rope, rope_backward, rope_qk, rope_qk_backward
+from jax_baracuda.ops.causal_conv1d import Activation, causal_conv1d, causal_conv1d_backward, causal_conv1d_update
+from jax_baracuda.ops.rope import HeadLayout, rope, rope_backward, rope_qk, rope_qk_backward
 from jax_baracuda.ops.rope_frequencies import rope_frequencies
 from jax_baracuda.ops.segment import (
+    TieBreak,
     segment_argmax,
     segment_argmin,
     segment_max,
@@ -24,11 +26,16 @@ from jax_baracuda.ops.segment import (
     unsorted_segment_max_backward,
 )
 from jax_baracuda.ops.where import where, where_backward
-from jax_baracuda.ops.write_slice import write_slice, write_slices
+from jax_baracuda.ops.write_slice import WriteMode, write_slice, write_slices
 
 __version__ = _version
 
 __all__ = [
+    "Activation",
+    "Guarantee",
+    "HeadLayout",
+    "TieBreak",
+    "WriteMode",
     "causal_conv1d",
     "causal_conv1d_backward",
     "causal_conv1d_update",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,48 @@ Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function 
 :mod:`jax_baracuda.forward_mode`.""",
     }
 )
+
+
+@overload
+def causal_conv1d(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    activation: Activation = None,
+    channels_last: bool = False,
+    initial_state: ArrayLike | None = None,
+    return_final_state: Literal[False] = False,
+    segment_ids: ArrayLike | None = None,
+) -> Array: ...
+
+
+@overload
+def causal_conv1d(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    activation: Activation = None,
+    channels_last: bool = False,
+    initial_state: ArrayLike | None = None,
+    return_final_state: Literal[True],
+    segment_ids: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def causal_conv1d(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    activation: Activation = None,
+    channels_last: bool = False,
+    initial_state: ArrayLike | None = None,
+    return_final_state: bool = False,
+    segment_ids: ArrayLike | None = None,
+) -> Array | tuple[Array, Array]: ...
 
 
 @_documented

@@ -44,7 +44,8 @@ positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own 
 base: finite and positive; the frequencies are ``base^(-2i/rotary_dim)``.
 interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
   ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
-layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features.
+layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; it must be given where
+  there are as many heads as positions, since a mistake would not show in the shapes.
 rotary_dim: how many features turn, the first ones; even. The others stay as they are. Default: D, which then must be
   even.
 inv_freq: ``[rotary_dim/2]``, any real dtype: frequencies to use in place of those of `base`, such as
@@ -53,8 +54,8 @@ inv_freq: ``[rotary_dim/2]``, any real dtype: frequencies to use in place of tho
 scale: a finite number that multiplies sine and cosine.""",
         "raises": """\
 TypeError: an argument is no array or no number, or has an unsuitable dtype.
-ValueError: shapes do not fit; `layout` is unknown; `rotary_dim` is odd or out of range; `base` or `scale` is not
-  finite, or `base` not positive.""",
+ValueError: shapes do not fit; `layout` is unknown, or needed and not given; `rotary_dim` is odd or out of range; `base`
+  or `scale` is not finite, or `base` not positive.""",
         "numbers": """\
 Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
 float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32 and
@@ -77,7 +78,7 @@ def rope(
     *,
     base: float = DEFAULT_BASE,
     interleaved: bool = True,
-    layout: HeadLayout = "BHSD",
+    layout: HeadLayout | None = None,
     rotary_dim: int | None = None,
     inv_freq: ArrayLike | None = None,
     scale: float = 1.0,
@@ -115,7 +116,7 @@ def rope_backward(
     *,
     base: float = DEFAULT_BASE,
     interleaved: bool = True,
-    layout: HeadLayout = "BHSD",
+    layout: HeadLayout | None = None,
     rotary_dim: int | None = None,
     inv_freq: ArrayLike | None = None,
     scale: float = 1.0,
@@ -149,7 +150,7 @@ def rope_qk(
     *,
     base: float = DEFAULT_BASE,
     interleaved: bool = True,
-    layout: HeadLayout = "BHSD",
+    layout: HeadLayout | None = None,
     rotary_dim: int | None = None,
     inv_freq: ArrayLike | None = None,
     scale: float = 1.0,
@@ -187,7 +188,7 @@ def rope_qk_backward(
     *,
     base: float = DEFAULT_BASE,
     interleaved: bool = True,
-    layout: HeadLayout = "BHSD",
+    layout: HeadLayout | None = None,
     rotary_dim: int | None = None,
     inv_freq: ArrayLike | None = None,
     scale: float = 1.0,
@@ -487,22 +488,27 @@ def _canonicalize(
     positions: ArrayLike | None,
     base: float,
     interleaved: bool,
-    layout: HeadLayout,
+    layout: HeadLayout | None,
     rotary_dim: int | None,
     inv_freq: ArrayLike | None,
     scale: float,
 ) -> _Rotation:
     """Checks the arguments; `rotated` are one or two arrays with the names that the function has for them."""
-    if not isinstance(layout, str) or layout not in ("BHSD", "BSHD"):
+    if layout is not None and (not isinstance(layout, str) or layout not in ("BHSD", "BSHD")):
         raise ValueError(f"{name}: layout must be 'BHSD' or 'BSHD', got {layout!r}")
-    heads_first = layout == "BHSD"
+    heads_first = layout != "BSHD"
     arrays = {argument: as_array(name, argument, value) for argument, value in rotated.items()}
     for argument, x in arrays.items():
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name}: {argument} must have a real floating dtype, got {x.dtype}")
         if x.ndim != 4:
             shape = "[B, H, S, D]" if heads_first else "[B, S, H, D]"
-            raise ValueError(f"{name}: {argument} must have shape {shape} (layout={layout!r}), got {x.shape}")
+            raise ValueError(f"{name}: {argument} must have shape {shape} ({_named(heads_first)}), got {x.shape}")
+    if layout is None and all(x.shape[1] == x.shape[2] != 1 for x in arrays.values()):
+        shapes = " and ".join(f"{argument} of shape {x.shape}" for argument, x in arrays.items())
+        raise ValueError(
+            f"{name}: layout must be given where there are as many heads as positions, 'BHSD' or 'BSHD'; got {shapes}"
+        )
     sequence_axis = 2 if heads_first else 1
     first_name, first = next(iter(arrays.items()))
     for argument, x in arrays.items():
@@ -513,11 +519,15 @@ def _canonicalize(
     frequencies = _frequencies(name, inv_freq, base, rotary_dim, np.dtype(compute_dtype(first.dtype)))
     others = [split_as(frequencies, first, (None, None))]
     if positions is not None:
-        positions = _checked_positions(name, positions, examples, length)
+        positions = _checked_positions(name, positions, examples, length, heads_first)
         example_axis = 0 if positions.shape[0] == examples else None
         others.append(split_as(positions, first, (example_axis, sequence_axis)))
     params = _Params(heads_first, bool(interleaved), rotary_dim, scale, positions is not None)
     return _Rotation(params, (*_split_alike(*arrays.values(), head_axis=3 - sequence_axis), *others))
+
+
+def _named(heads_first: bool) -> str:
+    return f"layout={'BHSD' if heads_first else 'BSHD'!r}"
 
 
 def _check_fits(name: str, argument: str, x: Array, first_name: str, first: Array, sequence_axis: int) -> None:
@@ -527,7 +537,7 @@ def _check_fits(name: str, argument: str, x: Array, first_name: str, first: Arra
     if any(x.shape[axis] != first.shape[axis] for axis in (0, sequence_axis, 3)):
         raise ValueError(
             f"{name}: {argument} must have the shape of {first_name}, {first.shape}, but for the number of heads in "
-            f"dimension {3 - sequence_axis}; got {x.shape}"
+            f"dimension {3 - sequence_axis} ({_named(sequence_axis == 2)}); got {x.shape}"
         )
 
 
@@ -574,15 +584,15 @@ def _frequencies(name: str, inv_freq: ArrayLike | None, base: float, rotary_dim:
     return jnp.stack([rounded.astype(dtype), (inv_freq - rounded).astype(dtype)])
 
 
-def _checked_positions(name: str, positions: ArrayLike, examples: int, length: int) -> Array:
+def _checked_positions(name: str, positions: ArrayLike, examples: int, length: int, heads_first: bool) -> Array:
     """The positions ``[B, S]``, or ``[1, S]`` where all examples share them, as integers that kernels take."""
     positions = as_array(name, "positions", positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"{name}: positions must have an integer dtype, got {positions.dtype}")
     if positions.shape not in ((length,), (examples, length), (1, length)):
         raise ValueError(
-            f"{name}: positions must have shape [S] = ({length},) or [B, S] = ({examples}, {length}), "
-            f"got {positions.shape}"
+            f"{name}: positions must have shape [S] = ({length},) or [B, S] = ({examples}, {length}) "
+            f"({_named(heads_first)}), got {positions.shape}"
         )
     if positions.dtype.name not in ("int32", "int64"):
         needs_64_bits = positions.dtype.name in ("uint32", "uint64")

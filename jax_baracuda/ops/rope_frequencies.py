@@ -23,7 +23,7 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 def rope_frequencies(
     dim: int,
-    base: float = DEFAULT_BASE,
+    base: float | None = None,
     scaling: Mapping[str, Any] | None = None,
     *,
     seq_len: int | None = None,
@@ -52,7 +52,8 @@ def rope_frequencies(
 
     Args:
       dim: the size of the head, even.
-      base: finite and positive. The key "rope_theta" takes its place; it must not contradict a base that is given.
+      base: finite and positive. Default: the key "rope_theta", or 10,000 without it. Where both are given, they must
+        agree.
       scaling: the parameters of a scheme, or None. An optional key with the value None counts as absent.
       seq_len: the length that the frequencies are for, where a scheme depends on it; None: a length without scaling
         ("dynamic"), a short one ("longrope").
@@ -70,13 +71,13 @@ def rope_frequencies(
     dim = whole_number(NAME, "dim", dim, least=2)
     if dim % 2:
         raise ValueError(f"{NAME}: dim must be even, got {dim}")
-    base = real_number(NAME, "base", base, positive=True)
+    base = None if base is None else real_number(NAME, "base", base, positive=True)
     seq_len = None if seq_len is None else whole_number(NAME, "seq_len", seq_len, least=0)
     if max_position_embeddings is not None:
         max_position_embeddings = whole_number(NAME, "max_position_embeddings", max_position_embeddings, least=1)
     parameters = _Parameters.of({} if scaling is None else scaling, max_position_embeddings)
-    theta = parameters.number("rope_theta", base)
-    if base not in (DEFAULT_BASE, theta):
+    theta = parameters.number("rope_theta", DEFAULT_BASE if base is None else base)
+    if base not in (None, theta):
         raise ValueError(f"{NAME}: base is {base}, but scaling has the key 'rope_theta' with another value, {theta}")
     rotating = parameters.number("partial_rotary_factor", 1.0)
     if rotating > 1:

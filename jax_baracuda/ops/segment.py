@@ -278,6 +278,7 @@ def segment_argmax(
     data: ArrayLike,
     segment_ids: ArrayLike,
     num_segments: int | None = None,
+    *,
     indices_are_sorted: bool = False,
     unique_indices: bool = False,
     mode: Mode = None,
@@ -311,6 +312,7 @@ def segment_argmin(
     data: ArrayLike,
     segment_ids: ArrayLike,
     num_segments: int | None = None,
+    *,
     indices_are_sorted: bool = False,
     unique_indices: bool = False,
     mode: Mode = None,
@@ -418,11 +420,11 @@ def segment_mean(
     data: ArrayLike,
     segment_ids: ArrayLike,
     num_segments: int | None = None,
+    *,
     indices_are_sorted: bool = False,
     unique_indices: bool = False,
     mode: Mode = None,
     out_sharding: OutSharding = None,
-    *,
     deterministic: bool = False,
 ) -> Array:
     """Mean of the rows of each segment: ``out[s, ...] = mean { data[n, ...] : segment_ids[n] == s }``.
@@ -574,11 +576,11 @@ def segment_softmax(
     logits: ArrayLike,
     segment_ids: ArrayLike,
     num_segments: int | None = None,
+    *,
     indices_are_sorted: bool = False,
     unique_indices: bool = False,
     mode: Mode = None,
     out_sharding: OutSharding = None,
-    *,
     deterministic: bool = False,
 ) -> Array:
     """Softmax over the rows of each segment.

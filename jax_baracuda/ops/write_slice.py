@@ -30,7 +30,7 @@ from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.op import Op, batch_of, over_batch
 from jax_baracuda._core.sharding import Dimensions, MeshAxes
 
-Mode = Literal["clip", "drop"]
+WriteMode = Literal["clip", "drop"]
 AxisRange = ArrayLike | tuple[int, int]
 """Of one axis: the window's start, or its ``(start, end)``."""
 Ranges = Sequence[AxisRange] | Array | np.ndarray
@@ -69,7 +69,7 @@ twin of the same name in :mod:`jax_baracuda.forward_mode`.""",
 
 
 @_documented
-def write_slice(dest: ArrayLike, source: ArrayLike, ranges: Ranges, *, mode: Mode = "clip") -> Array:
+def write_slice(dest: ArrayLike, source: ArrayLike, ranges: Ranges, *, mode: WriteMode = "clip") -> Array:
     """Writes an array into a window of another one, in place where that is donated, as a KV-cache append does.
 
     ``dest[start_0:end_0, start_1:end_1, ...] = source`` as a function that returns the new `dest`.
@@ -104,7 +104,7 @@ def write_slices(
     sources: Sequence[ArrayLike],
     ranges: Ranges | Sequence[Ranges],
     *,
-    mode: Mode = "clip",
+    mode: WriteMode = "clip",
 ) -> list[Array]:
     """:func:`write_slice` for several arrays in one launch, as for the keys and the values of a KV cache.
 
@@ -541,7 +541,7 @@ class _Update:
     """Of each axis, None where all of it is written."""
 
 
-def _write(updates: Sequence[_Update], mode: Mode) -> list[Array]:
+def _write(updates: Sequence[_Update], mode: WriteMode) -> list[Array]:
     """The results of all updates, in order."""
     results: list[Array] = [update.dest if update.dest.ndim > 0 else update.source for update in updates]
     chosen = [i for i, update in enumerate(updates) if update.dest.ndim > 0 and 0 not in update.source.shape]
@@ -612,7 +612,7 @@ def _entries(name: str, ranges: Any) -> list[Any]:
 
 
 def _canonicalize(
-    name: str, dest_name: str, source_name: str, dest: ArrayLike, source: ArrayLike, ranges: Any, mode: Mode
+    name: str, dest_name: str, source_name: str, dest: ArrayLike, source: ArrayLike, ranges: Any, mode: WriteMode
 ) -> _Update:
     if not isinstance(mode, str) or mode not in ("clip", "drop"):
         raise ValueError(f"{name}: mode must be 'clip' or 'drop', got {mode!r}")
@@ -642,7 +642,7 @@ def _canonicalize(
     return _Update(dest, source, starts)
 
 
-def _checked_start(what: str, entry: Any, size: int, dim: int, mode: Mode) -> int | Array | None:
+def _checked_start(what: str, entry: Any, size: int, dim: int, mode: WriteMode) -> int | Array | None:
     """The start of a window, clamped where it is known; None where the window is the whole axis."""
     if isinstance(entry, list | tuple):
         if not _is_pair(entry):
@@ -654,8 +654,8 @@ def _checked_start(what: str, entry: Any, size: int, dim: int, mode: Mode) -> in
                 f"end - start = {size}, that of the source, got {(start, end)}"
             )
         return None if size == dim else start
-    if isinstance(entry, np.ndarray) and entry.ndim == 0 and np.issubdtype(entry.dtype, np.integer):
-        entry = entry[()]
+    if isinstance(entry, np.ndarray) and np.issubdtype(entry.dtype, np.integer):
+        entry = entry[()] if entry.ndim == 0 else jnp.asarray(entry)
     if not _is_integer(entry):
         if not isinstance(entry, jax.Array) or not jnp.issubdtype(entry.dtype, jnp.integer):
             dtype = f" of dtype {entry.dtype}" if hasattr(entry, "dtype") else ""
@@ -663,7 +663,10 @@ def _checked_start(what: str, entry: Any, size: int, dim: int, mode: Mode) -> in
                 f"{what} must be an integer or a pair of Python integers, got {type(entry).__name__}{dtype}"
             )
         if entry.ndim != 0:
-            raise TypeError(f"{what} must be a scalar, got an array of shape {entry.shape}")
+            raise TypeError(
+                f"{what} must be a scalar, got an array of shape {entry.shape}; for one start per example, map over "
+                "the examples with jax.vmap"
+            )
         if mode == "clip" and size == dim:
             return None
         return entry.astype(jnp.int8) if jnp.iinfo(entry.dtype).bits < 8 else entry

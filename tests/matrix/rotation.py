@@ -43,7 +43,7 @@ def _rotate(direction: int, angle_errors: float | None, options: Options, x: Any
 
 
 SIZES: dict[str, Sizes] = {
-    "small": {"example": 2, "head": 4, "q_head": 4, "k_head": 2, "sequence": 4, "feature": 8},
+    "small": {"example": 2, "head": 4, "q_head": 4, "k_head": 2, "sequence": 24, "feature": 8},
     "odd": {"example": 3, "head": 3, "q_head": 5, "k_head": 1, "sequence": 5, "feature": 6},
     "one": {"example": 1, "head": 1, "q_head": 1, "k_head": 1, "sequence": 1, "feature": 4},
     "empty": {"example": 2, "head": 2, "q_head": 2, "k_head": 2, "sequence": 0, "feature": 4},

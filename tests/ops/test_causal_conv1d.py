@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import re
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -1116,3 +1118,15 @@ def test_64_bit_numpy_inputs_with_x64_off(rng: np.random.Generator) -> None:
     assert y.dtype == state.dtype == np.float32
     of_32_bits = {name: x.astype(np.float32) for name, x in problem.arrays.items()}
     check_outputs(Problem(of_32_bits, problem.segment_ids, "silu"), False, y, state, "")
+
+
+def test_overloads_have_the_arguments_of_the_function() -> None:
+    """They tell type checkers what is returned, and differ in that alone."""
+    parameters = inspect.signature(causal_conv1d).parameters
+    overloads = typing.get_overloads(causal_conv1d)
+    assert len(overloads) == 3
+    for overloaded in overloads:
+        of_overload = inspect.signature(overloaded).parameters
+        assert list(of_overload) == list(parameters)
+        for name in parameters.keys() - {"return_final_state"}:
+            assert of_overload[name] == parameters[name]

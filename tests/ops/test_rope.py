@@ -880,7 +880,7 @@ COMMON_ERRORS: Errors = {
     "positions of other length": (
         {"positions": POSITIONS[:, :8]},
         ValueError,
-        r"positions must have shape \[S\] = \(9,\) or \[B, S\] = \(2, 9\), got \(2, 8\)",
+        r"positions must have shape \[S\] = \(9,\) or \[B, S\] = \(2, 9\) \(layout='BHSD'\), got \(2, 8\)",
     ),
     "positions of other examples": ({"positions": np.zeros((3, 9), int)}, ValueError, r"positions .*got \(3, 9\)"),
     "positions of rank 0": ({"positions": 3}, ValueError, r"positions must have shape .*got \(\)"),
@@ -893,7 +893,7 @@ COMMON_ERRORS: Errors = {
     "base is an array": ({"base": np.ones(4)}, TypeError, "base must be a real number, got array"),
     "base is bool": ({"base": True}, TypeError, "base must be a real number, got True"),
     "layout is unknown": ({"layout": "SBHD"}, ValueError, "layout must be 'BHSD' or 'BSHD', got 'SBHD'"),
-    "layout is None": ({"layout": None}, ValueError, "layout must be 'BHSD' or 'BSHD', got None"),
+    "layout is no text": ({"layout": 1}, ValueError, "layout must be 'BHSD' or 'BSHD', got 1"),
     "rotary_dim is odd": ({"rotary_dim": 5}, ValueError, "rotary_dim must be even .* 8, got 5"),
     "rotary_dim is too large": ({"rotary_dim": 10}, ValueError, "rotary_dim must be even and at most .* 8, got 10"),
     "rotary_dim is zero": ({"rotary_dim": 0}, ValueError, "rotary_dim must be 2 or more, got 0"),
@@ -921,14 +921,24 @@ COMMON_ERRORS: Errors = {
 }
 
 SINGLE_ERRORS: Errors = {
+    "layout is needed": (
+        {"X": np.ones((2, 9, 9, 8), np.float32)},
+        ValueError,
+        r"layout must be given where there are as many heads as positions, .*; got X of shape \(2, 9, 9, 8\)",
+    ),
     "positions in the other layout": (
         {"positions": POSITIONS, "layout": "BSHD"},
         ValueError,
-        r"positions must have shape \[S\] = \(6,\) or \[B, S\] = \(2, 6\), got \(2, 9\)",
+        r"positions must have shape \[S\] = \(6,\) or \[B, S\] = \(2, 6\) \(layout='BSHD'\), got \(2, 9\)",
     ),
 }
 
 PAIR_ERRORS: Errors = {
+    "layout is needed": (
+        dict.fromkeys(("X", "K"), np.ones((2, 9, 9, 8), np.float32)),
+        ValueError,
+        r"layout must be given .* got X of shape \(2, 9, 9, 8\) and K of shape \(2, 9, 9, 8\)",
+    ),
     "K is a list": ({"K": [1.0]}, TypeError, "K must be an array, got list"),
     "K is integer": ({"K": K.astype(int)}, TypeError, "K must have a real floating dtype, got int"),
     "K of rank 3": ({"K": K[0]}, ValueError, r"K must have shape \[B, H, S, D\] .*got \(3, 9, 8\)"),
@@ -969,6 +979,13 @@ def test_errors(name: str, case: str) -> None:
         function(**(arguments | changed))
     with pytest.raises(exception, match=pattern):
         jax.jit(lambda: function(**(arguments | changed)))()
+
+
+def test_layout_is_not_needed_where_it_shows() -> None:
+    """Other numbers of heads than positions, in one of two arrays at least, or one head at one position."""
+    rope(np.ones((2, 9, 8, 8), np.float32))
+    rope(np.ones((2, 1, 1, 8), np.float32))
+    rope_qk(np.ones((2, 9, 9, 8), np.float32), np.ones((2, 3, 9, 8), np.float32))
 
 
 def test_keys_are_no_numbers() -> None:

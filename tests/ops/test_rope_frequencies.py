@@ -313,6 +313,11 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "base is 20000.0, but scaling has the key 'rope_theta' with another value, 10000.0",
     ),
+    "base is contradicted where it is the usual one": (
+        {"base": 10000.0, "scaling": {"rope_theta": 500000.0}},
+        ValueError,
+        "base is 10000.0, but scaling has the key 'rope_theta' with another value, 500000.0",
+    ),
     "rope_theta is negative": (
         {"scaling": {"rope_theta": -1.0}},
         ValueError,

@@ -1210,3 +1210,10 @@ def test_sorted_unsigned_ids_beyond_the_signed_ones(
         results = jax.jit(jax.vmap(lambda i: reduction(data, i, segments, indices_are_sorted=True)))(ids)
     for result, of_one in zip(results, ids, strict=True):
         reduction.value(data, of_one, segments).check(result)
+
+
+@pytest.mark.parametrize("name", ["segment_mean", "segment_softmax", "segment_argmax", "segment_argmin"])
+def test_flags_have_names(name: str) -> None:
+    """Where jax.ops has no such function, nothing but the number of segments is known by its place."""
+    with pytest.raises(TypeError, match=f"{name}\\(\\) takes from 2 to 3 positional arguments but 4 were given"):
+        getattr(jax_baracuda, name)(np.ones((3, 2), np.float32), np.zeros(3, np.int32), 1, True)

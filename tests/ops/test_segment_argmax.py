@@ -59,7 +59,7 @@ def test_first_of_many_ties(rng: np.random.Generator, reduction: Reduction, is_s
                 ids = cases.make_ids(rng, shape.rows, shape.segments, is_sorted=is_sorted)
                 expected = reduction.value(data, ids, shape.segments)
                 batch.add(
-                    lambda x, i, s=shape.segments: reduction(x, i, s, is_sorted),
+                    lambda x, i, s=shape.segments: reduction(x, i, s, indices_are_sorted=is_sorted),
                     (data, ids),
                     lambda actual, e=expected, where=f"{dtype} {fill} {shape}": e.check(actual, where),
                 )

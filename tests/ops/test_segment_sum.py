@@ -58,7 +58,7 @@ def test_sixteen_bits_do_not_count() -> None:
         for is_sorted in (False, True):
             total = segment_sum(np.full(len(ids), 0.5, jnp.dtype(dtype)), ids, 3, is_sorted)
             assert_same_bits(total, np.full(3, count / 2).astype(jnp.dtype(dtype)))
-            mean = segment_mean(np.full(len(ids), 1.5, jnp.dtype(dtype)), ids, 3, is_sorted)
+            mean = segment_mean(np.full(len(ids), 1.5, jnp.dtype(dtype)), ids, 3, indices_are_sorted=is_sorted)
             assert_same_bits(mean, np.full(3, 1.5, jnp.dtype(dtype)))
 
 

@@ -617,6 +617,12 @@ ERRORS: dict[str, tuple[type[Exception], str, Sequence[Any], dict[str, Any]]] = 
     "array of floats": (TypeError, r"ranges\[0\] must be an integer.*float32", (X, U, [jnp.float32(1), 0]), {}),
     "array of bool": (TypeError, r"ranges\[0\] must be an integer.*bool", (X, U, [jnp.bool_(1), 0]), {}),
     "vector as a start": (TypeError, r"ranges\[0\] must be a scalar.*\(1,\)", (X, U, [jnp.zeros(1, int), 0]), {}),
+    "starts of each example": (
+        TypeError,
+        r"ranges\[0\] must be a scalar.*\(4,\); for one start per example, map over the examples with jax.vmap",
+        (X, U, [np.arange(4), 0]),
+        {},
+    ),
     "mode": (ValueError, "mode must be 'clip' or 'drop', got 'wrap'", (X, U, [0, 0]), {"mode": "wrap"}),
     "no mode": (ValueError, "mode must be 'clip' or 'drop', got None", (X, U, [0, 0]), {"mode": None}),
 }
