@@ -2,8 +2,8 @@
 
 from jax_baracuda import forward_mode
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import VERSION as _version
 from jax_baracuda._core.op import precision_guarantee
+from jax_baracuda._core.version import VERSION as _version
 from jax_baracuda.ops.causal_conv1d import Activation, causal_conv1d, causal_conv1d_backward, causal_conv1d_update
 from jax_baracuda.ops.rope import HeadLayout, rope, rope_backward, rope_qk, rope_qk_backward
 from jax_baracuda.ops.rope_frequencies import rope_frequencies

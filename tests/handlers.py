@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_baracuda._core.lowering import attributes_of
 from jax_baracuda._core.native import target_name
-from jax_baracuda._core.op import OPS, attributes_of
+from jax_baracuda._core.op import OPS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,8 @@ from rotations import Rotation, make_features
 
 from jax_baracuda import precision_guarantee
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import KERNEL_PLATFORMS, OPS
+from jax_baracuda._core.native import KERNEL_PLATFORMS
+from jax_baracuda._core.op import OPS
 
 RUNS = 20
 FLAGS = ("deterministic", "indices_are_sorted")

@@ -18,7 +18,8 @@ import pytest
 
 import jax_baracuda
 from jax_baracuda._core import native
-from jax_baracuda._core.op import KERNEL_PLATFORMS, OPS
+from jax_baracuda._core.native import KERNEL_PLATFORMS
+from jax_baracuda._core.op import OPS
 
 PACKAGE = Path(jax_baracuda.__file__).parent
 
@@ -268,6 +269,23 @@ def test_import_has_no_side_effects() -> None:
         assert not xla_bridge.backends_are_initialized()
         changed = {name for name, value in jax.config.values.items() if before.get(name, value) is not value}
         assert not changed and set(before) == set(jax.config.values), changed
+        """
+    )
+    assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
+
+
+def test_import_needs_no_private_name_of_jax() -> None:
+    """A new JAX that renames one breaks what needs it, not the import."""
+    child = run_python(
+        """
+        import builtins
+        import_module = builtins.__import__
+        def refuse(name, globals=None, *arguments, **options):
+            if name.startswith("jax._src") and (globals or {}).get("__name__", "").startswith("jax_baracuda"):
+                raise ImportError(name)
+            return import_module(name, globals, *arguments, **options)
+        builtins.__import__ = refuse
+        import jax_baracuda
         """
     )
     assert (child.returncode, child.stdout, child.stderr) == (0, "", "")

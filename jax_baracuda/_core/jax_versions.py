@@ -1,17 +1,19 @@
-"""Every seam between JAX versions, and every import from ``jax._src``: no other file has either."""
+"""Every seam between JAX versions, and every import from ``jax._src``: no other file has either.
+
+What is private is imported where it is used: a name that a new JAX no longer has breaks the calls that need it, not
+``import jax_baracuda``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from jax._src import ad_util, core, dispatch
-from jax._src import mesh as mesh_lib
-from jax._src.interpreters import mlir as mlir_internal
-from jax._src.lib.mlir import ir
-from jax._src.sharding_impls import ShardingContext, SPMDAxisContext, canonicalize_sharding
+
+if TYPE_CHECKING:
+    from jax._src.lib.mlir import ir
 
 __all__ = [
     "apply_primitive",
@@ -32,12 +34,32 @@ __all__ = [
     "zero_tangent",
 ]
 
-apply_primitive = dispatch.apply_primitive
-lower_with_sharding_in_types = mlir_internal.lower_with_sharding_in_types
+
+def apply_primitive(primitive: jax.extend.core.Primitive, *operands: Any, **params: Any) -> Any:
+    """What a primitive does outside of ``jax.jit``: it is compiled, and run."""
+    from jax._src import dispatch
+
+    return dispatch.apply_primitive(primitive, *operands, **params)
+
+
+def lower_with_sharding_in_types(ctx: Any, value: Any, aval: Any) -> Any:
+    """The value of a lowering with the sharding that its type has under explicit sharding."""
+    from jax._src.interpreters import mlir
+
+    return mlir.lower_with_sharding_in_types(ctx, value, aval)
+
+
+def canonicalize_sharding(sharding: Any, name: str) -> Any:
+    """A sharding, or a partition spec of the mesh in context, as a sharding."""
+    from jax._src.sharding_impls import canonicalize_sharding
+
+    return canonicalize_sharding(sharding, name)
 
 
 def require_devices_during_lowering(primitive: jax.extend.core.Primitive) -> None:
     """Tells JAX that the primitive's lowering must know its devices, as ``custom_partitioning`` does."""
+    from jax._src import dispatch
+
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
@@ -85,11 +107,15 @@ def result_aval(like: Any, shape: Sequence[int], dtype: Any, spec: Sequence[Any]
 
 def is_static_shape(shape: Sequence[Any]) -> bool:
     """Whether every dimension is a number (and not symbolic, as in ``jax.export``)."""
+    from jax._src import core
+
     return core.is_constant_shape(tuple(shape))
 
 
 def is_donated_argument(value: ir.Value) -> bool:
     """Whether a value of a program under lowering is an argument of the whole program whose memory is given up."""
+    from jax._src.lib.mlir import ir
+
     if not isinstance(value, ir.BlockArgument):
         return False
     owner = value.owner.owner.operation  # of a loop or a shard_map, no function
@@ -101,11 +127,15 @@ def is_donated_argument(value: ir.Value) -> bool:
 
 def platforms_of(ctx: Any) -> Sequence[str]:
     """The platforms that a lowering is for: several in a program that ``jax.export`` makes for several."""
-    return mlir_internal._platforms_for_eqn(ctx)
+    from jax._src.interpreters import mlir
+
+    return mlir._platforms_for_eqn(ctx)
 
 
 def concrete_or_error(value: Any, context: str) -> Any:
     """`value` as an index, or ``ConcretizationTypeError`` where it is traced."""
+    from jax._src import core
+
     return core.concrete_dim_or_error(value, context)
 
 
@@ -114,11 +144,15 @@ def partitioner_splits(axis_context: Any) -> bool:
 
     Not inside ``shard_map``, where nothing is left to split; or, if some of its axes are automatic, nobody can ask.
     """
+    from jax._src.sharding_impls import ShardingContext
+
     return isinstance(axis_context, ShardingContext) and axis_context.num_devices > 1
 
 
 def is_in_shard_map(axis_context: Any) -> bool:
     """Whether the program of a lowering is one of ``shard_map``."""
+    from jax._src.sharding_impls import SPMDAxisContext
+
     return isinstance(axis_context, SPMDAxisContext)
 
 
@@ -128,11 +162,15 @@ def without_abstract_mesh() -> contextlib.AbstractContextManager[Any]:
     A mesh with explicit axes in context makes the collectives' types refer to it, which the partitioner then refuses
     ("Unsupported reduction computation", jax 0.11).
     """
-    return mesh_lib.use_abstract_mesh(mesh_lib.empty_abstract_mesh)
+    from jax._src import mesh
+
+    return mesh.use_abstract_mesh(mesh.empty_abstract_mesh)
 
 
 def zero_tangent(primal: jax.Array) -> Any:
     """The symbolic zero tangent of a value."""
+    from jax._src import ad_util
+
     if hasattr(ad_util, "p2tz"):  # jax >= 0.11
         return ad_util.p2tz(primal)
     return ad_util.Zero.from_primal_value(primal)

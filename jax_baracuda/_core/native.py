@@ -104,6 +104,8 @@ def target_name(op: str) -> str:
     return f"jax_baracuda.{op}"
 
 
+KERNEL_PLATFORMS = ("cpu", "cuda")
+
 NATIVE_MODULES: dict[str, NativeModule] = {
     "cpu": _load(
         "cpu",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from jax_baracuda._core.op import KERNEL_PLATFORMS
+from jax_baracuda._core.native import KERNEL_PLATFORMS
 
 
 def devices_by_platform() -> dict[str, jax.Device]:

@@ -25,10 +25,11 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, in_automatic_mode, split_as
 from jax_baracuda._core.autodiff import Differentiable, map_together
+from jax_baracuda._core.batch import batch_of
 from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import Op, batch_of
+from jax_baracuda._core.op import Op
 from jax_baracuda._core.sharding import Dimensions
 
 Activation = Literal["silu", "swish"] | None

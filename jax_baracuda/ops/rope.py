@@ -26,10 +26,11 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arguments import real_number, whole_number
 from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, split_as, split_by
 from jax_baracuda._core.autodiff import Differentiable
+from jax_baracuda._core.batch import batch_of
 from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import Op, batch_of
+from jax_baracuda._core.op import Op
 from jax_baracuda._core.sharding import Dimensions, mesh_axes
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE, rope_frequencies
 

@@ -21,9 +21,10 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, split_like
 from jax_baracuda._core.autodiff import Differentiable
+from jax_baracuda._core.batch import batch_of, joint_batch
 from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import Op, batch_of, joint_batch
+from jax_baracuda._core.op import Op
 
 Shape = tuple[int, ...]
 

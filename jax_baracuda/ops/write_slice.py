@@ -24,10 +24,11 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import as_array, split_as
 from jax_baracuda._core.autodiff import Differentiable
+from jax_baracuda._core.batch import batch_of, over_batch
 from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import Op, batch_of, over_batch
+from jax_baracuda._core.op import Op
 from jax_baracuda._core.sharding import Dimensions, MeshAxes
 
 WriteMode = Literal["clip", "drop"]

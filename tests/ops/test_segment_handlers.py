@@ -15,8 +15,8 @@ import pytest
 from handlers import Array, Call, with_dtypes, with_other_shapes
 from segment_calls import BATCH, FEATURES, ORDER, OUTPUT, ROW_SHAPE, ROWS, SEGMENTS, TARGETS, WINNER, good_call
 
-from jax_baracuda._core.native import NATIVE_MODULES
-from jax_baracuda._core.op import KERNEL_PLATFORMS, OPS
+from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES
+from jax_baracuda._core.op import OPS
 
 
 def assert_refused(call: Call, what: str) -> None:

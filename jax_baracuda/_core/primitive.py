@@ -1,0 +1,47 @@
+"""The JAX primitives that an op becomes."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_baracuda._core import jax_versions
+from jax_baracuda._core.lowering import lower_kernel, lower_with_donation, register_lowerings
+from jax_baracuda._core.native import KERNEL_PLATFORMS
+from jax_baracuda._core.rules import abstract_eval, batch, jvp, transpose
+
+if TYPE_CHECKING:
+    from jax_baracuda._core.op import Op
+
+
+def primitives_of(op: Op) -> tuple[Primitive, Primitive]:
+    """The op's primitive, and the primitive of its kernel alone, which has the param `donated` as well."""
+    primitive = _declare(op, f"baracuda_{op.name}")
+    kernel = _declare(op, f"baracuda_{op.name}_kernel")
+    primitive.def_impl(functools.partial(jax_versions.apply_primitive, primitive))
+    jax_versions.require_devices_during_lowering(primitive)
+    batching.primitive_batchers[primitive] = functools.partial(batch, op, primitive)
+    ad.primitive_jvps[primitive] = functools.partial(jvp, op, primitive)
+    ad.primitive_transposes[primitive] = functools.partial(transpose, op)
+    for platform in KERNEL_PLATFORMS:
+        mlir.register_lowering(kernel, functools.partial(lower_kernel, op, platform), platform=platform)
+    if op.in_place_if_donated:
+        by_platform = _declare(op, f"baracuda_{op.name}_by_platform")
+        jax_versions.require_devices_during_lowering(by_platform)
+        register_lowerings(op, by_platform, kernel)
+        # If it were cacheable, it would see arguments of a function of its own, never those of the program.
+        lower = functools.partial(lower_with_donation, op, kernel, by_platform)
+        mlir.register_lowering(primitive, lower, cacheable=False)
+    else:
+        register_lowerings(op, primitive, kernel)
+    return primitive, kernel
+
+
+def _declare(op: Op, name: str) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(functools.partial(abstract_eval, op))
+    return primitive

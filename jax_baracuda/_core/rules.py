@@ -1,0 +1,141 @@
+"""What JAX's transformations do with an op: shapes, batches, tangents and cotangents."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad
+
+from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import in_automatic_mode, split_like
+from jax_baracuda._core.batch import over_outer_batches
+from jax_baracuda._core.params import count_batch_dims, definition_params, resolve
+
+if TYPE_CHECKING:
+    from jax_baracuda._core.op import Op
+
+
+def abstract_eval(op: Op, *operands: Any, donated: tuple[int, ...] = (), **params: Any) -> list[Any]:
+    types = op.types_of_results(*operands, **params)
+    specs = [jax_versions.explicit_spec(aval) for aval in operands]
+    if all(spec is None for spec in specs):
+        return [jax_versions.result_aval(operands[0], shape, dtype, None) for shape, dtype in types]
+    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
+    layout = op.layout(operands, results, params)
+    whole = resolve(op.whole, definition_params(params))
+    assignment = layout.assign([*specs, *(None for _ in results)], whole)
+    return [
+        jax_versions.result_aval(operands[0], shape, dtype, layout.spec(names, shape, assignment))
+        for (shape, dtype), names in zip(types, layout.results, strict=True)
+    ]
+
+
+def batch(
+    op: Op, primitive: Primitive, operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Any
+) -> tuple[list[jax.Array], list[int]]:
+    """Puts the mapped axis in front; operands that are not mapped stay shared."""
+    mapped_size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    operands = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
+    num_batch_dims = count_batch_dims(params)
+    if num_batch_dims == 0:
+        params = params | {"batched": True}
+        for i in resolve(op.in_place, params):
+            operands[i] = jnp.broadcast_to(operands[i], (mapped_size, *operands[i].shape[1:]))
+    else:
+        params = params | {"num_batch_dims": num_batch_dims + 1}
+    results = primitive.bind(*operands, **params)
+    return results, [0] * len(results)
+
+
+def reference_of_call(op: Op, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """Calls the reference. Under explicit sharding its axes are automatic, and only its results have a sharding."""
+
+    num_batch_dims = count_batch_dims(params)
+    own_reference = functools.partial(op.reference, **definition_params(params))
+
+    def reference(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        if num_batch_dims == 0:
+            return tuple(x[0] for x in own_reference(*(x[None] for x in operands)))
+        return tuple(over_outer_batches(own_reference, num_batch_dims, *operands))
+
+    avals = [jax.typeof(x) for x in operands]
+    if any(jax_versions.explicit_spec(aval) is not None for aval in avals):
+        results = abstract_eval(op, *avals, **params)
+        reference = in_automatic_mode(reference, results[0], *(result.sharding.spec for result in results))
+    return list(reference(*operands))
+
+
+def _reference_of(
+    op: Op, operands: Sequence[Any], free: Sequence[int], params: Mapping[str, Any]
+) -> Callable[..., list[jax.Array]]:
+    """The op's reference as a function of the operands at the positions `free`, the others fixed."""
+
+    def reference(*free_operands: jax.Array) -> list[jax.Array]:
+        all_operands = list(operands)
+        for i, x in zip(free, free_operands, strict=True):
+            all_operands[i] = x
+        return reference_of_call(op, *all_operands, **params)
+
+    return reference
+
+
+def jvp(
+    op: Op, primitive: Primitive, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any
+) -> tuple[list[jax.Array], list[Any]]:
+    """The primal from the kernel, the tangent from the reference: linear in the tangents, so JAX transposes it."""
+    results = primitive.bind(*primals, **params)
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+    num_linear = resolve(op.num_linear, definition_params(params))
+    if op.transpose is not None and all(i < num_linear for i in moving):
+        linear = [
+            # An integer has no tangent. Itself in its place fits as well as any, since its result has none either.
+            ad.instantiate_zeros(tangent) if jnp.issubdtype(primal.dtype, jnp.inexact) else primal
+            for primal, tangent in zip(primals[:num_linear], tangents[:num_linear], strict=True)
+        ]
+        result_tangents = primitive.bind(*linear, *primals[num_linear:], **params)
+    else:
+        reference = _reference_of(op, primals, moving, params)
+        _, result_tangents = jax.jvp(reference, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return results, [
+        tangent if jnp.issubdtype(result.dtype, jnp.inexact) else jax_versions.zero_tangent(result)
+        for result, tangent in zip(results, result_tangents, strict=True)
+    ]
+
+
+def transpose(op: Op, cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+    """The transpose with respect to the operands that the op is linear in."""
+    linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+    cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
+    results: list[Any] = [None] * len(operands)
+    own_params, num_batch_dims = definition_params(params), count_batch_dims(params)
+    num_linear = resolve(op.num_linear, own_params)
+    if op.transpose is not None and all(i < num_linear for i in linear):
+        avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands[:num_linear]]
+        own_avals = avals
+        if num_batch_dims > 1:
+            own_avals = [jax.ShapeDtypeStruct(x.shape[num_batch_dims - 1 :], x.dtype) for x in avals]
+
+        def transpose(*arrays: jax.Array) -> Sequence[jax.Array]:
+            return op.transpose(own_avals, arrays[: len(cotangents)], *arrays[len(cotangents) :], **own_params)
+
+        transposed = over_outer_batches(transpose, num_batch_dims, *cotangents, *operands[num_linear:])
+        for i in linear:
+            results[i] = _sum_over_shared_batch(transposed[i], avals[i])
+        return results
+    reference = _reference_of(op, operands, linear, params)
+    transpose = jax.linear_transpose(reference, *(operands[i].aval for i in linear))
+    for i, x in zip(linear, transpose(cotangents), strict=True):
+        results[i] = split_like(x, operands[i].aval)
+    return results
+
+
+def _sum_over_shared_batch(cotangent: jax.Array, primal: Any) -> jax.Array:
+    """The cotangent of an operand that (a dimension of) the batch shares, in its shape and sharding."""
+    sizes = zip(cotangent.shape, primal.shape, strict=True)
+    shared = tuple(axis for axis, (size, own_size) in enumerate(sizes) if size != own_size)
+    return split_like(jnp.sum(cotangent, shared, keepdims=True) if shared else cotangent, primal)
