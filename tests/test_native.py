@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import typing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -292,9 +293,11 @@ def test_import_needs_no_private_name_of_jax() -> None:
 
 
 def test_public_names() -> None:
-    """All public names exist and are documented."""
+    """All public names exist and are documented, but for aliases of types, which cannot be."""
     assert sorted(jax_baracuda.__all__) == list(jax_baracuda.__all__)
     for name in jax_baracuda.__all__:
-        assert getattr(jax_baracuda, name).__doc__, name
+        value = getattr(jax_baracuda, name)
+        is_alias = typing.get_origin(value) is not None
+        assert is_alias or value.__doc__, name
     for name in jax_baracuda.forward_mode.__all__:
         assert getattr(jax_baracuda.forward_mode, name).__doc__, name
