@@ -2,7 +2,7 @@
 #   PYTHON  the interpreter to create it with (3.11 or newer)        make test PYTHON=python3.12
 #   VENV    where it is                                              make test VENV=.venv-oldest
 #   JAX     the JAX to install, instead of the newest that fits      make test JAX="jax==0.8.0 jaxlib==0.8.0"
-#   PYTEST_ARGUMENTS  other arguments for pytest                     make test PYTEST_ARGUMENTS="tests/ops/test_rope.py -x"
+#   PYTEST_ARGUMENTS  other arguments for pytest                     make test PYTEST_ARGUMENTS="tests/rope/test_rope.py -x"
 #   SECONDS, SEED, THREADS  of make fuzz: how long, of all that is random, how many programs at once
 #   CUDA    the CUDA extra, cuda12 or cuda13; empty for the CPU only. Default: what the NVIDIA driver here supports
 PYTHON ?= python3
@@ -25,7 +25,7 @@ SOURCES := $(wildcard ffi/*.cc ffi/*/* cmake/* CMakeLists.txt pyproject.toml)
 # On all cores, but one process for what a GPU runs; tests that have waited move to a process that is done.
 PYTEST_ARGUMENTS ?= $(if $(DRIVER),,-n auto --dist worksteal)
 SANITIZERS ?= address thread
-SANITIZED_TESTS ?= tests/sanitizers/workload.py tests/test_load.py $(wildcard tests/ops/*_handlers.py)
+SANITIZED_TESTS ?= tests/sanitizers/workload.py tests/test_load.py $(wildcard tests/*/*_handlers.py)
 SANITIZED_GPU_FAMILIES ?=
 
 .PHONY: demo test matrix fuzz sanitize sanitize-gpu check race report bench lint clean $(SANITIZERS:%=sanitize-%)
@@ -38,10 +38,10 @@ test: $(VENV)/installed
 
 # Every pair of options, transformations, shardings, dtypes and sizes; make test runs a part.
 matrix: $(VENV)/installed
-	JAX_BARACUDA_MATRIX_STRIDE=1 $(BIN)/pytest tests/matrix $(PYTEST_ARGUMENTS)
+	JAX_BARACUDA_MATRIX_STRIDE=1 $(BIN)/pytest tests/test_matrix.py $(PYTEST_ARGUMENTS)
 
 fuzz: $(VENV)/installed
-	PYTHONPATH=tests $(BIN)/python -m matrix.fuzz --seconds $(or $(SECONDS),60) --threads $(or $(THREADS),2) \
+	PYTHONPATH=tests $(BIN)/python -m support.matrix.fuzz --seconds $(or $(SECONDS),60) --threads $(or $(THREADS),2) \
 	  $(if $(SEED),--seed $(SEED))
 
 # The CPU module is built once more for each sanitizer, in a folder of its own: the installed one stays as it is.

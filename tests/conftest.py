@@ -19,9 +19,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Results and scratch memory are full of ones before a kernel starts: what it does not write shows.
 os.environ.setdefault("JAX_BARACUDA_POISON", "1")
 
-import cases  # noqa: E402  (after the environment is set)
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from support import cases  # noqa: E402  (after the environment is set)
 
 NEWEST_JAX_ALONE: dict[str, tuple[str, ...]] = {
     "test_causal_conv1d.py": (

@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import cases
-import convolutions
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rotations
-from cases import Shape
-from reductions import REDUCTIONS, Reduction
+from causal_conv1d import reference as convolutions
+from rope import reference as rotations
+from segment.reference import REDUCTIONS, Reduction
+from support import cases
+from support.cases import Shape
 
 from jax_baracuda import rope_qk
 
@@ -91,9 +91,9 @@ def test_no_temporary_of_the_size_of_the_features(dtype: str, layout: str) -> No
 
 COMMAND_BUFFER_PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
-from convolutions import LAYOUTS, Problem, in_layout
+from causal_conv1d.reference import LAYOUTS, Problem, in_layout
 from jax_baracuda import causal_conv1d_update, rope, rope_qk, where, write_slice, write_slices
-from reductions import PROD, REDUCTIONS
+from segment.reference import PROD, REDUCTIONS
 
 def program(data, ids, sorted_ids, cells, rows):
     results = []

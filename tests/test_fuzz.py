@@ -6,16 +6,16 @@ import functools
 import os
 from typing import Any
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from reductions import DIFFERENTIABLE, MAX, MEAN, MIN, PROD, REDUCTIONS, SOFTMAX, SUM, Reduction
-from rotations import LAYOUTS, Rotation, features_shape
+from rope.reference import LAYOUTS, Rotation, features_shape
+from segment.reference import DIFFERENTIABLE, MAX, MEAN, MIN, PROD, REDUCTIONS, SOFTMAX, SUM, Reduction
+from support import cases
+from support.cases import assert_same_bits
 
 from jax_baracuda import rope
 

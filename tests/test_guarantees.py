@@ -8,18 +8,18 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import cases
-import convolutions
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import selections
-import windows
-from cases import Expected
-from convolutions import Problem as Convolution
-from reductions import ARGMAX, ARGMIN, MAX, MEAN, MIN, PROD, SOFTMAX, SUM, Reduction
-from rotations import Rotation, make_features
+from causal_conv1d import reference as convolutions
+from causal_conv1d.reference import Problem as Convolution
+from rope.reference import Rotation, make_features
+from segment.reference import ARGMAX, ARGMIN, MAX, MEAN, MIN, PROD, SOFTMAX, SUM, Reduction
+from support import cases
+from support.cases import Expected
+from where import reference as selections
+from write_slice import reference as windows
 
 from jax_baracuda import precision_guarantee
 from jax_baracuda._core.guarantees import Guarantee

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from small_programs import Program, tiny_programs
+from support.programs import Program, tiny_programs
 
 NUM_THREADS = 8
 ROUNDS = 1000

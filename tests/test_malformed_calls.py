@@ -18,18 +18,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cases
-import convolutions
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rotations
-import segment_calls
-import selections
-import windows
-from handlers import Array, Call
-from windows import Window
+from causal_conv1d import reference as convolutions
+from rope import reference as rotations
+from segment import handler_calls
+from support import cases
+from support.handlers import Array, Call
+from where import reference as selections
+from write_slice import reference as windows
+from write_slice.reference import Window
 
 from jax_baracuda._core.native import NATIVE_MODULES
 from jax_baracuda._core.op import OPS
@@ -62,7 +62,7 @@ def good_calls(target: str) -> list[Call]:
             for layout, has_positions, batch in itertools.product(rotations.LAYOUTS, (True, False), (5, None))
         ]
     if target.startswith("segment_"):
-        return [segment_calls.good_call(target), segment_calls.good_call(target, shared=(0,))]
+        return [handler_calls.good_call(target), handler_calls.good_call(target, shared=(0,))]
     if target.startswith("where"):
         return [call for call in selections.GOOD_CALLS.values() if call.target == target]
     parts = (Window(0, 0, 0, 9, 3), windows.window(1, 1, 1, 5))

@@ -12,10 +12,10 @@ import typing
 from pathlib import Path
 from types import SimpleNamespace
 
-import cases
 import jax
 import jaxlib
 import pytest
+from support import cases
 
 import jax_baracuda
 from jax_baracuda._core import native

@@ -10,10 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Shape
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from reductions import DIFFERENTIABLE, MAX, MEAN, MIN, PROD, REDUCTIONS, SOFTMAX, SUM, Options, Reduction, options_id
+from segment.reference import (
+    DIFFERENTIABLE,
+    MAX,
+    MEAN,
+    MIN,
+    PROD,
+    REDUCTIONS,
+    SOFTMAX,
+    SUM,
+    Options,
+    Reduction,
+    options_id,
+)
+from support.cases import Shape
 
 from jax_baracuda import forward_mode
 

@@ -11,16 +11,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from reductions import MAX, PROD, SOFTMAX, SUM, extremum_gradient_of_rows
-from rotations import Rotation
-from windows import reference_write
+from rope.reference import Rotation
+from segment.reference import MAX, PROD, SOFTMAX, SUM, extremum_gradient_of_rows
+from support import cases
+from write_slice.reference import reference_write
 
 from jax_baracuda import (
     causal_conv1d,

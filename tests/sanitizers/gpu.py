@@ -30,9 +30,10 @@ os.environ["XLA_FLAGS"] = (
 )
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from matrix.generator import Case  # noqa: E402  (after the environment is set)
-from matrix.run import Compiled  # noqa: E402
-from matrix.strategies import BATCH_SIZE, FAMILIES, covering  # noqa: E402
+from support.matrix.calls import FAMILIES  # noqa: E402  (after the environment is set)
+from support.matrix.generator import Case  # noqa: E402
+from support.matrix.run import Compiled  # noqa: E402
+from support.matrix.strategies import BATCH_SIZE, covering  # noqa: E402
 
 
 def read(path: Path) -> Iterator[Case]:

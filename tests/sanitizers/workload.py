@@ -5,11 +5,12 @@ Their results are compared too: a sanitizer's module is another build of the sam
 
 from __future__ import annotations
 
-import matrix  # isort: skip  (sets the environment before JAX is loaded)
+from support import matrix  # isort: skip  (sets the environment before JAX is loaded)
 
 import pytest
-from matrix.run import Compiled
-from matrix.strategies import BATCH_SIZE, FAMILIES, covering
+from support.matrix.calls import FAMILIES
+from support.matrix.run import Compiled
+from support.matrix.strategies import BATCH_SIZE, covering
 
 assert matrix
 

@@ -1,0 +1,452 @@
+"""Problems for the causal convolution, its NumPy reference in extended precision, and what rounding may add to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from support import cases, handlers
+from support.cases import Expected
+from support.handlers import Array, Call
+
+from jax_baracuda import causal_conv1d
+
+TOLERANCE = {"float16": 5e-4, "bfloat16": 4e-3, "float32": 1e-6, "float64": 1e-14}
+"""By how much two results of kernels may differ, relative to the size of their terms."""
+PARAMETER_FACTOR = 10
+"""By how much more the gradients of parameters may, which are long sums."""
+
+LAYOUTS = (False, True)
+"""Values of channels_last."""
+
+
+def in_layout(signal: Any, channels_last: bool) -> Any:
+    """A signal ``[..., C, L]`` with its channels last if so asked; also the way back."""
+    return signal.swapaxes(-1, -2) if channels_last else signal
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A convolution, signals always ``[B, C, L]``."""
+
+    arrays: dict[str, np.ndarray]
+    """What has a gradient: x, weight, and of bias and initial_state what is there."""
+    segment_ids: np.ndarray | None = None
+    activation: str | None = None
+
+    @property
+    def dtype(self) -> Any:
+        return self.arrays["x"].dtype
+
+    @property
+    def width(self) -> int:
+        return self.arrays["weight"].shape[1]
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return (*self.arrays["x"].shape[:2], self.width - 1)
+
+    def operands(self, channels_last: bool) -> dict[str, np.ndarray]:
+        """The arrays as they are passed."""
+        return self.arrays | {"x": in_layout(self.arrays["x"], channels_last)}
+
+    def call(self, arrays: dict[str, Any], channels_last: bool, function: Any = causal_conv1d) -> tuple[Any, Any]:
+        """y and the final state, of these arrays in place of the problem's."""
+        return function(
+            **arrays,
+            segment_ids=self.segment_ids,
+            activation=self.activation,
+            channels_last=channels_last,
+            return_final_state=True,
+        )
+
+
+def make_problem(
+    rng: np.random.Generator,
+    shape: tuple[int, int, int],
+    width: int,
+    dtype: Any = "float32",
+    *,
+    parameter_dtype: Any = None,
+    has_bias: bool = True,
+    has_state: bool = False,
+    has_ids: bool = False,
+    activation: str | None = "silu",
+) -> Problem:
+    """Random operands of a convolution of ``shape == (B, C, L)``."""
+    examples, channels, length = shape
+    parameter_dtype = parameter_dtype or dtype
+
+    def normal(dtype: Any, *size: int) -> np.ndarray:
+        return rng.normal(size=size).astype(jnp.dtype(dtype))
+
+    arrays = {"x": normal(dtype, *shape), "weight": normal(parameter_dtype, channels, width)}
+    if has_bias:
+        arrays["bias"] = normal(parameter_dtype, channels)
+    if has_state:
+        arrays["initial_state"] = normal(dtype, examples, channels, width - 1)
+    return Problem(arrays, make_ids(rng, examples, length) if has_ids else None, activation)
+
+
+def make_ids(rng: np.random.Generator, examples: int, length: int) -> np.ndarray:
+    """Sequences of very different lengths, one after the other; every id comes back later, so that some are split."""
+    starts = rng.random((examples, length)) < rng.choice([0.02, 0.5], (examples, 1))
+    return (np.cumsum(starts, axis=1) % 3 - 1).astype(np.int32)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The reference: float64 (sums in extended precision), one tap after the other.
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.longdouble)
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+    """The inputs before and from t = 0, and which of them belong to the sequence of which."""
+
+    inputs: np.ndarray
+    """[B, C, W-1+L]"""
+    ids: np.ndarray
+    """[B, W-1+L]"""
+
+    @classmethod
+    def of(cls, problem: Problem) -> History:
+        x = _wide(problem.arrays["x"])
+        state = problem.arrays.get("initial_state")
+        state = np.zeros(problem.state_shape) if state is None else _wide(state)
+        ids = np.zeros((x.shape[0], x.shape[2]), int) if problem.segment_ids is None else problem.segment_ids
+        before = np.repeat(ids[:, :1], problem.width - 1, axis=1) if x.shape[2] else np.zeros(state.shape[::2], int)
+        return cls(np.concatenate([state, x], axis=2), np.concatenate([before, ids], axis=1))
+
+    def back(self, steps: int, width: int) -> tuple[np.ndarray, np.ndarray, slice]:
+        """For every t, the input so many steps back, 0 if of another sequence; whether it is of the same; where it is.
+
+        An input of another sequence may be NaN: it is replaced, not multiplied.
+        """
+        where = slice(width - 1 - steps, self.inputs.shape[2] - steps)
+        is_same = (self.ids[:, where] == self.ids[:, width - 1 :])[:, None]
+        return np.where(is_same, self.inputs[:, :, where], 0), is_same, where
+
+    def taps(self, width: int) -> np.ndarray:
+        """Bit j of each input says whether the input j steps back is of the same sequence."""
+        bits = [self.back(steps, width)[1][:, 0].astype(np.uint8) << steps for steps in range(width)]
+        return np.bitwise_or.reduce(bits)
+
+    def is_kept(self, width: int) -> np.ndarray:
+        """Which of the last W - 1 inputs belong to the sequence of the last."""
+        return (self.ids[:, self.ids.shape[1] - (width - 1) :] == self.ids[:, -1:])[:, None]
+
+
+def _linear_part(problem: Problem, history: History) -> np.ndarray:
+    weight = _wide(problem.arrays["weight"])
+    z = np.zeros(problem.arrays["x"].shape, np.longdouble)
+    for steps in range(problem.width):
+        inputs, _, _ = history.back(steps, problem.width)
+        z += weight[:, problem.width - 1 - steps, None] * inputs
+    if (bias := problem.arrays.get("bias")) is not None:
+        z += _wide(bias)[:, None]
+    return z
+
+
+def _sigmoid(z: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-z))
+
+
+def reference(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """y and the final state."""
+    history = History.of(problem)
+    z = _linear_part(problem, history)
+    y = z * _sigmoid(z) if problem.activation else z
+    end = history.inputs.shape[2]
+    state = np.where(history.is_kept(problem.width), history.inputs[:, :, end - (problem.width - 1) :], 0)
+    return y, state
+
+
+def _linear_gradients(
+    problem: Problem, history: History, dz: np.ndarray, d_final_state: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The gradients of all arrays that are there, given the cotangent of the linear part."""
+    width, weight = problem.width, _wide(problem.arrays["weight"])
+    d_inputs, dweight = np.zeros_like(history.inputs), np.zeros_like(weight)
+    for steps in range(width):
+        inputs, is_same, where = history.back(steps, width)
+        d_inputs[:, :, where] += np.where(is_same, weight[:, width - 1 - steps, None] * dz, 0)
+        dweight[:, width - 1 - steps] = (dz * inputs).sum(axis=(0, 2))
+    end = d_inputs.shape[2]
+    d_inputs[:, :, end - (width - 1) :] += np.where(history.is_kept(width), _wide(d_final_state), 0)
+    gradients = {
+        "x": d_inputs[:, :, width - 1 :],
+        "weight": dweight,
+        "bias": dz.sum(axis=(0, 2)),
+        "initial_state": d_inputs[:, :, : width - 1],
+    }
+    return {name: gradients[name] for name in problem.arrays}
+
+
+def _d_linear_part(problem: Problem, history: History, dy: np.ndarray) -> np.ndarray:
+    """The cotangent of the linear part."""
+    dz = _wide(dy)
+    if problem.activation:
+        z = _linear_part(problem, history)
+        s = _sigmoid(z)
+        dz = dz * s * (1 + z * (1 - s))
+    return dz
+
+
+def reference_gradients(problem: Problem, dy: np.ndarray, d_final_state: np.ndarray) -> dict[str, np.ndarray]:
+    """The gradients of all arrays that are there, for these cotangents of y and of the final state."""
+    history = History.of(problem)
+    return _linear_gradients(problem, history, _d_linear_part(problem, history, dy), d_final_state)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What rounding in the accumulator of the dtype may add, element by element. Each operation adds half an eps of its
+# result; all results of a sum, in whatever order, are at most the sum of the magnitudes of its terms.
+
+
+def _magnitudes(problem: Problem) -> Problem:
+    """The sums of this problem are the sums of the magnitudes of the terms."""
+    arrays = {name: np.abs(array) for name, array in problem.arrays.items()}
+    return dataclasses.replace(problem, arrays=arrays, activation=None)
+
+
+def _sum_error(problem: Problem) -> float:
+    """Of sums over the taps, relative to their magnitude: W products, and as many additions."""
+    return (problem.width + 1) / 2 * cases.eps_of(problem.dtype)
+
+
+def _linear_part_error(problem: Problem) -> np.ndarray:
+    magnitudes = _magnitudes(problem)
+    return _sum_error(problem) * _linear_part(magnitudes, History.of(magnitudes))
+
+
+def _sigmoid_error(problem: Problem, z: np.ndarray) -> np.ndarray:
+    """Relative: the exponential is right to 2 units in the last place after z was rounded; a sum, a quotient."""
+    return cases.eps_of(problem.dtype) * (2 + (1 - _sigmoid(z)) * (2 + np.abs(z)))
+
+
+def _d_linear_part_error(problem: Problem, dy: np.ndarray) -> np.ndarray:
+    dy = np.abs(_wide(dy))
+    if not problem.activation:
+        return np.zeros_like(dy)
+    z, eps = _linear_part(problem, History.of(problem)), cases.eps_of(problem.dtype)
+    # The slope of silu has a slope of at most 1/2. It is s + s z (1 - s), each operation rounded.
+    of_slope = _linear_part_error(problem) / 2
+    of_slope = of_slope + _sigmoid(z) * (1 + np.abs(z)) * (_sigmoid_error(problem, z) + 4 * eps)
+    return dy * of_slope
+
+
+def expected_outputs(problem: Problem) -> tuple[Expected, np.ndarray]:
+    """y, and the final state, which is exact."""
+    y, state = reference(problem)
+    error = _linear_part_error(problem)
+    if problem.activation:
+        z = _linear_part(problem, History.of(problem))
+        smallest = float(np.finfo(cases.accumulator(problem.dtype)).tiny)  # exp(-z) overflows where exp(z) is less
+        error = 1.1 * error + np.abs(y) * (_sigmoid_error(problem, z) + cases.eps_of(problem.dtype))  # of the slope
+        error = error + np.abs(z) * smallest
+    return Expected(y, problem.dtype, error), state.astype(problem.dtype)
+
+
+def _squares(problem: Problem) -> Problem:
+    """The sums of this problem are the sums of the squares of the terms."""
+    arrays = {name: _wide(array) ** 2 for name, array in problem.arrays.items()}
+    return dataclasses.replace(problem, arrays=arrays, activation=None)
+
+
+def expected_gradients(problem: Problem, dy: np.ndarray, d_final_state: np.ndarray) -> dict[str, Expected]:
+    """The gradients of all arrays that are there; each has the dtype of its primal."""
+    history, eps = History.of(problem), cases.eps_of(problem.dtype)
+    dz = _d_linear_part(problem, history, dy)
+    dz_error = _d_linear_part_error(problem, dy)
+    exact = _linear_gradients(problem, history, dz, d_final_state)
+
+    def sums(terms: Problem, dz: np.ndarray, d_final_state: np.ndarray) -> dict[str, np.ndarray]:
+        return _linear_gradients(terms, History.of(terms), dz, d_final_state)
+
+    magnitudes, squares, nothing = _magnitudes(problem), _squares(problem), np.zeros(problem.state_shape)
+    of_terms = sums(magnitudes, np.abs(dz), np.abs(d_final_state))
+    handed_on = sums(magnitudes, dz_error, nothing)
+    squares_of_terms, squares_handed_on = (sums(squares, x**2, nothing) for x in (dz, dz_error))
+    roundings = 1 + np.sqrt(dz.shape[0] * dz.shape[2])
+
+    def error(name: str) -> np.ndarray:
+        if name not in ("weight", "bias"):
+            return handed_on[name] + _sum_error(problem) * of_terms[name]
+        # Errors of many terms are independent, and add up as their squares do, to less than six deviations. Of long
+        # sums, the accumulator holds some tens of terms; partial sums are then added in pairs, or in float64.
+        of_sum = np.minimum(roundings * of_terms[name], 64 * np.sqrt(squares_of_terms[name]))
+        return np.minimum(handed_on[name], 6 * np.sqrt(squares_handed_on[name])) + eps * of_sum
+
+    return {name: Expected(exact[name], problem.arrays[name].dtype, error(name)) for name in exact}
+
+
+def part_of(expected: Expected, index: Any) -> Expected:
+    """What is expected of the elements at an index."""
+    error = np.broadcast_to(expected.error, expected.exact.shape)
+    return dataclasses.replace(expected, exact=expected.exact[index], error=error[index])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Another reference, in plain JAX, for derivatives of any order: a product with the matrix of all pairs of times.
+
+
+def plain_convolution(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    segment_ids: np.ndarray | None = None,
+    activation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """y and the final state of signals ``[B, C, L]``."""
+    examples, channels, length = x.shape
+    width = weight.shape[1]
+    state = jnp.zeros((examples, channels, width - 1), x.dtype) if initial_state is None else initial_state
+    inputs = jnp.concatenate([state, x], axis=2)
+    ids = np.zeros((examples, length), int) if segment_ids is None else segment_ids
+    input_ids = np.concatenate([np.repeat(ids[:, :1], width - 1, axis=1), ids], axis=1)
+    times = np.arange(length + width - 1)
+    uses = times[None, :, None] == np.arange(length)[:, None, None] + np.arange(width)  # [t, input, k]
+    is_same = ids[:, :, None] == input_ids[:, None, :]  # [b, t, input]
+    z = jnp.einsum(
+        "bci,tik,bti,ck->bct", inputs, uses.astype(x.dtype), is_same.astype(x.dtype), weight, precision="highest"
+    )
+    z = z if bias is None else z + bias[:, None]
+    final_state = jnp.where(is_same[:, -1, None, length:], inputs[:, :, length:], 0)
+    return jax.nn.silu(z) if activation else z, final_state
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Comparison.
+
+
+def assert_close(actual: Any, expected: Any, where: str = "", *, factor: float = 1, dtype: Any = None) -> None:
+    """Two results of kernels agree, element by element, within the tolerance of the dtype, by default that of `actual`.
+
+    Terms have a size of about 1: where they cancel, an element is small beside them, and beside the other elements.
+    """
+    actual = np.asarray(actual)
+    assert actual.shape == expected.shape, f"{where} shape {actual.shape}, expected {expected.shape}"
+    tolerance = factor * TOLERANCE[jnp.dtype(actual.dtype if dtype is None else dtype).name]
+    expected = np.asarray(expected).astype(np.float64)
+    size = max(1, np.sqrt(np.mean(expected**2))) if expected.size else 1
+    error = np.abs(actual.astype(np.float64) - expected) / np.maximum(np.abs(expected), size)
+    is_wrong = ~(error <= tolerance)
+    assert not is_wrong.any(), (
+        f"{where} {is_wrong.sum()} of {error.size} elements are wrong, the first at {np.argwhere(is_wrong)[0]}; "
+        f"the largest relative error is {error.max():.2e}, not {tolerance}"
+    )
+
+
+def check_gradients(
+    actual: dict[str, Any], expected: dict[str, Expected], channels_last: bool, where: str = ""
+) -> None:
+    """Gradients as of `Problem.operands`."""
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
+        gradient = in_layout(gradient, channels_last) if name == "x" else gradient
+        expected[name].check(gradient, f"{where} d_{name}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Direct calls of the native targets.
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """All of them different, so that no dimension passes for another."""
+
+    batch: int = 3
+    examples: int = 2
+    channels: int = 6
+    length: int = 7
+    width: int = 5
+    state_length: int = 8
+    """Of the state that is updated."""
+
+
+SIZES = Sizes()
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Names of the arrays of a target, in order."""
+
+    operands: tuple[str, ...]
+    optional_operands: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+TARGETS = {
+    "causal_conv1d": Target(("x", "weight"), ("bias", "initial_state", "taps"), ("y",)),
+    "causal_conv1d_backward": Target(
+        ("x", "weight", "dy"), ("bias", "initial_state", "taps", "d_final_state"), ("dx", "dweight", "dbias")
+    ),
+    "causal_conv1d_update": Target(("x", "state", "weight"), ("bias",), ("y", "new_state")),
+}
+
+
+def named_arrays(sizes: Sizes, channels_last: bool, dtype: str, parameter_dtype: str) -> dict[str, Array]:
+    """All arrays that a target can have."""
+    outer = (sizes.batch, sizes.examples)
+    time_and_channel = (sizes.length, sizes.channels) if channels_last else (sizes.channels, sizes.length)
+    compute_dtype = dtype if dtype == "float64" else "float32"
+    weight, bias = (sizes.batch, sizes.channels, sizes.width), (sizes.batch, sizes.channels)
+    arrays = [
+        *(Array(name, (*outer, *time_and_channel), dtype) for name in ("x", "dy", "y", "dx")),
+        Array("weight", weight, parameter_dtype),
+        Array("bias", bias, parameter_dtype),
+        Array("dweight", weight, compute_dtype),
+        Array("dbias", bias, compute_dtype),
+        Array("taps", (*outer, sizes.length), "uint8"),
+        *(
+            Array(name, (*outer, sizes.channels, sizes.width - 1), dtype)
+            for name in ("initial_state", "d_initial_state", "d_final_state")
+        ),
+        *(Array(name, (*outer, sizes.channels, sizes.state_length), dtype) for name in ("state", "new_state")),
+    ]
+    return {array.name: array for array in arrays}
+
+
+def good_call(
+    target: str,
+    channels_last: bool = False,
+    *,
+    optional: Collection[str] | None = None,
+    shared: Collection[str] = (),
+    sizes: Sizes = SIZES,
+    dtype: str = "float32",
+    parameter_dtype: str | None = None,
+    is_batched: bool = True,
+) -> Call:
+    """A call that fits.
+
+    Args:
+      optional: which of the optional operands are there; None: all of them.
+      shared: which operands are shared by the batch.
+      is_batched: whether arrays have the batch dimension, which those of an update may lack.
+    """
+    names = TARGETS[target]
+    present = [name for name in names.optional_operands if optional is None or name in optional]
+    results = [*names.results]
+    if target == "causal_conv1d_backward" and "initial_state" in present:
+        results.append("d_initial_state")
+    arrays = named_arrays(sizes, channels_last, dtype, parameter_dtype or dtype)
+    if not is_batched:
+        arrays = {name: dataclasses.replace(array, shape=array.shape[1:]) for name, array in arrays.items()}
+    operands = [arrays[name].shared() if name in shared else arrays[name] for name in (*names.operands, *present)]
+    params = {"channels_last": channels_last, "silu": True, "batched": is_batched, **presence(target, present)}
+    return handlers.good_call(target, operands, [arrays[name] for name in results], params)
+
+
+def presence(target: str, optional: Collection[str]) -> dict[str, bool]:
+    """The attributes that say that these optional operands are there."""
+    return {f"has_{name}": name in optional for name in TARGETS[target].optional_operands}

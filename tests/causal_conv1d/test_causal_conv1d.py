@@ -1,0 +1,1132 @@
+"""causal_conv1d, its gradient and its update: values, sequences, states, transformations, derivatives, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import re
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from causal_conv1d import reference as convolutions
+from causal_conv1d.reference import (
+    LAYOUTS,
+    Problem,
+    check_gradients,
+    expected_gradients,
+    expected_outputs,
+    in_layout,
+    make_problem,
+    part_of,
+    plain_convolution,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+from segment.reference import Batch, kernels_in
+from support import cases
+from support.cases import FLOATING, Expected, assert_same_bits
+
+from jax_baracuda import causal_conv1d, causal_conv1d_backward, causal_conv1d_update, forward_mode
+
+WIDTHS = range(1, 9)
+OPTIONS = tuple(
+    {"has_bias": bias, "has_state": state, "has_ids": ids, "activation": activation}
+    for bias, state, ids, activation in itertools.product((True, False), (False, True), (False, True), ("silu", None))
+)
+
+SHAPES = (
+    (2, 3, 0),
+    (0, 3, 4),
+    (2, 0, 4),
+    (1, 1, 1),
+    (3, 9, 1),
+    (2, 5, 2),
+    (2, 17, 3),
+    (2, 8, 64),
+    (3, 33, 130),
+    (1, 1100, 9),
+    (1, 257, 31),
+    (2, 6, 1026),
+    (1, 8, 4099),
+)
+"""(B, C, L): empty, shorter than a filter, odd, and such that every way through a kernel is taken."""
+
+each_layout = pytest.mark.parametrize("channels_last", LAYOUTS, ids=["channels first", "channels last"])
+each_dtype = pytest.mark.parametrize("dtype", FLOATING)
+
+
+def cotangents(rng: np.random.Generator, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """Of y ``[B, C, L]`` and of the final state."""
+    return tuple(
+        rng.normal(size=shape).astype(problem.dtype) for shape in (problem.arrays["x"].shape, problem.state_shape)
+    )
+
+
+def value_and_pullback(problem: Problem, channels_last: bool, arrays: Any, *d_outputs: Any) -> Any:
+    outputs, vjp = jax.vjp(lambda arrays: problem.call(arrays, channels_last), arrays)
+    return outputs, vjp(d_outputs)[0]
+
+
+def check_outputs(problem: Problem, channels_last: bool, y: Any, final_state: Any, where: str) -> None:
+    expected_y, expected_state = expected_outputs(problem)
+    assert not y.weak_type, where
+    expected_y.check(in_layout(y, channels_last), f"{where} y")
+    assert_same_bits(final_state, expected_state, f"{where} final state")
+
+
+def add_call(batch: Batch, rng: np.random.Generator, problem: Problem, channels_last: bool, where: str) -> None:
+    """Adds the outputs, and the gradients of all arrays by both ways to get them."""
+    dy, d_state = cotangents(rng, problem)
+    operands = problem.operands(channels_last)
+    dy_in_layout = in_layout(dy, channels_last)
+
+    def check(outputs: Any, gradients: Any) -> None:
+        check_outputs(problem, channels_last, *outputs, where)
+        expected = expected_gradients(problem, dy, d_state)
+        check_gradients(gradients, expected, channels_last, where)
+
+    call = functools.partial(value_and_pullback, problem, channels_last)
+    batch.add(call, (operands, dy_in_layout, d_state), check)
+
+
+def backward(problem: Problem, channels_last: bool, dy: Any, d_state: Any) -> dict[str, Any]:
+    """The public backward function, its results by name."""
+    arrays = problem.operands(channels_last)
+    results = causal_conv1d_backward(
+        arrays["x"],
+        arrays["weight"],
+        arrays.get("bias"),
+        in_layout(dy, channels_last),
+        activation=problem.activation,
+        channels_last=channels_last,
+        initial_state=arrays.get("initial_state"),
+        segment_ids=problem.segment_ids,
+        d_final_state=d_state,
+    )
+    assert (results[2] is None) == ("bias" not in arrays)
+    assert len(results) == (4 if "initial_state" in arrays else 3)
+    named = dict(zip(("x", "weight", "bias", "initial_state"), results, strict=False))
+    return {name: gradient for name, gradient in named.items() if gradient is not None}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Values and gradients.
+
+
+def test_reference_itself(rng: np.random.Generator) -> None:
+    """The NumPy reference is np.convolve of every sequence by itself; its gradients are those of plain JAX."""
+    problem = make_problem(rng, (2, 3, 20), 4, "float64", activation=None)
+    x, weight, bias = problem.arrays.values()
+    y, _ = convolutions.reference(problem)
+    for example, channel in np.ndindex(2, 3):
+        expected = np.convolve(x[example, channel], weight[channel, ::-1])[:20] + bias[channel]
+        np.testing.assert_allclose(y[example, channel].astype(np.float64), expected, rtol=1e-12, atol=1e-12)
+    for options in OPTIONS:
+        problem = make_problem(rng, (2, 3, 20), 4, "float64", **options)
+        dy, d_state = cotangents(rng, problem)
+        with jax.enable_x64(True):
+            plain = functools.partial(plain_convolution, segment_ids=problem.segment_ids, activation=problem.activation)
+            outputs, vjp = jax.vjp(lambda arrays, plain=plain: plain(**arrays), problem.arrays)
+            check_outputs(problem, False, *outputs, str(options))
+            expected = expected_gradients(problem, dy, d_state)
+            check_gradients(vjp((dy, d_state))[0], expected, False, str(options))
+
+
+@each_dtype
+@pytest.mark.parametrize("count", [1, 11])
+def test_comparison_sees_every_element(rng: np.random.Generator, dtype: str, count: int) -> None:
+    """The exact numbers pass; no larger ones may be missing from a long row, not even one."""
+    problem = make_problem(rng, (1, 2, 4099), 4, dtype, has_state=True)
+    dy, d_state = cotangents(rng, problem)
+    gradients = expected_gradients(problem, dy, d_state)
+    for name, expected in ({"y": expected_outputs(problem)[0]} | gradients).items():
+        exact = cases.rounded(expected.exact, dtype)
+        expected.check(exact, name)
+        large = np.argsort(np.abs(expected.exact), axis=None)[exact.size // 2 :]
+        wrong = exact.copy()
+        wrong.flat[rng.choice(large, min(count, len(large)), replace=False)] = 0
+        for comparison in (expected.check, lambda x, exact=exact: convolutions.assert_close(x, exact)):
+            with pytest.raises(AssertionError, match=f"{min(count, len(large))} of {exact.size} elements are wrong"):
+                comparison(wrong)
+
+
+@each_layout
+@each_dtype
+def test_value_and_gradient(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
+    """Every width with every option, parameters in either dtype, in sizes that vary."""
+    batch = Batch()
+    sizes = itertools.cycle([(2, 13, 37), (3, 8, 64), (1, 21, 5), (2, 1, 90), (2, 66, 18)])
+    narrow = dtype in ("float16", "bfloat16")
+    for width in WIDTHS:
+        for k in range(4):
+            options = OPTIONS[(4 * width + k + 5 * channels_last) % len(OPTIONS)]
+            parameter_dtype = "float32" if narrow and k % 2 else dtype
+            shape = next(sizes)
+            problem = make_problem(rng, shape, width, dtype, parameter_dtype=parameter_dtype, **options)
+            add_call(batch, rng, problem, channels_last, f"{shape} width {width} {parameter_dtype} {options}")
+    with cases.x64_for(dtype):
+        called = batch.run()
+    assert called == {"causal_conv1d": 32, "causal_conv1d_backward": 32}
+
+
+@each_layout
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sizes(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
+    """Sizes of every kind, without options and with all of them."""
+    batch = Batch()
+    for shape, options in itertools.product(SHAPES, (OPTIONS[6], OPTIONS[-1])):
+        problem = make_problem(rng, shape, 4, dtype, **options)
+        add_call(batch, rng, problem, channels_last, f"{shape} {options}")
+    batch.run()
+
+
+@each_dtype
+def test_backward(rng: np.random.Generator, dtype: str) -> None:
+    """The public backward function, with and without a cotangent of the final state."""
+    batch = Batch()
+    for (k, options), has_d_state in itertools.product(enumerate(OPTIONS), (True, False)):
+        channels_last, width = bool(k % 2), 1 + k % 5
+        problem = make_problem(rng, (2, 5, 11), width, dtype, **options)
+        dy, d_state = cotangents(rng, problem)
+        expected = expected_gradients(problem, dy, d_state if has_d_state else np.zeros_like(d_state))
+
+        def check(
+            gradients: Any,
+            problem: Problem = problem,
+            expected: dict[str, Expected] = expected,
+            channels_last: bool = channels_last,
+            where: str = f"{options} width {width}",
+        ) -> None:
+            check_gradients(gradients, expected, channels_last, where)
+
+        call = functools.partial(backward, problem, channels_last)
+        batch.add(call, (dy, d_state if has_d_state else None), check)
+    with cases.x64_for(dtype):
+        assert batch.run() == {"causal_conv1d_backward": 2 * len(OPTIONS)}
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    shape=st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(0, 40)),
+    width=st.integers(1, 8),
+    options=st.sampled_from(OPTIONS),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    channels_last=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_small_problem(
+    shape: tuple[int, int, int], width: int, options: dict[str, Any], dtype: str, channels_last: bool, seed: int
+) -> None:
+    rng, batch = np.random.default_rng(seed), Batch()
+    add_call(batch, rng, make_problem(rng, shape, width, dtype, **options), channels_last, "")
+    batch.run()
+
+
+def test_long_sums(rng: np.random.Generator) -> None:
+    """Gradients of parameters over 2^20 summands err as those of some tens of summands do."""
+    problem = make_problem(rng, (4, 1, 2**18 + 3), 4)
+    dy, d_state = cotangents(rng, problem)
+    expected = expected_gradients(problem, dy, np.zeros_like(d_state))
+    for channels_last in LAYOUTS:
+        check_gradients(backward(problem, channels_last, dy, None), expected, channels_last)
+
+
+def test_positive_long_sums_of_16_bits(rng: np.random.Generator) -> None:
+    """Sums that only grow do not stop at what 16 bits can count, and are rounded once."""
+    for dtype, channels_last in itertools.product(("float16", "bfloat16"), LAYOUTS):
+        x = np.ones((3, 2, 7001), jnp.dtype(dtype))
+        dy = np.full_like(x, 1 / 2)
+        weight, bias = np.ones((2, 3), np.float32), np.zeros(2, np.float32)
+        operands = (in_layout(x, channels_last), weight, bias, in_layout(dy, channels_last))
+        _, dweight, dbias = causal_conv1d_backward(*operands, channels_last=channels_last)
+        np.testing.assert_array_equal(dbias, np.full(2, 3 * 7001 / 2))
+        np.testing.assert_array_equal(dweight, np.tile(3 * np.array([6999, 7000, 7001]) / 2, (2, 1)))
+
+
+@each_layout
+def test_plain_activation_names(rng: np.random.Generator, channels_last: bool) -> None:
+    problem = make_problem(rng, (2, 3, 9), 4)
+    operands = problem.operands(channels_last)
+    silu, swish = (causal_conv1d(**operands, activation=a, channels_last=channels_last) for a in ("silu", "swish"))
+    assert_same_bits(silu, np.asarray(swish))
+
+
+def test_extreme_activations() -> None:
+    """silu and its gradient where exp overflows or underflows: 0 and z, 0 and 1."""
+    z = np.array([-1e4, -200, -89, -88, 0, 88, 89, 200, 1e4], np.float32).reshape(1, 1, -1)
+    weight = np.ones((1, 1), np.float32)
+    y, vjp = jax.vjp(lambda x: causal_conv1d(x, weight, activation="silu"), z)
+    wide = z.astype(np.float64)
+    with np.errstate(over="ignore"):
+        s = 1 / (1 + np.exp(-wide))
+    np.testing.assert_allclose(y, wide * s, rtol=1e-6, atol=1e-36)
+    np.testing.assert_allclose(vjp(np.ones_like(z))[0], s * (1 + wide * (1 - s)), rtol=1e-6, atol=1e-35)
+
+
+def test_float8_runs_as_plain_jax(rng: np.random.Generator) -> None:
+    """A dtype without kernels: the same function, by XLA, parameters in float32."""
+    problem = make_problem(rng, (2, 4, 9), 3, "float8_e4m3fn", parameter_dtype="float32", has_state=True, has_ids=True)
+    for channels_last in LAYOUTS:
+        operands = problem.operands(channels_last)
+        call = jax.jit(lambda arrays, c=channels_last: problem.call(arrays, c))
+        assert kernels_in(call.lower(operands).as_text()) == []
+        y, state = call(operands)
+        check_outputs(problem, channels_last, y, state, f"channels last: {channels_last}")
+
+
+def test_kernels(rng: np.random.Generator) -> None:
+    """Value and gradient are one kernel call each, and keep nothing but the arguments for the backward pass."""
+    problem = make_problem(rng, (2, 6, 50), 4, has_state=True, has_ids=True)
+    for channels_last in LAYOUTS:
+        operands = problem.operands(channels_last)
+        call = jax.jit(lambda arrays, c=channels_last: problem.call(arrays, c))
+        assert kernels_in(call.lower(operands).as_text()) == ["causal_conv1d"]
+        gradient = jax.jit(jax.grad(lambda arrays, call=call: (call(arrays)[0] ** 2).sum()))
+        assert kernels_in(gradient.lower(operands).as_text()) == ["causal_conv1d", "causal_conv1d_backward"]
+        _, vjp = jax.vjp(call, operands)
+        kept = [x for x in jax.tree.leaves(vjp) if hasattr(x, "shape")]
+        assert kept, "this version of JAX does not show the residuals"
+        assert sum(x.size >= 2 * 6 * 50 for x in kept) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Packed sequences.
+
+
+@each_layout
+def test_packed_sequences_are_as_if_alone(rng: np.random.Generator, channels_last: bool) -> None:
+    """Each sequence in a row gives what it gives by itself, values and gradients; initial and final states, too."""
+    lengths = (1, 2, 7, 3, 1, 20, 4, 2)
+    starts = np.cumsum((0, *lengths[:-1]))
+    full = make_problem(rng, (1, 5, sum(lengths)), 4, has_state=True)
+    ids = np.repeat(rng.permutation(len(lengths)), lengths)[None]
+    packed = Problem(full.arrays, ids, full.activation)
+    dy, d_state = cotangents(rng, packed)
+    parts = [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    nothing = np.zeros(full.state_shape, np.float32)
+
+    def arguments(problem: Problem, dy: np.ndarray, d_state: np.ndarray) -> tuple[Any, ...]:
+        return problem, channels_last, problem.operands(channels_last), in_layout(dy, channels_last), d_state
+
+    alone = []
+    for k, part in enumerate(parts):
+        arrays = full.arrays | {"x": full.arrays["x"][:, :, part]}
+        arrays["initial_state"] = nothing if k else full.arrays["initial_state"]
+        d_last = d_state if k == len(parts) - 1 else nothing
+        alone.append((Problem(arrays, None, full.activation), dy[:, :, part], d_last))
+    results = jax.jit(lambda: [value_and_pullback(*arguments(*call)) for call in ((packed, dy, d_state), *alone)])()
+    (together_y, together_state), together = results.pop(0)
+    of_alone = [expected_gradients(*call) for call in alone]
+    for k, (part, ((y, _), gradients)) in enumerate(zip(parts, results, strict=True)):
+        expected_y, _ = expected_outputs(alone[k][0])
+        for name, all_parts, by_itself, expected in (
+            ("y", together_y, y, expected_y),
+            ("dx", together["x"], gradients["x"], of_alone[k]["x"]),
+        ):
+            expected.check(in_layout(by_itself, channels_last), f"{name} {k} alone")
+            expected.check(in_layout(all_parts, channels_last)[:, :, part], f"{name} {k}")
+    assert_same_bits(together_state, np.asarray(results[-1][0][1]), "final state")
+    of_alone[0]["initial_state"].check(together["initial_state"], "d_initial_state")
+    of_packed = expected_gradients(packed, dy, d_state)
+    for name in ("weight", "bias"):
+        total = np.sum([expected[name].exact for expected in of_alone], axis=0)
+        dataclasses.replace(of_packed[name], exact=total).check(together[name], name)
+
+
+@each_layout
+@each_dtype
+def test_nothing_leaks_from_other_sequences(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
+    """NaN and infinities in one sequence, or in the state or the cotangent of one, stay there."""
+    ids = np.array([[0] * 6 + [1] * 5 + [0] * 6 + [2] * 2] * 2)
+    for bad in (np.nan, np.inf):
+        problem = make_problem(rng, (2, 9, ids.shape[1]), 4, dtype, has_state=True)
+        problem.arrays["x"][:, :, ids[0] == 1] = bad
+        problem = Problem(problem.arrays, ids, problem.activation)
+        dy, d_state = cotangents(rng, problem)
+        dy[:, :, ids[0] == 1] = bad
+        with cases.x64_for(dtype):
+            (y, state), gradients = value_and_pullback(
+                problem, channels_last, problem.operands(channels_last), in_layout(dy, channels_last), d_state
+            )
+        others = ids[0] != 1
+        x, dy = (np.where(others, signal, 0).astype(signal.dtype) for signal in (problem.arrays["x"], dy))
+        clean = Problem(problem.arrays | {"x": x}, ids, problem.activation)
+        expected_y, expected_state = expected_outputs(clean)
+        expected = expected_gradients(clean, dy, d_state)
+        of_others = np.s_[:, :, others]
+        part_of(expected_y, of_others).check(np.asarray(in_layout(y, channels_last))[of_others])
+        part_of(expected["x"], of_others).check(np.asarray(in_layout(gradients["x"], channels_last))[of_others])
+        expected["initial_state"].check(gradients["initial_state"])
+        assert_same_bits(state, expected_state)
+
+
+@each_layout
+@pytest.mark.parametrize("function", [causal_conv1d, forward_mode.causal_conv1d], ids=["kernel", "plain JAX"])
+def test_nothing_leaks_into_gradients_of_taps(
+    rng: np.random.Generator, function: Callable[..., Any], channels_last: bool
+) -> None:
+    """A NaN in a sequence of one input reaches the gradient of the present tap, but of no other tap."""
+    problem = make_problem(rng, (2, 5, 12), 4, has_state=True, activation=None)
+    ids = np.array([[0, 0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2]] * 2)
+    x = problem.arrays["x"].copy()
+    x[:, :, 5] = 0
+    expected = expected_gradients(Problem(problem.arrays | {"x": x}, ids), x, np.zeros(problem.state_shape, np.float32))
+    dy = in_layout(x, channels_last)
+    for bad in (np.nan, np.inf):
+        problem.arrays["x"][:, :, 5] = bad
+        packed = Problem(problem.arrays, ids)
+        _, vjp = jax.vjp(lambda a, p=packed: p.call(a, channels_last, function)[0], packed.operands(channels_last))
+        gradients = vjp(dy)[0]
+        part_of(expected["weight"], np.s_[:, :-1]).check(gradients["weight"][:, :-1])
+        expected["x"].check(in_layout(gradients["x"], channels_last))
+
+
+@pytest.mark.parametrize("ids_dtype", [*cases.INTEGERS, "int4"])
+def test_ids_of_every_dtype(rng: np.random.Generator, ids_dtype: str) -> None:
+    """Ids are compared in their own dtype: the greatest and the least, and such as differ in the high bits alone."""
+    info = jnp.iinfo(ids_dtype)
+    values = [int(info.min), int(info.max), 0, 1, *([2**32, 2**33] if info.bits == 64 else [])]
+    ids = np.array(rng.choice(np.array(values, object), (2, 30)), object)
+    ids = ids.astype(np.int64 if info.min < 0 else np.uint64).astype(jnp.dtype(ids_dtype))
+    problem = Problem(make_problem(rng, (2, 3, 30), 4).arrays, ids, "silu")
+    with cases.x64_for(ids_dtype):
+        y, state = problem.call(problem.arrays, False)
+    check_outputs(problem, False, y, state, ids_dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# States and decoding.
+
+
+@each_layout
+@each_dtype
+def test_chunks_that_hand_on_a_state(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
+    """One sequence in chunks of any length, 0 and fewer than W - 1 included, gives what it gives as a whole."""
+    batch = Batch()
+    for width, has_ids in ((1, True), (2, False), (4, False), (4, True), (7, True)):
+        # An id that comes back within a filter's reach is one that a state does not know any more.
+        ids = np.cumsum(rng.random((2, 40)) < 0.2, axis=1) if has_ids else None
+        problem = Problem(make_problem(rng, (2, 5, 40), width, dtype, has_state=True).arrays, ids, "silu")
+
+        def in_chunks(operands: dict[str, Any], problem: Problem = problem, ids: Any = ids) -> Any:
+            time, state, chunks = 1 if channels_last else 2, operands["initial_state"], []
+            for start, stop in itertools.pairwise((0, 1, 3, 3, 20, 22, 39, 40)):
+                if ids is not None and 0 < start < stop:
+                    is_continued = ids[:, start - 1] == ids[:, start]
+                    state = jnp.where(is_continued[:, None, None], state, 0)
+                x = jax.lax.slice_in_dim(operands["x"], start, stop, axis=time)
+                chunk_ids = None if ids is None else ids[:, start:stop]
+                chunk = Problem(problem.arrays, chunk_ids, problem.activation)
+                y, state = chunk.call(operands | {"x": x, "initial_state": state}, channels_last)
+                chunks.append(y)
+            return *problem.call(operands, channels_last), jnp.concatenate(chunks, axis=time), state
+
+        def check(y: Any, final_state: Any, y_of_chunks: Any, last_state: Any, problem: Problem = problem) -> None:
+            check_outputs(problem, channels_last, y, final_state, f"width {problem.width}")
+            check_outputs(problem, channels_last, y_of_chunks, last_state, f"width {problem.width}, in chunks")
+
+        batch.add(in_chunks, (problem.operands(channels_last),), check)
+    with cases.x64_for(dtype):
+        batch.run()
+
+
+def test_gradient_through_chunks(rng: np.random.Generator) -> None:
+    """The gradient flows from chunk to chunk through the states."""
+    problem = make_problem(rng, (2, 3, 12), 4, has_state=True)
+    dy, d_state = cotangents(rng, problem)
+
+    def in_chunks(arrays: dict[str, Any]) -> tuple[Any, Any]:
+        state, outputs = arrays["initial_state"], []
+        for x in jnp.split(arrays["x"], [1, 3, 9], axis=2):
+            y, state = problem.call(arrays | {"x": x, "initial_state": state}, False)
+            outputs.append(y)
+        return jnp.concatenate(outputs, axis=2), state
+
+    _, vjp = jax.vjp(in_chunks, problem.arrays)
+    expected = expected_gradients(problem, dy, d_state)
+    check_gradients(vjp((dy, d_state))[0], expected, False)
+
+
+def test_state_of_a_filter_without_past(rng: np.random.Generator) -> None:
+    """Width 1: states are empty, and taken and given all the same."""
+    x, weight = rng.normal(size=(2, 3, 5)).astype(np.float32), np.ones((3, 1), np.float32)
+    state = np.zeros((2, 3, 0), np.float32)
+    y, final_state = causal_conv1d(x, weight, initial_state=state, return_final_state=True)
+    np.testing.assert_array_equal(y, x)
+    assert final_state.shape == state.shape and final_state.dtype == x.dtype
+    *_, d_state = causal_conv1d_backward(x, weight, None, x, initial_state=state, d_final_state=state)
+    assert d_state.shape == state.shape
+    y, new_state = causal_conv1d_update(x[:, :, 0], state, weight)
+    np.testing.assert_array_equal(y, x[:, :, 0])
+    assert new_state.shape == state.shape
+
+
+def as_convolution(problem: Problem, state: np.ndarray) -> Problem:
+    """What an update computes, as a convolution with the most recent inputs of the state before it."""
+    recent = state[:, :, state.shape[2] - (problem.width - 1) :]
+    return Problem(problem.arrays | {"initial_state": recent}, None, problem.activation)
+
+
+def shifted_state(problem: Problem, state: np.ndarray) -> np.ndarray:
+    return np.concatenate([state, problem.arrays["x"]], axis=2)[:, :, problem.arrays["x"].shape[2] :]
+
+
+def expected_gradients_of_update(
+    problem: Problem, state: np.ndarray, dy: np.ndarray, d_new_state: np.ndarray
+) -> dict[str, Expected]:
+    """Of the problem's arrays, and of the state.
+
+    The convolution's final state is the end of the new state. What is older in it are inputs that the filter may reach,
+    too: the two cotangents of such an input are added in the dtype.
+    """
+    as_one, num_new = as_convolution(problem, state), problem.arrays["x"].shape[2]
+    older = state.shape[2] - (problem.width - 1)
+    expected = expected_gradients(as_one, dy, d_new_state[:, :, older:])
+    exact, error = np.zeros((2, *state.shape[:2], state.shape[2] + num_new), np.longdouble)
+    for all_inputs, of_kernel in ((exact, "exact"), (error, "error")):
+        parts = [getattr(expected[name], of_kernel) for name in ("initial_state", "x")]
+        all_inputs[:, :, older:] = np.concatenate(parts, axis=2)
+    moved = np.s_[:, :, num_new : num_new + older]
+    error[moved] += (np.abs(exact[moved]) + error[moved]) * float(jnp.finfo(problem.dtype).eps) / 2
+    exact[moved] += d_new_state[:, :, :older]
+    of_inputs = Expected(exact, problem.dtype, error)
+    del expected["initial_state"]
+    in_state, new = np.s_[:, :, : state.shape[2]], np.s_[:, :, state.shape[2] :]
+    return expected | {"x": part_of(of_inputs, new), "state": part_of(of_inputs, in_state)}
+
+
+UPDATES = tuple(
+    (width, extra, new_inputs)
+    for width, extra, new_inputs in itertools.product((1, 2, 3, 4, 8), (0, 1, 5), (1, 2, 7))
+    if (width + extra + new_inputs) % 2 or width == 4
+)
+"""(W, K - (W - 1), T)"""
+
+
+@each_layout
+@each_dtype
+def test_update(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
+    """y, the new state and the gradients of all arrays, for states as short as can be and longer, one input or more."""
+    batch = Batch()
+    for width, extra, new_inputs in UPDATES:
+        problem = make_problem(rng, (2, 11, new_inputs), width, dtype, has_bias=(width + extra) % 3 > 0)
+        state = rng.normal(size=(2, 11, width - 1 + extra)).astype(problem.dtype)
+        dy = rng.normal(size=(2, 11, new_inputs)).astype(problem.dtype)
+        d_new_state = rng.normal(size=state.shape).astype(problem.dtype)
+        where = f"width {width}, {extra} more, {new_inputs} inputs"
+
+        def update(arrays: Any, state: Any, dy: Any, d_new_state: Any, problem: Problem = problem) -> Any:
+            call = functools.partial(causal_conv1d_update, activation=problem.activation, channels_last=channels_last)
+            outputs, vjp = jax.vjp(lambda arrays, state: call(state=state, **arrays), arrays, state)
+            return outputs, vjp((dy, d_new_state))
+
+        def check(
+            outputs: Any,
+            gradients: Any,
+            problem: Problem = problem,
+            state: np.ndarray = state,
+            dy: np.ndarray = dy,
+            d_new_state: np.ndarray = d_new_state,
+            where: str = where,
+        ) -> None:
+            y, new_state = outputs
+            as_one = as_convolution(problem, state)
+            expected_outputs(as_one)[0].check(in_layout(y, channels_last), where)
+            assert_same_bits(new_state, shifted_state(problem, state), where)
+            of_arrays, d_state = gradients
+            expected = expected_gradients_of_update(problem, state, dy, d_new_state)
+            expected.pop("state").check(d_state, f"{where} d_state")
+            check_gradients(of_arrays, expected, channels_last, where)
+
+        batch.add(update, (problem.operands(channels_last), state, in_layout(dy, channels_last), d_new_state), check)
+    with cases.x64_for(dtype):
+        assert batch.run() == {"causal_conv1d_update": len(UPDATES), "causal_conv1d_backward": len(UPDATES)}
+
+
+@each_layout
+@each_dtype
+def test_decoding_is_the_convolution(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
+    """A loop of updates, one input at a time, gives the outputs and the final state of the whole."""
+    for width, num_states in ((4, 3), (4, 4), (3, 9), (1, 0), (1, 2)):
+        problem = make_problem(rng, (3, 20, 24), width, dtype)
+        x, weight, bias = problem.arrays.values()
+
+        @jax.jit
+        def decode(state: Any, x: Any, weight: Any = weight, bias: Any = bias) -> Any:
+            def step(state: Any, x: Any) -> Any:
+                y, state = causal_conv1d_update(x, state, weight, bias, activation="silu", channels_last=channels_last)
+                return state, y
+
+            return jax.lax.scan(step, state, x)
+
+        with cases.x64_for(dtype):
+            state, y = decode(np.zeros((3, 20, num_states), problem.dtype), np.moveaxis(x, 2, 0))
+        expected, _ = expected_outputs(problem)
+        expected.check(np.moveaxis(np.asarray(y), 0, 2))
+        assert_same_bits(state, x[:, :, x.shape[2] - num_states :])
+
+
+STATE_SHAPE = (7, 24, 5)
+
+
+def copies_of_state(text: str) -> list[str]:
+    """The instructions of a compiled program that copy an array of the shape of the state."""
+    shape = ",".join(map(str, STATE_SHAPE))
+    return re.findall(rf"= \(?f32\[(?:1,)?{shape}\]\S* copy(?:-start)?\(.*", text)
+
+
+@pytest.mark.parametrize("loop", ["step", "scan", "fori_loop"])
+def test_donated_state_is_updated_in_place(rng: np.random.Generator, loop: str) -> None:
+    """A decoding step, and loops of it, hold no copy of a donated state; the result is right, in the same memory."""
+    examples, channels, num_states = STATE_SHAPE
+    weight, bias = rng.normal(size=(channels, 4)).astype(np.float32), rng.normal(size=channels).astype(np.float32)
+    x = rng.normal(size=(9, examples, channels)).astype(np.float32)
+    state = rng.normal(size=STATE_SHAPE).astype(np.float32)
+
+    def step(state: Any, x: Any) -> Any:
+        y, state = causal_conv1d_update(x, state, weight, bias, activation="silu")
+        return state, y
+
+    def fori_loop(state: Any, x: Any) -> Any:
+        def body(i: Any, carry: Any) -> Any:
+            state, total = carry
+            state, y = step(state, x[i])
+            return state, total + y
+
+        return jax.lax.fori_loop(0, x.shape[0], body, (state, jnp.zeros(STATE_SHAPE[:2])))
+
+    functions = {"step": lambda s, x: step(s, x[0]), "scan": lambda s, x: jax.lax.scan(step, s, x)}
+    run = jax.jit(functions.get(loop, fori_loop), donate_argnums=0)
+    compiled = run.lower(state, x).compile()
+    assert copies_of_state(compiled.as_text()) == []
+    assert compiled.memory_analysis().alias_size_in_bytes >= state.nbytes
+    donated = jnp.array(state)
+    new_state, _ = run(donated, x)
+    assert donated.is_deleted()
+    num_steps = 1 if loop == "step" else len(x)
+    expected = np.concatenate([state, np.moveaxis(x[:num_steps], 0, 2)], axis=2)[:, :, num_steps:]
+    assert_same_bits(new_state, expected)
+
+
+def test_state_that_is_not_donated_stays(rng: np.random.Generator) -> None:
+    """Eagerly, under jit and where it is used again, the old state is what it was."""
+    weight, x = np.ones((6, 4), np.float32), rng.normal(size=(2, 6)).astype(np.float32)
+    state = rng.normal(size=(2, 6, 5)).astype(np.float32)
+    expected = np.concatenate([state, x[:, :, None]], axis=2)[:, :, 1:]
+    given = jnp.array(state)
+
+    def used_again(x: Any, state: Any) -> Any:
+        _, new_state = causal_conv1d_update(x, state, weight)
+        return new_state, 2 * state
+
+    for call in (
+        lambda x, s: (causal_conv1d_update(x, s, weight)[1], 2 * s),
+        jax.jit(used_again),
+        lambda x, s: jax.jit(used_again, donate_argnums=1)(x, jnp.array(s)),
+    ):
+        new_state, doubled = call(x, given)
+        assert_same_bits(new_state, expected)
+        assert_same_bits(doubled, 2 * state)
+        assert_same_bits(given, state)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Transformations.
+
+Transformation = Callable[[Callable[[Any], Any]], Callable[[Any], Any]]
+
+TRANSFORMATIONS: dict[str, Transformation] = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "checkpoint, nothing saveable": lambda f: jax.jit(
+        jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable)
+    ),
+    "scan": lambda f: (
+        lambda arrays: jax.tree.map(
+            lambda y: y[1],
+            jax.lax.scan(lambda c, x: (c, f(arrays | {"x": x})), 0, jnp.stack([-arrays["x"], arrays["x"]]))[1],
+        )
+    ),
+    "cond": lambda f: (
+        lambda arrays: jax.lax.cond(
+            arrays["x"].sum() > -1e9, f, lambda arrays: jax.tree.map(jnp.zeros_like, f(arrays)), arrays
+        )
+    ),
+    "vmap of one": lambda f: (
+        lambda arrays: jax.tree.map(lambda y: y[0], jax.vmap(f)(jax.tree.map(lambda x: x[None], arrays)))
+    ),
+}
+
+
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+def test_transformation(rng: np.random.Generator, transformation: str) -> None:
+    """Outputs and gradients under each transformation have the bits that they have eagerly."""
+    for channels_last in LAYOUTS:
+        problem = make_problem(rng, (2, 6, 19), 4, "bfloat16", has_state=True, has_ids=True)
+        dy, d_state = cotangents(rng, problem)
+        arrays = jax.tree.map(jnp.asarray, problem.operands(channels_last))
+
+        def call(arrays: Any, problem: Problem = problem, channels_last: bool = channels_last) -> Any:
+            return problem.call(arrays, channels_last)
+
+        expected, vjp = jax.vjp(call, arrays)
+        actual, transformed_vjp = jax.vjp(TRANSFORMATIONS[transformation](call), arrays)
+        d_outputs = (in_layout(dy, channels_last), d_state)
+        expected, actual = (expected, vjp(d_outputs)), (actual, transformed_vjp(d_outputs))
+        jax.tree.map(lambda got, want: assert_same_bits(got, np.asarray(want)), actual, expected)
+
+
+MAPPED = ("x", "weight", "bias", "initial_state", "segment_ids", "dy")
+
+
+def mapped_problem(
+    rng: np.random.Generator, mapped: tuple[str, ...], size: int, channels_last: bool, width: int = 4
+) -> tuple[dict[str, Any], dict[str, int | None]]:
+    """Operands of the call below, those that are mapped with an axis of their own in front."""
+
+    def make() -> dict[str, Any]:
+        problem = make_problem(rng, (2, 5, 13), width, has_state=True, has_ids=True)
+        dy, _ = cotangents(rng, problem)
+        return problem.operands(channels_last) | {
+            "segment_ids": problem.segment_ids,
+            "dy": in_layout(dy, channels_last),
+        }
+
+    problems = [make() for _ in range(size)]
+    axes = {name: 0 if name in mapped else None for name in MAPPED}
+    shared = problems[0]
+    operands = {
+        name: np.stack([problem[name] for problem in problems]) if axes[name] == 0 else shared[name] for name in MAPPED
+    }
+    return operands, axes
+
+
+def outputs_and_gradients(channels_last: bool, operands: dict[str, Any]) -> Any:
+    others = dict(operands)
+    dy, ids = others.pop("dy"), others.pop("segment_ids")
+    outputs, vjp = jax.vjp(lambda arrays: Problem(arrays, ids, "silu").call(arrays, channels_last), others)
+    return outputs, vjp((dy, outputs[1]))[0]
+
+
+@each_layout
+def test_vmap(rng: np.random.Generator, channels_last: bool) -> None:
+    """Mapped over each operand alone and over several: one kernel call, whose results are right."""
+    batch = Batch()
+    subsets = [(name,) for name in MAPPED] + [MAPPED, ("x", "weight"), ("segment_ids", "dy"), ("bias", "initial_state")]
+    call = functools.partial(outputs_and_gradients, channels_last)
+    for mapped in subsets:
+        operands, axes = mapped_problem(rng, mapped, 3, channels_last)
+
+        def check(
+            outputs: Any, gradients: Any, operands: Any = operands, axes: Any = axes, mapped: Any = mapped
+        ) -> None:
+            for k in range(3):
+                one = {name: x[k] if axes[name] == 0 else x for name, x in operands.items()}
+                dy, ids = in_layout(one.pop("dy"), channels_last), one.pop("segment_ids")
+                problem = Problem(one | {"x": in_layout(one["x"], channels_last)}, ids, "silu")
+                y, state = (output[k] for output in outputs)
+                check_outputs(problem, channels_last, y, state, f"{mapped} [{k}]")
+                expected = expected_gradients(problem, dy, np.asarray(state))
+                of_one = {name: gradient[k] for name, gradient in gradients.items()}
+                check_gradients(of_one, expected, channels_last, f"{mapped} [{k}]")
+
+        batch.add(jax.vmap(call, (axes,)), (operands,), check)
+    called = batch.run()
+    assert called == {"causal_conv1d": len(subsets), "causal_conv1d_backward": len(subsets)}
+
+
+@each_layout
+def test_vmap_of_update(rng: np.random.Generator, channels_last: bool) -> None:
+    """Mapped over each operand of the update alone and over all: one kernel call, whose results are those of a loop."""
+    shapes = {"x": (2, 5), "state": (2, 5, 6), "weight": (5, 4), "bias": (5,)}
+    call = functools.partial(causal_conv1d_update, activation="silu", channels_last=channels_last)
+    for mapped in (*((name,) for name in shapes), tuple(shapes)):
+        axes = {name: 0 if name in mapped else None for name in shapes}
+        operands = {
+            name: rng.normal(size=(*((3,) if axes[name] == 0 else ()), *shape)).astype(np.float32)
+            for name, shape in shapes.items()
+        }
+        run = jax.jit(jax.vmap(lambda operands: call(**operands), (axes,)))
+        assert kernels_in(run.lower(operands).as_text()) == ["causal_conv1d_update"]
+        y, new_state = run(operands)
+        for k in range(3):
+            one = {name: x[k] if axes[name] == 0 else x for name, x in operands.items()}
+            state = one.pop("state")
+            problem = Problem(one | {"x": one["x"][:, :, None]}, None, "silu")
+            expected_outputs(as_convolution(problem, state))[0].check(np.asarray(y[k])[:, :, None], f"{mapped} [{k}]")
+            assert_same_bits(new_state[k], shifted_state(problem, state))
+
+
+def test_nested_vmap(rng: np.random.Generator) -> None:
+    """Two levels, operands mapped at either, both or none, along other axes than the first: still one kernel call."""
+    x = rng.normal(size=(2, 5, 3, 13, 4)).astype(np.float32)  # [B, C, inner, L, outer]
+    weight = rng.normal(size=(3, 5, 4)).astype(np.float32)  # mapped inside
+    bias = rng.normal(size=(5, 4)).astype(np.float32)  # mapped outside
+    run = jax.jit(jax.vmap(jax.vmap(causal_conv1d, (2, 0, None)), (4, None, 1), out_axes=1))
+    assert kernels_in(run.lower(x, weight, bias).as_text()) == ["causal_conv1d"]
+    y = run(x, weight, bias)
+    assert y.shape == (3, 4, 2, 5, 13)
+    for inner, outer in np.ndindex(3, 4):
+        problem = Problem({"x": x[:, :, inner, :, outer], "weight": weight[inner], "bias": bias[:, outer]})
+        expected_outputs(problem)[0].check(y[inner, outer], f"[{inner}, {outer}]")
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_vmap_of_empty_and_single_batch(rng: np.random.Generator, size: int) -> None:
+    for mapped in (("x",), ("weight",), MAPPED):
+        operands, axes = mapped_problem(rng, mapped, 1, False)
+        operands = {name: x[:size] if axes[name] == 0 else x for name, x in operands.items()}
+        call = functools.partial(outputs_and_gradients, False)
+        results = jax.vmap(call, (axes,))(operands)
+        if size == 1:
+            one = {name: x[0] if axes[name] == 0 else x for name, x in operands.items()}
+            for got, want in zip(jax.tree.leaves(results), jax.tree.leaves(call(one)), strict=True):
+                assert_same_bits(got[0], np.asarray(want))
+        assert all(x.shape[0] == size for x in jax.tree.leaves(results))
+
+
+def test_other_platforms_have_no_kernel(rng: np.random.Generator) -> None:
+    """Lowered for a platform without kernels, the program is plain JAX."""
+    problem = make_problem(rng, (2, 5, 13), 4, has_state=True, has_ids=True)
+    call = jax.jit(jax.grad(lambda arrays: problem.call(arrays, False)[0].sum()))
+    text = call.trace(problem.arrays).lower(lowering_platforms=("tpu",)).as_text()
+    assert kernels_in(text) == []
+
+
+def test_symbolic_shapes(rng: np.random.Generator) -> None:
+    """Exported with symbolic sizes, the program is plain JAX, right for all lengths."""
+    examples, length = jax.export.symbolic_shape("b, t")
+    spec = (
+        jax.ShapeDtypeStruct((examples, 5, length), np.float32),
+        jax.ShapeDtypeStruct((examples, length), np.int32),
+    )
+    weight = rng.normal(size=(5, 4)).astype(np.float32)
+
+    def call(x: Any, ids: Any) -> Any:
+        return causal_conv1d(x, weight, segment_ids=ids, return_final_state=True)
+
+    exported = jax.export.export(jax.jit(call))(*spec)
+    for size in ((2, 5, 13), (1, 5, 2)):
+        problem = make_problem(rng, size, 4, has_bias=False, has_ids=True, activation=None)
+        problem = Problem(problem.arrays | {"weight": weight}, problem.segment_ids, None)
+        y, state = exported.call(problem.arrays["x"], problem.segment_ids)
+        check_outputs(problem, False, y, state, str(size))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Higher derivatives and forward mode, against another formulation in float64.
+
+
+def smooth_loss(outputs: tuple[Any, Any], weights: np.ndarray) -> Any:
+    y, state = outputs
+    return (weights * y**2 + jnp.sin(y)).sum() + (state**3).sum()
+
+
+@each_layout
+def test_higher_derivatives(rng: np.random.Generator, channels_last: bool) -> None:
+    """Derivatives up to the third, in every way, with respect to all arrays at once."""
+    problem = make_problem(rng, (2, 3, 7), 4, "float64", has_state=True, has_ids=True)
+    weights = rng.normal(size=(2, 3, 7))
+    u, v = ({name: rng.normal(size=x.shape) for name, x in problem.arrays.items()} for _ in range(2))
+
+    def vdot(a: Any, b: Any) -> Any:
+        return sum(jnp.vdot(a[name], b[name]) for name in a)
+
+    def ours(arrays: Any) -> Any:
+        y, state = problem.call(arrays | {"x": in_layout(arrays["x"], channels_last)}, channels_last)
+        return smooth_loss((in_layout(y, channels_last), state), weights)
+
+    def plain(arrays: Any) -> Any:
+        outputs = plain_convolution(**arrays, segment_ids=problem.segment_ids, activation=problem.activation)
+        return smooth_loss(outputs, weights)
+
+    def derivatives(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        gradient = jax.grad(loss)
+        hvp = jax.grad(lambda arrays: vdot(gradient(arrays), v))
+        return jax.jit(
+            lambda arrays: {
+                "gradient": gradient(arrays),
+                "forward over reverse": jax.jvp(gradient, (arrays,), (v,))[1],
+                "reverse over reverse": hvp(arrays),
+                "checkpointed": jax.grad(lambda a: vdot(jax.grad(jax.checkpoint(loss))(a), v))(arrays),
+                "third": jax.grad(lambda a: vdot(hvp(a), u))(arrays),
+            }
+        )
+
+    with jax.enable_x64(True):
+        arrays = jax.tree.map(jnp.asarray, problem.arrays)
+        expected, actual = derivatives(plain)(arrays), derivatives(ours)(arrays)
+    for name, of_arrays in actual.items():
+        for array, got in of_arrays.items():
+            np.testing.assert_allclose(got, expected[name][array], rtol=1e-11, atol=1e-10, err_msg=f"{name} {array}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_forward_mode(rng: np.random.Generator, dtype: str) -> None:
+    """jvp, linearize and grad of jvp of the forward-mode twins, along all arrays at once."""
+    problem = make_problem(rng, (2, 3, 9), 4, dtype, has_state=True, has_ids=True)
+    tangents = {name: rng.normal(size=x.shape).astype(dtype) for name, x in problem.arrays.items()}
+
+    def derivatives(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def jvp(arrays: Any) -> Any:
+            return jax.jvp(function, (arrays,), (tangents,))
+
+        def all_of(arrays: Any) -> Any:
+            primal, linear = jax.linearize(function, arrays)
+            return {
+                "jvp": jvp(arrays),
+                "linearize": (primal, linear(tangents)),
+                "grad": jax.grad(lambda arrays: function(arrays)[0].sum())(arrays),
+                "grad of jvp": jax.grad(lambda arrays: (jvp(arrays)[1][0] ** 2).sum())(arrays),
+                "jvp of jvp": jax.jvp(lambda arrays: jvp(arrays)[1], (arrays,), (tangents,)),
+            }
+
+        return jax.jit(all_of)
+
+    def plain(arrays: Any) -> Any:
+        return plain_convolution(**arrays, segment_ids=problem.segment_ids, activation=problem.activation)
+
+    def ours(arrays: Any) -> Any:
+        return problem.call(arrays, False, forward_mode.causal_conv1d)
+
+    tolerance = {"float32": 1e-4, "float64": 1e-12}[dtype]
+    with cases.x64_for(dtype):
+        arrays = jax.tree.map(jnp.asarray, problem.arrays)
+        assert kernels_in(derivatives(ours).lower(arrays).as_text())[0] == "causal_conv1d"
+        expected, actual = derivatives(plain)(arrays), derivatives(ours)(arrays)
+    for name in actual:
+        for got, want in zip(jax.tree.leaves(actual[name]), jax.tree.leaves(expected[name]), strict=True):
+            np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def test_check_grads(rng: np.random.Generator) -> None:
+    """Finite differences agree, for the convolution, for its public gradient and for the update."""
+    problem = make_problem(rng, (2, 2, 5), 3, "float64", has_state=True, has_ids=True)
+    state = rng.normal(size=(2, 2, 4))
+    x, weight, bias, initial_state = problem.arrays.values()
+    dy, d_state = cotangents(rng, problem)
+    options = {"activation": "silu", "segment_ids": problem.segment_ids}
+
+    def backward(x: Any, weight: Any, bias: Any, dy: Any, initial_state: Any, d_state: Any) -> Any:
+        return causal_conv1d_backward(
+            x, weight, bias, dy, initial_state=initial_state, d_final_state=d_state, **options
+        )
+
+    with jax.enable_x64(True):
+        for function, mode in ((causal_conv1d, "rev"), (forward_mode.causal_conv1d, "fwd")):
+            call = functools.partial(problem.call, channels_last=False, function=function)
+            check_grads(call, (problem.arrays,), order=2, modes=[mode])
+        check_grads(backward, (x, weight, bias, dy, initial_state, d_state), order=1, modes=["rev", "fwd"])
+        for function, mode in ((causal_conv1d_update, "rev"), (forward_mode.causal_conv1d_update, "fwd")):
+            update = functools.partial(function, activation="silu")
+            check_grads(update, (x, state, weight, bias), order=2, modes=[mode])
+
+
+def test_forward_mode_is_confined(rng: np.random.Generator) -> None:
+    """jvp of the plain functions says that it cannot, before and after the twins were called."""
+    x, weight, state = np.ones((1, 2, 4), np.float32), np.ones((2, 3), np.float32), np.ones((1, 2, 2), np.float32)
+    assert_same_bits(forward_mode.causal_conv1d(x, weight), np.asarray(causal_conv1d(x, weight)))
+    for call in (lambda x: causal_conv1d(x, weight), lambda x: causal_conv1d_update(x, state, weight)):
+        with pytest.raises(TypeError, match="can't apply forward-mode"):
+            jax.jvp(call, (x,), (x,))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Errors.
+
+X, WEIGHT, B, STATE = (np.ones(shape, np.float32) for shape in ((2, 6, 9), (6, 4), (6,), (2, 6, 3)))
+IDS = np.zeros((2, 9), np.int32)
+
+# Changed arguments, the exception, and what the message says after the function's name.
+COMMON_ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "x is a list": ({"x": [[[1.0]]]}, TypeError, "x must be an array, got list"),
+    "x is None": ({"x": None}, TypeError, "x must be an array, got NoneType"),
+    "x is integer": ({"x": X.astype(np.int32)}, TypeError, "x must have a real floating dtype, got int32"),
+    "x is bool": ({"x": X > 0}, TypeError, "x must have a real floating dtype, got bool"),
+    "x is complex": ({"x": X.astype(np.complex64)}, TypeError, "x must have a real floating dtype, got complex64"),
+    "weight is a list": ({"weight": [[1.0]]}, TypeError, "weight must be an array, got list"),
+    "weight is integer": ({"weight": WEIGHT.astype(int)}, TypeError, "weight must have dtype float32 .*got int"),
+    "weight has other dtype": (
+        {"weight": WEIGHT.astype(np.float16)},
+        TypeError,
+        "weight must have dtype float32 where x has float32, got float16",
+    ),
+    "weight of 16 bits, of another kind": (
+        {"x": X.astype(jnp.bfloat16), "weight": WEIGHT.astype(np.float16)},
+        TypeError,
+        "weight must have dtype bfloat16 or float32 where x has bfloat16, got float16",
+    ),
+    "weight of rank 3": (
+        {"weight": WEIGHT[:, None]},
+        ValueError,
+        r"weight must have shape \[C, W\] = \(6, W\) .*got \(6, 1, 4\)",
+    ),
+    "weight of other channels": (
+        {"weight": WEIGHT[:5]},
+        ValueError,
+        r"weight must have shape \[C, W\] = \(6, W\) to fit x of shape \[B, C, L\] .*\(2, 6, .*got \(5, 4\)",
+    ),
+    "width 0": ({"weight": WEIGHT[:, :0]}, ValueError, r"weight .* 1 <= W <= 8, got \(6, 0\)"),
+    "width 9": ({"weight": np.ones((6, 9), np.float32)}, ValueError, r"weight .* 1 <= W <= 8, got \(6, 9\)"),
+    "bias is a number": ({"bias": 1.0}, ValueError, r"bias must have shape \[C\] = \(6,\) .*got \(\)"),
+    "bias is a list": ({"bias": [1.0] * 6}, TypeError, "bias must be an array, got list"),
+    "bias has other dtype": ({"bias": B.astype(np.float16)}, TypeError, "bias must have dtype float32 .*got float16"),
+    "bias of other channels": ({"bias": B[:5]}, ValueError, r"bias must have shape \[C\] = \(6,\) .*got \(5,\)"),
+    "bias of rank 2": ({"bias": B[:, None]}, ValueError, r"bias must have shape \[C\] = \(6,\) .*got \(6, 1\)"),
+    "unknown activation": (
+        {"activation": "relu"},
+        ValueError,
+        "activation must be None, 'silu' or 'swish', got 'relu'",
+    ),
+    "activation is a function": ({"activation": jax.nn.silu}, ValueError, "activation must be None, 'silu' or 'swish'"),
+    "channels elsewhere": ({"channels_last": True}, ValueError, r"weight must have shape .*x of shape \[B, L, C\]"),
+}
+
+SEQUENCE_ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "x of rank 2": ({"x": X[0]}, ValueError, r"x must have shape \[B, C, L\] .*got \(6, 9\)"),
+    "x of rank 4": ({"x": X[None]}, ValueError, r"x must have shape \[B, C, L\] .*got \(1, 2, 6, 9\)"),
+    "state is a list": ({"initial_state": [1.0]}, TypeError, "initial_state must be an array, got list"),
+    "state has other dtype": (
+        {"initial_state": STATE.astype(np.float16)},
+        TypeError,
+        "initial_state must have the dtype of x, float32, got float16",
+    ),
+    "state is too long": (
+        {"initial_state": np.ones((2, 6, 4), np.float32)},
+        ValueError,
+        r"initial_state must have shape \(2, 6, 3\) .*got \(2, 6, 4\)",
+    ),
+    "state has channels last": (
+        {"initial_state": STATE.swapaxes(1, 2)},
+        ValueError,
+        r"initial_state must have shape \(2, 6, 3\) .*got \(2, 3, 6\)",
+    ),
+    "ids are a list": ({"segment_ids": [[0] * 9] * 2}, TypeError, "segment_ids must be an array, got list"),
+    "ids are bool": ({"segment_ids": IDS > 0}, TypeError, "segment_ids must have an integer dtype, got bool"),
+    "ids are float": (
+        {"segment_ids": IDS.astype(np.float32)},
+        TypeError,
+        "segment_ids must have an integer dtype, got float32",
+    ),
+    "ids of rank 1": (
+        {"segment_ids": IDS[0]},
+        ValueError,
+        r"segment_ids must have shape \[B, L\] = \(2, 9\), got \(9,",
+    ),
+    "ids of other length": (
+        {"segment_ids": IDS[:, :8]},
+        ValueError,
+        r"segment_ids must have shape \[B, L\] = \(2, 9\), got \(2, 8\)",
+    ),
+}
+
+BACKWARD_ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "dy is a list": ({"dy": [1.0]}, TypeError, "dy must be an array, got list"),
+    "dy has other dtype": (
+        {"dy": X.astype(np.float16)},
+        TypeError,
+        "dy must have the dtype of x, float32, got float16",
+    ),
+    "dy has other shape": ({"dy": X[:, :, :8]}, ValueError, r"dy must have shape \(2, 6, 9\) .*got \(2, 6, 8\)"),
+    "d_final_state has other dtype": (
+        {"d_final_state": STATE.astype(np.float16)},
+        TypeError,
+        "d_final_state must have the dtype of x, float32, got float16",
+    ),
+    "d_final_state has other shape": (
+        {"d_final_state": STATE[:, :, :2]},
+        ValueError,
+        r"d_final_state must have shape \(2, 6, 3\) .*got \(2, 6, 2\)",
+    ),
+}
+
+UPDATE_ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "x of rank 1": ({"x": B}, ValueError, r"x must have shape .*got \(6,\)"),
+    "state is a list": ({"state": [1.0]}, TypeError, "state must be an array, got list"),
+    "state has other dtype": (
+        {"state": STATE.astype(np.float16)},
+        TypeError,
+        "state must have the dtype of x, float32, got float16",
+    ),
+    "state is too short": (
+        {"state": STATE[:, :, :2]},
+        ValueError,
+        r"state must have shape \[B, C, K\] = \(2, 6, K\) with K >= W - 1 = 3 .*got \(2, 6, 2\)",
+    ),
+    "state of other examples": (
+        {"state": STATE[:1]},
+        ValueError,
+        r"state must have shape .*\(2, 6, K\).*got \(1, 6, 3\)",
+    ),
+    "state of other channels": ({"state": STATE[:, :4]}, ValueError, r"state must have shape .*got \(2, 4, 3\)"),
+    "state of rank 2": ({"state": STATE[:, :, 0]}, ValueError, r"state must have shape .*got \(2, 6\)"),
+}
+
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+    "causal_conv1d": (causal_conv1d, {"x": X, "weight": WEIGHT, "bias": B}, COMMON_ERRORS | SEQUENCE_ERRORS),
+    "forward_mode": (
+        forward_mode.causal_conv1d,
+        {"x": X, "weight": WEIGHT, "bias": B},
+        COMMON_ERRORS | SEQUENCE_ERRORS,
+    ),
+    "causal_conv1d_backward": (
+        causal_conv1d_backward,
+        {"x": X, "weight": WEIGHT, "bias": B, "dy": X},
+        COMMON_ERRORS | SEQUENCE_ERRORS | BACKWARD_ERRORS,
+    ),
+    "causal_conv1d_update": (
+        causal_conv1d_update,
+        {"x": X, "state": STATE, "weight": WEIGHT, "bias": B},
+        COMMON_ERRORS | UPDATE_ERRORS,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for name, (_, _, errors) in CALLS.items() for case in errors], ids=str
+)
+def test_errors(name: str, case: str) -> None:
+    """The message names the function, the argument, what came and what is allowed; under jit, too."""
+    function, arguments, errors = CALLS[name]
+    changed, exception, message = errors[case]
+    pattern = f"(?s)^{function.__name__}: {message}"
+    with pytest.raises(exception, match=pattern):
+        function(**(arguments | changed))
+    with pytest.raises(exception, match=pattern):
+        jax.jit(lambda: function(**(arguments | changed)))()
+
+
+def test_keys_are_no_numbers() -> None:
+    keys = jax.random.split(jax.random.key(0), (2, 6, 9))
+    with pytest.raises(TypeError, match="causal_conv1d: x must have a numeric dtype, got key"):
+        causal_conv1d(keys, WEIGHT)
+
+
+def test_64_bit_numpy_inputs_with_x64_off(rng: np.random.Generator) -> None:
+    """With 64-bit types off, NumPy inputs of such types become 32-bit ones, as everywhere in JAX."""
+    problem = make_problem(rng, (2, 3, 9), 4, "float64", has_ids=True)
+    with jax.enable_x64(False):
+        y, state = Problem(problem.arrays, problem.segment_ids.astype(np.int64), "silu").call(problem.arrays, False)
+    assert y.dtype == state.dtype == np.float32
+    of_32_bits = {name: x.astype(np.float32) for name, x in problem.arrays.items()}
+    check_outputs(Problem(of_32_bits, problem.segment_ids, "silu"), False, y, state, "")
+
+
+def test_overloads_have_the_arguments_of_the_function() -> None:
+    """They tell type checkers what is returned, and differ in that alone."""
+    parameters = inspect.signature(causal_conv1d).parameters
+    overloads = typing.get_overloads(causal_conv1d)
+    assert len(overloads) == 3
+    for overloaded in overloads:
+        of_overload = inspect.signature(overloaded).parameters
+        assert list(of_overload) == list(parameters)
+        for name in parameters.keys() - {"return_final_state"}:
+            assert of_overload[name] == parameters[name]

@@ -1,0 +1,320 @@
+"""The native handlers of causal_conv1d trust nothing: what does not fit gives an error, never a crash."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from causal_conv1d import reference as convolutions
+from causal_conv1d.reference import LAYOUTS, SIZES, TARGETS, Sizes, good_call, in_layout, named_arrays, presence
+from support import cases, handlers
+from support.cases import FLOATING, assert_same_bits
+from support.handlers import Array, Call, with_dtypes, with_other_shapes
+
+from jax_baracuda._core.op import OPS
+
+WITHOUT_KERNEL = ("int8", "uint8", "int32", "bool", "complex64")
+
+MISCOUNTS = (r"got \d+", "expected one scratch buffer")
+"""What messages begin with that concern numbers of buffers, not one argument."""
+
+each_target = pytest.mark.parametrize("target", TARGETS)
+each_layout = pytest.mark.parametrize("channels_last", LAYOUTS, ids=["channels first", "channels last"])
+
+
+def subsets(names: Collection[str], sizes: Collection[int]) -> Iterator[tuple[str, ...]]:
+    return itertools.chain.from_iterable(itertools.combinations(names, size) for size in sizes)
+
+
+def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarray]:
+    return {
+        x.name: rng.integers(256, size=x.shape, dtype=np.uint8) | 1
+        if x.name == "taps"
+        else rng.normal(size=x.shape).astype(x.aval().dtype)
+        for x in call.operands
+    }
+
+
+def assert_refused(call: Call, what: str, *names: str) -> None:
+    """Names the target and one of these arguments; without names, any of the call's."""
+    handlers.assert_refused(call, what, names or [x.name for x in call.arrays()])
+
+
+def test_table_is_complete() -> None:
+    """Each op of the family is here, with attributes for its optional operands."""
+    assert set(TARGETS) == {name for name in OPS if name.startswith("causal_conv1d")}
+    for target in TARGETS:
+        assert set(good_call(target).attributes) == set(OPS[target].attributes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What fits.
+
+
+@each_layout
+@each_target
+def test_what_fits_is_accepted(rng: np.random.Generator, target: str, channels_last: bool) -> None:
+    """The calls that the tests below spoil are good as they are, without any of the optional operands, too."""
+    for optional in subsets(TARGETS[target].optional_operands, range(5)):
+        call = good_call(target, channels_last, optional=optional)
+        results = call.results_of(random_operands(rng, call))
+        assert all(np.isfinite(x).all() for x in results.values()), f"{optional} leaves results unwritten"
+
+
+@each_layout
+@each_target
+def test_any_operands_may_be_shared(rng: np.random.Generator, target: str, channels_last: bool) -> None:
+    """An operand that is shared by the batch counts as if it were there for each of its elements."""
+    names = [x.name for x in good_call(target).operands]
+    choices = list(subsets(names, [1, 2, len(names) - 1]))
+    calls = [good_call(target, channels_last, shared=shared) for shared in choices]
+    operands = [random_operands(rng, call) for call in calls]
+
+    def repeated(name: str) -> np.ndarray:
+        """The operand of all calls."""
+        return np.concatenate(
+            [np.broadcast_to(given[name], (SIZES.batch, *given[name].shape[1:])) for given in operands]
+        )
+
+    together = good_call(target, channels_last, sizes=dataclasses.replace(SIZES, batch=SIZES.batch * len(calls)))
+    expected = together.results_of({name: repeated(name) for name in names})
+    for i, (shared, call, given) in enumerate(zip(choices, calls, operands, strict=True)):
+        of_call = slice(SIZES.batch * i, SIZES.batch * (i + 1))
+        for name, result in call.results_of(given).items():
+            convolutions.assert_close(result, expected[name][of_call], f"{name}, shared: {shared}")
+
+
+@each_target
+def test_dtypes_of_parameters(rng: np.random.Generator, target: str) -> None:
+    """Each has the dtype of x or, of the same value to the kernel, float32 where x has 16 bits; nothing else."""
+    for dtype in FLOATING:
+        good = good_call(target, dtype=dtype)
+        operands = random_operands(rng, good)
+        expected = good.results_of(operands)
+        for other, array, call in good.with_other(lambda array: with_dtypes(array, FLOATING)):
+            if array.name not in ("weight", "bias"):
+                continue
+            if other != "float32" or dtype == "float64":
+                assert_refused(call, f"{array.name} {other} for {dtype}", array.name)
+                continue
+            for name, result in call.results_of({**operands, array.name: operands[array.name].astype(other)}).items():
+                convolutions.assert_close(result, expected[name], f"{name} for {array.name} {other}, not {dtype}")
+
+
+@each_layout
+def test_update_without_batch_dimension(rng: np.random.Generator, channels_last: bool) -> None:
+    """The same as a batch of one."""
+    for optional in subsets(TARGETS["causal_conv1d_update"].optional_operands, range(2)):
+        batched, call = (
+            good_call(
+                "causal_conv1d_update",
+                channels_last,
+                optional=optional,
+                sizes=dataclasses.replace(SIZES, batch=1),
+                is_batched=is_batched,
+            )
+            for is_batched in (True, False)
+        )
+        operands = random_operands(rng, call)
+        results = call.results_of(operands)
+        for name, expected in batched.results_of({name: x[None] for name, x in operands.items()}).items():
+            assert_same_bits(results[name], expected[0], name)
+
+
+EMPTY_SIZES = (
+    *({name: 0} for name in ("batch", "examples", "channels", "length")),
+    {"examples": 0, "length": 0},
+    {"length": 0, "width": 1, "state_length": 0},
+    {"batch": 0, "examples": 0, "channels": 0, "length": 0},
+)
+
+
+@each_layout
+@each_target
+def test_empty_arrays(rng: np.random.Generator, target: str, channels_last: bool) -> None:
+    """Gradients of parameters are zero, and states go through, whatever was in the results' memory."""
+    options = TARGETS[target].optional_operands
+    parameters, signals = ("weight", "bias"), ("x", "dy", "taps", "state", "initial_state", "d_final_state")
+    for empty in EMPTY_SIZES:
+        sizes = dataclasses.replace(SIZES, **empty)
+        present = [name for name in options if sizes.width > 1 or "state" not in name]
+        for optional, shared in (((), ()), (present, ()), (present, parameters), (present, signals)):
+            call = good_call(target, channels_last, optional=optional, shared=shared, sizes=sizes, dtype="bfloat16")
+            operands = random_operands(rng, call)
+            results = call.results_of(operands)
+            for x in call.results:
+                source = {"d_initial_state": "d_final_state", "new_state": "state"}.get(x.name)
+                expected = np.zeros(x.shape, x.aval().dtype)
+                if source in operands:
+                    expected[...] = operands[source]
+                assert_same_bits(results[x.name], expected, f"{x.name}, {empty}, {optional}, shared: {shared}")
+
+
+@each_layout
+def test_state_without_inputs(rng: np.random.Generator, channels_last: bool) -> None:
+    """A filter of one tap needs no state."""
+    call = good_call("causal_conv1d_update", channels_last, sizes=Sizes(width=1, state_length=0))
+    operands = random_operands(rng, call)
+    results = call.results_of(operands)
+    x = in_layout(operands["x"], channels_last).astype(np.float64)
+    z = operands["weight"][:, None] * x + operands["bias"][:, None, :, None]
+    convolutions.assert_close(in_layout(results["y"], channels_last), z / (1 + np.exp(-z)))
+    assert results["new_state"].size == 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What does not fit.
+
+
+@each_layout
+@pytest.mark.parametrize(
+    ("target", "is_batched"), [*((target, True) for target in TARGETS), ("causal_conv1d_update", False)]
+)
+def test_bad_shapes_are_refused(target: str, is_batched: bool, channels_last: bool) -> None:
+    """Each operand and result with another rank, or another size in any of its dimensions."""
+    good = good_call(target, channels_last, is_batched=is_batched)
+
+    def with_bad_shapes(array: Array) -> dict[str, Array]:
+        others = with_other_shapes(array)
+        if array in good.results:
+            others["batch of 1"] = array.shared()
+        if target == "causal_conv1d_update" and array.name == "weight":
+            tap = 2 if is_batched else 1
+            del others[f"dimension {tap} longer"], others[f"dimension {tap} shorter"]  # as good a width as any
+        return others
+
+    # The sizes are taken from these, so that the message may be about what does not fit them.
+    tell_sizes = {good.results[0].name, "weight", "state"}
+    in_other_layout = good_call(target, not channels_last, is_batched=is_batched).arrays()
+    for how, array, call in good.with_other(with_bad_shapes):
+        if channels_last and array in in_other_layout:
+            continue  # the layout does not matter
+        assert_refused(call, f"{array.name} {how}", *(() if array.name in tell_sizes else (array.name,)))
+
+
+@each_target
+def test_bad_dtypes_are_refused(target: str) -> None:
+    """Each operand and result with a dtype that does not fit to the others, or that has no kernel."""
+    good = good_call(target)
+    tells_dtype = good.results[0].name
+
+    def with_bad_dtypes(array: Array) -> dict[str, Array]:
+        return with_dtypes(array, FLOATING + (WITHOUT_KERNEL if array.name in ("taps", tells_dtype) else ("int32",)))
+
+    for dtype, array, call in good.with_other(with_bad_dtypes):
+        assert_refused(call, f"{array.name} {dtype}", *(() if array.name == tells_dtype else (array.name,)))
+
+
+@each_target
+@pytest.mark.parametrize("dtype", WITHOUT_KERNEL)
+def test_dtypes_without_kernels_are_refused(target: str, dtype: str) -> None:
+    assert_refused(good_call(target, dtype=dtype), f"everything {dtype}", TARGETS[target].results[0])
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if len(TARGETS[target].results) > 1])
+def test_bad_dtypes_of_further_results_are_refused(target: str) -> None:
+    """Those of parameters have the compute dtype, whatever the parameters have; the others that of x."""
+    for dtype in ("bfloat16", "float64"):
+        good = good_call(target, dtype=dtype)
+        for other, array, call in good.with_other(lambda array: with_dtypes(array, FLOATING)):
+            if array in good.results[1:]:
+                assert_refused(call, f"{array.name} {other} for {dtype}", array.name)
+
+
+@each_layout
+@each_target
+def test_bad_widths_are_refused(target: str, channels_last: bool) -> None:
+    """A filter of no tap or of nine, where everything else fits it."""
+    for width in (0, 9):
+        good = good_call(target, channels_last, optional=("bias", "taps"), sizes=Sizes(state_length=9))
+        arrays = named_arrays(Sizes(width=width, state_length=9), channels_last, "float32", "float32")
+        operands, results = (tuple(arrays[x.name] for x in kind) for kind in (good.operands, good.results))
+        assert_refused(dataclasses.replace(good, operands=operands, results=results), f"width {width}", "weight")
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [(target, name) for target in TARGETS for name in TARGETS[target].optional_operands if name.endswith("_state")],
+)
+def test_empty_states_are_refused(target: str, name: str) -> None:
+    """A filter of one tap has none; they must be left out."""
+    assert_refused(good_call(target, optional=[name], sizes=Sizes(width=1)), "an empty state", name)
+
+
+@each_layout
+def test_short_states_are_refused(channels_last: bool) -> None:
+    """A state that is updated must hold what the filter reaches back to; the new state has its length."""
+    for length in range(SIZES.width - 1):
+        call = good_call("causal_conv1d_update", channels_last, sizes=Sizes(state_length=length))
+        assert_refused(call, f"state of length {length}", "state")
+    good_call("causal_conv1d_update", channels_last, sizes=Sizes(state_length=SIZES.width - 1)).run()
+
+
+@each_layout
+@each_target
+def test_other_layouts_are_refused(target: str, channels_last: bool) -> None:
+    good = good_call(target, channels_last)
+    attributes = {**good.attributes, "channels_last": not channels_last}
+    assert_refused(dataclasses.replace(good, attributes=attributes), "the other layout", "weight")
+
+
+@each_layout
+@pytest.mark.parametrize("is_batched", [True, False])
+def test_update_with_and_without_batch_dimension_are_told_apart(channels_last: bool, is_batched: bool) -> None:
+    good = good_call("causal_conv1d_update", channels_last, is_batched=is_batched)
+    attributes = {**good.attributes, "batched": not is_batched}
+    assert_refused(dataclasses.replace(good, attributes=attributes), f"batched: {not is_batched}", "y")
+
+
+@each_target
+def test_attributes_that_do_not_fit_the_operands_are_refused(target: str) -> None:
+    """Every choice of optional operands, with one or two of the attributes wrong."""
+    choices = list(subsets(TARGETS[target].optional_operands, range(5)))
+    for there, claimed in itertools.permutations(choices, 2):
+        if len({*there} ^ {*claimed}) > 2:
+            continue
+        good = good_call(target, optional=there)
+        call = dataclasses.replace(good, attributes={**good.attributes, **presence(target, claimed)})
+        names = (*TARGETS[target].optional_operands, "d_initial_state", *MISCOUNTS)
+        assert_refused(call, f"operands {there}, attributes for {claimed}", *names)
+
+
+def counts_that_do_not_fit(good: Call) -> Iterator[tuple[str, Call]]:
+    """Calls with a buffer more, or with less than all of them."""
+    extra = Array("extra", (3, 2), "float32")
+    for kind in ("operands", "results"):
+        arrays: tuple[Any, ...] = getattr(good, kind)
+        yield f"one of {kind} too many", dataclasses.replace(good, **{kind: (*arrays, extra)})
+        # On GPUs, XLA removes a call that has no result.
+        for count in range(kind == "results" and cases.PLATFORM == "cuda", len(arrays)):
+            yield f"{count} {kind}", dataclasses.replace(good, **{kind: arrays[:count]})
+
+
+@each_target
+def test_other_numbers_of_buffers_are_refused(target: str) -> None:
+    """XLA itself refuses them where a target always has the buffers, the handler where they are optional."""
+    for optional in ((), TARGETS[target].optional_operands):
+        good = good_call(target, optional=optional)
+        names = [*(x.name for x in good.arrays()), *MISCOUNTS]  # scratch takes the place of a missing result
+        for what, call in counts_that_do_not_fit(good):
+            handlers.assert_miscount_refused(call, what, names)
+
+
+@each_target
+def test_other_attributes_are_refused(target: str) -> None:
+    handlers.assert_other_attributes_refused(good_call(target))
+
+
+@each_layout
+def test_bad_scratch_is_refused(channels_last: bool) -> None:
+    """Too little of it, or none at all. Kernels of a CPU take none, and refuse what is there."""
+    for dtype in FLOATING:
+        good = good_call("causal_conv1d_backward", channels_last, dtype=dtype)
+        assert (good.scratch_bytes > 0) == (cases.PLATFORM == "cuda")
+        for scratch_bytes in {0, 1, good.scratch_bytes - 1} - {-1, good.scratch_bytes}:
+            call = dataclasses.replace(good, scratch_bytes=scratch_bytes)
+            assert_refused(call, f"{scratch_bytes} bytes of scratch", "scratch", *MISCOUNTS)

@@ -1,0 +1,291 @@
+"""causal_conv1d on several devices: the answer of one, sharded results, and no collective but sums of parameters."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from causal_conv1d import reference as convolutions
+from causal_conv1d.reference import LAYOUTS, PARAMETER_FACTOR, Problem, assert_close, in_layout, make_problem
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_sharding import MESH_SHAPE, collectives
+
+from jax_baracuda import causal_conv1d_update
+
+pytestmark = pytest.mark.skipif(MESH_SHAPE == (1, 1), reason="there is only one device")
+
+each_layout = pytest.mark.parametrize("channels_last", LAYOUTS, ids=["channels first", "channels last"])
+
+
+def make_mesh(axis_type: AxisType) -> Mesh:
+    return jax.make_mesh(MESH_SHAPE, ("examples", "channels"), axis_types=(axis_type,) * 2)
+
+
+# How [B, C, L] is split.
+SPLITS = {
+    "examples": P("examples", None, None),
+    "channels": P(None, "channels", None),
+    "examples and channels": P("examples", "channels", None),
+    "examples over both axes": P(("examples", "channels"), None, None),
+    "time": P(None, None, "examples"),
+}
+
+
+def signal_spec(split: P, channels_last: bool) -> P:
+    examples, channels, time = split
+    return P(examples, time, channels) if channels_last else split
+
+
+def specs_of(split: P, channels_last: bool) -> dict[str, P]:
+    """The specs of all operands, given that of signals with channels first."""
+    examples, channels, _ = split
+    return {
+        "x": signal_spec(split, channels_last),
+        "weight": P(channels, None),
+        "bias": P(channels),
+        "initial_state": P(examples, channels, None),
+        "segment_ids": P(examples, None),
+        "dy": signal_spec(split, channels_last),
+        "d_state": P(examples, channels, None),
+    }
+
+
+def make_operands(
+    rng: np.random.Generator, channels_last: bool, examples: int = 16, length: int = 24
+) -> dict[str, np.ndarray]:
+    problem = make_problem(rng, (examples, 6, length), 4, has_state=True, has_ids=True)
+    return problem.operands(channels_last) | {
+        "segment_ids": problem.segment_ids,
+        "dy": in_layout(rng.normal(size=(examples, 6, length)).astype(np.float32), channels_last),
+        "d_state": rng.normal(size=problem.state_shape).astype(np.float32),
+    }
+
+
+def outputs_and_gradients(channels_last: bool, operands: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    others = dict(operands)
+    dy, d_state, ids = (others.pop(name) for name in ("dy", "d_state", "segment_ids"))
+    outputs, vjp = jax.vjp(lambda arrays: Problem(arrays, ids, "silu").call(arrays, channels_last), others)
+    return outputs, vjp((dy, d_state))[0]
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert_close(got, np.asarray(want), factor=PARAMETER_FACTOR)
+
+
+def put(mesh: Mesh, operands: dict[str, Any], specs: dict[str, P]) -> dict[str, jax.Array]:
+    return {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in operands.items()}
+
+
+@each_layout
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_sharded_operands(rng: np.random.Generator, axis_type: AxisType, split: str, channels_last: bool) -> None:
+    """Results are right and split as the operands are; parameters' gradients are summed, nothing else is exchanged."""
+    operands, specs = make_operands(rng, channels_last), specs_of(SPLITS[split], channels_last)
+    if axis_type == AxisType.Explicit and split == "time":
+        pytest.skip("jax.numpy does not slice what is split, in explicit mode")
+    function = functools.partial(outputs_and_gradients, channels_last)
+    expected, mesh = function(operands), make_mesh(axis_type)
+    with jax.set_mesh(mesh):
+        placed = put(mesh, operands, specs)
+        actual = jax.jit(function)(placed)
+        assert_same(actual, expected)
+        of_both = collectives(function, placed)
+        of_value = collectives(lambda operands: function(operands)[0], placed)
+        if split == "time":
+            return
+        results = {"dy": actual[0][0], "d_state": actual[0][1]} | actual[1]
+        for name, result in results.items():
+            assert result.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), result.ndim), name
+    assert sum(of_value.values()) == 0, of_value
+    examples_are_split = SPLITS[split][0] is not None
+    assert sum(of_both.values()) == of_both["all-reduce"] <= 2 * examples_are_split, of_both
+
+
+@each_layout
+def test_parameters_that_are_not_split_as_the_signal_is(rng: np.random.Generator, channels_last: bool) -> None:
+    """In explicit mode, gradients have the types of their primals, whatever the sharding of either."""
+    operands = make_operands(rng, channels_last)
+    function = functools.partial(outputs_and_gradients, channels_last)
+    expected, mesh = function(operands), make_mesh(AxisType.Explicit)
+    split = specs_of(P("examples", "channels", None), channels_last)
+    for whole in (("weight", "bias"), ("initial_state",), ("segment_ids",), ("x", "dy"), tuple(split)):
+        specs = split | {name: P() for name in whole}
+        # Cotangents have the types of the results, which follow x.
+        specs |= {"dy": specs["x"], "d_state": split["d_state"] if "x" not in whole else P()}
+        with jax.set_mesh(mesh):
+            placed = put(mesh, operands, specs)
+
+            @jax.jit
+            def run(operands: dict[str, jax.Array]) -> Any:
+                others = dict(operands)
+                dy, d_state, ids = (others.pop(name) for name in ("dy", "d_state", "segment_ids"))
+                outputs, vjp = jax.vjp(lambda arrays: Problem(arrays, ids, "silu").call(arrays, channels_last), others)
+                cotangents = tuple(
+                    jax.sharding.reshard(d, jax.typeof(y).sharding) for d, y in zip((dy, d_state), outputs, strict=True)
+                )
+                gradients = vjp(cotangents)[0]
+                for name, gradient in gradients.items():
+                    assert jax.typeof(gradient).sharding == jax.typeof(others[name]).sharding, name
+                return outputs, gradients
+
+            assert_same(run(placed), expected)
+
+
+@pytest.mark.parametrize("length", [24, 2])
+def test_operands_that_are_split_otherwise(rng: np.random.Generator, length: int) -> None:
+    """In explicit mode, ids and states may be split over other axes than the signal, or over time."""
+    operands = make_operands(rng, False, length=length)
+    function = functools.partial(outputs_and_gradients, False)
+    expected, mesh = function(operands), make_mesh(AxisType.Explicit)
+    specs = specs_of(P("examples", "channels", None), False)
+    for others in (
+        {"segment_ids": P("channels", None), "initial_state": P("channels", None, None)},
+        {"segment_ids": P(None, "channels"), "initial_state": P(None, None, None)},
+    ):
+        with jax.set_mesh(mesh):
+            assert_same(jax.jit(function)(put(mesh, operands, specs | others)), expected)
+
+
+def test_examples_that_do_not_divide_evenly(rng: np.random.Generator) -> None:
+    operands, mesh = make_operands(rng, True, examples=13), make_mesh(AxisType.Auto)
+    function = functools.partial(outputs_and_gradients, True)
+
+    def constrained(operands: dict[str, Any]) -> Any:
+        x = jax.lax.with_sharding_constraint(operands["x"], NamedSharding(mesh, P("examples", None, "channels")))
+        return function(operands | {"x": x})
+
+    assert_same(jax.jit(constrained)(operands), function(operands))
+
+
+@each_layout
+def test_sharded_update(rng: np.random.Generator, channels_last: bool) -> None:
+    """Decoding on several devices exchanges nothing, and updates a donated state in place."""
+    mesh = make_mesh(AxisType.Auto)
+    shapes = {"x": (16, 6), "state": (16, 6, 5), "weight": (6, 4), "bias": (6,)}
+    specs = {
+        "x": P("examples", "channels"),
+        "state": P("examples", "channels", None),
+        "weight": P("channels", None),
+        "bias": P("channels"),
+    }
+    operands = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+    def update(state: Any, others: dict[str, Any]) -> Any:
+        return causal_conv1d_update(state=state, **others, activation="silu", channels_last=channels_last)
+
+    others = {name: x for name, x in operands.items() if name != "state"}
+    expected = update(operands["state"], others)
+    placed = put(mesh, operands, specs)
+    state = placed.pop("state")
+    assert sum(collectives(update, state, placed).values()) == 0
+    y, new_state = jax.jit(update, donate_argnums=0)(state, placed)
+    assert state.is_deleted()
+    assert_same((y, new_state), expected)
+    assert new_state.sharding.is_equivalent_to(NamedSharding(mesh, specs["state"]), 3)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, specs["x"]), 2)
+
+
+def test_gradient_of_an_update_whose_state_is_split_along_time(rng: np.random.Generator) -> None:
+    """The part of the state that the filter sees is odd: explicit sharding could not split it."""
+    mesh = make_mesh(AxisType.Explicit)
+    shapes = {"x": (4, 6, 5), "state": (4, 6, 8), "weight": (6, 4)}
+    specs = {"x": P(), "state": P(None, None, "examples"), "weight": P()}
+    operands = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+    def gradient(operands: dict[str, Any]) -> Any:
+        def loss(operands: dict[str, Any]) -> Any:
+            y, state = causal_conv1d_update(**operands)
+            return (y**2).sum() + (state**3).sum()
+
+        return jax.grad(loss)(operands)
+
+    expected = gradient(operands)
+    with jax.set_mesh(mesh):
+        assert_same(jax.jit(gradient)(put(mesh, operands, specs)), expected)
+
+
+@pytest.mark.parametrize("mapped", ["x", "weight", "all"])
+def test_sharded_batch_of_vmap(rng: np.random.Generator, mapped: str) -> None:
+    """A mapped axis that is split over devices: no collective, as gradients of what is shared are mapped, too."""
+    problems = [make_operands(rng, False, examples=2) for _ in range(8)]
+    axes = {name: 0 if mapped in (name, "all") or name in ("dy", "d_state") else None for name in problems[0]}
+    operands = {
+        name: np.stack([p[name] for p in problems]) if axes[name] == 0 else problems[0][name] for name in problems[0]
+    }
+    function = jax.vmap(functools.partial(outputs_and_gradients, False), (axes,))
+    expected, mesh = function(operands), make_mesh(AxisType.Auto)
+    specs = {name: P("examples") if axes[name] == 0 else P() for name in operands}
+    placed = put(mesh, operands, specs)
+    assert_same(jax.jit(function)(placed), expected)
+    assert sum(collectives(function, placed).values()) == 0
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@each_layout
+def test_shard_map_over_channels(rng: np.random.Generator, channels_last: bool, check_vma: bool) -> None:
+    operands, specs = make_operands(rng, channels_last), specs_of(P(None, "channels", None), channels_last)
+    function = functools.partial(outputs_and_gradients, channels_last)
+    out_specs = (specs["dy"], specs["d_state"]), {name: specs[name] for name in convolution_arrays()}
+    mapped = jax.shard_map(
+        function, mesh=make_mesh(AxisType.Auto), in_specs=(specs,), out_specs=out_specs, check_vma=check_vma
+    )
+    assert_same(jax.jit(mapped)(operands), function(operands))
+    assert sum(collectives(mapped, operands).values()) == 0
+
+
+def convolution_arrays() -> tuple[str, ...]:
+    return "x", "weight", "bias", "initial_state"
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradient_through_shard_map_over_examples(rng: np.random.Generator, check_vma: bool) -> None:
+    """Parameters that all devices share: their gradient is the sum over the devices."""
+    operands, specs = make_operands(rng, True), specs_of(P("examples", None, None), True)
+    ids = operands.pop("segment_ids")
+    weights = operands.pop("dy")
+    operands.pop("d_state")
+
+    def loss(arrays: dict[str, Any], ids: Any, weights: Any) -> Any:
+        y, state = Problem(arrays, ids, "silu").call(arrays, True)
+        return (y * weights).sum() + (state**2).sum()
+
+    mapped = jax.shard_map(
+        lambda *args: jax.lax.psum(loss(*args), "examples"),
+        mesh=make_mesh(AxisType.Auto),
+        in_specs=({name: specs[name] for name in operands}, specs["segment_ids"], specs["dy"]),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    expected = jax.grad(loss)(operands, ids, weights)
+    assert_same(jax.jit(jax.grad(mapped))(operands, ids, weights), expected)
+
+
+def test_shard_map_over_one_of_two_axes(rng: np.random.Generator) -> None:
+    """The other axis stays with the partitioner; the answer is right."""
+    operands, specs = make_operands(rng, False), specs_of(P(None, "channels", None), False)
+    function = functools.partial(outputs_and_gradients, False)
+    out_specs = (specs["dy"], specs["d_state"]), {name: specs[name] for name in convolution_arrays()}
+    mesh = make_mesh(AxisType.Auto)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=out_specs, axis_names={"channels"})
+    placed = put(mesh, operands, specs_of(P("examples", "channels", None), False))
+    assert_same(jax.jit(mapped)(placed), function(operands))
+
+
+def test_outputs_are_those_of_the_reference(rng: np.random.Generator) -> None:
+    """What the tests above compare with is right."""
+    operands = make_operands(rng, False)
+    arrays = {name: operands[name] for name in convolution_arrays()}
+    problem = Problem(arrays, operands["segment_ids"], "silu")
+    outputs, gradients = outputs_and_gradients(False, operands)
+    assert_same(outputs, convolutions.reference(problem))
+    expected = convolutions.reference_gradients(problem, operands["dy"], operands["d_state"])
+    for name, gradient in gradients.items():
+        assert_close(gradient, expected[name], name, factor=PARAMETER_FACTOR)
+    assert jnp.isfinite(outputs[0]).all()

@@ -1,0 +1,215 @@
+"""Rotary embeddings to test with, their NumPy reference in extended precision, and comparison by the pairs' lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from support import cases, handlers
+from support.cases import FLOATING
+from support.handlers import Array, Call
+
+LAYOUTS = ("BHSD", "BSHD")
+PAIRINGS = (True, False)
+"""Values of interleaved."""
+
+FAR = 2**20
+"""Angles are exact for positions to here."""
+
+
+def features_shape(layout: str, examples: int, heads: int, length: int, size: int) -> tuple[int, int, int, int]:
+    return (examples, heads, length, size) if layout == "BHSD" else (examples, length, heads, size)
+
+
+def make_features(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    return rng.normal(size=shape).astype(jnp.dtype(dtype))
+
+
+def copies_in(text: str) -> list[str]:
+    """The instructions of a compiled program that copy an array of features."""
+    return re.findall(r"= \(?\w+\[\d+,\d+,\d+,\d+\]\S* copy(?:-start)?\(.*", text)
+
+
+def _in_pairs(features: np.ndarray, interleaved: bool) -> np.ndarray:
+    """``[..., P, 2]``: the two features of each pair."""
+    if interleaved:
+        return features.reshape(*features.shape[:-1], features.shape[-1] // 2, 2)
+    return np.stack(np.split(features, 2, axis=-1), axis=-1)
+
+
+def _from_pairs(pairs: np.ndarray, interleaved: bool) -> np.ndarray:
+    if interleaved:
+        return pairs.reshape(*pairs.shape[:-2], 2 * pairs.shape[-2])
+    return np.concatenate([pairs[..., 0], pairs[..., 1]], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotated:
+    """What a rotation may return."""
+
+    turned: np.ndarray
+    """The rotated features, exact."""
+    lengths: np.ndarray
+    """The length of the pair of each of them."""
+    angle_errors: np.ndarray
+    """By how much the angles may differ that they are turned by."""
+    staying: np.ndarray
+    """The other features."""
+
+    @property
+    def exact(self) -> np.ndarray:
+        return np.concatenate([self.turned, self.staying.astype(np.longdouble)], axis=-1)
+
+    def units(self) -> np.ndarray:
+        """The unit in the last place of the length of each pair that turns, in the dtype that is computed in."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            return np.spacing(self.lengths.astype(cases.accumulator(self.staying.dtype))).astype(np.longdouble)
+
+    def expected(self) -> cases.Expected:
+        """Turned features within 2 units, rounded to the dtype; 4 for 16 bits, whose sines are computed in float32, and
+        8 for float64."""
+        dtype = self.staying.dtype
+        num_units = {8: 8, 4: 2, 2: 4}[dtype.itemsize]
+        with np.errstate(invalid="ignore"):
+            error = num_units * self.units() + self.angle_errors * self.lengths
+        return cases.Expected(self.exact, dtype, np.concatenate([error, np.zeros(self.staying.shape)], axis=-1))
+
+    def check(self, actual: Any, where: str = "") -> None:
+        """As expected, and the other features exact."""
+        self.expected().check(actual, where)
+        cases.assert_same_bits(np.asarray(actual)[..., self.turned.shape[-1] :], self.staying, f"{where} what stays")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """The arguments of a rotation, but for what is rotated."""
+
+    positions: np.ndarray | None = None
+    base: float = 10000.0
+    interleaved: bool = True
+    layout: str = "BHSD"
+    rotary_dim: int | None = None
+    inv_freq: np.ndarray | None = None
+    scale: float = 1.0
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments; positions, which may be traced, are not among them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
+
+    def angles(self, shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+        """``[B or 1, S, P]`` for features of this shape, and the errors that they may have.
+
+        Those of float64 are the products of float64. Others are exact, but a kernel has its frequencies as sums of two
+        numbers of float32, and its angles as numbers of float64, which matters where positions are large.
+        """
+        length = shape[2 if self.layout == "BHSD" else 1]
+        rotary_dim = shape[3] if self.rotary_dim is None else self.rotary_dim
+        positions = np.arange(length) if self.positions is None else self.positions
+        positions = positions.reshape(1 if positions.ndim == 1 else len(positions), length, 1)
+        inv_freq = self.inv_freq
+        if inv_freq is None:
+            inv_freq = 1 / self.base ** (np.arange(0, rotary_dim, 2) / rotary_dim)
+        if jnp.dtype(dtype) == np.float64:
+            angles = positions.astype(np.float64) * inv_freq.astype(np.float64)
+            return angles, np.zeros(angles.shape)
+        positions, inv_freq = positions.astype(np.longdouble), inv_freq.astype(np.longdouble)
+        rest = inv_freq - inv_freq.astype(np.float32)
+        missing = np.abs(rest - rest.astype(np.float32))
+        angles = positions * inv_freq
+        return angles, 2.0**-52 * np.abs(angles) + np.abs(positions) * missing
+
+    def of(self, features: np.ndarray, direction: int = 1) -> Rotated:
+        """The rotation by the angles, or (direction -1) by the negative angles."""
+        rotary_dim = features.shape[-1] if self.rotary_dim is None else self.rotary_dim
+        angles, errors = (
+            np.expand_dims(x.astype(np.longdouble), 1 + LAYOUTS.index(self.layout))
+            for x in self.angles(features.shape, features.dtype)
+        )
+        angles = direction * angles
+        scale = np.longdouble(self.scale)
+        cos, sin = scale * np.cos(angles), scale * np.sin(angles)
+        first, second = np.moveaxis(
+            _in_pairs(features[..., :rotary_dim].astype(np.longdouble), self.interleaved), -1, 0
+        )
+        with np.errstate(invalid="ignore"):
+            turned = np.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+            lengths = np.repeat(np.abs(scale) * np.hypot(first, second)[..., None], 2, axis=-1)
+        errors = np.broadcast_to(errors[..., None], turned.shape)
+        turned, lengths, errors = (_from_pairs(pairs, self.interleaved) for pairs in (turned, lengths, errors))
+        return Rotated(turned, lengths, errors, features[..., rotary_dim:])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Direct calls of the native targets.
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """All of them different, so that no dimension passes for another."""
+
+    batch: int | None = 5
+    """None: the call has no batch dimension."""
+    examples: int = 3
+    heads: tuple[int, int] = (6, 2)
+    length: int = 7
+    features: int = 12
+    rotary_dim: int = 8
+
+    def with_batch(self, *shape: int) -> tuple[int, ...]:
+        return shape if self.batch is None else (self.batch, *shape)
+
+
+SIZES = Sizes()
+
+TARGETS = {
+    "rope": (("x",), ("y",)),
+    "rope_backward": (("x",), ("y",)),
+    "rope_qk": (("q", "k"), ("q_out", "k_out")),
+    "rope_qk_backward": (("q", "k"), ("q_out", "k_out")),
+}
+"""What is rotated, and the results."""
+
+
+def good_call(
+    target: str,
+    layout: str = "BHSD",
+    *,
+    interleaved: bool = True,
+    has_positions: bool = True,
+    shared: Collection[str] = (),
+    sizes: Sizes = SIZES,
+    dtype: str = "float32",
+    positions_dtype: str = "int32",
+) -> Call:
+    """A call that fits.
+
+    Args:
+      shared: which operands are shared by the batch; "positions of examples": the examples share those.
+    """
+    rotated, results = TARGETS[target]
+    shapes = [
+        sizes.with_batch(*features_shape(layout, sizes.examples, heads, sizes.length, sizes.features))
+        for heads in sizes.heads
+    ]
+    operands = [Array(name, shape, dtype) for name, shape in zip(rotated, shapes, strict=False)]
+    compute_dtype = cases.accumulator(dtype).name if dtype in FLOATING else "float32"
+    operands.append(Array("frequencies", sizes.with_batch(2, sizes.rotary_dim // 2), compute_dtype))
+    if has_positions:
+        examples = 1 if "positions of examples" in shared else sizes.examples
+        operands.append(Array("positions", sizes.with_batch(examples, sizes.length), positions_dtype))
+    operands = [x.shared() if x.name in shared else x for x in operands]
+    params = {
+        "heads_first": layout == "BHSD",
+        "interleaved": interleaved,
+        "rotary_dim": np.int64(sizes.rotary_dim),
+        "scale": np.float64(1.25),
+        "has_positions": has_positions,
+        "batched": sizes.batch is not None,
+    }
+    return handlers.good_call(
+        target, operands, [Array(name, shape, dtype) for name, shape in zip(results, shapes, strict=False)], params
+    )

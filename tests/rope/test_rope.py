@@ -1,0 +1,1000 @@
+"""Rotary embeddings and their gradients: values, precision, transformations, derivatives, memory, errors."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+from rope.reference import FAR, LAYOUTS, PAIRINGS, Rotated, Rotation, copies_in, features_shape, make_features
+from segment.reference import Batch, kernels_in
+from support import cases
+from support.cases import FLOATING, INTEGERS, assert_same_bits
+
+from jax_baracuda import forward_mode, rope, rope_backward, rope_frequencies, rope_qk, rope_qk_backward
+
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+each_pairing = pytest.mark.parametrize("interleaved", PAIRINGS, ids=["interleaved", "half-split"])
+each_dtype = pytest.mark.parametrize("dtype", FLOATING)
+
+SIZES = (
+    (0, 2, 3, 4),
+    (2, 0, 3, 4),
+    (2, 2, 0, 4),
+    (1, 1, 1, 2),
+    (5, 3, 1, 64),
+    (3, 1, 7, 6),
+    (2, 5, 33, 10),
+    (1, 2, 1025, 16),
+    (2, 9, 4, 128),
+    (1, 3, 21, 256),
+    (2, 2, 5, 518),
+    (70, 1, 1, 32),
+)
+"""(B, H, S, D): empty, decoding, one head, few features and many, not only multiples of what a vector holds."""
+
+
+def make_positions(rng: np.random.Generator, kind: int, examples: int, length: int) -> np.ndarray | None:
+    """None, shared ones, those of each example, or shared ones in two dimensions."""
+    shape = (None, (length,), (examples, length), (1, length))[kind % 4]
+    return None if shape is None else rng.integers(-FAR, FAR, shape, endpoint=True).astype(np.int32)
+
+
+def make_rotation(
+    rng: np.random.Generator, variant: int, size: tuple[int, int, int, int], layout: str, interleaved: bool
+) -> Rotation:
+    """Arguments of the kind that the number chooses."""
+    examples, _, length, num_features = size
+    rotary_dim = (None, None, max(2, num_features // 4 * 2), num_features)[variant // 3 % 4]
+    num_pairs = (num_features if rotary_dim is None else rotary_dim) // 2
+    return Rotation(
+        make_positions(rng, variant, examples, length),
+        base=(10000.0, 500000.0, 13.0)[variant % 3],
+        interleaved=interleaved,
+        layout=layout,
+        rotary_dim=rotary_dim,
+        inv_freq=rng.uniform(0, 1.5, num_pairs) if variant % 5 == 4 else None,
+        scale=(1.0, 1.0, 0.75, -1.5)[variant // 2 % 4],
+    )
+
+
+def value_and_pullback(
+    function: Callable[..., Any], rotation: Rotation, features: tuple[Any, ...], cotangents: tuple[Any, ...], pos: Any
+) -> tuple[Any, Any]:
+    """Outputs and gradients, as tuples of one or two arrays."""
+
+    def call(*features: Any) -> tuple[Any, ...]:
+        outputs = function(*features, pos, **rotation.options())
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    outputs, vjp = jax.vjp(call, *features)
+    return outputs, vjp(cotangents)
+
+
+def add_call(
+    batch: Batch, rng: np.random.Generator, rotation: Rotation, size: tuple[int, int, int, int], heads: Any, dtype: Any
+) -> None:
+    """Adds a call of `rope`, or with two numbers of heads of `rope_qk`, and its gradient."""
+    examples, _, length, num_features = size
+    shapes = [features_shape(rotation.layout, examples, h, length, num_features) for h in heads]
+    features, cotangents = (tuple(make_features(rng, shape, dtype) for shape in shapes) for _ in range(2))
+
+    def check(outputs: Any, gradients: Any) -> None:
+        for direction, inputs, results in ((1, features, outputs), (-1, cotangents, gradients)):
+            for x, result in zip(inputs, results, strict=True):
+                rotation.of(x, direction).check(result, f"{size} {heads} {dtype} {rotation} direction {direction}")
+                assert not result.weak_type
+
+    function = rope if len(heads) == 1 else rope_qk
+    call = functools.partial(value_and_pullback, function, rotation)
+    batch.add(call, (features, cotangents, rotation.positions), check)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Values and gradients.
+
+
+@each_layout
+@each_dtype
+def test_value_and_gradient(rng: np.random.Generator, dtype: str, layout: str) -> None:
+    """Both functions, both pairings, every kind of positions, with the other arguments varying."""
+    batch = Batch()
+    sizes = itertools.cycle([(2, 3, 17, 20), (3, 2, 8, 64), (1, 5, 33, 12), (2, 1, 130, 8)])
+    for variant, interleaved in itertools.product(range(12), PAIRINGS):
+        size = next(sizes)
+        rotation = make_rotation(rng, variant, size, layout, interleaved)
+        add_call(batch, rng, rotation, size, (size[1],), dtype)
+        add_call(batch, rng, rotation, size, (size[1], 1 + variant % 3), dtype)
+    with cases.x64_for(dtype):
+        called = batch.run()
+    assert called == dict.fromkeys(("rope", "rope_backward", "rope_qk", "rope_qk_backward"), 24)
+
+
+@each_layout
+@each_pairing
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sizes(rng: np.random.Generator, dtype: str, interleaved: bool, layout: str) -> None:
+    batch = Batch()
+    for i, size in enumerate(SIZES):
+        rotation = make_rotation(rng, i, size, layout, interleaved)
+        add_call(batch, rng, rotation, size, (size[1],), dtype)
+        add_call(batch, rng, rotation, size, (2 * size[1], size[1]), dtype)
+    batch.run()
+
+
+@each_layout
+@each_pairing
+def test_backward_functions(rng: np.random.Generator, interleaved: bool, layout: str) -> None:
+    """The public gradients are rotations by the negative angles."""
+    size = (2, 4, 9, 12)
+    batch = Batch()
+    for variant in range(8):
+        rotation = make_rotation(rng, variant, size, layout, interleaved)
+        dq, dk = (make_features(rng, features_shape(layout, 2, heads, 9, 12), "float32") for heads in (4, 1))
+
+        def check(results: Any, dq: np.ndarray = dq, dk: np.ndarray = dk, rotation: Rotation = rotation) -> None:
+            for result, cotangent in zip(results, (dq, dq, dk), strict=True):
+                rotation.of(cotangent, -1).check(result, str(rotation))
+
+        def call(dq: Any, dk: Any, positions: Any, rotation: Rotation = rotation) -> list[Any]:
+            options = rotation.options()
+            return [rope_backward(dq, positions, **options), *rope_qk_backward(dq, dk, positions, **options)]
+
+        batch.add(call, (dq, dk, rotation.positions), check)
+    assert batch.run() == {"rope_backward": 8, "rope_qk_backward": 8}
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    size=st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 40), st.integers(1, 40).map(lambda d: 2 * d)),
+    variant=st.integers(0, 59),
+    layout=st.sampled_from(LAYOUTS),
+    interleaved=st.booleans(),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    other_heads=st.integers(0, 3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_small_problem(
+    size: tuple[int, int, int, int],
+    variant: int,
+    layout: str,
+    interleaved: bool,
+    dtype: str,
+    other_heads: int,
+    seed: int,
+) -> None:
+    rng, batch = np.random.default_rng(seed), Batch()
+    rotation = make_rotation(rng, variant, size, layout, interleaved)
+    add_call(batch, rng, rotation, size, (size[1],), dtype)
+    add_call(batch, rng, rotation, size, (size[1], other_heads), dtype)
+    batch.run()
+
+
+def test_reference_itself(rng: np.random.Generator) -> None:
+    """The NumPy reference is the product of complex numbers, for each pair by itself."""
+    for layout, interleaved in itertools.product(LAYOUTS, PAIRINGS):
+        size = (2, 3, 5, 8)
+        rotation = make_rotation(rng, 14, size, layout, interleaved)
+        assert rotation.positions.shape == (2, 5) and rotation.inv_freq is not None and rotation.scale != 1
+        x = make_features(rng, features_shape(layout, *size), "float64")
+        turned = rotation.of(x).turned.astype(np.float64)
+        rotary_dim = turned.shape[-1]
+        for example, head, t, pair in np.ndindex(2, 3, 5, rotary_dim // 2):
+            at = (example, head, t) if layout == "BHSD" else (example, t, head)
+            i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + rotary_dim // 2)
+            z = complex(x[at][i], x[at][j]) * rotation.scale
+            z *= np.exp(1j * (float(rotation.positions[example, t]) * rotation.inv_freq[pair]))
+            np.testing.assert_allclose([turned[at][i], turned[at][j]], [z.real, z.imag], rtol=1e-11, atol=1e-11)
+
+
+def as_in_llama(x: np.ndarray, positions: np.ndarray, base: float) -> np.ndarray:
+    """``[B, H, S, D]``, positions ``[B, S]``: tables of doubled angles, and the halves swapped."""
+    size = x.shape[-1]
+    angles = positions[:, None, :, None] * (1.0 / base ** (np.arange(0, size, 2) / size))
+    angles = np.concatenate([angles, angles], axis=-1)
+    swapped = np.concatenate([-x[..., size // 2 :], x[..., : size // 2]], axis=-1)
+    return x * np.cos(angles) + swapped * np.sin(angles)
+
+
+def as_in_gpt_j(x: np.ndarray, positions: np.ndarray, base: float) -> np.ndarray:
+    """As above, with tables of repeated angles, and neighbours swapped."""
+    size = x.shape[-1]
+    angles = np.repeat(positions[:, None, :, None] * (1.0 / base ** (np.arange(0, size, 2) / size)), 2, axis=-1)
+    swapped = np.stack([-x[..., 1::2], x[..., ::2]], axis=-1).reshape(x.shape)
+    return x * np.cos(angles) + swapped * np.sin(angles)
+
+
+@each_pairing
+def test_formulations_of_models(rng: np.random.Generator, interleaved: bool) -> None:
+    """The conventions of pairs, signs and layouts are those of published models."""
+    x = rng.normal(size=(3, 4, 11, 16)).astype(np.float32)
+    positions = rng.integers(0, 5000, (3, 11))
+    expected = (as_in_gpt_j if interleaved else as_in_llama)(x.astype(np.float64), positions, 10000.0)
+    np.testing.assert_allclose(rope(x, positions, interleaved=interleaved), expected, rtol=0, atol=2e-6)
+    in_other_layout = rope(x.swapaxes(1, 2), positions, interleaved=interleaved, layout="BSHD")
+    np.testing.assert_allclose(in_other_layout, expected.swapaxes(1, 2), rtol=0, atol=2e-6)
+
+
+@each_pairing
+def test_decoding(rng: np.random.Generator, interleaved: bool) -> None:
+    """One position of each of many examples: every row turns by its own position, as it does within its sequence."""
+    for layout in LAYOUTS:
+        x = make_features(rng, features_shape(layout, 33, 4, 1, 32), "float32")
+        positions = rng.integers(0, FAR, (33, 1)).astype(np.int32)
+        rotation = Rotation(positions, interleaved=interleaved, layout=layout)
+        y = rope(x, positions, **rotation.options())
+        rotation.of(x).check(y)
+        # Positions [S] = [1] and the default are those of all examples.
+        for shared in (np.array([7], np.int32), None):
+            rotation = Rotation(shared, interleaved=interleaved, layout=layout)
+            rotation.of(x).check(rope(x, shared, **rotation.options()))
+
+
+@each_layout
+@each_dtype
+def test_both_at_once_are_each_alone(rng: np.random.Generator, dtype: str, layout: str) -> None:
+    """rope_qk gives the bits of rope, for any numbers of heads."""
+    for heads in ((4, 1), (1, 1), (3, 5), (6, 2)):
+        q, k = (make_features(rng, features_shape(layout, 2, h, 19, 32), dtype) for h in heads)
+        positions = make_positions(rng, 2, 2, 19)
+        for interleaved in PAIRINGS:
+            options = {"interleaved": interleaved, "layout": layout, "rotary_dim": 24}
+            with cases.x64_for(dtype):
+                both = rope_qk(q, k, positions, **options)
+                alone = [rope(x, positions, **options) for x in (q, k)]
+            for got, want in zip(both, alone, strict=True):
+                assert_same_bits(got, np.asarray(want))
+
+
+def test_float8_runs_as_plain_jax(rng: np.random.Generator) -> None:
+    """A dtype without kernels: the same function, by XLA."""
+    x = make_features(rng, (2, 3, 9, 8), "float8_e4m3fn")
+    positions = make_positions(rng, 2, 2, 9)
+    for interleaved in PAIRINGS:
+        rotation = Rotation(positions, interleaved=interleaved, rotary_dim=6)
+        call = jax.jit(lambda x, rotation=rotation: rope(x, positions, **rotation.options()))
+        assert kernels_in(call.lower(x).as_text()) == []
+        y = call(x)
+        assert y.dtype == x.dtype
+        expected = rotation.of(x).exact.astype(np.float64)
+        error = np.abs(np.asarray(y).astype(np.float64) - expected)
+        assert (error <= 0.07 * np.abs(expected) + 2e-3).all()
+
+
+def test_kernels(rng: np.random.Generator) -> None:
+    """Each function is one kernel call, and so are its derivatives; no features are kept for the backward pass."""
+    q, k = make_features(rng, (2, 4, 50, 8), "float32"), make_features(rng, (2, 1, 50, 8), "float32")
+
+    def both(q: Any, k: Any) -> Any:
+        return rope_qk(q, k)
+
+    def gradient(x: Any, power: int = 3) -> Any:
+        return jax.grad(lambda x: (rope(x) ** power).sum())(x)
+
+    def kernels(function: Callable[..., Any], *operands: Any) -> list[str]:
+        return kernels_in(jax.jit(function).lower(*operands).as_text())
+
+    assert kernels(rope, q) == ["rope"]
+    assert kernels(both, q, k) == ["rope_qk"]
+    assert kernels(rope_backward, q) == ["rope_backward"]
+    assert kernels(gradient, q) == ["rope", "rope_backward"]
+    of_both = jax.grad(lambda q, k: sum((x**2).sum() for x in both(q, k)), argnums=(0, 1))
+    assert kernels(of_both, q, k) == ["rope_qk", "rope_qk_backward"]
+    twice = jax.grad(lambda x: (gradient(x) ** 2).sum())
+    assert kernels(twice, q) == ["rope", "rope_backward"] * 2
+    tangent = functools.partial(jax.jvp, forward_mode.rope)
+    assert kernels(lambda x: tangent((x,), (x + 1,)), q) == ["rope", "rope"]
+    _, vjp = jax.vjp(lambda q, k: rope_qk(q, k), q, k)
+    assert all(x.size < k.size for x in jax.tree.leaves(vjp) if hasattr(x, "shape"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Precision.
+
+
+def far_positions(rng: np.random.Generator, count: int) -> np.ndarray:
+    """The first ones, the last ones to 2^20, and any between."""
+    some = rng.integers(0, FAR, count, endpoint=True)
+    some[:20], some[-20:] = np.arange(20), FAR - np.arange(20)
+    return some.astype(np.int32)
+
+
+def units_off(rotated: Rotated, actual: Any) -> np.ndarray:
+    """The errors of the turned features, in units in the last place of their pairs' lengths."""
+    turned = rotated.turned.shape[-1]
+    error = np.abs(np.asarray(actual)[..., :turned].astype(np.longdouble) - rotated.turned)
+    return (error / rotated.units()).astype(np.float64)
+
+
+@each_pairing
+@each_dtype
+def test_precision_to_a_million_positions(rng: np.random.Generator, dtype: str, interleaved: bool) -> None:
+    """float32: within 2 units of the pair's length. 16 bits: at least 99% are the exact result, rounded."""
+    functions = ((rope, 1), (rope_backward, -1), (lambda x, *args, **kw: rope_qk(x[:, :1], x, *args, **kw)[1], 1))
+    for base, rotary_dim in ((10000.0, 128), (500000.0, 64)):
+        rotation = Rotation(far_positions(rng, 700), base, interleaved, rotary_dim=rotary_dim)
+        # Pairs of numbers of like size, and of very different ones.
+        sizes = rng.choice([1, 1, 1, 1000], (1, 2, 700, 128))
+        x = (rng.normal(size=sizes.shape) * sizes).astype(jnp.dtype(dtype))
+        for function, direction in functions:
+            with cases.x64_for(dtype):
+                y = function(x, rotation.positions, **rotation.options())
+            rotated = rotation.of(x, direction)
+            rotated.check(y)
+            if dtype == "float32":
+                assert units_off(rotated, y).max() <= 2
+            if jnp.dtype(dtype).itemsize == 2:
+                right = np.asarray(y)[..., :rotary_dim] == rotated.turned.astype(np.float64).astype(x.dtype)
+                assert right.mean() >= 0.99, f"{right.mean():.4f}"
+
+
+@each_pairing
+@each_dtype
+def test_precision_beyond(rng: np.random.Generator, dtype: str, interleaved: bool) -> None:
+    """To the ends of int32, with frequencies that float32 represents, which are then exact."""
+    ends = np.array([-(2**31), 2**31 - 1, -(2**31) + 1, 2**30, -(2**24) - 1, 2**24 + 1])
+    positions = np.concatenate([ends, rng.integers(-(2**31), 2**31, 300)]).astype(np.int32)
+    inv_freq = rng.uniform(0, 1, 32).astype(np.float32)
+    inv_freq[:5] = 1, 0.5, 2.0**-30, 0, np.nextafter(np.float32(1), np.float32(0))
+    rotation = Rotation(positions, interleaved=interleaved, inv_freq=inv_freq)
+    x = make_features(rng, (1, 2, len(positions), 64), dtype)
+    with cases.x64_for(dtype):
+        y = rope(x, positions, **rotation.options())
+    rotation.of(x).check(y)
+
+
+def test_precision_of_long_positions(rng: np.random.Generator) -> None:
+    """Positions beyond int32 count with all of the bits that float64 has; any others still turn, and no more."""
+    positions = np.array([2**32, 2**32 + 1, -(2**33) - 7, 2**40 + 12345, 2**52 + 1])
+    rotation = Rotation(positions, inv_freq=np.array([1.0, 0.25, 2.0**-20, 2.0**-40]))
+    extreme = np.array([2**63 - 1, -(2**63), 2**62, -(2**55), 0])
+    with jax.enable_x64(True):
+        for dtype in ("float32", "float64"):
+            x = make_features(rng, (1, 3, 5, 8), dtype)
+            rotation.of(x).check(rope(x, positions, **rotation.options()))
+            y = np.asarray(rope(x, extreme))
+            lengths = np.hypot(x[..., ::2], x[..., 1::2])
+            np.testing.assert_allclose(np.hypot(y[..., ::2], y[..., 1::2]), lengths, rtol=1e-6)
+
+
+@each_dtype
+def test_frequencies_of_every_kind(rng: np.random.Generator, dtype: str) -> None:
+    """NumPy arrays count with all bits, whatever x64 is; arrays of JAX, also traced ones, with those that they have."""
+    x, positions = make_features(rng, (1, 2, 50, 16), dtype), far_positions(rng, 50)
+    inv_freq = rng.uniform(0, 1, 8)
+    narrow = inv_freq.astype(np.float32)
+    with cases.x64_for(dtype):
+        for given, counts in (
+            (inv_freq, inv_freq),
+            (narrow, narrow),
+            (jnp.asarray(narrow), narrow),
+            (inv_freq.astype(np.float16), inv_freq.astype(np.float16)),
+            (jnp.asarray(inv_freq, jnp.bfloat16), np.asarray(jnp.asarray(inv_freq, jnp.bfloat16)).astype(np.float64)),
+            (np.arange(8) % 2, np.arange(8) % 2),
+            (jnp.arange(8) % 2, np.arange(8) % 2),
+        ):
+            rotated = Rotation(positions, inv_freq=counts.astype(np.float64)).of(x)
+            rotated.check(rope(x, positions, inv_freq=given), f"{given!r}")
+            if isinstance(given, jax.Array):
+                traced = jax.jit(lambda x, f: rope(x, positions, inv_freq=f))(x, given)
+                rotated.check(traced, f"{given!r} traced")
+
+
+def test_frequencies_of_64_bits_of_jax(rng: np.random.Generator) -> None:
+    """With 64-bit types on, arrays of JAX count with all bits for features of fewer bits, too."""
+    x, positions, inv_freq = make_features(rng, (1, 2, 50, 16), "float32"), far_positions(rng, 50), rng.uniform(0, 1, 8)
+    with jax.enable_x64(True):
+        y = jax.jit(lambda x, f: rope(x, positions, inv_freq=f))(x, inv_freq)
+    Rotation(positions, inv_freq=inv_freq).of(x).check(y)
+
+
+def test_scaled_frequencies(rng: np.random.Generator) -> None:
+    """What rope_frequencies returns goes straight into rope."""
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.5,
+    }
+    inv_freq, scale = rope_frequencies(64, 10000.0, scaling)
+    assert scale > 1 and inv_freq.shape == (16,)
+    x = make_features(rng, (2, 3, 20, 64), "bfloat16")
+    options = {"inv_freq": inv_freq, "scale": scale, "rotary_dim": 2 * len(inv_freq)}
+    Rotation(**options).of(x).check(rope(x, **options))
+
+
+def test_inv_freq_is_a_constant(rng: np.random.Generator) -> None:
+    x, inv_freq = make_features(rng, (1, 2, 5, 8), "float32"), rng.uniform(0, 1, 4).astype(np.float32)
+    for function in (rope, forward_mode.rope):
+        gradient = jax.grad(lambda f, function=function: (function(x, inv_freq=f) ** 3).sum())(inv_freq)
+        assert_same_bits(gradient, np.zeros(4, np.float32))
+
+
+@pytest.mark.parametrize("positions_dtype", [*INTEGERS, "int4"])
+def test_positions_of_every_dtype(rng: np.random.Generator, positions_dtype: str) -> None:
+    info = jnp.iinfo(positions_dtype)
+    values = rng.integers(max(int(info.min), -FAR), min(int(info.max), FAR), (2, 30), endpoint=True)
+    x = make_features(rng, (2, 3, 30, 8), "float32")
+    with cases.x64_for(positions_dtype):
+        y = rope(x, values.astype(jnp.dtype(positions_dtype)))
+    Rotation(values).of(x).check(y)
+
+
+def test_64_bit_numpy_inputs_with_x64_off(rng: np.random.Generator) -> None:
+    """With 64-bit types off, NumPy inputs of such types become 32-bit ones, as everywhere in JAX."""
+    x = make_features(rng, (2, 3, 9, 8), "float64")
+    positions = far_positions(rng, 40)[:9].astype(np.int64)
+    with jax.enable_x64(False):
+        y = rope(x, positions)
+    assert y.dtype == np.float32
+    Rotation(positions).of(x.astype(np.float32)).check(y)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Special values.
+
+
+@each_layout
+@each_pairing
+@each_dtype
+def test_nan_and_infinity_stay_in_their_pair(
+    rng: np.random.Generator, dtype: str, interleaved: bool, layout: str
+) -> None:
+    x = make_features(rng, features_shape(layout, 2, 3, 17, 24), dtype)
+    for bad in (np.nan, np.inf, -np.inf):
+        x[rng.random(x.shape) < 0.02] = bad
+    rotation = Rotation(
+        rng.integers(1, FAR, 17).astype(np.int32), interleaved=interleaved, layout=layout, rotary_dim=20
+    )
+    with cases.x64_for(dtype):
+        y = rope(x, rotation.positions, **rotation.options())
+    rotated = rotation.of(x)
+    assert 0.03 < (~np.isfinite(rotated.exact)).mean() < 0.2
+    rotated.check(y)
+
+
+@each_layout
+@each_pairing
+@each_dtype
+def test_what_stays_is_the_same_bits(rng: np.random.Generator, dtype: str, interleaved: bool, layout: str) -> None:
+    """Any bits, those of NaN and of numbers below the normal ones among them."""
+    shape = features_shape(layout, 2, 3, 9, 22)
+    unsigned = f"uint{8 * jnp.dtype(dtype).itemsize}"
+    bits = rng.integers(0, np.iinfo(unsigned).max, shape, dtype=unsigned, endpoint=True)
+    for rotary_dim in (2, 8, 10, 20):
+        with cases.x64_for(dtype):
+            y = rope(bits.view(jnp.dtype(dtype)), interleaved=interleaved, layout=layout, rotary_dim=rotary_dim)
+        np.testing.assert_array_equal(np.asarray(y).view(unsigned)[..., rotary_dim:], bits[..., rotary_dim:])
+
+
+@each_dtype
+def test_position_zero_is_the_identity(rng: np.random.Generator, dtype: str) -> None:
+    x = make_features(rng, (2, 3, 5, 16), dtype)
+    with cases.x64_for(dtype):
+        assert_same_bits(rope(x, np.zeros(5, np.int32)), x)
+        assert_same_bits(rope(x, np.zeros(5, np.int32), scale=0.5), x / 2)
+        assert not np.asarray(rope(x, scale=0)).any()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory.
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
+    "rope": (rope, 1),
+    "rope_backward": (rope_backward, -1),
+    "rope_qk": (rope_qk, 1),
+    "rope_qk_backward": (rope_qk_backward, -1),
+}
+
+
+def features_for(rng: np.random.Generator, name: str, layout: str, dtype: Any = "float32") -> tuple[np.ndarray, ...]:
+    shapes = [features_shape(layout, 2, heads, 37, 40) for heads in ((6, 2) if "qk" in name else (6,))]
+    return tuple(make_features(rng, shape, dtype) for shape in shapes)
+
+
+@each_layout
+@each_pairing
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_donated_features_are_rotated_in_place(
+    rng: np.random.Generator, name: str, interleaved: bool, layout: str
+) -> None:
+    """No copy, and the result in the same memory, with features that stay, too."""
+    function, direction = FUNCTIONS[name]
+    for rotary_dim, dtype in ((None, "float32"), (24, "bfloat16")):
+        rotation = Rotation(make_positions(rng, 2, 2, 37), 1e4, interleaved, layout, rotary_dim)
+        features = features_for(rng, name, layout, dtype)
+        arguments = tuple(range(len(features)))
+        call = functools.partial(function, **rotation.options())
+        run = jax.jit(call, donate_argnums=arguments)
+        compiled = run.lower(*features, rotation.positions).compile()
+        assert copies_in(compiled.as_text()) == []
+        assert compiled.memory_analysis().alias_size_in_bytes == sum(x.nbytes for x in features)
+        donated = [jnp.array(x) for x in features]
+        places = [x.unsafe_buffer_pointer() for x in donated]
+        results = jax.tree.leaves(run(*donated, rotation.positions))
+        assert all(x.is_deleted() for x in donated)
+        assert [x.unsafe_buffer_pointer() for x in results] == places
+        for x, result in zip(features, results, strict=True):
+            rotation.of(x, direction).check(result)
+
+
+@each_layout
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_features_that_are_not_donated_stay(rng: np.random.Generator, name: str, layout: str) -> None:
+    """They are not copied either; eagerly, under jit, and where they are used again beside a donated result."""
+    function, direction = FUNCTIONS[name]
+    rotation = Rotation(layout=layout)
+    features = features_for(rng, name, layout)
+    given = [jnp.array(x) for x in features]
+    call = functools.partial(function, layout=layout)
+    compiled = jax.jit(call).lower(*given).compile()
+    assert copies_in(compiled.as_text()) == []
+    assert compiled.memory_analysis().alias_size_in_bytes == 0
+
+    def used_again(*features: Any) -> Any:
+        return call(*features), [2 * x for x in features]
+
+    eager = call(*given), [2 * x for x in given]
+    donated = jax.jit(used_again, donate_argnums=tuple(range(len(given))))(*(jnp.array(x) for x in features))
+    for results, doubled in (eager, jax.jit(used_again)(*given), donated):
+        for x, result, double in zip(features, jax.tree.leaves(results), doubled, strict=True):
+            rotation.of(x, direction).check(result)
+            assert_same_bits(double, 2 * x)
+    for x, of_jax in zip(features, given, strict=True):
+        assert_same_bits(of_jax, x)
+
+
+def test_only_one_of_both_is_donated(rng: np.random.Generator) -> None:
+    q, k = features_for(rng, "rope_qk", "BHSD")
+    for donated in (0, 1):
+        run = jax.jit(lambda q, k: rope_qk(q, k), donate_argnums=donated)
+        arrays = [jnp.array(q), jnp.array(k)]
+        results = run(*arrays)
+        assert [x.is_deleted() for x in arrays] == [donated == 0, donated == 1]
+        for x, result in zip((q, k), results, strict=True):
+            Rotation().of(x).check(result)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Transformations.
+
+Transformation = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+TRANSFORMATIONS: dict[str, Transformation] = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "checkpoint, nothing saveable": lambda f: jax.jit(
+        jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable)
+    ),
+    "scan": lambda f: (
+        lambda q, k: jax.tree.map(
+            lambda y: y[1],
+            jax.lax.scan(lambda c, q: (c, f(q, k)), 0, jnp.stack([-q, q]))[1],
+        )
+    ),
+    "cond": lambda f: (
+        lambda q, k: jax.lax.cond(q.sum() > -1e9, f, lambda q, k: jax.tree.map(jnp.zeros_like, f(q, k)), q, k)
+    ),
+    "vmap of one": lambda f: lambda q, k: jax.tree.map(lambda y: y[0], jax.vmap(f)(q[None], k[None])),
+}
+
+
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+def test_transformation(rng: np.random.Generator, transformation: str) -> None:
+    """Outputs and gradients under each transformation have the bits that they have eagerly."""
+    for variant, (layout, interleaved) in enumerate(itertools.product(LAYOUTS, PAIRINGS)):
+        rotation = make_rotation(rng, variant, (2, 6, 37, 40), layout, interleaved)
+        q, k = (jnp.asarray(x) for x in features_for(rng, "rope_qk", layout, "bfloat16"))
+
+        def call(q: Any, k: Any, rotation: Rotation = rotation) -> Any:
+            options = rotation.options()
+            return rope(q, rotation.positions, **options), *rope_qk(q, k, rotation.positions, **options)
+
+        expected, vjp = jax.vjp(call, q, k)
+        actual, transformed_vjp = jax.vjp(TRANSFORMATIONS[transformation](call), q, k)
+        expected, actual = (expected, vjp(expected)), (actual, transformed_vjp(expected))
+        jax.tree.map(lambda got, want: assert_same_bits(got, np.asarray(want)), actual, expected)
+
+
+MAPPED = ("q", "k", "positions", "inv_freq")
+
+
+def mapped_operands(
+    rng: np.random.Generator, mapped: tuple[str, ...], size: int, layout: str
+) -> tuple[dict[str, np.ndarray], dict[str, int | None]]:
+    """Operands of the call below, those that are mapped with an axis of their own in front."""
+    axes = {name: 0 if name in mapped else None for name in MAPPED}
+
+    def batch(name: str) -> tuple[int, ...]:
+        return (size,) if axes[name] == 0 else ()
+
+    operands = {
+        "q": make_features(rng, (*batch("q"), *features_shape(layout, 2, 4, 13, 12)), "float32"),
+        "k": make_features(rng, (*batch("k"), *features_shape(layout, 2, 1, 13, 12)), "float32"),
+        "positions": rng.integers(0, FAR, (*batch("positions"), 2, 13)).astype(np.int32),
+        "inv_freq": rng.uniform(0, 1, (*batch("inv_freq"), 6)).astype(np.float32),
+    }
+    return operands, axes
+
+
+def outputs_and_gradients(layout: str, interleaved: bool, operands: dict[str, Any]) -> Any:
+    options = {"layout": layout, "interleaved": interleaved, "inv_freq": operands["inv_freq"]}
+
+    def call(q: Any, k: Any) -> Any:
+        positions = operands["positions"]
+        return rope(q, positions, **options), *rope_qk(q, k, positions, **options)
+
+    outputs, vjp = jax.vjp(call, operands["q"], operands["k"])
+    return outputs, vjp(outputs)
+
+
+@each_layout
+@each_pairing
+def test_vmap(rng: np.random.Generator, interleaved: bool, layout: str) -> None:
+    """Mapped over each operand alone and over several: one kernel call, whose results are those of a loop."""
+    batch = Batch()
+    subsets = [*((name,) for name in MAPPED), ("q", "k"), ("q", "positions"), MAPPED]
+    call = functools.partial(outputs_and_gradients, layout, interleaved)
+    call_one = jax.jit(call)
+    for mapped in subsets:
+        operands, axes = mapped_operands(rng, mapped, 3, layout)
+
+        def check(outputs: Any, gradients: Any, operands: Any = operands, axes: Any = axes) -> None:
+            for i in range(3):
+                one = {name: x[i] if axes[name] == 0 else x for name, x in operands.items()}
+                results = jax.tree.leaves((outputs, gradients)), jax.tree.leaves(call_one(one))
+                for got, want in zip(*results, strict=True):
+                    assert_same_bits(got[i], np.asarray(want), str(axes))
+
+        batch.add(jax.vmap(call, (axes,)), (operands,), check)
+    names = ("rope", "rope_qk", "rope_backward", "rope_qk_backward")
+    assert batch.run() == dict.fromkeys(names, len(subsets))
+
+
+def test_nested_vmap(rng: np.random.Generator) -> None:
+    """Two levels, operands mapped at either, both or none, along other axes than the first: still one kernel call."""
+    x = make_features(rng, (2, 5, 3, 13, 6, 4), "float32")  # [B, H, inner, S, D, outer]
+    positions = rng.integers(0, FAR, (13, 4)).astype(np.int32)  # mapped outside
+    inv_freq = rng.uniform(0, 1, (3, 3)).astype(np.float32)  # mapped inside
+
+    def call(x: Any, positions: Any, inv_freq: Any) -> Any:
+        return rope(x, positions, inv_freq=inv_freq)
+
+    run = jax.jit(jax.vmap(jax.vmap(call, (2, None, 0)), (5, 1, None), out_axes=1))
+    assert kernels_in(run.lower(x, positions, inv_freq).as_text()) == ["rope"]
+    y = run(x, positions, inv_freq)
+    assert y.shape == (3, 4, 2, 5, 13, 6)
+    for inner, outer in np.ndindex(3, 4):
+        assert_same_bits(
+            y[inner, outer], np.asarray(call(x[:, :, inner, :, :, outer], positions[:, outer], inv_freq[inner]))
+        )
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_vmap_of_empty_and_single_batch(rng: np.random.Generator, size: int) -> None:
+    call = functools.partial(outputs_and_gradients, "BHSD", True)
+    for mapped in (("q",), ("k", "positions"), MAPPED):
+        operands, axes = mapped_operands(rng, mapped, size, "BHSD")
+        results = jax.vmap(call, (axes,))(operands)
+        assert all(x.shape[0] == size for x in jax.tree.leaves(results))
+        if size == 1:
+            one = {name: x[0] if axes[name] == 0 else x for name, x in operands.items()}
+            for got, want in zip(jax.tree.leaves(results), jax.tree.leaves(call(one)), strict=True):
+                assert_same_bits(got[0], np.asarray(want))
+
+
+def test_other_platforms_have_no_kernel(rng: np.random.Generator) -> None:
+    """Lowered for a platform without kernels, the program is plain JAX."""
+    q, k = features_for(rng, "rope_qk", "BHSD")
+    call = jax.jit(jax.grad(lambda q, k: sum((x**2).sum() for x in rope_qk(q, k))))
+    assert kernels_in(call.trace(q, k).lower(lowering_platforms=("tpu",)).as_text()) == []
+
+
+def test_symbolic_shapes(rng: np.random.Generator) -> None:
+    """Exported with symbolic sizes, the program is plain JAX, right for all of them."""
+    examples, heads, length = jax.export.symbolic_shape("b, h, s")
+    x_type = jax.ShapeDtypeStruct((examples, heads, length, 8), np.float32)
+    for positions_type in (None, (length,), (examples, length)):
+        operands = [x_type] if positions_type is None else [x_type, jax.ShapeDtypeStruct(positions_type, np.int32)]
+        exported = jax.export.export(jax.jit(rope))(*operands)
+        for size in ((2, 3, 13, 8), (1, 1, 5, 8)):
+            x = make_features(rng, size, "float32")
+            sizes = {examples: size[0], length: size[2]}
+            shape = None if positions_type is None else tuple(sizes[name] for name in positions_type)
+            positions = None if shape is None else rng.integers(0, FAR, shape).astype(np.int32)
+            y = exported.call(x) if positions is None else exported.call(x, positions)
+            expected = Rotation(positions).of(x)
+            assert units_off(expected, y).max() <= 3
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Higher derivatives and forward mode, against another formulation in float64.
+
+
+def plain_rope(x: Any, angles: np.ndarray, interleaved: bool) -> Any:
+    """``[B, H, S, D]`` as complex numbers times those of the angles ``[B, S, P]``."""
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
+    turned = jax.lax.complex(first, second) * np.exp(1j * angles)[:, None]
+    parts = [turned.real, turned.imag]
+    return jnp.stack(parts, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(parts, axis=-1)
+
+
+@each_pairing
+def test_higher_derivatives(rng: np.random.Generator, interleaved: bool) -> None:
+    """Derivatives up to the third, in every way, through both functions."""
+    rotation = Rotation(rng.integers(0, 1000, (2, 7)).astype(np.int32), interleaved=interleaved)
+    q, k = make_features(rng, (2, 3, 7, 8), "float64"), make_features(rng, (2, 1, 7, 8), "float64")
+    angles, _ = rotation.angles(q.shape, "float64")
+    u, v = ((make_features(rng, q.shape, "float64"), make_features(rng, k.shape, "float64")) for _ in range(2))
+
+    def dot(a: Any, b: Any) -> Any:
+        return sum(jnp.vdot(x, y) for x, y in zip(a, b, strict=True))
+
+    def loss(q: Any, k: Any) -> Any:
+        return (q**3 * jnp.sin(k)).sum() + (k**4).sum()
+
+    def ours(arrays: Any) -> Any:
+        options = rotation.options()
+        turned_q, turned_k = rope_qk(*arrays, rotation.positions, **options)
+        return loss(rope(turned_q, rotation.positions, **options), turned_k)
+
+    def plain(arrays: Any) -> Any:
+        q, k = (plain_rope(x, angles, interleaved) for x in arrays)
+        return loss(plain_rope(q, angles, interleaved), k)
+
+    def derivatives(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        gradient = jax.grad(loss)
+
+        def hvp(arrays: Any) -> Any:
+            return jax.grad(lambda arrays: dot(gradient(arrays), v))(arrays)
+
+        return jax.jit(
+            lambda arrays: {
+                "gradient": gradient(arrays),
+                "forward over reverse": jax.jvp(gradient, (arrays,), (v,))[1],
+                "reverse over reverse": hvp(arrays),
+                "checkpointed": jax.grad(lambda a: dot(jax.grad(jax.checkpoint(loss))(a), v))(arrays),
+                "third": jax.grad(lambda a: dot(hvp(a), u))(arrays),
+            }
+        )
+
+    with jax.enable_x64(True):
+        arrays = (jnp.asarray(q), jnp.asarray(k))
+        expected, actual = derivatives(plain)(arrays), derivatives(ours)(arrays)
+    for name, of_arrays in actual.items():
+        for got, want in zip(of_arrays, expected[name], strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-10, err_msg=name)
+
+
+@each_pairing
+def test_forward_mode(rng: np.random.Generator, interleaved: bool) -> None:
+    """jvp, linearize, grad and grad of jvp of the twins; every tangent and gradient comes from a kernel."""
+    rotation = Rotation(rng.integers(0, FAR, 9).astype(np.int32), interleaved=interleaved)
+    q, k = make_features(rng, (2, 3, 9, 8), "float32"), make_features(rng, (2, 1, 9, 8), "float32")
+    tangents = make_features(rng, q.shape, "float32"), make_features(rng, k.shape, "float32")
+    options = rotation.options()
+
+    def both(q: Any, k: Any) -> Any:
+        return forward_mode.rope_qk(q, k, rotation.positions, **options)
+
+    def one(q: Any) -> Any:
+        return forward_mode.rope(q, rotation.positions, **options)
+
+    def derivatives(q: Any, k: Any) -> Any:
+        _, linear = jax.linearize(both, q, k)
+        return {
+            "jvp": jax.jvp(both, (q, k), tangents),
+            "jvp of one": jax.jvp(one, (q,), tangents[:1])[1],
+            "linearize": linear(*tangents),
+            "jvp with respect to k": jax.jvp(functools.partial(both, q), (k,), tangents[1:])[1],
+            "grad": jax.grad(lambda q: (one(q) * tangents[0]).sum())(q),
+            "grad of jvp": jax.grad(lambda q: (jax.jvp(one, (q,), (q,))[1] * tangents[0]).sum())(q),
+        }
+
+    assert len(kernels_in(jax.jit(derivatives).lower(q, k).as_text())) == 7
+    actual = jax.jit(derivatives)(q, k)
+    turned = [rotation.of(x) for x in (q, k, *tangents)]
+    backwards = rotation.of(tangents[0], -1)
+    for name, expected in {
+        "jvp": turned,
+        "jvp of one": turned[2:3],
+        "linearize": turned[2:],
+        "jvp with respect to k": [rotation.of(np.zeros_like(q)), turned[3]],
+        "grad": [backwards],
+        "grad of jvp": [backwards],
+    }.items():
+        for got, want in zip(jax.tree.leaves(actual[name]), expected, strict=True):
+            want.check(got, name)
+
+
+def test_check_grads(rng: np.random.Generator) -> None:
+    """Finite differences agree, for the functions, their twins and their public gradients."""
+    q, k = make_features(rng, (2, 3, 5, 8), "float64"), make_features(rng, (2, 1, 5, 8), "float64")
+    positions = rng.integers(0, 100, (2, 5))
+    options = {"rotary_dim": 6, "scale": 1.5}
+    with jax.enable_x64(True):
+        for function, modes in (
+            (rope, ["rev"]),
+            (forward_mode.rope, ["fwd", "rev"]),
+            (rope_backward, ["fwd", "rev"]),
+        ):
+            check_grads(lambda x, f=function: f(x, positions, **options), (q,), order=2, modes=modes)
+        for function, modes in (
+            (rope_qk, ["rev"]),
+            (forward_mode.rope_qk, ["fwd", "rev"]),
+            (rope_qk_backward, ["fwd", "rev"]),
+        ):
+            check_grads(lambda q, k, f=function: f(q, k, positions, **options), (q, k), order=2, modes=modes)
+
+
+def test_forward_mode_is_confined(rng: np.random.Generator) -> None:
+    """jvp of the plain functions says that it cannot, before and after the twins were called."""
+    x = make_features(rng, (1, 2, 4, 8), "float32")
+    assert_same_bits(forward_mode.rope(x), np.asarray(rope(x)))
+    for call in (rope, lambda x: rope_qk(x, x)):
+        with pytest.raises(TypeError, match="can't apply forward-mode"):
+            jax.jvp(call, (x,), (x,))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Errors.
+
+X, K, POSITIONS, INV_FREQ = (
+    np.ones((2, 6, 9, 8), np.float32),
+    np.ones((2, 3, 9, 8), np.float32),
+    np.zeros((2, 9), np.int32),
+    np.ones(4),
+)
+
+# Changed arguments, the exception, and what the message says after the function's name. X is the first argument.
+Errors = dict[str, tuple[dict[str, Any], type[Exception], str]]
+
+COMMON_ERRORS: Errors = {
+    "a list": ({"X": [[[[1.0, 2.0]]]]}, TypeError, "X must be an array, got list"),
+    "None": ({"X": None}, TypeError, "X must be an array, got NoneType"),
+    "integer": ({"X": X.astype(np.int32)}, TypeError, "X must have a real floating dtype, got int32"),
+    "bool": ({"X": X > 0}, TypeError, "X must have a real floating dtype, got bool"),
+    "complex": ({"X": X.astype(np.complex64)}, TypeError, "X must have a real floating dtype, got complex64"),
+    "of rank 3": ({"X": X[0]}, ValueError, r"X must have shape \[B, H, S, D\] .*got \(6, 9, 8\)"),
+    "of rank 5": ({"X": X[None]}, ValueError, r"X must have shape \[B, H, S, D\] .*got \(1, 2, 6, 9, 8\)"),
+    "of rank 3, other layout": ({"X": X[0], "layout": "BSHD"}, ValueError, r"X must have shape \[B, S, H, D\] .*got"),
+    "odd D": ({"X": X[..., :7], "K": K[..., :7]}, ValueError, "X must have an even .* D .*got D = 7"),
+    "no D": ({"X": X[..., :0], "K": K[..., :0]}, ValueError, "X must have an even .* D .*got D = 0"),
+    "positions are a list": ({"positions": [0] * 9}, TypeError, "positions must be an array, got list"),
+    "positions are bool": ({"positions": POSITIONS > 0}, TypeError, "positions must have an integer dtype, got bool"),
+    "positions are float": (
+        {"positions": POSITIONS.astype(np.float32)},
+        TypeError,
+        "positions must have an integer dtype, got float32",
+    ),
+    "positions of other length": (
+        {"positions": POSITIONS[:, :8]},
+        ValueError,
+        r"positions must have shape \[S\] = \(9,\) or \[B, S\] = \(2, 9\) \(layout='BHSD'\), got \(2, 8\)",
+    ),
+    "positions of other examples": ({"positions": np.zeros((3, 9), int)}, ValueError, r"positions .*got \(3, 9\)"),
+    "positions of rank 0": ({"positions": 3}, ValueError, r"positions must have shape .*got \(\)"),
+    "positions of rank 3": ({"positions": POSITIONS[None]}, ValueError, r"positions .*got \(1, 2, 9\)"),
+    "base is zero": ({"base": 0}, ValueError, "base must be finite and positive, got 0"),
+    "base is negative": ({"base": -10.0}, ValueError, "base must be finite and positive, got -10.0"),
+    "base is infinite": ({"base": np.inf}, ValueError, "base must be finite and positive, got inf"),
+    "base is NaN": ({"base": np.nan}, ValueError, "base must be finite and positive, got nan"),
+    "base is text": ({"base": "1e4"}, TypeError, "base must be a real number, got '1e4'"),
+    "base is an array": ({"base": np.ones(4)}, TypeError, "base must be a real number, got array"),
+    "base is bool": ({"base": True}, TypeError, "base must be a real number, got True"),
+    "layout is unknown": ({"layout": "SBHD"}, ValueError, "layout must be 'BHSD' or 'BSHD', got 'SBHD'"),
+    "layout is no text": ({"layout": 1}, ValueError, "layout must be 'BHSD' or 'BSHD', got 1"),
+    "rotary_dim is odd": ({"rotary_dim": 5}, ValueError, "rotary_dim must be even .* 8, got 5"),
+    "rotary_dim is too large": ({"rotary_dim": 10}, ValueError, "rotary_dim must be even and at most .* 8, got 10"),
+    "rotary_dim is zero": ({"rotary_dim": 0}, ValueError, "rotary_dim must be 2 or more, got 0"),
+    "rotary_dim is negative": ({"rotary_dim": -2}, ValueError, "rotary_dim must be 2 or more, got -2"),
+    "rotary_dim is a float": ({"rotary_dim": 4.0}, TypeError, "rotary_dim must be an integer, got 4.0"),
+    "rotary_dim is bool": ({"rotary_dim": True}, TypeError, "rotary_dim must be an integer, got True"),
+    "inv_freq is a list": ({"inv_freq": [1.0] * 4}, TypeError, "inv_freq must be an array, got list"),
+    "inv_freq is complex": ({"inv_freq": INV_FREQ * 1j}, TypeError, "inv_freq must have a real dtype, got complex128"),
+    "inv_freq is bool": ({"inv_freq": INV_FREQ > 0}, TypeError, "inv_freq must have a real dtype, got bool"),
+    "inv_freq is too short": (
+        {"inv_freq": INV_FREQ[:3]},
+        ValueError,
+        r"inv_freq must have shape \[rotary_dim / 2\] = \(4,\), .*got \(3,\)",
+    ),
+    "inv_freq of rank 2": ({"inv_freq": INV_FREQ[None]}, ValueError, r"inv_freq must have shape .*got \(1, 4\)"),
+    "inv_freq does not fit rotary_dim": (
+        {"inv_freq": INV_FREQ, "rotary_dim": 4},
+        ValueError,
+        r"inv_freq must have shape \[rotary_dim / 2\] = \(2,\), .*got \(4,\)",
+    ),
+    "scale is infinite": ({"scale": np.inf}, ValueError, "scale must be finite, got inf"),
+    "scale is NaN": ({"scale": np.nan}, ValueError, "scale must be finite, got nan"),
+    "scale is an array": ({"scale": jnp.ones(())}, TypeError, "scale must be a real number, got"),
+    "scale is None": ({"scale": None}, TypeError, "scale must be a real number, got None"),
+}
+
+SINGLE_ERRORS: Errors = {
+    "layout is needed": (
+        {"X": np.ones((2, 9, 9, 8), np.float32)},
+        ValueError,
+        r"layout must be given where there are as many heads as positions, .*; got X of shape \(2, 9, 9, 8\)",
+    ),
+    "positions in the other layout": (
+        {"positions": POSITIONS, "layout": "BSHD"},
+        ValueError,
+        r"positions must have shape \[S\] = \(6,\) or \[B, S\] = \(2, 6\) \(layout='BSHD'\), got \(2, 9\)",
+    ),
+}
+
+PAIR_ERRORS: Errors = {
+    "layout is needed": (
+        dict.fromkeys(("X", "K"), np.ones((2, 9, 9, 8), np.float32)),
+        ValueError,
+        r"layout must be given .* got X of shape \(2, 9, 9, 8\) and K of shape \(2, 9, 9, 8\)",
+    ),
+    "K is a list": ({"K": [1.0]}, TypeError, "K must be an array, got list"),
+    "K is integer": ({"K": K.astype(int)}, TypeError, "K must have a real floating dtype, got int"),
+    "K of rank 3": ({"K": K[0]}, ValueError, r"K must have shape \[B, H, S, D\] .*got \(3, 9, 8\)"),
+    "K has other dtype": (
+        {"K": K.astype(np.float16)},
+        TypeError,
+        "K must have the dtype of X, float32, got float16",
+    ),
+    "K of other examples": ({"K": K[:1]}, ValueError, r"K must have the shape of X, .*got \(1, 3, 9, 8\)"),
+    "K of other length": ({"K": K[:, :, :8]}, ValueError, r"K must have the shape of X, .*got \(2, 3, 8, 8\)"),
+    "K of other size": ({"K": K[..., :6]}, ValueError, r"K must have the shape of X, .*got \(2, 3, 9, 6\)"),
+    "K in the other layout": ({"layout": "BSHD"}, ValueError, "K must have the shape of X, .*heads in dimension 2"),
+}
+
+# The function, its arguments, and which errors it has.
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], Errors]] = {
+    "rope": (rope, {"x": X}, COMMON_ERRORS | SINGLE_ERRORS),
+    "forward_mode.rope": (forward_mode.rope, {"x": X}, COMMON_ERRORS | SINGLE_ERRORS),
+    "rope_backward": (rope_backward, {"dy": X}, COMMON_ERRORS | SINGLE_ERRORS),
+    "rope_qk": (rope_qk, {"q": X, "k": K}, COMMON_ERRORS | PAIR_ERRORS),
+    "rope_qk_backward": (rope_qk_backward, {"dq": X, "dk": K}, COMMON_ERRORS | PAIR_ERRORS),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for name, (_, _, errors) in CALLS.items() for case in errors], ids=str
+)
+def test_errors(name: str, case: str) -> None:
+    """The message names the function, the argument, what came and what is allowed; under jit, too."""
+    function, arguments, errors = CALLS[name]
+    changed, exception, message = errors[case]
+    names = dict(zip(("X", "K"), arguments, strict=False))
+    changed = {names.get(key, key): value for key, value in changed.items() if key != "K" or key in names}
+    for placeholder, argument in names.items():
+        message = re.sub(rf"\b{placeholder}\b", argument, message)
+    pattern = f"(?s)^{function.__name__}: {message}"
+    with pytest.raises(exception, match=pattern):
+        function(**(arguments | changed))
+    with pytest.raises(exception, match=pattern):
+        jax.jit(lambda: function(**(arguments | changed)))()
+
+
+def test_layout_is_not_needed_where_it_shows() -> None:
+    """Other numbers of heads than positions, in one of two arrays at least, or one head at one position."""
+    rope(np.ones((2, 9, 8, 8), np.float32))
+    rope(np.ones((2, 1, 1, 8), np.float32))
+    rope_qk(np.ones((2, 9, 9, 8), np.float32), np.ones((2, 3, 9, 8), np.float32))
+
+
+def test_keys_are_no_numbers() -> None:
+    keys = jax.random.split(jax.random.key(0), X.shape)
+    with pytest.raises(TypeError, match="rope: x must have a numeric dtype, got key"):
+        rope(keys)
+
+
+def test_numbers_must_not_be_traced() -> None:
+    for argument in ("base", "scale"):
+        with pytest.raises(TypeError, match=f"rope: {argument} must be a real number, got .*Tracer"):
+            jax.jit(lambda value, argument=argument: rope(X, **{argument: value}))(2.0)

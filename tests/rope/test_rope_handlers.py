@@ -1,0 +1,240 @@
+"""The native handlers of rope trust nothing: what does not fit gives an error, never a crash."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from rope.reference import LAYOUTS, SIZES, TARGETS, Rotation, Sizes, good_call, make_features
+from support import cases, handlers
+from support.cases import FLOATING
+from support.handlers import Array, Call, with_dtypes, with_other_shapes
+
+from jax_baracuda._core.op import OPS
+
+WITHOUT_KERNEL = ("int8", "uint8", "int32", "bool", "complex64")
+
+MISCOUNT = r"got \d+"
+"""What a message begins with that concerns the number of buffers, not one argument."""
+
+each_target = pytest.mark.parametrize("target", TARGETS)
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+each_batch = pytest.mark.parametrize("batch", [5, None], ids=["batched", "not batched"])
+each_pairing = pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half-split"])
+
+
+def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarray]:
+    operands = {}
+    for x in call.operands:
+        if x.name == "positions":
+            operands[x.name] = rng.integers(-(2**20), 2**20, x.shape).astype(x.dtype)
+        elif x.name == "frequencies":
+            frequencies = rng.uniform(0, 1, x.shape)
+            # The second row is what is missing from the first.
+            frequencies[..., 1, :] *= 0 if x.dtype == "float64" else 2.0**-26
+            operands[x.name] = frequencies.astype(x.dtype)
+        else:
+            operands[x.name] = make_features(rng, x.shape, x.dtype)
+    return operands
+
+
+def check(call: Call, operands: dict[str, np.ndarray]) -> None:
+    """The results of the call are right."""
+    attributes, results = call.attributes, call.results_of(operands)
+    is_batched = attributes["batched"]
+    rotated, names = TARGETS[call.target]
+    for name, result_name in zip(rotated, names, strict=True):
+        result = results[result_name] if is_batched else results[result_name][None]
+        given = {key: x if is_batched else x[None] for key, x in operands.items()}
+        for i, of_one in enumerate(result):
+            x, frequencies, *positions = (
+                given[key][i % len(given[key])] for key in (name, "frequencies", "positions") if key in given
+            )
+            rotation = Rotation(
+                positions[0] if positions else None,
+                interleaved=attributes["interleaved"],
+                layout="BHSD" if attributes["heads_first"] else "BSHD",
+                rotary_dim=int(attributes["rotary_dim"]),
+                inv_freq=frequencies.astype(np.longdouble).sum(axis=0),
+                scale=float(attributes["scale"]),
+            )
+            rotation.of(x, -1 if call.target.endswith("backward") else 1).check(of_one, f"{call} [{i}]")
+
+
+def assert_refused(call: Call, what: str, *names: str) -> None:
+    """Names the target and one of these arguments; without names, any of the call's."""
+    handlers.assert_refused(call, what, names or [x.name for x in call.arrays()])
+
+
+def test_table_is_complete() -> None:
+    assert set(TARGETS) == {name for name in OPS if name.startswith("rope")}
+    for target in TARGETS:
+        assert set(good_call(target).attributes) == set(OPS[target].attributes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What fits.
+
+
+@each_batch
+@each_layout
+@each_pairing
+@each_target
+def test_what_fits_is_right(
+    rng: np.random.Generator, target: str, interleaved: bool, layout: str, batch: int | None
+) -> None:
+    """Every result is written in full, whatever was in its memory, with and without positions, of either dtype."""
+    sizes = dataclasses.replace(SIZES, batch=batch)
+    for dtype, positions_dtype in itertools.product(FLOATING, ("int32", "int64", None)):
+        call = good_call(
+            target,
+            layout,
+            interleaved=interleaved,
+            has_positions=positions_dtype is not None,
+            sizes=sizes,
+            dtype=dtype,
+            positions_dtype=positions_dtype or "int32",
+        )
+        check(call, random_operands(rng, call))
+
+
+@each_layout
+@each_pairing
+@pytest.mark.parametrize("target", ["rope", "rope_qk_backward"])
+def test_many_rows(rng: np.random.Generator, target: str, interleaved: bool, layout: str) -> None:
+    """More than a GPU takes as few rows, in vectors and one pair at a time, with every kind of positions."""
+    length = 3011 if cases.PLATFORM == "cuda" else 301
+    for i, dtype in enumerate(FLOATING):
+        features, rotary_dim = ((16, 8), (14, 10))[i % 2]
+        sizes = Sizes(2, examples=3, heads=(8, 2), length=length, features=features, rotary_dim=rotary_dim)
+        call = good_call(
+            target,
+            layout,
+            interleaved=interleaved,
+            has_positions=i > 0,
+            shared=((), ("positions of examples",), ("frequencies", "positions"))[i % 3],
+            sizes=sizes,
+            dtype=dtype,
+            positions_dtype=("int32", "int64")[i % 2],
+        )
+        check(call, random_operands(rng, call))
+
+
+@each_layout
+@each_target
+def test_any_operands_may_be_shared(rng: np.random.Generator, target: str, layout: str) -> None:
+    """By the batch, and positions by the examples as well."""
+    names = [*(x.name for x in good_call(target).operands), "positions of examples"]
+    for count in range(1, len(names)):
+        for shared in itertools.combinations(names, count):
+            call = good_call(target, layout, shared=shared)
+            check(call, random_operands(rng, call))
+
+
+@each_layout
+@each_target
+def test_empty_arrays(rng: np.random.Generator, target: str, layout: str) -> None:
+    """Nothing to do is done; of two arrays, the one that is not empty is rotated."""
+    for empty in (
+        *({name: 0} for name in ("batch", "examples", "length")),
+        *({"heads": heads} for heads in ((0, 2), (6, 0), (0, 0))),
+    ):
+        for shared in ((), ("frequencies", "positions"), ("positions of examples",)):
+            call = good_call(target, layout, sizes=dataclasses.replace(SIZES, **empty), shared=shared)
+            check(call, random_operands(rng, call))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What does not fit.
+
+
+@pytest.mark.parametrize(("batch", "layout"), [(5, "BHSD"), (None, "BSHD")], ids=["batched", "not batched"])
+@each_target
+def test_bad_shapes_are_refused(target: str, layout: str, batch: int | None) -> None:
+    """Each operand and result with another rank, or another size in any of its dimensions."""
+    good = good_call(target, layout, sizes=dataclasses.replace(SIZES, batch=batch))
+
+    def with_bad_shapes(array: Array) -> dict[str, Array]:
+        others = with_other_shapes(array)
+        if array in good.results:
+            others["leading dimension of 1"] = array.shared()
+        return others
+
+    for how, array, call in good.with_other(with_bad_shapes):
+        if array == good.results[0]:  # the sizes are taken from it, so that the message may be about what does not fit
+            names: tuple[str, ...] = ()
+        else:  # the number of heads of k is taken from its result
+            names = ("k_out", "k") if array.name == "k_out" else (array.name,)
+        assert_refused(call, f"{array.name} {how}", *names)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@each_target
+def test_bad_dtypes_are_refused(target: str, dtype: str) -> None:
+    """Each operand and result with a dtype that does not fit to the others, or that has no kernel."""
+    good = good_call(target, dtype=dtype)
+    for other, array, call in good.with_other(lambda array: with_dtypes(array, (*FLOATING, "int8", "uint32"))):
+        names = () if array == good.results[0] else (array.name,)
+        assert_refused(call, f"{array.name} {other} for {array.dtype}", *names)
+
+
+@each_target
+@pytest.mark.parametrize("dtype", WITHOUT_KERNEL)
+def test_dtypes_without_kernels_are_refused(target: str, dtype: str) -> None:
+    assert_refused(good_call(target, dtype=dtype), f"everything {dtype}", TARGETS[target][1][0])
+
+
+@each_target
+@pytest.mark.parametrize("rotary_dim", [-(2**63), -2, 0, 1, 3, 14, 2**32 + 8, 2**62])
+def test_bad_rotary_dims_are_refused(target: str, rotary_dim: int) -> None:
+    """Not even, or beyond the features."""
+    good = good_call(target)
+    call = dataclasses.replace(good, attributes={**good.attributes, "rotary_dim": np.int64(rotary_dim)})
+    assert_refused(call, f"rotary_dim {rotary_dim}", "rotary_dim")
+
+
+@each_target
+def test_other_rotary_dims_are_refused(target: str) -> None:
+    """Those that the frequencies are not for."""
+    good = good_call(target)
+    for rotary_dim in (2, 6, 10, 12):
+        call = dataclasses.replace(good, attributes={**good.attributes, "rotary_dim": np.int64(rotary_dim)})
+        assert_refused(call, f"rotary_dim {rotary_dim}", "frequencies")
+
+
+@each_layout
+@each_target
+def test_attributes_that_do_not_fit_the_operands_are_refused(target: str, layout: str) -> None:
+    """The other layout, positions that are there or not, a batch dimension that is there or not."""
+    for batch, has_positions in itertools.product((5, None), (True, False)):
+        sizes = dataclasses.replace(SIZES, batch=batch)
+        good = good_call(target, layout, has_positions=has_positions, sizes=sizes)
+        for name in ("heads_first", "has_positions", "batched"):
+            if name == "heads_first" and not has_positions and len(good.results) == 1:
+                continue  # as good a layout as the other
+            call = dataclasses.replace(good, attributes={**good.attributes, name: not good.attributes[name]})
+            assert_refused(call, f"{name} for {good}", *(x.name for x in good.arrays()), "positions", MISCOUNT)
+
+
+@each_target
+def test_other_numbers_of_buffers_are_refused(target: str) -> None:
+    """XLA itself refuses them where a target always has the buffers, the handler where they are optional."""
+    for has_positions in (True, False):
+        good = good_call(target, has_positions=has_positions)
+        names = [*(x.name for x in good.arrays()), "positions", MISCOUNT]
+        extra = Array("extra", (5, 2), "float32")
+        for kind in ("operands", "results"):
+            arrays = getattr(good, kind)
+            changed = {f"one of {kind} too many": (*arrays, extra)}
+            # On GPUs, XLA removes a call that has no result.
+            least = int(kind == "results" and cases.PLATFORM == "cuda")
+            changed |= {f"{count} {kind}": arrays[:count] for count in range(least, len(arrays))}
+            for what, others in changed.items():
+                handlers.assert_miscount_refused(dataclasses.replace(good, **{kind: others}), what, names)
+
+
+@each_target
+def test_other_attributes_are_refused(target: str) -> None:
+    handlers.assert_other_attributes_refused(good_call(target))

@@ -1,0 +1,285 @@
+"""Rotary embeddings on several devices: the answer of one, sharded results, and no collective at all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rope.reference import FAR, LAYOUTS, Rotation, copies_in, features_shape, make_features
+from support.cases import assert_same_bits
+from test_sharding import MESH_SHAPE, collectives
+
+from jax_baracuda import rope, rope_qk
+
+pytestmark = pytest.mark.skipif(MESH_SHAPE == (1, 1), reason="there is only one device")
+
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+each_axis_type = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+
+EXAMPLES, HEADS, LENGTH, FEATURES = 8, (8, 4), 16, 12
+
+# How (examples, heads, sequence) are split; the heads of q and of k over the same devices.
+SPLITS: dict[str, tuple[Any, Any, Any]] = {
+    "examples": ("x", None, None),
+    "heads": (None, "y", None),
+    "sequence": (None, None, "x"),
+    "examples and heads": ("x", "y", None),
+    "sequence and heads": (None, "y", "x"),
+    "examples and sequence": ("x", None, "y"),
+    "sequence over both axes": (None, None, ("x", "y")),
+    "examples over both axes": (("x", "y"), None, None),
+}
+
+POSITIONS = ("default", "shared", "of each example")
+
+
+def make_mesh(axis_type: AxisType) -> Mesh:
+    return jax.make_mesh(MESH_SHAPE, ("x", "y"), axis_types=(axis_type,) * 2)
+
+
+def features_spec(split: tuple[Any, Any, Any], layout: str, features: Any = None) -> P:
+    examples, heads, sequence = split
+    return P(examples, heads, sequence, features) if layout == "BHSD" else P(examples, sequence, heads, features)
+
+
+def make_operands(rng: np.random.Generator, layout: str, positions: str) -> dict[str, np.ndarray]:
+    operands = {
+        name: make_features(rng, features_shape(layout, EXAMPLES, heads, LENGTH, FEATURES), "float32")
+        for name, heads in (("q", HEADS[0]), ("k", HEADS[1]), ("dq", HEADS[0]), ("dk", HEADS[1]))
+    }
+    if positions != "default":
+        shape = (LENGTH,) if positions == "shared" else (EXAMPLES, LENGTH)
+        operands["positions"] = rng.integers(0, FAR, shape).astype(np.int32)
+    return operands
+
+
+def specs_of(split: tuple[Any, Any, Any], layout: str, operands: Mapping[str, np.ndarray]) -> dict[str, P]:
+    """The specs of all operands."""
+    specs = {name: features_spec(split, layout) for name in operands}
+    if "positions" in operands:
+        examples, _, sequence = split
+        specs["positions"] = P(sequence) if operands["positions"].ndim == 1 else P(examples, sequence)
+    return specs
+
+
+def put(mesh: Mesh, operands: Mapping[str, Any], specs: Mapping[str, P]) -> dict[str, jax.Array]:
+    return {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in operands.items()}
+
+
+def outputs_and_gradients(layout: str, operands: Mapping[str, Any]) -> dict[str, Any]:
+    """Results by the names of the operands that they are like."""
+    positions = operands.get("positions")
+    alone, vjp_alone = jax.vjp(lambda q: rope(q, positions, layout=layout), operands["q"])
+    (q, k), vjp = jax.vjp(lambda q, k: rope_qk(q, k, positions, layout=layout), operands["q"], operands["k"])
+    dq, dk = vjp((operands["dq"], operands["dk"]))
+    return {"q": (alone, q, dq, *vjp_alone(operands["dq"])), "k": (k, dk)}
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert_same_bits(got, np.asarray(want))
+
+
+@each_layout
+@pytest.mark.parametrize("positions", POSITIONS)
+@each_axis_type
+def test_sharded_operands(rng: np.random.Generator, axis_type: AxisType, positions: str, layout: str) -> None:
+    """Results have the bits of one device, are split as the operands are, and nothing is exchanged."""
+    operands = make_operands(rng, layout, positions)
+    function = functools.partial(outputs_and_gradients, layout)
+    expected, mesh = function(operands), make_mesh(axis_type)
+    for where, split in SPLITS.items():
+        specs = specs_of(split, layout, operands)
+        with jax.set_mesh(mesh):
+            placed = put(mesh, operands, specs)
+            actual = jax.jit(function)(placed)
+            assert sum(collectives(function, placed).values()) == 0, where
+        assert_same(actual, expected)
+        for name, results in actual.items():
+            for x in results:
+                assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), 4), f"{where} {x.sharding}"
+
+
+@each_layout
+@each_axis_type
+def test_features_that_are_split(rng: np.random.Generator, axis_type: AxisType, layout: str) -> None:
+    """They are gathered, since pairs may lie apart; the answer is right, and gradients have the types of primals."""
+    operands = make_operands(rng, layout, "shared")
+    function = functools.partial(outputs_and_gradients, layout)
+    expected, mesh = function(operands), make_mesh(axis_type)
+    spec = features_spec(("x", None, None), layout, "y")
+    with jax.set_mesh(mesh):
+        placed = put(mesh, operands, {name: spec for name in operands} | {"positions": P()})
+
+        def run(operands: dict[str, Any]) -> Any:
+            if axis_type == AxisType.Auto:
+                return function(operands)
+            # In explicit mode, cotangents have the types of the results, whose features are whole.
+            whole = {name: jax.sharding.reshard(operands[name], P(*spec[:3], None)) for name in ("dq", "dk")}
+            results = function(operands | whole)
+            assert jax.typeof(results["q"][2]) == jax.typeof(operands["q"])
+            assert jax.typeof(results["k"][1]) == jax.typeof(operands["k"])
+            return results
+
+        assert_same(jax.jit(run)(placed), expected)
+
+
+@each_layout
+def test_keys_and_positions_that_are_split_otherwise(rng: np.random.Generator, layout: str) -> None:
+    """In explicit mode k follows q but for its heads, positions follow q, and gradients have the types of primals."""
+    operands = make_operands(rng, layout, "of each example")
+    function = functools.partial(outputs_and_gradients, layout)
+    expected, mesh = function(operands), make_mesh(AxisType.Explicit)
+    heads, other_heads, examples = (None, "y", None), (None, "x", None), ("x", None, None)
+    of_all = ("x", None, "y")
+    for q_split, k_split, positions_spec in (
+        (heads, other_heads, P()),
+        (examples, heads, P("y", "x")),
+        (heads, examples, P("x", None)),
+        (of_all, heads, P(None, ("x", "y"))),
+        (other_heads, of_all, P("x", "y")),
+        (examples, (None, None, None), P("x", None)),
+        ((None, None, None), of_all, P()),
+    ):
+        specs = {"q": features_spec(q_split, layout), "k": features_spec(k_split, layout), "positions": positions_spec}
+        with jax.set_mesh(mesh):
+            placed = put(mesh, operands, specs | {"dq": P(), "dk": P()})
+
+            def run(operands: dict[str, Any]) -> Any:
+                options = {"positions": operands["positions"], "layout": layout}
+                (q, k), vjp = jax.vjp(lambda q, k: rope_qk(q, k, **options), operands["q"], operands["k"])
+                of_q = jax.sharding.reshard(operands["dq"], jax.typeof(q).sharding)
+                of_k = jax.sharding.reshard(operands["dk"], jax.typeof(k).sharding)
+                dq, dk = vjp((of_q, of_k))
+                assert jax.typeof(dq) == jax.typeof(operands["q"]) == jax.typeof(q)
+                assert jax.typeof(dk) == jax.typeof(operands["k"])
+                return q, k, dq, dk
+
+            actual = jax.jit(run)(placed)
+        (_, q, dq, _), (k, dk) = expected["q"], expected["k"]
+        assert_same(actual, (q, k, dq, dk))
+
+
+@each_layout
+def test_sizes_that_do_not_divide_evenly(rng: np.random.Generator, layout: str) -> None:
+    mesh = make_mesh(AxisType.Auto)
+    x = make_features(rng, features_shape(layout, 3, 5, 13, 8), "float32")
+    for split in (("x", None, None), (None, "x", None), (None, None, "x")):
+
+        def constrained(x: Any, split: Any = split) -> Any:
+            sharding = NamedSharding(mesh, features_spec(split, layout))
+            return rope(jax.lax.with_sharding_constraint(x, sharding), layout=layout)
+
+        assert_same(jax.jit(constrained)(x), rope(x, layout=layout))
+
+
+@pytest.mark.parametrize("mapped", ["q", "positions", "all"])
+def test_sharded_batch_of_vmap(rng: np.random.Generator, mapped: str) -> None:
+    """A mapped axis that is split over devices, beside a sequence that is: no collective."""
+    batch = [make_operands(rng, "BHSD", "shared") for _ in range(8)]
+    is_mapped = {name: mapped in (name, "all") or name in ("dq", "dk") for name in batch[0]}
+    operands = {name: np.stack([one[name] for one in batch]) if is_mapped[name] else x for name, x in batch[0].items()}
+    axes = {name: 0 if is_mapped[name] else None for name in operands}
+    function = jax.vmap(functools.partial(outputs_and_gradients, "BHSD"), (axes,))
+    expected, mesh = function(operands), make_mesh(AxisType.Auto)
+    specs = specs_of((None, None, "y"), "BHSD", batch[0])
+    specs = {name: P("x", *spec) if is_mapped[name] else spec for name, spec in specs.items()}
+    placed = put(mesh, operands, specs)
+    assert_same(jax.jit(function)(placed), expected)
+    assert sum(collectives(function, placed).values()) == 0
+
+
+def test_batch_of_vmap_with_default_positions(rng: np.random.Generator) -> None:
+    """Where the sequence is split, each shard has positions of its own, in a batch, too."""
+    x = make_features(rng, (8, *features_shape("BHSD", 2, 3, LENGTH, 8)), "float32")
+    mesh = make_mesh(AxisType.Auto)
+    placed = jax.device_put(x, NamedSharding(mesh, P("x", None, None, "y", None)))
+    function = jax.vmap(rope)
+    assert_same(jax.jit(function)(placed), function(x))
+    assert sum(collectives(function, placed).values()) == 0
+
+
+def test_donated_shards_are_rotated_in_place(rng: np.random.Generator) -> None:
+    """The shards of a donated array, its sequence split as well, are the memory of the result's."""
+    operands, mesh = make_operands(rng, "BHSD", "default"), make_mesh(AxisType.Auto)
+    x = jax.device_put(operands["q"], NamedSharding(mesh, P("x", None, "y", None)))
+    places = [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
+    run = jax.jit(rope, donate_argnums=0)
+    assert copies_in(run.lower(x).compile().as_text()) == []
+    y = run(x)
+    assert x.is_deleted()
+    assert [shard.data.unsafe_buffer_pointer() for shard in y.addressable_shards] == places
+    Rotation().of(operands["q"]).check(y)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@each_layout
+def test_shard_map(rng: np.random.Generator, layout: str, check_vma: bool) -> None:
+    """Each device rotates its part by the positions that it is given; no collective."""
+    operands = make_operands(rng, layout, "of each example")
+    function = functools.partial(outputs_and_gradients, layout)
+    expected, mesh = function(operands), make_mesh(AxisType.Auto)
+    for split in SPLITS.values():
+        specs = specs_of(split, layout, operands)
+        out_specs = {"q": (specs["q"],) * 4, "k": (specs["k"],) * 2}
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=check_vma)
+        assert_same(jax.jit(mapped)(operands), expected)
+        assert sum(collectives(mapped, operands).values()) == 0
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_with_what_all_devices_share(rng: np.random.Generator, check_vma: bool) -> None:
+    """Shared keys and positions beside split queries: the gradient of the keys is the sum over the devices."""
+    operands = make_operands(rng, "BHSD", "shared")
+    operands = {
+        name: x[:2, :1] if name in ("k", "dk") else x[:2] for name, x in operands.items() if name != "positions"
+    }
+    positions = np.arange(LENGTH)[::-1].astype(np.int32)
+
+    def loss(q: Any, k: Any, dq: Any, dk: Any) -> Any:
+        y, z = rope_qk(q, k, positions)
+        return (y * dq).sum() + (z**2 * dk).sum()
+
+    split = P(None, "y", None, None)
+    mapped = jax.shard_map(
+        lambda *args: jax.lax.psum(loss(*args), "y"),
+        mesh=make_mesh(AxisType.Auto),
+        in_specs=(split, P(), split, P()),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    arguments = tuple(operands[name] for name in ("q", "k", "dq", "dk"))
+    dq, dk = jax.jit(jax.grad(mapped, argnums=(0, 1)))(*arguments)
+    expected_dq, expected_dk = jax.grad(loss, argnums=(0, 1))(*arguments)
+    assert_same_bits(dq, np.asarray(expected_dq))
+    np.testing.assert_allclose(dk, MESH_SHAPE[1] * expected_dk, rtol=1e-6)
+
+
+def test_shard_map_over_one_of_two_axes(rng: np.random.Generator) -> None:
+    """The other axis stays with the partitioner; the answer is right."""
+    operands = make_operands(rng, "BHSD", "shared")
+    function = functools.partial(outputs_and_gradients, "BHSD")
+    mesh = make_mesh(AxisType.Auto)
+    specs = specs_of((None, "y", None), "BHSD", operands)
+    out_specs = {"q": (specs["q"],) * 4, "k": (specs["k"],) * 2}
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=out_specs, axis_names={"y"})
+    placed = put(mesh, operands, specs_of(("x", "y", None), "BHSD", operands))
+    assert_same(jax.jit(mapped)(placed), function(operands))
+
+
+def test_outputs_are_those_of_the_reference(rng: np.random.Generator) -> None:
+    """What the tests above compare with is right."""
+    operands = make_operands(rng, "BSHD", "of each example")
+    rotation = Rotation(operands["positions"], layout="BSHD")
+    results = outputs_and_gradients("BSHD", operands)
+    alone, q, *of_dq = results["q"]
+    k, dk = results["k"]
+    for x, direction, names in (("q", 1, (alone, q)), ("dq", -1, of_dq), ("k", 1, (k,)), ("dk", -1, (dk,))):
+        for result in names:
+            rotation.of(operands[x], direction).check(result)

@@ -1,0 +1,762 @@
+"""Declarations of the segment reductions, and their references."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from support.matrix.calls import (
+    ABSENT,
+    FLOATING,
+    Call,
+    Draw,
+    Operand,
+    Options,
+    Problem,
+    Rule,
+    declare,
+    is_floating,
+    numbers,
+    passed,
+    segment_sum,
+    special,
+    take_cells,
+    ties,
+    wide_ids,
+)
+
+import jax_baracuda as jb
+
+Sizes = Mapping[str, Any]
+
+# ----------------------------------------------------------------------------------------------------------------------
+# References. Rows are [N, ...], ids [N], floating numbers float64.
+
+
+def _ordered_bits(x: Any) -> Any:
+    """Integers in the order of floating numbers, -0 below +0."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int64)
+    return jnp.where(bits < 0, bits ^ np.int64(np.iinfo(np.int64).max), bits)
+
+
+def _from_ordered_bits(bits: Any) -> Any:
+    bits = jnp.where(bits < 0, bits ^ np.int64(np.iinfo(np.int64).max), bits)
+    return jax.lax.bitcast_convert_type(bits, jnp.float64)
+
+
+def _identity(dtype: Any) -> Any:
+    if is_floating(dtype):
+        return -np.inf
+    return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
+
+
+def _plain_max(data: Any, ids: Any, num_segments: int) -> Any:
+    """The maximum by a total order of integers, whatever the order in which XLA scatters."""
+    is_float = is_floating(data.dtype)
+    keys = _ordered_bits(jnp.where(jnp.isnan(data), 0, data)) if is_float else data.astype(jnp.int64)
+    if data.dtype == jnp.uint64:
+        keys = jax.lax.bitcast_convert_type(data, jnp.int64) ^ np.int64(np.iinfo(np.int64).min)
+    ids = wide_ids(ids)
+    ids = jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments)
+    count = jax.ops.segment_sum(jnp.ones(ids.shape, jnp.int32), ids, num_segments + 1)[:num_segments]
+    is_empty = (count == 0).reshape(-1, *[1] * (data.ndim - 1))
+    maxima = jax.ops.segment_max(keys, ids, num_segments + 1)[:num_segments]
+    if is_float:
+        has_nan = jax.ops.segment_max(jnp.isnan(data).astype(jnp.int32), ids, num_segments + 1)[:num_segments] > 0
+        maxima = jnp.where(has_nan, jnp.nan, _from_ordered_bits(maxima))
+    elif data.dtype == jnp.uint64:
+        maxima = jax.lax.bitcast_convert_type(maxima ^ np.int64(np.iinfo(np.int64).min), jnp.uint64)
+    return jnp.where(is_empty, _identity(data.dtype), maxima).astype(data.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def reference_max(data: Any, ids: Any, num_segments: int, first_wins: bool, counts_identity: bool) -> Any:
+    return _plain_max(data, ids, num_segments)
+
+
+@reference_max.defjvp
+def _reference_max_jvp(
+    num_segments: int, first_wins: bool, counts_identity: bool, primals: Any, tangents: Any
+) -> tuple[Any, Any]:
+    data, ids = primals
+    output = _plain_max(data, ids, num_segments)
+    share = _shares(data, ids, output, first_wins, counts_identity)
+    return output, segment_sum(jnp.where(share > 0, share * tangents[0], 0), ids, num_segments)
+
+
+def _shares(data: Any, ids: Any, output: Any, first_wins: bool, counts_identity: bool) -> Any:
+    num_segments = output.shape[0]
+    attains = data == take_cells(output, ids, jnp.nan)
+    if first_wins:
+        row = jnp.arange(data.shape[0]).reshape(-1, *[1] * (data.ndim - 1))
+        last = np.int64(np.iinfo(np.int64).max)
+        first = ~_plain_max(~jnp.where(attains, row, last), ids, num_segments)
+        return (attains & (take_cells(first, ids) == row)).astype(jnp.float64)
+    count = segment_sum(attains.astype(jnp.float64), ids, num_segments)
+    count += counts_identity & (output == -np.inf)
+    return jnp.where(attains, 1 / jnp.maximum(take_cells(count, ids), 1), 0)
+
+
+def _reversed(x: Any) -> Any:
+    return -x if is_floating(x.dtype) else ~x
+
+
+def _in_buckets(reduce: Callable[..., Any], over: Callable[..., Any], bucket_size: int | None) -> Callable[..., Any]:
+    """``(data, ids, num_segments)``: reduced in buckets first, where these make a difference."""
+    if bucket_size is None:
+        return reduce
+
+    def call(data: Any, ids: Any, num_segments: int) -> Any:
+        buckets = -(-ids.shape[0] // bucket_size)
+        bucket = jnp.arange(ids.shape[0]) // bucket_size
+        ids = wide_ids(ids)
+        joint = jnp.where((ids >= 0) & (ids < num_segments), ids + bucket * num_segments, -1)
+        cells = reduce(data, joint, buckets * num_segments)
+        return over(cells, jnp.tile(jnp.arange(num_segments), buckets), num_segments)
+
+    return call
+
+
+def _extremum(is_max: bool, first_wins: bool, bucket_size: int | None) -> Callable[..., Any]:
+    def reduce(counts_identity: bool, data: Any, ids: Any, num_segments: int) -> Any:
+        if is_max:
+            return reference_max(data, ids, num_segments, first_wins, counts_identity)
+        return _reversed(reference_max(_reversed(data), ids, num_segments, first_wins, counts_identity))
+
+    parts = (functools.partial(reduce, counts) for counts in (True, False))
+    return _in_buckets(*parts, None if first_wins else bucket_size)
+
+
+def reference_arg(is_max: bool, data: Any, ids: Any, num_segments: int) -> Any:
+    data = data if is_max else _reversed(data)
+    output = _plain_max(data, ids, num_segments)
+    cells = take_cells(output, ids)
+    ids = wide_ids(ids)
+    is_member = ((ids >= 0) & (ids < num_segments)).reshape(-1, *[1] * (data.ndim - 1))
+    attains = is_member & ((data == cells) | ((data != data) & (cells != cells)))
+    row = jnp.arange(data.shape[0]).reshape(-1, *[1] * (data.ndim - 1))
+    first = ~_plain_max(~jnp.where(attains, row, data.shape[0]), ids, num_segments)
+    return jnp.clip(first, 0, data.shape[0]).astype(jnp.int32)
+
+
+def reference_mean(data: Any, ids: Any, num_segments: int) -> Any:
+    count = segment_sum(jnp.ones(ids.shape, jnp.float64), ids, num_segments)
+    return segment_sum(data, ids, num_segments) / jnp.maximum(count, 1).reshape(-1, *[1] * (data.ndim - 1))
+
+
+MOST_DENSE_ELEMENTS = 1 << 20
+
+
+def reference_prod(data: Any, ids: Any, num_segments: int) -> Any:
+    if not is_floating(data.dtype):
+        ids = wide_ids(ids)
+        ids = jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments)
+        return jax.ops.segment_prod(data, ids, num_segments + 1)[:num_segments]
+    if num_segments * math.prod(data.shape) > MOST_DENSE_ELEMENTS:  # then there are no zeros
+        is_negative = segment_sum((data < 0).astype(jnp.int32), ids, num_segments) % 2
+        return (1 - 2 * is_negative) * jnp.exp(segment_sum(jnp.log(jnp.abs(data)), ids, num_segments))
+    ids = wide_ids(ids)
+    is_member = ids[None] == jnp.arange(num_segments)[:, None]
+    terms = jnp.where(is_member.reshape(*is_member.shape, *[1] * (data.ndim - 1)), data[None], 1)
+    # Halving, because the product of JAX has no second derivative by zeros.
+    while terms.shape[1] > 1:
+        if terms.shape[1] % 2:
+            terms = jnp.concatenate([terms, jnp.ones_like(terms[:, :1])], axis=1)
+        terms = terms[:, ::2] * terms[:, 1::2]
+    return terms[:, 0] if terms.shape[1] else jnp.ones((num_segments, *data.shape[1:]))
+
+
+@jax.custom_jvp
+def _magnitude(x: Any) -> Any:
+    """The absolute value, with a derivative of 1."""
+    return jnp.abs(x)
+
+
+_magnitude.defjvp(lambda primals, tangents: (_magnitude(*primals), *tangents))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _inverse_power(k: int, x: Any) -> Any:
+    """``x**-k``, with positive derivatives."""
+    return x**-k
+
+
+@_inverse_power.defjvp
+def _inverse_power_jvp(k: int, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return _inverse_power(k, *primals), k * _inverse_power(k + 1, *primals) * tangents[0]
+
+
+@jax.custom_jvp
+def _log(x: Any) -> Any:
+    """With positive derivatives of any order."""
+    return jnp.log(x)
+
+
+_log.defjvp(lambda primals, tangents: (_log(*primals), _inverse_power(1, *primals) * tangents[0]))
+
+
+def majorant_prod(data: Any, ids: Any, num_segments: int) -> Any:
+    """The product of magnitudes, whose derivatives of any order have no difference in them."""
+    data = _magnitude(data)
+    if num_segments * math.prod(data.shape) > MOST_DENSE_ELEMENTS:
+        return jnp.exp(segment_sum(_log(data), ids, num_segments))
+    return reference_prod(data, ids, num_segments)
+
+
+def reference_softmax(logits: Any, ids: Any, num_segments: int) -> Any:
+    maxima = jax.lax.stop_gradient(_plain_max(logits, ids, num_segments))
+    ids = wide_ids(ids)
+    is_member = ((ids >= 0) & (ids < num_segments)).reshape(-1, *[1] * (logits.ndim - 1))
+    exponentials = jnp.exp(jnp.where(is_member, logits - take_cells(maxima, ids), -jnp.inf))
+    total = take_cells(segment_sum(exponentials, ids, num_segments), ids, 1)
+    return exponentials / total
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def majorant_softmax(logits: Any, ids: Any, num_segments: int) -> Any:
+    """The probabilities times what rounding of the exponent adds to their relative error."""
+    maxima = take_cells(_plain_max(logits, ids, num_segments), ids)
+    distance = jnp.where(jnp.isfinite(logits) & jnp.isfinite(maxima), maxima - logits, 0)
+    return reference_softmax(logits, ids, num_segments) * (1 + jnp.abs(distance))
+
+
+@majorant_softmax.defjvp
+def _majorant_softmax_jvp(num_segments: int, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    logits, ids = primals
+    p = majorant_softmax(logits, ids, num_segments)
+    mean = take_cells(segment_sum(p * tangents[0], ids, num_segments), ids)
+    return p, p * (tangents[0] + mean)
+
+
+def _softmax_gradient(sign: int, d_p: Any, p: Any, ids: Any, num_segments: int) -> Any:
+    ids = wide_ids(ids)
+    is_member = ((ids >= 0) & (ids < num_segments)).reshape(-1, *[1] * (p.ndim - 1))
+    return jnp.where(is_member, p * (d_p + sign * take_cells(segment_sum(p * d_p, ids, num_segments), ids)), 0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data.
+
+
+def factors(num_rows: int) -> Draw:
+    """Of so many rows, the same or not, whose product neither overflows nor underflows; some zeros in small arrays."""
+    widest = min(0.22, 20 / math.sqrt(max(num_rows, 1)))
+
+    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        if not is_floating(dtype):
+            return numbers(rng, shape, dtype) | np.asarray(1, dtype)
+        of_this_size = widest if shape[0] == num_rows else min(widest, 40 / max(num_rows, 1))
+        data = rng.choice([-1.0, 1.0], shape) * np.exp(rng.uniform(-of_this_size, of_this_size, shape))
+        if num_rows * math.prod(shape[1:]) < 2000:
+            data = np.where(rng.random(shape) < 0.08, 0.0, data)
+        return data.astype(dtype)
+
+    return draw
+
+
+def logits(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    data = rng.uniform(-3, 3, shape)
+    return np.where(rng.random(shape) < 0.05, -np.inf, data).astype(dtype)
+
+
+def finite_logits(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return rng.uniform(-3, 3, shape).astype(dtype)
+
+
+def probabilities(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return rng.uniform(0.05, 1, shape).astype(dtype)
+
+
+def ids_of(num_segments: int, is_sorted: bool) -> Draw:
+    """About one in ten out of range, in either direction, as far as the dtype goes."""
+
+    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        info = np.iinfo(dtype)
+        ids = rng.integers(0, max(num_segments, 1), shape).astype(object)
+        outside = rng.choice(np.array([-1, num_segments, int(info.min), int(info.max)], object), shape)
+        ids = np.clip(np.where(rng.random(shape) < 0.1, outside, ids), int(info.min), int(info.max))
+        ids = ids.astype(np.int64 if info.min < 0 else np.uint64).astype(dtype)
+        return np.sort(ids, axis=-1) if is_sorted else ids
+
+    return draw
+
+
+def near_ids(num_segments: int) -> Draw:
+    """For calls that take the number of segments from the ids."""
+
+    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return rng.integers(-1 if np.iinfo(dtype).min < 0 else 0, max(num_segments, 1), shape).astype(dtype)
+
+    return draw
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Declarations.
+
+SIZES: dict[str, Sizes] = {
+    "small": {"row": 16, "features": (4,), "segment": 6},
+    "odd": {"row": 13, "features": (3,), "segment": 5},
+    "scalars": {"row": 24, "features": (), "segment": 3},
+    "one": {"row": 1, "features": (1,), "segment": 1},
+    "empty": {"row": 0, "features": (3,), "segment": 4},
+    "no segments": {"row": 5, "features": (2,), "segment": 0},
+    "three axes": {"row": 8, "features": (2, 4), "segment": 12},
+    "no features": {"row": 6, "features": (0,), "segment": 3},
+}
+MIDDLE_SIZES: dict[str, Sizes] = {
+    "many rows, few segments": {"row": 9000, "features": (2,), "segment": 2},
+    "many narrow rows": {"row": 20_000, "features": (), "segment": 4000},
+    "wide rows": {"row": 160, "features": (1500,), "segment": 100},
+    "rows to group": {"row": 40_000, "features": (130,), "segment": 6000},
+}
+LARGE_SIZES: dict[str, Sizes] = {
+    **MIDDLE_SIZES,
+    "ordered": {"row": 100_000, "features": (32,), "segment": 5_000},
+    "ordered, odd": {"row": 300_001, "features": (33,), "segment": 20_001},
+    "ordered, wide": {"row": 70_000, "features": (256,), "segment": 30_000},
+    "ordered, few segments": {"row": 300_000, "features": (64,), "segment": 100},
+    "table": {"row": 500_000, "features": (4,), "segment": 200_000},
+    "shared table": {"row": 500_000, "features": (16,), "segment": 100},
+    "private table": {"row": 300_000, "features": (8,), "segment": 20},
+    "filtered": {"row": 1 << 24, "features": (1,), "segment": 1 << 16},
+    "table in parts": {"row": 786_448, "features": (64,), "segment": 98_306},
+}
+
+FROM_IDS = Rule(
+    "the number of segments comes from the ids only where these are known",
+    ("num_segments", "transformation"),
+    lambda num_segments, transformation: num_segments is ABSENT and transformation != "eager",
+)
+FROM_UNBATCHED_IDS = Rule(
+    "the number of segments comes from the ids only where these are not mapped",
+    ("num_segments", "batch"),
+    lambda num_segments, batch: num_segments is ABSENT and batch not in ("none", "one:data"),
+)
+FROM_SOME_IDS = Rule(
+    "there is no greatest id of none, and where it is large so is the result",
+    ("num_segments", "size"),
+    lambda num_segments, size: num_segments is ABSENT and size in ("empty", "no segments", *LARGE_SIZES),
+)
+FROM_WHOLE_IDS = Rule(
+    "the number of segments of sharded ids needs a host round trip that explicit mode and shard_map lack",
+    ("num_segments", "sharding"),
+    lambda num_segments, sharding: num_segments is ABSENT and sharding not in ("single", "auto"),
+)
+NO_EMPTY_BUCKETS = Rule(
+    "buckets need rows",
+    ("bucket_size", "size"),
+    lambda bucket_size, size: bucket_size is not ABSENT and size in ("empty", "no segments"),
+)
+NO_HUGE_BUCKETS = Rule(
+    "buckets of three rows of a large array have too many cells",
+    ("bucket_size", "size"),
+    lambda bucket_size, size: bucket_size is not ABSENT and size in LARGE_SIZES,
+)
+NO_BUCKETS_OF_EXPLICIT_BATCHES = Rule(
+    "the derivative of jax.numpy.prod over buckets cannot be mapped in explicit mode",
+    ("bucket_size", "sharding", "batch"),
+    lambda bucket_size, sharding, batch: bucket_size is not ABSENT and sharding == "explicit" and batch != "none",
+)
+NO_CLIP_TO_NOTHING = Rule(
+    "mode 'clip' has no segment to clip to",
+    ("mode", "size"),
+    lambda mode, size: mode == "clip" and size == "no segments",
+)
+NARROW_IDS = Rule(
+    "8-bit ids do not reach the segments",
+    ("ids_dtype", "size"),
+    lambda ids_dtype, size: ids_dtype in ("int8", "uint8") and size in LARGE_SIZES,
+)
+
+COMMON = {
+    "num_segments": ("given", ABSENT),
+    "indices_are_sorted": (ABSENT, True),
+    "unique_indices": (ABSENT, False),
+    "mode": (ABSENT, "clip", "drop"),
+    "ids_dtype": ("int32", "int64", "uint8", "int16", "uint32"),
+    "data_rows": ("own", "shared"),
+}
+COMMON_RULES = (FROM_IDS, FROM_UNBATCHED_IDS, FROM_SOME_IDS, FROM_WHOLE_IDS, NO_CLIP_TO_NOTHING, NARROW_IDS)
+
+
+def _features(sizes: Sizes) -> tuple[str, ...]:
+    return tuple(f"feature{i}" for i in range(len(sizes["features"])))
+
+
+def _ids(options: Options, sizes: Sizes) -> Operand:
+    num_segments = sizes["segment"]
+    if options.get("num_segments", "given") is ABSENT:
+        draw = near_ids(num_segments)
+        if options["indices_are_sorted"]:
+            unsorted = draw
+            draw = lambda rng, shape, dtype: np.sort(unsorted(rng, shape, dtype), axis=-1)  # noqa: E731
+    else:
+        draw = ids_of(num_segments, bool(options.get("indices_are_sorted")))
+    return Operand("ids", ("row",), draw, dtype=options.get("ids_dtype", "int32"))
+
+
+def _clipped(function: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
+    """The reference with ids as the mode has them."""
+    if mode != "clip":
+        return function
+
+    def call(data: Any, ids: Any, num_segments: int) -> Any:
+        return function(data, jnp.clip(ids.astype(jnp.int64), 0, num_segments - 1), num_segments)
+
+    return call
+
+
+def _reduction_problem(
+    reference_of: Callable[[Options], Callable[..., Any]],
+    majorant_of: Callable[[Options], Callable[..., Any]] | None,
+    draw_of: Callable[[Options, Sizes], Draw],
+    keywords: tuple[str, ...],
+    properties: Callable[[str, Options], dict[str, Any]],
+    has_rows: bool,
+    dtype: str,
+    options: Options,
+    sizes: Sizes,
+) -> Problem:
+    features = _features(sizes)
+    row = "1row" if options["data_rows"] == "shared" else "row"
+    takes_number = options["num_segments"] is not ABSENT
+
+    def bound(function: Callable[..., Any], cast: bool) -> Callable[..., Any]:
+        def call(data: Any, ids: Any) -> Any:
+            num_segments = sizes["segment"] if takes_number else max(np.asarray(ids).tolist(), default=-1) + 1
+            data = jnp.broadcast_to(data, (*ids.shape, *data.shape[1:]))
+            return _clipped(function, options["mode"])(data, ids, num_segments)
+
+        return call
+
+    def apply(function: Callable[..., Any], data: Any, ids: Any) -> Any:
+        kwargs = {"num_segments": sizes["segment"]} if takes_number else {}
+        return function(
+            data, ids, **kwargs, **passed(options, "indices_are_sorted", "unique_indices", "mode", *keywords)
+        )
+
+    return Problem(
+        operands=(
+            Operand(
+                "data",
+                (row, *features),
+                draw_of(options, sizes),
+                has_sign=majorant_of is not None or _is_selection(reference_of),
+            ),
+            _ids(options, sizes),
+        ),
+        apply=apply,
+        reference=bound(reference_of(options), True),
+        majorant=None if majorant_of is None else bound(majorant_of(options), True),
+        results=(("row" if has_rows else "segment", *features),),
+        terms=max(sizes["row"], 1),
+        roundings=options.get("bucket_size") is not ABSENT,
+        free=features,
+        **properties(dtype, options),
+    )
+
+
+_SELECTIONS: set[Any] = set()
+
+
+def _is_selection(reference_of: Any) -> bool:
+    return reference_of in _SELECTIONS
+
+
+def _selection(reference_of: Any) -> Any:
+    _SELECTIONS.add(reference_of)
+    return reference_of
+
+
+def _declare_reduction(
+    name: str,
+    dtypes: tuple[str, ...],
+    reference_of: Callable[[Options], Callable[..., Any]],
+    draw_of: Callable[[Options, Sizes], Draw],
+    *,
+    majorant_of: Callable[[Options], Callable[..., Any]] | None = None,
+    options: Mapping[str, tuple[Any, ...]],
+    properties: Callable[[str, Options], dict[str, Any]] = lambda dtype, options: {},
+    has_rows: bool = False,
+    differentiable: bool = True,
+    rules: tuple[Rule, ...] = (),
+) -> None:
+    keywords = tuple(key for key in options if key != "values")
+    declare(
+        Call(
+            name=name,
+            function=getattr(jb, name),
+            forward_mode=getattr(jb.forward_mode, name, None),
+            dtypes=dtypes,
+            sizes=SIZES,
+            large_sizes=LARGE_SIZES,
+            options={**COMMON, **options},
+            operands=("data", "ids"),
+            strategy_options=tuple(
+                {"indices_are_sorted": is_sorted, **chosen}
+                for is_sorted in (ABSENT, True)
+                for chosen in ({}, {"deterministic": True} if "deterministic" in options else {"dtype": dtypes[3]})
+            ),
+            problem=functools.partial(
+                _reduction_problem, reference_of, majorant_of, draw_of, keywords, properties, has_rows
+            ),
+            rules=(*COMMON_RULES, *((NO_EMPTY_BUCKETS, NO_HUGE_BUCKETS) if "bucket_size" in options else ()), *rules),
+            differentiable=differentiable,
+        )
+    )
+
+
+ORDERED = ("float32", "bfloat16", "float16", "float64", "int32", "uint32", "int64", "uint64", "int8", "uint16", "bool")
+SUMMABLE = ("float32", "bfloat16", "float16", "float64", "int32", "uint32", "int64", "uint64", "int8", "uint16")
+VALUES = {"values": ("ties", "special")}
+
+
+def _ties_or_special(options: Options, sizes: Sizes) -> Draw:
+    return special if options["values"] == "special" else ties
+
+
+for _name, _is_max in (("segment_max", True), ("segment_min", False)):
+    _declare_reduction(
+        _name,
+        ORDERED,
+        _selection(
+            lambda options, is_max=_is_max: _extremum(is_max, options["tie_break"] == "first", options["bucket_size"])
+        ),
+        _ties_or_special,
+        options={"bucket_size": (ABSENT, 3), "tie_break": (ABSENT, "first"), **VALUES},
+        properties=lambda dtype, options: {"exact_value": True},
+    )
+
+for _name, _is_max in (("segment_argmax", True), ("segment_argmin", False)):
+    _declare_reduction(
+        _name,
+        ORDERED,
+        _selection(lambda options, is_max=_is_max: functools.partial(reference_arg, is_max)),
+        _ties_or_special,
+        options=VALUES,
+        properties=lambda dtype, options: {"exact_value": True},
+        differentiable=False,
+    )
+
+_declare_reduction(
+    "segment_sum",
+    SUMMABLE,
+    lambda options: _in_buckets(segment_sum, segment_sum, options["bucket_size"]),
+    lambda options, sizes: numbers,
+    options={"bucket_size": (ABSENT, 3), "deterministic": (ABSENT, True)},
+    properties=lambda dtype, options: {
+        "exact_value": not is_floating(dtype),
+        "exact_gradient": options["data_rows"] == "own",
+    },
+)
+_declare_reduction(
+    "segment_mean",
+    FLOATING,
+    lambda options: reference_mean,
+    lambda options, sizes: numbers,
+    options={"deterministic": (ABSENT, True)},
+)
+_declare_reduction(
+    "segment_prod",
+    SUMMABLE,
+    lambda options: _in_buckets(reference_prod, reference_prod, options["bucket_size"]),
+    lambda options, sizes: factors(sizes["row"]),
+    majorant_of=lambda options: _in_buckets(majorant_prod, majorant_prod, options["bucket_size"]),
+    options={"bucket_size": (ABSENT, 3)},
+    properties=lambda dtype, options: {"exact_value": not is_floating(dtype)},
+    rules=(NO_BUCKETS_OF_EXPLICIT_BATCHES,),
+)
+_declare_reduction(
+    "segment_softmax",
+    FLOATING,
+    lambda options: reference_softmax,
+    lambda options, sizes: logits if options["values"] == "special" else finite_logits,
+    majorant_of=lambda options: majorant_softmax,
+    options={"deterministic": (ABSENT, True), "values": ("finite", "special")},
+    has_rows=True,
+)
+
+
+# Gradients.
+
+
+def _declare_gradient(
+    name: str,
+    options: Mapping[str, tuple[Any, ...]],
+    gradient_of: Callable[[Options], Callable[..., Any]],
+    draw_data: Callable[[Options, Sizes], Draw] | None,
+    *,
+    majorant_of: Callable[[Options], Callable[..., Any]] | None = None,
+    data_is_selection: bool = False,
+    exact_value: bool = False,
+) -> None:
+    """A gradient ``(d_output, [data,] ids)``; its reference ``(d_output, data or None, ids, num_segments)``."""
+    keywords = tuple(key for key in options if key not in ("values", "ids_dtype", "mode"))
+
+    def problem(dtype: str, chosen: Options, sizes: Sizes) -> Problem:
+        features = _features(sizes)
+        num_segments = sizes["segment"]
+        data = (
+            ()
+            if draw_data is None
+            else (
+                Operand(
+                    "data",
+                    ("row", *features),
+                    draw_data(chosen, sizes),
+                    has_sign=data_is_selection,
+                ),
+            )
+        )
+
+        def bound(gradient: Callable[..., Any]) -> Callable[..., Any]:
+            def call(d_output: Any, *data_and_ids: Any) -> Any:
+                *some_data, ids = data_and_ids
+                if chosen["mode"] == "clip":
+                    ids = jnp.clip(ids.astype(jnp.int64), 0, num_segments - 1)
+                return gradient(d_output, *some_data, ids, num_segments)
+
+            return call
+
+        return Problem(
+            operands=(Operand("d_output", ("segment", *features), numbers), *data, _ids(chosen, sizes)),
+            apply=lambda function, *arrays: function(*arrays, **passed(chosen, "mode", *keywords)),
+            reference=bound(gradient_of(chosen)),
+            majorant=None if majorant_of is None else bound(majorant_of(chosen)),
+            results=(("row", *features),),
+            terms=max(sizes["row"], 1),
+            free=features,
+            exact_value=exact_value,
+        )
+
+    declare(
+        Call(
+            name=name,
+            function=getattr(jb, name),
+            forward_mode=getattr(jb, name),
+            dtypes=FLOATING,
+            sizes=SIZES,
+            large_sizes=LARGE_SIZES,
+            options=options,
+            operands=("d_output", *(() if draw_data is None else ("data",)), "ids"),
+            problem=problem,
+            rules=(NO_CLIP_TO_NOTHING, NARROW_IDS) if "ids_dtype" in options else (),
+        )
+    )
+
+
+IDS_OPTIONS = {"mode": COMMON["mode"], "ids_dtype": COMMON["ids_dtype"]}
+
+
+def _vjp(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``(d_output, data, ids, num_segments)``"""
+
+    def gradient(d_output: Any, data: Any, ids: Any, num_segments: int) -> Any:
+        return jax.vjp(lambda data: function(data, ids, num_segments), data)[1](d_output)[0]
+
+    return gradient
+
+
+def _vjp_without_data(function: Callable[..., Any]) -> Callable[..., Any]:
+    def gradient(d_output: Any, ids: Any, num_segments: int) -> Any:
+        return _vjp(function)(d_output, jnp.zeros((*ids.shape, *d_output.shape[1:])), ids, num_segments)
+
+    return gradient
+
+
+for _name, _is_max in (("segment_max_backward", True), ("segment_min_backward", False)):
+    _declare_gradient(
+        _name,
+        {"indices_are_sorted": (ABSENT, True), **IDS_OPTIONS, "tie_break": (ABSENT, "first"), **VALUES},
+        lambda options, is_max=_is_max: _vjp(_extremum(is_max, options["tie_break"] == "first", None)),
+        _ties_or_special,
+        data_is_selection=True,
+    )
+_declare_gradient(
+    "unsorted_segment_max_backward",
+    {"mode": (ABSENT,), **{k: v for k, v in IDS_OPTIONS.items() if k != "mode"}, **VALUES},
+    lambda options: _vjp(_extremum(True, True, None)),
+    _ties_or_special,
+    data_is_selection=True,
+    exact_value=True,
+)
+_declare_gradient(
+    "segment_sum_backward", IDS_OPTIONS, lambda options: _vjp_without_data(segment_sum), None, exact_value=True
+)
+_declare_gradient("segment_mean_backward", IDS_OPTIONS, lambda options: _vjp_without_data(reference_mean), None)
+_declare_gradient(
+    "segment_prod_backward",
+    {"indices_are_sorted": (ABSENT, True), **IDS_OPTIONS},
+    lambda options: _vjp(reference_prod),
+    lambda options, sizes: factors(sizes["row"]),
+    majorant_of=lambda options: _vjp(majorant_prod),
+)
+
+
+def _softmax_backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
+    features = _features(sizes)
+    takes_number = options["num_segments"] is not ABSENT
+
+    def of_sign(sign: int) -> Callable[..., Any]:
+        def call(d_p: Any, p: Any, ids: Any) -> Any:
+            num_segments = sizes["segment"] if takes_number else max(np.asarray(ids).tolist(), default=-1) + 1
+            return _clipped(lambda d_p, ids, n: _softmax_gradient(sign, d_p, p, ids, n), options["mode"])(
+                d_p, ids, num_segments
+            )
+
+        return call
+
+    def apply(function: Callable[..., Any], *arrays: Any) -> Any:
+        kwargs = {"num_segments": sizes["segment"]} if takes_number else {}
+        return function(*arrays, **kwargs, **passed(options, "indices_are_sorted", "mode", "deterministic"))
+
+    return Problem(
+        operands=(
+            Operand("d_probabilities", ("row", *features), numbers),
+            Operand("probabilities", ("row", *features), probabilities),
+            _ids(options, sizes),
+        ),
+        apply=apply,
+        reference=of_sign(-1),
+        majorant=of_sign(1),
+        results=(("row", *features),),
+        terms=max(sizes["row"], 1),
+        free=features,
+        carry=(0, 0),
+    )
+
+
+declare(
+    Call(
+        name="segment_softmax_backward",
+        function=jb.segment_softmax_backward,
+        forward_mode=jb.segment_softmax_backward,
+        dtypes=FLOATING,
+        sizes=SIZES,
+        large_sizes=LARGE_SIZES,
+        options={
+            "num_segments": ("given", ABSENT),
+            "indices_are_sorted": (ABSENT, True),
+            **IDS_OPTIONS,
+            "deterministic": (ABSENT, True),
+        },
+        operands=("d_probabilities", "probabilities", "ids"),
+        problem=_softmax_backward_problem,
+        rules=tuple(rule for rule in COMMON_RULES if rule is not FROM_UNBATCHED_IDS)
+        + (
+            Rule(
+                "the number of segments comes from the ids only where these are not mapped",
+                ("num_segments", "batch"),
+                lambda num_segments, batch: (
+                    num_segments is ABSENT and batch not in ("none", "one:d_probabilities", "one:probabilities")
+                ),
+            ),
+        ),
+        has_carry=True,
+    )
+)

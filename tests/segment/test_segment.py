@@ -1,0 +1,1219 @@
+"""What all segment reductions have in common: values, gradients, arguments, transformations, derivatives, errors."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from jax.test_util import check_grads
+from segment.reference import (
+    ARGMAX,
+    ARGMIN,
+    DIFFERENTIABLE,
+    LIKE_JAX,
+    MAX,
+    MEAN,
+    MIN,
+    PROD,
+    REDUCTIONS,
+    SOFTMAX,
+    SUM,
+    Batch,
+    Options,
+    Reduction,
+    each_option,
+    kernels_in,
+    options_id,
+    value_and_pullback,
+)
+from support import cases
+from support.cases import (
+    BIG_SHAPE,
+    FLOATING,
+    INTEGERS,
+    POWER_LAW_SHAPES,
+    SHAPES,
+    Shape,
+    assert_same_bits,
+    assert_same_values,
+)
+
+import jax_baracuda
+
+GatherScatterMode = jax.lax.GatherScatterMode
+
+each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
+each_differentiable = pytest.mark.parametrize("reduction", DIFFERENTIABLE, ids=str)
+
+
+def each_reduction_and_dtype(reductions: tuple[Reduction, ...]) -> pytest.MarkDecorator:
+    pairs = [pytest.param(r, dtype, id=f"{r}-{dtype}") for r in reductions for dtype in r.dtypes]
+    return pytest.mark.parametrize(("reduction", "dtype"), pairs)
+
+
+def add_calls(
+    batch: Batch,
+    rng: np.random.Generator,
+    reduction: Reduction,
+    dtype: str,
+    shape: Shape,
+    ids: np.ndarray,
+    is_sorted: bool,
+) -> collections.Counter[str]:
+    """Adds value and, if there is one, gradient, computed in every way; returns the kernels that these calls take."""
+    data = reduction.make_data(rng, shape, dtype)
+    cotangent = cases.cotangent(rng, reduction.result_shape(shape), dtype) if cases.is_floating(data.dtype) else None
+    kernels: collections.Counter[str] = collections.Counter()
+    where = f"{shape} {'sorted' if is_sorted else 'unsorted'}"
+    expected = reduction.value(data, ids, shape.segments)
+    for options in reduction.options:
+        arguments = {"indices_are_sorted": is_sorted, **options}
+
+        def check_value(output: jax.Array, where: str = f"{where} {options}") -> None:
+            assert not output.weak_type
+            expected.check(output, where)
+
+        batch.add(functools.partial(reduction, num_segments=shape.segments, **arguments), (data, ids), check_value)
+        kernels[reduction.name] += 1
+        if reduction.gradient is None or cotangent is None:
+            continue
+
+        def check_gradient(
+            output: jax.Array, d_data: jax.Array, options: Options = options, where: str = f"{where} {options} gradient"
+        ) -> None:
+            expected.check(output, where)
+            residual = reduction.residual(data, output)
+            reduction.gradient(cotangent, residual, ids, shape.segments, **options).check(d_data, where)
+
+        pullback = functools.partial(reduction.pullback, segments=shape.segments, **arguments)
+        batch.add(lambda data, ids, d, f=pullback: f(data, ids, cotangent=d), (data, ids, cotangent), check_gradient)
+        kernels.update(reduction.kernels)
+    return kernels
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Values and gradients.
+
+
+@each_reduction_and_dtype(REDUCTIONS)
+def test_value_and_gradient(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
+    """Kernels' values and gradients are the NumPy reference's, for every dtype, size and order of ids."""
+    batch, kernels = Batch(), collections.Counter()
+    for shape, is_sorted in itertools.product(SHAPES, (False, True)):
+        ids = cases.make_ids(rng, shape.rows, shape.segments, is_sorted=is_sorted)
+        kernels += add_calls(batch, rng, reduction, dtype, shape, ids, is_sorted)
+    with cases.x64_for(dtype):
+        called = batch.run()
+    # How often, depends on what JAX does about gradients of arrays without elements.
+    assert called.keys() == kernels.keys()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@each_reduction
+def test_power_law(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
+    """As test_value_and_gradient, where one segment has a third of all rows and most have few."""
+    batch = Batch()
+    for shape, is_sorted in itertools.product(POWER_LAW_SHAPES, (False, True)):
+        ids = cases.power_law_ids(rng, shape.rows, shape.segments, is_sorted)
+        add_calls(batch, rng, reduction, dtype, shape, ids, is_sorted)
+    batch.run()
+
+
+BIG = [(r, "float32") for r in REDUCTIONS] + [(r, "bfloat16") for r in (MAX, SUM)] + [(ARGMAX, "int64"), (SUM, "int64")]
+
+
+@pytest.mark.parametrize(("reduction", "dtype"), BIG, ids=str)
+def test_big(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
+    """As test_value_and_gradient, for more rows, in an order that takes the rows of a segment from everywhere."""
+    ids = cases.make_ids(rng, BIG_SHAPE.rows, BIG_SHAPE.segments)
+    with cases.x64_for(dtype):
+        add_calls(batch := Batch(), rng, reduction, dtype, BIG_SHAPE, ids, False)
+        batch.run()
+
+
+@each_reduction_and_dtype(LIKE_JAX)
+def test_value_equals_jax(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
+    """Eagerly, the answer is that of jax.ops: exactly, where its accumulator is wide enough."""
+    if dtype in ("float16", "bfloat16") and reduction is SUM:
+        pytest.skip("jax.ops accumulates in 16 bits")
+    data, ids = reduction.make_data(rng, shape := Shape(200, (6,), 30), dtype), cases.make_ids(rng, 200, 30)
+    if reduction is PROD and cases.is_floating(data.dtype):
+        data = rng.choice([1, -1, 2, 0.5, 0, np.inf, np.nan], data.shape, p=[0.3, 0.3, 0.1, 0.1, 0.1, 0.05, 0.05])
+        data = data.astype(jnp.dtype(dtype))
+    with cases.x64_for(dtype):
+        assert_same_values(reduction(data, ids, shape.segments), reduction.by_jax(data, ids, shape.segments))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@each_differentiable
+def test_gradient_equals_plain_jax(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
+    """On ordinary finite data, value and gradient are those of plain JAX up to rounding."""
+    data, ids = rng.normal(size=(60, 4)).astype(dtype), rng.integers(-1, 9, 60)
+    cotangent = rng.normal(size=reduction.result_shape(Shape(60, (4,), 8))).astype(dtype)
+    with cases.x64_for(dtype):
+        data = jnp.asarray(data)
+        ours = reduction.pullback(data, ids, 8, cotangent)
+        plain = value_and_pullback(lambda x: reduction.plain(x, jnp.asarray(ids), 8), data, cotangent)
+    eps = jnp.finfo(dtype).eps
+    for actual, expected in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=50 * eps, atol=50 * eps)
+
+
+@each_reduction
+def test_ids_dtypes(rng: np.random.Generator, reduction: Reduction) -> None:
+    """Ids of every integer dtype; those out of range are dropped and never wrap, up to the ends of their dtype."""
+    shape = Shape(300, (5,), 6)
+    for x64 in (True, False):
+        batch = Batch()
+        for ids_dtype, is_sorted in itertools.product((*INTEGERS, "int4", "uint4"), (False, True)):
+            if ids_dtype in ("int64", "uint64") and not x64:
+                continue
+            ids = cases.make_ids(rng, 300, 6, ids_dtype, is_sorted)
+            add_calls(batch, rng, reduction, "float32", shape, ids, is_sorted)
+        with jax.enable_x64(x64):
+            batch.run()
+
+
+@pytest.mark.parametrize(
+    "mode", [None, "fill", "drop", "clip", "promise_in_bounds", "one_hot", *GatherScatterMode], ids=str
+)
+@each_reduction
+def test_mode(rng: np.random.Generator, reduction: Reduction, mode: Any) -> None:
+    """Mode "clip" clamps ids, every other mode drops what is out of range; value, gradient, and backward function."""
+    shape = Shape(100, (3,), 8)
+    data, ids = reduction.make_data(rng, shape, "float32"), cases.make_ids(rng, 100, 8)
+    effective_ids = cases.in_mode(ids, 8, "clip" if mode in ("clip", GatherScatterMode.CLIP) else None)
+    options = reduction.options[0]
+    if reduction.gradient is None:
+        reduction.value(data, effective_ids, 8).check(reduction(data, ids, 8, mode=mode))
+        return
+    cotangent = cases.cotangent(rng, reduction.result_shape(shape), "float32")
+    output, d_data = reduction.pullback(data, ids, 8, cotangent, mode=mode)
+    reduction.value(data, effective_ids, 8).check(output)
+    residual = reduction.residual(data, output)
+    expected = reduction.gradient(cotangent, residual, effective_ids, 8, **options)
+    expected.check(d_data)
+    expected.check(reduction.call_backward(cotangent, residual, ids, 8, mode=mode, **options))
+
+
+@each_reduction
+def test_clip_clamps_by_value(reduction: Reduction) -> None:
+    """Clipping looks at the id's value in its own dtype: the greatest uint64 is the last segment, not the first."""
+    data = np.array([1, 2, 4, 8], np.float32)
+    for ids_dtype, segments in itertools.product(("int8", "uint8", "int32", "uint32", "int64", "uint64"), (1, 3, 300)):
+        info = np.iinfo(ids_dtype)
+        ids = np.array([info.min, info.max, 1, 2], ids_dtype)
+        with cases.x64_for(ids_dtype):
+            output = reduction(data, ids, segments, mode="clip")
+        reduction.value(data, cases.in_mode(ids, segments, "clip"), segments).check(output, f"{ids_dtype} {segments}")
+    assert reduction(data[:3], np.arange(3), 0, mode="clip").shape == ((3,) if reduction.result_has_rows else (0,))
+
+
+EMPTY_VALUES = {MAX: -np.inf, MIN: np.inf, SUM: 0, MEAN: 0, PROD: 1, ARGMAX: 2, ARGMIN: 2}
+
+
+@pytest.mark.parametrize("reduction", EMPTY_VALUES, ids=str)
+def test_empty_segments(reduction: Reduction) -> None:
+    """Segments without rows hold the identity of the reduction; of argmax and argmin, the number of rows."""
+    for dtype in reduction.dtypes:
+        dtype = jnp.dtype(dtype)
+        empty = EMPTY_VALUES[reduction]
+        if not np.isfinite(empty) and not cases.is_floating(dtype):
+            limits = (False, True) if dtype == np.bool_ else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+            empty = limits[empty > 0]
+        with cases.x64_for(dtype):
+            output = reduction(np.ones((2, 3), dtype), np.array([4, -4]), 6)
+        expected = np.full((6, 3), empty, np.int32 if reduction in (ARGMAX, ARGMIN) else dtype)
+        expected[4] = 0 if reduction in (ARGMAX, ARGMIN) else 1
+        assert_same_bits(output, expected)
+
+
+@each_reduction
+def test_no_data(reduction: Reduction) -> None:
+    """No rows, no features, no segments: value and gradient have the right shape and the identity's value."""
+    for rows, row_shape, segments in itertools.product((0, 3), ((), (0,), (2,)), (0, 4)):
+        shape = Shape(rows, row_shape, segments)
+        data, ids = np.ones((rows, *row_shape), np.float32), np.arange(rows)
+        expected = reduction.value(data, ids, segments)
+        expected.check(reduction(data, ids, segments), f"{shape} eager")
+        if reduction.gradient is not None:
+            cotangent = np.ones(reduction.result_shape(shape), np.float32)
+            output, d_data = reduction.pullback(data, ids, segments, cotangent)
+            expected.check(output, f"{shape}")
+            residual = reduction.residual(data, output)
+            reduction.gradient(cotangent, residual, ids, segments, **reduction.options[0]).check(d_data, f"{shape}")
+
+
+@each_reduction
+def test_number_of_segments_from_ids(reduction: Reduction) -> None:
+    """num_segments=None takes the greatest id plus one, eagerly; NumPy integers and 0-d arrays are numbers, too."""
+    data = np.arange(1, 5, dtype=np.float32)
+    cases_of_ids = (
+        (np.array([0, 5, 1, 1]), 6),
+        (np.array([-3, -1, -1, -2]), 0),
+        (np.array([255, 0, 0, 0], np.uint8), 256),
+        (np.array([127, 0, 0, 0], np.int8), 128),
+    )
+    for ids, segments in cases_of_ids:
+        for x64 in (False, True):
+            with jax.enable_x64(x64):
+                reduction.value(data, ids, segments).check(reduction(data, ids))
+    for segments in (np.int64(3), np.array(3), 3):
+        reduction.value(data, np.arange(4), 3).check(reduction(data, np.arange(4), segments))
+
+
+def test_signatures() -> None:
+    """The positional arguments are those of jax.ops, in their order; what is ours comes by keyword."""
+    common = ["segment_ids", "num_segments", "indices_are_sorted", "unique_indices", "mode", "out_sharding"]
+    for reduction in REDUCTIONS:
+        for module in (jax_baracuda, jax_baracuda.forward_mode) if reduction.gradient else (jax_baracuda,):
+            parameters = inspect.signature(getattr(module, reduction.name)).parameters.values()
+            positional = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+            if reduction in LIKE_JAX:
+                of_jax = list(inspect.signature(reduction.by_jax).parameters)
+                assert positional[: len(of_jax)] == of_jax  # out_sharding came later than jax 0.8
+                assert positional[len(of_jax) :] in ([], ["out_sharding"])
+            else:
+                assert positional[1:] == common
+            keyword = [p.name for p in parameters if p.kind == p.KEYWORD_ONLY]
+            assert keyword == list(reduction.options[0])
+
+
+BROADCAST_CASES = {
+    "python scalar": ((), (4,), 2.5),
+    "numpy scalar": ((), (4,), np.float32(2.5)),
+    "scalar data and id": ((), (), np.float32(2.5)),
+    "one row for all ids": ((1,), (4,), None),
+    "one wide row for all ids": ((1, 3), (4,), None),
+    "one feature": ((4, 1), (4,), None),
+    "ids of rank 2": ((2, 3, 3), (2, 3), None),
+    "ids of rank 2 and one block of data": ((1, 3, 3), (2, 3), None),
+    "ids of rank 2 and a row for all": ((3,), (2,), None),
+}
+
+
+@pytest.mark.parametrize("case", BROADCAST_CASES)
+def test_broadcasting(rng: np.random.Generator, case: str) -> None:
+    """Data broadcast over the ids as in jax.ops, which gives the value, and for the maximum the gradient."""
+    data_shape, ids_shape, data = BROADCAST_CASES[case]
+    if data is None:
+        data = rng.integers(-3, 4, data_shape).astype(np.float32)
+    ids = rng.integers(-1, 4, ids_shape)
+    for reduction in LIKE_JAX:
+        try:
+            expected = reduction.by_jax(data, ids, 3)
+        except ValueError:  # what JAX refuses, so do we
+            with pytest.raises(ValueError, match=f"{reduction.name}: data must have one row per id"):
+                reduction(data, ids, 3)
+            continue
+        output = reduction(data, ids, 3)
+        assert not output.weak_type and not expected.weak_type
+        assert_same_values(output, np.asarray(expected))
+        weights = rng.integers(1, 9, expected.shape).astype(np.float32)
+
+        def loss(x: Any, reduce: Callable[..., Any], weights: np.ndarray = weights) -> jax.Array:
+            return jnp.vdot(jnp.clip(reduce(x, ids, 3), -1e3, 1e3), weights)
+
+        gradient = jax.grad(loss)(data, reduction)
+        assert gradient.shape == np.shape(data)
+        if reduction is not PROD:  # has no gradient in jax.ops
+            # The shares of ties are sums of at most 6 quotients of integers below 10.
+            np.testing.assert_allclose(gradient, jax.grad(loss)(data, reduction.by_jax), rtol=1e-6, atol=0)
+
+
+def broadcast_rows(data: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """One row per id, where data broadcast."""
+    return np.broadcast_to(data, (*ids.shape, *data.shape[1:])).reshape(-1, *data.shape[1:])
+
+
+@pytest.mark.parametrize("reduction", [r for r in REDUCTIONS if r not in LIKE_JAX], ids=str)
+def test_broadcasting_of_our_own(rng: np.random.Generator, reduction: Reduction) -> None:
+    """Reductions that jax.ops lacks broadcast in the same way: as the same rows written out."""
+    for data_shape, ids_shape in (((1,), (4,)), ((1, 3), (4,)), ((4, 1), (4,)), ((2, 3), (2,))):
+        data = rng.integers(-3, 4, data_shape).astype(np.float32)
+        ids = rng.integers(-1, 4, ids_shape)
+        output = reduction(data, ids, 3)
+        reduction.value(broadcast_rows(data, ids), ids, 3).check(output, str((data_shape, ids_shape)))
+    if reduction.gradient is not None:
+        data, ids = rng.normal(size=(1, 3)).astype(np.float32), np.array([0, 2, 2, 2])
+        rows = broadcast_rows(data, ids)
+        cotangent = rng.normal(size=reduction.result_shape(Shape(4, (3,), 3))).astype(np.float32)
+        _, d_data = reduction.pullback(data, ids, 3, cotangent)
+        _, d_rows = reduction.pullback(rows, ids, 3, cotangent)
+        np.testing.assert_allclose(d_data, d_rows.sum(axis=0, keepdims=True), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("x64", [False, True], ids=["x64 off", "x64 on"])
+@each_reduction
+def test_never_weakly_typed(reduction: Reduction, x64: bool) -> None:
+    """Python scalars and weakly typed arrays give a strongly typed result of JAX's default dtype."""
+    ids = np.array([0, 1])
+    with jax.enable_x64(x64):
+        for value in (2.0, 2, jnp.asarray(2.0), jnp.asarray(2)):
+            is_integer = jnp.issubdtype(jnp.asarray(value).dtype, jnp.integer)
+            if reduction is SOFTMAX and (is_integer or jnp.ndim(value) == 0):
+                continue
+            output = reduction(value, ids, 2)
+            assert not output.weak_type
+            if reduction.by_jax is not None:
+                assert_same_bits(output, np.asarray(reduction.by_jax(value, ids, 2)))
+        if reduction in LIKE_JAX:
+            gradient = jax.grad(lambda x: reduction(x, ids, 2).sum())(2.0)
+            assert gradient.dtype == jnp.result_type(float) and gradient == 2
+
+
+@each_reduction
+def test_64_bit_numpy_inputs_with_x64_off(rng: np.random.Generator, reduction: Reduction) -> None:
+    """With 64-bit types off, NumPy inputs of such types become 32-bit ones, as everywhere in JAX."""
+    for dtype in ("float64", "int64", "uint64"):
+        data, ids = rng.integers(0, 99, (20, 2)).astype(dtype), rng.integers(0, 4, 20)
+        narrow = data.astype(dtype.replace("64", "32"))
+        if reduction is SOFTMAX and not cases.is_floating(narrow.dtype):
+            continue
+        with jax.enable_x64(False):
+            reduction.value(narrow, ids, 4).check(reduction(data, ids, 4), dtype)
+
+
+@each_reduction
+def test_x64(rng: np.random.Generator, reduction: Reduction) -> None:
+    """32-bit data give 32-bit results whether 64-bit types are on or off."""
+    for x64 in (False, True):
+        batch = Batch()
+        for ids_dtype in ("int32", "uint8", *(("int64",) if x64 else ())):
+            ids = rng.integers(0, 9, 40).astype(ids_dtype)
+            add_calls(batch, rng, reduction, "float32", Shape(40, (3,), 9), ids, False)
+        with jax.enable_x64(x64):
+            batch.run()
+
+
+@pytest.mark.parametrize("reduction", [r for r in REDUCTIONS if r.has_buckets], ids=str)
+def test_bucket_size_value(rng: np.random.Generator, reduction: Reduction) -> None:
+    """Buckets of any size change nothing in the value, beyond the rounding of 16-bit sums and products."""
+    for dtype, bucket_size in itertools.product(("float32", "int32"), (1, 3, 8, 50, 64, 200)):
+        data, ids = reduction.make_data(rng, Shape(50, (3,), 6), dtype), cases.make_ids(rng, 50, 6)
+        if reduction is PROD and cases.is_floating(data.dtype):
+            data = np.where(data == 0, 2, np.sign(data))  # a bucket's product must be in range
+        output = reduction(data, ids, 6, bucket_size=bucket_size)
+        reduction.value(data, ids, 6).check(output, f"{dtype} {bucket_size}")
+        assert_same_values(output, reduction.by_jax(data, ids, 6, bucket_size=bucket_size))
+
+
+@pytest.mark.parametrize("reduction", [SUM, PROD], ids=str)
+def test_buckets_of_no_rows(reduction: Reduction) -> None:
+    data, ids = np.ones((0, 2), np.float32), np.zeros(0, int)
+    expected = np.asarray(reduction.by_jax(data, ids, 3, bucket_size=2))
+    assert_same_bits(reduction(data, ids, 3, bucket_size=2), expected)
+
+
+@pytest.mark.parametrize("reduction", [SUM, PROD], ids=str)
+def test_bucket_size_gradient(rng: np.random.Generator, reduction: Reduction) -> None:
+    """Buckets of any size change nothing in the gradient, zeros in the product included."""
+    data, ids = rng.integers(-2, 3, (40, 4)).astype(np.float32), cases.make_ids(rng, 40, 9)
+    cotangent = cases.cotangent(rng, (9, 4), "float32")
+    for bucket_size in (1, 7, 64):
+        _, d_data = reduction.pullback(data, ids, 9, cotangent, bucket_size=bucket_size)
+        expected = reduction.gradient(cotangent, data, ids, 9, **reduction.options[0])
+        np.testing.assert_allclose(d_data, expected.exact.astype(np.float32), rtol=1e-6)
+
+
+WITHOUT_KERNEL = [
+    name
+    for name in (
+        "float8_e3m4",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "float4_e2m1fn",
+        "int2",
+        "int4",
+        "uint4",
+        "complex64",
+        "complex128",
+    )
+    if hasattr(jnp, name)
+]
+
+
+def small_data(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Few small values, which every dtype can hold."""
+    low = 0 if dtype.startswith("u") or dtype == "float8_e8m0fnu" else -2
+    values = rng.integers(low, 2, shape).astype(np.float32)
+    if dtype.startswith("complex"):
+        return (values + 1j * rng.integers(-2, 2, shape)).astype(dtype)
+    return values.astype(jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [*WITHOUT_KERNEL, "int8", "uint16"])
+def test_dtypes_without_kernel(rng: np.random.Generator, dtype: str) -> None:
+    """They run as plain JAX: no custom call, the answer of jax.ops, under jit and vmap too.
+
+    Sums and products of narrow floating numbers have the accumulator of float32 here, too.
+    """
+    if jax.__version_info__ < (0, 9) and dtype.lstrip("u") in ("int2", "int4", "float4_e2m1fn"):
+        pytest.skip("XLA of jaxlib 0.8 scatters packed numbers wrongly, or crashes")
+    data, ids = small_data(rng, (3, 40, 2), dtype), rng.integers(-1, 9, 40)
+    for reduction in LIKE_JAX:
+        if dtype in reduction.dtypes or (dtype == "float8_e8m0fnu" and reduction is SUM):  # which has no zero
+            continue
+        with cases.x64_for("float64" if dtype == "complex128" else dtype):
+            data = jnp.asarray(data)
+            call = lambda x, reduction=reduction: reduction(x, ids, 8)  # noqa: E731
+            both = jax.jit(lambda x, call=call: (call(x[0]), jax.vmap(call)(x)))
+            text = both.lower(data).as_text()
+            is_narrow_sum = reduction in (SUM, PROD) and cases.is_floating(data.dtype)
+            wide = data.astype(jnp.float32) if is_narrow_sum else data
+            if dtype in ("int2", "uint2") and reduction in (SUM, PROD):  # XLA on GPUs disagrees with NumPy there
+                wide = data.astype(np.int32)
+            by_jax = jax.jit(lambda x, reduction=reduction: reduction.by_jax(x, ids, 8))
+            expected = np.stack([np.asarray(by_jax(x)).astype(data.dtype) for x in wide])
+            of_one, of_all = both(data)
+            if kernels_in(text):
+                # A sum or product of narrow integers is that of wide ones, modulo its size.
+                assert reduction in (SUM, PROD) and jnp.issubdtype(data.dtype, jnp.integer)
+            assert_same_bits(of_one, expected[0], str(reduction))
+            assert_same_bits(of_all, expected, str(reduction))
+
+
+@each_reduction
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int32", "int64", "float8_e4m3fn", "float8_e5m2"])
+def test_values_of_other_dtypes(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
+    """Means of integers are floating, softmax refuses them; narrow numbers are combined in float32, rounded once."""
+    ids = np.concatenate([np.arange(5), rng.integers(-1, 6, 40)])  # no segment is empty
+    data = rng.random((45, 2)) < 0.5 if dtype == "bool" else small_data(rng, (45, 2), dtype)
+    if (reduction is SOFTMAX and not dtype.startswith("float8")) or (reduction in (SUM, PROD) and dtype == "bool"):
+        with cases.x64_for(dtype), pytest.raises(TypeError, match=rf"{reduction.name}: .*{dtype}"):
+            reduction(data, ids, 5)
+        return
+    if dtype == "float8_e4m3fn" and reduction in (MAX, MIN):
+        # It has no infinity for a maximum to begin with: NaN, as jax.ops gives.
+        expected = cases.Expected(np.full((5, 2), np.nan, np.float32), data.dtype)
+    elif dtype.startswith("float8"):
+        expected = reduction.value(data.astype(np.float32), ids, 5)
+        if expected.dtype == np.float32:
+            expected = dataclasses.replace(expected, dtype=data.dtype)
+    else:
+        expected = reduction.value(data, ids, 5)
+    with cases.x64_for(dtype):
+        expected.check(reduction(data, ids, 5))
+
+
+@pytest.mark.parametrize("reduction", [SUM, PROD], ids=str)
+def test_no_sums_of_booleans(reduction: Reduction) -> None:
+    for function in (reduction, reduction.by_jax):
+        with pytest.raises(TypeError, match="bool"):
+            function(np.ones(4, bool), np.zeros(4, int), 2)
+
+
+@pytest.mark.parametrize("reduction", [MAX, MIN, SUM, MEAN, PROD], ids=str)
+def test_gradient_of_integers(reduction: Reduction) -> None:
+    """Integers have no tangent space: float0 for data and for ids."""
+    ids = np.array([0, 1, 1, 0])
+    loss = lambda data, ids: reduction(data, ids, 2).astype(jnp.float32).sum()  # noqa: E731
+    for dtype in ("int8", "uint32"):
+        for gradient in jax.grad(loss, argnums=(0, 1), allow_int=True)(np.ones(4, dtype), ids):
+            assert gradient.dtype == jax.dtypes.float0 and gradient.shape == (4,)
+    d_data, d_ids = jax.grad(loss, argnums=(0, 1), allow_int=True)(np.ones(4, np.float32), ids)
+    assert d_ids.dtype == jax.dtypes.float0 and d_data.dtype == np.float32
+
+
+@pytest.mark.parametrize("reduction", [ARGMAX, ARGMIN], ids=str)
+def test_rows_of_winners_have_no_derivative(reduction: Reduction) -> None:
+    """They are integers: gradients through them are exact zeros, in reverse and in forward mode."""
+    data, ids = jnp.arange(4.0), np.array([0, 1, 1, 0])
+    gradient = jax.grad(lambda x: (x[reduction(x, ids, 2)] ** 2).sum())(data)
+    expected = np.zeros(4, np.float32)
+    np.add.at(expected, np.asarray(reduction(data, ids, 2)), 2 * np.asarray(data)[np.asarray(reduction(data, ids, 2))])
+    assert_same_bits(gradient, expected)
+    for function in (reduction, reduction.in_forward_mode):
+        _, tangent = jax.jvp(lambda x, function=function: function(x, ids, 2), (data,), (data,))
+        assert tangent.dtype == jax.dtypes.float0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The backward functions.
+
+
+@pytest.mark.parametrize(
+    ("reduction", "options"),
+    each_option(DIFFERENTIABLE),
+    ids=lambda x: str(x) if isinstance(x, Reduction) else options_id(x),
+)
+def test_backward(rng: np.random.Generator, reduction: Reduction, options: Options) -> None:
+    """The public backward functions give the gradient, eagerly and under jit, for every dtype, sorted ids and not."""
+    shape = Shape(150, (7,), 20)
+    for dtype in FLOATING:
+        data, ids = reduction.make_data(rng, shape, dtype), cases.make_ids(rng, 150, 20)
+        cotangent = cases.cotangent(rng, reduction.result_shape(shape), dtype)
+        with cases.x64_for(dtype):
+            residual = reduction.residual(data, reduction(data, ids, 20, **options))
+            expected = reduction.gradient(cotangent, residual, ids, 20, **options)
+            backward = functools.partial(reduction.call_backward, segments=20, **options)
+            expected.check(backward(cotangent, residual, ids), f"{dtype} eager")
+            jitted = jax.jit(backward)
+            assert kernels_in(jitted.lower(cotangent, residual, ids).as_text())[-1] == reduction.kernels[-1]
+            expected.check(jitted(cotangent, residual, ids), f"{dtype} jit")
+            if "indices_are_sorted" in inspect.signature(backward_function(reduction)).parameters:
+                order = np.argsort(ids, kind="stable")
+                by_row = cotangent[order] if reduction.result_has_rows else cotangent
+                is_sorted = jax.jit(functools.partial(backward, indices_are_sorted=True))
+                expected = reduction.gradient(by_row, residual[order], ids[order], 20, **options)
+                expected.check(is_sorted(by_row, residual[order], ids[order]), f"{dtype} sorted")
+
+
+def backward_function(reduction: Reduction) -> Callable[..., jax.Array]:
+    return getattr(jax_baracuda, f"{reduction.name}_backward")
+
+
+@each_differentiable
+def test_derivatives_of_backward(rng: np.random.Generator, reduction: Reduction) -> None:
+    """The backward function has derivatives by everything that moves it: those of the plain gradient."""
+    rows, segments = 12, 3
+    data = rng.permutation(24).reshape(rows, 2) / 7 - 1.5
+    ids = rng.permutation(np.array([0, 0, 0, 0, 1, 1, 2, 2, 2, 2, -1, 3]))
+    cotangent, direction = rng.normal(size=(2, *reduction.result_shape(Shape(rows, (2,), segments))))
+    row_direction = rng.normal(size=data.shape)
+    options = reduction.options[0]
+    with jax.enable_x64(True):
+        data, ids = jnp.asarray(data), jnp.asarray(ids)
+        residual = reduction(data, ids, segments) if reduction.result_has_rows else data
+
+        def ours(cotangent: jax.Array, residual: jax.Array) -> jax.Array:
+            return reduction.call_backward(cotangent, residual, ids, segments, **options)
+
+        def plain(cotangent: jax.Array, residual: jax.Array) -> jax.Array:
+            if reduction is SOFTMAX:
+                mean = plain_sum_of(residual * cotangent)
+                return jnp.where(((ids >= 0) & (ids < segments))[:, None], residual * (cotangent - mean), 0)
+            return value_and_pullback(lambda x: reduction.plain(x, ids, segments), residual, cotangent)[1]
+
+        def plain_sum_of(rows: jax.Array) -> jax.Array:
+            return jax.ops.segment_sum(rows, ids, segments)[jnp.clip(ids, 0, segments - 1)]
+
+        def derivatives(f: Callable[..., jax.Array]) -> Callable[..., dict[str, Any]]:
+            tangents = lambda c, r: jax.jvp(f, (c, r), (direction, row_direction))  # noqa: E731
+            return jax.jit(
+                lambda c, r: {
+                    "tangent": tangents(c, r),
+                    "pullback": jax.vjp(f, c, r)[1](row_direction),
+                    "transpose": jax.linear_transpose(lambda c: f(c, r), c)(row_direction),
+                    "tangent of pullback": jax.jvp(lambda c: jax.vjp(f, c, r)[1](row_direction)[1], (c,), (direction,)),
+                }
+            )
+
+        actual, expected = (derivatives(f)(jnp.asarray(cotangent), residual) for f in (ours, plain))
+        for name, values in actual.items():
+            for got, want in zip(jax.tree.leaves(values), jax.tree.leaves(expected[name]), strict=True):
+                np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Transformations.
+
+Reduce = Callable[[Any, Any], jax.Array]
+
+TRANSFORMATIONS: dict[str, Callable[[Reduce], Reduce]] = {
+    "eager": lambda reduce: reduce,
+    "jit": jax.jit,
+    "jit of jit": lambda reduce: jax.jit(lambda data, ids: jax.jit(reduce)(data, ids)),
+    "checkpoint": jax.checkpoint,
+    "checkpoint, nothing saveable": lambda reduce: jax.jit(
+        jax.checkpoint(reduce, policy=jax.checkpoint_policies.nothing_saveable)
+    ),
+    "scan": lambda reduce: lambda data, ids: jax.lax.scan(lambda c, x: (c, reduce(x, ids)), 0, data[None])[1][0],
+    "map over ids": lambda reduce: lambda data, ids: jax.lax.map(lambda i: reduce(data, i), jnp.stack([ids, ids]))[1],
+    "fori_loop": lambda reduce: (
+        lambda data, ids: jax.lax.fori_loop(
+            0, 2, lambda i, output: reduce(data, ids), jnp.zeros_like(reduce(data, ids))
+        )
+    ),
+    "cond": lambda reduce: jax.jit(
+        lambda data, ids: jax.lax.cond(
+            ids.sum() > -(10**9), reduce, lambda data, ids: jnp.zeros_like(reduce(data, ids)), data, ids
+        )
+    ),
+    "switch": lambda reduce: (
+        lambda data, ids: jax.lax.switch(jnp.int32(1), [lambda data, ids: reduce(-data, ids), reduce], data, ids)
+    ),
+    "vmap of one": lambda reduce: lambda data, ids: jax.vmap(reduce)(data[None], ids[None])[0],
+    "forward over checkpointed scan": lambda reduce: (
+        lambda data, ids: jax.lax.scan(jax.checkpoint(lambda c, i: (c, reduce(data, i))), 0, ids[None])[1][0]
+    ),
+}
+
+
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+@each_reduction
+def test_transformation(rng: np.random.Generator, reduction: Reduction, transformation: str) -> None:
+    """Value and gradient under each transformation are the reference's."""
+    shape = Shape(40, (3,), 9)
+    for dtype, options in zip(("float32", "bfloat16"), reduction.options * 2, strict=False):
+        data, ids = reduction.make_data(rng, shape, dtype), cases.make_ids(rng, 40, 9, "int16")
+        if reduction is PROD:  # loops add gradients of what they discard: zeros times the product of other rows
+            data = np.where(np.isfinite(data) & (data != 0), np.copysign(2, data), 0.5).astype(data.dtype)
+        reduce = TRANSFORMATIONS[transformation](lambda data, ids, options=options: reduction(data, ids, 9, **options))
+        expected = reduction.value(data, ids, 9)
+        expected.check(reduce(jnp.asarray(data), jnp.asarray(ids)))
+        if reduction.gradient is None:
+            continue
+        cotangent = cases.cotangent(rng, reduction.result_shape(shape), dtype)
+        row_ids = jnp.asarray(ids)
+        reduce_data = lambda x, reduce=reduce, row_ids=row_ids: reduce(x, row_ids)  # noqa: E731
+        output, d_data = value_and_pullback(reduce_data, jnp.asarray(data), cotangent)
+        expected.check(output)
+        residual = reduction.residual(data, output)
+        reduction.gradient(cotangent, residual, ids, 9, **options).check(d_data, f"{dtype} {options}")
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@each_reduction
+def test_donated(rng: np.random.Generator, reduction: Reduction) -> None:
+    """Donating operands whose buffers fit the results changes no result."""
+    shape = Shape(64, (4,), 64)
+    data, ids = reduction.make_data(rng, shape, "float32"), cases.make_ids(rng, 64, 64)
+    expected = reduction.value(data, ids, 64)
+    value = jax.jit(lambda data, ids: reduction(data, ids, 64), donate_argnums=0)(jnp.array(data), ids)
+    expected.check(value)
+    if reduction.gradient is None:
+        return
+    cotangent = cases.cotangent(rng, (64, 4), "float32")
+    for options in reduction.options:
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+        def call(
+            data: jax.Array, ids: jax.Array, cotangent: jax.Array, options: Options = options
+        ) -> tuple[jax.Array, ...]:
+            return *reduction.pullback(data, ids, 64, cotangent, **options), ids
+
+        output, d_data, _ = call(*(jnp.array(x) for x in (data, ids, cotangent)))
+        expected.check(output)
+        reduction.gradient(cotangent, reduction.residual(data, output), ids, 64, **options).check(d_data)
+
+
+def add_mapped_calls(
+    batch: Batch,
+    rng: np.random.Generator,
+    reduction: Reduction,
+    dtype: str,
+    shape: Shape,
+    axes: tuple[int | None, int | None],
+    size: int,
+) -> collections.Counter[str]:
+    """Adds value and gradient mapped over data, ids or both along the given axes; returns the kernels they take."""
+    data_axis, ids_axis = axes
+    data = np.stack([reduction.make_data(rng, shape, dtype) for _ in range(1 if data_axis is None else size)])
+    ids = np.stack([cases.make_ids(rng, shape.rows, shape.segments) for _ in range(1 if ids_axis is None else size)])
+    operands = [x[0] if axis is None else np.moveaxis(x, 0, axis) for x, axis in ((data, data_axis), (ids, ids_axis))]
+    data, ids = (np.broadcast_to(x, (size, *x.shape[1:])) for x in (data, ids))
+    kernels = collections.Counter([reduction.name])
+    where = f"{shape} data_axis={data_axis} ids_axis={ids_axis}"
+
+    def check_value(output: jax.Array) -> None:
+        assert output.shape[0] == size
+        for k in range(size):
+            reduction.value(data[k], ids[k], shape.segments).check(output[k], f"{where} [{k}]")
+
+    batch.add(jax.vmap(lambda x, i: reduction(x, i, shape.segments), axes), operands, check_value)
+    if reduction.gradient is None or not cases.is_floating(data.dtype):
+        return kernels
+    cotangent = cases.cotangent(rng, (size, *reduction.result_shape(shape)), dtype)
+    for options in reduction.options:
+
+        def pullback(data: Any, ids: Any, cotangent: Any, options: Options = options) -> tuple[jax.Array, ...]:
+            return reduction.pullback(data, ids, shape.segments, cotangent, **options)
+
+        def check(output: jax.Array, d_data: jax.Array, options: Options = options) -> None:
+            check_value(output)
+            for k in range(size):
+                residual = reduction.residual(data[k], output[k])
+                expected = reduction.gradient(cotangent[k], residual, ids[k], shape.segments, **options)
+                expected.check(d_data[k], f"{where} {options} gradient [{k}]")
+
+        batch.add(jax.vmap(pullback, (*axes, 0)), (*operands, cotangent), check)
+        kernels.update(reduction.kernels)
+    return kernels
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
+@each_reduction
+def test_vmap(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
+    """Mapped over data, ids or both, along any axis: one kernel call, one answer per element."""
+    if dtype not in reduction.dtypes:
+        pytest.skip(f"{reduction.name} has no kernel for {dtype}")
+    batch, kernels = Batch(), collections.Counter()
+    for axes in itertools.product((None, 0, 1, 2, -1), (None, 0, 1)):
+        if axes != (None, None):
+            kernels += add_mapped_calls(batch, rng, reduction, dtype, Shape(30, (4,), 6), axes, 5)
+    assert batch.run() == kernels
+
+
+@each_reduction
+def test_vmap_of_larger_problems(rng: np.random.Generator, reduction: Reduction) -> None:
+    """Batches of problems each of which several threads or blocks share."""
+    batch = Batch()
+    shapes = (Shape(2000, (40,), 10), Shape(60, (40,), 300), Shape(2000, (64,), 1500), Shape(5000, (3,), 70))
+    for shape, axes in itertools.product(shapes, ((0, None), (None, 0), (0, 0))):
+        add_mapped_calls(batch, rng, reduction, "float32", shape, axes, 3)
+    batch.run()
+
+
+def test_vmap_over_nothing() -> None:
+    with pytest.raises(ValueError, match="vmap"):
+        jax.vmap(lambda x: MAX(x, np.zeros(3, int), 2), None)(np.ones(3))
+
+
+@each_reduction
+def test_nested_vmap(rng: np.random.Generator, reduction: Reduction) -> None:
+    """Two levels of vmap, each operand mapped at either level, both or none: still one kernel call."""
+    outer, inner, shape = 2, 3, Shape(20, (2,), 4)
+    batch, kernels = Batch(), collections.Counter()
+    levels = tuple(itertools.product((None, 0), (None, 0)))  # outer, inner
+
+    def operand(full: np.ndarray, axes: tuple[int | None, int | None]) -> tuple[np.ndarray, np.ndarray]:
+        """What is passed, and what it stands for."""
+        part = full[tuple(slice(None) if axis == 0 else slice(1) for axis in axes)]
+        passed = part.reshape(*(n for n, axis in zip(full.shape[:2], axes, strict=True) if axis == 0), *full.shape[2:])
+        return passed, np.broadcast_to(part, full.shape)
+
+    for data_axes, ids_axes in itertools.product(levels, levels):
+        if all(axes[level] is None for level in (0, 1) for axes in (data_axes, ids_axes)):
+            continue
+        full_data = np.stack([reduction.make_data(rng, shape, "float32") for _ in range(outer * inner)])
+        full_ids = np.stack([cases.make_ids(rng, shape.rows, shape.segments) for _ in range(outer * inner)])
+        data, full_data = operand(full_data.reshape(outer, inner, shape.rows, *shape.row_shape), data_axes)
+        ids, full_ids = operand(full_ids.reshape(outer, inner, shape.rows), ids_axes)
+        cotangent = cases.cotangent(rng, (outer, inner, *reduction.result_shape(shape)), "float32")
+
+        def call(data: Any, ids: Any, cotangent: Any) -> tuple[jax.Array, ...]:
+            if reduction.gradient is None:
+                return reduction(data, ids, shape.segments), cotangent
+            return reduction.pullback(data, ids, shape.segments, cotangent)
+
+        def check(
+            output: jax.Array,
+            d_data: jax.Array,
+            full_data: np.ndarray = full_data,
+            full_ids: np.ndarray = full_ids,
+            cotangent: np.ndarray = cotangent,
+            where: str = f"data {data_axes}, ids {ids_axes}",
+        ) -> None:
+            for k in np.ndindex(outer, inner):
+                reduction.value(full_data[k], full_ids[k], shape.segments).check(output[k], where)
+                if reduction.gradient is not None:
+                    residual = reduction.residual(full_data[k], output[k])
+                    options = reduction.options[0]
+                    expected = reduction.gradient(cotangent[k], residual, full_ids[k], shape.segments, **options)
+                    expected.check(d_data[k], where)
+
+        mapped = jax.vmap(jax.vmap(call, (data_axes[1], ids_axes[1], 0)), (data_axes[0], ids_axes[0], 0))
+        batch.add(mapped, (data, ids, cotangent), check)
+        kernels.update(reduction.kernels)
+    assert batch.run() == kernels
+
+
+@each_differentiable
+def test_vmap_over_cotangents_only(rng: np.random.Generator, reduction: Reduction) -> None:
+    """jax.jacrev maps the pullback over cotangents while data, ids and residuals stay shared; out_axes; empty batch."""
+    data, ids = rng.integers(-2, 3, (12, 2)).astype(np.float32), cases.make_ids(rng, 12, 3)
+    for options in reduction.options:
+        if reduction is SOFTMAX and not options["deterministic"]:
+            continue  # the residual is computed twice here
+        reduce = lambda x, options=options: reduction(x, ids, 3, **options)  # noqa: E731
+        jacobian, output = jax.jit(jax.jacrev(reduce))(data), reduce(data)
+        residual = reduction.residual(data, output)
+        for cell in np.ndindex(output.shape):
+            cotangent = np.zeros(output.shape, np.float32)
+            cotangent[cell] = 1
+            reduction.gradient(cotangent, residual, ids, 3, **options).check(jacobian[cell], f"{cell} {options}")
+    stacked = np.stack([data, -data, data])
+    outputs = jax.vmap(lambda x: reduction(x, ids, 3), out_axes=2)(stacked)
+    for k in range(3):
+        reduction.value(stacked[k], ids, 3).check(outputs[:, :, k])
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+@each_reduction
+def test_vmap_of_empty_and_single_batch(reduction: Reduction, batch: int) -> None:
+    """A mapped axis of size 0 or 1, over data, ids, or both."""
+    data, ids = np.ones((6, 2), np.float32), np.zeros(6, np.int32)
+    shape = reduction.result_shape(Shape(6, (2,), 3))
+    for axes in ((0, None), (None, 0), (0, 0)):
+        operands = [
+            np.broadcast_to(x, (batch, *x.shape)) if axis == 0 else x for x, axis in zip((data, ids), axes, strict=True)
+        ]
+        output = jax.vmap(lambda x, i: reduction(x, i, 3), axes)(*operands)
+        assert output.shape == (batch, *shape)
+        if reduction.gradient is not None:
+            pullback = jax.vmap(lambda x, i: reduction.pullback(x, i, 3, jnp.ones(shape))[1], axes)
+            gradient = pullback(*operands)
+            assert gradient.shape == (batch, 6, 2)
+            for k in range(batch):
+                residual = reduction.residual(data, output[k])
+                ones = np.ones(shape, np.float32)
+                reduction.gradient(ones, residual, ids, 3, **reduction.options[0]).check(gradient[k])
+
+
+KEPT_FOR_BACKWARD = {SUM: 0, MEAN: 0, PROD: 1, SOFTMAX: 1}
+"""How many floating arrays of the size of the data or more wait for the backward pass: sum and mean keep none."""
+
+
+@pytest.mark.parametrize("reduction", KEPT_FOR_BACKWARD, ids=str)
+def test_residuals(rng: np.random.Generator, reduction: Reduction) -> None:
+    """What is linear keeps no data for the backward pass, what is not keeps one array of its size."""
+    shape = Shape(500, (6,), 9)
+    data, ids = jnp.asarray(reduction.make_data(rng, shape, "float32")), cases.make_ids(rng, 500, 9)
+    _, vjp = jax.vjp(lambda x: reduction(x, ids, 9), data)
+    kept = [x for x in jax.tree.leaves(vjp) if hasattr(x, "shape")]
+    assert kept, "this version of JAX does not show the residuals"
+    assert sum(x.size >= data.size for x in kept) == KEPT_FOR_BACKWARD[reduction]
+
+
+@each_reduction
+def test_kernels(reduction: Reduction) -> None:
+    """Value and gradient call the kernels, and nothing of XLA's scatters and gathers of rows."""
+    data, ids = np.ones((8, 2), np.float32), np.zeros(8, np.int32)
+    for options in reduction.options:
+        call = jax.jit(lambda x, options=options: reduction(x, ids, 3, **options))
+        texts = [call.lower(data).as_text()]
+        assert kernels_in(texts[0]) == [reduction.name]
+        if reduction.gradient is not None:
+            gradient = jax.jit(jax.grad(lambda x, call=call: (call(x) ** 2).sum()))
+            texts.append(gradient.lower(data).as_text())
+            assert kernels_in(texts[1]) == list(reduction.kernels)
+        for text in texts:
+            assert "scatter" not in text and "gather" not in text
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Higher derivatives and forward mode, against plain JAX in float64.
+
+
+def smooth_problem(rng: np.random.Generator, values: cases.Values) -> tuple[np.ndarray, np.ndarray]:
+    """Finite float64 data [10, 2] in 3 segments, all of them with rows; some rows dropped."""
+    data = cases.make_data(rng, (10, 2), "float64", values)
+    return data, rng.permutation(np.array([0, 0, 0, 1, 1, 2, 2, 2, -1, 3]))
+
+
+@pytest.mark.parametrize("values", ["distinct", "ties"])
+@each_differentiable
+def test_higher_derivatives(rng: np.random.Generator, reduction: Reduction, values: cases.Values) -> None:
+    """Derivatives of a smooth loss up to the third, in every way, are those of plain JAX; zeros in products, too."""
+    data, ids = smooth_problem(rng, values)
+    u, v = rng.normal(size=(2, *data.shape))
+    weights = rng.normal(size=reduction.result_shape(Shape(10, (2,), 3)))
+
+    def close(actual: Any, expected: Any) -> None:
+        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-11)
+
+    with jax.enable_x64(True):
+        x, ids = jnp.asarray(data), jnp.asarray(ids)
+
+        def derivatives(reduce: Callable[..., jax.Array], **options: Any) -> dict[str, Callable[..., jax.Array]]:
+            def loss(x: jax.Array) -> jax.Array:
+                output = reduce(x, ids, 3, **options)
+                return (weights * output**2 + jnp.sin(output)).sum()
+
+            gradient = jax.grad(loss)
+            hvp_reverse = jax.grad(lambda x: jnp.vdot(gradient(x), v))
+            return {
+                "gradient": gradient,
+                "hessian": jax.hessian(loss),
+                "forward over reverse": lambda x: jax.jvp(gradient, (x,), (v,))[1],
+                "reverse over reverse": hvp_reverse,
+                "jacrev of jacrev": jax.jacrev(gradient),
+                "vmap of forward over reverse": lambda x: jax.vmap(lambda t: jax.jvp(gradient, (x,), (t,))[1])(
+                    jnp.stack([u, v])
+                ),
+                "checkpointed": jax.grad(lambda x: jnp.vdot(jax.grad(jax.checkpoint(loss))(x), v)),
+                "third": jax.grad(lambda x: jnp.vdot(hvp_reverse(x), u)),
+                "jvp of second": lambda x: jax.jvp(hvp_reverse, (x,), (u,))[1],
+            }
+
+        def all_derivatives(reduce: Callable[..., jax.Array], **options: Any) -> dict[str, jax.Array]:
+            named = derivatives(reduce, **options)
+            return jax.jit(lambda x: {name: f(x) for name, f in named.items()})(x)
+
+        expected = all_derivatives(reduction.plain)
+        for options in reduction.options:
+            if options.get("tie_break") == "first" and values == "ties":
+                continue  # has a test of its own
+            for name, actual in all_derivatives(reduction, **options).items():
+                try:
+                    close(actual, expected[name])
+                except AssertionError as error:
+                    raise AssertionError(f"{name} {options}") from error
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@each_differentiable
+def test_forward_mode(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
+    """jvp, jacfwd, linearize of the forward-mode function, and grad of its jvp, are those of plain JAX."""
+    data, ids = smooth_problem(rng, "ties")
+    data, tangent = data.astype(dtype), rng.normal(size=data.shape).astype(dtype)
+
+    def pushed(reduce: Callable[..., jax.Array], **options: Any) -> Callable[..., dict[str, Any]]:
+        def all_of(x: jax.Array, t: jax.Array, ids: jax.Array) -> dict[str, Any]:
+            f = lambda x: reduce(x, ids, 3, **options)  # noqa: E731
+            jvp = lambda x, t: jax.jvp(f, (x,), (t,))  # noqa: E731
+            primal, linear = jax.linearize(f, x)
+            return {
+                "jvp": jvp(x, t),
+                "linearize": (primal, linear(t)),
+                "jacfwd": jax.jacfwd(f)(x),
+                "vmap of tangents": jax.vmap(lambda t: jvp(x, t)[1])(jnp.stack([t, -t])),
+                "grad": jax.grad(lambda x: f(x).sum())(x),
+                "grad of jvp": jax.grad(lambda x: jax.jvp(lambda x: f(x) ** 2, (x,), (t,))[1].sum())(x),
+                "jvp of jvp": jax.jvp(lambda x: jvp(x, t)[1], (x,), (t,))[1],
+            }
+
+        return jax.jit(all_of)
+
+    eps = float(jnp.finfo(dtype).eps)
+    with cases.x64_for(dtype):
+        operands = tuple(jnp.asarray(x) for x in (data, tangent, ids))
+        expected = pushed(reduction.plain)(*operands)
+        for options in reduction.options:
+            if options.get("tie_break") == "first":
+                continue  # has a test of its own
+            call = pushed(reduction.in_forward_mode, **options)
+            assert kernels_in(call.lower(*operands).as_text())[0] == reduction.name
+            for name, actual in call(*operands).items():
+                for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected[name]), strict=True):
+                    np.testing.assert_allclose(got, want, rtol=100 * eps, atol=500 * eps, err_msg=f"{name} {options}")
+
+
+@each_reduction
+def test_forward_mode_values(rng: np.random.Generator, reduction: Reduction) -> None:
+    """The forward-mode function has the plain function's values, for dtypes with and without a tangent space."""
+    ids = cases.make_ids(rng, 30, 4)
+    for dtype in ("float32", "bfloat16", "int32"):
+        if dtype in reduction.dtypes:
+            data = reduction.make_data(rng, Shape(30, (2,), 4), dtype)
+            reduction.value(data, ids, 4).check(reduction.in_forward_mode(data, ids, 4))
+
+
+@each_reduction
+def test_forward_mode_is_confined(reduction: Reduction) -> None:
+    """Calling a forward-mode function leaves the plain one as it was, even after an error; JAX says what is wrong."""
+    data, ids = jnp.ones(3), np.zeros(3, int)
+    reduction.in_forward_mode(data, ids, 1)
+    with pytest.raises(ValueError, match="mode"):
+        reduction.in_forward_mode(data, ids, 1, mode="no such mode")
+    if reduction.gradient is None:
+        return
+    plain = lambda x: reduction(x, ids, 1)  # noqa: E731
+    for call in (
+        lambda: jax.jvp(plain, (data,), (data,)),
+        lambda: jax.jit(lambda x: jax.jvp(plain, (x,), (x,)))(data),
+        lambda: jax.jacfwd(plain)(data),
+        lambda: jax.linearize(plain, data)[1](data),
+    ):
+        with pytest.raises(TypeError, match="can't apply forward-mode autodiff .jvp. to a custom_vjp function"):
+            call()
+
+
+@each_differentiable
+def test_check_grads(rng: np.random.Generator, reduction: Reduction) -> None:
+    """Finite differences agree to second order, on data without ties."""
+    data, ids = smooth_problem(rng, "distinct")
+    with jax.enable_x64(True):
+        x = jnp.asarray(data)
+        options = reduction.options[-1]
+        check_grads(lambda x: reduction(x, ids, 3, **options) ** 2, (x,), order=2, modes=["rev"])
+        check_grads(lambda x: reduction.in_forward_mode(x, ids, 3, **options) ** 2, (x,), order=2, modes=["fwd"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Errors.
+
+ROWS = np.ones((4, 2), np.float32)
+IDS = np.array([0, 1, 1, 0])
+CELLS = np.ones((2, 2), np.float32)
+
+# What is called, the exception, what the message says after the function's name, and whether it is about buckets.
+ERRORS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "data is a list": (lambda f: f([1.0], IDS, 2), TypeError, "(data|logits) must be an array, got list"),
+    "data is None": (lambda f: f(None, IDS, 2), TypeError, "(data|logits) must be an array, got NoneType"),
+    "data are keys": (
+        lambda f: f(jax.random.split(jax.random.key(0), 4), IDS, 2),
+        TypeError,
+        "(data|logits) .* got key",
+    ),
+    "ids are a list": (lambda f: f(ROWS, [0, 1, 1, 0], 2), TypeError, "segment_ids must be an array, got list"),
+    "ids are bool": (lambda f: f(ROWS, IDS > 0, 2), IndexError, "segment_ids must have an integer dtype, got bool"),
+    "ids are float": (
+        lambda f: f(ROWS, IDS.astype(np.float32), 2),
+        TypeError,
+        "segment_ids must have an integer dtype, got float32",
+    ),
+    "rows do not fit": (
+        lambda f: f(ROWS[:3], IDS, 2),
+        ValueError,
+        r"(data|logits) must have one row per id.*shape = \(3, 2\).*segment_ids.shape = \(4,\)",
+    ),
+    "num_segments negative": (lambda f: f(ROWS, IDS, -1), ValueError, "num_segments must be non-negative, got -1"),
+    "num_segments float": (lambda f: f(ROWS, IDS, 2.0), TypeError, "num_segments must be an integer, got 2.0"),
+    "num_segments missing and no ids": (
+        lambda f: f(ROWS[:0], IDS[:0]),
+        ValueError,
+        "num_segments is None, but segment_ids is empty",
+    ),
+    "num_segments missing under jit": (
+        lambda f: jax.jit(lambda ids: f(ROWS, ids))(IDS),
+        jax.errors.ConcretizationTypeError,
+        "num_segments must be static",
+    ),
+    "num_segments traced": (
+        lambda f: jax.jit(lambda s: f(ROWS, IDS, s))(2),
+        jax.errors.ConcretizationTypeError,
+        "num_segments must be static",
+    ),
+    "unknown mode": (lambda f: f(ROWS, IDS, 2, mode="wrap"), ValueError, "mode must be None, 'fill'.*got 'wrap'"),
+    "bucket_size zero": (lambda f: f(ROWS, IDS, 2, bucket_size=0), ZeroDivisionError, "bucket_size .*got 0"),
+    "bucket_size negative": (lambda f: f(ROWS, IDS, 2, bucket_size=-2), TypeError, "bucket_size .*got -2"),
+    "bucket_size float": (lambda f: f(ROWS, IDS, 2, bucket_size=2.0), TypeError, "bucket_size .*got 2.0"),
+    "bucket_size without rows": (
+        lambda f: f(ROWS[:0], IDS[:0], 2, bucket_size=2),
+        ValueError,
+        r"bucket_size needs .*got shape \(0,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case: str) -> None:
+    """The exception type is that of jax.ops; the message names function, argument and what was given."""
+    call, exception, message = ERRORS[case]
+    for reduction in REDUCTIONS:
+        if "without rows" in case and reduction in (SUM, PROD):
+            continue  # in jax.ops, as the reduction of no buckets, no error
+        if "bucket_size" in case and not reduction.has_buckets:
+            with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_size'"):
+                call(reduction)
+            continue
+        for function in (reduction, reduction.in_forward_mode):
+            with pytest.raises(exception, match=f"(?s){reduction.name}: {message}"):
+                call(function)
+        if reduction.by_jax is not None:
+            with pytest.raises(exception):
+                call(reduction.by_jax)
+
+
+BACKWARD_ERRORS: dict[str, tuple[Callable[..., Any], type[Exception], str, tuple[Reduction, ...]]] = {
+    "cotangent is a scalar": (
+        lambda f: f(np.float32(1), ROWS, IDS, 2),
+        ValueError,
+        "d_output must have shape .*scalar",
+        (MAX, MIN, SUM, MEAN, PROD),
+    ),
+    "cotangent is a list": (
+        lambda f: f([1.0], ROWS, IDS, 2),
+        TypeError,
+        "d_(output|probabilities) must be an array, got list",
+        DIFFERENTIABLE,
+    ),
+    "cotangent is an integer": (
+        lambda f: f(CELLS.astype(np.int32), ROWS, IDS, 2),
+        TypeError,
+        "d_(output|probabilities) .*floating dtype, got int32",
+        DIFFERENTIABLE,
+    ),
+    "dtypes differ": (
+        lambda f: f(ROWS.astype(np.float16), ROWS, IDS, 2),
+        TypeError,
+        "d_(output|probabilities) and (data|probabilities) must have the same floating dtype, got float16 and float32",
+        (MAX, MIN, PROD, SOFTMAX),
+    ),
+    "features differ": (
+        lambda f: f(np.ones((4, 3), np.float32), ROWS, IDS, 2),
+        ValueError,
+        r"d_(output|probabilities) must have .*shape.* got .*\(4, 3\)",
+        (MAX, MIN, PROD, SOFTMAX),
+    ),
+    "ranks differ": (
+        lambda f: f(np.ones(4, np.float32), ROWS, IDS, 2),
+        ValueError,
+        r"d_(output|probabilities) must have .*shape.* got .*\(4,\)",
+        (MAX, MIN, PROD, SOFTMAX),
+    ),
+    "rows do not fit": (
+        lambda f: f(CELLS, ROWS[:3], IDS, 2),
+        ValueError,
+        "(data|probabilities) must have one row per id",
+        (MAX, MIN, PROD),
+    ),
+    "ids are bool": (
+        lambda f: f(ROWS, ROWS, IDS > 0, 2),
+        IndexError,
+        "segment_ids must have an integer dtype, got bool",
+        DIFFERENTIABLE,
+    ),
+    "ids are float": (
+        lambda f: f(ROWS, ROWS, ROWS[:, 0], 2),
+        TypeError,
+        "segment_ids must have an integer dtype",
+        DIFFERENTIABLE,
+    ),
+    "data are a list": (
+        lambda f: f(CELLS, [1.0], IDS, 2),
+        TypeError,
+        "(data|probabilities) must be an array, got list",
+        (MAX, MIN, PROD, SOFTMAX),
+    ),
+    "unknown mode": (
+        lambda f: f(ROWS, ROWS, IDS, 2, mode="wrap"),
+        ValueError,
+        "mode must be None",
+        DIFFERENTIABLE,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BACKWARD_ERRORS)
+def test_backward_errors(case: str) -> None:
+    call, exception, message, reductions = BACKWARD_ERRORS[case]
+    for reduction in reductions:
+        backward = functools.partial(reduction.call_backward, **reduction.options[0])
+        with pytest.raises(exception, match=f"(?s){reduction.name}_backward: {message}"):
+            call(backward)
+
+
+def test_out_sharding_errors() -> None:
+    """What out_sharding cannot be is said before anything runs."""
+    for reduction in REDUCTIONS:
+        if reduction.has_buckets:
+            with pytest.raises(NotImplementedError, match=f"{reduction.name}: out_sharding cannot be combined"):
+                reduction(ROWS, IDS, 2, bucket_size=2, out_sharding=PartitionSpec())
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
+@pytest.mark.parametrize("ids_dtype", ["uint32", "uint64"])
+def test_sorted_unsigned_ids_beyond_the_signed_ones(
+    rng: np.random.Generator, ids_dtype: str, reduction: Reduction
+) -> None:
+    """Ascending ids stay so on their way into the kernel, which drops those that are too large, in every batch."""
+    rows, segments, batch = 40, 6, 3
+    top = np.iinfo(ids_dtype).max
+    ids = np.sort(rng.choice(np.array([0, 1, 2, 4, top // 2, top // 2 + 1, top], ids_dtype), (batch, rows)), axis=1)
+    data = reduction.make_data(rng, Shape(rows, (4,), segments), "float32")
+    with cases.x64_for(ids_dtype):
+        results = jax.jit(jax.vmap(lambda i: reduction(data, i, segments, indices_are_sorted=True)))(ids)
+    for result, of_one in zip(results, ids, strict=True):
+        reduction.value(data, of_one, segments).check(result)
+
+
+@pytest.mark.parametrize("name", ["segment_mean", "segment_softmax", "segment_argmax", "segment_argmin"])
+def test_flags_have_names(name: str) -> None:
+    """Where jax.ops has no such function, nothing but the number of segments is known by its place."""
+    with pytest.raises(TypeError, match=f"{name}\\(\\) takes from 2 to 3 positional arguments but 4 were given"):
+        getattr(jax_baracuda, name)(np.ones((3, 2), np.float32), np.zeros(3, np.int32), 1, True)

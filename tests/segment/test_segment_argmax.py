@@ -1,0 +1,113 @@
+"""What is special to segment_argmax and segment_argmin: the first winner, NaN, zeros of both signs, integers."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from segment.reference import ARGMAX, ARGMIN, MAX, MIN, Batch, Reduction, kernels_in
+from support import cases
+from support.cases import FLOATING, INTEGERS, Shape, assert_same_bits
+
+each_arg = pytest.mark.parametrize("reduction", [ARGMAX, ARGMIN], ids=str)
+
+SPECIALS = (np.nan, np.copysign(np.nan, -1), np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0)
+
+
+@pytest.mark.parametrize("layout", ["wide rows", "scalar rows", "far apart"])
+@pytest.mark.parametrize("dtype", FLOATING)
+@each_arg
+def test_special_values_exhaustively(reduction: Reduction, dtype: str, layout: str) -> None:
+    """Every sequence of one to four special values: NumPy's argmax, so the first NaN, and -0 equal to +0."""
+    batch = Batch()
+    for length in range(1, 5) if layout != "far apart" else (3,):
+        columns = np.array(list(itertools.product(SPECIALS, repeat=length))).T.astype(jnp.dtype(dtype))
+        if layout == "scalar rows":
+            segments = columns.shape[1]
+            data, ids = columns.reshape(-1), np.tile(np.arange(segments, dtype=np.int32), length)
+        elif layout == "wide rows":
+            segments, data, ids = 1, columns, np.zeros(length, np.int32)
+        else:  # in different threads or blocks; what lies between does not win
+            segments, data = (
+                1,
+                np.full((1500, columns.shape[1]), -np.inf if reduction is ARGMAX else np.inf, columns.dtype),
+            )
+            data[[10, 700, 1499]] = columns
+            ids = np.zeros(1500, np.int32)
+        expected = reduction.value(data, ids, segments)
+        if segments == 1:
+            by_numpy = getattr(np, str(reduction))(data.astype(np.float64), axis=0)
+            np.testing.assert_array_equal(expected.exact[0], by_numpy)
+        batch.add(lambda x, i=ids, s=segments: reduction(x, i, s), (data,), expected.check)
+    with cases.x64_for(dtype):
+        batch.run()
+
+
+@pytest.mark.parametrize("is_sorted", [False, True], ids=["unsorted", "sorted"])
+@each_arg
+def test_first_of_many_ties(rng: np.random.Generator, reduction: Reduction, is_sorted: bool) -> None:
+    """Of equal values, and of values equal to the identity, the lowest row wins, whatever its position."""
+    batch = Batch()
+    for dtype in ("float32", "bfloat16", "int32", "uint32", "int8", "uint8", "bool"):
+        info_or_none = None if dtype == "bool" else jnp.iinfo(dtype) if "int" in dtype else jnp.finfo(dtype)
+        for fill in (0, 1) if info_or_none is None else (0, info_or_none.min, info_or_none.max):
+            for shape in (Shape(5000, (), 7), Shape(3000, (33,), 3), Shape(300, (3,), 1000)):
+                data = np.full((shape.rows, *shape.row_shape), fill, jnp.dtype(dtype))
+                ids = cases.make_ids(rng, shape.rows, shape.segments, is_sorted=is_sorted)
+                expected = reduction.value(data, ids, shape.segments)
+                batch.add(
+                    lambda x, i, s=shape.segments: reduction(x, i, s, indices_are_sorted=is_sorted),
+                    (data, ids),
+                    lambda actual, e=expected, where=f"{dtype} {fill} {shape}": e.check(actual, where),
+                )
+    batch.run()
+
+
+@each_arg
+def test_infinite_data(reduction: Reduction) -> None:
+    """Rows at the identity of the maximum still win over no rows."""
+    for value in (-np.inf, np.inf, np.nan):
+        data = np.full((3, 2), value, np.float32)
+        assert_same_bits(
+            reduction(data, np.array([2, 0, 0]), 4), np.array([[1] * 2, [3] * 2, [0] * 2, [3] * 2], np.int32)
+        )
+
+
+@each_arg
+def test_result_is_int32(rng: np.random.Generator, reduction: Reduction) -> None:
+    """Whatever the dtype of data and ids, with 64-bit types on and off, and one kernel serves every dtype."""
+    for dtype in ("bool", *INTEGERS, *FLOATING):
+        data, ids = cases.make_data(rng, (30, 2), dtype), cases.make_ids(rng, 30, 4, "int64")
+        with cases.x64_for(dtype, ids.dtype):
+            call = jax.jit(lambda x, i: reduction(x, i, 4))
+            assert kernels_in(call.lower(data, ids).as_text()) == [reduction.name]
+            reduction.value(data, ids, 4).check(call(data, ids), dtype)
+
+
+@each_arg
+def test_winners_attain_the_extremum(rng: np.random.Generator, reduction: Reduction) -> None:
+    """Taking the winning rows gives the extremum, in every segment that is not empty."""
+    data, ids = rng.normal(size=(500, 6)).astype(np.float32), cases.make_ids(rng, 500, 200)
+    winner = reduction(data, ids, 200)
+    extremum = (MAX if reduction is ARGMAX else MIN)(data, ids, 200)
+    taken = jnp.take_along_axis(jnp.asarray(data), winner, axis=0, mode="fill", fill_value=jnp.nan)
+    is_empty = cases.counts(ids, 200) == 0
+    assert is_empty.any()
+    assert (np.asarray(winner)[is_empty] == 500).all()
+    assert_same_bits(np.asarray(taken)[~is_empty], np.asarray(extremum)[~is_empty])
+
+
+@each_arg
+def test_no_rows(reduction: Reduction) -> None:
+    assert_same_bits(reduction(np.ones((0, 2), np.float32), np.zeros(0, int), 3), np.zeros((3, 2), np.int32))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_dtypes_without_kernel(dtype: str) -> None:
+    """They run as plain JAX, also those that have no infinity."""
+    data, ids = np.array([1, 3, 3, 2]).astype(jnp.dtype(dtype)), np.array([0, 0, 0, 1])
+    assert_same_bits(ARGMAX(data, ids, 3), np.array([1, 3, 4], np.int32))
+    assert_same_bits(ARGMIN(data, ids, 3), np.array([0, 3, 4], np.int32))

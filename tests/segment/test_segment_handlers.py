@@ -1,0 +1,152 @@
+"""The native handlers of all segment ops trust nothing: what does not fit gives an error, never a crash."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from segment.handler_calls import BATCH, FEATURES, ORDER, OUTPUT, ROW_SHAPE, ROWS, SEGMENTS, TARGETS, WINNER, good_call
+from support import cases, handlers
+from support.handlers import Array, Call, with_dtypes, with_other_shapes
+
+from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES
+from jax_baracuda._core.op import OPS
+
+
+def assert_refused(call: Call, what: str) -> None:
+    handlers.assert_refused(call, what, [*(x.name for x in call.arrays()), "expected"])
+
+
+def segments_are_fixed(call: Call) -> bool:
+    """Whether more than one array says how many segments there are."""
+    return sum(x.shape[1] == SEGMENTS for x in call.arrays()) > 1
+
+
+def test_table_is_complete() -> None:
+    """Each op of the family is here, with as many operands and results as its definition names."""
+    assert set(TARGETS) == {name for name in OPS if name.startswith("segment_")}
+    for target, (operands, results) in TARGETS.items():
+        assert len(operands) == len(OPS[target].operands)
+        assert len(results) == len(OPS[target].results)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_fits_is_accepted(target: str) -> None:
+    """The calls that the tests below spoil are good as they are, with any of their operands shared by the batch."""
+    good_call(target).run()
+    num_operands = len(TARGETS[target][0])
+    for count in range(1, num_operands + 1):
+        for shared in itertools.combinations(range(num_operands), count):
+            names = {TARGETS[target][0][i].name for i in shared}
+            if target.endswith(("max_backward", "min_backward")) and len(names & {"winner", "output"}) == 1:
+                continue  # winners and maxima come from one kernel
+            if {"mantissa", "packed"} & names and not {"mantissa", "packed"} <= names:
+                continue  # likewise
+            if count < 3 or count == num_operands:
+                good_call(target, shared).run()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_bad_shapes_are_refused(target: str) -> None:
+    """Each operand and result with another rank, batch, number of rows, segments or features."""
+    good = good_call(target)
+    for how, array, call in good.with_other(with_other_shapes):
+        if array.shape[1] == SEGMENTS and how.startswith("dimension 1") and not segments_are_fixed(good):
+            continue  # as good a number of segments as any
+        assert_refused(call, f"{array.name} {how}")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_bad_dtypes_are_refused(target: str) -> None:
+    """Each operand and result with a dtype that has no kernel, or that does not fit to the others."""
+    without_kernel = ("int16", "complex64", "int8", "bool", "uint8")
+
+    def with_other_dtypes(array: Array) -> dict[str, Array]:
+        has_result_of_data = not target.startswith("segment_arg")
+        of_kernels = ("float16", "int32", "float32") if has_result_of_data or array.name != "data" else ()
+        return with_dtypes(array, without_kernel + of_kernels)
+
+    for dtype, array, call in good_call(target).with_other(with_other_dtypes):
+        assert_refused(call, f"{array.name} {dtype}")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_other_numbers_of_buffers_and_attributes_are_refused(target: str) -> None:
+    """XLA itself refuses them; of maxima, data and output are optional."""
+    good = good_call(target)
+    extra = Array("extra", (BATCH, ROWS), "int32")
+    calls = {
+        "operand missing": dataclasses.replace(good, operands=good.operands[:-1]),
+        "operand too many": dataclasses.replace(good, operands=(*good.operands, extra)),
+        "only one operand": dataclasses.replace(good, operands=good.operands[:1]),
+        "result too many": dataclasses.replace(good, results=(*good.results, extra)),
+        "two results too many": dataclasses.replace(good, results=(*good.results, extra, extra)),
+    }
+    if len(good.results) > 1 or cases.PLATFORM == "cpu":  # on GPUs, XLA removes a call that has no result
+        calls["result missing"] = dataclasses.replace(good, results=good.results[:-1])
+    for what, call in calls.items():
+        # On GPUs, the scratch may lie in the place of a result that is missing.
+        names = [result.name for result in good.results]
+        handlers.assert_miscount_refused(
+            call, what, ["expected both data and output", "scratch", "expected one scratch", *names]
+        )
+    handlers.assert_other_attributes_refused(good)
+
+
+@pytest.mark.parametrize("target", ["segment_softmax", "segment_softmax_backward"])
+def test_negative_number_of_segments_is_refused(target: str) -> None:
+    good = good_call(target)
+    call = dataclasses.replace(good, attributes={**good.attributes, "num_segments": -1})
+    assert f"{target}: num_segments" in handlers.refusal(call, "num_segments == -1")
+
+
+@pytest.mark.parametrize("target", ["segment_max_with_winner", "segment_min_with_winner"])
+def test_order_without_segments(target: str, rng: np.random.Generator) -> None:
+    """The order of rows is written where no cell is: the gradient goes by it."""
+    call = good_call(target)
+    no_cells = tuple(dataclasses.replace(x, shape=(BATCH, 0, FEATURES)) for x in (OUTPUT, WINNER))
+    call = dataclasses.replace(call, results=(*no_cells, ORDER))
+    operands = {"data": rng.normal(size=ROW_SHAPE).astype(np.float32), "segment_ids": np.zeros((BATCH, ROWS), np.int32)}
+    order = call.results_of(operands)["order"]
+    np.testing.assert_array_equal(np.sort(order, axis=1), np.tile(np.arange(ROWS), (BATCH, 1)))
+
+
+def planned_calls(target: str, rows: int) -> Iterator[tuple[list[jax.ShapeDtypeStruct], dict[str, Any]]]:
+    """Operands and params of calls with so many rows, of all sizes and flags that a plan may depend on."""
+    op, dtypes = OPS[target], ("float16", "float32")
+    is_of_extremum = target in ("segment_max_backward", "segment_min_backward")
+    segment_counts, feature_counts = (0, 1, 3, 40, 900, 5000, 100_000), (0, 1, 2, 3, 4, 8, 33, 64, 128, 1 << 20)
+    for batch, segments, features in itertools.product((1, 3), segment_counts, feature_counts):
+        sizes = {"batch": batch, "row": rows, "segment": segments, "...": features}
+        for dtype, flag, other_flag in itertools.product(dtypes, (False, True), (False, True)):
+            names = op.operands[:4] if is_of_extremum and other_flag else op.operands  # without ties
+            operands = [
+                jax.ShapeDtypeStruct([sizes[name] for name in dimensions], dtype if "..." in dimensions else np.int32)
+                for dimensions in names
+            ]
+            if is_of_extremum and flag:
+                operands[3] = jax.ShapeDtypeStruct((batch, 1), np.int32)  # without an order
+            yield operands, {"num_segments": segments, "indices_are_sorted": flag, "deterministic": other_flag}
+
+
+@pytest.mark.parametrize("platform", KERNEL_PLATFORMS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_strategy_is_planned(target: str, platform: str) -> None:
+    """The strategies that the native module names are those that calls of some size and flags are run by."""
+    native = NATIVE_MODULES[platform]
+    if native.module is None:
+        cases.skip_for_lack_of(platform, f"{platform}: {native.problem}")
+    plans = {
+        OPS[target].plan(platform, operands, params)
+        for rows in (0, 1, 64, 3000, 40_000, 1 << 21, 1 << 25)
+        for operands, params in planned_calls(target, rows)
+    }
+    strategies = native.strategies()[target]
+    assert {plan.strategy for plan in plans} == set(strategies) and len(strategies) == len(set(strategies))
+    assert all(plan.scratch_bytes >= 0 for plan in plans)
+    assert platform != "cpu" or all(plan.scratch_bytes == 0 for plan in plans)

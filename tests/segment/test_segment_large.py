@@ -1,0 +1,132 @@
+"""Arrays of more than 2^31 elements: rows and cells beyond are read and written where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from segment.reference import MAX
+from support import cases
+from support.cases import assert_same_bits
+from support.large import require_memory
+
+from jax_baracuda import segment_max, segment_sum, segment_sum_backward
+
+LARGE_ROWS, LARGE_FEATURES, LARGE_SEGMENTS = 2**26 + 5, 33, 1009
+
+
+def large_value(row: Any, feature: Any) -> Any:
+    """Small numbers, but for the last two rows of each segment, which lie beyond element 2^31 and hold its maximum."""
+    is_last = row >= LARGE_ROWS - 2 * LARGE_SEGMENTS
+    return np.where(is_last, (row + 3 * feature) % 120, (row * 7 + feature * 13) % 101 - 125).astype(np.int8)
+
+
+def large_data(dtype: Any) -> jax.Array:
+    def formula() -> jax.Array:
+        shape = (LARGE_ROWS, LARGE_FEATURES)
+        row, feature = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+        is_last = row >= LARGE_ROWS - 2 * LARGE_SEGMENTS
+        return jnp.where(is_last, (row + 3 * feature) % 120, (row * 7 + feature * 13) % 101 - 125).astype(dtype)
+
+    return jax.jit(formula)()
+
+
+@pytest.mark.parametrize("is_sorted", [False, True], ids=["unsorted", "sorted"])
+def test_more_than_2_31_elements_of_data(is_sorted: bool) -> None:
+    """Rows whose elements have numbers of 2^31 and more are read where they are."""
+    require_memory(12 if cases.PLATFORM == "cpu" else 40)
+    assert (LARGE_ROWS - 2 * LARGE_SEGMENTS) * LARGE_FEATURES > 2**31
+    data = large_data(jnp.int8)
+    rows = np.arange(LARGE_ROWS, dtype=np.int32)
+    rows_per_segment = -(-LARGE_ROWS // LARGE_SEGMENTS)
+    ids = rows // rows_per_segment if is_sorted else rows % LARGE_SEGMENTS
+    reduce = jax.jit(lambda data, ids: segment_max(data, ids, LARGE_SEGMENTS, indices_are_sorted=is_sorted))
+    output = np.asarray(reduce(data, jnp.asarray(ids)))
+    feature = np.arange(LARGE_FEATURES)
+    for segment in (0, 1, 2, 500, LARGE_SEGMENTS - 3, LARGE_SEGMENTS - 2, LARGE_SEGMENTS - 1):
+        expected = large_value(np.flatnonzero(ids == segment)[:, None], feature).max(axis=0)
+        np.testing.assert_array_equal(output[segment], expected)
+
+
+def test_more_than_2_31_elements_of_output() -> None:
+    """Segments whose cells have numbers of 2^31 and more are written where they belong."""
+    require_memory(12 if cases.PLATFORM == "cpu" else 40)
+    segments = np.array([0, 1, LARGE_ROWS // 2, LARGE_ROWS - 2, LARGE_ROWS - 1, LARGE_ROWS, LARGE_ROWS])
+    data = np.arange(7 * LARGE_FEATURES).reshape(7, LARGE_FEATURES).astype(np.int8)
+    output = jax.jit(lambda data, ids: segment_max(data, ids, LARGE_ROWS))(data, segments)
+    np.testing.assert_array_equal(output[jnp.asarray(segments[:5])], data[:5])
+    others = jnp.asarray([2, 3, LARGE_ROWS // 2 + 1, LARGE_ROWS - 4, LARGE_ROWS - 3])
+    np.testing.assert_array_equal(output[others], np.full((5, LARGE_FEATURES), -128, np.int8))
+
+
+def test_gradient_of_more_than_2_31_elements() -> None:
+    """The gradient of rows beyond element 2^31: the last row of a segment wins a feature, or the last but one."""
+    if cases.PLATFORM == "cpu":
+        pytest.skip("takes 20 GB of memory: on GPUs only")
+    require_memory(40)
+    data = large_data(jnp.bfloat16)
+    ids = jnp.arange(LARGE_ROWS, dtype=jnp.int32) % LARGE_SEGMENTS
+    d_output = jnp.ones((LARGE_SEGMENTS, LARGE_FEATURES), jnp.bfloat16)
+    pullback = jax.jit(lambda x, d: MAX.pullback(x, ids, LARGE_SEGMENTS, d)[1])
+    d_data = pullback(data, d_output)
+    tail = slice(LARGE_ROWS - 4 * LARGE_SEGMENTS, LARGE_ROWS)
+    expected = cases.reference_max_gradient(
+        np.asarray(d_output), np.asarray(data[tail]), np.asarray(ids[tail]), "split"
+    )
+    assert_same_bits(d_data[tail], expected)
+    assert float(jnp.abs(d_data[: LARGE_ROWS - 4 * LARGE_SEGMENTS]).max()) == 0
+
+
+@pytest.mark.parametrize("is_sorted", [False, True], ids=["unsorted", "sorted"])
+def test_sum_of_more_than_2_31_elements(is_sorted: bool) -> None:
+    """Each row is counted in its segment once, those beyond element 2^31 too: sums of ones and of row parities."""
+    if cases.PLATFORM == "cpu":
+        pytest.skip("takes 10 GB of memory: on GPUs only")
+    require_memory(20)
+    rows = jnp.arange(LARGE_ROWS, dtype=jnp.int32)
+    rows_per_segment = -(-LARGE_ROWS // LARGE_SEGMENTS)
+    ids = rows // rows_per_segment if is_sorted else rows % LARGE_SEGMENTS
+    # float32 counts to 2^24; a segment has 2^16 rows. The last feature tells rows beyond element 2^31 from the others.
+    data = jnp.ones((LARGE_ROWS, LARGE_FEATURES), jnp.bfloat16)
+    is_last = rows >= LARGE_ROWS - 2 * LARGE_SEGMENTS
+    data = data.at[:, -1].set(is_last.astype(jnp.bfloat16))
+    total = jax.jit(lambda x, i: segment_sum(x, i, LARGE_SEGMENTS, indices_are_sorted=is_sorted))(data, ids)
+    counts = np.bincount(np.asarray(ids), minlength=LARGE_SEGMENTS)
+    expected = np.repeat(counts[:, None], LARGE_FEATURES, axis=1).astype(np.float32)
+    expected[:, -1] = np.bincount(np.asarray(ids), weights=np.asarray(is_last), minlength=LARGE_SEGMENTS)
+    assert_same_bits(total, expected.astype(jnp.bfloat16))
+
+
+def test_sum_into_more_than_2_31_elements() -> None:
+    """Sums of segments whose cells have numbers of 2^31 and more arrive there, and nowhere else."""
+    if cases.PLATFORM == "cpu":
+        pytest.skip("takes 10 GB of memory: on GPUs only")
+    require_memory(20)
+    segments = np.array([0, 1, LARGE_ROWS // 2, LARGE_ROWS - 1, LARGE_ROWS - 1, LARGE_ROWS, LARGE_ROWS])
+    data = np.arange(1, 1 + 7 * LARGE_FEATURES).reshape(7, LARGE_FEATURES).astype(np.float16)
+    output = jax.jit(lambda data, ids: segment_sum(data, ids, LARGE_ROWS))(data, segments)
+    expected = [data[0], data[1], data[2], data[3] + data[4]]
+    np.testing.assert_array_equal(output[jnp.asarray(segments[:4])], np.stack(expected))
+    assert int((output != 0).sum()) == 4 * LARGE_FEATURES
+
+
+def test_gather_of_more_than_2_31_elements() -> None:
+    """The gradient of a sum writes each row's cotangent, also beyond element 2^31."""
+    if cases.PLATFORM == "cpu":
+        pytest.skip("takes 10 GB of memory: on GPUs only")
+    require_memory(20)
+    ids = jnp.arange(LARGE_ROWS, dtype=jnp.int32) % (LARGE_SEGMENTS + 1)  # the last is dropped
+    d_output = jnp.arange(LARGE_SEGMENTS, dtype=jnp.float32)[:, None] % 251 + jnp.arange(LARGE_FEATURES) % 5
+    d_output = d_output.astype(jnp.bfloat16)
+    d_data = jax.jit(segment_sum_backward)(d_output, ids)
+    is_right = jax.jit(
+        lambda d_data: jnp.all(d_data == jnp.where(ids[:, None] < LARGE_SEGMENTS, jnp.take(d_output, ids, axis=0), 0))
+    )
+    assert bool(is_right(d_data))
+    for row in (0, LARGE_ROWS // 2, LARGE_ROWS - 1, LARGE_ROWS - 2):
+        segment = int(ids[row])
+        expected = np.asarray(d_output[segment]) if segment < LARGE_SEGMENTS else np.zeros(LARGE_FEATURES)
+        np.testing.assert_array_equal(np.asarray(d_data[row]), expected)

@@ -1,0 +1,526 @@
+"""What is special to segment_max and segment_min: ties and their winners, special values, the order of rows."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from segment.reference import MAX, MIN, Batch, Reduction, extremum_gradient_of_rows, value_and_pullback
+from support import cases
+from support.cases import FLOATING, TIE_BREAKS, Shape, assert_same_bits
+
+from jax_baracuda import segment_max_backward, unsorted_segment_max_backward
+from jax_baracuda._core.op import OPS
+
+each_extremum = pytest.mark.parametrize("extremum", [MAX, MIN], ids=str)
+each_tie_break = pytest.mark.parametrize("tie_break", TIE_BREAKS)
+
+
+def flip(extremum: Reduction, data: np.ndarray) -> np.ndarray:
+    """Data whose minima are where these data have their maxima, for the minimum."""
+    return data if extremum is MAX else cases.flipped(data)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Special values.
+
+SPECIALS = (np.nan, np.copysign(np.nan, -1), np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0)
+
+
+def special_columns(length: int) -> np.ndarray:
+    """Every sequence of this length of NaN, infinities, zeros and ones of both signs: ``[length, 8 ** length]``."""
+    return np.array(list(itertools.product(SPECIALS, repeat=length))).T
+
+
+def add_value_and_gradients(
+    batch: Batch, extremum: Reduction, data: np.ndarray, ids: np.ndarray, segments: int, cotangent: np.ndarray
+) -> None:
+    """Adds the value alone, and value and gradient for each way to break ties."""
+    expected = extremum.value(data, ids, segments)
+    batch.add(lambda x: extremum(x, ids, segments), (data,), expected.check)
+    for options in extremum.options:
+
+        def check(output: jax.Array, d_data: jax.Array, options: dict[str, Any] = options) -> None:
+            expected.check(output)
+            extremum.gradient(cotangent, data, ids, segments, **options).check(d_data, str(options))
+
+        pullback = functools.partial(extremum.pullback, ids=ids, segments=segments, **options)
+        batch.add(lambda x, d, f=pullback: f(x, cotangent=d), (data, cotangent), check)
+
+
+@pytest.mark.parametrize("filler", [2.0, np.inf])
+@pytest.mark.parametrize("dtype", FLOATING)
+@each_extremum
+def test_special_values_far_apart(extremum: Reduction, dtype: str, filler: float) -> None:
+    """Sequences of three special values in rows far apart, which different threads or blocks reduce, then merge."""
+    columns = special_columns(3)
+    data = np.full((1500, columns.shape[1]), -filler if extremum is MAX else filler, jnp.dtype(dtype))
+    data[[10, 700, 1499]] = columns.astype(data.dtype)
+    ids = np.zeros(len(data), np.int32)
+    cotangent = np.full((1, columns.shape[1]), 3000, data.dtype)
+    add_value_and_gradients(batch := Batch(), extremum, data, ids, 1, cotangent)
+    with cases.x64_for(dtype):
+        batch.run()
+
+
+@pytest.mark.parametrize("layout", ["wide rows", "scalar rows", "narrow rows"])
+@pytest.mark.parametrize("dtype", FLOATING)
+@each_extremum
+def test_special_values_exhaustively(extremum: Reduction, dtype: str, layout: str) -> None:
+    """Every sequence of one to four NaN, infinities, zeros and ones of both signs, value and gradient."""
+    batch = Batch()
+    for length in range(1, 5):
+        columns = special_columns(length)
+        if layout == "wide rows":  # a cell per feature
+            data, ids, segments = columns, np.zeros(length, np.int32), 1
+        else:  # a cell per segment
+            width = 1 if layout == "scalar rows" else 2
+            segments = columns.shape[1] // width
+            data = columns.reshape(length * segments, width)
+            data = data[:, 0] if width == 1 else data
+            ids = np.tile(np.arange(segments, dtype=np.int32), length)
+        data = data.astype(jnp.dtype(dtype))
+        cotangent = np.full((segments, *data.shape[1:]), 3, data.dtype)
+        add_value_and_gradients(batch, extremum, data, ids, segments, cotangent)
+    with cases.x64_for(dtype):
+        batch.run()
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+@each_extremum
+def test_subnormal_numbers(rng: np.random.Generator, extremum: Reduction, dtype: str) -> None:
+    """Numbers below the smallest normal one are neither rounded to zero nor tied with it, in value and gradient."""
+    np_dtype = jnp.dtype(dtype)
+    magnitudes = rng.integers(0, 5, (40, 6)).astype(f"uint{8 * np_dtype.itemsize}").view(np_dtype)
+    data = np.where(rng.random((40, 6)) < 0.4, -magnitudes, magnitudes)
+    ids = cases.make_ids(rng, 40, 7)
+    cotangent = cases.cotangent(rng, (7, 6), dtype)
+    with cases.x64_for(dtype):
+        extremum.value(data, ids, 7).check(extremum(data, ids, 7))
+        for options in extremum.options:
+            d_data = extremum.call_backward(cotangent, data, ids, 7, **options)
+            extremum.gradient(cotangent, data, ids, 7, **options).check(d_data)
+
+
+NARROW_ROWS = (
+    (MAX, "float32", ()),
+    (MAX, "bfloat16", (3,)),
+    (MIN, "float32", ()),
+)
+
+
+@pytest.mark.parametrize(("extremum", "dtype", "row_shape"), NARROW_ROWS, ids=str)
+def test_many_narrow_rows(
+    rng: np.random.Generator, extremum: Reduction, dtype: str, row_shape: tuple[int, ...]
+) -> None:
+    """So many rows of few features that a GPU skips, in the end, most of those that cannot be a maximum."""
+    rows, segments = (1 << 24) + 77, 70_000
+    ids = rng.integers(-1, segments + 1, rows, dtype=np.int32)
+    ids[ids == 17] = 18  # an empty segment
+    data = jnp.asarray(rng.normal(size=(rows, *row_shape)).astype(np.float32) * 1000).astype(dtype)
+    output = extremum(data, ids, segments)
+    wide = np.asarray(data.astype(jnp.float32)) if dtype == "bfloat16" else np.asarray(data)
+    is_member = (ids >= 0) & (ids < segments)
+    expected = np.full((segments, *row_shape), cases.identity(jnp.dtype(wide.dtype)), wide.dtype)
+    np.maximum.at(expected, ids[is_member], flip(extremum, wide[is_member]))
+    expected = flip(extremum, expected)
+    np.testing.assert_array_equal(np.asarray(output.astype(wide.dtype)), expected)
+    if dtype != "int32":
+        d_data = extremum.call_backward(jnp.ones_like(output), data, ids, segments, tie_break="first")
+        received = np.zeros_like(expected)
+        np.add.at(received, ids[is_member], np.asarray(d_data.astype(jnp.float32))[is_member])
+        np.testing.assert_array_equal(received, np.isfinite(expected))  # each cell's cotangent arrives exactly once
+        takes = np.asarray(d_data.astype(jnp.float32)) == 1
+        np.testing.assert_array_equal(wide[takes], expected[np.clip(ids, 0, segments - 1)][takes])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ties.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@each_extremum
+def test_gradient_of_ties_equals_jax(rng: np.random.Generator, extremum: Reduction, dtype: str) -> None:
+    """On finite data, the gradient of jax.ops, which rounds a share twice and ours once."""
+    for values in ("distinct", "ties"):
+        data, ids = cases.make_data(rng, (200, 5), dtype, values), cases.make_ids(rng, 200, 12)
+        cotangent = cases.cotangent(rng, (12, 5), dtype)
+        with cases.x64_for(dtype):
+            _, ours = extremum.pullback(data, ids, 12, cotangent)
+            by_jax = functools.partial(extremum.by_jax, segment_ids=ids, num_segments=12)
+            _, expected = value_and_pullback(by_jax, jnp.asarray(data), cotangent)
+        rtol = 0 if values == "distinct" else 2 * float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(ours, expected, rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+@each_extremum
+def test_losers_get_exact_zeros(rng: np.random.Generator, extremum: Reduction, dtype: str) -> None:
+    """A cotangent that is not finite reaches the winners and no other row (JAX's own gradient gives NaN there)."""
+    data, ids = cases.make_data(rng, (60, 4), dtype, "ties"), cases.make_ids(rng, 60, 5)
+    for bad, tie_break in itertools.product((np.nan, np.inf, -np.inf), TIE_BREAKS):
+        cotangent = np.full((5, 4), bad, jnp.dtype(dtype))
+        with cases.x64_for(dtype):
+            _, d_data = extremum.pullback(flip(extremum, data), ids, 5, cotangent, tie_break=tie_break)
+        gets_share = cases.shares(data, ids, 5, tie_break) > 0
+        assert gets_share.any() and not gets_share.all()
+        assert_same_bits(d_data, np.where(gets_share, bad, 0).astype(data.dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+@each_extremum
+def test_many_ties(extremum: Reduction, dtype: str) -> None:
+    """The number of ties is an exact integer, also where the dtype cannot count that far."""
+    for count in (2, 3, 256, 257, 2049, 70_001):
+        data = np.full((count + 2, 2), 5, jnp.dtype(dtype))
+        data[0] = data[-1] = 4
+        d_output = np.array([[30.0, -7.0]], data.dtype)
+        ids = np.zeros(count + 2, np.int32)
+        with cases.x64_for(dtype):
+            d_data = extremum.call_backward(d_output, flip(extremum, data), ids, 1, tie_break="split")
+        expected = np.broadcast_to((d_output.astype(np.float64) / count).astype(data.dtype), data.shape).copy()
+        expected[0] = expected[-1] = 0
+        assert_same_bits(d_data, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+@each_extremum
+def test_ties_by_hand(extremum: Reduction, dtype: str) -> None:
+    """-0 and +0 tie; -inf ties with the identity; NaN passes nothing; "first" takes the lowest row."""
+    data = np.array([-0.0, 0.0, -np.inf, -np.inf, -np.inf, np.nan, 7, 3, 3, 1], jnp.dtype(dtype))
+    ids = np.array([0, 0, 1, 2, 2, 3, 3, 4, 4, 4])
+    ones = np.ones(6, data.dtype)
+    third = data.dtype.type(1 / 3)
+    data = flip(extremum, data)
+    with cases.x64_for(dtype):
+        split = extremum.call_backward(ones, data, ids, 6, tie_break="split")
+        first = [extremum.call_backward(ones, data, ids, 6, tie_break="first")]
+        if extremum is MAX:
+            first.append(unsorted_segment_max_backward(ones, data, ids))
+    assert_same_bits(split, np.array([0.5, 0.5, 0.5, third, third, 0, 0, 0.5, 0.5, 0], data.dtype))
+    for gradient in first:
+        assert_same_bits(gradient, np.array([1, 0, 1, 1, 0, 0, 0, 1, 0, 0], data.dtype))
+
+
+@pytest.mark.parametrize("bucket_size", [1, 7, 40, 64])
+@each_extremum
+def test_bucket_size_gradient(rng: np.random.Generator, extremum: Reduction, bucket_size: int) -> None:
+    """Tied buckets share first, then the rows within; compared with NumPy and with jax.ops. "first" ignores buckets."""
+    rows, segments = 40, 3
+    data = rng.integers(0, 3, (rows, 4)).astype(np.float32)
+    ids = cases.make_ids(rng, rows, segments)
+    d_output = cases.cotangent(rng, (segments, 4), "float32")
+    buckets = [slice(i, i + bucket_size) for i in range(0, rows, bucket_size)]
+    maxima = np.stack([cases.reference_max(data[b], ids[b], segments) for b in buckets])
+    num_tied_buckets = (maxima == maxima.max(axis=0)).sum(axis=0)
+    expected = np.concatenate(
+        [
+            cases.reference_max_gradient(
+                np.where(maxima[k] == maxima.max(axis=0), d_output / num_tied_buckets, 0).astype(np.float64),
+                data[b].astype(np.float64),
+                ids[b],
+                "split",
+            )
+            for k, b in enumerate(buckets)
+        ]
+    )
+    first_expected = cases.reference_max_gradient(d_output, data, ids, "first")
+    data = jnp.asarray(flip(extremum, data))
+    options = {"bucket_size": bucket_size}
+    _, ours = extremum.pullback(data, ids, segments, d_output, **options)
+    by_jax = functools.partial(extremum.by_jax, segment_ids=ids, num_segments=segments, **options)
+    _, expected_by_jax = value_and_pullback(by_jax, data, d_output)
+    eps = np.finfo(np.float32).eps
+    np.testing.assert_allclose(ours, expected, rtol=2 * eps, atol=0)  # two divisions, and JAX's product by a quotient
+    np.testing.assert_allclose(ours, expected_by_jax, rtol=3 * eps, atol=0)
+    _, first = extremum.pullback(data, ids, segments, d_output, tie_break="first", **options)
+    assert_same_bits(first, first_expected)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "complex64"])
+@each_extremum
+def test_gradient_of_dtypes_without_kernel(rng: np.random.Generator, extremum: Reduction, dtype: str) -> None:
+    """Where jax.ops has a gradient, ours is the same: no rounding here, as ties are of 1, 2 or 4 rows."""
+    if not hasattr(jnp, dtype):
+        pytest.skip(f"this version of JAX has no {dtype}")
+    values = rng.integers(-2, 2, (3, 2)) + (1j * rng.integers(-2, 2, (3, 2)) if "complex" in dtype else 0)
+    rows = np.repeat(values, (1, 2, 4), axis=0).astype(jnp.dtype(dtype))
+    ids = np.array([0, 1, 1, 2, 2, 2, 2])
+    with cases.x64_for("float64" if dtype == "complex128" else dtype):
+        rows = jnp.asarray(rows)
+        ones = jnp.ones((3, 2), rows.dtype)
+        by_jax = functools.partial(extremum.by_jax, segment_ids=ids, num_segments=3)
+        expected_output, expected = value_and_pullback(by_jax, rows, ones)
+        has_nan = np.isnan(np.asarray(expected_output).astype(np.complex64)).any()  # kinds without infinities
+        for tie_break in TIE_BREAKS:
+            output, gradient = extremum.pullback(rows, ids, 3, ones, tie_break=tie_break)
+            backward = extremum.call_backward(ones, rows, ids, 3, tie_break=tie_break)
+            assert_same_bits(output, np.asarray(expected_output))
+            if tie_break == "split":
+                assert_same_bits(gradient, np.asarray(expected))
+            elif not has_nan:
+                first = np.zeros((7, 2))
+                first[[0, 1, 3]] = 1
+                assert_same_bits(gradient, first.astype(rows.dtype))
+            assert_same_bits(backward, np.asarray(gradient))
+
+
+@each_extremum
+def test_backward_with_broadcast_data(rng: np.random.Generator, extremum: Reduction) -> None:
+    """Where data broadcast over the ids, their cotangent is summed back to their shape."""
+    data, ids = rng.normal(size=(1, 3)).astype(np.float32), np.array([0, 2, 2, 2])
+    d_output = rng.integers(1, 9, (3, 3)).astype(np.float32)
+    for options in extremum.options:
+        d_data = extremum.call_backward(d_output, data, ids, 3, **options)
+        # All rows are equal: each segment with rows gives its cotangent in shares that sum to it.
+        np.testing.assert_allclose(d_data, (d_output[0] + d_output[2])[None], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mapped", ["data", "ids", "both"])
+def test_vmap_over_winners_only(rng: np.random.Generator, mapped: str) -> None:
+    """A cotangent shared by the whole batch, with mapped data or ids."""
+    data = cases.make_data(rng, (4, 20, 3), "float32")
+    ids = np.stack([cases.make_ids(rng, 20, 5) for _ in range(4)])
+    d_output = cases.cotangent(rng, (5, 3), "float32")
+    axes = (0 if mapped != "ids" else None, 0 if mapped != "data" else None)
+    operands = [x if axis == 0 else x[0] for x, axis in zip((data, ids), axes, strict=True)]
+    for tie_break in TIE_BREAKS:
+        backward = jax.vmap(
+            lambda data, ids, tie_break=tie_break: segment_max_backward(d_output, data, ids, tie_break=tie_break), axes
+        )
+        d_data = backward(*operands)
+        for k in range(4):
+            element = [x[k] if axis == 0 else x for x, axis in zip(operands, axes, strict=True)]
+            assert_same_bits(d_data[k], cases.reference_max_gradient(d_output, *element, tie_break))
+
+
+@each_extremum
+def test_residuals(rng: np.random.Generator, extremum: Reduction) -> None:
+    """With tie_break="first" the data are not kept for the backward pass; with "split" they are."""
+    data, ids = jnp.asarray(cases.make_data(rng, (50, 6), "float32")), cases.make_ids(rng, 50, 9)
+    for tie_break, keeps_data in (("first", False), ("split", True)):
+        _, vjp = jax.vjp(lambda x, tie_break=tie_break: extremum(x, ids, 9, tie_break=tie_break), data)
+        residuals = [x for x in jax.tree.leaves(vjp) if hasattr(x, "shape")]
+        assert residuals, "this version of JAX does not show the residuals"
+        assert any(x.dtype == np.float32 for x in residuals) == keeps_data
+        assert (data.size in [x.size for x in residuals]) == keeps_data
+
+
+@pytest.mark.parametrize("tie_break", ["last", None, True])
+@each_extremum
+def test_unknown_tie_break(extremum: Reduction, tie_break: Any) -> None:
+    data, ids, cells = np.ones((4, 2), np.float32), np.array([0, 1, 1, 0]), np.ones((2, 2), np.float32)
+    message = f"tie_break must be 'split' or 'first', got {tie_break!r}"
+    with pytest.raises(ValueError, match=f"{extremum.name}: {message}"):
+        extremum(data, ids, 2, tie_break=tie_break)
+    with pytest.raises(ValueError, match=f"{extremum.name}_backward: {message}"):
+        extremum.call_backward(cells, data, ids, 2, tie_break=tie_break)
+
+
+def test_unsorted_backward_names_itself() -> None:
+    with pytest.raises(ValueError, match="segment_max_backward: data must have one row per id"):
+        unsorted_segment_max_backward(np.ones((2, 2), np.float32), np.ones((3, 2), np.float32), np.arange(4))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Higher derivatives and forward mode where ties are broken, against the matrix of shares.
+
+
+def jacobian(data: np.ndarray, ids: np.ndarray, segments: int, tie_break: str) -> np.ndarray:
+    """d maxima / d data as a matrix ``[segments * features, rows * features]``, in float64."""
+    weights = cases.shares(data, ids, segments, tie_break)
+    rows, features = data.shape
+    matrix = np.zeros((segments, features, rows, features))
+    for row, feature in np.ndindex(rows, features):
+        if 0 <= ids[row] < segments:
+            matrix[ids[row], feature, row, feature] = weights[row, feature]
+    return matrix.reshape(segments * features, rows * features)
+
+
+def tied_problem(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Finite float64 data [10, 2] with ties in 3 segments, all of them with rows; some rows dropped."""
+    data = cases.make_data(rng, (10, 2), "float64", "ties")
+    return data, rng.permutation(np.array([0, 0, 0, 1, 1, 2, 2, 2, -1, 3]))
+
+
+@each_tie_break
+@each_extremum
+def test_higher_derivatives_at_ties(rng: np.random.Generator, extremum: Reduction, tie_break: str) -> None:
+    """Derivatives of sum(output ** 3) up to the third against their closed forms, and every way to the second."""
+    data, ids = tied_problem(rng)
+    a = jacobian(data, ids, 3, tie_break)
+    data = flip(extremum, data)
+    output = extremum.value(data, ids, 3).exact.reshape(-1)
+    hessian = a.T @ np.diag(6 * output) @ a
+    u, v = rng.normal(size=(2, *data.shape))
+
+    def loss(x: jax.Array) -> jax.Array:
+        return (extremum(x, ids, 3, tie_break=tie_break) ** 3).sum()
+
+    @jax.jit
+    def derivatives(x: jax.Array, u: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        hvp_reverse = jax.grad(lambda x: jnp.vdot(jax.grad(loss)(x), v))
+        return (
+            jax.grad(loss)(x),
+            jax.hessian(loss)(x),
+            jax.jacrev(jax.jacrev(loss))(x),
+            jax.jvp(jax.grad(loss), (x,), (v,))[1],
+            hvp_reverse(x),
+            jax.grad(lambda x: jnp.vdot(jax.grad(jax.checkpoint(loss))(x), v))(x),
+            jax.grad(lambda x: jnp.vdot(hvp_reverse(x), u))(x),
+        )
+
+    third = a.T @ (6 * (a @ u.reshape(-1)) * (a @ v.reshape(-1)))
+    hvp = hessian @ v.reshape(-1)
+    expected = (a.T @ (3 * output**2), hessian, hessian, hvp, hvp, hvp, third)
+    with jax.enable_x64(True):
+        for k, (actual, want) in enumerate(zip(derivatives(data, u, v), expected, strict=True)):
+            got = np.asarray(actual).reshape(want.shape)
+            np.testing.assert_allclose(got, want, rtol=1e-13, atol=1e-12, err_msg=str(k))
+
+
+@each_tie_break
+@each_extremum
+def test_forward_mode_at_ties(rng: np.random.Generator, extremum: Reduction, tie_break: str) -> None:
+    """jvp, jacfwd, linearize of the forward-mode function, and grad of its jvp, against the matrix of shares."""
+    data, ids = tied_problem(rng)
+    tangent = rng.normal(size=data.shape)
+    a = jacobian(data, ids, 3, tie_break)
+    data = flip(extremum, data)
+    pushed = a @ tangent.reshape(-1)
+
+    @jax.jit
+    def derivatives(x: jax.Array, t: jax.Array) -> tuple[jax.Array, ...]:
+        reduce = lambda x: extremum.in_forward_mode(x, ids, 3, tie_break=tie_break)  # noqa: E731
+        return (
+            jax.jvp(reduce, (x,), (t,))[1],
+            jax.linearize(reduce, x)[1](t),
+            jax.jacfwd(reduce)(x),
+            jax.grad(lambda x: reduce(x).sum())(x),
+            jax.grad(lambda x: jax.jvp(lambda x: reduce(x) ** 2, (x,), (t,))[1].sum())(x),
+        )
+
+    expected = (pushed, pushed, a, a.sum(0), a.T @ (2 * pushed))
+    with jax.enable_x64(True):
+        for actual, want in zip(derivatives(data, tangent), expected, strict=True):
+            np.testing.assert_allclose(np.asarray(actual).reshape(want.shape), want, rtol=1e-14, atol=1e-14)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The order in which the backward kernel may take the rows.
+
+
+def orders(rng: np.random.Generator, ids: np.ndarray, by_kernel: np.ndarray) -> dict[str, np.ndarray]:
+    """Permutations of the rows, all of which must do."""
+    return {
+        "of the forward kernel": by_kernel,
+        "identity": np.arange(len(ids)),
+        "reverse": np.arange(len(ids))[::-1],
+        "by segment": np.argsort(ids, kind="stable"),
+        "random": rng.permutation(len(ids)),
+    }
+
+
+ORDERED_SHAPES = (Shape(1, (3,), 2), Shape(500, (9,), 40), Shape(33_000, (130,), 4500))
+
+
+@pytest.mark.parametrize("shape", ORDERED_SHAPES, ids=str)
+@each_tie_break
+@each_extremum
+def test_order_is_a_hint(rng: np.random.Generator, extremum: Reduction, tie_break: str, shape: Shape) -> None:
+    """Whatever permutation the backward kernel is told to follow, or none, the gradient is the same."""
+    data, ids = extremum.make_data(rng, shape, "float32"), cases.make_ids(rng, shape.rows, shape.segments)
+    cotangent = cases.cotangent(rng, (shape.segments, *shape.row_shape), "float32")
+    expected = extremum.gradient(cotangent, data, ids, shape.segments, tie_break)
+    with_winner, backward = OPS[f"{extremum.name}_with_winner"], OPS[f"{extremum.name}_backward"]
+    forward_params = {"num_segments": shape.segments, "indices_are_sorted": False, "first_wins": tie_break == "first"}
+
+    def gradient(winner: jax.Array, order: Any, output: jax.Array) -> jax.Array:
+        data_and_output = () if tie_break == "first" else (data[None], output)
+        return backward(cotangent[None], winner, ids[None], order, *data_and_output)[0][0]
+
+    output, winner, by_kernel = with_winner(data[None], ids[None], **forward_params, with_order=True)
+    assert by_kernel.dtype == np.int32 and by_kernel.shape == (1, shape.rows)
+    np.testing.assert_array_equal(np.sort(by_kernel[0]), np.arange(shape.rows))
+    for name, order in orders(rng, ids, np.asarray(by_kernel[0])).items():
+        expected.check(gradient(winner, order[None].astype(np.int32), output), name)
+    without = with_winner(data[None], ids[None], **forward_params, with_order=False)
+    assert without[2].shape == (1, 1)
+    assert_same_bits(without[0], np.asarray(output))
+    assert_same_bits(without[1], np.asarray(winner))
+    expected.check(gradient(winner, without[2], output), "without an order")
+    # Nothing is promised for rows that are no rows, but that memory elsewhere is neither read nor written.
+    for bad in (-1, shape.rows, np.iinfo(np.int32).max, np.iinfo(np.int32).min):
+        garbage = np.where(rng.random(shape.rows) < 0.5, bad, np.arange(shape.rows)).astype(np.int32)
+        jax.block_until_ready(gradient(winner, garbage[None], output))
+
+
+@each_extremum
+def test_order_of_a_batch(rng: np.random.Generator, extremum: Reduction) -> None:
+    """Orders that the batch shares or has one each of, for cells and ids that it shares or has one each of."""
+    shape, size = Shape(60, (9,), 7), 3
+    data = np.stack([extremum.make_data(rng, shape, "float32") for _ in range(size)])
+    cotangent = cases.cotangent(rng, (size, 7, 9), "float32")
+    backward, batch = OPS[f"{extremum.name}_backward"], Batch()
+    for ids_are_shared, order_is_shared in itertools.product((False, True), (False, True)):
+        ids = np.stack([cases.make_ids(rng, 60, 7) for _ in range(1 if ids_are_shared else size)])
+        order = np.stack([rng.permutation(60) for _ in range(1 if order_is_shared else size)]).astype(np.int32)
+        params = {"num_segments": 7, "indices_are_sorted": False, "first_wins": False, "with_order": True}
+        output, winner, _ = OPS[f"{extremum.name}_with_winner"](data, ids, **params)
+
+        def check(results: list[jax.Array], ids: np.ndarray = ids, where: str = f"{ids_are_shared} {order_is_shared}"):
+            for k in range(size):
+                expected = extremum.gradient(cotangent[k], data[k], ids[k % len(ids)], 7, "split")
+                expected.check(results[0][k], where)
+
+        batch.add(lambda *x: list(backward(*x)), (cotangent, winner, ids, order, data, output), check)
+    batch.run()
+
+
+@pytest.mark.parametrize(("size", "mapped"), [(3, "both"), (3, "data"), (2, "ids")])
+@each_extremum
+def test_gradient_of_a_large_batch(rng: np.random.Generator, extremum: Reduction, size: int, mapped: str) -> None:
+    """Gradients that follow the order of the forward kernel, where a GPU sorts the rows of the whole batch together."""
+    rows, segments = (100_000, 5000) if cases.PLATFORM == "cuda" else (2000, 100)
+    data = rng.integers(-20, 20, (size, rows, 32)).astype(np.float32)
+    ids = rng.integers(-segments // 9, segments + segments // 9, (size, rows), dtype=np.int32)
+    d_output = rng.normal(size=(segments, 32)).astype(np.float32)
+    axes = (0 if mapped != "ids" else None, 0 if mapped != "data" else None)
+    operands = [x if axis == 0 else x[0] for x, axis in zip((data, ids), axes, strict=True)]
+    loss = lambda x, i: (d_output * extremum(x, i, segments)).sum()  # noqa: E731
+    d_data = jax.jit(jax.vmap(jax.grad(loss), axes))(*operands)
+    for k in range(size):
+        element = [x[k] if axis == 0 else x for x, axis in zip(operands, axes, strict=True)]
+        expected = extremum_gradient_of_rows(extremum, d_output, *element).astype(np.float32)
+        np.testing.assert_array_equal(np.asarray(d_data[k]), expected, f"element {k}")
+
+
+@pytest.mark.parametrize("shared", ["nothing", "data", "ids"])
+@each_extremum
+def test_order_of_each_element(rng: np.random.Generator, extremum: Reduction, shared: str) -> None:
+    """The order of the forward kernel holds each row of an element once, dropped ones too, by the element's numbers."""
+    size, rows, segments = 3, 33_000, 900
+    data = rng.normal(size=(1 if shared == "data" else size, rows, 33)).astype(np.float32)
+    ids = np.stack([cases.make_ids(rng, rows, segments) for _ in range(1 if shared == "ids" else size)])
+    ids[-1, 5000:20_000] = -1  # so that elements drop different numbers of rows
+    params = {"num_segments": segments, "indices_are_sorted": False, "first_wins": False, "with_order": True}
+    order = np.asarray(OPS[f"{extremum.name}_with_winner"](data, ids, **params)[2])
+    assert order.shape == (size, rows)
+    for k in range(size):
+        np.testing.assert_array_equal(np.sort(order[k]), np.arange(rows), f"element {k}")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_shares_that_are_subnormal(dtype: str) -> None:
+    """Shares among the subnormal numbers, where a quotient may lie halfway between two, are rounded once, to even."""
+    bits = np.arange(1, 3 << (jnp.finfo(dtype).nmant + 1), dtype=np.uint16)
+    cotangent = bits.view(jnp.dtype(dtype))[None]
+    for members in (2, 3, 4, 6, 8, 64):
+        data, ids = np.ones((members, len(bits)), cotangent.dtype), np.zeros(members, np.int32)
+        expected = MAX.gradient(cotangent, data, ids, 1, tie_break="split")
+        expected.check(MAX.call_backward(cotangent, data, ids, 1, tie_break="split"), f"{members} members")

@@ -1,0 +1,232 @@
+"""What is special to segment_prod: zeros, infinities and extreme magnitudes, in the product and in its gradient."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from segment.reference import PROD, Batch, plain_prod
+from support import cases
+from support.cases import FLOATING, WIDE_INTEGERS, Shape, assert_same_bits
+
+from jax_baracuda import segment_prod, segment_prod_backward
+
+SPECIALS = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -2.0, 0.5)
+
+
+def check_value_and_gradient(
+    data: np.ndarray, ids: np.ndarray, segments: int, cotangent: np.ndarray | None = None, where: str = ""
+) -> None:
+    """For ids as they are and, where they are sorted, also with that promise."""
+    cotangent = np.ones((segments, *data.shape[1:]), data.dtype) if cotangent is None else cotangent
+    value, gradient = PROD.value(data, ids, segments), PROD.gradient(cotangent, data, ids, segments)
+    with cases.x64_for(data.dtype):
+        for is_sorted in {False, bool((np.diff(ids) >= 0).all())}:
+            output, d_data = PROD.pullback(data, ids, segments, cotangent, indices_are_sorted=is_sorted)
+            value.check(output, where)
+            value.check(segment_prod(data, ids, segments, is_sorted), where)
+            gradient.check(d_data, f"{where} gradient")
+
+
+@pytest.mark.parametrize("layout", ["wide rows", "scalar rows", "narrow rows"])
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_special_values_exhaustively(dtype: str, layout: str) -> None:
+    """Every sequence of one to four NaN, infinities, zeros of both signs and ordinary numbers, value and gradient."""
+    batch = Batch()
+    for length in range(1, 5):
+        columns = np.array(list(itertools.product(SPECIALS, repeat=length))).T
+        if layout == "wide rows":
+            data, ids, segments = columns, np.zeros(length, np.int32), 1
+        else:
+            width = 1 if layout == "scalar rows" else 2
+            segments = columns.shape[1] // width
+            data = columns.reshape(length * segments, width)
+            data = data[:, 0] if width == 1 else data
+            ids = np.tile(np.arange(segments, dtype=np.int32), length)
+        data = data.astype(jnp.dtype(dtype))
+        cotangent = np.full((segments, *data.shape[1:]), -3, data.dtype)
+        value, gradient = PROD.value(data, ids, segments), PROD.gradient(cotangent, data, ids, segments)
+
+        def check(output: jax.Array, d_data: jax.Array, value=value, gradient=gradient, where=f"{length}") -> None:
+            value.check(output, where)
+            gradient.check(d_data, f"{where} gradient")
+
+        batch.add(lambda x, d, ids=ids, segments=segments: PROD.pullback(x, ids, segments, d), (data, cotangent), check)
+    with cases.x64_for(dtype):
+        batch.run()
+
+
+@pytest.mark.parametrize("num_zeros", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("special", [0.0, -0.0, np.inf, -np.inf, np.nan])
+def test_counts_of_special_values(rng: np.random.Generator, special: float, num_zeros: int) -> None:
+    """Zeros, infinities or NaN in rows far apart: exactly one leaves a gradient to its own row, several to none."""
+    data = np.exp2(rng.integers(-1, 2, (3000, 40)) * rng.choice([0, 1], (3000, 40), p=[0.99, 0.01])).astype(np.float32)
+    ids = np.sort(rng.integers(0, 2, 3000))
+    for feature in range(40):
+        data[rng.choice(3000, num_zeros, replace=False), feature] = special
+    check_value_and_gradient(data, ids, 2)
+    shuffled = rng.permutation(3000)
+    check_value_and_gradient(data[shuffled], ids[shuffled], 2)
+
+
+@pytest.mark.parametrize("order", ["large first", "small first", "alternating", "random"])
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_magnitudes_beyond_the_range_on_the_way(rng: np.random.Generator, dtype: str, order: str) -> None:
+    """Factors whose partial products overflow or underflow, but whose product does not: exact, and so the gradient."""
+    most = int(jnp.finfo(dtype).maxexp) - 1
+    for half in (1, 20, 3000):
+        exponents = np.repeat([most, -most], half)
+        if order == "small first":
+            exponents = exponents[::-1]
+        elif order == "alternating":
+            exponents = exponents.reshape(2, half).T.reshape(-1)
+        elif order == "random":
+            exponents = rng.permutation(exponents)
+        exponents = np.append(exponents, 3)
+        column = np.exp2(exponents.astype(np.float64))
+        signs = rng.choice([-1.0, 1.0], (len(column), 5))
+        data = (column[:, None] * signs).astype(jnp.dtype(dtype))
+        ids = np.zeros(len(data), np.int32)
+        cotangent = np.full((1, 5), 1.0, data.dtype)
+        check_value_and_gradient(data, ids, 1, cotangent, f"{half} {order}")
+        with cases.x64_for(dtype):
+            assert_same_bits(np.abs(segment_prod(data, ids, 1)), np.full((1, 5), 8, data.dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_subnormal_factors_and_products(rng: np.random.Generator, dtype: str) -> None:
+    """Factors and products below the smallest normal number are neither zero nor less precise than they are."""
+    info = jnp.finfo(dtype)
+    smallest = float(info.smallest_subnormal)
+    lift = float(2.0 ** min(info.maxexp - 1, 100))
+    columns = np.array(
+        [
+            [smallest, lift],
+            [3 * smallest, 2],
+            [smallest, 0.5],
+            [float(info.tiny), 0.25],
+            [5 * smallest, -1],
+            [lift, lift],
+        ]
+    ).T
+    data, ids = columns.astype(jnp.dtype(dtype)), np.zeros(2, np.int32)
+    check_value_and_gradient(data, ids, 1)
+    data = np.concatenate([data] * 20)  # a segment each, out of order
+    ids = (
+        np.tile(rng.permutation(20), 2)
+        .reshape(2, 20)
+        .T.reshape(-1)[np.argsort(np.tile(np.arange(20), 2), kind="stable")]
+    )
+    check_value_and_gradient(data, ids.astype(np.int32), 20)
+
+
+def test_float16_products_and_gradients_have_the_range_of_float32() -> None:
+    data = np.array([300, 300, 0.01], np.float16)
+    ids = np.zeros(3, np.int32)
+    cotangent = np.array([0.01], np.float16)
+    value, gradient = PROD.value(data, ids, 1), PROD.gradient(cotangent, data, ids, 1)
+    output, d_data = PROD.pullback(data, ids, 1, cotangent)
+    value.check(output)
+    gradient.check(d_data)
+    np.testing.assert_allclose(np.asarray(d_data, np.float32), [0.03, 0.03, 900], rtol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_cotangents_bring_gradients_back_into_range(dtype: str) -> None:
+    """The product of the other rows is out of range, times the cotangent it is not; and the other way round."""
+    powers = int(jnp.finfo(dtype).maxexp) - 2
+    largest = jnp.finfo(jnp.promote_types(dtype, "float32")).maxexp // powers
+    data = np.concatenate([np.full(largest + 2, 2.0**powers), [0.0, 1.0, 3.0]])
+    for scaled, exponents in (
+        (data, (-powers, -powers - 3)),
+        (1 / np.where(data == 0, np.inf, data), (powers, powers)),
+    ):
+        for first, count in itertools.product((0, 1), range(1, len(data) + 1)):
+            rows = np.roll(scaled, first)[:count].astype(jnp.dtype(dtype))[:, None] * np.ones(37, jnp.dtype(dtype))
+            cotangent = np.ldexp(np.linspace(-1.5, 1.5, 37), exponents[first]).astype(jnp.dtype(dtype))[None]
+            check_value_and_gradient(rows, np.zeros(count, np.int32), 1, cotangent, f"{first} {count}")
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_rounding(rng: np.random.Generator, dtype: str) -> None:
+    """Products of any numbers have at most one rounding of the accumulator per factor, and one of the result."""
+    batch = Batch()
+    for shape in (
+        Shape(60, (), 9),
+        Shape(2000, (), 3),
+        Shape(900, (5,), 40),
+        Shape(500, (33,), 2),
+        Shape(90, (9,), 200),
+    ):
+        for is_sorted in (False, True):
+            # Logarithms of mean 0: the product of n such factors is about exp(sqrt(n) / 2).
+            data = np.exp(rng.normal(size=(shape.rows, *shape.row_shape)) / 2)
+            data = (data * rng.choice([-1.0, 1.0], data.shape)).astype(jnp.dtype(dtype))
+            ids = cases.make_ids(rng, shape.rows, shape.segments, is_sorted=is_sorted)
+            cotangent = cases.cotangent(rng, (shape.segments, *shape.row_shape), dtype)
+            value = PROD.value(data, ids, shape.segments)
+            gradient = PROD.gradient(cotangent, data, ids, shape.segments)
+
+            def check(output, d_data, value=value, gradient=gradient, where=f"{shape} {is_sorted}") -> None:
+                value.check(output, where)
+                gradient.check(d_data, f"{where} gradient")
+
+            batch.add(
+                lambda x, i, d, s=shape.segments, o=is_sorted: PROD.pullback(x, i, s, d, indices_are_sorted=o),
+                (data, ids, cotangent),
+                check,
+            )
+    with cases.x64_for(dtype):
+        batch.run()
+
+
+@pytest.mark.parametrize("dtype", WIDE_INTEGERS)
+def test_integers_wrap(dtype: str) -> None:
+    info = np.iinfo(dtype)
+    data = np.array([info.max, 3, info.max, info.max, 2, info.min, 5, 7], dtype)
+    ids = np.array([0, 0, 1, 1, 1, 2, 2, -1])
+    with cases.x64_for(dtype):
+        PROD.value(data, ids, 4).check(segment_prod(data, ids, 4))
+
+
+def test_higher_derivatives_with_zeros(rng: np.random.Generator) -> None:
+    """Derivatives up to the third, with 0 to 3 zeros in a segment, are those of a written-out product."""
+    data, ids = rng.normal(size=(8, 4)), np.array([0, 0, 0, 0, 1, 1, 1, -1])
+    for segment, num_zeros in np.ndindex(2, 4):
+        data[rng.choice(np.flatnonzero(ids == segment), num_zeros, replace=False), num_zeros] = 0
+    u, v, w = rng.normal(size=(3, 8, 4))
+
+    def derivatives(reduce):
+        loss = lambda x: jnp.vdot(reduce(x, jnp.asarray(ids), 2), jnp.arange(1.0, 9.0).reshape(2, 4))  # noqa: E731
+        first = lambda x: jnp.vdot(jax.grad(loss)(x), u)  # noqa: E731
+        second = lambda x: jnp.vdot(jax.grad(first)(x), v)  # noqa: E731
+        return jax.jit(
+            lambda x: (jax.grad(loss)(x), jax.hessian(loss)(x), jax.grad(second)(x), jax.jvp(second, (x,), (w,))[1])
+        )
+
+    with jax.enable_x64(True):
+        for actual, expected in zip(derivatives(segment_prod)(data), derivatives(plain_prod)(data), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_gradient_of_dropped_and_lone_rows() -> None:
+    """A lone row gets the cotangent as it is, whatever its value; a dropped row gets 0, whatever the cotangent."""
+    data = np.array([np.nan, np.inf, 0, 5, np.nan, 0], np.float32)
+    ids = np.array([0, 1, 2, 3, -1, 7])
+    cotangent = np.array([2, 3, np.inf, np.nan], np.float32)
+    _, d_data = PROD.pullback(data, ids, 4, cotangent)
+    assert_same_bits(d_data, np.array([2, 3, np.inf, np.nan, 0, 0], np.float32))
+    assert_same_bits(segment_prod_backward(cotangent, data, ids), np.asarray(d_data))
+
+
+def test_gradient_equals_jax_where_it_has_one(rng: np.random.Generator) -> None:
+    """jax.ops.segment_prod has a gradient for unique ids."""
+    data, ids = rng.normal(size=(6, 2)).astype(np.float32), rng.permutation(6)
+    gradients = [
+        jax.grad(lambda x, f=f: (f(x, ids, 6, unique_indices=True) ** 2).sum())(data)
+        for f in (segment_prod, jax.ops.segment_prod)
+    ]
+    np.testing.assert_allclose(*gradients, rtol=1e-6)

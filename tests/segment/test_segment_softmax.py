@@ -1,0 +1,184 @@
+"""What is special to segment_softmax: large and infinite logits, normalisation, shift invariance, its gradient."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from segment.reference import SOFTMAX, Batch, plain_softmax
+from support import cases
+from support.cases import FLOATING, Shape, assert_same_bits
+
+from jax_baracuda import segment_softmax, segment_softmax_backward
+
+each_dtype = pytest.mark.parametrize("dtype", FLOATING)
+
+
+def both_orders(logits: np.ndarray, ids: np.ndarray, segments: int) -> list[jax.Array]:
+    """The probabilities for ids as they are, and for sorted ids, brought back to the order of the rows."""
+    order = np.argsort(ids, kind="stable")
+    is_sorted = segment_softmax(logits[order], ids[order], segments, indices_are_sorted=True)
+    return [
+        segment_softmax(logits, ids, segments),
+        segment_softmax(logits, ids, segments, deterministic=True),
+        is_sorted[np.argsort(order)],
+    ]
+
+
+@each_dtype
+def test_rows_of_a_segment_sum_to_one(rng: np.random.Generator, dtype: str) -> None:
+    for shape in (Shape(500, (7,), 30), Shape(5000, (), 3), Shape(3000, (33,), 4000)):
+        logits = (rng.normal(size=(shape.rows, *shape.row_shape)) * 5).astype(jnp.dtype(dtype))
+        ids = cases.make_ids(rng, shape.rows, shape.segments)
+        is_member = (ids >= 0) & (ids < shape.segments)
+        with cases.x64_for(dtype):
+            for probabilities in both_orders(logits, ids, shape.segments):
+                probabilities = np.asarray(probabilities).astype(np.float64)
+                assert (probabilities[~is_member] == 0).all() and not np.signbit(probabilities[~is_member]).any()
+                total = cases.segment_sum(probabilities, ids, shape.segments).astype(np.float64)
+                # Each probability is rounded by half an eps; what vanishes in float16 is below its least number.
+                error = float(jnp.finfo(dtype).eps) + shape.rows * float(jnp.finfo(dtype).smallest_subnormal)
+                count = cases.counts(ids, shape.segments)
+                np.testing.assert_allclose(total[count > 0], 1, atol=2 * error + 100 * cases.eps_of(dtype))
+                assert (total[count == 0] == 0).all()
+
+
+@each_dtype
+def test_large_logits(rng: np.random.Generator, dtype: str) -> None:
+    """Logits up to the greatest finite number neither overflow nor lose the differences between them."""
+    most = float(jnp.finfo(dtype).max)
+    columns = [[1e4, 1e4, 1e4 - 8], [most, most, -most], [-most, -most, -most], [most, 0, 1], [-1e4, -1e4 - 8, 0]]
+    logits = np.array(columns).T.astype(jnp.dtype(dtype))
+    for ids in (np.zeros(3, np.int32), np.array([0, 0, 1], np.int32), np.array([1, 0, 1], np.int32)):
+        expected = SOFTMAX.value(logits, ids, 2)
+        with cases.x64_for(dtype):
+            for actual in both_orders(logits, ids, 2):
+                expected.check(actual)
+                assert np.isfinite(np.asarray(actual).astype(np.float64)).all()
+
+
+SPECIALS = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -300.0)
+
+
+@pytest.mark.parametrize("layout", ["wide rows", "scalar rows"])
+@each_dtype
+def test_special_values_exhaustively(dtype: str, layout: str) -> None:
+    """Every sequence of one to four NaN, infinities and numbers: what jax.nn.softmax makes of them."""
+    batch = Batch()
+    for length in range(1, 5):
+        columns = np.array(list(itertools.product(SPECIALS, repeat=length))).T.astype(jnp.dtype(dtype))
+        segments = 1 if layout == "wide rows" else columns.shape[1]
+        logits = columns if layout == "wide rows" else columns.reshape(-1)
+        ids = np.zeros(length, np.int32) if layout == "wide rows" else np.tile(np.arange(segments), length)
+        expected = SOFTMAX.value(logits, ids, segments)
+        with cases.x64_for(dtype):
+            by_jax = np.asarray(jax.nn.softmax(columns.astype(cases.accumulator(dtype)), axis=0)).reshape(logits.shape)
+        np.testing.assert_allclose(expected.exact.astype(np.float64), by_jax, rtol=1e-6, atol=1e-37)
+        for options in SOFTMAX.options:
+            batch.add(
+                lambda x, i=ids, s=segments, o=options: segment_softmax(x, i, s, **o),
+                (logits,),
+                lambda actual, e=expected, where=f"{length} {options}": e.check(actual, where),
+            )
+    with cases.x64_for(dtype):
+        batch.run()
+
+
+@each_dtype
+def test_masked_rows(dtype: str) -> None:
+    """A logit of -inf has probability +0 and does not count; segments of nothing else are NaN, and no others."""
+    logits = np.array([-np.inf, 2, 2, -np.inf, -np.inf, 5, np.inf, 1, np.nan, 1, 7], jnp.dtype(dtype))
+    ids = np.array([0, 0, 0, 1, 1, 2, 3, 3, 4, 4, -1])
+    expected = np.array([0, 0.5, 0.5, *[np.nan] * 2, 1, *[np.nan] * 4, 0], logits.dtype)
+    with cases.x64_for(dtype):
+        for actual in both_orders(logits, ids, 5):
+            assert_same_bits(actual, expected)
+
+
+@each_dtype
+def test_shift_invariance(rng: np.random.Generator, dtype: str) -> None:
+    """The same number added to all logits of a segment changes nothing where that addition is exact.
+
+    Not a bit on CPUs, where the maximum is subtracted first; GPUs do that only where the exponentials need it.
+    """
+    logits, ids = rng.integers(-8, 9, (200, 5)).astype(np.float64), cases.make_ids(rng, 200, 9)
+    shift = rng.integers(-100, 100, (9, 5)).astype(np.float64)
+    shifted = (logits + cases.take_cells(shift, ids)).astype(jnp.dtype(dtype))
+    with cases.x64_for(dtype):
+        for options in ({"deterministic": True}, {}):
+            plain, moved = (segment_softmax(x, ids, 9, **options) for x in (logits.astype(shifted.dtype), shifted))
+            if cases.PLATFORM == "cpu":
+                assert_same_bits(moved, np.asarray(plain))
+            SOFTMAX.value(shifted, ids, 9).check(plain)
+            SOFTMAX.value(shifted, ids, 9).check(moved)
+
+
+@each_dtype
+def test_one_segment_equals_jax(rng: np.random.Generator, dtype: str) -> None:
+    """With one segment this is jax.nn.softmax, value and gradient."""
+    logits, ids = (3 * rng.normal(size=(300, 6))).astype(jnp.dtype(dtype)), np.zeros(300, np.int32)
+    cotangent = rng.normal(size=logits.shape).astype(logits.dtype)
+    eps = float(jnp.finfo(dtype).eps)
+    with cases.x64_for(dtype):
+        ours = SOFTMAX.pullback(logits, ids, 1, cotangent)
+        wide = cases.accumulator(dtype)
+        by_jax, vjp = jax.vjp(lambda x: jax.nn.softmax(x, axis=0), jnp.asarray(logits.astype(wide)))
+        expected = (by_jax, *vjp(jnp.asarray(cotangent.astype(wide))))
+    for actual, want in zip(ours, expected, strict=True):
+        got, want = np.asarray(actual).astype(np.float64), np.asarray(want).astype(np.float64)
+        largest = np.abs(want).max()
+        np.testing.assert_allclose(got, want, rtol=0, atol=(4 * eps + 200 * cases.eps_of(dtype)) * largest)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradient_against_float64(rng: np.random.Generator, dtype: str) -> None:
+    """From logits to gradient, with masked rows and empty segments, against plain JAX in float64."""
+    logits = rng.normal(size=(80, 4)) * 3
+    logits[rng.random(logits.shape) < 0.2] = -np.inf
+    logits[:20] = rng.normal(size=(20, 4))  # one row of each segment at least that is not masked
+    ids = np.concatenate([np.arange(20) % 10, rng.integers(-1, 11, 60)])
+    ids[ids == 10] = 30
+    cotangent = rng.normal(size=logits.shape)
+    logits, cotangent = (x.astype(dtype) for x in (logits, cotangent))
+    with jax.enable_x64(True):
+        value, vjp = jax.vjp(lambda x: plain_softmax(x, jnp.asarray(ids), 12), jnp.asarray(logits.astype(np.float64)))
+        [expected] = vjp(jnp.asarray(cotangent.astype(np.float64)))
+    with cases.x64_for(dtype):
+        output, d_logits = SOFTMAX.pullback(logits, ids, 12, cotangent)
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(output, value, rtol=0, atol=20 * eps)
+    np.testing.assert_allclose(d_logits, np.nan_to_num(expected), rtol=0, atol=40 * eps)
+    # A constant added to a segment's logits changes nothing: its rows' gradients sum to 0.
+    np.testing.assert_allclose(cases.segment_sum(np.asarray(d_logits), ids, 12).astype(float), 0, atol=100 * eps)
+
+
+@each_dtype
+def test_backward_of_any_probabilities(rng: np.random.Generator, dtype: str) -> None:
+    """The backward function takes the probabilities as they are, also where they do not sum to 1."""
+    p, d = rng.normal(size=(2, 400, 5)).astype(jnp.dtype(dtype))
+    ids = cases.make_ids(rng, 400, 30)
+    expected = SOFTMAX.gradient(d, p, ids, 30, deterministic=False)
+    order = np.argsort(ids, kind="stable")
+    with cases.x64_for(dtype):
+        expected.check(segment_softmax_backward(d, p, ids, 30))
+        expected.check(segment_softmax_backward(d, p, ids, 30, deterministic=True))
+        is_sorted = segment_softmax_backward(d[order], p[order], ids[order], 30, indices_are_sorted=True)
+        expected.check(is_sorted[np.argsort(order)])
+
+
+def test_nan_stays_in_its_segment(rng: np.random.Generator) -> None:
+    """NaN and infinite logits or cotangents of one segment do not reach the rows of another."""
+    logits, ids = rng.normal(size=(50, 3)).astype(np.float32), rng.integers(-1, 6, 50)
+    logits[ids == 2] = np.nan
+    logits[ids == 3] = np.inf
+    cotangent = rng.normal(size=logits.shape).astype(np.float32)
+    cotangent[ids == 4] = np.nan
+    output, d_logits = SOFTMAX.pullback(logits, ids, 5, cotangent)
+    for result, bad in ((output, (2, 3)), (d_logits, (2, 3, 4))):
+        is_bad = np.isin(ids, bad)
+        assert np.isnan(np.asarray(result)[is_bad]).all() and np.isfinite(np.asarray(result)[~is_bad]).all()
+    dropped = (ids < 0) | (ids >= 5)
+    assert_same_bits(np.asarray(d_logits)[dropped], np.zeros((dropped.sum(), 3), np.float32))

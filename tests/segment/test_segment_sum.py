@@ -1,0 +1,191 @@
+"""What is special to segment_sum and segment_mean: the accumulator, wrapping integers, exact counts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from segment.reference import MEAN, SUM, Batch, Reduction, kernels_in
+from support import cases
+from support.cases import FLOATING, WIDE_INTEGERS, Shape, assert_same_bits
+
+from jax_baracuda import segment_mean, segment_mean_backward, segment_sum, segment_sum_backward
+
+each_sum = pytest.mark.parametrize("reduction", [SUM, MEAN], ids=str)
+
+ROUNDING_SHAPES = (
+    Shape(1000, (), 1),
+    Shape(50_000, (), 7),
+    Shape(9000, (3,), 40),
+    Shape(3000, (33,), 5),
+    Shape(20_000, (128,), 900),
+    Shape(400, (130,), 1000),
+)
+
+
+@pytest.mark.parametrize("sign", ["of both signs", "positive"])
+@pytest.mark.parametrize("dtype", FLOATING)
+@each_sum
+def test_rounding(rng: np.random.Generator, reduction: Reduction, dtype: str, sign: str) -> None:
+    """Sums and means of any numbers have the error of their accumulator, float32 for 16-bit types, and one rounding."""
+    batch = Batch()
+    for shape in ROUNDING_SHAPES:
+        for is_sorted in (False, True):
+            data = rng.normal(size=(shape.rows, *shape.row_shape)) * np.exp2(rng.integers(-4, 5, shape.rows)).reshape(
+                -1, *(1 for _ in shape.row_shape)
+            )
+            data = (data if sign == "of both signs" else np.abs(data)).astype(jnp.dtype(dtype))
+            ids = cases.make_ids(rng, shape.rows, shape.segments, is_sorted=is_sorted)
+            expected = reduction.value(data, ids, shape.segments)
+            assert np.asarray(expected.error).any()
+            for options in reduction.options:
+                batch.add(
+                    lambda x, i, s=shape, o={"indices_are_sorted": is_sorted, **options}: reduction(
+                        x, i, s.segments, **o
+                    ),
+                    (data, ids),
+                    lambda output, e=expected, where=f"{shape} {is_sorted} {options}": e.check(output, where),
+                )
+    with cases.x64_for(dtype):
+        batch.run()
+
+
+def test_sixteen_bits_do_not_count() -> None:
+    """A sum of many 16-bit ones or halves is right, where 16-bit accumulators stop at 256 and 2048."""
+    for dtype, count in (("bfloat16", 70_001), ("float16", 30_001)):
+        ids = np.repeat(np.arange(3), count)
+        for is_sorted in (False, True):
+            total = segment_sum(np.full(len(ids), 0.5, jnp.dtype(dtype)), ids, 3, is_sorted)
+            assert_same_bits(total, np.full(3, count / 2).astype(jnp.dtype(dtype)))
+            mean = segment_mean(np.full(len(ids), 1.5, jnp.dtype(dtype)), ids, 3, indices_are_sorted=is_sorted)
+            assert_same_bits(mean, np.full(3, 1.5, jnp.dtype(dtype)))
+
+
+def test_sums_beyond_the_range_of_float16_on_the_way() -> None:
+    """The accumulator has the range of float32: only the result may overflow; a mean never does."""
+    data = np.array([6e4, 6e4, 6e4, -6e4, -6e4, 6e4, 6e4], np.float16)
+    ids = np.array([0, 0, 0, 0, 0, 1, 1])
+    assert_same_bits(segment_sum(data, ids, 2), np.array([6e4, np.inf], np.float16))
+    assert_same_bits(segment_mean(data, ids, 2), np.array([1.2e4, 6e4], np.float16))
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_special_values_by_hand(dtype: str) -> None:
+    """Infinities of one sign stay, of both are NaN; zeros of whatever sign sum to +0, as in jax.ops."""
+    data = np.array([np.inf, 1, np.inf, -np.inf, np.nan, 2, -0.0, -0.0, 0.0, -0.0, -0.0], jnp.dtype(dtype))
+    ids = np.array([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5])
+    expected = np.array([np.inf, np.nan, np.nan, 0, 0, 0, 0], data.dtype)
+    with cases.x64_for(dtype):
+        for function in (segment_sum, segment_mean):
+            for is_sorted in (False, True):
+                assert_same_bits(function(data, ids, 7, is_sorted), expected)
+                wide = function(np.stack([data] * 40, axis=1), ids, 7, is_sorted)
+                assert_same_bits(wide, np.stack([expected] * 40, axis=1))
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_subnormal_numbers(rng: np.random.Generator, dtype: str) -> None:
+    """Numbers below the smallest normal one are summed as they are, and their means rounded once.
+
+    Atomic additions of GPUs take them for zeros, so there only where no atomics are allowed.
+    """
+    options = {"deterministic": cases.PLATFORM == "cuda"}
+    np_dtype = jnp.dtype(dtype)
+    magnitudes = rng.integers(0, 5, (40, 6)).astype(f"uint{8 * np_dtype.itemsize}").view(np_dtype)
+    data, ids = np.where(rng.random((40, 6)) < 0.4, -magnitudes, magnitudes), cases.make_ids(rng, 40, 7)
+    total = cases.segment_sum(data, ids, 7)
+    with cases.x64_for(dtype):
+        assert_same_bits(segment_sum(data, ids, 7, **options), cases.rounded(total, dtype))
+        mean = total / np.maximum(cases.counts(ids, 7), 1)[:, None]
+        assert_same_bits(segment_mean(data, ids, 7, **options), cases.rounded(mean, dtype))
+        d_output = magnitudes[:7]
+        assert_same_bits(segment_sum_backward(d_output, ids), cases.take_cells(d_output, ids))
+        expected = cases.reference_mean_gradient(d_output, data, ids)
+        expected.check(segment_mean_backward(d_output, ids))
+
+
+@pytest.mark.parametrize("dtype", WIDE_INTEGERS)
+def test_integers_wrap(dtype: str) -> None:
+    info = np.iinfo(dtype)
+    data = np.array([info.max, 1, info.max, info.max, info.max, info.min, 5], dtype)
+    ids = np.array([0, 0, 1, 1, 1, 2, -1])
+    with cases.x64_for(dtype), np.errstate(over="ignore"):
+        expected = np.array([data[:2].sum(dtype=dtype), data[2:5].sum(dtype=dtype), info.min, 0], dtype)
+        assert_same_bits(segment_sum(data, ids, 4), expected)
+
+
+@pytest.mark.parametrize("count", [1, 3, 255, 257, 2049, 70_001])
+def test_mean_divides_by_an_exact_count(count: int) -> None:
+    """Value and gradient divide by the integer number of rows, which no 16-bit type could hold, and round once."""
+    for dtype in FLOATING:
+        data = np.zeros((count, 2), jnp.dtype(dtype))
+        data[-1] = [30, -7]
+        d_output, ids = np.array([[30.0, -7.0]], data.dtype), np.zeros(count, np.int32)
+        expected = cases.rounded(d_output.astype(np.float64) / count, dtype)
+        with cases.x64_for(dtype):
+            output, d_data = MEAN.pullback(data, ids, 1, d_output)
+        assert_same_bits(output, expected)
+        assert_same_bits(d_data, np.broadcast_to(expected, data.shape))
+
+
+@pytest.mark.parametrize("x64", [False, True], ids=["x64 off", "x64 on"])
+def test_mean_of_integers(rng: np.random.Generator, x64: bool) -> None:
+    """Integers and booleans are averaged as floating numbers, of the dtype that jnp.mean has, by the same kernel."""
+    ids = cases.make_ids(rng, 50, 4)
+    for dtype in ("bool", *cases.INTEGERS):
+        if dtype in ("int64", "uint64") and not x64:
+            continue
+        data = rng.integers(0, 100, (50, 3)).astype(dtype)
+        with jax.enable_x64(x64):
+            call = jax.jit(lambda x: segment_mean(x, ids, 4))
+            assert kernels_in(call.lower(data).as_text()) == ["segment_mean"]
+            output = call(data)
+            assert output.dtype == jnp.mean(jnp.asarray(data)).dtype
+        MEAN.value(data, ids, 4).check(output, dtype)
+
+
+def test_mean_without_rows() -> None:
+    """An empty segment has mean 0 and passes no gradient, not NaN, whatever its cotangent."""
+    data, ids = np.ones((3, 2), np.float32), np.array([1, 1, -1])
+    d_output = np.array([[np.nan, np.inf], [4, 6], [np.nan, -np.inf]], np.float32)
+    output, d_data = MEAN.pullback(data, ids, 3, d_output)
+    assert_same_bits(output, np.array([[0, 0], [1, 1], [0, 0]], np.float32))
+    assert_same_bits(d_data, np.array([[2, 3], [2, 3], [0, 0]], np.float32))
+
+
+@each_sum
+def test_gradient_ignores_the_data(reduction: Reduction) -> None:
+    """NaN and infinities in the data do not reach the gradient; those of a cotangent reach its rows alone."""
+    data, ids = np.array([np.nan, np.inf, 1, 2], np.float32), np.array([0, 0, 1, 5])
+    _, d_data = reduction.pullback(data, ids, 3, np.array([2, np.inf, np.nan], np.float32))
+    assert_same_bits(d_data, np.array([*(2 * [1 if reduction is MEAN else 2]), np.inf, 0], np.float32))
+
+
+@each_sum
+def test_backward_of_any_integer_ids(rng: np.random.Generator, reduction: Reduction) -> None:
+    """The public backward functions take ids of every dtype, and rows of every shape from the cotangent alone."""
+    for ids_dtype in (*cases.INTEGERS, "int4"):
+        ids = cases.make_ids(rng, 60, 7, ids_dtype)
+        for row_shape in ((), (3,), (2, 5)):
+            d_output = cases.cotangent(rng, (7, *row_shape), "float32")
+            with cases.x64_for(ids_dtype):
+                d_data = reduction.call_backward(d_output, None, ids, 7, **reduction.options[0])
+            expected = reduction.gradient(d_output, np.ones((60, *row_shape)), ids, 7, **reduction.options[0])
+            expected.check(d_data, f"{ids_dtype} {row_shape}")
+
+
+@each_sum
+def test_linearity(rng: np.random.Generator, reduction: Reduction) -> None:
+    """In forward mode, the tangent is the reduction of the tangent, and its transpose the backward function."""
+    data, ids = rng.integers(-9, 9, (30, 2)).astype(np.float32), cases.make_ids(rng, 30, 4)
+    tangent, cotangent = rng.integers(-9, 9, (30, 2)).astype(np.float32), cases.cotangent(rng, (4, 2), "float32")
+    reduce = lambda x: reduction.in_forward_mode(x, ids, 4)  # noqa: E731
+    _, pushed = jax.jvp(reduce, (data,), (tangent,))
+    np.testing.assert_allclose(pushed, reduction(tangent, ids, 4), rtol=1e-6)
+    [pulled] = jax.linear_transpose(reduce, data)(cotangent)
+    expected = reduction.gradient(cotangent, data, ids, 4, **reduction.options[0]).exact
+    np.testing.assert_allclose(pulled, expected, rtol=1e-6)
+    backward = lambda d: reduction.call_backward(d, data, ids, 4, **reduction.options[0])  # noqa: E731
+    [back] = jax.linear_transpose(backward, cotangent)(data)
+    np.testing.assert_allclose(back, reduction(data, ids, 4), rtol=1e-6, atol=1e-6)

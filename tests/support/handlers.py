@@ -1,0 +1,195 @@
+"""Direct calls of native handlers: good ones, the many that differ from a good one in one thing, and what those say."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import cases
+
+from jax_baracuda._core.lowering import attributes_of
+from jax_baracuda._core.native import target_name
+from jax_baracuda._core.op import OPS
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An operand or a result of a call."""
+
+    name: str
+    shape: tuple[int, ...]
+    """The first dimension is the batch."""
+    dtype: str = "float32"
+
+    def aval(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
+
+    def shared(self) -> Array:
+        """For the whole batch."""
+        return dataclasses.replace(self, shape=(1, *self.shape[1:]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a target."""
+
+    target: str
+    operands: tuple[Array, ...]
+    results: tuple[Array, ...]
+    attributes: Mapping[str, Any]
+    scratch_bytes: int = 0
+    """Of an additional last result; 0 for none."""
+
+    def arrays(self) -> tuple[Array, ...]:
+        return (*self.operands, *self.results)
+
+    def run(self) -> None:
+        """Runs the call on zeros."""
+        with self.types():
+            jax.block_until_ready(jax.jit(self.bind)(*(np.zeros(x.shape, jnp.dtype(x.dtype)) for x in self.operands)))
+
+    def results_of(self, operands: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The results, by name, of these operands. They, and scratch, are written to memory that is full of NaN."""
+        with self.types():
+            poison = [
+                jnp.full(x.shape, jnp.nan if cases.is_floating(x.dtype) else 0xFF, x.dtype) for x in self._avals()
+            ]
+            call = jax.jit(lambda _, *x: self.bind(*x), donate_argnums=0, keep_unused=True)
+            results = jax.block_until_ready(call(poison, *(operands[x.name] for x in self.operands)))
+        assert all(x.is_deleted() for x in poison), "results lie in other memory than what was poisoned"
+        return {x.name: np.asarray(result) for x, result in zip(self.results, results, strict=False)}
+
+    def types(self) -> Any:
+        return cases.x64_for(*(x.dtype for x in self.arrays()))
+
+    def _avals(self) -> list[jax.ShapeDtypeStruct]:
+        scratch = [Array("scratch", (self.scratch_bytes,), "uint8")] if self.scratch_bytes else []
+        return [x.aval() for x in (*self.results, *scratch)]
+
+    def bind(self, *operands: Any) -> Sequence[jax.Array]:
+        # Without a side effect, a call without results would not run at all.
+        call = jax.ffi.ffi_call(target_name(self.target), self._avals(), has_side_effect=True)
+        return call(*operands, **self.attributes)
+
+    def with_other(self, changes: Callable[[Array], Mapping[str, Array]]) -> Iterator[tuple[str, Array, Call]]:
+        """Calls in which one array is another: how it differs, what it should be, and the call."""
+        for kind in ("operands", "results"):
+            arrays = getattr(self, kind)
+            for i, array in enumerate(arrays):
+                for how, other in changes(array).items():
+                    yield how, array, dataclasses.replace(self, **{kind: (*arrays[:i], other, *arrays[i + 1 :])})
+
+    def with_other_attributes(self) -> Iterator[tuple[str, Call, str]]:
+        """Calls with an attribute too many, and with each missing, renamed, or of another type; what XLA says of it."""
+        if not self.attributes:  # XLA does not look
+            return
+        count = len(self.attributes)
+
+        def wrong_number(got: int) -> str:
+            return rf"Wrong number of attributes: expected {count} (attributes )?but got {got}\b"
+
+        yield "attribute too many", self._with_attributes(self.attributes | {"nonsense": True}), wrong_number(count + 1)
+        for name, value in self.attributes.items():
+            others = {key: value for key, value in self.attributes.items() if key != name}
+            yield f"{name} missing", self._with_attributes(others), wrong_number(count - 1)
+            renamed = self._with_attributes(others | {"nonsense": value})
+            yield (
+                f"{name} renamed",
+                renamed,
+                rf"Unexpected attribute: {name}\b|Attribute name mismatch: nonsense vs ",
+            )
+            for other, message in wrong_types(value):
+                yield f"{name} {other!r}", self._with_attributes(others | {name: other}), message
+
+    def _with_attributes(self, attributes: Mapping[str, Any]) -> Call:
+        return dataclasses.replace(self, attributes=attributes)
+
+
+def wrong_types(value: Any) -> Iterator[tuple[Any, str]]:
+    """Values of other types than that of an attribute, and what XLA says of them."""
+    if np.ndim(value) > 0:
+        for other, name in ((True, "scalar"), (1.5, "scalar"), ("text", "string")):
+            yield other, f"Wrong attribute type: expected array but got {name}"
+        yield np.ones(np.size(value), np.float32), "Wrong array data type: expected S64 but got F32"
+        yield np.ones(np.size(value), np.int32), "Wrong array data type: expected S64 but got S32"
+        return
+    expected = next(name for kind, name in SCALAR_TYPES.items() if isinstance(value, kind))
+    for other, name in ((True, "PRED"), (np.int64(1), "S64"), (np.int32(1), "S32"), (1.5, "F64")):
+        if name != expected:
+            yield other, f"Wrong scalar data type: expected {expected} but got {name}"
+    yield "text", "Wrong attribute type: expected scalar but got string"
+    yield np.ones(1, np.int64), "Wrong attribute type: expected scalar but got array"
+
+
+SCALAR_TYPES = {(bool, np.bool_): "PRED", (int, np.integer): "S64", (float, np.floating): "F64"}
+"""XLA's names for attributes; a bool counts as an int, too, in Python."""
+
+
+def good_call(target: str, operands: Sequence[Array], results: Sequence[Array], params: Mapping[str, Any]) -> Call:
+    """A call that fits: with the scratch that the op needs, and those of its params that the handler takes."""
+    op = OPS[target]
+    scratch_bytes = op.plan(cases.PLATFORM, [x.aval() for x in operands], params).scratch_bytes
+    return Call(target, tuple(operands), tuple(results), attributes_of(op, params), scratch_bytes)
+
+
+def with_other_shapes(array: Array) -> dict[str, Array]:
+    """What the array must not be: of another rank, batch or size."""
+    shape = array.shape
+    shapes = {
+        "of rank 0": (),
+        "without batch": shape[1:],
+        "of rank 1": shape[:1],
+        "of one dimension more": (*shape, 1),
+        "with longer batch": (shape[0] + 1, *shape[1:]),
+        "with shorter batch": (shape[0] - 1, *shape[1:]),
+    }
+    for i in range(1, len(shape)):
+        for how, size in (("longer", shape[i] + 1), ("shorter", shape[i] - 1)):
+            shapes[f"dimension {i} {how}"] = (*shape[:i], size, *shape[i + 1 :])
+    return {how: dataclasses.replace(array, shape=other) for how, other in shapes.items() if other != shape}
+
+
+def with_dtypes(array: Array, dtypes: Collection[str]) -> dict[str, Array]:
+    return {dtype: dataclasses.replace(array, dtype=dtype) for dtype in dtypes if dtype != array.dtype}
+
+
+def refusal(call: Call, what: str) -> str:
+    """The message of the error that the call must give."""
+    try:
+        call.run()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+    pytest.fail(f"{call.target} accepted a call with: {what}")
+
+
+def assert_refused(call: Call, what: str, names: Collection[str]) -> None:
+    """The handler's error names the target and one of these arguments, and says what it has or what was expected."""
+    message = refusal(call, what)
+    assert re.search(rf"{call.target}: ({'|'.join(names)})\b", message), f"{what}: {message}"
+    says = (
+        r"has shape \[|has (XLA )?element type|has \d+ (rows|bytes)|expected|attributes for|is missing|is empty where"
+    )
+    assert re.search(says, message), f"{what}: {message}"
+
+
+def assert_miscount_refused(call: Call, what: str, names: Collection[str]) -> None:
+    """A wrong number of buffers: by XLA where a target always has them, else by the handler, naming one of these."""
+    message = refusal(call, what)
+    counts = {"arguments": len(call.operands), "results": len(call.results) + (call.scratch_bytes > 0)}
+    # "At least n" is one less than what it expects.
+    by_xla = (rf"{kind}: expected (at least [0-9]+|(?!{n} )[0-9]+) but got {n}( \[|$)" for kind, n in counts.items())
+    by_handler = rf"{call.target}: ({'|'.join(names)})\b"
+    assert re.search(rf"Wrong number of ({'|'.join(by_xla)})|{by_handler}", message, re.M), f"{what}: {message}"
+
+
+def assert_other_attributes_refused(good: Call) -> None:
+    """XLA itself refuses wrong attributes, before the handler sees them."""
+    for what, call, expected in good.with_other_attributes():
+        message = refusal(call, what)
+        assert re.search(expected, message), f"{what}: {message}"

@@ -1,0 +1,221 @@
+"""What a declaration of an op consists of, and all declarations."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Dims = tuple[str, ...]
+"""Names of dimensions. A name that starts with "1" is a dimension of size 1, which is broadcast."""
+Draw = Callable[[np.random.Generator, tuple[int, ...], np.dtype], np.ndarray]
+Options = Mapping[str, Any]
+
+FAMILIES = ("segment", "causal_conv1d", "rope", "where", "write_slice")
+"""The families of ops: folders of tests, each with a file of declarations, ``matrix.py``."""
+
+ABSENT = None
+"""As the value of an option: the argument is not passed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An array of a call."""
+
+    name: str
+    dims: Dims
+    draw: Draw
+    dtype: str | None = None
+    """None: that of the case."""
+    differentiable: bool = True
+    """Where its dtype is floating."""
+    has_sign: bool = False
+    """Whether the majorant takes it with its sign, because it is what the selection depends on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """An op with all but its arrays chosen."""
+
+    operands: tuple[Operand, ...]
+    apply: Callable[..., Any]
+    """``(function, *arrays)``: the call of the function."""
+    reference: Callable[..., Any]
+    """``(*arrays)``: the same in plain JAX; floating arrays come in float64."""
+    results: tuple[Dims, ...]
+    majorant: Callable[..., Any] | None = None
+    """``(*arrays)``: the sums of magnitudes that rounding errors are relative to, and its derivatives those of the
+    derivatives. Default: the reference, of absolute values."""
+    exact_value: bool = False
+    """Whether results have the bits of the reference."""
+    exact_gradient: bool = False
+    """Whether first derivatives have, where no sum of JAX's own comes after them."""
+    terms: int = 1
+    """How many terms the longest sum has."""
+    roundings: int = 0
+    """How often the op rounds to the dtype before it rounds its result."""
+    free: tuple[str, ...] = ()
+    """Dimensions of all results along which the op treats each index alone: ``shard_map`` may split them."""
+    carry: tuple[int, int] | None = None
+    """Numbers of an operand and of the result of its shape, for loops."""
+    result_dtypes: tuple[str | None, ...] | None = None
+    """Of results whose dtype is not that of the case."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A combination that does not exist, and why."""
+
+    reason: str
+    factors: tuple[str, ...]
+    forbids: Callable[..., bool]
+    """``(*values of the factors)``"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The declaration of one public op."""
+
+    name: str
+    function: Callable[..., Any]
+    dtypes: tuple[str, ...]
+    sizes: Mapping[str, Mapping[str, Any]]
+    """Size classes that run anywhere: the sizes of the named dimensions."""
+    problem: Callable[[str, Options, Mapping[str, Any]], Problem]
+    """``(dtype, options, sizes)``"""
+    options: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    """The values of each optional argument, the first of them that of the bare call."""
+    forward_mode: Callable[..., Any] | None = None
+    """The function to apply forward mode to."""
+    operands: tuple[str, ...] = ()
+    """The names of the operands that vmap maps alone."""
+    large_sizes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """Size classes that only a GPU is quick enough for."""
+    strategy_options: tuple[Options, ...] = ()
+    """Values that, several together, lead to strategies of their own."""
+    rules: tuple[Rule, ...] = ()
+    differentiable: bool = True
+    has_carry: bool = False
+
+
+CALLS: dict[str, Call] = {}
+
+
+def declare(call: Call) -> None:
+    assert call.name not in CALLS, call.name
+    CALLS[call.name] = call
+
+
+def load_all() -> dict[str, Call]:
+    """All declarations."""
+    for family in FAMILIES:
+        importlib.import_module(f"{family}.matrix")
+
+    return CALLS
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Shared by the declarations.
+
+FLOATING = ("float32", "bfloat16", "float16", "float64")
+INTEGERS = ("int32", "uint32", "int64", "uint64", "int8", "uint8", "int16", "uint16")
+
+
+def is_floating(dtype: Any) -> bool:
+    return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+
+
+def is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(jnp.dtype(dtype), jnp.inexact)
+
+
+def passed(options: Options, *names: str) -> dict[str, Any]:
+    """The keyword arguments of a call."""
+    return {name: options[name] for name in names if options[name] is not ABSENT}
+
+
+def numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Numbers of a size around 1, none of them near zero; integers of the full range."""
+    if dtype == np.bool_:
+        return rng.random(shape) < 0.5
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return (numbers(rng, shape, np.dtype(np.float64)) + 1j * numbers(rng, shape, np.dtype(np.float64))).astype(
+            dtype
+        )
+    if not is_floating(dtype):
+        info = jnp.iinfo(dtype)
+        return rng.integers(
+            int(info.min), int(info.max), shape, np.int64 if int(info.min) < 0 else np.uint64, True
+        ).astype(dtype)
+    return (rng.choice([-1.0, 1.0], shape) * rng.uniform(0.25, 1.0, shape)).astype(dtype)
+
+
+def ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Few distinct values, zeros of both signs among them."""
+    if not is_floating(dtype):
+        few = rng.integers(0, 4, shape)
+        return np.where(rng.random(shape) < 0.8, few.astype(dtype), numbers(rng, shape, dtype))
+    return (rng.integers(-2, 3, shape) * rng.choice([-1.0, 1.0], shape)).astype(dtype)
+
+
+def special(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Ties with NaN of both signs and infinities, and the ends of integers."""
+    data = ties(rng, shape, dtype)
+    pick = rng.random(shape)
+    if not is_floating(dtype):
+        if dtype != np.bool_:
+            data = np.where(pick < 0.1, np.asarray(jnp.iinfo(dtype).min, dtype), data)
+            data = np.where(pick > 0.9, np.asarray(jnp.iinfo(dtype).max, dtype), data)
+        return data
+    for i, value in enumerate((np.nan, np.copysign(np.nan, -1), np.inf, -np.inf, -np.inf)):
+        data = np.where((pick > 0.03 * i) & (pick < 0.03 * (i + 1)), value, data)
+    return data.astype(dtype)
+
+
+def integers(least: int, most: int) -> Draw:
+    """Integers between two numbers, both included, as far as the dtype goes."""
+
+    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        info = np.iinfo(dtype)
+        return rng.integers(max(least, int(info.min)), min(most, int(info.max)), shape, endpoint=True).astype(dtype)
+
+    return draw
+
+
+def segment_sum(data: Any, ids: Any, num_segments: int) -> Any:
+    """``jax.ops.segment_sum`` that drops every id out of range."""
+    ids = wide_ids(ids)
+    ids = jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments)
+    return jax.ops.segment_sum(data, ids, num_segments + 1)[:num_segments]
+
+
+def wide_ids(ids: Any) -> Any:
+    """Ids in a type that holds every number of segments; what does not fit becomes negative."""
+    return ids.astype(jnp.int64)
+
+
+def take_cells(cells: Any, ids: Any, fill: Any = 0) -> Any:
+    """Each row's cells, `fill` for dropped rows."""
+    num_segments, ids = cells.shape[0], wide_ids(ids)
+    if num_segments == 0:
+        return jnp.full((*ids.shape, *cells.shape[1:]), fill, cells.dtype)
+    is_member = ((ids >= 0) & (ids < num_segments)).reshape(-1, *[1] * (cells.ndim - 1))
+    return jnp.where(is_member, jnp.take(cells, ids.astype(jnp.int64), axis=0, mode="clip"), fill)
+
+
+def as_tuple(results: Any) -> tuple[Any, ...]:
+    return tuple(jax.tree.leaves(results))
+
+
+def partial_options(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return functools.partial(function, **options)
+
+
+def sequence(*items: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(x for some in items for x in some)

@@ -1,0 +1,154 @@
+"""Cases at random, without end: ``make fuzz``, or ``PYTHONPATH=tests python -m support.matrix.fuzz --seconds 60``.
+
+Several threads run different programs at once, each on several draws of data. A failure prints its recipe, and the
+fuzz goes on; the exit status says whether there was one.
+"""
+
+from __future__ import annotations
+
+from support import matrix  # isort: skip  (sets the environment before JAX is loaded)
+
+import argparse
+import contextlib
+import dataclasses
+import secrets
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from support.matrix.calls import load_all
+from support.matrix.generator import Case, space_of
+from support.matrix.run import Compiled, num_devices
+
+assert matrix
+
+DRAWS = 4
+"""Of data, for each program."""
+
+
+def random_case(rng: np.random.Generator, with_large: bool) -> Case:
+    """An op, and a combination of everything else. Large sizes are rare, since they take long."""
+    ops = sorted(load_all())
+    op = ops[rng.integers(len(ops))]
+    return space_of(op, num_devices() > 1, with_large and rng.random() < 0.3).random(rng)
+
+
+@dataclasses.dataclass
+class Fuzz:
+    """The state that the threads share."""
+
+    seed: int
+    most_cases: int | None
+    deadline: float | None
+    report: Callable[[str], None]
+    with_large: bool
+    draws: int = DRAWS
+    num_started: int = 0
+    num_cases: int = 0
+    num_programs: int = 0
+    failures: list[Case] = dataclasses.field(default_factory=list)
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    large: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    """One large case at a time: several would not fit into the memory of a device."""
+
+    def next_case(self) -> Case | None:
+        with self.lock:
+            is_late = self.deadline is not None and time.monotonic() > self.deadline
+            if is_late or (self.most_cases is not None and self.num_started >= self.most_cases):
+                return None
+            number = self.num_started
+            self.num_started += 1
+            return random_case(np.random.default_rng([self.seed, number]), self.with_large)
+
+    def work(self) -> None:
+        while (case := self.next_case()) is not None:
+            ran = 0
+            try:
+                is_large = case.size in case.call().large_sizes
+                with self.large if is_large else contextlib.nullcontext():
+                    compiled = Compiled(case)
+                    for number in range(1 if is_large else self.draws):
+                        compiled.check(number)
+                        ran += 1
+            except Exception as error:  # whatever it is, it is what the fuzz is for
+                ran += 1
+                with self.lock:
+                    self.failures.append(case)
+                what = "".join(traceback.format_exception_only(error)).strip()
+                self.report(f"\n# FAILURE: {what[:2000]}\n{case.recipe()}")
+            with self.lock:
+                self.num_cases += ran
+                self.num_programs += 1
+
+    def run(self, threads: int, tick: Callable[[Fuzz], None] = lambda fuzz: None) -> None:
+        workers = [threading.Thread(target=self.work) for _ in range(threads)]
+        for worker in workers:
+            worker.start()
+        while any(worker.is_alive() for worker in workers):
+            time.sleep(0.1)
+            tick(self)
+        for worker in workers:
+            worker.join()
+
+    def summary(self) -> str:
+        return f"{self.num_cases} cases, {self.num_programs} programs, {len(self.failures)} failures, seed {self.seed}"
+
+
+def has_large_sizes() -> bool:
+    """A CPU takes too long over them."""
+    return jax.devices()[0].platform != "cpu"
+
+
+@contextlib.contextmanager
+def _progress(seconds: float | None, cases: int | None) -> Any:
+    """``(report, tick)``, with a bar where tqdm is installed and someone looks."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        tqdm = None
+    if tqdm is None or not sys.stderr.isatty():
+        last = [time.monotonic()]
+
+        def tick(fuzz: Fuzz) -> None:
+            if time.monotonic() - last[0] > 15:
+                last[0] = time.monotonic()
+                print(fuzz.summary(), flush=True)
+
+        yield (lambda text: print(text, flush=True)), tick
+        return
+    with tqdm(total=cases or seconds, unit="case" if cases else "s") as bar:
+        start = time.monotonic()
+
+        def tick(fuzz: Fuzz) -> None:
+            bar.n = fuzz.num_programs if cases else min(int(time.monotonic() - start), int(seconds or 0))
+            bar.set_postfix_str(f"{fuzz.num_cases} cases, {len(fuzz.failures)} failures")
+
+        yield tqdm.write, tick
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=None, help="how long to go on (default: 60)")
+    parser.add_argument("--programs", type=int, default=None, help="how many programs to run instead")
+    parser.add_argument("--seed", type=int, default=None, help="of all that is random (default: a random one)")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--draws", type=int, default=DRAWS, help="of data, for each program")
+    arguments = parser.parse_args()
+    seconds = 60 if arguments.seconds is None and arguments.programs is None else arguments.seconds
+    seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
+    print(f"seed {seed}, {arguments.threads} threads, {num_devices()} {jax.devices()[0].platform} devices", flush=True)
+    with _progress(seconds, arguments.programs) as (report, tick):
+        deadline = None if seconds is None else time.monotonic() + seconds
+        fuzz = Fuzz(seed, arguments.programs, deadline, report, has_large_sizes(), arguments.draws)
+        fuzz.run(arguments.threads, tick)
+    print(fuzz.summary(), flush=True)
+    return 1 if fuzz.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

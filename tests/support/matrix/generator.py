@@ -1,0 +1,321 @@
+"""Cases: what one is, which exist, and few of them that meet every pair of values."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from support.matrix.calls import CALLS, Call, Rule, is_inexact, load_all
+
+TRANSFORMATIONS = (
+    "eager",
+    "jit",
+    "donated",
+    "scan",
+    "loop",
+    "vjp",
+    "vjp of vmap",
+    "checkpoint",
+    "grad of grad",
+    "jacrev",
+    "jvp",
+    "linearize",
+)
+"""Each is applied to one element of the batch, and mapped over the batch; "vjp of vmap" the other way round. A scan
+goes over the outer batch in place of vmap. All but "eager" run under jit."""
+
+DERIVATIVES = ("vjp", "vjp of vmap", "checkpoint", "grad of grad", "jacrev", "jvp", "linearize")
+
+SHARDINGS = ("single", "auto", "explicit", "shard_map", "shard_map, check_vma=False", "partly manual")
+SHARD_MAPS = SHARDINGS[3:]
+
+FACTORS = ("dtype", "size", "transformation", "batch", "sharding")
+
+Values = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One combination, and with its seed everything else that is random about it."""
+
+    op: str
+    dtype: str
+    size: str
+    transformation: str
+    batch: str
+    """"none", "one:<operand>", "all", or "nested": two levels, each of which maps random operands."""
+    sharding: str
+    options: tuple[tuple[str, Any], ...]
+    """Those that differ from the bare call."""
+    seed: int
+
+    def call(self) -> Call:
+        return load_all()[self.op]
+
+    def all_options(self) -> dict[str, Any]:
+        return {name: values[0] for name, values in self.call().options.items()} | dict(self.options)
+
+    def sizes(self) -> Mapping[str, Any]:
+        return all_sizes(self.call())[self.size]
+
+    def values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in FACTORS} | self.all_options()
+
+    def recipe(self) -> str:
+        return (
+            "from support.matrix.generator import Case\nfrom support.matrix.run import check\n"
+            f"check({self!r})  # PYTHONPATH=tests, {len(jax.devices())} {jax.devices()[0].platform} devices"
+        )
+
+
+def all_sizes(call: Call) -> dict[str, Mapping[str, Any]]:
+    return {**call.sizes, **call.large_sizes}
+
+
+def is_empty(sizes: Mapping[str, Any]) -> bool:
+    """Whether an array has no element."""
+    return any(0 in x if isinstance(x, tuple) else x == 0 for x in sizes.values())
+
+
+def is_large(sizes: Mapping[str, Any]) -> bool:
+    """Whether a Jacobian would take long."""
+    flat = itertools.chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in sizes.values())
+    return math.prod(max(x, 1) for x in flat) > 1500
+
+
+ABSENT_OPERAND = (None, "pair", "integer", "negative")
+
+RULES = (
+    Rule(
+        "only floating and complex numbers have derivatives",
+        ("transformation", "dtype"),
+        lambda transformation, dtype: transformation in DERIVATIVES and not is_inexact(dtype),
+    ),
+    Rule(
+        "JAX's own arithmetic lacks 8-bit numbers, and Jacobians of complex ones",
+        ("transformation", "dtype"),
+        lambda transformation, dtype: (
+            transformation in DERIVATIVES
+            and (dtype.startswith("float8") or dtype.startswith("complex") and transformation == "jacrev")
+        ),
+    ),
+    Rule(
+        "there is no batch to map inside the derivative, or to scan",
+        ("transformation", "batch"),
+        lambda transformation, batch: transformation in ("vjp of vmap", "scan") and batch == "none",
+    ),
+    Rule(
+        "XLA's CPU back end aborts on 16-bit sums over devices in partly manual programs",
+        ("transformation", "dtype", "sharding"),
+        lambda transformation, dtype, sharding: (
+            sharding == "partly manual"
+            and dtype in ("float16", "bfloat16")
+            and transformation in DERIVATIVES
+            and jax.default_backend() == "cpu"
+        ),
+    ),
+    Rule(
+        "XLA's GPU back end takes no rows of 4-bit numbers out of an array that end within a byte",
+        ("transformation", "dtype"),
+        lambda transformation, dtype: transformation == "scan" and dtype == "int4" and jax.default_backend() == "gpu",
+    ),
+    Rule(
+        "outside of jit, shard_map is interpreted by JAX, one operation after the other, each of them under jit",
+        ("transformation", "sharding"),
+        lambda transformation, sharding: transformation == "eager" and sharding in SHARD_MAPS,
+    ),
+)
+
+
+@functools.cache
+def rules_of(op: str) -> tuple[Rule, ...]:
+    call = load_all()[op]
+    sizes = all_sizes(call)
+    jacobians = Rule(
+        "Jacobians of large arrays",
+        ("transformation", "size"),
+        lambda transformation, size: transformation == "jacrev" and is_large(sizes[size]),
+    )
+    presence = tuple(
+        Rule(
+            f"{name} is absent",
+            ("batch", name),
+            lambda batch, value, name=name: batch == f"one:{name}" and value in ABSENT_OPERAND,
+        )
+        for name in call.operands
+        if name in call.options
+    )
+    empty = Rule(
+        "XLA refuses empty arrays in manual programs, or crashes, also in its own operations (x[:0], for example)",
+        ("sharding", "size"),
+        # A filter of one tap has an empty state.
+        lambda sharding, size: sharding in SHARD_MAPS and (is_empty(sizes[size]) or sizes[size].get("tap") == 1),
+    )
+    empty_jacobians = Rule(
+        "JAX cannot reshape an empty Jacobian in explicit mode",
+        ("sharding", "size", "transformation"),
+        lambda sharding, size, transformation: (
+            sharding == "explicit" and transformation == "jacrev" and is_empty(sizes[size])
+        ),
+    )
+    return (*RULES, jacobians, empty, empty_jacobians, *presence, *call.rules)
+
+
+@functools.cache
+def factors_of(op: str, several_devices: bool, with_large: bool = False) -> dict[str, tuple[Any, ...]]:
+    """The values of each factor; the first of each is that of the bare call."""
+    call = load_all()[op]
+    transformations = tuple(
+        name
+        for name in TRANSFORMATIONS
+        if (call.differentiable or name not in DERIVATIVES) and (call.has_carry or name != "loop")
+    )
+    return {
+        "dtype": call.dtypes,
+        "size": tuple(all_sizes(call) if with_large else call.sizes),
+        "transformation": transformations,
+        "batch": ("none", *(f"one:{name}" for name in call.operands), "all", "nested"),
+        "sharding": SHARDINGS if several_devices else ("single",),
+        **call.options,
+    }
+
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+class Space:
+    """All combinations of an op that exist."""
+
+    def __init__(self, op: str, several_devices: bool, with_large: bool = False):
+        self.op = op
+        self.factors = factors_of(op, several_devices, with_large)
+        self._rules = rules_of(op)
+        self._of_factor: dict[str, list[Rule]] = {name: [] for name in self.factors}
+        for rule in self._rules:
+            for name in rule.factors:
+                self._of_factor[name].append(rule)
+
+    def forbidden(self, values: Values, changed: str | None = None) -> Rule | None:
+        """The rule that forbids these values, which need not be all."""
+        for rule in self._rules if changed is None else self._of_factor[changed]:
+            if all(name in values for name in rule.factors) and rule.forbids(*(values[name] for name in rule.factors)):
+                return rule
+        return None
+
+    def completed(self, values: Values, order: Mapping[str, Sequence[Any]]) -> dict[str, Any] | None:
+        """All factors, with these values, each of the others the first of its order that fits."""
+        if self.forbidden(values) is not None:
+            return None
+        return self._completed(dict(values), [name for name in order if name not in values], order)
+
+    def _completed(self, values: dict[str, Any], rest: list[str], order: Values) -> dict[str, Any] | None:
+        if not rest:
+            return values
+        name, *rest = rest
+        for value in order[name]:
+            chosen = {**values, name: value}
+            if self.forbidden(chosen, name) is None and (found := self._completed(chosen, rest, order)) is not None:
+                return found
+        return None
+
+    @functools.cached_property
+    def pairs(self) -> tuple[Pair, ...]:
+        """All pairs of values of two factors that some combination has."""
+        return tuple(self._pairs())
+
+    def _pairs(self) -> Iterator[Pair]:
+        for (first, first_values), (second, second_values) in itertools.combinations(self.factors.items(), 2):
+            for a, b in itertools.product(first_values, second_values):
+                if self.completed({first: a, second: b}, self.factors) is not None:
+                    yield (first, a), (second, b)
+
+    def bare(self, **chosen: Any) -> dict[str, Any] | None:
+        return self.completed(chosen, self.factors)
+
+    def case(self, values: Values, seed: int) -> Case:
+        options = CALLS[self.op].options
+        return Case(
+            self.op,
+            **{name: values[name] for name in FACTORS},
+            options=tuple((name, values[name]) for name in options if values[name] != options[name][0]),
+            seed=seed,
+        )
+
+    def random(self, rng: np.random.Generator) -> Case:
+        """A combination at random."""
+        order = {name: shuffled(rng, values) for name, values in self.factors.items()}
+        for name in CALLS[self.op].options:  # most calls have few options
+            if rng.random() < 0.4:
+                order[name] = self.factors[name]
+        order = {name: order[name] for name in shuffled(rng, tuple(order))}
+        values = self.completed({}, order)
+        assert values is not None
+        return self.case(values, int(rng.integers(2**31)))
+
+
+@functools.cache
+def space_of(op: str, several_devices: bool, with_large: bool = False) -> Space:
+    return Space(op, several_devices, with_large)
+
+
+def shuffled(rng: np.random.Generator, values: Sequence[Any]) -> list[Any]:
+    return [values[i] for i in rng.permutation(len(values))]
+
+
+def _pairs_of(values: Values) -> set[Pair]:
+    return set(itertools.combinations(values.items(), 2))
+
+
+@functools.cache
+def cover(op: str, several_devices: bool, seed: int = 0) -> tuple[Case, ...]:
+    """Few cases that meet every pair of values that the rules allow; the bare calls come first."""
+    space = space_of(op, several_devices)
+    rng = np.random.default_rng(seed)
+    cases: list[dict[str, Any]] = []
+    missing = dict.fromkeys(space.pairs)
+
+    def add(values: dict[str, Any]) -> None:
+        values = {name: values[name] for name in space.factors}
+        cases.append(values)
+        for pair in _pairs_of(values):
+            missing.pop(pair, None)
+
+    for name in ("transformation", "sharding"):
+        for value in space.factors[name]:
+            batch = {"batch": "all"} if value in ("vjp of vmap", "scan") else {}
+            if (values := space.bare(**{name: value}, **batch)) is not None:
+                add(values)
+    if "vjp" in space.factors["transformation"]:
+        for value in space.factors["sharding"]:
+            if (values := space.bare(transformation="vjp", sharding=value)) is not None:
+                add(values)
+
+    def num_met(values: Values, name: str, value: Any) -> int:
+        return sum(_sorted_pair(space, (name, value), other) in missing for other in values.items())
+
+    while missing:
+        (first, a), (second, b) = next(iter(missing))
+        values = {first: a, second: b}
+
+        # Each further factor takes the value with the most pairs to meet, among those that can be completed.
+        for name in shuffled(rng, [name for name in space.factors if name not in values]):
+            ranked = sorted(
+                shuffled(rng, space.factors[name]), key=functools.partial(num_met, values, name), reverse=True
+            )
+            order = {name: ranked} | {other: space.factors[other] for other in space.factors if other != name}
+            found = space.completed(values, order)
+            assert found is not None
+            values[name] = found[name]
+        add(values)
+    return tuple(space.case(values, seed=seed * 1_000_003 + number) for number, values in enumerate(cases))
+
+
+def _sorted_pair(space: Space, a: tuple[str, Any], b: tuple[str, Any]) -> Pair:
+    position = {name: i for i, name in enumerate(space.factors)}
+    return (a, b) if position[a[0]] < position[b[0]] else (b, a)

@@ -1,0 +1,192 @@
+"""Which strategies of the kernels the matrix reaches, asked of the native modules without running anything."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from support.matrix.calls import is_inexact, load_all
+from support.matrix.generator import Case, cover, space_of
+from support.matrix.run import Plan
+
+from jax_baracuda._core.native import NATIVE_MODULES, NativeModule
+from jax_baracuda._core.op import OPS
+
+Asked = tuple[str, str, dict[str, int], str]
+"""The platform, the target, the parameters and the strategy of a call."""
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Asked]]:
+    """Every answer of a native module to the question how it runs a call."""
+    asked: list[Asked] = []
+    plan = NativeModule.plan
+
+    def record(self: NativeModule, target: str, parameters: dict[str, int]) -> Any:
+        answer = plan(self, target, parameters)
+        asked.append((self.platform, target, dict(parameters), answer.strategy))
+        return answer
+
+    with mock.patch.object(NativeModule, "plan", record):
+        yield asked
+
+
+BATCH_SIZE = 2
+"""A larger batch has too many rows for some strategies."""
+
+
+def ask(case: Case, platforms: Sequence[str]) -> None:
+    """Asks the modules of some platforms how they run each kernel of a case's program, which is traced only."""
+    plan = Plan(case, batch_size=BATCH_SIZE)
+    forward = case.transformation in ("jvp", "linearize")
+    function = plan.call.forward_mode if forward else plan.call.function
+    with jax.enable_x64(plan.is_x64):
+        types = [jax.ShapeDtypeStruct(tuple(map(plan.size_of, x.dims)), jnp.dtype(x.dtype)) for x in plan.arrays]
+        program = plan.program(functools.partial(plan.problem.apply, function), is_reference=False)
+        for name, operands, params in _kernels(jax.make_jaxpr(program)(*types).jaxpr):
+            op = OPS[name]
+            for platform in platforms:
+                if op.plan_parameters is not None and op.missing_kernel(platform, operands, params) is None:
+                    op.plan(platform, operands, params)
+
+
+def _kernels(jaxpr: Any) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name.removeprefix("baracuda_")
+        if name != equation.primitive.name and name in OPS:
+            yield name, [x.aval for x in equation.invars], equation.params
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                yield from _kernels(getattr(inner, "jaxpr", inner))
+
+
+def _is_jaxpr(x: Any) -> bool:
+    return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
+
+
+def cases(op: str) -> Iterator[Case]:
+    """The covering array, and every size class with each option, batch and size of elements beside it, value and
+    gradient.
+
+    The derivative of a gradient is made of the kernels of others, where it is one: it is left out, since tracing it is
+    slow. Kernels see nested batches as one.
+    """
+    transformations = ("jit",) if op.endswith("_backward") else ("jit", "vjp")
+    yield from (case for case in cover(op, several_devices=False) if case.transformation in transformations)
+    space = space_of(op, several_devices=False, with_large=True)
+    call = load_all()[op]
+    transformations = [name for name in transformations if name in space.factors["transformation"]]
+    seeds = itertools.count()
+    alone = [] if call.strategy_options else [(name, value) for name in call.options for value in call.options[name]]
+    alone += [("dtype", dtype) for dtype in {_bytes_of(dtype): dtype for dtype in reversed(call.dtypes)}.values()]
+    batches = [name for name in space.factors["batch"] if name != "nested"]
+    chosen = [{"batch": batch, **values} for values in call.strategy_options or [{}] for batch in batches]
+    chosen += [{"batch": batch, name: value} for name, value in alone if name not in DATA for batch in ("none", "all")]
+    for size, transformation, values in itertools.product(space.factors["size"], transformations, chosen):
+        found = space.bare(**{"size": size, "transformation": transformation, **values})
+        if found is not None:
+            yield space.case(found, seed=next(seeds))
+
+
+def _bytes_of(dtype: str) -> tuple[bool, float]:
+    """Dtypes in which this is the same have the same kernels."""
+    return is_inexact(dtype), 0.5 if dtype == "int4" else jnp.dtype(dtype).itemsize
+
+
+DATA = ("ids_dtype", "values", "parameter_dtype", "cond_dtype")
+"""Options that are about the data: no strategy depends on them."""
+
+
+def covering(family: str, platforms: Sequence[str]) -> tuple[list[Case], list[str]]:
+    """Few cases that reach every strategy of a family's kernels, alone and in batches of `BATCH_SIZE`; and what no case
+    reaches."""
+    candidates = [case for op in load_all() if op.startswith(family) for case in cases(op)]
+    np.random.default_rng(0).shuffle(candidates)  # early ones then differ most
+    chosen: list[Case] = []
+    seen: set[tuple[Any, ...]] = set()
+    with recorded() as asked:
+        for case in candidates:
+            first = len(asked)
+            ask(case, platforms)
+            found = {_kind(*call) for call in asked[first:]}
+            if not found <= seen:
+                seen |= found
+                chosen.append(case)
+                if not any(missing(platform, family, asked) for platform in platforms):
+                    return chosen, []
+    return chosen, [f"{name}: {problem}" for name in platforms for problem in missing(name, family, asked)]
+
+
+def _kind(platform: str, target: str, parameters: Mapping[str, int], strategy: str) -> tuple[Any, ...]:
+    """All that `missing` asks for of a call."""
+    if parameters.get("batch", 2) == 1:
+        return platform, target, strategy, "alone"
+    return platform, target, strategy, *(bool(parameters[flag]) for flag in _sharing(parameters))
+
+
+def _sharing(parameters: Mapping[str, int]) -> list[str]:
+    return [name for name in parameters if name.endswith(("_is_shared", "_are_shared"))]
+
+
+NOT_AT_ALL = "not reached"
+NOT_ALONE = "not reached with a batch of one element"
+NOT_IN_BATCHES = "not reached with a batch of several elements"
+
+UNREACHABLE = (
+    # Public functions write no empty window, and a gradient of the convolution without any parameter runs no kernel.
+    ("write_slice*", "nothing", "*"),
+    ("causal_conv1d_backward", "nothing", "*"),
+    # Mapped windows of 4-bit elements beside others are those of whole bytes.
+    ("write_slice", "mixed", "*"),
+    # A batch of several may share what has a size that is no multiple of 32 bytes; then x is the shared operand.
+    ("causal_conv1d*", "rows_by_element*", NOT_ALONE),
+    ("causal_conv1d*", "rows_by_element*", "* x_is_shared = 0"),
+    ("segment_*_backward", "flat_elements", NOT_ALONE),
+    # JAX's own arithmetic, on the way to a derivative, lacks 8-bit numbers.
+    ("write_slice_backward", "*1_byte*", "*"),
+    # A table so large that it is made in parts has rows enough for a cache.
+    ("segment_softmax*", "atomics_in_parts", "*"),
+    # The filter keeps what it has seen of one table.
+    ("segment_m*", "filtered_atomics", NOT_IN_BATCHES),
+    # A scalar that the batch shares, and a tail, are those of one element.
+    ("where", "scalar_*", "* = 0"),
+)
+"""What calls of public functions do not reach: patterns of a target, a strategy and a problem."""
+
+
+def missing(platform: str, family: str, asked: Sequence[Asked]) -> list[str]:
+    """The strategies that no call reached, with a batch of one element and of more, with operands shared and own."""
+    calls: dict[tuple[str, str], list[dict[str, int]]] = {}
+    for of_platform, target, parameters, strategy in asked:
+        if of_platform == platform:
+            calls.setdefault((target, strategy), []).append(parameters)
+    return [
+        f"{target}: {strategy} is {problem}"
+        for target, names in NATIVE_MODULES[platform].strategies().items()
+        if target.startswith(family)
+        for strategy in names
+        for problem in _problems(calls.get((target, strategy), []))
+        if not any(all(map(fnmatch.fnmatchcase, (target, strategy, problem), known)) for known in UNREACHABLE)
+    ]
+
+
+def _problems(calls: Sequence[dict[str, int]]) -> Iterator[str]:
+    if not calls:
+        yield NOT_AT_ALL
+        return
+    if "batch" in calls[0]:
+        if not any(parameters["batch"] == 1 for parameters in calls):
+            yield NOT_ALONE
+        if not any(parameters["batch"] > 1 for parameters in calls):
+            yield NOT_IN_BATCHES
+    for flag in _sharing(calls[0]):
+        if {bool(parameters[flag]) for parameters in calls if parameters.get("batch", 2) > 1} == {True}:
+            yield f"not reached with {flag} = 0"

@@ -1,0 +1,106 @@
+"""Every op in every pair of dtype, size, option, transformation, batch and sharding."""
+
+from __future__ import annotations
+
+from support import matrix  # isort: skip  (sets the environment before JAX is loaded)
+
+import itertools
+import os
+import traceback
+
+import pytest
+from support.matrix import strategies
+from support.matrix.calls import FAMILIES, load_all
+from support.matrix.fuzz import Fuzz
+from support.matrix.generator import FACTORS, Case, cover, factors_of, space_of
+from support.matrix.run import check, num_devices
+
+import jax_baracuda
+from jax_baracuda import forward_mode
+from jax_baracuda._core.native import NATIVE_MODULES
+
+assert matrix
+
+SEED = int(os.environ.get("JAX_BARACUDA_TEST_SEED", "0"))
+CHUNK = 12
+STRIDE = int(os.environ.get("JAX_BARACUDA_MATRIX_STRIDE", "4"))
+"""Beside the bare calls every so many of the cases run; ``make matrix`` runs all of them."""
+TYPES = {"Activation", "Guarantee", "HeadLayout", "TieBreak", "WriteMode"}
+NOT_OPS = {"forward_mode", "precision_guarantee", "rope_frequencies"}
+"""Public names that are no functions of arrays: frequencies are constants of NumPy, made before a program is traced."""
+
+OPS = sorted(load_all())
+each_op = pytest.mark.parametrize("op", OPS)
+
+
+def test_every_public_function_is_declared() -> None:
+    assert set(OPS) == set(jax_baracuda.__all__) - NOT_OPS - TYPES
+    assert all(load_all()[name].forward_mode is getattr(forward_mode, name) for name in forward_mode.__all__)
+
+
+@each_op
+@pytest.mark.parametrize("several_devices", [True, False], ids=["several devices", "one device"])
+def test_cases_meet_every_pair_of_values(op: str, several_devices: bool) -> None:
+    space = space_of(op, several_devices)
+    met = set()
+    for case in cover(op, several_devices, SEED):
+        values = case.values()
+        assert space.forbidden(values) is None, case
+        met |= set(itertools.combinations(((name, values[name]) for name in space.factors), 2))
+    possible = set(space.pairs)
+    assert possible <= met, f"{len(possible - met)} of {len(possible)} pairs are not met: {list(possible - met)[:5]}"
+
+
+@each_op
+def test_every_value_is_met_and_so_are_the_bare_calls(op: str) -> None:
+    cases = cover(op, True, SEED)
+    for name, values in factors_of(op, True).items():
+        assert {case.values()[name] for case in cases} == set(values), name
+    bare = {(case.transformation, case.sharding) for case in cases if not case.options and case.batch == "none"}
+    factors = factors_of(op, True)
+    for sharding in factors["sharding"]:
+        assert any(("jit", sharding) == pair or ("eager", sharding) == pair for pair in bare), sharding
+        assert load_all()[op].differentiable is False or ("vjp", sharding) in bare, sharding
+
+
+def _cases(op: str) -> list[Case]:
+    cases = cover(op, num_devices() > 1, SEED)
+    return [case for i, case in enumerate(cases) if i % STRIDE == 0 or (not case.options and case.batch == "none")]
+
+
+def _chunks() -> list[tuple[str, int]]:
+    return [(op, number) for op in OPS for number in range(-(-len(_cases(op)) // CHUNK))]
+
+
+@pytest.mark.parametrize(("op", "chunk"), _chunks())
+def test_combinations(op: str, chunk: int) -> None:
+    failures = []
+    for case in _cases(op)[chunk * CHUNK : (chunk + 1) * CHUNK]:
+        try:
+            check(case)
+        except Exception as error:  # the other cases of the chunk run all the same
+            what = "".join(traceback.format_exception_only(error)).strip()
+            failures.append(f"{what[:1500]}\n{case.recipe()}")
+    assert not failures, f"{len(failures)} cases failed:\n\n" + "\n\n".join(failures)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_strategy_is_reached(family: str) -> None:
+    platforms = [name for name, native in NATIVE_MODULES.items() if native.module is not None]
+    assert platforms
+    _, problems = strategies.covering(family, platforms)
+    assert not problems, "\n".join(problems)
+
+
+def test_fuzz() -> None:
+    reports: list[str] = []
+    fuzz = Fuzz(SEED, 40, None, reports.append, with_large=False, draws=2)
+    fuzz.run(threads=2)
+    assert fuzz.num_programs == 40
+    assert not fuzz.failures, f"{fuzz.summary()}\n" + "\n".join(reports)
+
+
+def test_a_recipe_is_code_that_gives_the_same_case() -> None:
+    case = cover(OPS[0], True, SEED)[-1]
+    assert eval(repr(case), {"Case": Case}) == case
+    assert set(FACTORS) <= set(case.values())

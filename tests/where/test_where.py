@@ -1,0 +1,586 @@
+"""where and its gradient: values, shapes, dtypes, transformations, derivatives, errors."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+from segment.reference import Batch, kernels_in
+from support import cases
+from support.cases import FLOATING, Expected, assert_same_bits, assert_same_memory, random_bits
+from where import reference as selections
+from where.reference import (
+    ALTERNATING,
+    GRADIENT_SHAPES,
+    KERNEL_DTYPES,
+    SHAPES,
+    SUB_BYTE,
+    Shapes,
+    joint_shape,
+    make_condition,
+    reference,
+    reference_gradients,
+)
+
+from jax_baracuda import forward_mode, where, where_backward
+
+
+def make_operands(
+    rng: np.random.Generator, shapes: Shapes, dtype: Any = "float32", cond_dtype: Any = "bool"
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The condition, and numbers."""
+    a, b = (rng.normal(size=shape).astype(jnp.dtype(dtype)) for shape in shapes[1:])
+    return make_condition(rng, shapes[0], cond_dtype), a, b
+
+
+def value_and_pullback(function: Callable[..., Any], cond: Any, a: Any, b: Any, dy: Any) -> Any:
+    value, vjp = jax.vjp(functools.partial(function, cond), a, b)
+    return value, *vjp(dy)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Values and gradients.
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+def test_value(rng: np.random.Generator, dtype: str) -> None:
+    """Every shape, conditions of both dtypes: the bits of what is selected, one kernel call each."""
+    batch = Batch()
+    for shapes, cond_dtype in itertools.product(SHAPES, ("bool", "uint8")):
+        a, b = (random_bits(rng, shape, dtype) for shape in shapes[1:])
+        cond = make_condition(rng, shapes[0], cond_dtype)
+        check = functools.partial(assert_same_memory, expected=reference(cond, a, b), where=f"{shapes} {cond_dtype}")
+        batch.add(where, (cond, a, b), check)
+    with cases.x64_for(dtype):
+        assert batch.run() == {"where": 2 * len(SHAPES)}
+
+
+@pytest.mark.parametrize("dtype", SUB_BYTE)
+def test_dtypes_of_less_than_a_byte(rng: np.random.Generator, dtype: str) -> None:
+    """They run as plain JAX."""
+    a, b = (rng.integers(0, 2, shape).astype(jnp.dtype(dtype)) for shape in ((5, 9), (9,)))
+    cond = make_condition(rng, (5, 1))
+    assert_same_bits(where(cond, a, b), reference(cond, a, b))
+    assert kernels_in(jax.jit(where).lower(cond, a, b).as_text()) == []
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_gradient(rng: np.random.Generator, dtype: str) -> None:
+    """Every shape, by reverse mode and by the public function: bits where nothing is summed, else one rounding."""
+    batch = Batch()
+    for i, shapes in enumerate(GRADIENT_SHAPES):
+        cond, a, b = make_operands(rng, shapes, dtype, ("bool", "uint8")[i % 2])
+        dy = rng.normal(size=joint_shape(shapes)).astype(a.dtype)
+        of_a, of_b = reference_gradients(cond, dy, a.shape, b.shape)
+
+        def check(*results: Any, expected: tuple[Expected, ...] = (of_a, of_b), where: str = f"{shapes}") -> None:
+            for result, allowed in zip(results[-2:], expected, strict=True):
+                allowed.check(result, where)
+
+        batch.add(functools.partial(value_and_pullback, where), (cond, a, b, dy), check)
+        backward = functools.partial(where_backward, a_shape=a.shape, b_shape=list(b.shape))
+        batch.add(backward, (cond, dy), check)
+    with cases.x64_for(dtype):
+        called = batch.run()
+    assert called["where"] == len(GRADIENT_SHAPES)
+    # Two calls where both are summed over different dimensions.
+    assert 2 * len(GRADIENT_SHAPES) <= called["where_backward"] <= 3 * len(GRADIENT_SHAPES)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128", "float8_e5m2", "float8_e8m0fnu"])
+def test_gradient_of_other_dtypes(rng: np.random.Generator, dtype: str) -> None:
+    """Like plain JAX, with a kernel where nothing is summed and the dtype has a zero."""
+    with cases.x64_for(dtype):
+        cond, a, b = make_condition(rng, (40, 5)), *(random_bits(rng, (40, 5), dtype) for _ in range(2))
+        dy = rng.integers(1, 3, (40, 5)).astype(a.dtype)
+        ours, plain = (jax.jit(functools.partial(value_and_pullback, f)) for f in (where, jnp.where))
+        kernels = ["where", "where_backward"] if dtype != "float8_e8m0fnu" else ["where"]
+        assert kernels_in(ours.lower(cond, a, b, dy).as_text()) == kernels
+        value, *gradients = ours(cond, a, b, dy)
+        assert_same_memory(value, reference(cond, a, b))  # plain JAX does not keep the bits of every NaN
+        for got, want in zip(gradients, plain(cond, a, b, dy)[1:], strict=True):
+            assert_same_memory(got, np.asarray(want))
+        if dtype == "float8_e8m0fnu":
+            return
+        _, d_row = where_backward(cond, dy, b_shape=(5,))
+        exact = np.where(cond, 0, dy.astype(np.complex128)).sum(axis=0).astype(d_row.dtype)
+        assert_same_bits(d_row, exact.astype(dy.dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_nothing_leaks(rng: np.random.Generator, dtype: str) -> None:
+    """What is not selected goes nowhere, however bad it is: not to the value, not to gradients, not to their sums."""
+    for shapes in (((6, 40),) * 3, ((6, 40), (40,), ()), ((6, 40), (6, 40), (6, 1))):
+        cond, a, b = make_operands(rng, shapes, dtype)
+        cond[:, ::2] = True
+        dy = rng.normal(size=cond.shape).astype(a.dtype)
+        dy[:, ::2] = rng.choice([np.nan, np.inf, -np.inf], (6, 20))
+        of_b = reference_gradients(cond, dy, a.shape, b.shape)[1]
+        with cases.x64_for(dtype):
+            of_b.check(where_backward(cond, dy, a_shape=a.shape, b_shape=b.shape)[1])
+            of_b.check(value_and_pullback(where, cond, a, b, dy)[2])
+            is_bad = np.broadcast_to(np.arange(40) % 2 == 0, (6, 40))
+            value = where(is_bad, b, np.where(is_bad, np.asarray(np.nan, a.dtype), a))
+        assert np.isfinite(np.asarray(value).astype(np.float64)).all()
+
+
+def test_positive_long_sums_of_16_bits() -> None:
+    """Sums that only grow do not stop at what 16 bits can count, and are rounded once."""
+    for dtype in ("bfloat16", "float16"):
+        dy = np.full((3, 7001), 1 / 2, jnp.dtype(dtype))
+        cond = np.arange(7001) % 3 > 0
+        da, db = where_backward(cond, dy, a_shape=(), b_shape=(3, 1))
+        np.testing.assert_array_equal(da, np.asarray(3 * cond.sum() / 2).astype(dy.dtype))
+        np.testing.assert_array_equal(db, np.full((3, 1), (~cond).sum() / 2).astype(dy.dtype))
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    shape=st.lists(st.sampled_from([1, 2, 3, 5, 8, 17]), max_size=5),
+    repeated=st.lists(st.integers(0, 7), min_size=5, max_size=5),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_shapes(shape: list[int], repeated: list[int], dtype: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shapes = tuple(
+        tuple(1 if bits >> k & 1 else size for size, bits in zip(shape, repeated, strict=False)) for k in range(3)
+    )
+    cond, a, b = make_operands(rng, shapes, dtype)
+    dy = rng.normal(size=joint_shape(shapes)).astype(a.dtype)
+    value, *gradients = value_and_pullback(where, cond, a, b, dy)
+    assert_same_memory(value, reference(cond, a, b))
+    for gradient, expected in zip(gradients, reference_gradients(cond, dy, a.shape, b.shape), strict=True):
+        expected.check(gradient)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "complex64"])
+def test_many_short_rows(rng: np.random.Generator, dtype: str) -> None:
+    """Rows of one element each, of which a CPU writes out a block at a time, at one distance and at several."""
+    for length in (1, 2, 3, 4, 7, 8, 9, 16, 33, 64, 70, 128, 130):
+        rows = 9000 // length
+        for shape, repeated in (((rows, length), (rows, 1)), ((3, rows // 3 + 1, length), (3, 1, 1)),
+                                ((5, 7, rows // 30 + 1, length), (5, 1, rows // 30 + 1, 1))):  # fmt: skip
+            for shapes in ((repeated, shape, ()), (shape, shape, repeated), (repeated, repeated, shape)):
+                cond, a, b = make_operands(rng, shapes, dtype)
+                assert_same_memory(where(cond, a, b), reference(cond, a, b))
+
+
+def test_many_dimensions(rng: np.random.Generator) -> None:
+    """Operands that are repeated along every other one of many dimensions; and ranks beyond those of the kernels."""
+    cond, a, b = make_operands(rng, ((2, 1) * 8, (1, 2) * 8, (2,) * 16))
+    assert kernels_in(jax.jit(where).lower(cond, a, b).as_text()) == ["where"]
+    assert_same_memory(where(cond, a, b), reference(cond, a, b))
+    high = [np.asarray(x)[(None,) * 17] for x in (cond, a, b)]
+    operands = [jax.ShapeDtypeStruct((1,) * 20 + x.shape, x.dtype) for x in high]
+    assert kernels_in(jax.jit(where).lower(*operands).as_text()) == []
+
+
+def test_operands_stay_small(rng: np.random.Generator) -> None:
+    """Nothing that is repeated is written out: programs have no temporary memory."""
+    cond, a, b = make_operands(rng, ((1000, 1), (1000, 300), ()))
+
+    def gradients(cond: Any, a: Any, b: Any) -> Any:
+        return jax.vjp(functools.partial(where, cond), a, b)[1](a)
+
+    for function in (where, gradients):
+        analysis = jax.jit(function).lower(cond, a, b).compile().memory_analysis()
+        assert analysis.temp_size_in_bytes < a.nbytes / 5
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Arguments: dtypes and shapes as in jax.numpy.where.
+
+PYTHON_NUMBERS = (True, 3, 2.5, 1 + 2j)
+WIDE_DTYPES = ("int64", "uint64", "float64", "complex128")
+NARROW_DTYPES = (
+    *("bool", "int4", "int8", "uint8", "int32", "uint32"),
+    *("float8_e4m3fn", "bfloat16", "float16", "float32", "complex64"),
+)
+
+
+def outcome(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The type of the result, or that the dtypes do not go together."""
+    try:
+        result = jax.eval_shape(functools.partial(function, *arguments))
+    except ValueError as error:  # older versions of JAX do not export its type
+        assert type(error).__name__ == "TypePromotionError"
+        return "refused"
+    return result.shape, result.dtype, result.weak_type
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_promotion(x64: bool) -> None:
+    """Dtypes and weak types of results are those of jax.numpy.where, for arrays, numbers and weakly typed arrays."""
+    with jax.enable_x64(x64):
+        arrays = [jnp.ones(2, dtype) for dtype in (*NARROW_DTYPES, *(WIDE_DTYPES if x64 else ()))]
+        weak = [jnp.broadcast_to(jnp.asarray(number), (2,)) for number in PYTHON_NUMBERS]
+        values = (*arrays, *weak, *PYTHON_NUMBERS, np.float32(1), np.ones(2, np.int16))
+        assert any(getattr(value, "weak_type", False) for value in values)
+        for a, b in itertools.product(values, values):
+            assert outcome(where, True, a, b) == outcome(jnp.where, True, a, b), (a, b)
+
+
+def test_strict_promotion() -> None:
+    with jax.numpy_dtype_promotion("strict"):
+        assert outcome(where, True, np.float32(1), np.int32(1)) == "refused"
+        assert outcome(where, True, np.float32(1), 2) == ((), np.float32, False)
+
+
+def test_values_are_promoted(rng: np.random.Generator) -> None:
+    cond, a, b = make_operands(rng, ((4, 5),) * 3)
+    for first, second in ((a, 0), (1, b), (a.astype(np.int8), b), (a > 0, b.astype(np.float16)), (a, 1 + 2j), (2, 3.5)):
+        assert_same_bits(where(cond, first, second), np.asarray(jnp.where(cond, first, second)))
+
+
+@pytest.mark.parametrize("dtype", [*KERNEL_DTYPES, *SUB_BYTE])
+def test_conditions_of_every_dtype(rng: np.random.Generator, dtype: str) -> None:
+    """Compared with zero; a NaN is not zero."""
+    values = rng.choice([0.0, 1.0, 0.0, 2.0], (6, 50)).astype(jnp.dtype(dtype))
+    if jnp.issubdtype(values.dtype, jnp.inexact) and dtype not in ("float4_e2m1fn",):
+        values[0, :9] = np.asarray(np.nan, np.float32).astype(values.dtype)
+    a, b = np.float32(3), np.float32(5)
+    with cases.x64_for(dtype):
+        assert_same_bits(where(values, a, b), np.asarray(jnp.where(values, a, b)))
+
+
+@pytest.mark.parametrize("cond", [True, False, 0, 2, 0.5, np.bool_(False)])
+def test_conditions_that_are_numbers(cond: Any) -> None:
+    assert_same_bits(where(cond, np.arange(3), 7), np.asarray(jnp.where(cond, np.arange(3), 7)))
+
+
+X = np.ones((2, 3), np.float32)
+
+ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "list": (lambda: where([True], X, X), TypeError, "where: cond must be an array, got list"),
+    "None": (lambda: where(X > 0, None, X), TypeError, "where: a must be an array, got NoneType"),
+    "string": (lambda: where(X > 0, X, "b"), TypeError, "where: b must be an array, got str"),
+    "key": (lambda: where(True, jax.random.key(0), X), TypeError, "where: a must have a numeric dtype, got key"),
+    "shapes": (
+        lambda: where(X > 0, X[:, :2], 0),
+        ValueError,
+        "where: cond, a and b must have shapes that broadcast against each other, got (2, 3), (2, 2) and ()",
+    ),
+    "dy of integers": (
+        lambda: where_backward(X > 0, X.astype(int)),
+        TypeError,
+        "where_backward: dy must have a floating or complex dtype, got int",
+    ),
+    "dy that is no array": (lambda: where_backward(X > 0, None), TypeError, "where_backward: dy must be an array"),
+    "cond that is larger": (
+        lambda: where_backward(X > 0, X[0]),
+        ValueError,
+        "where_backward: cond must broadcast to the shape of dy, (3,), got (2, 3)",
+    ),
+    "a_shape": (
+        lambda: where_backward(X > 0, X, a_shape=(2, 2)),
+        ValueError,
+        "where_backward: a_shape must broadcast to the shape of dy, (2, 3), got (2, 2)",
+    ),
+    "b_shape": (
+        lambda: where_backward(X > 0, X, b_shape=(1, 2, 3)),
+        ValueError,
+        "where_backward: b_shape must broadcast to the shape of dy, (2, 3), got (1, 2, 3)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case: str) -> None:
+    call, error, message = ERRORS[case]
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is computed.
+
+
+def test_kernels(rng: np.random.Generator) -> None:
+    """One call for the value and one for the gradients; what is not differentiated is not computed."""
+    cond, a, b = make_operands(rng, ((4, 1), (4, 30), (4, 30)))
+
+    def kernels(function: Callable[..., Any], *operands: Any) -> list[str]:
+        def run(dy: Any, *operands: Any) -> Any:
+            value, vjp = jax.vjp(function, *operands)
+            return value, vjp(dy)
+
+        return kernels_in(jax.jit(run).lower(a, *operands).as_text())
+
+    assert kernels(lambda a, b: where(cond, a, b), a, b) == ["where", "where_backward"]
+    assert kernels(lambda a: where(cond, a, b), a) == ["where", "where"]
+    assert kernels(lambda b: where(cond, a, b), b) == ["where", "where"]
+    assert kernels(lambda a: where(cond, a, 0), a) == ["where", "where"]
+    assert kernels(lambda a: jax.jit(where)(cond, a, b), a) == ["where", "where"]
+    assert kernels(lambda row: where(cond, a, row), b[0]) == ["where", "where_backward"]
+    _, vjp = jax.vjp(lambda a, b: where(cond, a, b), a, b)
+    kept = [x for x in jax.tree.leaves(vjp) if hasattr(x, "shape")]
+    assert [x.shape for x in kept] == [cond.shape], "something else than the condition is kept"
+
+
+def test_zero_cotangent(rng: np.random.Generator) -> None:
+    """A result that nothing depends on has gradients of zero."""
+    cond, a, b = make_operands(rng, ((4, 5),) * 3)
+
+    def loss(a: Any, b: Any) -> Any:
+        return (jax.lax.stop_gradient(where(cond, a, b)) + a).sum()
+
+    da, db = jax.grad(loss, (0, 1))(a, b)
+    np.testing.assert_array_equal(da, np.ones_like(a))
+    np.testing.assert_array_equal(db, np.zeros_like(b))
+
+
+def test_integers_have_no_gradient(rng: np.random.Generator) -> None:
+    cond, a, b = make_operands(rng, ((4, 5),) * 3)
+    a, b = a.astype(np.int32), b.astype(np.int32)
+    _, vjp = jax.vjp(functools.partial(where, cond), a, b)
+    assert all(x.dtype == jax.dtypes.float0 for x in vjp(np.zeros((4, 5), jax.dtypes.float0)))
+    x = a.astype(np.float32)
+    # Mixed with an integer, which has none.
+    np.testing.assert_array_equal(jax.grad(lambda x: where(cond, x, b).sum())(x), cond.astype(np.float32))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Transformations.
+
+Transformation = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+TRANSFORMATIONS: dict[str, Transformation] = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "checkpoint, nothing saveable": lambda f: jax.jit(
+        jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable)
+    ),
+    "scan": lambda f: lambda a, b: jax.lax.scan(lambda c, x: (c, f(x, b)), 0, jnp.stack([-a, a]))[1][1],
+    "cond": lambda f: lambda a, b: jax.lax.cond(a.sum() > -1e9, f, lambda a, b: jnp.zeros_like(f(a, b)), a, b),
+    "vmap of one": lambda f: lambda a, b: jax.vmap(f)(a[None], b[None])[0],
+    "remat of a gradient": lambda f: lambda a, b: jax.vjp(jax.checkpoint(f), a, b)[0],
+}
+
+
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+def test_transformation(rng: np.random.Generator, transformation: str) -> None:
+    """Value and gradients under each transformation have the bits that they have eagerly."""
+    for shapes in (((6, 1), (6, 40), (6, 40)), ((6, 1), (6, 40), (40,))):
+        cond, a, b = make_operands(rng, shapes, "bfloat16")
+        dy = rng.normal(size=(6, 40)).astype(a.dtype)
+
+        def call(a: Any, b: Any, cond: Any = cond) -> Any:
+            return where(cond, a, b)
+
+        expected, vjp = jax.vjp(call, jnp.asarray(a), jnp.asarray(b))
+        actual, transformed_vjp = jax.vjp(TRANSFORMATIONS[transformation](call), a, b)
+        for got, want in zip((actual, *transformed_vjp(dy)), (expected, *vjp(dy)), strict=True):
+            assert_same_memory(got, np.asarray(want))
+
+
+MAPPED = ("cond", "a", "b", "dy")
+
+
+def test_vmap(rng: np.random.Generator) -> None:
+    """Mapped over each operand alone and over several: one kernel call, whose results are those of a loop."""
+    batch = Batch()
+    subsets = [MAPPED, ("cond", "dy"), ("a", "dy"), ("b", "dy"), ("a", "b"), ("dy",)]
+    shapes = {"cond": (7, 1), "a": (7, 13), "b": (13,), "dy": (7, 13)}
+
+    def call(cond: Any, a: Any, b: Any, dy: Any) -> Any:
+        return value_and_pullback(where, cond, a, b, dy)
+
+    for mapped in subsets:
+        operands = [
+            (make_condition if name == "cond" else lambda rng, shape: rng.normal(size=shape).astype(np.float32))(
+                rng, (3, *shape) if name in mapped else shape
+            )
+            for name, shape in shapes.items()
+        ]
+        axes = tuple(0 if name in mapped else None for name in shapes)
+
+        def check(*results: Any, operands: Any = operands, axes: Any = axes, mapped: Any = mapped) -> None:
+            for k in range(3):
+                one = [x if axis is None else x[k] for x, axis in zip(operands, axes, strict=True)]
+                expected = [Expected(reference(*one[:3]), np.float32)]
+                expected += reference_gradients(one[0], one[3], one[1].shape, one[2].shape)
+                for result, allowed in zip(results, expected, strict=True):
+                    allowed.check(result[k], f"{mapped} [{k}]")
+
+        batch.add(jax.vmap(call, axes), operands, check)
+    assert batch.run() == {"where": len(subsets), "where_backward": len(subsets)}
+
+
+def test_vmap_of_the_condition_alone(rng: np.random.Generator) -> None:
+    """The cotangent is then shared by the batch."""
+    conds, dy = make_condition(rng, (3, 7, 13)), rng.normal(size=(7, 13)).astype(np.float32)
+    results = jax.vmap(functools.partial(where_backward, b_shape=(13,)), (0, None))(conds, dy)
+    for k, cond in enumerate(conds):
+        for result, expected in zip(results, reference_gradients(cond, dy, (7, 13), (13,)), strict=True):
+            expected.check(result[k])
+
+
+def test_nested_vmap(rng: np.random.Generator) -> None:
+    """Two levels, operands mapped at either, both or none, along other axes than the first: still one kernel call."""
+    cond = make_condition(rng, (5, 3, 4))  # [..., inner, outer]
+    a = rng.normal(size=(3, 5)).astype(np.float32)  # mapped inside
+    b = rng.normal(size=(5, 4)).astype(np.float32)  # mapped outside
+    run = jax.jit(jax.vmap(jax.vmap(where, (1, 0, None)), (2, None, 1), out_axes=1))
+    assert kernels_in(run.lower(cond, a, b).as_text()) == ["where"]
+    y = run(cond, a, b)
+    assert y.shape == (3, 4, 5)
+    for inner, outer in np.ndindex(3, 4):
+        assert_same_memory(y[inner, outer], reference(cond[:, inner, outer], a[inner], b[:, outer]))
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_vmap_of_empty_and_single_batch(rng: np.random.Generator, size: int) -> None:
+    cond, a, b = make_operands(rng, ((4, 1), (4, 6), (6,)))
+    y, da, db = jax.vmap(functools.partial(value_and_pullback, where), (None, 0, None, 0))(
+        cond, a[None][:size], b, a[None][:size]
+    )
+    assert (y.shape, da.shape, db.shape) == ((size, 4, 6), (size, 4, 6), (size, 6))
+    if size == 1:
+        assert_same_memory(y[0], reference(cond, a, b))
+
+
+def test_other_platforms_have_no_kernel(rng: np.random.Generator) -> None:
+    cond, a, b = make_operands(rng, ((4, 1), (4, 6), (6,)))
+    call = jax.jit(functools.partial(value_and_pullback, where))
+    assert kernels_in(call.trace(cond, a, b, a).lower(lowering_platforms=("tpu",)).as_text()) == []
+
+
+def test_symbolic_shapes(rng: np.random.Generator) -> None:
+    """Exported with symbolic sizes, the program is plain JAX, right for all sizes."""
+    rows, columns = jax.export.symbolic_shape("n, d")
+    spec = (jax.ShapeDtypeStruct((rows, 1), np.bool_), jax.ShapeDtypeStruct((rows, columns), np.float32))
+    exported = jax.export.export(jax.jit(lambda cond, a: where(cond, a, 1)))(*spec)
+    for shape in ((2, 5), (1, 1), (7, 3)):
+        cond, a = make_condition(rng, (shape[0], 1)), rng.normal(size=shape).astype(np.float32)
+        assert_same_memory(exported.call(cond, a), reference(cond, a, np.float32(1)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Higher derivatives and forward mode, against jax.numpy.where.
+
+
+@pytest.mark.parametrize("shapes", [((4, 6),) * 3, ((4, 1), (4, 6), (6,)), ((4, 6), (), (4, 1)), ALTERNATING], ids=str)
+def test_higher_derivatives(rng: np.random.Generator, shapes: Shapes) -> None:
+    """Derivatives up to the third, in every way, with respect to both operands at once."""
+    cond, *operands = make_operands(rng, shapes, "float64")
+    u, v = (tuple(rng.normal(size=x.shape) for x in operands) for _ in range(2))
+
+    def vdot(x: Any, y: Any) -> Any:
+        return sum(jnp.vdot(*pair) for pair in zip(x, y, strict=True))
+
+    def derivatives(select: Callable[..., Any]) -> Any:
+        def loss(operands: Any) -> Any:
+            a, b = operands
+            return jnp.sum(jnp.sin(select(cond, a**2, a * b)) ** 3)
+
+        gradient = jax.grad(loss)
+
+        def along(direction: Any) -> Callable[[Any], Any]:
+            return lambda x: vdot(gradient(x), direction)
+
+        return {
+            "gradient": gradient(operands),
+            "forward over reverse": jax.jvp(gradient, (operands,), ([*v],))[1],
+            "reverse over reverse": jax.grad(along(v))(operands),
+            "checkpointed": jax.grad(lambda x: vdot(jax.grad(jax.checkpoint(loss))(x), v))(operands),
+            "third": jax.grad(lambda x: vdot(jax.grad(along(v))(x), u))(operands),
+        }
+
+    with jax.enable_x64(True):
+        expected, actual = (jax.jit(lambda f=f: derivatives(f))() for f in (jnp.where, where))
+    for name, gradients in actual.items():
+        for got, want in zip(gradients, expected[name], strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-12, err_msg=name)
+
+
+def test_hessian(rng: np.random.Generator) -> None:
+    cond, a, b = make_operands(rng, ((3, 4), (3, 4), (4,)))
+    expected, actual = (
+        jax.hessian(lambda a, b, f=f: (f(cond, a, b) ** 3).sum(), (0, 1))(a, b) for f in (jnp.where, where)
+    )
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6), actual, expected)
+
+
+def test_forward_mode(rng: np.random.Generator) -> None:
+    """jvp, linearize, grad and grad of jvp of the twin, whose tangents are kernels as well."""
+    cond, a, b = make_operands(rng, ((5, 1), (5, 40), (40,)))
+    tangents = rng.normal(size=a.shape).astype(np.float32), rng.normal(size=b.shape).astype(np.float32)
+
+    def derivatives(select: Callable[..., Any], a: Any, b: Any) -> Any:
+        function = functools.partial(select, cond)
+
+        def jvp(a: Any, b: Any) -> Any:
+            return jax.jvp(function, (a, b), tangents)[1]
+
+        primal, linear = jax.linearize(function, a, b)
+        return {
+            "jvp": jax.jvp(function, (a, b), tangents),
+            "jvp of one": jax.jvp(lambda a: function(a, b), (a,), tangents[:1]),
+            "linearize": (primal, linear(*tangents)),
+            "grad": jax.grad(lambda a, b: (function(a, b) ** 2).sum(), (0, 1))(a, b),
+            "grad of jvp": jax.grad(lambda a: (jvp(a**2, b) ** 2).sum())(a),
+        }
+
+    ours, plain = (jax.jit(functools.partial(derivatives, f)) for f in (forward_mode.where, jnp.where))
+    expected, actual = plain(a, b), ours(a, b)
+    for name in actual:
+        for got, want in zip(jax.tree.leaves(actual[name]), jax.tree.leaves(expected[name]), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6, err_msg=name)
+    text = jax.jit(lambda a, b: jax.jvp(functools.partial(forward_mode.where, cond), (a, b), tangents)).lower(a, b)
+    assert kernels_in(text.as_text()) == ["where", "where"]
+
+
+def test_check_grads(rng: np.random.Generator) -> None:
+    """Finite differences agree, for the selection and for its public gradient, in both modes."""
+    cond, a, b = make_operands(rng, ((3, 1), (3, 4), (4,)), "float64")
+
+    def backward(dy: Any) -> Any:
+        return where_backward(cond, dy, b_shape=(4,))
+
+    with jax.enable_x64(True):
+        for function, mode in ((where, "rev"), (forward_mode.where, "fwd")):
+            check_grads(functools.partial(function, cond), (a, b), order=2, modes=[mode])
+        check_grads(backward, (a,), order=2, modes=["rev", "fwd"])
+
+
+def test_gradient_of_sums_of_16_bits(rng: np.random.Generator) -> None:
+    """The transpose of sums, which are wider than what is summed."""
+    cond, dy = make_condition(rng, (5, 1)), rng.normal(size=(5, 40)).astype(jnp.bfloat16)
+    _, vjp = jax.vjp(lambda dy: where_backward(cond, dy, a_shape=(40,), b_shape=()), dy)
+    d_row, d_scalar = rng.normal(size=40).astype(dy.dtype), np.asarray(2, dy.dtype)
+    assert_same_memory(vjp((d_row, d_scalar))[0], reference(cond, d_row, d_scalar))
+    _, vjp = jax.vjp(lambda dy: where_backward(cond, dy, a_shape=(), b_shape=()), dy)
+    expected = np.broadcast_to(reference(cond, d_scalar, -d_scalar), (5, 40))
+    assert_same_memory(vjp((d_scalar, -d_scalar))[0], expected)
+
+
+def test_forward_mode_is_confined() -> None:
+    """jvp of the plain function says that it cannot, before and after the twin was called."""
+    x = np.ones(3, np.float32)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="can't apply forward-mode"):
+            jax.jvp(lambda x: where(x > 0, x, 0), (x,), (x,))
+        jax.jvp(lambda x: forward_mode.where(x > 0, x, 0), (x,), (x,))
+
+
+def test_references(rng: np.random.Generator) -> None:
+    """What the tests above compare with is what NumPy and plain JAX compute."""
+    for shapes in (*SHAPES[9:12], *SHAPES[-4:]):
+        cond, a, b = make_operands(rng, shapes, "float64")
+        np.testing.assert_array_equal(reference(cond, a, b), np.where(cond, a, b))
+        dy = rng.normal(size=joint_shape(shapes))
+        with jax.enable_x64(True):
+            _, *gradients = value_and_pullback(jnp.where, cond, a, b, dy)
+        for got, expected in zip(gradients, selections.reference_gradients(cond, dy, a.shape, b.shape), strict=True):
+            np.testing.assert_allclose(got, expected.exact.astype(np.float64), rtol=1e-9, atol=1e-11)

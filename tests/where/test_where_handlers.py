@@ -1,0 +1,160 @@
+"""The native handlers of where and its gradient trust nothing: what does not fit gives an error, never a crash."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from support import cases, handlers
+from support.cases import FLOATING
+from support.handlers import Array, Call, with_dtypes, with_other_shapes
+from where.reference import (
+    GOOD_CALLS,
+    GRADIENT_DTYPES,
+    KERNEL_DTYPES,
+    SHAPE,
+    make_condition,
+    reference,
+    reference_gradients,
+    select_call,
+    split_call,
+)
+
+from jax_baracuda._core.op import OPS
+
+each_good_call = pytest.mark.parametrize("good", GOOD_CALLS.values(), ids=list(GOOD_CALLS))
+
+
+def assert_refused(call: Call, what: str, *names: str) -> None:
+    handlers.assert_refused(call, what, names or [x.name for x in call.arrays()])
+
+
+def test_table_is_complete() -> None:
+    assert {call.target for call in GOOD_CALLS.values()} == {name for name in OPS if name.startswith("where")}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What fits.
+
+
+def test_repeated_operands(rng: np.random.Generator) -> None:
+    """Any dimension of any operand may be 1."""
+    good = select_call(cond_dtype="uint8")
+    for numbers in rng.integers(0, 2, (12, 3, len(SHAPE))):
+        shapes = [tuple(np.where(choice, SHAPE, 1).tolist()) for choice in (numbers[0], numbers[1], numbers[2])]
+        output = dataclasses.replace(good.results[0], shape=np.broadcast_shapes(*shapes))
+        arrays = tuple(dataclasses.replace(x, shape=shape) for x, shape in zip(good.operands, shapes, strict=True))
+        a, b = (rng.normal(size=shape).astype(np.float32) for shape in shapes[:2])
+        cond = make_condition(rng, shapes[2], "uint8")
+        call = dataclasses.replace(good, operands=arrays, results=(output,))
+        result = call.results_of({"a": a, "b": b, "cond": cond})["output"]
+        cases.assert_same_memory(result, reference(cond, a, b), str(shapes))
+
+
+SUMS = ((0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2))
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_sums_of_neighbouring_dimensions(rng: np.random.Generator, dtype: str) -> None:
+    """Every result is written, for sums over dimensions of every size, 0 and 1 included."""
+    for i, axes in enumerate(SUMS):
+        for size in (0, 1, 7):
+            shape = (2, *(size if axis in axes else 6 for axis in range(3)))
+            call = split_call(dtype, *((axes, ()), ((), axes), (axes, axes))[i % 3], shape=shape)
+            cond, dy = make_condition(rng, shape), rng.normal(size=shape).astype(call.operands[0].aval().dtype)
+            results = call.results_of({"dy": dy, "cond": cond})
+            expected = reference_gradients(cond, dy, *(x.shape for x in call.results))
+            for (name, result), allowed in zip(results.items(), expected, strict=True):
+                dataclasses.replace(allowed, dtype=result.dtype).check(result, f"{name} {axes} {size}")
+
+
+def test_sums_over_nothing(rng: np.random.Generator) -> None:
+    """Where a device has one element of what is summed, the sum has the shape of dy, but its own dtype."""
+    call = split_call("bfloat16", a_axes=(1,), b_axes=(1,), shape=(3, 5, 1, 6))
+    cond, dy = make_condition(rng, (3, 5, 1, 6)), rng.normal(size=(3, 5, 1, 6)).astype("bfloat16")
+    results = call.results_of({"dy": dy, "cond": cond})
+    cases.assert_same_memory(results["da"], np.where(cond, dy, 0).astype(np.float32))
+    cases.assert_same_memory(results["db"], np.where(cond, 0, dy).astype(np.float32))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What does not fit.
+
+
+@each_good_call
+def test_other_shapes_are_refused(good: Call) -> None:
+    """Sizes differ by one, so that none becomes 1, which is allowed."""
+    good.run()
+    for how, array, call in good.with_other(with_other_shapes):
+        assert_refused(call, f"{array.name} {how}")
+
+
+@each_good_call
+def test_other_dtypes_are_refused(good: Call) -> None:
+    names = ("bool", "uint8", "int8", "int32", "uint32", "float16", "float32", "float64", "complex64", "float8_e4m3fn")
+    for dtype, array, call in good.with_other(lambda array: with_dtypes(array, names)):
+        if array.name == "cond" and dtype in ("bool", "uint8"):
+            call.run()
+        elif array.name != "dy" or dtype != "float16":  # of which float32 results are sums
+            assert_refused(call, f"{array.name} {dtype}")
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "float4_e2m1fn"])
+def test_elements_of_less_than_a_byte_are_refused(dtype: str) -> None:
+    assert_refused(select_call(dtype), dtype, "output")
+    assert_refused(split_call(dtype), dtype, "dy")
+
+
+def test_sums_of_other_dtypes_are_refused() -> None:
+    for dtype in sorted({*KERNEL_DTYPES, *GRADIENT_DTYPES} - {*FLOATING}):
+        call = split_call(a_axes=(1,))
+        dy, db = (dataclasses.replace(x, dtype=dtype) for x in (call.operands[0], call.results[1]))
+        call = dataclasses.replace(call, operands=(dy, call.operands[1]), results=(call.results[0], db))
+        assert_refused(call, dtype)
+
+
+def test_sums_that_no_kernel_takes_are_refused() -> None:
+    assert_refused(split_call(a_axes=(0, 2)), "dimensions that are not neighbours", "da")
+    assert_refused(split_call(a_axes=(0,), b_axes=(1,)), "two different sums", "db")
+    assert_refused(split_call(a_axes=(0, 1), b_axes=(1,)), "two different sums", "db")
+
+
+def test_output_that_is_larger_than_all_operands_is_refused() -> None:
+    good = select_call(shape=(3, 1, 4, 6))
+    output = dataclasses.replace(good.results[0], shape=SHAPE)
+    assert_refused(dataclasses.replace(good, results=(output,)), "larger output", "output")
+
+
+def counts_that_do_not_fit(good: Call) -> Iterator[tuple[str, Call]]:
+    """Calls with a buffer more or less."""
+    extra = Array("extra", (3, 2), "float32")
+    for kind in ("operands", "results"):
+        arrays = getattr(good, kind)
+        yield f"one of {kind} too many", dataclasses.replace(good, **{kind: (*arrays, extra)})
+        yield f"one of {kind} too few", dataclasses.replace(good, **{kind: arrays[:-1]})
+
+
+@each_good_call
+def test_other_numbers_of_buffers_are_refused(good: Call) -> None:
+    for what, call in counts_that_do_not_fit(good):
+        if cases.PLATFORM == "cuda" and not call.results:
+            continue  # XLA removes a call that has no result
+        handlers.assert_miscount_refused(call, what, ["scratch", "db", "da", "expected one scratch buffer"])
+
+
+@each_good_call
+def test_other_attributes_are_refused(good: Call) -> None:
+    handlers.assert_other_attributes_refused(good)
+
+
+def test_bad_scratch_is_refused() -> None:
+    """Too little of it, or none at all. Kernels of a CPU take none, and refuse what is there."""
+    for good in (split_call(a_axes=(0, 1), b_axes=(0, 1)), split_call("float64", a_axes=(0,), shape=(1, 9000, 1, 3))):
+        assert (good.scratch_bytes > 0) == (cases.PLATFORM == "cuda")
+        for scratch_bytes in {0, 1, good.scratch_bytes - 1} - {-1, good.scratch_bytes}:
+            call = dataclasses.replace(good, scratch_bytes=scratch_bytes)
+            handlers.assert_miscount_refused(
+                call, f"{scratch_bytes} bytes", ["scratch has", "expected one scratch buffer"]
+            )

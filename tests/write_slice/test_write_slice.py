@@ -1,0 +1,674 @@
+"""write_slice and write_slices against NumPy and jax.lax.dynamic_update_slice: values, gradients, programs, errors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import cases
+from support.cases import assert_same_memory
+from write_slice import reference as windows
+from write_slice.reference import (
+    ALL_DTYPES,
+    MODES,
+    SUB_BYTE,
+    of_batch,
+    random_bits,
+    random_problem,
+    reference_take,
+    reference_write,
+)
+
+from jax_baracuda import forward_mode, write_slice, write_slices
+from jax_baracuda.ops.write_slice import WRITE_SLICE, WRITE_SLICE_BACKWARD
+
+each_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def jitted(mode: str) -> Callable[..., Any]:
+    return jax.jit(lambda dest, source, starts: write_slice(dest, source, starts, mode=mode))
+
+
+def kernels_in(text: str, name: str = "write_slice") -> int:
+    """How often a lowered or compiled program calls the kernel."""
+    return text.count(f"@jax_baracuda.{name}(") + text.count(f'custom_call_target="jax_baracuda.{name}"')
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Values.
+
+
+@each_mode
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_every_dtype_and_rank(rng: np.random.Generator, dtype: str, mode: str) -> None:
+    """Windows of any size, empty ones too, at traced starts of every integer dtype, in and out of range."""
+    with jax.enable_x64(True):
+        for rank in (1, 2, 3, 4, 8):
+            problem, run = random_problem(rng, rank), jitted(mode)
+            for _ in range(4):
+                dest, source = random_bits(rng, problem.shape, dtype), random_bits(rng, problem.sizes, dtype)
+                starts = problem.random_starts(rng)
+                result = run(dest, source, problem.as_arrays(starts))
+                where = f"{problem} at {starts}"
+                assert_same_memory(result, reference_write(dest, source, starts, mode), where)
+        assert kernels_in(run.lower(dest, source, problem.as_arrays(starts)).as_text()) == (source.size > 0)
+
+
+# XLA's own code for bfloat16 may change the bits of a NaN.
+@pytest.mark.parametrize("dtype", ["float32", "uint16", "int8", "int4", "int2", "complex128"])
+def test_as_dynamic_update_slice(rng: np.random.Generator, dtype: str) -> None:
+    """mode="clip" is jax.lax.dynamic_update_slice, whatever the starts, of dtypes that hold its sums of them."""
+    with jax.enable_x64(True):
+        for rank, start_dtype in ((1, "int32"), (2, "int64"), (3, "uint32"), (4, "int16")):
+            problem = random_problem(rng, rank, start_dtypes=(start_dtype,))
+            ours, theirs = jitted("clip"), jax.jit(jax.lax.dynamic_update_slice)
+            for _ in range(10):
+                dest, source = random_bits(rng, problem.shape, dtype), random_bits(rng, problem.sizes, dtype)
+                arguments = dest, source, problem.as_arrays(problem.random_starts(rng))
+                assert_same_memory(ours(*arguments), np.asarray(theirs(*arguments)), str(arguments[2]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), mode=st.sampled_from(MODES), dtype=st.sampled_from([*SUB_BYTE, "uint8", "bfloat16", "float32"]))
+def test_property(data: st.DataObject, mode: str, dtype: str) -> None:
+    """Any shape, window and start, eagerly: the elements outside of the window stay, those inside are the source's."""
+    shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    sizes = [data.draw(st.integers(0, dim)) for dim in shape]
+    starts = [data.draw(st.integers(-12, 12)) for _ in shape]
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    dest, source = random_bits(rng, shape, dtype), random_bits(rng, sizes, dtype)
+    forms = [data.draw(st.sampled_from([int, np.int8, jnp.int32])) for _ in shape]
+    result = write_slice(dest, source, [form(start) for form, start in zip(forms, starts, strict=True)], mode=mode)
+    assert_same_memory(result, reference_write(dest, source, starts, mode))
+
+
+@each_mode
+@pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
+def test_forms_of_ranges(rng: np.random.Generator, x64: bool, mode: str) -> None:
+    """Pairs, Python and NumPy integers, arrays, traced or not, in one call, and one array of all starts."""
+    dest, source = random_bits(rng, (7, 9, 5), "float32"), random_bits(rng, (2, 9, 3), "float32")
+    expected = reference_write(dest, source, (3, 0, 1), mode)
+    with jax.enable_x64(x64):
+        for ranges in (
+            [(3, 5), (0, 9), (1, 4)],
+            ([3, 5], np.int64(0), np.uint8(1)),
+            [3, 0, 1],
+            [np.array(3), jnp.asarray(0), jnp.uint8(1)],
+            [jnp.int4(3), (0, 9), jnp.uint4(1)],
+            np.array([3, 0, 1]),
+            jnp.array([3, 0, 1], jnp.int16),
+        ):
+            assert_same_memory(write_slice(dest, source, ranges, mode=mode), expected, str(ranges))
+        traced = jax.jit(lambda d, s, i, all_starts: [
+            write_slice(d, s, (i, (0, 9), 1), mode=mode), write_slice(d, s, all_starts, mode=mode)
+        ])  # fmt: skip
+        for result in traced(dest, source, 3, np.array([3, 0, 1])):
+            assert_same_memory(result, expected)
+
+
+def test_python_integers_out_of_range(rng: np.random.Generator) -> None:
+    """As traced ones, however large."""
+    dest, source = random_bits(rng, (9,), "int16"), random_bits(rng, (4,), "int16")
+    for start in (-(10**30), -(2**63), -10, -9, -4, -1, 0, 5, 6, 8, 9, 2**31, 2**32, 2**64, 10**30):
+        for mode in MODES:
+            result = write_slice(dest, source, [start], mode=mode)
+            assert_same_memory(result, reference_write(dest, source, [start], mode), f"{start} {mode}")
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "uint32"])
+def test_starts_beyond_32_bits(rng: np.random.Generator, dtype: str) -> None:
+    """Starts that would be in range if their upper bits were dropped."""
+    dest, source = random_bits(rng, (9, 3), "uint8"), random_bits(rng, (4, 3), "uint8")
+    with jax.enable_x64(dtype != "uint32"):
+        info = np.iinfo(dtype)
+        for start in (2**31 + 1, 2**32 - 1, 2**32 + 1, 2**63 - 1, 2**63 + 1, -(2**31) - 8, -(2**32) + 1, -(2**63)):
+            if not info.min <= start <= info.max:
+                continue
+            for mode in MODES:
+                result = jitted(mode)(dest, source, [np.array(start, dtype), np.array(0, dtype)])
+                assert_same_memory(result, reference_write(dest, source, [start, 0], mode), f"{start} {mode}")
+
+
+@each_mode
+def test_edges(rng: np.random.Generator, mode: str) -> None:
+    """Scalars, the whole array, empty windows and empty arrays."""
+    for shape, sizes in (((), ()), ((3,), (3,)), ((3, 4), (3, 4)), ((3, 4), (0, 4)), ((3, 0), (2, 0)), ((0,), (0,))):
+        dest, source = random_bits(rng, shape, "float32"), random_bits(rng, sizes, "float32")
+        for run in (write_slice, jax.jit(functools.partial(write_slice, mode=mode))):
+            result = run(dest, source, [0] * len(shape))
+            assert_same_memory(result, reference_write(dest, source, [0] * len(shape), mode), f"{shape} {sizes}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+def test_more_axes_than_the_kernel_takes(rng: np.random.Generator, dtype: str) -> None:
+    shape, sizes, starts = (2, 1, 2, 1, 3, 1, 2, 1, 5), (1, 1, 2, 1, 2, 1, 1, 1, 3), [1, 0, 0, 0, -1, 0, 1, 0, 3]
+    dest, source = random_bits(rng, shape, dtype), random_bits(rng, sizes, dtype)
+    for mode in MODES:
+        result = jitted(mode)(dest, source, starts)
+        assert_same_memory(result, reference_write(dest, source, starts, mode))
+
+
+def test_source_that_is_dest(rng: np.random.Generator) -> None:
+    """A source that depends on the memory that is overwritten."""
+    dest = random_bits(rng, (11, 5), "float32")
+    result = jax.jit(lambda x: write_slice(x, x[2:8], (1, 0)), donate_argnums=0)(jnp.asarray(dest))
+    assert_same_memory(result, reference_write(dest, dest[2:8], (1, 0)))
+    result = jax.jit(lambda x: write_slice(x, x, (3, 0), mode="drop"), donate_argnums=0)(jnp.asarray(dest))
+    assert_same_memory(result, reference_write(dest, dest, (3, 0), "drop"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Batches.
+
+
+@each_mode
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32", "int4", "uint2"])
+def test_vmap(rng: np.random.Generator, dtype: str, mode: str) -> None:
+    """Every choice of mapped operands, along any axis; elements of less than a byte share bytes over the batch."""
+    batch = 5
+    for rank in (1, 2, 3):
+        problem = random_problem(rng, rank, max_elements=200, start_dtypes=("int32", "uint8"))
+        for is_mapped in np.ndindex(2, 2, 2):
+            if not any(is_mapped):
+                continue
+            dests, sources = (random_bits(rng, (batch, *x), dtype) for x in (problem.shape, problem.sizes))
+            starts = [problem.random_starts(rng) for _ in range(batch)]
+            if not is_mapped[0]:
+                dests[:] = dests[0]
+            if not is_mapped[1]:
+                sources[:] = sources[0]
+            if not is_mapped[2]:
+                starts = starts[:1] * batch
+            expected = np.stack(
+                [reference_write(d, s, i, mode) for d, s, i in zip(dests, sources, starts, strict=True)]
+            )
+            axes = [int(rng.integers(0, rank + 1)) if mapped else None for mapped in is_mapped[:2]]
+            arrays = [
+                x[0] if axis is None else np.moveaxis(x, 0, axis)
+                for x, axis in zip((dests, sources), axes, strict=True)
+            ]
+            columns = [
+                np.array(column, start) for column, start in zip(zip(*starts, strict=True), problem.dtypes, strict=True)
+            ]
+            columns = columns if is_mapped[2] else [column[0] for column in columns]
+            out_axis = int(rng.integers(0, rank + 1))
+            run = jax.vmap(jitted(mode), (*axes, 0 if is_mapped[2] else None), out_axis)
+            assert_same_memory(run(*arrays, columns), np.moveaxis(expected, 0, out_axis), f"{problem} {is_mapped}")
+
+
+def test_vmap_is_one_launch(rng: np.random.Generator) -> None:
+    """Per-example positions, in a batch of batches, too."""
+    function = jax.vmap(lambda dest, source, start: write_slice(dest, source, (start, 0)))
+    arrays = random_bits(rng, (2, 3, 20, 8), "float32"), random_bits(rng, (2, 3, 1, 8), "float32")
+    starts = rng.integers(0, 20, (2, 3)).astype(np.int32)
+    result = jax.jit(jax.vmap(function))(*arrays, starts)
+    flat = [x.reshape(6, *x.shape[2:]) for x in (*arrays, starts)]
+    expected = of_batch(lambda dest, source, start: reference_write(dest, source, (start, 0)), *flat)
+    assert_same_memory(result, expected.reshape(result.shape))
+    for run, operands in ((function, [x[0] for x in (*arrays, starts)]), (jax.vmap(function), (*arrays, starts))):
+        assert kernels_in(jax.jit(run).lower(*operands).as_text()) == 1
+
+
+def test_per_dim_batches_with_shared_and_mapped_starts(rng: np.random.Generator) -> None:
+    """Of two starts, one is the batch's, the other each element's."""
+    dests, sources = random_bits(rng, (4, 6, 9), "uint8"), random_bits(rng, (4, 2, 3), "uint8")
+    rows, column = rng.integers(-2, 7, 4), 5
+    run = jax.jit(jax.vmap(lambda d, s, i, j: write_slice(d, s, (i, j), mode="drop"), (0, 0, 0, None)))
+    expected = of_batch(lambda d, s, i: reference_write(d, s, (i, column), "drop"), dests, sources, rows)
+    assert_same_memory(run(dests, sources, rows, column), expected)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Several arrays.
+
+
+def test_write_slices(rng: np.random.Generator) -> None:
+    """Arrays of other shapes and dtypes, each with windows of its own, in one launch."""
+    problems = [random_problem(rng, rank, start_dtypes=("int32",)) for rank in (1, 2, 3, 2)]
+    dtypes = ("float32", "int4", "bfloat16", "bool")
+    dests = [random_bits(rng, p.shape, dtype) for p, dtype in zip(problems, dtypes, strict=True)]
+    sources = [random_bits(rng, p.sizes, dtype) for p, dtype in zip(problems, dtypes, strict=True)]
+    for mode in MODES:
+        starts = [p.random_starts(rng) for p in problems]
+        run = jax.jit(functools.partial(write_slices, mode=mode))
+        results = run(dests, sources, starts)
+        assert isinstance(results, list)
+        for result, dest, source, start in zip(results, dests, sources, starts, strict=True):
+            assert_same_memory(result, reference_write(dest, source, start, mode))
+        assert kernels_in(run.lower(dests, sources, starts).as_text()) == 1
+
+
+def test_ranges_of_write_slices(rng: np.random.Generator) -> None:
+    """One for all arrays, in every form that write_slice takes, or one for each."""
+    dests = [random_bits(rng, (6, 5), dtype) for dtype in ("float32", "int8")]
+    sources = [random_bits(rng, (2, 5), dtype) for dtype in ("float32", "int8")]
+    for ranges in ([3, 0], [(3, 5), (0, 5)], (jnp.int32(3), 0), np.array([3, 0]), [(3, 5), 0]):
+        for result, dest, source in zip(write_slices(dests, sources, ranges), dests, sources, strict=True):
+            assert_same_memory(result, reference_write(dest, source, (3, 0)))
+    for ranges in ([[3, jnp.int32(0)], [(1, 3), 0]], (np.array([3, 0]), [(1, 3), 0])):
+        results = write_slices(dests, sources, ranges)
+        assert_same_memory(results[0], reference_write(dests[0], sources[0], (3, 0)))
+        assert_same_memory(results[1], reference_write(dests[1], sources[1], (1, 0)))
+    assert write_slices([], [], [0, 0]) == []
+
+
+def test_more_arrays_than_fit_in_a_launch(rng: np.random.Generator) -> None:
+    """Among them one that has no axes, one with an empty window, and one twice."""
+    dests = [random_bits(rng, (13, 7), "bfloat16") for _ in range(14)]
+    sources = [random_bits(rng, (rows, 7), "bfloat16") for rows in (1, 2, 3, 0, 5, 13, 1, 2, 3, 4, 5, 6, 7, 8)]
+    dests, sources = [*dests, np.float32(1), dests[0]], [*sources, np.float32(2), sources[1]]
+    ranges = [*([start, 0] for start in range(14)), [], [9, 0]]
+    for result, dest, source, start in zip(write_slices(dests, sources, ranges), dests, sources, ranges, strict=True):
+        assert_same_memory(result, reference_write(np.asarray(dest), np.asarray(source), start))
+
+
+def test_write_slices_under_vmap(rng: np.random.Generator) -> None:
+    """A cache that the batch shares beside one that it does not."""
+    shared, mapped = random_bits(rng, (9, 4), "float32"), random_bits(rng, (3, 9, 4), "int4")
+    sources = [random_bits(rng, (3, 1, 4), "float32"), random_bits(rng, (3, 1, 4), "int4")]
+    starts = np.array([5, -1, 20])
+    run = jax.jit(jax.vmap(lambda d, s, i: write_slices(d, s, (i, 0)), ([None, 0], 0, 0)))
+    for result, dest, source in zip(
+        run([shared, mapped], sources, starts), (np.stack([shared] * 3), mapped), sources, strict=True
+    ):
+        assert_same_memory(result, of_batch(lambda d, s, i: reference_write(d, s, (i, 0)), dest, source, starts))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Gradients.
+
+
+@each_mode
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "complex64", "float8_e4m3fn"])
+def test_gradient(rng: np.random.Generator, dtype: str, mode: str) -> None:
+    """The window of the cotangent goes to the source, the rest to dest, NaN and infinities where they are."""
+    with cases.x64_for(dtype):
+        for rank in (1, 2, 3, 5):
+            problem = random_problem(rng, rank, start_dtypes=("int32", "uint8", "int16"))
+            for _ in range(2):
+                dest, source = random_bits(rng, problem.shape, dtype), random_bits(rng, problem.sizes, dtype)
+                dy, starts = random_bits(rng, problem.shape, dtype), problem.random_starts(rng)
+
+                @jax.jit
+                def gradient(dest: Any, source: Any, starts: Any, dy: Any) -> Any:
+                    return jax.vjp(lambda d, s: write_slice(d, s, starts, mode=mode), dest, source)[1](dy)
+
+                rest, taken = gradient(dest, source, problem.as_arrays(starts), dy)
+                expected_rest, expected_taken = reference_take(dy, problem.sizes, starts, mode)
+                assert_same_memory(rest, expected_rest, f"{problem} at {starts}")
+                assert_same_memory(taken, expected_taken, f"{problem} at {starts}")
+
+
+@each_mode
+def test_gradient_under_vmap(rng: np.random.Generator, mode: str) -> None:
+    """Mapped and shared arrays: the gradient of what is shared is the sum over the batch."""
+    dests, sources = (
+        rng.integers(-9, 9, (4, 6, 5)).astype(np.float32),
+        rng.integers(-9, 9, (4, 2, 3)).astype(np.float32),
+    )
+    dys, starts = rng.integers(-9, 9, (4, 6, 5)).astype(np.float32), rng.integers(-3, 7, (4, 2))
+    rests, takens = of_batch(lambda dy, start: reference_take(dy, (2, 3), start, mode), dys, starts)
+
+    def loss(dest: Any, source: Any, axes: Any) -> Any:
+        run = jax.vmap(lambda d, s, i: write_slice(d, s, i, mode=mode), (*axes, 0))
+        return (run(dest, source, starts) * dys).sum()
+
+    for axes in ((0, 0), (None, 0), (0, None), (None, None)):
+        arrays = [x if axis == 0 else x[0] for x, axis in zip((dests, sources), axes, strict=True)]
+        gradients = jax.grad(loss, (0, 1))(*arrays, axes)
+        for gradient, expected, axis in zip(gradients, (rests, takens), axes, strict=True):
+            assert_same_memory(gradient, expected if axis == 0 else expected.sum(axis=0))
+
+
+def plain(dest: Any, source: Any, start: int) -> Any:
+    """The same window for every order of derivative: rows `start` on, as a sum of masked arrays."""
+    rows = jnp.arange(dest.shape[0])[:, None]
+    is_inside = (rows >= start) & (rows < start + source.shape[0])
+    return jnp.where(is_inside, source[jnp.clip(rows[:, 0] - start, 0, source.shape[0] - 1)], dest)
+
+
+def test_higher_derivatives(rng: np.random.Generator) -> None:
+    """Up to the third, in either mode and mixed; and all of them by kernels."""
+    dest, source, weights = rng.normal(size=(6, 3)), rng.normal(size=(2, 3)), rng.normal(size=(6, 3))
+
+    def loss(write: Callable[..., Any], dest: Any, source: Any) -> Any:
+        return (weights * jnp.sin(write(dest**2, jnp.exp(source)))).sum()
+
+    def both(write: Callable[..., Any]) -> list[Callable[..., Any]]:
+        f = functools.partial(loss, write)
+        return [
+            jax.grad(f, (0, 1)),
+            jax.hessian(f, (0, 1)),
+            lambda d, s: jax.grad(lambda d, s: (jax.grad(f)(d, s) ** 3).sum(), (0, 1))(d, s),
+            lambda d, s: jax.jvp(jax.grad(f, (0, 1)), (d, s), (weights, jnp.ones_like(s))),
+        ]
+
+    def of_rows(write: Callable[..., Any], mode: str) -> Callable[..., Any]:
+        return lambda dest, source: write(dest, source, (jnp.int32(3), 0), mode=mode)
+
+    with jax.enable_x64(True):
+        expected = [jax.jit(f)(dest, source) for f in both(lambda d, s: plain(d, s, 3))]
+        for write in (of_rows(write_slice, "drop"), of_rows(forward_mode.write_slice, "clip")):
+            for function, want in zip(both(write), expected, strict=True):
+                compiled = jax.jit(function).lower(dest, source)
+                assert "dynamic_update_slice" not in compiled.as_text() and "dynamic_slice" not in compiled.as_text()
+                got = compiled.compile()(dest, source)
+                jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), got, want)
+
+
+def test_forward_mode(rng: np.random.Generator) -> None:
+    """Tangents are written as values are, also where only one of the arrays has any."""
+    dest, source = random_bits(rng, (7, 4), "bfloat16"), random_bits(rng, (3, 4), "bfloat16")
+    d_dest, d_source = random_bits(rng, (7, 4), "bfloat16"), random_bits(rng, (3, 4), "bfloat16")
+    zero = np.zeros_like(d_dest)
+    for mode in MODES:
+
+        def write(d: Any, s: Any, mode: str = mode) -> Any:
+            return forward_mode.write_slice(d, s, (jnp.int32(6), 0), mode=mode)
+
+        value, tangent = jax.jvp(write, (dest, source), (d_dest, d_source))
+        assert_same_memory(value, reference_write(dest, source, (6, 0), mode))
+        assert_same_memory(tangent, reference_write(d_dest, d_source, (6, 0), mode))
+        _, tangent = jax.jvp(lambda s, write=write: write(dest, s), (source,), (d_source,))
+        assert_same_memory(tangent, reference_write(zero, d_source, (6, 0), mode))
+
+
+def test_integers_have_no_gradient(rng: np.random.Generator) -> None:
+    """Alone they have cotangents of float0; beside floating arrays they do not disturb these, in either mode."""
+    quantized, scales = random_bits(rng, (6, 8), "int8"), rng.normal(size=(6, 1)).astype(np.float32)
+    new, new_scale = random_bits(rng, (1, 8), "int8"), rng.normal(size=(1, 1)).astype(np.float32)
+    gradient = jax.grad(lambda x: write_slice(x, new, (2, 0)).astype(np.float32).sum(), allow_int=True)(quantized)
+    assert gradient.dtype == jax.dtypes.float0
+
+    def loss(write: Callable[..., Any], scales: Any, new_scale: Any) -> Any:
+        values, all_scales = write([quantized, scales], [new, new_scale], (jnp.int32(2), 0))
+        return (values * all_scales**2).sum()
+
+    expected = jax.grad(lambda s, n: (reference_write(quantized, new, (2, 0)) * plain(s, n, 2) ** 2).sum(), (0, 1))
+    for derivative in (jax.grad, jax.jacfwd):
+        write = forward_mode.write_slices if derivative is jax.jacfwd else write_slices
+        for got, want in zip(
+            jax.jit(derivative(functools.partial(loss, write), (0, 1)))(scales, new_scale),
+            expected(scales, new_scale),
+            strict=True,
+        ):
+            np.testing.assert_allclose(got, want, rtol=1e-6)
+    hessian = jax.hessian(functools.partial(loss, write_slices))(scales, new_scale)
+    linear = jax.linearize(functools.partial(loss, forward_mode.write_slices, new_scale=new_scale), scales)[1]
+    np.testing.assert_allclose(linear(np.ones_like(scales)), expected(scales, new_scale)[0].sum(), rtol=1e-5)
+    assert np.isfinite(hessian).all()
+
+
+def test_checkpoint_and_scan(rng: np.random.Generator) -> None:
+    """The gradient of a loop that fills a cache row by row, recomputed or not."""
+    rows = rng.integers(-5, 6, (6, 4)).astype(np.float32)
+    weights = rng.integers(-5, 6, (6, 4)).astype(np.float32)
+
+    def fill(rows: Any) -> Any:
+        def step(cache: Any, i: Any) -> tuple[Any, None]:
+            return write_slice(cache, jax.lax.dynamic_slice_in_dim(rows, i, 1) ** 2, (i, 0)), None
+
+        return (jax.lax.scan(jax.checkpoint(step), jnp.zeros((6, 4)), jnp.arange(6))[0] * weights).sum()
+
+    for function in (fill, jax.checkpoint(fill), jax.jit(fill)):
+        np.testing.assert_array_equal(jax.grad(function)(rows), 2 * rows * weights)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Programs: what they copy, and which kernels they call.
+
+
+def copies_of(text: str, shape: str) -> list[str]:
+    """The instructions of a compiled program that copy an array of this type, or make one of it."""
+    makers = (" copy(", " copy-start(", " broadcast(", " transpose(", " concatenate(", " fusion(", " pad(")
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if f"= {shape}" in line and any(maker in line for maker in makers)]
+
+
+CACHE, ROW = (4, 300, 8, 16), (4, 1, 8, 16)
+
+
+def fill_by_fori_loop(write: Callable[..., Any], caches: Any, rows: Any) -> Any:
+    return jax.lax.fori_loop(0, 300, lambda i, caches: write(caches, rows, i), caches)
+
+
+def fill_by_scan(write: Callable[..., Any], caches: Any, rows: Any) -> Any:
+    def step(caches: Any, i: Any) -> tuple[Any, Any]:
+        caches = write(caches, rows, i)
+        return caches, jax.tree.leaves(caches)[0][0, i, 0, 0]  # as attention, it reads what it wrote
+
+    return jax.lax.scan(step, caches, jnp.arange(300))[0]
+
+
+def append(cache: Any, row: Any, i: Any) -> Any:
+    return write_slice(cache, row, (0, i, 0, 0))
+
+
+def append_per_example(cache: Any, row: Any, i: Any) -> Any:
+    positions = (i + jnp.arange(4)) % 300
+    return jax.vmap(lambda cache, row, position: write_slice(cache, row, (position, 0, 0)))(cache, row, positions)
+
+
+def append_both(caches: Any, rows: Any, i: Any) -> Any:
+    return write_slices(caches, rows, (0, i, 0, 0))
+
+
+@pytest.mark.parametrize("donated", [True, False], ids=["donated", "not donated"])
+@pytest.mark.parametrize("loop", [fill_by_fori_loop, fill_by_scan])
+@pytest.mark.parametrize("write", [append, append_per_example, append_both])
+@pytest.mark.parametrize(("dtype", "hlo_type"), [("float32", "f32"), ("bfloat16", "bf16"), ("int4", "s4")])
+def test_decode_loops_do_not_copy_the_cache(
+    rng: np.random.Generator, write: Any, loop: Any, donated: bool, dtype: str, hlo_type: str
+) -> None:
+    """Not once where it is donated, and otherwise once, before the loop; and what is not donated stays as it is."""
+    num_caches = 2 if write is append_both else 1
+    caches, rows = ([random_bits(rng, shape, dtype) for _ in range(num_caches)] for shape in (CACHE, ROW))
+    operands: Any = (caches, rows) if write is append_both else (caches[0], rows[0])
+    function = jax.jit(functools.partial(loop, write), donate_argnums=(0,) if donated else ())
+    placed = jax.tree.map(jnp.array, operands)
+    compiled = function.lower(*placed).compile()
+    text = compiled.as_text()
+    copies = copies_of(text, f"{hlo_type}[{','.join(map(str, CACHE))}]")
+    assert len(copies) == (0 if donated else num_caches), copies
+    assert kernels_in(text) == 1
+    results = jax.tree.leaves(compiled(*placed))
+    for before, row, cache, result in zip(caches, rows, jax.tree.leaves(placed[0]), results, strict=True):
+        assert_same_memory(result, np.broadcast_to(row, before.shape).copy())
+        assert cache.is_deleted() == donated
+        if not donated:
+            assert_same_memory(cache, before)
+
+
+def test_donated_steps_stay_in_place(rng: np.random.Generator) -> None:
+    """One step per call: the result has the memory of the cache that was given up, and the others are untouched."""
+    step = jax.jit(append, donate_argnums=0)
+    expected, row = random_bits(rng, CACHE, "bfloat16"), random_bits(rng, ROW, "bfloat16")
+    cache = jnp.array(expected)  # a copy: memory of NumPy's is not JAX's to give up
+    address = cache.unsafe_buffer_pointer()
+    for i in (7, 0, 299):
+        cache = step(cache, row, i)
+        expected = reference_write(expected, row, (0, i, 0, 0))
+        assert cache.unsafe_buffer_pointer() == address
+    assert_same_memory(cache, expected)
+
+
+def test_arrays_that_are_not_donated_are_left_as_they_were(rng: np.random.Generator) -> None:
+    dest, source = random_bits(rng, (40, 8), "float32"), random_bits(rng, (5, 8), "float32")
+    given = jnp.asarray(dest)
+    for run in (write_slice, jax.jit(write_slice)):
+        result = run(given, source, (3, 0))
+        assert_same_memory(given, dest)
+        assert_same_memory(result, reference_write(dest, source, (3, 0)))
+
+
+def test_both_values_of_an_array_may_be_used(rng: np.random.Generator) -> None:
+    """The old one after the new one has been made, both of a donated array."""
+    dest, source = rng.normal(size=(40, 8)).astype(np.float32), rng.normal(size=(5, 8)).astype(np.float32)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def both(x: Any) -> Any:
+        y = write_slice(x, source, (3, 0))
+        z = write_slice(x, source, (20, 0))
+        return y - x, z - x, z
+
+    for difference, start in zip(both(jnp.asarray(dest))[:2], (3, 20), strict=True):
+        np.testing.assert_array_equal(difference, reference_write(dest, source, (start, 0)) - dest)
+
+
+def test_python_starts_do_not_compile_anew(rng: np.random.Generator) -> None:
+    """Eager appends at positions that are Python integers share one program."""
+    dest, source = random_bits(rng, (40, 8), "float32"), random_bits(rng, (5, 8), "float32")
+    write_slice(dest, source, (1, 0))
+    with jax.log_compiles(False), jax.no_tracing():
+        for start in range(2, 9):
+            assert_same_memory(write_slice(dest, source, (start, 0)), reference_write(dest, source, (start, 0)))
+
+
+def test_kernels_of_other_platforms(rng: np.random.Generator) -> None:
+    """Elsewhere the program is plain JAX, with its gradients."""
+    dest, source = rng.normal(size=(40, 8)).astype(np.float32), rng.normal(size=(5, 8)).astype(np.float32)
+    call = jax.jit(jax.grad(lambda x: write_slice(x, source, (jnp.int32(1), 0)).sum()))
+    text = call.trace(dest).lower(lowering_platforms=("tpu",)).as_text()
+    assert "jax_baracuda" not in text
+
+
+@each_mode
+def test_symbolic_shapes(rng: np.random.Generator, mode: str) -> None:
+    """Exported with symbolic sizes, the program is plain JAX, right for all of them."""
+    length, new = jax.export.symbolic_shape("t, n", constraints=["n <= t"])
+    spec = (
+        jax.ShapeDtypeStruct((2, length, 3), np.float32),
+        jax.ShapeDtypeStruct((2, new, 3), np.float32),
+        jax.ShapeDtypeStruct((), np.int32),
+    )
+    exported = jax.export.export(jax.jit(lambda d, s, i: write_slice(d, s, (0, i, 0), mode=mode)))(*spec)
+    for length, new, start in ((9, 2, 4), (9, 2, 8), (9, 2, -1), (5, 5, 1), (1, 1, 0)):
+        dest, source = random_bits(rng, (2, length, 3), "float32"), random_bits(rng, (2, new, 3), "float32")
+        result = exported.call(dest, source, np.int32(start))
+        assert_same_memory(result, reference_write(dest, source, (0, start, 0), mode), f"{length} {new} {start}")
+
+
+@pytest.mark.parametrize("dtype", ["int16", "float32", "int8"])
+def test_plain_jax_of_the_gradient(rng: np.random.Generator, dtype: str) -> None:
+    """The reference of the backward op, for starts of every dtype."""
+    with jax.enable_x64(True):
+        for mode in MODES:
+            problem = random_problem(rng, 3)
+            cotangent, starts = random_bits(rng, (1, *problem.shape), dtype), problem.random_starts(rng)
+            params = dict(
+                ranks=(3,),
+                windows=tuple(windows.window(0, axis, axis, size) for axis, size in enumerate(problem.sizes)),
+                drop=mode == "drop",
+            )
+            operands = cotangent, *(start[None] for start in problem.as_arrays(starts))
+            rest, taken = jax.jit(lambda *x, params=params: WRITE_SLICE_BACKWARD.reference(*x, **params))(*operands)
+            expected_rest, expected_taken = reference_take(cotangent[0], problem.sizes, starts, mode)
+            assert_same_memory(rest[0], expected_rest)
+            assert_same_memory(taken[0], expected_taken)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Errors, all of them before anything runs.
+
+X, U = np.zeros((4, 6), np.float32), np.zeros((2, 3), np.float32)
+
+ERRORS: dict[str, tuple[type[Exception], str, Sequence[Any], dict[str, Any]]] = {
+    "list for dest": (TypeError, "dest must be an array, got list", ([1.0], U, [0]), {}),
+    "string for source": (TypeError, "source must be an array, got str", (X, "x", [0, 0]), {}),
+    "dtypes": (
+        TypeError,
+        "source must have the dtype of dest, float32, got int32",
+        (X, U.astype(np.int32), [0, 0]),
+        {},
+    ),
+    "ranks": (ValueError, r"source must have the rank of dest.*\(4, 6\).*got shape \(3,\)", (X, U[0], [0, 0]), {}),
+    "source too long": (
+        ValueError,
+        r"longer along no axis, got shape \(5, 3\)",
+        (X, np.zeros((5, 3), "f4"), [0, 0]),
+        {},
+    ),
+    "too few ranges": (ValueError, r"ranges must have one entry for each axis of dest.*got 1 ", (X, U, [0]), {}),
+    "too many ranges": (ValueError, "one entry for each axis of dest.*got 3 ", (X, U, [0, 0, 0]), {}),
+    "one integer": (TypeError, "ranges must be a sequence with one entry for each axis, got int", (X, U, 0), {}),
+    "ranges as a matrix": (ValueError, r"one dimension, got shape \(2, 2\)", (X, U, np.zeros((2, 2), int)), {}),
+    "ranges as a mapping": (TypeError, "ranges must be a sequence.*got dict", (X, U, {0: 0, 1: 0}), {}),
+    "negative pair": (
+        ValueError,
+        r"ranges\[0\] must be a pair.*0 <= start.*<= 4.*got \(-1, 1\)",
+        (X, U, [(-1, 1), 0]),
+        {},
+    ),
+    "pair beyond the end": (ValueError, r"ranges\[1\].*<= 6.*got \(4, 7\)", (X, U, [0, (4, 7)]), {}),
+    "pair of another size": (ValueError, r"ranges\[1\].*end - start = 3.*got \(0, 2\)", (X, U, [0, (0, 2)]), {}),
+    "pair in the wrong order": (ValueError, r"ranges\[0\].*got \(3, 1\)", (X, U, [(3, 1), 0]), {}),
+    "pair of floats": (TypeError, r"ranges\[0\] must be a pair.*integers", (X, U, [(0.0, 2.0), 0]), {}),
+    "triple": (TypeError, r"ranges\[0\] must be a pair", (X, U, [(0, 1, 2), 0]), {}),
+    "float": (TypeError, r"ranges\[1\] must be an integer.*got float", (X, U, [0, 1.0]), {}),
+    "bool": (TypeError, r"ranges\[1\] must be an integer.*got bool", (X, U, [0, True]), {}),
+    "None": (TypeError, r"ranges\[0\] must be an integer.*got NoneType", (X, U, [None, 0]), {}),
+    "array of floats": (TypeError, r"ranges\[0\] must be an integer.*float32", (X, U, [jnp.float32(1), 0]), {}),
+    "array of bool": (TypeError, r"ranges\[0\] must be an integer.*bool", (X, U, [jnp.bool_(1), 0]), {}),
+    "vector as a start": (TypeError, r"ranges\[0\] must be a scalar.*\(1,\)", (X, U, [jnp.zeros(1, int), 0]), {}),
+    "starts of each example": (
+        TypeError,
+        r"ranges\[0\] must be a scalar.*\(4,\); for one start per example, map over the examples with jax.vmap",
+        (X, U, [np.arange(4), 0]),
+        {},
+    ),
+    "mode": (ValueError, "mode must be 'clip' or 'drop', got 'wrap'", (X, U, [0, 0]), {"mode": "wrap"}),
+    "no mode": (ValueError, "mode must be 'clip' or 'drop', got None", (X, U, [0, 0]), {"mode": None}),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case: str) -> None:
+    error, message, arguments, options = ERRORS[case]
+    with pytest.raises(error, match=f"write_slice: .*{message}"):
+        write_slice(*arguments, **options)
+
+
+def test_traced_pairs_are_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"ranges\[0\] must be a pair \(start, end\) of Python integers or a start alone"
+    ):
+        jax.jit(lambda i: write_slice(X, U, [(i, i + 2), 0]))(1)
+
+
+ERRORS_OF_LISTS: dict[str, tuple[type[Exception], str, Sequence[Any]]] = {
+    "an array for dests": (TypeError, "dests must be a list or tuple of arrays, got ndarray", (X, [U], [0, 0])),
+    "an array for sources": (TypeError, "sources must be a list or tuple of arrays, got ndarray", ([X], U, [0, 0])),
+    "numbers": (ValueError, "sources must be as many as dests, 2, got 1", ([X, X], [U], [0, 0])),
+    "dtypes": (TypeError, r"sources\[1\] must have the dtype of dests\[1\]", ([X, X], [U, U.astype(int)], [0, 0])),
+    "ranks": (ValueError, r"one entry for each axis of dests\[1\]", ([X, X[0]], [U, U[0]], [0, 0])),
+    "number of ranges": (
+        ValueError,
+        "one sequence of them for each of the 2 dests, got 1",
+        ([X, X], [U, U], [[0, jnp.int32(0)]]),
+    ),
+    "range of one": (ValueError, r"ranges\[0\] must be a pair.*got \(3, 5\)", ([X, X], [U, U], [[0, 0], [(3, 5), 0]])),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS_OF_LISTS)
+def test_errors_of_write_slices(case: str) -> None:
+    error, message, arguments = ERRORS_OF_LISTS[case]
+    with pytest.raises(error, match=f"write_slices: .*{message}"):
+        write_slices(*arguments)
+
+
+def test_ops_refuse_nothing_that_the_reference_takes(rng: np.random.Generator) -> None:
+    """Called directly, with an array that the batch shares, an op runs as plain JAX."""
+    dest, source = random_bits(rng, (1, 5), "float32"), random_bits(rng, (3, 2), "float32")
+    starts = np.array([0, 3, -1], np.int32)
+    params = dict(ranks=(1,), windows=(windows.window(0, 0, 0, 2),), drop=False, batched=True)
+    [result] = jax.jit(lambda *x: WRITE_SLICE(*x, **params))(dest, source, starts)
+    expected = of_batch(lambda s, i: reference_write(dest[0], s, [i]), source, starts)
+    assert_same_memory(result, expected)
