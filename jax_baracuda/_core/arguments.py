@@ -19,10 +19,10 @@ def real_number(function: str, argument: str, value: Any, *, positive: bool = Fa
     return number
 
 
-def whole_number(function: str, argument: str, value: Any, *, least: int) -> int:
-    """An integer that is `least` or more."""
+def whole_number(function: str, argument: str, value: Any, *, minimum: int) -> int:
+    """An integer that is `minimum` or more."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{function}: {argument} must be an integer, got {value!r}")
-    if value < least:
-        raise ValueError(f"{function}: {argument} must be {least} or more, got {value!r}")
+    if value < minimum:
+        raise ValueError(f"{function}: {argument} must be {minimum} or more, got {value!r}")
     return int(value)

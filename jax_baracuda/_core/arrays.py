@@ -17,8 +17,15 @@ from jax_baracuda._core import jax_versions
 FLOATING_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 """The floating element types that have kernels in all op families."""
 
+FLOAT8_DTYPES = frozenset(
+    f"float8_{kind}" for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")
+)
+"""Those of 8 bits that have a zero."""
 
-def compute_dtype(dtype: Any) -> Any:
+INTEGER_DTYPES = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+
+
+def accumulation_dtype(dtype: Any) -> Any:
     """The dtype in which numbers of `dtype` are accumulated."""
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
     return jnp.float32 if is_narrow else dtype
@@ -35,21 +42,21 @@ def as_array(function: str, argument: str, value: ArrayLike) -> Array:
     return array
 
 
-def split_as(array: Array, like: Array, axes: tuple[int | None, ...]) -> Array:
+def reshard_as(array: Array, like: Array, axes: tuple[int | None, ...]) -> Array:
     """Under explicit sharding, splits the dimensions of `array` over devices as those axes of `like` are."""
     like_spec = jax_versions.explicit_spec(jax.typeof(like))
     if like_spec is None:
         return array
-    return split_by(array, tuple(None if axis is None else like_spec[axis] for axis in axes))
+    return reshard_to(array, tuple(None if axis is None else like_spec[axis] for axis in axes))
 
 
-def split_by(array: Array, spec: tuple[Any, ...]) -> Array:
+def reshard_to(array: Array, spec: tuple[Any, ...]) -> Array:
     """Under explicit sharding, splits the dimensions of `array` over these mesh axes."""
     own_spec = jax_versions.explicit_spec(jax.typeof(array))
     return array if own_spec in (None, spec) else jax.sharding.reshard(array, PartitionSpec(*spec))
 
 
-def split_like(array: Array, aval: Any) -> Array:
+def reshard_like(array: Array, aval: Any) -> Array:
     """Under explicit sharding, the array with the sharding of a type: a cotangent with that of its primal."""
     own_spec, spec = (jax_versions.explicit_spec(x) for x in (jax.typeof(array), aval))
     return array if spec in (None, own_spec) else jax.sharding.reshard(array, aval.sharding)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import split_like
+from jax_baracuda._core.arrays import reshard_like
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,70 +28,88 @@ _mode = threading.local()
 class _Types:
     """The types of the arrays of a call, None for those that are not differentiated: a static residual."""
 
-    of_arrays: tuple[Any, ...]
+    structure: Any
+    of_leaves: tuple[Any, ...]
 
 
-class Differentiable:
+class KernelVjp:
     """A function of arrays whose reverse-mode derivative is a kernel.
 
-    Called as ``f(params, *arrays)`` with hashable static `params`. In forward mode (see :func:`in_forward_mode`), and
-    where no array has a tangent space, the primitives are called directly, without ``jax.custom_vjp``.
+    Called as ``f(params, **arrays)`` with hashable static `params`; an array that a call omits is None. In forward mode
+    (see :func:`in_forward_mode`), and where no array has a tangent space, the primitives are called directly, without
+    ``jax.custom_vjp``.
     """
 
     def __init__(
         self,
+        name: str,
         primal: Callable[..., Any],
         forward: Callable[..., tuple[Any, Any]],
-        backward: Callable[..., tuple[jax.Array | None, ...]],
+        backward: Callable[..., Mapping[str, Any]],
         *,
-        skips_constants: bool = False,
+        symbolic_zeros: bool = False,
     ):
         """
         Args:
-          primal: ``(params, *arrays) -> result``
-          forward: ``(params, *arrays) -> (result, residuals)``
-          backward: ``(params, residuals, cotangent) -> cotangents``, None for an array without a tangent space. They
-            are cast and resharded to the types of their arrays.
-          skips_constants: whether `backward` takes one argument more, the types of the arrays, with None in place of
-            those that are not differentiated. Their cotangents may be None, too.
+          name: what JAX's errors call the function.
+          primal: ``(params, **arrays) -> result``
+          forward: ``(params, **arrays) -> (result, residuals)``
+          backward: ``(params, residuals, cotangent) -> {name: cotangent}``, without arrays that have no tangent space.
+            The cotangents are cast and resharded to the types of their arrays.
+          symbolic_zeros: whether `backward` takes one argument more, ``{name: type}`` of the arrays that are
+            differentiated: the cotangents of others may be left out.
         """
         self._primal = primal
         self.forward = forward
         self.backward = backward
-        self._skips_constants = skips_constants
-        self._reverse_mode = jax.custom_vjp(primal, nondiff_argnums=(0,))
-        self._reverse_mode.defvjp(self._forward_with_types, self._backward_with_types, symbolic_zeros=skips_constants)
+        self._symbolic_zeros = symbolic_zeros
 
-    def _forward_with_types(self, params: Hashable, *primals: Any) -> tuple[Any, tuple[_Types, Any]]:
-        arrays = tuple(x.value for x in primals) if self._skips_constants else primals
-        is_differentiated = [x.perturbed for x in primals] if self._skips_constants else [True] * len(arrays)
+        def reverse_mode(params: Hashable, arrays: Mapping[str, Any]) -> Any:
+            return primal(params, **arrays)
+
+        reverse_mode.__name__ = name
+        self._reverse_mode = jax.custom_vjp(reverse_mode, nondiff_argnums=(0,))
+        self._reverse_mode.defvjp(self._forward_with_types, self._backward_with_types, symbolic_zeros=symbolic_zeros)
+
+    def __call__(self, params: Hashable, **arrays: Any) -> Any:
+        # custom_vjp wants the cotangents to vary over the same manual axes as the primals, so the cast comes first.
+        leaves, structure = jax.tree.flatten(arrays)
+        leaves = jax_versions.unify_varying(*leaves)
+        arrays = jax.tree.unflatten(structure, leaves)
+        has_tangents = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves)
+        if getattr(_mode, "forward", False) or not has_tangents:
+            return self._primal(params, **arrays)
+        return self._reverse_mode(params, arrays)
+
+    def _forward_with_types(self, params: Hashable, primals: Mapping[str, Any]) -> tuple[Any, tuple[_Types, Any]]:
+        leaves, structure = jax.tree.flatten(primals)
+        is_differentiated = [not self._symbolic_zeros or x.perturbed for x in leaves]
+        arrays = [x.value if self._symbolic_zeros else x for x in leaves]
         types = tuple(jax.typeof(x) if use else None for x, use in zip(arrays, is_differentiated, strict=True))
-        result, residuals = self.forward(params, *arrays)
-        return result, (_Types(types), residuals)
+        result, residuals = self.forward(params, **jax.tree.unflatten(structure, arrays))
+        return result, (_Types(structure, types), residuals)
 
     def _backward_with_types(
         self, params: Hashable, residuals: tuple[_Types, Any], cotangent: Any
-    ) -> tuple[jax.Array | None, ...]:
-        types, residuals = residuals[0].of_arrays, residuals[1]
-        if self._skips_constants:
+    ) -> tuple[Mapping[str, Any]]:
+        types = jax.tree.unflatten(residuals[0].structure, residuals[0].of_leaves)
+        if self._symbolic_zeros:
             if all(isinstance(x, jax.custom_derivatives.SymbolicZero) for x in jax.tree.leaves(cotangent)):
-                return (None,) * len(types)
+                return (dict.fromkeys(types),)
             cotangent = jax.tree.map(_instantiated, cotangent)
-            cotangents = self.backward(params, residuals, cotangent, types)
+            cotangents = self.backward(params, residuals[1], cotangent, types)
         else:
-            cotangents = self.backward(params, residuals, cotangent)
-        return tuple(
-            ct if ct is None or primal is None else split_like(ct.astype(primal.dtype), primal)
-            for ct, primal in zip(cotangents, types, strict=True)
-        )
+            cotangents = self.backward(params, residuals[1], cotangent)
+        return ({name: _like(cotangents.get(name), type_) for name, type_ in types.items()},)
 
-    def __call__(self, params: Hashable, *arrays: jax.Array) -> Any:
-        # custom_vjp wants the cotangents to vary over the same manual axes as the primals, so the cast comes first.
-        arrays = jax_versions.unify_varying(*arrays)
-        has_tangents = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
-        if getattr(_mode, "forward", False) or not has_tangents:
-            return self._primal(params, *arrays)
-        return self._reverse_mode(params, *arrays)
+
+def _like(cotangents: Any, types: Any) -> Any:
+    """Cotangents in the types of their primals; both may be lists."""
+    if cotangents is None or types is None:
+        return None
+    if isinstance(types, list):
+        return [_like(cotangent, type_) for cotangent, type_ in zip(cotangents, types, strict=True)]
+    return reshard_like(cotangents.astype(types.dtype), types)
 
 
 def _instantiated(cotangent: Any) -> jax.Array:

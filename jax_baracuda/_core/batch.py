@@ -1,4 +1,7 @@
-"""The dimensions that ``vmap`` adds in front of the operands and results of an op."""
+"""The dimensions that ``vmap`` adds in front of the operands and results of an op.
+
+An operand that a ``vmap`` does not map has a size of 1 there: the batch shares it.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-
-from jax_baracuda._core.params import count_batch_dims
 
 
-def joint_batch(*sizes: int) -> int:
-    """The size of the batch that operands with leading dimensions of these sizes form; 1 means shared."""
+def joint_size(*sizes: int) -> int:
+    """The size of a dimension that arrays with these sizes have together; those of size 1 are broadcast."""
     return next((size for size in sizes if size != 1), 1)
 
 
-def batch_of(*operands: Any) -> int:
-    """The size of the batch that operands, arrays or their types, form with their leading dimensions."""
-    return joint_batch(*(operand.shape[0] for operand in operands))
-
-
-def over_batch(function: Callable[..., Any], *operands: jax.Array) -> Any:
-    """Maps `function` over the leading dimension of the operands; where that is 1, the operand is shared."""
-    batch = batch_of(*operands)
-    mapped = [x if x.shape[0] == batch else x[0] for x in operands]
-    return jax.vmap(function, [0 if x.shape[0] == batch else None for x in operands])(*mapped)
-
-
-def over_outer_batches(function: Callable[..., Any], num_batch_dims: int, *operands: jax.Array) -> Any:
-    """Maps a function of arrays with one batch dimension over those in front of it."""
-    if num_batch_dims <= 1:
-        return function(*operands)
-    return over_batch(functools.partial(over_outer_batches, function, num_batch_dims - 1), *operands)
-
-
-def joint_sizes(operands: Sequence[Any], num_batch_dims: int) -> tuple[int, ...]:
-    """The sizes of the leading batch dimensions that the operands form together."""
-    return tuple(joint_batch(*(x.shape[i] for x in operands)) for i in range(num_batch_dims))
+def vmap_sizes(operands: Sequence[Any], num_batch_dims: int) -> tuple[int, ...]:
+    """The sizes of the batch dimensions that the operands form together."""
+    return tuple(joint_size(*(x.shape[i] for x in operands)) for i in range(num_batch_dims))
 
 
 def is_shared(shape: Sequence[int], num_batch_dims: int) -> bool:
@@ -47,33 +28,39 @@ def is_shared(shape: Sequence[int], num_batch_dims: int) -> bool:
     return all(size == 1 for size in shape[:num_batch_dims])
 
 
-def _shape_with_one_batch(shape: Sequence[int], batch: tuple[int, ...]) -> tuple[int, ...]:
-    """An array that the whole batch shares stays shared; any other has all of the batch."""
-    return (1 if is_shared(shape, len(batch)) else math.prod(batch), *shape[len(batch) :])
-
-
-def with_one_batch(avals: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
-    """The abstract operands of a call as the functions of a definition see them: with one batch dimension."""
-    num_batch_dims = count_batch_dims(params)
-    if num_batch_dims == 1:
+def without_batch(avals: Sequence[Any], num_batch_dims: int) -> Sequence[Any]:
+    """The types of operands as the functions of a definition see them."""
+    if num_batch_dims == 0:
         return avals
-    batch = joint_sizes(avals, num_batch_dims)
-    return [jax.ShapeDtypeStruct(_shape_with_one_batch(x.shape, batch), x.dtype) for x in avals]
+    return [jax.ShapeDtypeStruct(x.shape[num_batch_dims:], x.dtype) for x in avals]
 
 
-def merge_batch(function: Callable[..., Sequence[jax.Array]], num_batch_dims: int) -> Callable[..., Any]:
-    """A function of arrays with one batch dimension as one of arrays with several."""
-    if num_batch_dims <= 1:
-        return function
+def shared_flags(names: Sequence[str], avals: Sequence[Any], num_batch_dims: int) -> Mapping[str, int]:
+    """What a native module asks about the batch: its size, and which operands it shares."""
+    batch_size = math.prod(vmap_sizes(avals, num_batch_dims))
+    flags = {
+        f"{name}_is_shared": batch_size != 1 and is_shared(aval.shape, num_batch_dims)
+        for name, aval in zip(names, avals, strict=False)
+    }
+    return {"batch": batch_size, **flags}
 
-    def merged(*operands: jax.Array) -> list[jax.Array]:
-        batch = joint_sizes(operands, num_batch_dims)
-        flat = []
-        for x in operands:
-            shape = _shape_with_one_batch(x.shape, batch)
-            if shape[0] != math.prod(x.shape[:num_batch_dims]):
-                x = jnp.broadcast_to(x, (*batch, *x.shape[num_batch_dims:]))
-            flat.append(x.reshape(shape))
-        return [x.reshape(*batch, *x.shape[1:]) for x in function(*flat)]
 
-    return merged
+MappedDims = Sequence[Sequence[bool]]
+"""Of each batch dimension, which operands it maps."""
+
+
+def mapped_dims(operands: Sequence[Any], num_batch_dims: int) -> MappedDims:
+    """Which operands each batch dimension maps, by their sizes."""
+    sizes = vmap_sizes(operands, num_batch_dims)
+    return [[x.shape[i] == size for x in operands] for i, size in enumerate(sizes)]
+
+
+def map_over_batch(function: Callable[..., Any], mapped: MappedDims, *operands: jax.Array) -> Any:
+    """Maps a function of arrays without batch dimensions over those that they have."""
+    if not mapped:
+        return function(*operands)
+    inner = functools.partial(map_over_batch, function, mapped[1:])
+    operands = tuple(
+        x if is_mapped else jax.lax.squeeze(x, [0]) for x, is_mapped in zip(operands, mapped[0], strict=True)
+    )
+    return jax.vmap(inner, [0 if is_mapped else None for is_mapped in mapped[0]])(*operands)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
+import numpy as np
+
+from jax_baracuda._core.arrays import accumulation_dtype
+
 
 @dataclasses.dataclass(frozen=True)
 class Guarantee:
@@ -22,3 +27,13 @@ class Guarantee:
     """The same inputs give the same bits whatever the scheduling of threads."""
     bit_stable_on_same_hardware: bool
     """The same inputs give the same bits in every run on one kind of device."""
+
+
+EXACT = Guarantee("none", "exact", deterministic=True, bit_stable_on_same_hardware=True)
+"""Of ops that only select."""
+
+
+def accumulated(dtype: str, platform: str, **_: bool) -> Guarantee:
+    """Of ops that add or multiply floating numbers in a fixed order."""
+    accumulator = np.dtype(accumulation_dtype(jnp.dtype(dtype))).name
+    return dataclasses.replace(EXACT, accumulator=accumulator, math_precision="accumulated")

@@ -13,83 +13,85 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.batch import joint_sizes, with_one_batch
+from jax_baracuda._core.batch import shared_flags, vmap_sizes, without_batch
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES, Plan
 from jax_baracuda._core.params import count_batch_dims, definition_params, resolve
 from jax_baracuda._core.primitive import primitives_of
-from jax_baracuda._core.sharding import Dimensions, Layout, named_dimensions
+from jax_baracuda._core.sharding import Dimensions, NamedShapes, joint_sizes, written_out
 
-ShapeAndDtype = tuple[tuple[int, ...], Any]
+Shape = tuple[int, ...]
+ShapeAndDtype = tuple[Shape, Any]
+NamedDimensions = Mapping[str, Dimensions]
+"""The dimensions of each operand or result, by its name and in its order."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """One native kernel, and everything that JAX has to know of it.
+    """One native kernel, and what JAX needs to know about it.
 
-    Calling an op binds its primitive: ``results = op(*operands, **params)``, always a list. Every operand and every
-    result has a leading batch dimension, which is 1 in operands that the whole batch shares: so ``vmap`` is one launch.
-    The functions of a definition see it in any case; calls may omit it where `batch_optional` says so. Each ``vmap``
-    of a call adds one more dimension in front, so that a batch that is split over devices stays split; the functions
-    of a definition see all of them as one.
+    Calling an op binds its primitive: ``results = op(*operands, **params)``, always a list. The functions of a
+    definition never see the dimensions that ``vmap`` adds: those are the business of ``_core`` and of the native
+    handler, which takes any number of them, so that ``vmap`` is one launch.
     """
 
     name: str
     """The name of the native target, of the primitive, and in messages."""
-    operands: tuple[Dimensions, ...] | Callable[..., tuple[Dimensions, ...]]
-    """The dimensions of each operand, in order; trailing operands may be left out of a call. Or ``(**params)`` -> the
-    dimensions, where they depend on layouts and options."""
-    results: tuple[Dimensions, ...] | Callable[..., tuple[Dimensions, ...]]
-    result_types: Callable[..., Sequence[ShapeAndDtype]]
-    """``(*operand avals, **params) -> [(shape, dtype), ...]``, the abstract-eval rule."""
+    operands: NamedDimensions | Callable[..., NamedDimensions]
+    """By name and in order; callers may omit trailing ones. Or ``(**params)`` -> these."""
+    results: NamedDimensions | Callable[..., NamedDimensions]
+    """By name and in order. Or ``(**params)`` -> these."""
     reference: Callable[..., Sequence[jax.Array]]
     """The same computation in plain JAX: serves what has no kernel, and every derivative of the op."""
     dtypes: frozenset[str]
     """The element types of the first operand for which there is a kernel."""
     guarantee: Guarantee | Callable[..., Guarantee]
     """Or ``(dtype name, platform, *, deterministic, indices_are_sorted) -> Guarantee`` where it depends on these."""
+    sizes: Callable[..., Mapping[str, int]] | None = None
+    """``(**params)`` -> the sizes of dimensions of the results that no operand has."""
+    result_dtypes: Callable[..., Sequence[Any]] | None = None
+    """``(*operand avals, **params)`` -> the dtypes of the results; None: all have that of the first operand."""
+    result_types: Callable[..., Sequence[ShapeAndDtype]] | None = None
+    """``(*operand avals, **params)`` -> ``[(shape, dtype), ...]``, where names and sizes of dimensions do not tell."""
     aliases: tuple[str, ...] = ()
     """Other public functions whose result is this op's."""
     attributes: tuple[str, ...] = ()
     """The names of the params that the native handler takes. Tuples of integers, however nested, come as one array."""
     plan_parameters: Callable[..., Mapping[str, int]] | None = None
-    """``(*operand avals, **params)`` -> the integers from which the native module decides how the kernel runs."""
-    whole: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
+    """``(*operand avals, **params)`` -> the integers from which the native module decides how the kernel runs. The
+    module is also told of the batch: its size as ``batch``, and ``<operand>_is_shared`` of each operand."""
+    replicated_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
     """Dimensions that must not be split over devices. Or ``(**params)`` -> these."""
-    reduced: tuple[str, ...] = ()
+    reduction_dims: tuple[str, ...] = ()
     """Dimensions of the operands that results lack, so that shards have parts of those results."""
     shard_program: Callable[..., Sequence[jax.Array]] | None = None
     """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is."""
-    kernel_limit: Callable[..., str | None] | None = None
-    """``(*operand avals, **params)`` -> why the kernel does not take this call, or None."""
+    limit: Callable[..., str | None] | None = None
+    """``(*operand avals, **params)`` -> why the kernel does not support these shapes or params, or None."""
     in_place: Mapping[int, int] | Callable[..., Mapping[int, int]] = dataclasses.field(default_factory=dict)
     """{operand number: number of the result that may be written to its memory}, where both have one shape. An operand
     that is used again is copied by XLA first. Or ``(**params)`` -> these."""
     in_place_if_donated: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """As `in_place`, but only where the operand is a donated argument of the compiled program: for results that are as
     fast to write elsewhere, where a copy by XLA would double the time."""
-    batch_optional: bool = False
-    """Whether operands and results may lack the batch dimension, all of them together: calls have the param `batched`,
-    and the handler takes it. For ops in place: XLA before jax 0.11 copies what is reshaped on its way into the call."""
+    broadcasts: bool = False
+    """Whether operands broadcast against each other along every dimension, as in ``jax.numpy``. What ``vmap`` adds is
+    then one dimension more of the same kind, for the functions of the definition and for the handler."""
     num_linear: int | Callable[..., int] = 1
     """See `transpose`. Or ``(**params)`` -> the number."""
     transpose: Callable[..., Sequence[jax.Array]] | None = None
     """For an op that is linear in its first `num_linear` operands together and constant in the others:
     ``(avals of the linear operands, cotangents of the results, *other operands, **params) -> their cotangents``.
 
-    Then derivatives are calls of kernels too: the tangent is the op of the tangent. A cotangent may have the whole
-    batch where its operand is shared.
+    Then derivatives are calls of kernels too: the tangent is the op of the tangent.
     """
 
     def __post_init__(self) -> None:
-        if not callable(self.operands) and not callable(self.results):
-            dimensions = {name for names in self.operands + self.results for name in names}
-            for name in (() if callable(self.whole) else self.whole) + self.reduced:
+        if not any(map(callable, (self.operands, self.results, self.replicated_dims))):
+            dimensions = {d for names in (*self.operands.values(), *self.results.values()) for d in names}
+            for name in (*self.replicated_dims, *self.reduction_dims):
                 if name not in dimensions:
                     raise ValueError(f"Op {self.name}: {name!r} is no dimension of an operand or a result")
-            for names in self.operands + self.results:
-                if names[:1] != ("batch",):
-                    raise ValueError(f"Op {self.name}: the first dimension must be 'batch', got {names}")
         _register(self)
 
     def __call__(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
@@ -103,38 +105,62 @@ class Op:
     def _primitives(self) -> tuple[Primitive, Primitive]:
         return primitives_of(self)
 
+    def operand_names(self, params: Mapping[str, Any]) -> tuple[str, ...]:
+        """The names of the operands of a call with these params."""
+        return tuple(resolve(self.operands, definition_params(params)))
+
     def types_of_results(self, *operands: Any, **params: Any) -> list[ShapeAndDtype]:
         """The abstract-eval rule, with any number of batch dimensions."""
-        num_batch_dims = count_batch_dims(params)
-        types = self.result_types(*with_one_batch(operands, params), **definition_params(params))
-        batch = joint_sizes(operands, num_batch_dims)
-        return [((*batch, *shape[1:]), dtype) for shape, dtype in types]
+        num_batch_dims, own_params = count_batch_dims(params), definition_params(params)
+        batch, avals = vmap_sizes(operands, num_batch_dims), without_batch(operands, num_batch_dims)
+        types = self.result_types or self._named_types
+        return [((*batch, *shape), dtype) for shape, dtype in types(*avals, **own_params)]
 
-    def layout(self, operands: Sequence[Any], results: Sequence[Any], params: Mapping[str, Any]) -> Layout:
+    def _named_types(self, *operands: Any, **params: Any) -> list[ShapeAndDtype]:
+        """Shapes by the names of dimensions, and dtypes."""
+        shapes = [tuple(x.shape) for x in operands]
+        names = self._dimensions(self.operands, shapes, params)
+        sizes = joint_sizes(names, shapes) | (self.sizes(**params) if self.sizes else {})
+        results = resolve(self.results, params).values()
+        rest = tuple(name for name in sizes if name.startswith("..."))
+        dtypes = self.result_dtypes(*operands, **params) if self.result_dtypes else [operands[0].dtype] * len(results)
+        return [
+            (tuple(sizes[name] for d in names for name in (rest if d == "..." else (d,))), np.dtype(dtype))
+            for names, dtype in zip(results, dtypes, strict=True)
+        ]
+
+    @staticmethod
+    def _dimensions(arrays: Any, shapes: Sequence[Shape], params: Mapping[str, Any]) -> tuple[Dimensions, ...]:
+        dimensions = resolve(arrays, params).values()
+        return tuple(written_out(names, shape) for names, shape in zip(dimensions, shapes, strict=False))
+
+    def named_shapes(self, operands: Sequence[Any], results: Sequence[Any], params: Mapping[str, Any]) -> NamedShapes:
         """The named dimensions of a call with these shapes and params."""
+        num_batch_dims, own_params = count_batch_dims(params), definition_params(params)
+        batch = tuple(f"batch{i}" for i in range(num_batch_dims))
+
+        def named(arrays: Any, shapes: Sequence[Shape]) -> tuple[Dimensions, ...]:
+            own_shapes = [shape[num_batch_dims:] for shape in shapes]
+            return tuple(batch + names for names in self._dimensions(arrays, own_shapes, own_params))
+
         operand_shapes, result_shapes = (tuple(tuple(x.shape) for x in arrays) for arrays in (operands, results))
-        batch = tuple(f"batch{i}" for i in range(count_batch_dims(params)))
-        own_params = definition_params(params)
-        operand_names, result_names = (
-            tuple(batch + dimensions[1:] for dimensions in resolve(names, own_params))
-            for names in (self.operands, self.results)
-        )
-        return Layout(
-            tuple(named_dimensions(names, shape) for names, shape in zip(operand_names, operand_shapes, strict=False)),
-            tuple(named_dimensions(names, shape) for names, shape in zip(result_names, result_shapes, strict=True)),
-            operand_shapes,
-            result_shapes,
+        return NamedShapes(
+            named(self.operands, operand_shapes), named(self.results, result_shapes), operand_shapes, result_shapes
         )
 
     def plan(self, platform: str, operands: Sequence[Any], params: Mapping[str, Any]) -> Plan:
-        """How the platform's kernel runs a call that it takes: the strategy that it chooses, and the scratch memory."""
+        """How the platform's kernel runs a call that it supports: its strategy, and the scratch memory."""
         assert self.plan_parameters is not None
-        parameters = self.plan_parameters(*with_one_batch(operands, params), **definition_params(params))
+        num_batch_dims = count_batch_dims(params)
+        parameters = {
+            **self.plan_parameters(*without_batch(operands, num_batch_dims), **definition_params(params)),
+            **shared_flags(self.operand_names(params), operands, num_batch_dims),
+        }
         # A product of sizes that does not fit is one of an array without elements, in which it can as well be 0.
         fitting = {name: int(value) if value < 2**63 else 0 for name, value in parameters.items()}
         return NATIVE_MODULES[platform].plan(self.name, fitting)
 
-    def missing_kernel(self, platform: str, operands: Sequence[Any], params: Mapping[str, Any]) -> str | None:
+    def unsupported_reason(self, platform: str, operands: Sequence[Any], params: Mapping[str, Any]) -> str | None:
         """Why this call has no kernel on the platform and runs as plain JAX instead; None where it has one."""
         if (problem := self.missing_target(platform)) is not None:
             return problem
@@ -142,9 +168,9 @@ class Op:
             return "its shapes are symbolic"
         if np.dtype(operands[0].dtype).name not in self.dtypes:
             return f"there is no kernel for {np.dtype(operands[0].dtype).name}"
-        if self.kernel_limit is None:
+        if self.limit is None:
             return None
-        return self.kernel_limit(*with_one_batch(operands, params), **definition_params(params))
+        return self.limit(*without_batch(operands, count_batch_dims(params)), **definition_params(params))
 
     def missing_target(self, platform: str) -> str | None:
         """Why the op has no kernel at all on the platform, or None."""

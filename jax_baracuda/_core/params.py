@@ -12,8 +12,8 @@ def resolve(value: Any, params: Mapping[str, Any]) -> Any:
 
 
 def count_batch_dims(params: Mapping[str, Any]) -> int:
-    """How many leading dimensions of a call's operands and results are those of a batch."""
-    return params.get("num_batch_dims", 1) if params.get("batched", True) else 0
+    """How many leading dimensions of a call's operands and results ``vmap`` has added."""
+    return params.get("num_batch_dims", 0)
 
 
 def definition_params(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,8 @@ def primitives_of(op: Op) -> tuple[Primitive, Primitive]:
     kernel = _declare(op, f"baracuda_{op.name}_kernel")
     primitive.def_impl(functools.partial(jax_versions.apply_primitive, primitive))
     jax_versions.require_devices_during_lowering(primitive)
-    batching.primitive_batchers[primitive] = functools.partial(batch, op, primitive)
+    for each in (primitive, kernel):
+        batching.primitive_batchers[each] = functools.partial(batch, op, each)
     ad.primitive_jvps[primitive] = functools.partial(jvp, op, primitive)
     ad.primitive_transposes[primitive] = functools.partial(transpose, op)
     for platform in KERNEL_PLATFORMS:

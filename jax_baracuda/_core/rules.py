@@ -12,8 +12,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import in_automatic_mode, split_like
-from jax_baracuda._core.batch import over_outer_batches
+from jax_baracuda._core.arrays import in_automatic_mode, reshard_like
+from jax_baracuda._core.batch import map_over_batch, mapped_dims, without_batch
 from jax_baracuda._core.params import count_batch_dims, definition_params, resolve
 
 if TYPE_CHECKING:
@@ -26,28 +26,25 @@ def abstract_eval(op: Op, *operands: Any, donated: tuple[int, ...] = (), **param
     if all(spec is None for spec in specs):
         return [jax_versions.result_aval(operands[0], shape, dtype, None) for shape, dtype in types]
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
-    layout = op.layout(operands, results, params)
-    whole = resolve(op.whole, definition_params(params))
-    assignment = layout.assign([*specs, *(None for _ in results)], whole)
+    shapes = op.named_shapes(operands, results, params)
+    replicated_dims = resolve(op.replicated_dims, definition_params(params))
+    assignment = shapes.assign([*specs, *(None for _ in results)], replicated_dims)
     return [
-        jax_versions.result_aval(operands[0], shape, dtype, layout.spec(names, shape, assignment))
-        for (shape, dtype), names in zip(types, layout.results, strict=True)
+        jax_versions.result_aval(operands[0], shape, dtype, shapes.spec(names, shape, assignment))
+        for (shape, dtype), names in zip(types, shapes.results, strict=True)
     ]
 
 
 def batch(
     op: Op, primitive: Primitive, operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Any
 ) -> tuple[list[jax.Array], list[int]]:
-    """Puts the mapped axis in front; operands that are not mapped stay shared."""
+    """Puts the mapped axis in front; operands that are not mapped stay shared, but for those that are written."""
     mapped_size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     operands = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
-    num_batch_dims = count_batch_dims(params)
-    if num_batch_dims == 0:
-        params = params | {"batched": True}
-        for i in resolve(op.in_place, params):
-            operands[i] = jnp.broadcast_to(operands[i], (mapped_size, *operands[i].shape[1:]))
-    else:
-        params = params | {"num_batch_dims": num_batch_dims + 1}
+    for i in resolve(op.in_place, definition_params(params)):
+        operands[i] = jnp.broadcast_to(operands[i], (mapped_size, *operands[i].shape[1:]))
+    if not op.broadcasts:
+        params = params | {"num_batch_dims": count_batch_dims(params) + 1}
     results = primitive.bind(*operands, **params)
     return results, [0] * len(results)
 
@@ -55,13 +52,11 @@ def batch(
 def reference_of_call(op: Op, *operands: jax.Array, **params: Any) -> list[jax.Array]:
     """Calls the reference. Under explicit sharding its axes are automatic, and only its results have a sharding."""
 
-    num_batch_dims = count_batch_dims(params)
+    mapped = mapped_dims(operands, count_batch_dims(params))
     own_reference = functools.partial(op.reference, **definition_params(params))
 
     def reference(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        if num_batch_dims == 0:
-            return tuple(x[0] for x in own_reference(*(x[None] for x in operands)))
-        return tuple(over_outer_batches(own_reference, num_batch_dims, *operands))
+        return tuple(map_over_batch(own_reference, mapped, *operands))
 
     avals = [jax.typeof(x) for x in operands]
     if any(jax_versions.explicit_spec(aval) is not None for aval in avals):
@@ -89,9 +84,9 @@ def jvp(
 ) -> tuple[list[jax.Array], list[Any]]:
     """The primal from the kernel, the tangent from the reference: linear in the tangents, so JAX transposes it."""
     results = primitive.bind(*primals, **params)
-    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+    nonzero_tangents = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
     num_linear = resolve(op.num_linear, definition_params(params))
-    if op.transpose is not None and all(i < num_linear for i in moving):
+    if op.transpose is not None and all(i < num_linear for i in nonzero_tangents):
         linear = [
             # An integer has no tangent. Itself in its place fits as well as any, since its result has none either.
             ad.instantiate_zeros(tangent) if jnp.issubdtype(primal.dtype, jnp.inexact) else primal
@@ -99,8 +94,10 @@ def jvp(
         ]
         result_tangents = primitive.bind(*linear, *primals[num_linear:], **params)
     else:
-        reference = _reference_of(op, primals, moving, params)
-        _, result_tangents = jax.jvp(reference, [primals[i] for i in moving], [tangents[i] for i in moving])
+        reference = _reference_of(op, primals, nonzero_tangents, params)
+        _, result_tangents = jax.jvp(
+            reference, [primals[i] for i in nonzero_tangents], [tangents[i] for i in nonzero_tangents]
+        )
     return results, [
         tangent if jnp.issubdtype(result.dtype, jnp.inexact) else jax_versions.zero_tangent(result)
         for result, tangent in zip(results, result_tangents, strict=True)
@@ -116,21 +113,20 @@ def transpose(op: Op, cotangents: Sequence[Any], *operands: Any, **params: Any) 
     num_linear = resolve(op.num_linear, own_params)
     if op.transpose is not None and all(i < num_linear for i in linear):
         avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands[:num_linear]]
-        own_avals = avals
-        if num_batch_dims > 1:
-            own_avals = [jax.ShapeDtypeStruct(x.shape[num_batch_dims - 1 :], x.dtype) for x in avals]
+        own_avals = without_batch(avals, num_batch_dims)
 
         def transpose(*arrays: jax.Array) -> Sequence[jax.Array]:
             return op.transpose(own_avals, arrays[: len(cotangents)], *arrays[len(cotangents) :], **own_params)
 
-        transposed = over_outer_batches(transpose, num_batch_dims, *cotangents, *operands[num_linear:])
+        arrays = (*cotangents, *operands[num_linear:])
+        transposed = map_over_batch(transpose, mapped_dims(arrays, num_batch_dims), *arrays)
         for i in linear:
             results[i] = _sum_over_shared_batch(transposed[i], avals[i])
         return results
     reference = _reference_of(op, operands, linear, params)
     transpose = jax.linear_transpose(reference, *(operands[i].aval for i in linear))
     for i, x in zip(linear, transpose(cotangents), strict=True):
-        results[i] = split_like(x, operands[i].aval)
+        results[i] = reshard_like(x, operands[i].aval)
     return results
 
 
@@ -138,4 +134,4 @@ def _sum_over_shared_batch(cotangent: jax.Array, primal: Any) -> jax.Array:
     """The cotangent of an operand that (a dimension of) the batch shares, in its shape and sharding."""
     sizes = zip(cotangent.shape, primal.shape, strict=True)
     shared = tuple(axis for axis, (size, own_size) in enumerate(sizes) if size != own_size)
-    return split_like(jnp.sum(cotangent, shared, keepdims=True) if shared else cotangent, primal)
+    return reshard_like(jnp.sum(cotangent, shared, keepdims=True) if shared else cotangent, primal)

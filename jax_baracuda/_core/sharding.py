@@ -24,7 +24,7 @@ def mesh_axes(entry: Any) -> MeshAxes:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def named_dimensions(dimensions: Dimensions, shape: Sequence[int]) -> Dimensions:
+def written_out(dimensions: Dimensions, shape: Sequence[int]) -> Dimensions:
     """`dimensions` with "..." written out: trailing dimension k is named "...k"."""
     if dimensions[-1:] != ("...",):
         return dimensions
@@ -32,9 +32,18 @@ def named_dimensions(dimensions: Dimensions, shape: Sequence[int]) -> Dimensions
     return leading + tuple(f"...{k}" for k in range(len(shape) - len(leading)))
 
 
+def joint_sizes(names_of_each: Sequence[Dimensions], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """The size of each named dimension; size-1 dimensions take the others' size."""
+    sizes: dict[str, int] = {}
+    for names, shape in zip(names_of_each, shapes, strict=True):
+        for name, size in zip(names, shape, strict=True):
+            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
+    return sizes
+
+
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """The named dimensions of every operand and result of one call, for concrete shapes."""
+class NamedShapes:
+    """The named dimensions and the shapes of every operand and result of one call."""
 
     operands: tuple[Dimensions, ...]
     results: tuple[Dimensions, ...]
@@ -42,12 +51,8 @@ class Layout:
     result_shapes: tuple[tuple[int, ...], ...]
 
     def sizes(self) -> dict[str, int]:
-        """The size of each named dimension; one that some operands share (size 1) has the size that the others give."""
-        sizes: dict[str, int] = {}
-        for names, shape in zip(self.operands + self.results, self.operand_shapes + self.result_shapes, strict=True):
-            for name, size in zip(names, shape, strict=True):
-                sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
-        return sizes
+        """The size of each named dimension."""
+        return joint_sizes(self.operands + self.results, self.operand_shapes + self.result_shapes)
 
     def spec(self, names: Dimensions, shape: Sequence[int], assignment: dict[str, MeshAxes]) -> tuple[Any, ...]:
         """Partition spec entries of an array: the assigned axes, but nothing for a dimension that is shared."""
@@ -57,7 +62,9 @@ class Layout:
             for name, size in zip(names, shape, strict=True)
         )
 
-    def rule(self, whole: Sequence[str], reduced: Sequence[str]) -> tuple[str, dict[str, tuple[str, ...]]]:
+    def rule(
+        self, replicated_dims: Sequence[str], reduction_dims: Sequence[str]
+    ) -> tuple[str, dict[str, tuple[str, ...]]]:
         """The op as a Shardy sharding rule in einsum notation, with its reduction and replication factors."""
         sizes = self.sizes()
         factors = {name: f"d{i}" for i, name in enumerate(sizes)}
@@ -81,14 +88,16 @@ class Layout:
         }
         # Shardy wants the factors in the order of their first occurrence.
         return text, {
-            "reduction_factors": tuple(f for name, f in factors.items() if name in reduced and name not in in_results),
-            "need_replication_factors": tuple(f for name, f in factors.items() if name in whole),
+            "reduction_factors": tuple(
+                f for name, f in factors.items() if name in reduction_dims and name not in in_results
+            ),
+            "need_replication_factors": tuple(f for name, f in factors.items() if name in replicated_dims),
         }
 
-    def assign(self, specs: Sequence[Sequence[Any] | None], whole: Sequence[str]) -> dict[str, MeshAxes]:
+    def assign(self, specs: Sequence[Sequence[Any] | None], replicated_dims: Sequence[str]) -> dict[str, MeshAxes]:
         """Gives each dimension the mesh axes of the first array that splits it; no axis splits an array twice."""
         sizes = self.sizes()
-        assignment: dict[str, MeshAxes] = {name: () for name in whole if name in sizes}
+        assignment: dict[str, MeshAxes] = {name: () for name in replicated_dims if name in sizes}
         names_of_each, shapes = self.operands + self.results, self.operand_shapes + self.result_shapes
 
         def beside(name: str) -> set[str]:
@@ -107,9 +116,9 @@ class Layout:
 def partitioned(
     kernel: Callable[..., Sequence[jax.Array]],
     shard_program: Callable[..., Sequence[jax.Array]],
-    layout: Layout,
-    whole: Sequence[str],
-    reduced: Sequence[str],
+    shapes: NamedShapes,
+    replicated_dims: Sequence[str],
+    reduction_dims: Sequence[str],
 ) -> Callable[..., Sequence[jax.Array]]:
     """`kernel` as a function that JAX's partitioner splits over devices instead of gathering its operands.
 
@@ -117,9 +126,9 @@ def partitioned(
       kernel: the computation on whole arrays.
       shard_program: the computation on one shard: ``(axes, *operands) -> results``, where `axes` maps the name of each
         dimension to the mesh axes that split it.
-      layout: the dimensions of the call.
-      whole: dimensions that must not be split.
-      reduced: dimensions of the operands that results lack.
+      shapes: the dimensions of the call.
+      replicated_dims: dimensions that must not be split.
+      reduction_dims: dimensions of the operands that results lack.
     """
 
     def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> tuple[Any, ...]:
@@ -127,14 +136,14 @@ def partitioned(
         specs = [tuple(getattr(array.sharding, "spec", ())) for array in arrays]
         assignment = {
             name: axes
-            for name, axes in layout.assign(specs, whole).items()
-            if layout.sizes()[name] % _num_shards(mesh, axes) == 0
+            for name, axes in shapes.assign(specs, replicated_dims).items()
+            if shapes.sizes()[name] % _num_shards(mesh, axes) == 0
         }
 
-        def shardings(dimensions: Sequence[Dimensions], shapes: Sequence[Sequence[int]]) -> tuple[NamedSharding, ...]:
+        def shardings(dimensions: Sequence[Dimensions], sizes: Sequence[Sequence[int]]) -> tuple[NamedSharding, ...]:
             return tuple(
-                NamedSharding(mesh, PartitionSpec(*layout.spec(names, shape, assignment)))
-                for names, shape in zip(dimensions, shapes, strict=True)
+                NamedSharding(mesh, PartitionSpec(*shapes.spec(names, shape, assignment)))
+                for names, shape in zip(dimensions, sizes, strict=True)
             )
 
         def shard(*operands: jax.Array) -> Sequence[jax.Array]:
@@ -144,15 +153,15 @@ def partitioned(
         return (
             mesh,
             shard,
-            shardings(layout.results, layout.result_shapes),
-            shardings(layout.operands, layout.operand_shapes),
+            shardings(shapes.results, shapes.result_shapes),
+            shardings(shapes.operands, shapes.operand_shapes),
         )
 
     @custom_partitioning
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(kernel(*operands))
 
-    rule, factors = layout.rule(whole, reduced)
+    rule, factors = shapes.rule(replicated_dims, reduction_dims)
     call.def_partition(partition, sharding_rule=rule, **factors)
     return call
 

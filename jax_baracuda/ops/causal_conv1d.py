@@ -6,7 +6,7 @@ on a state; decoding runs it over one new input at a time, in place in the state
 what it needs of the forward pass, so nothing but the inputs is kept.
 
 The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
-canonicalisation of arguments, examples.
+canonicalisation of arguments.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, in_automatic_mode, split_as
-from jax_baracuda._core.autodiff import Differentiable, map_together
-from jax_baracuda._core.batch import batch_of
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, in_automatic_mode, reshard_as
+from jax_baracuda._core.autodiff import KernelVjp, map_together
 from jax_baracuda._core.docstrings import with_shared_parts
-from jax_baracuda._core.example import EXAMPLES, Example
-from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import Op
+from jax_baracuda._core.guarantees import accumulated
+from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import Dimensions
 
 Activation = Literal["silu", "swish"] | None
 
-MOST_TAPS = 8
+MAX_WIDTH = 8
 """The greatest width of a filter."""
 
 _documented = with_shared_parts(
@@ -149,18 +147,18 @@ def causal_conv1d(
     """
     call = _canonicalize("causal_conv1d", x, weight, bias, activation, channels_last, initial_state, segment_ids)
     if not return_final_state:
-        return _convolution(call.params, *call.operands)
-    if call.num_kept == 0:
-        return _convolution(call.params, *call.operands), call.empty_state()
-    return _convolution_and_state(call.params, *call.operands)
+        return _convolution(call.params, **call.arrays)
+    if call.state_length == 0:
+        return _convolution(call.params, **call.arrays), call.empty_state()
+    return _convolution_and_state(call.params, **call.arrays)
 
 
 @_documented
 def causal_conv1d_backward(
+    d_output: ArrayLike,
     x: ArrayLike,
     weight: ArrayLike,
-    bias: ArrayLike | None,
-    dy: ArrayLike,
+    bias: ArrayLike | None = None,
     *,
     activation: Activation = None,
     channels_last: bool = False,
@@ -170,14 +168,14 @@ def causal_conv1d_backward(
 ) -> tuple[Array, Array, Array | None] | tuple[Array, Array, Array | None, Array]:
     """Gradient of :func:`causal_conv1d`.
 
-    With ``dz = dy * act'(z)``, where z is the sum that the activation is applied to:
+    With ``dz = d_output * act'(z)``, where z is the sum that the activation is applied to:
     ``dx[b, c, t] = sum { weight[c, W-1-j] * dz[b, c, t + j] : 0 <= j < W }``,
     ``dweight[c, W-1-j] = sum over b and t of dz[b, c, t] * x[b, c, t - j]``, ``dbias[c] = sum over b and t of dz``.
 
     Args:
+      d_output: the cotangent of y, with the shape and dtype of `x`.
       {x}
       {parameters}
-      dy: the cotangent of y, with the shape and dtype of `x`.
       {activation}
       {channels_last}
       {sequences}
@@ -197,18 +195,22 @@ def causal_conv1d_backward(
     """
     name = "causal_conv1d_backward"
     call = _canonicalize(name, x, weight, bias, activation, channels_last, initial_state, segment_ids)
-    x, weight = call.operands[:2]
-    dy = as_array(name, "dy", dy)
-    _check_like_x(name, "dy", dy, x, x.shape)
+    x = call.arrays["x"]
+    d_output = as_array(name, "d_output", d_output)
+    _check_like_x(name, "d_output", d_output, x, x.shape)
     if d_final_state is not None:
         d_final_state = as_array(name, "d_final_state", d_final_state)
         _check_like_x(name, "d_final_state", d_final_state, x, call.state_shape)
-        d_final_state = d_final_state if call.num_kept > 0 else None
-    dx, dweight, dbias, *d_states = _gradients(call.params, call.operands, dy, d_final_state)
-    if initial_state is not None and not d_states:
-        d_states = [call.empty_state()]
-    dbias = None if bias is None else dbias.astype(call.operands[2].dtype)
-    return dx, dweight.astype(weight.dtype), dbias, *d_states
+        d_final_state = d_final_state if call.state_length > 0 else None
+    gradients = _gradients(call.params, d_output, d_final_state, **call.arrays)
+    dx, dweight, dbias = (
+        None if array is None else gradients[array_name].astype(array.dtype)
+        for array_name in ("x", "weight", "bias")
+        for array in [call.arrays[array_name]]
+    )
+    if initial_state is None:
+        return dx, dweight, dbias
+    return dx, dweight, dbias, gradients.get("initial_state", call.empty_state())
 
 
 @_documented
@@ -251,22 +253,21 @@ def causal_conv1d_update(
     call = _canonicalize(
         name, jnp.expand_dims(x, time) if is_single else x, weight, bias, activation, channels_last, None, None
     )
-    x, *parameters = call.operands
     state = as_array(name, "state", state)
+    x, weight, bias = (call.arrays[array] for array in ("x", "weight", "bias"))
     _check_dtype_of_x(name, "state", state, x)
     examples, channels, _ = call.state_shape
-    if state.ndim != 3 or state.shape[:2] != (examples, channels) or state.shape[2] < call.num_kept:
+    if state.ndim != 3 or state.shape[:2] != (examples, channels) or state.shape[2] < call.state_length:
         raise ValueError(
-            f"{name}: state must have shape [B, C, K] = ({examples}, {channels}, K) with K >= W - 1 = {call.num_kept} "
-            f"to fit x and weight, got {state.shape}"
+            f"{name}: state must have shape [B, C, K] = ({examples}, {channels}, K) with K >= W - 1 = "
+            f"{call.state_length} to fit x and weight, got {state.shape}"
         )
-    params = _UpdateParams(call.params.channels_last, call.params.silu, call.params.has_bias)
-    y, new_state = _update(params, x, state, *parameters)
+    y, new_state = _update(call.params, x=x, state=state, weight=weight, bias=bias)
     return jnp.squeeze(y, time) if is_single else y, new_state
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Reference in plain JAX. Signals are [..., B, C, L], or [..., B, L, C] where channels are last.
+# Reference in plain JAX. Signals are [B, C, L], or [B, L, C] where channels are last.
 
 
 def _time_axis(channels_last: bool) -> int:
@@ -284,53 +285,53 @@ def _optional(operands: Sequence[Array], *presence: bool) -> list[Array | None]:
     return [next(remaining) if is_present else None for is_present in presence]
 
 
-def _taps(segment_ids: Array, width: int) -> Array:
+def _same_sequence(segment_ids: Array, width: int) -> Array:
     """For each input of ``[B, L]``, bit j says whether the input j steps back belongs to the same sequence."""
     examples, length = segment_ids.shape
-    taps = jnp.zeros(segment_ids.shape, jnp.uint8)
+    same_sequence = jnp.zeros(segment_ids.shape, jnp.uint8)
     if 0 in segment_ids.shape:
-        return taps
+        return same_sequence
     before = jnp.broadcast_to(segment_ids[:, :1], (examples, width - 1))
     ids = jnp.concatenate([before, segment_ids], axis=1)
     for steps_back in range(width):
         start = width - 1 - steps_back
         is_same = jax.lax.slice_in_dim(ids, start, start + length, axis=1) == segment_ids
-        taps |= is_same.astype(jnp.uint8) << steps_back
-    return taps
+        same_sequence |= is_same.astype(jnp.uint8) << steps_back
+    return same_sequence
 
 
-def _with_history(x: Array, initial_state: Array | None, num_kept: int, channels_last: bool) -> Array:
-    """The signal with its `num_kept` inputs before t = 0."""
+def _with_history(x: Array, initial_state: Array | None, state_length: int, channels_last: bool) -> Array:
+    """The signal with its `state_length` inputs before t = 0."""
     time = _time_axis(channels_last)
     if initial_state is not None:
         return jnp.concatenate([_in_layout(initial_state, channels_last), x], axis=time)
     padding = [(0, 0)] * x.ndim
-    padding[time] = (num_kept, 0)
+    padding[time] = (state_length, 0)
     return jnp.pad(x, padding)
 
 
 def _final_state(
-    x: Array, initial_state: Array | None, taps: Array | None, *, num_kept: int, channels_last: bool
+    x: Array, initial_state: Array | None, same_sequence: Array | None, *, state_length: int, channels_last: bool
 ) -> Array:
-    """The last `num_kept` inputs ``[..., B, C, W - 1]``, those of other sequences than the last one's as zeros."""
+    """The last `state_length` inputs ``[B, C, W - 1]``, those of other sequences than the last one's as zeros."""
     time = _time_axis(channels_last)
     spec = jax_versions.explicit_spec(jax.typeof(x))
 
     def last_inputs(x: Array, *initial_state: Array) -> tuple[Array]:
-        if not jax_versions.is_static_shape(x.shape) or x.shape[time] < num_kept:
-            x = _with_history(x, *(initial_state or (None,)), num_kept, channels_last)
+        if not jax_versions.is_static_shape(x.shape) or x.shape[time] < state_length:
+            x = _with_history(x, *(initial_state or (None,)), state_length, channels_last)
         end = x.shape[time]
-        return (jax.lax.slice_in_dim(x, end - num_kept, end, axis=time),)
+        return (jax.lax.slice_in_dim(x, end - state_length, end, axis=time),)
 
     if spec is not None and spec[time] is not None:
         # Explicit mode does not slice what is split.
         last_inputs = in_automatic_mode(last_inputs, jax.typeof(x), [*spec[:time], None, *spec[len(spec) + time + 1 :]])
     [tail] = last_inputs(x, *(() if initial_state is None else (initial_state,)))
     tail = _in_layout(tail, channels_last)
-    if taps is None or 0 in taps.shape:
+    if same_sequence is None or 0 in same_sequence.shape:
         return tail
-    steps_back = np.arange(num_kept - 1, -1, -1, dtype=np.uint8).reshape(*[1] * (taps.ndim - 1), -1)
-    is_same = (taps[..., -1:] >> steps_back) & 1
+    steps_back = np.arange(state_length - 1, -1, -1, dtype=np.uint8)[None]
+    is_same = (same_sequence[..., -1:] >> steps_back) & 1
     return jnp.where(is_same[..., None, :] == 1, tail, 0)
 
 
@@ -339,36 +340,36 @@ def _plain_convolution(
     weight: Array,
     bias: Array | None,
     initial_state: Array | None,
-    taps: Array | None,
+    same_sequence: Array | None,
     *,
     channels_last: bool,
     silu: bool,
 ) -> Array:
-    """The convolution as shifted sums, in the dtype of its operands. All of them have a leading batch dimension."""
+    """The convolution as shifted sums, in the dtype of its operands."""
     time = _time_axis(channels_last)
     width, length = weight.shape[-1], x.shape[time]
     inputs = _with_history(x, initial_state, width - 1, channels_last)
 
     def per_channel(values: Array) -> Array:
-        return _in_layout(values[:, None, :, None], channels_last)
+        return _in_layout(values[None, :, None], channels_last)
 
     output = jnp.zeros((), x.dtype) if bias is None else per_channel(bias)
     for steps_back in range(width):
         start = width - 1 - steps_back
         shifted = jax.lax.slice_in_dim(inputs, start, start + length, axis=time)
         factor = per_channel(weight[..., start])
-        if taps is None:
+        if same_sequence is None:
             output = output + factor * shifted
         else:
-            is_same = _in_layout(((taps >> steps_back) & 1)[:, :, None, :], channels_last) == 1
+            is_same = _in_layout(((same_sequence >> steps_back) & 1)[:, None, :], channels_last) == 1
             # Twice, so that neither an infinite input nor an infinite weight meets a zero, in the gradient either.
             output = output + jnp.where(is_same, factor * jnp.where(is_same, shifted, 0), 0)
     return output * jax.nn.sigmoid(output) if silu else output
 
 
-def _widened(batch: int, dtype: Any, *operands: Array | None) -> list[Array | None]:
-    """The operands in the dtype of accumulation, and with the whole batch."""
-    return [None if x is None else jnp.broadcast_to(x.astype(dtype), (batch, *x.shape[1:])) for x in operands]
+def _widened(dtype: Any, *operands: Array | None) -> list[Array | None]:
+    """The operands in the dtype of accumulation."""
+    return [None if x is None else x.astype(dtype) for x in operands]
 
 
 def _reference_convolution(
@@ -379,54 +380,53 @@ def _reference_convolution(
     silu: bool,
     has_bias: bool,
     has_initial_state: bool,
-    has_taps: bool,
+    has_same_sequence: bool,
 ) -> tuple[Array]:
-    bias, initial_state, taps = _optional(optional, has_bias, has_initial_state, has_taps)
-    batch = batch_of(x, weight, *optional)
-    operands = _widened(batch, compute_dtype(x.dtype), x, weight, bias, initial_state)
-    return (_plain_convolution(*operands, taps, channels_last=channels_last, silu=silu).astype(x.dtype),)
+    bias, initial_state, same_sequence = _optional(optional, has_bias, has_initial_state, has_same_sequence)
+    operands = _widened(accumulation_dtype(x.dtype), x, weight, bias, initial_state)
+    return (_plain_convolution(*operands, same_sequence, channels_last=channels_last, silu=silu).astype(x.dtype),)
 
 
 def _reference_backward(
     x: Array,
     weight: Array,
-    dy: Array,
+    d_output: Array,
     *optional: Array,
     channels_last: bool,
     silu: bool,
     has_bias: bool,
     has_initial_state: bool,
-    has_taps: bool,
+    has_same_sequence: bool,
     has_d_final_state: bool,
 ) -> tuple[Array, ...]:
-    bias, initial_state, taps, d_final_state = _optional(
-        optional, has_bias, has_initial_state, has_taps, has_d_final_state
+    bias, initial_state, same_sequence, d_final_state = _optional(
+        optional, has_bias, has_initial_state, has_same_sequence, has_d_final_state
     )
-    batch = batch_of(x, weight, dy, *optional)
-    bias = jnp.zeros(weight.shape[:2], weight.dtype) if bias is None else bias
+    bias = jnp.zeros(weight.shape[:1], weight.dtype) if bias is None else bias
     primals = [x, weight, bias] if initial_state is None else [x, weight, bias, initial_state]
-    cotangents = [dy] if d_final_state is None else [dy, d_final_state]
-    dtype = compute_dtype(x.dtype)
+    cotangents = [d_output] if d_final_state is None else [d_output, d_final_state]
+    dtype = accumulation_dtype(x.dtype)
 
     def outputs(x: Array, weight: Array, bias: Array, initial_state: Array | None = None) -> list[Array]:
-        y = _plain_convolution(x, weight, bias, initial_state, taps, channels_last=channels_last, silu=silu)
+        y = _plain_convolution(x, weight, bias, initial_state, same_sequence, channels_last=channels_last, silu=silu)
         if not has_d_final_state:
             return [y]
-        state = _final_state(x, initial_state, taps, num_kept=weight.shape[-1] - 1, channels_last=channels_last)
-        return [y, state]
+        width = weight.shape[-1]
+        return [
+            y,
+            _final_state(x, initial_state, same_sequence, state_length=width - 1, channels_last=channels_last),
+        ]
 
-    _, vjp = jax.vjp(outputs, *_widened(batch, dtype, *primals))
-    dx, dweight, dbias, *d_states = vjp(_widened(batch, dtype, *cotangents))
+    _, vjp = jax.vjp(outputs, *_widened(dtype, *primals))
+    dx, dweight, dbias, *d_states = vjp(_widened(dtype, *cotangents))
     return dx.astype(x.dtype), dweight, dbias, *(d_state.astype(x.dtype) for d_state in d_states)
 
 
 def _reference_update(
-    x: Array, state: Array, weight: Array, *optional: Array, channels_last: bool, silu: bool, has_bias: bool, **_: bool
+    x: Array, state: Array, weight: Array, *optional: Array, channels_last: bool, silu: bool, has_bias: bool
 ) -> tuple[Array, Array]:
-    batch = batch_of(x, state, weight, *optional)
-    x, state = (jnp.broadcast_to(signal, (batch, *signal.shape[1:])) for signal in (x, state))
     recent = state[..., state.shape[-1] - (weight.shape[-1] - 1) :]
-    operands = _widened(batch, compute_dtype(x.dtype), x, weight, *_optional(optional, has_bias), recent)
+    operands = _widened(accumulation_dtype(x.dtype), x, weight, *_optional(optional, has_bias), recent)
     y = _plain_convolution(*operands, None, channels_last=channels_last, silu=silu).astype(x.dtype)
     new_state = jnp.concatenate([state, _in_layout(x, channels_last)], axis=-1)
     return y, new_state[..., new_state.shape[-1] - state.shape[-1] :]
@@ -435,18 +435,43 @@ def _reference_update(
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
-WEIGHT = ("batch", "channel", "tap")
-BIAS = ("batch", "channel")
-STATE = ("batch", "example", "channel", "state")
-TAPS = ("batch", "example", "time")
+WEIGHT = ("channel", "tap")
+BIAS = ("channel",)
+STATE = ("example", "channel", "state")
+SAME_SEQUENCE = ("example", "time")
 
 
 def _signal(channels_last: bool) -> Dimensions:
-    return ("batch", "example", "time", "channel") if channels_last else ("batch", "example", "channel", "time")
+    return ("example", "time", "channel") if channels_last else ("example", "channel", "time")
 
 
-def _present(*choices: tuple[Dimensions, bool]) -> tuple[Dimensions, ...]:
-    return tuple(dimensions for dimensions, is_present in choices if is_present)
+def _convolution_operands(
+    *required: str,
+    channels_last: bool,
+    has_bias: bool,
+    has_initial_state: bool = False,
+    has_same_sequence: bool = False,
+    has_d_final_state: bool = False,
+    **_: Any,
+) -> NamedDimensions:
+    """The operands of a convolution or its gradient: first the `required` ones, then those that are there."""
+    dimensions = {
+        "x": _signal(channels_last),
+        "weight": WEIGHT,
+        "state": STATE,
+        "d_output": _signal(channels_last),
+        "bias": BIAS,
+        "initial_state": STATE,
+        "same_sequence": SAME_SEQUENCE,
+        "d_final_state": STATE,
+    }
+    optional = {
+        "bias": has_bias,
+        "initial_state": has_initial_state,
+        "same_sequence": has_same_sequence,
+        "d_final_state": has_d_final_state,
+    }
+    return {name: dimensions[name] for name in (*required, *(name for name, has in optional.items() if has))}
 
 
 def _shard_backward(
@@ -459,16 +484,9 @@ def _shard_backward(
     return dx, dweight, dbias, *d_states
 
 
-def _backward_types(
-    x: Any, weight: Any, *others: Any, has_initial_state: bool, **_: Any
-) -> list[tuple[tuple[int, ...], Any]]:
-    batch = batch_of(x, weight, *others)
-    dtype = np.dtype(compute_dtype(x.dtype))
-    channels, width = weight.shape[1:]
-    types = [((batch, *x.shape[1:]), x.dtype), ((batch, channels, width), dtype), ((batch, channels), dtype)]
-    if has_initial_state:
-        types.append(((batch, x.shape[1], channels, width - 1), x.dtype))
-    return types
+def _backward_dtypes(x: Any, *others: Any, has_initial_state: bool, **_: Any) -> list[Any]:
+    wide = accumulation_dtype(x.dtype)
+    return [x.dtype, wide, wide, *([x.dtype] if has_initial_state else [])]
 
 
 def _plan_parameters(
@@ -478,108 +496,77 @@ def _plan_parameters(
     channels_last: bool,
     silu: bool,
     has_initial_state: bool = False,
-    has_taps: bool = False,
+    has_same_sequence: bool = False,
     has_d_final_state: bool = False,
     **_: Any,
 ) -> dict[str, int]:
-    batch = batch_of(x, weight, *others)
+    channels, width = weight.shape
     return {
-        "batch": batch,
-        "x_is_shared": x.shape[0] != batch,
-        "examples": x.shape[1],
-        "channels": weight.shape[1],
+        "examples": x.shape[0],
+        "channels": channels,
         "length": x.shape[_time_axis(channels_last)],
-        "width": weight.shape[2],
+        "width": width,
         "channels_last": channels_last,
         "silu": silu,
         "has_initial_state": has_initial_state,
-        "has_taps": has_taps,
+        "has_same_sequence": has_same_sequence,
         "has_d_final_state": has_d_final_state,
         "element_bytes": np.dtype(x.dtype).itemsize,
     }
 
 
-def _backward_plan_parameters(x: Any, weight: Any, dy: Any, *others: Any, **params: Any) -> dict[str, int]:
-    parameters = _plan_parameters(x, weight, dy, *others, **params)
-    return parameters | {"dy_is_shared": dy.shape[0] != parameters["batch"]}
-
-
 def _update_plan_parameters(x: Any, state: Any, weight: Any, *others: Any, **params: Any) -> dict[str, int]:
-    return _plan_parameters(x, weight, state, *others, **params) | {"state_length": state.shape[3]}
+    return _plan_parameters(x, weight, **params) | {"state_length": state.shape[2]}
 
 
-def _sum_guarantee(dtype: str, platform: str, **_: bool) -> Guarantee:
-    accumulator = np.dtype(compute_dtype(jnp.dtype(dtype))).name
-    return Guarantee(accumulator, "accumulated", deterministic=True, bit_stable_on_same_hardware=True)
-
+_common = {
+    "dtypes": FLOATING_DTYPES,
+    "guarantee": accumulated,
+    "replicated_dims": ("time", "tap", "state"),
+}
 
 CAUSAL_CONV1D = Op(
     name="causal_conv1d",
-    operands=lambda *, channels_last, has_bias, has_initial_state, has_taps, **_: (
-        _signal(channels_last),
-        WEIGHT,
-        *_present((BIAS, has_bias), (STATE, has_initial_state), (TAPS, has_taps)),
-    ),
-    results=lambda *, channels_last, **_: (_signal(channels_last),),
-    result_types=lambda x, *others, **_: [((batch_of(x, *others), *x.shape[1:]), x.dtype)],
+    operands=functools.partial(_convolution_operands, "x", "weight"),
+    results=lambda *, channels_last, **_: {"y": _signal(channels_last)},
     reference=_reference_convolution,
-    dtypes=FLOATING_DTYPES,
-    guarantee=_sum_guarantee,
-    attributes=("channels_last", "silu", "has_bias", "has_initial_state", "has_taps"),
+    attributes=("channels_last", "silu", "has_bias", "has_initial_state", "has_same_sequence"),
     plan_parameters=_plan_parameters,
-    whole=("time", "tap", "state"),
+    **_common,
 )
 
 CAUSAL_CONV1D_BACKWARD = Op(
     name="causal_conv1d_backward",
-    operands=lambda *, channels_last, has_bias, has_initial_state, has_taps, has_d_final_state, **_: (
-        _signal(channels_last),
-        WEIGHT,
-        _signal(channels_last),
-        *_present((BIAS, has_bias), (STATE, has_initial_state), (TAPS, has_taps), (STATE, has_d_final_state)),
-    ),
-    results=lambda *, channels_last, has_initial_state, **_: (
-        _signal(channels_last),
-        WEIGHT,
-        BIAS,
-        *_present((STATE, has_initial_state)),
-    ),
-    result_types=_backward_types,
+    operands=functools.partial(_convolution_operands, "x", "weight", "d_output"),
+    results=lambda *, channels_last, has_initial_state, **_: {
+        "dx": _signal(channels_last),
+        "dweight": WEIGHT,
+        "dbias": BIAS,
+        **({"d_initial_state": STATE} if has_initial_state else {}),
+    },
+    result_dtypes=_backward_dtypes,
     reference=_reference_backward,
-    dtypes=FLOATING_DTYPES,
-    guarantee=_sum_guarantee,
-    attributes=("channels_last", "silu", "has_bias", "has_initial_state", "has_taps", "has_d_final_state"),
-    plan_parameters=_backward_plan_parameters,
-    whole=("time", "tap", "state"),
-    reduced=("example",),
+    attributes=("channels_last", "silu", "has_bias", "has_initial_state", "has_same_sequence", "has_d_final_state"),
+    plan_parameters=_plan_parameters,
+    reduction_dims=("example",),
     shard_program=_shard_backward,
+    **_common,
 )
 
 CAUSAL_CONV1D_UPDATE = Op(
     name="causal_conv1d_update",
-    operands=lambda *, channels_last, has_bias, **_: (
-        _signal(channels_last),
-        STATE,
-        WEIGHT,
-        *_present((BIAS, has_bias)),
-    ),
-    results=lambda *, channels_last, **_: (_signal(channels_last), STATE),
-    result_types=lambda x, state, *others, **_: [
-        ((batch_of(x, state, *others), *signal.shape[1:]), x.dtype) for signal in (x, state)
-    ],
+    operands=functools.partial(_convolution_operands, "x", "state", "weight"),
+    results=lambda *, channels_last, **_: {"y": _signal(channels_last), "new_state": STATE},
     reference=_reference_update,
-    dtypes=FLOATING_DTYPES,
-    guarantee=_sum_guarantee,
-    attributes=("batched", "channels_last", "silu", "has_bias"),
+    attributes=("channels_last", "silu", "has_bias"),
     plan_parameters=_update_plan_parameters,
-    whole=("time", "tap", "state"),
     in_place={1: 1},
-    batch_optional=True,
+    **_common,
 )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Derivative rules. Arrays have no batch dimension here; JAX adds it under vmap.
+# Derivative rules.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -588,99 +575,99 @@ class _Params:
 
     channels_last: bool
     silu: bool
-    has_bias: bool
-    has_initial_state: bool
-    has_taps: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class _UpdateParams:
-    channels_last: bool
-    silu: bool
-    has_bias: bool
+def _call(op: Op, params: _Params, *required: Array, **optional: Array | None) -> list[Array]:
+    presence = {f"has_{name}": array is not None for name, array in optional.items()}
+    given = [array for array in optional.values() if array is not None]
+    return op(*required, *given, **dataclasses.asdict(params), **presence)
 
 
-def _call_op(op: Op, *operands: Array, **params: bool) -> list[Array]:
-    return [result[0] for result in op(*(operand[None] for operand in operands), **params)]
+def _gradients(
+    params: _Params,
+    d_output: Array,
+    d_final_state: Array | None,
+    *,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    initial_state: Array | None,
+    same_sequence: Array | None,
+) -> dict[str, Array]:
+    """The gradients of the arrays by name.
 
-
-def _gradients(params: _Params, operands: Sequence[Array], dy: Array, d_final_state: Array | None) -> list[Array]:
-    """``[dx, dweight, dbias]`` and the gradient of the initial state, if there is one.
-
-    Those of the parameters are in the dtype of accumulation, and dbias is there without a bias, too.
+    Those of the parameters are in the dtype of accumulation, and that of the bias is always returned.
     """
-    x, weight, *optional = operands
-    d_state = () if d_final_state is None else (d_final_state,)
-    return _call_op(
-        CAUSAL_CONV1D_BACKWARD,
-        *(x, weight, dy, *optional, *d_state),
-        **dataclasses.asdict(params),
-        has_d_final_state=d_final_state is not None,
-    )
+    optional = {"bias": bias, "initial_state": initial_state, "same_sequence": same_sequence}
+    gradients = _call(CAUSAL_CONV1D_BACKWARD, params, x, weight, d_output, **optional, d_final_state=d_final_state)
+    return dict(zip(("x", "weight", "bias", "initial_state"), gradients, strict=False))
 
 
-def _convolution_rules(with_final_state: bool) -> Differentiable:
-    def primal(params: _Params, *operands: Array) -> Array | tuple[Array, Array]:
-        [y] = _call_op(CAUSAL_CONV1D, *operands, **dataclasses.asdict(params))
+def _convolution_rules(with_final_state: bool) -> KernelVjp:
+    def primal(params: _Params, *, x: Array, weight: Array, **optional: Array | None) -> Array | tuple[Array, Array]:
+        [y] = _call(CAUSAL_CONV1D, params, x, weight, **optional)
         if not with_final_state:
             return y
-        x, weight, *optional = operands
-        _, initial_state, taps = _optional(optional, params.has_bias, params.has_initial_state, params.has_taps)
-        state = _final_state(x, initial_state, taps, num_kept=weight.shape[1] - 1, channels_last=params.channels_last)
-        return map_together((y, state), operands)
+        state = _final_state(
+            x,
+            optional["initial_state"],
+            optional["same_sequence"],
+            state_length=weight.shape[1] - 1,
+            channels_last=params.channels_last,
+        )
+        return map_together((y, state), [array for array in (x, weight, *optional.values()) if array is not None])
 
-    def forward(params: _Params, *operands: Array) -> tuple[Array | tuple[Array, Array], tuple[Array, ...]]:
-        return primal(params, *operands), operands
+    def forward(params: _Params, **arrays: Array | None) -> tuple[Array | tuple[Array, Array], dict[str, Any]]:
+        return primal(params, **arrays), arrays
 
-    def backward(params: _Params, operands: tuple[Array, ...], cotangents: Any) -> tuple[Array | None, ...]:
-        dy, d_final_state = cotangents if with_final_state else (cotangents, None)
-        dx, dweight, dbias, *d_states = _gradients(params, operands, dy, d_final_state)
-        return dx, dweight, *((dbias,) if params.has_bias else ()), *d_states, *((None,) if params.has_taps else ())
+    def backward(params: _Params, arrays: dict[str, Any], cotangents: Any) -> dict[str, Array]:
+        d_output, d_final_state = cotangents if with_final_state else (cotangents, None)
+        return _gradients(params, d_output, d_final_state, **arrays)
 
-    return Differentiable(primal, forward, backward)
+    return KernelVjp("causal_conv1d", primal, forward, backward)
 
 
 _convolution = _convolution_rules(with_final_state=False)
 _convolution_and_state = _convolution_rules(with_final_state=True)
 
 
-def _update_primal(params: _UpdateParams, x: Array, state: Array, *parameters: Array) -> tuple[Array, Array]:
-    # Without the batch dimension, so that XLA updates the state in place.
-    y, new_state = CAUSAL_CONV1D_UPDATE(x, state, *parameters, batched=False, **dataclasses.asdict(params))
+def _update_primal(
+    params: _Params, *, x: Array, state: Array, weight: Array, bias: Array | None
+) -> tuple[Array, Array]:
+    y, new_state = _call(CAUSAL_CONV1D_UPDATE, params, x, state, weight, bias=bias)
     return y, new_state
 
 
-def _update_forward(params: _UpdateParams, *operands: Array) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    return _update_primal(params, *operands), operands
+def _update_forward(params: _Params, **arrays: Array | None) -> tuple[tuple[Array, Array], dict[str, Any]]:
+    return _update_primal(params, **arrays), arrays
 
 
-def _update_vjp(
-    params: _UpdateParams, operands: tuple[Array, ...], cotangents: tuple[Array, Array]
-) -> tuple[Array, ...]:
+def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
     """Of the new state, the last W - 1 inputs are the convolution's final state, and the others older inputs."""
-    x, state, weight, *bias = operands
-    dy, d_new_state = cotangents
+    x, state, weight, bias = (arrays[name] for name in ("x", "state", "weight", "bias"))
+    d_output, d_new_state = cotangents
     # The parts of a state that is split over devices need not be divisible by their number.
-    state, d_new_state = split_as(state, state, (0, 1, None)), split_as(d_new_state, d_new_state, (0, 1, None))
-    num_kept = weight.shape[1] - 1
-    num_older = state.shape[2] - num_kept
-    has_state = num_kept > 0
-    conv_params = _Params(**dataclasses.asdict(params), has_initial_state=has_state, has_taps=False)
+    state, d_new_state = reshard_as(state, state, (0, 1, None)), reshard_as(d_new_state, d_new_state, (0, 1, None))
+    state_length = weight.shape[1] - 1
+    num_older = state.shape[2] - state_length
+    has_state = state_length > 0
     recent, d_final_state = (state[..., num_older:], d_new_state[..., num_older:]) if has_state else (None, None)
-    conv_operands = (x, weight, *bias, *((recent,) if has_state else ()))
-    dx, dweight, dbias, *d_states = _gradients(conv_params, conv_operands, dy, d_final_state)
-    d_state = d_states[0] if has_state else jnp.zeros((*state.shape[:2], 0), state.dtype)
+    gradients = _gradients(
+        params, d_output, d_final_state, x=x, weight=weight, bias=bias, initial_state=recent, same_sequence=None
+    )
+    dx = gradients["x"]
+    d_state = gradients["initial_state"] if has_state else jnp.zeros((*state.shape[:2], 0), state.dtype)
     if num_older > 0:
         time = _time_axis(params.channels_last)
         # What is older in the new state, in its place among all inputs: those of the state and the new ones.
         nothing = [(0, 0)] * 2
-        d_inputs = jnp.pad(d_new_state[..., :num_older], [*nothing, (x.shape[time], num_kept)])
+        d_inputs = jnp.pad(d_new_state[..., :num_older], [*nothing, (x.shape[time], state_length)])
         d_state = jnp.pad(d_state, [*nothing, (num_older, 0)]) + d_inputs[..., : state.shape[2]]
         dx = dx + _in_layout(d_inputs[..., state.shape[2] :], params.channels_last)
-    return dx, d_state, dweight, *((dbias,) if params.has_bias else ())
+    return {"x": dx, "state": d_state, "weight": gradients["weight"], "bias": gradients["bias"]}
 
 
-_update = Differentiable(_update_primal, _update_forward, _update_vjp)
+_update = KernelVjp("causal_conv1d_update", _update_primal, _update_forward, _update_backward)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -692,18 +679,18 @@ class _Convolution:
     """Checked arguments of a convolution."""
 
     params: _Params
-    operands: tuple[Array, ...]
-    """x, weight, and those of bias, initial state and taps that are there"""
+    arrays: Mapping[str, Array | None]
+    """x, weight, bias, initial_state, same_sequence"""
     state_shape: tuple[int, int, int]
 
     @property
-    def num_kept(self) -> int:
+    def state_length(self) -> int:
         """How many inputs a state holds."""
         return self.state_shape[2]
 
     def empty_state(self) -> Array:
         """The state of a filter that sees no input but the present one."""
-        return jnp.zeros(self.state_shape, self.operands[0].dtype)
+        return jnp.zeros(self.state_shape, self.arrays["x"].dtype)
 
 
 def _canonicalize(
@@ -733,10 +720,9 @@ def _canonicalize(
             f"got {weight.shape}"
         )
     width = weight.shape[1]
-    if not 1 <= width <= MOST_TAPS:
-        raise ValueError(f"{name}: weight must have shape [C, W] with 1 <= W <= {MOST_TAPS}, got {weight.shape}")
+    if not 1 <= width <= MAX_WIDTH:
+        raise ValueError(f"{name}: weight must have shape [C, W] with 1 <= W <= {MAX_WIDTH}, got {weight.shape}")
     state_shape = (examples, channels, width - 1)
-    optional = []
     if bias is not None:
         bias = as_array(name, "bias", bias)
         _check_parameter_dtype(name, "bias", bias, x)
@@ -745,30 +731,28 @@ def _canonicalize(
                 f"{name}: bias must have shape [C] = ({channels},) to fit x of shape {layout} = {x.shape}, "
                 f"got {bias.shape}"
             )
-        optional.append(bias)
-    is_silu = _is_silu(name, activation)
+    params = _Params(channels_last, _is_silu(name, activation))
     if initial_state is not None:
         initial_state = as_array(name, "initial_state", initial_state)
         _check_like_x(name, "initial_state", initial_state, x, state_shape)
-        if width > 1:
-            optional.append(split_as(initial_state, x, (0, channel_axis, None)))
+        initial_state = reshard_as(initial_state, x, (0, channel_axis, None)) if width > 1 else None
+    same_sequence = None
     if segment_ids is not None:
         ids = _checked_ids(name, segment_ids, (examples, length))
-        if width > 1:
-            optional.append(_taps(split_as(ids, x, (0, None)), width))
-    params = _Params(
-        channels_last=channels_last,
-        silu=is_silu,
-        has_bias=bias is not None,
-        has_initial_state=initial_state is not None and width > 1,
-        has_taps=segment_ids is not None and width > 1,
-    )
-    return _Convolution(params, (x, weight, *optional), state_shape)
+        same_sequence = _same_sequence(reshard_as(ids, x, (0, None)), width) if width > 1 else None
+    arrays = {
+        "x": x,
+        "weight": weight,
+        "bias": bias,
+        "initial_state": initial_state,
+        "same_sequence": same_sequence,
+    }
+    return _Convolution(params, arrays, state_shape)
 
 
 def _check_parameter_dtype(name: str, argument: str, parameter: Array, x: Array) -> None:
-    if parameter.dtype not in (x.dtype, compute_dtype(x.dtype)):
-        dtypes = " or ".join(dict.fromkeys((str(x.dtype), str(np.dtype(compute_dtype(x.dtype))))))
+    if parameter.dtype not in (x.dtype, accumulation_dtype(x.dtype)):
+        dtypes = " or ".join(dict.fromkeys((str(x.dtype), str(np.dtype(accumulation_dtype(x.dtype))))))
         raise TypeError(f"{name}: {argument} must have dtype {dtypes} where x has {x.dtype}, got {parameter.dtype}")
 
 
@@ -798,52 +782,3 @@ def _is_silu(name: str, activation: Activation) -> bool:
     if not isinstance(activation, str) or activation not in ("silu", "swish"):
         raise ValueError(f"{name}: activation must be None, 'silu' or 'swish', got {activation!r}")
     return True
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Examples for `python -m jax_baracuda check` and `race`.
-
-
-def _shifted_sums(x: Array, weight: Array, bias: Array, *, channels_last: bool, **_: int) -> Array:
-    time = 1 if channels_last else 2
-    width, length = weight.shape[1], x.shape[time]
-    padded = jnp.pad(x, [(width - 1 if axis == time else 0, 0) for axis in range(3)])
-    z = sum(
-        jax.lax.slice_in_dim(padded, k, k + length, axis=time) * (weight[:, k] if channels_last else weight[:, k, None])
-        for k in range(width)
-    )
-    return jax.nn.silu(z + (bias if channels_last else bias[:, None]))
-
-
-def _example_operands(
-    rng: np.random.Generator, *, num_examples: int, num_channels: int, length: int, channels_last: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    width = 4
-    shape = (num_examples, length, num_channels) if channels_last else (num_examples, num_channels, length)
-    operands = (shape, (num_channels, width), (num_channels,))
-    x, weight, bias = (rng.standard_normal(size=size, dtype=np.float32) for size in operands)
-    return x, weight, bias
-
-
-def _add_examples() -> None:
-    for channels_last in (False, True):
-        EXAMPLES.append(
-            Example(
-                name="causal_conv1d, channels last" if channels_last else "causal_conv1d",
-                function=lambda x, weight, bias, channels_last=channels_last, **_: causal_conv1d(
-                    x, weight, bias, activation="silu", channels_last=channels_last
-                ),
-                plain_jax=functools.partial(_shifted_sums, channels_last=channels_last),
-                make_operands=functools.partial(_example_operands, channels_last=channels_last),
-                dtypes=("float32", "bfloat16", "float16"),
-                check_sizes={"num_examples": 2, "num_channels": 33, "length": 1027},
-                race_sizes={
-                    "cpu": {"num_examples": 2, "num_channels": 1024, "length": 4096},
-                    "cuda": {"num_examples": 8, "num_channels": 5120, "length": 4096},
-                },
-                tolerance={"float32": 1e-6, "bfloat16": 4e-3, "float16": 5e-4},
-            )
-        )
-
-
-_add_examples()

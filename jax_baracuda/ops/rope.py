@@ -5,7 +5,7 @@ has: there are no tables, and a position of a million is as exact as position on
 rotation the other way round, so the gradient is the same kernel, and nothing but the positions is kept for it.
 
 The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
-canonicalisation of arguments, examples.
+canonicalisation of arguments.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arguments import real_number, whole_number
-from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, split_as, split_by
-from jax_baracuda._core.autodiff import Differentiable
-from jax_baracuda._core.batch import batch_of
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, reshard_as, reshard_to
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.docstrings import with_shared_parts
-from jax_baracuda._core.example import EXAMPLES, Example
-from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import Op
-from jax_baracuda._core.sharding import Dimensions, mesh_axes
+from jax_baracuda._core.guarantees import accumulated
+from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.sharding import mesh_axes
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE, rope_frequencies
 
 HeadLayout = Literal["BHSD", "BSHD"]
@@ -49,9 +47,10 @@ layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Defa
   there are as many heads as positions, since a mistake would not show in the shapes.
 rotary_dim: how many features turn, the first ones; even. The others stay as they are. Default: D, which then must be
   even.
-inv_freq: ``[rotary_dim/2]``, any real dtype: frequencies to use in place of those of `base`, such as
+inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies to use in place of those of `base`, such as
   :func:`rope_frequencies` makes. A constant: no gradient flows to it. NumPy arrays count with all bits of float64,
-  with 64-bit types off as well.
+  with 64-bit types off as well. Or ``[2, rotary_dim/2]``, floating: the sum of both rows counts. So traced arrays
+  can have float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
 scale: a finite number that multiplies sine and cosine.""",
         "raises": """\
 TypeError: an argument is no array or no number, or has an unsuitable dtype.
@@ -107,12 +106,13 @@ def rope(
     {forward_mode}
     """
     rotation = _canonicalize("rope", {"x": x}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale)
-    return _rope(rotation.params, *rotation.operands)
+    [y] = _rope(rotation.params, **rotation.arrays)
+    return y
 
 
 @_documented
 def rope_backward(
-    dy: ArrayLike,
+    d_output: ArrayLike,
     positions: ArrayLike | None = None,
     *,
     base: float = DEFAULT_BASE,
@@ -125,11 +125,11 @@ def rope_backward(
     """Gradient of :func:`rope`: the rotation by the negative angles.
 
     Args:
-      dy: the cotangent of y, with the shape and dtype of `x`.
+      d_output: the cotangent of the rotated features, with the shape and dtype of `x`.
       {options}
 
     Returns:
-      The cotangent of `x`, with the shape and dtype of `dy`.
+      The cotangent of `x`, with the shape and dtype of `d_output`.
 
     Raises:
       {raises}
@@ -139,8 +139,11 @@ def rope_backward(
     Gradient: :func:`rope`. Derivatives of any order and in either mode exist.
     """
     name = "rope_backward"
-    rotation = _canonicalize(name, {"dy": dy}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale)
-    return _call_op(ROPE_BACKWARD, rotation.params, *rotation.operands)[0]
+    rotation = _canonicalize(
+        name, {"d_output": d_output}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
+    )
+    [dx] = _rotated(ROPE_BACKWARD, rotation.params, **rotation.arrays)
+    return dx
 
 
 @_documented
@@ -178,13 +181,14 @@ def rope_qk(
     """
     name = "rope_qk"
     rotation = _canonicalize(name, {"q": q, "k": k}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale)
-    return _rope_qk(rotation.params, *rotation.operands)
+    q, k = _rope_qk(rotation.params, **rotation.arrays)
+    return q, k
 
 
 @_documented
 def rope_qk_backward(
-    dq: ArrayLike,
-    dk: ArrayLike,
+    d_q_output: ArrayLike,
+    d_k_output: ArrayLike,
     positions: ArrayLike | None = None,
     *,
     base: float = DEFAULT_BASE,
@@ -197,12 +201,13 @@ def rope_qk_backward(
     """Gradient of :func:`rope_qk`: the rotation by the negative angles.
 
     Args:
-      dq: the cotangent of the rotated queries, with the shape and dtype of `q`.
-      dk: the cotangent of the rotated keys, with the shape and dtype of `k`.
+      d_q_output: the cotangent of the rotated queries, with the shape and dtype of `q`.
+      d_k_output: the cotangent of the rotated keys, with the shape and dtype of `k`.
       {options}
 
     Returns:
-      The cotangents of `q` and `k`, with the shapes and the dtype of `dq` and `dk`.
+      The cotangents of `q` and `k`, with the shapes and the dtype of `d_q_output` and
+      `d_k_output`.
 
     Raises:
       {raises}
@@ -211,16 +216,17 @@ def rope_qk_backward(
 
     Gradient: :func:`rope_qk`. Derivatives of any order and in either mode exist.
     """
+    cotangents = {"d_q_output": d_q_output, "d_k_output": d_k_output}
     rotation = _canonicalize(
-        "rope_qk_backward", {"dq": dq, "dk": dk}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
+        "rope_qk_backward", cotangents, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
     )
-    dq, dk = _call_op(ROPE_QK_BACKWARD, rotation.params, *rotation.operands)
+    dq, dk = _rotated(ROPE_QK_BACKWARD, rotation.params, **rotation.arrays)
     return dq, dk
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Reference in plain JAX. Features are [N, B, H, S, D] or [N, B, S, H, D], N the batch of vmap; positions [N, B, S];
-# frequencies [N, 2, P] for P pairs, a number and what was rounded off it.
+# Reference in plain JAX. Features are [B, H, S, D] or [B, S, H, D]; positions [B, S]; frequencies [2, P] for P pairs, a
+# number and what was rounded off it.
 
 
 def _sequence_axis(heads_first: bool) -> int:
@@ -242,8 +248,8 @@ TURN = 2.0**32
 
 
 def _units_per_position(frequencies: Array) -> tuple[Array, Array]:
-    """Each pair's angle per position in units of 1/TURN, ``[N, P]``: the whole units, modulo a turn, and the rest."""
-    high, low = frequencies[:, 0], frequencies[:, 1]
+    """Each pair's angle per position in units of 1/TURN, ``[P]``: the whole units, modulo a turn, and the rest."""
+    high, low = frequencies
     first_bits = jax.lax.bitcast_convert_type(
         jax.lax.bitcast_convert_type(high, jnp.int32) & ~np.int32(2**12 - 1), jnp.float32
     )
@@ -281,28 +287,27 @@ def _cos_and_sin_of_units(angle: Array) -> tuple[Array, Array]:
 
 
 def _cos_and_sin_of_product(positions: Array, frequencies: Array) -> tuple[Array, Array]:
-    """Cosine and sine of position times frequency, ``[N, B, S, P]``."""
+    """Cosine and sine of position times frequency, ``[B, S, P]``."""
     positions = positions[..., None]
     if frequencies.dtype == jnp.float64:
-        angle = positions.astype(jnp.float64) * jnp.sum(frequencies, axis=1)[:, None, None]
+        angle = positions.astype(jnp.float64) * jnp.sum(frequencies, axis=0)
         return jnp.cos(angle), jnp.sin(angle)
-    units, rest = (x[:, None, None] for x in _units_per_position(frequencies))
+    units, rest = _units_per_position(frequencies)
     angle = positions.astype(jnp.int32) * units + jnp.round(positions.astype(jnp.float32) * rest).astype(jnp.int32)
     return _cos_and_sin_of_units(angle)
 
 
 def _rotate(x: Array, cos: Array, sin: Array, *, heads_first: bool, interleaved: bool, rotary_dim: int) -> Array:
-    """The features with their pairs turned, cosine and sine ``[N, B, S, P]``."""
+    """The features with their pairs rotated, cosine and sine ``[B, S, P]``."""
     head_axis = _sequence_axis(not heads_first)
     cos, sin = jnp.expand_dims(cos, head_axis), jnp.expand_dims(sin, head_axis)
-    turning, staying = x[..., :rotary_dim].astype(cos.dtype), x[..., rotary_dim:]
-    pairs = turning.reshape(*x.shape[:-1], *((-1, 2) if interleaved else (2, rotary_dim // 2)))
+    rotated, passthrough = x[..., :rotary_dim].astype(cos.dtype), x[..., rotary_dim:]
+    pairs = rotated.reshape(*x.shape[:-1], *((-1, 2) if interleaved else (2, rotary_dim // 2)))
     pair_axis = -1 if interleaved else -2
     first, second = (jax.lax.index_in_dim(pairs, i, pair_axis, keepdims=False) for i in (0, 1))
-    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=pair_axis)
-    turned = turned.reshape(*turned.shape[:-2], rotary_dim).astype(x.dtype)
-    staying = jnp.broadcast_to(staying, (*turned.shape[:-1], staying.shape[-1]))
-    return jnp.concatenate([turned, staying], axis=-1)
+    rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=pair_axis)
+    rotated = rotated.reshape(*rotated.shape[:-2], rotary_dim).astype(x.dtype)
+    return jnp.concatenate([rotated, passthrough], axis=-1)
 
 
 def _reference(
@@ -314,28 +319,22 @@ def _reference(
     rotary_dim: int,
     scale: float,
     has_positions: bool,
-    batched: bool,
 ) -> list[Array]:
     """Rotation of the first operands, forward (direction 1) or backward (-1)."""
     features, (frequencies, *positions) = operands[:num_rotated], operands[num_rotated:]
     length = features[0].shape[_sequence_axis(heads_first)]
-    [positions] = positions if has_positions else [jnp.arange(length, dtype=jnp.int32)[None, None]]
+    [positions] = positions if has_positions else [jnp.arange(length, dtype=jnp.int32)[None]]
     cos, sin = _cos_and_sin_of_product(positions, frequencies)
     cos, sin = scale * cos, direction * scale * sin
-    batch = batch_of(*operands)
     rotate = functools.partial(_rotate, heads_first=heads_first, interleaved=interleaved, rotary_dim=rotary_dim)
-    return [rotate(jnp.broadcast_to(x, (batch, *x.shape[1:])), cos, sin) for x in features]
+    return [rotate(x, cos, sin) for x in features]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
-FREQUENCIES = ("batch", "part", "pair")
-POSITIONS = ("batch", "example", "sequence")
-
-
-def _features(heads_first: bool, head: str) -> Dimensions:
-    return ("batch", "example", *((head, "sequence") if heads_first else ("sequence", head)), "feature")
+FREQUENCIES = ("part", "pair")
+POSITIONS = ("example", "sequence")
 
 
 def _shard_rotation(
@@ -344,7 +343,6 @@ def _shard_rotation(
     *operands: Array,
     heads_first: bool,
     has_positions: bool,
-    batched: bool,
     **_: Any,
 ) -> Sequence[Array]:
     """Where the sequence is split, the positions of a shard begin where those of the one before end."""
@@ -354,66 +352,65 @@ def _shard_rotation(
     length = operands[0].shape[_sequence_axis(heads_first)]
     start = (jax.lax.axis_index(sequence_axes) * length).astype(jnp.int32)
     positions = start + jnp.arange(length, dtype=jnp.int32)
-    return kernel(*operands, positions[None, None] if batched else positions[None], has_positions=True)
+    return kernel(*operands, positions[None], has_positions=True)
 
 
-def _rotation_guarantee(dtype: str, platform: str, **_: bool) -> Guarantee:
-    accumulator = np.dtype(compute_dtype(jnp.dtype(dtype))).name
-    return Guarantee(accumulator, "accumulated", deterministic=True, bit_stable_on_same_hardware=True)
+def _rotation_op(name: str, features: Mapping[str, str], direction: int, transpose: Callable[[], Op]) -> Op:
+    """The rotation of some arrays, forward or backward, and its transpose.
 
+    Args:
+      features: the arrays by name, with the name of each one's dimension of heads.
+    """
+    num_rotated = len(features)
 
-def _rotation_op(name: str, heads: tuple[str, ...], direction: int, transpose: Callable[[], Op]) -> Op:
-    """The rotation of one array for each name of a dimension of heads, forward or backward, and its transpose."""
-
-    def result_types(*operands: Any, **_: Any) -> list[tuple[tuple[int, ...], Any]]:
-        batch = batch_of(*operands)
-        return [((batch, *x.shape[1:]), x.dtype) for x in operands[: len(heads)]]
+    def dimensions(heads_first: bool) -> NamedDimensions:
+        return {
+            array: ("example", *((head, "sequence") if heads_first else ("sequence", head)), "feature")
+            for array, head in features.items()
+        }
 
     def plan_parameters(
         *operands: Any, heads_first: bool, interleaved: bool, rotary_dim: int, **_: Any
     ) -> dict[str, int]:
+        examples, _, _, size = operands[0].shape
         return {
-            "batch": batch_of(*operands),
-            "examples": operands[0].shape[1],
+            "examples": examples,
             "length": operands[0].shape[_sequence_axis(heads_first)],
-            "heads": sum(x.shape[2 if heads_first else 3] for x in operands[: len(heads)]),
-            "features": operands[0].shape[4],
+            "heads": sum(x.shape[1 if heads_first else 2] for x in operands[:num_rotated]),
+            "features": size,
             "rotary_dim": rotary_dim,
             "heads_first": heads_first,
             "interleaved": interleaved,
             "element_bytes": np.dtype(operands[0].dtype).itemsize,
         }
 
-    def dimensions(heads_first: bool) -> tuple[Dimensions, ...]:
-        return tuple(_features(heads_first, head) for head in heads)
-
     return Op(
         name=name,
-        operands=lambda *, heads_first, has_positions, **_: (
-            *dimensions(heads_first),
-            FREQUENCIES,
-            *([POSITIONS] if has_positions else []),
-        ),
+        operands=lambda *, heads_first, has_positions, **_: {
+            **dimensions(heads_first),
+            "frequencies": FREQUENCIES,
+            **({"positions": POSITIONS} if has_positions else {}),
+        },
         results=lambda *, heads_first, **_: dimensions(heads_first),
-        result_types=result_types,
-        reference=functools.partial(_reference, len(heads), direction),
+        reference=functools.partial(_reference, num_rotated, direction),
         dtypes=FLOATING_DTYPES,
-        guarantee=_rotation_guarantee,
-        attributes=("heads_first", "interleaved", "rotary_dim", "scale", "has_positions", "batched"),
+        guarantee=accumulated,
+        attributes=("heads_first", "interleaved", "rotary_dim", "scale", "has_positions"),
         plan_parameters=plan_parameters,
-        whole=("part", "pair", "feature"),
+        replicated_dims=("part", "pair", "feature"),
         shard_program=_shard_rotation,
-        in_place_if_donated={i: i for i in range(len(heads))},
-        batch_optional=True,
-        num_linear=len(heads),
+        in_place_if_donated={i: i for i in range(num_rotated)},
+        num_linear=num_rotated,
         transpose=lambda _, cotangents, *others, **params: transpose()(*cotangents, *others, **params),
     )
 
 
-ROPE = _rotation_op("rope", ("head",), 1, lambda: ROPE_BACKWARD)
-ROPE_BACKWARD = _rotation_op("rope_backward", ("head",), -1, lambda: ROPE)
-ROPE_QK = _rotation_op("rope_qk", ("q_head", "k_head"), 1, lambda: ROPE_QK_BACKWARD)
-ROPE_QK_BACKWARD = _rotation_op("rope_qk_backward", ("q_head", "k_head"), -1, lambda: ROPE_QK)
+ROPE = _rotation_op("rope", {"x": "head"}, 1, lambda: ROPE_BACKWARD)
+ROPE_BACKWARD = _rotation_op("rope_backward", {"d_output": "head"}, -1, lambda: ROPE)
+ROPE_QK = _rotation_op("rope_qk", {"q": "q_head", "k": "k_head"}, 1, lambda: ROPE_QK_BACKWARD)
+ROPE_QK_BACKWARD = _rotation_op(
+    "rope_qk_backward", {"d_q_output": "q_head", "d_k_output": "k_head"}, -1, lambda: ROPE_QK
+)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -431,43 +428,29 @@ class _Params:
     has_positions: bool
 
 
-def _call_op(op: Op, params: _Params, *operands: Array) -> list[Array]:
-    return op(*operands, **dataclasses.asdict(params), batched=False)
+def _rotated(
+    op: Op, params: _Params, *, features: Sequence[Array], frequencies: Array, positions: Array | None
+) -> list[Array]:
+    others = (frequencies,) if positions is None else (frequencies, positions)
+    return op(*features, *others, **dataclasses.asdict(params))
 
 
-def _rope_primal(params: _Params, *operands: Array) -> Array:
-    return _call_op(ROPE, params, *operands)[0]
+def _rotation_rules(rotation: Op, rotation_backward: Op) -> KernelVjp:
+    primal = functools.partial(_rotated, rotation)
+
+    def forward(
+        params: _Params, *, features: Sequence[Array], **others: Array | None
+    ) -> tuple[list[Array], dict[str, Array | None]]:
+        return primal(params, features=features, **others), others
+
+    def backward(params: _Params, others: dict[str, Array | None], cotangents: list[Array]) -> dict[str, list[Array]]:
+        return {"features": _rotated(rotation_backward, params, features=cotangents, **others)}
+
+    return KernelVjp(rotation.name, primal, forward, backward)
 
 
-def _rope_forward(params: _Params, x: Array, *others: Array) -> tuple[Array, tuple[Array, ...]]:
-    return _rope_primal(params, x, *others), others
-
-
-def _rope_vjp(params: _Params, others: tuple[Array, ...], dy: Array) -> tuple[Array | None, ...]:
-    return _call_op(ROPE_BACKWARD, params, dy, *others)[0], *(None for _ in others)
-
-
-_rope = Differentiable(_rope_primal, _rope_forward, _rope_vjp)
-
-
-def _rope_qk_primal(params: _Params, *operands: Array) -> tuple[Array, Array]:
-    q, k = _call_op(ROPE_QK, params, *operands)
-    return q, k
-
-
-def _rope_qk_forward(
-    params: _Params, q: Array, k: Array, *others: Array
-) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    return _rope_qk_primal(params, q, k, *others), others
-
-
-def _rope_qk_vjp(
-    params: _Params, others: tuple[Array, ...], cotangents: tuple[Array, Array]
-) -> tuple[Array | None, ...]:
-    return *_call_op(ROPE_QK_BACKWARD, params, *cotangents, *others), *(None for _ in others)
-
-
-_rope_qk = Differentiable(_rope_qk_primal, _rope_qk_forward, _rope_qk_vjp)
+_rope = _rotation_rules(ROPE, ROPE_BACKWARD)
+_rope_qk = _rotation_rules(ROPE_QK, ROPE_QK_BACKWARD)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -479,8 +462,8 @@ class _Rotation:
     """Checked arguments of a rotation."""
 
     params: _Params
-    operands: tuple[Array, ...]
-    """What is rotated, the frequencies, and the positions if they are given"""
+    arrays: Mapping[str, Any]
+    """``features``, what is rotated; ``frequencies``; ``positions``, None where they are not given."""
 
 
 def _canonicalize(
@@ -517,14 +500,20 @@ def _canonicalize(
     examples, length, size = (first.shape[axis] for axis in (0, sequence_axis, 3))
     rotary_dim = _checked_rotary_dim(name, first_name, size, rotary_dim)
     base, scale = real_number(name, "base", base, positive=True), real_number(name, "scale", scale)
-    frequencies = _frequencies(name, inv_freq, base, rotary_dim, np.dtype(compute_dtype(first.dtype)))
-    others = [split_as(frequencies, first, (None, None))]
+    frequencies = _frequencies(name, inv_freq, base, rotary_dim, np.dtype(accumulation_dtype(first.dtype)))
     if positions is not None:
         positions = _checked_positions(name, positions, examples, length, heads_first)
         example_axis = 0 if positions.shape[0] == examples else None
-        others.append(split_as(positions, first, (example_axis, sequence_axis)))
+        positions = reshard_as(positions, first, (example_axis, sequence_axis))
     params = _Params(heads_first, bool(interleaved), rotary_dim, scale, positions is not None)
-    return _Rotation(params, (*_split_alike(*arrays.values(), head_axis=3 - sequence_axis), *others))
+    return _Rotation(
+        params,
+        {
+            "features": _reshard_alike(*arrays.values(), head_axis=3 - sequence_axis),
+            "frequencies": reshard_as(frequencies, first, (None, None)),
+            "positions": positions,
+        },
+    )
 
 
 def _named(heads_first: bool) -> str:
@@ -550,7 +539,7 @@ def _checked_rotary_dim(name: str, argument: str, size: int, rotary_dim: int | N
                 f"got D = {size}"
             )
         return size
-    rotary_dim = whole_number(name, "rotary_dim", rotary_dim, least=2)
+    rotary_dim = whole_number(name, "rotary_dim", rotary_dim, minimum=2)
     if rotary_dim % 2 or rotary_dim > size:
         raise ValueError(
             f"{name}: rotary_dim must be even and at most the number of features D of {argument}, {size}, "
@@ -561,28 +550,46 @@ def _checked_rotary_dim(name: str, argument: str, size: int, rotary_dim: int | N
 
 def _frequencies(name: str, inv_freq: ArrayLike | None, base: float, rotary_dim: int, dtype: np.dtype[Any]) -> Array:
     """The inverse frequencies rounded to the dtype, and what was rounded off: ``[2, rotary_dim / 2]``."""
+    num_pairs = rotary_dim // 2
     if inv_freq is None:
         inv_freq, _ = rope_frequencies(rotary_dim, base)
     elif not isinstance(inv_freq, np.ndarray):
         inv_freq = jax.lax.stop_gradient(as_array(name, "inv_freq", inv_freq))
-    if not (jnp.issubdtype(inv_freq.dtype, jnp.floating) or jnp.issubdtype(inv_freq.dtype, jnp.integer)):
+    is_floating = jnp.issubdtype(inv_freq.dtype, jnp.floating)
+    if not (is_floating or jnp.issubdtype(inv_freq.dtype, jnp.integer)):
         raise TypeError(f"{name}: inv_freq must have a real dtype, got {inv_freq.dtype}")
-    if inv_freq.shape != (rotary_dim // 2,):
+    if inv_freq.shape not in ((num_pairs,), (2, num_pairs)):
         raise ValueError(
-            f"{name}: inv_freq must have shape [rotary_dim / 2] = ({rotary_dim // 2},), one frequency for each pair of "
-            f"the rotary_dim = {rotary_dim} features that turn; got {inv_freq.shape}"
+            f"{name}: inv_freq must have shape [rotary_dim / 2] = ({num_pairs},), one frequency for each pair of the "
+            f"rotary_dim = {rotary_dim} features that turn, or (2, {num_pairs}); got {inv_freq.shape}"
+        )
+    if inv_freq.ndim == 1 and is_floating and inv_freq.dtype.itemsize < 8:
+        raise TypeError(
+            f"{name}: inv_freq of shape ({num_pairs},) must have dtype float64, got {inv_freq.dtype}, whose angles are "
+            "off by 0.02 at position 10^6. Pass the NumPy array of rope_frequencies as it is: as a constant, not as an "
+            f"argument of jax.jit, it keeps its 64 bits. Or pass the sum of two rows, shape (2, {num_pairs}): "
+            "numpy.stack([high, inv_freq - high]) with high = inv_freq.astype('float32'), and zeros in the second row "
+            "for frequencies that are meant as they are"
         )
     if isinstance(inv_freq, np.ndarray):
         inv_freq = inv_freq.astype(np.float64)
+        inv_freq = inv_freq if inv_freq.ndim == 1 else inv_freq.sum(axis=0)
         with np.errstate(over="ignore", invalid="ignore"):  # frequencies that are not finite give NaN
             rounded = inv_freq.astype(dtype)
             return jnp.asarray(np.stack([rounded, (inv_freq - rounded).astype(dtype)]))
-    if not jnp.issubdtype(inv_freq.dtype, jnp.floating) or inv_freq.dtype.itemsize < dtype.itemsize:
-        inv_freq = inv_freq.astype(dtype)
+    if inv_freq.ndim == 2:
+        return _two_parts(inv_freq[0], inv_freq[1], dtype)
+    return _two_parts(inv_freq, jnp.zeros_like(inv_freq), dtype)
+
+
+def _two_parts(high: Array, low: Array, dtype: np.dtype[Any]) -> Array:
+    """``high + low`` rounded to the dtype, and what was rounded off."""
+    if not jnp.issubdtype(high.dtype, jnp.floating) or high.dtype.itemsize < dtype.itemsize:
+        high, low = high.astype(dtype), low.astype(dtype)
     # Not by conversions to and fro, which XLA takes for the identity on GPUs.
     format = jnp.finfo(dtype)
-    rounded = jax.lax.reduce_precision(inv_freq, format.nexp, format.nmant)
-    return jnp.stack([rounded.astype(dtype), (inv_freq - rounded).astype(dtype)])
+    rounded = jax.lax.reduce_precision(high, format.nexp, format.nmant)
+    return jnp.stack([rounded.astype(dtype), (high - rounded + low).astype(dtype)])
 
 
 def _checked_positions(name: str, positions: ArrayLike, examples: int, length: int, heads_first: bool) -> Array:
@@ -601,7 +608,7 @@ def _checked_positions(name: str, positions: ArrayLike, examples: int, length: i
     return positions[None] if positions.ndim == 1 else positions
 
 
-def _split_alike(*arrays: Array, head_axis: int) -> list[Array]:
+def _reshard_alike(*arrays: Array, head_axis: int) -> list[Array]:
     """Under explicit sharding, splits all arrays as the first is, but for heads of their own, and no features.
 
     So a result has the sharding of what it is made from, and a cotangent that of its primal.
@@ -614,48 +621,5 @@ def _split_alike(*arrays: Array, head_axis: int) -> list[Array]:
     split = []
     for x, spec in zip(arrays, specs, strict=True):
         heads = None if spec is None or taken.intersection(mesh_axes(spec[head_axis])) else spec[head_axis]
-        split.append(split_by(x, tuple(heads if axis == head_axis else entry for axis, entry in enumerate(outer))))
+        split.append(reshard_to(x, tuple(heads if axis == head_axis else entry for axis, entry in enumerate(outer))))
     return split
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Examples for `python -m jax_baracuda check` and `race`.
-
-
-def _with_tables(x: Array, *, interleaved: bool, length: int, num_features: int, **_: int) -> Array:
-    """With sine and cosine from tables, which are constants of the program."""
-    angles = np.outer(np.arange(length), rope_frequencies(num_features)[0])
-    cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
-    if interleaved:
-        first, second = x[..., ::2], x[..., 1::2]
-        return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def _example_operands(
-    rng: np.random.Generator, *, num_examples: int, num_heads: int, length: int, num_features: int
-) -> tuple[np.ndarray]:
-    return (rng.standard_normal(size=(num_examples, num_heads, length, num_features), dtype=np.float32),)
-
-
-def _add_examples() -> None:
-    for interleaved in (True, False):
-        EXAMPLES.append(
-            Example(
-                name="rope" if interleaved else "rope, half-split",
-                function=lambda x, interleaved=interleaved, **_: rope(x, interleaved=interleaved),
-                plain_jax=functools.partial(_with_tables, interleaved=interleaved),
-                make_operands=_example_operands,
-                dtypes=("float32", "bfloat16", "float16"),
-                check_sizes={"num_examples": 2, "num_heads": 3, "length": 1027, "num_features": 64},
-                race_sizes={
-                    "cpu": {"num_examples": 1, "num_heads": 32, "length": 2048, "num_features": 128},
-                    "cuda": {"num_examples": 4, "num_heads": 32, "length": 8192, "num_features": 128},
-                },
-                tolerance={"float32": 1e-6, "bfloat16": 4e-3, "float16": 5e-4},
-            )
-        )
-
-
-_add_examples()

@@ -4,7 +4,7 @@ Elements are moved as bytes, so there are kernels for every dtype whose elements
 are broadcast inside the kernels: none is written out in full.
 
 The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
-canonicalisation of arguments, examples.
+canonicalisation of arguments.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, split_like
-from jax_baracuda._core.autodiff import Differentiable
-from jax_baracuda._core.batch import batch_of, joint_batch
-from jax_baracuda._core.example import EXAMPLES, Example
-from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import Op
-
-Shape = tuple[int, ...]
+from jax_baracuda._core.arrays import (
+    FLOAT8_DTYPES,
+    FLOATING_DTYPES,
+    INTEGER_DTYPES,
+    accumulation_dtype,
+    as_array,
+    reshard_like,
+)
+from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.batch import joint_size
+from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
+from jax_baracuda._core.op import Op, Shape, ShapeAndDtype
 
 
 def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike) -> Array:
@@ -69,51 +73,58 @@ def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike) -> Array:
         ) from error
     if is_weak:  # Python's numbers, or what is made of nothing else
         return jnp.where(cond, a, b)
-    return _select(None, jax.lax.convert_element_type(a, dtype), jax.lax.convert_element_type(b, dtype), cond)
+    a, b = (jax.lax.convert_element_type(x, dtype) for x in (a, b))
+    return _where(None, a=a, b=b, cond=cond)
 
 
 def where_backward(
-    cond: ArrayLike, dy: ArrayLike, *, a_shape: Sequence[int] | None = None, b_shape: Sequence[int] | None = None
+    d_output: ArrayLike,
+    cond: ArrayLike,
+    *,
+    a_shape: Sequence[int] | None = None,
+    b_shape: Sequence[int] | None = None,
 ) -> tuple[Array, Array]:
-    """Gradient of :func:`where`, both cotangents in one pass over `dy`.
+    """Gradient of :func:`where`, both cotangents in one pass over `d_output`.
 
-    ``da = where(cond, dy, 0)`` and ``db = where(cond, 0, dy)``, each summed over the axes along which `a` or `b` is
-    broadcast.
+    ``da = where(cond, d_output, 0)`` and ``db = where(cond, 0, d_output)``, each summed over the axes along
+    which `a` or `b` is broadcast.
 
     Args:
-      cond: as in :func:`where`; its shape must broadcast to that of `dy`.
-      dy: the cotangent of the result, a floating or complex dtype.
-      a_shape: the shape of `a`, which must broadcast to that of `dy`. Default: that of `dy`.
+      d_output: the cotangent of the result, a floating or complex dtype.
+      cond: as in :func:`where`; its shape must broadcast to that of `d_output`.
+      a_shape: the shape of `a`, which must broadcast to that of `d_output`. Default: that of `d_output`.
       b_shape: the shape of `b`, likewise.
 
     Returns:
-      ``(da, db)`` with the shapes of `a` and `b` and the dtype of `dy`.
+      ``(da, db)`` with the shapes of `a` and `b` and the dtype of `d_output`.
 
     Raises:
-      TypeError: an argument is no array, or `dy` has no floating or complex dtype.
-      ValueError: a shape does not broadcast to that of `dy`.
+      TypeError: an argument is no array, or `d_output` has no floating or complex dtype.
+      ValueError: a shape does not broadcast to that of `d_output`.
 
-    Numerical guarantees: elements that are not summed are those of `dy` bit by bit, or 0. Where an element of `dy` is
-    not selected, it goes nowhere, NaN and infinities included. Sums are accumulated in float32 (those of float64 and of
-    complex numbers in their own dtype) and rounded once. Bit-equal from run to run.
+    Numerical guarantees: elements that are not summed are those of `d_output` bit by bit, or 0. Where an element of
+    `d_output` is not selected, it goes nowhere, NaN and infinities included. Sums are accumulated in float32 (those of
+    float64 and of complex numbers in their own dtype) and rounded once. Bit-equal from run to run.
 
     Gradient: derivatives of any order and in either mode exist.
     """
     name = "where_backward"
-    cond, dy = _as_condition(name, cond), as_array(name, "dy", dy)
-    if not jnp.issubdtype(dy.dtype, jnp.inexact):
-        raise TypeError(f"{name}: dy must have a floating or complex dtype, got {dy.dtype}")
+    d_output, cond = as_array(name, "d_output", d_output), _as_condition(name, cond)
+    if not jnp.issubdtype(d_output.dtype, jnp.inexact):
+        raise TypeError(f"{name}: d_output must have a floating or complex dtype, got {d_output.dtype}")
     shapes = []
     for argument, shape in (("cond", cond.shape), ("a_shape", a_shape), ("b_shape", b_shape)):
-        shapes.append(dy.shape if shape is None else tuple(shape))
-        if not _broadcasts_to(shapes[-1], dy.shape):
-            raise ValueError(f"{name}: {argument} must broadcast to the shape of dy, {dy.shape}, got {shapes[-1]}")
-    da, db = _cotangents(dy, cond, *shapes[1:])
+        shapes.append(d_output.shape if shape is None else tuple(shape))
+        if not _broadcasts_to(shapes[-1], d_output.shape):
+            raise ValueError(
+                f"{name}: {argument} must broadcast to the shape of d_output, {d_output.shape}, got {shapes[-1]}"
+            )
+    da, db = _cotangents(d_output, cond, *shapes[1:])
     return da, db
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Reference in plain JAX. Arrays have a leading batch dimension and equal ranks.
+# Reference in plain JAX. Arrays have equal ranks, and axes are counted from the end.
 
 
 def _reference_where(a: Array, b: Array, cond: Array) -> tuple[Array]:
@@ -121,14 +132,11 @@ def _reference_where(a: Array, b: Array, cond: Array) -> tuple[Array]:
 
 
 def _reference_backward(
-    dy: Array, cond: Array, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]
+    d_output: Array, cond: Array, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]
 ) -> tuple[Array, Array]:
-    zero = jnp.zeros((), dy.dtype)
-    pairs = (jnp.where(cond, dy, zero), a_axes), (jnp.where(cond, zero, dy), b_axes)
-    da, db = (
-        jnp.sum(x, [1 + axis for axis in axes], compute_dtype(x.dtype), keepdims=True) if axes else x
-        for x, axes in pairs
-    )
+    zero = jnp.zeros((), d_output.dtype)
+    pairs = (jnp.where(cond, d_output, zero), a_axes), (jnp.where(cond, zero, d_output), b_axes)
+    da, db = (jnp.sum(x, axes, accumulation_dtype(x.dtype), keepdims=True) if axes else x for x, axes in pairs)
     return da, db
 
 
@@ -136,45 +144,38 @@ def _reference_backward(
 # Ops: one per native kernel.
 
 COMPLEX_DTYPES = frozenset({"complex64", "complex128"})
-FLOAT8_DTYPES = frozenset(
-    f"float8_{kind}" for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")
-)
 WITHOUT_ZERO = frozenset({"float8_e8m0fnu"})
-INTEGER_DTYPES = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
-MOST_DIMENSIONS = 32
+MAX_DIMENSIONS = 32
 
-DIMENSIONS = ("batch", "...")
+DIMENSIONS = ("...",)
 
 
 def _joint_shape(*operands: Any) -> Shape:
     """The shape of operands of one rank together."""
-    return tuple(joint_batch(*sizes) for sizes in zip(*(x.shape for x in operands), strict=True))
+    return tuple(joint_size(*sizes) for sizes in zip(*(x.shape for x in operands), strict=True))
 
 
 def _limit_of_rank(*operands: Any) -> str | None:
-    return f"there are more than {MOST_DIMENSIONS} dimensions" if operands[0].ndim > MOST_DIMENSIONS else None
+    return f"there are more than {MAX_DIMENSIONS} dimensions" if operands[0].ndim > MAX_DIMENSIONS else None
 
 
-def _limit_of_backward(dy: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]) -> str | None:
-    if (a_axes or b_axes) and np.dtype(dy.dtype).name not in FLOATING_DTYPES:
-        return f"there is no kernel for sums of {dy.dtype}"
-    if dy.shape[0] != batch_of(dy, cond):
-        return "the whole batch shares dy"
-    return _limit_of_rank(dy)
+def _limit_of_backward(d_output: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]) -> str | None:
+    if (a_axes or b_axes) and np.dtype(d_output.dtype).name not in FLOATING_DTYPES:
+        return f"there is no kernel for sums of {d_output.dtype}"
+    if d_output.shape != _joint_shape(d_output, cond):
+        return "the condition has dimensions that d_output lacks"
+    return _limit_of_rank(d_output)
 
 
-def _transpose_where(avals: Sequence[Any], cotangents: Sequence[Array], cond: Array) -> Sequence[Array]:
-    [dy] = cotangents
-    return _batched_cotangents(dy, cond, *(x.shape[1:] for x in avals))
-
-
-def _backward_types(dy: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]) -> list[tuple[Shape, Any]]:
-    batch = batch_of(dy, cond)
-
-    def of_one(axes: tuple[int, ...]) -> tuple[Shape, Any]:
-        shape = (1 if axis in axes else size for axis, size in enumerate(dy.shape[1:]))
-        return (batch, *shape), np.dtype(compute_dtype(dy.dtype)) if axes else dy.dtype
+def _backward_types(
+    d_output: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]
+) -> list[ShapeAndDtype]:
+    def of_one(axes: tuple[int, ...]) -> ShapeAndDtype:
+        shape = list(_joint_shape(d_output, cond))
+        for axis in axes:
+            shape[axis] = 1
+        return tuple(shape), np.dtype(accumulation_dtype(d_output.dtype)) if axes else d_output.dtype
 
     return [of_one(a_axes), of_one(b_axes)]
 
@@ -190,12 +191,13 @@ def _plan_parameters(a: Any, b: Any, cond: Any) -> dict[str, int]:
     return _shape_parameters(a.dtype, output=_joint_shape(a, b, cond), a=a.shape, b=b.shape, cond=cond.shape)
 
 
-def _backward_plan_parameters(dy: Any, cond: Any, **axes: tuple[int, ...]) -> dict[str, int]:
-    (da, da_dtype), (db, db_dtype) = _backward_types(dy, cond, **axes)
+def _backward_plan_parameters(d_output: Any, cond: Any, **axes: tuple[int, ...]) -> dict[str, int]:
+    (da, da_dtype), (db, db_dtype) = _backward_types(d_output, cond, **axes)
+    whole = d_output.shape, d_output.dtype
     return {
-        **_shape_parameters(dy.dtype, dy=dy.shape, cond=cond.shape, da=da, db=db),
-        "a_is_summed": (da, da_dtype) != (dy.shape, dy.dtype),
-        "b_is_summed": (db, db_dtype) != (dy.shape, dy.dtype),
+        **_shape_parameters(d_output.dtype, dy=d_output.shape, cond=cond.shape, da=da, db=db),
+        "a_is_summed": (da, da_dtype) != whole,
+        "b_is_summed": (db, db_dtype) != whole,
     }
 
 
@@ -207,13 +209,19 @@ def _shard_backward(
     b_axes: tuple[int, ...],
 ) -> Sequence[Array]:
     """What a shard has summed is a part of the sum, where the axes are split."""
+    rank = operands[0].ndim
 
     def total(cotangent: Array, axes: tuple[int, ...]) -> Array:
-        split = tuple(name for axis in axes for name in mesh_axes.get(f"...{axis}", ()))
+        split = tuple(name for axis in axes for name in mesh_axes.get(f"...{rank + axis}", ()))
         return jax.lax.psum(cotangent, split) if split else cotangent
 
     da, db = kernel(*operands)
     return total(da, a_axes), total(db, b_axes)
+
+
+def _transpose_where(avals: Sequence[Any], cotangents: Sequence[Array], cond: Array) -> Sequence[Array]:
+    [d_output] = cotangents
+    return _cotangents_of_one_rank(d_output, cond, *(x.shape for x in avals))
 
 
 def _transpose_backward(
@@ -224,46 +232,43 @@ def _transpose_backward(
     a_axes: tuple[int, ...],
     b_axes: tuple[int, ...],
 ) -> Sequence[Array]:
-    [dy] = avals
-    [result] = WHERE(*(x.astype(dy.dtype) for x in cotangents), cond)
-    shape = (result.shape[0], *dy.shape[1:])
-    return (result if result.shape == shape else split_like(jnp.broadcast_to(result, shape), dy),)
-
-
-WHERE = Op(
-    name="where",
-    operands=(DIMENSIONS, DIMENSIONS, DIMENSIONS),
-    results=(DIMENSIONS,),
-    result_types=lambda a, b, cond: [(_joint_shape(a, b, cond), a.dtype)],
-    reference=_reference_where,
-    dtypes=FLOATING_DTYPES | COMPLEX_DTYPES | FLOAT8_DTYPES | WITHOUT_ZERO | INTEGER_DTYPES | {"bool"},
-    guarantee=Guarantee("none", "exact", deterministic=True, bit_stable_on_same_hardware=True),
-    plan_parameters=_plan_parameters,
-    kernel_limit=_limit_of_rank,
-    num_linear=2,
-    transpose=_transpose_where,
-)
+    [d_output] = avals
+    [result] = WHERE(*(x.astype(d_output.dtype) for x in cotangents), cond)
+    shape = _joint_shape(result, d_output)
+    return (result if result.shape == shape else reshard_like(jnp.broadcast_to(result, shape), d_output),)
 
 
 def _backward_guarantee(dtype: str, platform: str, **_: bool) -> Guarantee:
     """That of sums, where kernels sum; what is not summed is exact."""
-    accumulator, precision = "none", "exact"
-    if dtype in FLOATING_DTYPES:
-        accumulator, precision = np.dtype(compute_dtype(jnp.dtype(dtype))).name, "accumulated"
-    return Guarantee(accumulator, precision, deterministic=True, bit_stable_on_same_hardware=True)
+    return accumulated(dtype, platform) if dtype in FLOATING_DTYPES else EXACT
 
+
+WHERE = Op(
+    name="where",
+    operands={"a": DIMENSIONS, "b": DIMENSIONS, "cond": DIMENSIONS},
+    results={"output": DIMENSIONS},
+    reference=_reference_where,
+    dtypes=FLOATING_DTYPES | COMPLEX_DTYPES | FLOAT8_DTYPES | WITHOUT_ZERO | INTEGER_DTYPES | {"bool"},
+    guarantee=EXACT,
+    plan_parameters=_plan_parameters,
+    limit=_limit_of_rank,
+    broadcasts=True,
+    num_linear=2,
+    transpose=_transpose_where,
+)
 
 WHERE_BACKWARD = Op(
     name="where_backward",
-    operands=(DIMENSIONS, DIMENSIONS),
-    results=(DIMENSIONS, DIMENSIONS),
+    operands={"d_output": DIMENSIONS, "cond": DIMENSIONS},
+    results={"da": DIMENSIONS, "db": DIMENSIONS},
     result_types=_backward_types,
     reference=_reference_backward,
     dtypes=FLOATING_DTYPES | COMPLEX_DTYPES | FLOAT8_DTYPES,
     guarantee=_backward_guarantee,
     plan_parameters=_backward_plan_parameters,
     shard_program=_shard_backward,
-    kernel_limit=_limit_of_backward,
+    limit=_limit_of_backward,
+    broadcasts=True,
     transpose=_transpose_backward,
 )
 
@@ -272,76 +277,80 @@ WHERE_BACKWARD = Op(
 # Derivative rules.
 
 
-def _primal(params: None, a: Array, b: Array, cond: Array) -> Array:
+def _primal(params: None, *, a: Array, b: Array, cond: Array) -> Array:
     rank = max(a.ndim, b.ndim, cond.ndim)
-    [selected] = WHERE(*(_with_batch(x, rank) for x in (a, b, cond)))
-    return jax.lax.squeeze(selected, [0])
+    [selected] = WHERE(*(_pad_rank(x, rank) for x in (a, b, cond)))
+    return selected
 
 
-def _forward(params: None, a: Array, b: Array, cond: Array) -> tuple[Array, Array]:
-    return _primal(params, a, b, cond), cond
+def _forward(params: None, *, a: Array, b: Array, cond: Array) -> tuple[Array, Array]:
+    return _primal(params, a=a, b=b, cond=cond), cond
 
 
-def _backward(params: None, cond: Array, dy: Array, types: Sequence[Any]) -> tuple[Array | None, ...]:
-    a, b, _ = types
-    return *_cotangents(dy, cond, *(None if x is None else x.shape for x in (a, b))), None
+def _backward(params: None, cond: Array, d_output: Array, types: Mapping[str, Any]) -> dict[str, Array | None]:
+    shapes = (None if types[name] is None else types[name].shape for name in ("a", "b"))
+    da, db = _cotangents(d_output, cond, *shapes)
+    return {"a": da, "b": db}
 
 
-_select = Differentiable(_primal, _forward, _backward, skips_constants=True)
+_where = KernelVjp("where", _primal, _forward, _backward, symbolic_zeros=True)
 
 
 def _cotangents(
-    dy: Array, cond: Array, a_shape: Shape | None, b_shape: Shape | None
+    d_output: Array, cond: Array, a_shape: Shape | None, b_shape: Shape | None
 ) -> tuple[Array | None, Array | None]:
     """The cotangents of operands of these shapes, None for those whose shape is None."""
-    in_rank = (None if shape is None else _in_rank(shape, dy.ndim) for shape in (a_shape, b_shape))
-    gradients = _batched_cotangents(dy[None], _with_batch(cond, dy.ndim), *in_rank)
+    shapes = (a_shape, b_shape)
+    in_rank = (None if shape is None else (1,) * (d_output.ndim - len(shape)) + tuple(shape) for shape in shapes)
+    gradients = _cotangents_of_one_rank(d_output, _pad_rank(cond, d_output.ndim), *in_rank)
     da, db = (
-        None if gradient is None else jax.lax.squeeze(gradient, range(1 + dy.ndim - len(shape)))
-        for gradient, shape in zip(gradients, (a_shape, b_shape), strict=True)
+        None if gradient is None else jax.lax.squeeze(gradient, range(d_output.ndim - len(shape)))
+        for gradient, shape in zip(gradients, shapes, strict=True)
     )
     return da, db
 
 
-def _batched_cotangents(
-    dy: Array, cond: Array, a_shape: Shape | None, b_shape: Shape | None
+def _cotangents_of_one_rank(
+    d_output: Array, cond: Array, a_shape: Shape | None, b_shape: Shape | None
 ) -> tuple[Array | None, Array | None]:
-    """As :func:`_cotangents`, of arrays of equal ranks with the batch dimension, which the shapes leave out."""
-    axes_of_each = [None if shape is None else _repeated_axes(shape, dy.shape[1:]) for shape in (a_shape, b_shape)]
-    native = [None if axes is None else _largest_neighbours(axes, dy.shape[1:]) for axes in axes_of_each]
+    """As :func:`_cotangents`, where all shapes have the rank of `d_output`."""
+    shapes = (a_shape, b_shape)
+    axes_of_each = [None if shape is None else _repeated_axes(shape, d_output.shape) for shape in shapes]
+    native = [None if axes is None else _largest_contiguous_axes(axes, d_output.shape) for axes in axes_of_each]
     a_axes, b_axes = native
     if a_axes is not None and b_axes is not None and (not a_axes or not b_axes or a_axes == b_axes):
-        gradients = WHERE_BACKWARD(dy, cond, a_axes=a_axes, b_axes=b_axes)
+        gradients = WHERE_BACKWARD(d_output, cond, a_axes=a_axes, b_axes=b_axes)
     else:
-        gradients = [None if axes is None else _one_cotangent(dy, cond, axes, k) for k, axes in enumerate(native)]
+        gradients = [None if axes is None else _one_cotangent(d_output, cond, axes, k) for k, axes in enumerate(native)]
     da, db = (
-        None if gradient is None else _summed(gradient, axes).astype(dy.dtype)
+        None if gradient is None else _summed(gradient, axes).astype(d_output.dtype)
         for gradient, axes in zip(gradients, axes_of_each, strict=True)
     )
     return da, db
 
 
-def _one_cotangent(dy: Array, cond: Array, axes: tuple[int, ...], k: int) -> Array:
+def _one_cotangent(d_output: Array, cond: Array, axes: tuple[int, ...], k: int) -> Array:
     """The cotangent of `a` (k = 0) or `b` (k = 1) without that of the other, which need not be written."""
     if axes:
-        return WHERE_BACKWARD(dy, cond, a_axes=axes, b_axes=axes)[k]
-    zero = jnp.zeros((1,) * dy.ndim, dy.dtype)
-    [selected] = WHERE(*((zero, dy) if k else (dy, zero)), cond)
+        return WHERE_BACKWARD(d_output, cond, a_axes=axes, b_axes=axes)[k]
+    zero = jnp.zeros((1,) * d_output.ndim, d_output.dtype)
+    [selected] = WHERE(*((zero, d_output) if k else (d_output, zero)), cond)
     return selected
 
 
 def _summed(gradient: Array, axes: tuple[int, ...]) -> Array:
     """What the kernel has summed over some of these axes, summed over all of them."""
-    rest = [1 + axis for axis in axes if gradient.shape[1 + axis] != 1]
+    rest = [axis for axis in axes if gradient.shape[axis] != 1]
     return jnp.sum(gradient, rest, keepdims=True) if rest else gradient
 
 
 def _repeated_axes(shape: Shape, whole: Shape) -> tuple[int, ...]:
-    """Along which an array of this shape is broadcast to the whole."""
-    return tuple(axis for axis, sizes in enumerate(zip(shape, whole, strict=True)) if sizes[0] == 1 != sizes[1])
+    """Along which an array of this shape is broadcast to the whole, from the end."""
+    rank = len(whole)
+    return tuple(axis - rank for axis, sizes in enumerate(zip(shape, whole, strict=True)) if sizes[0] == 1 != sizes[1])
 
 
-def _largest_neighbours(axes: tuple[int, ...], shape: Shape) -> tuple[int, ...]:
+def _largest_contiguous_axes(axes: tuple[int, ...], shape: Shape) -> tuple[int, ...]:
     """Of the axes, those next to each other that have the most elements together: what one kernel sums."""
     groups: list[tuple[int, ...]] = [()]
     for axis in axes:
@@ -351,13 +360,9 @@ def _largest_neighbours(axes: tuple[int, ...], shape: Shape) -> tuple[int, ...]:
     return max(groups, key=lambda group: math.prod(shape[axis] for axis in group) if group else -1)
 
 
-def _with_batch(array: Array, rank: int) -> Array:
-    """With leading dimensions of size 1: the batch, and so many that `rank` are behind it."""
-    return jax.lax.expand_dims(array, range(1 + rank - array.ndim))
-
-
-def _in_rank(shape: Shape, rank: int) -> Shape:
-    return (1,) * (rank - len(shape)) + tuple(shape)
+def _pad_rank(array: Array, rank: int) -> Array:
+    """With leading dimensions of size 1."""
+    return jax.lax.expand_dims(array, range(rank - array.ndim))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -374,29 +379,3 @@ def _broadcasts_to(shape: Shape, whole: Shape) -> bool:
     return len(shape) <= len(whole) and all(
         own in (1, size) for own, size in zip(reversed(shape), reversed(whole), strict=False)
     )
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Example for `python -m jax_baracuda check` and `race`.
-
-
-def _example_operands(rng: np.random.Generator, *, num_rows: int, num_features: int) -> tuple[np.ndarray, np.ndarray]:
-    shape = (num_rows, num_features)
-    return rng.standard_normal(shape, np.float32), rng.random(shape) < 0.5
-
-
-EXAMPLES.append(
-    Example(
-        name="where",
-        function=lambda x, cond, **_: where(cond, x, 0),
-        plain_jax=lambda x, cond, **_: jnp.where(cond, x, 0),
-        make_operands=_example_operands,
-        dtypes=("float32", "bfloat16", "float16"),
-        check_sizes={"num_rows": 1003, "num_features": 33},
-        race_sizes={
-            "cpu": {"num_rows": 4096, "num_features": 1024},
-            "cuda": {"num_rows": 131072, "num_features": 1024},
-        },
-        tolerance={"float32": 0, "bfloat16": 4e-3, "float16": 5e-4},
-    )
-)

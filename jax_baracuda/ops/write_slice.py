@@ -4,13 +4,12 @@ The array is updated in its own memory wherever it is donated or carried by a lo
 touched. The gradient moves the window out of the cotangent and leaves zeros, in place as well.
 
 The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
-canonicalisation of arguments, examples.
+canonicalisation of arguments.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -22,19 +21,17 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import as_array, split_as
-from jax_baracuda._core.autodiff import Differentiable
-from jax_baracuda._core.batch import batch_of, over_batch
+from jax_baracuda._core.arrays import FLOAT8_DTYPES, FLOATING_DTYPES, INTEGER_DTYPES, as_array, reshard_as
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.docstrings import with_shared_parts
-from jax_baracuda._core.example import EXAMPLES, Example
-from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import Op
-from jax_baracuda._core.sharding import Dimensions, MeshAxes
+from jax_baracuda._core.guarantees import EXACT
+from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.sharding import MeshAxes
 
 WriteMode = Literal["clip", "drop"]
-AxisRange = ArrayLike | tuple[int, int]
+StartIndex = ArrayLike | tuple[int, int]
 """Of one axis: the window's start, or its ``(start, end)``."""
-Ranges = Sequence[AxisRange] | Array | np.ndarray
+StartIndices = Sequence[StartIndex] | Array | np.ndarray
 
 _documented = with_shared_parts(
     {
@@ -44,7 +41,7 @@ _documented = with_shared_parts(
 * a start alone, a Python integer or a scalar array of any integer dtype, traced or not; the end is then
   ``start + source.shape[d]``, and `mode` says what happens where the window reaches beyond the array.
 
-A one-dimensional array of starts is as good as a sequence of them.""",
+A one-dimensional array of starts is also accepted.""",
         "mode": """\
 mode: "clip" moves the window inside, as ``jax.lax.dynamic_update_slice`` does: a negative start counts from the end of
   the axis, and then the window is moved to the nearest place where all of it is inside. "drop" leaves the window where
@@ -70,7 +67,7 @@ twin of the same name in :mod:`jax_baracuda.forward_mode`.""",
 
 
 @_documented
-def write_slice(dest: ArrayLike, source: ArrayLike, ranges: Ranges, *, mode: WriteMode = "clip") -> Array:
+def write_slice(dest: ArrayLike, source: ArrayLike, start_indices: StartIndices, *, mode: WriteMode = "clip") -> Array:
     """Writes an array into a window of another one, in place where that is donated, as a KV-cache append does.
 
     ``dest[start_0:end_0, start_1:end_1, ...] = source`` as a function that returns the new `dest`.
@@ -78,7 +75,7 @@ def write_slice(dest: ArrayLike, source: ArrayLike, ranges: Ranges, *, mode: Wri
     Args:
       dest: an array of any dtype; one of more than 8 axes runs as plain JAX.
       source: an array with the rank and dtype of `dest`, along no axis longer than it.
-      ranges: one entry for each axis d of `dest`:
+      start_indices: one entry for each axis d of `dest`:
 
         {range}
       {mode}
@@ -94,7 +91,7 @@ def write_slice(dest: ArrayLike, source: ArrayLike, ranges: Ranges, *, mode: Wri
     {guarantees}
     """
     name = "write_slice"
-    update = _canonicalize(name, "dest", "source", dest, source, ranges, mode)
+    update = _canonicalize(name, "dest", "source", dest, source, "start_indices", start_indices, mode)
     [result] = _write([update], mode)
     return result
 
@@ -103,8 +100,9 @@ def write_slice(dest: ArrayLike, source: ArrayLike, ranges: Ranges, *, mode: Wri
 def write_slices(
     dests: Sequence[ArrayLike],
     sources: Sequence[ArrayLike],
-    ranges: Ranges | Sequence[Ranges],
+    start_indices: StartIndices | None = None,
     *,
+    start_indices_of_each: Sequence[StartIndices] | None = None,
     mode: WriteMode = "clip",
 ) -> list[Array]:
     """:func:`write_slice` for several arrays in one launch, as for the keys and the values of a KV cache.
@@ -114,12 +112,10 @@ def write_slices(
     Args:
       dests: a list or tuple of arrays; shapes and dtypes may differ. One that occurs twice is updated in two copies.
       sources: as many arrays, each with the rank and dtype of its `dest`, along no axis longer than it.
-      ranges: what :func:`write_slice` takes, for all arrays alike: one entry for each axis d, which is
+      start_indices: for all arrays alike, one entry for each axis d, which is
 
         {range}
-
-        Or a sequence of such sequences, one for each of `dests`. Ranges whose entries all are starts or pairs of
-        integers are taken to be for all arrays alike.
+      start_indices_of_each: in place of `start_indices`, a list with those of each array.
       {mode}
 
     Returns:
@@ -138,11 +134,10 @@ def write_slices(
             raise TypeError(f"{name}: {argument} must be a list or tuple of arrays, got {type(arrays).__name__}")
     if len(dests) != len(sources):
         raise ValueError(f"{name}: sources must be as many as dests, {len(dests)}, got {len(sources)}")
+    start_indices = _start_indices_of_each(name, len(dests), start_indices, start_indices_of_each)
     updates = [
-        _canonicalize(name, f"dests[{i}]", f"sources[{i}]", dest, source, own_ranges, mode)
-        for i, (dest, source, own_ranges) in enumerate(
-            zip(dests, sources, _ranges_of_each(name, ranges, len(dests)), strict=True)
-        )
+        _canonicalize(name, f"dests[{i}]", f"sources[{i}]", dest, source, what, starts, mode)
+        for i, (dest, source, (what, starts)) in enumerate(zip(dests, sources, start_indices, strict=True))
     ]
     return _write(updates, mode)
 
@@ -154,10 +149,10 @@ def write_slices(
 class Window(NamedTuple):
     """What part of one axis is written, where that is not all of it."""
 
-    write: int
+    array: int
     """Which of the arrays."""
     axis: int
-    start: int
+    start_operand: int
     """Which of the start operands."""
     size: int
     num_shards: int
@@ -198,22 +193,19 @@ def _shifted(window: Array, placements: Sequence[Placement], sign: int) -> tuple
 
 
 def _placements(
-    dest: Array, starts: Sequence[Array], write: int, windows: Sequence[Window], drop: bool
+    dest: Array, starts: Sequence[Array], windows: Sequence[Window], drop: bool
 ) -> tuple[list[Placement], list[int]]:
     """Those of all axes of an array, and the sizes of its window."""
     placements, sizes = [Placement(jnp.zeros((), _index_dtype()), 0)] * dest.ndim, list(dest.shape)
     for window in windows:
-        if window.write == write:
-            sizes[window.axis] = window.size
-            dim = dest.shape[window.axis]
-            placements[window.axis] = _placement(starts[window.start], window.size, dim, drop)
+        sizes[window.axis] = window.size
+        dim = dest.shape[window.axis]
+        placements[window.axis] = _placement(starts[window.start_operand], window.size, dim, drop)
     return placements, sizes
 
 
-def _write_one(
-    dest: Array, source: Array, starts: Sequence[Array], write: int, windows: Sequence[Window], drop: bool
-) -> Array:
-    placements, sizes = _placements(dest, starts, write, windows, drop)
+def _write_one(dest: Array, source: Array, starts: Sequence[Array], windows: Sequence[Window], drop: bool) -> Array:
+    placements, sizes = _placements(dest, starts, windows, drop)
     corner = [placement.start for placement in placements]
     source, is_known = _shifted(source, placements, sign=1)
     if is_known is not True:
@@ -221,164 +213,126 @@ def _write_one(
     return jax.lax.dynamic_update_slice(dest, source, corner)
 
 
-def _take_one(
-    cotangent: Array, starts: Sequence[Array], write: int, windows: Sequence[Window], drop: bool
+def _extract_one(
+    cotangent: Array, starts: Sequence[Array], windows: Sequence[Window], drop: bool
 ) -> tuple[Array, Array]:
-    placements, sizes = _placements(cotangent, starts, write, windows, drop)
-    taken = jax.lax.dynamic_slice(cotangent, [placement.start for placement in placements], sizes)
-    taken, is_known = _shifted(taken, placements, sign=-1)
-    taken = taken if is_known is True else jnp.where(is_known, taken, 0)
-    return _write_one(cotangent, jnp.zeros_like(taken), starts, write, windows, drop), taken
+    """The window, and the array with zeros in its place."""
+    placements, sizes = _placements(cotangent, starts, windows, drop)
+    extracted = jax.lax.dynamic_slice(cotangent, [placement.start for placement in placements], sizes)
+    extracted, is_known = _shifted(extracted, placements, sign=-1)
+    extracted = extracted if is_known is True else jnp.where(is_known, extracted, 0)
+    return _write_one(cotangent, jnp.zeros_like(extracted), starts, windows, drop), extracted
 
 
-def _reference_write(
-    *operands: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool, **_: Any
-) -> list[Array]:
-    num_writes = len(ranks)
-    dests, sources, starts = operands[:num_writes], operands[num_writes : 2 * num_writes], operands[2 * num_writes :]
+def _windows_of(array: int, windows: Sequence[Window]) -> list[Window]:
+    return [window for window in windows if window.array == array]
+
+
+def _reference_write(*operands: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool) -> list[Array]:
+    num = len(ranks)
+    dests, sources, starts = operands[:num], operands[num : 2 * num], operands[2 * num :]
     return [
-        over_batch(lambda d, s, *starts, i=i: _write_one(d, s, starts, i, windows, drop), dest, source, *starts)
+        _write_one(dest, source, starts, _windows_of(i, windows), drop)
         for i, (dest, source) in enumerate(zip(dests, sources, strict=True))
     ]
 
 
-def _reference_take(
-    *operands: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool, **_: Any
-) -> list[Array]:
+def _reference_extract(*operands: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool) -> list[Array]:
     cotangents, starts = operands[: len(ranks)], operands[len(ranks) :]
-    pairs = [
-        over_batch(lambda ct, *starts, i=i: _take_one(ct, starts, i, windows, drop), cotangent, *starts)
-        for i, cotangent in enumerate(cotangents)
-    ]
-    return [*(rest for rest, _ in pairs), *(taken for _, taken in pairs)]
+    pairs = [_extract_one(x, starts, _windows_of(i, windows), drop) for i, x in enumerate(cotangents)]
+    return [*(rest for rest, _ in pairs), *(extracted for _, extracted in pairs)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
-MOST_AXES = 8
-"""Beside the batch."""
+MAX_AXES = 8
 
-DIFFERENTIABLE_DTYPES = frozenset(
-    {
-        "bfloat16",
-        *(f"float{bits}" for bits in (16, 32, 64)),
-        *(f"float8_{kind}" for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz")),
-        *(f"float8_{kind}" for kind in ("e5m2", "e5m2fnuz")),
-        "complex64",
-        "complex128",
-    }
+DIFFERENTIABLE_DTYPES = FLOATING_DTYPES | FLOAT8_DTYPES | {"complex64", "complex128"}
+DTYPES = (
+    DIFFERENTIABLE_DTYPES
+    | INTEGER_DTYPES
+    | {"bool", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"}
+    | {"float8_e8m0fnu"}  # has no zero, and no derivatives by these kernels
 )
-DTYPES = DIFFERENTIABLE_DTYPES | {
-    "bool",
-    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 4, 8, 16, 32, 64)),
-    "float4_e2m1fn",
-    "float8_e8m0fnu",  # has no zero, and no derivatives by these kernels
-}
-
-
-def _dest_dimensions(ranks: Sequence[int]) -> list[Dimensions]:
-    return [("batch", *(_dimension(write, axis) for axis in range(rank))) for write, rank in enumerate(ranks)]
-
-
-def _source_dimensions(ranks: Sequence[int], windows: Sequence[Window]) -> list[Dimensions]:
-    dimensions = [list(names) for names in _dest_dimensions(ranks)]
-    for window in windows:
-        dimensions[window.write][1 + window.axis] = _window_dimension(window)
-    return [tuple(names) for names in dimensions]
-
-
-def _dimension(write: int, axis: int) -> str:
-    return f"{write}.{axis}"
-
-
-def _window_dimension(window: Window) -> str:
-    return f"window of {_dimension(window.write, window.axis)}"
-
-
 BITS_BELOW_BYTE = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
 
 
-def _plan_parameters(
-    sources: Sequence[Any],
-    starts: Sequence[Any],
-    *dests: Any,
-    windows: Sequence[Window],
-    drop: bool,
-    **_: Any,
-) -> dict[str, int]:
-    """Without sources, they are the results of a gradient, which no batch shares."""
-    batch = batch_of(*dests, *sources, *starts)
-    parameters = {"batch": batch, "arrays": len(dests), "drop": drop}
+def _dimension(array: int, axis: int) -> str:
+    return f"{array}.{axis}"
+
+
+def _window_dimension(window: Window) -> str:
+    return f"window of {_dimension(window.array, window.axis)}"
+
+
+def _window_dimensions(windows: Sequence[Window]) -> tuple[str, ...]:
+    return tuple(map(_window_dimension, windows))
+
+
+def _dest_dimensions(name: str, ranks: Sequence[int]) -> NamedDimensions:
+    return {f"{name}_{i}": tuple(_dimension(i, axis) for axis in range(rank)) for i, rank in enumerate(ranks)}
+
+
+def _source_dimensions(name: str, ranks: Sequence[int], windows: Sequence[Window]) -> NamedDimensions:
+    dimensions = {array: list(names) for array, names in _dest_dimensions(name, ranks).items()}
+    for window in windows:
+        dimensions[f"{name}_{window.array}"][window.axis] = _window_dimension(window)
+    return {array: tuple(names) for array, names in dimensions.items()}
+
+
+def _start_dimensions(windows: Sequence[Window]) -> NamedDimensions:
+    """Of the start operands, and then of the number of a device's part of each axis that is split over devices."""
+    num_starts = 1 + max((window.start_operand for window in windows), default=-1)
+    num_parts = sum(window.num_shards > 1 for window in windows)
+    return {f"start_{i}": () for i in range(num_starts)} | {f"part_{i}": () for i in range(num_parts)}
+
+
+def _plan_parameters(*operands: Any, ranks: Sequence[int], windows: Sequence[Window], drop: bool) -> dict[str, int]:
+    dests = operands[: len(ranks)]
+    parameters = {"arrays": len(dests), "drop": drop}
     for i, dest in enumerate(dests):
         dtype = np.dtype(dest.dtype)
-        parameters |= {
-            f"rank_{i}": dest.ndim - 1,
-            f"bits_{i}": BITS_BELOW_BYTE.get(dtype.name, 8 * dtype.itemsize),
-            f"source_is_shared_{i}": bool(sources) and sources[i].shape[0] != batch,
-        }
-        for axis, size in enumerate(dest.shape[1:]):
+        parameters |= {f"rank_{i}": dest.ndim, f"bits_{i}": BITS_BELOW_BYTE.get(dtype.name, 8 * dtype.itemsize)}
+        for axis, size in enumerate(dest.shape):
             parameters |= {f"size_{i}_{axis}": size, f"has_window_{i}_{axis}": False}
     for window in windows:
-        axis_name = f"{window.write}_{window.axis}"
+        axis_name = f"{window.array}_{window.axis}"
         parameters |= {
             f"has_window_{axis_name}": True,
             f"window_{axis_name}": window.size,
             f"shards_{axis_name}": window.num_shards,
-            f"start_is_shared_{axis_name}": starts[window.start].shape[0] == 1,
+            f"start_operand_{axis_name}": window.start_operand,
         }
     return parameters
 
 
-def _write_plan_parameters(*operands: Any, ranks: Sequence[int], **params: Any) -> dict[str, int]:
-    num = len(ranks)
-    return _plan_parameters(operands[num : 2 * num], operands[2 * num :], *operands[:num], **params)
+def _window_sizes(*, windows: Sequence[Window], **_: Any) -> dict[str, int]:
+    return {_window_dimension(window): window.size for window in windows}
 
 
-def _take_plan_parameters(*operands: Any, ranks: Sequence[int], **params: Any) -> dict[str, int]:
-    return _plan_parameters((), operands[len(ranks) :], *operands[: len(ranks)], **params)
-
-
-def _dest_types(*operands: Any, ranks: Sequence[int], **_: Any) -> list[tuple[tuple[int, ...], Any]]:
-    batch = batch_of(*operands)
-    return [((batch, *dest.shape[1:]), dest.dtype) for dest in operands[: len(ranks)]]
-
-
-def _take_types(
-    *operands: Any, ranks: Sequence[int], windows: Sequence[Window], **_: Any
-) -> list[tuple[tuple[int, ...], Any]]:
-    rest = _dest_types(*operands, ranks=ranks)
-    shapes = [list(shape) for shape, _ in rest]
-    for window in windows:
-        shapes[window.write][1 + window.axis] = window.size
-    return [*rest, *((tuple(shape), dtype) for shape, (_, dtype) in zip(shapes, rest, strict=True))]
-
-
-def _kernel_limit(op_dtypes: frozenset[str]) -> Callable[..., str | None]:
+def _limit(op_dtypes: frozenset[str]) -> Callable[..., str | None]:
     def limit(*operands: Any, ranks: Sequence[int], **_: Any) -> str | None:
-        batch, dests = batch_of(*operands), operands[: len(ranks)]
-        if any(dest.shape[0] != batch for dest in dests):
-            return "the batch shares an array that is written"
-        if max(ranks) > MOST_AXES:
-            return f"an array has more than {MOST_AXES} axes"
-        without_kernel = [dest.dtype.name for dest in dests if dest.dtype.name not in op_dtypes]
+        if max(ranks) > MAX_AXES:
+            return f"an array has more than {MAX_AXES} axes"
+        without_kernel = [x.dtype.name for x in operands[: len(ranks)] if x.dtype.name not in op_dtypes]
         return f"there is no kernel for {without_kernel[0]}" if without_kernel else None
 
     return limit
 
 
 def _split_windows(
-    axes: Mapping[str, MeshAxes], windows: Sequence[Window], batched: bool
+    axes: Mapping[str, MeshAxes], windows: Sequence[Window]
 ) -> tuple[tuple[Window, ...], list[Array], list[MeshAxes]]:
     """The windows in the program of one device, the number of its part of each axis that is split, and the mesh axes
     that split the windows' axes."""
-    split = [axes.get(_dimension(window.write, window.axis), ()) for window in windows]
-    numbers = [jax.lax.axis_index(names).astype(jnp.int32) for names in split if names]
+    split = [axes.get(_dimension(window.array, window.axis), ()) for window in windows]
+    parts = [jax.lax.axis_index(names).astype(jnp.int32) for names in split if names]
     windows = tuple(
         window._replace(num_shards=jax.lax.psum(1, names)) if names else window
         for window, names in zip(windows, split, strict=True)
     )
-    return windows, [number.reshape((1,) if batched else ()) for number in numbers], split
+    return windows, parts, split
 
 
 def _shard_write(
@@ -386,120 +340,122 @@ def _shard_write(
     axes: Mapping[str, MeshAxes],
     *operands: Array,
     windows: Sequence[Window],
-    batched: bool,
     **_: Any,
 ) -> Sequence[Array]:
     """Each device writes the part of a window that lies in its part of the axis."""
-    windows, numbers, _ = _split_windows(axes, windows, batched)
-    return kernel(*operands, *numbers, windows=windows)
+    windows, parts, _ = _split_windows(axes, windows)
+    return kernel(*operands, *parts, windows=windows)
 
 
-def _shard_take(
+def _shard_extract(
     kernel: Callable[..., Sequence[Array]],
     axes: Mapping[str, MeshAxes],
     *operands: Array,
     windows: Sequence[Window],
-    batched: bool,
     ranks: Sequence[int],
     **_: Any,
 ) -> Sequence[Array]:
-    """Each device takes the part of a window that lies in its part of the axis; the others have zeros there."""
-    local_windows, numbers, split = _split_windows(axes, windows, batched)
-    results = kernel(*operands, *numbers, windows=local_windows)
-    rest, taken = results[: len(ranks)], results[len(ranks) :]
+    """Each device extracts the part of a window that lies in its part of the axis; the others have zeros there."""
+    local_windows, parts, split = _split_windows(axes, windows)
+    results = kernel(*operands, *parts, windows=local_windows)
+    rest, extracted = results[: len(ranks)], results[len(ranks) :]
     for window, names in zip(windows, split, strict=True):
         if names:
-            taken[window.write] = jax.lax.psum(taken[window.write], names)
-    return [*rest, *taken]
+            extracted[window.array] = jax.lax.psum(extracted[window.array], names)
+    return [*rest, *extracted]
 
 
 def _selected(
     chosen: Sequence[int], starts: Sequence[Array], ranks: Sequence[int], windows: Sequence[Window]
 ) -> tuple[list[Array], dict[str, Any]]:
     """The start operands and the params of a call with some of the arrays only."""
-    windows = [window for window in windows if window.write in chosen]
-    used = sorted({window.start for window in windows})
+    windows = [window for window in windows if window.array in chosen]
+    used = sorted({window.start_operand for window in windows})
     renumbered = (
-        window._replace(write=chosen.index(window.write), start=used.index(window.start)) for window in windows
+        window._replace(array=chosen.index(window.array), start_operand=used.index(window.start_operand))
+        for window in windows
     )
     return [starts[i] for i in used], {"ranks": tuple(ranks[i] for i in chosen), "windows": tuple(renumbered)}
 
 
-def _take_inexact(
+def _cotangents(
     cotangents: Sequence[Array],
     dtypes: Sequence[Any],
     *starts: Array,
     ranks: Sequence[int],
-    windows: Any,
-    **params: Any,
-) -> list[Array | None]:
-    """The cotangents of all dests and all sources, None for arrays without derivatives."""
+    windows: Sequence[Window],
+    drop: bool,
+) -> tuple[list[Array | None], list[Array | None]]:
+    """The cotangents of all dests and of all sources, None for arrays without derivatives."""
     chosen = [i for i, dtype in enumerate(dtypes) if jnp.issubdtype(dtype, jnp.inexact)]
     starts, of_chosen = _selected(chosen, starts, ranks, windows)
-    results: list[Array | None] = [None] * (2 * len(ranks))
-    taken = WRITE_SLICE_BACKWARD(*(cotangents[i] for i in chosen), *starts, **of_chosen, **params)
-    for i, result in zip([*chosen, *(len(ranks) + i for i in chosen)], taken, strict=True):
-        results[i] = result
-    return results
+    results = WRITE_SLICE_BACKWARD(*(cotangents[i] for i in chosen), *starts, **of_chosen, drop=drop)
+    of_dests, of_sources = (
+        dict(zip(chosen, part, strict=True)) for part in (results[: len(chosen)], results[len(chosen) :])
+    )
+    return [of_dests.get(i) for i in range(len(ranks))], [of_sources.get(i) for i in range(len(ranks))]
 
 
 def _transpose_write(
     avals: Sequence[Any], cotangents: Sequence[Array], *starts: Array, ranks: Sequence[int], **params: Any
 ) -> list[Array | None]:
-    return _take_inexact(cotangents, [aval.dtype for aval in avals[: len(ranks)]], *starts, ranks=ranks, **params)
-
-
-def _num_starts(windows: Sequence[Window]) -> int:
-    return 1 + max((window.start for window in windows), default=-1)
+    dtypes = [aval.dtype for aval in avals[: len(ranks)]]
+    of_dests, of_sources = _cotangents(cotangents, dtypes, *starts, ranks=ranks, **params)
+    return [*of_dests, *of_sources]
 
 
 WRITE_SLICE = Op(
     name="write_slice",
-    operands=lambda *, ranks, windows, **_: (
-        *_dest_dimensions(ranks),
-        *_source_dimensions(ranks, windows),
-        *[("batch",)] * _num_starts(windows),
-    ),
-    results=lambda *, ranks, **_: tuple(_dest_dimensions(ranks)),
-    result_types=_dest_types,
+    operands=lambda *, ranks, windows, **_: {
+        **_dest_dimensions("dest", ranks),
+        **_source_dimensions("source", ranks, windows),
+        **_start_dimensions(windows),
+    },
+    results=lambda *, ranks, **_: _dest_dimensions("dest", ranks),
+    result_dtypes=lambda *operands, ranks, **_: [x.dtype for x in operands[: len(ranks)]],
     reference=_reference_write,
     dtypes=DTYPES,
-    guarantee=Guarantee("none", "exact", deterministic=True, bit_stable_on_same_hardware=True),
+    guarantee=EXACT,
     aliases=("write_slices",),
-    attributes=("windows", "drop", "batched"),
-    plan_parameters=_write_plan_parameters,
-    whole=lambda *, windows, **_: tuple(map(_window_dimension, windows)),
+    attributes=("windows", "drop"),
+    plan_parameters=_plan_parameters,
+    replicated_dims=lambda *, windows, **_: _window_dimensions(windows),
     shard_program=_shard_write,
-    kernel_limit=_kernel_limit(DTYPES),
+    limit=_limit(DTYPES),
     in_place=lambda *, ranks, **_: {i: i for i in range(len(ranks))},
-    batch_optional=True,
     num_linear=lambda *, ranks, **_: 2 * len(ranks),
     transpose=_transpose_write,
 )
 
 WRITE_SLICE_BACKWARD = Op(
     name="write_slice_backward",
-    operands=lambda *, ranks, windows, **_: (*_dest_dimensions(ranks), *[("batch",)] * _num_starts(windows)),
-    results=lambda *, ranks, windows, **_: (*_dest_dimensions(ranks), *_source_dimensions(ranks, windows)),
-    result_types=_take_types,
-    reference=_reference_take,
+    operands=lambda *, ranks, windows, **_: {
+        **_dest_dimensions("d_output", ranks),
+        **_start_dimensions(windows),
+    },
+    results=lambda *, ranks, windows, **_: {
+        **_dest_dimensions("d_dest", ranks),
+        **_source_dimensions("d_source", ranks, windows),
+    },
+    sizes=_window_sizes,
+    result_dtypes=lambda *operands, ranks, **_: [x.dtype for x in operands[: len(ranks)]] * 2,
+    reference=_reference_extract,
     dtypes=DIFFERENTIABLE_DTYPES,
-    guarantee=Guarantee("none", "exact", deterministic=True, bit_stable_on_same_hardware=True),
-    attributes=("windows", "drop", "batched"),
-    plan_parameters=_take_plan_parameters,
-    whole=lambda *, windows, **_: tuple(map(_window_dimension, windows)),
-    shard_program=_shard_take,
-    kernel_limit=_kernel_limit(DIFFERENTIABLE_DTYPES),
+    guarantee=EXACT,
+    attributes=("windows", "drop"),
+    plan_parameters=_plan_parameters,
+    replicated_dims=lambda *, windows, **_: _window_dimensions(windows),
+    shard_program=_shard_extract,
+    limit=_limit(DIFFERENTIABLE_DTYPES),
     in_place=lambda *, ranks, **_: {i: i for i in range(len(ranks))},
-    batch_optional=True,
     num_linear=lambda *, ranks, **_: len(ranks),
-    # To take a window out and leave zeros is the transpose of writing it, and the other way round.
+    # To extract a window and leave zeros is the transpose of writing it, and the other way round.
     transpose=lambda avals, cotangents, *starts, **params: WRITE_SLICE(*cotangents, *starts, **params),
 )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Derivative rules. Arrays have no batch dimension here; JAX adds it under vmap.
+# Derivative rules.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -509,23 +465,25 @@ class _Params:
     ranks: tuple[int, ...]
     windows: tuple[Window, ...]
     drop: bool
-    batched: bool = False
 
 
-def _primal(params: _Params, *operands: Array) -> list[Array]:
-    return WRITE_SLICE(*operands, **vars(params))
+def _primal(
+    params: _Params, *, dests: Sequence[Array], sources: Sequence[Array], starts: Sequence[Array]
+) -> list[Array]:
+    return WRITE_SLICE(*dests, *sources, *starts, **vars(params))
 
 
-def _forward(params: _Params, *operands: Array) -> tuple[list[Array], tuple[Array, ...]]:
-    return _primal(params, *operands), operands[2 * len(params.ranks) :]
+def _forward(params: _Params, *, starts: list[Array], **arrays: Any) -> tuple[list[Array], list[Array]]:
+    return _primal(params, starts=starts, **arrays), starts
 
 
-def _backward(params: _Params, starts: tuple[Array, ...], cotangents: list[Array]) -> tuple[Array | None, ...]:
-    taken = _take_inexact(cotangents, [ct.dtype for ct in cotangents], *starts, **vars(params))
-    return *taken, *(None for _ in starts)
+def _backward(params: _Params, starts: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
+    dtypes = [cotangent.dtype for cotangent in cotangents]
+    of_dests, of_sources = _cotangents(cotangents, dtypes, *starts, **vars(params))
+    return {"dests": of_dests, "sources": of_sources}
 
 
-_write_op = Differentiable(_primal, _forward, _backward)
+_write_op = KernelVjp("write_slice", _primal, _forward, _backward)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -547,14 +505,19 @@ def _write(updates: Sequence[_Update], mode: WriteMode) -> list[Array]:
     results: list[Array] = [update.dest if update.dest.ndim > 0 else update.source for update in updates]
     chosen = [i for i, update in enumerate(updates) if update.dest.ndim > 0 and 0 not in update.source.shape]
     windows, starts = [], _Starts()
-    for write, update in enumerate(updates[i] for i in chosen):
+    for array, update in enumerate(updates[i] for i in chosen):
         for axis, start in enumerate(update.starts):
             if start is not None:
-                windows.append(Window(write, axis, starts.number_of(start), update.source.shape[axis], num_shards=1))
+                windows.append(Window(array, axis, starts.number_of(start), update.source.shape[axis], num_shards=1))
     if chosen:
         params = _Params(tuple(updates[i].dest.ndim for i in chosen), tuple(windows), drop=mode == "drop")
-        arrays = (*(updates[i].dest for i in chosen), *(updates[i].source for i in chosen))
-        for i, result in zip(chosen, _write_op(params, *arrays, *starts.operands), strict=True):
+        written = _write_op(
+            params,
+            dests=[updates[i].dest for i in chosen],
+            sources=[updates[i].source for i in chosen],
+            starts=starts.operands,
+        )
+        for i, result in zip(chosen, written, strict=True):
             results[i] = result
     return results
 
@@ -582,17 +545,26 @@ def _scalar(value: int) -> Array:
     return jnp.asarray(value, dtype)
 
 
-def _ranges_of_each(name: str, ranges: Any, num_dests: int) -> list[Any]:
-    """The ranges of each array; where they are the same for all, repeated."""
-    entries = _entries(name, ranges)
-    if all(_is_pair(entry) or not isinstance(entry, list | tuple) and np.ndim(entry) == 0 for entry in entries):
-        return [entries] * num_dests
-    if len(entries) != num_dests:
-        raise ValueError(
-            f"{name}: ranges must have one entry for each axis, or one sequence of them for each of the {num_dests} "
-            f"dests, got {len(entries)}"
+def _start_indices_of_each(
+    name: str, num_dests: int, start_indices: Any, start_indices_of_each: Any
+) -> list[tuple[str, Any]]:
+    """The start indices of each array, with what errors call them."""
+    if (start_indices is None) == (start_indices_of_each is None):
+        given = "both" if start_indices is not None else "neither"
+        raise TypeError(f"{name}: one of start_indices and start_indices_of_each must be given, got {given}")
+    if start_indices is not None:
+        return [("start_indices", start_indices)] * num_dests
+    if not isinstance(start_indices_of_each, list | tuple):
+        raise TypeError(
+            f"{name}: start_indices_of_each must be a list or tuple with the start indices of each of the dests, "
+            f"got {type(start_indices_of_each).__name__}"
         )
-    return entries
+    if len(start_indices_of_each) != num_dests:
+        raise ValueError(
+            f"{name}: start_indices_of_each must have one entry for each of the {num_dests} dests, "
+            f"got {len(start_indices_of_each)}"
+        )
+    return [(f"start_indices_of_each[{i}]", of_one) for i, of_one in enumerate(start_indices_of_each)]
 
 
 def _is_pair(entry: Any) -> bool:
@@ -604,16 +576,25 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _entries(name: str, ranges: Any) -> list[Any]:
-    if isinstance(ranges, jax.Array | np.ndarray) and ranges.ndim != 1:
-        raise ValueError(f"{name}: ranges as an array must be of one dimension, got shape {ranges.shape}")
-    if isinstance(ranges, str | Mapping) or not isinstance(ranges, Iterable):
-        raise TypeError(f"{name}: ranges must be a sequence with one entry for each axis, got {type(ranges).__name__}")
-    return list(ranges)
+def _entries(name: str, what: str, start_indices: Any) -> list[Any]:
+    if isinstance(start_indices, jax.Array | np.ndarray) and start_indices.ndim != 1:
+        raise ValueError(f"{name}: {what} as an array must be of one dimension, got shape {start_indices.shape}")
+    if isinstance(start_indices, str | Mapping) or not isinstance(start_indices, Iterable):
+        raise TypeError(
+            f"{name}: {what} must be a sequence with one entry for each axis, got {type(start_indices).__name__}"
+        )
+    return list(start_indices)
 
 
 def _canonicalize(
-    name: str, dest_name: str, source_name: str, dest: ArrayLike, source: ArrayLike, ranges: Any, mode: WriteMode
+    name: str,
+    dest_name: str,
+    source_name: str,
+    dest: ArrayLike,
+    source: ArrayLike,
+    what: str,
+    start_indices: Any,
+    mode: WriteMode,
 ) -> _Update:
     if not isinstance(mode, str) or mode not in ("clip", "drop"):
         raise ValueError(f"{name}: mode must be 'clip' or 'drop', got {mode!r}")
@@ -629,17 +610,17 @@ def _canonicalize(
             f"{name}: {source_name} must have the rank of {dest_name}, of shape {dest.shape}, and be longer along no "
             f"axis, got shape {source.shape}"
         )
-    entries = _entries(name, ranges)
+    entries = _entries(name, what, start_indices)
     if len(entries) != dest.ndim:
         raise ValueError(
-            f"{name}: ranges must have one entry for each axis of {dest_name}, of shape {dest.shape}, "
+            f"{name}: {what} must have one entry for each axis of {dest_name}, of shape {dest.shape}, "
             f"got {len(entries)} entries"
         )
     starts = tuple(
-        _checked_start(f"{name}: ranges[{axis}]", entry, source.shape[axis], dest.shape[axis], mode)
+        _checked_start(f"{name}: {what}[{axis}]", entry, source.shape[axis], dest.shape[axis], mode)
         for axis, entry in enumerate(entries)
     )
-    source = split_as(source, dest, tuple(axis if start is None else None for axis, start in enumerate(starts)))
+    source = reshard_as(source, dest, tuple(axis if start is None else None for axis, start in enumerate(starts)))
     return _Update(dest, source, starts)
 
 
@@ -679,40 +660,3 @@ def _checked_start(what: str, entry: Any, size: int, dim: int, mode: WriteMode) 
     else:
         start = min(max(start, -size), dim)
     return None if start == 0 and size == dim else start
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Examples for `python -m jax_baracuda check` and `race`.
-
-
-def _example_operands(
-    rng: np.random.Generator, *, num_examples: int, num_rows: int, num_features: int
-) -> tuple[np.ndarray, ...]:
-    """A cache, one new row for each example, and where it goes."""
-    cache = rng.standard_normal((num_examples, num_rows, num_features), dtype=np.float32)
-    rows = rng.standard_normal((num_examples, 1, num_features), dtype=np.float32)
-    return cache, rows, rng.integers(0, num_rows, num_examples).astype(np.int32)
-
-
-def _append(write: Callable[..., Array], cache: Array, rows: Array, positions: Array, **_: int) -> Array:
-    """Each row at the position of its example."""
-    return jax.vmap(lambda cache, row, position: write(cache, row, (position, 0)))(
-        cache, rows.astype(cache.dtype), positions
-    )
-
-
-EXAMPLES.append(
-    Example(
-        name="write_slice",
-        function=functools.partial(_append, write_slice),
-        plain_jax=functools.partial(_append, jax.lax.dynamic_update_slice),
-        make_operands=_example_operands,
-        dtypes=("float32", "bfloat16", "float16"),
-        check_sizes={"num_examples": 5, "num_rows": 301, "num_features": 33},
-        race_sizes={
-            "cpu": {"num_examples": 8, "num_rows": 4096, "num_features": 1024},
-            "cuda": {"num_examples": 32, "num_rows": 8192, "num_features": 1024},
-        },
-        tolerance={"float32": 0, "bfloat16": 4e-3, "float16": 5e-4},
-    )
-)

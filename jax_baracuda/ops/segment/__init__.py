@@ -1,0 +1,40 @@
+"""Segment reductions: rows of an array reduced by an integer label, with the semantics of ``jax.ops.segment_*``.
+
+They are what message passing on graphs, point clouds and recommender models aggregate with. One module an op, and each
+reads top to bottom: public functions, reference in plain JAX, program of one shard, ops (one per native kernel),
+derivative rules. :mod:`.arguments` checks arguments, :mod:`.definitions` has what the definitions of ops share, and
+:mod:`.cells` what the references share.
+"""
+
+from jax_baracuda.ops.segment.arg_extremum import segment_argmax, segment_argmin
+from jax_baracuda.ops.segment.arguments import TieBreak
+from jax_baracuda.ops.segment.extremum import (
+    segment_max,
+    segment_max_backward,
+    segment_min,
+    segment_min_backward,
+    unsorted_segment_max_backward,
+)
+from jax_baracuda.ops.segment.mean import segment_mean, segment_mean_backward
+from jax_baracuda.ops.segment.product import segment_prod, segment_prod_backward
+from jax_baracuda.ops.segment.softmax import segment_softmax, segment_softmax_backward
+from jax_baracuda.ops.segment.sum import segment_sum, segment_sum_backward
+
+__all__ = [
+    "TieBreak",
+    "segment_argmax",
+    "segment_argmin",
+    "segment_max",
+    "segment_max_backward",
+    "segment_mean",
+    "segment_mean_backward",
+    "segment_min",
+    "segment_min_backward",
+    "segment_prod",
+    "segment_prod_backward",
+    "segment_softmax",
+    "segment_softmax_backward",
+    "segment_sum",
+    "segment_sum_backward",
+    "unsorted_segment_max_backward",
+]

@@ -1,0 +1,157 @@
+"""The row that attains the maximum or minimum of each segment."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_baracuda._core.arrays import accumulation_dtype
+from jax_baracuda._core.guarantees import EXACT
+from jax_baracuda._core.op import Op
+from jax_baracuda.ops.segment.arguments import Mode, OutSharding, canonicalize, documented
+from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, same_value, xla_min
+from jax_baracuda.ops.segment.definitions import (
+    CELLS,
+    WIDE_DTYPES,
+    Params,
+    first_result,
+    index_of_first_row,
+    reduction_op,
+    row_axes_of,
+)
+from jax_baracuda.ops.segment.extremum import MAXIMUM, MINIMUM, Extremum
+
+
+@documented
+def segment_argmax(
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    mode: Mode = None,
+    out_sharding: OutSharding = None,
+) -> Array:
+    """The row that attains each segment's maximum: ``out[s, ...] = argmax { data[n, ...] : segment_ids[n] == s }``.
+
+    The lowest such row where several attain it, as in :func:`numpy.argmax`.
+
+    Args:
+      {ordered_data}
+      {reduction_arguments}
+      {mode_and_sharding}
+
+    Returns:
+      {row_numbers}
+
+    Raises:
+      {raises}
+
+    Numerical guarantees: exact. A NaN is greater than every number, the first NaN wins; -0 and +0 are equal.
+    Bit-equal from run to run and independent of scheduling.
+
+    Gradient: none, the result is an integer.
+    """
+    return _arg_extremum(SEGMENT_ARGMAX, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding)
+
+
+@documented
+def segment_argmin(
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    mode: Mode = None,
+    out_sharding: OutSharding = None,
+) -> Array:
+    """The row that attains each segment's minimum: ``out[s, ...] = argmin { data[n, ...] : segment_ids[n] == s }``.
+
+    The lowest such row where several attain it, as in :func:`numpy.argmin`.
+
+    Args:
+      {ordered_data}
+      {reduction_arguments}
+      {mode_and_sharding}
+
+    Returns:
+      {row_numbers}
+
+    Raises:
+      {raises}
+
+    Numerical guarantees: exact. A NaN is less than every number, the first NaN wins; -0 and +0 are equal.
+    Bit-equal from run to run and independent of scheduling.
+
+    Gradient: none, the result is an integer.
+    """
+    return _arg_extremum(SEGMENT_ARGMIN, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding)
+
+
+def _arg_extremum(op: Op, *arguments: Any) -> Array:
+    call = canonicalize(op.name, *arguments)
+    call = call.with_data(jax.lax.stop_gradient(call.data)).with_wide_integers()
+    return call.reduce(first_result(op), call.params(Params))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reference in plain JAX.
+
+
+def _reference(extremum: Extremum, data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
+    none = jnp.asarray(data.shape[0], jnp.int32)
+    data = data.astype(accumulation_dtype(data.dtype))  # some narrow dtypes have no infinity
+    extrema, is_member = gather_segments(extremum.of_segments(data, ids, num_segments), ids)
+    attains = is_member & same_value(data, extrema)
+    first = xla_min(jnp.where(attains, row_numbers(data), none), ids, num_segments)
+    return (jnp.minimum(first, none),)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The program of one shard, where the rows of a segment are split over devices.
+
+
+def _shard_program(
+    extremum: Extremum,
+    kernel: Callable[..., Sequence[Array]],
+    axes: Mapping[str, tuple[str, ...]],
+    data: Array,
+    ids: Array,
+    **params: Any,
+) -> tuple[Array]:
+    [row] = kernel(data, ids)
+    row_axes = row_axes_of(axes)
+    if not row_axes:
+        return (row,)
+    num_rows, num_all_rows = ids.shape[0], jax.lax.psum(ids.shape[0], row_axes)
+    is_found = row < num_rows
+    value = jnp.take_along_axis(data, jnp.minimum(row, num_rows - 1), axis=0)
+    value = jnp.where(is_found, value, extremum.identity(value.dtype))
+    attains = is_found & same_value(value, extremum.over_axes(value, row_axes))
+    return (jax.lax.pmin(jnp.where(attains, row + index_of_first_row(ids, row_axes), num_all_rows), row_axes),)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ops: one per native kernel.
+
+SEGMENT_ARGMAX, SEGMENT_ARGMIN = (
+    reduction_op(
+        name,
+        results={"winner": CELLS},
+        result_dtypes=lambda data, segment_ids, **_: [np.int32],
+        reference=functools.partial(_reference, extremum),
+        dtypes=WIDE_DTYPES,
+        guarantee=EXACT,
+        shard_program=functools.partial(_shard_program, extremum),
+    )
+    for name, extremum in (("segment_argmax", MAXIMUM), ("segment_argmin", MINIMUM))
+)

@@ -1,0 +1,136 @@
+"""What the definitions of the segment ops share: dimensions, dtypes, static arguments, plans and guarantees."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES
+from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
+from jax_baracuda._core.op import NamedDimensions, Op
+
+ORDERED_DTYPES = FLOATING_DTYPES | INTEGER_DTYPES | {"bool"}
+WIDE_DTYPES = FLOATING_DTYPES | {"int32", "uint32", "int64", "uint64"}
+
+ROWS = ("row", "...")
+IDS = ("row",)
+CELLS = ("segment", "...")
+COUNTS = ("segment",)
+
+ROUNDED_ONCE = dataclasses.replace(EXACT, math_precision="rounded once")
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """The static arguments of a segment reduction, under the names that the ops take them by."""
+
+    num_segments: int
+    indices_are_sorted: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SumParams(Params):
+    deterministic: bool
+
+
+def product_guarantee(dtype: str, platform: str, **_: bool) -> Guarantee:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return accumulated(dtype, platform)
+    return dataclasses.replace(EXACT, accumulator=dtype)
+
+
+def sum_guarantee(dtype: str, platform: str, *, deterministic: bool, indices_are_sorted: bool) -> Guarantee:
+    """As of products, but unsorted floating sums on GPUs are added in the order in which threads come."""
+    guarantee = product_guarantee(dtype, platform)
+    is_stable = platform == "cpu" or deterministic or indices_are_sorted or guarantee.math_precision == "exact"
+    return dataclasses.replace(guarantee, deterministic=is_stable, bit_stable_on_same_hardware=is_stable)
+
+
+def plan_parameters(
+    values: Any,
+    segment_ids: Any,
+    *,
+    num_segments: int,
+    indices_are_sorted: bool = False,
+    deterministic: bool = False,
+    has_order: bool = False,
+    shares_ties: bool = False,
+    **_: Any,
+) -> dict[str, int]:
+    """What the native modules ask about a call; `values` has the element type and the features."""
+    return {
+        "rows": segment_ids.shape[0],
+        "segments": num_segments,
+        "features": math.prod(values.shape[1:]),
+        "element_bytes": np.dtype(values.dtype).itemsize,
+        "is_floating": jnp.issubdtype(values.dtype, jnp.floating),
+        "indices_are_sorted": indices_are_sorted,
+        "deterministic": deterministic,
+        "has_order": has_order,
+        "shares_ties": shares_ties,
+    }
+
+
+def limit_of_32_bits(num_rows: int, num_segments: int) -> str | None:
+    """Winners are int32 and segments uint32 in the kernels."""
+    if num_rows >= np.iinfo(np.int32).max:
+        return "it has 2^31 - 1 rows or more"
+    return "it has 2^32 - 1 segments or more" if num_segments >= np.iinfo(np.uint32).max else None
+
+
+def reduction_op(name: str, *, attributes: tuple[str, ...] = (), **fields: Any) -> Op:
+    """An op of (data, segment_ids) whose results are cells."""
+    defaults = {
+        "sizes": lambda *, num_segments, **_: {"segment": num_segments},
+        "plan_parameters": plan_parameters,
+        "replicated_dims": ("segment",),
+        "reduction_dims": ("row",),
+        "limit": lambda data, segment_ids, *, num_segments, **_: limit_of_32_bits(segment_ids.shape[0], num_segments),
+    }
+    return Op(
+        name=name,
+        operands={"data": ROWS, "segment_ids": IDS},
+        attributes=("indices_are_sorted", *attributes),
+        **(defaults | fields),
+    )
+
+
+def gradient_op(name: str, *, operands: NamedDimensions, **fields: Any) -> Op:
+    """An op of d_output, segment_ids and others whose result is the cotangent of the data."""
+    position = list(operands).index("segment_ids")
+
+    def own_plan_parameters(d_output: Any, *others: Any, **_: Any) -> dict[str, int]:
+        return plan_parameters(d_output, (d_output, *others)[position], num_segments=d_output.shape[0])
+
+    defaults = {
+        "plan_parameters": own_plan_parameters,
+        "replicated_dims": ("segment",),
+        "limit": lambda *arrays, **_: limit_of_32_bits(arrays[position].shape[0], arrays[0].shape[0]),
+    }
+    return Op(name=name, operands=operands, results={"d_data": ROWS}, dtypes=FLOATING_DTYPES, **(defaults | fields))
+
+
+def first_result(op: Op) -> Callable[..., Array]:
+    """The op as a function whose derivative is defined elsewhere: of its results, the first."""
+
+    def primal(params: Params, *, data: Array, segment_ids: Array) -> Array:
+        return op(data, segment_ids, **vars(params))[0]
+
+    return primal
+
+
+def row_axes_of(axes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The mesh axes that split the rows, in the program of one shard."""
+    return axes.get("row", ())
+
+
+def index_of_first_row(segment_ids: Array, row_axes: Sequence[str]) -> Array:
+    """The number, among all rows, of this shard's first row."""
+    return (jax.lax.axis_index(row_axes) * segment_ids.shape[0]).astype(jnp.int32)

@@ -1,0 +1,122 @@
+"""Products of floating numbers with a wide exponent, in plain JAX: as mantissa and exponent, by their bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+class ExtendedProduct(NamedTuple):
+    """A product of floating numbers that neither overflows nor underflows on the way.
+
+    The mantissa has the sign of all members; its magnitude, in [1, 2), and the exponent are those of the members that
+    are neither zero nor infinite nor NaN, which `packed` counts, up to 2 of each kind.
+    """
+
+    mantissa: Array
+    packed: Array
+    """exponent * 64 + 16 * NaNs + 4 * infinities + zeros"""
+
+
+_ZEROS, _INFINITIES, _NANS = 0, 2, 4
+"""The bits where the counts of `packed` are."""
+_EXPONENT = 6
+
+_MAX_EXPONENT = 2**25 - 4096
+"""Beyond this every product is zero or infinite anyway, whatever one more or less member does."""
+
+
+def _count_of(packed: Array, kind: int) -> Array:
+    return (packed >> kind) & 3
+
+
+def _pack(exponent: Array, counts: Mapping[int, Array]) -> Array:
+    packed = jnp.clip(exponent, -_MAX_EXPONENT, _MAX_EXPONENT) << _EXPONENT
+    for kind, count in counts.items():
+        packed += jnp.minimum(count, 2) << kind
+    return packed
+
+
+def product_of_one(x: Array) -> ExtendedProduct:
+    """Takes numbers apart by their bits, so that subnormal ones are not taken for zero."""
+    info, bias, unsigned = _format_of(x.dtype)
+    bits = jax.lax.bitcast_convert_type(x, unsigned)
+    sign_bit, fraction_mask, one = (
+        unsigned.type(value) for value in (1 << (info.bits - 1), (1 << info.nmant) - 1, bias << info.nmant)
+    )
+    magnitude = bits & (sign_bit - 1)
+    field = (magnitude >> info.nmant).astype(jnp.int32)
+    is_zero, is_finite = magnitude == 0, field <= 2 * bias
+    is_infinite = ~is_finite & (magnitude & fraction_mask == 0)
+    is_ordinary = is_finite & ~is_zero
+    # The leading bit of a subnormal number moves to where that of a normal one is.
+    shift = jnp.where(field == 0, jax.lax.clz(magnitude).astype(jnp.int32) - (info.bits - 1 - info.nmant), 0)
+    fraction = jnp.where(is_ordinary, (magnitude << shift.astype(unsigned)) & fraction_mask, unsigned.type(0))
+    mantissa = (bits & sign_bit) | one | fraction
+    exponent = jnp.where(is_ordinary, jnp.maximum(field, 1) - shift - bias, 0)
+    kinds = {_ZEROS: is_zero, _INFINITIES: is_infinite, _NANS: ~is_finite & ~is_infinite}
+    return ExtendedProduct(
+        jax.lax.bitcast_convert_type(mantissa, x.dtype),
+        _pack(exponent, {kind: of_kind.astype(jnp.int32) for kind, of_kind in kinds.items()}),
+    )
+
+
+def product_of_both(a: ExtendedProduct, b: ExtendedProduct) -> ExtendedProduct:
+    mantissa = a.mantissa * b.mantissa
+    carries = jnp.abs(mantissa) >= 2
+    exponent = (a.packed >> _EXPONENT) + (b.packed >> _EXPONENT) + carries
+    counts = {kind: _count_of(a.packed, kind) + _count_of(b.packed, kind) for kind in (_ZEROS, _INFINITIES, _NANS)}
+    return ExtendedProduct(jnp.where(carries, 0.5 * mantissa, mantissa), _pack(exponent, counts))
+
+
+def product_of_others(product: ExtendedProduct, member: Array) -> Array:
+    """The product of all members but one."""
+    one = product_of_one(member)
+    exponent = (product.packed >> _EXPONENT) - (one.packed >> _EXPONENT)
+
+    def count(kind: int) -> Array:
+        # A count of two stands for two or more, of which at least one is left, and one is as good as more.
+        count = _count_of(product.packed, kind)
+        return jnp.where((_count_of(one.packed, kind) == 1) & (count == 1), 0, count)
+
+    packed = _pack(exponent, {kind: count(kind) for kind in (_ZEROS, _INFINITIES, _NANS)})
+    return product_value(ExtendedProduct(product.mantissa / one.mantissa, packed))
+
+
+def product_value(product: ExtendedProduct) -> Array:
+    mantissa, packed = product
+    has_zero, has_infinity, has_nan = (_count_of(packed, kind) > 0 for kind in (_ZEROS, _INFINITIES, _NANS))
+    value = _scaled(mantissa, packed >> _EXPONENT)
+    value = jnp.where(has_infinity, jnp.copysign(jnp.inf, mantissa).astype(value.dtype), value)
+    value = jnp.where(has_zero, jnp.copysign(0, mantissa).astype(value.dtype), value)
+    return jnp.where(has_nan | (has_zero & has_infinity), jnp.nan, value)
+
+
+def _scaled(mantissa: Array, exponent: Array) -> Array:
+    """``mantissa * 2**exponent``, rounded once; by its bits, so that subnormal results are not flushed to zero."""
+    info, bias, unsigned = _format_of(mantissa.dtype)
+    one = product_of_one(mantissa)
+    exponent += one.packed >> _EXPONENT
+    bits = jax.lax.bitcast_convert_type(one.mantissa, unsigned)
+    leading_bit, sign_bit = unsigned.type(1 << info.nmant), unsigned.type(1 << (info.bits - 1))
+    significand = (bits & (leading_bit - unsigned.type(1))) | leading_bit
+    # A subnormal number has fewer bits: those cut off round the others to nearest, ties to even.
+    cut = jnp.clip(1 - bias - exponent, 0, info.nmant + 2).astype(unsigned)
+    kept = significand >> cut
+    rest, half = significand - (kept << cut), (unsigned.type(1) << cut) >> 1
+    kept += ((rest > half) | ((rest == half) & (kept % 2 == 1))) & (cut > 0)
+    # Where the leading bit is there, it adds 1 to the exponent.
+    field = jnp.clip(exponent + bias - 1, 0, 2 * bias).astype(unsigned)
+    magnitude = jnp.where(exponent > bias, unsigned.type((2 * bias + 1) << info.nmant), (field << info.nmant) + kept)
+    return jax.lax.bitcast_convert_type((bits & sign_bit) | magnitude, mantissa.dtype)
+
+
+def _format_of(dtype: Any) -> tuple[Any, int, np.dtype]:
+    """What a floating dtype consists of: its ``finfo``, the bias of its exponent, and the unsigned type of its bits."""
+    info = jnp.finfo(dtype)
+    return info, info.maxexp - 1, np.dtype(f"uint{info.bits}")

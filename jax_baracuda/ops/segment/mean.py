@@ -1,0 +1,183 @@
+"""Mean of segments. Its gradient needs the ids and the number of rows of each segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
+from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda.ops.segment.arguments import (
+    Mode,
+    OutSharding,
+    canonicalize,
+    canonicalize_without_data,
+    documented,
+    shaped_as_ids,
+)
+from jax_baracuda.ops.segment.cells import gather_segments, per_row, xla_sum
+from jax_baracuda.ops.segment.definitions import (
+    CELLS,
+    COUNTS,
+    IDS,
+    ROUNDED_ONCE,
+    SumParams,
+    first_result,
+    gradient_op,
+    reduction_op,
+    row_axes_of,
+    sum_guarantee,
+)
+from jax_baracuda.ops.segment.sum import count_rows, gradient_params, sum_over_shards, sum_params
+
+
+@documented
+def segment_mean(
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    mode: Mode = None,
+    out_sharding: OutSharding = None,
+    deterministic: bool = False,
+) -> Array:
+    """Mean of the rows of each segment: ``out[s, ...] = mean { data[n, ...] : segment_ids[n] == s }``.
+
+    Args:
+      data: ``[N, ...]``, any dtype of JAX. float16, bfloat16, float32 and float64 have kernels; integers and bool are
+        cast as by :func:`jax.numpy.mean`, to float32 (64-bit integers under x64 to float64); other dtypes run as plain
+        JAX. More generally, any shape that broadcasts to ``segment_ids.shape + data.shape[1:]``.
+      {reduction_arguments}
+      {mode_and_sharding}
+      {deterministic}
+
+    Returns:
+      ``[S, ...]`` with the dtype of `data`, or of its cast. Empty segments hold 0.
+
+    Raises:
+      {raises}
+
+    Numerical guarantees: the sum is accumulated in float32 (float64 for float64), divided there by the exact number of
+    rows, and rounded once to the dtype. Bit-equal from run to run, except on GPUs as said under `deterministic`.
+
+    Gradient: ``d_data[n] = d_out[s] / number of rows of s`` with ``s = segment_ids[n]``, 0 for dropped rows; `data` is
+    not kept for the backward pass.
+    {forward_mode}
+    """
+    call = canonicalize("segment_mean", data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding)
+    return call.with_inexact_data().reduce(_segment_mean, call.params(SumParams, deterministic=bool(deterministic)))
+
+
+@documented
+def segment_mean_backward(d_output: ArrayLike, segment_ids: ArrayLike, *, mode: Mode = None) -> Array:
+    """Gradient of :func:`segment_mean`: ``d_data[n, ...] = d_output[s, ...] / number of rows of s``, s the id of row n.
+
+    Args:
+      d_output: ``[S, ...]``, the cotangent of the segment means, a floating dtype.
+      {segment_ids}
+      {mode}
+
+    Returns:
+      ``segment_ids.shape + d_output.shape[1:]`` with the dtype of `d_output`, the cotangent of the data. Dropped rows
+      get 0.
+
+    Raises:
+      TypeError, IndexError, ValueError: an argument does not fit, as in :func:`segment_mean`.
+
+    Numerical guarantees: each element is ``d_output`` divided by the exact number of rows, rounded once. Bit-equal from
+    run to run.
+
+    Gradient: linear in `d_output`, whose cotangent is the :func:`segment_mean` of the cotangents. Derivatives of any
+    order and in either mode exist.
+    """
+    d_output, ids, ids_shape = canonicalize_without_data("segment_mean_backward", d_output, segment_ids, mode)
+    [d_rows] = SEGMENT_MEAN_BACKWARD(d_output, count_rows(ids, d_output.shape[0]), ids)
+    return shaped_as_ids(d_rows, ids_shape)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reference in plain JAX.
+
+
+def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array, Array]:
+    total = xla_sum(data.astype(accumulation_dtype(data.dtype)), ids, num_segments)
+    count = xla_sum(jnp.ones(ids.shape, jnp.int32), ids, num_segments)
+    return _divided(total, per_row(count, total), data.dtype), count
+
+
+def _divided(total: Array, count: Array, dtype: Any) -> Array:
+    """Totals over the number of their rows; those of no rows are 0 and stay so."""
+    return (total / jnp.maximum(count, 1).astype(total.dtype)).astype(dtype)
+
+
+def _reference_backward(d_output: Array, count: Array, ids: Array, **_: Any) -> tuple[Array]:
+    cotangents, is_member = gather_segments(d_output.astype(accumulation_dtype(d_output.dtype)), ids)
+    count, _ = gather_segments(per_row(count, d_output), ids)
+    return (jnp.where(is_member, _divided(cotangents, count, d_output.dtype), 0),)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The program of one shard, where the rows of a segment are split over devices.
+
+
+def _shard_program(
+    kernel: Callable[..., Sequence[Array]], axes: Mapping[str, tuple[str, ...]], data: Array, ids: Array, **params: Any
+) -> Sequence[Array]:
+    row_axes = row_axes_of(axes)
+    if not row_axes:
+        return kernel(data, ids)
+    total = sum_over_shards(row_axes, data, ids, **params)
+    count = sum_over_shards(row_axes, jnp.ones(ids.shape, jnp.int32), ids, **params)
+    return _divided(total, per_row(count, total), data.dtype), count
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ops: one per native kernel.
+
+SEGMENT_MEAN = reduction_op(
+    "segment_mean",
+    results={"output": CELLS, "count": COUNTS},
+    result_dtypes=lambda data, segment_ids, **_: [data.dtype, np.int32],
+    reference=_reference,
+    dtypes=FLOATING_DTYPES,
+    guarantee=sum_guarantee,
+    attributes=("deterministic",),
+    shard_program=_shard_program,
+    transpose=lambda _, d_results, ids, *, num_segments, **params: SEGMENT_MEAN_BACKWARD(
+        d_results[0], count_rows(ids, num_segments), ids, **params
+    ),
+)
+
+SEGMENT_MEAN_BACKWARD = gradient_op(
+    "segment_mean_backward",
+    operands={"d_output": CELLS, "count": COUNTS, "segment_ids": IDS},
+    reference=_reference_backward,
+    guarantee=ROUNDED_ONCE,
+    transpose=lambda d_outputs, d_data, count, ids, **params: SEGMENT_MEAN(
+        *d_data, ids, **sum_params(d_outputs[0].shape[0], **params)
+    )[:1],
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivative rules.
+
+
+def _forward(params: SumParams, *, data: Array, segment_ids: Array) -> tuple[Array, tuple[Array, Array]]:
+    output, count = SEGMENT_MEAN(data, segment_ids, **vars(params))
+    return output, (count, segment_ids)
+
+
+def _backward(params: SumParams, residuals: tuple[Array, Array], d_output: Array) -> dict[str, Array]:
+    [d_data] = SEGMENT_MEAN_BACKWARD(d_output, *residuals, **gradient_params(params))
+    return {"data": d_data}
+
+
+_segment_mean = KernelVjp("segment_mean", first_result(SEGMENT_MEAN), _forward, _backward)

@@ -1,0 +1,351 @@
+"""Product of segments. It is kept as mantissa and exponent, out of which any one row can be divided."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_automatic_mode
+from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda.ops.segment.arguments import (
+    Mode,
+    OutSharding,
+    canonicalize,
+    canonicalize_backward,
+    documented,
+    reduce_numbers,
+)
+from jax_baracuda.ops.segment.cells import gather_segments, per_row, xla_min, xla_prod
+from jax_baracuda.ops.segment.definitions import (
+    CELLS,
+    IDS,
+    ROWS,
+    WIDE_DTYPES,
+    Params,
+    first_result,
+    gradient_op,
+    product_guarantee,
+    reduction_op,
+    row_axes_of,
+)
+from jax_baracuda.ops.segment.extended_product import (
+    ExtendedProduct,
+    product_of_both,
+    product_of_one,
+    product_of_others,
+    product_value,
+)
+
+
+@documented
+def segment_prod(
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Mode = None,
+    out_sharding: OutSharding = None,
+) -> Array:
+    """Product of the rows of each segment: ``out[s, ...] = prod { data[n, ...] : segment_ids[n] == s }``.
+
+    A drop-in replacement of :func:`jax.ops.segment_prod`, with a gradient also where ids repeat.
+
+    Args:
+      data: ``[N, ...]``, any numeric dtype of JAX. Integers, float16, bfloat16, float32 and float64 have kernels
+        (integers of less than 32 bits are multiplied as int32 and wrap the same); other dtypes run as plain JAX. More
+        generally, any shape that broadcasts to ``segment_ids.shape + data.shape[1:]``.
+      {reduction_arguments}
+      bucket_size: as in :func:`jax.ops.segment_prod`, rows are multiplied in buckets of this size, then the buckets.
+      {mode_and_sharding}
+
+    Returns:
+      ``[S, ...]`` with the dtype of `data`. Empty segments hold 1.
+
+    Raises:
+      {raises}
+
+    Numerical guarantees: floating numbers are multiplied in float32 (float64 for float64) with an exponent of their
+    own, so nothing overflows or underflows on the way: the product is finite where the exact one is. It is rounded once
+    to the dtype. NaN propagates, and so does zero times infinity. Integers are exact and wrap. Bit-equal from run to
+    run and independent of scheduling.
+
+    Gradient: ``d_data[n] = d_out[segment_ids[n]] * product of the segment's other rows``, right also where rows are
+    zero, infinite or of extreme magnitude; 0 for dropped rows.
+    {forward_mode}
+    """
+    name = "segment_prod"
+    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, bucket_size)
+    return reduce_numbers(name, call, _segment_prod, call.params(Params), jnp.prod)
+
+
+@documented
+def segment_prod_backward(
+    d_output: ArrayLike,
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    *,
+    indices_are_sorted: bool = False,
+    mode: Mode = None,
+) -> Array:
+    """Gradient of :func:`segment_prod`: ``d_data[n, ...] = d_output[s, ...] * product of the other rows of s``.
+
+    Here s is the id of row n.
+
+    Args:
+      d_output: ``[S, ...]``, the cotangent of the segment products; a floating dtype, the same as `data`.
+      data: ``[N, ...]``, the rows that were multiplied.
+      {segment_ids}
+      indices_are_sorted: promises that `segment_ids` is non-decreasing.
+      {mode}
+
+    Returns:
+      ``[N, ...]``, the cotangent of `data`. Dropped rows get 0.
+
+    Raises:
+      TypeError, IndexError, ValueError: an argument does not fit, as in :func:`segment_prod`.
+
+    Numerical guarantees: the product of the others neither overflows nor underflows on the way; zeros, infinities and
+    NaN among the rows are counted, so a row's own value never spoils its gradient. Bit-equal from run to run.
+
+    Gradient: linear in `d_output`; with respect to `data` it is the product of all but two rows. Derivatives of any
+    order and in either mode exist.
+    """
+    d_output, call = canonicalize_backward(
+        "segment_prod_backward", d_output, data, segment_ids, indices_are_sorted, mode
+    )
+    return call.gradient(_segment_prod, call.params(Params), d_output)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reference in plain JAX: derivatives come from products in pairs.
+
+
+def _reduce_in_pairs(
+    combine: Callable[[Any, Any], Any], identity: Any, rows: Any, ids: Array, num_segments: int
+) -> Any:
+    """Combines the rows of each segment two by two, in a fixed order.
+
+    Unlike a scan, each row enters the result once and nothing else is computed, so the derivatives that JAX finds of
+    any order are products of other rows, without division, and without zero cotangents that meet infinities.
+
+    Args:
+      combine: an associative function of two pytrees of rows.
+      identity: a pytree of scalars.
+      rows: a pytree of ``[N, ...]``.
+    """
+    num_rows = ids.shape[0]
+    if num_rows == 0 or num_segments == 0:
+        return jax.tree.map(lambda x, one: jnp.full((num_segments, *x.shape[1:]), one, x.dtype), rows, identity)
+
+    def select(where: Array, rows: Any, others: Any) -> Any:
+        return jax.tree.map(lambda x, y: jnp.where(per_row(where, x), x, y), rows, others)
+
+    def take(rows: Any, row: Array) -> Any:
+        return jax.tree.map(lambda x: jnp.take(x, row, axis=0, mode="clip"), rows)
+
+    order = jnp.argsort(ids, stable=True)
+    ids, rows = ids[order], take(rows, order)
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    first = xla_min(row, ids, num_segments)
+    first_of_row, is_member = gather_segments(first, ids)
+    rank = row - first_of_row
+    num_steps = (num_rows - 1).bit_length() if jax_versions.is_static_shape(ids.shape) else 31
+    for step in range(num_steps):
+        distance = 2**step
+
+        def partner_of(x: Array, distance: int = distance) -> Array:
+            return jnp.roll(x, -distance, axis=0)
+
+        has_partner = (
+            is_member & (rank & (2 * distance - 1) == 0) & (row < num_rows - distance) & (partner_of(ids) == ids)
+        )
+        # Rows without a partner combine identities, so that no infinity of theirs meets a zero cotangent.
+        pair = (select(has_partner, x, identity) for x in (rows, jax.tree.map(partner_of, rows)))
+        rows = select(has_partner, combine(*pair), rows)
+    is_empty = first == jnp.iinfo(first.dtype).max
+    return select(~is_empty, take(rows, first), identity)
+
+
+def _product_in_pairs(data: Array, ids: Array, num_segments: int) -> Array:
+    """The product in plain arithmetic, which JAX differentiates to any order; it may overflow on the way."""
+    wide = data.astype(accumulation_dtype(data.dtype))
+    return _reduce_in_pairs(jnp.multiply, 1, wide, ids, num_segments).astype(data.dtype)
+
+
+def _reference_residual(data: Array, ids: Array, num_segments: int) -> ExtendedProduct:
+    """The product as mantissa and exponent, without a derivative."""
+    wide = jax.lax.stop_gradient(data).astype(accumulation_dtype(data.dtype))
+    return _reduce_in_pairs(product_of_both, ExtendedProduct(1, 0), product_of_one(wide), ids, num_segments)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _reference_product(data: Array, ids: Array, num_segments: int) -> Array:
+    return product_value(_reference_residual(data, ids, num_segments)).astype(data.dtype)
+
+
+@_reference_product.defjvp
+def _reference_product_jvp(
+    num_segments: int, primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    data, ids = primals
+    return _reference_product(data, ids, num_segments), jax.jvp(
+        lambda data: _product_in_pairs(data, ids, num_segments), (data,), (tangents[0],)
+    )[1]
+
+
+def has_exponent(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
+    if has_exponent(data.dtype):
+        return (_reference_product(data, ids, num_segments),)
+    if jnp.issubdtype(data.dtype, jnp.inexact):
+        return (_product_in_pairs(data, ids, num_segments),)
+    return (xla_prod(data, ids, num_segments),)
+
+
+def _reference_with_residual(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array, Array, Array]:
+    if has_exponent(data.dtype):
+        return _reference_product(data, ids, num_segments), *_reference_residual(data, ids, num_segments)
+    output = _product_in_pairs(data, ids, num_segments)
+    return output, jnp.zeros_like(output), jnp.zeros(output.shape, jnp.int32)  # not used for complex numbers
+
+
+def _product_gradient_in_pairs(d_output: Array, data: Array, ids: Array) -> Array:
+    """The gradient in plain arithmetic, which JAX differentiates to any order."""
+    _, vjp = jax.vjp(lambda data: _product_in_pairs(data, ids, d_output.shape[0]), data)
+    return vjp(d_output)[0]
+
+
+@jax.custom_jvp
+def _reference_product_gradient(d_output: Array, mantissa: Array, packed: Array, data: Array, ids: Array) -> Array:
+    (mantissa, is_member), (packed, _), (cotangents, _) = (
+        gather_segments(x, ids) for x in (mantissa, packed, d_output)
+    )
+    dtype = mantissa.dtype
+    others = product_of_others(ExtendedProduct(mantissa, packed), data.astype(dtype))
+    # As cotangents * others, but for subnormal numbers, which XLA flushes to zero on CPUs.
+    factors = (product_of_one(x) for x in (cotangents.astype(dtype), others))
+    gradient = product_value(product_of_both(*factors))
+    return jnp.where(is_member, gradient, 0).astype(data.dtype)
+
+
+@_reference_product_gradient.defjvp
+def _reference_product_gradient_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
+    d_output, _, _, data, ids = primals
+    gradient = _reference_product_gradient(*primals)
+    of_both = functools.partial(_product_gradient_in_pairs, ids=ids)
+    return gradient, jax.jvp(of_both, (d_output, data), (tangents[0], tangents[3]))[1]
+
+
+def _reference_backward(d_output: Array, mantissa: Array, packed: Array, data: Array, ids: Array) -> tuple[Array]:
+    if has_exponent(data.dtype):
+        return (_reference_product_gradient(d_output, mantissa, packed, data, ids),)
+    return (_product_gradient_in_pairs(d_output, data, ids),)
+
+
+def _transpose_backward(
+    d_outputs: Sequence[Any], d_data: Sequence[Array], mantissa: Array, packed: Array, data: Array, ids: Array
+) -> list[Array]:
+    [d_output] = d_outputs
+
+    def transpose(d_data: Array, data: Array, ids: Array) -> tuple[Array]:
+        # The gradient is a product with the transposed Jacobian of the segments' products.
+        products = functools.partial(_product_in_pairs, ids=ids, num_segments=d_output.shape[0])
+        return (jax.jvp(products, (data,), (d_data,))[1].astype(d_output.dtype),)
+
+    spec = jax_versions.explicit_spec(jax.typeof(d_data[0]))
+    if spec is not None:
+        transpose = in_automatic_mode(transpose, jax.typeof(d_data[0]), (None, *spec[1:]))
+    return list(transpose(*d_data, data, ids))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Programs of one shard, where the rows of a segment are split over devices. Only results of cells are exchanged.
+
+
+def _shard_with_residual(
+    kernel: Callable[..., Sequence[Array]], axes: Mapping[str, tuple[str, ...]], data: Array, ids: Array, **params: Any
+) -> Sequence[Array]:
+    output, *residual = kernel(data, ids)
+    if row_axes := row_axes_of(axes):
+        of_shards = jax.lax.all_gather(ExtendedProduct(*residual), row_axes)
+        num_shards = of_shards.packed.shape[0]
+        each = [jax.tree.map(lambda x, i=i: x[i], of_shards) for i in range(num_shards)]
+        residual = functools.reduce(product_of_both, each)
+        output = product_value(residual).astype(output.dtype)
+    return output, *residual
+
+
+def _shard_program(
+    kernel: Callable[..., Sequence[Array]], axes: Mapping[str, tuple[str, ...]], data: Array, ids: Array, **params: Any
+) -> Sequence[Array]:
+    row_axes = row_axes_of(axes)
+    if not row_axes:
+        return kernel(data, ids)
+    if has_exponent(data.dtype):
+        # The product of the shards may be in range where a shard's own is not.
+        with_residual = functools.partial(SEGMENT_PROD_WITH_RESIDUAL.kernel, **params)
+        return _shard_with_residual(with_residual, axes, data, ids)[:1]
+    [output] = kernel(data, ids)
+    return (jnp.prod(jax.lax.all_gather(output, row_axes), axis=0, dtype=output.dtype),)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ops: one per native kernel.
+
+SEGMENT_PROD = reduction_op(
+    "segment_prod",
+    results={"output": CELLS},
+    reference=_reference,
+    dtypes=WIDE_DTYPES,
+    guarantee=product_guarantee,
+    shard_program=_shard_program,
+)
+
+SEGMENT_PROD_WITH_RESIDUAL = reduction_op(
+    "segment_prod_with_residual",
+    results={"output": CELLS, "mantissa": CELLS, "packed": CELLS},
+    result_dtypes=lambda data, segment_ids, **_: [data.dtype, accumulation_dtype(data.dtype), np.int32],
+    reference=_reference_with_residual,
+    dtypes=FLOATING_DTYPES,
+    guarantee=product_guarantee,
+    shard_program=_shard_with_residual,
+)
+
+SEGMENT_PROD_BACKWARD = gradient_op(
+    "segment_prod_backward",
+    operands={"d_output": CELLS, "mantissa": CELLS, "packed": CELLS, "data": ROWS, "segment_ids": IDS},
+    reference=_reference_backward,
+    guarantee=product_guarantee,
+    transpose=_transpose_backward,
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivative rules.
+
+
+def _forward(params: Params, *, data: Array, segment_ids: Array) -> tuple[Array, tuple[Array, ...]]:
+    output, mantissa, packed = SEGMENT_PROD_WITH_RESIDUAL(data, segment_ids, **vars(params))
+    # The gradient depends on the data, through the residual as well; its derivative comes from the data alone.
+    return output, (jax.lax.stop_gradient(mantissa), packed, data, segment_ids)
+
+
+def _backward(params: Params, residuals: tuple[Array, ...], d_output: Array) -> dict[str, Array]:
+    [d_data] = SEGMENT_PROD_BACKWARD(d_output, *residuals)
+    return {"data": d_data}
+
+
+_segment_prod = KernelVjp("segment_prod", first_result(SEGMENT_PROD), _forward, _backward)

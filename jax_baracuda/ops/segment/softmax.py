@@ -1,0 +1,256 @@
+"""Softmax over the rows of each segment. Its gradient needs the result, not the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
+from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.op import Op
+from jax_baracuda.ops.segment.arguments import (
+    Mode,
+    OutSharding,
+    canonicalize,
+    check_like,
+    documented,
+    shaped_as_ids,
+)
+from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
+from jax_baracuda.ops.segment.definitions import (
+    IDS,
+    ROWS,
+    SumParams,
+    first_result,
+    limit_of_32_bits,
+    plan_parameters,
+    row_axes_of,
+    sum_guarantee,
+)
+from jax_baracuda.ops.segment.extremum import MAXIMUM, SEGMENT_MAX
+from jax_baracuda.ops.segment.sum import sum_over_shards
+
+
+@documented
+def segment_softmax(
+    logits: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    mode: Mode = None,
+    out_sharding: OutSharding = None,
+    deterministic: bool = False,
+) -> Array:
+    """Softmax over the rows of each segment.
+
+    ``out[n, ...] = exp(logits[n, ...] - m[s, ...]) / sum { exp(logits[k, ...] - m[s, ...]) : segment_ids[k] == s }``,
+    where ``s = segment_ids[n]`` and m is the :func:`segment_max` of the logits.
+
+    Args:
+      logits: ``[N, ...]``, any real floating dtype of JAX. float16, bfloat16, float32 and float64 have kernels; other
+        dtypes run as plain JAX. More generally, any shape that broadcasts to ``segment_ids.shape + logits.shape[1:]``.
+      {reduction_arguments}
+      {mode_and_sharding}
+      {deterministic}
+
+    Returns:
+      ``segment_ids.shape + logits.shape[1:]`` (the shape of `logits`) with the dtype of `logits`. Dropped rows get 0.
+
+    Raises:
+      {raises}
+
+    Numerical guarantees: computed in float32 (float64 for float64) and rounded once to the dtype; nothing overflows. A
+    row of -inf gets 0. A segment that holds a NaN, whose maximum is +inf, or whose rows are all -inf gives NaN, as in
+    :func:`jax.nn.softmax`. Bit-equal from run to run, except on GPUs as said under `deterministic`.
+
+    Gradient: ``d_logits[n] = out[n] * (d_out[n] - sum { out[k] * d_out[k] : segment_ids[k] == segment_ids[n] })``, 0
+    for dropped rows; the result and the ids are kept for the backward pass, not the logits.
+    {forward_mode}
+    """
+    name = "segment_softmax"
+    call = canonicalize(
+        name, logits, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, data_name="logits"
+    )
+    if not jnp.issubdtype(call.data.dtype, jnp.floating):
+        raise TypeError(f"{name}: logits must have a real floating dtype, got {call.data.dtype}")
+    return call.map_rows(_segment_softmax, call.params(SumParams, deterministic=bool(deterministic)))
+
+
+@documented
+def segment_softmax_backward(
+    d_output: ArrayLike,
+    probabilities: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    mode: Mode = None,
+    deterministic: bool = False,
+) -> Array:
+    """Gradient of :func:`segment_softmax`: ``d_logits = p * (d_p - sum of p * d_p over the row's segment)``.
+
+    Args:
+      d_output: ``[N, ...]``, the cotangent of the probabilities; a floating dtype and shape, those of
+        `probabilities`.
+      probabilities: ``[N, ...]``, the result of :func:`segment_softmax`.
+      {segment_ids}
+      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing.
+      {mode}
+      {deterministic}
+
+    Returns:
+      ``[N, ...]``, the cotangent of the logits. Dropped rows get 0.
+
+    Raises:
+      TypeError, IndexError, ValueError: an argument does not fit, as in :func:`segment_softmax`.
+
+    Numerical guarantees: computed in float32 (float64 for float64) and rounded once to the dtype. Bit-equal from run to
+    run, except on GPUs as said under `deterministic`.
+
+    Gradient: linear in `d_output`, quadratic in `probabilities`. Derivatives of any order and in either mode
+    exist.
+    """
+    name = "segment_softmax_backward"
+    d_output = as_array(name, "d_output", d_output)
+    call = canonicalize(
+        name, probabilities, segment_ids, num_segments, indices_are_sorted, mode, None, data_name="probabilities"
+    )
+    shape = (*call.ids_shape, *call.data.shape[1:])
+    check_like(name, "d_output", d_output, "probabilities", call.data, shape)
+    check_like(name, "probabilities", call.data, "d_output", d_output, shape)
+    params = call.params(SumParams, deterministic=bool(deterministic))
+    rows = call.rows(call.data), call.rows(d_output)
+    [d_rows] = SEGMENT_SOFTMAX_BACKWARD(*rows, call.segment_ids, **vars(params))
+    return shaped_as_ids(d_rows, call.ids_shape)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reference in plain JAX.
+
+
+def _exponentials(logits: Array, ids: Array, maxima: Array) -> Array:
+    """``exp(logits - maximum of the segment)`` in the dtype of computation, 0 for dropped rows."""
+    maxima, is_member = gather_segments(maxima, ids)
+    dtype = accumulation_dtype(logits.dtype)
+    return jnp.exp(jnp.where(is_member, logits.astype(dtype) - maxima.astype(dtype), -jnp.inf))
+
+
+def _normalized(exponentials: Array, ids: Array, denominators: Array, dtype: Any) -> Array:
+    denominators, is_member = gather_segments(denominators, ids)
+    return (exponentials / jnp.where(is_member, denominators, 1)).astype(dtype)
+
+
+def _reference(logits: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
+    wide = logits.astype(accumulation_dtype(logits.dtype))
+    exponentials = _exponentials(wide, ids, xla_max(jax.lax.stop_gradient(wide), ids, num_segments))
+    denominators = xla_sum(exponentials, ids, num_segments)
+    return (_normalized(exponentials, ids, denominators, logits.dtype),)
+
+
+def _weighted_cotangents(probabilities: Array, d_output: Array) -> Array:
+    dtype = accumulation_dtype(probabilities.dtype)
+    return probabilities.astype(dtype) * d_output.astype(dtype)
+
+
+def _softmax_gradient(probabilities: Array, d_output: Array, ids: Array, means: Array) -> Array:
+    """`means` are the segments' sums of :func:`_weighted_cotangents`."""
+    means, is_member = gather_segments(means, ids)
+    gradient = probabilities.astype(means.dtype) * (d_output.astype(means.dtype) - means)
+    return jnp.where(is_member, gradient, 0).astype(probabilities.dtype)
+
+
+def _reference_backward(
+    probabilities: Array, d_output: Array, ids: Array, *, num_segments: int, **_: Any
+) -> tuple[Array]:
+    means = xla_sum(_weighted_cotangents(probabilities, d_output), ids, num_segments)
+    return (_softmax_gradient(probabilities, d_output, ids, means),)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Programs of one shard, where the rows of a segment are split over devices. Only results of cells are exchanged.
+
+
+def _shard_program(
+    kernel: Callable[..., Sequence[Array]],
+    axes: Mapping[str, tuple[str, ...]],
+    logits: Array,
+    ids: Array,
+    *,
+    num_segments: int,
+    indices_are_sorted: bool,
+    deterministic: bool,
+) -> Sequence[Array]:
+    row_axes = row_axes_of(axes)
+    if not row_axes:
+        return kernel(logits, ids)
+    call = {"num_segments": num_segments, "indices_are_sorted": indices_are_sorted}
+    [maxima] = SEGMENT_MAX.kernel(logits, ids, first_wins=False, **call)
+    exponentials = _exponentials(logits, ids, MAXIMUM.over_axes(maxima, row_axes))
+    denominators = sum_over_shards(row_axes, exponentials, ids, deterministic=deterministic, **call)
+    return (_normalized(exponentials, ids, denominators, logits.dtype),)
+
+
+def _shard_backward(
+    kernel: Callable[..., Sequence[Array]],
+    axes: Mapping[str, tuple[str, ...]],
+    probabilities: Array,
+    d_output: Array,
+    ids: Array,
+    **params: Any,
+) -> Sequence[Array]:
+    row_axes = row_axes_of(axes)
+    if not row_axes:
+        return kernel(probabilities, d_output, ids)
+    means = sum_over_shards(row_axes, _weighted_cotangents(probabilities, d_output), ids, **params)
+    return (_softmax_gradient(probabilities, d_output, ids, means),)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ops: one per native kernel.
+
+SEGMENT_SOFTMAX, SEGMENT_SOFTMAX_BACKWARD = (
+    Op(
+        name=name,
+        operands={**dict.fromkeys(rows, ROWS), "segment_ids": IDS},
+        results={result: ROWS},
+        reference=reference,
+        dtypes=FLOATING_DTYPES,
+        guarantee=sum_guarantee,
+        attributes=("num_segments", "indices_are_sorted", "deterministic"),
+        plan_parameters=lambda *arrays, **params: plan_parameters(arrays[0], arrays[-1], **params),
+        shard_program=shard_program,
+        limit=lambda *arrays, num_segments, **_: limit_of_32_bits(arrays[-1].shape[0], num_segments),
+    )
+    for name, rows, result, reference, shard_program in (
+        ("segment_softmax", ("logits",), "probabilities", _reference, _shard_program),
+        ("segment_softmax_backward", ("probabilities", "d_output"), "d_logits", _reference_backward, _shard_backward),
+    )
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivative rules.
+
+_primal = first_result(SEGMENT_SOFTMAX)
+
+
+def _forward(params: SumParams, *, data: Array, segment_ids: Array) -> tuple[Array, tuple[Array, Array]]:
+    probabilities = _primal(params, data=data, segment_ids=segment_ids)
+    return probabilities, (probabilities, segment_ids)
+
+
+def _backward(params: SumParams, residuals: tuple[Array, Array], d_output: Array) -> dict[str, Array]:
+    probabilities, segment_ids = residuals
+    [d_logits] = SEGMENT_SOFTMAX_BACKWARD(probabilities, d_output, segment_ids, **vars(params))
+    return {"data": d_logits}
+
+
+_segment_softmax = KernelVjp("segment_softmax", _primal, _forward, _backward)

@@ -1,0 +1,196 @@
+"""Sum of segments. Its gradient needs the ids alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_baracuda._core.arrays import accumulation_dtype
+from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.guarantees import EXACT
+from jax_baracuda.ops.segment.arguments import (
+    Mode,
+    OutSharding,
+    canonicalize,
+    canonicalize_without_data,
+    documented,
+    reduce_numbers,
+    shaped_as_ids,
+)
+from jax_baracuda.ops.segment.cells import gather_segments, xla_sum
+from jax_baracuda.ops.segment.definitions import (
+    CELLS,
+    IDS,
+    WIDE_DTYPES,
+    SumParams,
+    first_result,
+    gradient_op,
+    reduction_op,
+    row_axes_of,
+    sum_guarantee,
+)
+
+
+@documented
+def segment_sum(
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Mode = None,
+    out_sharding: OutSharding = None,
+    *,
+    deterministic: bool = False,
+) -> Array:
+    """Sum of the rows of each segment: ``out[s, ...] = sum { data[n, ...] : segment_ids[n] == s }``.
+
+    A drop-in replacement of :func:`jax.ops.segment_sum`.
+
+    Args:
+      data: ``[N, ...]``, any numeric dtype of JAX. Integers, float16, bfloat16, float32 and float64 have kernels
+        (integers of less than 32 bits are added as int32 and wrap the same); other dtypes run as plain JAX. More
+        generally, any shape that broadcasts to ``segment_ids.shape + data.shape[1:]``.
+      {reduction_arguments}
+      bucket_size: as in :func:`jax.ops.segment_sum`, rows are added in buckets of this size, and then the buckets.
+      {mode_and_sharding}
+      {deterministic}
+
+    Returns:
+      ``[S, ...]`` with the dtype of `data`. Empty segments hold 0.
+
+    Raises:
+      {raises}
+
+    Numerical guarantees: floating numbers are added in float32 (float64 for float64) and the sum is rounded once to
+    the dtype. Integers are exact and wrap. Bit-equal from run to run, except for floating numbers on GPUs as said under
+    `deterministic`.
+
+    Gradient: ``d_data[n] = d_out[segment_ids[n]]``, 0 for dropped rows; `data` is not kept for the backward pass.
+    {forward_mode}
+    """
+    name = "segment_sum"
+    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, bucket_size)
+    params = call.params(SumParams, deterministic=bool(deterministic))
+    return reduce_numbers(name, call, _segment_sum, params, jnp.sum)
+
+
+@documented
+def segment_sum_backward(d_output: ArrayLike, segment_ids: ArrayLike, *, mode: Mode = None) -> Array:
+    """Gradient of :func:`segment_sum`: ``d_data[n, ...] = d_output[segment_ids[n], ...]``, 0 for dropped rows.
+
+    Args:
+      d_output: ``[S, ...]``, the cotangent of the segment sums, a floating dtype.
+      {segment_ids}
+      {mode}
+
+    Returns:
+      ``segment_ids.shape + d_output.shape[1:]`` with the dtype of `d_output`, the cotangent of the data.
+
+    Raises:
+      TypeError, IndexError, ValueError: an argument does not fit, as in :func:`segment_sum`.
+
+    Numerical guarantees: exact. Bit-equal from run to run.
+
+    Gradient: linear in `d_output`, whose cotangent is the :func:`segment_sum` of the cotangents. Derivatives of any
+    order and in either mode exist.
+    """
+    d_output, ids, ids_shape = canonicalize_without_data("segment_sum_backward", d_output, segment_ids, mode)
+    [d_rows] = SEGMENT_SUM_BACKWARD(d_output, ids)
+    return shaped_as_ids(d_rows, ids_shape)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reference in plain JAX.
+
+
+def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
+    wide = data.astype(accumulation_dtype(data.dtype))
+    return (xla_sum(wide, ids, num_segments).astype(data.dtype),)
+
+
+def _reference_backward(d_output: Array, ids: Array, **_: Any) -> tuple[Array]:
+    cotangents, is_member = gather_segments(d_output.astype(accumulation_dtype(d_output.dtype)), ids)
+    return (jnp.where(is_member, cotangents, 0).astype(d_output.dtype),)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The program of one shard, where the rows of a segment are split over devices.
+
+
+def _shard_program(
+    kernel: Callable[..., Sequence[Array]], axes: Mapping[str, tuple[str, ...]], data: Array, ids: Array, **params: Any
+) -> Sequence[Array]:
+    row_axes = row_axes_of(axes)
+    return (sum_over_shards(row_axes, data, ids, **params).astype(data.dtype),) if row_axes else kernel(data, ids)
+
+
+def sum_over_shards(row_axes: Sequence[str], data: Array, ids: Array, **params: Any) -> Array:
+    """The sums of all rows. Wide, because the sum of a shard may overflow where that of all rows does not."""
+    [local] = SEGMENT_SUM.kernel(data.astype(accumulation_dtype(data.dtype)), ids, **params)
+    return jax.lax.psum(local, row_axes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ops: one per native kernel.
+
+SEGMENT_SUM = reduction_op(
+    "segment_sum",
+    results={"output": CELLS},
+    reference=_reference,
+    dtypes=WIDE_DTYPES,
+    guarantee=sum_guarantee,
+    attributes=("deterministic",),
+    shard_program=_shard_program,
+    transpose=lambda _, d_outputs, ids, *, num_segments, **params: SEGMENT_SUM_BACKWARD(d_outputs[0], ids, **params),
+)
+
+SEGMENT_SUM_BACKWARD = gradient_op(
+    "segment_sum_backward",
+    operands={"d_output": CELLS, "segment_ids": IDS},
+    reference=_reference_backward,
+    guarantee=EXACT,
+    transpose=lambda d_outputs, d_data, ids, **params: SEGMENT_SUM(
+        *d_data, ids, **sum_params(d_outputs[0].shape[0], **params)
+    ),
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivative rules.
+
+
+def sum_params(num_segments: int, indices_are_sorted: bool = False, deterministic: bool = False) -> dict[str, Any]:
+    """What the transpose of a gradient needs; public gradients do not know how the segments were summed."""
+    return vars(SumParams(num_segments, indices_are_sorted, deterministic))
+
+
+def gradient_params(params: SumParams) -> dict[str, Any]:
+    """The params of the gradient of a sum, where the shape of the cotangent tells the number of segments."""
+    return {"indices_are_sorted": params.indices_are_sorted, "deterministic": params.deterministic}
+
+
+def count_rows(ids: Array, num_segments: int) -> Array:
+    """The number of rows of each segment, ``[S]``."""
+    return SEGMENT_SUM(jnp.ones(ids.shape, jnp.int32), ids, **sum_params(num_segments))[0]
+
+
+_primal = first_result(SEGMENT_SUM)
+
+
+def _forward(params: SumParams, *, data: Array, segment_ids: Array) -> tuple[Array, Array]:
+    return _primal(params, data=data, segment_ids=segment_ids), segment_ids
+
+
+def _backward(params: SumParams, segment_ids: Array, d_output: Array) -> dict[str, Array]:
+    [d_data] = SEGMENT_SUM_BACKWARD(d_output, segment_ids, **gradient_params(params))
+    return {"data": d_data}
+
+
+_segment_sum = KernelVjp("segment_sum", _primal, _forward, _backward)
