@@ -25,7 +25,6 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, in_automatic_mode, reshard_as
 from jax_baracuda._core.autodiff import KernelVjp, map_together
-from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import Dimensions
@@ -34,33 +33,6 @@ Activation = Literal["silu", "swish"] | None
 
 MAX_WIDTH = 8
 """The greatest width of a filter."""
-
-_documented = with_shared_parts(
-    {
-        "x": """\
-x: ``[B, C, L]``, or ``[B, L, C]`` with `channels_last`; a real floating dtype. float16, bfloat16, float32 and float64
-  have kernels; other dtypes run as plain JAX.""",
-        "parameters": """\
-weight: ``[C, W]`` with 1 <= W <= 8, the last tap for the present input; the dtype of `x`, or float32 where `x` has
-  fewer than 32 bits.
-bias: ``[C]`` or None; the dtype of `x`, or float32 where `x` has fewer than 32 bits.""",
-        "activation": """\
-activation: None, or "silu" ("swish" is the same): ``act(z) = z * sigmoid(z)``.""",
-        "channels_last": """\
-channels_last: whether `x` is ``[B, L, C]``. States are ``[B, C, ...]`` in either case.""",
-        "sequences": """\
-initial_state: ``[B, C, W - 1]`` with the dtype of `x`: the inputs before t = 0, the newest last. Default: zeros.
-segment_ids: ``[B, L]``, any integer dtype: the sequence that each input belongs to. A tap that reaches into an input
-  with another id counts as zero, whatever that input is, NaN included. Equal ids are one sequence, adjacent or not.
-  The initial state belongs to the sequence of the first id of its row.""",
-        "raises": """\
-TypeError: an argument is no array or has an unsuitable dtype.
-ValueError: shapes do not fit, the filter is wider than 8 or has no tap, or the activation is unknown.""",
-        "forward_mode": """\
-Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-:mod:`jax_baracuda.forward_mode`.""",
-    }
-)
 
 
 @overload
@@ -105,7 +77,6 @@ def causal_conv1d(
 ) -> Array | tuple[Array, Array]: ...
 
 
-@_documented
 def causal_conv1d(
     x: ArrayLike,
     weight: ArrayLike,
@@ -123,11 +94,17 @@ def causal_conv1d(
     `initial_state`, or zero.
 
     Args:
-      {x}
-      {parameters}
-      {activation}
-      {channels_last}
-      {sequences}
+      x: ``[B, C, L]``, or ``[B, L, C]`` with `channels_last`; a real floating dtype. float16, bfloat16, float32 and
+        float64 have kernels; other dtypes run as plain JAX.
+      weight: ``[C, W]`` with 1 <= W <= 8, the last tap for the present input; the dtype of `x`, or float32 where `x`
+        has fewer than 32 bits.
+      bias: ``[C]`` or None; the dtype of `x`, or float32 where `x` has fewer than 32 bits.
+      activation: None, or "silu" ("swish" is the same): ``act(z) = z * sigmoid(z)``.
+      channels_last: whether `x` is ``[B, L, C]``. States are ``[B, C, ...]`` in either case.
+      initial_state: ``[B, C, W - 1]`` with the dtype of `x`: the inputs before t = 0, the newest last. Default: zeros.
+      segment_ids: ``[B, L]``, any integer dtype: the sequence that each input belongs to. A tap that reaches into an
+        input with another id counts as zero, whatever that input is, NaN included. Equal ids are one sequence, adjacent
+        or not. The initial state belongs to the sequence of the first id of its row.
       return_final_state: whether to return the state that continues the last sequence, too.
 
     Returns:
@@ -136,14 +113,16 @@ def causal_conv1d(
       of another sequence than the last one's are zero in it.
 
     Raises:
-      {raises}
+      TypeError: an argument is no array or has an unsuitable dtype.
+      ValueError: shapes do not fit, the filter is wider than 8 or has no tap, or the activation is unknown.
 
     Numerical guarantees: products are added in float32 (float64 for float64), where the activation is computed too, and
     the result is rounded once to the dtype. The final state is exact. Bit-equal from run to run.
 
     Gradient: as in :func:`causal_conv1d_backward`, with respect to `x`, `weight`, `bias` and `initial_state`, through y
     and through the final state. Nothing but the arguments is kept for the backward pass.
-    {forward_mode}
+    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
     """
     call = _canonicalize("causal_conv1d", x, weight, bias, activation, channels_last, initial_state, segment_ids)
     if not return_final_state:
@@ -153,7 +132,6 @@ def causal_conv1d(
     return _convolution_and_state(call.params, **call.arrays)
 
 
-@_documented
 def causal_conv1d_backward(
     d_output: ArrayLike,
     x: ArrayLike,
@@ -174,11 +152,17 @@ def causal_conv1d_backward(
 
     Args:
       d_output: the cotangent of y, with the shape and dtype of `x`.
-      {x}
-      {parameters}
-      {activation}
-      {channels_last}
-      {sequences}
+      x: ``[B, C, L]``, or ``[B, L, C]`` with `channels_last`; a real floating dtype. float16, bfloat16, float32 and
+        float64 have kernels; other dtypes run as plain JAX.
+      weight: ``[C, W]`` with 1 <= W <= 8, the last tap for the present input; the dtype of `x`, or float32 where `x`
+        has fewer than 32 bits.
+      bias: ``[C]`` or None; the dtype of `x`, or float32 where `x` has fewer than 32 bits.
+      activation: None, or "silu" ("swish" is the same): ``act(z) = z * sigmoid(z)``.
+      channels_last: whether `x` is ``[B, L, C]``. States are ``[B, C, ...]`` in either case.
+      initial_state: ``[B, C, W - 1]`` with the dtype of `x`: the inputs before t = 0, the newest last. Default: zeros.
+      segment_ids: ``[B, L]``, any integer dtype: the sequence that each input belongs to. A tap that reaches into an
+        input with another id counts as zero, whatever that input is, NaN included. Equal ids are one sequence, adjacent
+        or not. The initial state belongs to the sequence of the first id of its row.
       d_final_state: ``[B, C, W - 1]`` with the dtype of `x`: the cotangent of the final state. Default: zeros.
 
     Returns:
@@ -186,7 +170,8 @@ def causal_conv1d_backward(
       is. Where `initial_state` is given, ``(dx, dweight, dbias, d_initial_state)``.
 
     Raises:
-      {raises}
+      TypeError: an argument is no array or has an unsuitable dtype.
+      ValueError: shapes do not fit, the filter is wider than 8 or has no tap, or the activation is unknown.
 
     Numerical guarantees: sums are accumulated in float32 (float64 for float64) and rounded once. All of them are added
     in a fixed order: bit-equal from run to run, and independent of scheduling.
@@ -213,7 +198,6 @@ def causal_conv1d_backward(
     return dx, dweight, dbias, gradients.get("initial_state", call.empty_state())
 
 
-@_documented
 def causal_conv1d_update(
     x: ArrayLike,
     state: ArrayLike,
@@ -230,21 +214,25 @@ def causal_conv1d_update(
         floating dtype. float16, bfloat16, float32 and float64 have kernels; other dtypes run as plain JAX.
       state: ``[B, C, K]`` with any K >= W - 1 and the dtype of `x`: the last K inputs, the newest last; zeros at the
         start of a sequence.
-      {parameters}
-      {activation}
-      {channels_last}
+      weight: ``[C, W]`` with 1 <= W <= 8, the last tap for the present input; the dtype of `x`, or float32 where `x`
+        has fewer than 32 bits.
+      bias: ``[C]`` or None; the dtype of `x`, or float32 where `x` has fewer than 32 bits.
+      activation: None, or "silu" ("swish" is the same): ``act(z) = z * sigmoid(z)``.
+      channels_last: whether `x` is ``[B, L, C]``. States are ``[B, C, ...]`` in either case.
 
     Returns:
       ``(y, new_state)`` with the shapes and the dtype of `x` and `state`. The new state is the last K inputs again: the
       oldest fall out. Where `state` is donated (or carried by a loop), it is updated in place.
 
     Raises:
-      {raises}
+      TypeError: an argument is no array or has an unsuitable dtype.
+      ValueError: shapes do not fit, the filter is wider than 8 or has no tap, or the activation is unknown.
 
     Numerical guarantees: y as in :func:`causal_conv1d`; the new state is exact.
 
     Gradient: with respect to all four arrays, as in :func:`causal_conv1d_backward`.
-    {forward_mode}
+    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
     """
     name = "causal_conv1d_update"
     x = as_array(name, "x", x)

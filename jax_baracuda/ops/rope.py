@@ -26,7 +26,6 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arguments import real_number, whole_number
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, reshard_as, reshard_to
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import mesh_axes
@@ -34,44 +33,7 @@ from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE, rope_frequencies
 
 HeadLayout = Literal["BHSD", "BSHD"]
 
-_documented = with_shared_parts(
-    {
-        "options": """\
-positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default: 0 to
-  S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value, negative ones included.
-  Other integers than int32 and int64 are converted to one of them.
-base: finite and positive; the frequencies are ``base^(-2i/rotary_dim)``.
-interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
-  ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
-layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; it must be given where
-  there are as many heads as positions, since a mistake would not show in the shapes.
-rotary_dim: how many features turn, the first ones; even. The others stay as they are. Default: D, which then must be
-  even.
-inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies to use in place of those of `base`, such as
-  :func:`rope_frequencies` makes. A constant: no gradient flows to it. NumPy arrays count with all bits of float64,
-  with 64-bit types off as well. Or ``[2, rotary_dim/2]``, floating: the sum of both rows counts. So traced arrays
-  can have float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
-scale: a finite number that multiplies sine and cosine.""",
-        "raises": """\
-TypeError: an argument is no array or no number, or has an unsuitable dtype.
-ValueError: shapes do not fit; `layout` is unknown, or needed and not given; `rotary_dim` is odd or out of range; `base`
-  or `scale` is not finite, or `base` not positive.""",
-        "numbers": """\
-Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
-float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32 and
-rounded once, which is the exact result, rounded, for 99% of numbers or more. float64 multiplies position and frequency
-in float64. Features that do not turn are exact, and NaN and infinities stay in their pair. Bit-equal from run to
-run.""",
-        "in_place": """\
-Where `jax.jit` donates an argument that is passed on as it is, the result is written to its memory.""",
-        "forward_mode": """\
-Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-:mod:`jax_baracuda.forward_mode`.""",
-    }
-)
 
-
-@_documented
 def rope(
     x: ArrayLike,
     positions: ArrayLike | None = None,
@@ -91,26 +53,46 @@ def rope(
     Args:
       x: ``[B, H, S, D]``, or ``[B, S, H, D]`` with layout "BSHD"; a real floating dtype. float16, bfloat16, float32 and
         float64 have kernels; other dtypes run as plain JAX.
-      {options}
+      positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
+        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value, negative ones
+        included. Other integers than int32 and int64 are converted to one of them.
+      base: finite and positive; the frequencies are ``base^(-2i/rotary_dim)``.
+      interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
+        ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
+      layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; it must be given
+        where there are as many heads as positions, since a mistake would not show in the shapes.
+      rotary_dim: how many features turn, the first ones; even. The others stay as they are. Default: D, which then must
+        be even.
+      inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies to use in place of those of `base`, such as
+        :func:`rope_frequencies` makes. A constant: no gradient flows to it. NumPy arrays count with all bits of
+        float64, with 64-bit types off as well. Or ``[2, rotary_dim/2]``, floating: the sum of both rows counts. So
+        traced arrays can have float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
+      scale: a finite number that multiplies sine and cosine.
 
     Returns:
       The rotated features, with the shape and dtype of `x`.
-      {in_place}
+      Where `jax.jit` donates an argument that is passed on as it is, the result is written to its memory.
 
     Raises:
-      {raises}
+      TypeError: an argument is no array or no number, or has an unsuitable dtype.
+      ValueError: shapes do not fit; `layout` is unknown, or needed and not given; `rotary_dim` is odd or out of range;
+        `base` or `scale` is not finite, or `base` not positive.
 
-    {numbers}
+    Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
+    float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32
+    and rounded once, which is the exact result, rounded, for 99% of numbers or more. float64 multiplies position and
+    frequency in float64. Features that do not turn are exact, and NaN and infinities stay in their pair. Bit-equal from
+    run to run.
 
     Gradient: :func:`rope_backward`, a kernel as well. No features are kept for the backward pass.
-    {forward_mode}
+    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
     """
     rotation = _canonicalize("rope", {"x": x}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale)
     [y] = _rope(rotation.params, **rotation.arrays)
     return y
 
 
-@_documented
 def rope_backward(
     d_output: ArrayLike,
     positions: ArrayLike | None = None,
@@ -126,15 +108,35 @@ def rope_backward(
 
     Args:
       d_output: the cotangent of the rotated features, with the shape and dtype of `x`.
-      {options}
+      positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
+        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value, negative ones
+        included. Other integers than int32 and int64 are converted to one of them.
+      base: finite and positive; the frequencies are ``base^(-2i/rotary_dim)``.
+      interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
+        ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
+      layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; it must be given
+        where there are as many heads as positions, since a mistake would not show in the shapes.
+      rotary_dim: how many features turn, the first ones; even. The others stay as they are. Default: D, which then must
+        be even.
+      inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies to use in place of those of `base`, such as
+        :func:`rope_frequencies` makes. A constant: no gradient flows to it. NumPy arrays count with all bits of
+        float64, with 64-bit types off as well. Or ``[2, rotary_dim/2]``, floating: the sum of both rows counts. So
+        traced arrays can have float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
+      scale: a finite number that multiplies sine and cosine.
 
     Returns:
       The cotangent of `x`, with the shape and dtype of `d_output`.
 
     Raises:
-      {raises}
+      TypeError: an argument is no array or no number, or has an unsuitable dtype.
+      ValueError: shapes do not fit; `layout` is unknown, or needed and not given; `rotary_dim` is odd or out of range;
+        `base` or `scale` is not finite, or `base` not positive.
 
-    {numbers}
+    Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
+    float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32
+    and rounded once, which is the exact result, rounded, for 99% of numbers or more. float64 multiplies position and
+    frequency in float64. Features that do not turn are exact, and NaN and infinities stay in their pair. Bit-equal from
+    run to run.
 
     Gradient: :func:`rope`. Derivatives of any order and in either mode exist.
     """
@@ -146,7 +148,6 @@ def rope_backward(
     return dx
 
 
-@_documented
 def rope_qk(
     q: ArrayLike,
     k: ArrayLike,
@@ -165,19 +166,40 @@ def rope_qk(
       q: ``[B, H, S, D]``, or ``[B, S, H, D]`` with layout "BSHD"; a real floating dtype. float16, bfloat16, float32 and
         float64 have kernels; other dtypes run as plain JAX.
       k: as `q`, with the same dtype, B, S and D; the number of heads may be another.
-      {options}
+      positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
+        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value, negative ones
+        included. Other integers than int32 and int64 are converted to one of them.
+      base: finite and positive; the frequencies are ``base^(-2i/rotary_dim)``.
+      interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
+        ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
+      layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; it must be given
+        where there are as many heads as positions, since a mistake would not show in the shapes.
+      rotary_dim: how many features turn, the first ones; even. The others stay as they are. Default: D, which then must
+        be even.
+      inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies to use in place of those of `base`, such as
+        :func:`rope_frequencies` makes. A constant: no gradient flows to it. NumPy arrays count with all bits of
+        float64, with 64-bit types off as well. Or ``[2, rotary_dim/2]``, floating: the sum of both rows counts. So
+        traced arrays can have float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
+      scale: a finite number that multiplies sine and cosine.
 
     Returns:
       ``(q, k)``, rotated, with the shapes and the dtype of `q` and `k`.
-      {in_place}
+      Where `jax.jit` donates an argument that is passed on as it is, the result is written to its memory.
 
     Raises:
-      {raises}
+      TypeError: an argument is no array or no number, or has an unsuitable dtype.
+      ValueError: shapes do not fit; `layout` is unknown, or needed and not given; `rotary_dim` is odd or out of range;
+        `base` or `scale` is not finite, or `base` not positive.
 
-    {numbers}
+    Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
+    float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32
+    and rounded once, which is the exact result, rounded, for 99% of numbers or more. float64 multiplies position and
+    frequency in float64. Features that do not turn are exact, and NaN and infinities stay in their pair. Bit-equal from
+    run to run.
 
     Gradient: :func:`rope_qk_backward`, a kernel as well. No features are kept for the backward pass.
-    {forward_mode}
+    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
     """
     name = "rope_qk"
     rotation = _canonicalize(name, {"q": q, "k": k}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale)
@@ -185,7 +207,6 @@ def rope_qk(
     return q, k
 
 
-@_documented
 def rope_qk_backward(
     d_q_output: ArrayLike,
     d_k_output: ArrayLike,
@@ -203,16 +224,36 @@ def rope_qk_backward(
     Args:
       d_q_output: the cotangent of the rotated queries, with the shape and dtype of `q`.
       d_k_output: the cotangent of the rotated keys, with the shape and dtype of `k`.
-      {options}
+      positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
+        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value, negative ones
+        included. Other integers than int32 and int64 are converted to one of them.
+      base: finite and positive; the frequencies are ``base^(-2i/rotary_dim)``.
+      interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
+        ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
+      layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; it must be given
+        where there are as many heads as positions, since a mistake would not show in the shapes.
+      rotary_dim: how many features turn, the first ones; even. The others stay as they are. Default: D, which then must
+        be even.
+      inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies to use in place of those of `base`, such as
+        :func:`rope_frequencies` makes. A constant: no gradient flows to it. NumPy arrays count with all bits of
+        float64, with 64-bit types off as well. Or ``[2, rotary_dim/2]``, floating: the sum of both rows counts. So
+        traced arrays can have float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
+      scale: a finite number that multiplies sine and cosine.
 
     Returns:
       The cotangents of `q` and `k`, with the shapes and the dtype of `d_q_output` and
       `d_k_output`.
 
     Raises:
-      {raises}
+      TypeError: an argument is no array or no number, or has an unsuitable dtype.
+      ValueError: shapes do not fit; `layout` is unknown, or needed and not given; `rotary_dim` is odd or out of range;
+        `base` or `scale` is not finite, or `base` not positive.
 
-    {numbers}
+    Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
+    float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32
+    and rounded once, which is the exact result, rounded, for 99% of numbers or more. float64 multiplies position and
+    frequency in float64. Features that do not turn are exact, and NaN and infinities stay in their pair. Bit-equal from
+    run to run.
 
     Gradient: :func:`rope_qk`. Derivatives of any order and in either mode exist.
     """

@@ -23,7 +23,6 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOAT8_DTYPES, FLOATING_DTYPES, INTEGER_DTYPES, as_array, reshard_as
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import MeshAxes
@@ -33,40 +32,7 @@ StartIndex = ArrayLike | tuple[int, int]
 """Of one axis: the window's start, or its ``(start, end)``."""
 StartIndices = Sequence[StartIndex] | Array | np.ndarray
 
-_documented = with_shared_parts(
-    {
-        "range": """\
-* a pair ``(start, end)`` of Python integers with ``0 <= start <= end <= dest.shape[d]`` and
-  ``end - start == source.shape[d]``, or
-* a start alone, a Python integer or a scalar array of any integer dtype, traced or not; the end is then
-  ``start + source.shape[d]``, and `mode` says what happens where the window reaches beyond the array.
 
-A one-dimensional array of starts is also accepted.""",
-        "mode": """\
-mode: "clip" moves the window inside, as ``jax.lax.dynamic_update_slice`` does: a negative start counts from the end of
-  the axis, and then the window is moved to the nearest place where all of it is inside. "drop" leaves the window where
-  it is, negative starts before the beginning, and writes only the part that lies inside: a full cache is never
-  overwritten.""",
-        "raises": """\
-TypeError: an argument is no array, dtypes differ, or a start is no integer scalar.
-ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. All of it before anything runs.""",
-        "in_place": """\
-In place: where ``dest`` is donated to ``jax.jit`` or carried by a loop, and not used afterwards, it is updated in its
-own memory, at a cost that depends on the window alone. Otherwise, and outside of ``jax.jit``, XLA copies it first: what
-is not donated is left as it was. Under ``jax.vmap``, one launch writes the windows of a whole batch, each at its own
-position.""",
-        "guarantees": """\
-Numerical guarantees: exact copies of bits, NaN payloads included. Bit-equal from run to run.
-
-Gradient: ``dest`` gets the cotangent with zeros in the window, ``source`` gets its window, with zeros for what was
-dropped. Integer arrays have none. Nothing but the starts is kept for the backward pass.
-Derivatives of any order exist, all of them by these kernels. ``jax.jvp`` and ``jax.jacfwd`` of this function need its
-twin of the same name in :mod:`jax_baracuda.forward_mode`.""",
-    }
-)
-
-
-@_documented
 def write_slice(dest: ArrayLike, source: ArrayLike, start_indices: StartIndices, *, mode: WriteMode = "clip") -> Array:
     """Writes an array into a window of another one, in place where that is donated, as a KV-cache append does.
 
@@ -77,18 +43,35 @@ def write_slice(dest: ArrayLike, source: ArrayLike, start_indices: StartIndices,
       source: an array with the rank and dtype of `dest`, along no axis longer than it.
       start_indices: one entry for each axis d of `dest`:
 
-        {range}
-      {mode}
+        * a pair ``(start, end)`` of Python integers with ``0 <= start <= end <= dest.shape[d]`` and
+          ``end - start == source.shape[d]``, or
+        * a start alone, a Python integer or a scalar array of any integer dtype, traced or not; the end is then
+          ``start + source.shape[d]``, and `mode` says what happens where the window reaches beyond the array.
+
+        A one-dimensional array of starts is also accepted.
+      mode: "clip" moves the window inside, as ``jax.lax.dynamic_update_slice`` does: a negative start counts from the
+        end of the axis, and then the window is moved to the nearest place where all of it is inside. "drop" leaves the
+        window where it is, negative starts before the beginning, and writes only the part that lies inside: a full
+        cache is never overwritten.
 
     Returns:
       The updated array, with the shape and dtype of `dest`.
 
     Raises:
-      {raises}
+      TypeError: an argument is no array, dtypes differ, or a start is no integer scalar.
+      ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. All of it before anything runs.
 
-    {in_place}
+    In place: where ``dest`` is donated to ``jax.jit`` or carried by a loop, and not used afterwards, it is updated in
+    its own memory, at a cost that depends on the window alone. Otherwise, and outside of ``jax.jit``, XLA copies it
+    first: what is not donated is left as it was. Under ``jax.vmap``, one launch writes the windows of a whole batch,
+    each at its own position.
 
-    {guarantees}
+    Numerical guarantees: exact copies of bits, NaN payloads included. Bit-equal from run to run.
+
+    Gradient: ``dest`` gets the cotangent with zeros in the window, ``source`` gets its window, with zeros for what was
+    dropped. Integer arrays have none. Nothing but the starts is kept for the backward pass. Derivatives of any order
+    exist, all of them by these kernels. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name
+    in :mod:`jax_baracuda.forward_mode`.
     """
     name = "write_slice"
     update = _canonicalize(name, "dest", "source", dest, source, "start_indices", start_indices, mode)
@@ -96,7 +79,6 @@ def write_slice(dest: ArrayLike, source: ArrayLike, start_indices: StartIndices,
     return result
 
 
-@_documented
 def write_slices(
     dests: Sequence[ArrayLike],
     sources: Sequence[ArrayLike],
@@ -114,19 +96,36 @@ def write_slices(
       sources: as many arrays, each with the rank and dtype of its `dest`, along no axis longer than it.
       start_indices: for all arrays alike, one entry for each axis d, which is
 
-        {range}
+        * a pair ``(start, end)`` of Python integers with ``0 <= start <= end <= dest.shape[d]`` and
+          ``end - start == source.shape[d]``, or
+        * a start alone, a Python integer or a scalar array of any integer dtype, traced or not; the end is then
+          ``start + source.shape[d]``, and `mode` says what happens where the window reaches beyond the array.
+
+        A one-dimensional array of starts is also accepted.
       start_indices_of_each: in place of `start_indices`, a list with those of each array.
-      {mode}
+      mode: "clip" moves the window inside, as ``jax.lax.dynamic_update_slice`` does: a negative start counts from the
+        end of the axis, and then the window is moved to the nearest place where all of it is inside. "drop" leaves the
+        window where it is, negative starts before the beginning, and writes only the part that lies inside: a full
+        cache is never overwritten.
 
     Returns:
       The list of the updated arrays.
 
     Raises:
-      {raises}
+      TypeError: an argument is no array, dtypes differ, or a start is no integer scalar.
+      ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. All of it before anything runs.
 
-    {in_place}
+    In place: where ``dest`` is donated to ``jax.jit`` or carried by a loop, and not used afterwards, it is updated in
+    its own memory, at a cost that depends on the window alone. Otherwise, and outside of ``jax.jit``, XLA copies it
+    first: what is not donated is left as it was. Under ``jax.vmap``, one launch writes the windows of a whole batch,
+    each at its own position.
 
-    {guarantees}
+    Numerical guarantees: exact copies of bits, NaN payloads included. Bit-equal from run to run.
+
+    Gradient: ``dest`` gets the cotangent with zeros in the window, ``source`` gets its window, with zeros for what was
+    dropped. Integer arrays have none. Nothing but the starts is kept for the backward pass. Derivatives of any order
+    exist, all of them by these kernels. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name
+    in :mod:`jax_baracuda.forward_mode`.
     """
     name = "write_slices"
     for argument, arrays in (("dests", dests), ("sources", sources)):

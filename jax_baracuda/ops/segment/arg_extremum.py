@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import accumulation_dtype
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
-from jax_baracuda.ops.segment.arguments import Mode, OutSharding, canonicalize, documented
+from jax_baracuda.ops.segment.arguments import Mode, OutSharding, canonicalize
 from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, same_value, xla_min
 from jax_baracuda.ops.segment.definitions import (
     CELLS,
@@ -29,7 +29,6 @@ from jax_baracuda.ops.segment.definitions import (
 from jax_baracuda.ops.segment.extremum import MAXIMUM, MINIMUM, Extremum
 
 
-@documented
 def segment_argmax(
     data: ArrayLike,
     segment_ids: ArrayLike,
@@ -45,15 +44,29 @@ def segment_argmax(
     The lowest such row where several attain it, as in :func:`numpy.argmax`.
 
     Args:
-      {ordered_data}
-      {reduction_arguments}
-      {mode_and_sharding}
+      data: ``[N, ...]``, any dtype of JAX with an order. bool, integers of 8 to 64 bits, float16, bfloat16, float32 and
+        float64 have kernels; other dtypes run as plain JAX. More generally, any shape that broadcasts to
+        ``segment_ids.shape + data.shape[1:]``.
+      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
+        dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
+        false, the result may hold anything.
+      unique_indices: accepted for compatibility; nothing depends on it.
+      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
+        dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      out_sharding: sharding of the result, for meshes with explicit axes.
 
     Returns:
-      {row_numbers}
+      ``[S, ...]``, int32: a row number in ``[0, N)``, or N for an empty segment. Where `segment_ids` is not of rank 1,
+      rows are numbered through all ids in order, and N is the number of ids.
 
     Raises:
-      {raises}
+      TypeError: an argument is no array or has an unsuitable dtype.
+      IndexError: `segment_ids` is boolean.
+      ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
+        there are no ids.
+      jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
     Numerical guarantees: exact. A NaN is greater than every number, the first NaN wins; -0 and +0 are equal.
     Bit-equal from run to run and independent of scheduling.
@@ -63,7 +76,6 @@ def segment_argmax(
     return _arg_extremum(SEGMENT_ARGMAX, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding)
 
 
-@documented
 def segment_argmin(
     data: ArrayLike,
     segment_ids: ArrayLike,
@@ -79,15 +91,29 @@ def segment_argmin(
     The lowest such row where several attain it, as in :func:`numpy.argmin`.
 
     Args:
-      {ordered_data}
-      {reduction_arguments}
-      {mode_and_sharding}
+      data: ``[N, ...]``, any dtype of JAX with an order. bool, integers of 8 to 64 bits, float16, bfloat16, float32 and
+        float64 have kernels; other dtypes run as plain JAX. More generally, any shape that broadcasts to
+        ``segment_ids.shape + data.shape[1:]``.
+      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
+        dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
+        false, the result may hold anything.
+      unique_indices: accepted for compatibility; nothing depends on it.
+      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
+        dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      out_sharding: sharding of the result, for meshes with explicit axes.
 
     Returns:
-      {row_numbers}
+      ``[S, ...]``, int32: a row number in ``[0, N)``, or N for an empty segment. Where `segment_ids` is not of rank 1,
+      rows are numbered through all ids in order, and N is the number of ids.
 
     Raises:
-      {raises}
+      TypeError: an argument is no array or has an unsuitable dtype.
+      IndexError: `segment_ids` is boolean.
+      ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
+        there are no ids.
+      jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
     Numerical guarantees: exact. A NaN is less than every number, the first NaN wins; -0 and +0 are equal.
     Bit-equal from run to run and independent of scheduling.

@@ -16,57 +16,11 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import as_array, reshard_as, reshard_like
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.docstrings import with_shared_parts
 from jax_baracuda.ops.segment.definitions import Params
 
 TieBreak = Literal["split", "first"]
 Mode = jax.lax.GatherScatterMode | str | None
 OutSharding = NamedSharding | PartitionSpec | None
-
-documented = with_shared_parts(
-    {
-        "ordered_data": """\
-data: ``[N, ...]``, any dtype of JAX with an order. bool, integers of 8 to 64 bits, float16, bfloat16, float32 and
-  float64 have kernels; other dtypes run as plain JAX. More generally, any shape that broadcasts to
-  ``segment_ids.shape + data.shape[1:]``.""",
-        "row_numbers": """\
-``[S, ...]``, int32: a row number in ``[0, N)``, or N for an empty segment. Where `segment_ids` is not of rank 1,
-rows are numbered through all ids in order, and N is the number of ids.""",
-        "gradient_of_extremum": """\
-Gradient: ``d_data[n] = d_out[segment_ids[n]] * share``, where the share is ``1 / number of tied rows`` (the count
-is an exact integer) or 1 for the winner, and exactly 0 for every other row, whatever the cotangent. A segment that
-holds a NaN passes no gradient.""",
-        "segment_ids": """\
-segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of segments
-  are dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.""",
-        "reduction_arguments": """\
-segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
-  dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
-num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
-indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
-  false, the result may hold anything.
-unique_indices: accepted for compatibility; nothing depends on it.""",
-        "mode": """\
-mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
-  dropped. "clip": the id is clamped to ``[0, S - 1]``.""",
-        "mode_and_sharding": """\
-mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
-  dropped. "clip": the id is clamped to ``[0, S - 1]``.
-out_sharding: sharding of the result, for meshes with explicit axes.""",
-        "deterministic": """\
-deterministic: on GPUs, sums of floating numbers in unsorted segments are added in an order that varies from run to
-  run, unless this is True. Everything else has the same bits in every run anyway.""",
-        "raises": """\
-TypeError: an argument is no array or has an unsuitable dtype.
-IndexError: `segment_ids` is boolean.
-ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and there
-  are no ids.
-jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.""",
-        "forward_mode": """\
-Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-:mod:`jax_baracuda.forward_mode`.""",
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True)

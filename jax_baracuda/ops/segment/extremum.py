@@ -30,7 +30,6 @@ from jax_baracuda.ops.segment.arguments import (
     TieBreak,
     canonicalize,
     canonicalize_backward,
-    documented,
 )
 from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, xla_max, xla_min, xla_sum
 from jax_baracuda.ops.segment.definitions import (
@@ -49,7 +48,6 @@ from jax_baracuda.ops.segment.definitions import (
 )
 
 
-@documented
 def segment_max(
     data: ArrayLike,
     segment_ids: ArrayLike,
@@ -67,11 +65,20 @@ def segment_max(
     A drop-in replacement of :func:`jax.ops.segment_max`.
 
     Args:
-      {ordered_data}
-      {reduction_arguments}
+      data: ``[N, ...]``, any dtype of JAX with an order. bool, integers of 8 to 64 bits, float16, bfloat16, float32 and
+        float64 have kernels; other dtypes run as plain JAX. More generally, any shape that broadcasts to
+        ``segment_ids.shape + data.shape[1:]``.
+      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
+        dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
+        false, the result may hold anything.
+      unique_indices: accepted for compatibility; nothing depends on it.
       bucket_size: as in :func:`jax.ops.segment_max`, rows are reduced in buckets of this size, and then the buckets.
         The maximum is the same; under ``tie_break="split"`` tied buckets share the gradient equally first.
-      {mode_and_sharding}
+      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
+        dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      out_sharding: sharding of the result, for meshes with explicit axes.
       tie_break: who gets the gradient where several rows attain the maximum. "split": all of them, in equal shares,
         as in JAX; the identity of an empty segment (-inf) takes part where the maximum equals it. "first": the
         lowest of these rows, all of it; `data` is then not kept for the backward pass.
@@ -80,20 +87,26 @@ def segment_max(
       ``[S, ...]`` with the dtype of `data`. Empty segments hold -inf, the least integer of the dtype, or False.
 
     Raises:
-      {raises}
+      TypeError: an argument is no array or has an unsuitable dtype.
+      IndexError: `segment_ids` is boolean.
+      ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
+        there are no ids.
+      jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
     Numerical guarantees: exact. NaN propagates; ``max(-0, +0)`` is ``+0`` in either order; subnormal numbers are
     numbers, not zeros. Bit-equal from run to run and independent of scheduling.
 
-    {gradient_of_extremum}
-    {forward_mode}
+    Gradient: ``d_data[n] = d_out[segment_ids[n]] * share``, where the share is ``1 / number of tied rows`` (the count
+    is an exact integer) or 1 for the winner, and exactly 0 for every other row, whatever the cotangent. A segment that
+    holds a NaN passes no gradient.
+    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
     """
     name = "segment_max"
     call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, bucket_size)
     return _reduce(name, call, _segment_max, jnp.max, tie_break)
 
 
-@documented
 def segment_min(
     data: ArrayLike,
     segment_ids: ArrayLike,
@@ -111,11 +124,20 @@ def segment_min(
     A drop-in replacement of :func:`jax.ops.segment_min`.
 
     Args:
-      {ordered_data}
-      {reduction_arguments}
+      data: ``[N, ...]``, any dtype of JAX with an order. bool, integers of 8 to 64 bits, float16, bfloat16, float32 and
+        float64 have kernels; other dtypes run as plain JAX. More generally, any shape that broadcasts to
+        ``segment_ids.shape + data.shape[1:]``.
+      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
+        dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
+        false, the result may hold anything.
+      unique_indices: accepted for compatibility; nothing depends on it.
       bucket_size: as in :func:`jax.ops.segment_min`, rows are reduced in buckets of this size, and then the buckets.
         The minimum is the same; under ``tie_break="split"`` tied buckets share the gradient equally first.
-      {mode_and_sharding}
+      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
+        dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      out_sharding: sharding of the result, for meshes with explicit axes.
       tie_break: who gets the gradient where several rows attain the minimum. "split": all of them, in equal shares,
         as in JAX; the identity of an empty segment (+inf) takes part where the minimum equals it. "first": the
         lowest of these rows, all of it; `data` is then not kept for the backward pass.
@@ -124,20 +146,26 @@ def segment_min(
       ``[S, ...]`` with the dtype of `data`. Empty segments hold +inf, the greatest integer of the dtype, or True.
 
     Raises:
-      {raises}
+      TypeError: an argument is no array or has an unsuitable dtype.
+      IndexError: `segment_ids` is boolean.
+      ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
+        there are no ids.
+      jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
     Numerical guarantees: exact. NaN propagates; ``min(-0, +0)`` is ``-0`` in either order; subnormal numbers are
     numbers, not zeros. Bit-equal from run to run and independent of scheduling.
 
-    {gradient_of_extremum}
-    {forward_mode}
+    Gradient: ``d_data[n] = d_out[segment_ids[n]] * share``, where the share is ``1 / number of tied rows`` (the count
+    is an exact integer) or 1 for the winner, and exactly 0 for every other row, whatever the cotangent. A segment that
+    holds a NaN passes no gradient.
+    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
     """
     name = "segment_min"
     call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, bucket_size)
     return _reduce(name, call, _segment_min, jnp.min, tie_break)
 
 
-@documented
 def segment_max_backward(
     d_output: ArrayLike,
     data: ArrayLike,
@@ -152,9 +180,11 @@ def segment_max_backward(
     Args:
       d_output: ``[S, ...]``, the cotangent of the segment maxima; a floating dtype, the same as `data`.
       data: ``[N, ...]``, the rows that were reduced.
-      {segment_ids}
+      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
+        segments are dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
       indices_are_sorted: promises that `segment_ids` is non-decreasing.
-      {mode}
+      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
+        dropped. "clip": the id is clamped to ``[0, S - 1]``.
       tie_break: as in :func:`segment_max`: "split" gives every row that attains its segment's maximum an equal share,
         "first" gives the lowest such row all of it.
 
@@ -176,7 +206,6 @@ def segment_max_backward(
     )
 
 
-@documented
 def segment_min_backward(
     d_output: ArrayLike,
     data: ArrayLike,
@@ -191,9 +220,11 @@ def segment_min_backward(
     Args:
       d_output: ``[S, ...]``, the cotangent of the segment minima; a floating dtype, the same as `data`.
       data: ``[N, ...]``, the rows that were reduced.
-      {segment_ids}
+      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
+        segments are dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
       indices_are_sorted: promises that `segment_ids` is non-decreasing.
-      {mode}
+      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
+        dropped. "clip": the id is clamped to ``[0, S - 1]``.
       tie_break: as in :func:`segment_min`: "split" gives every row that attains its segment's minimum an equal share,
         "first" gives the lowest such row all of it.
 

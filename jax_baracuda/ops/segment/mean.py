@@ -17,7 +17,6 @@ from jax_baracuda.ops.segment.arguments import (
     OutSharding,
     canonicalize,
     canonicalize_without_data,
-    documented,
     shaped_as_ids,
 )
 from jax_baracuda.ops.segment.cells import gather_segments, per_row, xla_sum
@@ -36,7 +35,6 @@ from jax_baracuda.ops.segment.definitions import (
 from jax_baracuda.ops.segment.sum import count_rows, gradient_params, sum_over_shards, sum_params
 
 
-@documented
 def segment_mean(
     data: ArrayLike,
     segment_ids: ArrayLike,
@@ -54,35 +52,49 @@ def segment_mean(
       data: ``[N, ...]``, any dtype of JAX. float16, bfloat16, float32 and float64 have kernels; integers and bool are
         cast as by :func:`jax.numpy.mean`, to float32 (64-bit integers under x64 to float64); other dtypes run as plain
         JAX. More generally, any shape that broadcasts to ``segment_ids.shape + data.shape[1:]``.
-      {reduction_arguments}
-      {mode_and_sharding}
-      {deterministic}
+      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
+        dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
+        false, the result may hold anything.
+      unique_indices: accepted for compatibility; nothing depends on it.
+      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
+        dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      out_sharding: sharding of the result, for meshes with explicit axes.
+      deterministic: on GPUs, sums of floating numbers in unsorted segments are added in an order that varies from run
+        to run, unless this is True. Everything else has the same bits in every run anyway.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`, or of its cast. Empty segments hold 0.
 
     Raises:
-      {raises}
+      TypeError: an argument is no array or has an unsuitable dtype.
+      IndexError: `segment_ids` is boolean.
+      ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
+        there are no ids.
+      jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
     Numerical guarantees: the sum is accumulated in float32 (float64 for float64), divided there by the exact number of
     rows, and rounded once to the dtype. Bit-equal from run to run, except on GPUs as said under `deterministic`.
 
     Gradient: ``d_data[n] = d_out[s] / number of rows of s`` with ``s = segment_ids[n]``, 0 for dropped rows; `data` is
     not kept for the backward pass.
-    {forward_mode}
+    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
     """
     call = canonicalize("segment_mean", data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding)
     return call.with_inexact_data().reduce(_segment_mean, call.params(SumParams, deterministic=bool(deterministic)))
 
 
-@documented
 def segment_mean_backward(d_output: ArrayLike, segment_ids: ArrayLike, *, mode: Mode = None) -> Array:
     """Gradient of :func:`segment_mean`: ``d_data[n, ...] = d_output[s, ...] / number of rows of s``, s the id of row n.
 
     Args:
       d_output: ``[S, ...]``, the cotangent of the segment means, a floating dtype.
-      {segment_ids}
-      {mode}
+      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
+        segments are dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
+        dropped. "clip": the id is clamped to ``[0, S - 1]``.
 
     Returns:
       ``segment_ids.shape + d_output.shape[1:]`` with the dtype of `d_output`, the cotangent of the data. Dropped rows

@@ -20,7 +20,6 @@ from jax_baracuda.ops.segment.arguments import (
     OutSharding,
     canonicalize,
     canonicalize_backward,
-    documented,
     reduce_numbers,
 )
 from jax_baracuda.ops.segment.cells import gather_segments, per_row, xla_min, xla_prod
@@ -45,7 +44,6 @@ from jax_baracuda.ops.segment.extended_product import (
 )
 
 
-@documented
 def segment_prod(
     data: ArrayLike,
     segment_ids: ArrayLike,
@@ -64,15 +62,26 @@ def segment_prod(
       data: ``[N, ...]``, any numeric dtype of JAX. Integers, float16, bfloat16, float32 and float64 have kernels
         (integers of less than 32 bits are multiplied as int32 and wrap the same); other dtypes run as plain JAX. More
         generally, any shape that broadcasts to ``segment_ids.shape + data.shape[1:]``.
-      {reduction_arguments}
+      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
+        dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
+        false, the result may hold anything.
+      unique_indices: accepted for compatibility; nothing depends on it.
       bucket_size: as in :func:`jax.ops.segment_prod`, rows are multiplied in buckets of this size, then the buckets.
-      {mode_and_sharding}
+      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
+        dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      out_sharding: sharding of the result, for meshes with explicit axes.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold 1.
 
     Raises:
-      {raises}
+      TypeError: an argument is no array or has an unsuitable dtype.
+      IndexError: `segment_ids` is boolean.
+      ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
+        there are no ids.
+      jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
     Numerical guarantees: floating numbers are multiplied in float32 (float64 for float64) with an exponent of their
     own, so nothing overflows or underflows on the way: the product is finite where the exact one is. It is rounded once
@@ -81,14 +90,14 @@ def segment_prod(
 
     Gradient: ``d_data[n] = d_out[segment_ids[n]] * product of the segment's other rows``, right also where rows are
     zero, infinite or of extreme magnitude; 0 for dropped rows.
-    {forward_mode}
+    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
     """
     name = "segment_prod"
     call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, bucket_size)
     return reduce_numbers(name, call, _segment_prod, call.params(Params), jnp.prod)
 
 
-@documented
 def segment_prod_backward(
     d_output: ArrayLike,
     data: ArrayLike,
@@ -104,9 +113,11 @@ def segment_prod_backward(
     Args:
       d_output: ``[S, ...]``, the cotangent of the segment products; a floating dtype, the same as `data`.
       data: ``[N, ...]``, the rows that were multiplied.
-      {segment_ids}
+      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
+        segments are dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
       indices_are_sorted: promises that `segment_ids` is non-decreasing.
-      {mode}
+      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
+        dropped. "clip": the id is clamped to ``[0, S - 1]``.
 
     Returns:
       ``[N, ...]``, the cotangent of `data`. Dropped rows get 0.

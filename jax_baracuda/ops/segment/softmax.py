@@ -18,7 +18,6 @@ from jax_baracuda.ops.segment.arguments import (
     OutSharding,
     canonicalize,
     check_like,
-    documented,
     shaped_as_ids,
 )
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
@@ -36,7 +35,6 @@ from jax_baracuda.ops.segment.extremum import MAXIMUM, SEGMENT_MAX
 from jax_baracuda.ops.segment.sum import sum_over_shards
 
 
-@documented
 def segment_softmax(
     logits: ArrayLike,
     segment_ids: ArrayLike,
@@ -56,15 +54,27 @@ def segment_softmax(
     Args:
       logits: ``[N, ...]``, any real floating dtype of JAX. float16, bfloat16, float32 and float64 have kernels; other
         dtypes run as plain JAX. More generally, any shape that broadcasts to ``segment_ids.shape + logits.shape[1:]``.
-      {reduction_arguments}
-      {mode_and_sharding}
-      {deterministic}
+      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
+        dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
+        false, the result may hold anything.
+      unique_indices: accepted for compatibility; nothing depends on it.
+      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
+        dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      out_sharding: sharding of the result, for meshes with explicit axes.
+      deterministic: on GPUs, sums of floating numbers in unsorted segments are added in an order that varies from run
+        to run, unless this is True. Everything else has the same bits in every run anyway.
 
     Returns:
       ``segment_ids.shape + logits.shape[1:]`` (the shape of `logits`) with the dtype of `logits`. Dropped rows get 0.
 
     Raises:
-      {raises}
+      TypeError: an argument is no array or has an unsuitable dtype.
+      IndexError: `segment_ids` is boolean.
+      ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
+        there are no ids.
+      jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
     Numerical guarantees: computed in float32 (float64 for float64) and rounded once to the dtype; nothing overflows. A
     row of -inf gets 0. A segment that holds a NaN, whose maximum is +inf, or whose rows are all -inf gives NaN, as in
@@ -72,7 +82,8 @@ def segment_softmax(
 
     Gradient: ``d_logits[n] = out[n] * (d_out[n] - sum { out[k] * d_out[k] : segment_ids[k] == segment_ids[n] })``, 0
     for dropped rows; the result and the ids are kept for the backward pass, not the logits.
-    {forward_mode}
+    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
     """
     name = "segment_softmax"
     call = canonicalize(
@@ -83,7 +94,6 @@ def segment_softmax(
     return call.map_rows(_segment_softmax, call.params(SumParams, deterministic=bool(deterministic)))
 
 
-@documented
 def segment_softmax_backward(
     d_output: ArrayLike,
     probabilities: ArrayLike,
@@ -100,11 +110,14 @@ def segment_softmax_backward(
       d_output: ``[N, ...]``, the cotangent of the probabilities; a floating dtype and shape, those of
         `probabilities`.
       probabilities: ``[N, ...]``, the result of :func:`segment_softmax`.
-      {segment_ids}
+      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
+        segments are dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
       num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
       indices_are_sorted: promises that `segment_ids` is non-decreasing.
-      {mode}
-      {deterministic}
+      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
+        dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      deterministic: on GPUs, sums of floating numbers in unsorted segments are added in an order that varies from run
+        to run, unless this is True. Everything else has the same bits in every run anyway.
 
     Returns:
       ``[N, ...]``, the cotangent of the logits. Dropped rows get 0.

@@ -18,7 +18,6 @@ from jax_baracuda.ops.segment.arguments import (
     OutSharding,
     canonicalize,
     canonicalize_without_data,
-    documented,
     reduce_numbers,
     shaped_as_ids,
 )
@@ -36,7 +35,6 @@ from jax_baracuda.ops.segment.definitions import (
 )
 
 
-@documented
 def segment_sum(
     data: ArrayLike,
     segment_ids: ArrayLike,
@@ -57,23 +55,36 @@ def segment_sum(
       data: ``[N, ...]``, any numeric dtype of JAX. Integers, float16, bfloat16, float32 and float64 have kernels
         (integers of less than 32 bits are added as int32 and wrap the same); other dtypes run as plain JAX. More
         generally, any shape that broadcasts to ``segment_ids.shape + data.shape[1:]``.
-      {reduction_arguments}
+      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
+        dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
+        false, the result may hold anything.
+      unique_indices: accepted for compatibility; nothing depends on it.
       bucket_size: as in :func:`jax.ops.segment_sum`, rows are added in buckets of this size, and then the buckets.
-      {mode_and_sharding}
-      {deterministic}
+      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
+        dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      out_sharding: sharding of the result, for meshes with explicit axes.
+      deterministic: on GPUs, sums of floating numbers in unsorted segments are added in an order that varies from run
+        to run, unless this is True. Everything else has the same bits in every run anyway.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold 0.
 
     Raises:
-      {raises}
+      TypeError: an argument is no array or has an unsuitable dtype.
+      IndexError: `segment_ids` is boolean.
+      ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
+        there are no ids.
+      jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
     Numerical guarantees: floating numbers are added in float32 (float64 for float64) and the sum is rounded once to
     the dtype. Integers are exact and wrap. Bit-equal from run to run, except for floating numbers on GPUs as said under
     `deterministic`.
 
     Gradient: ``d_data[n] = d_out[segment_ids[n]]``, 0 for dropped rows; `data` is not kept for the backward pass.
-    {forward_mode}
+    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
     """
     name = "segment_sum"
     call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, bucket_size)
@@ -81,14 +92,15 @@ def segment_sum(
     return reduce_numbers(name, call, _segment_sum, params, jnp.sum)
 
 
-@documented
 def segment_sum_backward(d_output: ArrayLike, segment_ids: ArrayLike, *, mode: Mode = None) -> Array:
     """Gradient of :func:`segment_sum`: ``d_data[n, ...] = d_output[segment_ids[n], ...]``, 0 for dropped rows.
 
     Args:
       d_output: ``[S, ...]``, the cotangent of the segment sums, a floating dtype.
-      {segment_ids}
-      {mode}
+      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
+        segments are dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
+        dropped. "clip": the id is clamped to ``[0, S - 1]``.
 
     Returns:
       ``segment_ids.shape + d_output.shape[1:]`` with the dtype of `d_output`, the cotangent of the data.
