@@ -45,7 +45,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Array], list[tuple[int, ...]]]] 
     },
     "where": (jb.where, [(ROWS[0], "bool"), ROWS, ((1, 1, 1), "float32")], [ROWS[0]]),
     "gradient of where": (
-        lambda cond, dy: jb.where_backward(cond, dy, a_shape=(0, 1, 1)),
+        lambda cond, dy: jb.where_backward(dy, cond, a_shape=(0, 1, 1)),
         [(ROWS[0], "bool"), ROWS],
         [(0, 1, 1), ROWS[0]],
     ),

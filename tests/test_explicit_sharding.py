@@ -120,7 +120,7 @@ def _convolution_calls() -> dict[str, Call]:
     update = {"step": P(), "state": P("x"), "weight": P("y")}
     return calls | {
         "causal_conv1d_backward": (
-            lambda x, weight, dy: causal_conv1d_backward(x, weight, None, dy),
+            lambda x, weight, dy: causal_conv1d_backward(dy, x, weight, None),
             {"x": P("x"), "weight": P("y"), "dy": P(None, "y")},
         ),
         "causal_conv1d_update": (causal_conv1d_update, update),
@@ -145,7 +145,7 @@ CALLS: dict[str, Call] = (
             {"rows": P("x", "y"), "features": P("y")},
         ),
         "gradient of where_backward": (
-            gradient(lambda dy: where_backward(jnp.arange(16)[:, None] % 2, dy, b_shape=(6,))),
+            gradient(lambda dy: where_backward(dy, jnp.arange(16)[:, None] % 2, b_shape=(6,))),
             {"rows": P("x", "y")},
         ),
         "gradient of rope": (gradient(rope), {"q": P("x", "y")}),

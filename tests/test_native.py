@@ -174,7 +174,7 @@ USE_THE_OPS = """
         jax.grad(lambda x: jax_baracuda.rope(x, pair[1]).sum())(pair[0])
         print("rope", jax_baracuda.rope(*pair)[0, 0, 0].tolist())
         print("where", jax_baracuda.where(data > 2, data, -1).tolist())
-        print("where_backward", np.concatenate(jax_baracuda.where_backward(data > 2, data)).tolist())
+        print("where_backward", np.concatenate(jax_baracuda.where_backward(data, data > 2)).tolist())
         jax.grad(lambda x: jax_baracuda.write_slice(x, data[:2], [1]).sum())(data)
         print("write_slice", jax_baracuda.write_slice(data, data[:2], [1]).tolist())
     for message in sorted({f"{w.category.__name__}: {w.message}" for w in at_call}):

@@ -87,7 +87,7 @@ def call_from_many_threads() -> None:
         (convolve, expected_convolution),
         (rotate, expected_rotation),
         (
-            lambda x, i: where_backward(i[:, None] % 2, x, b_shape=(features,))[1],
+            lambda x, i: where_backward(x, i[:, None] % 2, b_shape=(features,))[1],
             lambda x, i, s: cases.Expected(np.where(i[:, None] % 2, 0, x).sum(axis=0), x.dtype),
         ),
         (reverse_and_shift, expected_shift),

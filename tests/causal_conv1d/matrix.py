@@ -191,7 +191,7 @@ declare(
 
 def _backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     operands = _parameters(dtype, options)
-    operands["dy"] = Operand("dy", _signal(options), numbers)
+    operands["d_output"] = Operand("d_output", _signal(options), numbers)
     if options["d_final_state"]:
         operands["d_final_state"] = Operand("d_final_state", ("example", "channel", "state"), numbers)
     names = tuple(operands)
@@ -205,13 +205,12 @@ def _backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
                 return _run(activation, options, {**given, **dict(zip(primals, chosen, strict=True))})
 
             (_, state), pull = jax.vjp(forward, *(given[name] for name in primals))
-            return pull((given["dy"], given.get("d_final_state", jnp.zeros_like(state))))
+            return pull((given["d_output"], given.get("d_final_state", jnp.zeros_like(state))))
 
         return call
 
     def apply(function: Callable[..., Any], *arrays: Any) -> Any:
         given = dict(zip(names, arrays, strict=True))
-        given.setdefault("bias", None)
         return function(**given, **passed(options, "activation", "channels_last"))
 
     plain, majorant = _ACTIVATIONS[options["activation"]]
@@ -236,7 +235,7 @@ declare(
         large_sizes=LARGE_SIZES,
         options={**OPTIONS, "d_final_state": (ABSENT, "given")},
         strategy_options=STRATEGY_OPTIONS,
-        operands=("x", "weight", "bias", "initial_state", "segment_ids", "dy", "d_final_state"),
+        operands=("x", "weight", "bias", "initial_state", "segment_ids", "d_output", "d_final_state"),
         problem=_backward_problem,
         rules=(NO_LAST_OF_NONE, WIDER),
     )

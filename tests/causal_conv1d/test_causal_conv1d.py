@@ -101,10 +101,10 @@ def backward(problem: Problem, channels_last: bool, dy: Any, d_state: Any) -> di
     """The public backward function, its results by name."""
     arrays = problem.operands(channels_last)
     results = causal_conv1d_backward(
+        in_layout(dy, channels_last),
         arrays["x"],
         arrays["weight"],
         arrays.get("bias"),
-        in_layout(dy, channels_last),
         activation=problem.activation,
         channels_last=channels_last,
         initial_state=arrays.get("initial_state"),
@@ -245,7 +245,7 @@ def test_positive_long_sums_of_16_bits(rng: np.random.Generator) -> None:
         x = np.ones((3, 2, 7001), jnp.dtype(dtype))
         dy = np.full_like(x, 1 / 2)
         weight, bias = np.ones((2, 3), np.float32), np.zeros(2, np.float32)
-        operands = (in_layout(x, channels_last), weight, bias, in_layout(dy, channels_last))
+        operands = (in_layout(dy, channels_last), in_layout(x, channels_last), weight, bias)
         _, dweight, dbias = causal_conv1d_backward(*operands, channels_last=channels_last)
         np.testing.assert_array_equal(dbias, np.full(2, 3 * 7001 / 2))
         np.testing.assert_array_equal(dweight, np.tile(3 * np.array([6999, 7000, 7001]) / 2, (2, 1)))
@@ -462,7 +462,7 @@ def test_state_of_a_filter_without_past(rng: np.random.Generator) -> None:
     y, final_state = causal_conv1d(x, weight, initial_state=state, return_final_state=True)
     np.testing.assert_array_equal(y, x)
     assert final_state.shape == state.shape and final_state.dtype == x.dtype
-    *_, d_state = causal_conv1d_backward(x, weight, None, x, initial_state=state, d_final_state=state)
+    *_, d_state = causal_conv1d_backward(x, x, weight, initial_state=state, d_final_state=state)
     assert d_state.shape == state.shape
     y, new_state = causal_conv1d_update(x[:, :, 0], state, weight)
     np.testing.assert_array_equal(y, x[:, :, 0])
@@ -917,7 +917,7 @@ def test_check_grads(rng: np.random.Generator) -> None:
 
     def backward(x: Any, weight: Any, bias: Any, dy: Any, initial_state: Any, d_state: Any) -> Any:
         return causal_conv1d_backward(
-            x, weight, bias, dy, initial_state=initial_state, d_final_state=d_state, **options
+            dy, x, weight, bias, initial_state=initial_state, d_final_state=d_state, **options
         )
 
     with jax.enable_x64(True):
@@ -1029,13 +1029,17 @@ SEQUENCE_ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 BACKWARD_ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "dy is a list": ({"dy": [1.0]}, TypeError, "dy must be an array, got list"),
-    "dy has other dtype": (
-        {"dy": X.astype(np.float16)},
+    "d_output is a list": ({"d_output": [1.0]}, TypeError, "d_output must be an array, got list"),
+    "d_output has other dtype": (
+        {"d_output": X.astype(np.float16)},
         TypeError,
-        "dy must have the dtype of x, float32, got float16",
+        "d_output must have the dtype of x, float32, got float16",
     ),
-    "dy has other shape": ({"dy": X[:, :, :8]}, ValueError, r"dy must have shape \(2, 6, 9\) .*got \(2, 6, 8\)"),
+    "d_output has other shape": (
+        {"d_output": X[:, :, :8]},
+        ValueError,
+        r"d_output must have shape \(2, 6, 9\) .*got \(2, 6, 8\)",
+    ),
     "d_final_state has other dtype": (
         {"d_final_state": STATE.astype(np.float16)},
         TypeError,
@@ -1079,7 +1083,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "causal_conv1d_backward": (
         causal_conv1d_backward,
-        {"x": X, "weight": WEIGHT, "bias": B, "dy": X},
+        {"d_output": X, "x": X, "weight": WEIGHT, "bias": B},
         COMMON_ERRORS | SEQUENCE_ERRORS | BACKWARD_ERRORS,
     ),
     "causal_conv1d_update": (

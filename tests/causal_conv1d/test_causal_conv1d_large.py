@@ -46,7 +46,7 @@ def test_signals(rng: np.random.Generator, channels_last: bool) -> None:
     for k, channel in enumerate(CHECKED):
         part_of(expected_y, np.s_[:, k]).check(y[:, k], f"channel {channel}")
     backward = jax.jit(lambda *operands: causal_conv1d_backward(*operands, **options))
-    dx, dweight, dbias = backward(x, weight, bias, dy)
+    dx, dweight, dbias = backward(dy, x, weight, bias)
     dx = of_checked(dx, channels_last)
     for k, channel in enumerate(CHECKED):
         part_of(expected["x"], np.s_[:, k]).check(dx[:, k], f"dx of channel {channel}")
@@ -75,7 +75,7 @@ def test_length(channels_last: bool) -> None:
         expected = np.convolve(inputs, weight[0, ::-1], "valid").astype(np.float32).astype(jnp.bfloat16)
         assert_same_bits(part(y, start), expected, f"from {start}")
     del y
-    backward = jax.jit(lambda x: causal_conv1d_backward(x, weight, None, x, channels_last=channels_last))
+    backward = jax.jit(lambda x: causal_conv1d_backward(x, x, weight, channels_last=channels_last))
     dx, dweight, _ = backward(x)
     for start in (0, 2**31 - 40, length - 60):
         times = np.arange(start, start + 63)

@@ -115,6 +115,8 @@ def _problem(
 
     def apply(function: Callable[..., Any], *arrays: Any) -> Any:
         given = dict(zip(keywords, arrays[rotated:], strict=True))
+        if "inv_freq" in given and dtype != "float64":
+            given["inv_freq"] = jnp.stack([given["inv_freq"], jnp.zeros_like(given["inv_freq"])])
         chosen = passed(options, "base", "interleaved", "layout", "rotary_dim", "scale")
         return function(*arrays[:rotated], **given, **chosen)
 

@@ -84,6 +84,11 @@ class Rotated:
         cases.assert_same_bits(np.asarray(actual)[..., self.turned.shape[-1] :], self.staying, f"{where} what stays")
 
 
+def in_two_rows(inv_freq: Any) -> Any:
+    """Frequencies of fewer than 64 bits as the sum of two rows, the second one zero."""
+    return jnp.stack([inv_freq, jnp.zeros_like(inv_freq)])
+
+
 @dataclasses.dataclass(frozen=True)
 class Rotation:
     """The arguments of a rotation, but for what is rotated."""

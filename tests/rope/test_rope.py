@@ -15,7 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
-from rope.reference import FAR, LAYOUTS, PAIRINGS, Rotated, Rotation, copies_in, features_shape, make_features
+from rope.reference import (
+    FAR,
+    LAYOUTS,
+    PAIRINGS,
+    Rotated,
+    Rotation,
+    copies_in,
+    features_shape,
+    in_two_rows,
+    make_features,
+)
 from segment.reference import Batch, kernels_in
 from support import cases
 from support.cases import FLOATING, INTEGERS, assert_same_bits
@@ -345,7 +355,7 @@ def test_precision_beyond(rng: np.random.Generator, dtype: str, interleaved: boo
     positions = np.concatenate([ends, rng.integers(-(2**31), 2**31, 300)]).astype(np.int32)
     inv_freq = rng.uniform(0, 1, 32).astype(np.float32)
     inv_freq[:5] = 1, 0.5, 2.0**-30, 0, np.nextafter(np.float32(1), np.float32(0))
-    rotation = Rotation(positions, interleaved=interleaved, inv_freq=inv_freq)
+    rotation = Rotation(positions, interleaved=interleaved, inv_freq=inv_freq.astype(np.float64))
     x = make_features(rng, (1, 2, len(positions), 64), dtype)
     with cases.x64_for(dtype):
         y = rope(x, positions, **rotation.options())
@@ -368,17 +378,20 @@ def test_precision_of_long_positions(rng: np.random.Generator) -> None:
 
 @each_dtype
 def test_frequencies_of_every_kind(rng: np.random.Generator, dtype: str) -> None:
-    """NumPy arrays count with all bits, whatever x64 is; arrays of JAX, also traced ones, with those that they have."""
+    """NumPy arrays count with all bits, whatever x64 is; so do sums of two rows, also traced ones."""
     x, positions = make_features(rng, (1, 2, 50, 16), dtype), far_positions(rng, 50)
     inv_freq = rng.uniform(0, 1, 8)
-    narrow = inv_freq.astype(np.float32)
+    narrow, half = inv_freq.astype(np.float32), inv_freq.astype(np.float16)
+    rows = np.stack([narrow, (inv_freq - narrow).astype(np.float32)])
     with cases.x64_for(dtype):
         for given, counts in (
             (inv_freq, inv_freq),
-            (narrow, narrow),
-            (jnp.asarray(narrow), narrow),
-            (inv_freq.astype(np.float16), inv_freq.astype(np.float16)),
-            (jnp.asarray(inv_freq, jnp.bfloat16), np.asarray(jnp.asarray(inv_freq, jnp.bfloat16)).astype(np.float64)),
+            (narrow.astype(np.float64), narrow),
+            (in_two_rows(narrow), narrow),
+            (rows, rows.astype(np.float64).sum(axis=0)),
+            (jnp.asarray(rows), rows.astype(np.float64).sum(axis=0)),
+            (in_two_rows(half), half),
+            (in_two_rows(jnp.asarray(half, jnp.bfloat16)), np.asarray(jnp.asarray(half, jnp.bfloat16))),
             (np.arange(8) % 2, np.arange(8) % 2),
             (jnp.arange(8) % 2, np.arange(8) % 2),
         ):
@@ -414,9 +427,10 @@ def test_scaled_frequencies(rng: np.random.Generator) -> None:
 
 def test_inv_freq_is_a_constant(rng: np.random.Generator) -> None:
     x, inv_freq = make_features(rng, (1, 2, 5, 8), "float32"), rng.uniform(0, 1, 4).astype(np.float32)
+    inv_freq = in_two_rows(inv_freq)
     for function in (rope, forward_mode.rope):
         gradient = jax.grad(lambda f, function=function: (function(x, inv_freq=f) ** 3).sum())(inv_freq)
-        assert_same_bits(gradient, np.zeros(4, np.float32))
+        assert_same_bits(gradient, np.zeros((2, 4), np.float32))
 
 
 @pytest.mark.parametrize("positions_dtype", [*INTEGERS, "int4"])
@@ -628,7 +642,7 @@ def mapped_operands(
 
 
 def outputs_and_gradients(layout: str, interleaved: bool, operands: dict[str, Any]) -> Any:
-    options = {"layout": layout, "interleaved": interleaved, "inv_freq": operands["inv_freq"]}
+    options = {"layout": layout, "interleaved": interleaved, "inv_freq": in_two_rows(operands["inv_freq"])}
 
     def call(q: Any, k: Any) -> Any:
         positions = operands["positions"]
@@ -668,7 +682,7 @@ def test_nested_vmap(rng: np.random.Generator) -> None:
     inv_freq = rng.uniform(0, 1, (3, 3)).astype(np.float32)  # mapped inside
 
     def call(x: Any, positions: Any, inv_freq: Any) -> Any:
-        return rope(x, positions, inv_freq=inv_freq)
+        return rope(x, positions, inv_freq=in_two_rows(inv_freq))
 
     run = jax.jit(jax.vmap(jax.vmap(call, (2, None, 0)), (5, 1, None), out_axes=1))
     assert kernels_in(run.lower(x, positions, inv_freq).as_text()) == ["rope"]
@@ -909,6 +923,16 @@ COMMON_ERRORS: Errors = {
         r"inv_freq must have shape \[rotary_dim / 2\] = \(4,\), .*got \(3,\)",
     ),
     "inv_freq of rank 2": ({"inv_freq": INV_FREQ[None]}, ValueError, r"inv_freq must have shape .*got \(1, 4\)"),
+    "inv_freq of fewer bits": (
+        {"inv_freq": INV_FREQ.astype(np.float32)},
+        TypeError,
+        r"inv_freq of shape \(4,\) must have dtype float64, got float32.* pass the sum of two rows, shape \(2, 4\)",
+    ),
+    "inv_freq of fewer bits, of JAX": (
+        {"inv_freq": jnp.asarray(INV_FREQ, jnp.bfloat16)},
+        TypeError,
+        r"inv_freq of shape \(4,\) must have dtype float64, got bfloat16",
+    ),
     "inv_freq does not fit rotary_dim": (
         {"inv_freq": INV_FREQ, "rotary_dim": 4},
         ValueError,
@@ -957,9 +981,9 @@ PAIR_ERRORS: Errors = {
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], Errors]] = {
     "rope": (rope, {"x": X}, COMMON_ERRORS | SINGLE_ERRORS),
     "forward_mode.rope": (forward_mode.rope, {"x": X}, COMMON_ERRORS | SINGLE_ERRORS),
-    "rope_backward": (rope_backward, {"dy": X}, COMMON_ERRORS | SINGLE_ERRORS),
+    "rope_backward": (rope_backward, {"d_output": X}, COMMON_ERRORS | SINGLE_ERRORS),
     "rope_qk": (rope_qk, {"q": X, "k": K}, COMMON_ERRORS | PAIR_ERRORS),
-    "rope_qk_backward": (rope_qk_backward, {"dq": X, "dk": K}, COMMON_ERRORS | PAIR_ERRORS),
+    "rope_qk_backward": (rope_qk_backward, {"d_q_output": X, "d_k_output": K}, COMMON_ERRORS | PAIR_ERRORS),
 }
 
 

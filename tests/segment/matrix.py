@@ -717,7 +717,7 @@ def _softmax_backward_problem(dtype: str, options: Options, sizes: Sizes) -> Pro
 
     return Problem(
         operands=(
-            Operand("d_probabilities", ("row", *features), numbers),
+            Operand("d_output", ("row", *features), numbers),
             Operand("probabilities", ("row", *features), probabilities),
             _ids(options, sizes),
         ),
@@ -745,7 +745,7 @@ declare(
             **IDS_OPTIONS,
             "deterministic": (ABSENT, True),
         },
-        operands=("d_probabilities", "probabilities", "ids"),
+        operands=("d_output", "probabilities", "ids"),
         problem=_softmax_backward_problem,
         rules=tuple(rule for rule in COMMON_RULES if rule is not FROM_UNBATCHED_IDS)
         + (
@@ -753,7 +753,7 @@ declare(
                 "the number of segments comes from the ids only where these are not mapped",
                 ("num_segments", "batch"),
                 lambda num_segments, batch: (
-                    num_segments is ABSENT and batch not in ("none", "one:d_probabilities", "one:probabilities")
+                    num_segments is ABSENT and batch not in ("none", "one:d_output", "one:probabilities")
                 ),
             ),
         ),

@@ -117,19 +117,19 @@ def _backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     # By default, shapes are that of dy.
     given = {name: dims for name, dims in (("a_shape", a), ("b_shape", b)) if dims != ALL or dtype == "float16"}
 
-    def apply(function: Callable[..., Any], cond: Any, dy: Any) -> Any:
-        sizes = dict(zip(ALL, dy.shape, strict=True))  # under shard_map, those of one device
-        return function(cond, dy, **{name: _shape(dims, sizes) for name, dims in given.items()})
+    def apply(function: Callable[..., Any], d_output: Any, cond: Any) -> Any:
+        sizes = dict(zip(ALL, d_output.shape, strict=True))  # under shard_map, those of one device
+        return function(d_output, cond, **{name: _shape(dims, sizes) for name, dims in given.items()})
 
     return Problem(
         operands=(
+            Operand("d_output", ALL, numbers),
             Operand("cond", cond, condition, dtype=options["cond_dtype"]),
-            Operand("dy", ALL, numbers),
         ),
         apply=apply,
-        reference=lambda cond, dy: (
-            _sum_to(jnp.where(cond != 0, dy, 0), a),
-            _sum_to(jnp.where(cond != 0, 0, dy), b),
+        reference=lambda d_output, cond: (
+            _sum_to(jnp.where(cond != 0, d_output, 0), a),
+            _sum_to(jnp.where(cond != 0, 0, d_output), b),
         ),
         results=(a, b),
         terms=max(1, sizes["d0"] * sizes["d1"] * sizes["d2"]),
@@ -148,7 +148,7 @@ declare(
         sizes=SIZES,
         large_sizes=LARGE_SIZES,
         options=OPTIONS,
-        operands=("cond", "dy"),
+        operands=("d_output", "cond"),
         problem=_backward_problem,
     )
 )

@@ -89,7 +89,7 @@ def test_gradient(rng: np.random.Generator, dtype: str) -> None:
 
         batch.add(functools.partial(value_and_pullback, where), (cond, a, b, dy), check)
         backward = functools.partial(where_backward, a_shape=a.shape, b_shape=list(b.shape))
-        batch.add(backward, (cond, dy), check)
+        batch.add(backward, (dy, cond), check)
     with cases.x64_for(dtype):
         called = batch.run()
     assert called["where"] == len(GRADIENT_SHAPES)
@@ -112,7 +112,7 @@ def test_gradient_of_other_dtypes(rng: np.random.Generator, dtype: str) -> None:
             assert_same_memory(got, np.asarray(want))
         if dtype == "float8_e8m0fnu":
             return
-        _, d_row = where_backward(cond, dy, b_shape=(5,))
+        _, d_row = where_backward(dy, cond, b_shape=(5,))
         exact = np.where(cond, 0, dy.astype(np.complex128)).sum(axis=0).astype(d_row.dtype)
         assert_same_bits(d_row, exact.astype(dy.dtype))
 
@@ -127,7 +127,7 @@ def test_nothing_leaks(rng: np.random.Generator, dtype: str) -> None:
         dy[:, ::2] = rng.choice([np.nan, np.inf, -np.inf], (6, 20))
         of_b = reference_gradients(cond, dy, a.shape, b.shape)[1]
         with cases.x64_for(dtype):
-            of_b.check(where_backward(cond, dy, a_shape=a.shape, b_shape=b.shape)[1])
+            of_b.check(where_backward(dy, cond, a_shape=a.shape, b_shape=b.shape)[1])
             of_b.check(value_and_pullback(where, cond, a, b, dy)[2])
             is_bad = np.broadcast_to(np.arange(40) % 2 == 0, (6, 40))
             value = where(is_bad, b, np.where(is_bad, np.asarray(np.nan, a.dtype), a))
@@ -139,7 +139,7 @@ def test_positive_long_sums_of_16_bits() -> None:
     for dtype in ("bfloat16", "float16"):
         dy = np.full((3, 7001), 1 / 2, jnp.dtype(dtype))
         cond = np.arange(7001) % 3 > 0
-        da, db = where_backward(cond, dy, a_shape=(), b_shape=(3, 1))
+        da, db = where_backward(dy, cond, a_shape=(), b_shape=(3, 1))
         np.testing.assert_array_equal(da, np.asarray(3 * cond.sum() / 2).astype(dy.dtype))
         np.testing.assert_array_equal(db, np.full((3, 1), (~cond).sum() / 2).astype(dy.dtype))
 
@@ -272,25 +272,29 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "where: cond, a and b must have shapes that broadcast against each other, got (2, 3), (2, 2) and ()",
     ),
     "dy of integers": (
-        lambda: where_backward(X > 0, X.astype(int)),
+        lambda: where_backward(X.astype(int), X > 0),
         TypeError,
-        "where_backward: dy must have a floating or complex dtype, got int",
+        "where_backward: d_output must have a floating or complex dtype, got int",
     ),
-    "dy that is no array": (lambda: where_backward(X > 0, None), TypeError, "where_backward: dy must be an array"),
+    "d_output that is no array": (
+        lambda: where_backward(None, X > 0),
+        TypeError,
+        "where_backward: d_output must be an array",
+    ),
     "cond that is larger": (
-        lambda: where_backward(X > 0, X[0]),
+        lambda: where_backward(X[0], X > 0),
         ValueError,
-        "where_backward: cond must broadcast to the shape of dy, (3,), got (2, 3)",
+        "where_backward: cond must broadcast to the shape of d_output, (3,), got (2, 3)",
     ),
     "a_shape": (
-        lambda: where_backward(X > 0, X, a_shape=(2, 2)),
+        lambda: where_backward(X, X > 0, a_shape=(2, 2)),
         ValueError,
-        "where_backward: a_shape must broadcast to the shape of dy, (2, 3), got (2, 2)",
+        "where_backward: a_shape must broadcast to the shape of d_output, (2, 3), got (2, 2)",
     ),
     "b_shape": (
-        lambda: where_backward(X > 0, X, b_shape=(1, 2, 3)),
+        lambda: where_backward(X, X > 0, b_shape=(1, 2, 3)),
         ValueError,
-        "where_backward: b_shape must broadcast to the shape of dy, (2, 3), got (1, 2, 3)",
+        "where_backward: b_shape must broadcast to the shape of d_output, (2, 3), got (1, 2, 3)",
     ),
 }
 
@@ -420,7 +424,7 @@ def test_vmap(rng: np.random.Generator) -> None:
 def test_vmap_of_the_condition_alone(rng: np.random.Generator) -> None:
     """The cotangent is then shared by the batch."""
     conds, dy = make_condition(rng, (3, 7, 13)), rng.normal(size=(7, 13)).astype(np.float32)
-    results = jax.vmap(functools.partial(where_backward, b_shape=(13,)), (0, None))(conds, dy)
+    results = jax.vmap(functools.partial(where_backward, b_shape=(13,)), (None, 0))(dy, conds)
     for k, cond in enumerate(conds):
         for result, expected in zip(results, reference_gradients(cond, dy, (7, 13), (13,)), strict=True):
             expected.check(result[k])
@@ -546,7 +550,7 @@ def test_check_grads(rng: np.random.Generator) -> None:
     cond, a, b = make_operands(rng, ((3, 1), (3, 4), (4,)), "float64")
 
     def backward(dy: Any) -> Any:
-        return where_backward(cond, dy, b_shape=(4,))
+        return where_backward(dy, cond, b_shape=(4,))
 
     with jax.enable_x64(True):
         for function, mode in ((where, "rev"), (forward_mode.where, "fwd")):
@@ -557,10 +561,10 @@ def test_check_grads(rng: np.random.Generator) -> None:
 def test_gradient_of_sums_of_16_bits(rng: np.random.Generator) -> None:
     """The transpose of sums, which are wider than what is summed."""
     cond, dy = make_condition(rng, (5, 1)), rng.normal(size=(5, 40)).astype(jnp.bfloat16)
-    _, vjp = jax.vjp(lambda dy: where_backward(cond, dy, a_shape=(40,), b_shape=()), dy)
+    _, vjp = jax.vjp(lambda dy: where_backward(dy, cond, a_shape=(40,), b_shape=()), dy)
     d_row, d_scalar = rng.normal(size=40).astype(dy.dtype), np.asarray(2, dy.dtype)
     assert_same_memory(vjp((d_row, d_scalar))[0], reference(cond, d_row, d_scalar))
-    _, vjp = jax.vjp(lambda dy: where_backward(cond, dy, a_shape=(), b_shape=()), dy)
+    _, vjp = jax.vjp(lambda dy: where_backward(dy, cond, a_shape=(), b_shape=()), dy)
     expected = np.broadcast_to(reference(cond, d_scalar, -d_scalar), (5, 40))
     assert_same_memory(vjp((d_scalar, -d_scalar))[0], expected)
 

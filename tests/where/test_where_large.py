@@ -41,7 +41,7 @@ def test_gradient_of_more_than_2_31_elements() -> None:
     require_memory(24 if cases.PLATFORM == "cpu" else 40)
     dy = jax.jit(lambda x: (x & 15).astype(jnp.bfloat16))(numbers(1))
     cond = jax.jit(lambda x: x & 1)(numbers(2))
-    backward = jax.jit(lambda cond, dy: (where_backward(cond, dy), where_backward(cond, dy, b_shape=(ROWS, 1))))
+    backward = jax.jit(lambda cond, dy: (where_backward(dy, cond), where_backward(dy, cond, b_shape=(ROWS, 1))))
     (da, db), (da_too, db_of_rows) = backward(cond, dy)
     wanted, flags = np.asarray(dy[CHECKED]).astype(np.float32), np.asarray(cond[CHECKED])
     for got in (da, da_too):

@@ -101,7 +101,7 @@ def test_dtypes(rng: np.random.Generator, dtype: str) -> None:
         if dtype == "int32":
             return
         backward = functools.partial(where_backward, b_shape=(4,))
-        for got, want in zip(jax.jit(backward)(placed[0], placed[3]), backward(cond, dy), strict=True):
+        for got, want in zip(jax.jit(backward)(placed[3], placed[0]), backward(dy, cond), strict=True):
             assert_same_memory(got, np.asarray(want))
 
 

@@ -83,22 +83,22 @@ def reference_write(dest: Any, source: Any, start: Sequence[Any], drop: bool) ->
     return jnp.where(is_inside, taken, dest)
 
 
-def _ranges(options: Options, sizes: Sizes, dims: tuple[str, ...], start: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The argument `ranges`, and the start of each axis for the reference."""
+def _start_indices(options: Options, sizes: Sizes, dims: tuple[str, ...], start: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The argument `start_indices`, and the start of each axis for the reference."""
     time, new = sizes["time"], sizes["new"]
     kind = options["start"]
     if kind == "pair":
         at = (time - new) // 2
-        ranges = tuple((at, at + new) if name == "time" else 0 for name in dims)
-        return ranges, tuple(at if name == "time" else 0 for name in dims)
+        start_indices = tuple((at, at + new) if name == "time" else 0 for name in dims)
+        return start_indices, tuple(at if name == "time" else 0 for name in dims)
     if kind == "integer":
-        ranges = tuple(time - 1 if name == "time" else 0 for name in dims)
-        return ranges, ranges
+        start_indices = tuple(time - 1 if name == "time" else 0 for name in dims)
+        return start_indices, start_indices
     if kind == "negative":
-        ranges = tuple(-1 if name == "time" else 0 for name in dims)
-        return ranges, ranges
-    ranges = tuple(start if name == "time" else 0 for name in dims)
-    return ranges, ranges
+        start_indices = tuple(-1 if name == "time" else 0 for name in dims)
+        return start_indices, start_indices
+    start_indices = tuple(start if name == "time" else 0 for name in dims)
+    return start_indices, start_indices
 
 
 def _start_operand(options: Options, sizes: Sizes) -> tuple[Operand, ...]:
@@ -115,13 +115,15 @@ def _write_slice_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     drop = options["mode"] == "drop"
 
     def apply(function: Callable[..., Any], dest: Any, source: Any, *start: Any) -> Any:
-        return function(dest, source, _ranges(options, sizes, dims, *(start or (None,)))[0], **passed(options, "mode"))
+        return function(
+            dest, source, _start_indices(options, sizes, dims, *(start or (None,)))[0], **passed(options, "mode")
+        )
 
     return Problem(
         operands=(Operand("dest", dims, draw), Operand("source", source, draw), *_start_operand(options, sizes)),
         apply=apply,
         reference=lambda dest, source, *start: reference_write(
-            dest, source, _ranges(options, sizes, dims, *(start or (None,)))[1], drop
+            dest, source, _start_indices(options, sizes, dims, *(start or (None,)))[1], drop
         ),
         results=(dims,),
         free=tuple(name for name in dims if name not in windowed),
@@ -170,14 +172,16 @@ def _write_slices_problem(dtype: str, options: Options, sizes: Sizes) -> Problem
         return tuple("new" if name == "time" else name for name in dims)
 
     def apply(function: Callable[..., Any], k: Any, v: Any, new_k: Any, new_v: Any, *start: Any) -> Any:
-        ranges = _ranges(options, sizes, keys, *(start or (None,)))[0]
-        own = options["ranges"] == "of each" or options["start"] == "pair"
-        ranges = (ranges, _ranges(options, sizes, values, *(start or (None,)))[0]) if own else ranges
-        return function([k, v], [new_k, new_v], ranges, **passed(options, "mode"))
+        start_indices = _start_indices(options, sizes, keys, *(start or (None,)))[0]
+        own = options["start_indices"] == "of each" or options["start"] == "pair"
+        if not own:
+            return function([k, v], [new_k, new_v], start_indices, **passed(options, "mode"))
+        of_each = [start_indices, _start_indices(options, sizes, values, *(start or (None,)))[0]]
+        return function([k, v], [new_k, new_v], start_indices_of_each=of_each, **passed(options, "mode"))
 
     def reference(k: Any, v: Any, new_k: Any, new_v: Any, *start: Any) -> Any:
         return tuple(
-            reference_write(dest, src, _ranges(options, sizes, dims, *(start or (None,)))[1], drop)
+            reference_write(dest, src, _start_indices(options, sizes, dims, *(start or (None,)))[1], drop)
             for dest, src, dims in ((k, new_k, keys), (v, new_v, values))
         )
 
@@ -208,7 +212,7 @@ declare(
         dtypes=("float32", "bfloat16", "float16", "float64", "int8", "int4"),
         sizes=SIZES,
         large_sizes=LARGE_SIZES,
-        options={**OPTIONS, "ranges": ("of all", "of each"), "second": ("same", "int32")},
+        options={**OPTIONS, "start_indices": ("of all", "of each"), "second": ("same", "int32")},
         operands=("keys", "values", "new_keys", "new_values", "start"),
         problem=_write_slices_problem,
         rules=(

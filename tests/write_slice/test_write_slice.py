@@ -91,12 +91,12 @@ def test_property(data: st.DataObject, mode: str, dtype: str) -> None:
 
 @each_mode
 @pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
-def test_forms_of_ranges(rng: np.random.Generator, x64: bool, mode: str) -> None:
+def test_forms_of_start_indices(rng: np.random.Generator, x64: bool, mode: str) -> None:
     """Pairs, Python and NumPy integers, arrays, traced or not, in one call, and one array of all starts."""
     dest, source = random_bits(rng, (7, 9, 5), "float32"), random_bits(rng, (2, 9, 3), "float32")
     expected = reference_write(dest, source, (3, 0, 1), mode)
     with jax.enable_x64(x64):
-        for ranges in (
+        for start_indices in (
             [(3, 5), (0, 9), (1, 4)],
             ([3, 5], np.int64(0), np.uint8(1)),
             [3, 0, 1],
@@ -105,7 +105,7 @@ def test_forms_of_ranges(rng: np.random.Generator, x64: bool, mode: str) -> None
             np.array([3, 0, 1]),
             jnp.array([3, 0, 1], jnp.int16),
         ):
-            assert_same_memory(write_slice(dest, source, ranges, mode=mode), expected, str(ranges))
+            assert_same_memory(write_slice(dest, source, start_indices, mode=mode), expected, str(start_indices))
         traced = jax.jit(lambda d, s, i, all_starts: [
             write_slice(d, s, (i, (0, 9), 1), mode=mode), write_slice(d, s, all_starts, mode=mode)
         ])  # fmt: skip
@@ -238,22 +238,22 @@ def test_write_slices(rng: np.random.Generator) -> None:
     for mode in MODES:
         starts = [p.random_starts(rng) for p in problems]
         run = jax.jit(functools.partial(write_slices, mode=mode))
-        results = run(dests, sources, starts)
+        results = run(dests, sources, start_indices_of_each=starts)
         assert isinstance(results, list)
         for result, dest, source, start in zip(results, dests, sources, starts, strict=True):
             assert_same_memory(result, reference_write(dest, source, start, mode))
-        assert kernels_in(run.lower(dests, sources, starts).as_text()) == 1
+        assert kernels_in(run.lower(dests, sources, start_indices_of_each=starts).as_text()) == 1
 
 
-def test_ranges_of_write_slices(rng: np.random.Generator) -> None:
+def test_start_indices_of_write_slices(rng: np.random.Generator) -> None:
     """One for all arrays, in every form that write_slice takes, or one for each."""
     dests = [random_bits(rng, (6, 5), dtype) for dtype in ("float32", "int8")]
     sources = [random_bits(rng, (2, 5), dtype) for dtype in ("float32", "int8")]
-    for ranges in ([3, 0], [(3, 5), (0, 5)], (jnp.int32(3), 0), np.array([3, 0]), [(3, 5), 0]):
-        for result, dest, source in zip(write_slices(dests, sources, ranges), dests, sources, strict=True):
+    for start_indices in ([3, 0], [(3, 5), (0, 5)], (jnp.int32(3), 0), np.array([3, 0]), [(3, 5), 0]):
+        for result, dest, source in zip(write_slices(dests, sources, start_indices), dests, sources, strict=True):
             assert_same_memory(result, reference_write(dest, source, (3, 0)))
-    for ranges in ([[3, jnp.int32(0)], [(1, 3), 0]], (np.array([3, 0]), [(1, 3), 0])):
-        results = write_slices(dests, sources, ranges)
+    for start_indices in ([[3, jnp.int32(0)], [(1, 3), 0]], (np.array([3, 0]), [(1, 3), 0])):
+        results = write_slices(dests, sources, start_indices_of_each=start_indices)
         assert_same_memory(results[0], reference_write(dests[0], sources[0], (3, 0)))
         assert_same_memory(results[1], reference_write(dests[1], sources[1], (1, 0)))
     assert write_slices([], [], [0, 0]) == []
@@ -264,8 +264,10 @@ def test_more_arrays_than_fit_in_a_launch(rng: np.random.Generator) -> None:
     dests = [random_bits(rng, (13, 7), "bfloat16") for _ in range(14)]
     sources = [random_bits(rng, (rows, 7), "bfloat16") for rows in (1, 2, 3, 0, 5, 13, 1, 2, 3, 4, 5, 6, 7, 8)]
     dests, sources = [*dests, np.float32(1), dests[0]], [*sources, np.float32(2), sources[1]]
-    ranges = [*([start, 0] for start in range(14)), [], [9, 0]]
-    for result, dest, source, start in zip(write_slices(dests, sources, ranges), dests, sources, ranges, strict=True):
+    start_indices = [*([start, 0] for start in range(14)), [], [9, 0]]
+    for result, dest, source, start in zip(
+        write_slices(dests, sources, start_indices_of_each=start_indices), dests, sources, start_indices, strict=True
+    ):
         assert_same_memory(result, reference_write(np.asarray(dest), np.asarray(source), start))
 
 
@@ -595,31 +597,41 @@ ERRORS: dict[str, tuple[type[Exception], str, Sequence[Any], dict[str, Any]]] = 
         (X, np.zeros((5, 3), "f4"), [0, 0]),
         {},
     ),
-    "too few ranges": (ValueError, r"ranges must have one entry for each axis of dest.*got 1 ", (X, U, [0]), {}),
-    "too many ranges": (ValueError, "one entry for each axis of dest.*got 3 ", (X, U, [0, 0, 0]), {}),
-    "one integer": (TypeError, "ranges must be a sequence with one entry for each axis, got int", (X, U, 0), {}),
-    "ranges as a matrix": (ValueError, r"one dimension, got shape \(2, 2\)", (X, U, np.zeros((2, 2), int)), {}),
-    "ranges as a mapping": (TypeError, "ranges must be a sequence.*got dict", (X, U, {0: 0, 1: 0}), {}),
+    "too few start indices": (
+        ValueError,
+        r"start_indices must have one entry for each axis of dest.*got 1 ",
+        (X, U, [0]),
+        {},
+    ),
+    "too many start indices": (ValueError, "one entry for each axis of dest.*got 3 ", (X, U, [0, 0, 0]), {}),
+    "one integer": (TypeError, "start_indices must be a sequence with one entry for each axis, got int", (X, U, 0), {}),
+    "start indices as a matrix": (ValueError, r"one dimension, got shape \(2, 2\)", (X, U, np.zeros((2, 2), int)), {}),
+    "start indices as a mapping": (TypeError, "start_indices must be a sequence.*got dict", (X, U, {0: 0, 1: 0}), {}),
     "negative pair": (
         ValueError,
-        r"ranges\[0\] must be a pair.*0 <= start.*<= 4.*got \(-1, 1\)",
+        r"start_indices\[0\] must be a pair.*0 <= start.*<= 4.*got \(-1, 1\)",
         (X, U, [(-1, 1), 0]),
         {},
     ),
-    "pair beyond the end": (ValueError, r"ranges\[1\].*<= 6.*got \(4, 7\)", (X, U, [0, (4, 7)]), {}),
-    "pair of another size": (ValueError, r"ranges\[1\].*end - start = 3.*got \(0, 2\)", (X, U, [0, (0, 2)]), {}),
-    "pair in the wrong order": (ValueError, r"ranges\[0\].*got \(3, 1\)", (X, U, [(3, 1), 0]), {}),
-    "pair of floats": (TypeError, r"ranges\[0\] must be a pair.*integers", (X, U, [(0.0, 2.0), 0]), {}),
-    "triple": (TypeError, r"ranges\[0\] must be a pair", (X, U, [(0, 1, 2), 0]), {}),
-    "float": (TypeError, r"ranges\[1\] must be an integer.*got float", (X, U, [0, 1.0]), {}),
-    "bool": (TypeError, r"ranges\[1\] must be an integer.*got bool", (X, U, [0, True]), {}),
-    "None": (TypeError, r"ranges\[0\] must be an integer.*got NoneType", (X, U, [None, 0]), {}),
-    "array of floats": (TypeError, r"ranges\[0\] must be an integer.*float32", (X, U, [jnp.float32(1), 0]), {}),
-    "array of bool": (TypeError, r"ranges\[0\] must be an integer.*bool", (X, U, [jnp.bool_(1), 0]), {}),
-    "vector as a start": (TypeError, r"ranges\[0\] must be a scalar.*\(1,\)", (X, U, [jnp.zeros(1, int), 0]), {}),
+    "pair beyond the end": (ValueError, r"start_indices\[1\].*<= 6.*got \(4, 7\)", (X, U, [0, (4, 7)]), {}),
+    "pair of another size": (ValueError, r"start_indices\[1\].*end - start = 3.*got \(0, 2\)", (X, U, [0, (0, 2)]), {}),
+    "pair in the wrong order": (ValueError, r"start_indices\[0\].*got \(3, 1\)", (X, U, [(3, 1), 0]), {}),
+    "pair of floats": (TypeError, r"start_indices\[0\] must be a pair.*integers", (X, U, [(0.0, 2.0), 0]), {}),
+    "triple": (TypeError, r"start_indices\[0\] must be a pair", (X, U, [(0, 1, 2), 0]), {}),
+    "float": (TypeError, r"start_indices\[1\] must be an integer.*got float", (X, U, [0, 1.0]), {}),
+    "bool": (TypeError, r"start_indices\[1\] must be an integer.*got bool", (X, U, [0, True]), {}),
+    "None": (TypeError, r"start_indices\[0\] must be an integer.*got NoneType", (X, U, [None, 0]), {}),
+    "array of floats": (TypeError, r"start_indices\[0\] must be an integer.*float32", (X, U, [jnp.float32(1), 0]), {}),
+    "array of bool": (TypeError, r"start_indices\[0\] must be an integer.*bool", (X, U, [jnp.bool_(1), 0]), {}),
+    "vector as a start": (
+        TypeError,
+        r"start_indices\[0\] must be a scalar.*\(1,\)",
+        (X, U, [jnp.zeros(1, int), 0]),
+        {},
+    ),
     "starts of each example": (
         TypeError,
-        r"ranges\[0\] must be a scalar.*\(4,\); for one start per example, map over the examples with jax.vmap",
+        r"start_indices\[0\] must be a scalar.*\(4,\); for one start per example, map over the examples with jax.vmap",
         (X, U, [np.arange(4), 0]),
         {},
     ),
@@ -637,7 +649,7 @@ def test_errors(case: str) -> None:
 
 def test_traced_pairs_are_refused() -> None:
     with pytest.raises(
-        TypeError, match=r"ranges\[0\] must be a pair \(start, end\) of Python integers or a start alone"
+        TypeError, match=r"start_indices\[0\] must be a pair \(start, end\) of Python integers or a start alone"
     ):
         jax.jit(lambda i: write_slice(X, U, [(i, i + 2), 0]))(1)
 
@@ -648,20 +660,37 @@ ERRORS_OF_LISTS: dict[str, tuple[type[Exception], str, Sequence[Any]]] = {
     "numbers": (ValueError, "sources must be as many as dests, 2, got 1", ([X, X], [U], [0, 0])),
     "dtypes": (TypeError, r"sources\[1\] must have the dtype of dests\[1\]", ([X, X], [U, U.astype(int)], [0, 0])),
     "ranks": (ValueError, r"one entry for each axis of dests\[1\]", ([X, X[0]], [U, U[0]], [0, 0])),
-    "number of ranges": (
+    "number of start indices": (
         ValueError,
-        "one sequence of them for each of the 2 dests, got 1",
-        ([X, X], [U, U], [[0, jnp.int32(0)]]),
+        "start_indices_of_each must have one entry for each of the 2 dests, got 1",
+        ([X, X], [U, U], None, [[0, jnp.int32(0)]]),
     ),
-    "range of one": (ValueError, r"ranges\[0\] must be a pair.*got \(3, 5\)", ([X, X], [U, U], [[0, 0], [(3, 5), 0]])),
+    "start indices of one": (
+        ValueError,
+        r"start_indices_of_each\[1\]\[0\] must be a pair.*got \(3, 5\)",
+        ([X, X], [U, U], None, [[0, 0], [(3, 5), 0]]),
+    ),
+    "no list": (
+        TypeError,
+        "start_indices_of_each must be a list or tuple.*got ndarray",
+        ([X, X], [U, U], None, np.zeros((2, 2), int)),
+    ),
+    "those of each for those of all": (
+        TypeError,
+        r"start_indices\[0\] must be a pair",
+        ([X, X], [U, U], [[jnp.int32(0), 0], [0, 0]]),
+    ),
+    "neither": (TypeError, "one of start_indices and start_indices_of_each.*got neither", ([X, X], [U, U])),
+    "both": (TypeError, "one of start_indices.*got both", ([X, X], [U, U], [0, 0], [[0, 0], [0, 0]])),
 }
 
 
 @pytest.mark.parametrize("case", ERRORS_OF_LISTS)
 def test_errors_of_write_slices(case: str) -> None:
-    error, message, arguments = ERRORS_OF_LISTS[case]
+    error, message, (dests, sources, *start_indices) = ERRORS_OF_LISTS[case]
+    of_all, of_each = (*start_indices, None, None)[:2]
     with pytest.raises(error, match=f"write_slices: .*{message}"):
-        write_slices(*arguments)
+        write_slices(dests, sources, of_all, start_indices_of_each=of_each)
 
 
 def test_ops_refuse_nothing_that_the_reference_takes(rng: np.random.Generator) -> None:

@@ -146,7 +146,7 @@ def test_keys_and_values_that_are_split_differently(rng: np.random.Generator) ->
     specs = [P(None, "a", "b"), P("b", None, None)]
 
     def write(dests: Any, sources: Any, i: Any) -> Any:
-        return write_slices(dests, sources, [(0, i, 0), (0, i + 1, 0)])
+        return write_slices(dests, sources, start_indices_of_each=[(0, i, 0), (0, i + 1, 0)])
 
     placed = [put(mesh, x, spec) for x, spec in zip(dests, specs, strict=True)]
     assert sum(collectives(write, placed, sources, 7).values()) == 0
@@ -215,7 +215,7 @@ def test_shard_map_over_one_of_two_axes(rng: np.random.Generator) -> None:
     """The other axis stays with the partitioner; the answer is right."""
     mesh = make_mesh(AxisType.Auto)
     dest, source = random_bits(rng, CACHE, "float32"), random_bits(rng, NEW, "float32")
-    write = functools.partial(write_slice, ranges=(0, jnp.int32(17), 0))
+    write = functools.partial(write_slice, start_indices=(0, jnp.int32(17), 0))
     mapped = jax.shard_map(
         write, mesh=mesh, in_specs=(P("a"), P("a")), out_specs=P("a"), axis_names={"a"}, check_vma=False
     )
