@@ -319,10 +319,10 @@ bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const Backward
 
 template <bool kIsMinimum>
 ffi::Error Forward(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                   ffi::Result<ffi::AnyBuffer> output, bool /*indices_are_sorted*/) {
+                   ffi::Result<ffi::AnyBuffer> output, bool /*indices_are_sorted*/, int64_t num_batch_dims) {
   constexpr const char* kOp = kIsMinimum ? "segment_min" : "segment_max";
   ForwardBuffers decoded;
-  JB_RETURN_IF_ERROR(DecodeForward(kOp, data, segment_ids, *output, nullptr, nullptr, &decoded));
+  JB_RETURN_IF_ERROR(DecodeForward(kOp, num_batch_dims, data, segment_ids, *output, nullptr, nullptr, &decoded));
   bool has_memory = true;
   const bool is_supported = DispatchOrdered(decoded.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -350,10 +350,11 @@ void WriteIdentityOrder(ffi::ThreadPool& pool, const ForwardBuffers& buffers) {
 template <bool kIsMinimum>
 ffi::Error ForwardWithWinner(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
                              ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> winner,
-                             ffi::Result<ffi::AnyBuffer> order, bool /*indices_are_sorted*/, bool first_wins) {
+                             ffi::Result<ffi::AnyBuffer> order, bool /*indices_are_sorted*/, bool first_wins,
+                             int64_t num_batch_dims) {
   constexpr const char* kOp = kIsMinimum ? "segment_min_with_winner" : "segment_max_with_winner";
   ForwardBuffers decoded;
-  JB_RETURN_IF_ERROR(DecodeForward(kOp, data, segment_ids, *output, &*winner, &*order, &decoded));
+  JB_RETURN_IF_ERROR(DecodeForward(kOp, num_batch_dims, data, segment_ids, *output, &*winner, &*order, &decoded));
   WriteIdentityOrder(pool, decoded);
   bool has_memory = true;
   const bool is_supported = DispatchFloating(decoded.type, [&](auto tag) {
@@ -371,10 +372,12 @@ ffi::Error ForwardWithWinner(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::Any
 // A minimum's gradient is a maximum's: winners say all.
 template <bool kIsMinimum>
 ffi::Error Backward(ffi::ThreadPool pool, ffi::AnyBuffer d_output, ffi::AnyBuffer winner, ffi::AnyBuffer segment_ids,
-                    ffi::AnyBuffer order, ffi::RemainingArgs data_and_output, ffi::Result<ffi::AnyBuffer> d_data) {
+                    ffi::AnyBuffer order, ffi::RemainingArgs data_and_output, ffi::Result<ffi::AnyBuffer> d_data,
+                    int64_t num_batch_dims) {
   constexpr const char* kOp = kIsMinimum ? "segment_min_backward" : "segment_max_backward";
   BackwardBuffers decoded;
-  JB_RETURN_IF_ERROR(DecodeBackward(kOp, d_output, winner, segment_ids, order, data_and_output, *d_data, &decoded));
+  JB_RETURN_IF_ERROR(DecodeBackward(kOp, num_batch_dims, d_output, winner, segment_ids, order, data_and_output,
+                                    *d_data, &decoded));
   bool has_memory = true;
   const bool is_supported = DispatchFloating(decoded.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -393,10 +396,10 @@ ffi::Error Backward(ffi::ThreadPool pool, ffi::AnyBuffer d_output, ffi::AnyBuffe
 
 template <bool kIsMinimum>
 ffi::Error Arg(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-               ffi::Result<ffi::AnyBuffer> winner, bool /*indices_are_sorted*/) {
+               ffi::Result<ffi::AnyBuffer> winner, bool /*indices_are_sorted*/, int64_t num_batch_dims) {
   constexpr const char* kOp = kIsMinimum ? "segment_argmin" : "segment_argmax";
   Buffers decoded;
-  JB_RETURN_IF_ERROR(DecodeArg(kOp, data, segment_ids, *winner, &decoded));
+  JB_RETURN_IF_ERROR(DecodeArg(kOp, num_batch_dims, data, segment_ids, *winner, &decoded));
   bool has_memory = true;
   const bool is_supported = DispatchWide(decoded.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -409,14 +412,16 @@ ffi::Error Arg(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment
   return Status(kOp, is_supported, has_memory, "data", data);
 }
 
-auto BindForward() { return BindBuffers<ffi::ThreadPool, 2, 1>().Attr<bool>("indices_are_sorted"); }
-
+auto BindForward() { return BindBuffers<ffi::ThreadPool, 2, 1>().Attr<bool>("indices_are_sorted")
+    .Attr<int64_t>("num_batch_dims"); } 
 auto BindWithWinner() {
-  return BindBuffers<ffi::ThreadPool, 2, 3>().Attr<bool>("indices_are_sorted").Attr<bool>("first_wins");
+  return BindBuffers<ffi::ThreadPool, 2, 3>().Attr<bool>("indices_are_sorted").Attr<bool>("first_wins")
+      .Attr<int64_t>("num_batch_dims");
 }
 
 auto BindBackward() {
-  return BindResults<1>(BindOperands<4>(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()).RemainingArgs());
+  return BindResults<1>(BindOperands<4>(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()).RemainingArgs())
+      .Attr<int64_t>("num_batch_dims");
 }
 
 XLA_FFI_DEFINE_HANDLER(kMax, Forward<false>, BindForward());

@@ -6,12 +6,13 @@
 namespace jax_baracuda::segment {
 namespace {
 
-ffi::Error Forward(const char* op, bool is_minimum, cudaStream_t stream, const ffi::AnyBuffer& data,
+ffi::Error Forward(const char* op, int64_t num_batch_dims, bool is_minimum, cudaStream_t stream,
+                   const ffi::AnyBuffer& data,
                    const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& output, const ffi::AnyBuffer* winner,
                    const ffi::AnyBuffer* order, ffi::RemainingRets scratch_result, bool indices_are_sorted,
                    bool first_wins) {
   ForwardBuffers decoded;
-  JB_RETURN_IF_ERROR(DecodeForward(op, data, segment_ids, output, winner, order, &decoded));
+  JB_RETURN_IF_ERROR(DecodeForward(op, num_batch_dims, data, segment_ids, output, winner, order, &decoded));
   const bool supported = winner != nullptr ? DispatchFloating(decoded.type, [](auto) {})
                                            : DispatchOrdered(decoded.type, [](auto) {});
   if (!supported) return UnsupportedType(op, "data", data.element_type());
@@ -43,28 +44,29 @@ ffi::Error Forward(const char* op, bool is_minimum, cudaStream_t stream, const f
 
 template <bool kIsMinimum>
 ffi::Error Extremum(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                    ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets scratch, bool indices_are_sorted) {
-  return Forward(kIsMinimum ? "segment_min" : "segment_max", kIsMinimum, stream, data, segment_ids, *output, nullptr,
-                 nullptr, scratch, indices_are_sorted, false);
+                    ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets scratch, bool indices_are_sorted,
+                    int64_t num_batch_dims) {
+  return Forward(kIsMinimum ? "segment_min" : "segment_max", num_batch_dims, kIsMinimum, stream, data, segment_ids,
+                 *output, nullptr, nullptr, scratch, indices_are_sorted, false);
 }
 
 template <bool kIsMinimum>
 ffi::Error ExtremumWithWinner(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
                               ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> winner,
                               ffi::Result<ffi::AnyBuffer> order, ffi::RemainingRets scratch, bool indices_are_sorted,
-                              bool first_wins) {
-  return Forward(kIsMinimum ? "segment_min_with_winner" : "segment_max_with_winner", kIsMinimum, stream, data,
-                 segment_ids, *output, &*winner, &*order, scratch, indices_are_sorted, first_wins);
+                              bool first_wins, int64_t num_batch_dims) {
+  return Forward(kIsMinimum ? "segment_min_with_winner" : "segment_max_with_winner", num_batch_dims, kIsMinimum,
+                 stream, data, segment_ids, *output, &*winner, &*order, scratch, indices_are_sorted, first_wins);
 }
 
 template <bool kIsMinimum>
 ffi::Error ExtremumBackward(cudaStream_t stream, ffi::AnyBuffer d_output, ffi::AnyBuffer winner,
                             ffi::AnyBuffer segment_ids, ffi::AnyBuffer order, ffi::RemainingArgs data_and_output,
-                            ffi::Result<ffi::AnyBuffer> d_data) {
+                            ffi::Result<ffi::AnyBuffer> d_data, int64_t num_batch_dims) {
   constexpr const char* kOp = kIsMinimum ? "segment_min_backward" : "segment_max_backward";
   BackwardBuffers decoded;
   JB_RETURN_IF_ERROR(
-      DecodeBackward(kOp, d_output, winner, segment_ids, order, data_and_output, *d_data, &decoded));
+      DecodeBackward(kOp, num_batch_dims, d_output, winner, segment_ids, order, data_and_output, *d_data, &decoded));
   if (!DispatchFloating(decoded.type, [](auto) {})) {
     return UnsupportedType(kOp, "d_output", d_output.element_type());
   }
@@ -88,10 +90,11 @@ ffi::Error ExtremumBackward(cudaStream_t stream, ffi::AnyBuffer d_output, ffi::A
 
 template <bool kIsMinimum>
 ffi::Error Arg(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-               ffi::Result<ffi::AnyBuffer> winner, ffi::RemainingRets scratch_result, bool indices_are_sorted) {
+               ffi::Result<ffi::AnyBuffer> winner, ffi::RemainingRets scratch_result, bool indices_are_sorted,
+               int64_t num_batch_dims) {
   constexpr const char* kOp = kIsMinimum ? "segment_argmin" : "segment_argmax";
   Buffers decoded;
-  JB_RETURN_IF_ERROR(DecodeArg(kOp, data, segment_ids, *winner, &decoded));
+  JB_RETURN_IF_ERROR(DecodeArg(kOp, num_batch_dims, data, segment_ids, *winner, &decoded));
   if (!DispatchWide(decoded.type, [](auto) {})) return UnsupportedType(kOp, "data", data.element_type());
   const Plan plan = PlanArg(decoded.problem, ElementBytes(data), indices_are_sorted);
   ScratchBuffer scratch;
@@ -109,14 +112,16 @@ ffi::Error Arg(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer segment_
   return ToError(kOp, LaunchArg(arguments, stream));
 }
 
-auto BindExtremum() { return BindBuffers<Stream, 2, 1>().RemainingRets().Attr<bool>("indices_are_sorted"); }
-
+auto BindExtremum() { return BindBuffers<Stream, 2, 1>().RemainingRets().Attr<bool>("indices_are_sorted")
+    .Attr<int64_t>("num_batch_dims"); } 
 auto BindWithWinner() {
-  return BindBuffers<Stream, 2, 3>().RemainingRets().Attr<bool>("indices_are_sorted").Attr<bool>("first_wins");
+  return BindBuffers<Stream, 2, 3>().RemainingRets().Attr<bool>("indices_are_sorted").Attr<bool>("first_wins")
+      .Attr<int64_t>("num_batch_dims");
 }
 
 auto BindBackward() {
-  return BindResults<1>(BindOperands<4>(ffi::Ffi::Bind().Ctx<Stream>()).RemainingArgs());
+  return BindResults<1>(BindOperands<4>(ffi::Ffi::Bind().Ctx<Stream>()).RemainingArgs())
+      .Attr<int64_t>("num_batch_dims");
 }
 
 XLA_FFI_DEFINE_HANDLER(kMax, Extremum<false>, BindExtremum(), {ffi::Traits::kCmdBufferCompatible});

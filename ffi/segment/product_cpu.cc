@@ -288,11 +288,11 @@ JB_CPU_CLONES void Gradient(const Problem problem, int64_t batch, int64_t row_be
   });
 }
 
-ffi::Error Forward(const char* op, ffi::ThreadPool& pool, const ffi::AnyBuffer& data,
+ffi::Error Forward(const char* op, int64_t num_batch_dims, ffi::ThreadPool& pool, const ffi::AnyBuffer& data,
                    const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& output, const ffi::AnyBuffer* mantissa,
                    const ffi::AnyBuffer* packed) {
   ProductBuffers decoded;
-  JB_RETURN_IF_ERROR(DecodeProduct(op, data, segment_ids, output, mantissa, packed, &decoded));
+  JB_RETURN_IF_ERROR(DecodeProduct(op, num_batch_dims, data, segment_ids, output, mantissa, packed, &decoded));
   bool has_memory = true;
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -319,22 +319,24 @@ ffi::Error Forward(const char* op, ffi::ThreadPool& pool, const ffi::AnyBuffer& 
 }
 
 ffi::Error SegmentProd(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                       ffi::Result<ffi::AnyBuffer> output, bool /*indices_are_sorted*/) {
-  return Forward("segment_prod", pool, data, segment_ids, *output, nullptr, nullptr);
+                       ffi::Result<ffi::AnyBuffer> output, bool /*indices_are_sorted*/, int64_t num_batch_dims) {
+  return Forward("segment_prod", num_batch_dims, pool, data, segment_ids, *output, nullptr, nullptr);
 }
 
 ffi::Error SegmentProdWithResidual(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
                                    ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> mantissa,
-                                   ffi::Result<ffi::AnyBuffer> packed, bool /*indices_are_sorted*/) {
-  return Forward("segment_prod_with_residual", pool, data, segment_ids, *output, &*mantissa, &*packed);
+                                   ffi::Result<ffi::AnyBuffer> packed, bool /*indices_are_sorted*/,
+                                   int64_t num_batch_dims) {
+  return Forward("segment_prod_with_residual", num_batch_dims, pool, data, segment_ids, *output, &*mantissa, &*packed);
 }
 
 ffi::Error SegmentProdBackward(ffi::ThreadPool pool, ffi::AnyBuffer d_output, ffi::AnyBuffer mantissa,
                                ffi::AnyBuffer packed, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                               ffi::Result<ffi::AnyBuffer> d_data) {
+                               ffi::Result<ffi::AnyBuffer> d_data, int64_t num_batch_dims) {
   constexpr const char* kOp = "segment_prod_backward";
   ProductBackwardBuffers decoded;
-  JB_RETURN_IF_ERROR(DecodeProductBackward(kOp, d_output, mantissa, packed, data, segment_ids, *d_data, &decoded));
+  JB_RETURN_IF_ERROR(DecodeProductBackward(kOp, num_batch_dims, d_output, mantissa, packed, data, segment_ids, *d_data,
+                                           &decoded));
   const bool is_supported = DispatchFloating(decoded.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const GradientArrays<T> arrays{SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
@@ -355,12 +357,14 @@ ffi::Error SegmentProdBackward(ffi::ThreadPool pool, ffi::AnyBuffer d_output, ff
 
 template <int kResults>
 auto BindForward() {
-  return BindBuffers<ffi::ThreadPool, 2, kResults>().template Attr<bool>("indices_are_sorted");
+  return BindBuffers<ffi::ThreadPool, 2, kResults>().template Attr<bool>("indices_are_sorted")
+      .template Attr<int64_t>("num_batch_dims");
 }
 
 XLA_FFI_DEFINE_HANDLER(kProd, SegmentProd, BindForward<1>());
 XLA_FFI_DEFINE_HANDLER(kProdWithResidual, SegmentProdWithResidual, BindForward<3>());
-XLA_FFI_DEFINE_HANDLER(kProdBackward, SegmentProdBackward, (BindBuffers<ffi::ThreadPool, 5, 1>()));
+XLA_FFI_DEFINE_HANDLER(kProdBackward, SegmentProdBackward, (BindBuffers<ffi::ThreadPool, 5, 1>()
+    .Attr<int64_t>("num_batch_dims")));
 
 Plan PlanOf(const PlanParameters& parameters) {
   return PlanOfType(PlanRequest(parameters), [](auto tag, const Problem& problem) {

@@ -6,11 +6,12 @@
 namespace jax_baracuda::segment {
 namespace {
 
-ffi::Error Forward(const char* op, cudaStream_t stream, const ffi::AnyBuffer& data, const ffi::AnyBuffer& segment_ids,
+ffi::Error Forward(const char* op, int64_t num_batch_dims, cudaStream_t stream, const ffi::AnyBuffer& data,
+                   const ffi::AnyBuffer& segment_ids,
                    const ffi::AnyBuffer& output, const ffi::AnyBuffer* mantissa, const ffi::AnyBuffer* packed,
                    ffi::RemainingRets scratch_result, bool indices_are_sorted) {
   ProductBuffers decoded;
-  JB_RETURN_IF_ERROR(DecodeProduct(op, data, segment_ids, output, mantissa, packed, &decoded));
+  JB_RETURN_IF_ERROR(DecodeProduct(op, num_batch_dims, data, segment_ids, output, mantissa, packed, &decoded));
   const bool supported = mantissa != nullptr ? DispatchFloating(decoded.type, [](auto) {})
                                              : DispatchWrapping(decoded.type, [](auto) {});
   if (!supported) return UnsupportedType(op, "data", data.element_type());
@@ -32,23 +33,27 @@ ffi::Error Forward(const char* op, cudaStream_t stream, const ffi::AnyBuffer& da
 }
 
 ffi::Error Prod(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets scratch, bool indices_are_sorted) {
-  return Forward("segment_prod", stream, data, segment_ids, *output, nullptr, nullptr, scratch, indices_are_sorted);
+                ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets scratch, bool indices_are_sorted,
+                int64_t num_batch_dims) {
+  return Forward("segment_prod", num_batch_dims, stream, data, segment_ids, *output, nullptr, nullptr, scratch,
+                 indices_are_sorted);
 }
 
 ffi::Error ProdWithResidual(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
                             ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> mantissa,
-                            ffi::Result<ffi::AnyBuffer> packed, ffi::RemainingRets scratch, bool indices_are_sorted) {
-  return Forward("segment_prod_with_residual", stream, data, segment_ids, *output, &*mantissa, &*packed, scratch,
-                 indices_are_sorted);
+                            ffi::Result<ffi::AnyBuffer> packed, ffi::RemainingRets scratch, bool indices_are_sorted,
+                            int64_t num_batch_dims) {
+  return Forward("segment_prod_with_residual", num_batch_dims, stream, data, segment_ids, *output, &*mantissa,
+                 &*packed, scratch, indices_are_sorted);
 }
 
 ffi::Error ProdBackward(cudaStream_t stream, ffi::AnyBuffer d_output, ffi::AnyBuffer mantissa, ffi::AnyBuffer packed,
-                        ffi::AnyBuffer data, ffi::AnyBuffer segment_ids, ffi::Result<ffi::AnyBuffer> d_data) {
+                        ffi::AnyBuffer data, ffi::AnyBuffer segment_ids, ffi::Result<ffi::AnyBuffer> d_data,
+                        int64_t num_batch_dims) {
   constexpr const char* kOp = "segment_prod_backward";
   ProductBackwardBuffers decoded;
   JB_RETURN_IF_ERROR(
-      DecodeProductBackward(kOp, d_output, mantissa, packed, data, segment_ids, *d_data, &decoded));
+      DecodeProductBackward(kOp, num_batch_dims, d_output, mantissa, packed, data, segment_ids, *d_data, &decoded));
   if (!DispatchFloating(decoded.type, [](auto) {})) return UnsupportedType(kOp, "d_output", d_output.element_type());
   const ProductBackwardArguments arguments{decoded.problem,
                                            decoded.type,
@@ -66,12 +71,14 @@ ffi::Error ProdBackward(cudaStream_t stream, ffi::AnyBuffer d_output, ffi::AnyBu
 
 template <int kResults>
 auto BindForward() {
-  return BindBuffers<Stream, 2, kResults>().RemainingRets().template Attr<bool>("indices_are_sorted");
+  return BindBuffers<Stream, 2, kResults>().RemainingRets().template Attr<bool>("indices_are_sorted")
+      .template Attr<int64_t>("num_batch_dims");
 }
 
 XLA_FFI_DEFINE_HANDLER(kProd, Prod, BindForward<1>(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kProdWithResidual, ProdWithResidual, BindForward<3>(), {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kProdBackward, ProdBackward, (BindBuffers<Stream, 5, 1>()), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kProdBackward, ProdBackward, (BindBuffers<Stream, 5, 1>().Attr<int64_t>("num_batch_dims")),
+                       {ffi::Traits::kCmdBufferCompatible});
 
 Plan PlanOf(const PlanParameters& parameters) {
   const PlanRequest call(parameters);

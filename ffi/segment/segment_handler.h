@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <limits>
 #include <string>
-#include <vector>
 
+#include "ffi/core/batch.h"
 #include "ffi/core/handler.h"
 #include "ffi/core/target_table.h"
 #include "ffi/segment/segment.h"
@@ -50,54 +50,57 @@ inline ffi::DataType ComputeDataType(ffi::DataType type) {
   return type == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32;
 }
 
-// Checks the buffers of one call, one after another. Batch, Ids and FirstRows come first, in this order: they tell what
-// the others must fit. Where `is_shared` is nullptr, the leading dimension must be the batch; else it may be 1, and
-// *is_shared tells whether the batch shares the array.
+// Checks the buffers of one call, one after another. First, Ids and FirstRows come first, in this order: they tell what
+// the others must fit. Where `is_shared` is nullptr, an array must have the whole batch; else *is_shared tells whether
+// the batch shares it.
 class Decoder {
  public:
-  Decoder(const char* op, Buffers* buffers) : op_(op), buffers_(*buffers) {}
+  Decoder(const char* op, int64_t num_batch_dims, Buffers* buffers)
+      : op_(op), num_batch_dims_(num_batch_dims), batch_(op), buffers_(*buffers) {}
 
-  // The batch is the leading dimension of any result.
-  ffi::Error Batch(const char* name, const ffi::AnyBuffer& result, const char* second_dimension) {
-    if (result.dimensions().size() < 2) {
-      return WrongShape(op_, name, result, std::string("[batch, ") + second_dimension + ", ...]");
+  // Any result tells the batch.
+  ffi::Error First(const char* name, const ffi::AnyBuffer& result, const char* trailing) {
+    JB_RETURN_IF_ERROR(batch_.Decode(name, result, num_batch_dims_, trailing));
+    if (batch_.View(result, /*may_be_shared=*/false)->dims.size() == 0) {
+      return batch_.WrongRank(name, result, trailing);
     }
     buffers_.problem = Problem{};
-    buffers_.problem.batch = result.dimensions()[0];
+    buffers_.problem.batch = batch_.size();
     return ffi::Error::Success();
   }
 
   ffi::Error Ids(const ffi::AnyBuffer& segment_ids) {
     Problem& problem = buffers_.problem;
-    const auto shape = segment_ids.dimensions();
-    if (shape.size() != 2 || !IsBatchOrShared(shape[0], problem.batch)) {
-      return WrongShape(op_, "segment_ids", segment_ids, "[batch or 1, rows]" + WithBatch());
+    const auto view = batch_.View(segment_ids, /*may_be_shared=*/true);
+    if (!view || view->dims.size() != 1) {
+      return batch_.WrongShape("segment_ids", segment_ids, /*may_be_shared=*/true, "rows");
     }
-    const ffi::DataType type = segment_ids.element_type();
-    if (type != ffi::DataType::S32 && type != ffi::DataType::S64) return UnsupportedType(op_, "segment_ids", type);
-    if (shape[1] >= std::numeric_limits<int32_t>::max()) {
-      return InvalidArgument(op_, "segment_ids has " + std::to_string(shape[1]) +
+    if (view->type != ffi::DataType::S32 && view->type != ffi::DataType::S64) {
+      return UnsupportedType(op_, "segment_ids", view->type);
+    }
+    if (view->dims[0] >= std::numeric_limits<int32_t>::max()) {
+      return InvalidArgument(op_, "segment_ids has " + std::to_string(view->dims[0]) +
                                       " rows; at most 2147483646 are supported");
     }
-    buffers_.ids_are_64_bit = type == ffi::DataType::S64;
-    problem.rows = shape[1];
-    problem.ids_are_shared = shape[0] != problem.batch;
+    buffers_.ids_are_64_bit = view->type == ffi::DataType::S64;
+    problem.rows = view->dims[0];
+    problem.ids_are_shared = view->is_shared;
     return ffi::Error::Success();
   }
 
   // The array [.., rows, ...] that tells the trailing dimensions and the element type.
   ffi::Error FirstRows(const char* name, const ffi::AnyBuffer& buffer, bool* is_shared = nullptr) {
     Problem& problem = buffers_.problem;
-    const auto shape = buffer.dimensions();
-    if (shape.size() < 2 || shape[1] != problem.rows || !FitsBatch(shape[0], is_shared)) {
-      return WrongShape(op_, name, buffer,
-                        std::string(is_shared == nullptr ? "[batch, " : "[batch or 1, ") +
-                            std::to_string(problem.rows) + " rows, ...]" + WithBatch());
+    const auto view = batch_.View(buffer, is_shared != nullptr);
+    if (!view || view->dims.size() == 0 || view->dims[0] != problem.rows) {
+      return batch_.WrongShape(name, buffer, is_shared != nullptr, std::to_string(problem.rows) + " rows, ...");
     }
-    type_ = buffer.element_type();
+    if (is_shared != nullptr) *is_shared = view->is_shared;
+    type_ = view->type;
     buffers_.type = ElementTypeOf(type_);
-    features_.assign(shape.begin() + 2, shape.end());
-    problem.features = TrailingSize(buffer, 2);
+    features_ = view->dims.last(view->dims.size() - 1);
+    problem.features = 1;
+    for (const int64_t size : features_) problem.features = MultiplySizes(problem.features, size);
     return ffi::Error::Success();
   }
 
@@ -107,8 +110,11 @@ class Decoder {
 
   // The array [.., segments, ...] that tells the number of segments.
   ffi::Error FirstCells(const char* name, const ffi::AnyBuffer& buffer, bool* is_shared = nullptr) {
-    if (buffer.dimensions().size() < 2) return WrongShape(op_, name, buffer, "[batch, segments, ...]");
-    buffers_.problem.segments = buffer.dimensions()[1];
+    const auto view = batch_.View(buffer, is_shared != nullptr);
+    if (!view || view->dims.size() == 0) {
+      return batch_.WrongShape(name, buffer, is_shared != nullptr, "segments, ...");
+    }
+    buffers_.problem.segments = view->dims[0];
     return Cells(name, buffer, type_, is_shared);
   }
 
@@ -129,47 +135,51 @@ class Decoder {
     return ffi::Error::Success();
   }
 
+  // An array [.., extent] and these features.
   ffi::Error Array(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t extent,
-                   const std::vector<int64_t>& trailing, bool* is_shared = nullptr) const {
+                   ffi::AnyBuffer::Dimensions features, bool* is_shared = nullptr) const {
     if (buffer.element_type() != type) return UnsupportedType(op_, name, buffer.element_type());
-    const auto shape = buffer.dimensions();
-    if (shape.size() == 2 + trailing.size() && shape[1] == extent && FitsBatch(shape[0], is_shared) &&
-        std::equal(trailing.begin(), trailing.end(), shape.begin() + 2)) {
-      return ffi::Error::Success();
+    const auto view = batch_.View(buffer, is_shared != nullptr);
+    if (!view || view->dims.size() != 1 + features.size() || view->dims[0] != extent ||
+        !(view->dims.last(features.size()) == features)) {
+      return batch_.WrongShape(name, buffer, is_shared != nullptr,
+                               std::to_string(extent) + (features.size() == 0 ? "" : ",") + TextOf(features));
     }
-    std::vector<int64_t> expected = {buffers_.problem.batch, extent};
-    expected.insert(expected.end(), trailing.begin(), trailing.end());
-    return WrongShape(op_, name, buffer, ShapeString(expected) + (is_shared == nullptr ? "" : " or 1 in front"));
+    if (is_shared != nullptr) *is_shared = view->is_shared;
+    return ffi::Error::Success();
   }
 
+  // An array [.., extent].
+  ffi::Error Vector(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t extent,
+                    bool* is_shared = nullptr) const {
+    return Array(name, buffer, type, extent, {}, is_shared);
+  }
+
+  const Batch& batch() const { return batch_; }
   ffi::DataType type() const { return type_; }
 
  private:
-  bool FitsBatch(int64_t size, bool* is_shared) const {
-    if (is_shared != nullptr) *is_shared = size != buffers_.problem.batch;
-    return size == buffers_.problem.batch || (is_shared != nullptr && size == 1);
-  }
-
-  std::string WithBatch() const { return " with batch = " + std::to_string(buffers_.problem.batch); }
-
   const char* op_;
+  int64_t num_batch_dims_;
+  Batch batch_;
   Buffers& buffers_;
   ffi::DataType type_;
-  std::vector<int64_t> features_;
+  ffi::AnyBuffer::Dimensions features_;
 };
 
 // The order of rows that segment_max_with_winner hands to the backward pass: [.., rows], or [.., 1] where it has none.
 inline ffi::Error DecodeOrder(const Decoder& decoder, const Problem& problem, const ffi::AnyBuffer& order,
                               int64_t* order_size, bool* is_shared = nullptr) {
-  const bool is_absent = order.dimensions().size() == 2 && order.dimensions()[1] == 1;
+  const auto dimensions = order.dimensions();
+  const bool is_absent = dimensions.size() > 0 && dimensions.back() == 1;
   *order_size = is_absent ? 1 : problem.rows;
-  return decoder.Array("order", order, ffi::DataType::S32, *order_size, {}, is_shared);
+  return decoder.Vector("order", order, ffi::DataType::S32, *order_size, is_shared);
 }
 
 // (data, segment_ids) -> output, one value per cell.
 inline ffi::Error DecodeCells(Decoder& decoder, Problem* problem, const ffi::AnyBuffer& data,
                               const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& output) {
-  JB_RETURN_IF_ERROR(decoder.Batch("output", output, "segments"));
+  JB_RETURN_IF_ERROR(decoder.First("output", output, "segments, ..."));
   JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
   JB_RETURN_IF_ERROR(decoder.FirstRows("data", data, &problem->data_is_shared));
   return decoder.FirstCells("output", output);
@@ -183,10 +193,11 @@ struct ForwardBuffers : Buffers {
 };
 
 // `winner` and `order` are the optional second and third result (nullptr where only the extremum is wanted).
-inline ffi::Error DecodeForward(const char* op, const ffi::AnyBuffer& data, const ffi::AnyBuffer& segment_ids,
+inline ffi::Error DecodeForward(const char* op, int64_t num_batch_dims, const ffi::AnyBuffer& data,
+                                const ffi::AnyBuffer& segment_ids,
                                 const ffi::AnyBuffer& output, const ffi::AnyBuffer* winner,
                                 const ffi::AnyBuffer* order, ForwardBuffers* decoded) {
-  Decoder decoder(op, decoded);
+  Decoder decoder(op, num_batch_dims, decoded);
   JB_RETURN_IF_ERROR(DecodeCells(decoder, &decoded->problem, data, segment_ids, output));
   if (winner != nullptr) {
     JB_RETURN_IF_ERROR(decoder.Cells("winner", *winner, ffi::DataType::S32));
@@ -210,12 +221,13 @@ struct BackwardBuffers : Buffers {
 };
 
 // The operands are (d_output, winner, segment_ids, order) and, where ties are shared, data and output.
-inline ffi::Error DecodeBackward(const char* op, const ffi::AnyBuffer& d_output, const ffi::AnyBuffer& winner,
+inline ffi::Error DecodeBackward(const char* op, int64_t num_batch_dims, const ffi::AnyBuffer& d_output,
+                                 const ffi::AnyBuffer& winner,
                                  const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& order,
                                  ffi::RemainingArgs data_and_output, const ffi::AnyBuffer& d_data,
                                  BackwardBuffers* decoded) {
-  Decoder decoder(op, decoded);
-  JB_RETURN_IF_ERROR(decoder.Batch("d_data", d_data, "rows"));
+  Decoder decoder(op, num_batch_dims, decoded);
+  JB_RETURN_IF_ERROR(decoder.First("d_data", d_data, "rows, ..."));
   JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
   JB_RETURN_IF_ERROR(decoder.FirstRows("d_data", d_data));
   JB_RETURN_IF_ERROR(decoder.FirstCells("d_output", d_output, &decoded->d_output_is_shared));
@@ -239,13 +251,13 @@ inline ffi::Error DecodeBackward(const char* op, const ffi::AnyBuffer& d_output,
 }
 
 // segment_argmax, segment_argmin.
-inline ffi::Error DecodeArg(const char* op, const ffi::AnyBuffer& data, const ffi::AnyBuffer& segment_ids,
-                            const ffi::AnyBuffer& winner, Buffers* decoded) {
-  Decoder decoder(op, decoded);
-  JB_RETURN_IF_ERROR(decoder.Batch("winner", winner, "segments"));
+inline ffi::Error DecodeArg(const char* op, int64_t num_batch_dims, const ffi::AnyBuffer& data,
+                            const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& winner, Buffers* decoded) {
+  Decoder decoder(op, num_batch_dims, decoded);
+  JB_RETURN_IF_ERROR(decoder.First("winner", winner, "segments, ..."));
   JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
   JB_RETURN_IF_ERROR(decoder.FirstRows("data", data, &decoded->problem.data_is_shared));
-  decoded->problem.segments = winner.dimensions()[1];
+  decoded->problem.segments = decoder.batch().View(winner, /*may_be_shared=*/false)->dims[0];
   return decoder.Cells("winner", winner, ffi::DataType::S32);
 }
 
@@ -255,12 +267,13 @@ struct SumBuffers : Buffers {
 };
 
 // `count` is the optional second result (nullptr for a sum).
-inline ffi::Error DecodeSum(const char* op, const ffi::AnyBuffer& data, const ffi::AnyBuffer& segment_ids,
+inline ffi::Error DecodeSum(const char* op, int64_t num_batch_dims, const ffi::AnyBuffer& data,
+                            const ffi::AnyBuffer& segment_ids,
                             const ffi::AnyBuffer& output, const ffi::AnyBuffer* count, SumBuffers* decoded) {
-  Decoder decoder(op, decoded);
+  Decoder decoder(op, num_batch_dims, decoded);
   JB_RETURN_IF_ERROR(DecodeCells(decoder, &decoded->problem, data, segment_ids, output));
   if (count != nullptr) {
-    JB_RETURN_IF_ERROR(decoder.Array("count", *count, ffi::DataType::S32, decoded->problem.segments, {}));
+    JB_RETURN_IF_ERROR(decoder.Vector("count", *count, ffi::DataType::S32, decoded->problem.segments));
     decoded->count = static_cast<int32_t*>(count->untyped_data());
   }
   return ffi::Error::Success();
@@ -274,18 +287,19 @@ struct GatherBuffers : Buffers {
 };
 
 // `count` is nullptr for a sum.
-inline ffi::Error DecodeGather(const char* op, const ffi::AnyBuffer& d_output, const ffi::AnyBuffer* count,
+inline ffi::Error DecodeGather(const char* op, int64_t num_batch_dims, const ffi::AnyBuffer& d_output,
+                               const ffi::AnyBuffer* count,
                                const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& d_data,
                                GatherBuffers* decoded) {
-  Decoder decoder(op, decoded);
-  JB_RETURN_IF_ERROR(decoder.Batch("d_data", d_data, "rows"));
+  Decoder decoder(op, num_batch_dims, decoded);
+  JB_RETURN_IF_ERROR(decoder.First("d_data", d_data, "rows, ..."));
   JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
   JB_RETURN_IF_ERROR(decoder.FirstRows("d_data", d_data));
   JB_RETURN_IF_ERROR(decoder.FirstCells("d_output", d_output, &decoded->d_output_is_shared));
   decoded->count_is_shared = false;
   if (count != nullptr) {
-    JB_RETURN_IF_ERROR(decoder.Array("count", *count, ffi::DataType::S32, decoded->problem.segments, {},
-                                     &decoded->count_is_shared));
+    JB_RETURN_IF_ERROR(decoder.Vector("count", *count, ffi::DataType::S32, decoded->problem.segments,
+                                      &decoded->count_is_shared));
     decoded->count = static_cast<const int32_t*>(count->untyped_data());
   }
   return ffi::Error::Success();
@@ -298,10 +312,11 @@ struct ProductBuffers : Buffers {
 };
 
 // `mantissa` and `packed` are the optional second and third result (nullptr where only the product is wanted).
-inline ffi::Error DecodeProduct(const char* op, const ffi::AnyBuffer& data, const ffi::AnyBuffer& segment_ids,
+inline ffi::Error DecodeProduct(const char* op, int64_t num_batch_dims, const ffi::AnyBuffer& data,
+                                const ffi::AnyBuffer& segment_ids,
                                 const ffi::AnyBuffer& output, const ffi::AnyBuffer* mantissa,
                                 const ffi::AnyBuffer* packed, ProductBuffers* decoded) {
-  Decoder decoder(op, decoded);
+  Decoder decoder(op, num_batch_dims, decoded);
   JB_RETURN_IF_ERROR(DecodeCells(decoder, &decoded->problem, data, segment_ids, output));
   if (mantissa != nullptr) {
     JB_RETURN_IF_ERROR(decoder.Cells("mantissa", *mantissa, ComputeDataType(decoder.type())));
@@ -319,12 +334,13 @@ struct ProductBackwardBuffers : Buffers {
   bool product_is_shared;  // mantissa and packed
 };
 
-inline ffi::Error DecodeProductBackward(const char* op, const ffi::AnyBuffer& d_output, const ffi::AnyBuffer& mantissa,
+inline ffi::Error DecodeProductBackward(const char* op, int64_t num_batch_dims, const ffi::AnyBuffer& d_output,
+                                        const ffi::AnyBuffer& mantissa,
                                         const ffi::AnyBuffer& packed, const ffi::AnyBuffer& data,
                                         const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& d_data,
                                         ProductBackwardBuffers* decoded) {
-  Decoder decoder(op, decoded);
-  JB_RETURN_IF_ERROR(decoder.Batch("d_data", d_data, "rows"));
+  Decoder decoder(op, num_batch_dims, decoded);
+  JB_RETURN_IF_ERROR(decoder.First("d_data", d_data, "rows, ..."));
   JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
   JB_RETURN_IF_ERROR(decoder.FirstRows("d_data", d_data));
   JB_RETURN_IF_ERROR(decoder.Rows("data", data, &decoded->problem.data_is_shared));
@@ -339,10 +355,11 @@ inline ffi::Error DecodeProductBackward(const char* op, const ffi::AnyBuffer& d_
   return ffi::Error::Success();
 }
 
-inline ffi::Error DecodeSoftmax(const char* op, const ffi::AnyBuffer& logits, const ffi::AnyBuffer& segment_ids,
+inline ffi::Error DecodeSoftmax(const char* op, int64_t num_batch_dims, const ffi::AnyBuffer& logits,
+                                const ffi::AnyBuffer& segment_ids,
                                 const ffi::AnyBuffer& probabilities, int64_t num_segments, Buffers* decoded) {
-  Decoder decoder(op, decoded);
-  JB_RETURN_IF_ERROR(decoder.Batch("probabilities", probabilities, "rows"));
+  Decoder decoder(op, num_batch_dims, decoded);
+  JB_RETURN_IF_ERROR(decoder.First("probabilities", probabilities, "rows, ..."));
   JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
   JB_RETURN_IF_ERROR(decoder.FirstRows("logits", logits, &decoded->problem.data_is_shared));
   JB_RETURN_IF_ERROR(decoder.Rows("probabilities", probabilities));
@@ -353,12 +370,12 @@ struct SoftmaxBackwardBuffers : Buffers {  // problem.data_is_shared is that of 
   bool d_probabilities_are_shared;
 };
 
-inline ffi::Error DecodeSoftmaxBackward(const char* op, const ffi::AnyBuffer& probabilities,
+inline ffi::Error DecodeSoftmaxBackward(const char* op, int64_t num_batch_dims, const ffi::AnyBuffer& probabilities,
                                         const ffi::AnyBuffer& d_probabilities, const ffi::AnyBuffer& segment_ids,
                                         const ffi::AnyBuffer& d_logits, int64_t num_segments,
                                         SoftmaxBackwardBuffers* decoded) {
-  Decoder decoder(op, decoded);
-  JB_RETURN_IF_ERROR(decoder.Batch("d_logits", d_logits, "rows"));
+  Decoder decoder(op, num_batch_dims, decoded);
+  JB_RETURN_IF_ERROR(decoder.First("d_logits", d_logits, "rows, ..."));
   JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
   JB_RETURN_IF_ERROR(decoder.FirstRows("probabilities", probabilities, &decoded->problem.data_is_shared));
   JB_RETURN_IF_ERROR(decoder.Rows("d_probabilities", d_probabilities, &decoded->d_probabilities_are_shared));

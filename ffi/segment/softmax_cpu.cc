@@ -477,10 +477,10 @@ bool SoftmaxGradients(ffi::ThreadPool& pool, const Problem& problem, const Gradi
 
 ffi::Error SegmentSoftmax(ffi::ThreadPool pool, ffi::AnyBuffer logits, ffi::AnyBuffer segment_ids,
                           ffi::Result<ffi::AnyBuffer> probabilities, int64_t num_segments,
-                          bool /*indices_are_sorted*/, bool /*deterministic*/) {
+                          bool /*indices_are_sorted*/, bool /*deterministic*/, int64_t num_batch_dims) {
   constexpr const char* kOp = "segment_softmax";
   Buffers decoded;
-  JB_RETURN_IF_ERROR(DecodeSoftmax(kOp, logits, segment_ids, *probabilities, num_segments, &decoded));
+  JB_RETURN_IF_ERROR(DecodeSoftmax(kOp, num_batch_dims, logits, segment_ids, *probabilities, num_segments, &decoded));
   bool has_memory = true;
   const bool is_supported = DispatchFloating(decoded.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -494,11 +494,12 @@ ffi::Error SegmentSoftmax(ffi::ThreadPool pool, ffi::AnyBuffer logits, ffi::AnyB
 
 ffi::Error SegmentSoftmaxBackward(ffi::ThreadPool pool, ffi::AnyBuffer probabilities, ffi::AnyBuffer d_probabilities,
                                   ffi::AnyBuffer segment_ids, ffi::Result<ffi::AnyBuffer> d_logits,
-                                  int64_t num_segments, bool /*indices_are_sorted*/, bool /*deterministic*/) {
+                                  int64_t num_segments, bool /*indices_are_sorted*/, bool /*deterministic*/,
+                                  int64_t num_batch_dims) {
   constexpr const char* kOp = "segment_softmax_backward";
   SoftmaxBackwardBuffers decoded;
-  JB_RETURN_IF_ERROR(DecodeSoftmaxBackward(kOp, probabilities, d_probabilities, segment_ids, *d_logits, num_segments,
-                                           &decoded));
+  JB_RETURN_IF_ERROR(DecodeSoftmaxBackward(kOp, num_batch_dims, probabilities, d_probabilities, segment_ids, *d_logits,
+                                           num_segments, &decoded));
   bool has_memory = true;
   const bool is_supported = DispatchFloating(decoded.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -519,7 +520,7 @@ XLA_FFI_DEFINE_HANDLER(kSoftmax, SegmentSoftmax,
                            .Ret<ffi::AnyBuffer>()
                            .Attr<int64_t>("num_segments")
                            .Attr<bool>("indices_are_sorted")
-                           .Attr<bool>("deterministic"));
+                           .Attr<bool>("deterministic").Attr<int64_t>("num_batch_dims"));
 
 XLA_FFI_DEFINE_HANDLER(kSoftmaxBackward, SegmentSoftmaxBackward,
                        ffi::Ffi::Bind()
@@ -530,7 +531,7 @@ XLA_FFI_DEFINE_HANDLER(kSoftmaxBackward, SegmentSoftmaxBackward,
                            .Ret<ffi::AnyBuffer>()
                            .Attr<int64_t>("num_segments")
                            .Attr<bool>("indices_are_sorted")
-                           .Attr<bool>("deterministic"));
+                           .Attr<bool>("deterministic").Attr<int64_t>("num_batch_dims"));
 
 template <int64_t kStates>
 Plan PlanOf(const PlanParameters& parameters) {

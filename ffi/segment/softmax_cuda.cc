@@ -8,10 +8,10 @@ namespace {
 
 ffi::Error Softmax(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer segment_ids,
                    ffi::Result<ffi::AnyBuffer> probabilities, ffi::RemainingRets scratch_result, int64_t num_segments,
-                   bool indices_are_sorted, bool deterministic) {
+                   bool indices_are_sorted, bool deterministic, int64_t num_batch_dims) {
   constexpr const char* kOp = "segment_softmax";
   Buffers decoded;
-  JB_RETURN_IF_ERROR(DecodeSoftmax(kOp, logits, segment_ids, *probabilities, num_segments, &decoded));
+  JB_RETURN_IF_ERROR(DecodeSoftmax(kOp, num_batch_dims, logits, segment_ids, *probabilities, num_segments, &decoded));
   if (!DispatchFloating(decoded.type, [](auto) {})) return UnsupportedType(kOp, "logits", logits.element_type());
   const Plan plan = PlanSoftmax(decoded.problem, ElementBytes(logits), indices_are_sorted, deterministic,
                                 /*is_backward=*/false);
@@ -33,11 +33,11 @@ ffi::Error Softmax(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer se
 ffi::Error SoftmaxBackward(cudaStream_t stream, ffi::AnyBuffer probabilities, ffi::AnyBuffer d_probabilities,
                            ffi::AnyBuffer segment_ids, ffi::Result<ffi::AnyBuffer> d_logits,
                            ffi::RemainingRets scratch_result, int64_t num_segments, bool indices_are_sorted,
-                           bool deterministic) {
+                           bool deterministic, int64_t num_batch_dims) {
   constexpr const char* kOp = "segment_softmax_backward";
   SoftmaxBackwardBuffers decoded;
-  JB_RETURN_IF_ERROR(DecodeSoftmaxBackward(kOp, probabilities, d_probabilities, segment_ids, *d_logits, num_segments,
-                                           &decoded));
+  JB_RETURN_IF_ERROR(DecodeSoftmaxBackward(kOp, num_batch_dims, probabilities, d_probabilities, segment_ids, *d_logits,
+                                           num_segments, &decoded));
   if (!DispatchFloating(decoded.type, [](auto) {})) {
     return UnsupportedType(kOp, "probabilities", probabilities.element_type());
   }
@@ -69,7 +69,7 @@ XLA_FFI_DEFINE_HANDLER(kSoftmax, Softmax,
                            .RemainingRets()
                            .Attr<int64_t>("num_segments")
                            .Attr<bool>("indices_are_sorted")
-                           .Attr<bool>("deterministic"),
+                           .Attr<bool>("deterministic").Attr<int64_t>("num_batch_dims"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kSoftmaxBackward, SoftmaxBackward,
@@ -82,7 +82,7 @@ XLA_FFI_DEFINE_HANDLER(kSoftmaxBackward, SoftmaxBackward,
                            .RemainingRets()
                            .Attr<int64_t>("num_segments")
                            .Attr<bool>("indices_are_sorted")
-                           .Attr<bool>("deterministic"),
+                           .Attr<bool>("deterministic").Attr<int64_t>("num_batch_dims"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 template <bool kIsBackward>

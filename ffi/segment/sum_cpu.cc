@@ -119,10 +119,11 @@ bool ReduceSum(ffi::ThreadPool& pool, const SumBuffers& decoded, const ffi::AnyB
 }
 
 ffi::Error SegmentSum(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                      ffi::Result<ffi::AnyBuffer> output, bool /*indices_are_sorted*/, bool /*deterministic*/) {
+                      ffi::Result<ffi::AnyBuffer> output, bool /*indices_are_sorted*/, bool /*deterministic*/,
+                      int64_t num_batch_dims) {
   constexpr const char* kOp = "segment_sum";
   SumBuffers decoded;
-  JB_RETURN_IF_ERROR(DecodeSum(kOp, data, segment_ids, *output, nullptr, &decoded));
+  JB_RETURN_IF_ERROR(DecodeSum(kOp, num_batch_dims, data, segment_ids, *output, nullptr, &decoded));
   bool has_memory = true;
   const bool is_supported = ReduceSum<false>(pool, decoded, data, segment_ids, *output, &has_memory);
   return Status(kOp, is_supported, has_memory, "data", data);
@@ -130,19 +131,19 @@ ffi::Error SegmentSum(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer 
 
 ffi::Error SegmentMean(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
                        ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> count,
-                       bool /*indices_are_sorted*/, bool /*deterministic*/) {
+                       bool /*indices_are_sorted*/, bool /*deterministic*/, int64_t num_batch_dims) {
   constexpr const char* kOp = "segment_mean";
   SumBuffers decoded;
-  JB_RETURN_IF_ERROR(DecodeSum(kOp, data, segment_ids, *output, &*count, &decoded));
+  JB_RETURN_IF_ERROR(DecodeSum(kOp, num_batch_dims, data, segment_ids, *output, &*count, &decoded));
   bool has_memory = true;
   const bool is_supported = ReduceSum<true>(pool, decoded, data, segment_ids, *output, &has_memory);
   return Status(kOp, is_supported, has_memory, "data", data);
 }
 
-ffi::Error Backward(const char* op, ffi::ThreadPool& pool, const ffi::AnyBuffer& d_output, const ffi::AnyBuffer* count,
-                    const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& d_data) {
+ffi::Error Backward(const char* op, int64_t num_batch_dims, ffi::ThreadPool& pool, const ffi::AnyBuffer& d_output,
+                    const ffi::AnyBuffer* count, const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& d_data) {
   GatherBuffers decoded;
-  JB_RETURN_IF_ERROR(DecodeGather(op, d_output, count, segment_ids, d_data, &decoded));
+  JB_RETURN_IF_ERROR(DecodeGather(op, num_batch_dims, d_output, count, segment_ids, d_data, &decoded));
   const bool is_supported = DispatchFloating(decoded.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const GatherArrays<T> arrays{SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
@@ -161,26 +162,28 @@ ffi::Error Backward(const char* op, ffi::ThreadPool& pool, const ffi::AnyBuffer&
 }
 
 ffi::Error SegmentSumBackward(ffi::ThreadPool pool, ffi::AnyBuffer d_output, ffi::AnyBuffer segment_ids,
-                              ffi::Result<ffi::AnyBuffer> d_data) {
-  return Backward("segment_sum_backward", pool, d_output, nullptr, segment_ids, *d_data);
+                              ffi::Result<ffi::AnyBuffer> d_data, int64_t num_batch_dims) {
+  return Backward("segment_sum_backward", num_batch_dims, pool, d_output, nullptr, segment_ids, *d_data);
 }
 
 ffi::Error SegmentMeanBackward(ffi::ThreadPool pool, ffi::AnyBuffer d_output, ffi::AnyBuffer count,
-                               ffi::AnyBuffer segment_ids, ffi::Result<ffi::AnyBuffer> d_data) {
-  return Backward("segment_mean_backward", pool, d_output, &count, segment_ids, *d_data);
+                               ffi::AnyBuffer segment_ids, ffi::Result<ffi::AnyBuffer> d_data, int64_t num_batch_dims) {
+  return Backward("segment_mean_backward", num_batch_dims, pool, d_output, &count, segment_ids, *d_data);
 }
 
 template <int kResults>
 auto BindForward() {
   return BindBuffers<ffi::ThreadPool, 2, kResults>()
       .template Attr<bool>("indices_are_sorted")
-      .template Attr<bool>("deterministic");
+      .template Attr<bool>("deterministic").template Attr<int64_t>("num_batch_dims");
 }
 
 XLA_FFI_DEFINE_HANDLER(kSum, SegmentSum, BindForward<1>());
 XLA_FFI_DEFINE_HANDLER(kMean, SegmentMean, BindForward<2>());
-XLA_FFI_DEFINE_HANDLER(kSumBackward, SegmentSumBackward, (BindBuffers<ffi::ThreadPool, 2, 1>()));
-XLA_FFI_DEFINE_HANDLER(kMeanBackward, SegmentMeanBackward, (BindBuffers<ffi::ThreadPool, 3, 1>()));
+XLA_FFI_DEFINE_HANDLER(kSumBackward, SegmentSumBackward, (BindBuffers<ffi::ThreadPool, 2, 1>()
+    .Attr<int64_t>("num_batch_dims")));
+XLA_FFI_DEFINE_HANDLER(kMeanBackward, SegmentMeanBackward, (BindBuffers<ffi::ThreadPool, 3, 1>()
+    .Attr<int64_t>("num_batch_dims")));
 
 template <bool kIsMean>
 Plan PlanOf(const PlanParameters& parameters) {

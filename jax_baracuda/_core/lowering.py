@@ -126,11 +126,12 @@ def lower_kernel(
 
 
 def attributes_of(op: Op, params: Mapping[str, Any]) -> dict[str, Any]:
-    """What the native handler takes of the params."""
-    return {
+    """What the native handler takes of the params, and the number of its leading batch dimensions."""
+    attributes = {
         name: np.array(jax.tree.leaves(params[name]), np.int64) if isinstance(params[name], tuple) else params[name]
         for name in op.attributes
     }
+    return attributes | ({"num_batch_dims": count_batch_dims(params)} if op.takes_batch_dims else {})
 
 
 @functools.cache

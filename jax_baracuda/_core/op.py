@@ -52,6 +52,8 @@ class Op:
     """Other public functions whose result is this op's."""
     attributes: tuple[str, ...] = ()
     """The names of the params that the native handler takes. Tuples of integers, however nested, come as one array."""
+    takes_batch_dims: bool = True
+    """Whether the handler takes the attribute `num_batch_dims`, which one that treats all dimensions alike need not."""
     plan_parameters: Callable[..., Mapping[str, int]] | None = None
     """``(*operand avals, **params)`` -> the integers from which the native module decides how the kernel runs."""
     whole: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
@@ -69,8 +71,8 @@ class Op:
     """As `in_place`, but only where the operand is a donated argument of the compiled program: for results that are as
     fast to write elsewhere, where a copy by XLA would double the time."""
     batch_optional: bool = False
-    """Whether operands and results may lack the batch dimension, all of them together: calls have the param `batched`,
-    and the handler takes it. For ops in place: XLA before jax 0.11 copies what is reshaped on its way into the call."""
+    """Whether operands and results may lack the batch dimension, all of them together: calls have the param `batched`.
+    For ops in place: XLA before jax 0.11 copies what is reshaped on its way into the call."""
     num_linear: int | Callable[..., int] = 1
     """See `transpose`. Or ``(**params)`` -> the number."""
     transpose: Callable[..., Sequence[jax.Array]] | None = None

@@ -399,7 +399,7 @@ def _rotation_op(name: str, heads: tuple[str, ...], direction: int, transpose: C
         reference=functools.partial(_reference, len(heads), direction),
         dtypes=FLOATING_DTYPES,
         guarantee=_rotation_guarantee,
-        attributes=("heads_first", "interleaved", "rotary_dim", "scale", "has_positions", "batched"),
+        attributes=("heads_first", "interleaved", "rotary_dim", "scale", "has_positions"),
         plan_parameters=plan_parameters,
         whole=("part", "pair", "feature"),
         shard_program=_shard_rotation,
