@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 BIN := $(VENV)/bin
 EXTRAS := test,bench$(CUDA:%=,%)
 NVCC_PACKAGES := nvidia-cuda-nvcc nvidia-cuda-cccl nvidia-cuda-runtime
-SOURCES := $(wildcard ffi/*.cc ffi/*/* cmake/* CMakeLists.txt pyproject.toml)
+SOURCES := $(wildcard ffi/*.cc ffi/*/* ffi/*/*/* cmake/* CMakeLists.txt pyproject.toml)
 # On all cores, but one process for what a GPU runs; tests that have waited move to a process that is done.
 PYTEST_ARGUMENTS ?= $(if $(DRIVER),,-n auto --dist worksteal)
 SANITIZERS ?= address thread

@@ -25,7 +25,7 @@ import pytest
 from causal_conv1d import reference as convolutions
 from rope import reference as rotations
 from segment import handler_calls
-from support import cases
+from support import cases, handlers
 from support.handlers import Array, Call
 from where import reference as selections
 from write_slice import reference as windows
@@ -49,6 +49,14 @@ EXTREMES = (-(2**63), -(2**62), -(2**31), -2, -1, 0, 1, 2, 3, 2**31 - 1, 2**31, 
 
 def good_calls(target: str) -> list[Call]:
     """Calls of the target that fit, of every kind of operands and attributes."""
+    calls = calls_of_one_batch(target)
+    if target.startswith("where"):
+        return calls
+    batched = [call for call in calls if call.attributes["num_batch_dims"] == 1][:2]
+    return [*calls, *(handlers.with_batch_dims(call, (1, call.results[0].shape[0], 1)) for call in batched)]
+
+
+def calls_of_one_batch(target: str) -> list[Call]:
     if target.startswith("causal_conv1d"):
         return [
             convolutions.good_call(target, channels_last, optional=optional, dtype=dtype)
@@ -257,22 +265,22 @@ def why_not(call: Call) -> str | None:
             if (dest.shape, dest.dtype) != (result.shape, result.dtype):
                 return f"{dest} is not {result}"
         return None
+    num_batch_dims = int(attributes.pop("num_batch_dims", 1))
     names = [dims(**attributes) if callable(dims) else dims for dims in (op.operands, op.results)]
     if len(call.operands) > len(names[0]) or len(call.results) != len(names[1]):
         return "wrong number of arrays"
     sizes: dict[str, Any] = {}
-    first = 0 if attributes.get("batched", True) else 1
     for arrays, all_dims, is_operand in ((call.operands, names[0], True), (call.results, names[1], False)):
         for x, dims in zip(arrays, all_dims, strict=False):
-            own = dims[first:]
+            own, batch, shape = dims[1:], x.shape[:num_batch_dims], x.shape[num_batch_dims:]
             fixed = own[:-1] if own[-1:] == ("...",) else own
-            if len(x.shape) < len(fixed) or (fixed == own and len(x.shape) != len(fixed)):
-                return f"{x} has the wrong rank for {dims}"
-            of_dims = dict(zip(fixed, x.shape, strict=False))
+            if len(batch) < num_batch_dims or len(shape) < len(fixed) or (fixed == own and len(shape) != len(fixed)):
+                return f"{x} has the wrong rank for {dims}, {num_batch_dims} of the batch"
+            of_dims: dict[str, Any] = {"batch": batch, **dict(zip(fixed, shape, strict=False))}
             if fixed != own and not call.target.startswith("where"):
-                of_dims["..."] = x.shape[len(fixed) :]
+                of_dims["..."] = shape[len(fixed) :]
             for name, size in of_dims.items():
-                if size == 1 and ((is_operand and name == "batch") or call.target.startswith("where")):
+                if name == "batch" and set(size) == {1} and (is_operand or call.target.startswith("where")):
                     continue  # shared, repeated or summed
                 if is_operand and size == 1 and call.target.startswith("rope") and name == "example":
                     continue  # positions

@@ -46,7 +46,7 @@ Plan PlanBackward(const PlanParameters& parameters) {
   const Problem problem = ProblemOf(parameters);
   const int64_t element_bytes = parameters.at("element_bytes");
   const int64_t scratch_bytes = BackwardScratchBytes(problem, element_bytes);
-  const bool is_shared = parameters.at("x_is_shared") != 0 || parameters.at("dy_is_shared") != 0;
+  const bool is_shared = parameters.at("x_is_shared") != 0 || parameters.at("d_output_is_shared") != 0;
   const int states = parameters.at("has_initial_state") != 0 || parameters.at("has_d_final_state") != 0 ? 1 : 0;
   if (problem.batch == 0 || problem.channels == 0) return Plan{"nothing", scratch_bytes};
   const Tiling tiling = ChooseBackward(problem, element_bytes, is_shared);

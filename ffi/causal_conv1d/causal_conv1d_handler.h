@@ -2,10 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
-#include <vector>
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
+#include "ffi/core/batch.h"
 #include "ffi/core/handler.h"
 #include "ffi/core/operands.h"
 #include "ffi/core/target_table.h"
@@ -18,28 +19,34 @@ inline constexpr const char* kUpdateName = "causal_conv1d_update";
 
 // The attributes of the ops.
 struct ForwardOptions {
+  int64_t num_batch_dims;
   bool channels_last, silu, has_bias, has_initial_state, has_taps;
 };
 
 struct BackwardOptions {
+  int64_t num_batch_dims;
   bool channels_last, silu, has_bias, has_initial_state, has_taps, has_d_final_state;
 };
 
 struct UpdateOptions {
-  bool batched, channels_last, silu, has_bias;
+  int64_t num_batch_dims;
+  bool channels_last, silu, has_bias;
 };
 
 }  // namespace jax_baracuda::causal_conv1d
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::ForwardOptions,
+                                      StructMember<int64_t>("num_batch_dims"),
                                       StructMember<bool>("channels_last"), StructMember<bool>("silu"),
                                       StructMember<bool>("has_bias"), StructMember<bool>("has_initial_state"),
-                                      StructMember<bool>("has_taps"));
+                                      StructMember<bool>("has_same_sequence"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::BackwardOptions,
+                                      StructMember<int64_t>("num_batch_dims"),
                                       StructMember<bool>("channels_last"), StructMember<bool>("silu"),
                                       StructMember<bool>("has_bias"), StructMember<bool>("has_initial_state"),
-                                      StructMember<bool>("has_taps"), StructMember<bool>("has_d_final_state"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::UpdateOptions, StructMember<bool>("batched"),
+                                      StructMember<bool>("has_same_sequence"), StructMember<bool>("has_d_final_state"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::UpdateOptions,
+                                      StructMember<int64_t>("num_batch_dims"),
                                       StructMember<bool>("channels_last"), StructMember<bool>("silu"),
                                       StructMember<bool>("has_bias"));
 
@@ -54,16 +61,16 @@ inline Problem ProblemOf(const PlanParameters& parameters) {
                  static_cast<int>(parameters.at("width")),
                  parameters.at("channels_last") != 0,
                  parameters.at("silu") != 0,
-                 parameters.at("has_taps") != 0};
+                 parameters.at("has_same_sequence") != 0};
 }
 
 // Checks the buffers of one call, one after another. Output comes first, then Weight: they tell what the others must
-// fit. Where a call is not batched, all buffers lack their first dimension, and count as a batch of one.
+// fit.
 class Decoder {
  public:
   template <typename Options>
-  Decoder(const char* op, const Options& options, Problem* problem, bool is_batched = true)
-      : op_(op), is_batched_(is_batched), problem_(*problem) {
+  Decoder(const char* op, const Options& options, Problem* problem)
+      : op_(op), num_batch_dims_(options.num_batch_dims), batch_(op), problem_(*problem) {
     problem_ = Problem{};
     problem_.channels_last = options.channels_last;
     problem_.silu = options.silu;
@@ -71,27 +78,27 @@ class Decoder {
 
   // The result that is shaped as x tells all dimensions but the width, and the element type.
   ffi::Error Output(const char* name, const ffi::AnyBuffer& buffer, ElementType* type) {
-    const std::vector<int64_t> shape = WithBatch(buffer);
-    if (shape.size() != 4) {
-      const char* trailing = problem_.channels_last ? "examples, length, channels]" : "examples, channels, length]";
-      return WrongShape(op_, name, buffer, (is_batched_ ? "[batch, " : "[") + std::string(trailing));
-    }
-    problem_.batch = shape[0];
-    problem_.examples = shape[1];
-    problem_.channels = shape[problem_.channels_last ? 3 : 2];
-    problem_.length = shape[problem_.channels_last ? 2 : 3];
-    type_ = buffer.element_type();
+    const char* const trailing =
+        problem_.channels_last ? "examples, length, channels" : "examples, channels, length";
+    JB_RETURN_IF_ERROR(batch_.Decode(name, buffer, num_batch_dims_, trailing));
+    const BatchedBuffer view = *batch_.View(buffer, /*may_be_shared=*/false);
+    if (view.dims.size() != 3) return batch_.WrongRank(name, buffer, trailing);
+    problem_.batch = batch_.size();
+    problem_.examples = view.dims[0];
+    problem_.channels = view.dims[problem_.channels_last ? 2 : 1];
+    problem_.length = view.dims[problem_.channels_last ? 1 : 2];
+    type_ = view.type;
     *type = ElementTypeOf(type_);
     if (!DispatchFloating(*type, [](auto) {})) return UnsupportedType(op_, name, type_);
     return ffi::Error::Success();
   }
 
   ffi::Error Weight(const ffi::AnyBuffer& buffer, Parameter* weight) {
-    const std::vector<int64_t> shape = WithBatch(buffer);
-    const int64_t width = shape.size() == 3 ? shape[2] : 0;
+    const auto view = batch_.View(buffer, /*may_be_shared=*/true);
+    const int64_t width = view && view->dims.size() == 2 ? view->dims[1] : 0;
     if (width < 1 || width > kMostWidth) {
-      return WrongShape(op_, "weight", buffer,
-                        OperandBatch() + "channels, width] with a width of 1 to " + std::to_string(kMostWidth));
+      return batch_.WrongShape("weight", buffer, /*may_be_shared=*/true,
+                               "channels,width of 1 to " + std::to_string(kMostWidth));
     }
     problem_.width = static_cast<int>(width);
     return TakeParameter("weight", buffer, {problem_.channels, width}, weight);
@@ -103,10 +110,9 @@ class Decoder {
 
   // An operand shaped as x.
   ffi::Error Sequences(const char* name, const ffi::AnyBuffer& buffer, Operand* operand) const {
-    const std::vector<int64_t> trailing =
-        problem_.channels_last ? std::vector<int64_t>{problem_.examples, problem_.length, problem_.channels}
-                               : std::vector<int64_t>{problem_.examples, problem_.channels, problem_.length};
-    return TakeOperand(name, buffer, type_, trailing, operand);
+    const int64_t second = problem_.channels_last ? problem_.length : problem_.channels;
+    const int64_t third = problem_.channels_last ? problem_.channels : problem_.length;
+    return TakeOperand(name, buffer, type_, {problem_.examples, second, third}, operand);
   }
 
   // An initial state, or the cotangent of a final one.
@@ -117,26 +123,26 @@ class Decoder {
 
   // The state that causal_conv1d_update continues from; its last dimension tells how many inputs it holds.
   ffi::Error LongState(const ffi::AnyBuffer& buffer, int64_t* state_length, Operand* state) const {
-    const std::vector<int64_t> shape = WithBatch(buffer);
-    if (shape.size() != 4 || shape[3] < problem_.width - 1) {
-      return WrongShape(op_, "state", buffer,
-                        OperandBatch() + "examples, channels, inputs] with at least " +
-                            std::to_string(problem_.width - 1) + " inputs");
+    const auto view = batch_.View(buffer, /*may_be_shared=*/true);
+    *state_length = view && view->dims.size() == 3 ? view->dims[2] : -1;
+    if (*state_length < problem_.width - 1) {
+      return batch_.WrongShape("state", buffer, /*may_be_shared=*/true,
+                               "examples,channels,at least " + std::to_string(problem_.width - 1) + " inputs");
     }
-    *state_length = shape[3];
     return TakeOperand("state", buffer, type_, {problem_.examples, problem_.channels, *state_length}, state);
   }
 
   ffi::Error Taps(const ffi::AnyBuffer& buffer, Operand* taps) const {
-    return TakeOperand("taps", buffer, ffi::DataType::U8, {problem_.examples, problem_.length}, taps);
+    return TakeOperand("same_sequence", buffer, ffi::DataType::U8, {problem_.examples, problem_.length}, taps);
   }
 
   // A result with these dimensions behind the batch.
   ffi::Error Result(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
-                    const std::vector<int64_t>& trailing, void** data) const {
+                    std::initializer_list<Dimension> trailing, void** data) const {
     JB_RETURN_IF_ERROR(CheckType(op_, name, buffer, type));
-    JB_RETURN_IF_ERROR(CheckShape(name, buffer, trailing, /*is_shared=*/nullptr));
-    *data = buffer.untyped_data();
+    BatchedBuffer view;
+    JB_RETURN_IF_ERROR(batch_.Check(name, buffer, /*may_be_shared=*/false, trailing, &view));
+    *data = view.data;
     return ffi::Error::Success();
   }
 
@@ -144,49 +150,31 @@ class Decoder {
   ffi::DataType compute_type() const { return type_ == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32; }
 
  private:
-  std::vector<int64_t> WithBatch(const ffi::AnyBuffer& buffer) const {
-    std::vector<int64_t> shape(buffer.dimensions().begin(), buffer.dimensions().end());
-    if (!is_batched_) shape.insert(shape.begin(), 1);
-    return shape;
-  }
-
-  // How the shape of an operand begins, in messages.
-  std::string OperandBatch() const { return is_batched_ ? "[batch or 1, " : "["; }
-
-  // Where `is_shared` is nullptr, the leading dimension must be the batch; else it may be 1, and *is_shared tells
-  // whether the batch shares the array.
-  ffi::Error CheckShape(const char* name, const ffi::AnyBuffer& buffer, const std::vector<int64_t>& trailing,
-                        bool* is_shared) const {
-    std::vector<Dimension> dimensions;
-    if (is_batched_) dimensions.emplace_back(problem_.batch, is_shared != nullptr);
-    dimensions.insert(dimensions.end(), trailing.begin(), trailing.end());
-    JB_RETURN_IF_ERROR(jax_baracuda::CheckShape(op_, name, buffer, dimensions));
-    if (is_shared != nullptr) *is_shared = is_batched_ && buffer.dimensions()[0] != problem_.batch;
-    return ffi::Error::Success();
-  }
-
   ffi::Error TakeOperand(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
-                         const std::vector<int64_t>& trailing, Operand* operand) const {
+                         std::initializer_list<Dimension> trailing, Operand* operand) const {
     JB_RETURN_IF_ERROR(CheckType(op_, name, buffer, type));
-    JB_RETURN_IF_ERROR(CheckShape(name, buffer, trailing, &operand->is_shared));
-    operand->data = buffer.untyped_data();
+    BatchedBuffer view;
+    JB_RETURN_IF_ERROR(batch_.Check(name, buffer, /*may_be_shared=*/true, trailing, &view));
+    operand->data = view.data;
+    operand->is_shared = view.is_shared;
     return ffi::Error::Success();
   }
 
-  ffi::Error TakeParameter(const char* name, const ffi::AnyBuffer& buffer, const std::vector<int64_t>& trailing,
+  ffi::Error TakeParameter(const char* name, const ffi::AnyBuffer& buffer, std::initializer_list<Dimension> trailing,
                            Parameter* parameter) const {
     const ffi::DataType type = buffer.element_type();
     const bool may_be_float32 = compute_type() == ffi::DataType::F32 && type_ != ffi::DataType::F32;
     JB_RETURN_IF_ERROR(CheckType(op_, name, buffer, TypeName(type_) + (may_be_float32 ? " or F32" : ""),
                                  type == type_ || (may_be_float32 && type == ffi::DataType::F32)));
-    JB_RETURN_IF_ERROR(CheckShape(name, buffer, trailing, &parameter->is_shared));
-    parameter->data = buffer.untyped_data();
-    parameter->type = ElementTypeOf(type);
+    BatchedBuffer view;
+    JB_RETURN_IF_ERROR(batch_.Check(name, buffer, /*may_be_shared=*/true, trailing, &view));
+    *parameter = Parameter{view.data, view.is_shared, ElementTypeOf(type)};
     return ffi::Error::Success();
   }
 
   const char* op_;
-  bool is_batched_;
+  int64_t num_batch_dims_;
+  Batch batch_;
   Problem& problem_;
   ffi::DataType type_;
 };
@@ -203,7 +191,7 @@ ffi::Error DecodeOptional(const Decoder& decoder, const Options& options, Option
     return decoder.State("initial_state", buffer, &call->initial_state);
   }));
   call->problem.has_taps = options.has_taps;
-  return optional->Next("taps", options.has_taps, [&](const ffi::AnyBuffer& buffer) {
+  return optional->Next("same_sequence", options.has_taps, [&](const ffi::AnyBuffer& buffer) {
     return decoder.Taps(buffer, &call->taps);
   });
 }
@@ -256,7 +244,7 @@ inline ffi::Error DecodeUpdate(const ffi::AnyBuffer& x, const ffi::AnyBuffer& st
                                ffi::RemainingArgs optional_operands, const ffi::AnyBuffer& y,
                                const ffi::AnyBuffer& new_state, const UpdateOptions& options, UpdateCall* call) {
   const Problem& problem = call->problem;
-  Decoder decoder(kUpdateName, options, &call->problem, options.batched);
+  Decoder decoder(kUpdateName, options, &call->problem);
   JB_RETURN_IF_ERROR(decoder.Output("y", y, &call->type));
   JB_RETURN_IF_ERROR(decoder.Weight(weight, &call->weight));
   JB_RETURN_IF_ERROR(decoder.Sequences("x", x, &call->x));

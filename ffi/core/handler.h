@@ -102,9 +102,6 @@ auto BindBuffers() {
   return BindResults<kResults>(BindOperands<kOperands>(ffi::Ffi::Bind().Ctx<Context>()));
 }
 
-// Whether `size` is the batch size, or 1 for an operand that the whole batch shares.
-inline bool IsBatchOrShared(int64_t size, int64_t batch) { return size == batch || size == 1; }
-
 }  // namespace jax_baracuda
 
 #define JB_RETURN_IF_ERROR(expression)                  \

@@ -1,6 +1,7 @@
 // Checks of the buffers of a call whose dimensions are known, and operands that are there only under an attribute.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <sstream>
 #include <string>
@@ -34,21 +35,28 @@ struct Dimension {
   bool may_be_shared = false;
 
   Dimension(int64_t the_size, bool or_one = false) : size(the_size), may_be_shared(or_one) {}
+
+  bool Fits(int64_t actual) const { return actual == size || (may_be_shared && actual == 1); }
+  std::string Text() const { return std::to_string(size) + (may_be_shared ? " or 1" : ""); }
 };
+
+template <typename Dimensions>
+bool Fits(ffi::AnyBuffer::Dimensions shape, const Dimensions& dimensions) {
+  return std::equal(shape.begin(), shape.end(), dimensions.begin(), dimensions.end(),
+                    [](int64_t size, const Dimension& dimension) { return dimension.Fits(size); });
+}
+
+template <typename Dimensions>
+std::string TextOf(const Dimensions& dimensions) {
+  std::string text;
+  for (const Dimension dimension : dimensions) text += (text.empty() ? "" : ",") + dimension.Text();
+  return text;
+}
 
 inline ffi::Error CheckShape(const char* op, const char* name, const ffi::AnyBuffer& buffer,
                              const std::vector<Dimension>& dimensions) {
-  const auto shape = buffer.dimensions();
-  bool fits = shape.size() == dimensions.size();
-  for (size_t i = 0; fits && i < dimensions.size(); ++i) {
-    fits = shape[i] == dimensions[i].size || (dimensions[i].may_be_shared && shape[i] == 1);
-  }
-  if (fits) return ffi::Error::Success();
-  std::string expected;
-  for (const auto [size, may_be_shared] : dimensions) {
-    expected += (expected.empty() ? "[" : ",") + std::to_string(size) + (may_be_shared ? " or 1" : "");
-  }
-  return WrongShape(op, name, buffer, expected + "]");
+  if (Fits(buffer.dimensions(), dimensions)) return ffi::Error::Success();
+  return WrongShape(op, name, buffer, "[" + TextOf(dimensions) + "]");
 }
 
 // The operands that are there only under their attribute, taken in their order.

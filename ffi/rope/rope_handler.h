@@ -3,8 +3,8 @@
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
+#include "ffi/core/batch.h"
 #include "ffi/core/handler.h"
 #include "ffi/core/operands.h"
 #include "ffi/core/target_table.h"
@@ -16,7 +16,8 @@ struct Attributes {
   bool heads_first, interleaved;
   int64_t rotary_dim;
   double scale;
-  bool has_positions, batched;
+  bool has_positions;
+  int64_t num_batch_dims;
 };
 
 }  // namespace jax_baracuda::rope
@@ -24,7 +25,7 @@ struct Attributes {
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::rope::Attributes, StructMember<bool>("heads_first"),
                                       StructMember<bool>("interleaved"), StructMember<int64_t>("rotary_dim"),
                                       StructMember<double>("scale"), StructMember<bool>("has_positions"),
-                                      StructMember<bool>("batched"));
+                                      StructMember<int64_t>("num_batch_dims"));
 
 namespace jax_baracuda::rope {
 
@@ -43,7 +44,7 @@ inline Problem ProblemOf(const PlanParameters& parameters) {
 class Decoder {
  public:
   Decoder(const char* op, const Attributes& attributes, bool is_backward, Call* call)
-      : op_(op), attributes_(attributes), call_(*call) {
+      : op_(op), attributes_(attributes), call_(*call), batch_(op) {
     call_ = Call{};
     call_.problem.heads_first = attributes.heads_first;
     call_.problem.interleaved = attributes.interleaved;
@@ -53,18 +54,15 @@ class Decoder {
 
   // The first tensor's result tells the element type and all dimensions but the others' heads.
   ffi::Error AddTensor(const char* x_name, const ffi::AnyBuffer& x, const char* y_name, const ffi::AnyBuffer& y) {
-    if (y.dimensions().size() != 4 + BatchRank()) {
-      return WrongShape(op_, y_name, y,
-                        std::string(attributes_.batched ? "[batch, examples, " : "[examples, ") +
-                            (attributes_.heads_first ? "heads, length, features]" : "length, heads, features]"));
-    }
     if (call_.num_tensors == 0) JB_RETURN_IF_ERROR(SetProblem(y_name, y));
-    const int64_t heads = y.dimensions()[BatchRank() + (attributes_.heads_first ? 1 : 2)];
     JB_RETURN_IF_ERROR(CheckType(op_, y_name, y, type_));
-    JB_RETURN_IF_ERROR(CheckShape(op_, y_name, y, TensorShape(heads, /*may_be_shared=*/false)));
+    const auto result = batch_.View(y, /*may_be_shared=*/false);
+    const int64_t heads = result && result->dims.size() == 4 ? result->dims[HeadsAxis()] : 1;
+    BatchedBuffer y_view, x_view;
+    JB_RETURN_IF_ERROR(CheckTensor(y_name, y, heads, /*may_be_shared=*/false, &y_view));
     JB_RETURN_IF_ERROR(CheckType(op_, x_name, x, type_));
-    JB_RETURN_IF_ERROR(CheckShape(op_, x_name, x, TensorShape(heads, /*may_be_shared=*/true)));
-    call_.tensors[call_.num_tensors++] = {x.untyped_data(), IsSharedByBatch(x), y.untyped_data(), heads};
+    JB_RETURN_IF_ERROR(CheckTensor(x_name, x, heads, /*may_be_shared=*/true, &x_view));
+    call_.tensors[call_.num_tensors++] = {x_view.data, x_view.is_shared, y_view.data, heads};
     return ffi::Error::Success();
   }
 
@@ -72,8 +70,9 @@ class Decoder {
     constexpr const char* kName = "frequencies";
     JB_RETURN_IF_ERROR(CheckType(op_, kName, frequencies,
                                  type_ == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32));
-    JB_RETURN_IF_ERROR(CheckShape(op_, kName, frequencies, WithBatch({2, call_.problem.pairs})));
-    call_.frequencies = {frequencies.untyped_data(), IsSharedByBatch(frequencies)};
+    BatchedBuffer view;
+    JB_RETURN_IF_ERROR(batch_.Check(kName, frequencies, /*may_be_shared=*/true, {2, call_.problem.pairs}, &view));
+    call_.frequencies = {view.data, view.is_shared};
     return ffi::Error::Success();
   }
 
@@ -85,28 +84,32 @@ class Decoder {
       JB_RETURN_IF_ERROR(CheckType(op_, "positions", positions, "S32 or S64",
                                    type == ffi::DataType::S32 || type == ffi::DataType::S64));
       const Problem& problem = call_.problem;
-      JB_RETURN_IF_ERROR(
-          CheckShape(op_, "positions", positions, WithBatch({{problem.examples, true}, problem.length})));
-      call_.positions = {positions.untyped_data(), type == ffi::DataType::S64, IsSharedByBatch(positions),
-                         positions.dimensions()[BatchRank()] != problem.examples};
+      BatchedBuffer view;
+      JB_RETURN_IF_ERROR(batch_.Check("positions", positions, /*may_be_shared=*/true,
+                                      {{problem.examples, /*or_one=*/true}, problem.length}, &view));
+      call_.positions = {view.data, type == ffi::DataType::S64, view.is_shared, view.dims[0] != problem.examples};
       return ffi::Error::Success();
     }));
     return optional.End();
   }
 
  private:
-  size_t BatchRank() const { return attributes_.batched ? 1 : 0; }
+  size_t HeadsAxis() const { return attributes_.heads_first ? 1 : 2; }
 
   ffi::Error SetProblem(const char* y_name, const ffi::AnyBuffer& y) {
-    type_ = y.element_type();
+    const char* const trailing =
+        attributes_.heads_first ? "examples, heads, length, features" : "examples, length, heads, features";
+    JB_RETURN_IF_ERROR(batch_.Decode(y_name, y, attributes_.num_batch_dims, trailing));
+    const BatchedBuffer view = *batch_.View(y, /*may_be_shared=*/false);
+    if (view.dims.size() != 4) return batch_.WrongRank(y_name, y, trailing);
+    type_ = view.type;
     call_.type = ElementTypeOf(type_);
     if (!DispatchFloating(call_.type, [](auto) {})) return UnsupportedType(op_, y_name, type_);
-    const auto shape = y.dimensions();
     Problem& problem = call_.problem;
-    problem.batch = attributes_.batched ? shape[0] : 1;
-    problem.examples = shape[BatchRank()];
-    problem.length = shape[BatchRank() + (attributes_.heads_first ? 2 : 1)];
-    problem.features = shape[BatchRank() + 3];
+    problem.batch = batch_.size();
+    problem.examples = view.dims[0];
+    problem.length = view.dims[3 - HeadsAxis()];
+    problem.features = view.dims[3];
     const int64_t rotary_dim = attributes_.rotary_dim;
     if (rotary_dim < 2 || rotary_dim % 2 != 0 || rotary_dim > problem.features) {
       return InvalidArgument(op_, "rotary_dim is " + std::to_string(rotary_dim) +
@@ -117,26 +120,18 @@ class Decoder {
     return ffi::Error::Success();
   }
 
-  // Dimensions behind that of the batch, where there is one.
-  std::vector<Dimension> WithBatch(std::vector<Dimension> dimensions, bool may_be_shared = true) const {
-    if (attributes_.batched) dimensions.insert(dimensions.begin(), Dimension(call_.problem.batch, may_be_shared));
-    return dimensions;
-  }
-
-  std::vector<Dimension> TensorShape(int64_t heads, bool may_be_shared) const {
+  ffi::Error CheckTensor(const char* name, const ffi::AnyBuffer& buffer, int64_t heads, bool may_be_shared,
+                         BatchedBuffer* view) const {
     const Problem& problem = call_.problem;
     const int64_t second = attributes_.heads_first ? heads : problem.length;
     const int64_t third = attributes_.heads_first ? problem.length : heads;
-    return WithBatch({problem.examples, second, third, problem.features}, may_be_shared);
-  }
-
-  bool IsSharedByBatch(const ffi::AnyBuffer& buffer) const {
-    return attributes_.batched && buffer.dimensions()[0] != call_.problem.batch;
+    return batch_.Check(name, buffer, may_be_shared, {problem.examples, second, third, problem.features}, view);
   }
 
   const char* op_;
   const Attributes attributes_;
   Call& call_;
+  Batch batch_;
   ffi::DataType type_ = ffi::DataType::INVALID;
 };
 

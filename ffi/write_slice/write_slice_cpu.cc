@@ -126,18 +126,19 @@ void Take(ffi::ThreadPool& pool, const Update& update) {
 }
 
 ffi::Error WriteHandler(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                        ffi::Span<const int64_t> windows, bool drop, bool batched) {
+                        ffi::Span<const int64_t> windows, bool drop, int64_t num_batch_dims) {
   Call call;
-  JB_RETURN_IF_ERROR(Decoder("write_slice", operands, results, windows, drop, batched).DecodeWrite(&call));
+  JB_RETURN_IF_ERROR(Decoder("write_slice", operands, results, windows, drop, num_batch_dims).DecodeWrite(&call));
   CopyArrays(pool, call.copies);
   for (const Update& update : call.updates) Write(pool, update);
   return ffi::Error::Success();
 }
 
 ffi::Error TakeHandler(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                       ffi::Span<const int64_t> windows, bool drop, bool batched) {
+                       ffi::Span<const int64_t> windows, bool drop, int64_t num_batch_dims) {
   Call call;
-  JB_RETURN_IF_ERROR(Decoder("write_slice_backward", operands, results, windows, drop, batched).DecodeTake(&call));
+  JB_RETURN_IF_ERROR(Decoder("write_slice_backward", operands, results, windows, drop, num_batch_dims)
+      .DecodeTake(&call));
   CopyArrays(pool, call.copies);
   for (const Update& update : call.updates) Take(pool, update);
   return ffi::Error::Success();

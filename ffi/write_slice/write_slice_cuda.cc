@@ -18,19 +18,19 @@ CudaStatus CopyArrays(const std::vector<Copy>& copies, cudaStream_t stream) {
 }
 
 ffi::Error Write(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                 ffi::Span<const int64_t> windows, bool drop, bool batched) {
+                 ffi::Span<const int64_t> windows, bool drop, int64_t num_batch_dims) {
   constexpr const char* kOp = "write_slice";
   Call call;
-  JB_RETURN_IF_ERROR(Decoder(kOp, operands, results, windows, drop, batched).DecodeWrite(&call));
+  JB_RETURN_IF_ERROR(Decoder(kOp, operands, results, windows, drop, num_batch_dims).DecodeWrite(&call));
   JB_RETURN_IF_ERROR(ToError(kOp, CopyArrays(call.copies, stream)));
   return ToError(kOp, LaunchWrite(call.updates, stream));
 }
 
 ffi::Error Take(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                ffi::Span<const int64_t> windows, bool drop, bool batched) {
+                ffi::Span<const int64_t> windows, bool drop, int64_t num_batch_dims) {
   constexpr const char* kOp = "write_slice_backward";
   Call call;
-  JB_RETURN_IF_ERROR(Decoder(kOp, operands, results, windows, drop, batched).DecodeTake(&call));
+  JB_RETURN_IF_ERROR(Decoder(kOp, operands, results, windows, drop, num_batch_dims).DecodeTake(&call));
   JB_RETURN_IF_ERROR(ToError(kOp, CopyArrays(call.copies, stream)));
   return ToError(kOp, LaunchTake(call.updates, stream));
 }

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "ffi/core/batch.h"
 #include "ffi/core/bit_width.h"
 #include "ffi/core/handler.h"
 #include "ffi/core/integers.h"
@@ -48,8 +49,14 @@ struct Name {
 class Decoder {
  public:
   Decoder(const char* op, ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int64_t> windows,
-          bool drop, bool batched)
-      : op_(op), operands_(operands), results_(results), numbers_(windows), drop_(drop), batched_(batched) {}
+          bool drop, int64_t num_batch_dims)
+      : op_(op),
+        operands_(operands),
+        results_(results),
+        numbers_(windows),
+        drop_(drop),
+        num_batch_dims_(num_batch_dims),
+        batch_(op) {}
 
   ffi::Error DecodeWrite(Call* call) { return Decode(results_.size(), /*writes=*/true, call); }
 
@@ -78,6 +85,7 @@ class Decoder {
       if (dest.has_error()) return dest.error();
       auto result = results_.get<ffi::AnyBuffer>(i);
       if (result.has_error()) return result.error();
+      if (i == 0) JB_RETURN_IF_ERROR(batch_.Decode("dest 0", *dest, num_batch_dims_, kTrailing));
       Axes axes;
       JB_RETURN_IF_ERROR(CheckArray(Name{"dest", i}, *dest, &axes));
       JB_RETURN_IF_ERROR(CheckTypeAndShape(Name{"result", i}, **result, *dest, axes, /*is_shared=*/nullptr));
@@ -135,16 +143,16 @@ class Decoder {
   // The axes of an array, all of them written whole.
   ffi::Error CheckArray(const Name& name, const ffi::AnyBuffer& buffer, Axes* axes) const {
     if (BitWidth(buffer.element_type()) == 0) return Unsupported(name, buffer);
-    const auto shape = buffer.dimensions();
-    axes->count = static_cast<int>(batched_ ? shape.size() : shape.size() + 1);
-    if (axes->count < 2 || axes->count > kMostAxes) {
-      return WrongShape(op_, name.Text().c_str(), buffer,
-                        std::string("1 to 8 axes") + (batched_ ? " and that of the batch" : ""));
+    const auto view = batch_.View(buffer, /*may_be_shared=*/false);
+    if (!view) return batch_.WrongShape(name.Text().c_str(), buffer, /*may_be_shared=*/false, kTrailing);
+    if (view->dims.size() < 1 || view->dims.size() >= kMostAxes) {
+      return batch_.WrongRank(name.Text().c_str(), buffer, kTrailing);
     }
+    axes->count = static_cast<int>(1 + view->dims.size());
     int64_t stride = 1;
     for (int i = axes->count - 1; i >= 0; --i) {
       Axis& axis = axes->at[i];
-      axis.size = axis.dim = batched_ ? shape[i] : i == 0 ? 1 : shape[i - 1];
+      axis.size = axis.dim = i == 0 ? batch_.size() : view->dims[i - 1];
       axis.stride = stride;
       stride = MultiplySizes(stride, axis.dim);
     }
@@ -159,21 +167,16 @@ class Decoder {
                                       std::to_string(static_cast<int>(buffer.element_type())) + ", expected " +
                                       std::to_string(static_cast<int>(dest.element_type())) + ", that of dest");
     }
-    const auto shape = buffer.dimensions();
-    const int first = batched_ ? 0 : 1;
-    bool fits = static_cast<int>(shape.size()) == axes.count - first;
-    for (int i = 1; fits && i < axes.count; ++i) fits = shape[i - first] == axes.at[i].size;
-    if (fits && batched_) {
-      fits = is_shared == nullptr ? shape[0] == axes.at[0].size : IsBatchOrShared(shape[0], axes.at[0].size);
-      if (fits && is_shared != nullptr) *is_shared = shape[0] != axes.at[0].size;
+    const auto view = batch_.View(buffer, /*may_be_shared=*/is_shared != nullptr);
+    bool fits = view && static_cast<int>(view->dims.size()) == axes.count - 1;
+    for (int i = 1; fits && i < axes.count; ++i) fits = view->dims[i - 1] == axes.at[i].size;
+    if (fits) {
+      if (is_shared != nullptr) *is_shared = view->is_shared;
+      return ffi::Error::Success();
     }
-    if (fits) return ffi::Error::Success();
     std::string expected;
-    for (int i = first; i < axes.count; ++i) {
-      expected += (i == first ? "" : ",") + std::to_string(axes.at[i].size) +
-                  (i == 0 && is_shared != nullptr ? " or 1" : "");
-    }
-    return WrongShape(op_, name.Text().c_str(), buffer, "[" + expected + "]");
+    for (int i = 1; i < axes.count; ++i) expected += (i == 1 ? "" : ",") + std::to_string(axes.at[i].size);
+    return batch_.WrongShape(name.Text().c_str(), buffer, /*may_be_shared=*/is_shared != nullptr, expected);
   }
 
   // *next_part is the operand with the number of the next part.
@@ -199,7 +202,7 @@ class Decoder {
     if (start.has_error()) return start.error();
     const ElementType type = ElementTypeOf(start->element_type());
     if (!IsStartType(type)) return Unsupported(start_name, *start);
-    JB_RETURN_IF_ERROR(CheckScalar(start_name, *start, axes->at[0].dim));
+    JB_RETURN_IF_ERROR(CheckScalar(start_name, *start));
     axis.size = window.size;
     axis.num_shards = window.num_shards;
     axis.start = Start{start->untyped_data(), type, start->element_count() == 1};
@@ -209,18 +212,17 @@ class Decoder {
     auto part = operands_.get<ffi::AnyBuffer>((*next_part)++);
     if (part.has_error()) return part.error();
     if (part->element_type() != ffi::DataType::S32) return Unsupported(part_name, *part);
-    JB_RETURN_IF_ERROR(CheckScalar(part_name, *part, 1));
+    JB_RETURN_IF_ERROR(CheckScalar(part_name, *part));
+    if (part->element_count() != 1) return WrongShape(op_, part_name.Text().c_str(), *part, "one number");
     axis.shard = static_cast<const int32_t*>(part->untyped_data());
     return ffi::Error::Success();
   }
 
   // A number for each element of the batch, or one for all.
-  ffi::Error CheckScalar(const Name& name, const ffi::AnyBuffer& buffer, int64_t batch) const {
-    const auto shape = buffer.dimensions();
-    if (batched_ ? shape.size() == 1 && IsBatchOrShared(shape[0], batch) : shape.size() == 0) {
-      return ffi::Error::Success();
-    }
-    return WrongShape(op_, name.Text().c_str(), buffer, batched_ ? "[" + std::to_string(batch) + " or 1]" : "[]");
+  ffi::Error CheckScalar(const Name& name, const ffi::AnyBuffer& buffer) const {
+    const auto view = batch_.View(buffer, /*may_be_shared=*/true);
+    if (view && view->dims.size() == 0) return ffi::Error::Success();
+    return batch_.WrongShape(name.Text().c_str(), buffer, /*may_be_shared=*/true, "");
   }
 
   ffi::Error Unsupported(const Name& name, const ffi::AnyBuffer& buffer) const {
@@ -244,11 +246,15 @@ class Decoder {
     call->updates.push_back(update);
   }
 
+  static constexpr const char* kTrailing = "1 to 8 axes";
+
   const char* op_;
   ffi::RemainingArgs operands_;
   ffi::RemainingRets results_;
   ffi::Span<const int64_t> numbers_;
-  bool drop_, batched_;
+  bool drop_;
+  int64_t num_batch_dims_;
+  Batch batch_;
   size_t first_start_ = 0, first_part_ = 0;  // of the operands
 };
 
@@ -274,7 +280,9 @@ inline std::vector<Update> UpdatesOf(const PlanParameters& parameters) {
       if (axis > 0 && get_of_axis("has_window_", axis - 1) != 0) {
         at.size = get_of_axis("window_", axis - 1);
         at.num_shards = get_of_axis("shards_", axis - 1);
-        at.start = Start{&start, ElementType::kInt32, get_of_axis("start_is_shared_", axis - 1) != 0};
+        const std::string operand = "start_" + std::to_string(get_of_axis("start_operand_", axis - 1));
+        const bool is_shared = parameters.at("batch") == 1 || parameters.at(operand + "_is_shared") != 0;
+        at.start = Start{&start, ElementType::kInt32, is_shared};
       }
       window_elements = MultiplySizes(window_elements, at.size);
     }
@@ -282,7 +290,8 @@ inline std::vector<Update> UpdatesOf(const PlanParameters& parameters) {
     Update update;
     update.bit_width = static_cast<int32_t>(get("bits_"));
     update.drop = parameters.at("drop") != 0;
-    ReduceAxes(axes, get("source_is_shared_") != 0, &update);
+    const auto source_is_shared = parameters.find("source_" + std::to_string(i) + "_is_shared");
+    ReduceAxes(axes, source_is_shared != parameters.end() && source_is_shared->second != 0, &update);
     ChooseUnits(&update);
     updates.push_back(update);
   }
@@ -298,7 +307,7 @@ auto BindWindows() {
       .RemainingRets()
       .template Attr<ffi::Span<const int64_t>>("windows")
       .template Attr<bool>("drop")
-      .template Attr<bool>("batched");
+      .template Attr<int64_t>("num_batch_dims");
 }
 
 }  // namespace jax_baracuda::write_slice

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_table_is_complete() -> None:
     """Each op of the family is here, with attributes for its optional operands."""
     assert set(TARGETS) == {name for name in OPS if name.startswith("causal_conv1d")}
     for target in TARGETS:
-        assert set(good_call(target).attributes) == set(OPS[target].attributes)
+        assert set(good_call(target).attributes) == {"num_batch_dims", *OPS[target].attributes}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -103,6 +104,20 @@ def test_dtypes_of_parameters(rng: np.random.Generator, target: str) -> None:
                 continue
             for name, result in call.results_of({**operands, array.name: operands[array.name].astype(other)}).items():
                 convolutions.assert_close(result, expected[name], f"{name} for {array.name} {other}, not {dtype}")
+
+
+@pytest.mark.parametrize("dims", handlers.BATCH_DIMS, ids=str)
+@each_layout
+@each_target
+def test_batch_dims_count_as_one(
+    rng: np.random.Generator, target: str, channels_last: bool, dims: tuple[int, ...]
+) -> None:
+    sizes = dataclasses.replace(SIZES, batch=math.prod(dims))
+    names = [x.name for x in good_call(target).operands]
+    for shared in ((), *((name,) for name in names), names):
+        call = good_call(target, channels_last, shared=shared, sizes=sizes)
+        operands = random_operands(rng, call)
+        handlers.assert_batch_dims_count_as_one(call, operands, dims, convolutions.assert_close)
 
 
 @each_layout
@@ -196,6 +211,13 @@ def test_bad_shapes_are_refused(target: str, is_batched: bool, channels_last: bo
         assert_refused(call, f"{array.name} {how}", *(() if array.name in tell_sizes else (array.name,)))
 
 
+@each_layout
+@each_target
+def test_bad_batch_dims_are_refused(target: str, channels_last: bool) -> None:
+    good = good_call(target, channels_last, sizes=dataclasses.replace(SIZES, batch=6))
+    handlers.assert_bad_batch_dims_refused(good, good.results[0].name)
+
+
 @each_target
 def test_bad_dtypes_are_refused(target: str) -> None:
     """Each operand and result with a dtype that does not fit to the others, or that has no kernel."""
@@ -266,7 +288,7 @@ def test_other_layouts_are_refused(target: str, channels_last: bool) -> None:
 @pytest.mark.parametrize("is_batched", [True, False])
 def test_update_with_and_without_batch_dimension_are_told_apart(channels_last: bool, is_batched: bool) -> None:
     good = good_call("causal_conv1d_update", channels_last, is_batched=is_batched)
-    attributes = {**good.attributes, "batched": not is_batched}
+    attributes = {**good.attributes, "num_batch_dims": np.int64(not is_batched)}
     assert_refused(dataclasses.replace(good, attributes=attributes), f"batched: {not is_batched}", "y")
 
 

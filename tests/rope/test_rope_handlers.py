@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarra
 def check(call: Call, operands: dict[str, np.ndarray]) -> None:
     """The results of the call are right."""
     attributes, results = call.attributes, call.results_of(operands)
-    is_batched = attributes["batched"]
+    is_batched = attributes["num_batch_dims"] == 1
     rotated, names = TARGETS[call.target]
     for name, result_name in zip(rotated, names, strict=True):
         result = results[result_name] if is_batched else results[result_name][None]
@@ -71,7 +72,7 @@ def assert_refused(call: Call, what: str, *names: str) -> None:
 def test_table_is_complete() -> None:
     assert set(TARGETS) == {name for name in OPS if name.startswith("rope")}
     for target in TARGETS:
-        assert set(good_call(target).attributes) == set(OPS[target].attributes)
+        assert set(good_call(target).attributes) == {"num_batch_dims", *OPS[target].attributes}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -133,6 +134,17 @@ def test_any_operands_may_be_shared(rng: np.random.Generator, target: str, layou
             check(call, random_operands(rng, call))
 
 
+@pytest.mark.parametrize("dims", handlers.BATCH_DIMS, ids=str)
+@each_layout
+@each_target
+def test_batch_dims_count_as_one(rng: np.random.Generator, target: str, layout: str, dims: tuple[int, ...]) -> None:
+    sizes = dataclasses.replace(SIZES, batch=math.prod(dims))
+    names = [x.name for x in good_call(target).operands]
+    for shared in ((), *((name,) for name in names), names, ("positions of examples",)):
+        call = good_call(target, layout, shared=shared, sizes=sizes)
+        handlers.assert_batch_dims_count_as_one(call, random_operands(rng, call), dims)
+
+
 @each_layout
 @each_target
 def test_empty_arrays(rng: np.random.Generator, target: str, layout: str) -> None:
@@ -168,6 +180,13 @@ def test_bad_shapes_are_refused(target: str, layout: str, batch: int | None) -> 
         else:  # the number of heads of k is taken from its result
             names = ("k_out", "k") if array.name == "k_out" else (array.name,)
         assert_refused(call, f"{array.name} {how}", *names)
+
+
+@each_layout
+@each_target
+def test_bad_batch_dims_are_refused(target: str, layout: str) -> None:
+    good = good_call(target, layout, sizes=dataclasses.replace(SIZES, batch=6))
+    handlers.assert_bad_batch_dims_refused(good, good.results[0].name)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
@@ -211,10 +230,12 @@ def test_attributes_that_do_not_fit_the_operands_are_refused(target: str, layout
     for batch, has_positions in itertools.product((5, None), (True, False)):
         sizes = dataclasses.replace(SIZES, batch=batch)
         good = good_call(target, layout, has_positions=has_positions, sizes=sizes)
-        for name in ("heads_first", "has_positions", "batched"):
+        for name in ("heads_first", "has_positions", "num_batch_dims"):
             if name == "heads_first" and not has_positions and len(good.results) == 1:
                 continue  # as good a layout as the other
-            call = dataclasses.replace(good, attributes={**good.attributes, name: not good.attributes[name]})
+            value = good.attributes[name]
+            other = not value if isinstance(value, bool) else np.int64(1 - value)
+            call = dataclasses.replace(good, attributes={**good.attributes, name: other})
             assert_refused(call, f"{name} for {good}", *(x.name for x in good.arrays()), "positions", MISCOUNT)
 
 

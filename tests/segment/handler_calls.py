@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from support import handlers
 from support.handlers import Array, Call
 
@@ -42,9 +44,11 @@ TARGETS: dict[str, tuple[tuple[Array, ...], tuple[Array, ...]]] = {
 }
 
 
-def good_call(target: str, shared: tuple[int, ...] = ()) -> Call:
+def good_call(target: str, shared: tuple[int, ...] = (), batch: int = BATCH) -> Call:
     """A call that fits, in which the operands at these positions are shared by the batch."""
-    operands, results = TARGETS[target]
+    operands, results = (
+        [dataclasses.replace(x, shape=(batch, *x.shape[1:])) for x in arrays] for arrays in TARGETS[target]
+    )
     params = {"num_segments": SEGMENTS, "indices_are_sorted": False, "deterministic": False, "first_wins": False}
     taken = {"num_segments", "indices_are_sorted", *OPS[target].attributes}
     return handlers.good_call(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +50,45 @@ def test_what_fits_is_accepted(target: str) -> None:
                 continue  # likewise
             if count < 3 or count == num_operands:
                 good_call(target, shared).run()
+
+
+def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarray]:
+    """Of what kernels made, that is winners, orders, counts and residuals of products, some that they might make."""
+
+    def random(x: Array) -> np.ndarray:
+        if x.name == "order":
+            return np.broadcast_to(np.arange(ROWS, dtype=np.int32), x.shape).copy()
+        if x.name == "packed":
+            return np.zeros(x.shape, np.int32)
+        highest = {"segment_ids": SEGMENTS, "winner": ROWS, "count": 4}
+        if x.name in highest:
+            return rng.integers(x.name == "count", highest[x.name], x.shape).astype(np.int32)
+        return rng.uniform(0.5, 1, x.shape).astype(np.float32)
+
+    return {x.name: random(x) for x in call.operands}
+
+
+def assert_close(actual: np.ndarray, expected: np.ndarray, what: str) -> None:
+    """The order of sums may differ between calls."""
+    np.testing.assert_allclose(actual, expected, 1e-5, 1e-7, err_msg=what)
+
+
+@pytest.mark.parametrize("sizes", handlers.BATCH_DIMS, ids=str)
+@pytest.mark.parametrize("target", TARGETS)
+def test_batch_dims_count_as_one(rng: np.random.Generator, target: str, sizes: tuple[int, ...]) -> None:
+    """With each of the operands shared, and with none; winners and maxima, and residuals, come from one kernel."""
+    names = [x.name for x in TARGETS[target][0]]
+    together = [{"winner", "output"}, {"mantissa", "packed"}]
+    for name in (None, *names):
+        shared = next((group for group in together if name in group), {name})
+        call = good_call(target, tuple(i for i, x in enumerate(names) if x in shared), math.prod(sizes))
+        handlers.assert_batch_dims_count_as_one(call, random_operands(rng, call), sizes, assert_close)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_bad_batch_dims_are_refused(target: str) -> None:
+    good = good_call(target, batch=6)
+    handlers.assert_bad_batch_dims_refused(good, good.results[0].name)
 
 
 @pytest.mark.parametrize("target", TARGETS)

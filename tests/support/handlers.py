@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ class Array:
 
     name: str
     shape: tuple[int, ...]
-    """The first dimension is the batch."""
+    """The first dimension is the batch, unless the attribute `num_batch_dims` of the call says otherwise."""
     dtype: str = "float32"
 
     def aval(self) -> jax.ShapeDtypeStruct:
@@ -136,6 +137,65 @@ def good_call(target: str, operands: Sequence[Array], results: Sequence[Array], 
     op = OPS[target]
     scratch_bytes = op.plan(cases.PLATFORM, [x.aval() for x in operands], params).scratch_bytes
     return Call(target, tuple(operands), tuple(results), attributes_of(op, params), scratch_bytes)
+
+
+BATCH_DIMS = ((), (6,), (2, 3), (3, 1, 2))
+"""Sizes of batch dimensions, none of them among these."""
+
+
+def with_batch_dims(call: Call, sizes: tuple[int, ...]) -> Call:
+    """The call, which has one batch dimension, with these in its place; what the batch shares has sizes of 1."""
+    batch = math.prod(sizes)
+
+    def changed(x: Array) -> Array:
+        assert x.shape[0] in (1, batch), x
+        return dataclasses.replace(x, shape=((*sizes,) if x.shape[0] == batch else (1,) * len(sizes)) + x.shape[1:])
+
+    return dataclasses.replace(
+        call,
+        operands=tuple(map(changed, call.operands)),
+        results=tuple(map(changed, call.results)),
+        attributes={**call.attributes, "num_batch_dims": np.int64(len(sizes))},
+    )
+
+
+def assert_batch_dims_count_as_one(
+    call: Call,
+    operands: Mapping[str, np.ndarray],
+    sizes: tuple[int, ...],
+    assert_equal: Callable[[np.ndarray, np.ndarray, str], None] = cases.assert_same_memory,
+) -> None:
+    """The results of the call, which has one batch dimension, are the same where the batch has these sizes."""
+    other = with_batch_dims(call, sizes)
+    expected = call.results_of(operands)
+    reshaped = {x.name: operands[x.name].reshape(x.shape) for x in other.operands}
+    for x, (name, result) in zip(call.results, other.results_of(reshaped).items(), strict=True):
+        assert_equal(result.reshape(x.shape), expected[name], f"{name} of {other}")
+
+
+def assert_bad_batch_dims_refused(call: Call, tells_batch: str) -> None:
+    """Numbers of batch dimensions that are none, and arrays that have only some of them, or others.
+
+    Args:
+      call: one that fits, with a batch of 6.
+      tells_batch: the name of the array that the others must fit.
+    """
+    for number in (-1, -(2**63), 1 + max(len(x.shape) for x in call.arrays()), 2**31, 2**32 + 1, 2**63 - 1):
+        bad = dataclasses.replace(call, attributes={**call.attributes, "num_batch_dims": np.int64(number)})
+        message = refusal(bad, f"num_batch_dims {number}")
+        assert re.search(rf"{call.target}: .*\bnum_batch_dims\b", message), message
+
+    def with_bad_batches(array: Array) -> dict[str, Array]:
+        batches = {"half shared": (1, 3), "shared by the inner": (2, 1), "of other sizes": (3, 2), "without": ()}
+        return {
+            how: dataclasses.replace(array, shape=(*batch, *array.shape[2:]))
+            for how, batch in batches.items()
+            if array.shape[:2] == (2, 3)
+        }
+
+    for how, array, bad in with_batch_dims(call, (2, 3)).with_other(with_bad_batches):
+        names = [x.name for x in call.arrays()] if array.name == tells_batch else [array.name]
+        assert_refused(bad, f"{array.name} {how}", names)
 
 
 def with_other_shapes(array: Array) -> dict[str, Array]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,12 +63,13 @@ def expected_results(
     """The results without the batch's dimension where the call has none."""
     mode = "drop" if call.attributes["drop"] else "clip"
     num_arrays = sum(x.name.startswith("result") for x in call.results)
+    is_batched = call.attributes["num_batch_dims"] == 1
 
     def elements(name: str) -> np.ndarray:
-        x = operands[name] if call.attributes["batched"] else operands[name][None]
+        x = operands[name] if is_batched else operands[name][None]
         return np.broadcast_to(x, (batch, *x.shape[1:]))
 
-    batch = call.results[0].shape[0] if call.attributes["batched"] else 1
+    batch = call.results[0].shape[0] if is_batched else 1
     results = {}
     for i in range(num_arrays):
         dest = elements(f"dest {i}")
@@ -81,7 +84,7 @@ def expected_results(
         sizes = window_sizes([dest.shape[1:]], [w._replace(write=0) for w in windows if w.write == i])[0]
         rest, taken = of_batch(lambda d, at, sizes=sizes: reference_take(d, sizes, at, mode), dest, starts)
         results |= {f"result {i}": rest, f"source {i}": taken}
-    return results if call.attributes["batched"] else {name: x[0] for name, x in results.items()}
+    return results if is_batched else {name: x[0] for name, x in results.items()}
 
 
 def check(call: Call, operands: dict[str, np.ndarray], windows: Sequence[Window] = WINDOWS) -> None:
@@ -127,6 +130,21 @@ def test_operands_that_the_batch_shares(rng: np.random.Generator, target: str) -
         for dtypes in (("float32", "bfloat16"),) if target == "write_slice_backward" else (("int4", "uint2"),):
             call = good_call(target, dtypes=dtypes, shared=shared)
             check(call, random_operands(rng, call))
+
+
+@pytest.mark.parametrize("dims", handlers.BATCH_DIMS, ids=str)
+@each_target
+def test_batch_dims_count_as_one(rng: np.random.Generator, target: str, dims: tuple[int, ...]) -> None:
+    parts = (Window(0, 0, 0, 9, 3), window(1, 1, 1, 5))
+    names = ("source 0", "start 0", "start 1") if target == "write_slice" else ("start 0", "start 1")
+    for windows, shared in itertools.product((WINDOWS, parts), ((), *((name,) for name in names), names)):
+        call = good_call(target, shared=shared, windows=windows, batch=math.prod(dims))
+        handlers.assert_batch_dims_count_as_one(call, random_operands(rng, call), dims)
+
+
+@each_target
+def test_bad_batch_dims_are_refused(target: str) -> None:
+    handlers.assert_bad_batch_dims_refused(good_call(target, batch=6), "dest 0")
 
 
 @each_batched
@@ -403,5 +421,5 @@ def test_other_attributes_are_refused(target: str) -> None:
 def test_other_batches_are_refused(target: str, batched: bool) -> None:
     """Calls whose attribute says the opposite of their shapes."""
     good = good_call(target, batched)
-    call: Any = dataclasses.replace(good, attributes={**good.attributes, "batched": not batched})
+    call: Any = dataclasses.replace(good, attributes={**good.attributes, "num_batch_dims": np.int64(not batched)})
     assert_refused(call, "the other batch")

@@ -1,0 +1,91 @@
+// The batch of a call: the leading dimensions of its operands and results, as many as the attribute `num_batch_dims`
+// says, counted as one. An operand that has a size of 1 in all of them is shared by the whole batch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
+
+#include "ffi/core/handler.h"
+#include "ffi/core/operands.h"
+
+namespace jax_baracuda {
+
+// An operand or a result as kernels see it.
+struct BatchedBuffer {
+  ffi::DataType type = ffi::DataType::INVALID;
+  void* data = nullptr;
+  bool is_shared = false;           // by the batch
+  ffi::AnyBuffer::Dimensions dims;  // behind those of the batch
+};
+
+class Batch {
+ public:
+  explicit Batch(const char* op) : op_(op) {}
+
+  // The first result tells the sizes. `trailing` names the dimensions that it has behind them, for messages.
+  ffi::Error Decode(const char* name, const ffi::AnyBuffer& result, int64_t num_dims, const char* trailing) {
+    if (num_dims < 0) {
+      return InvalidArgument(op_, "num_batch_dims is " + std::to_string(num_dims) +
+                                      ", expected the number of leading dimensions that are those of the batch");
+    }
+    num_dims_ = num_dims;
+    const auto shape = result.dimensions();
+    if (static_cast<uint64_t>(num_dims) > shape.size()) return WrongRank(name, result, trailing);
+    dims_ = shape.first(static_cast<size_t>(num_dims));
+    for (const int64_t size : dims_) size_ = MultiplySizes(size_, size);
+    return ffi::Error::Success();
+  }
+
+  // The error of a result whose rank does not fit.
+  ffi::Error WrongRank(const char* name, const ffi::AnyBuffer& result, const char* trailing) const {
+    return jax_baracuda::WrongShape(
+        op_, name, result,
+        "[" + std::to_string(num_dims_) + " dimensions of the batch (num_batch_dims), " + trailing + "]");
+  }
+
+  // Nothing where the leading dimensions are not those of the batch.
+  std::optional<BatchedBuffer> View(const ffi::AnyBuffer& buffer, bool may_be_shared) const {
+    const auto shape = buffer.dimensions();
+    if (shape.size() < dims_.size()) return std::nullopt;
+    const auto own = shape.first(dims_.size());
+    const bool is_whole = own == dims_;
+    if (!is_whole && !(may_be_shared && std::all_of(own.begin(), own.end(), [](int64_t size) { return size == 1; }))) {
+      return std::nullopt;
+    }
+    return BatchedBuffer{buffer.element_type(), buffer.untyped_data(), !is_whole,
+                         shape.last(shape.size() - dims_.size())};
+  }
+
+  // The view of a buffer with these dimensions behind those of the batch.
+  ffi::Error Check(const char* name, const ffi::AnyBuffer& buffer, bool may_be_shared,
+                   std::initializer_list<Dimension> trailing, BatchedBuffer* view) const {
+    const auto own = View(buffer, may_be_shared);
+    if (!own || !Fits(own->dims, trailing)) return WrongShape(name, buffer, may_be_shared, TextOf(trailing));
+    *view = *own;
+    return ffi::Error::Success();
+  }
+
+  // `trailing` is the text of the dimensions behind those of the batch.
+  ffi::Error WrongShape(const char* name, const ffi::AnyBuffer& buffer, bool may_be_shared,
+                        const std::string& trailing) const {
+    std::string expected = TextOf(dims_);
+    if (!expected.empty() && !trailing.empty()) expected += ",";
+    expected = "[" + expected + trailing + "]";
+    if (may_be_shared && num_dims_ == 1) expected += ", or 1 in front";
+    if (may_be_shared && num_dims_ > 1) expected += ", or 1 in all of the first " + std::to_string(num_dims_);
+    return jax_baracuda::WrongShape(op_, name, buffer, expected);
+  }
+
+  int64_t size() const { return size_; }
+
+ private:
+  const char* op_;
+  int64_t num_dims_ = 0;
+  ffi::AnyBuffer::Dimensions dims_;  // of the result
+  int64_t size_ = 1;
+};
+
+}  // namespace jax_baracuda

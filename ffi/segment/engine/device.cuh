@@ -1,0 +1,89 @@
+// What the CUDA kernels of the segment reductions share: ids, and how features are dealt to threads.
+#pragma once
+
+#include <cstdint>
+
+#include "ffi/core/integers.h"
+#include "ffi/core/vectors.cuh"
+#include "ffi/segment/problem.h"
+
+namespace jax_baracuda::segment {
+
+// The segment of a row whose id is out of range. Segments are 32-bit in the kernels; launchers refuse more of them.
+inline constexpr uint32_t kDropped = 0xffffffffu;
+
+inline bool SegmentsFit(int64_t segments) { return segments < static_cast<int64_t>(kDropped); }
+
+struct SegmentIds {
+  const void* ids;
+  bool are_64_bit;
+  int64_t segments;
+
+  __device__ __forceinline__ int64_t Id(int64_t index) const {
+    return are_64_bit ? __ldg(static_cast<const long long*>(ids) + index)
+                      : static_cast<int64_t>(__ldg(static_cast<const int*>(ids) + index));
+  }
+
+  // The segment of the row whose id has this index, or kDropped.
+  __device__ __forceinline__ uint32_t operator[](int64_t index) const { return Segment(Id(index)); }
+
+  // Calls take(i, segment) for the rows index + i, with i below kCount; what lies past `count` is not read.
+  template <int kCount, typename Take>
+  __device__ __forceinline__ void LoadRun(int64_t index, int count, Take&& take) const {
+    const int* address = static_cast<const int*>(ids) + index;
+    if (kCount % 4 == 0 && count == kCount && !are_64_bit && reinterpret_cast<uintptr_t>(address) % 16 == 0) {
+#pragma unroll
+      for (int i = 0; i + 3 < kCount; i += 4) {
+        const Vector<int, 4> run = LoadStreaming<4>(address + i);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) take(i + j, Segment(run.lane[j]));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) take(i, (*this)[index + min(i, count - 1)]);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t Segment(int64_t id) const {
+    return static_cast<uint64_t>(id) < static_cast<uint64_t>(segments) ? static_cast<uint32_t>(id) : kDropped;
+  }
+};
+
+// How the features of a row are dealt out to threads: `lanes` neighbouring threads take one vector each; a row wider
+// than that is cut into `columns` blocks of features.
+struct FeatureLanes {
+  int lanes;
+  int columns;
+};
+
+inline FeatureLanes DealFeatures(int64_t vectors, int most_lanes) {
+  const int64_t columns = CeilDivide(vectors, most_lanes);
+  // Even columns, so that no column is left with a few features.
+  return {static_cast<int>(CeilDivide(vectors, columns)), static_cast<int>(columns)};
+}
+
+// The bytes of the widest vector that a thread takes of a row: 8 elements at most, which stay packed in registers.
+constexpr int WidestVectorBytes(int element_bytes) { return element_bytes == 1 ? 4 : 16; }
+
+// The widest vector, in elements, that divides every row and so stays aligned in each of them.
+inline int RowVector(int64_t features, int64_t element_bytes) {
+  for (const int64_t bytes : {WidestVectorBytes(static_cast<int>(element_bytes)), 4}) {
+    if (bytes > element_bytes && features * element_bytes % bytes == 0) return static_cast<int>(bytes / element_bytes);
+  }
+  return 1;
+}
+
+// Calls body(std::integral_constant<int, n>{}) for n = RowVector(features, sizeof(T)).
+template <typename T, typename Body>
+auto DispatchRowVector(int64_t features, Body&& body) {
+  constexpr int kWidest = WidestVectorBytes(sizeof(T)) / static_cast<int>(sizeof(T));
+  constexpr int kWord = sizeof(T) < 4 ? 4 / sizeof(T) : 1;
+  const int vector = RowVector(features, sizeof(T));
+  if (vector == kWidest) return body(std::integral_constant<int, kWidest>{});
+  if constexpr (kWord > 1 && kWord < kWidest) {
+    if (vector == kWord) return body(std::integral_constant<int, kWord>{});
+  }
+  return body(std::integral_constant<int, 1>{});
+}
+
+}  // namespace jax_baracuda::segment

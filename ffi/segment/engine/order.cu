@@ -1,0 +1,134 @@
+#include <cub/device/device_radix_sort.cuh>
+
+#include "ffi/core/scratch.h"
+#include "ffi/segment/engine/order.cuh"
+
+namespace jax_baracuda::segment {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct JoinedRows {
+  SegmentIds ids;
+  uint32_t rows;   // of one element of the batch
+  uint32_t total;  // of the whole batch
+  uint32_t dropped;
+  bool ids_are_shared;
+
+  __device__ uint32_t Segment(uint32_t joined_row) const {
+    const bool is_batched = total != rows;
+    const uint32_t b = is_batched ? joined_row / rows : 0;
+    const uint32_t segment = ids[ids_are_shared ? joined_row - b * rows : joined_row];
+    return segment == kDropped ? dropped : b * static_cast<uint32_t>(ids.segments) + segment;
+  }
+};
+
+// An upper bound of what CUB asks for, known without a GPU; checked against CUB's answer at launch.
+int64_t CubSortBytes(int64_t items) { return (int64_t{1} << 20) + items / 4; }
+
+__global__ void __launch_bounds__(kThreads) NumberRowsKernel(const __grid_constant__ JoinedRows joined,
+                                                             SegmentOrder order) {
+  const uint32_t row = blockIdx.x * kThreads + threadIdx.x;
+  if (row >= joined.total) return;
+  order.segments[row] = joined.Segment(row);
+  order.rows[row] = row;
+}
+
+constexpr int kRowsPerBlock = 16 * kThreads;
+
+// The rows of an element lie in two places: those of its segments, and those of it among the dropped ones at the end,
+// which are in order as well, since the sort is stable.
+__global__ void __launch_bounds__(kThreads) RowOrderKernel(const SegmentOrder order, uint32_t rows, uint32_t total,
+                                                           uint32_t segments, uint32_t dropped,
+                                                           uint32_t blocks_per_batch, int32_t* row_order) {
+  const uint32_t b = blockIdx.x / blocks_per_batch;
+  __shared__ uint32_t bounds[3];  // of the element's rows, and the first dropped one
+  if (threadIdx.x < 3) {
+    const uint32_t segment = threadIdx.x == 2 ? dropped : (b + threadIdx.x) * segments;
+    uint32_t begin = 0, end = total;
+    while (begin < end) {
+      const uint32_t middle = begin + (end - begin) / 2;
+      if (__ldg(order.segments + middle) < segment) {
+        begin = middle + 1;
+      } else {
+        end = middle;
+      }
+    }
+    bounds[threadIdx.x] = begin;
+  }
+  __syncthreads();
+  const uint32_t first_row = b * rows, kept = bounds[1] - bounds[0];
+  const uint32_t dropped_before = first_row - bounds[0];
+  const uint32_t first = (blockIdx.x - b * blocks_per_batch) * kRowsPerBlock;
+  for (uint32_t i = first + threadIdx.x; i < min(rows, first + kRowsPerBlock); i += kThreads) {
+    const uint32_t place = i < kept ? bounds[0] + i : bounds[2] + dropped_before + (i - kept);
+    row_order[static_cast<int64_t>(first_row) + i] = static_cast<int32_t>(order.rows[place] - first_row);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) NaturalOrderKernel(int32_t* order, int64_t rows, int64_t total) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i < total) order[i] = static_cast<int32_t>(i % rows);
+}
+
+}  // namespace
+
+int64_t SegmentOrderScratchBytes(const Problem& problem) {
+  const int64_t rows = problem.batch * problem.rows;
+  ScratchSizes sizes;
+  for (int i = 0; i < 4; ++i) sizes.Add(rows * sizeof(uint32_t));
+  sizes.Add(CubSortBytes(rows));
+  return sizes.total;
+}
+
+CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, char* scratch,
+                               SegmentOrder* order, cudaStream_t stream) {
+  const int64_t rows = problem.batch * problem.rows;
+  const JoinedRows joined{{segment_ids, ids_are_64_bit, problem.segments},
+                          static_cast<uint32_t>(problem.rows),
+                          static_cast<uint32_t>(rows),
+                          static_cast<uint32_t>(problem.batch * problem.segments),
+                          problem.ids_are_shared};
+  const uint32_t blocks = static_cast<uint32_t>(CeilDivide(rows, kThreads));
+  ScratchCarver carver(scratch);
+  order->segments = carver.Take<uint32_t>(rows);
+  order->rows = carver.Take<uint32_t>(rows);
+  cub::DoubleBuffer<uint32_t> keys(order->segments, carver.Take<uint32_t>(rows));
+  cub::DoubleBuffer<uint32_t> values(order->rows, carver.Take<uint32_t>(rows));
+  char* cub_scratch = carver.Take<char>(CubSortBytes(rows));
+  NumberRowsKernel<<<blocks, kThreads, 0, stream>>>(joined, *order);
+  JB_RETURN_IF_LAUNCH_ERROR(NumberRowsKernel);
+  int end_bit = 1;
+  while ((uint64_t{joined.dropped} >> end_bit) != 0) ++end_bit;
+  size_t needed = 0;
+  const uint32_t items = joined.total;
+  JB_RETURN_IF_CUDA_ERROR(cub::DeviceRadixSort::SortPairs(nullptr, needed, keys, values, items, 0, end_bit, stream));
+  if (static_cast<int64_t>(needed) > CubSortBytes(rows)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
+  JB_RETURN_IF_CUDA_ERROR(
+      cub::DeviceRadixSort::SortPairs(cub_scratch, needed, keys, values, items, 0, end_bit, stream));
+  *order = {keys.Current(), values.Current()};
+  return {};
+}
+
+CudaStatus LaunchRowOrder(const Problem& problem, const SegmentOrder& order, int32_t* row_order, cudaStream_t stream) {
+  if (problem.batch == 1) {
+    return JB_CUDA_STATUS(cudaMemcpyAsync(row_order, order.rows, problem.rows * sizeof(int32_t),
+                                          cudaMemcpyDeviceToDevice, stream));
+  }
+  const uint32_t blocks_per_batch = static_cast<uint32_t>(CeilDivide(problem.rows, kRowsPerBlock));
+  RowOrderKernel<<<static_cast<uint32_t>(problem.batch) * blocks_per_batch, kThreads, 0, stream>>>(
+      order, static_cast<uint32_t>(problem.rows), static_cast<uint32_t>(problem.batch * problem.rows),
+      static_cast<uint32_t>(problem.segments), static_cast<uint32_t>(problem.batch * problem.segments),
+      blocks_per_batch, row_order);
+  return JB_LAUNCH_STATUS(RowOrderKernel);
+}
+
+CudaStatus LaunchNaturalOrder(const Problem& problem, int32_t* order, cudaStream_t stream) {
+  const int64_t total = problem.batch * problem.rows;
+  if (total == 0) return {};
+  NaturalOrderKernel<<<static_cast<uint32_t>(CeilDivide(total, kThreads)), kThreads, 0, stream>>>(order, problem.rows,
+                                                                                                total);
+  return JB_LAUNCH_STATUS(NaturalOrderKernel);
+}
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,33 @@
+// Bringing rows into the order of their segments.
+#pragma once
+
+#include "ffi/core/cuda_status.h"
+#include "ffi/segment/engine/device.cuh"
+
+namespace jax_baracuda::segment {
+
+// Rows and segments of the whole batch, numbered through. The numbers are 32-bit: see OrderFits, which one element of a
+// batch always does if SegmentsFit.
+struct SegmentOrder {
+  uint32_t* segments;  // ascending; batch * segments for a dropped row: those of all elements come last
+  uint32_t* rows;
+};
+
+inline bool OrderFits(const Problem& problem) {
+  return problem.batch * problem.rows < kDropped && problem.batch * problem.segments < kDropped;
+}
+
+int64_t SegmentOrderScratchBytes(const Problem& problem);
+
+// `scratch` is 256-byte aligned and holds SegmentOrderScratchBytes; the order returned lies in it.
+CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, char* scratch,
+                               SegmentOrder* order, cudaStream_t stream);
+
+// Writes the order of each element's own rows, numbered within the element, [batch, rows]: a permutation of them that
+// brings segments together, those that are dropped last.
+CudaStatus LaunchRowOrder(const Problem& problem, const SegmentOrder& order, int32_t* row_order, cudaStream_t stream);
+
+// Writes the order of rows as they lie, 0 ... rows - 1 for each element of the batch.
+CudaStatus LaunchNaturalOrder(const Problem& problem, int32_t* order, cudaStream_t stream);
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,331 @@
+// Reduces any reduction (see reduction.cuh) by the kernels that use no atomics, and chooses among them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "ffi/core/device_attributes.h"
+#include "ffi/core/plan.h"
+#include "ffi/core/scratch.h"
+#include "ffi/segment/engine/order.cuh"
+#include "ffi/segment/engine/private_table.cuh"
+#include "ffi/segment/engine/runs.cuh"
+#include "ffi/segment/engine/tiles.cuh"
+
+namespace jax_baracuda::segment {
+
+enum class Strategy {
+  kFill,           // there are no rows
+  kPrivateTable,   // few segments: a table of them for each thread
+  kRuns,           // narrow rows in order: whole rows to a thread
+  kTiles,          // rows in order, by tiles
+  kStagedTiles,    // the same for rows too narrow for whole-vector loads, which pass through shared memory
+  kSortThenTiles,  // rows brought into order first, then tiles
+};
+
+inline const char* StrategyName(Strategy strategy) {
+  switch (strategy) {
+    case Strategy::kFill:
+      return "fill";
+    case Strategy::kPrivateTable:
+      return "private_table";
+    case Strategy::kRuns:
+      return "runs";
+    case Strategy::kTiles:
+      return "tiles";
+    case Strategy::kStagedTiles:
+      return "staged_tiles";
+    case Strategy::kSortThenTiles:
+      return "sort_then_tiles";
+  }
+  return "";
+}
+
+inline constexpr int64_t kSectorBytes = 32;
+
+// Rows in order by runs or tiles, rows in any order brought into order.
+inline Strategy ChooseOrderedStrategy(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
+  if (problem.rows == 0) return Strategy::kFill;
+  if (!indices_are_sorted) return Strategy::kSortThenTiles;
+  if (TakesRuns(problem, element_bytes)) return Strategy::kRuns;
+  return problem.features * element_bytes < kSectorBytes ? Strategy::kStagedTiles : Strategy::kTiles;
+}
+
+// The rule, from shapes and flags alone. Few segments with many narrow rows each: a table of the segments for each
+// thread, which does not mind the order of the rows. Else as above. `state_bytes` is what a reduction keeps for a cell,
+// at most.
+inline Strategy ChooseStrategy(const Problem& problem, int64_t element_bytes, int64_t state_bytes,
+                               bool indices_are_sorted) {
+  const bool has_few_segments =
+      problem.segments <= 1024 && problem.rows / 1024 >= problem.segments && problem.batch <= kMostPrivateBlocks &&
+      kLeastPrivateWarps * PrivateWarpBytes(problem.segments, state_bytes) <= kPrivateTableBytes;
+  if (problem.rows > 0 && has_few_segments && problem.features <= kMostPrivateFeatures) return Strategy::kPrivateTable;
+  return ChooseOrderedStrategy(problem, element_bytes, indices_are_sorted);
+}
+
+// An order numbers rows and segments in 32 bits: where the whole batch is too large, its elements are taken one by one.
+inline int64_t ElementsAtOnce(const Problem& problem, Strategy strategy) {
+  return strategy == Strategy::kSortThenTiles && !OrderFits(problem) ? 1 : problem.batch;
+}
+
+// How rows are dealt to blocks.
+struct RowGrid {
+  Problem problem;  // the batch joined into one element where rows are brought into order
+  FeatureLanes features;
+  int groups;
+  int64_t blocks_per_batch;
+  int64_t row_blocks;
+};
+
+inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int64_t element_bytes) {
+  RowGrid grid;
+  grid.problem = problem;
+  if (strategy == Strategy::kSortThenTiles) {
+    grid.problem.batch = 1;
+    grid.problem.rows = problem.batch * problem.rows;
+    grid.problem.segments = problem.batch * problem.segments;
+  }
+  if (strategy == Strategy::kRuns) {
+    grid.features = {1, 1};
+    grid.groups = 0;
+    grid.blocks_per_batch = CeilDivide(problem.rows, RunBlockRows(problem.features));
+  } else {
+    const int vector = strategy == Strategy::kStagedTiles ? 1 : RowVector(problem.features, element_bytes);
+    grid.features = DealFeatures(problem.features / vector, 32);
+    grid.groups = TileThreads(grid.features.lanes) / grid.features.lanes;
+    grid.blocks_per_batch = CeilDivide(grid.problem.rows, static_cast<int64_t>(grid.groups) * kTileRows);
+  }
+  grid.row_blocks = grid.problem.batch * grid.blocks_per_batch;
+  return grid;
+}
+
+inline int64_t ReduceScratchBytes(Problem problem, Strategy strategy, int64_t element_bytes, int64_t state_bytes) {
+  problem.batch = ElementsAtOnce(problem, strategy);
+  ScratchSizes sizes;
+  switch (strategy) {
+    case Strategy::kFill:
+      break;
+    case Strategy::kPrivateTable:
+      sizes.Add(int64_t{kMostPrivateBlocks} * problem.segments * problem.features * state_bytes);
+      break;
+    case Strategy::kSortThenTiles:
+      sizes.Add(SegmentOrderScratchBytes(problem));
+      [[fallthrough]];
+    default: {
+      const RowGrid grid = MakeRowGrid(problem, strategy, element_bytes);
+      sizes.Add(2 * sizeof(uint32_t));
+      sizes.Add(grid.row_blocks * sizeof(uint32_t));
+      sizes.Add(grid.row_blocks * problem.features * state_bytes);
+      sizes.Add(grid.row_blocks * problem.features * state_bytes);
+    }
+  }
+  return sizes.total;
+}
+
+// Blocks of the grid that fill wide gaps.
+inline uint32_t GapBlocks(const Problem& problem, int threads) {
+  return static_cast<uint32_t>(CeilDivide(problem.batch * GapWarpsPerBatch(problem.segments), threads / 32));
+}
+
+template <typename Reduction>
+struct Reducer {
+  using T = typename Reduction::Element;
+
+  Problem problem;
+  Strategy strategy;
+  const T* data;
+  const void* segment_ids;
+  bool ids_are_64_bit;
+  typename Reduction::Outputs outputs;
+  int64_t state_bytes;
+  void* scratch;
+  int32_t* order;  // [batch, rows], where the order is wanted that rows are brought into, or nullptr
+  cudaStream_t stream;
+
+  CudaStatus Launch() const {
+    switch (strategy) {
+      case Strategy::kFill:
+        return FillAll();
+      case Strategy::kPrivateTable:
+        return PrivateTable();
+      default:
+        return InOrder();
+    }
+  }
+
+ private:
+  SegmentIds Ids() const { return {segment_ids, ids_are_64_bit, problem.segments}; }
+
+  CudaStatus FillAll() const {
+    return DispatchRowVector<T>(problem.features, [&](auto vector) {
+      constexpr int kVec = decltype(vector)::value;
+      TileArguments<Reduction> a{};
+      a.ids = Ids();
+      a.problem = problem;
+      a.outputs = outputs;
+      a.gap_blocks = GapBlocks(problem, kMergeThreads);
+      FillKernel<Reduction, kVec><<<a.gap_blocks, kMergeThreads, 0, stream>>>(a);
+      return JB_LAUNCH_STATUS(FillKernel);
+    });
+  }
+
+  CudaStatus PrivateTable() const {
+    using Cells = typename Reduction::template Accumulator<1>;
+    PrivateTableArguments<Reduction> a{};
+    a.data = data;
+    a.ids = Ids();
+    a.problem = problem;
+    a.outputs = outputs;
+    a.partials = scratch;
+    const auto kernel = PrivateTableKernel<Reduction>;
+    int multiprocessors = 0, max_shared_bytes = 0;
+    JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
+    JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel, &max_shared_bytes));
+    const int64_t warp_bytes = PrivateWarpBytes(problem.segments, sizeof(Cells));
+    const int64_t fitting_warps = max_shared_bytes / warp_bytes;
+    const int warps = static_cast<int>(fitting_warps < kMostPrivateWarps ? fitting_warps : kMostPrivateWarps);
+    const int64_t wanted = CeilDivide(multiprocessors, problem.batch), most = kMostPrivateBlocks / problem.batch;
+    a.blocks_per_batch = static_cast<int>(wanted < most ? wanted : most);
+    const int shared_bytes = static_cast<int>(warps * warp_bytes);
+    kernel<<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), 32 * warps, shared_bytes, stream>>>(a);
+    JB_RETURN_IF_LAUNCH_ERROR(PrivateTableKernel);
+    const int64_t cells = problem.batch * problem.segments * problem.features;
+    MergePartialsKernel<Reduction>
+        <<<static_cast<uint32_t>(CeilDivide(cells, kPartialCells)), kPartialCells * kPartialSlices, 0, stream>>>(a);
+    return JB_LAUNCH_STATUS(MergePartialsKernel);
+  }
+
+  CudaStatus InOrder() const {
+    const int64_t elements = ElementsAtOnce(problem, strategy);
+    for (int64_t b = 0; b < problem.batch; b += elements) JB_RETURN_IF_CUDA_ERROR(ElementsInOrder(b, elements));
+    return {};
+  }
+
+  // `batch` elements from the first on.
+  CudaStatus ElementsInOrder(int64_t first, int64_t batch) const {
+    Problem part = problem;
+    part.batch = batch;
+    const int64_t first_id = problem.IdIndex(first, 0);
+    const void* const ids = static_cast<const char*>(segment_ids) + first_id * (ids_are_64_bit ? 8 : 4);
+    ScratchCarver carver(scratch);
+    TileArguments<Reduction> a{};
+    if (strategy == Strategy::kSortThenTiles) {
+      char* order_scratch = carver.Take<char>(SegmentOrderScratchBytes(part));
+      SegmentOrder segment_order;
+      JB_RETURN_IF_CUDA_ERROR(LaunchSegmentOrder(part, ids, ids_are_64_bit, order_scratch, &segment_order, stream));
+      a.sorted_segments = segment_order.segments;
+      a.order = segment_order.rows;
+      if (order != nullptr) {
+        JB_RETURN_IF_CUDA_ERROR(LaunchRowOrder(part, segment_order, order + first * problem.rows, stream));
+      }
+    }
+    const RowGrid grid = MakeRowGrid(part, strategy, sizeof(T));
+    a.data = data + problem.DataRow(first, 0) * problem.features;
+    a.ids = {ids, ids_are_64_bit, problem.segments};
+    a.problem = grid.problem;
+    a.batch_rows = problem.rows;
+    a.first_segment = first * problem.segments;
+    a.outputs = outputs;
+    a.merged_windows = carver.Take<uint32_t>(2);
+    a.pieces.head_segment = carver.Take<uint32_t>(grid.row_blocks);
+    a.pieces.head = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
+    a.pieces.tail = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
+    a.features = grid.features;
+    a.groups = grid.groups;
+    a.blocks_per_batch = grid.blocks_per_batch;
+    a.gap_blocks = GapBlocks(a.problem, strategy == Strategy::kRuns ? kRunThreads : TileThreads(grid.features.lanes));
+    if (strategy == Strategy::kRuns) return Runs(a, grid);
+    if (strategy == Strategy::kStagedTiles) return Tiles<1, RowSource::kStaged>(a, grid);
+    return DispatchRowVector<T>(problem.features, [&](auto vector) {
+      constexpr int kVec = decltype(vector)::value;
+      return strategy == Strategy::kSortThenTiles ? Tiles<kVec, RowSource::kOrdered>(a, grid)
+                                                  : Tiles<kVec, RowSource::kDirect>(a, grid);
+    });
+  }
+
+  CudaStatus Runs(const TileArguments<Reduction>& a, const RowGrid& grid) const {
+    switch (problem.features) {
+      case 1:
+        return Runs<1>(a, grid);
+      case 2:
+        return Runs<2>(a, grid);
+      case 4:
+        return Runs<4>(a, grid);
+      default:
+        return Runs<8>(a, grid);
+    }
+  }
+
+  template <int kFeatures>
+  CudaStatus Runs(const TileArguments<Reduction>& a, const RowGrid& grid) const {
+    if constexpr (kFeatures * sizeof(T) > 32) {
+      return JB_CUDA_STATUS(cudaErrorInvalidValue);
+    } else {
+      const uint32_t blocks = a.gap_blocks + static_cast<uint32_t>(grid.row_blocks);
+      RunKernel<Reduction, kFeatures><<<blocks, kRunThreads, 0, stream>>>(a);
+      JB_RETURN_IF_LAUNCH_ERROR(RunKernel);
+      return LaunchMerge<kFeatures>(a, grid);
+    }
+  }
+
+  template <int kVec, RowSource kSource>
+  CudaStatus Tiles(const TileArguments<Reduction>& a, const RowGrid& grid) const {
+    const int shared_bytes = TileShared<Reduction, kVec, kSource>::Bytes(grid.groups, problem.features);
+    const int64_t blocks = a.gap_blocks + grid.row_blocks * grid.features.columns;
+    const int threads = TileThreads(grid.features.lanes);
+    TileKernel<Reduction, kVec, kSource><<<static_cast<uint32_t>(blocks), threads, shared_bytes, stream>>>(a);
+    JB_RETURN_IF_LAUNCH_ERROR(TileKernel);
+    return LaunchMerge<kVec>(a, grid);
+  }
+
+  template <int kVec>
+  CudaStatus LaunchMerge(const TileArguments<Reduction>& a, const RowGrid& grid) const {
+    const int64_t windows = CeilDivide(grid.row_blocks, kMergeWindow);
+    MergeKernel<Reduction, kVec>
+        <<<static_cast<uint32_t>(windows * grid.features.columns), kMergeThreads, 0, stream>>>(a, grid.row_blocks);
+    return JB_LAUNCH_STATUS(MergeKernel);
+  }
+};
+
+// `arguments` are those of an op, `order` as in Reducer.
+template <typename Reduction, typename Arguments>
+CudaStatus LaunchReduction(const Arguments& arguments, Strategy strategy, int64_t state_bytes,
+                            const typename Reduction::Outputs& outputs, int32_t* order, cudaStream_t stream) {
+  using T = typename Reduction::Element;
+  const Problem& problem = arguments.problem;
+  if (!SegmentsFit(problem.segments) ||
+      arguments.scratch_bytes < ReduceScratchBytes(problem, strategy, sizeof(T), state_bytes)) {
+    return JB_CUDA_STATUS(cudaErrorInvalidValue);
+  }
+  const Reducer<Reduction> reducer{problem,
+                                   strategy,
+                                   static_cast<const T*>(arguments.data),
+                                   arguments.segment_ids,
+                                   arguments.ids_are_64_bit,
+                                   outputs,
+                                   state_bytes,
+                                   arguments.scratch,
+                                   order,
+                                   stream};
+  return reducer.Launch();
+}
+
+// The same for ops that always go by ChooseStrategy, whose cells are an element of 32 or 64 bits and a 32-bit word.
+inline int64_t PairStateBytes(int64_t element_bytes) { return element_bytes == 8 ? 16 : 8; }
+
+inline Plan PlanPairReduction(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
+  if (problem.HasNoResult()) return {kNothing};
+  const int64_t state_bytes = PairStateBytes(element_bytes);
+  const Strategy strategy = ChooseStrategy(problem, element_bytes, state_bytes, indices_are_sorted);
+  return {StrategyName(strategy), ReduceScratchBytes(problem, strategy, element_bytes, state_bytes)};
+}
+
+template <typename Reduction, typename Arguments>
+CudaStatus LaunchPairReduction(const Arguments& arguments, const typename Reduction::Outputs& outputs,
+                                cudaStream_t stream) {
+  constexpr int64_t kElementBytes = sizeof(typename Reduction::Element);
+  const int64_t state_bytes = PairStateBytes(kElementBytes);
+  const Strategy strategy = ChooseStrategy(arguments.problem, kElementBytes, state_bytes, arguments.indices_are_sorted);
+  return LaunchReduction<Reduction>(arguments, strategy, state_bytes, outputs, nullptr, stream);
+}
+
+}  // namespace jax_baracuda::segment

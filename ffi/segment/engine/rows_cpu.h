@@ -1,0 +1,630 @@
+// How the CPU kernels of the segment family go through the rows. The result is the same on any number of threads, and
+// nothing depends on whether the ids are sorted.
+//
+// A reduction has two strategies, both accumulating in ComputeType (so that 16-bit types vectorise):
+// - Scan: each range of rows is folded into cells of its own; the ranges' cells are merged in order. For rows so
+//   narrow, or cells so few, that the cells stay in a near cache.
+// - Group by segment: each thread takes a range of segments (or of features, where segments are few), whose rows are
+//   grouped by segment with a counting sort of row numbers. A segment's cells then stay in the nearest cache while its
+//   rows stream by, and are written once.
+//
+// Kernels take small structs by value: through a reference they would be read again after every store, which may be to
+// them for all the compiler knows.
+//
+// A Reduction says what is folded and written. It has the types Element (of a row), First and Second (of the one or two
+// numbers of a cell under reduction; Second may be NoNumber), the constants kRounds (whether merging in another
+// grouping gives other bits) and kHoldsRuns (whether every row changes its cell, so that the cell of a run of rows of
+// one segment is better held in registers), and the functions
+//   Start(count, cells)                       `count` cells of no rows
+//   Fold(values, row, width, cells)           a row into `width` cells; rows of a cell come in ascending order
+//   Merge(count, later, cells)                the cells of a later range of rows into those of the ranges before it
+//   Write(count, first_cell, counts, cells)   the results from cell `first_cell` of [batch, segments, features] on;
+//                                             counts[0] is the number of rows in the segment of that cell, counts[1] in
+//                                             the next one (only if the caller of ReduceAll asked for counts)
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <type_traits>
+
+#include "ffi/core/cpu_clones.h"
+#include "ffi/core/cpu_kernel.h"
+#include "ffi/core/huge_pages.h"
+#include "ffi/core/parallel_for.h"
+#include "ffi/core/streaming_store.h"
+#include "ffi/segment/decoding.h"
+#include "ffi/segment/problem.h"
+
+namespace jax_baracuda::segment {
+
+inline constexpr int64_t kNarrowRowBytes = 64;
+inline constexpr int64_t kNearCacheBytes = 4 * 1024 * 1024;
+inline constexpr int64_t kMinRowsPerCellRow = 2;  // of a range's own cells, which must also be set up and merged
+inline constexpr int64_t kMinRowsPerRoundedCellRow = 8;
+inline constexpr int64_t kMaxRoundedRanges = 64;
+inline constexpr int64_t kMinBytesPerRoundedRange = 64 * 1024;
+inline constexpr int64_t kMinSegmentsPerBlock = 64;
+inline constexpr int64_t kMinFeatureBytesPerBlock = 256;
+inline constexpr int64_t kMinStreamedBytes = 32 * 1024 * 1024;
+inline constexpr int64_t kCacheLine = 64;
+inline constexpr int64_t kPrefetchDistance = 6;  // rows
+
+enum class Strategy {
+  kNothing,
+  kFill,            // there are no segments, so that all rows are dropped
+  kScan,            // rows in order, into cells of the whole range or, where merging does not round, of each thread
+  kSplitScan,       // rows in order, in ranges that the shapes decide, because merging rounds
+  kGroupBySegment,  // rows grouped by segment
+  kStreamedGroups,  // the same, with results of rows that go past the caches
+  kGather,          // rows in order, each from its segment's cells
+};
+
+inline const char* StrategyName(Strategy strategy) {
+  switch (strategy) {
+    case Strategy::kNothing:
+      return kNothing;
+    case Strategy::kFill:
+      return "fill";
+    case Strategy::kScan:
+      return "scan";
+    case Strategy::kSplitScan:
+      return "split_scan";
+    case Strategy::kGroupBySegment:
+      return "group_by_segment";
+    case Strategy::kStreamedGroups:
+      return "group_by_segment_streamed";
+    case Strategy::kGather:
+      return "gather";
+  }
+  return "";
+}
+
+// The plan of a call: what choose(TypeTag<T>{}, problem) returns for an element type that is as wide as the call's, and
+// floating if that is.
+template <typename Choose>
+Plan PlanOfType(const PlanRequest& call, const Choose& choose) {
+  const auto plan = [&](auto tag) { return Plan{StrategyName(choose(tag, call.problem))}; };
+  if (call.is_floating) {
+    return call.element_bytes == 2   ? plan(TypeTag<Float16>{})
+           : call.element_bytes == 4 ? plan(TypeTag<float>{})
+                                     : plan(TypeTag<double>{});
+  }
+  return call.element_bytes == 1   ? plan(TypeTag<uint8_t>{})
+         : call.element_bytes == 2 ? plan(TypeTag<uint16_t>{})
+         : call.element_bytes == 4 ? plan(TypeTag<uint32_t>{})
+                                   : plan(TypeTag<uint64_t>{});
+}
+
+struct SegmentIds {
+  const void* values;
+  bool are_64_bit;
+
+  int64_t operator[](int64_t i) const {
+    return are_64_bit ? static_cast<const int64_t*>(values)[i] : static_cast<const int32_t*>(values)[i];
+  }
+
+  // Calls body with the ids as an array of their type.
+  template <typename Body>
+  JB_INLINE auto Visit(const Body& body) const {
+    return are_64_bit ? body(static_cast<const int64_t*>(values)) : body(static_cast<const int32_t*>(values));
+  }
+
+  bool AreSorted(int64_t begin, int64_t end) const {
+    return Visit([&](const auto* ids) { return std::is_sorted(ids + begin, ids + end); });
+  }
+
+  // The first index in [begin, end) of sorted ids whose id is not below `id`.
+  int64_t LowerBound(int64_t begin, int64_t end, int64_t id) const {
+    return Visit([&](const auto* ids) -> int64_t {
+      return std::lower_bound(ids + begin, ids + end, id, [](auto a, int64_t b) { return int64_t{a} < b; }) - ids;
+    });
+  }
+};
+
+inline bool EachBatchIsSorted(const Problem& problem, SegmentIds ids) {
+  for (int64_t b = 0; b < (problem.ids_are_shared ? 1 : problem.batch); ++b) {
+    if (!ids.AreSorted(b * problem.rows, (b + 1) * problem.rows)) return false;
+  }
+  return true;
+}
+
+// Asks for a whole row ahead of its use; rows that ids point to jump about, so the hardware cannot foresee them.
+template <typename T>
+JB_INLINE void PrefetchRow(const T* row, int64_t width) {
+  const char* const begin = reinterpret_cast<const char*>(row);
+  for (int64_t byte = 0; byte < width * static_cast<int64_t>(sizeof(T)); byte += kCacheLine) {
+    __builtin_prefetch(begin + byte);
+  }
+}
+
+// Calls body with `width`, as a constant where it is small: a loop over few features would cost more than its body.
+template <typename Body>
+JB_INLINE void WithWidth(int64_t width, const Body& body) {
+  switch (width) {
+    case 1:
+      return body(std::integral_constant<int64_t, 1>{});
+    case 4:
+      return body(std::integral_constant<int64_t, 4>{});
+    case 8:
+      return body(std::integral_constant<int64_t, 8>{});
+    default:
+      return body(width);
+  }
+}
+
+// Pointers to the cells under reduction, a number of each kind per cell.
+struct NoNumber {};
+
+template <typename First, typename Second>
+struct Cells {
+  First* first;
+  Second* second;  // nullptr for NoNumber
+
+  JB_INLINE Cells operator+(int64_t count) const {
+    return Cells{first + count, std::is_same_v<Second, NoNumber> ? nullptr : second + count};
+  }
+};
+
+template <typename Reduction>
+using CellsOf = Cells<typename Reduction::First, typename Reduction::Second>;
+
+template <typename Reduction>
+class CellMemory {
+ public:
+  // Returns false if there is no memory.
+  bool Allocate(int64_t count) {
+    first_ = jax_baracuda::Allocate<typename Reduction::First>(count);
+    if constexpr (!std::is_same_v<typename Reduction::Second, NoNumber>) {
+      second_ = jax_baracuda::Allocate<typename Reduction::Second>(count);
+      if (second_ == nullptr) return false;
+    }
+    return first_ != nullptr;
+  }
+
+  CellsOf<Reduction> cells() const { return {first_.get(), second_.get()}; }
+
+ private:
+  std::unique_ptr<typename Reduction::First[]> first_;
+  std::unique_ptr<typename Reduction::Second[]> second_;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Rows grouped by segment.
+
+// The rows of a range of segments of one batch element, grouped by segment and ascending within each.
+class GroupedRows {
+ public:
+  // Groups the rows of segments [segment_begin, segment_end). Returns false if there is no memory.
+  bool Group(const Problem& problem, int64_t batch, int64_t segment_begin, int64_t segment_end, SegmentIds ids,
+             bool ids_are_sorted) {
+    const int64_t num_segments = segment_end - segment_begin;
+    const int64_t first_id = problem.IdIndex(batch, 0), end_id = first_id + problem.rows;
+    ends_.reset(new (std::nothrow) int32_t[num_segments + 1]());
+    if (ends_ == nullptr) return false;
+    if (ids_are_sorted) {
+      first_row_ = static_cast<int32_t>(ids.LowerBound(first_id, end_id, segment_begin) - first_id);
+      size_ = static_cast<int32_t>(ids.LowerBound(first_id, end_id, segment_end) - first_id) - first_row_;
+      for (int64_t i = 0; i < size_; ++i) ++ends_[ids[first_id + first_row_ + i] - segment_begin];
+      for (int64_t i = 1; i < num_segments; ++i) ends_[i] += ends_[i - 1];
+      return true;
+    }
+    const auto members = Allocate<int32_t>(problem.rows + 1);
+    if (members == nullptr) return false;
+    return ids.Visit([&](const auto* all_ids) {
+      const auto* const row_ids = all_ids + first_id;
+      // Listed without a branch on what is random. A row that is no member is overwritten by the next one.
+      int64_t num_members = 0;
+      for (int64_t row = 0; row < problem.rows; ++row) {
+        members[num_members] = static_cast<int32_t>(row);
+        const int64_t segment = row_ids[row];
+        num_members += static_cast<int64_t>(segment >= segment_begin) & static_cast<int64_t>(segment < segment_end);
+      }
+      size_ = static_cast<int32_t>(num_members);
+      rows_ = Allocate<int32_t>(num_members);
+      if (rows_ == nullptr) return false;
+      for (int64_t i = 0; i < num_members; ++i) ++ends_[row_ids[members[i]] - segment_begin + 1];
+      for (int64_t i = 0; i < num_segments; ++i) ends_[i + 1] += ends_[i];
+      // Placing a row moves its segment's start to the next place, so that in the end starts have become ends.
+      for (int64_t i = 0; i < num_members; ++i) rows_[ends_[row_ids[members[i]] - segment_begin]++] = members[i];
+      return true;
+    });
+  }
+
+  int32_t Size() const { return size_; }
+
+  // [Begin(i), End(i)) are the places of the rows of segment segment_begin + i.
+  int32_t Begin(int64_t i) const { return i == 0 ? 0 : ends_[i - 1]; }
+  int32_t End(int64_t i) const { return ends_[i]; }
+  int32_t operator[](int32_t place) const { return rows_ == nullptr ? first_row_ + place : rows_[place]; }
+
+ private:
+  std::unique_ptr<int32_t[]> ends_;
+  std::unique_ptr<int32_t[]> rows_;  // absent where the ids are sorted
+  int32_t first_row_ = 0;
+  int32_t size_ = 0;
+};
+
+// What one thread does of grouped rows.
+struct Block {
+  int64_t batch;
+  int64_t segment_begin, segment_end;
+  int64_t feature_begin, feature_end;
+};
+
+// The rows of a batch element are grouped for `segment_ranges` ranges of segments, each by one thread, and then worked
+// on by `feature_ranges` threads each.
+struct Blocking {
+  int64_t segment_ranges;
+  int64_t feature_ranges;
+
+  // `item_size` is that of an element of the rows; 0 to leave features whole.
+  Blocking(const Problem& problem, int64_t item_size, int64_t num_threads) {
+    const int64_t blocks = (num_threads + problem.batch - 1) / std::max<int64_t>(1, problem.batch);
+    segment_ranges = std::clamp<int64_t>(problem.segments / kMinSegmentsPerBlock, 1, blocks);
+    feature_ranges = std::clamp<int64_t>(problem.features * item_size / kMinFeatureBytesPerBlock, 1,
+                                         blocks / segment_ranges);
+  }
+
+  Block Get(const Problem& problem, int64_t group, int64_t feature_range) const {
+    const int64_t segment_range = group % segment_ranges;
+    return Block{group / segment_ranges,
+                 ChunkBegin(problem.segments, segment_ranges, segment_range),
+                 ChunkBegin(problem.segments, segment_ranges, segment_range + 1),
+                 ChunkBegin(problem.features, feature_ranges, feature_range),
+                 ChunkBegin(problem.features, feature_ranges, feature_range + 1)};
+  }
+};
+
+// Groups all rows and calls body(block, grouped rows of its segments) for every block; body returns false if it has no
+// memory, and so does this function.
+template <typename Body>
+bool ForEachGroupedBlock(ffi::ThreadPool& pool, const Problem& problem, const Blocking& blocking, SegmentIds ids,
+                         const Body& body) {
+  const bool ids_are_sorted = EachBatchIsSorted(problem, ids);
+  const int64_t num_groups = problem.batch * blocking.segment_ranges, feature_ranges = blocking.feature_ranges;
+  const std::unique_ptr<GroupedRows[]> groups(new (std::nothrow) GroupedRows[num_groups]);
+  if (groups == nullptr) return false;
+  std::atomic<bool> has_memory{true};
+  ParallelFor(pool, num_groups, [&](int64_t group) {
+    const Block block = blocking.Get(problem, group, 0);
+    if (!groups[group].Group(problem, block.batch, block.segment_begin, block.segment_end, ids, ids_are_sorted) ||
+        (feature_ranges == 1 && !body(block, groups[group]))) {
+      has_memory = false;
+    }
+  });
+  if (feature_ranges == 1 || !has_memory) return has_memory;
+  ParallelFor(pool, num_groups * feature_ranges, [&](int64_t index) {
+    const int64_t group = index / feature_ranges;
+    if (!body(blocking.Get(problem, group, index % feature_ranges), groups[group])) has_memory = false;
+  });
+  return has_memory;
+}
+
+// Calls body(row) for the rows in places [begin, end), and prefetch(row) for coming ones.
+template <typename Prefetch, typename Body>
+JB_INLINE void ForEachGroupedRow(const GroupedRows& grouped, int32_t begin, int32_t end, const Prefetch& prefetch,
+                                 const Body& body) {
+  const int32_t size = grouped.Size();
+  for (int32_t place = begin; place < end; ++place) {
+    if (place + kPrefetchDistance < size) prefetch(grouped[place + kPrefetchDistance]);
+    body(grouped[place]);
+  }
+}
+
+// Reduces the rows of one block; returns false if there is no memory.
+template <typename Reduction>
+JB_CPU_CLONES bool ReduceGrouped(const Problem problem, const Block block, const GroupedRows& grouped,
+                                 const typename Reduction::Element* data, const Reduction reduction,
+                                 int32_t* row_counts) {
+  const int64_t features = problem.features, width = block.feature_end - block.feature_begin;
+  CellMemory<Reduction> memory;
+  if (!memory.Allocate(width)) return false;
+  const CellsOf<Reduction> cells = memory.cells();
+  const auto* const rows = data + problem.DataRow(block.batch, 0) * features + block.feature_begin;
+  const auto prefetch = [&](int32_t row) __attribute__((always_inline)) { PrefetchRow(rows + row * features, width); };
+  for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
+    const int64_t group = segment - block.segment_begin, segment_index = block.batch * problem.segments + segment;
+    const int32_t begin = grouped.Begin(group), end = grouped.End(group), count = end - begin;
+    reduction.Start(width, cells);
+    ForEachGroupedRow(grouped, begin, end, prefetch, [&](int32_t row) __attribute__((always_inline)) {
+      reduction.Fold(rows + row * features, row, width, cells);
+    });
+    if (row_counts != nullptr && block.feature_begin == 0) row_counts[segment_index] = count;
+    reduction.Write(width, segment_index * features + block.feature_begin, &count, cells);
+  }
+  return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Rows in order.
+
+// Calls body(row, segment) for the rows [row_begin, row_end) of a batch element that belong to a segment.
+template <typename Body>
+JB_INLINE void ForEachMember(const Problem& problem, SegmentIds ids, int64_t batch, int64_t row_begin, int64_t row_end,
+                             const Body& body) {
+  ids.Visit([&](const auto* all_ids) __attribute__((always_inline)) {
+    const auto* const row_ids = all_ids + problem.IdIndex(batch, 0);
+    const uint64_t segments = static_cast<uint64_t>(problem.segments);
+    for (int64_t row = row_begin; row < row_end; ++row) {
+      const int64_t segment = row_ids[row];
+      if (static_cast<uint64_t>(segment) < segments) body(row, segment);
+    }
+  });
+}
+
+// The cell of the segment that rows of one feature are folded into at the moment, held in registers.
+template <typename Reduction>
+class HeldCell {
+ public:
+  JB_INLINE HeldCell(CellsOf<Reduction> all, int32_t* row_counts) : all_(all), row_counts_(row_counts) {}
+
+  JB_INLINE void MoveTo(int64_t segment) {
+    if (segment != segment_) {
+      Release();
+      segment_ = segment;
+      first_ = all_.first[segment];
+      if constexpr (kHasSecond) second_ = all_.second[segment];
+    }
+    ++rows_;
+  }
+
+  JB_INLINE void Release() {
+    if (rows_ == 0) return;
+    all_.first[segment_] = first_;
+    if constexpr (kHasSecond) all_.second[segment_] = second_;
+    if (row_counts_ != nullptr) row_counts_[segment_] += rows_;
+    rows_ = 0;
+  }
+
+  JB_INLINE CellsOf<Reduction> cells() { return {&first_, &second_}; }
+
+ private:
+  static constexpr bool kHasSecond = !std::is_same_v<typename Reduction::Second, NoNumber>;
+
+  CellsOf<Reduction> all_;
+  int32_t* row_counts_;
+  int64_t segment_ = -1;
+  int32_t rows_ = 0;
+  typename Reduction::First first_{};
+  typename Reduction::Second second_{};
+};
+
+// Folds the rows [row_begin, row_end) of a batch element, in order, into cells [segments, features].
+template <typename Reduction>
+JB_CPU_CLONES void FoldInOrder(const Problem problem, SegmentIds ids, const typename Reduction::Element* data,
+                               const Reduction reduction, int64_t batch, int64_t row_begin, int64_t row_end,
+                               CellsOf<Reduction> cells, int32_t* row_counts) {
+  reduction.Start(problem.segments * problem.features, cells);
+  if (row_counts != nullptr) std::fill_n(row_counts, problem.segments, 0);
+  const auto* const rows = data + problem.DataRow(batch, 0) * problem.features;
+  if (Reduction::kHoldsRuns && problem.features == 1) {
+    HeldCell<Reduction> held(cells, row_counts);
+    ForEachMember(problem, ids, batch, row_begin, row_end, [&](int64_t row, int64_t segment)
+                                                               __attribute__((always_inline)) {
+      held.MoveTo(segment);
+      reduction.Fold(rows + row, static_cast<int32_t>(row), 1, held.cells());
+    });
+    held.Release();
+    return;
+  }
+  WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
+    ForEachMember(problem, ids, batch, row_begin, row_end, [&](int64_t row, int64_t segment)
+                                                               __attribute__((always_inline)) {
+      reduction.Fold(rows + row * width, static_cast<int32_t>(row), width, cells + segment * width);
+      if (row_counts != nullptr) ++row_counts[segment];
+    });
+  });
+}
+
+template <typename Reduction>
+JB_CPU_CLONES void MergeCells(const Reduction& reduction, int64_t count, CellsOf<Reduction> later,
+                              CellsOf<Reduction> cells) {
+  reduction.Merge(count, later, cells);
+}
+
+template <typename Reduction>
+JB_CPU_CLONES void WriteCells(const Reduction& reduction, int64_t count, int64_t first_cell, const int32_t* counts,
+                              CellsOf<Reduction> cells) {
+  reduction.Write(count, first_cell, counts, cells);
+}
+
+inline int64_t NumThreads(ffi::ThreadPool& pool, int64_t total_bytes) {
+  return std::min<int64_t>(ChunksFor(pool, total_bytes), std::max<int64_t>(1, pool.num_threads()));
+}
+
+// How many ranges of rows of a batch element to fold apart. Where merging rounds, this depends on shapes alone, so that
+// the result does not depend on the number of threads.
+template <typename Reduction>
+int64_t NumRanges(const Problem& problem, int64_t row_bytes, int64_t num_threads) {
+  if constexpr (Reduction::kRounds) {
+    const int64_t most = std::min(problem.rows / (kMinRowsPerRoundedCellRow * problem.segments),
+                                  problem.rows * row_bytes / kMinBytesPerRoundedRange);
+    return std::clamp<int64_t>(most, 1, std::max<int64_t>(1, kMaxRoundedRanges / problem.batch));
+  } else {
+    return std::clamp<int64_t>(problem.rows / (kMinRowsPerCellRow * problem.segments), 1,
+                               (num_threads + problem.batch - 1) / problem.batch);
+  }
+}
+
+// Reduces in order. `fold(batch, row_begin, row_end, cells, row_counts)` starts and folds the cells of a range.
+template <typename Reduction, typename FoldRange>
+bool ReduceInOrder(ffi::ThreadPool& pool, const Problem& problem, int64_t num_ranges, const Reduction& reduction,
+                   int32_t* row_counts, const FoldRange& fold) {
+  const int64_t cells_per_batch = problem.segments * problem.features;
+  CellMemory<Reduction> memory;
+  std::unique_ptr<int32_t[]> later_counts;
+  if (!memory.Allocate(problem.batch * num_ranges * cells_per_batch)) return false;
+  if (row_counts != nullptr) {
+    later_counts = Allocate<int32_t>(problem.batch * (num_ranges - 1) * problem.segments);
+    if (later_counts == nullptr) return false;
+  }
+  const auto cells_of = [&](int64_t batch, int64_t range) {
+    return memory.cells() + (batch * num_ranges + range) * cells_per_batch;
+  };
+  const auto counts_of = [&](int64_t batch, int64_t range) -> int32_t* {
+    if (row_counts == nullptr) return nullptr;
+    return range == 0 ? row_counts + batch * problem.segments
+                      : later_counts.get() + (batch * (num_ranges - 1) + range - 1) * problem.segments;
+  };
+  ParallelFor(pool, problem.batch * num_ranges, [&](int64_t index) {
+    const int64_t batch = index / num_ranges, range = index % num_ranges;
+    fold(batch, ChunkBegin(problem.rows, num_ranges, range), ChunkBegin(problem.rows, num_ranges, range + 1),
+         cells_of(batch, range), counts_of(batch, range));
+  });
+  if (row_counts != nullptr) {
+    ParallelFor(pool, problem.batch, [&](int64_t batch) {
+      int32_t* const counts = counts_of(batch, 0);
+      for (int64_t range = 1; range < num_ranges; ++range) {
+        const int32_t* const later = counts_of(batch, range);
+        for (int64_t i = 0; i < problem.segments; ++i) counts[i] += later[i];
+      }
+    });
+  }
+  const int64_t cell_bytes = sizeof(typename Reduction::First);
+  const int64_t chunks = ChunksFor(pool, num_ranges * cells_per_batch * cell_bytes);
+  ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
+    const int64_t batch = index / chunks, begin = ChunkBegin(cells_per_batch, chunks, index % chunks),
+                  count = ChunkBegin(cells_per_batch, chunks, index % chunks + 1) - begin;
+    if (count == 0) return;
+    const CellsOf<Reduction> cells = cells_of(batch, 0) + begin;
+    for (int64_t range = 1; range < num_ranges; ++range) {
+      MergeCells(reduction, count, cells_of(batch, range) + begin, cells);
+    }
+    const int32_t* const counts = row_counts == nullptr ? nullptr : counts_of(batch, 0) + begin / problem.features;
+    WriteCells(reduction, count, batch * cells_per_batch + begin, counts, cells);
+  });
+  return true;
+}
+
+// Whether to reduce in order rather than grouped.
+inline bool ReducesInOrder(const Problem& problem, int64_t row_bytes, int64_t cell_bytes) {
+  const bool cells_stay_near = problem.segments * problem.features * cell_bytes <= kNearCacheBytes;
+  return row_bytes < kNarrowRowBytes || (cells_stay_near && problem.rows >= kMinRowsPerCellRow * problem.segments);
+}
+
+template <typename Reduction>
+constexpr int64_t CellBytes() {
+  constexpr bool kHasSecond = !std::is_same_v<typename Reduction::Second, NoNumber>;
+  return sizeof(typename Reduction::First) + (kHasSecond ? sizeof(typename Reduction::Second) : 0);
+}
+
+template <typename Reduction>
+Strategy ChooseScan(const Problem& problem, int64_t row_bytes) {
+  return Reduction::kRounds && NumRanges<Reduction>(problem, row_bytes, /*num_threads=*/1) > 1 ? Strategy::kSplitScan
+                                                                                               : Strategy::kScan;
+}
+
+template <typename Reduction>
+Strategy ChooseStrategy(const Problem& problem, bool has_counts) {
+  if (problem.batch * problem.segments == 0 || (problem.features == 0 && !has_counts)) return Strategy::kNothing;
+  const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(typename Reduction::Element));
+  return ReducesInOrder(problem, row_bytes, CellBytes<Reduction>()) ? ChooseScan<Reduction>(problem, row_bytes)
+                                                                    : Strategy::kGroupBySegment;
+}
+
+// Reduces all rows; returns false if there is no memory. `row_counts`, if not nullptr, gets the number of rows of each
+// segment [batch, segments].
+template <typename Reduction>
+bool ReduceAll(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, const typename Reduction::Element* data,
+               const Reduction& reduction, int32_t* row_counts = nullptr) {
+  const Strategy strategy = ChooseStrategy<Reduction>(problem, row_counts != nullptr);
+  if (strategy == Strategy::kNothing) return true;
+  const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(typename Reduction::Element));
+  const int64_t num_threads = NumThreads(pool, problem.batch * (problem.rows + problem.segments) * row_bytes);
+  if (strategy != Strategy::kGroupBySegment) {
+    const auto fold = [&](int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<Reduction> cells,
+                          int32_t* counts) {
+      FoldInOrder(problem, ids, data, reduction, batch, row_begin, row_end, cells, counts);
+    };
+    return ReduceInOrder(pool, problem, NumRanges<Reduction>(problem, row_bytes, num_threads), reduction,
+                         row_counts, fold);
+  }
+  const Blocking blocking(problem, sizeof(typename Reduction::Element), num_threads);
+  return ForEachGroupedBlock(pool, problem, blocking, ids, [&](const Block& block, const GroupedRows& grouped) {
+    return ReduceGrouped(problem, block, grouped, data, reduction, row_counts);
+  });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Results that have rows.
+
+// Memory for `count` elements that starts as far from a cache line's start as `like` does.
+template <typename T>
+class StreamBuffer {
+ public:
+  explicit StreamBuffer(int64_t count) : memory_(Allocate<char>(count * sizeof(T) + 2 * kCacheLine)) {}
+
+  // nullptr if there is no memory.
+  T* At(const void* like) const {
+    if (memory_ == nullptr) return nullptr;
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(memory_.get());
+    const uintptr_t offset = reinterpret_cast<uintptr_t>(like) % kCacheLine;
+    return reinterpret_cast<T*>((begin + kCacheLine - 1) / kCacheLine * kCacheLine + offset);
+  }
+
+ private:
+  std::unique_ptr<char[]> memory_;
+};
+
+// Copies bytes from a place that is as far from a cache line's start as their target; whole lines are streamed.
+inline void StreamLines(void* to, const void* from, int64_t bytes) {
+  const int64_t until_line = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) % kCacheLine);
+  const int64_t head = std::min(until_line, bytes), lines = (bytes - head) / kCacheLine * kCacheLine;
+  char* const target = static_cast<char*>(to);
+  const char* const source = static_cast<const char*>(from);
+  std::memcpy(target, source, static_cast<size_t>(head));
+  StreamBytes(target + head, source + head, lines);
+  std::memcpy(target + head + lines, source + head + lines, static_cast<size_t>(bytes - head - lines));
+}
+
+// Of gradients that need no more than their segment's cells.
+inline Strategy ChooseGather(const Problem& problem) {
+  return problem.batch * problem.rows * problem.features == 0 ? Strategy::kNothing : Strategy::kGather;
+}
+
+inline Plan PlanOfGather(const PlanParameters& parameters) {
+  return {StrategyName(ChooseGather(PlanRequest(parameters).problem))};
+}
+
+// Calls body(batch, row_begin, row_end) for chunks of the rows of a result [batch, rows, features].
+template <typename T, typename Body>
+void ForEachChunkOfRows(ffi::ThreadPool& pool, const Problem& problem, T* result, const Body& body) {
+  const int64_t bytes_per_batch = problem.rows * problem.features * static_cast<int64_t>(sizeof(T));
+  AdviseHugePages(result, problem.batch * bytes_per_batch);
+  const int64_t chunks = ChunksFor(pool, bytes_per_batch);
+  ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
+    const int64_t chunk = index % chunks;
+    body(index / chunks, ChunkBegin(problem.rows, chunks, chunk), ChunkBegin(problem.rows, chunks, chunk + 1));
+  });
+}
+
+// Writes the rows [row_begin, row_end) of a batch element of a result: write(row, segment, to) for the rows of a
+// segment, zeros for the others; prefetch(segment) ahead.
+template <typename T, typename Prefetch, typename Write>
+JB_INLINE void WriteRowsOfSegments(const Problem& problem, SegmentIds ids, int64_t batch, int64_t row_begin,
+                                   int64_t row_end, int64_t width, T* result, const Prefetch& prefetch,
+                                   const Write& write) {
+  ids.Visit([&](const auto* all_ids) __attribute__((always_inline)) {
+    const auto* const row_ids = all_ids + problem.IdIndex(batch, 0);
+    const uint64_t segments = static_cast<uint64_t>(problem.segments);
+    T* to = result + (batch * problem.rows + row_begin) * width;
+    for (int64_t row = row_begin; row < row_end; ++row, to += width) {
+      if (row + kPrefetchDistance < row_end) {
+        const int64_t coming = row_ids[row + kPrefetchDistance];
+        if (static_cast<uint64_t>(coming) < segments) prefetch(coming);
+      }
+      const int64_t segment = row_ids[row];
+      if (static_cast<uint64_t>(segment) < segments) {
+        write(row, segment, to);
+      } else {
+        std::memset(static_cast<void*>(to), 0, static_cast<size_t>(width) * sizeof(T));  // all bits zero is +0
+      }
+    }
+  });
+}
+
+}  // namespace jax_baracuda::segment

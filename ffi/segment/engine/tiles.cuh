@@ -1,0 +1,554 @@
+// Reduction of rows that come in the order of their segments, either as they lie or through a permutation.
+//
+// Rows are cut into tiles of 32, whatever the segments, so a hot segment costs no more than any other rows. A tile is
+// reduced by a group of threads, one vector of features each, that walks down the rows with the cells in registers. The
+// word of a tile's "starts" holds a bit for each row that begins a run of rows of one segment, and decides alone who
+// reduces which rows:
+//
+//   * the tile in which a run starts owns it, and reads on into the next tile to the run's end;
+//   * a run that covers the whole next tile (whose starts are 0) is long: its owner stops at its own tile's end, and
+//     every later tile reduces its part, its piece. Pieces of one block are merged in shared memory; what remains is,
+//     for each block, at most one piece at its head, of a run that enters the block, and one at its tail, of a run that
+//     starts in the block and leaves it. MergePieces folds those.
+//
+// No two threads write one cell, and partial results are merged in an order that shapes and ids alone decide, so the
+// result is bit-equal from run to run; an atomic counter says no more than which block is the last. The segments
+// without rows are the gaps between the runs, see gaps.cuh: the tile in which the run after a narrow one starts fills
+// it, and the first blocks of a grid fill the wide ones. Ids that are not sorted after all give wrong results, but no
+// access out of bounds and no endless work, because the starts alone steer the loops over rows, and narrow gaps are
+// short.
+#pragma once
+
+#include <cuda_pipeline.h>
+
+#include "ffi/segment/engine/device.cuh"
+#include "ffi/segment/engine/gaps.cuh"
+#include "ffi/segment/engine/reduction.cuh"
+
+namespace jax_baracuda::segment {
+
+inline constexpr int kTileRows = 32;
+static_assert(2 * kTileRows - 1 <= kMostUnsettledRows);
+inline constexpr uint32_t kAllLanes = 0xffffffffu;
+
+// How a thread gets at the rows of its tile.
+enum class RowSource {
+  kDirect,   // as they lie
+  kOrdered,  // through the order that brings them together by segment
+  kStaged,   // as they lie, through shared memory: rows too narrow for whole-vector loads
+};
+
+// Small blocks: one that waits for its ids leaves most of a multiprocessor at work, and the last ones end together.
+inline constexpr int kMostTileThreads = 64;
+
+// Two tiles at least.
+inline int TileThreads(int lanes) { return lanes > 16 ? kMostTileThreads : 32; }
+
+template <typename Reduction>
+struct TileArguments {
+  const typename Reduction::Element* data;
+  SegmentIds ids;                  // of the rows as they lie; not used with `sorted_segments`
+  const uint32_t* sorted_segments;  // nullptr, or the segments in order, with `order` the rows they come from
+  const uint32_t* order;
+  Problem problem;     // with an order: the batch joined into one element, whose rows and segments are numbered through
+  int64_t batch_rows;  // rows of one element of the batch; less than problem.rows only where the batch was joined
+  int64_t first_segment;  // of the result: not 0 where elements of the batch before these were taken on their own
+  typename Reduction::Outputs outputs;
+  Pieces pieces;
+  uint32_t* merged_windows;  // counts the blocks of MergeKernel, and those whose window a run enters
+  FeatureLanes features;
+  int groups;               // tiles of a block
+  int64_t blocks_per_batch;  // blocks along the rows of one element of the batch
+  uint32_t gap_blocks;       // the first blocks of the grid, which fill wide gaps
+};
+
+// The share of the block in filling wide gaps, if it is one of the grid's first `gap_blocks`.
+template <typename Reduction, int kVec>
+__device__ __forceinline__ void FillWideGaps(const TileArguments<Reduction>& a) {
+  const int64_t warps_per_batch = GapWarpsPerBatch(a.problem.segments);
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  const int64_t b = warp / warps_per_batch;
+  if (b >= a.problem.batch) return;
+  const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
+  const int64_t first_segment = a.first_segment + b * a.problem.segments;
+  FillWideGaps<Reduction, kVec>(a.problem, a.outputs, first_segment, warp - b * warps_per_batch, [&](int64_t row) {
+    return a.sorted_segments != nullptr ? static_cast<int64_t>(__ldg(a.sorted_segments + row))
+                                        : a.ids.Id(ids_offset + row);
+  });
+}
+
+// What a kernel that reduces rows does for MergeKernel, which comes after it.
+template <typename Reduction>
+__device__ __forceinline__ void PrepareMerge(const TileArguments<Reduction>& a) {
+  if (blockIdx.x == 0 && threadIdx.x < 2) a.merged_windows[threadIdx.x] = 0;
+}
+
+// Rows of a tile in an array in shared memory, padded so that groups which read the same row of their tiles read from
+// different banks.
+inline constexpr int kPaddedTileRows = kTileRows + 1;
+
+// Bytes of a tile of narrow rows in shared memory; padded, again for the banks.
+template <typename T>
+__host__ __device__ __forceinline__ int StagedTileBytes(int features) {
+  return kTileRows * features * static_cast<int>(sizeof(T)) + (sizeof(T) < 4 ? 4 : static_cast<int>(sizeof(T)));
+}
+
+template <typename Reduction, int kVec, RowSource kSource>
+struct TileShared {
+  using T = typename Reduction::Element;
+  using Cells = typename Reduction::template Accumulator<kVec>;
+
+  Cells* slots;        // the pieces at the heads of the groups' tiles, one for each thread
+  uint32_t* starts;    // [groups + 2], from the tile before the block's first to the one after its last
+  uint32_t* gaps;      // [groups], a bit for each row that comes after a narrow gap
+  uint32_t* segments;  // [(groups + 1) * kPaddedTileRows], from the tile before the block's first on
+  uint32_t* order;     // [(groups + 1) * kPaddedTileRows], where the rows' data lies; with an order only
+  char* rows;          // [groups + 1] tiles, staged only
+
+  static constexpr int kSlotBytes = (kMostTileThreads * static_cast<int>(sizeof(Cells)) + 15) / 16 * 16;
+  static constexpr bool kWithOrder = kSource == RowSource::kOrdered;
+
+  static int Bytes(int groups, int64_t features) {
+    const int words = 2 * groups + 2 + (kWithOrder ? 2 : 1) * (groups + 1) * kPaddedTileRows;
+    const int rows =
+        kSource == RowSource::kStaged ? (groups + 1) * StagedTileBytes<T>(static_cast<int>(features)) + 8 : 0;
+    return kSlotBytes + words * 4 + rows;
+  }
+
+  __device__ TileShared(uint4* shared, int groups) : slots(reinterpret_cast<Cells*>(shared)) {
+    starts = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kSlotBytes);
+    gaps = starts + groups + 2;
+    segments = gaps + groups;
+    order = segments + (groups + 1) * kPaddedTileRows;
+    uint32_t* end = order + (kWithOrder ? (groups + 1) * kPaddedTileRows : 0);
+    rows = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(end) + 7) / 8 * 8);
+  }
+};
+
+// Copies the tiles of a block, and the one after, into padded shared memory; the caller waits for the copy.
+template <typename T>
+__device__ void StageRows(const T* first_row, int64_t rows_left, int tiles, int features, char* staged) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int tile_bytes = kTileRows * features * static_cast<int>(sizeof(T));
+  const int64_t bytes_left = rows_left * features * static_cast<int64_t>(sizeof(T));
+  const bool words_are_aligned = reinterpret_cast<uintptr_t>(first_row) % 4 == 0;
+  for (int tile = warp; tile < tiles; tile += warps) {
+    const char* source = reinterpret_cast<const char*>(first_row) + static_cast<int64_t>(tile) * tile_bytes;
+    char* target = staged + tile * StagedTileBytes<T>(features);
+    const int64_t left = bytes_left - static_cast<int64_t>(tile) * tile_bytes;
+    const int bytes = left < tile_bytes ? (left < 0 ? 0 : static_cast<int>(left)) : tile_bytes;
+    const int word_bytes = words_are_aligned ? bytes / 4 * 4 : 0;
+    for (int i = 4 * lane; i < word_bytes; i += 4 * 32) __pipeline_memcpy_async(target + i, source + i, 4);
+    for (int i = word_bytes + lane * sizeof(T); i < bytes; i += 32 * sizeof(T)) {
+      *reinterpret_cast<T*>(target + i) = *reinterpret_cast<const T*>(source + i);
+    }
+  }
+  __pipeline_commit();
+}
+
+// The starts of the tiles of a block, the one before and the one after, its gaps and the rows' segments, into shared
+// memory.
+template <typename Shared, typename SegmentOf, typename OrderedRow>
+__device__ __forceinline__ void FindStarts(const Shared& shared, int tiles, int64_t first_row, int64_t rows,
+                                           SegmentOf&& segment_of, OrderedRow&& ordered_row_of) {
+  constexpr int kTilesInFlight = 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  // Each warp takes neighbouring tiles, so that a row's predecessor is at hand.
+  const int share = (tiles + 2 + warps - 1) / warps;
+  const int begin = warp * share - 1, end = min(begin + share, tiles + 1);
+  const int64_t row_before = first_row + static_cast<int64_t>(begin) * kTileRows - 1;
+  uint32_t before = begin < end && row_before >= 0 && row_before < rows ? segment_of(row_before) : kDropped;
+  for (int tile = begin; tile < end; tile += kTilesInFlight) {
+    uint32_t segment[kTilesInFlight], ordered_row[kTilesInFlight];
+#pragma unroll
+    for (int u = 0; u < kTilesInFlight; ++u) {
+      const int64_t row = first_row + static_cast<int64_t>(tile + u) * kTileRows + lane;
+      const bool exists = tile + u < end && row >= 0 && row < rows;
+      segment[u] = exists ? segment_of(row) : kDropped;
+      if (Shared::kWithOrder) ordered_row[u] = exists ? ordered_row_of(row) : 0;
+    }
+#pragma unroll
+    for (int u = 0; u < kTilesInFlight; ++u) {
+      if (tile + u >= end) break;
+      const int64_t row = first_row + static_cast<int64_t>(tile + u) * kTileRows + lane;
+      uint32_t previous = __shfl_up_sync(kAllLanes, segment[u], 1);
+      if (lane == 0) previous = before;
+      before = __shfl_sync(kAllLanes, segment[u], 31);
+      // The row past the last one counts as a start, so that the last run ends there.
+      const uint32_t starts = __ballot_sync(kAllLanes, row <= 0 || row >= rows || segment[u] != previous);
+      const uint32_t gaps = __ballot_sync(kAllLanes, IsNarrowGap(previous, segment[u]));
+      if (lane == 0) {
+        shared.starts[tile + u + 1] = starts;
+        if (tile + u >= 0 && tile + u < tiles) shared.gaps[tile + u] = gaps;
+      }
+      const int padded = (tile + u) * kPaddedTileRows + lane;
+      if (tile + u < tiles) shared.segments[padded + kPaddedTileRows] = segment[u];
+      if (Shared::kWithOrder && tile + u >= 0) shared.order[padded] = ordered_row[u];
+    }
+  }
+}
+
+// Rows from anywhere take more registers, for their addresses.
+template <typename Reduction, RowSource kSource>
+inline constexpr int kTileBlocks =
+    kSource == RowSource::kOrdered && Reduction::kTileBlocks > 12 ? 12 : Reduction::kTileBlocks;
+
+template <typename Reduction, int kVec, RowSource kSource>
+__global__ void __launch_bounds__(kMostTileThreads, (kTileBlocks<Reduction, kSource>)) TileKernel(
+    const __grid_constant__ TileArguments<Reduction> a) {
+  using T = typename Reduction::Element;
+  using Cells = typename Reduction::template Accumulator<kVec>;
+  constexpr int kInFlight = Reduction::kRowsInFlight;
+  extern __shared__ uint4 shared_memory[];
+  const TileShared<Reduction, kVec, kSource> shared(shared_memory, a.groups);
+  PrepareMerge(a);
+  if (blockIdx.x < a.gap_blocks) {
+    FillWideGaps<Reduction, kVec>(a);
+    return;
+  }
+
+  const uint32_t block = blockIdx.x - a.gap_blocks;
+  const int64_t row_block = block / a.features.columns;
+  const int column_block = block % a.features.columns;
+  const int64_t b = row_block / a.blocks_per_batch;
+  const int64_t first_row = (row_block - b * a.blocks_per_batch) * a.groups * kTileRows;
+  const int64_t rows = a.problem.rows, features = a.problem.features;
+  const T* data = a.data + (a.problem.data_is_shared ? 0 : b * rows * features);
+
+  if constexpr (kSource == RowSource::kStaged) {
+    StageRows(data + first_row * features, rows - first_row, a.groups + 1, static_cast<int>(features), shared.rows);
+  }
+  const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * rows;
+  const uint32_t batch_rows = static_cast<uint32_t>(a.batch_rows);
+  const bool is_joined = a.batch_rows != rows;
+  const auto segment_of = [&](int64_t row) {
+    if constexpr (kSource == RowSource::kOrdered) {
+      const uint32_t segment = __ldg(a.sorted_segments + row);
+      return segment < a.problem.segments ? segment : kDropped;
+    } else {
+      return a.ids[ids_offset + row];
+    }
+  };
+  FindStarts(shared, a.groups, first_row, rows, segment_of, [&](int64_t row) {
+    const uint32_t joined_row = __ldg(a.order + row);
+    return is_joined && a.problem.data_is_shared ? joined_row % batch_rows : joined_row;
+  });
+  if constexpr (kSource == RowSource::kStaged) __pipeline_wait_prior(0);
+  __syncthreads();
+
+  const int group = threadIdx.x / a.features.lanes;
+  const int64_t column =
+      (static_cast<int64_t>(column_block) * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
+  const int64_t tile_row = first_row + group * kTileRows;
+  const bool is_active = group < a.groups && column < features && tile_row < rows;
+
+  Cells cells;
+  const int64_t first_segment = a.first_segment + b * a.problem.segments;
+  uint32_t head_segment = kDropped;
+  int64_t run_segment = -1;  // of the run under reduction; below 0 its rows are dropped
+  bool has_piece = false, goes_on = false;  // a piece at the tile's head; a piece that goes on in the next group's tile
+  bool owns_long_run = false;
+
+  if (is_active) {
+    const uint32_t before = shared.starts[group], starts = shared.starts[group + 1], after = shared.starts[group + 2];
+    const uint32_t* segments = shared.segments + (group + 1) * kPaddedTileRows;
+    for (uint32_t gaps = shared.gaps[group]; gaps != 0; gaps &= gaps - 1) {
+      const int row = __ffs(gaps) - 1;
+      // The array has a word of padding between tiles.
+      const uint32_t segment_before = segments[row == 0 ? -2 : row - 1];
+      FillGap<Reduction, kVec>(a.outputs, first_segment + segment_before + 1, first_segment + segments[row], features,
+                               column);
+    }
+
+    head_segment = segments[0];
+    const bool enters = (starts & 1) == 0;
+    has_piece = enters && (starts == 0 || before == 0) && head_segment != kDropped;
+    goes_on = has_piece && starts == 0 && (after & 1) == 0 && group + 1 < a.groups;
+
+    // Rows [begin, end) of the tile are this group's; a run that enters without being long belongs to the tile before.
+    const int begin = enters && !has_piece ? (starts == 0 ? kTileRows : __ffs(starts) - 1) : 0;
+    int end = rows - tile_row < kTileRows ? static_cast<int>(rows - tile_row) : kTileRows;
+    if (starts != 0 && end == kTileRows && after != 0) end += __ffs(after) - 1;
+
+    bool is_piece = has_piece;
+    const auto store_run = [&] {
+      if (is_piece) {
+        shared.slots[threadIdx.x] = cells;
+      } else if (run_segment >= 0) {
+        cells.Store(a.outputs, run_segment, features, column);
+      }
+    };
+    cells.Start();
+    uint32_t coming_starts = begin < kTileRows ? starts >> begin : 0;
+    const T* next_row = data + (tile_row + begin) * features + column;
+
+    for (int i = begin; i < end; i += kInFlight) {
+      Packed<T, kVec> values[kInFlight];
+      int32_t row[kInFlight];
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        const int tile_offset = i + u;
+        row[u] = static_cast<int32_t>(tile_row) + tile_offset;
+        if (tile_offset >= end) continue;
+        if constexpr (kSource == RowSource::kStaged) {
+          const char* tile =
+              shared.rows + (group + tile_offset / kTileRows) * StagedTileBytes<T>(static_cast<int>(features));
+          const int element = tile_offset % kTileRows * static_cast<int>(features) + static_cast<int>(column);
+          memcpy(&values[u], tile + element * sizeof(T), sizeof(values[u]));
+        } else if constexpr (kSource == RowSource::kOrdered) {
+          const uint32_t data_row = shared.order[group * kPaddedTileRows + tile_offset + tile_offset / kTileRows];
+          row[u] = is_joined ? data_row % batch_rows : data_row;
+          values[u] = LoadPackedStreaming<kVec>(data + data_row * features + column);
+        } else {
+          values[u] = LoadPackedStreaming<kVec>(next_row);
+          next_row += features;
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        if (i + u >= end) break;
+        if ((coming_starts >> u) & 1) {
+          store_run();
+          is_piece = false;
+          const uint32_t segment = segments[i + u];
+          run_segment = segment == kDropped ? -1 : first_segment + segment;
+          cells.Start();
+        }
+        cells.Add(Unpack<T, kVec>(values[u]), row[u], a.outputs);
+      }
+      coming_starts >>= kInFlight;
+    }
+    // Starts that are 0 are those of a whole tile: what lies past the last row counts as a start.
+    owns_long_run = starts != 0 && after == 0 && run_segment >= 0;
+    if (!owns_long_run) store_run();
+  }
+
+  // Merge the pieces of each long run within the block: after a step, the piece of a group whose run still `goes_on`
+  // covers `2 * step` groups.
+  __shared__ bool shared_goes_on[kMostTileThreads];
+  // The first lane speaks for its group: in the last block of columns others may have no column, and do not know.
+  const bool speaks = group < a.groups && threadIdx.x % a.features.lanes == 0;
+  if (speaks) shared_goes_on[group] = goes_on;
+  if (__syncthreads_or(goes_on)) {
+    for (int step = 1; step < a.groups; step *= 2) {
+      Cells piece;
+      bool next_goes_on = false;
+      if (goes_on) {
+        piece = shared.slots[threadIdx.x];
+        piece.Merge(shared.slots[threadIdx.x + step * a.features.lanes], a.outputs);
+        next_goes_on = group + 2 * step < a.groups && shared_goes_on[group + step];
+      }
+      const bool is_last = !__syncthreads_or(next_goes_on);
+      if (goes_on) {
+        shared.slots[threadIdx.x] = piece;
+        if (speaks) shared_goes_on[group] = next_goes_on;
+      }
+      goes_on = next_goes_on;
+      __syncthreads();
+      if (is_last) break;
+    }
+  }
+
+  const int64_t vector = row_block * (features / kVec) + column / kVec;
+  if (owns_long_run) {
+    // The pieces of the groups after this one are in the next group's slot.
+    if (group + 1 < a.groups) cells.Merge(shared.slots[threadIdx.x + a.features.lanes], a.outputs);
+    int next = group + 1;
+    while (next < a.groups && shared.starts[next + 1] == 0) ++next;
+    const uint32_t last = shared.starts[a.groups], after = shared.starts[a.groups + 1];
+    const bool leaves_block = next == a.groups && (after & 1) == 0 && (after == 0 || last == 0);
+    if (leaves_block) {
+      static_cast<Cells*>(a.pieces.tail)[vector] = cells;
+    } else {
+      cells.Store(a.outputs, run_segment, features, column);
+    }
+  }
+  if (threadIdx.x == 0 && column_block == 0) a.pieces.head_segment[row_block] = has_piece ? head_segment : kDropped;
+  if (group == 0 && has_piece) static_cast<Cells*>(a.pieces.head)[vector] = shared.slots[threadIdx.x];
+}
+
+inline constexpr int kMergeThreads = 256;
+inline constexpr int kMergeWindow = 128;  // slots of pieces that a block looks at
+inline constexpr int kShortRun = 32;
+
+template <typename Cells>
+struct MergeShared {
+  Cells cells[kMergeThreads];
+  int run_starts[kMergeWindow], long_runs[kMergeWindow];
+  uint32_t run_bounds[kMergeWindow / 32];  // a bit for each slot that does not go on with the run of the one before
+  int runs, long_run_count, in_run;
+
+  // The first slot of the window after this one that is of another run, or the window's end.
+  __device__ int RunEnd(int slot) const {
+    int word = (slot + 1) / 32;
+    uint32_t bounds = word < kMergeWindow / 32 ? run_bounds[word] & (0xffffffffu << (slot + 1) % 32) : 0;
+    while (bounds == 0 && ++word < kMergeWindow / 32) bounds = run_bounds[word];
+    return bounds == 0 ? kMergeWindow : word * 32 + __ffs(bounds) - 1;
+  }
+};
+
+// Folds the pieces that the blocks of rows left into the output, one slot a block. It takes two levels, so that a hot
+// segment keeps many blocks busy: the first reduces within windows of slots, and leaves what it makes of a run that
+// enters a window in the head of the window's first slot, and of a run that leaves it in the tail of the window's last;
+// the second folds those.
+//
+// A block takes the runs of pieces that begin in its window: a group of threads a short run, the whole block a long
+// one.
+template <typename Reduction, int kVec, int kLevel>
+__device__ __forceinline__ void MergePieces(const TileArguments<Reduction>& a, int64_t slots, int64_t block,
+                                            MergeShared<typename Reduction::template Accumulator<kVec>>& shared) {
+  using Cells = typename Reduction::template Accumulator<kVec>;
+
+  constexpr int kSlotStep = kLevel == 1 ? 1 : kMergeWindow;
+  const int64_t count = CeilDivide(slots, kSlotStep);
+  const int64_t window = block / a.features.columns * kMergeWindow;
+  const int64_t limit = kLevel == 1 ? min(count, window + kMergeWindow) : count;
+  const int groups = kMergeThreads / a.features.lanes;
+  const int group = threadIdx.x / a.features.lanes;
+  const int64_t column =
+      (block % a.features.columns * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
+  const bool is_active = group < groups && column < a.problem.features;
+  const uint32_t* const segments = a.pieces.head_segment;
+  Cells* const heads = static_cast<Cells*>(a.pieces.head) + column / kVec;
+  Cells* const tails = static_cast<Cells*>(a.pieces.tail) + column / kVec;
+  const int64_t row_vectors = a.problem.features / kVec;
+
+  const auto enters_window = [&](int64_t slot) { return slot > 0 && segments[slot - 1] == segments[slot]; };
+  // What pieces of one run have in common. The element of the batch is part of it at the second level, which sees the
+  // first slots of windows only and not the empty slot with which an element begins.
+  constexpr int64_t kNoRun = -1;
+  const auto run_at = [&](int64_t i) {
+    const int64_t slot = i * kSlotStep;
+    const uint32_t segment = segments[slot];
+    if (segment == kDropped || (kLevel == 2 && !enters_window(slot))) return kNoRun;
+    return kLevel == 1 ? int64_t{segment} : slot / a.blocks_per_batch * int64_t{kDropped} + segment;
+  };
+
+  if (threadIdx.x == 0) shared.runs = shared.long_run_count = 0;
+  __syncthreads();
+  const int64_t own = window + threadIdx.x;
+  const int64_t own_run = own < min(limit, window + kMergeWindow) ? run_at(own) : kNoRun;
+  const bool is_bound =
+      own >= limit || own == 0 || (kLevel == 1 && threadIdx.x == 0) || run_at(own - 1) != own_run;
+  const uint32_t bounds = __ballot_sync(kAllLanes, is_bound);
+  if (threadIdx.x < kMergeWindow && threadIdx.x % 32 == 0) shared.run_bounds[threadIdx.x / 32] = bounds;
+  if (own_run != kNoRun && is_bound) shared.run_starts[atomicAdd(&shared.runs, 1)] = threadIdx.x;
+  __syncthreads();
+
+  // Pieces first, first + step, ... below `end`.
+  const auto reduce = [&](int64_t first, int64_t end, int step) {
+    constexpr int kInFlight = sizeof(Cells) <= 16 ? 8 : 4;
+    Cells cells = heads[first * kSlotStep * row_vectors];
+    for (int64_t i = first + step; i < end; i += kInFlight * step) {
+      Cells others[kInFlight];
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        if (i + u * step < end) others[u] = heads[(i + u * step) * kSlotStep * row_vectors];
+      }
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        if (i + u * step < end) cells.Merge(others[u], a.outputs);
+      }
+    }
+    return cells;
+  };
+  // The run of the pieces [begin, end).
+  const auto finish_run = [&](const Cells& pieces, int64_t begin, int64_t end) {
+    const int64_t slot = begin * kSlotStep;
+    if (kLevel == 1 && begin == window && enters_window(slot)) {
+      heads[slot * row_vectors] = pieces;
+      return;
+    }
+    // A run that enters a block started in the block before, or in one from which level 1 brought it there.
+    Cells cells = tails[(slot - 1) * row_vectors];
+    cells.Merge(pieces, a.outputs);
+    if (kLevel == 1 && end == limit && end < slots && segments[end] == segments[slot]) {
+      tails[(end - 1) * row_vectors] = cells;
+      return;
+    }
+    const int64_t b = slot / a.blocks_per_batch;
+    cells.Store(a.outputs, a.first_segment + b * a.problem.segments + segments[slot], a.problem.features, column);
+  };
+
+  for (int run = group; group < groups && run < shared.runs; run += groups) {
+    const int start = shared.run_starts[run], end = shared.RunEnd(start);
+    const bool goes_on = kLevel == 2 && end == kMergeWindow && window + end < limit;
+    if (end - start <= kShortRun && !goes_on) {
+      if (is_active) finish_run(reduce(window + start, window + end, 1), window + start, window + end);
+    } else if (threadIdx.x % a.features.lanes == 0) {
+      shared.long_runs[atomicAdd(&shared.long_run_count, 1)] = start;
+    }
+  }
+  __syncthreads();
+
+  for (int run = 0; run < shared.long_run_count; ++run) {
+    const int start = shared.long_runs[run], end_in_window = shared.RunEnd(start);
+    const int64_t begin = window + start;
+    int64_t end = window + end_in_window;
+    if (kLevel == 2 && end_in_window == kMergeWindow) {
+      const int64_t id = run_at(begin);
+      for (int belonging = kMergeThreads; belonging == kMergeThreads; end += belonging) {
+        if (threadIdx.x == 0) shared.in_run = kMergeThreads;
+        __syncthreads();
+        const int64_t i = end + threadIdx.x;
+        if (i >= limit || run_at(i) != id) atomicMin(&shared.in_run, static_cast<int>(threadIdx.x));
+        __syncthreads();
+        belonging = shared.in_run;
+        __syncthreads();
+      }
+    }
+    const bool takes_part = is_active && begin + group < end;
+    if (takes_part) shared.cells[threadIdx.x] = reduce(begin + group, end, groups);
+    for (int left = groups; left > 1; left = (left + 1) / 2) {
+      const int half = (left + 1) / 2;
+      __syncthreads();
+      if (takes_part && group + half < left && begin + group + half < end) {
+        Cells cells = shared.cells[threadIdx.x];
+        cells.Merge(shared.cells[threadIdx.x + half * a.features.lanes], a.outputs);
+        shared.cells[threadIdx.x] = cells;
+      }
+    }
+    if (takes_part && group == 0) finish_run(shared.cells[threadIdx.x], begin, end);
+    __syncthreads();
+  }
+}
+
+// The first level by all blocks, the second by the last one to finish, if a run enters any window. One block is enough:
+// it takes kMergeWindow * kMergeWindow slots a step.
+template <typename Reduction, int kVec>
+__global__ void __launch_bounds__(kMergeThreads)
+    MergeKernel(const __grid_constant__ TileArguments<Reduction> a, int64_t slots) {
+  __shared__ MergeShared<typename Reduction::template Accumulator<kVec>> shared;
+  __shared__ bool has_second_level;
+  MergePieces<Reduction, kVec, 1>(a, slots, blockIdx.x, shared);
+
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const int64_t window = blockIdx.x / a.features.columns * kMergeWindow;
+    const uint32_t* const segments = a.pieces.head_segment;
+    if (window > 0 && segments[window] != kDropped && segments[window - 1] == segments[window]) {
+      atomicAdd(a.merged_windows + 1, 1);
+      __threadfence();
+    }
+    const bool is_last = atomicAdd(a.merged_windows, 1) == gridDim.x - 1;
+    __threadfence();
+    has_second_level = is_last && atomicAdd(a.merged_windows + 1, 0) != 0;
+  }
+  __syncthreads();
+  if (!has_second_level) return;
+  const int64_t windows = CeilDivide(slots, kMergeWindow);
+  const int64_t blocks = CeilDivide(windows, kMergeWindow) * a.features.columns;
+  for (int64_t block = 0; block < blocks; ++block) {
+    MergePieces<Reduction, kVec, 2>(a, slots, block, shared);
+    __syncthreads();
+  }
+}
+
+// The reduction of nothing for every segment: there are no rows.
+template <typename Reduction, int kVec>
+__global__ void __launch_bounds__(kMergeThreads) FillKernel(const __grid_constant__ TileArguments<Reduction> a) {
+  FillWideGaps<Reduction, kVec>(a);
+}
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,179 @@
+// The scalar arithmetic of segment_max, segment_min, segment_argmax, segment_argmin and their gradients, shared by the
+// CPU and the CUDA kernels.
+//
+// Everything here is about the maximum. A minimum is the maximum of flipped values, flipped back: see FlipMask.
+//
+// Reducing a cell yields its maximum and, for the gradient, its `winner`, one int32 that says who gets the cell's
+// cotangent:
+//
+//     winner >= 0             the only row that attains the maximum (the first one under first_wins)
+//     winner == kNoWinner     nobody: the segment is empty or holds a NaN
+//     winner <= -2            -winner members tie and share equally; the identity of the reduction is a member when
+//                             the maximum equals it
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "ffi/core/element_type.h"
+#include "ffi/segment/problem.h"
+
+namespace jax_baracuda::segment {
+
+inline constexpr int32_t kNoWinner = -1;
+
+// Which bits of a value to invert so that the order reverses: the sign of a floating type, all of an integer, the
+// lowest of a bool (which has the C++ type of uint8_t). None where a maximum is wanted.
+template <typename T>
+BitsOf<T> FlipMask(ElementType type, bool is_minimum) {
+  if (!is_minimum) return 0;
+  if (type == ElementType::kBool) return 1;
+  constexpr BitsOf<T> kAll = static_cast<BitsOf<T>>(~BitsOf<T>{0});
+  return kIsFloating<T> ? static_cast<BitsOf<T>>(kAll ^ (kAll >> 1)) : kAll;
+}
+
+template <typename T>
+JB_HOST_DEVICE T Flip(T value, BitsOf<T> mask) {
+  BitsOf<T> bits;
+  memcpy(&bits, &value, sizeof(T));
+  bits ^= mask;
+  memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+// The maximum of no rows: -inf, or the least value of an integer type (0, which is False, for bool).
+template <typename T>
+JB_HOST_DEVICE T MaxIdentity() {
+  if constexpr (kIsFloating<T>) {
+    return static_cast<T>(-std::numeric_limits<ComputeType<T>>::infinity());
+  } else {
+    return std::numeric_limits<T>::lowest();
+  }
+}
+
+// Of two values that compare equal, +0 rather than -0. Always one of the two, also where denormal numbers that differ
+// compare equal because the processor treats them as zero.
+template <typename T>
+JB_HOST_DEVICE T PositiveZero(T a, T b) {
+  if constexpr (kIsFloating<T>) {
+    BitsOf<T> bits;
+    memcpy(&bits, &a, sizeof(T));
+    return bits >> (8 * sizeof(T) - 1) != 0 ? b : a;
+  } else {
+    return a;
+  }
+}
+
+// max(a, b) with NaN propagated and +0 above -0.
+template <typename T>
+JB_HOST_DEVICE T Larger(T a, T b) {
+  const ComputeType<T> x = static_cast<ComputeType<T>>(a), y = static_cast<ComputeType<T>>(b);
+  if constexpr (kIsFloating<T>) {
+    return (y > x || y != y) ? b : (x == y ? PositiveZero(a, b) : a);
+  } else {
+    return y > x ? b : a;
+  }
+}
+
+// A cell under reduction; FinishCell turns its winner into the final one.
+template <typename T>
+struct Cell {
+  T best = MaxIdentity<T>();
+  int32_t winner = kNoWinner;
+};
+
+JB_HOST_DEVICE int32_t TieCount(int32_t winner) { return winner >= 0 ? 1 : -winner; }
+
+// Folds one row into a cell. Rows of a cell must come in ascending order.
+template <typename T>
+JB_HOST_DEVICE void AddRow(Cell<T>& cell, T value, int32_t row, bool first_wins) {
+  const ComputeType<T> x = static_cast<ComputeType<T>>(value), best = static_cast<ComputeType<T>>(cell.best);
+  if (x > best || x != x) {
+    cell.best = value;
+    cell.winner = row;
+  } else if (x == best) {
+    cell.best = PositiveZero(cell.best, value);
+    if (first_wins) {
+      cell.winner = cell.winner == kNoWinner ? row : cell.winner;
+    } else {
+      cell.winner = -TieCount(cell.winner) - 1;
+    }
+  }
+}
+
+// Folds the cell of another set of rows of the same segment into this one, in any order.
+template <typename T>
+JB_HOST_DEVICE void MergeCell(Cell<T>& cell, const Cell<T>& other, bool first_wins) {
+  const ComputeType<T> x = static_cast<ComputeType<T>>(other.best), best = static_cast<ComputeType<T>>(cell.best);
+  if (x > best || x != x) {
+    cell = other;
+  } else if (x == best) {
+    cell.best = PositiveZero(cell.best, other.best);
+    if (first_wins) {
+      const bool take_other = cell.winner == kNoWinner || (other.winner != kNoWinner && other.winner < cell.winner);
+      cell.winner = take_other ? other.winner : cell.winner;
+    } else {
+      // Both counts hold the identity where it is a member; it counts once.
+      const int32_t shared = best == static_cast<ComputeType<T>>(MaxIdentity<T>()) ? 1 : 0;
+      cell.winner = shared - TieCount(cell.winner) - TieCount(other.winner);
+    }
+  }
+}
+
+template <typename T>
+JB_HOST_DEVICE int32_t FinalWinner(const Cell<T>& cell) {
+  return IsNan(cell.best) ? kNoWinner : cell.winner;
+}
+
+// Whether the gradient of a cell depends on which rows attain its maximum: only then are data and output read again.
+JB_HOST_DEVICE bool IsTie(int32_t winner) { return winner < kNoWinner; }
+
+// The share of a tied cell's cotangent that a row with value `data` gets.
+template <typename T>
+JB_HOST_DEVICE T TiedGradient(int32_t winner, T data, T output, T d_output) {
+  using C = ComputeType<T>;
+  const bool attains = static_cast<C>(data) == static_cast<C>(output);
+  return attains ? static_cast<T>(static_cast<C>(d_output) / static_cast<C>(-winner)) : static_cast<T>(C{0});
+}
+
+// Values as signed integers in the order of argmax: a NaN of either sign above everything and equal to any other, -0
+// equal to +0.
+template <typename T>
+using OrderedKey = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
+
+template <typename T>
+JB_HOST_DEVICE OrderedKey<T> ToOrderedKey(T value) {
+  using Key = OrderedKey<T>;
+  if constexpr (kIsFloating<T>) {
+    const ComputeType<T> x = static_cast<ComputeType<T>>(value) + ComputeType<T>{0};  // -0 + 0 is +0
+    Key bits;
+    memcpy(&bits, &x, sizeof(bits));
+    const Key ordered = bits ^ ((bits >> (8 * sizeof(Key) - 1)) & std::numeric_limits<Key>::max());
+    return x != x ? std::numeric_limits<Key>::max() : ordered;
+  } else if constexpr (std::is_unsigned_v<T> && sizeof(T) == sizeof(Key)) {
+    return static_cast<Key>(value ^ (T{1} << (8 * sizeof(T) - 1)));
+  } else {
+    return static_cast<Key>(value);
+  }
+}
+
+// A cell of argmax under reduction. `row` is kNoWinner, the greatest unsigned number, while there is none.
+template <typename Key>
+struct ArgCell {
+  Key best = std::numeric_limits<Key>::lowest();
+  int32_t row = kNoWinner;
+};
+
+// Folds a row, or the cell of other rows, into a cell, in any order: of equal keys the lowest row wins.
+template <typename Key>
+JB_HOST_DEVICE void MergeArgCell(ArgCell<Key>& cell, Key key, int32_t row) {
+  const bool is_before = static_cast<uint32_t>(row) < static_cast<uint32_t>(cell.row);
+  if (key > cell.best || (key == cell.best && is_before)) {
+    cell.best = key;
+    cell.row = row;
+  }
+}
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,278 @@
+// Maxima and minima, with or without winners: the choice of a kernel, and the tables of atomic maxima.
+#include "ffi/segment/extremum/launch.cuh"
+
+#include "ffi/segment/engine/reduce.cuh"
+#include "ffi/segment/extremum/table.cuh"
+
+namespace jax_baracuda::segment {
+namespace {
+
+enum class Algorithm {
+  kReduce,       // in registers: see reduce.cuh
+  kTable,        // atomic maxima on a table in global memory
+  kSharedTable,  // one table per block in shared memory
+};
+
+struct Choice {
+  Algorithm algorithm;
+  Strategy strategy;  // of kReduce
+  bool filters_rows;  // for a table in global memory: rows pass floors in shared memory first
+};
+
+int64_t KeyBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
+
+constexpr int64_t kSharedTableBytes = 48 * 1024;
+
+bool FiltersRows(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
+  const int64_t cells = problem.segments * problem.features;
+  const bool outgrows_l1 = cells >= (int64_t{1} << 16);
+  const bool has_many_rows = problem.rows >= (int64_t{1} << 24) && problem.rows / 32 >= problem.segments;
+  return KeyBytes(element_bytes) == sizeof(uint32_t) && !indices_are_sorted && problem.batch == 1 &&
+         problem.features <= 8 && outgrows_l1 && cells < (int64_t{1} << 31) && has_many_rows;
+}
+
+int64_t StateBytes(int64_t element_bytes, bool with_winner) {
+  return with_winner ? 2 * KeyBytes(element_bytes) : element_bytes;
+}
+
+// The rule, from shapes and flags alone: what reduce.cuh takes, but
+//
+//   * for few segments with many rows each, a table of them for each block in shared memory, where tables for each
+//     thread would be too large: always with winners. Then it reads the data twice, so that rows in order rather go by
+//     tiles;
+//   * for rows in any order that are narrow, or over before a sort has been launched, an atomic, or at least a load,
+//     for each element on a table in global memory, which is cheaper than a sort of the ids. The table filters the rows
+//     where it is larger than an L1, so that a look at it is dear, and has so many rows to a cell that most of them
+//     come after a greater one of their cell;
+//   * the same table for what the order cannot number in 32 bits.
+Choice Choose(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool with_winner) {
+  const Strategy strategy =
+      with_winner ? ChooseOrderedStrategy(problem, element_bytes, indices_are_sorted)
+                  : ChooseStrategy(problem, element_bytes, StateBytes(element_bytes, false), indices_are_sorted);
+  const Choice reduce{Algorithm::kReduce, strategy, false};
+  if (strategy == Strategy::kFill || strategy == Strategy::kPrivateTable) return reduce;
+
+  const int64_t row_bytes = problem.features * element_bytes;
+  const int64_t cell_bytes = KeyBytes(element_bytes) + (with_winner ? sizeof(int32_t) : 0);
+  const bool fits_shared = problem.segments <= kSharedTableBytes / cell_bytes &&
+                           problem.segments * problem.features <= kSharedTableBytes / cell_bytes;
+  const bool has_few_segments = problem.rows / 4096 >= problem.segments;
+  if (fits_shared && has_few_segments && !(indices_are_sorted && with_winner)) {
+    return {Algorithm::kSharedTable, Strategy::kFill, false};
+  }
+  if (strategy != Strategy::kSortThenTiles) return reduce;
+  const bool is_small = problem.batch * problem.rows * row_bytes <= (int64_t{1} << (with_winner ? 23 : 26));
+  if (row_bytes <= kSectorBytes || is_small || !OrderFits(problem)) {
+    return {Algorithm::kTable, Strategy::kFill, FiltersRows(problem, element_bytes, indices_are_sorted)};
+  }
+  return reduce;
+}
+
+const char* NameOf(const Problem& problem, const Choice& choice) {
+  if (choice.algorithm == Algorithm::kReduce) return StrategyName(choice.strategy);
+  if (choice.algorithm == Algorithm::kSharedTable) return "shared_table";
+  if (choice.filters_rows) return "filtered_atomics";
+  return problem.features == 1 ? "atomics_single_feature" : "atomics";
+}
+
+Plan PlanOf(const Problem& problem, const Choice& choice, int64_t element_bytes, bool with_winner) {
+  const char* const name = NameOf(problem, choice);
+  if (choice.algorithm == Algorithm::kReduce) {
+    return {name,
+            ReduceScratchBytes(problem, choice.strategy, element_bytes, StateBytes(element_bytes, with_winner))};
+  }
+  const int64_t cells = problem.batch * problem.segments * problem.features;
+  ScratchSizes sizes;
+  // Where keys are as wide as values the output itself is the table.
+  if (KeyBytes(element_bytes) != element_bytes) sizes.Add(cells * KeyBytes(element_bytes));
+  if (choice.filters_rows) sizes.Add(kFloorBytes);
+  return {name, sizes.total};
+}
+
+template <typename T, bool kWithWinner>
+struct Launcher {
+  const ExtremumArguments& arguments;
+  const Choice choice;
+  cudaStream_t stream;
+
+  const T* data = static_cast<const T*>(arguments.data);
+  T* output = static_cast<T*>(arguments.output);
+  const Problem& problem = arguments.problem;
+  const int64_t segments = problem.batch * problem.segments;
+  const FlipWord<T> flip = FlipWordMask<T>(arguments.type, arguments.is_minimum);
+
+  CudaStatus Launch() const {
+    if (arguments.order != nullptr && choice.strategy != Strategy::kSortThenTiles) {
+      JB_RETURN_IF_CUDA_ERROR(LaunchNaturalOrder(problem, arguments.order, stream));
+    }
+    if (choice.algorithm != Algorithm::kReduce) return Table();
+    if constexpr (kWithWinner) {
+      return arguments.first_wins ? Reduce<WinnerReduction<T, true>>({output, arguments.winner, flip})
+                                  : Reduce<WinnerReduction<T, false>>({output, arguments.winner, flip});
+    } else {
+      return Reduce<MaxReduction<T>>({output, flip});
+    }
+  }
+
+  template <typename Reduction>
+  CudaStatus Reduce(const typename Reduction::Outputs& outputs) const {
+    return LaunchReduction<Reduction>(arguments, choice.strategy, StateBytes(sizeof(T), kWithWinner), outputs,
+                                      arguments.order, stream);
+  }
+
+  CudaStatus Table() const {
+    const int64_t cells = segments * problem.features;
+    ScratchCarver carver(arguments.scratch);
+    TableArguments<T> a{};
+    a.data = data;
+    a.ids = {arguments.segment_ids, arguments.ids_are_64_bit, problem.segments};
+    a.problem = problem;
+    a.first_wins = arguments.first_wins;
+    a.flip = flip;
+    if constexpr (sizeof(TableKey<T>) == sizeof(T)) {
+      a.table = reinterpret_cast<TableKey<T>*>(output);
+    } else {
+      a.table = carver.Take<TableKey<T>>(cells);
+    }
+    a.output = output;
+    a.winner = arguments.winner;
+    // Vectors are cut from an element of the batch as a whole, so only its beginning has to be aligned.
+    constexpr int kWidest = sizeof(T) == 8 ? 2 : 4;
+    const bool is_aligned = problem.batch == 1 || problem.data_is_shared ||
+                            problem.rows * problem.features % kWidest == 0;
+    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.table, 0, cells * sizeof(TableKey<T>), stream));
+    JB_RETURN_IF_CUDA_ERROR(choice.filters_rows ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
+                            : is_aligned        ? TableMax<kWidest>(a)
+                                                : TableMax<1>(a));
+    DecodeTableKernel<T><<<static_cast<uint32_t>(CeilDivide(cells, 256)), 256, 0, stream>>>(a.table, cells, flip,
+                                                                                              output);
+    JB_RETURN_IF_LAUNCH_ERROR(DecodeTableKernel);
+    if constexpr (kWithWinner) {
+      // Every byte of kNoWinner is 0xff.
+      JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.winner, 0xff, cells * sizeof(int32_t), stream));
+      return is_aligned ? TableWinner<kWidest>(a) : TableWinner<1>(a);
+    }
+    return {};
+  }
+
+  // The first rows go straight to the table; the others in parts, each behind the floors that the rows before it leave.
+  template <int kVec>
+  CudaStatus FilteredMax(const TableArguments<T>& a, char* scratch) const {
+    if constexpr (sizeof(TableKey<T>) != sizeof(uint32_t)) {
+      return JB_CUDA_STATUS(cudaErrorInvalidValue);
+    } else {
+      const Floors<T> floors(reinterpret_cast<FloorKey<T>*>(scratch), problem.segments * problem.features);
+      int multiprocessors = 0;
+      JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
+      const uint32_t blocks = kFilterBlocks * multiprocessors;
+      // In 1/64 of the rows. What the floors let pass falls as the inverse of the number of rows before.
+      constexpr int kPartEnds[] = {4, 10, 26, 64};
+      int64_t begin = 0;
+      for (const int part_end : kPartEnds) {
+        // Parts begin at multiples of 64 rows, to stay aligned.
+        const int64_t end = part_end == 64 ? problem.rows : problem.rows / (64 * 64) * 64 * part_end;
+        TableArguments<T> part = a;
+        part.data = data + begin * problem.features;
+        part.ids.ids = static_cast<const char*>(a.ids.ids) + begin * (a.ids.are_64_bit ? 8 : 4);
+        part.problem.rows = end - begin;
+        if (begin == 0) {
+          JB_RETURN_IF_CUDA_ERROR(TableMax<kVec>(part));
+        } else {
+          constexpr uint32_t kFloorBlocks = Floors<T>::kGroups * kFloorLanes / 256;
+          FloorsKernel<T><<<kFloorBlocks, 256, 0, stream>>>(a.table, floors);
+          JB_RETURN_IF_LAUNCH_ERROR(FloorsKernel);
+          part.blocks_per_batch = blocks;
+          FilteredMaxKernel<T, kVec><<<blocks, kFilterThreads, 0, stream>>>(part, floors);
+          JB_RETURN_IF_LAUNCH_ERROR(FilteredMaxKernel);
+        }
+        begin = end;
+      }
+      return {};
+    }
+  }
+
+  // Blocks enough to fill any GPU several times over, but no more than there is work for.
+  int64_t TableBlocksPerBatch(int64_t vectors, int threads, int64_t most_blocks) const {
+    const int64_t blocks = CeilDivide(vectors, threads);
+    const int64_t most = CeilDivide(most_blocks, problem.batch);
+    return blocks < most ? blocks : most;
+  }
+
+  // As many as run at once: each keeps its table for all of its rows.
+  CudaStatus SharedTableBlocksPerBatch(int64_t vectors, int64_t* blocks) const {
+    int multiprocessors = 0;
+    JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
+    *blocks = TableBlocksPerBatch(vectors, kSharedTableThreads, int64_t{kSharedTableBlocks} * multiprocessors);
+    return {};
+  }
+
+  template <int kVec>
+  CudaStatus TableMax(TableArguments<T> a) const {
+    const int64_t vectors = CeilDivide(a.problem.rows * problem.features, kVec);
+    if (choice.algorithm == Algorithm::kSharedTable) {
+      JB_RETURN_IF_CUDA_ERROR(SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch));
+      const size_t shared_bytes = problem.segments * problem.features * sizeof(TableKey<T>);
+      SharedTableMaxKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kSharedTableThreads,
+                                      shared_bytes, stream>>>(a);
+      return JB_LAUNCH_STATUS(SharedTableMaxKernel);
+    } else if (problem.features == 1) {
+      a.blocks_per_batch = CeilDivide(vectors, kSingleFeatureThreads);
+      const uint32_t blocks = static_cast<uint32_t>(problem.batch * a.blocks_per_batch);
+      SingleFeatureMaxKernel<T, kVec><<<blocks, kSingleFeatureThreads, 0, stream>>>(a);
+      return JB_LAUNCH_STATUS(SingleFeatureMaxKernel);
+    } else {
+      a.blocks_per_batch = TableBlocksPerBatch(vectors, 256, int64_t{1} << 20);
+      TableMaxKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), 256, 0, stream>>>(a);
+      return JB_LAUNCH_STATUS(TableMaxKernel);
+    }
+  }
+
+  template <int kVec>
+  CudaStatus TableWinner(TableArguments<T> a) const {
+    const int64_t vectors = CeilDivide(problem.rows * problem.features, kVec);
+    if (choice.algorithm == Algorithm::kSharedTable) {
+      JB_RETURN_IF_CUDA_ERROR(SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch));
+      const size_t shared_bytes =
+          problem.segments * problem.features * (sizeof(ComputeType<T>) + sizeof(int32_t));
+      SharedTableWinnerKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch),
+                                         kSharedTableThreads, shared_bytes, stream>>>(a);
+      return JB_LAUNCH_STATUS(SharedTableWinnerKernel);
+    } else {
+      a.blocks_per_batch = TableBlocksPerBatch(vectors, 256, int64_t{1} << 20);
+      TableWinnerKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), 256, 0, stream>>>(a);
+      return JB_LAUNCH_STATUS(TableWinnerKernel);
+    }
+  }
+};
+
+}  // namespace
+
+Plan PlanExtremum(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool with_winner) {
+  if (problem.HasNoResult()) return {kNothing};
+  return PlanOf(problem, Choose(problem, element_bytes, indices_are_sorted, with_winner), element_bytes, with_winner);
+}
+
+CudaStatus LaunchExtremum(const ExtremumArguments& arguments, cudaStream_t stream) {
+  const Problem& problem = arguments.problem;
+  if (problem.HasNoResult()) {
+    return arguments.order == nullptr ? CudaStatus{} : LaunchNaturalOrder(problem, arguments.order, stream);
+  }
+  const bool with_winner = arguments.winner != nullptr;
+  const int64_t element_bytes = ElementBytes(arguments.type);
+  const Choice choice = Choose(problem, element_bytes, arguments.indices_are_sorted, with_winner);
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
+  if (!SegmentsFit(problem.segments)) return status;
+  if (arguments.scratch_bytes < PlanOf(problem, choice, element_bytes, with_winner).scratch_bytes) return status;
+  if (with_winner) {
+    DispatchFloating(arguments.type, [&](auto tag) {
+      status = Launcher<typename decltype(tag)::type, true>{arguments, choice, stream}.Launch();
+    });
+  } else {
+    DispatchOrdered(arguments.type, [&](auto tag) {
+      status = Launcher<typename decltype(tag)::type, false>{arguments, choice, stream}.Launch();
+    });
+  }
+  return status;
+}
+
+}  // namespace jax_baracuda::segment

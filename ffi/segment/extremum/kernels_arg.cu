@@ -1,0 +1,25 @@
+// The positions of maxima and minima.
+#include "ffi/segment/engine/reduce.cuh"
+#include "ffi/segment/extremum/launch.cuh"
+#include "ffi/segment/extremum/reduction.cuh"
+
+namespace jax_baracuda::segment {
+
+Plan PlanArg(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
+  return PlanPairReduction(problem, element_bytes, indices_are_sorted);
+}
+
+CudaStatus LaunchArg(const ArgArguments& arguments, cudaStream_t stream) {
+  const Problem& problem = arguments.problem;
+  if (problem.HasNoResult()) return {};
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
+  DispatchWide(arguments.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const typename ArgReduction<T>::Outputs outputs{arguments.row, static_cast<int32_t>(problem.rows),
+                                                    FlipWordMask<T>(arguments.type, arguments.is_minimum)};
+    status = LaunchPairReduction<ArgReduction<T>>(arguments, outputs, stream);
+  });
+  return status;
+}
+
+}  // namespace jax_baracuda::segment

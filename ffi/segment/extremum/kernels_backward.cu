@@ -1,0 +1,287 @@
+// The gradient of segment_max and segment_min: each cell's cotangent goes to its winner, in one pass over the rows.
+#include <type_traits>
+
+#include "ffi/segment/engine/device.cuh"
+#include "ffi/segment/extremum/arithmetic.h"
+#include "ffi/segment/extremum/launch.cuh"
+
+namespace jax_baracuda::segment {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kRowsInFlight = 2;
+constexpr int kMostBlockRows = 4096;  // which take 32 KB of shared memory
+constexpr int32_t kNoRow = -2;  // no winner either
+
+// Rows of a block: 32 for each group of threads, or fewer.
+__host__ __device__ __forceinline__ int BlockRows(const FeatureLanes& features) {
+  const int rows = kThreads / features.lanes * 32;
+  return rows < kMostBlockRows ? rows : kMostBlockRows;
+}
+
+template <typename T>
+struct BackwardArguments {
+  SegmentIds ids;
+  Problem problem;
+  const int32_t* order;  // [batch or 1, rows] or nullptr
+  bool order_is_shared;
+  const T* d_output;
+  const int32_t* winner;
+  const T* data;
+  const T* output;
+  T* d_data;
+  bool d_output_is_shared;
+  bool winner_is_shared;
+  FeatureLanes features;
+  int64_t blocks_per_batch;  // along the rows
+};
+
+constexpr int kBlocks = 4;  // that share a multiprocessor
+
+// Of a normal number whose reciprocal is normal too.
+__device__ __forceinline__ float ApproximateReciprocal(float x) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
+  return reciprocal;
+}
+
+// Gradients where ties are shared: whoever attains the maximum gets a part of the cotangent, of 16 bits. A product with
+// an approximate reciprocal, whose error is 2^-22, is as good as a division: the quotient of a number of 11 bits and a
+// count of 8 is further than 2^-20 from any point halfway between two normal numbers of 11 bits. It may be halfway
+// between two subnormal ones, so those are divided for.
+template <typename T, int kVec>
+__device__ __forceinline__ Vector<T, kVec> NarrowShares(const Vector<int32_t, kVec>& winners,
+                                                        const Vector<T, kVec>& cotangent, const Vector<T, kVec>& data,
+                                                        const Vector<T, kVec>& output) {
+  constexpr int32_t kMostMembers = 256;
+  constexpr float kSmallestNormal = std::is_same_v<T, Float16> ? 0x1p-14f : 0x1p-126f;
+  const Vector<float, kVec> cotangents = Widen(cotangent), values = Widen(data), maxima = Widen(output);
+  Vector<T, kVec> shares;
+  int32_t least = -1;
+  bool is_subnormal = false;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    const int32_t minus_members = min(winners.lane[i], -1);
+    least = min(least, minus_members);
+    const bool attains = values.lane[i] == maxima.lane[i];
+    const float share = attains ? cotangents.lane[i] * -ApproximateReciprocal(minus_members) : 0.0f;
+    is_subnormal |= share != 0.0f && fabsf(share) < 2 * kSmallestNormal;
+    shares.lane[i] = static_cast<T>(share);
+  }
+  if (least < -kMostMembers || is_subnormal) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      shares.lane[i] = TiedGradient(min(winners.lane[i], -1), data.lane[i], output.lane[i], cotangent.lane[i]);
+    }
+  }
+  return shares;
+}
+
+// Writes the rows that `order` names, which must be a permutation of all: LaunchRowOrder and LaunchNaturalOrder make no
+// other. With `kReadsData`, every row is compared with the maxima; else only those that may attain a tied one.
+template <typename T, int kVec, bool kReadsData>
+__global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid_constant__ BackwardArguments<T> a) {
+  extern __shared__ uint32_t block_memory[];
+  const int groups = kThreads / a.features.lanes;
+  const int group = threadIdx.x / a.features.lanes;
+  // Column blocks are the slow dimension of the grid: the winners and cotangents of one column may stay in L2 while all
+  // rows gather from it.
+  const int64_t row_blocks = gridDim.x / a.features.columns;
+  const int64_t column_block = blockIdx.x / row_blocks;
+  const int64_t row_block = blockIdx.x - column_block * row_blocks;
+  const int64_t column = (column_block * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
+  const int64_t b = row_block / a.blocks_per_batch;
+  const int block_rows = BlockRows(a.features);
+  const struct {
+    uint32_t* segment;
+    int32_t* row;
+  } block{block_memory, reinterpret_cast<int32_t*>(block_memory + block_rows)};
+  const int64_t first_row = (row_block - b * a.blocks_per_batch) * block_rows;
+  const int rows = static_cast<int>(min(a.problem.rows - first_row, static_cast<int64_t>(block_rows)));
+
+  // With an order, blocks take rows that are neighbours in it, of few segments: their winners and cotangents are read
+  // once.
+  const int64_t first_id = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
+  const int64_t first_place = (a.order_is_shared ? 0 : b * a.problem.rows) + first_row;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < block_rows; i += kThreads) {
+    int32_t row = i < rows ? static_cast<int32_t>(first_row) + i : kNoRow;
+    if (a.order != nullptr && i < rows) {
+      row = __ldg(a.order + first_place + i);
+      if (static_cast<uint32_t>(row) >= static_cast<uint32_t>(a.problem.rows)) row = kNoRow;
+    }
+    block.row[i] = row;
+    block.segment[i] = row == kNoRow ? kDropped : a.ids[first_id + row];
+  }
+  __syncthreads();
+  if (group >= groups || column >= a.problem.features) return;
+
+  const int64_t features = a.problem.features;
+  const int64_t winner_offset = (a.winner_is_shared ? 0 : b * a.problem.segments) * features + column;
+  const int32_t* const winner = a.winner + winner_offset;
+  const T* const d_output =
+      a.d_output + (a.d_output_is_shared ? 0 : b * a.problem.segments) * features + column;
+  const int64_t first_data = (a.problem.data_is_shared ? 0 : b * a.problem.rows) * features + column;
+  T* const d_data = a.d_data + b * a.problem.rows * features + column;
+  const T zero = static_cast<T>(ComputeType<T>{0});
+
+  // The winners of kRowsInFlight rows; nobody where the row is dropped.
+  struct Winners {
+    Vector<int32_t, kVec> of[kRowsInFlight];
+  };
+  const auto load_winners = [&](int first) {
+    Winners winners;
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const int own = first + u * groups;
+      const uint32_t segment = own < rows ? block.segment[own] : kDropped;
+      winners.of[u] = Repeat<kVec>(kNoWinner);
+      if (segment != kDropped) winners.of[u] = LoadVector<kVec>(winner + segment * features);
+    }
+    return winners;
+  };
+
+  if constexpr (kReadsData) {
+    const T* const output = a.output + winner_offset;
+    for (int first = group; first < rows; first += kRowsInFlight * groups) {
+      Packed<T, kVec> cotangents[kRowsInFlight], data[kRowsInFlight], maxima[kRowsInFlight];
+      int32_t row[kRowsInFlight];
+      uint32_t segment[kRowsInFlight];
+#pragma unroll
+      for (int u = 0; u < kRowsInFlight; ++u) {
+        const int own = first + u * groups;
+        row[u] = own < rows ? block.row[own] : kNoRow;
+        segment[u] = own < rows ? block.segment[own] : kDropped;
+        if (segment[u] == kDropped) continue;
+        data[u] = LoadPackedStreaming<kVec>(a.data + first_data + row[u] * features);
+        maxima[u] = LoadPacked<kVec>(output + segment[u] * features);
+        cotangents[u] = LoadPacked<kVec>(d_output + segment[u] * features);
+      }
+      const Winners winners = load_winners(first);
+#pragma unroll
+      for (int u = 0; u < kRowsInFlight; ++u) {
+        if (row[u] == kNoRow) continue;
+        Vector<T, kVec> shares = Repeat<kVec>(zero);
+        if (segment[u] != kDropped) {
+          shares = NarrowShares(winners.of[u], Unpack<T, kVec>(cotangents[u]), Unpack<T, kVec>(data[u]),
+                                Unpack<T, kVec>(maxima[u]));
+        }
+        StoreStreaming(d_data + row[u] * features, shares);
+      }
+    }
+    return;
+  }
+
+  Winners next = load_winners(group);
+  for (int first = group; first < rows; first += kRowsInFlight * groups) {
+    const Winners winners = next;
+    Packed<T, kVec> cotangents[kRowsInFlight], data[kRowsInFlight], output[kRowsInFlight];
+    int32_t row[kRowsInFlight];
+    bool has_tie[kRowsInFlight];
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const int own = first + u * groups;
+      row[u] = own < rows ? block.row[own] : kNoRow;
+      bool wins = false;
+      has_tie[u] = false;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const int32_t w = winners.of[u].lane[i];
+        wins |= w == row[u];
+        has_tie[u] |= IsTie(w);
+      }
+      if ((wins || has_tie[u]) && row[u] != kNoRow) {
+        const int64_t segment_offset = block.segment[own] * features;
+        cotangents[u] = LoadPacked<kVec>(d_output + segment_offset);
+        if (has_tie[u]) {
+          data[u] = LoadPackedStreaming<kVec>(a.data + first_data + row[u] * features);
+          output[u] = LoadPacked<kVec>(a.output + winner_offset + segment_offset);
+        }
+      }
+    }
+    // The next winners come while these cotangents do.
+    next = load_winners(first + kRowsInFlight * groups);
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      if (row[u] == kNoRow) continue;
+      const Vector<T, kVec> cotangent = Unpack<T, kVec>(cotangents[u]);
+      Vector<T, kVec> share;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) share.lane[i] = winners.of[u].lane[i] == row[u] ? cotangent.lane[i] : zero;
+      if (has_tie[u]) {
+        const Vector<T, kVec> values = Unpack<T, kVec>(data[u]), maxima = Unpack<T, kVec>(output[u]);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          const int32_t w = winners.of[u].lane[i];
+          if (IsTie(w)) share.lane[i] = TiedGradient(w, values.lane[i], maxima.lane[i], cotangent.lane[i]);
+        }
+      }
+      StoreStreaming(d_data + row[u] * features, share);
+    }
+  }
+}
+
+// Of 16-bit numbers so many tie that nearly every warp has one to look at. Without data, nothing ties.
+bool ReadsAllRows(int64_t element_bytes, bool shares_ties) { return element_bytes == 2 && shares_ties; }
+
+}  // namespace
+
+Plan PlanExtremumBackward(const Problem& problem, int64_t element_bytes, bool has_order, bool shares_ties) {
+  if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return {kNothing};
+  if (ReadsAllRows(element_bytes, shares_ties)) return {has_order ? "all_rows_in_order" : "all_rows"};
+  if (shares_ties) return {has_order ? "winners_and_ties_in_order" : "winners_and_ties"};
+  return {has_order ? "winners_in_order" : "winners"};
+}
+
+CudaStatus LaunchExtremumBackward(const ExtremumBackwardArguments& arguments, cudaStream_t stream) {
+  const Problem& problem = arguments.problem;
+  if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return {};
+  if (!SegmentsFit(problem.segments)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
+  DispatchFloating(arguments.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto launch = [&](auto vector, auto reads_data) {
+      constexpr int kVec = decltype(vector)::value;
+      BackwardArguments<T> a{};
+      a.ids = {arguments.segment_ids, arguments.ids_are_64_bit, problem.segments};
+      a.problem = problem;
+      a.order = arguments.order;
+      a.order_is_shared = arguments.order_is_shared;
+      a.d_output = static_cast<const T*>(arguments.d_output);
+      a.winner = arguments.winner;
+      a.data = static_cast<const T*>(arguments.data);
+      a.output = static_cast<const T*>(arguments.output);
+      a.d_data = static_cast<T*>(arguments.d_data);
+      a.d_output_is_shared = arguments.d_output_is_shared;
+      a.winner_is_shared = arguments.winner_is_shared;
+      a.features = DealFeatures(problem.features / kVec, 32);
+      a.blocks_per_batch = CeilDivide(problem.rows, BlockRows(a.features));
+      const int64_t blocks = problem.batch * a.blocks_per_batch * a.features.columns;
+      const size_t shared_bytes = BlockRows(a.features) * (sizeof(uint32_t) + sizeof(int32_t));
+      BackwardKernel<T, kVec, decltype(reads_data)::value>
+          <<<static_cast<uint32_t>(blocks), kThreads, shared_bytes, stream>>>(a);
+      status = JB_LAUNCH_STATUS(BackwardKernel);
+    };
+    const auto launch_widest = [&](auto reads_data) {
+      // 16 bytes of winners to a thread, or of data where that is read anyway.
+      constexpr int kWidest = sizeof(T) == 8 ? 2 : 4, kWidestOfData = 16 / sizeof(T);
+      if constexpr (decltype(reads_data)::value) {
+        if (problem.features % kWidestOfData == 0) {
+          return launch(std::integral_constant<int, kWidestOfData>{}, reads_data);
+        }
+      }
+      if (problem.features % kWidest == 0) {
+        launch(std::integral_constant<int, kWidest>{}, reads_data);
+      } else {
+        launch(std::integral_constant<int, 1>{}, reads_data);
+      }
+    };
+    if constexpr (sizeof(T) == 2) {
+      if (ReadsAllRows(sizeof(T), arguments.data != nullptr)) return launch_widest(std::true_type{});
+    }
+    launch_widest(std::false_type{});
+  });
+  return status;
+}
+
+}  // namespace jax_baracuda::segment

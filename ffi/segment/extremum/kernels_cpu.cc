@@ -1,0 +1,462 @@
+// The CPU kernels of segment_max, segment_min, segment_argmax, segment_argmin and their gradients. A minimum is the
+// maximum of flipped values: they are flipped when they are read, and the result when it is written.
+//
+// The gradient goes through the rows in order, or, where it is larger than the caches and the ids are unsorted, grouped
+// by segment, so that winners and cotangents are read once, and the rows streamed to memory.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <type_traits>
+
+#include "ffi/core/target_table.h"
+#include "ffi/segment/decoding.h"
+#include "ffi/segment/engine/rows_cpu.h"
+#include "ffi/segment/extremum/arithmetic.h"
+
+namespace jax_baracuda::segment {
+namespace {
+
+constexpr int64_t kMinStreamedRowBytes = 256;
+
+// Larger in the fewest vector instructions, where subnormal numbers are not treated as zero. Of equal numbers it has
+// the bits that both have: those of +0, or of either.
+template <typename C>
+JB_INLINE C LargerOf(C best, C value) {
+  if constexpr (std::is_floating_point_v<C>) {
+    BitsOf<C> bits, value_bits;
+    std::memcpy(&bits, &best, sizeof(C));
+    std::memcpy(&value_bits, &value, sizeof(C));
+    bits &= value == best ? value_bits : static_cast<BitsOf<C>>(~BitsOf<C>{0});
+    const bool takes_value = !(value <= best) && best == best;
+    bits = takes_value ? value_bits : bits;
+    std::memcpy(&best, &bits, sizeof(C));
+    return best;
+  } else {
+    return Larger(best, value);
+  }
+}
+
+// Folds a single number that is neither NaN nor equal to the best one: one comparison and no branch on what is random.
+// Returns false, and does nothing, for others.
+template <typename C>
+JB_INLINE bool TakeScalar(C value, int32_t row, C* best, int32_t* winner) {
+  if constexpr (std::is_floating_point_v<C>) {
+    if (!__builtin_islessgreater(value, *best)) return false;
+  } else {
+    if (value == *best) return false;
+  }
+  const bool is_above = value > *best;
+  *best = is_above ? value : *best;
+  *winner = is_above ? row : *winner;
+  return true;
+}
+
+template <typename T>
+struct Extremum {
+  using Element = T;
+  using First = ComputeType<T>;
+  using Second = NoNumber;
+  static constexpr bool kRounds = false, kHoldsRuns = true;
+
+  BitsOf<T> flip;
+  T* output;
+
+  JB_INLINE void Start(int64_t count, CellsOf<Extremum> cells) const {
+    std::fill_n(cells.first, count, MaxIdentity<First>());
+  }
+
+  JB_INLINE void Fold(const T* values, int32_t /*row*/, int64_t width, CellsOf<Extremum> cells) const {
+    int32_t any_row = 0;
+    if (width == 1 && TakeScalar(static_cast<First>(Flip(*values, flip)), 0, cells.first, &any_row)) return;
+    JB_VECTORIZE
+    for (int64_t i = 0; i < width; ++i) {
+      cells.first[i] = LargerOf(cells.first[i], static_cast<First>(Flip(values[i], flip)));
+    }
+  }
+
+  JB_INLINE void Merge(int64_t count, CellsOf<Extremum> later, CellsOf<Extremum> cells) const {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) cells.first[i] = LargerOf(cells.first[i], later.first[i]);
+  }
+
+  JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, CellsOf<Extremum> cells) const {
+    T* const to = output + first_cell;
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) to[i] = Flip(static_cast<T>(cells.first[i]), flip);
+  }
+};
+
+template <typename T>
+struct ExtremumWithWinner {
+  using Element = T;
+  using First = ComputeType<T>;
+  using Second = int32_t;
+  static constexpr bool kRounds = false, kHoldsRuns = true;
+
+  BitsOf<T> flip;
+  bool first_wins;
+  T* output;
+  int32_t* winner;
+
+  JB_INLINE void Start(int64_t count, CellsOf<ExtremumWithWinner> cells) const {
+    std::fill_n(cells.first, count, MaxIdentity<First>());
+    std::fill_n(cells.second, count, kNoWinner);
+  }
+
+  JB_INLINE void Fold(const T* values, int32_t row, int64_t width, CellsOf<ExtremumWithWinner> cells) const {
+    if (width == 1 && TakeScalar(static_cast<First>(Flip(*values, flip)), row, cells.first, cells.second)) return;
+    JB_VECTORIZE
+    for (int64_t i = 0; i < width; ++i) {
+      // AddRow without branches.
+      const First value = static_cast<First>(Flip(values[i], flip)), best = cells.first[i];
+      const int32_t winner_before = cells.second[i];
+      const int32_t first = winner_before == kNoWinner ? row : winner_before, shared = -TieCount(winner_before) - 1;
+      const bool is_above = value > best || value != value, is_equal = value == best;
+      cells.first[i] = is_above ? value : is_equal ? PositiveZero(best, value) : best;
+      cells.second[i] = is_above ? row : is_equal ? (first_wins ? first : shared) : winner_before;
+    }
+  }
+
+  JB_INLINE void Merge(int64_t count, CellsOf<ExtremumWithWinner> later, CellsOf<ExtremumWithWinner> cells) const {
+    for (int64_t i = 0; i < count; ++i) {
+      Cell<First> cell{cells.first[i], cells.second[i]};
+      MergeCell(cell, Cell<First>{later.first[i], later.second[i]}, first_wins);
+      cells.first[i] = cell.best;
+      cells.second[i] = cell.winner;
+    }
+  }
+
+  JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/,
+                       CellsOf<ExtremumWithWinner> cells) const {
+    T* const to = output + first_cell;
+    int32_t* const to_winner = winner + first_cell;
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) {
+      to[i] = Flip(static_cast<T>(cells.first[i]), flip);
+      to_winner[i] = FinalWinner(Cell<First>{cells.first[i], cells.second[i]});
+    }
+  }
+};
+
+template <typename T>
+struct ArgExtremum {
+  using Element = T;
+  using First = OrderedKey<T>;
+  using Second = int32_t;
+  static constexpr bool kRounds = false, kHoldsRuns = true;
+
+  BitsOf<T> flip;
+  int32_t no_row;  // what an empty segment gets
+  int32_t* winner;
+
+  JB_INLINE void Start(int64_t count, CellsOf<ArgExtremum> cells) const {
+    std::fill_n(cells.first, count, ArgCell<First>{}.best);
+    std::fill_n(cells.second, count, ArgCell<First>{}.row);
+  }
+
+  JB_INLINE static void MergeOne(CellsOf<ArgExtremum> cells, int64_t i, First key, int32_t row) {
+    ArgCell<First> cell{cells.first[i], cells.second[i]};
+    MergeArgCell(cell, key, row);
+    cells.first[i] = cell.best;
+    cells.second[i] = cell.row;
+  }
+
+  JB_INLINE void Fold(const T* values, int32_t row, int64_t width, CellsOf<ArgExtremum> cells) const {
+    if (width == 1 && TakeScalar(ToOrderedKey(Flip(*values, flip)), row, cells.first, cells.second)) return;
+    JB_VECTORIZE
+    for (int64_t i = 0; i < width; ++i) MergeOne(cells, i, ToOrderedKey(Flip(values[i], flip)), row);
+  }
+
+  JB_INLINE void Merge(int64_t count, CellsOf<ArgExtremum> later, CellsOf<ArgExtremum> cells) const {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) MergeOne(cells, i, later.first[i], later.second[i]);
+  }
+
+  JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/,
+                       CellsOf<ArgExtremum> cells) const {
+    int32_t* const to = winner + first_cell;
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) to[i] = cells.second[i] == kNoWinner ? no_row : cells.second[i];
+  }
+};
+
+template <typename T>
+struct BackwardArrays {
+  SegmentIds ids;
+  const T* d_output;
+  const int32_t* winner;
+  const T* data;         // absent when no winner can be a tie
+  const T* output;       // likewise
+  T* d_data;
+  bool d_output_is_shared;
+  bool winner_is_shared;
+};
+
+// The winners, cotangents and maxima of a batch element, or of one of its segments.
+template <typename T>
+struct CellRows {
+  const T* d_output;
+  const int32_t* winner;
+  const T* output;  // absent when no winner can be a tie
+
+  JB_INLINE static CellRows OfBatch(const Problem& problem, const BackwardArrays<T>& arrays, int64_t batch) {
+    const int64_t first = batch * problem.segments * problem.features;
+    const int64_t first_winner = arrays.winner_is_shared ? 0 : first;
+    return {arrays.d_output + (arrays.d_output_is_shared ? 0 : first), arrays.winner + first_winner,
+            arrays.output == nullptr ? nullptr : arrays.output + first_winner};
+  }
+
+  JB_INLINE CellRows OfSegment(int64_t segment, int64_t width) const {
+    const int64_t first = segment * width;
+    return {d_output + first, winner + first, output == nullptr ? nullptr : output + first};
+  }
+};
+
+// Writes the gradient of one row; `data` is the row itself, or nullptr when no winner can be a tie.
+template <typename T>
+JB_INLINE void GradientOfRow(const CellRows<T> cells, const T* data, int32_t row, int64_t width, T* d_row) {
+  int32_t lowest_winner = 0;
+  JB_VECTORIZE
+  for (int64_t i = 0; i < width; ++i) {
+    // Selected as bits, which vectorises for 16-bit types too; all bits zero is +0.
+    BitsOf<T> bits;
+    std::memcpy(&bits, cells.d_output + i, sizeof(T));
+    bits = cells.winner[i] == row ? bits : BitsOf<T>{0};
+    std::memcpy(static_cast<void*>(d_row + i), &bits, sizeof(T));
+    lowest_winner = std::min(lowest_winner, cells.winner[i]);
+  }
+  if (!IsTie(lowest_winner) || data == nullptr) return;
+  JB_VECTORIZE
+  for (int64_t i = 0; i < width; ++i) {
+    const int32_t winner = cells.winner[i];
+    if (IsTie(winner)) d_row[i] = TiedGradient(winner, data[i], cells.output[i], cells.d_output[i]);
+  }
+}
+
+template <typename T>
+JB_INLINE const T* DataOfRow(const Problem& problem, const BackwardArrays<T>& arrays, int64_t batch, int64_t row) {
+  return arrays.data == nullptr ? nullptr : arrays.data + problem.DataRow(batch, row) * problem.features;
+}
+
+template <typename T>
+JB_CPU_CLONES void GradientInOrder(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
+                                   const BackwardArrays<T> arrays) {
+  const CellRows<T> cells = CellRows<T>::OfBatch(problem, arrays, batch);
+  const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
+    PrefetchRow(cells.d_output + segment * problem.features, problem.features);
+    PrefetchRow(cells.winner + segment * problem.features, problem.features);
+  };
+  WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
+    WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, arrays.d_data, prefetch,
+                        [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
+      GradientOfRow(cells.OfSegment(segment, width), DataOfRow(problem, arrays, batch, row),
+                    static_cast<int32_t>(row), width, d_row);
+    });
+  });
+}
+
+// The gradient of the rows of a block of segments. Returns false if there is no memory.
+template <typename T>
+JB_CPU_CLONES bool GradientGrouped(const Problem problem, const Block block, const GroupedRows& grouped,
+                                   const BackwardArrays<T> arrays) {
+  const int64_t features = problem.features;
+  const CellRows<T> all_cells = CellRows<T>::OfBatch(problem, arrays, block.batch);
+  const StreamBuffer<T> buffer(features);
+  T* const d_rows = arrays.d_data + block.batch * problem.rows * features;
+  if (buffer.At(d_rows) == nullptr) return false;
+  for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
+    const CellRows<T> cells = all_cells.OfSegment(segment, features);
+    const int64_t group = segment - block.segment_begin;
+    for (int32_t place = grouped.Begin(group); place < grouped.End(group); ++place) {
+      const int32_t row = grouped[place];
+      T* const d_row = d_rows + row * features;
+      GradientOfRow(cells, DataOfRow(problem, arrays, block.batch, row), row, features, buffer.At(d_row));
+      StreamLines(d_row, buffer.At(d_row), features * sizeof(T));
+    }
+  }
+  if (block.segment_begin == 0) {
+    for (int64_t row = 0; row < problem.rows; ++row) {
+      const int64_t segment = arrays.ids[problem.IdIndex(block.batch, row)];
+      if (segment >= 0 && segment < problem.segments) continue;
+      std::memset(static_cast<void*>(d_rows + row * features), 0, features * sizeof(T));
+    }
+  }
+  FinishStreaming();
+  return true;
+}
+
+// Ids that turn out to be sorted are gathered all the same.
+Strategy ChooseGradient(const Problem& problem, int64_t element_bytes) {
+  const int64_t row_bytes = problem.features * element_bytes;
+  return row_bytes >= kMinStreamedRowBytes && problem.batch * problem.rows * row_bytes >= kMinStreamedBytes &&
+                 problem.segments >= kMinSegmentsPerBlock
+             ? Strategy::kStreamedGroups
+             : ChooseGather(problem);
+}
+
+// Returns false if there is no memory.
+template <typename T>
+bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const BackwardArrays<T>& arrays) {
+  if (ChooseGradient(problem, sizeof(T)) == Strategy::kStreamedGroups && !EachBatchIsSorted(problem, arrays.ids)) {
+    const int64_t total_bytes = problem.batch * problem.rows * problem.features * sizeof(T);
+    AdviseHugePages(arrays.d_data, total_bytes);
+    const Blocking blocking(problem, /*item_size=*/0, std::max<int64_t>(1, pool.num_threads()));
+    return ForEachGroupedBlock(pool, problem, blocking, arrays.ids,
+                               [&](const Block& block, const GroupedRows& grouped) {
+                                 return GradientGrouped(problem, block, grouped, arrays);
+                               });
+  }
+  ForEachChunkOfRows(pool, problem, arrays.d_data,
+                     [&](int64_t batch, int64_t row_begin, int64_t row_end) {
+                       GradientInOrder(problem, batch, row_begin, row_end, arrays);
+                     });
+  return true;
+}
+
+template <bool kIsMinimum>
+ffi::Error Forward(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
+                   ffi::Result<ffi::AnyBuffer> output, bool /*indices_are_sorted*/, int64_t num_batch_dims) {
+  constexpr const char* kOp = kIsMinimum ? "segment_min" : "segment_max";
+  ForwardBuffers decoded;
+  JB_RETURN_IF_ERROR(DecodeForward(kOp, num_batch_dims, data, segment_ids, *output, nullptr, nullptr, &decoded));
+  bool has_memory = true;
+  const bool is_supported = DispatchOrdered(decoded.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const Extremum<T> reduction{FlipMask<T>(decoded.type, kIsMinimum), static_cast<T*>(output->untyped_data())};
+    AdviseHugePages(reduction.output, output->element_count() * sizeof(T));
+    has_memory = ReduceAll(pool, decoded.problem, SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
+                           static_cast<const T*>(data.untyped_data()), reduction);
+  });
+  return Status(kOp, is_supported, has_memory, "data", data);
+}
+
+// The backward kernel groups the rows anew where that pays: that is no slower than to read an order and, at random, the
+// ids to which it leads. So the order is that of the rows, or a single 0.
+void WriteIdentityOrder(ffi::ThreadPool& pool, const ForwardBuffers& buffers) {
+  const int64_t size = buffers.order_size, bytes = size * static_cast<int64_t>(sizeof(int32_t));
+  AdviseHugePages(buffers.order, buffers.problem.batch * bytes);
+  const int64_t chunks = ChunksFor(pool, bytes);
+  ParallelFor(pool, buffers.problem.batch * chunks, [&](int64_t index) {
+    const int64_t begin = ChunkBegin(size, chunks, index % chunks), end = ChunkBegin(size, chunks, index % chunks + 1);
+    int32_t* const order = buffers.order + index / chunks * size;
+    std::iota(order + begin, order + end, static_cast<int32_t>(begin));
+  });
+}
+
+template <bool kIsMinimum>
+ffi::Error ForwardWithWinner(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
+                             ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> winner,
+                             ffi::Result<ffi::AnyBuffer> order, bool /*indices_are_sorted*/, bool first_wins,
+                             int64_t num_batch_dims) {
+  constexpr const char* kOp = kIsMinimum ? "segment_min_with_winner" : "segment_max_with_winner";
+  ForwardBuffers decoded;
+  JB_RETURN_IF_ERROR(DecodeForward(kOp, num_batch_dims, data, segment_ids, *output, &*winner, &*order, &decoded));
+  WriteIdentityOrder(pool, decoded);
+  bool has_memory = true;
+  const bool is_supported = DispatchFloating(decoded.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const ExtremumWithWinner<T> reduction{FlipMask<T>(decoded.type, kIsMinimum), first_wins,
+                                          static_cast<T*>(output->untyped_data()), decoded.winner};
+    AdviseHugePages(reduction.output, output->element_count() * sizeof(T));
+    AdviseHugePages(reduction.winner, output->element_count() * sizeof(int32_t));
+    has_memory = ReduceAll(pool, decoded.problem, SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
+                           static_cast<const T*>(data.untyped_data()), reduction);
+  });
+  return Status(kOp, is_supported, has_memory, "data", data);
+}
+
+// A minimum's gradient is a maximum's: winners say all.
+template <bool kIsMinimum>
+ffi::Error Backward(ffi::ThreadPool pool, ffi::AnyBuffer d_output, ffi::AnyBuffer winner, ffi::AnyBuffer segment_ids,
+                    ffi::AnyBuffer order, ffi::RemainingArgs data_and_output, ffi::Result<ffi::AnyBuffer> d_data,
+                    int64_t num_batch_dims) {
+  constexpr const char* kOp = kIsMinimum ? "segment_min_backward" : "segment_max_backward";
+  BackwardBuffers decoded;
+  JB_RETURN_IF_ERROR(DecodeBackward(kOp, num_batch_dims, d_output, winner, segment_ids, order, data_and_output,
+                                    *d_data, &decoded));
+  bool has_memory = true;
+  const bool is_supported = DispatchFloating(decoded.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const BackwardArrays<T> arrays{SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
+                                   static_cast<const T*>(d_output.untyped_data()),
+                                   static_cast<const int32_t*>(winner.untyped_data()),
+                                   static_cast<const T*>(decoded.data),
+                                   static_cast<const T*>(decoded.output),
+                                   static_cast<T*>(d_data->untyped_data()),
+                                   decoded.d_output_is_shared,
+                                   decoded.winner_is_shared};
+    has_memory = GradientOfAll(pool, decoded.problem, arrays);
+  });
+  return Status(kOp, is_supported, has_memory, "d_output", d_output);
+}
+
+template <bool kIsMinimum>
+ffi::Error Arg(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
+               ffi::Result<ffi::AnyBuffer> winner, bool /*indices_are_sorted*/, int64_t num_batch_dims) {
+  constexpr const char* kOp = kIsMinimum ? "segment_argmin" : "segment_argmax";
+  Buffers decoded;
+  JB_RETURN_IF_ERROR(DecodeArg(kOp, num_batch_dims, data, segment_ids, *winner, &decoded));
+  bool has_memory = true;
+  const bool is_supported = DispatchWide(decoded.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const ArgExtremum<T> reduction{FlipMask<T>(decoded.type, kIsMinimum), static_cast<int32_t>(decoded.problem.rows),
+                                   static_cast<int32_t*>(winner->untyped_data())};
+    AdviseHugePages(reduction.winner, winner->element_count() * sizeof(int32_t));
+    has_memory = ReduceAll(pool, decoded.problem, SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
+                           static_cast<const T*>(data.untyped_data()), reduction);
+  });
+  return Status(kOp, is_supported, has_memory, "data", data);
+}
+
+auto BindForward() { return BindBuffers<ffi::ThreadPool, 2, 1>().Attr<bool>("indices_are_sorted")
+    .Attr<int64_t>("num_batch_dims"); } 
+auto BindWithWinner() {
+  return BindBuffers<ffi::ThreadPool, 2, 3>().Attr<bool>("indices_are_sorted").Attr<bool>("first_wins")
+      .Attr<int64_t>("num_batch_dims");
+}
+
+auto BindBackward() {
+  return BindResults<1>(BindOperands<4>(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()).RemainingArgs())
+      .Attr<int64_t>("num_batch_dims");
+}
+
+XLA_FFI_DEFINE_HANDLER(kMax, Forward<false>, BindForward());
+XLA_FFI_DEFINE_HANDLER(kMin, Forward<true>, BindForward());
+XLA_FFI_DEFINE_HANDLER(kMaxWithWinner, ForwardWithWinner<false>, BindWithWinner());
+XLA_FFI_DEFINE_HANDLER(kMinWithWinner, ForwardWithWinner<true>, BindWithWinner());
+XLA_FFI_DEFINE_HANDLER(kMaxBackward, Backward<false>, BindBackward());
+XLA_FFI_DEFINE_HANDLER(kMinBackward, Backward<true>, BindBackward());
+XLA_FFI_DEFINE_HANDLER(kArgMax, Arg<false>, BindForward());
+XLA_FFI_DEFINE_HANDLER(kArgMin, Arg<true>, BindForward());
+
+template <template <typename> class Reduction>
+Plan PlanOf(const PlanParameters& parameters) {
+  return PlanOfType(PlanRequest(parameters), [](auto tag, const Problem& problem) {
+    return ChooseStrategy<Reduction<typename decltype(tag)::type>>(problem, /*has_counts=*/false);
+  });
+}
+
+Plan PlanOfBackward(const PlanParameters& parameters) {
+  const PlanRequest call(parameters);
+  return {StrategyName(ChooseGradient(call.problem, call.element_bytes))};
+}
+
+JB_REGISTER_TARGET("segment_max", kMax, PlanOf<Extremum>, kNothing, "scan", "group_by_segment");
+JB_REGISTER_TARGET("segment_min", kMin, PlanOf<Extremum>, kNothing, "scan", "group_by_segment");
+JB_REGISTER_TARGET("segment_max_with_winner", kMaxWithWinner, PlanOf<ExtremumWithWinner>, kNothing, "scan",
+                   "group_by_segment");
+JB_REGISTER_TARGET("segment_min_with_winner", kMinWithWinner, PlanOf<ExtremumWithWinner>, kNothing, "scan",
+                   "group_by_segment");
+JB_REGISTER_TARGET("segment_max_backward", kMaxBackward, PlanOfBackward, kNothing, "gather",
+                   "group_by_segment_streamed");
+JB_REGISTER_TARGET("segment_min_backward", kMinBackward, PlanOfBackward, kNothing, "gather",
+                   "group_by_segment_streamed");
+JB_REGISTER_TARGET("segment_argmax", kArgMax, PlanOf<ArgExtremum>, kNothing, "scan", "group_by_segment");
+JB_REGISTER_TARGET("segment_argmin", kArgMin, PlanOf<ArgExtremum>, kNothing, "scan", "group_by_segment");
+
+}  // namespace
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,253 @@
+// Maximum, minimum and their positions as reductions in registers (see reduction.cuh).
+#pragma once
+
+#include <cstdint>
+
+#include "ffi/segment/engine/device.cuh"
+#include "ffi/segment/extremum/arithmetic.h"
+
+namespace jax_baracuda::segment {
+
+// FlipMask over whole words.
+template <typename T>
+using FlipWord = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+
+template <typename T>
+FlipWord<T> FlipWordMask(ElementType type, bool is_minimum) {
+  FlipWord<T> word = FlipMask<T>(type, is_minimum);
+  for (int bits = 8 * sizeof(T); bits < 8 * static_cast<int>(sizeof(word)); bits *= 2) word |= word << bits;
+  return word;
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ Vector<T, kCount> FlipAll(Vector<T, kCount> vector, FlipWord<T> mask) {
+  if constexpr (sizeof(vector) % sizeof(mask) == 0) {
+    FlipWord<T> words[sizeof(vector) / sizeof(mask)];
+    memcpy(words, &vector, sizeof(vector));
+#pragma unroll
+    for (FlipWord<T>& word : words) word ^= mask;
+    memcpy(&vector, words, sizeof(vector));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) vector.lane[i] = Flip(vector.lane[i], static_cast<BitsOf<T>>(mask));
+  }
+  return vector;
+}
+
+// Larger(a, b) in one instruction where the hardware has one: these propagate NaN and put +0 above -0.
+template <typename T>
+__device__ __forceinline__ T HardwareLarger(T a, T b) {
+  return Larger(a, b);
+}
+template <>
+__device__ __forceinline__ float HardwareLarger(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+template <>
+__device__ __forceinline__ Float16 HardwareLarger(Float16 a, Float16 b) {
+  return __hmax_nan(a, b);
+}
+template <>
+__device__ __forceinline__ BFloat16 HardwareLarger(BFloat16 a, BFloat16 b) {
+  return __hmax_nan(a, b);
+}
+
+// Two or four narrow values at once, in a word.
+template <typename T>
+__device__ __forceinline__ uint32_t PackedLarger(uint32_t a, uint32_t b) {
+  if constexpr (std::is_same_v<T, uint8_t>) {
+    return __vmaxu4(a, b);
+  } else if constexpr (std::is_same_v<T, int8_t>) {
+    return __vmaxs4(a, b);
+  } else if constexpr (std::is_same_v<T, uint16_t>) {
+    return __vmaxu2(a, b);
+  } else if constexpr (std::is_same_v<T, int16_t>) {
+    return __vmaxs2(a, b);
+  } else {
+    using Pair = std::conditional_t<std::is_same_v<T, Float16>, __half2, __nv_bfloat162>;
+    Pair x, y;
+    memcpy(&x, &a, sizeof(x));
+    memcpy(&y, &b, sizeof(y));
+    x = __hmax2_nan(x, y);
+    memcpy(&a, &x, sizeof(a));
+    return a;
+  }
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ void KeepLarger(Vector<T, kCount>& best, const Vector<T, kCount>& other) {
+  if constexpr (sizeof(T) < 4 && sizeof(T) * kCount % 4 == 0) {
+    constexpr int kWords = sizeof(T) * kCount / 4;
+    uint32_t a[kWords], b[kWords];
+    memcpy(a, &best, sizeof(a));
+    memcpy(b, &other, sizeof(b));
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) a[i] = PackedLarger<T>(a[i], b[i]);
+    memcpy(&best, a, sizeof(a));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) best.lane[i] = HardwareLarger(best.lane[i], other.lane[i]);
+  }
+}
+
+// The maximum alone, or the minimum where `flip` says so.
+template <typename T>
+struct MaxReduction {
+  using Element = T;
+  static constexpr int kRowsInFlight = sizeof(T) == 8 ? 4 : 8;
+  static constexpr int kTileBlocks = sizeof(T) < 4 ? 12 : 16;
+
+  struct Outputs {
+    T* output;
+    FlipWord<T> flip;
+  };
+
+  template <int kCount>
+  struct alignas(VectorAlignment(sizeof(T) * kCount)) Accumulator {
+    Vector<T, kCount> best;
+
+    __device__ __forceinline__ void Start() { best = Repeat<kCount>(MaxIdentity<T>()); }
+    __device__ __forceinline__ void Add(const Vector<T, kCount>& values, int32_t, const Outputs& outputs) {
+      KeepLarger(best, FlipAll(values, outputs.flip));
+    }
+    __device__ __forceinline__ void Settle() {}
+    __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) { KeepLarger(best, other.best); }
+    __device__ __forceinline__ void Store(const Outputs& outputs, int64_t segment, int64_t features,
+                                          int64_t feature) const {
+      StoreVector(outputs.output + segment * features + feature, FlipAll(best, outputs.flip));
+    }
+  };
+};
+
+// The maximum and its winner.
+template <typename T, bool kFirstWins>
+struct WinnerReduction {
+  using Element = T;
+  static constexpr int kRowsInFlight = 4;
+  static constexpr int kTileBlocks = sizeof(T) < 4 ? 12 : 10;
+
+  struct Outputs {
+    T* output;
+    int32_t* winner;
+    FlipWord<T> flip;
+  };
+
+  // The 16-bit types are exact in float, and comparing there needs no conversion of `best` at each row.
+  using C = ComputeType<T>;
+
+  template <int kCount>
+  struct alignas(VectorAlignment(sizeof(C) * kCount)) Accumulator {
+    C best[kCount];
+    int32_t winner[kCount];
+
+    __device__ __forceinline__ void Start() {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        best[i] = MaxIdentity<C>();
+        winner[i] = kNoWinner;
+      }
+    }
+
+    // AddRow in few instructions: NaN and zeros are left to the maximum of the hardware (the winner of a NaN does not
+    // matter before FinalWinner), and a tie is a minimum: towards the lower row, kNoWinner being the greatest unsigned
+    // number, or one below the lesser of the count and kNoWinner.
+    __device__ __forceinline__ void Add(const Vector<T, kCount>& unflipped, int32_t row, const Outputs& outputs) {
+      const Vector<C, kCount> values = Widen(FlipAll(unflipped, outputs.flip));
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const C value = values.lane[i];
+        const bool is_larger = value > best[i], ties = value == best[i];
+        const int32_t tied =
+            kFirstWins ? static_cast<int32_t>(min(static_cast<uint32_t>(winner[i]), static_cast<uint32_t>(row)))
+                       : min(winner[i], kNoWinner) - 1;
+        // One selection after the other: nested, they become branches.
+        winner[i] = ties ? tied : winner[i];
+        winner[i] = is_larger ? row : winner[i];
+        best[i] = HardwareLarger(best[i], value);
+      }
+    }
+
+    __device__ __forceinline__ void Settle() {}
+    __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        Cell<C> cell{best[i], winner[i]};
+        MergeCell(cell, Cell<C>{other.best[i], other.winner[i]}, kFirstWins);
+        best[i] = cell.best;
+        winner[i] = cell.winner;
+      }
+    }
+
+    __device__ __forceinline__ void Store(const Outputs& outputs, int64_t segment, int64_t features,
+                                          int64_t feature) const {
+      const int64_t cell = segment * features + feature;
+      Vector<T, kCount> values;
+      Vector<int32_t, kCount> winners;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        values.lane[i] = static_cast<T>(best[i]);
+        winners.lane[i] = FinalWinner(Cell<C>{best[i], winner[i]});
+      }
+      StoreVector(outputs.output + cell, FlipAll(values, outputs.flip));
+      StoreVector(outputs.winner + cell, winners);
+    }
+  };
+};
+
+// The first row that attains the maximum.
+template <typename T>
+struct ArgReduction {
+  using Element = T;
+  using Key = OrderedKey<T>;
+  static constexpr int kRowsInFlight = 4;
+  static constexpr int kTileBlocks = sizeof(T) < 4 ? 12 : 10;
+
+  struct Outputs {
+    int32_t* row;
+    int32_t no_row;  // for an empty segment
+    FlipWord<T> flip;
+  };
+
+  template <int kCount>
+  struct alignas(VectorAlignment(sizeof(Key) * kCount)) Accumulator {
+    Key best[kCount];
+    int32_t row[kCount];
+
+    __device__ __forceinline__ void Start() {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        best[i] = ArgCell<Key>{}.best;
+        row[i] = kNoWinner;
+      }
+    }
+    __device__ __forceinline__ void Add(const Vector<T, kCount>& unflipped, int32_t new_row, const Outputs& outputs) {
+      const Vector<T, kCount> values = FlipAll(unflipped, outputs.flip);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) Take(i, ToOrderedKey(values.lane[i]), new_row);
+    }
+    __device__ __forceinline__ void Settle() {}
+    __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) Take(i, other.best[i], other.row[i]);
+    }
+    __device__ __forceinline__ void Store(const Outputs& outputs, int64_t segment, int64_t features,
+                                          int64_t feature) const {
+      Vector<int32_t, kCount> rows;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) rows.lane[i] = row[i] == kNoWinner ? outputs.no_row : row[i];
+      StoreVector(outputs.row + segment * features + feature, rows);
+    }
+
+   private:
+    __device__ __forceinline__ void Take(int i, Key key, int32_t new_row) {
+      ArgCell<Key> cell{best[i], row[i]};
+      MergeArgCell(cell, key, new_row);
+      best[i] = cell.best;
+      row[i] = cell.row;
+    }
+  };
+};
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,413 @@
+// Segment maximum (or minimum: values are flipped on their way in and out) of rows in any order, through a table of the
+// cells that takes atomic maxima.
+//
+// Values become unsigned integers of the same order, for which the hardware has an atomic maximum: NaN of either sign
+// the greatest, -0 below +0, and 0 for the maximum of nothing. A plain load comes before each atomic, because few rows
+// raise a maximum. Where the table fits in shared memory each block keeps its own and merges it once. Where it is too
+// large for an L1, and there are many rows to a cell, lower bounds in shared memory spare most of those loads.
+#pragma once
+
+#include "ffi/core/launch_bounds.cuh"
+#include "ffi/segment/extremum/reduction.cuh"
+
+namespace jax_baracuda::segment {
+
+template <typename T>
+using TableKey = std::conditional_t<sizeof(T) == 8, unsigned long long, unsigned int>;
+
+template <typename T>
+__device__ __forceinline__ TableKey<T> EncodeKey(T value) {
+  using Key = TableKey<T>;
+  constexpr Key kSign = Key{1} << (8 * sizeof(Key) - 1);
+  if constexpr (kIsFloating<T>) {
+    const ComputeType<T> x = static_cast<ComputeType<T>>(value);
+    Key bits;
+    memcpy(&bits, &x, sizeof(bits));
+    return x != x ? ~Key{0} : ((bits & kSign) != 0 ? ~bits : bits | kSign);
+  } else {
+    return static_cast<Key>(value) - static_cast<Key>(std::numeric_limits<T>::lowest());
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ T DecodeKey(TableKey<T> key) {
+  using Key = TableKey<T>;
+  if constexpr (kIsFloating<T>) {
+    constexpr Key kSign = Key{1} << (8 * sizeof(Key) - 1);
+    if (key < EncodeKey(MaxIdentity<T>())) return MaxIdentity<T>();
+    const Key bits = (key & kSign) != 0 ? key & ~kSign : ~key;
+    ComputeType<T> x;
+    memcpy(&x, &bits, sizeof(x));
+    return static_cast<T>(x);
+  } else {
+    return static_cast<T>(key + static_cast<Key>(std::numeric_limits<T>::lowest()));
+  }
+}
+
+template <typename T>
+struct TableArguments {
+  const T* data;
+  SegmentIds ids;
+  Problem problem;
+  bool first_wins;
+  FlipWord<T> flip;
+  TableKey<T>* table;  // [batch, segments, features]; for the winners' pass, not used
+  T* output;
+  int32_t* winner;
+  int64_t blocks_per_batch;
+};
+
+// kVec elements of the data and the cells they belong to, counted from the first cell of their element of the batch;
+// negative where the row is dropped. With kInOneRow all are of one row, so that the cells are neighbours too.
+template <typename T, typename Index, int kVec, bool kInOneRow>
+struct Elements {
+  Vector<T, kVec> values;
+  Index first_cell[kInOneRow ? 1 : kVec];
+  int32_t first_row[kInOneRow ? 1 : kVec];
+
+  __device__ __forceinline__ bool IsDropped(int i) const { return first_cell[kInOneRow ? 0 : i] < 0; }
+  __device__ __forceinline__ Index Cell(int i) const { return kInOneRow ? first_cell[0] + i : first_cell[i]; }
+  __device__ __forceinline__ int32_t Row(int i) const { return first_row[kInOneRow ? 0 : i]; }
+
+  // What `table` holds in the cells; anything where the row is dropped.
+  template <typename U>
+  __device__ __forceinline__ Vector<U, kVec> Gather(const U* table) const {
+    Vector<U, kVec> found = {};
+    if constexpr (kInOneRow) {
+      if (!IsDropped(0)) found = LoadVector<kVec>(table + first_cell[0]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (!IsDropped(i)) found.lane[i] = table[first_cell[i]];
+      }
+    }
+    return found;
+  }
+};
+
+// Calls body(Elements) for the thread's share of one element of the batch. Index must hold a cell's number.
+template <typename Index, int kVec, typename T, typename Body>
+__device__ __forceinline__ void ForEachElements(const TableArguments<T>& a, int64_t b, Body&& body) {
+  const int64_t features = a.problem.features, total = a.problem.rows * features;
+  const T* data = a.data + (a.problem.data_is_shared ? 0 : b * total);
+  const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
+  const int64_t thread = (blockIdx.x - b * a.blocks_per_batch) * blockDim.x + threadIdx.x;
+  const int64_t threads = a.blocks_per_batch * blockDim.x;
+  const auto cell = [&](uint32_t segment, int64_t feature) {
+    return segment == kDropped ? Index{-1} : static_cast<Index>(segment) * static_cast<Index>(features) +
+                                                 static_cast<Index>(feature);
+  };
+
+  const int64_t row_vectors = features / kVec;
+  if (features % kVec == 0 && row_vectors <= threads) {
+    // A thread keeps to its features: the rows that the block's threads take together are whole ones.
+    constexpr int kInFlight = sizeof(T) < 4 ? 4 : 2;
+    const int64_t rows_at_once = threads / row_vectors;
+    const int64_t first_row = thread / row_vectors;
+    const int64_t feature = (thread - first_row * row_vectors) * kVec;
+    if (first_row >= rows_at_once) return;
+    const int64_t step = rows_at_once * features;
+    const T* next = data + first_row * features + feature;
+    for (int64_t row = first_row; row < a.problem.rows; row += kInFlight * rows_at_once) {
+      Elements<T, Index, kVec, true> elements[kInFlight];
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        const int64_t r = row + u * rows_at_once;
+        if (r < a.problem.rows) {
+          elements[u].values = FlipAll(LoadStreaming<kVec>(next), a.flip);
+          elements[u].first_cell[0] = cell(a.ids[ids_offset + r], feature);
+          elements[u].first_row[0] = static_cast<int32_t>(r);
+        }
+        next += step;
+      }
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        if (row + u * rows_at_once < a.problem.rows) body(elements[u]);
+      }
+    }
+    return;
+  }
+
+  const int64_t first = thread * kVec, stride = threads * kVec;
+  const int64_t stride_rows = stride / features, stride_features = stride - stride_rows * features;
+  int64_t row = first / features, feature = first - row * features;
+  // Vectors run across the ends of rows, and the last one past the end of the data.
+  for (int64_t element = first; element < total; element += stride) {
+    Elements<T, Index, kVec, false> elements;
+    const int count = static_cast<int>(min(total - element, static_cast<int64_t>(kVec)));
+    if (count == kVec) {
+      elements.values = LoadStreaming<kVec>(data + element);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) elements.values.lane[i] = data[element + min(i, count - 1)];
+    }
+    elements.values = FlipAll(elements.values, a.flip);
+    if (features == 1) {
+      a.ids.template LoadRun<kVec>(ids_offset + row, count, [&](int i, uint32_t segment) {
+        elements.first_cell[i] = i < count ? cell(segment, 0) : Index{-1};
+        elements.first_row[i] = static_cast<int32_t>(row) + i;
+      });
+    } else {
+      int64_t r = row, f = feature;
+      uint32_t segment = a.ids[ids_offset + r];
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        elements.first_cell[i] = i < count ? cell(segment, f) : Index{-1};
+        elements.first_row[i] = static_cast<int32_t>(r);
+        if (++f == features) {
+          f = 0;
+          ++r;
+          if (i + 1 < count) segment = a.ids[ids_offset + r];
+        }
+      }
+    }
+    body(elements);
+    row += stride_rows;
+    feature += stride_features;
+    if (feature >= features) {
+      feature -= features;
+      ++row;
+    }
+  }
+}
+
+// Raises cells of `table` to the values. A plain load comes first: it may be stale, but cells only rise.
+template <typename T, typename Found>
+__device__ __forceinline__ void RaiseCells(TableKey<T>* table, const Found& elements) {
+  constexpr int kVec = sizeof(elements.values) / sizeof(T);
+  const Vector<TableKey<T>, kVec> current = elements.Gather(table);
+  TableKey<T> keys[kVec];
+  bool raises = false;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    keys[i] = EncodeKey(elements.values.lane[i]);
+    raises |= keys[i] > current.lane[i];
+  }
+  if (!raises) return;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    if (keys[i] > current.lane[i] && !elements.IsDropped(i)) atomicMax(table + elements.Cell(i), keys[i]);
+  }
+}
+
+template <typename T, int kVec>
+__global__ void __launch_bounds__(256) TableMaxKernel(const __grid_constant__ TableArguments<T> a) {
+  const int64_t b = blockIdx.x / a.blocks_per_batch;
+  TableKey<T>* table = a.table + b * a.problem.segments * a.problem.features;
+  ForEachElements<int64_t, kVec>(a, b, [&](const auto& elements) { RaiseCells<T>(table, elements); });
+}
+
+inline constexpr int kSingleFeatureThreads = 256;
+
+// Rows of one element, kVec neighbouring ones to a thread.
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kSingleFeatureThreads, MinBlocks(kSingleFeatureThreads, 8))
+    SingleFeatureMaxKernel(const __grid_constant__ TableArguments<T> a) {
+  const int64_t b = blockIdx.x / a.blocks_per_batch;
+  const int64_t rows = a.problem.rows;
+  const int64_t row = ((blockIdx.x - b * a.blocks_per_batch) * kSingleFeatureThreads + threadIdx.x) * kVec;
+  if (row >= rows) return;
+  const int count = static_cast<int>(min(rows - row, static_cast<int64_t>(kVec)));
+  const T* data = a.data + (a.problem.data_is_shared ? 0 : b * rows) + row;
+  TableKey<T>* table = a.table + b * a.problem.segments;
+
+  Elements<T, int64_t, kVec, false> elements;
+  if (count == kVec) {
+    elements.values = LoadStreaming<kVec>(data);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) elements.values.lane[i] = data[min(i, count - 1)];
+  }
+  elements.values = FlipAll(elements.values, a.flip);
+  a.ids.template LoadRun<kVec>((a.problem.ids_are_shared ? 0 : b * rows) + row, count, [&](int i, uint32_t segment) {
+    elements.first_cell[i] = i < count && segment != kDropped ? static_cast<int64_t>(segment) : int64_t{-1};
+  });
+  RaiseCells<T>(table, elements);
+}
+
+// Floors are lower bounds of the cells in each of some groups of neighbouring cells. A row below the floor of its group
+// needs no look at the table, and after a share of the rows most of the others are.
+inline constexpr int kFloorBytes = 48 * 1024;
+inline constexpr int kFilterThreads = 384;
+inline constexpr int kFilterBlocks = 4;  // on a multiprocessor
+inline constexpr int kFloorLanes = 8;    // threads that find the floor of one group
+
+// Half of a key as far as that makes do: of a floating type the leading half, which is still a lower bound.
+template <typename T>
+using FloorKey = std::conditional_t<kIsFloating<T> || sizeof(T) < 4, uint16_t, uint32_t>;
+
+template <typename T>
+inline constexpr int kFloorShift = kIsFloating<T> ? 16 : 0;
+
+template <typename T>
+struct Floors {
+  static constexpr int kGroups = kFloorBytes / sizeof(FloorKey<T>);
+
+  FloorKey<T>* keys;
+  uint32_t cells;
+  uint32_t groups_per_cell;  // times 2^32
+
+  Floors(FloorKey<T>* floor_keys, int64_t cell_count)
+      : keys(floor_keys),
+        cells(static_cast<uint32_t>(cell_count)),
+        groups_per_cell(static_cast<uint32_t>((int64_t{kGroups} << 32) / cell_count)) {}
+
+  __device__ __forceinline__ uint32_t Group(uint32_t cell) const { return __umulhi(cell, groups_per_cell); }
+  __device__ __forceinline__ uint32_t FirstCell(uint32_t group) const {
+    const uint64_t first = ((static_cast<uint64_t>(group) << 32) + groups_per_cell - 1) / groups_per_cell;
+    return static_cast<uint32_t>(min(first, static_cast<uint64_t>(cells)));
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(256) FloorsKernel(const TableKey<T>* table, const Floors<T> floors) {
+  using Key = TableKey<T>;
+  static_assert(Floors<T>::kGroups * kFloorLanes % 256 == 0);
+  const uint32_t group = (blockIdx.x * 256 + threadIdx.x) / kFloorLanes;
+  const uint32_t end = floors.FirstCell(group + 1);
+  Key least = ~Key{0};
+#pragma unroll 4
+  for (uint32_t cell = floors.FirstCell(group) + threadIdx.x % kFloorLanes; cell < end; cell += kFloorLanes) {
+    least = min(least, table[cell]);
+  }
+#pragma unroll
+  for (int step = 1; step < kFloorLanes; step *= 2) least = min(least, __shfl_xor_sync(0xffffffffu, least, step));
+  if (threadIdx.x % kFloorLanes == 0) floors.keys[group] = static_cast<FloorKey<T>>(least >> kFloorShift<T>);
+}
+
+// TableMaxKernel behind floors of the table, for a batch of one. An element that equals its floor raises nothing.
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kFilterThreads, MinBlocks(kFilterThreads, kFilterBlocks))
+    FilteredMaxKernel(const __grid_constant__ TableArguments<T> a, const Floors<T> floors) {
+  using Key = TableKey<T>;
+  constexpr int kWords = kFloorBytes / sizeof(uint4);
+  __shared__ uint4 floor_words[kWords];
+  for (int i = threadIdx.x; i < kWords; i += kFilterThreads) {
+    floor_words[i] = reinterpret_cast<const uint4*>(floors.keys)[i];
+  }
+  __syncthreads();
+  const FloorKey<T>* floor_keys = reinterpret_cast<const FloorKey<T>*>(floor_words);
+
+  ForEachElements<int32_t, kVec>(a, 0, [&](auto elements) {
+    constexpr bool kInOneRow = sizeof(elements.first_cell) == sizeof(int32_t);
+    bool is_any_above = false;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      if (elements.IsDropped(i)) continue;
+      const Key floor = static_cast<Key>(floor_keys[floors.Group(elements.Cell(i))]) << kFloorShift<T>;
+      if (EncodeKey(elements.values.lane[i]) > floor) {
+        is_any_above = true;
+      } else if (!kInOneRow) {
+        elements.first_cell[kInOneRow ? 0 : i] = -1;
+      }
+    }
+    if (is_any_above) RaiseCells<T>(a.table, elements);
+  });
+}
+
+inline constexpr int kSharedTableThreads = 512;
+inline constexpr int kSharedTableBlocks = 4;  // on a multiprocessor
+
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kSharedTableThreads, MinBlocks(kSharedTableThreads, kSharedTableBlocks))
+    SharedTableMaxKernel(const __grid_constant__ TableArguments<T> a) {
+  extern __shared__ uint4 shared_table_memory[];
+  TableKey<T>* shared_table = reinterpret_cast<TableKey<T>*>(shared_table_memory);
+  const int cell_count = static_cast<int>(a.problem.segments * a.problem.features);
+  const int64_t b = blockIdx.x / a.blocks_per_batch;
+  TableKey<T>* table = a.table + b * cell_count;
+
+  for (int i = threadIdx.x; i < cell_count; i += blockDim.x) shared_table[i] = 0;
+  __syncthreads();
+  ForEachElements<int32_t, kVec>(a, b, [&](const auto& elements) { RaiseCells<T>(shared_table, elements); });
+  __syncthreads();
+  for (int i = threadIdx.x; i < cell_count; i += blockDim.x) {
+    if (shared_table[i] > table[i]) atomicMax(table + i, shared_table[i]);
+  }
+}
+
+// `table` may be `output` itself where the two have elements of one size.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    DecodeTableKernel(const TableKey<T>* table, int64_t cells, FlipWord<T> flip, T* output) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < cells) output[i] = Flip(DecodeKey<T>(table[i]), static_cast<BitsOf<T>>(flip));
+}
+
+// Counts `count` more rows that attain the maximum of a cell into its winner; `row` matters if there is one only.
+__device__ __forceinline__ void AddTies(int32_t* winner, int32_t row, int32_t count, bool best_is_identity,
+                                        bool first_wins) {
+  if (first_wins) {
+    // kNoWinner is the greatest unsigned number.
+    atomicMin(reinterpret_cast<unsigned int*>(winner), static_cast<unsigned int>(row));
+    return;
+  }
+  int32_t seen = *static_cast<volatile int32_t*>(winner);
+  // Once a winner is a count it stays one, and the identity makes it one from the start.
+  while (seen >= kNoWinner && !best_is_identity) {
+    const int32_t counted = seen == kNoWinner ? (count == 1 ? row : -count) : -1 - count;
+    const int32_t found = atomicCAS(winner, seen, counted);
+    if (found == seen) return;
+    seen = found;
+  }
+  atomicSub(winner, count);
+}
+
+// Counts the elements that attain the maximum, which `best` holds (to be flipped by `flip`), into `winner`.
+template <typename T, typename C, typename Found>
+__device__ __forceinline__ void CountWinners(const C* best, FlipWord<C> flip, int32_t* winner, const Found& elements,
+                                             bool first_wins) {
+  constexpr int kVec = sizeof(elements.values) / sizeof(T);
+  const Vector<C, kVec> maximum = FlipAll(elements.Gather(best), flip);
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    using Compute = ComputeType<T>;
+    const Compute value = static_cast<Compute>(elements.values.lane[i]);
+    if (!elements.IsDropped(i) && value == static_cast<Compute>(maximum.lane[i])) {
+      const bool best_is_identity = value == static_cast<Compute>(MaxIdentity<T>());
+      AddTies(winner + elements.Cell(i), elements.Row(i), 1, best_is_identity, first_wins);
+    }
+  }
+}
+
+// The winners of a finished output, in a pass of its own; `winner` is kNoWinner everywhere before.
+template <typename T, int kVec>
+__global__ void __launch_bounds__(256) TableWinnerKernel(const __grid_constant__ TableArguments<T> a) {
+  const int64_t b = blockIdx.x / a.blocks_per_batch;
+  const int64_t offset = b * a.problem.segments * a.problem.features;
+  ForEachElements<int64_t, kVec>(a, b, [&](const auto& elements) {
+    CountWinners<T>(a.output + offset, a.flip, a.winner + offset, elements, a.first_wins);
+  });
+}
+
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kSharedTableThreads, MinBlocks(kSharedTableThreads, kSharedTableBlocks))
+    SharedTableWinnerKernel(const __grid_constant__ TableArguments<T> a) {
+  using C = ComputeType<T>;
+  extern __shared__ uint4 shared_table_memory[];
+  const int cell_count = static_cast<int>(a.problem.segments * a.problem.features);
+  C* shared_best = reinterpret_cast<C*>(shared_table_memory);
+  int32_t* shared_winner = reinterpret_cast<int32_t*>(shared_best + cell_count);
+  const int64_t b = blockIdx.x / a.blocks_per_batch;
+  const T* output = a.output + b * cell_count;
+  int32_t* winner = a.winner + b * cell_count;
+
+  for (int i = threadIdx.x; i < cell_count; i += blockDim.x) {
+    shared_best[i] = static_cast<C>(Flip(output[i], static_cast<BitsOf<T>>(a.flip)));
+    shared_winner[i] = kNoWinner;
+  }
+  __syncthreads();
+  ForEachElements<int32_t, kVec>(a, b, [&](const auto& elements) {
+    CountWinners<T>(shared_best, FlipWord<C>{0}, shared_winner, elements, a.first_wins);
+  });
+  __syncthreads();
+  for (int i = threadIdx.x; i < cell_count; i += blockDim.x) {
+    const int32_t found = shared_winner[i];
+    if (found == kNoWinner) continue;
+    // The block's count holds the identity where that is a member; the count in global memory has it already.
+    const bool best_is_identity = shared_best[i] == static_cast<C>(MaxIdentity<T>());
+    AddTies(winner + i, found, TieCount(found) - (best_is_identity ? 1 : 0), best_is_identity, a.first_wins);
+  }
+}
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,101 @@
+// Products and their gradient.
+#include "ffi/segment/engine/map_rows.cuh"
+#include "ffi/segment/engine/reduce.cuh"
+#include "ffi/segment/product/launch.cuh"
+#include "ffi/segment/product/reduction.cuh"
+
+namespace jax_baracuda::segment {
+namespace {
+
+template <typename T>
+struct ProductGradient {
+  using C = ComputeType<T>;
+  const T* d_output;
+  const C* mantissa;
+  const int32_t* packed;
+  const T* data;
+  int64_t d_output_per_batch, product_per_batch, data_per_batch;  // elements; 0 where the batch shares them
+  int64_t features;
+
+  template <int kVec>
+  __device__ __forceinline__ Vector<T, kVec> At(int64_t b, uint32_t segment, int64_t feature, int64_t element) const {
+    const int64_t cell = segment * features + feature;
+    const auto d_values = LoadVector<kVec>(d_output + b * d_output_per_batch + cell);
+    const auto mantissas = LoadVector<kVec>(mantissa + b * product_per_batch + cell);
+    const auto packeds = LoadVector<kVec>(packed + b * product_per_batch + cell);
+    const auto values = LoadVector<kVec>(data + b * data_per_batch + element);
+    const Vector<C, kVec> wide = Widen(values), d_wide = Widen(d_values);
+    bool are_plain = true;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const FloatingBits<C> bits(wide.lane[i]);
+      are_plain &= bits.IsNormal() && IsPlain<C>(packeds.lane[i], (packeds.lane[i] >> 6) - bits.Exponent());
+    }
+    Vector<T, kVec> gradient;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      if (are_plain) {
+        const FloatingBits<C> bits(wide.lane[i]);
+        const C others = Quotient(mantissas.lane[i], bits.Mantissa()) *
+                         PowerOfTwo<C>((packeds.lane[i] >> 6) - bits.Exponent());
+        gradient.lane[i] = static_cast<T>(d_wide.lane[i] * others);
+      } else {
+        const Product<C> product{mantissas.lane[i], packeds.lane[i]};
+        gradient.lane[i] = static_cast<T>(ProductOfOthersTimes(product, wide.lane[i], d_wide.lane[i]));
+      }
+    }
+    return gradient;
+  }
+
+ private:
+  // Of mantissas. For 16 bits an error of two units in the last place of float does not matter.
+  __device__ __forceinline__ static C Quotient(C a, C b) {
+    if constexpr (sizeof(T) == 2) {
+      return __fdividef(a, b);
+    } else {
+      return a / b;
+    }
+  }
+};
+
+}  // namespace
+
+Plan PlanProduct(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
+  return PlanPairReduction(problem, element_bytes, indices_are_sorted);
+}
+
+Plan PlanProductBackward(const Problem& problem, int64_t element_bytes) { return PlanMapRows(problem, element_bytes); }
+
+CudaStatus LaunchProduct(const ProductArguments& arguments, cudaStream_t stream) {
+  if (arguments.problem.HasNoResult()) return {};
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
+  DispatchWrapping(arguments.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const ProductOutputs<T> outputs{static_cast<T*>(arguments.output),
+                                    static_cast<ComputeType<T>*>(arguments.mantissa), arguments.packed};
+    status = LaunchPairReduction<ProductReduction<T>>(arguments, outputs, stream);
+  });
+  return status;
+}
+
+CudaStatus LaunchProductBackward(const ProductBackwardArguments& arguments, cudaStream_t stream) {
+  const Problem& problem = arguments.problem;
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
+  DispatchFloating(arguments.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const int64_t cells = problem.segments * problem.features;
+    const ProductGradient<T> function{static_cast<const T*>(arguments.d_output),
+                                      static_cast<const ComputeType<T>*>(arguments.mantissa),
+                                      arguments.packed,
+                                      static_cast<const T*>(arguments.data),
+                                      arguments.d_output_is_shared ? 0 : cells,
+                                      arguments.product_is_shared ? 0 : cells,
+                                      problem.data_is_shared ? 0 : problem.rows * problem.features,
+                                      problem.features};
+    status = LaunchMapRows(problem, arguments.segment_ids, arguments.ids_are_64_bit, function,
+                          static_cast<T*>(arguments.d_data), stream);
+  });
+  return status;
+}
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,60 @@
+// The scalar arithmetic of segment_softmax and its gradient, shared by the CPU and the CUDA kernels.
+//
+// Values that are not finite need no special cases: an infinite maximum, which some row attains, makes that row's
+// weight exp(inf - inf), a NaN, which the sum hands to all rows of the segment, as jax.nn.softmax does.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "ffi/core/element_type.h"
+#include "ffi/segment/problem.h"
+
+namespace jax_baracuda::segment {
+
+// Rows of one segment and feature under reduction: their maximum, NaN if one of them is NaN, and the sum of
+// exp(x - maximum). C is float or double. While the maximum is -inf the sum stays 0, so that rows of -inf weigh nothing
+// beside finite ones.
+template <typename C>
+struct SoftmaxState {
+  C maximum = -std::numeric_limits<C>::infinity();
+  C sum = C{0};
+};
+
+// exp(x - maximum), but 0 for an x of -inf.
+template <typename C>
+JB_HOST_DEVICE C SoftmaxWeight(C x, C maximum) {
+  return x == -std::numeric_limits<C>::infinity() ? C{0} : std::exp(x - maximum);
+}
+
+// Folds the state of other rows of the same segment into this one.
+template <typename C>
+JB_HOST_DEVICE void MergeSoftmax(SoftmaxState<C>& state, const SoftmaxState<C>& other) {
+  const C maximum = other.maximum > state.maximum || other.maximum != other.maximum ? other.maximum : state.maximum;
+  state.sum = state.sum * SoftmaxWeight(state.maximum, maximum) + other.sum * SoftmaxWeight(other.maximum, maximum);
+  state.maximum = maximum;
+}
+
+template <typename C>
+JB_HOST_DEVICE void AddSoftmax(SoftmaxState<C>& state, C x) {
+  if (x <= state.maximum) {
+    state.sum += SoftmaxWeight(x, state.maximum);
+  } else {
+    state.sum = state.sum * SoftmaxWeight(state.maximum, x) + (x - x + C{1});  // NaN for an x of inf
+    state.maximum = x;
+  }
+}
+
+// The probability of a row of the segment that `state` was made of.
+template <typename C>
+JB_HOST_DEVICE C SoftmaxProbability(const SoftmaxState<C>& state, C x) {
+  return std::exp(x - state.maximum) / state.sum;
+}
+
+// The gradient for a row; `product_sum` is the sum of probability * d_probability over the rows of its segment.
+template <typename C>
+JB_HOST_DEVICE C SoftmaxGradient(C probability, C d_probability, C product_sum) {
+  return probability * (d_probability - product_sum);
+}
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,77 @@
+// Exponentials and reciprocals of softmax on the GPU.
+//
+// Sums of exp(x) need no maximum where they neither overflow nor underflow, and most do not: floats are scaled so
+// that the logarithm of a sum may lie between about -34 and 44. Kernels take such sums first, and those with maxima
+// only where a sum is out of range.
+#pragma once
+
+#include <cstdint>
+
+#include "ffi/segment/softmax/arithmetic.h"
+
+namespace jax_baracuda::segment {
+
+template <typename C>
+inline constexpr int kExpScale = sizeof(C) == 4 ? 56 : 0;
+
+// exp(x) * 2^kExpScale, with the error of expf.
+__device__ __forceinline__ float ScaledExp(float x) {
+  // 2^power * 2^fraction, the power with its bias in the low bits of `biased`. Beyond the range of powers the fraction
+  // takes the rest, whose own power of two is then 0, infinite or NaN.
+  constexpr float kRange = 252, kLowest = 182, kRound = 12582912 + 1;
+  const float in_range = __saturatef(fmaf(x, 1.4426950408889634f / kRange, kLowest / kRange));
+  const float biased = fmaf(in_range, kRange, kRound);
+  static_assert(kLowest + 1 == kExpScale<float> + 127);
+  const float power = biased - (kRound + kLowest);
+  float fraction = fmaf(x, 1.4426950216293335f, -power);
+  fraction = fmaf(x, 1.925963033500999e-8f, fraction);
+  float root;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(fraction));
+  return root * __int_as_float(__float_as_int(biased) << 23);
+}
+__device__ __forceinline__ double ScaledExp(double x) { return exp(x); }
+
+// Whether a sum of ScaledExp is as good as one of exp(x - maximum), also as a divisor.
+__device__ __forceinline__ bool IsInRange(float sum) { return sum >= 0x1p6f && sum <= 0x1p120f; }
+__device__ __forceinline__ bool IsInRange(double sum) { return sum >= 0x1p-64 && sum <= 0x1p1000; }
+
+// IsInRange of many sums.
+template <typename C>
+struct RangeCheck {
+  bool all_in_range = true;
+
+  __device__ __forceinline__ void Add(C sum) { all_in_range &= IsInRange(sum); }
+  __device__ __forceinline__ bool AllInRange() const { return all_in_range; }
+};
+template <>
+struct RangeCheck<float> {
+  // The bits of numbers that are not negative, nor NaN, are in their order.
+  static constexpr uint32_t kLeast = (127u + 6) << 23, kMost = (127u + 120) << 23;
+  uint32_t most_above = 0;
+
+  __device__ __forceinline__ void Add(float sum) {
+    most_above = __viaddmax_u32(static_cast<uint32_t>(__float_as_int(sum)), 0u - kLeast, most_above);
+  }
+  __device__ __forceinline__ bool AllInRange() const { return most_above <= kMost - kLeast; }
+};
+
+// 2^-kExpScale.
+template <typename C>
+__device__ __forceinline__ C UnscaledExpSum(C sum) {
+  return sizeof(C) == 4 ? sum * static_cast<C>(0x1p-56) : sum;
+}
+
+__device__ __forceinline__ float Reciprocal(float x) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
+  return reciprocal;
+}
+__device__ __forceinline__ double Reciprocal(double x) { return 1.0 / x; }
+
+// A probability does not exceed 1, which rounding could make it do; NaN stays.
+template <typename C>
+__device__ __forceinline__ C AtMostOne(C probability) {
+  return probability > C{1} ? C{1} : probability;
+}
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,461 @@
+// Softmax and its gradient: the choice of a kernel.
+#include "ffi/segment/softmax/launch.cuh"
+
+#include "ffi/core/device_attributes.h"
+#include "ffi/core/scratch.h"
+#include "ffi/segment/engine/order.cuh"
+#include "ffi/segment/softmax/long_runs.cuh"
+#include "ffi/segment/softmax/small.cuh"
+#include "ffi/segment/softmax/table.cuh"
+#include "ffi/segment/softmax/windows.cuh"
+
+namespace jax_baracuda::segment {
+namespace {
+
+enum class Strategy {
+  kFill,             // there are no segments, so that all rows are dropped
+  kSmall,            // few rows in any order, in one launch: see small.cuh
+  kWindows,          // rows in order: see windows.cuh
+  kSortThenWindows,  // rows brought into order first
+  kTable,            // rows in any order: see table.cuh
+};
+
+// Operands up to this size are left in L2 for the next pass.
+constexpr int64_t kKeptBytes = int64_t{48} << 20;
+
+// A table beyond this size is summed up in parts, which stay in L2, if there are few parts and many rows to a segment:
+// each part reads all rows.
+constexpr int64_t kPartBytes = int64_t{24} << 20;
+constexpr int64_t kMostParts = 4;
+
+// Blocks for a small problem, unless it has so many segments that they need more: one to a multiprocessor, or two where
+// a warp would have more than two segments to take.
+int64_t SmallBlocks(int64_t segments, int64_t columns) {
+  constexpr int64_t kBlocks = 128;
+  return segments * columns > 2 * kBlocks * kSmallWarps ? 2 * kBlocks : kBlocks;
+}
+
+// Every block of a small problem reads all ids, which pays while the launches of other ways cost more, and takes whole
+// segments, of which there should be enough, but not many more than rows.
+bool IsSmall(const Problem& problem) {
+  constexpr int64_t kMostElements = int64_t{1} << 22, kMostRowsToSegment = 1024;
+  const int64_t rows = problem.batch * problem.rows, segments = problem.batch * problem.segments;
+  return rows <= kMostSmallRows && rows * problem.features <= kMostElements && rows <= kMostRowsToSegment * segments &&
+         segments <= kMostSmallRows;
+}
+
+// Slots of the cache of hot cells of a block, each used by at least kCacheUses of the block's vectors on average.
+constexpr int kLeastCacheSlots = 512, kMostCacheSlots = 4096, kCacheUses = 64;
+
+// The rule, from shapes and flags alone. Bringing rows into order costs more than the table's passes, but atomic
+// additions come in the order of time.
+Strategy ChooseStrategy(const Problem& problem, bool indices_are_sorted, bool deterministic) {
+  if (problem.segments == 0) return Strategy::kFill;
+  if (IsSmall(problem)) return Strategy::kSmall;
+  if (indices_are_sorted) return Strategy::kWindows;
+  return deterministic ? Strategy::kSortThenWindows : Strategy::kTable;
+}
+
+bool IsEmpty(const Problem& problem) { return problem.batch == 0 || problem.rows == 0 || problem.features == 0; }
+
+// An order numbers rows and segments in 32 bits: where the whole batch is too large, its elements are taken one by one.
+int64_t ElementsAtOnce(const Problem& problem, Strategy strategy) {
+  return strategy == Strategy::kSortThenWindows && !OrderFits(problem) ? 1 : problem.batch;
+}
+
+// How rows are cut into windows.
+struct WindowGrid {
+  int vector;
+  FeatureLanes lanes;
+  int chunk_rows, window_rows;
+  int64_t chunks;
+};
+
+int LeastCommonMultiple(int a, int b) {
+  int multiple = a;
+  while (multiple % b != 0) multiple += a;
+  return multiple;
+}
+
+WindowGrid MakeWindowGrid(int64_t rows, int64_t features, int64_t element_bytes, bool is_backward) {
+  WindowGrid grid;
+  grid.vector = WindowVector(features, element_bytes);
+  grid.lanes = DealFeatures(features / grid.vector, grid.vector > 1 ? 4 : kMostWindowLanes);
+  const int thread_rows = ThreadRows(grid.vector, element_bytes, is_backward);
+  grid.window_rows = kWindowWarps * (32 / grid.lanes.lanes) * thread_rows;
+  // Chunks begin at a thread's first row, and at a whole word if rows are contiguous.
+  const int unit = LeastCommonMultiple(thread_rows, static_cast<int>(16 / element_bytes));
+  grid.chunk_rows = grid.window_rows * 7 / 8 / unit * unit;
+  grid.chunks = CeilDivide(rows, grid.chunk_rows);
+  return grid;
+}
+
+int64_t ComputeBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
+
+int64_t PieceElements(int64_t chunks, int64_t features, bool is_backward) {
+  return chunks * 2 * (is_backward ? 1 : 2) * features;
+}
+
+int64_t ScratchBytes(const Problem& problem, Strategy strategy, int64_t element_bytes, bool is_backward) {
+  ScratchSizes sizes;
+  switch (strategy) {
+    case Strategy::kFill:
+    case Strategy::kSmall:
+      break;
+    case Strategy::kSortThenWindows:
+    case Strategy::kWindows: {
+      Problem part = problem;
+      part.batch = ElementsAtOnce(problem, strategy);
+      if (strategy == Strategy::kSortThenWindows) sizes.Add(SegmentOrderScratchBytes(part));
+      const WindowGrid grid = MakeWindowGrid(part.batch * part.rows, part.features, element_bytes, is_backward);
+      sizes.Add(grid.chunks * 2 * sizeof(RunPart));
+      sizes.Add(grid.chunks);
+      sizes.Add(PieceElements(grid.chunks, part.features, is_backward) * ComputeBytes(element_bytes));
+      break;
+    }
+    case Strategy::kTable: {
+      const int64_t table_bytes = problem.batch * problem.segments * problem.features * ComputeBytes(element_bytes);
+      if (!is_backward) {
+        sizes.Add(sizeof(uint32_t));
+        sizes.Add(table_bytes);
+        sizes.Add(table_bytes);
+      }
+      sizes.Add(table_bytes);
+      break;
+    }
+  }
+  return sizes.total;
+}
+
+// The blocks that sum rows up through a cache of hot cells in shared memory, and its slots; none where it does not pay.
+struct CacheGrid {
+  int64_t blocks_per_batch;
+  int slots;
+};
+
+// As many blocks as run at once, each of which should find its slots' owners among a small part of its rows.
+CacheGrid MakeCacheGrid(const Problem& problem, int vector, int64_t element_bytes, int multiprocessors) {
+  CacheGrid cache;
+  cache.blocks_per_batch = CeilDivide((element_bytes == 8 ? 1 : 2) * int64_t{multiprocessors}, problem.batch);
+  const int64_t row_vectors = problem.features / vector;
+  const int64_t block_vectors = problem.rows * row_vectors / cache.blocks_per_batch;
+  const int64_t cells = problem.batch * problem.segments * row_vectors;
+  cache.slots = 1;
+  while (cache.slots < kMostCacheSlots && cache.slots * kCacheUses <= block_vectors) cache.slots *= 2;
+  const bool has_whole_rows = cache.blocks_per_batch * kSoftmaxCacheThreads >= row_vectors;
+  if (cache.slots < kLeastCacheSlots || cells >= kDropped || !has_whole_rows) cache.slots = 0;
+  return cache;
+}
+
+// Elements of a row that the kernels of the table take at once.
+int TableVector(const Problem& problem, int64_t element_bytes) {
+  const int widest = static_cast<int>(16 / ComputeBytes(element_bytes));
+  return problem.features % widest == 0 ? widest : 1;
+}
+
+// Parts of the segments whose sums are formed one after another.
+int64_t TableParts(const Problem& problem, int64_t element_bytes) {
+  const int64_t table_bytes = problem.batch * problem.segments * problem.features * ComputeBytes(element_bytes);
+  const bool is_split = problem.rows / 8 >= problem.segments && table_bytes <= kMostParts * kPartBytes;
+  return is_split ? CeilDivide(table_bytes, kPartBytes) : 1;
+}
+
+const char* NameOf(const Problem& problem, Strategy strategy, int64_t element_bytes) {
+  switch (strategy) {
+    case Strategy::kFill:
+      return "fill";
+    case Strategy::kSmall:
+      return "one_launch";
+    case Strategy::kWindows:
+      return "windows";
+    case Strategy::kSortThenWindows:
+      return "sort_then_windows";
+    case Strategy::kTable: {
+      const int multiprocessors = DeviceAttributesForPlan().multiprocessors;
+      const int vector = TableVector(problem, element_bytes);
+      const bool has_cache = MakeCacheGrid(problem, vector, element_bytes, multiprocessors).slots > 0;
+      if (TableParts(problem, element_bytes) > 1) return has_cache ? "cached_atomics_in_parts" : "atomics_in_parts";
+      return has_cache ? "cached_atomics" : "atomics";
+    }
+  }
+  return "";
+}
+
+// What both directions have in common.
+struct Call {
+  Problem problem;
+  bool ids_are_64_bit;
+  Strategy strategy;
+  const void* inputs[2];  // logits; or probabilities and their cotangents
+  bool is_shared[2];
+  const void* segment_ids;
+  void* output;
+  void* scratch;
+  cudaStream_t stream;
+};
+
+template <typename T, bool kBackward>
+struct Launcher {
+  using C = ComputeType<T>;
+  const Call& call;
+  const Problem& problem = call.problem;
+  const T* inputs[2] = {static_cast<const T*>(call.inputs[0]), static_cast<const T*>(call.inputs[1])};
+  T* output = static_cast<T*>(call.output);
+
+  CudaStatus Launch() const {
+    switch (call.strategy) {
+      case Strategy::kFill:
+        return JB_CUDA_STATUS(
+            cudaMemsetAsync(output, 0, problem.batch * problem.rows * problem.features * sizeof(T), call.stream));
+      case Strategy::kSmall:
+        return WindowVector(problem.features, sizeof(T)) > 1 ? Small<WindowVector(0, sizeof(T))>() : Small<1>();
+      case Strategy::kTable:
+        return Table();
+      default:
+        return Windows();
+    }
+  }
+
+  // `batch` elements from the first on, as they lie.
+  OrderedRows RowsOf(int64_t first, int64_t batch) const {
+    OrderedRows rows{};
+    const int64_t first_id = problem.ids_are_shared ? 0 : first * problem.rows;
+    const char* const segment_ids =
+        static_cast<const char*>(call.segment_ids) + first_id * (call.ids_are_64_bit ? 8 : 4);
+    rows.ids = {segment_ids, call.ids_are_64_bit, problem.segments};
+    rows.count = batch * problem.rows;
+    rows.batch_rows = problem.rows;
+    rows.segments = batch * problem.segments;
+    rows.ids_are_shared = problem.ids_are_shared;
+    return rows;
+  }
+
+  template <int kVec>
+  CudaStatus Small() const {
+    SmallArguments<T> a{};
+    a.rows = RowsOf(0, problem.batch);
+    for (int i = 0; i < (kBackward ? 2 : 1); ++i) {
+      a.inputs[i] = inputs[i];
+      a.is_shared[i] = call.is_shared[i] && problem.batch > 1;
+    }
+    a.output = output;
+    a.features = static_cast<int>(problem.features);
+    const int64_t vectors = problem.features / kVec;
+    // Where rows are wide enough there are four columns of 64 bytes or more, so that several multiprocessors share a
+    // segment with many rows.
+    constexpr int kLeastLanes = 64 / (kVec * static_cast<int>(sizeof(T)));
+    a.lanes = 1;
+    while (a.lanes < MostSmallLanes(kVec) && a.lanes < vectors && (a.lanes < kLeastLanes || 4 * a.lanes < vectors)) {
+      a.lanes *= 2;
+    }
+    a.columns = static_cast<int>(CeilDivide(vectors, a.lanes));
+    const int64_t wanted = SmallBlocks(a.rows.segments, a.columns);
+    const int64_t most_segment_blocks = wanted > a.columns ? wanted / a.columns : 1;
+    const int64_t block_segments = CeilDivide(a.rows.segments, most_segment_blocks);
+    a.block_segments = static_cast<int>(block_segments < kMostSmallSegments ? block_segments : kMostSmallSegments);
+    const int64_t blocks = CeilDivide(a.rows.segments, a.block_segments) * a.columns;
+    SmallKernel<T, kVec, kBackward><<<static_cast<uint32_t>(blocks), kSmallThreads, 0, call.stream>>>(a);
+    return JB_LAUNCH_STATUS(SmallKernel);
+  }
+
+  CudaStatus Windows() const {
+    const int64_t elements = ElementsAtOnce(problem, call.strategy);
+    for (int64_t b = 0; b < problem.batch; b += elements) {
+      JB_RETURN_IF_CUDA_ERROR(WindowsOf(b, elements));
+    }
+    return {};
+  }
+
+  // `batch` elements from the first on.
+  CudaStatus WindowsOf(int64_t first, int64_t batch) const {
+    Problem part = problem;
+    part.batch = batch;
+    const int64_t first_row = first * problem.rows;
+    ScratchCarver carver(call.scratch);
+    WindowArguments<T> a{};
+    a.rows = RowsOf(first, batch);
+    if (call.strategy == Strategy::kSortThenWindows) {
+      SegmentOrder order;
+      char* const order_scratch = carver.Take<char>(SegmentOrderScratchBytes(part));
+      JB_RETURN_IF_CUDA_ERROR(
+          LaunchSegmentOrder(part, a.rows.ids.ids, call.ids_are_64_bit, order_scratch, &order, call.stream));
+      a.rows.sorted_segments = order.segments;
+      a.rows.order = order.rows;
+    }
+    const WindowGrid grid = MakeWindowGrid(a.rows.count, problem.features, sizeof(T), kBackward);
+    a.is_flat = call.strategy == Strategy::kWindows && grid.lanes.columns == 1;
+    for (int i = 0; i < (kBackward ? 2 : 1); ++i) {
+      a.is_shared[i] = call.is_shared[i] && batch > 1;
+      a.inputs[i] = inputs[i] + (call.is_shared[i] ? 0 : first_row * problem.features);
+      a.is_flat = a.is_flat && !a.is_shared[i];
+    }
+    a.output = output + first_row * problem.features;
+    a.features = problem.features;
+    a.lanes = grid.lanes;
+    a.lanes_inverse = (65536 + grid.lanes.lanes - 1) / grid.lanes.lanes;
+    a.chunk_rows = grid.chunk_rows;
+    a.window_rows = grid.window_rows;
+    a.chunks = grid.chunks;
+    a.parts = carver.Take<RunPart>(2 * grid.chunks);
+    a.has_parts = carver.Take<uint8_t>(grid.chunks);
+    a.pieces = carver.Take<C>(PieceElements(grid.chunks, problem.features, kBackward));
+    constexpr int kWidest = WindowVector(0, sizeof(T));
+    return grid.vector > 1 ? LaunchWindows<kWidest>(a) : LaunchWindows<1>(a);
+  }
+
+  template <int kVec>
+  CudaStatus LaunchWindows(WindowArguments<T> a) const {
+    constexpr int kElementBytes = static_cast<int>(sizeof(C) + (kBackward ? 2 : 1) * sizeof(T));
+    const int shared_bytes = a.window_rows * a.lanes.lanes * kVec * kElementBytes;
+    const auto kernel = WindowKernel<T, kVec, kBackward>;
+    JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel));
+    kernel<<<static_cast<uint32_t>(a.chunks * a.lanes.columns), kWindowThreads, shared_bytes, call.stream>>>(a);
+    JB_RETURN_IF_LAUNCH_ERROR(WindowKernel);
+    if (a.chunks == 1) return {};  // no run is long
+    int multiprocessors = 0;
+    JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
+    a.lanes = DealFeatures(a.features / kVec, kMostLongRunLanes);
+    const int64_t most = CeilDivide(int64_t{LongRunBlocks(sizeof(T))} * multiprocessors, a.lanes.columns);
+    const int64_t useful = CeilDivide(2 * a.chunks, kLongRunWarps);
+    const int64_t blocks = (useful < most ? useful : most) * a.lanes.columns;
+    LongRunsKernel<T, kVec, kBackward><<<static_cast<uint32_t>(blocks), kLongRunThreads, 0, call.stream>>>(a);
+    return JB_LAUNCH_STATUS(LongRunsKernel);
+  }
+
+  CudaStatus Table() const {
+    const int64_t cells = problem.batch * problem.segments * problem.features;
+    ScratchCarver carver(call.scratch);
+    SoftmaxTableArguments<T> a{};
+    a.ids = {call.segment_ids, call.ids_are_64_bit, problem.segments};
+    a.problem = problem;
+    for (int i = 0; i < (kBackward ? 2 : 1); ++i) {
+      a.inputs[i] = inputs[i];
+      a.is_shared[i] = call.is_shared[i];
+    }
+    a.output = output;
+    // The sums come last and the flag before them, so that one memset clears both.
+    if (!kBackward) {
+      a.maxima = carver.Take<TableKey<C>>(cells);
+      a.sums_from_maximum = carver.Take<C>(cells);
+      a.takes_again = carver.Take<uint32_t>(1);
+    }
+    a.sums = carver.Take<C>(cells);
+    char* const cleared = kBackward ? reinterpret_cast<char*>(a.sums) : reinterpret_cast<char*>(a.takes_again);
+    const int64_t cleared_bytes = reinterpret_cast<char*>(a.sums + cells) - cleared;
+    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(cleared, 0, cleared_bytes, call.stream));
+    constexpr int kWidest = 16 / sizeof(C);
+    return TableVector(problem, sizeof(T)) == kWidest ? LaunchTable<kWidest>(a) : LaunchTable<1>(a);
+  }
+
+  template <int kVec, bool kIsReadAgain>
+  CudaStatus LaunchSumRows(SoftmaxTableArguments<T> a, uint32_t blocks) const {
+    int multiprocessors = 0;
+    JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
+    const CacheGrid cache = MakeCacheGrid(problem, kVec, sizeof(T), multiprocessors);
+    if (cache.slots == 0) {
+      SumRowsKernel<T, kVec, kBackward, kIsReadAgain><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      return JB_LAUNCH_STATUS(SumRowsKernel);
+    }
+    constexpr int kSlotBytes = static_cast<int>(sizeof(Vector<C, kVec>) + sizeof(uint32_t));
+    const auto kernel = SumRowsCachedKernel<T, kVec, kBackward, kIsReadAgain>;
+    int max_shared_bytes = 0;
+    JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel, &max_shared_bytes));
+    for (a.cache_slots = cache.slots; a.cache_slots * kSlotBytes > max_shared_bytes;) a.cache_slots /= 2;
+    const int shared_bytes = a.cache_slots * kSlotBytes;
+    a.blocks_per_batch = cache.blocks_per_batch;
+    const int64_t grid = problem.batch * cache.blocks_per_batch;
+    kernel<<<static_cast<uint32_t>(grid), kSoftmaxCacheThreads, shared_bytes, call.stream>>>(a);
+    return JB_LAUNCH_STATUS(SumRowsCachedKernel);
+  }
+
+  template <int kVec>
+  CudaStatus LaunchTable(SoftmaxTableArguments<T> a) const {
+    const int64_t vectors = problem.rows * (problem.features / kVec);
+    a.row_vectors = static_cast<uint32_t>(problem.features / kVec);
+    const auto blocks_for = [&](int rows_in_flight) {
+      const int64_t blocks = CeilDivide(vectors, int64_t{kSoftmaxTableThreads} * rows_in_flight);
+      const int64_t row_blocks = CeilDivide(a.row_vectors, kSoftmaxTableThreads);
+      a.blocks_per_batch = blocks > row_blocks ? blocks : row_blocks;
+      return static_cast<uint32_t>(problem.batch * a.blocks_per_batch);
+    };
+    uint32_t blocks = blocks_for(kSoftmaxRowsInFlight);
+    const bool is_kept = problem.batch * vectors * kVec * static_cast<int64_t>(sizeof(T)) <= kKeptBytes;
+    const int64_t part_segments = CeilDivide(problem.segments, TableParts(problem, sizeof(T)));
+    a.part_segments = static_cast<uint32_t>(part_segments);
+    for (int64_t first = 0; first < problem.segments; first += part_segments) {
+      a.first_segment = static_cast<uint32_t>(first);
+      JB_RETURN_IF_CUDA_ERROR(is_kept ? LaunchSumRows<kVec, true>(a, blocks) : LaunchSumRows<kVec, false>(a, blocks));
+    }
+    blocks = blocks_for(kSoftmaxGatherRows);
+    if constexpr (kBackward) {
+      GradientKernel<T, kVec><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      return JB_LAUNCH_STATUS(GradientKernel);
+    } else {
+      DivideKernel<T, kVec><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      JB_RETURN_IF_LAUNCH_ERROR(DivideKernel);
+      int multiprocessors = 0;
+      JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
+      // As many as run at once: mostly they have nothing to do.
+      const int64_t most = CeilDivide(4 * multiprocessors, problem.batch);
+      blocks = blocks_for(kSoftmaxRowsInFlight);
+      if (a.blocks_per_batch > most) {
+        const int64_t row_blocks = CeilDivide(a.row_vectors, kSoftmaxTableThreads);
+        a.blocks_per_batch = most > row_blocks ? most : row_blocks;
+        blocks = static_cast<uint32_t>(problem.batch * a.blocks_per_batch);
+      }
+      TakeAgainKernel<T, kVec, false><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      JB_RETURN_IF_LAUNCH_ERROR(TakeAgainKernel);
+      TakeAgainKernel<T, kVec, true><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      return JB_LAUNCH_STATUS(TakeAgainKernel);
+    }
+  }
+};
+
+template <bool kBackward, typename Arguments>
+CudaStatus Launch(const Arguments& arguments, Call call, cudaStream_t stream) {
+  const Problem& problem = arguments.problem;
+  if (IsEmpty(problem)) return {};
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
+  if (!SegmentsFit(problem.segments)) return status;
+  call.problem = problem;
+  call.ids_are_64_bit = arguments.ids_are_64_bit;
+  call.strategy = ChooseStrategy(problem, arguments.indices_are_sorted, arguments.deterministic);
+  call.segment_ids = arguments.segment_ids;
+  call.scratch = arguments.scratch;
+  call.stream = stream;
+  DispatchFloating(arguments.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if (arguments.scratch_bytes < ScratchBytes(problem, call.strategy, sizeof(T), kBackward)) return;
+    status = Launcher<T, kBackward>{call}.Launch();
+  });
+  return status;
+}
+
+}  // namespace
+
+Plan PlanSoftmax(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic,
+                 bool is_backward) {
+  if (IsEmpty(problem)) return {kNothing};
+  const Strategy strategy = ChooseStrategy(problem, indices_are_sorted, deterministic);
+  return {NameOf(problem, strategy, element_bytes), ScratchBytes(problem, strategy, element_bytes, is_backward)};
+}
+
+CudaStatus LaunchSoftmax(const SoftmaxArguments& arguments, cudaStream_t stream) {
+  Call call{};
+  call.inputs[0] = arguments.logits;
+  call.is_shared[0] = arguments.problem.data_is_shared;
+  call.output = arguments.probabilities;
+  return Launch<false>(arguments, call, stream);
+}
+
+CudaStatus LaunchSoftmaxBackward(const SoftmaxBackwardArguments& arguments, cudaStream_t stream) {
+  Call call{};
+  call.inputs[0] = arguments.probabilities;
+  call.inputs[1] = arguments.d_probabilities;
+  call.is_shared[0] = arguments.problem.data_is_shared;
+  call.is_shared[1] = arguments.d_probabilities_are_shared;
+  call.output = arguments.d_logits;
+  return Launch<true>(arguments, call, stream);
+}
+
+}  // namespace jax_baracuda::segment

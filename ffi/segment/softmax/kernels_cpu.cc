@@ -1,0 +1,550 @@
+// The CPU kernels of segment_softmax and its gradient.
+//
+// Both are a reduction of the rows and then a function of each row and its segment's cells. In the grouped way a
+// segment's rows are read once from memory. In order, the rows are read once for each reduction, and the exponential is
+// computed anew rather than stored in between: that is cheaper than the traffic.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <type_traits>
+
+#include "ffi/core/exp_cpu.h"
+#include "ffi/core/target_table.h"
+#include "ffi/segment/decoding.h"
+#include "ffi/segment/engine/rows_cpu.h"
+#include "ffi/segment/softmax/arithmetic.h"
+
+namespace jax_baracuda::segment {
+namespace {
+
+constexpr int64_t kNarrowFeatures = 16;     // below this, rows are too short to vectorise each by itself
+constexpr int64_t kBlockNumbers = 1024;     // of a block of such rows
+constexpr int64_t kSegmentNumbers = 1 << 15;  // of the rows of a segment whose weights are kept
+
+// The maximum of each cell, NaN where a member is NaN.
+template <typename T>
+struct Maximum {
+  using Element = T;
+  using First = ComputeType<T>;
+  using Second = NoNumber;
+  static constexpr bool kRounds = false, kHoldsRuns = false;
+
+  First* output;
+
+  JB_INLINE void Start(int64_t count, CellsOf<Maximum> cells) const {
+    std::fill_n(cells.first, count, -std::numeric_limits<First>::infinity());
+  }
+
+  template <typename U>
+  JB_INLINE static void Take(const U* values, int64_t width, First* maxima) {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < width; ++i) {
+      const First value = static_cast<First>(values[i]);
+      maxima[i] = value > maxima[i] || value != value ? value : maxima[i];
+    }
+  }
+
+  JB_INLINE void Fold(const T* values, int32_t /*row*/, int64_t width, CellsOf<Maximum> cells) const {
+    if (width == 1 && static_cast<First>(*values) <= *cells.first) return;
+    Take(values, width, cells.first);
+  }
+
+  JB_INLINE void Merge(int64_t count, CellsOf<Maximum> later, CellsOf<Maximum> cells) const {
+    Take(later.first, count, cells.first);
+  }
+
+  JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, CellsOf<Maximum> cells) const {
+    std::copy_n(cells.first, count, output + first_cell);
+  }
+};
+
+// Sums of numbers that are computed from rows.
+template <typename C>
+struct ComputedSum {
+  using First = C;
+  using Second = NoNumber;
+  static constexpr bool kRounds = true, kHoldsRuns = false;
+
+  C* output;
+
+  JB_INLINE void Start(int64_t count, CellsOf<ComputedSum> cells) const { std::fill_n(cells.first, count, C{0}); }
+
+  JB_INLINE void Merge(int64_t count, CellsOf<ComputedSum> later, CellsOf<ComputedSum> cells) const {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) cells.first[i] += later.first[i];
+  }
+
+  JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/,
+                       CellsOf<ComputedSum> cells) const {
+    std::copy_n(cells.first, count, output + first_cell);
+  }
+};
+
+template <typename T, typename C>
+JB_INLINE void Subtract(const T* values, const C* subtrahends, int64_t width, C* differences) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < width; ++i) differences[i] = static_cast<C>(values[i]) - subtrahends[i];
+}
+
+// exp(logit - maximum) for one row.
+template <typename T, typename C>
+JB_INLINE void WeighRow(const T* logits, const C* maxima, int64_t width, C* weights) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < width; ++i) weights[i] = Exp(static_cast<C>(logits[i]) - maxima[i]);
+}
+
+template <typename C>
+JB_INLINE void AddTo(C* sums, const C* numbers, int64_t width) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < width; ++i) sums[i] += numbers[i];
+}
+
+template <typename T, typename C>
+JB_INLINE void WriteQuotients(const C* weights, const C* sums, int64_t width, T* to) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < width; ++i) Store(weights[i] / sums[i], to + i);
+}
+
+template <typename T>
+JB_INLINE void WriteZeros(int64_t width, T* to) {
+  std::memset(static_cast<void*>(to), 0, static_cast<size_t>(width) * sizeof(T));
+}
+
+template <typename T>
+struct SoftmaxArrays {
+  SegmentIds ids;
+  const T* logits;
+  T* probabilities;
+};
+
+// Calls use(row, segment, weights) for the rows [row_begin, row_end) of a batch element; segment is -1, and the weights
+// mean nothing, where a row is in none.
+template <typename T, typename C, typename Use>
+JB_INLINE void ForEachWeighedRow(const Problem& problem, const SoftmaxArrays<T>& arrays, int64_t batch,
+                                 int64_t row_begin, int64_t row_end, int64_t width, const C* maxima, C* block,
+                                 const Use& use) {
+  const T* const logits = arrays.logits + problem.DataRow(batch, 0) * width;
+  const int64_t rows_per_block = std::max<int64_t>(1, kBlockNumbers / width);
+  arrays.ids.Visit([&](const auto* all_ids) __attribute__((always_inline)) {
+    const auto* const row_ids = all_ids + problem.IdIndex(batch, 0);
+    const auto segment_of = [&](int64_t row) __attribute__((always_inline)) {
+      const int64_t segment = row_ids[row];
+      return static_cast<uint64_t>(segment) < static_cast<uint64_t>(problem.segments) ? segment : int64_t{-1};
+    };
+    if (width >= kNarrowFeatures) {
+      for (int64_t row = row_begin; row < row_end; ++row) {
+        const int64_t segment = segment_of(row);
+        if (segment >= 0) WeighRow(logits + row * width, maxima + segment * width, width, block);
+        use(row, segment, block);
+      }
+      return;
+    }
+    for (int64_t begin = row_begin; begin < row_end; begin += rows_per_block) {
+      const int64_t end = std::min(begin + rows_per_block, row_end), count = (end - begin) * width;
+      C* difference = block;
+      for (int64_t row = begin; row < end; ++row, difference += width) {
+        const int64_t segment = segment_of(row);
+        const C* const of_segment = maxima + std::max<int64_t>(segment, 0) * width;
+        Subtract(logits + row * width, of_segment, width, difference);
+      }
+      for (int64_t i = 0; i < count; ++i) block[i] = Exp(block[i]);
+      const C* weights = block;
+      for (int64_t row = begin; row < end; ++row, weights += width) use(row, segment_of(row), weights);
+    }
+  });
+}
+
+template <typename T, typename C>
+JB_CPU_CLONES void SumWeightsInOrder(const Problem problem, const SoftmaxArrays<T> arrays, int64_t batch,
+                                     int64_t row_begin, int64_t row_end, const C* maxima, C* block, C* sums) {
+  std::fill_n(sums, problem.segments * problem.features, C{0});
+  WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
+    ForEachWeighedRow(problem, arrays, batch, row_begin, row_end, width, maxima, block,
+                      [&](int64_t, int64_t segment, const C* weights) __attribute__((always_inline)) {
+      if (segment >= 0) AddTo(sums + segment * width, weights, width);
+    });
+  });
+}
+
+template <typename T, typename C>
+JB_CPU_CLONES void WriteProbabilitiesInOrder(const Problem problem, const SoftmaxArrays<T> arrays, int64_t batch,
+                                             int64_t row_begin, int64_t row_end, const C* maxima, const C* sums,
+                                             C* block) {
+  T* const probabilities = arrays.probabilities + batch * problem.rows * problem.features;
+  WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
+    ForEachWeighedRow(problem, arrays, batch, row_begin, row_end, width, maxima, block,
+                      [&](int64_t row, int64_t segment, const C* weights) __attribute__((always_inline)) {
+      T* const to = probabilities + row * width;
+      if (segment >= 0) {
+        WriteQuotients(weights, sums + segment * width, width, to);
+      } else {
+        WriteZeros(width, to);
+      }
+    });
+  });
+}
+
+// Writes zeros for the rows of a block that are in no segment; the first block of a batch element does.
+template <typename T>
+void WriteDroppedRows(const Problem& problem, const Block& block, SegmentIds ids, T* result) {
+  if (block.segment_begin != 0) return;
+  T* const rows = result + block.batch * problem.rows * problem.features;
+  for (int64_t row = 0; row < problem.rows; ++row) {
+    const int64_t segment = ids[problem.IdIndex(block.batch, row)];
+    if (segment >= 0 && segment < problem.segments) continue;
+    WriteZeros(block.feature_end - block.feature_begin, rows + row * problem.features + block.feature_begin);
+  }
+}
+
+// Rows of a result that are written in no order, each once.
+template <typename T>
+class ScatteredRows {
+ public:
+  ScatteredRows(int64_t width, bool is_streamed) : width_(width), is_streamed_(is_streamed), buffer_(width) {}
+
+  template <typename Write>
+  JB_INLINE void Put(T* row, const Write& write) const {
+    T* const computed = is_streamed_ ? buffer_.At(row) : nullptr;
+    if (computed == nullptr) return write(row);
+    write(computed);
+    StreamLines(row, computed, width_ * static_cast<int64_t>(sizeof(T)));
+  }
+
+ private:
+  int64_t width_;
+  bool is_streamed_;
+  StreamBuffer<T> buffer_;
+};
+
+template <typename T>
+JB_CPU_CLONES bool SoftmaxGrouped(const Problem problem, const Block block, const GroupedRows& grouped,
+                                  const SoftmaxArrays<T> arrays, bool is_streamed) {
+  using C = ComputeType<T>;
+  const int64_t features = problem.features, width = block.feature_end - block.feature_begin;
+  const auto memory = Allocate<C>(2 * width), weights = Allocate<C>(std::max(kSegmentNumbers, width));
+  if (memory == nullptr || weights == nullptr) return false;
+  C* const maxima = memory.get();
+  C* const sums = maxima + width;
+  const T* const logits = arrays.logits + problem.DataRow(block.batch, 0) * features + block.feature_begin;
+  T* const results = arrays.probabilities + block.batch * problem.rows * features + block.feature_begin;
+  const ScatteredRows<T> scattered(width, is_streamed);
+  const Maximum<T> maximum{};
+  const auto prefetch = [&](int32_t row) __attribute__((always_inline)) {
+    PrefetchRow(logits + row * features, width);
+  };
+  for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
+    const int64_t group = segment - block.segment_begin;
+    const int32_t begin = grouped.Begin(group), end = grouped.End(group);
+    const bool are_kept = (end - begin) * width <= kSegmentNumbers;
+    maximum.Start(width, {maxima, nullptr});
+    ForEachGroupedRow(grouped, begin, end, prefetch, [&](int32_t row) __attribute__((always_inline)) {
+      Maximum<T>::Take(logits + row * features, width, maxima);
+    });
+    std::fill_n(sums, width, C{0});
+    C* next = weights.get();
+    for (int32_t place = begin; place < end; ++place) {
+      WeighRow(logits + grouped[place] * features, maxima, width, next);
+      AddTo(sums, next, width);
+      if (are_kept) next += width;
+    }
+    next = weights.get();
+    for (int32_t place = begin; place < end; ++place) {
+      const int64_t first = grouped[place] * features;
+      if (!are_kept) WeighRow(logits + first, maxima, width, next);
+      scattered.Put(results + first, [&](T* to) __attribute__((always_inline)) {
+        WriteQuotients(next, sums, width, to);
+      });
+      if (are_kept) next += width;
+    }
+  }
+  WriteDroppedRows(problem, block, arrays.ids, arrays.probabilities);
+  FinishStreaming();
+  return true;
+}
+
+template <typename T>
+struct GradientArrays {
+  SegmentIds ids;
+  const T* probabilities;
+  const T* d_probabilities;
+  bool d_probabilities_are_shared;
+  T* d_logits;
+
+  const T* RowsOfProbabilities(const Problem& problem, int64_t batch) const {
+    return probabilities + problem.DataRow(batch, 0) * problem.features;
+  }
+  const T* RowsOfCotangents(const Problem& problem, int64_t batch) const {
+    return d_probabilities + (d_probabilities_are_shared ? 0 : batch * problem.rows * problem.features);
+  }
+};
+
+template <typename T, typename C>
+JB_INLINE void AddProducts(const T* probabilities, const T* d_probabilities, int64_t width, C* sums) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < width; ++i) {
+    sums[i] += static_cast<C>(probabilities[i]) * static_cast<C>(d_probabilities[i]);
+  }
+}
+
+template <typename T, typename C>
+JB_INLINE void GradientOfRow(const T* probabilities, const T* d_probabilities, const C* sums, int64_t width, T* to) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < width; ++i) {
+    Store(SoftmaxGradient(static_cast<C>(probabilities[i]), static_cast<C>(d_probabilities[i]), sums[i]), to + i);
+  }
+}
+
+template <typename T, typename C>
+JB_CPU_CLONES void SumProductsInOrder(const Problem problem, const GradientArrays<T> arrays, int64_t batch,
+                                      int64_t row_begin, int64_t row_end, C* sums) {
+  std::fill_n(sums, problem.segments * problem.features, C{0});
+  const T* const probabilities = arrays.RowsOfProbabilities(problem, batch);
+  const T* const d_probabilities = arrays.RowsOfCotangents(problem, batch);
+  WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
+    ForEachMember(problem, arrays.ids, batch, row_begin, row_end, [&](int64_t row, int64_t segment)
+                                                                      __attribute__((always_inline)) {
+      AddProducts(probabilities + row * width, d_probabilities + row * width, width, sums + segment * width);
+    });
+  });
+}
+
+template <typename T, typename C>
+JB_CPU_CLONES void WriteGradientInOrder(const Problem problem, const GradientArrays<T> arrays, int64_t batch,
+                                        int64_t row_begin, int64_t row_end, const C* sums) {
+  const T* const probabilities = arrays.RowsOfProbabilities(problem, batch);
+  const T* const d_probabilities = arrays.RowsOfCotangents(problem, batch);
+  const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
+    PrefetchRow(sums + segment * problem.features, problem.features);
+  };
+  WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
+    WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, arrays.d_logits, prefetch,
+                        [&](int64_t row, int64_t segment, T* to) __attribute__((always_inline)) {
+      GradientOfRow(probabilities + row * width, d_probabilities + row * width, sums + segment * width, width, to);
+    });
+  });
+}
+
+template <typename T>
+JB_CPU_CLONES bool GradientGrouped(const Problem problem, const Block block, const GroupedRows& grouped,
+                                   const GradientArrays<T> arrays, bool is_streamed) {
+  using C = ComputeType<T>;
+  const int64_t features = problem.features, width = block.feature_end - block.feature_begin;
+  const auto sums = Allocate<C>(width);
+  if (sums == nullptr) return false;
+  const T* const probabilities = arrays.RowsOfProbabilities(problem, block.batch) + block.feature_begin;
+  const T* const d_probabilities = arrays.RowsOfCotangents(problem, block.batch) + block.feature_begin;
+  T* const results = arrays.d_logits + block.batch * problem.rows * features + block.feature_begin;
+  const ScatteredRows<T> scattered(width, is_streamed);
+  const auto prefetch = [&](int32_t row) __attribute__((always_inline)) {
+    PrefetchRow(probabilities + row * features, width);
+    PrefetchRow(d_probabilities + row * features, width);
+  };
+  for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
+    const int64_t group = segment - block.segment_begin;
+    const int32_t begin = grouped.Begin(group), end = grouped.End(group);
+    std::fill_n(sums.get(), width, C{0});
+    ForEachGroupedRow(grouped, begin, end, prefetch, [&](int32_t row) __attribute__((always_inline)) {
+      AddProducts(probabilities + row * features, d_probabilities + row * features, width, sums.get());
+    });
+    for (int32_t place = begin; place < end; ++place) {
+      const int64_t first = grouped[place] * features;
+      scattered.Put(results + first, [&](T* to) __attribute__((always_inline)) {
+        GradientOfRow(probabilities + first, d_probabilities + first, sums.get(), width, to);
+      });
+    }
+  }
+  WriteDroppedRows(problem, block, arrays.ids, arrays.d_logits);
+  FinishStreaming();
+  return true;
+}
+
+// Of both directions; `states` is the number of tables of cells that rows in order need.
+template <typename T>
+Strategy ChooseStrategy(const Problem& problem, int64_t states) {
+  using C = ComputeType<T>;
+  const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(T));
+  const int64_t result_bytes = problem.batch * problem.rows * row_bytes;
+  if (result_bytes == 0) return Strategy::kNothing;
+  if (problem.segments == 0) return Strategy::kFill;
+  if (ReducesInOrder(problem, row_bytes, states * sizeof(C))) return ChooseScan<ComputedSum<C>>(problem, row_bytes);
+  return result_bytes >= kMinStreamedBytes ? Strategy::kStreamedGroups : Strategy::kGroupBySegment;
+}
+
+// Calls in_order(bytes of a row) or grouped(block, grouped rows, is_streamed); returns false if there is no memory.
+template <typename T, typename InOrder, typename Grouped>
+bool ForEachSegment(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, int64_t states, T* result,
+                    const InOrder& in_order, const Grouped& grouped) {
+  const Strategy strategy = ChooseStrategy<T>(problem, states);
+  if (strategy == Strategy::kNothing) return true;
+  const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(T));
+  const int64_t result_bytes = problem.batch * problem.rows * row_bytes;
+  AdviseHugePages(result, result_bytes);
+  if (strategy == Strategy::kFill) {
+    std::memset(static_cast<void*>(result), 0, static_cast<size_t>(result_bytes));
+    return true;
+  }
+  if (strategy == Strategy::kScan || strategy == Strategy::kSplitScan) return in_order(row_bytes);
+  const Blocking blocking(problem, sizeof(T), NumThreads(pool, result_bytes));
+  return ForEachGroupedBlock(pool, problem, blocking, ids, [&](const Block& block, const GroupedRows& rows) {
+    return grouped(block, rows, strategy == Strategy::kStreamedGroups);
+  });
+}
+
+constexpr int64_t kForwardStates = 2, kBackwardStates = 1;
+
+template <typename T>
+bool Softmax(ffi::ThreadPool& pool, const Problem& problem, const SoftmaxArrays<T>& arrays) {
+  using C = ComputeType<T>;
+  const auto in_order = [&](int64_t row_bytes) {
+    const int64_t cells_per_batch = problem.segments * problem.features;
+    const auto maxima = Allocate<C>(problem.batch * cells_per_batch);
+    const auto sums = Allocate<C>(problem.batch * cells_per_batch);
+    if (maxima == nullptr || sums == nullptr) return false;
+    const Maximum<T> maximum{maxima.get()};
+    const int64_t num_threads = NumThreads(pool, problem.batch * problem.rows * row_bytes);
+    const auto fold_maximum = [&](int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<Maximum<T>> cells,
+                                  int32_t*) {
+      FoldInOrder(problem, arrays.ids, arrays.logits, maximum, batch, row_begin, row_end, cells, nullptr);
+    };
+    if (!ReduceInOrder(pool, problem, NumRanges<Maximum<T>>(problem, row_bytes, num_threads), maximum, nullptr,
+                       fold_maximum)) {
+      return false;
+    }
+    std::atomic<bool> has_memory{true};
+    const auto with_block = [&](const auto& body) {
+      const auto block = Allocate<C>(std::max(kBlockNumbers, problem.features));
+      if (block == nullptr) {
+        has_memory = false;
+      } else {
+        body(block.get());
+      }
+    };
+    const auto fold_weights = [&](int64_t batch, int64_t row_begin, int64_t row_end,
+                                  CellsOf<ComputedSum<C>> cells, int32_t*) {
+      with_block([&](C* block) {
+        SumWeightsInOrder(problem, arrays, batch, row_begin, row_end, maxima.get() + batch * cells_per_batch, block,
+                          cells.first);
+      });
+    };
+    if (!ReduceInOrder(pool, problem, NumRanges<ComputedSum<C>>(problem, row_bytes, num_threads),
+                       ComputedSum<C>{sums.get()}, nullptr, fold_weights)) {
+      return false;
+    }
+    ForEachChunkOfRows(pool, problem, arrays.probabilities,
+                       [&](int64_t batch, int64_t row_begin, int64_t row_end) {
+      const int64_t first_cell = batch * cells_per_batch;
+      with_block([&](C* block) {
+        WriteProbabilitiesInOrder(problem, arrays, batch, row_begin, row_end, maxima.get() + first_cell,
+                                  sums.get() + first_cell, block);
+      });
+    });
+    return has_memory.load();
+  };
+  return ForEachSegment(pool, problem, arrays.ids, kForwardStates, arrays.probabilities, in_order,
+                        [&](const Block& block, const GroupedRows& grouped, bool is_streamed) {
+                          return SoftmaxGrouped(problem, block, grouped, arrays, is_streamed);
+                        });
+}
+
+template <typename T>
+bool SoftmaxGradients(ffi::ThreadPool& pool, const Problem& problem, const GradientArrays<T>& arrays) {
+  using C = ComputeType<T>;
+  const auto in_order = [&](int64_t row_bytes) {
+    const int64_t cells_per_batch = problem.segments * problem.features;
+    const auto sums = Allocate<C>(problem.batch * cells_per_batch);
+    if (sums == nullptr) return false;
+    const auto fold_products = [&](int64_t batch, int64_t row_begin, int64_t row_end,
+                                   CellsOf<ComputedSum<C>> cells, int32_t*) {
+      SumProductsInOrder(problem, arrays, batch, row_begin, row_end, cells.first);
+    };
+    const int64_t num_ranges = NumRanges<ComputedSum<C>>(problem, row_bytes, 1);
+    if (!ReduceInOrder(pool, problem, num_ranges, ComputedSum<C>{sums.get()}, nullptr, fold_products)) return false;
+    ForEachChunkOfRows(pool, problem, arrays.d_logits,
+                       [&](int64_t batch, int64_t row_begin, int64_t row_end) {
+      WriteGradientInOrder(problem, arrays, batch, row_begin, row_end,
+                           sums.get() + batch * cells_per_batch);
+    });
+    return true;
+  };
+  return ForEachSegment(pool, problem, arrays.ids, kBackwardStates, arrays.d_logits, in_order,
+                        [&](const Block& block, const GroupedRows& grouped, bool is_streamed) {
+                          return GradientGrouped(problem, block, grouped, arrays, is_streamed);
+                        });
+}
+
+ffi::Error SegmentSoftmax(ffi::ThreadPool pool, ffi::AnyBuffer logits, ffi::AnyBuffer segment_ids,
+                          ffi::Result<ffi::AnyBuffer> probabilities, int64_t num_segments,
+                          bool /*indices_are_sorted*/, bool /*deterministic*/, int64_t num_batch_dims) {
+  constexpr const char* kOp = "segment_softmax";
+  Buffers decoded;
+  JB_RETURN_IF_ERROR(DecodeSoftmax(kOp, num_batch_dims, logits, segment_ids, *probabilities, num_segments, &decoded));
+  bool has_memory = true;
+  const bool is_supported = DispatchFloating(decoded.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const SoftmaxArrays<T> arrays{SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
+                                  static_cast<const T*>(logits.untyped_data()),
+                                  static_cast<T*>(probabilities->untyped_data())};
+    has_memory = Softmax(pool, decoded.problem, arrays);
+  });
+  return Status(kOp, is_supported, has_memory, "logits", logits);
+}
+
+ffi::Error SegmentSoftmaxBackward(ffi::ThreadPool pool, ffi::AnyBuffer probabilities, ffi::AnyBuffer d_probabilities,
+                                  ffi::AnyBuffer segment_ids, ffi::Result<ffi::AnyBuffer> d_logits,
+                                  int64_t num_segments, bool /*indices_are_sorted*/, bool /*deterministic*/,
+                                  int64_t num_batch_dims) {
+  constexpr const char* kOp = "segment_softmax_backward";
+  SoftmaxBackwardBuffers decoded;
+  JB_RETURN_IF_ERROR(DecodeSoftmaxBackward(kOp, num_batch_dims, probabilities, d_probabilities, segment_ids, *d_logits,
+                                           num_segments, &decoded));
+  bool has_memory = true;
+  const bool is_supported = DispatchFloating(decoded.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const GradientArrays<T> arrays{SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
+                                   static_cast<const T*>(probabilities.untyped_data()),
+                                   static_cast<const T*>(d_probabilities.untyped_data()),
+                                   decoded.d_probabilities_are_shared, static_cast<T*>(d_logits->untyped_data())};
+    has_memory = SoftmaxGradients(pool, decoded.problem, arrays);
+  });
+  return Status(kOp, is_supported, has_memory, "probabilities", probabilities);
+}
+
+XLA_FFI_DEFINE_HANDLER(kSoftmax, SegmentSoftmax,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<int64_t>("num_segments")
+                           .Attr<bool>("indices_are_sorted")
+                           .Attr<bool>("deterministic").Attr<int64_t>("num_batch_dims"));
+
+XLA_FFI_DEFINE_HANDLER(kSoftmaxBackward, SegmentSoftmaxBackward,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<int64_t>("num_segments")
+                           .Attr<bool>("indices_are_sorted")
+                           .Attr<bool>("deterministic").Attr<int64_t>("num_batch_dims"));
+
+template <int64_t kStates>
+Plan PlanOf(const PlanParameters& parameters) {
+  return PlanOfType(PlanRequest(parameters), [](auto tag, const Problem& problem) {
+    return ChooseStrategy<typename decltype(tag)::type>(problem, kStates);
+  });
+}
+
+#define JB_SOFTMAX_STRATEGIES \
+  kNothing, "fill", "scan", "split_scan", "group_by_segment", "group_by_segment_streamed"
+
+JB_REGISTER_TARGET("segment_softmax", kSoftmax, PlanOf<kForwardStates>, JB_SOFTMAX_STRATEGIES);
+JB_REGISTER_TARGET("segment_softmax_backward", kSoftmaxBackward, PlanOf<kBackwardStates>, JB_SOFTMAX_STRATEGIES);
+
+}  // namespace
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,597 @@
+// Softmax, and its gradient, over rows that come in the order of their segments, as they lie or through a permutation.
+//
+// Rows are cut into chunks. A block takes the window of a chunk, which reaches beyond it, through shared memory: a
+// thread some neighbouring rows, a segmented scan over the block what its threads have in common. A run of rows of one
+// segment belongs to the chunk in which it starts, whose block writes it at once if it ends within the window. A longer
+// run is cut at the borders of its chunks: each leaves the state of its part, its piece, and LongRunsKernel merges the
+// pieces, in an order that shapes, segments and the GPU decide, and writes the rows.
+//
+// A window sums exp(x) first (see device.cuh), and takes its rows again with their maxima if a sum is out of
+// range.
+//
+// Ids that are not sorted after all give wrong results but no access out of bounds: they decide only which rows of a
+// window, and which of the existing pieces, are put together.
+#pragma once
+
+#include <cuda_pipeline.h>
+
+#include "ffi/segment/extremum/reduction.cuh"
+#include "ffi/segment/softmax/device.cuh"
+
+namespace jax_baracuda::segment {
+
+inline constexpr int kWindowThreads = 128;
+inline constexpr int kWindowWarps = kWindowThreads / 32;
+inline constexpr int kWindowBlocks = 7;  // that share a multiprocessor; its shared memory has room for no more
+inline constexpr int kMostWindowLanes = 8;
+inline constexpr uint32_t kWholeWarp = 0xffffffffu;
+
+// Elements that a thread takes of a row at once: narrow enough for several rows in registers.
+constexpr int WindowVector(int64_t features, int64_t element_bytes) {
+  const int widest = element_bytes == 8 ? 2 : 4;
+  return features % widest == 0 ? widest : 1;
+}
+
+// Neighbouring rows of a thread. An odd number, so that threads which read the same row of theirs read from different
+// banks.
+constexpr int ThreadRows(int vector, int64_t element_bytes, bool is_backward) {
+  if (vector == 1) return element_bytes == 8 ? 7 : 15;
+  return is_backward ? 5 : 7;
+}
+
+// The segment of a row, numbered through the batch; negative where there is none.
+using RunKey = int64_t;
+inline constexpr RunKey kNoRun = -1;
+
+// The part of a long run that lies in a chunk, with which the run enters the chunk or leaves it.
+struct alignas(16) RunPart {
+  RunKey run;  // kNoRun where there is no such part
+  int32_t rows;
+};
+
+// The rows of the whole batch, numbered through, in the order of their segments.
+struct OrderedRows {
+  SegmentIds ids;
+  const uint32_t* sorted_segments;  // nullptr, or the segments in order, with `order` the rows they come from
+  const uint32_t* order;
+  int64_t count;
+  int64_t batch_rows;  // rows of one element of the batch
+  int64_t segments;    // of the whole batch
+  bool ids_are_shared;
+
+  // 32-bit ids in order as they lie, of a batch of one.
+  __device__ __forceinline__ bool IsPlain() const {
+    return batch_rows == count && sorted_segments == nullptr && !ids.are_64_bit;
+  }
+  __device__ __forceinline__ int64_t BatchOf(int64_t row) const {
+    if (batch_rows == count) return 0;
+    return count <= 0xffffffff ? static_cast<uint32_t>(row) / static_cast<uint32_t>(batch_rows) : row / batch_rows;
+  }
+  __device__ __forceinline__ RunKey Key(int64_t row) const {
+    if (sorted_segments != nullptr) {
+      const uint32_t segment = __ldg(sorted_segments + row);
+      return segment < segments ? segment : kNoRun;
+    }
+    const int64_t b = BatchOf(row);
+    const uint32_t segment = ids[ids_are_shared ? row - b * batch_rows : row];
+    return segment == kDropped ? kNoRun : b * ids.segments + segment;
+  }
+  // Where the row is in the result, and in an operand, which the batch may share.
+  __device__ __forceinline__ int64_t Place(int64_t row) const { return order == nullptr ? row : __ldg(order + row); }
+  __device__ __forceinline__ int64_t Place(int64_t row, bool is_shared) const {
+    const int64_t place = Place(row);
+    return is_shared ? place - BatchOf(place) * batch_rows : place;
+  }
+};
+
+template <typename T>
+struct WindowArguments {
+  using C = ComputeType<T>;
+  OrderedRows rows;
+  const T* inputs[2];  // logits; or probabilities and their cotangents
+  bool is_shared[2];   // by a batch of more than one
+  T* output;
+  int64_t features;
+  FeatureLanes lanes;
+  uint32_t lanes_inverse;  // 2^16 / lanes, rounded up
+  int chunk_rows, window_rows;
+  int64_t chunks;
+  bool is_flat;      // a window is contiguous in every operand, and aligned to 16 bytes
+  RunPart* parts;      // [chunks, 2]: with which a long run enters the chunk, and with which one starts there
+  uint8_t* has_parts;  // [chunks]: 1 for the former and 2 for the latter, if there is one
+  C* pieces;           // [chunks, 2, states, features]: the states of these parts
+};
+
+// What a thread's rows have to do with those of other threads: `lanes` threads, a group, take a row together.
+struct ThreadRuns {
+  uint32_t starts;  // a bit for each of the thread's rows that starts a run
+  int lanes;
+  int lane;  // of the warp
+  int warp;
+  int row_lane;                // 0 ... lanes - 1
+  int last_lane;               // the first lane of the warp's last group
+  int reach;                   // lanes to the left up to which the thread's last run goes at least
+  uint32_t groups_with_start;  // bits of their first lanes
+  int first_row;      // the thread's first row in the window
+  int head_start;     // where the run begins that goes on from the rows before it, or 0
+  bool is_left_over;  // more lanes than whole groups: no rows
+
+  __device__ __forceinline__ bool HasStart() const { return starts != 0; }
+  __device__ __forceinline__ int GroupLane() const { return lane - row_lane; }
+};
+
+// To shared memory; StoreVector is for global memory.
+template <typename T, int kCount>
+__device__ __forceinline__ void StoreShared(T* address, const Vector<T, kCount>& vector) {
+  *reinterpret_cast<Vector<T, kCount>*>(address) = vector;
+}
+
+template <typename C, int kVec, typename Combine>
+__device__ __forceinline__ void CombineInto(Vector<C, kVec>& left, const Vector<C, kVec>& right, Combine&& combine) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) left.lane[i] = combine(left.lane[i], right.lane[i]);
+}
+
+template <typename C, int kVec>
+__device__ __forceinline__ Vector<C, kVec> ShuffleUp(const Vector<C, kVec>& cells, int lanes) {
+  Vector<C, kVec> other;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) other.lane[i] = __shfl_up_sync(kWholeWarp, cells.lane[i], lanes);
+  return other;
+}
+
+template <typename C, int kVec>
+using WarpTails = Vector<C, kVec>[kWindowWarps][kMostWindowLanes];
+
+// Writes the total of each run of the window to `table` at the run's first row, from the thread where the run ends. The
+// totals of runs that go on from rows before the thread's are passed to `take` as well. `table` is that of the thread's
+// row_lane, with row_step cells a row. All threads of the block call it. Before its first barrier it writes to `tails`
+// and to the cells of the thread's own rows.
+template <typename C, int kVec, int kRows, typename Combine, typename Take>
+__device__ __forceinline__ void TotalRuns(const ThreadRuns& runs, const Vector<C, kVec> (&values)[kRows], C identity,
+                                          C* table, int row_step, WarpTails<C, kVec>& tails,
+                                          const bool (&warp_has_start)[kWindowWarps], Combine&& combine, Take&& take) {
+  // Within the thread. Where its first row starts no run, that row's cells take the part of the run that goes on from
+  // before. Cells of rows that start no run are free to take anything, which spares a branch.
+  C* const first_cells = table + runs.first_row * row_step;
+  C* run_cells = first_cells;
+  Vector<C, kVec> scanned = values[0];
+#pragma unroll
+  for (int k = 1; k < kRows; ++k) {
+    const bool starts = (runs.starts >> k) & 1;
+    C* const own_cells = first_cells + k * row_step;
+    if (!runs.is_left_over) StoreShared(starts ? run_cells : own_cells, scanned);
+    run_cells = starts ? own_cells : run_cells;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      scanned.lane[i] = combine(starts ? identity : scanned.lane[i], values[k].lane[i]);
+    }
+  }
+
+  // Over the warp: `scanned` is the thread's last run as far as it reaches to the left, `ended` the run up to the
+  // thread's first start.
+  for (int step = runs.lanes; step <= runs.last_lane; step *= 2) {
+    Vector<C, kVec> other = ShuffleUp(scanned, step);
+    CombineInto(other, scanned, combine);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) scanned.lane[i] = runs.reach >= step ? other.lane[i] : scanned.lane[i];
+  }
+  Vector<C, kVec> ended = ShuffleUp(scanned, runs.lanes);
+  if (runs.GroupLane() == 0) ended = Repeat<kVec>(identity);
+  if (runs.HasStart() && (runs.starts & 1) == 0) CombineInto(ended, LoadVector<kVec>(first_cells), combine);
+  const bool is_last_group = runs.GroupLane() == runs.last_lane;
+  if (is_last_group) tails[runs.warp][runs.row_lane] = scanned;
+  __syncthreads();
+
+  // Over the block: every warp folds the warps before it that its first run goes through, from left to right.
+  const uint32_t warps_with_start =
+      __ballot_sync(kWholeWarp, runs.lane < kWindowWarps && warp_has_start[runs.lane % kWindowWarps]);
+  const uint32_t earlier = warps_with_start & ((1u << runs.warp) - 1);
+  Vector<C, kVec> entering = Repeat<kVec>(identity);
+  for (int w = earlier == 0 ? 0 : 31 - __clz(earlier); w < runs.warp; ++w) {
+    CombineInto(entering, tails[w][runs.row_lane], combine);
+  }
+  const bool starts_window = runs.first_row == 0 && (runs.starts & 1) != 0;
+  if (runs.HasStart() && !starts_window) {
+    if ((runs.groups_with_start & ((1u << runs.GroupLane()) - 1)) == 0) {
+      CombineInto(entering, ended, combine);
+      ended = entering;
+    }
+    StoreShared(table + runs.head_start * row_step, ended);
+    take(runs.head_start, ended);
+  }
+  if (is_last_group && runs.warp == kWindowWarps - 1) {
+    if (runs.groups_with_start == 0) {
+      CombineInto(entering, scanned, combine);
+      scanned = entering;
+    }
+    StoreShared(runs.HasStart() ? run_cells : table + runs.head_start * row_step, scanned);
+  }
+  __syncthreads();
+}
+
+// What is known of a window once its ids have been read.
+template <int kRows>
+struct WindowShared {
+  static constexpr int kWords = kWindowThreads * kRows / 32 + 1;
+  uint32_t starts[kWords];  // a bit for each row that starts a run; rows without a segment are runs of their own
+  uint32_t dropped[kWords];
+  bool head_is_long;  // the chunk is entered by a run that leaves pieces
+  bool is_cut;        // the run across the end of the chunk leaves pieces
+  bool tail_is_long;  // and starts in this chunk
+  int begin, end;     // the rows that the block writes
+  bool warp_has_start[kWindowWarps];
+};
+
+// The bits of the rows [row, row + kRows).
+template <int kRows>
+__device__ __forceinline__ uint32_t RowBits(const uint32_t* words, int row) {
+  return __funnelshift_r(words[row / 32], words[row / 32 + 1], row % 32) & ((1u << kRows) - 1);
+}
+
+// The last start before a row, or 0.
+__device__ __forceinline__ int LastStart(const uint32_t* words, int row) {
+  int word = row / 32;
+  uint32_t starts = words[word] & ((1u << (row % 32)) - 1);
+  while (starts == 0 && word > 0) starts = words[--word];
+  return starts == 0 ? 0 : word * 32 + 31 - __clz(starts);
+}
+
+// Finds the starts of runs, and by the last warp what becomes of those that cross the borders of the chunk.
+template <typename T, int kRows>
+__device__ __forceinline__ void ReadWindow(const WindowArguments<T>& a, int64_t chunk, bool writes_parts,
+                                           WindowShared<kRows>& shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t first_row = chunk * a.chunk_rows;
+  constexpr RunKey kOutside = -2;
+  const auto key_at = [&](int64_t row) { return row >= 0 && row < a.rows.count ? a.rows.Key(row) : kOutside; };
+  const int words = (a.window_rows + 31) / 32;
+  const auto write_word = [&](int word, bool is_start, bool is_dropped) {
+    const uint32_t starts = __ballot_sync(kWholeWarp, is_start), dropped = __ballot_sync(kWholeWarp, is_dropped);
+    if (lane == 0) {
+      shared.starts[word] = starts;
+      shared.dropped[word] = dropped;
+    }
+  };
+  if (a.rows.IsPlain()) {
+    constexpr int kInFlight = 4;
+    const int* const ids = static_cast<const int*>(a.rows.ids.ids) + first_row + warp * 32 + lane;
+    const int left = static_cast<int>(min(a.rows.count - first_row, int64_t{1} << 30)) - warp * 32 - lane;
+    const uint32_t segments = static_cast<uint32_t>(min(a.rows.ids.segments, int64_t{1} << 31));
+    const bool is_inner = first_row > 0 && first_row + words * 32 <= a.rows.count;
+    for (int first = 0; warp + first < words; first += kInFlight * kWindowWarps) {
+      int own[kInFlight], before[kInFlight];
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        const int skipped = first + u * kWindowWarps;
+        own[u] = before[u] = -1;
+        if (warp + skipped < words && (is_inner || skipped * 32 < left)) {
+          own[u] = __ldg(ids + skipped * 32);
+          if (is_inner || first_row + (warp + skipped) * 32 + lane > 0) before[u] = __ldg(ids + skipped * 32 - 1);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        const int word = warp + first + u * kWindowWarps;
+        if (word >= words) break;
+        const bool is_dropped = static_cast<uint32_t>(own[u]) >= segments;
+        write_word(word, is_dropped || own[u] != before[u], is_dropped);
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int word = warp; word < words; word += kWindowWarps) {
+      const int64_t row = first_row + word * 32 + lane;
+      const RunKey key = key_at(row);
+      RunKey before = __shfl_up_sync(kWholeWarp, key, 1);
+      if (lane == 0) before = key_at(row - 1);
+      write_word(word, key < 0 || key != before, key < 0);
+    }
+  }
+  if (warp != kWindowWarps - 1) return;
+  const int64_t end_row = first_row + a.chunk_rows;
+  const int64_t row = lane == 0   ? first_row - 1
+                      : lane == 1 ? first_row
+                      : lane == 2 ? first_row - a.chunk_rows - 1
+                      : lane == 3 ? first_row - a.chunk_rows + a.window_rows
+                      : lane == 4 ? end_row - 1
+                      : lane == 5 ? end_row
+                      : lane == 6 ? first_row + a.window_rows
+                                  : -1;
+  const RunKey key = key_at(row);
+  const auto key_of = [&](int from) { return __shfl_sync(kWholeWarp, key, from); };
+  const RunKey head = key_of(1), tail = key_of(4);
+  // A run that has covered the whole chunk before, or the window of that chunk, is long.
+  const bool head_is_long = key_of(0) == head && head >= 0 && (key_of(2) == head || key_of(3) == head);
+  const bool is_covered = head_is_long && head == tail;
+  const bool is_cut = key_of(5) == tail && tail >= 0 && (key_of(6) == tail || is_covered);
+  if (lane == 0) {
+    shared.head_is_long = head_is_long;
+    shared.is_cut = is_cut;
+    shared.tail_is_long = is_cut && !is_covered;
+    if (writes_parts) {
+      a.parts[2 * chunk].run = head_is_long ? head : kNoRun;
+      a.parts[2 * chunk + 1].run = is_cut && !is_covered ? tail : kNoRun;
+      a.has_parts[chunk] = (head_is_long ? 1 : 0) + (is_cut && !is_covered ? 2 : 0);
+    }
+  }
+}
+
+// Finds the rows that the block writes, and those that it leaves to LongRunsKernel; called by one warp. `parts` are
+// the chunk's, or nullptr.
+template <int kRows>
+__device__ __forceinline__ void FindOwnRows(int chunk_rows, int rows, WindowShared<kRows>& shared, RunPart* parts) {
+  const int lane = threadIdx.x % 32;
+  int first = rows, last = -1, next = rows;
+  for (int word = lane; word * 32 < rows; word += 32) {
+    const uint32_t starts = shared.starts[word];
+    const int left = chunk_rows - word * 32;
+    const uint32_t in_chunk = left >= 32 ? kWholeWarp : left <= 0 ? 0 : (1u << left) - 1;
+    if ((starts & in_chunk) != 0) {
+      first = min(first, word * 32 + __ffs(starts & in_chunk) - 1);
+      last = max(last, word * 32 + 31 - __clz(starts & in_chunk));
+    }
+    if ((starts & ~in_chunk) != 0) next = min(next, word * 32 + __ffs(starts & ~in_chunk) - 1);
+  }
+  first = __reduce_min_sync(kWholeWarp, first);
+  last = __reduce_max_sync(kWholeWarp, last);
+  next = __reduce_min_sync(kWholeWarp, next);
+  if (lane != 0) return;
+  shared.end = max(shared.is_cut ? last : next, 0);
+  shared.begin = min(first, shared.end);
+  if (parts != nullptr) {
+    parts[0].rows = min(first, chunk_rows);
+    parts[1].rows = chunk_rows - max(last, 0);
+  }
+}
+
+template <typename T, int kVec, int kRows>
+__device__ __forceinline__ void StageWindow(const WindowArguments<T>& a, int input, int64_t first_row, int rows,
+                                            int64_t column, int row_lanes, T* staged) {
+  const T* const source = a.inputs[input];
+  if (a.is_flat) {
+    const int features = static_cast<int>(a.features);
+    const T* const first = source + first_row * features;
+    const int elements = rows * features;
+    constexpr int kWord = 16 / sizeof(T), kWords = kRows * kVec / kWord, kStep = kWindowThreads * kWord;
+    const T* const from = first + threadIdx.x * kWord;
+    T* const to = staged + threadIdx.x * kWord;
+    if (kRows * kVec % kWord == 0 && elements == kWords * kStep) {
+#pragma unroll
+      for (int u = 0; u < kWords; ++u) __pipeline_memcpy_async(to + u * kStep, from + u * kStep, 16);
+      return;
+    }
+    for (int i = threadIdx.x * kWord; i + kWord <= elements; i += kStep) {
+      __pipeline_memcpy_async(staged + i, first + i, 16);
+    }
+    const int i = elements / kWord * kWord + threadIdx.x;
+    if (i < elements) staged[i] = first[i];
+  } else {
+    const int lanes = a.lanes.lanes, lane = threadIdx.x % lanes, groups = kWindowThreads / lanes;
+    const int group = threadIdx.x / lanes;
+    if (lane >= row_lanes || group >= groups) return;
+#pragma unroll 4
+    for (int row = group; row < rows; row += groups) {
+      const T* const from =
+          source + a.rows.Place(first_row + row, a.is_shared[input]) * a.features + column + lane * kVec;
+      T* const to = staged + (row * lanes + lane) * kVec;
+      if constexpr (sizeof(T) * kVec >= 4) {
+        __pipeline_memcpy_async(to, from, sizeof(T) * kVec);
+      } else {
+        StoreShared(to, LoadStreaming<kVec>(from));
+      }
+    }
+  }
+}
+
+template <typename T, int kVec, bool kBackward>
+__global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks / 2 : kWindowBlocks)
+    WindowKernel(const __grid_constant__ WindowArguments<T> a) {
+  using C = ComputeType<T>;
+  constexpr int kRows = ThreadRows(kVec, sizeof(T), kBackward), kStates = kBackward ? 1 : 2;
+  extern __shared__ uint4 staged_memory[];
+  __shared__ WindowShared<kRows> shared;
+  __shared__ WarpTails<C, kVec> tails[kStates];
+
+  const int lanes = a.lanes.lanes;
+  const uint32_t chunk_of_block = a.lanes.columns == 1 ? blockIdx.x : blockIdx.x / a.lanes.columns;
+  const int column_block = static_cast<int>(blockIdx.x - chunk_of_block * a.lanes.columns);
+  const int64_t chunk = chunk_of_block;
+  const int64_t column = static_cast<int64_t>(column_block) * lanes * kVec;
+  const int row_lanes = a.lanes.columns == 1
+                            ? lanes
+                            : static_cast<int>(min(static_cast<int64_t>(lanes), (a.features - column) / kVec));
+  const int64_t first_row = chunk * a.chunk_rows;
+  const int rows = static_cast<int>(min(static_cast<int64_t>(a.window_rows), a.rows.count - first_row));
+
+  const int window_elements = a.window_rows * lanes * kVec;
+  C* const table = reinterpret_cast<C*>(staged_memory);  // what is known of a run, at its first row in the window
+  T* const staged = reinterpret_cast<T*>(table + window_elements);
+  T* const staged_d = staged + window_elements;
+  const auto stage = [&](int input, T* target) {
+    StageWindow<T, kVec, kRows>(a, input, first_row, rows, column, row_lanes, target);
+    __pipeline_commit();
+  };
+  stage(0, staged);
+  if (kBackward) stage(1, staged_d);
+  ReadWindow(a, chunk, column_block == 0, shared);
+  __pipeline_wait_prior(0);
+  __syncthreads();
+
+  ThreadRuns runs;
+  runs.lanes = lanes;
+  runs.lane = threadIdx.x % 32;
+  runs.warp = threadIdx.x / 32;
+  const int warp_groups = static_cast<int>(32 * a.lanes_inverse >> 16);
+  // Lanes that are left over count to the first group, but read and write none of its rows.
+  runs.is_left_over = runs.lane >= warp_groups * lanes;
+  const int group = runs.is_left_over ? 0 : static_cast<int>(runs.lane * a.lanes_inverse >> 16);
+  runs.row_lane = runs.lane - (runs.is_left_over ? warp_groups : group) * lanes;
+  runs.last_lane = (warp_groups - 1) * lanes;
+  runs.first_row = (runs.warp * warp_groups + group) * kRows;
+  runs.starts = RowBits<kRows>(shared.starts, runs.first_row);
+  if (runs.first_row == a.chunk_rows && shared.is_cut) runs.starts |= 1;
+  if (runs.is_left_over) runs.starts = 0;
+  runs.groups_with_start = __ballot_sync(kWholeWarp, runs.row_lane == 0 && runs.HasStart());
+  const int own_lane = group * lanes;
+  const uint32_t up_to_own = runs.groups_with_start & ((2u << own_lane) - 1);
+  runs.reach = up_to_own == 0 ? own_lane : own_lane - (31 - __clz(up_to_own));
+  runs.head_start = LastStart(shared.starts, runs.first_row);
+  if (runs.first_row > a.chunk_rows && shared.is_cut) runs.head_start = max(runs.head_start, a.chunk_rows);
+  if (runs.lane == 0) shared.warp_has_start[runs.warp] = runs.groups_with_start != 0;
+
+  T* const own = staged + (runs.first_row * lanes + runs.row_lane) * kVec;
+  T* const own_d = staged_d + (runs.first_row * lanes + runs.row_lane) * kVec;
+  const int row_step = lanes * kVec;
+  const bool is_active = !runs.is_left_over && runs.row_lane < row_lanes;
+  const uint32_t without_value = is_active ? RowBits<kRows>(shared.dropped, runs.first_row) : (1u << kRows) - 1;
+  C* const own_table = table + runs.row_lane * kVec;
+  const auto load_row = [&](const T* rows_of_thread, int k) {
+    return runs.is_left_over ? Repeat<kVec>(static_cast<T>(C{0})) : LoadVector<kVec>(rows_of_thread + k * row_step);
+  };
+  // Leaves the state of a run as a piece if the run is long.
+  const auto store_piece = [&](int state, int run_start, const Vector<C, kVec>& total) {
+    if (!is_active) return;
+    C* const piece = a.pieces + (chunk * 2 * kStates + state) * a.features + column + runs.row_lane * kVec;
+    if (run_start == 0 && shared.head_is_long) StoreVector(piece, total);
+    if (runs.first_row == a.chunk_rows && shared.tail_is_long && run_start == runs.head_start) {
+      StoreVector(piece + kStates * a.features, total);
+    }
+  };
+  const auto add = [](C x, C y) { return x + y; };
+  // What `table` holds of the run of each of the thread's rows.
+  const auto for_each_row = [&](auto&& body) {
+    const C* const first_cells = own_table + runs.first_row * row_step;
+    const C* run_cells = own_table + runs.head_start * row_step;
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      run_cells = ((runs.starts >> k) & 1) != 0 ? first_cells + k * row_step : run_cells;
+      body(k, LoadVector<kVec>(run_cells));
+    }
+  };
+  // Dropped rows are 0, also where they are read, so that they never leave the range of sums.
+  const auto clear_rows = [&] {
+    if (runs.is_left_over) return;
+#pragma unroll 1
+    for (uint32_t left = without_value; left != 0; left &= left - 1) {
+      StoreShared(own + (__ffs(left) - 1) * row_step, Repeat<kVec>(static_cast<T>(C{0})));
+    }
+  };
+  const auto store_result = [&](int k, const Vector<C, kVec>& value) {
+    Vector<T, kVec> result;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) result.lane[i] = static_cast<T>(value.lane[i]);
+    if (!runs.is_left_over) StoreShared(own + k * row_step, result);
+  };
+  Vector<C, kVec> values[kRows];
+  if (runs.warp == kWindowWarps - 1) {
+    FindOwnRows(a.chunk_rows, rows, shared, column_block == 0 ? a.parts + 2 * chunk : nullptr);
+  }
+  if constexpr (kBackward) {
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      const Vector<T, kVec> p = load_row(own, k), d_p = load_row(own_d, k);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values[k].lane[i] = static_cast<C>(p.lane[i]) * static_cast<C>(d_p.lane[i]);
+    }
+    TotalRuns(runs, values, C{0}, own_table, row_step, tails[0], shared.warp_has_start, add,
+              [&](int run_start, const Vector<C, kVec>& total) { store_piece(0, run_start, total); });
+    for_each_row([&](int k, const Vector<C, kVec>& sum) {
+      const Vector<T, kVec> p = load_row(own, k), d_p = load_row(own_d, k);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        values[k].lane[i] = SoftmaxGradient(static_cast<C>(p.lane[i]), static_cast<C>(d_p.lane[i]), sum.lane[i]);
+      }
+      store_result(k, values[k]);
+    });
+  } else {
+    clear_rows();
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      const Vector<T, kVec> x = load_row(own, k);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values[k].lane[i] = ScaledExp(static_cast<C>(x.lane[i]));
+    }
+    const auto store_scaled_piece = [&](int run_start, const Vector<C, kVec>& total) {
+      if (!shared.head_is_long && !shared.tail_is_long) return;
+      Vector<C, kVec> sum;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) sum.lane[i] = UnscaledExpSum(total.lane[i]);
+      store_piece(0, run_start, Repeat<kVec>(C{0}));  // as if the maximum were 0
+      store_piece(1, run_start, sum);
+    };
+    TotalRuns(runs, values, C{0}, own_table, row_step, tails[0], shared.warp_has_start, add, store_scaled_piece);
+    RangeCheck<C> check;
+    for_each_row([&](int k, const Vector<C, kVec>& sum) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        check.Add(sum.lane[i]);
+        values[k].lane[i] = AtMostOne(values[k].lane[i] * Reciprocal(sum.lane[i]));
+      }
+      store_result(k, values[k]);
+    });
+    if (__syncthreads_or(!check.AllInRange())) {
+      // Again, with the maxima.
+      stage(0, staged);
+      __pipeline_wait_prior(0);
+      __syncthreads();
+      clear_rows();
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) {
+        const Vector<T, kVec> x = load_row(own, k);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) values[k].lane[i] = static_cast<C>(x.lane[i]);
+      }
+      TotalRuns(runs, values, -std::numeric_limits<C>::infinity(), own_table, row_step, tails[0], shared.warp_has_start,
+                [](C x, C y) { return HardwareLarger(x, y); },
+                [&](int run_start, const Vector<C, kVec>& maximum) { store_piece(0, run_start, maximum); });
+      for_each_row([&](int k, const Vector<C, kVec>& maximum) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) values[k].lane[i] = exp(values[k].lane[i] - maximum.lane[i]);
+      });
+      __syncthreads();
+      TotalRuns(runs, values, C{0}, own_table, row_step, tails[1], shared.warp_has_start, add,
+                [&](int run_start, const Vector<C, kVec>& sum) { store_piece(1, run_start, sum); });
+      for_each_row([&](int k, const Vector<C, kVec>& sum) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) values[k].lane[i] = AtMostOne(values[k].lane[i] * Reciprocal(sum.lane[i]));
+        store_result(k, values[k]);
+      });
+      __syncthreads();
+    }
+  }
+  clear_rows();
+  __syncthreads();
+
+  const int begin = shared.begin, end = shared.end;
+  if (a.is_flat) {
+    // Whole words, and single elements at the two ends.
+    constexpr int kWord = 16 / sizeof(T);
+    const int features = static_cast<int>(a.features);
+    const int first = begin * features, last = end * features;
+    const int first_word = (first + kWord - 1) / kWord * kWord, last_word = last / kWord * kWord;
+    T* const output = a.output + first_row * features;
+    const uint32_t own_first = threadIdx.x * kWord - first_word, count = max(last_word - first_word, 0);
+    T* const to = output + threadIdx.x * kWord;
+    const T* const from = staged + threadIdx.x * kWord;
+#pragma unroll
+    for (int u = 0; u < (kRows * kVec + kWord - 1) / kWord; ++u) {
+      constexpr int kStep = kWindowThreads * kWord;
+      if (own_first + u * kStep < count) StoreStreaming(to + u * kStep, LoadVector<kWord>(from + u * kStep));
+    }
+    const int at_end = max(last_word, first_word) + static_cast<int>(threadIdx.x);
+    const int at_begin = first + static_cast<int>(threadIdx.x);
+    if (at_begin < min(first_word, last)) output[at_begin] = staged[at_begin];
+    if (at_end < last) output[at_end] = staged[at_end];
+  } else {
+    const int lane = threadIdx.x % lanes, groups = kWindowThreads / lanes, group_of_block = threadIdx.x / lanes;
+    if (lane >= row_lanes || group_of_block >= groups) return;
+#pragma unroll 4
+    for (int row = begin + group_of_block; row < end; row += groups) {
+      T* const to = a.output + a.rows.Place(first_row + row) * a.features + column + lane * kVec;
+      StoreStreaming(to, LoadVector<kVec>(staged + (row * lanes + lane) * kVec));
+    }
+  }
+}
+
+}  // namespace jax_baracuda::segment

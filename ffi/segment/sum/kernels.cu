@@ -1,0 +1,153 @@
+// Sums and means: the choice of a kernel.
+#include "ffi/segment/sum/launch.cuh"
+
+#include "ffi/segment/engine/reduce.cuh"
+#include "ffi/segment/sum/reduction.cuh"
+#include "ffi/segment/sum/table.cuh"
+
+namespace jax_baracuda::segment {
+namespace {
+
+struct Choice {
+  bool takes_table;  // atomic additions to a table in global memory; else in registers: see reduce.cuh
+  Strategy strategy;
+};
+
+int64_t ComputeBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
+
+int64_t StateBytes(int64_t element_bytes, bool is_mean) { return ComputeBytes(element_bytes) * (is_mean ? 2 : 1); }
+
+constexpr int64_t kMostTableRowBytes = 64;
+constexpr int64_t kSmallBytes = int64_t{1} << 24;
+
+// The rule, from shapes and flags alone: what reduce.cuh takes, but narrow rows in any order, or few, are cheaper to
+// add to a table than to bring into order, unless so many go to each cell that they wait for each other. Atomic
+// additions come in the order of time, so not where the sum must be deterministic.
+Choice Choose(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic,
+              bool is_mean) {
+  const Strategy strategy =
+      ChooseStrategy(problem, element_bytes, StateBytes(element_bytes, is_mean), indices_are_sorted);
+  if (strategy != Strategy::kSortThenTiles || deterministic) return {false, strategy};
+  const int64_t row_bytes = problem.features * element_bytes;
+  const bool is_small = problem.batch * problem.rows * row_bytes <= kSmallBytes;
+  const bool is_contended = problem.rows / 2048 >= problem.segments;
+  return {((row_bytes <= kMostTableRowBytes || is_small) && !is_contended) || !OrderFits(problem), strategy};
+}
+
+// Whether threads take as many rows at once as make a vector. Then every element of the batch must begin at one.
+bool TakesSingleFeatures(const Problem& problem, int64_t element_bytes) {
+  const int64_t vector = 16 / ComputeBytes(element_bytes);
+  return problem.features == 1 && (problem.batch == 1 || problem.data_is_shared || problem.rows % vector == 0);
+}
+
+Plan PlanOf(const Problem& problem, const Choice& choice, int64_t element_bytes, bool is_mean) {
+  if (!choice.takes_table) {
+    return {StrategyName(choice.strategy),
+            ReduceScratchBytes(problem, choice.strategy, element_bytes, StateBytes(element_bytes, is_mean))};
+  }
+  ScratchSizes sizes;
+  if (ComputeBytes(element_bytes) != element_bytes) {
+    sizes.Add(problem.batch * problem.segments * problem.features * ComputeBytes(element_bytes));
+  }
+  return {TakesSingleFeatures(problem, element_bytes) ? "atomics_single_feature" : "atomics", sizes.total};
+}
+
+template <typename T>
+struct Launcher {
+  using C = ComputeType<T>;
+  const SumArguments& arguments;
+  const Choice choice;
+  cudaStream_t stream;
+
+  const Problem& problem = arguments.problem;
+  T* output = static_cast<T*>(arguments.output);
+
+  CudaStatus Launch() const {
+    if (choice.takes_table) {
+      const Plan plan = PlanOf(problem, choice, sizeof(T), arguments.count != nullptr);
+      return arguments.scratch_bytes < plan.scratch_bytes ? JB_CUDA_STATUS(cudaErrorInvalidValue) : Table();
+    }
+    if constexpr (kIsFloating<T>) {
+      if (arguments.count != nullptr) return Reduce<MeanReduction<T>>({output, arguments.count});
+    }
+    return Reduce<SumReduction<T>>({output});
+  }
+
+ private:
+  template <typename Reduction>
+  CudaStatus Reduce(const typename Reduction::Outputs& outputs) const {
+    return LaunchReduction<Reduction>(arguments, choice.strategy, StateBytes(sizeof(T), arguments.count != nullptr),
+                                      outputs, nullptr, stream);
+  }
+
+  CudaStatus Table() const {
+    const int64_t cells = problem.batch * problem.segments * problem.features;
+    SumTableArguments<T> a{};
+    a.data = static_cast<const T*>(arguments.data);
+    a.ids = {arguments.segment_ids, arguments.ids_are_64_bit, problem.segments};
+    a.problem = problem;
+    a.table = sizeof(C) == sizeof(T) ? reinterpret_cast<C*>(output) : static_cast<C*>(arguments.scratch);
+    a.count = arguments.count;
+    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.table, 0, cells * sizeof(C), stream));
+    if (a.count != nullptr) {
+      const int64_t bytes = problem.batch * problem.segments * sizeof(int32_t);
+      JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.count, 0, bytes, stream));
+    }
+    constexpr int kWidest = 16 / sizeof(C);
+    JB_RETURN_IF_CUDA_ERROR(problem.features % kWidest == 0            ? AddRows<kWidest>(a)
+                            : kWidest > 2 && problem.features % 2 == 0 ? AddRows<2>(a)
+                                                                       : AddRows<1>(a));
+    if (sizeof(C) == sizeof(T) && a.count == nullptr) return {};
+    FinishSumTableKernel<T><<<static_cast<uint32_t>(CeilDivide(cells, 256)), 256, 0, stream>>>(
+        a.table, a.count, problem.features, cells, output);
+    return JB_LAUNCH_STATUS(FinishSumTableKernel);
+  }
+
+  template <int kVec>
+  CudaStatus AddRows(SumTableArguments<T> a) const {
+    constexpr int kWidest = 16 / sizeof(C);
+    if (TakesSingleFeatures(problem, sizeof(T))) {
+      a.blocks_per_batch = CeilDivide(problem.rows, int64_t{kSumTableThreads} * kWidest);
+      SingleFeatureSumKernel<T, kWidest>
+          <<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kSumTableThreads, 0, stream>>>(a);
+      return JB_LAUNCH_STATUS(SingleFeatureSumKernel);
+    } else {
+      a.blocks_per_batch =
+          CeilDivide(problem.rows * (problem.features / kVec), int64_t{kSumTableThreads} * kSumVectorsInFlight);
+      SumTableKernel<T, kVec>
+          <<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kSumTableThreads, 0, stream>>>(a);
+      return JB_LAUNCH_STATUS(SumTableKernel);
+    }
+  }
+};
+
+}  // namespace
+
+Plan PlanSum(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic,
+             bool is_mean) {
+  // Counts exist without features.
+  if (problem.HasNoResult()) return {is_mean && problem.batch * problem.segments > 0 ? "fill_counts" : kNothing};
+  const Choice choice = Choose(problem, element_bytes, indices_are_sorted, deterministic, is_mean);
+  return PlanOf(problem, choice, element_bytes, is_mean);
+}
+
+CudaStatus LaunchSum(const SumArguments& arguments, cudaStream_t stream) {
+  const Problem& problem = arguments.problem;
+  const bool is_mean = arguments.count != nullptr;
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
+  if (problem.HasNoResult()) {
+    if (!is_mean || problem.batch * problem.segments == 0) return {};
+    const int64_t bytes = problem.batch * problem.segments * sizeof(int32_t);
+    return JB_CUDA_STATUS(cudaMemsetAsync(arguments.count, 0, bytes, stream));
+  }
+  if (!SegmentsFit(problem.segments)) return status;
+  DispatchWrapping(arguments.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const Choice choice =
+        Choose(problem, sizeof(T), arguments.indices_are_sorted, arguments.deterministic, is_mean);
+    status = Launcher<T>{arguments, choice, stream}.Launch();
+  });
+  return status;
+}
+
+}  // namespace jax_baracuda::segment
