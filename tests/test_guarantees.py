@@ -396,6 +396,7 @@ def check_claims(guarantee: Guarantee, dtype: str) -> None:
     assert (guarantee.math_precision == "accumulated") <= (guarantee.accumulator == accumulator)
 
 
+@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize(("name", "dtype"), EVERY_OP_AND_DTYPE)
 def test_guarantee(rng: np.random.Generator, name: str, dtype: str) -> None:
     """Each claim about an op on this platform, for each combination of flags; a claim not known here fails."""
@@ -434,6 +435,7 @@ def test_guarantee(rng: np.random.Generator, name: str, dtype: str) -> None:
             call.check(results[k], f"{flags}")
 
 
+@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_what_is_claimed_to_be_the_same_in_every_run(name: str) -> None:
     """Everything but unsorted floating sums on GPUs, and those too if so asked."""

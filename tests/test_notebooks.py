@@ -36,6 +36,7 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
+@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_and_is_kept_with_outputs(path, tmp_path):
     stored = nbformat.read(path, as_version=4)

@@ -105,6 +105,7 @@ def add_calls(
 # Values and gradients.
 
 
+@pytest.mark.newest_jax_alone
 @each_reduction_and_dtype(REDUCTIONS)
 def test_value_and_gradient(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
     """Kernels' values and gradients are the NumPy reference's, for every dtype, size and order of ids."""
@@ -118,6 +119,7 @@ def test_value_and_gradient(rng: np.random.Generator, reduction: Reduction, dtyp
     assert called.keys() == kernels.keys()
 
 
+@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @each_reduction
 def test_power_law(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
@@ -132,6 +134,7 @@ def test_power_law(rng: np.random.Generator, reduction: Reduction, dtype: str) -
 BIG = [(r, "float32") for r in REDUCTIONS] + [(r, "bfloat16") for r in (MAX, SUM)] + [(ARGMAX, "int64"), (SUM, "int64")]
 
 
+@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize(("reduction", "dtype"), BIG, ids=str)
 def test_big(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
     """As test_value_and_gradient, for more rows, in an order that takes the rows of a segment from everywhere."""
@@ -206,6 +209,7 @@ def test_mode(rng: np.random.Generator, reduction: Reduction, mode: Any) -> None
     expected.check(reduction.call_backward(cotangent, residual, ids, 8, mode=mode, **options))
 
 
+@pytest.mark.newest_jax_alone
 @each_reduction
 def test_clip_clamps_by_value(reduction: Reduction) -> None:
     """Clipping looks at the id's value in its own dtype: the greatest uint64 is the last segment, not the first."""
