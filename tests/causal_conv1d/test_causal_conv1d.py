@@ -20,6 +20,7 @@ from causal_conv1d.reference import (
     LAYOUTS,
     Problem,
     check_gradients,
+    check_outputs,
     expected_gradients,
     expected_outputs,
     in_layout,
@@ -73,13 +74,6 @@ def cotangents(rng: np.random.Generator, problem: Problem) -> tuple[np.ndarray, 
 def value_and_pullback(problem: Problem, channels_last: bool, arrays: Any, *d_outputs: Any) -> Any:
     outputs, vjp = jax.vjp(lambda arrays: problem.call(arrays, channels_last), arrays)
     return outputs, vjp(d_outputs)[0]
-
-
-def check_outputs(problem: Problem, channels_last: bool, y: Any, final_state: Any, where: str) -> None:
-    expected_y, expected_state = expected_outputs(problem)
-    assert not y.weak_type, where
-    expected_y.check(in_layout(y, channels_last), f"{where} y")
-    assert_same_bits(final_state, expected_state, f"{where} final state")
 
 
 def add_call(batch: Batch, rng: np.random.Generator, problem: Problem, channels_last: bool, where: str) -> None:
@@ -144,19 +138,19 @@ def test_reference_itself(rng: np.random.Generator) -> None:
 @each_dtype
 @pytest.mark.parametrize("count", [1, 11])
 def test_comparison_sees_every_element(rng: np.random.Generator, dtype: str, count: int) -> None:
-    """The exact numbers pass; no larger ones may be missing from a long row, not even one."""
+    """The exact numbers pass; none may be missing from a long row, not even one, but those within the error of zero."""
     problem = make_problem(rng, (1, 2, 4099), 4, dtype, has_state=True)
     dy, d_state = cotangents(rng, problem)
     gradients = expected_gradients(problem, dy, d_state)
     for name, expected in ({"y": expected_outputs(problem)[0]} | gradients).items():
         exact = cases.rounded(expected.exact, dtype)
         expected.check(exact, name)
-        large = np.argsort(np.abs(expected.exact), axis=None)[exact.size // 2 :]
+        visible = np.flatnonzero(np.abs(expected.exact) > 2 * expected.error)
+        assert len(visible) >= 0.99 * exact.size, name
         wrong = exact.copy()
-        wrong.flat[rng.choice(large, min(count, len(large)), replace=False)] = 0
-        for comparison in (expected.check, lambda x, exact=exact: convolutions.assert_close(x, exact)):
-            with pytest.raises(AssertionError, match=f"{min(count, len(large))} of {exact.size} elements are wrong"):
-                comparison(wrong)
+        wrong.flat[rng.choice(visible, min(count, len(visible)), replace=False)] = 0
+        with pytest.raises(AssertionError, match=f"{min(count, len(visible))} of {exact.size} elements are wrong"):
+            expected.check(wrong)
 
 
 @each_layout

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from segment.reference import SOFTMAX, Batch, plain_softmax
 from support import cases
-from support.cases import FLOATING, Shape, assert_same_bits
+from support.cases import FLOATING, Expected, Shape, assert_same_bits
 
 from jax_baracuda import segment_softmax, segment_softmax_backward
 
@@ -121,21 +121,31 @@ def test_shift_invariance(rng: np.random.Generator, dtype: str) -> None:
             SOFTMAX.value(shifted, ids, 9).check(moved)
 
 
+def gradient_error(logits: np.ndarray, cotangent: np.ndarray, ids: np.ndarray, segments: int) -> np.ndarray:
+    """What may come to the gradient p (d - sum(p d)) because the probabilities p are rounded to their dtype."""
+    dtype = logits.dtype
+    value = SOFTMAX.value(logits, ids, segments)
+    p, d = value.exact, np.abs(cotangent.astype(np.longdouble))
+    p_error = value.error + float(jnp.finfo(dtype).eps) / 2 * p + float(jnp.finfo(dtype).smallest_subnormal)
+    sums, sums_of_errors = (cases.take_cells(cases.segment_sum(x * d, ids, segments), ids) for x in (p, p_error))
+    of_kernel = SOFTMAX.gradient(cotangent, p.astype(dtype), ids, segments, deterministic=True).error
+    return p_error * (d + sums) + p * sums_of_errors + np.asarray(of_kernel)
+
+
 @each_dtype
 def test_one_segment_equals_jax(rng: np.random.Generator, dtype: str) -> None:
     """With one segment this is jax.nn.softmax, value and gradient."""
     logits, ids = (3 * rng.normal(size=(300, 6))).astype(jnp.dtype(dtype)), np.zeros(300, np.int32)
     cotangent = rng.normal(size=logits.shape).astype(logits.dtype)
-    eps = float(jnp.finfo(dtype).eps)
     with cases.x64_for(dtype):
         ours = SOFTMAX.pullback(logits, ids, 1, cotangent)
-        wide = cases.accumulator(dtype)
-        by_jax, vjp = jax.vjp(lambda x: jax.nn.softmax(x, axis=0), jnp.asarray(logits.astype(wide)))
-        expected = (by_jax, *vjp(jnp.asarray(cotangent.astype(wide))))
-    for actual, want in zip(ours, expected, strict=True):
-        got, want = np.asarray(actual).astype(np.float64), np.asarray(want).astype(np.float64)
-        largest = np.abs(want).max()
-        np.testing.assert_allclose(got, want, rtol=0, atol=(4 * eps + 200 * cases.eps_of(dtype)) * largest)
+    with jax.enable_x64(True):
+        by_jax, vjp = jax.vjp(lambda x: jax.nn.softmax(x, axis=0), jnp.asarray(logits.astype(np.float64)))
+        expected = (by_jax, *vjp(jnp.asarray(cotangent.astype(np.float64))))
+    errors = SOFTMAX.value(logits, ids, 1).error, gradient_error(logits, cotangent, ids, 1)
+    for actual, want, error in zip(ours, expected, errors, strict=True):
+        of_jax = 4 * error if dtype == "float64" else error
+        Expected(np.asarray(want), dtype, of_jax.astype(np.float64)).check(actual)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -153,11 +163,12 @@ def test_gradient_against_float64(rng: np.random.Generator, dtype: str) -> None:
         [expected] = vjp(jnp.asarray(cotangent.astype(np.float64)))
     with cases.x64_for(dtype):
         output, d_logits = SOFTMAX.pullback(logits, ids, 12, cotangent)
-    eps = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(output, value, rtol=0, atol=20 * eps)
-    np.testing.assert_allclose(d_logits, np.nan_to_num(expected), rtol=0, atol=40 * eps)
+    errors = SOFTMAX.value(logits, ids, 12).error, gradient_error(logits, cotangent, ids, 12)
+    for actual, want, error in zip((output, d_logits), (value, np.nan_to_num(expected)), errors, strict=True):
+        Expected(np.asarray(want), dtype, 2 * error.astype(np.float64)).check(actual)
     # A constant added to a segment's logits changes nothing: its rows' gradients sum to 0.
-    np.testing.assert_allclose(cases.segment_sum(np.asarray(d_logits), ids, 12).astype(float), 0, atol=100 * eps)
+    total = cases.segment_sum(np.asarray(d_logits), ids, 12)
+    assert (np.abs(total) <= cases.segment_sum(2 * errors[1] + np.spacing(np.abs(d_logits)), ids, 12)).all()
 
 
 @each_dtype
