@@ -206,4 +206,6 @@ def test_operands_split_differently(rng: np.random.Generator, axis_type: AxisTyp
     for got, want in zip(results, expected, strict=True):
         got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
         is_wrong = ~(np.abs(got - want) <= error)
-        assert not is_wrong.any(), f"{is_wrong.sum()} of {is_wrong.size} elements are wrong: {got[is_wrong][:5]}, not {want[is_wrong][:5]}"
+        assert not is_wrong.any(), (
+            f"{is_wrong.sum()} of {is_wrong.size} elements are wrong: {got[is_wrong][:5]}, not {want[is_wrong][:5]}"
+        )

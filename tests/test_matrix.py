@@ -54,7 +54,7 @@ def test_cases_meet_every_pair_of_values(op: str, several_devices: bool) -> None
 
 @pytest.mark.newest_jax_alone
 @each_op
-def test_every_value_is_met_and_so_are_the_bare_calls(op: str) -> None:
+def test_every_value_and_every_bare_call_is_met(op: str) -> None:
     cases = cover(op, True, SEED)
     for name, values in factors_of(op, True).items():
         assert {case.values()[name] for case in cases} == set(values), name
@@ -105,7 +105,7 @@ def test_fuzz() -> None:
     assert not fuzz.failures, f"{fuzz.summary()}\n" + "\n".join(reports)
 
 
-def test_a_recipe_is_code_that_gives_the_same_case() -> None:
+def test_recipe_recreates_its_case() -> None:
     case = cover(OPS[0], True, SEED)[-1]
     assert eval(repr(case), {"Case": Case}) == case
     assert set(FACTORS) <= set(case.values())

@@ -128,7 +128,7 @@ class History:
         is_same = (self.ids[:, where] == self.ids[:, width - 1 :])[:, None]
         return np.where(is_same, self.inputs[:, :, where], 0), is_same, where
 
-    def taps(self, width: int) -> np.ndarray:
+    def same_sequence(self, width: int) -> np.ndarray:
         """Bit j of each input says whether the input j steps back is of the same sequence."""
         bits = [self.back(steps, width)[1][:, 0].astype(np.uint8) << steps for steps in range(width)]
         return np.bitwise_or.reduce(bits)

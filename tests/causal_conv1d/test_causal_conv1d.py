@@ -303,7 +303,7 @@ def test_kernels(rng: np.random.Generator) -> None:
 
 @pytest.mark.newest_jax_alone
 @each_layout
-def test_packed_sequences_are_as_if_alone(rng: np.random.Generator, channels_last: bool) -> None:
+def test_packed_sequences_equal_separate_sequences(rng: np.random.Generator, channels_last: bool) -> None:
     """Each sequence in a row gives what it gives by itself, values and gradients; initial and final states, too."""
     lengths = (1, 2, 7, 3, 1, 20, 4, 2)
     starts = np.cumsum((0, *lengths[:-1]))
@@ -373,7 +373,7 @@ def test_nothing_leaks_from_other_sequences(rng: np.random.Generator, dtype: str
 @pytest.mark.newest_jax_alone
 @each_layout
 @pytest.mark.parametrize("function", [causal_conv1d, forward_mode.causal_conv1d], ids=["kernel", "plain JAX"])
-def test_nothing_leaks_into_gradients_of_taps(
+def test_nothing_leaks_into_gradients_of_weights(
     rng: np.random.Generator, function: Callable[..., Any], channels_last: bool
 ) -> None:
     """A NaN in a sequence of one input reaches the gradient of the present tap, but of no other tap."""
@@ -412,7 +412,7 @@ def test_ids_of_every_dtype(rng: np.random.Generator, ids_dtype: str) -> None:
 @pytest.mark.newest_jax_alone
 @each_layout
 @each_dtype
-def test_chunks_that_hand_on_a_state(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
+def test_chunks_that_pass_on_their_state(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
     """One sequence in chunks of any length, 0 and fewer than W - 1 included, gives what it gives as a whole."""
     batch = Batch()
     for width, has_ids in ((1, True), (2, False), (4, False), (4, True), (7, True)):
@@ -559,7 +559,7 @@ def test_update(rng: np.random.Generator, dtype: str, channels_last: bool) -> No
 @pytest.mark.newest_jax_alone
 @each_layout
 @each_dtype
-def test_decoding_is_the_convolution(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
+def test_decoding_equals_the_convolution(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
     """A loop of updates, one input at a time, gives the outputs and the final state of the whole."""
     for width, num_states in ((4, 3), (4, 4), (3, 9), (1, 0), (1, 2)):
         problem = make_problem(rng, (3, 20, 24), width, dtype)
@@ -622,7 +622,7 @@ def test_donated_state_is_updated_in_place(rng: np.random.Generator, loop: str) 
     assert_same_bits(new_state, expected)
 
 
-def test_state_that_is_not_donated_stays(rng: np.random.Generator) -> None:
+def test_state_that_is_not_donated_is_unchanged(rng: np.random.Generator) -> None:
     """Eagerly, under jit and where it is used again, the old state is what it was."""
     weight, x = np.ones((6, 4), np.float32), rng.normal(size=(2, 6)).astype(np.float32)
     state = rng.normal(size=(2, 6, 5)).astype(np.float32)
@@ -1110,7 +1110,7 @@ def test_errors(name: str, case: str) -> None:
         jax.jit(lambda: function(**(arguments | changed)))()
 
 
-def test_keys_are_no_numbers() -> None:
+def test_random_keys_are_refused() -> None:
     keys = jax.random.split(jax.random.key(0), (2, 6, 9))
     with pytest.raises(TypeError, match="causal_conv1d: x must have a numeric dtype, got key"):
         causal_conv1d(keys, WEIGHT)

@@ -157,7 +157,7 @@ def test_parameters_that_are_not_split_as_the_signal_is(rng: np.random.Generator
 
 
 @pytest.mark.parametrize("length", [24, 2])
-def test_operands_that_are_split_otherwise(rng: np.random.Generator, length: int) -> None:
+def test_operands_that_are_split_differently(rng: np.random.Generator, length: int) -> None:
     """In explicit mode, ids and states may be split over other axes than the signal, or over time."""
     operands = make_operands(rng, False, length=length)
     function, mesh = functools.partial(outputs_and_gradients, False), make_mesh(AxisType.Explicit)

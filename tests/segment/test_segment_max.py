@@ -23,7 +23,7 @@ each_tie_break = pytest.mark.parametrize("tie_break", TIE_BREAKS)
 
 def flip(extremum: Reduction, data: np.ndarray) -> np.ndarray:
     """Data whose minima are where these data have their maxima, for the minimum."""
-    return data if extremum is MAX else cases.flipped(data)
+    return data if extremum is MAX else cases.order_reversed(data)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

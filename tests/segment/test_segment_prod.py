@@ -77,11 +77,11 @@ def test_counts_of_special_values(rng: np.random.Generator, special: float, num_
 @pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("order", ["large first", "small first", "alternating", "random"])
 @pytest.mark.parametrize("dtype", FLOATING)
-def test_magnitudes_beyond_the_range_on_the_way(rng: np.random.Generator, dtype: str, order: str) -> None:
+def test_intermediate_products_out_of_range(rng: np.random.Generator, dtype: str, order: str) -> None:
     """Factors whose partial products overflow or underflow, but whose product does not: exact, and so the gradient."""
-    most = int(jnp.finfo(dtype).maxexp) - 1
+    max_exponent = int(jnp.finfo(dtype).maxexp) - 1
     for half in (1, 20, 3000):
-        exponents = np.repeat([most, -most], half)
+        exponents = np.repeat([max_exponent, -max_exponent], half)
         if order == "small first":
             exponents = exponents[::-1]
         elif order == "alternating":

@@ -40,7 +40,7 @@ def test_rows_of_a_segment_sum_to_one(rng: np.random.Generator, dtype: str) -> N
                 probabilities = np.asarray(probabilities).astype(np.float64)
                 assert (probabilities[~is_member] == 0).all() and not np.signbit(probabilities[~is_member]).any()
                 total = cases.segment_sum(probabilities, ids, shape.segments).astype(np.float64)
-                # Each probability is rounded by half an eps; what vanishes in float16 is below its least number.
+                # Each probability is rounded by half an eps; what vanishes in float16 is below its smallest number.
                 error = float(jnp.finfo(dtype).eps) + shape.rows * float(jnp.finfo(dtype).smallest_subnormal)
                 count = cases.counts(ids, shape.segments)
                 np.testing.assert_allclose(total[count > 0], 1, atol=2 * error + 100 * cases.eps_of(dtype))
@@ -51,8 +51,8 @@ def test_rows_of_a_segment_sum_to_one(rng: np.random.Generator, dtype: str) -> N
 @each_dtype
 def test_large_logits(rng: np.random.Generator, dtype: str) -> None:
     """Logits up to the greatest finite number neither overflow nor lose the differences between them."""
-    most = float(jnp.finfo(dtype).max)
-    columns = [[1e4, 1e4, 1e4 - 8], [most, most, -most], [-most, -most, -most], [most, 0, 1], [-1e4, -1e4 - 8, 0]]
+    top = float(jnp.finfo(dtype).max)
+    columns = [[1e4, 1e4, 1e4 - 8], [top, top, -top], [-top, -top, -top], [top, 0, 1], [-1e4, -1e4 - 8, 0]]
     logits = np.array(columns).T.astype(jnp.dtype(dtype))
     for ids in (np.zeros(3, np.int32), np.array([0, 0, 1], np.int32), np.array([1, 0, 1], np.int32)):
         expected = SOFTMAX.value(logits, ids, 2)

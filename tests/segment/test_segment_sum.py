@@ -52,7 +52,7 @@ def test_rounding(rng: np.random.Generator, reduction: Reduction, dtype: str, si
         batch.run()
 
 
-def test_sixteen_bits_do_not_count() -> None:
+def test_counts_are_wider_than_16_bits() -> None:
     """A sum of many 16-bit ones or halves is right, where 16-bit accumulators stop at 256 and 2048."""
     for dtype, count in (("bfloat16", 70_001), ("float16", 30_001)):
         ids = np.repeat(np.arange(3), count)
@@ -63,7 +63,7 @@ def test_sixteen_bits_do_not_count() -> None:
             assert_same_bits(mean, np.full(3, 1.5, jnp.dtype(dtype)))
 
 
-def test_sums_beyond_the_range_of_float16_on_the_way() -> None:
+def test_intermediate_sums_out_of_range_of_float16() -> None:
     """The accumulator has the range of float32: only the result may overflow; a mean never does."""
     data = np.array([6e4, 6e4, 6e4, -6e4, -6e4, 6e4, 6e4], np.float16)
     ids = np.array([0, 0, 0, 0, 0, 1, 1])

@@ -190,7 +190,7 @@ def test_many_dimensions(rng: np.random.Generator) -> None:
     assert kernels_in(jax.jit(where).lower(*operands).as_text()) == []
 
 
-def test_operands_stay_small(rng: np.random.Generator) -> None:
+def test_broadcast_operands_are_not_written_out(rng: np.random.Generator) -> None:
     """Nothing that is repeated is written out: programs have no temporary memory."""
     cond, a, b = make_operands(rng, ((1000, 1), (1000, 300), ()))
 
