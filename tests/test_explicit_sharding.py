@@ -6,7 +6,8 @@ Operands of one call are split differently; what has no optional argument is cal
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from rope.reference import Rotation
+from segment.reference import SOFTMAX
 
 import jax_baracuda
 from jax_baracuda import (
@@ -68,10 +71,35 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 
 
-def make_array(rng: np.random.Generator, name: str) -> np.ndarray:
+IDS = np.array([-1, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, NUM_SEGMENTS], np.int32)
+"""Each segment has 0, 1, 2 or 4 rows, so that means and shares of ties are exact."""
+
+
+def make_array(rng: np.random.Generator, call: str, name: str) -> np.ndarray:
+    """Such that the results of most calls are exact: small integers; without ties for extrema; for products, powers of
+    two."""
+    shape = SHAPES[name]
     if name == "ids":
-        return rng.integers(-1, NUM_SEGMENTS + 1, SHAPES[name]).astype(np.int32)
-    return np.round(rng.normal(size=SHAPES[name]), 1).astype(np.float32)
+        return rng.permutation(IDS)
+    if "prod" in call:
+        return rng.choice(np.float32([-2, -1, 1, 2]), shape)
+    if name == "rows" and re.search("max|min", call):
+        return rng.permuted(np.tile(np.arange(shape[0])[:, None] - 8, shape[1]), axis=0).astype(np.float32)
+    return rng.integers(-3, 4, shape).astype(np.float32)
+
+
+def allowed_error(call: str, arrays: Sequence[np.ndarray]) -> np.ndarray | float:
+    """By how much the results of two devices may differ, element by element."""
+    eps = float(np.finfo(np.float32).eps)
+    if "rope" in call:
+        # The features are turned there and back, each time within 2 units of the length of their pair.
+        return 2 * 2 * 2 * eps * Rotation().of(2 * arrays[0]).lengths.astype(np.float64)
+    if call == "second derivative of segment_softmax":
+        # Each is its probability times sums over at most 4 rows of products of some 10 factors, none larger than 4.
+        data, ids = arrays
+        probabilities = SOFTMAX.value(data, ids, NUM_SEGMENTS).exact
+        return 2 * 4 * 10 * 4 * eps * probabilities.astype(np.float64)
+    return 0.0
 
 
 ROWS_AND_FEATURES = {"rows": P("x", "y"), "ids": P("x")}
@@ -163,7 +191,7 @@ CALLS: dict[str, Call] = (
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
 def test_operands_split_differently(rng: np.random.Generator, axis_type: AxisType, name: str) -> None:
     function, specs = CALLS[name]
-    arrays = [make_array(rng, operand) for operand in specs]
+    arrays = [make_array(rng, name, operand) for operand in specs]
     expected = jax.tree.leaves(jax.jit(function)(*arrays))
     mesh = jax.make_mesh(MESH_SHAPE, ("x", "y"), axis_types=(axis_type,) * 2)
     with jax.set_mesh(mesh):
@@ -174,5 +202,10 @@ def test_operands_split_differently(rng: np.random.Generator, axis_type: AxisTyp
         if axis_type == AxisType.Explicit and "gradient" in name and "_backward" not in name:
             for result, operand in zip(results, operands, strict=False):
                 assert result.sharding.is_equivalent_to(operand.sharding, operand.ndim)
+    error = allowed_error(name, arrays)
     for got, want in zip(results, expected, strict=True):
-        np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5, atol=1e-5 * np.abs(want).max())
+        got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+        is_wrong = ~(np.abs(got - want) <= error)
+        assert not is_wrong.any(), (
+            f"{is_wrong.sum()} of {is_wrong.size} elements are wrong: {got[is_wrong][:5]}, not {want[is_wrong][:5]}"
+        )

@@ -104,7 +104,7 @@ def reduction_call(reduction: Reduction, adds: bool) -> Callable[..., Call]:
 def with_winner_call(extremum: Reduction) -> Callable[..., Call]:
     def call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
         problem = make_problem(rng, dtype, is_sorted, adds=False)
-        flip = cases.flipped if extremum is MIN else np.asarray
+        flip = cases.order_reversed if extremum is MIN else np.asarray
         winners = problem.of_each(lambda data, ids, segments: reference_winner(flip(data), ids, segments))
         params = {"num_segments": problem.segments, "first_wins": False, "with_order": False}
         return Call((problem.data, problem.ids[None]), (problem.of_each(extremum.value), exactly(winners)), params)
@@ -115,7 +115,7 @@ def with_winner_call(extremum: Reduction) -> Callable[..., Call]:
 def extremum_backward_call(extremum: Reduction) -> Callable[..., Call]:
     def call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
         problem = make_problem(rng, dtype, is_sorted, adds=False)
-        flip = cases.flipped if extremum is MIN else np.asarray
+        flip = cases.order_reversed if extremum is MIN else np.asarray
         extrema = np.stack([x.exact for x in problem.of_each(extremum.value)])
         winners = problem.of_each(lambda data, ids, segments: reference_winner(flip(data), ids, segments))
         d_output = cases.cotangent(rng, extrema.shape, dtype)
@@ -202,13 +202,13 @@ def convolution_problems(rng: np.random.Generator, dtype: str, length: int) -> l
 def convolution_operands(problems: Sequence[Convolution]) -> dict[str, np.ndarray]:
     """What the native targets take, by name."""
     first = problems[0].arrays
-    taps = [convolutions.History.of(problem).taps(problem.width) for problem in problems]
+    same_sequence = [convolutions.History.of(problem).same_sequence(problem.width) for problem in problems]
     return {
         "x": np.stack([problem.arrays["x"] for problem in problems]),
         "weight": first["weight"][None],
         "bias": first["bias"][None],
         "initial_state": np.stack([problem.arrays["initial_state"] for problem in problems]),
-        "taps": np.stack(taps),
+        "taps": np.stack(same_sequence),
     }
 
 
@@ -396,6 +396,7 @@ def check_claims(guarantee: Guarantee, dtype: str) -> None:
     assert (guarantee.math_precision == "accumulated") <= (guarantee.accumulator == accumulator)
 
 
+@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize(("name", "dtype"), EVERY_OP_AND_DTYPE)
 def test_guarantee(rng: np.random.Generator, name: str, dtype: str) -> None:
     """Each claim about an op on this platform, for each combination of flags; a claim not known here fails."""
@@ -434,8 +435,9 @@ def test_guarantee(rng: np.random.Generator, name: str, dtype: str) -> None:
             call.check(results[k], f"{flags}")
 
 
+@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("name", sorted(OPS))
-def test_what_is_claimed_to_be_the_same_in_every_run(name: str) -> None:
+def test_which_ops_claim_to_be_deterministic(name: str) -> None:
     """Everything but unsorted floating sums on GPUs, and those too if so asked."""
     adds = name in ("segment_sum", "segment_mean", "segment_softmax", "segment_softmax_backward")
     for dtype, platform, flags in itertools.product(sorted(OPS[name].dtypes), KERNEL_PLATFORMS, flags_of(name)):

@@ -83,6 +83,7 @@ def print_growth_of_memory() -> None:
     print(*(b - a for a, b in zip(before, after, strict=True)))
 
 
+@pytest.mark.newest_jax_alone
 def test_memory_does_not_grow() -> None:
     """Less than 100 bytes a call, of a fresh process; nothing on the device."""
     if not Path("/proc/self/statm").exists():

@@ -38,6 +38,7 @@ def test_every_public_function_is_declared() -> None:
     assert all(load_all()[name].forward_mode is getattr(forward_mode, name) for name in forward_mode.__all__)
 
 
+@pytest.mark.newest_jax_alone
 @each_op
 @pytest.mark.parametrize("several_devices", [True, False], ids=["several devices", "one device"])
 def test_cases_meet_every_pair_of_values(op: str, several_devices: bool) -> None:
@@ -51,8 +52,9 @@ def test_cases_meet_every_pair_of_values(op: str, several_devices: bool) -> None
     assert possible <= met, f"{len(possible - met)} of {len(possible)} pairs are not met: {list(possible - met)[:5]}"
 
 
+@pytest.mark.newest_jax_alone
 @each_op
-def test_every_value_is_met_and_so_are_the_bare_calls(op: str) -> None:
+def test_every_value_and_every_bare_call_is_met(op: str) -> None:
     cases = cover(op, True, SEED)
     for name, values in factors_of(op, True).items():
         assert {case.values()[name] for case in cases} == set(values), name
@@ -72,6 +74,7 @@ def _chunks() -> list[tuple[str, int]]:
     return [(op, number) for op in OPS for number in range(-(-len(_cases(op)) // CHUNK))]
 
 
+@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize(("op", "chunk"), _chunks())
 def test_combinations(op: str, chunk: int) -> None:
     failures = []
@@ -84,6 +87,7 @@ def test_combinations(op: str, chunk: int) -> None:
     assert not failures, f"{len(failures)} cases failed:\n\n" + "\n\n".join(failures)
 
 
+@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_strategy_is_reached(family: str) -> None:
     platforms = [name for name, native in NATIVE_MODULES.items() if native.module is not None]
@@ -92,6 +96,7 @@ def test_every_strategy_is_reached(family: str) -> None:
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.newest_jax_alone
 def test_fuzz() -> None:
     reports: list[str] = []
     fuzz = Fuzz(SEED, 40, None, reports.append, with_large=False, draws=2)
@@ -100,7 +105,7 @@ def test_fuzz() -> None:
     assert not fuzz.failures, f"{fuzz.summary()}\n" + "\n".join(reports)
 
 
-def test_a_recipe_is_code_that_gives_the_same_case() -> None:
+def test_recipe_recreates_its_case() -> None:
     case = cover(OPS[0], True, SEED)[-1]
     assert eval(repr(case), {"Case": Case}) == case
     assert set(FACTORS) <= set(case.values())

@@ -103,8 +103,8 @@ SPLITS = {
     "rows over both axes": P(("rows", "features"), None),
 }
 
-# The most collectives that the value takes where rows are split, and its gradient beside. Products exchange cells.
-MOST_ALL_REDUCES = {
+# How many collectives the value may have where rows are split, and how many more its gradient. Products exchange cells.
+MAX_ALL_REDUCES = {
     "segment_max": (1, 1),
     "segment_min": (1, 1),
     "segment_sum": (1, 0),
@@ -114,7 +114,7 @@ MOST_ALL_REDUCES = {
     "segment_argmax": (2, 0),
     "segment_argmin": (2, 0),
 }
-MOST_ALL_GATHERS = {"segment_prod": 2}
+MAX_ALL_GATHERS = {"segment_prod": 2}
 
 
 @pytest.mark.parametrize(
@@ -150,11 +150,11 @@ def test_sharded_operands_give_the_single_device_answer(
         of_value = collectives(lambda data, ids: reduction(data, ids, NUM_SEGMENTS, **options), *operands[:2])
         of_both = collectives(function, *operands)
     rows_are_split = spec[0] is not None
-    most_of_value, most_of_gradient = MOST_ALL_REDUCES[reduction.name]
-    most_gathers = MOST_ALL_GATHERS.get(reduction.name, 0) * rows_are_split
-    for counts, most in ((of_value, most_of_value), (of_both, most_of_value + most_of_gradient)):
-        assert counts["all-reduce"] <= most * rows_are_split, counts
-        assert counts["all-gather"] <= most_gathers, counts
+    max_of_value, max_of_gradient = MAX_ALL_REDUCES[reduction.name]
+    max_gathers = MAX_ALL_GATHERS.get(reduction.name, 0) * rows_are_split
+    for counts, max_reduces in ((of_value, max_of_value), (of_both, max_of_value + max_of_gradient)):
+        assert counts["all-reduce"] <= max_reduces * rows_are_split, counts
+        assert counts["all-gather"] <= max_gathers, counts
         assert sum(counts.values()) == counts["all-reduce"] + counts["all-gather"], counts
 
 
@@ -313,7 +313,7 @@ def test_gradient_through_shard_map_of_replicated_data(reduction: Reduction, che
 
 
 @each_reduction
-def test_varying_result_is_not_accepted_as_replicated(reduction: Reduction) -> None:
+def test_varying_result_is_refused_as_replicated(reduction: Reduction) -> None:
     data, ids, _ = make_operands(reduction, seed=5)
     function = jax.shard_map(
         lambda data, ids: reduction(data, ids, NUM_SEGMENTS),

@@ -15,11 +15,6 @@ from support.handlers import Array, Call
 
 from jax_baracuda import causal_conv1d
 
-TOLERANCE = {"float16": 5e-4, "bfloat16": 4e-3, "float32": 1e-6, "float64": 1e-14}
-"""By how much two results of kernels may differ, relative to the size of their terms."""
-PARAMETER_FACTOR = 10
-"""By how much more the gradients of parameters may, which are long sums."""
-
 LAYOUTS = (False, True)
 """Values of channels_last."""
 
@@ -133,7 +128,7 @@ class History:
         is_same = (self.ids[:, where] == self.ids[:, width - 1 :])[:, None]
         return np.where(is_same, self.inputs[:, :, where], 0), is_same, where
 
-    def taps(self, width: int) -> np.ndarray:
+    def same_sequence(self, width: int) -> np.ndarray:
         """Bit j of each input says whether the input j steps back is of the same sequence."""
         bits = [self.back(steps, width)[1][:, 0].astype(np.uint8) << steps for steps in range(width)]
         return np.bitwise_or.reduce(bits)
@@ -328,22 +323,24 @@ def plain_convolution(
 # Comparison.
 
 
-def assert_close(actual: Any, expected: Any, where: str = "", *, factor: float = 1, dtype: Any = None) -> None:
-    """Two results of kernels agree, element by element, within the tolerance of the dtype, by default that of `actual`.
+def assert_close(actual: Any, expected: Any, where: str = "") -> None:
+    """Two results of direct calls with :data:`SIZES` agree, element by element.
 
-    Terms have a size of about 1: where they cancel, an element is small beside them, and beside the other elements.
+    Either is within 8 eps of the accumulator of the exact number, or of 1, the size of the terms: sums are short. Then
+    either is rounded to its dtype.
     """
-    actual = np.asarray(actual)
-    assert actual.shape == expected.shape, f"{where} shape {actual.shape}, expected {expected.shape}"
-    tolerance = factor * TOLERANCE[jnp.dtype(actual.dtype if dtype is None else dtype).name]
     expected = np.asarray(expected).astype(np.float64)
-    size = max(1, np.sqrt(np.mean(expected**2))) if expected.size else 1
-    error = np.abs(actual.astype(np.float64) - expected) / np.maximum(np.abs(expected), size)
-    is_wrong = ~(error <= tolerance)
-    assert not is_wrong.any(), (
-        f"{where} {is_wrong.sum()} of {error.size} elements are wrong, the first at {np.argwhere(is_wrong)[0]}; "
-        f"the largest relative error is {error.max():.2e}, not {tolerance}"
-    )
+    bound = np.maximum(np.abs(expected), 1)
+    dtype = np.asarray(actual).dtype
+    of_rounding = float(jnp.finfo(dtype).eps) / 2 * np.abs(expected)
+    Expected(expected, dtype, 16 * cases.eps_of(dtype) * bound + of_rounding).check(actual, where)
+
+
+def check_outputs(problem: Problem, channels_last: bool, y: Any, final_state: Any, where: str = "") -> None:
+    expected_y, expected_state = expected_outputs(problem)
+    assert not y.weak_type, where
+    expected_y.check(in_layout(y, channels_last), f"{where} y")
+    cases.assert_same_bits(final_state, expected_state, f"{where} final state")
 
 
 def check_gradients(

@@ -20,6 +20,7 @@ from causal_conv1d.reference import (
     LAYOUTS,
     Problem,
     check_gradients,
+    check_outputs,
     expected_gradients,
     expected_outputs,
     in_layout,
@@ -75,13 +76,6 @@ def value_and_pullback(problem: Problem, channels_last: bool, arrays: Any, *d_ou
     return outputs, vjp(d_outputs)[0]
 
 
-def check_outputs(problem: Problem, channels_last: bool, y: Any, final_state: Any, where: str) -> None:
-    expected_y, expected_state = expected_outputs(problem)
-    assert not y.weak_type, where
-    expected_y.check(in_layout(y, channels_last), f"{where} y")
-    assert_same_bits(final_state, expected_state, f"{where} final state")
-
-
 def add_call(batch: Batch, rng: np.random.Generator, problem: Problem, channels_last: bool, where: str) -> None:
     """Adds the outputs, and the gradients of all arrays by both ways to get them."""
     dy, d_state = cotangents(rng, problem)
@@ -121,6 +115,7 @@ def backward(problem: Problem, channels_last: bool, dy: Any, d_state: Any) -> di
 # Values and gradients.
 
 
+@pytest.mark.newest_jax_alone
 def test_reference_itself(rng: np.random.Generator) -> None:
     """The NumPy reference is np.convolve of every sequence by itself; its gradients are those of plain JAX."""
     problem = make_problem(rng, (2, 3, 20), 4, "float64", activation=None)
@@ -143,19 +138,19 @@ def test_reference_itself(rng: np.random.Generator) -> None:
 @each_dtype
 @pytest.mark.parametrize("count", [1, 11])
 def test_comparison_sees_every_element(rng: np.random.Generator, dtype: str, count: int) -> None:
-    """The exact numbers pass; no larger ones may be missing from a long row, not even one."""
+    """The exact numbers pass; none may be missing from a long row, not even one, but those within the error of zero."""
     problem = make_problem(rng, (1, 2, 4099), 4, dtype, has_state=True)
     dy, d_state = cotangents(rng, problem)
     gradients = expected_gradients(problem, dy, d_state)
     for name, expected in ({"y": expected_outputs(problem)[0]} | gradients).items():
         exact = cases.rounded(expected.exact, dtype)
         expected.check(exact, name)
-        large = np.argsort(np.abs(expected.exact), axis=None)[exact.size // 2 :]
+        visible = np.flatnonzero(np.abs(expected.exact) > 2 * expected.error)
+        assert len(visible) >= 0.99 * exact.size, name
         wrong = exact.copy()
-        wrong.flat[rng.choice(large, min(count, len(large)), replace=False)] = 0
-        for comparison in (expected.check, lambda x, exact=exact: convolutions.assert_close(x, exact)):
-            with pytest.raises(AssertionError, match=f"{min(count, len(large))} of {exact.size} elements are wrong"):
-                comparison(wrong)
+        wrong.flat[rng.choice(visible, min(count, len(visible)), replace=False)] = 0
+        with pytest.raises(AssertionError, match=f"{min(count, len(visible))} of {exact.size} elements are wrong"):
+            expected.check(wrong)
 
 
 @each_layout
@@ -177,6 +172,7 @@ def test_value_and_gradient(rng: np.random.Generator, dtype: str, channels_last:
     assert called == {"causal_conv1d": 32, "causal_conv1d_backward": 32}
 
 
+@pytest.mark.newest_jax_alone
 @each_layout
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sizes(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
@@ -213,6 +209,7 @@ def test_backward(rng: np.random.Generator, dtype: str) -> None:
         assert batch.run() == {"causal_conv1d_backward": 2 * len(OPTIONS)}
 
 
+@pytest.mark.newest_jax_alone
 @settings(deadline=None, max_examples=15)
 @given(
     shape=st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(0, 40)),
@@ -230,6 +227,7 @@ def test_any_small_problem(
     batch.run()
 
 
+@pytest.mark.newest_jax_alone
 def test_long_sums(rng: np.random.Generator) -> None:
     """Gradients of parameters over 2^20 summands err as those of some tens of summands do."""
     problem = make_problem(rng, (4, 1, 2**18 + 3), 4)
@@ -239,6 +237,7 @@ def test_long_sums(rng: np.random.Generator) -> None:
         check_gradients(backward(problem, channels_last, dy, None), expected, channels_last)
 
 
+@pytest.mark.newest_jax_alone
 def test_positive_long_sums_of_16_bits(rng: np.random.Generator) -> None:
     """Sums that only grow do not stop at what 16 bits can count, and are rounded once."""
     for dtype, channels_last in itertools.product(("float16", "bfloat16"), LAYOUTS):
@@ -259,6 +258,7 @@ def test_plain_activation_names(rng: np.random.Generator, channels_last: bool) -
     assert_same_bits(silu, np.asarray(swish))
 
 
+@pytest.mark.newest_jax_alone
 def test_extreme_activations() -> None:
     """silu and its gradient where exp overflows or underflows: 0 and z, 0 and 1."""
     z = np.array([-1e4, -200, -89, -88, 0, 88, 89, 200, 1e4], np.float32).reshape(1, 1, -1)
@@ -301,8 +301,9 @@ def test_kernels(rng: np.random.Generator) -> None:
 # Packed sequences.
 
 
+@pytest.mark.newest_jax_alone
 @each_layout
-def test_packed_sequences_are_as_if_alone(rng: np.random.Generator, channels_last: bool) -> None:
+def test_packed_sequences_equal_separate_sequences(rng: np.random.Generator, channels_last: bool) -> None:
     """Each sequence in a row gives what it gives by itself, values and gradients; initial and final states, too."""
     lengths = (1, 2, 7, 3, 1, 20, 4, 2)
     starts = np.cumsum((0, *lengths[:-1]))
@@ -341,6 +342,7 @@ def test_packed_sequences_are_as_if_alone(rng: np.random.Generator, channels_las
         dataclasses.replace(of_packed[name], exact=total).check(together[name], name)
 
 
+@pytest.mark.newest_jax_alone
 @each_layout
 @each_dtype
 def test_nothing_leaks_from_other_sequences(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
@@ -368,9 +370,10 @@ def test_nothing_leaks_from_other_sequences(rng: np.random.Generator, dtype: str
         assert_same_bits(state, expected_state)
 
 
+@pytest.mark.newest_jax_alone
 @each_layout
 @pytest.mark.parametrize("function", [causal_conv1d, forward_mode.causal_conv1d], ids=["kernel", "plain JAX"])
-def test_nothing_leaks_into_gradients_of_taps(
+def test_nothing_leaks_into_gradients_of_weights(
     rng: np.random.Generator, function: Callable[..., Any], channels_last: bool
 ) -> None:
     """A NaN in a sequence of one input reaches the gradient of the present tap, but of no other tap."""
@@ -406,9 +409,10 @@ def test_ids_of_every_dtype(rng: np.random.Generator, ids_dtype: str) -> None:
 # States and decoding.
 
 
+@pytest.mark.newest_jax_alone
 @each_layout
 @each_dtype
-def test_chunks_that_hand_on_a_state(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
+def test_chunks_that_pass_on_their_state(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
     """One sequence in chunks of any length, 0 and fewer than W - 1 included, gives what it gives as a whole."""
     batch = Batch()
     for width, has_ids in ((1, True), (2, False), (4, False), (4, True), (7, True)):
@@ -511,6 +515,7 @@ UPDATES = tuple(
 """(W, K - (W - 1), T)"""
 
 
+@pytest.mark.newest_jax_alone
 @each_layout
 @each_dtype
 def test_update(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
@@ -551,9 +556,10 @@ def test_update(rng: np.random.Generator, dtype: str, channels_last: bool) -> No
         assert batch.run() == {"causal_conv1d_update": len(UPDATES), "causal_conv1d_backward": len(UPDATES)}
 
 
+@pytest.mark.newest_jax_alone
 @each_layout
 @each_dtype
-def test_decoding_is_the_convolution(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
+def test_decoding_equals_the_convolution(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
     """A loop of updates, one input at a time, gives the outputs and the final state of the whole."""
     for width, num_states in ((4, 3), (4, 4), (3, 9), (1, 0), (1, 2)):
         problem = make_problem(rng, (3, 20, 24), width, dtype)
@@ -616,7 +622,7 @@ def test_donated_state_is_updated_in_place(rng: np.random.Generator, loop: str) 
     assert_same_bits(new_state, expected)
 
 
-def test_state_that_is_not_donated_stays(rng: np.random.Generator) -> None:
+def test_state_that_is_not_donated_is_unchanged(rng: np.random.Generator) -> None:
     """Eagerly, under jit and where it is used again, the old state is what it was."""
     weight, x = np.ones((6, 4), np.float32), rng.normal(size=(2, 6)).astype(np.float32)
     state = rng.normal(size=(2, 6, 5)).astype(np.float32)
@@ -1108,7 +1114,7 @@ def test_errors(name: str, case: str) -> None:
         jax.jit(lambda: function(**(arguments | changed)))()
 
 
-def test_keys_are_no_numbers() -> None:
+def test_random_keys_are_refused() -> None:
     keys = jax.random.split(jax.random.key(0), (2, 6, 9))
     with pytest.raises(TypeError, match="causal_conv1d: x must have a numeric dtype, got key"):
         causal_conv1d(keys, WEIGHT)

@@ -9,15 +9,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from causal_conv1d import reference as convolutions
-from causal_conv1d.reference import LAYOUTS, PARAMETER_FACTOR, Problem, assert_close, in_layout, make_problem
+from causal_conv1d.reference import (
+    LAYOUTS,
+    Problem,
+    check_gradients,
+    check_outputs,
+    expected_gradients,
+    expected_outputs,
+    in_layout,
+    make_problem,
+)
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.cases import assert_same_bits
 from test_sharding import MESH_SHAPE, collectives
 
 from jax_baracuda import causal_conv1d_update
 
 pytestmark = pytest.mark.skipif(MESH_SHAPE == (1, 1), reason="there is only one device")
+
+ARRAYS = ("x", "weight", "bias", "initial_state")
+"""What has a gradient."""
 
 each_layout = pytest.mark.parametrize("channels_last", LAYOUTS, ids=["channels first", "channels last"])
 
@@ -73,9 +85,17 @@ def outputs_and_gradients(channels_last: bool, operands: dict[str, Any]) -> tupl
     return outputs, vjp((dy, d_state))[0]
 
 
-def assert_same(actual: Any, expected: Any) -> None:
-    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert_close(got, np.asarray(want), factor=PARAMETER_FACTOR)
+def problem_of(operands: dict[str, Any], channels_last: bool) -> Problem:
+    arrays = {name: operands[name] for name in ARRAYS}
+    return Problem(arrays | {"x": in_layout(operands["x"], channels_last)}, operands["segment_ids"], "silu")
+
+
+def check(actual: Any, operands: dict[str, Any], channels_last: bool) -> None:
+    """What :func:`outputs_and_gradients` of these operands returned."""
+    problem, (outputs, gradients) = problem_of(operands, channels_last), actual
+    check_outputs(problem, channels_last, *outputs)
+    dy = in_layout(operands["dy"], channels_last)
+    check_gradients(gradients, expected_gradients(problem, dy, operands["d_state"]), channels_last)
 
 
 def put(mesh: Mesh, operands: dict[str, Any], specs: dict[str, P]) -> dict[str, jax.Array]:
@@ -91,11 +111,11 @@ def test_sharded_operands(rng: np.random.Generator, axis_type: AxisType, split: 
     if axis_type == AxisType.Explicit and split == "time":
         pytest.skip("jax.numpy does not slice what is split, in explicit mode")
     function = functools.partial(outputs_and_gradients, channels_last)
-    expected, mesh = function(operands), make_mesh(axis_type)
+    mesh = make_mesh(axis_type)
     with jax.set_mesh(mesh):
         placed = put(mesh, operands, specs)
         actual = jax.jit(function)(placed)
-        assert_same(actual, expected)
+        check(actual, operands, channels_last)
         of_both = collectives(function, placed)
         of_value = collectives(lambda operands: function(operands)[0], placed)
         if split == "time":
@@ -111,9 +131,7 @@ def test_sharded_operands(rng: np.random.Generator, axis_type: AxisType, split: 
 @each_layout
 def test_parameters_that_are_not_split_as_the_signal_is(rng: np.random.Generator, channels_last: bool) -> None:
     """In explicit mode, gradients have the types of their primals, whatever the sharding of either."""
-    operands = make_operands(rng, channels_last)
-    function = functools.partial(outputs_and_gradients, channels_last)
-    expected, mesh = function(operands), make_mesh(AxisType.Explicit)
+    operands, mesh = make_operands(rng, channels_last), make_mesh(AxisType.Explicit)
     split = specs_of(P("examples", "channels", None), channels_last)
     for whole in (("weight", "bias"), ("initial_state",), ("segment_ids",), ("x", "dy"), tuple(split)):
         specs = split | {name: P() for name in whole}
@@ -135,22 +153,21 @@ def test_parameters_that_are_not_split_as_the_signal_is(rng: np.random.Generator
                     assert jax.typeof(gradient).sharding == jax.typeof(others[name]).sharding, name
                 return outputs, gradients
 
-            assert_same(run(placed), expected)
+            check(run(placed), operands, channels_last)
 
 
 @pytest.mark.parametrize("length", [24, 2])
-def test_operands_that_are_split_otherwise(rng: np.random.Generator, length: int) -> None:
+def test_operands_that_are_split_differently(rng: np.random.Generator, length: int) -> None:
     """In explicit mode, ids and states may be split over other axes than the signal, or over time."""
     operands = make_operands(rng, False, length=length)
-    function = functools.partial(outputs_and_gradients, False)
-    expected, mesh = function(operands), make_mesh(AxisType.Explicit)
+    function, mesh = functools.partial(outputs_and_gradients, False), make_mesh(AxisType.Explicit)
     specs = specs_of(P("examples", "channels", None), False)
     for others in (
         {"segment_ids": P("channels", None), "initial_state": P("channels", None, None)},
         {"segment_ids": P(None, "channels"), "initial_state": P(None, None, None)},
     ):
         with jax.set_mesh(mesh):
-            assert_same(jax.jit(function)(put(mesh, operands, specs | others)), expected)
+            check(jax.jit(function)(put(mesh, operands, specs | others)), operands, False)
 
 
 def test_examples_that_do_not_divide_evenly(rng: np.random.Generator) -> None:
@@ -161,7 +178,7 @@ def test_examples_that_do_not_divide_evenly(rng: np.random.Generator) -> None:
         x = jax.lax.with_sharding_constraint(operands["x"], NamedSharding(mesh, P("examples", None, "channels")))
         return function(operands | {"x": x})
 
-    assert_same(jax.jit(constrained)(operands), function(operands))
+    check(jax.jit(constrained)(operands), operands, True)
 
 
 @each_layout
@@ -181,23 +198,24 @@ def test_sharded_update(rng: np.random.Generator, channels_last: bool) -> None:
         return causal_conv1d_update(state=state, **others, activation="silu", channels_last=channels_last)
 
     others = {name: x for name, x in operands.items() if name != "state"}
-    expected = update(operands["state"], others)
     placed = put(mesh, operands, specs)
     state = placed.pop("state")
     assert sum(collectives(update, state, placed).values()) == 0
     y, new_state = jax.jit(update, donate_argnums=0)(state, placed)
     assert state.is_deleted()
-    assert_same((y, new_state), expected)
+    inputs = {"x": operands["x"][..., None], "initial_state": operands["state"][..., -3:]}
+    expected_outputs(Problem(others | inputs, None, "silu"))[0].check(np.asarray(y)[..., None])
+    assert_same_bits(new_state, np.concatenate([operands["state"], inputs["x"]], axis=2)[..., 1:])
     assert new_state.sharding.is_equivalent_to(NamedSharding(mesh, specs["state"]), 3)
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, specs["x"]), 2)
 
 
 def test_gradient_of_an_update_whose_state_is_split_along_time(rng: np.random.Generator) -> None:
-    """The part of the state that the filter sees is odd: explicit sharding could not split it."""
+    """The part of the state that the filter sees is odd: explicit sharding could not split it. All sums are exact."""
     mesh = make_mesh(AxisType.Explicit)
     shapes = {"x": (4, 6, 5), "state": (4, 6, 8), "weight": (6, 4)}
     specs = {"x": P(), "state": P(None, None, "examples"), "weight": P()}
-    operands = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    operands = {name: rng.integers(-3, 4, shape).astype(np.float32) for name, shape in shapes.items()}
 
     def gradient(operands: dict[str, Any]) -> Any:
         def loss(operands: dict[str, Any]) -> Any:
@@ -208,7 +226,7 @@ def test_gradient_of_an_update_whose_state_is_split_along_time(rng: np.random.Ge
 
     expected = gradient(operands)
     with jax.set_mesh(mesh):
-        assert_same(jax.jit(gradient)(put(mesh, operands, specs)), expected)
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(gradient)(put(mesh, operands, specs)), expected)
 
 
 @pytest.mark.parametrize("mapped", ["x", "weight", "all"])
@@ -220,10 +238,13 @@ def test_sharded_batch_of_vmap(rng: np.random.Generator, mapped: str) -> None:
         name: np.stack([p[name] for p in problems]) if axes[name] == 0 else problems[0][name] for name in problems[0]
     }
     function = jax.vmap(functools.partial(outputs_and_gradients, False), (axes,))
-    expected, mesh = function(operands), make_mesh(AxisType.Auto)
+    mesh = make_mesh(AxisType.Auto)
     specs = {name: P("examples") if axes[name] == 0 else P() for name in operands}
     placed = put(mesh, operands, specs)
-    assert_same(jax.jit(function)(placed), expected)
+    results = jax.jit(function)(placed)
+    for k in range(len(problems)):
+        of_one = {name: x if axes[name] is None else x[k] for name, x in operands.items()}
+        check(jax.tree.map(lambda x, k=k: x[k], results), of_one, False)
     assert sum(collectives(function, placed).values()) == 0
 
 
@@ -232,22 +253,19 @@ def test_sharded_batch_of_vmap(rng: np.random.Generator, mapped: str) -> None:
 def test_shard_map_over_channels(rng: np.random.Generator, channels_last: bool, check_vma: bool) -> None:
     operands, specs = make_operands(rng, channels_last), specs_of(P(None, "channels", None), channels_last)
     function = functools.partial(outputs_and_gradients, channels_last)
-    out_specs = (specs["dy"], specs["d_state"]), {name: specs[name] for name in convolution_arrays()}
+    out_specs = (specs["dy"], specs["d_state"]), {name: specs[name] for name in ARRAYS}
     mapped = jax.shard_map(
         function, mesh=make_mesh(AxisType.Auto), in_specs=(specs,), out_specs=out_specs, check_vma=check_vma
     )
-    assert_same(jax.jit(mapped)(operands), function(operands))
+    check(jax.jit(mapped)(operands), operands, channels_last)
     assert sum(collectives(mapped, operands).values()) == 0
-
-
-def convolution_arrays() -> tuple[str, ...]:
-    return "x", "weight", "bias", "initial_state"
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradient_through_shard_map_over_examples(rng: np.random.Generator, check_vma: bool) -> None:
     """Parameters that all devices share: their gradient is the sum over the devices."""
     operands, specs = make_operands(rng, True), specs_of(P("examples", None, None), True)
+    problem = problem_of(operands, True)
     ids = operands.pop("segment_ids")
     weights = operands.pop("dy")
     operands.pop("d_state")
@@ -263,29 +281,25 @@ def test_gradient_through_shard_map_over_examples(rng: np.random.Generator, chec
         out_specs=P(),
         check_vma=check_vma,
     )
-    expected = jax.grad(loss)(operands, ids, weights)
-    assert_same(jax.jit(jax.grad(mapped))(operands, ids, weights), expected)
+    _, final_state = expected_outputs(problem)
+    expected = expected_gradients(problem, in_layout(weights, True), 2 * final_state)
+    check_gradients(jax.jit(jax.grad(mapped))(operands, ids, weights), expected, True)
 
 
 def test_shard_map_over_one_of_two_axes(rng: np.random.Generator) -> None:
     """The other axis stays with the partitioner; the answer is right."""
     operands, specs = make_operands(rng, False), specs_of(P(None, "channels", None), False)
     function = functools.partial(outputs_and_gradients, False)
-    out_specs = (specs["dy"], specs["d_state"]), {name: specs[name] for name in convolution_arrays()}
+    out_specs = (specs["dy"], specs["d_state"]), {name: specs[name] for name in ARRAYS}
     mesh = make_mesh(AxisType.Auto)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=out_specs, axis_names={"channels"})
     placed = put(mesh, operands, specs_of(P("examples", "channels", None), False))
-    assert_same(jax.jit(mapped)(placed), function(operands))
+    check(jax.jit(mapped)(placed), operands, False)
 
 
 def test_outputs_are_those_of_the_reference(rng: np.random.Generator) -> None:
-    """What the tests above compare with is right."""
+    """On one device, too."""
     operands = make_operands(rng, False)
-    arrays = {name: operands[name] for name in convolution_arrays()}
-    problem = Problem(arrays, operands["segment_ids"], "silu")
     outputs, gradients = outputs_and_gradients(False, operands)
-    assert_same(outputs, convolutions.reference(problem))
-    expected = convolutions.reference_gradients(problem, operands["dy"], operands["d_state"])
-    for name, gradient in gradients.items():
-        assert_close(gradient, expected[name], name, factor=PARAMETER_FACTOR)
+    check((outputs, gradients), operands, False)
     assert jnp.isfinite(outputs[0]).all()

@@ -48,40 +48,41 @@ def _from_pairs(pairs: np.ndarray, interleaved: bool) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotated:
+class ExpectedRotation:
     """What a rotation may return."""
 
-    turned: np.ndarray
+    rotated: np.ndarray
     """The rotated features, exact."""
     lengths: np.ndarray
     """The length of the pair of each of them."""
     angle_errors: np.ndarray
-    """By how much the angles may differ that they are turned by."""
-    staying: np.ndarray
+    """The errors that the angles may have."""
+    passthrough: np.ndarray
     """The other features."""
 
     @property
     def exact(self) -> np.ndarray:
-        return np.concatenate([self.turned, self.staying.astype(np.longdouble)], axis=-1)
+        return np.concatenate([self.rotated, self.passthrough.astype(np.longdouble)], axis=-1)
 
     def units(self) -> np.ndarray:
-        """The unit in the last place of the length of each pair that turns, in the dtype that is computed in."""
+        """The unit in the last place of the length of each rotated pair, in the accumulator."""
         with np.errstate(invalid="ignore", over="ignore"):
-            return np.spacing(self.lengths.astype(cases.accumulator(self.staying.dtype))).astype(np.longdouble)
+            return np.spacing(self.lengths.astype(cases.accumulator(self.passthrough.dtype))).astype(np.longdouble)
 
     def expected(self) -> cases.Expected:
-        """Turned features within 2 units, rounded to the dtype; 4 for 16 bits, whose sines are computed in float32, and
-        8 for float64."""
-        dtype = self.staying.dtype
+        """Rotated features within 2 units, rounded to the dtype; within 4 for 16 bits, whose sines are computed in
+        float32, and 8 for float64."""
+        dtype = self.passthrough.dtype
         num_units = {8: 8, 4: 2, 2: 4}[dtype.itemsize]
         with np.errstate(invalid="ignore"):
             error = num_units * self.units() + self.angle_errors * self.lengths
-        return cases.Expected(self.exact, dtype, np.concatenate([error, np.zeros(self.staying.shape)], axis=-1))
+        return cases.Expected(self.exact, dtype, np.concatenate([error, np.zeros(self.passthrough.shape)], axis=-1))
 
     def check(self, actual: Any, where: str = "") -> None:
         """As expected, and the other features exact."""
         self.expected().check(actual, where)
-        cases.assert_same_bits(np.asarray(actual)[..., self.turned.shape[-1] :], self.staying, f"{where} what stays")
+        rest = np.asarray(actual)[..., self.rotated.shape[-1] :]
+        cases.assert_same_bits(rest, self.passthrough, f"{where} passthrough")
 
 
 def in_two_rows(inv_freq: Any) -> Any:
@@ -127,7 +128,7 @@ class Rotation:
         angles = positions * inv_freq
         return angles, 2.0**-52 * np.abs(angles) + np.abs(positions) * missing
 
-    def of(self, features: np.ndarray, direction: int = 1) -> Rotated:
+    def of(self, features: np.ndarray, direction: int = 1) -> ExpectedRotation:
         """The rotation by the angles, or (direction -1) by the negative angles."""
         rotary_dim = features.shape[-1] if self.rotary_dim is None else self.rotary_dim
         angles, errors = (
@@ -141,11 +142,11 @@ class Rotation:
             _in_pairs(features[..., :rotary_dim].astype(np.longdouble), self.interleaved), -1, 0
         )
         with np.errstate(invalid="ignore"):
-            turned = np.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+            rotated = np.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
             lengths = np.repeat(np.abs(scale) * np.hypot(first, second)[..., None], 2, axis=-1)
-        errors = np.broadcast_to(errors[..., None], turned.shape)
-        turned, lengths, errors = (_from_pairs(pairs, self.interleaved) for pairs in (turned, lengths, errors))
-        return Rotated(turned, lengths, errors, features[..., rotary_dim:])
+        errors = np.broadcast_to(errors[..., None], rotated.shape)
+        rotated, lengths, errors = (_from_pairs(pairs, self.interleaved) for pairs in (rotated, lengths, errors))
+        return ExpectedRotation(rotated, lengths, errors, features[..., rotary_dim:])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

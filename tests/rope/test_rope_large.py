@@ -1,4 +1,4 @@
-"""Features of more than 2^31 elements: those beyond are turned where they are, by the positions that they have."""
+"""Features of more than 2^31 elements: those beyond are rotated, by their own positions."""
 
 from __future__ import annotations
 

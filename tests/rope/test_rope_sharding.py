@@ -131,7 +131,7 @@ def test_features_that_are_split(rng: np.random.Generator, axis_type: AxisType, 
 
 
 @each_layout
-def test_keys_and_positions_that_are_split_otherwise(rng: np.random.Generator, layout: str) -> None:
+def test_keys_and_positions_that_are_split_differently(rng: np.random.Generator, layout: str) -> None:
     """In explicit mode k follows q but for its heads, positions follow q, and gradients have the types of primals."""
     operands = make_operands(rng, layout, "of each example")
     function = functools.partial(outputs_and_gradients, layout)
@@ -234,7 +234,7 @@ def test_shard_map(rng: np.random.Generator, layout: str, check_vma: bool) -> No
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_with_what_all_devices_share(rng: np.random.Generator, check_vma: bool) -> None:
+def test_shard_map_with_replicated_operands(rng: np.random.Generator, check_vma: bool) -> None:
     """Shared keys and positions beside split queries: the gradient of the keys is the sum over the devices."""
     operands = make_operands(rng, "BHSD", "shared")
     operands = {

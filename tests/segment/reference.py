@@ -55,8 +55,8 @@ def sum_data(rng: np.random.Generator, shape: Shape, dtype: Any) -> np.ndarray:
     size, dtype = (shape.rows, *shape.row_shape), jnp.dtype(dtype)
     if not cases.is_floating(dtype):
         return cases.make_data(rng, size, dtype)
-    most = 250 if dtype == jnp.bfloat16 else 1000
-    data = rng.integers(-most, most + 1, size) * rng.choice([-1.0, 1.0], size)  # zeros of both signs
+    limit = 250 if dtype == jnp.bfloat16 else 1000
+    data = rng.integers(-limit, limit + 1, size) * rng.choice([-1.0, 1.0], size)  # zeros of both signs
     return _sprinkled(rng, data, (np.nan, np.inf, -np.inf, -0.0), _rate(shape) / 2).astype(dtype)
 
 
@@ -67,8 +67,8 @@ def prod_data(rng: np.random.Generator, shape: Shape, dtype: Any) -> np.ndarray:
         return cases.make_data(rng, size, dtype) | np.asarray(rng.random(size) < 0.9, dtype)
     # A product of n random factors has about sqrt(n) times the exponent of one.
     range_of_exponents = int(-jnp.finfo(dtype).minexp)
-    most = np.clip(range_of_exponents / np.sqrt(1 + shape.rows / max(shape.segments, 1)), 1, range_of_exponents // 2)
-    data = np.exp2(rng.integers(-int(most), int(most) + 1, size)) * rng.choice([-1.0, 1.0], size)
+    limit = np.clip(range_of_exponents / np.sqrt(1 + shape.rows / max(shape.segments, 1)), 1, range_of_exponents // 2)
+    data = np.exp2(rng.integers(-int(limit), int(limit) + 1, size)) * rng.choice([-1.0, 1.0], size)
     rate = _rate(shape)
     data = _sprinkled(rng, data, (0.0, -0.0), rate)
     return _sprinkled(rng, data, (np.nan, np.inf, -np.inf), rate / 4).astype(dtype)

@@ -105,6 +105,7 @@ def add_calls(
 # Values and gradients.
 
 
+@pytest.mark.newest_jax_alone
 @each_reduction_and_dtype(REDUCTIONS)
 def test_value_and_gradient(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
     """Kernels' values and gradients are the NumPy reference's, for every dtype, size and order of ids."""
@@ -118,6 +119,7 @@ def test_value_and_gradient(rng: np.random.Generator, reduction: Reduction, dtyp
     assert called.keys() == kernels.keys()
 
 
+@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @each_reduction
 def test_power_law(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
@@ -132,6 +134,7 @@ def test_power_law(rng: np.random.Generator, reduction: Reduction, dtype: str) -
 BIG = [(r, "float32") for r in REDUCTIONS] + [(r, "bfloat16") for r in (MAX, SUM)] + [(ARGMAX, "int64"), (SUM, "int64")]
 
 
+@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize(("reduction", "dtype"), BIG, ids=str)
 def test_big(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
     """As test_value_and_gradient, for more rows, in an order that takes the rows of a segment from everywhere."""
@@ -206,6 +209,7 @@ def test_mode(rng: np.random.Generator, reduction: Reduction, mode: Any) -> None
     expected.check(reduction.call_backward(cotangent, residual, ids, 8, mode=mode, **options))
 
 
+@pytest.mark.newest_jax_alone
 @each_reduction
 def test_clip_clamps_by_value(reduction: Reduction) -> None:
     """Clipping looks at the id's value in its own dtype: the greatest uint64 is the last segment, not the first."""
@@ -337,7 +341,7 @@ def broadcast_rows(data: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("reduction", [r for r in REDUCTIONS if r not in LIKE_JAX], ids=str)
-def test_broadcasting_of_our_own(rng: np.random.Generator, reduction: Reduction) -> None:
+def test_broadcasting_where_jax_has_no_function(rng: np.random.Generator, reduction: Reduction) -> None:
     """Reductions that jax.ops lacks broadcast in the same way: as the same rows written out."""
     for data_shape, ids_shape in (((1,), (4,)), ((1, 3), (4,)), ((4, 1), (4,)), ((2, 3), (2,))):
         data = rng.integers(-3, 4, data_shape).astype(np.float32)
@@ -409,7 +413,7 @@ def test_bucket_size_value(rng: np.random.Generator, reduction: Reduction) -> No
 
 
 @pytest.mark.parametrize("reduction", [SUM, PROD], ids=str)
-def test_buckets_of_no_rows(reduction: Reduction) -> None:
+def test_buckets_without_rows(reduction: Reduction) -> None:
     data, ids = np.ones((0, 2), np.float32), np.zeros(0, int)
     expected = np.asarray(reduction.by_jax(data, ids, 3, bucket_size=2))
     assert_same_bits(reduction(data, ids, 3, bucket_size=2), expected)
@@ -767,7 +771,7 @@ def test_vmap_of_larger_problems(rng: np.random.Generator, reduction: Reduction)
     batch.run()
 
 
-def test_vmap_over_nothing() -> None:
+def test_vmap_over_no_operand() -> None:
     with pytest.raises(ValueError, match="vmap"):
         jax.vmap(lambda x: MAX(x, np.zeros(3, int), 2), None)(np.ones(3))
 
@@ -1213,7 +1217,7 @@ def test_sorted_unsigned_ids_beyond_the_signed_ones(
 
 
 @pytest.mark.parametrize("name", ["segment_mean", "segment_softmax", "segment_argmax", "segment_argmin"])
-def test_flags_have_names(name: str) -> None:
+def test_flags_are_keyword_only(name: str) -> None:
     """Where jax.ops has no such function, nothing but the number of segments is known by its place."""
     with pytest.raises(TypeError, match=f"{name}\\(\\) takes from 2 to 3 positional arguments but 4 were given"):
         getattr(jax_baracuda, name)(np.ones((3, 2), np.float32), np.zeros(3, np.int32), 1, True)

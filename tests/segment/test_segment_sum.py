@@ -24,6 +24,7 @@ ROUNDING_SHAPES = (
 )
 
 
+@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("sign", ["of both signs", "positive"])
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_sum
@@ -51,7 +52,7 @@ def test_rounding(rng: np.random.Generator, reduction: Reduction, dtype: str, si
         batch.run()
 
 
-def test_sixteen_bits_do_not_count() -> None:
+def test_counts_are_wider_than_16_bits() -> None:
     """A sum of many 16-bit ones or halves is right, where 16-bit accumulators stop at 256 and 2048."""
     for dtype, count in (("bfloat16", 70_001), ("float16", 30_001)):
         ids = np.repeat(np.arange(3), count)
@@ -62,7 +63,7 @@ def test_sixteen_bits_do_not_count() -> None:
             assert_same_bits(mean, np.full(3, 1.5, jnp.dtype(dtype)))
 
 
-def test_sums_beyond_the_range_of_float16_on_the_way() -> None:
+def test_intermediate_sums_out_of_range_of_float16() -> None:
     """The accumulator has the range of float32: only the result may overflow; a mean never does."""
     data = np.array([6e4, 6e4, 6e4, -6e4, -6e4, 6e4, 6e4], np.float16)
     ids = np.array([0, 0, 0, 0, 0, 1, 1])
@@ -70,6 +71,7 @@ def test_sums_beyond_the_range_of_float16_on_the_way() -> None:
     assert_same_bits(segment_mean(data, ids, 2), np.array([1.2e4, 6e4], np.float16))
 
 
+@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_special_values_by_hand(dtype: str) -> None:
     """Infinities of one sign stay, of both are NaN; zeros of whatever sign sum to +0, as in jax.ops."""
@@ -84,6 +86,7 @@ def test_special_values_by_hand(dtype: str) -> None:
                 assert_same_bits(wide, np.stack([expected] * 40, axis=1))
 
 
+@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_subnormal_numbers(rng: np.random.Generator, dtype: str) -> None:
     """Numbers below the smallest normal one are summed as they are, and their means rounded once.
@@ -105,6 +108,7 @@ def test_subnormal_numbers(rng: np.random.Generator, dtype: str) -> None:
         expected.check(segment_mean_backward(d_output, ids))
 
 
+@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", WIDE_INTEGERS)
 def test_integers_wrap(dtype: str) -> None:
     info = np.iinfo(dtype)
@@ -115,6 +119,7 @@ def test_integers_wrap(dtype: str) -> None:
         assert_same_bits(segment_sum(data, ids, 4), expected)
 
 
+@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("count", [1, 3, 255, 257, 2049, 70_001])
 def test_mean_divides_by_an_exact_count(count: int) -> None:
     """Value and gradient divide by the integer number of rows, which no 16-bit type could hold, and round once."""
@@ -175,6 +180,7 @@ def test_backward_of_any_integer_ids(rng: np.random.Generator, reduction: Reduct
             expected.check(d_data, f"{ids_dtype} {row_shape}")
 
 
+@pytest.mark.newest_jax_alone
 @each_sum
 def test_linearity(rng: np.random.Generator, reduction: Reduction) -> None:
     """In forward mode, the tangent is the reduction of the tangent, and its transpose the backward function."""

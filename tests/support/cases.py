@@ -140,12 +140,13 @@ def make_ids(
 ) -> np.ndarray:
     """Random ids, about one in ten of them negative or too large, as far as the dtype goes."""
     info = jnp.iinfo(jnp.dtype(dtype))
-    least, most = int(info.min), int(info.max)
+    minimum, maximum = int(info.min), int(info.max)
     ids = rng.integers(0, max(segments, 1), rows).astype(object)
-    outside = rng.choice(np.array([-1, -segments, -(2**31), 2**31, 2**32, 2**63, segments, least, most], object), rows)
-    ids = np.clip(np.where(rng.random(rows) < 0.1, outside, ids), least, most)
+    some = np.array([-1, -segments, -(2**31), 2**31, 2**32, 2**63, segments, minimum, maximum], object)
+    outside = rng.choice(some, rows)
+    ids = np.clip(np.where(rng.random(rows) < 0.1, outside, ids), minimum, maximum)
     ids = np.sort(ids) if is_sorted else ids
-    return ids.astype(np.int64 if least < 0 else np.uint64).astype(jnp.dtype(dtype))
+    return ids.astype(np.int64 if minimum < 0 else np.uint64).astype(jnp.dtype(dtype))
 
 
 def power_law_ids(rng: np.random.Generator, rows: int, segments: int, is_sorted: bool = False) -> np.ndarray:
@@ -222,8 +223,8 @@ def identity(dtype: Any) -> Any:
     return False if dtype == np.bool_ else jnp.iinfo(dtype).min
 
 
-def flipped(data: np.ndarray) -> np.ndarray:
-    """The data in reverse order of their values: the minimum is the flipped maximum of the flipped data."""
+def order_reversed(data: np.ndarray) -> np.ndarray:
+    """The data in reverse order of their values, for which the minimum is the maximum."""
     return -data if is_floating(data.dtype) else ~data
 
 
@@ -276,7 +277,7 @@ def reference_max(data: np.ndarray, ids: np.ndarray, segments: int, mode: str | 
 
 def reference_min(data: np.ndarray, ids: np.ndarray, segments: int, mode: str | None = None) -> np.ndarray:
     """The minima in the data's dtype."""
-    return flipped(reference_max(flipped(data), ids, segments, mode))
+    return order_reversed(reference_max(order_reversed(data), ids, segments, mode))
 
 
 def reference_max_gradient(
@@ -302,7 +303,7 @@ def reference_max_gradient(
 def reference_min_gradient(
     d_output: np.ndarray, data: np.ndarray, ids: np.ndarray, tie_break: str, mode: str | None = None
 ) -> np.ndarray:
-    return reference_max_gradient(d_output, flipped(data), ids, tie_break, mode)
+    return reference_max_gradient(d_output, order_reversed(data), ids, tie_break, mode)
 
 
 def shares(data: np.ndarray, ids: np.ndarray, segments: int, tie_break: str, mode: str | None = None) -> np.ndarray:
@@ -321,7 +322,7 @@ def reference_argmax(data: np.ndarray, ids: np.ndarray, segments: int) -> np.nda
 
 
 def reference_argmin(data: np.ndarray, ids: np.ndarray, segments: int) -> np.ndarray:
-    return reference_argmax(flipped(data), ids, segments)
+    return reference_argmax(order_reversed(data), ids, segments)
 
 
 def segment_sum(terms: np.ndarray, ids: np.ndarray, segments: int) -> np.ndarray:

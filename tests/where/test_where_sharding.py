@@ -118,7 +118,7 @@ def test_sizes_that_do_not_divide_evenly(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("whole", ["cond", "a", "b", "all"])
-def test_explicit_mode_with_operands_that_are_split_otherwise(rng: np.random.Generator, whole: str) -> None:
+def test_explicit_mode_with_operands_that_are_split_differently(rng: np.random.Generator, whole: str) -> None:
     """Gradients have the types of their primals, whatever the sharding of either."""
     arrays, mesh = make_arrays(rng, "column"), make_mesh(AxisType.Explicit)
     expected = value_and_gradients(*arrays)

@@ -44,14 +44,14 @@ def random_bits(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> n
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
+class OverlapIndices:
     """Where the elements of a window lie that are inside of the array: for each axis, their indices in either."""
 
     in_array: tuple[np.ndarray, ...]
     in_window: tuple[np.ndarray, ...]
 
 
-def places(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[int], mode: str) -> Places:
+def places(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[int], mode: str) -> OverlapIndices:
     """One index after another, in unbounded integers."""
     in_array, in_window = [], []
     for dim, size, start in zip(shape, sizes, map(int, starts), strict=True):
@@ -60,7 +60,7 @@ def places(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[int], mo
         inside = [i for i in range(size) if 0 <= start + i < dim]
         in_window.append(np.array(inside, np.int64))
         in_array.append(np.array([start + i for i in inside], np.int64))
-    return Places(np.ix_(*in_array), np.ix_(*in_window))
+    return OverlapIndices(np.ix_(*in_array), np.ix_(*in_window))
 
 
 def reference_write(dest: np.ndarray, source: np.ndarray, starts: Sequence[int], mode: str = "clip") -> np.ndarray:

@@ -501,7 +501,7 @@ def test_donated_steps_stay_in_place(rng: np.random.Generator) -> None:
     assert_same_memory(cache, expected)
 
 
-def test_arrays_that_are_not_donated_are_left_as_they_were(rng: np.random.Generator) -> None:
+def test_arrays_that_are_not_donated_are_unchanged(rng: np.random.Generator) -> None:
     dest, source = random_bits(rng, (40, 8), "float32"), random_bits(rng, (5, 8), "float32")
     given = jnp.asarray(dest)
     for run in (write_slice, jax.jit(write_slice)):
@@ -510,7 +510,7 @@ def test_arrays_that_are_not_donated_are_left_as_they_were(rng: np.random.Genera
         assert_same_memory(result, reference_write(dest, source, (3, 0)))
 
 
-def test_both_values_of_an_array_may_be_used(rng: np.random.Generator) -> None:
+def test_old_and_new_array_may_both_be_used(rng: np.random.Generator) -> None:
     """The old one after the new one has been made, both of a donated array."""
     dest, source = rng.normal(size=(40, 8)).astype(np.float32), rng.normal(size=(5, 8)).astype(np.float32)
 
@@ -524,7 +524,7 @@ def test_both_values_of_an_array_may_be_used(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(difference, reference_write(dest, source, (start, 0)) - dest)
 
 
-def test_python_starts_do_not_compile_anew(rng: np.random.Generator) -> None:
+def test_python_starts_do_not_recompile(rng: np.random.Generator) -> None:
     """Eager appends at positions that are Python integers share one program."""
     dest, source = random_bits(rng, (40, 8), "float32"), random_bits(rng, (5, 8), "float32")
     write_slice(dest, source, (1, 0))
@@ -693,7 +693,7 @@ def test_errors_of_write_slices(case: str) -> None:
         write_slices(dests, sources, of_all, start_indices_of_each=of_each)
 
 
-def test_ops_refuse_nothing_that_the_reference_takes(rng: np.random.Generator) -> None:
+def test_ops_accept_what_the_reference_accepts(rng: np.random.Generator) -> None:
     """Called directly, with an array that the batch shares, an op runs as plain JAX."""
     dest, source = random_bits(rng, (1, 5), "float32"), random_bits(rng, (3, 2), "float32")
     starts = np.array([0, 3, -1], np.int32)

@@ -100,7 +100,7 @@ def test_sharded_gradient(rng: np.random.Generator, axis_type: AxisType, split: 
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_source_that_is_split_otherwise(rng: np.random.Generator, axis_type: AxisType) -> None:
+def test_source_that_is_split_differently(rng: np.random.Generator, axis_type: AxisType) -> None:
     """What is written is brought to the cache, and not the cache to it; its gradient has its own sharding."""
     mesh = make_mesh(axis_type)
     dest, source = (rng.integers(-9, 9, shape).astype(np.float32) for shape in (CACHE, (8, 8, 6)))

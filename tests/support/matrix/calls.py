@@ -178,12 +178,13 @@ def special(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -
     return data.astype(dtype)
 
 
-def integers(least: int, most: int) -> Draw:
+def integers(minimum: int, maximum: int) -> Draw:
     """Integers between two numbers, both included, as far as the dtype goes."""
 
     def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         info = np.iinfo(dtype)
-        return rng.integers(max(least, int(info.min)), min(most, int(info.max)), shape, endpoint=True).astype(dtype)
+        low, high = max(minimum, int(info.min)), min(maximum, int(info.max))
+        return rng.integers(low, high, shape, endpoint=True).astype(dtype)
 
     return draw
 

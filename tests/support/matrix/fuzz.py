@@ -43,7 +43,7 @@ class Fuzz:
     """The state that the threads share."""
 
     seed: int
-    most_cases: int | None
+    max_cases: int | None
     deadline: float | None
     report: Callable[[str], None]
     with_large: bool
@@ -59,7 +59,7 @@ class Fuzz:
     def next_case(self) -> Case | None:
         with self.lock:
             is_late = self.deadline is not None and time.monotonic() > self.deadline
-            if is_late or (self.most_cases is not None and self.num_started >= self.most_cases):
+            if is_late or (self.max_cases is not None and self.num_started >= self.max_cases):
                 return None
             number = self.num_started
             self.num_started += 1

@@ -188,6 +188,9 @@ def factors_of(op: str, several_devices: bool, with_large: bool = False) -> dict
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
+NOT_CHOSEN = object()
+"""In place of the value of a factor that has none yet."""
+
 
 class Space:
     """All combinations of an op that exist."""
@@ -195,21 +198,27 @@ class Space:
     def __init__(self, op: str, several_devices: bool, with_large: bool = False):
         self.op = op
         self.factors = factors_of(op, several_devices, with_large)
-        self._rules = rules_of(op)
-        self._of_factor: dict[str, list[Rule]] = {name: [] for name in self.factors}
-        for rule in self._rules:
-            for name in rule.factors:
-                self._of_factor[name].append(rule)
+        self._position = {name: i for i, name in enumerate(self.factors)}
+        # Rules are evaluated once: searches ask very often.
+        forbidden = {rule: set(self._forbidden_by(rule)) for rule in rules_of(op)}
+        self._rules = [(rule, combinations) for rule, combinations in forbidden.items() if combinations]
+        self._of_factor = {name: [item for item in self._rules if name in item[0].factors] for name in self.factors}
+        self.ruled = {name: values for name, values in self.factors.items() if self._of_factor[name]}
+        """The factors of rules; any value of another factor fits all combinations."""
+
+    def _forbidden_by(self, rule: Rule) -> Iterator[tuple[Any, ...]]:
+        """The combinations of values of the rule's factors."""
+        return (x for x in itertools.product(*map(self.factors.get, rule.factors)) if rule.forbids(*x))
 
     def forbidden(self, values: Values, changed: str | None = None) -> Rule | None:
         """The rule that forbids these values, which need not be all."""
-        for rule in self._rules if changed is None else self._of_factor[changed]:
-            if all(name in values for name in rule.factors) and rule.forbids(*(values[name] for name in rule.factors)):
+        for rule, combinations in self._rules if changed is None else self._of_factor[changed]:
+            if tuple([values.get(name, NOT_CHOSEN) for name in rule.factors]) in combinations:
                 return rule
         return None
 
     def completed(self, values: Values, order: Mapping[str, Sequence[Any]]) -> dict[str, Any] | None:
-        """All factors, with these values, each of the others the first of its order that fits."""
+        """These values, and of each other factor of `order` the first value that fits."""
         if self.forbidden(values) is not None:
             return None
         return self._completed(dict(values), [name for name in order if name not in values], order)
@@ -230,10 +239,19 @@ class Space:
         return tuple(self._pairs())
 
     def _pairs(self) -> Iterator[Pair]:
+        @functools.cache
+        def exists(ruled_values: tuple[tuple[str, Any], ...]) -> bool:
+            return self.completed(dict(ruled_values), self.ruled) is not None
+
         for (first, first_values), (second, second_values) in itertools.combinations(self.factors.items(), 2):
             for a, b in itertools.product(first_values, second_values):
-                if self.completed({first: a, second: b}, self.factors) is not None:
-                    yield (first, a), (second, b)
+                pair = (first, a), (second, b)
+                if exists(tuple(item for item in pair if item[0] in self.ruled)):
+                    yield pair
+
+    def sorted_pair(self, a: tuple[str, Any], b: tuple[str, Any]) -> Pair:
+        """Two values in the order of `pairs`."""
+        return (a, b) if self._position[a[0]] < self._position[b[0]] else (b, a)
 
     def bare(self, **chosen: Any) -> dict[str, Any] | None:
         return self.completed(chosen, self.factors)
@@ -297,7 +315,7 @@ def cover(op: str, several_devices: bool, seed: int = 0) -> tuple[Case, ...]:
                 add(values)
 
     def num_met(values: Values, name: str, value: Any) -> int:
-        return sum(_sorted_pair(space, (name, value), other) in missing for other in values.items())
+        return sum(space.sorted_pair((name, value), other) in missing for other in values.items())
 
     while missing:
         (first, a), (second, b) = next(iter(missing))
@@ -308,14 +326,9 @@ def cover(op: str, several_devices: bool, seed: int = 0) -> tuple[Case, ...]:
             ranked = sorted(
                 shuffled(rng, space.factors[name]), key=functools.partial(num_met, values, name), reverse=True
             )
-            order = {name: ranked} | {other: space.factors[other] for other in space.factors if other != name}
+            order = {name: ranked} | {other: space.ruled[other] for other in space.ruled if other != name}
             found = space.completed(values, order)
             assert found is not None
             values[name] = found[name]
         add(values)
     return tuple(space.case(values, seed=seed * 1_000_003 + number) for number, values in enumerate(cases))
-
-
-def _sorted_pair(space: Space, a: tuple[str, Any], b: tuple[str, Any]) -> Pair:
-    position = {name: i for i, name in enumerate(space.factors)}
-    return (a, b) if position[a[0]] < position[b[0]] else (b, a)

@@ -32,8 +32,8 @@ WIDE = ("int64", "uint64", "float64", "complex128")
 
 def num_devices() -> int:
     """4 of the simulated ones, or all GPUs up to 8, as a power of two."""
-    most = 4 if jax.devices()[0].platform == "cpu" else 8
-    return 1 << min(len(jax.devices()), most).bit_length() - 1
+    max_devices = 4 if jax.devices()[0].platform == "cpu" else 8
+    return 1 << min(len(jax.devices()), max_devices).bit_length() - 1
 
 
 @functools.cache
