@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.native import NATIVE_MODULES
 from jax_baracuda._core.op import OPS, Op
+from jax_baracuda._examples import all_examples
+from jax_baracuda._examples.example import Example, value_and_gradient
 from jax_baracuda.ops.write_slice import Window
 
 LOADED = [platform for platform, native in NATIVE_MODULES.items() if native.module is not None]
@@ -280,23 +281,25 @@ def calls_of_ops(jaxpr: Any) -> Iterator[Call]:
 
 
 @each_platform
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+@pytest.mark.parametrize("example", all_examples(), ids=lambda example: example.name)
 def test_calls_of_public_functions_have_a_strategy(platform: str, example: Example) -> None:
     """With their gradients, and mapped over a batch."""
-    operands = example.make_operands(np.random.default_rng(0), **example.check_sizes)
-    function = functools.partial(example.function, **example.check_sizes)
+    operands = example.make_operands(np.random.default_rng(0), "float32", "check")
+    call = example.call("check")
+    names = example.differentiated("float32")
 
-    def gradient(first: Any, *others: Any) -> Any:
-        result, transpose = jax.vjp(lambda x: function(x, *others), first)
-        return transpose(result)
+    def with_gradient(operands: Any) -> Any:
+        return value_and_gradient(call, names)(operands, call(**operands))
 
-    def mapped(first: Any, *others: Any) -> Any:
-        return jax.vmap(gradient, [0, *[None] * len(others)])(jnp.stack([first, first]), *others)
+    def mapped(operands: Any) -> Any:
+        first = next(iter(operands))
+        stacked = operands | {first: jnp.stack([operands[first]] * 2)}
+        return jax.vmap(with_gradient, [{name: 0 if name == first else None for name in operands}])(stacked)
 
     strategies = NATIVE_MODULES[platform].strategies()
     count = 0
-    for traced in (gradient, mapped):
-        for one in calls_of_ops(jax.make_jaxpr(traced)(*operands).jaxpr):
+    for traced in (with_gradient, mapped):
+        for one in calls_of_ops(jax.make_jaxpr(traced)(operands).jaxpr):
             if one.op.name in strategies and (strategy := one.strategy(platform)) is not None:
                 assert strategy in strategies[one.op.name]
                 count += 1

@@ -12,7 +12,6 @@ canonicalisation of arguments, examples.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
@@ -27,7 +26,6 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, 
 from jax_baracuda._core.autodiff import Differentiable, map_together
 from jax_baracuda._core.batch import batch_of
 from jax_baracuda._core.docstrings import with_shared_parts
-from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.sharding import Dimensions
@@ -798,52 +796,3 @@ def _is_silu(name: str, activation: Activation) -> bool:
     if not isinstance(activation, str) or activation not in ("silu", "swish"):
         raise ValueError(f"{name}: activation must be None, 'silu' or 'swish', got {activation!r}")
     return True
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Examples for `python -m jax_baracuda check` and `race`.
-
-
-def _shifted_sums(x: Array, weight: Array, bias: Array, *, channels_last: bool, **_: int) -> Array:
-    time = 1 if channels_last else 2
-    width, length = weight.shape[1], x.shape[time]
-    padded = jnp.pad(x, [(width - 1 if axis == time else 0, 0) for axis in range(3)])
-    z = sum(
-        jax.lax.slice_in_dim(padded, k, k + length, axis=time) * (weight[:, k] if channels_last else weight[:, k, None])
-        for k in range(width)
-    )
-    return jax.nn.silu(z + (bias if channels_last else bias[:, None]))
-
-
-def _example_operands(
-    rng: np.random.Generator, *, num_examples: int, num_channels: int, length: int, channels_last: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    width = 4
-    shape = (num_examples, length, num_channels) if channels_last else (num_examples, num_channels, length)
-    operands = (shape, (num_channels, width), (num_channels,))
-    x, weight, bias = (rng.standard_normal(size=size, dtype=np.float32) for size in operands)
-    return x, weight, bias
-
-
-def _add_examples() -> None:
-    for channels_last in (False, True):
-        EXAMPLES.append(
-            Example(
-                name="causal_conv1d, channels last" if channels_last else "causal_conv1d",
-                function=lambda x, weight, bias, channels_last=channels_last, **_: causal_conv1d(
-                    x, weight, bias, activation="silu", channels_last=channels_last
-                ),
-                plain_jax=functools.partial(_shifted_sums, channels_last=channels_last),
-                make_operands=functools.partial(_example_operands, channels_last=channels_last),
-                dtypes=("float32", "bfloat16", "float16"),
-                check_sizes={"num_examples": 2, "num_channels": 33, "length": 1027},
-                race_sizes={
-                    "cpu": {"num_examples": 2, "num_channels": 1024, "length": 4096},
-                    "cuda": {"num_examples": 8, "num_channels": 5120, "length": 4096},
-                },
-                tolerance={"float32": 1e-6, "bfloat16": 4e-3, "float16": 5e-4},
-            )
-        )
-
-
-_add_examples()

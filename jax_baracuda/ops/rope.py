@@ -28,7 +28,6 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, 
 from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.batch import batch_of
 from jax_baracuda._core.docstrings import with_shared_parts
-from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.sharding import Dimensions, mesh_axes
@@ -616,46 +615,3 @@ def _split_alike(*arrays: Array, head_axis: int) -> list[Array]:
         heads = None if spec is None or taken.intersection(mesh_axes(spec[head_axis])) else spec[head_axis]
         split.append(split_by(x, tuple(heads if axis == head_axis else entry for axis, entry in enumerate(outer))))
     return split
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Examples for `python -m jax_baracuda check` and `race`.
-
-
-def _with_tables(x: Array, *, interleaved: bool, length: int, num_features: int, **_: int) -> Array:
-    """With sine and cosine from tables, which are constants of the program."""
-    angles = np.outer(np.arange(length), rope_frequencies(num_features)[0])
-    cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
-    if interleaved:
-        first, second = x[..., ::2], x[..., 1::2]
-        return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def _example_operands(
-    rng: np.random.Generator, *, num_examples: int, num_heads: int, length: int, num_features: int
-) -> tuple[np.ndarray]:
-    return (rng.standard_normal(size=(num_examples, num_heads, length, num_features), dtype=np.float32),)
-
-
-def _add_examples() -> None:
-    for interleaved in (True, False):
-        EXAMPLES.append(
-            Example(
-                name="rope" if interleaved else "rope, half-split",
-                function=lambda x, interleaved=interleaved, **_: rope(x, interleaved=interleaved),
-                plain_jax=functools.partial(_with_tables, interleaved=interleaved),
-                make_operands=_example_operands,
-                dtypes=("float32", "bfloat16", "float16"),
-                check_sizes={"num_examples": 2, "num_heads": 3, "length": 1027, "num_features": 64},
-                race_sizes={
-                    "cpu": {"num_examples": 1, "num_heads": 32, "length": 2048, "num_features": 128},
-                    "cuda": {"num_examples": 4, "num_heads": 32, "length": 8192, "num_features": 128},
-                },
-                tolerance={"float32": 1e-6, "bfloat16": 4e-3, "float16": 5e-4},
-            )
-        )
-
-
-_add_examples()

@@ -30,7 +30,6 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, 
 from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.batch import batch_of, over_batch
 from jax_baracuda._core.docstrings import with_shared_parts
-from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.op import Op
 
@@ -2151,86 +2150,3 @@ def _first_wins(name: str, tie_break: str) -> bool:
     if tie_break not in ("split", "first"):
         raise ValueError(f"{name}: tie_break must be 'split' or 'first', got {tie_break!r}")
     return tie_break == "first"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Examples for `python -m jax_baracuda check` and `race`.
-
-
-def _plain_mean(data: Array, ids: Array, num_segments: int, indices_are_sorted: bool) -> Array:
-    add = functools.partial(
-        jax.ops.segment_sum, segment_ids=ids, num_segments=num_segments, indices_are_sorted=indices_are_sorted
-    )
-    return add(data) / jnp.maximum(add(jnp.ones(ids.shape, data.dtype)), 1)[:, None]
-
-
-def _plain_prod(data: Array, ids: Array, num_segments: int, indices_are_sorted: bool) -> Array:
-    """Of positive numbers; ``jax.ops.segment_prod`` has no gradient."""
-    logarithms = jnp.log(data)
-    return jnp.exp(jax.ops.segment_sum(logarithms, ids, num_segments, indices_are_sorted))
-
-
-def _plain_softmax(data: Array, ids: Array, num_segments: int, indices_are_sorted: bool) -> Array:
-    maxima = jax.lax.stop_gradient(jax.ops.segment_max(data, ids, num_segments, indices_are_sorted))
-    exponentials = jnp.exp(data - maxima[ids])
-    return exponentials / jax.ops.segment_sum(exponentials, ids, num_segments, indices_are_sorted)[ids]
-
-
-def _example_operands(
-    rng: np.random.Generator,
-    *,
-    num_rows: int,
-    num_features: int,
-    num_segments: int,
-    is_sorted: bool,
-    is_positive: bool,
-) -> tuple[np.ndarray, np.ndarray]:
-    ids = rng.integers(0, num_segments, num_rows, dtype=np.int32)
-    # Rounding makes ties, which the gradient of a maximum has to share.
-    data = np.round(rng.normal(size=(num_rows, num_features)), 2)
-    data = np.exp2(data / 4) if is_positive else data
-    return data.astype(np.float32), np.sort(ids) if is_sorted else ids
-
-
-def _add_examples() -> None:
-    # The tolerances, by size of the rounding error of the dtype: the share of a tie is rounded once here, and once more
-    # per factor in plain JAX, sums are added in another order, and softmax computes its gradient from rounded results.
-    selecting = {"float32": 1e-6, "bfloat16": 4e-3, "float16": 5e-4}
-    adding = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}
-    from_logarithms = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 5e-4}
-    from_results = {"float32": 5e-6, "bfloat16": 1e-2, "float16": 2e-3}
-    for name, function, plain_jax, with_sorted, tolerance in (
-        ("segment_max", segment_max, jax.ops.segment_max, True, selecting),
-        ("segment_min", segment_min, jax.ops.segment_min, False, selecting),
-        ("segment_sum", segment_sum, jax.ops.segment_sum, True, adding),
-        ("segment_mean", segment_mean, _plain_mean, False, adding),
-        ("segment_prod", segment_prod, _plain_prod, False, from_logarithms),
-        ("segment_softmax", segment_softmax, _plain_softmax, True, from_results),
-    ):
-        for is_sorted in (False, True) if with_sorted else (False,):
-
-            def call(function: Callable[..., Array], is_sorted: bool = is_sorted) -> Callable[..., Array]:
-                return lambda data, ids, *, num_segments, **_: function(
-                    data, ids, num_segments, indices_are_sorted=is_sorted
-                )
-
-            EXAMPLES.append(
-                Example(
-                    name=f"{name}, sorted ids" if is_sorted else name,
-                    function=call(function),
-                    plain_jax=call(plain_jax),
-                    make_operands=functools.partial(
-                        _example_operands, is_sorted=is_sorted, is_positive=function is segment_prod
-                    ),
-                    dtypes=("float32", "bfloat16", "float16"),
-                    check_sizes={"num_rows": 20_000, "num_features": 33, "num_segments": 3_000},
-                    race_sizes={
-                        "cpu": {"num_rows": 292_000, "num_features": 128, "num_segments": 42_000},
-                        "cuda": {"num_rows": 1_166_243, "num_features": 128, "num_segments": 169_343},
-                    },
-                    tolerance=tolerance,
-                )
-            )
-
-
-_add_examples()

@@ -22,7 +22,6 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, split_like
 from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.batch import batch_of, joint_batch
-from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.op import Op
 
@@ -374,29 +373,3 @@ def _broadcasts_to(shape: Shape, whole: Shape) -> bool:
     return len(shape) <= len(whole) and all(
         own in (1, size) for own, size in zip(reversed(shape), reversed(whole), strict=False)
     )
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Example for `python -m jax_baracuda check` and `race`.
-
-
-def _example_operands(rng: np.random.Generator, *, num_rows: int, num_features: int) -> tuple[np.ndarray, np.ndarray]:
-    shape = (num_rows, num_features)
-    return rng.standard_normal(shape, np.float32), rng.random(shape) < 0.5
-
-
-EXAMPLES.append(
-    Example(
-        name="where",
-        function=lambda x, cond, **_: where(cond, x, 0),
-        plain_jax=lambda x, cond, **_: jnp.where(cond, x, 0),
-        make_operands=_example_operands,
-        dtypes=("float32", "bfloat16", "float16"),
-        check_sizes={"num_rows": 1003, "num_features": 33},
-        race_sizes={
-            "cpu": {"num_rows": 4096, "num_features": 1024},
-            "cuda": {"num_rows": 131072, "num_features": 1024},
-        },
-        tolerance={"float32": 0, "bfloat16": 4e-3, "float16": 5e-4},
-    )
-)

@@ -10,7 +10,6 @@ canonicalisation of arguments, examples.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -26,7 +25,6 @@ from jax_baracuda._core.arrays import as_array, split_as
 from jax_baracuda._core.autodiff import Differentiable
 from jax_baracuda._core.batch import batch_of, over_batch
 from jax_baracuda._core.docstrings import with_shared_parts
-from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.sharding import Dimensions, MeshAxes
@@ -679,40 +677,3 @@ def _checked_start(what: str, entry: Any, size: int, dim: int, mode: WriteMode) 
     else:
         start = min(max(start, -size), dim)
     return None if start == 0 and size == dim else start
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Examples for `python -m jax_baracuda check` and `race`.
-
-
-def _example_operands(
-    rng: np.random.Generator, *, num_examples: int, num_rows: int, num_features: int
-) -> tuple[np.ndarray, ...]:
-    """A cache, one new row for each example, and where it goes."""
-    cache = rng.standard_normal((num_examples, num_rows, num_features), dtype=np.float32)
-    rows = rng.standard_normal((num_examples, 1, num_features), dtype=np.float32)
-    return cache, rows, rng.integers(0, num_rows, num_examples).astype(np.int32)
-
-
-def _append(write: Callable[..., Array], cache: Array, rows: Array, positions: Array, **_: int) -> Array:
-    """Each row at the position of its example."""
-    return jax.vmap(lambda cache, row, position: write(cache, row, (position, 0)))(
-        cache, rows.astype(cache.dtype), positions
-    )
-
-
-EXAMPLES.append(
-    Example(
-        name="write_slice",
-        function=functools.partial(_append, write_slice),
-        plain_jax=functools.partial(_append, jax.lax.dynamic_update_slice),
-        make_operands=_example_operands,
-        dtypes=("float32", "bfloat16", "float16"),
-        check_sizes={"num_examples": 5, "num_rows": 301, "num_features": 33},
-        race_sizes={
-            "cpu": {"num_examples": 8, "num_rows": 4096, "num_features": 1024},
-            "cuda": {"num_examples": 32, "num_rows": 8192, "num_features": 1024},
-        },
-        tolerance={"float32": 0, "bfloat16": 4e-3, "float16": 5e-4},
-    )
-)
