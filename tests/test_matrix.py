@@ -10,7 +10,7 @@ import traceback
 
 import pytest
 from support.matrix import strategies
-from support.matrix.calls import FAMILIES, load_all
+from support.matrix.calls import FAMILIES, Dims, load_all
 from support.matrix.fuzz import Fuzz
 from support.matrix.generator import FACTORS, Case, cover, factors_of, space_of
 from support.matrix.run import check, num_devices
@@ -18,6 +18,7 @@ from support.matrix.run import check, num_devices
 import jax_baracuda
 from jax_baracuda import forward_mode
 from jax_baracuda._core.native import NATIVE_MODULES
+from jax_baracuda._examples import examples_of
 
 assert matrix
 
@@ -39,6 +40,25 @@ def test_every_public_function_is_declared() -> None:
 
 
 @pytest.mark.newest_jax_alone
+@each_op
+def test_operands_are_those_of_the_examples(op: str) -> None:
+    """With the same names, and in all examples with dimensions that cases have."""
+    call = load_all()[op]
+    declared: dict[str, set[Dims]] = {}
+    for case in cover(op, False, SEED):
+        for operand in call.problem(case.dtype, case.all_options(), case.sizes()).operands:
+            declared.setdefault(operand.name, set()).add(_named(operand.dims))
+    assert set(declared) == set(call.operands)
+    for example in examples_of(op):
+        for name, operand in example.operands.items():
+            assert _named(operand.dims) in declared[name], (example.name, name)
+
+
+def _named(dims: Dims) -> Dims:
+    """Dimensions of size 1 have names of their own."""
+    return tuple("1" if name.startswith("1") else name for name in dims)
+
+
 @each_op
 @pytest.mark.parametrize("several_devices", [True, False], ids=["several devices", "one device"])
 def test_cases_meet_every_pair_of_values(op: str, several_devices: bool) -> None:

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.native import NATIVE_MODULES
 from jax_baracuda._core.op import OPS, Op
+from jax_baracuda._examples import all_examples
+from jax_baracuda._examples.example import Example, value_and_gradient
 from jax_baracuda.ops.write_slice import Window
 
 LOADED = [platform for platform, native in NATIVE_MODULES.items() if native.module is not None]
@@ -32,12 +33,12 @@ class Call(NamedTuple):
     @property
     def batch(self) -> str:
         """Whether there is a batch, and whether it shares operands."""
-        sizes = {operand.shape[0] for operand in self.operands} if self.params.get("batched", True) else {1}
+        sizes = {operand.shape[0] for operand in self.operands}
         return "batch 1" if sizes <= {1} else "shared operands" if 1 in sizes else "own operands"
 
     def strategy(self, platform: str) -> str | None:
         """None where the platform has no kernel for the call."""
-        if self.op.missing_kernel(platform, self.operands, self.params) is not None:
+        if self.op.unsupported_reason(platform, self.operands, self.params) is not None:
             return None
         return self.op.plan(platform, self.operands, self.params).strategy
 
@@ -50,7 +51,8 @@ class Call(NamedTuple):
             operands = [
                 jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for size, x in zip(sizes, self.operands, strict=True)
             ]
-            yield self._replace(operands=operands)
+            params = self.params if self.op.broadcasts else {**self.params, "num_batch_dims": 1}
+            yield self._replace(operands=operands, params=params)
 
 
 def call(op: str, operands: Sequence[tuple[Sequence[int], str]], **params: Any) -> Call:
@@ -73,20 +75,20 @@ def signal(examples: int, channels: int, length: int, channels_last: bool, dtype
 
 def convolutions() -> Iterator[Call]:
     choices = itertools.product(SIGNALS, ["bfloat16", "float32"], *[[False, True]] * 3)
-    for sizes, dtype, channels_last, has_state, has_taps in choices:
+    for sizes, dtype, channels_last, has_state, has_ids in choices:
         examples, channels, length = sizes
         x, weight = signal(*sizes, channels_last, dtype), ((channels, 4), dtype)
         state = [((examples, channels, 3), dtype)] if has_state else []
-        taps = [((examples, length), "uint8")] if has_taps else []
+        same_sequence = [((examples, length), "uint8")] if has_ids else []
         params = {
             "channels_last": channels_last,
             "silu": True,
             "has_bias": False,
             "has_initial_state": has_state,
-            "has_taps": has_taps,
+            "has_same_sequence": has_ids,
         }
-        yield call("causal_conv1d", [x, weight, *state, *taps], **params)
-        yield call("causal_conv1d_backward", [x, weight, x, *state, *taps], has_d_final_state=False, **params)
+        yield call("causal_conv1d", [x, weight, *state, *same_sequence], **params)
+        yield call("causal_conv1d_backward", [x, weight, x, *state, *same_sequence], has_d_final_state=False, **params)
 
 
 def updates() -> Iterator[Call]:
@@ -94,7 +96,7 @@ def updates() -> Iterator[Call]:
     for examples, channels, length, state_length, channels_last in choices:
         x = signal(examples, channels, length, channels_last, "float32")
         operands = [x, ((examples, channels, state_length), "float32"), ((channels, 4), "float32")]
-        params = {"batched": True, "channels_last": channels_last, "silu": True, "has_bias": False}
+        params = {"channels_last": channels_last, "silu": True, "has_bias": False}
         yield call("causal_conv1d_update", operands, **params)
 
 
@@ -114,7 +116,6 @@ def rotations() -> Iterator[Call]:
             "rotary_dim": features,
             "scale": 1.0,
             "has_positions": True,
-            "batched": True,
         }
         for op in ("rope", "rope_backward"):
             yield call(op, [x, *others], **params)
@@ -139,7 +140,7 @@ SELECTIONS = [
     ((0, 3), (0, 3), (1, 3)),
 ]
 
-# Shapes of dy, and those of them along which sums are taken.
+# Shapes of d_output, and those of them along which sums are taken.
 SUMS = [
     *[((6, n), (1,)) for n in (5, 8, 100, 3000, 40_000, 40_001)],
     *[((n,), (0,)) for n in (3, 4, 20_000, 20_001)],
@@ -154,9 +155,10 @@ SUMS = [
 def selections() -> Iterator[Call]:
     for a, b, cond in SELECTIONS:
         yield call("where", [(a, "float32"), (b, "float32"), (cond, "bool")])
-        dy = np.broadcast_shapes(a, b, cond)
-        yield call("where_backward", [(dy, "float32"), (cond, "bool")], a_axes=(), b_axes=())
-    for shape, axes in SUMS:
+        d_output = np.broadcast_shapes(a, b, cond)
+        yield call("where_backward", [(d_output, "float32"), (cond, "bool")], a_axes=(), b_axes=())
+    for shape, axes_from_the_start in SUMS:
+        axes = tuple(axis - len(shape) for axis in axes_from_the_start)
         for a_axes, b_axes in ((axes, ()), ((), axes), (axes, axes)):
             yield call("where_backward", [(shape, "float32"), (shape, "bool")], a_axes=a_axes, b_axes=b_axes)
 
@@ -198,7 +200,7 @@ def moves(arrays: Sequence[tuple[Sequence[int], Sequence[int], str]]) -> Iterato
                 parts.append(Window(i, axis, len(starts), size, num_shards=1))
                 starts.append(((), "int32"))
     ranks = tuple(len(dest) for dest, _ in dests)
-    params = {"ranks": ranks, "windows": tuple(parts), "drop": False, "batched": True}
+    params = {"ranks": ranks, "windows": tuple(parts), "drop": False}
     yield call("write_slice", [*dests, *sources, *starts], **params)
     yield call("write_slice_backward", [*dests, *starts], **params)
 
@@ -280,23 +282,25 @@ def calls_of_ops(jaxpr: Any) -> Iterator[Call]:
 
 
 @each_platform
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+@pytest.mark.parametrize("example", all_examples(), ids=lambda example: example.name)
 def test_calls_of_public_functions_have_a_strategy(platform: str, example: Example) -> None:
     """With their gradients, and mapped over a batch."""
-    operands = example.make_operands(np.random.default_rng(0), **example.check_sizes)
-    function = functools.partial(example.function, **example.check_sizes)
+    operands = example.make_operands(np.random.default_rng(0), "float32", "check")
+    call = example.call("check")
+    names = example.differentiated("float32")
 
-    def gradient(first: Any, *others: Any) -> Any:
-        result, transpose = jax.vjp(lambda x: function(x, *others), first)
-        return transpose(result)
+    def with_gradient(operands: Any) -> Any:
+        return value_and_gradient(call, names)(operands, call(**operands))
 
-    def mapped(first: Any, *others: Any) -> Any:
-        return jax.vmap(gradient, [0, *[None] * len(others)])(jnp.stack([first, first]), *others)
+    def mapped(operands: Any) -> Any:
+        first = next(iter(operands))
+        stacked = operands | {first: jnp.stack([operands[first]] * 2)}
+        return jax.vmap(with_gradient, [{name: 0 if name == first else None for name in operands}])(stacked)
 
     strategies = NATIVE_MODULES[platform].strategies()
     count = 0
-    for traced in (gradient, mapped):
-        for one in calls_of_ops(jax.make_jaxpr(traced)(*operands).jaxpr):
+    for traced in (with_gradient, mapped):
+        for one in calls_of_ops(jax.make_jaxpr(traced)(operands).jaxpr):
             if one.op.name in strategies and (strategy := one.strategy(platform)) is not None:
                 assert strategy in strategies[one.op.name]
                 count += 1

@@ -3,50 +3,59 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 import jax_baracuda
-from jax_baracuda._core.example import EXAMPLES, Example
 from jax_baracuda._core.native import NativeModule
 from jax_baracuda._core.op import OPS
+from jax_baracuda._examples import all_examples
+from jax_baracuda._examples.example import Example
 from jax_baracuda._tools import check, race, report
 from jax_baracuda._tools.table import format_table
-
-SMALL = {
-    "num_rows": 500,
-    "num_features": 6,
-    "num_segments": 40,
-    "num_examples": 2,
-    "num_channels": 5,
-    "num_heads": 2,
-    "length": 60,
-}
-
-
-def small_examples() -> list[Example]:
-    """All examples, that of segment_max first."""
-    examples = sorted(EXAMPLES, key=lambda example: example.name != "segment_max")
-    sizes = [{name: SMALL[name] for name in example.check_sizes} for example in examples]
-    return [
-        dataclasses.replace(example, check_sizes=small, race_sizes={"cpu": small, "cuda": small})
-        for example, small in zip(examples, sizes, strict=True)
-    ]
 
 
 @pytest.fixture
 def examples(monkeypatch: pytest.MonkeyPatch) -> list[Example]:
-    """The examples of the package at sizes that take no time; what a test puts in their place is used instead."""
-    listed = small_examples()
+    """The examples at sizes that take no time, each in one of its dtypes, that of segment_max first and in float32.
+
+    What a test puts in their place is used instead.
+    """
+    small = [
+        dataclasses.replace(
+            example,
+            sizes={use: example.sizes["small"] for use in example.sizes},
+            dtypes=(example.dtypes[number % len(example.dtypes)],),
+        )
+        for number, example in enumerate(sorted(all_examples(), key=lambda example: example.name != "segment_max"))
+    ]
     for tool in (check, race):
-        monkeypatch.setattr(tool, "EXAMPLES", listed)
-    return listed
+        monkeypatch.setattr(tool, "all_examples", lambda: small)
+    return small
+
+
+def test_every_function_of_arrays_has_an_example() -> None:
+    """And is timed by ``race`` on every platform."""
+    examples = all_examples()
+    assert len({example.name for example in examples}) == len(examples)
+    functions = {name for name in jax_baracuda.__all__ if inspect.isfunction(getattr(jax_baracuda, name))}
+    expected = functions - {"precision_guarantee", "rope_frequencies"}
+    for use in ("small", "check", "cpu", "cuda"):
+        assert {example.function.__name__ for example in examples if use in example.sizes} == expected, use
+
+
+def test_examples_are_not_imported_with_the_package() -> None:
+    code = "import sys, jax_baracuda; assert not any('_examples' in name for name in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_report_names_versions_modules_devices_and_ops(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,43 +76,52 @@ def test_report_says_why_a_module_is_not_used() -> None:
     assert state.startswith("loaded") and state.endswith("but not used: the driver is too old")
 
 
-def test_check_passes_and_prints_one_row_per_example_and_dtype(
+def test_check_passes_and_prints_one_row_per_example(
     examples: list[Example], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check.main(["--seed", "3"]) == 0
     text = capsys.readouterr().out
-    num_rows = sum(len(example.dtypes) for example in examples) * len(check.devices_by_platform())
+    num_rows = len(examples) * len(check.devices_by_platform())
     assert text.count("  ok") == num_rows
     assert f"All {num_rows} checks passed." in text and "Seed: 3" in text
 
 
-def broken(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    return lambda *operands, **sizes: 1.01 * function(*operands, **sizes)
+def replaced(example: Example, change: Callable[..., jax.Array]) -> Example:
+    """The example of a function of which something is wrong: ``change(function, data, **others)``."""
+    wrong = functools.wraps(example.function)(lambda data, **others: change(example.function, data, **others))
+    return dataclasses.replace(example, function=wrong)
+
+
+def errors_of(example: Example) -> tuple[float, float | None]:
+    [(_, value_error, gradient_error)] = check.errors(example, jax.devices()[0], seed=0)
+    return value_error, gradient_error
 
 
 def test_check_fails_where_an_op_is_wrong(examples: list[Example], capsys: pytest.CaptureFixture[str]) -> None:
-    examples[0] = dataclasses.replace(examples[0], function=broken(examples[0].function))
+    examples[:] = [replaced(examples[0], lambda f, data, **others: 1.01 * f(data, **others))]
     assert check.main([]) == 1
     assert "FAILED" in capsys.readouterr().out
 
 
 def test_check_sees_an_error_in_the_gradient_alone(examples: list[Example]) -> None:
-    def wrong_gradient(data: jax.Array, ids: jax.Array, **sizes: int) -> jax.Array:
-        return examples[0].function(data * 1.01 - jax.lax.stop_gradient(data) * 0.01, ids, **sizes)
+    def wrong_gradient(function: Callable[..., jax.Array], data: jax.Array, **others: Any) -> jax.Array:
+        return function(data * 1.01 - jax.lax.stop_gradient(data) * 0.01, **others)
 
-    device = jax.devices()[0]
-    wrong = dataclasses.replace(examples[0], function=wrong_gradient)
-    value_error, gradient_error = check.errors(wrong, "float32", device, seed=0)
+    wrong = replaced(examples[0], wrong_gradient)
+    value_error, gradient_error = errors_of(wrong)
     assert value_error < 1e-5
     np.testing.assert_allclose(gradient_error, 0.01, rtol=1e-3)
 
 
-def test_check_sees_a_value_that_is_infinite_by_mistake(examples: list[Example]) -> None:
-    def infinite(data: jax.Array, ids: jax.Array, **sizes: int) -> jax.Array:
-        return examples[0].function(data, ids, **sizes).at[0, 0].set(np.inf)
+def test_check_sees_one_wrong_element(examples: list[Example]) -> None:
+    wrong = replaced(examples[0], lambda f, data, **others: f(data, **others).at[0, 0].add(0.01))
+    assert errors_of(wrong)[0] > 1e-3
 
-    wrong = dataclasses.replace(examples[0], function=infinite)
-    assert check.errors(wrong, "float32", jax.devices()[0], seed=0)[0] > 1
+
+def test_check_sees_a_value_that_is_not_finite_by_mistake(examples: list[Example]) -> None:
+    for value in (np.inf, np.nan):
+        wrong = replaced(examples[0], lambda f, data, value=value, **others: f(data, **others).at[0, 0].set(value))
+        assert errors_of(wrong)[0] > 1
 
 
 def test_race_prints_forward_and_gradient_of_each_example(
@@ -111,9 +129,21 @@ def test_race_prints_forward_and_gradient_of_each_example(
 ) -> None:
     assert race.main(["--repeats", "1"]) == 0
     text = capsys.readouterr().out
-    num_platforms = len(race.devices_by_platform())
-    assert text.count(" ms ") >= 4 * len(examples) * num_platforms
-    assert text.count("forward + gradient") == len(examples) * num_platforms
+    timed = [example for platform in race.devices_by_platform() for example in examples if platform in example.sizes]
+    with_gradient = [example for example in timed if example.differentiated("float32")]
+    assert text.count(" ms ") == 2 * (len(timed) + len(with_gradient))
+    assert text.count("forward + gradient") == len(with_gradient)
+
+
+def test_tables_grow_row_by_row(examples: list[Example], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heading is there before anything is computed, and each row before the next is."""
+    num_lines: list[int] = []
+    printed: list[str] = []
+    monkeypatch.setattr("builtins.print", lambda *texts, **options: printed.append((*texts, options)))
+    monkeypatch.setattr(race, "race", lambda *_: num_lines.append(len(printed)) or [("forward", 1.0, 2.0)])
+    race.main([])
+    assert num_lines == list(range(2, 2 + len(num_lines)))
+    assert all(options == {"flush": True} for *_, options in printed[: len(num_lines) + 2])
 
 
 def test_format_table_aligns_columns() -> None:

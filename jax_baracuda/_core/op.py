@@ -168,9 +168,13 @@ class Op:
             return "its shapes are symbolic"
         if np.dtype(operands[0].dtype).name not in self.dtypes:
             return f"there is no kernel for {np.dtype(operands[0].dtype).name}"
+        num_batch_dims, own_params = count_batch_dims(params), definition_params(params)
+        batch = vmap_sizes(operands, num_batch_dims)
+        if any(operands[i].shape[:num_batch_dims] != batch for i in resolve(self.in_place, own_params)):
+            return "the batch shares an array that is written"
         if self.limit is None:
             return None
-        return self.limit(*without_batch(operands, count_batch_dims(params)), **definition_params(params))
+        return self.limit(*without_batch(operands, num_batch_dims), **own_params)
 
     def missing_target(self, platform: str) -> str | None:
         """Why the op has no kernel at all on the platform, or None."""

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_baracuda._core.example import EXAMPLES, Example
+from jax_baracuda._examples import all_examples
+from jax_baracuda._examples.example import Example, value_and_gradient
 from jax_baracuda._tools.platforms import devices_by_platform
-from jax_baracuda._tools.table import format_table
+from jax_baracuda._tools.table import ProgressiveTable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,51 +23,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_baracuda race", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="timed calls per function, after one to warm up")
     repeats = parser.parse_args(arguments).repeats
-    rows = []
-    for platform, device in devices_by_platform().items():
-        for example in EXAMPLES:
-            for what, ours, xla in race(example, platform, device, repeats):
-                sizes = " ".join(f"{name}={size:,}" for name, size in example.race_sizes[platform].items())
-                rows.append((example.name, sizes, device.device_kind, what, ours * 1e3, xla * 1e3))
-    print(
-        format_table(
-            ("op", "float32", "on", "", "jax_baracuda", "XLA", "speed-up"),
-            [(*row[:4], f"{row[4]:.3g} ms", f"{row[5]:.3g} ms", f"{row[5] / row[4]:.1f}x") for row in rows],
-        )
+    devices = devices_by_platform()
+    races = [(example, platform) for platform in devices for example in all_examples() if platform in example.sizes]
+    table = ProgressiveTable(
+        ("op", *(example.name for example, _ in races)),
+        ("float32", *(sizes_text(example, platform) for example, platform in races)),
+        ("on", *(device.device_kind for device in devices.values())),
+        ("", "forward + gradient"),
+        ("jax_baracuda",),
+        ("XLA", "1.23e+03 ms"),
+        ("speed-up",),
     )
+    for example, platform in races:
+        for what, ours, xla in race(example, platform, devices[platform], repeats):
+            table.print_row(
+                example.name,
+                sizes_text(example, platform),
+                devices[platform].device_kind,
+                what,
+                *(f"{seconds * 1e3:.3g} ms" for seconds in (ours, xla)),
+                f"{xla / ours:.1f}x",
+            )
     print(f"\nMedians of {repeats} calls.")
     return 0
 
 
+def sizes_text(example: Example, platform: str) -> str:
+    """The sizes of the dimensions that the operands have."""
+    return " ".join(f"{name}={size:,}" for name, size in example.sizes[platform].items() if name in example.dims)
+
+
 def race(example: Example, platform: str, device: jax.Device, repeats: int) -> Iterator[tuple[str, float, float]]:
-    """Yields what was timed and the median seconds of this package and of XLA, for forward and forward + gradient."""
-    sizes = example.race_sizes[platform]
+    """Yields what was timed and the median seconds of this package and of XLA.
+
+    The forward pass and, where something is differentiable, the forward pass with the gradients.
+    """
     rng = np.random.default_rng()
-    operands = [jax.device_put(x, device) for x in example.make_operands(rng, **sizes)]
-
-    def forward(function: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.jit(lambda *operands: function(*operands, **sizes))
-
-    def forward_and_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(cotangent: jax.Array, first: jax.Array, *others: jax.Array) -> Any:
-            value, vjp = jax.vjp(lambda x: function(x, *others, **sizes), first)
-            return value, vjp(cotangent)
-
-        return jax.jit(run)
-
-    yield "forward", *(_median_seconds(forward(f), operands, repeats) for f in (example.function, example.plain_jax))
-    result = forward(example.function)(*operands)
-    cotangent = jax.device_put(jnp.asarray(rng.normal(size=result.shape), result.dtype), device)
-    yield (
-        "forward + gradient",
-        *(
-            _median_seconds(forward_and_gradient(f), [cotangent, *operands], repeats)
-            for f in (example.function, example.plain_jax)
-        ),
-    )
+    operands = jax.device_put(example.make_operands(rng, "float32", platform), device)
+    calls = example.call(platform), example.plain_call(platform)
+    yield "forward", *(_median_seconds(_forward(call), [operands], repeats) for call in calls)
+    names = example.differentiated("float32")
+    if not names:
+        return
+    types = jax.eval_shape(calls[0], **operands)
+    cotangents = jax.device_put(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), types), device)
+    functions = (value_and_gradient(call, names) for call in calls)
+    yield "forward + gradient", *(_median_seconds(f, [operands, cotangents], repeats) for f in functions)
 
 
-def _median_seconds(function: Callable[..., Any], operands: Sequence[jax.Array], repeats: int) -> float:
+def _forward(call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda operands: call(**operands)
+
+
+def _median_seconds(function: Callable[..., Any], operands: Sequence[Any], repeats: int) -> float:
+    function = jax.jit(function)
     jax.block_until_ready(function(*operands))
     seconds = []
     for _ in range(repeats):

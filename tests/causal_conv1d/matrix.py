@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from support.matrix.calls import ABSENT, FLOATING, Call, Operand, Options, Problem, Rule, declare, numbers, passed
 
-import jax_baracuda as jb
-
 Sizes = Mapping[str, Any]
 
 
@@ -174,14 +172,11 @@ def _forward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 declare(
     Call(
         name="causal_conv1d",
-        function=jb.causal_conv1d,
-        forward_mode=jb.forward_mode.causal_conv1d,
         dtypes=FLOATING,
         sizes=SIZES,
         large_sizes=LARGE_SIZES,
         options={**OPTIONS, "return_final_state": (ABSENT, True)},
         strategy_options=STRATEGY_OPTIONS,
-        operands=("x", "weight", "bias", "initial_state", "segment_ids"),
         problem=_forward_problem,
         rules=(NO_LAST_OF_NONE, WIDER),
         has_carry=True,
@@ -228,14 +223,11 @@ def _backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 declare(
     Call(
         name="causal_conv1d_backward",
-        function=jb.causal_conv1d_backward,
-        forward_mode=jb.causal_conv1d_backward,
         dtypes=FLOATING,
         sizes=SIZES,
         large_sizes=LARGE_SIZES,
         options={**OPTIONS, "d_final_state": (ABSENT, "given")},
         strategy_options=STRATEGY_OPTIONS,
-        operands=("x", "weight", "bias", "initial_state", "segment_ids", "d_output", "d_final_state"),
         problem=_backward_problem,
         rules=(NO_LAST_OF_NONE, WIDER),
     )
@@ -287,8 +279,6 @@ def _update_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 declare(
     Call(
         name="causal_conv1d_update",
-        function=jb.causal_conv1d_update,
-        forward_mode=jb.forward_mode.causal_conv1d_update,
         dtypes=FLOATING,
         sizes=SIZES,
         large_sizes={k: LARGE_SIZES[k] for k in ("many channels", "many examples")},
@@ -297,7 +287,6 @@ declare(
             "state": ("exact", "long"),
             **{name: OPTIONS[name] for name in ("bias", "activation", "channels_last", "parameter_dtype")},
         },
-        operands=("x", "state", "weight", "bias"),
         problem=_update_problem,
         rules=(WIDER,),
         has_carry=True,

@@ -21,8 +21,6 @@ from support.matrix.calls import (
     passed,
 )
 
-import jax_baracuda as jb
-
 Sizes = Mapping[str, Any]
 
 BASE = 10000.0
@@ -144,20 +142,17 @@ OPTIONS = {
 
 for _name, _names, _heads, _direction in (
     ("rope", ("x",), ("head",), 1),
-    ("rope_backward", ("dy",), ("head",), -1),
+    ("rope_backward", ("d_output",), ("head",), -1),
     ("rope_qk", ("q", "k"), ("q_head", "k_head"), 1),
-    ("rope_qk_backward", ("dq", "dk"), ("q_head", "k_head"), -1),
+    ("rope_qk_backward", ("d_q_output", "d_k_output"), ("q_head", "k_head"), -1),
 ):
     declare(
         Call(
             name=_name,
-            function=getattr(jb, _name),
-            forward_mode=getattr(jb.forward_mode, _name, getattr(jb, _name)),
             dtypes=FLOATING,
             sizes=SIZES,
             large_sizes=LARGE_SIZES,
             options=OPTIONS,
-            operands=(*_names, "positions", "inv_freq"),
             problem=lambda dtype, options, sizes, names=_names, heads=_heads, direction=_direction: _problem(
                 names, heads, direction, dtype, options, sizes
             ),

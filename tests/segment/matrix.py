@@ -22,6 +22,7 @@ from support.matrix.calls import (
     declare,
     is_floating,
     numbers,
+    operand_names,
     passed,
     segment_sum,
     special,
@@ -29,8 +30,6 @@ from support.matrix.calls import (
     ties,
     wide_ids,
 )
-
-import jax_baracuda as jb
 
 Sizes = Mapping[str, Any]
 
@@ -335,7 +334,7 @@ FROM_IDS = Rule(
 FROM_UNBATCHED_IDS = Rule(
     "the number of segments comes from the ids only where these are not mapped",
     ("num_segments", "batch"),
-    lambda num_segments, batch: num_segments is ABSENT and batch not in ("none", "one:data"),
+    lambda num_segments, batch: num_segments is ABSENT and batch not in ("none", "one:data", "one:logits"),
 )
 FROM_SOME_IDS = Rule(
     "there is no greatest id of none, and where it is large so is the result",
@@ -385,7 +384,7 @@ COMMON_RULES = (FROM_IDS, FROM_UNBATCHED_IDS, FROM_SOME_IDS, FROM_WHOLE_IDS, NO_
 
 
 def _features(sizes: Sizes) -> tuple[str, ...]:
-    return tuple(f"feature{i}" for i in range(len(sizes["features"])))
+    return tuple(f"feature{i or ''}" for i in range(len(sizes["features"])))
 
 
 def _ids(options: Options, sizes: Sizes) -> Operand:
@@ -397,7 +396,7 @@ def _ids(options: Options, sizes: Sizes) -> Operand:
             draw = lambda rng, shape, dtype: np.sort(unsorted(rng, shape, dtype), axis=-1)  # noqa: E731
     else:
         draw = ids_of(num_segments, bool(options.get("indices_are_sorted")))
-    return Operand("ids", ("row",), draw, dtype=options.get("ids_dtype", "int32"))
+    return Operand("segment_ids", ("row",), draw, dtype=options.get("ids_dtype", "int32"))
 
 
 def _clipped(function: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
@@ -418,6 +417,7 @@ def _reduction_problem(
     keywords: tuple[str, ...],
     properties: Callable[[str, Options], dict[str, Any]],
     has_rows: bool,
+    data_name: str,
     dtype: str,
     options: Options,
     sizes: Sizes,
@@ -443,7 +443,7 @@ def _reduction_problem(
     return Problem(
         operands=(
             Operand(
-                "data",
+                data_name,
                 (row, *features),
                 draw_of(options, sizes),
                 has_sign=majorant_of is not None or _is_selection(reference_of),
@@ -483,30 +483,26 @@ def _declare_reduction(
     options: Mapping[str, tuple[Any, ...]],
     properties: Callable[[str, Options], dict[str, Any]] = lambda dtype, options: {},
     has_rows: bool = False,
-    differentiable: bool = True,
     rules: tuple[Rule, ...] = (),
 ) -> None:
     keywords = tuple(key for key in options if key != "values")
+    data_name, _ = operand_names(name)
     declare(
         Call(
             name=name,
-            function=getattr(jb, name),
-            forward_mode=getattr(jb.forward_mode, name, None),
             dtypes=dtypes,
             sizes=SIZES,
             large_sizes=LARGE_SIZES,
             options={**COMMON, **options},
-            operands=("data", "ids"),
             strategy_options=tuple(
                 {"indices_are_sorted": is_sorted, **chosen}
                 for is_sorted in (ABSENT, True)
                 for chosen in ({}, {"deterministic": True} if "deterministic" in options else {"dtype": dtypes[3]})
             ),
             problem=functools.partial(
-                _reduction_problem, reference_of, majorant_of, draw_of, keywords, properties, has_rows
+                _reduction_problem, reference_of, majorant_of, draw_of, keywords, properties, has_rows, data_name
             ),
             rules=(*COMMON_RULES, *((NO_EMPTY_BUCKETS, NO_HUGE_BUCKETS) if "bucket_size" in options else ()), *rules),
-            differentiable=differentiable,
         )
     )
 
@@ -540,7 +536,6 @@ for _name, _is_max in (("segment_argmax", True), ("segment_argmin", False)):
         _ties_or_special,
         options=VALUES,
         properties=lambda dtype, options: {"exact_value": True},
-        differentiable=False,
     )
 
 _declare_reduction(
@@ -637,13 +632,10 @@ def _declare_gradient(
     declare(
         Call(
             name=name,
-            function=getattr(jb, name),
-            forward_mode=getattr(jb, name),
             dtypes=FLOATING,
             sizes=SIZES,
             large_sizes=LARGE_SIZES,
             options=options,
-            operands=("d_output", *(() if draw_data is None else ("data",)), "ids"),
             problem=problem,
             rules=(NO_CLIP_TO_NOTHING, NARROW_IDS) if "ids_dtype" in options else (),
         )
@@ -734,8 +726,6 @@ def _softmax_backward_problem(dtype: str, options: Options, sizes: Sizes) -> Pro
 declare(
     Call(
         name="segment_softmax_backward",
-        function=jb.segment_softmax_backward,
-        forward_mode=jb.segment_softmax_backward,
         dtypes=FLOATING,
         sizes=SIZES,
         large_sizes=LARGE_SIZES,
@@ -745,7 +735,6 @@ declare(
             **IDS_OPTIONS,
             "deterministic": (ABSENT, True),
         },
-        operands=("d_output", "probabilities", "ids"),
         problem=_softmax_backward_problem,
         rules=tuple(rule for rule in COMMON_RULES if rule is not FROM_UNBATCHED_IDS)
         + (

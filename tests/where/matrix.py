@@ -9,23 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 from support.matrix.calls import FLOATING, Call, Operand, Options, Problem, Rule, declare, numbers, special
 
-import jax_baracuda as jb
-
 Sizes = Mapping[str, Any]
 
-ALL = ("d0", "d1", "d2")
+ALL = ("head", "query", "key")
 SHAPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "equal": (ALL, ALL, ALL),
     "a is a scalar": (ALL, (), ALL),
     "b is a scalar": (ALL, ALL, ()),
-    "a is a row": (ALL, ("d2",), ALL),
-    "b is a column": (ALL, ALL, ("d0", "d1", "1c")),
-    "a repeats in the middle": (ALL, ("d0", "1m", "d2"), ALL),
-    "both are rows": (ALL, ("d2",), ("1r", "d2")),
-    "cond is a column": (("d0", "1x", "1y"), ALL, ALL),
-    "cond is a row": (("d1", "d2"), ALL, ("d0", "1z", "d2")),
-    "cond repeats along rows": (("d0", "d1", "1x"), ALL, ALL),
-    "cond is a row, b is a scalar": (("d2",), ALL, ()),
+    "a is a row": (ALL, ("key",), ALL),
+    "b is a column": (ALL, ALL, ("head", "query", "1c")),
+    "a repeats in the middle": (ALL, ("head", "1m", "key"), ALL),
+    "both are rows": (ALL, ("key",), ("1r", "key")),
+    "cond is a column": (("head", "1x", "1y"), ALL, ALL),
+    "cond is a row": (("query", "key"), ALL, ("head", "1z", "key")),
+    "cond repeats along rows": (("head", "query", "1x"), ALL, ALL),
+    "cond is a row, b is a scalar": (("key",), ALL, ()),
     "cond is a scalar": ((), ALL, ALL),
 }
 
@@ -36,21 +34,21 @@ def condition(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 
 
 SIZES: dict[str, Sizes] = {
-    "small": {"d0": 4, "d1": 2, "d2": 8},
-    "odd": {"d0": 3, "d1": 5, "d2": 7},
-    "one": {"d0": 1, "d1": 1, "d2": 1},
-    "empty": {"d0": 3, "d1": 0, "d2": 4},
-    "vectors": {"d0": 4, "d1": 8, "d2": 64},
-    "many rows": {"d0": 60, "d1": 50, "d2": 4},
-    "long rows": {"d0": 2, "d1": 2, "d2": 2600},
+    "small": {"head": 4, "query": 2, "key": 8},
+    "odd": {"head": 3, "query": 5, "key": 7},
+    "one": {"head": 1, "query": 1, "key": 1},
+    "empty": {"head": 3, "query": 0, "key": 4},
+    "vectors": {"head": 4, "query": 8, "key": 64},
+    "many rows": {"head": 60, "query": 50, "key": 4},
+    "long rows": {"head": 2, "query": 2, "key": 2600},
 }
 LARGE_SIZES: dict[str, Sizes] = {
-    "large": {"d0": 64, "d1": 128, "d2": 512},
-    "large, odd": {"d0": 63, "d1": 129, "d2": 515},
-    "tall": {"d0": 300, "d1": 3001, "d2": 4},
-    "tall, odd": {"d0": 301, "d1": 3001, "d2": 3},
-    "long rows, large": {"d0": 32, "d1": 64, "d2": 2048},
-    "wide": {"d0": 3, "d1": 2, "d2": 300_001},
+    "large": {"head": 64, "query": 128, "key": 512},
+    "large, odd": {"head": 63, "query": 129, "key": 515},
+    "tall": {"head": 300, "query": 3001, "key": 4},
+    "tall, odd": {"head": 301, "query": 3001, "key": 3},
+    "long rows, large": {"head": 32, "query": 64, "key": 2048},
+    "wide": {"head": 3, "query": 2, "key": 300_001},
 }
 
 OPTIONS = {"shapes": tuple(SHAPES), "cond_dtype": ("bool", "uint8", "int32")}
@@ -69,7 +67,7 @@ def _where_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         apply=lambda function, *arrays: function(*arrays),
         reference=lambda cond, a, b: jnp.where(cond != 0, a, b),
         results=(ALL,),
-        terms=max(1, sizes["d0"] * sizes["d1"] * sizes["d2"]),
+        terms=max(1, sizes["head"] * sizes["query"] * sizes["key"]),
         free=ALL,
         exact_value=True,
         exact_gradient=options["shapes"] in ("equal", "cond is a scalar", "cond is a column"),
@@ -80,13 +78,10 @@ def _where_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 declare(
     Call(
         name="where",
-        function=jb.where,
-        forward_mode=jb.forward_mode.where,
         dtypes=DTYPES,
         sizes=SIZES,
         large_sizes=LARGE_SIZES,
         options={**OPTIONS, "values": ("numbers", "special")},
-        operands=("cond", "a", "b"),
         problem=_where_problem,
         rules=(
             Rule(
@@ -114,7 +109,7 @@ def _shape(dims: tuple[str, ...], sizes: Sizes) -> tuple[int, ...]:
 
 def _backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     cond, a, b = SHAPES[options["shapes"]]
-    # By default, shapes are that of dy.
+    # By default, shapes are that of d_output.
     given = {name: dims for name, dims in (("a_shape", a), ("b_shape", b)) if dims != ALL or dtype == "float16"}
 
     def apply(function: Callable[..., Any], d_output: Any, cond: Any) -> Any:
@@ -132,7 +127,7 @@ def _backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
             _sum_to(jnp.where(cond != 0, 0, d_output), b),
         ),
         results=(a, b),
-        terms=max(1, sizes["d0"] * sizes["d1"] * sizes["d2"]),
+        terms=max(1, sizes["head"] * sizes["query"] * sizes["key"]),
         free=tuple(name for name in ALL if name in a and name in b),
         exact_value=a == b == ALL,
         exact_gradient=True,
@@ -142,13 +137,10 @@ def _backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 declare(
     Call(
         name="where_backward",
-        function=jb.where_backward,
-        forward_mode=jb.where_backward,
         dtypes=(*FLOATING, "complex64"),
         sizes=SIZES,
         large_sizes=LARGE_SIZES,
         options=OPTIONS,
-        operands=("d_output", "cond"),
         problem=_backward_problem,
     )
 )

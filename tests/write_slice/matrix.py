@@ -22,8 +22,6 @@ from support.matrix.calls import (
 )
 from support.matrix.generator import DERIVATIVES, SHARD_MAPS
 
-import jax_baracuda as jb
-
 Sizes = Mapping[str, Any]
 
 SIZES: dict[str, Sizes] = {
@@ -149,13 +147,10 @@ AXES = {
 declare(
     Call(
         name="write_slice",
-        function=jb.write_slice,
-        forward_mode=jb.forward_mode.write_slice,
         dtypes=DTYPES,
         sizes=SIZES,
         large_sizes=LARGE_SIZES,
         options={**OPTIONS, "axes": tuple(AXES)},
-        operands=("dest", "source", "start"),
         problem=_write_slice_problem,
         has_carry=True,
     )
@@ -207,13 +202,10 @@ def _write_slices_problem(dtype: str, options: Options, sizes: Sizes) -> Problem
 declare(
     Call(
         name="write_slices",
-        function=jb.write_slices,
-        forward_mode=jb.forward_mode.write_slices,
         dtypes=("float32", "bfloat16", "float16", "float64", "int8", "int4"),
         sizes=SIZES,
         large_sizes=LARGE_SIZES,
         options={**OPTIONS, "start_indices": ("of all", "of each"), "second": ("same", "int32")},
-        operands=("keys", "values", "new_keys", "new_values", "start"),
         problem=_write_slices_problem,
         rules=(
             Rule(

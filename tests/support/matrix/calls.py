@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jax_baracuda
+from jax_baracuda._examples import examples_of
+
 Dims = tuple[str, ...]
 """Names of dimensions. A name that starts with "1" is a dimension of size 1, which is broadcast."""
 Draw = Callable[[np.random.Generator, tuple[int, ...], np.dtype], np.ndarray]
@@ -83,7 +86,6 @@ class Call:
     """The declaration of one public op."""
 
     name: str
-    function: Callable[..., Any]
     dtypes: tuple[str, ...]
     sizes: Mapping[str, Mapping[str, Any]]
     """Size classes that run anywhere: the sizes of the named dimensions."""
@@ -91,17 +93,38 @@ class Call:
     """``(dtype, options, sizes)``"""
     options: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     """The values of each optional argument, the first of them that of the bare call."""
-    forward_mode: Callable[..., Any] | None = None
-    """The function to apply forward mode to."""
-    operands: tuple[str, ...] = ()
-    """The names of the operands that vmap maps alone."""
     large_sizes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     """Size classes that only a GPU is quick enough for."""
     strategy_options: tuple[Options, ...] = ()
     """Values that, several together, lead to strategies of their own."""
     rules: tuple[Rule, ...] = ()
-    differentiable: bool = True
     has_carry: bool = False
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return getattr(jax_baracuda, self.name)
+
+    @property
+    def forward_mode(self) -> Callable[..., Any]:
+        """The function to apply forward mode to."""
+        return getattr(jax_baracuda.forward_mode, self.name, self.function)
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        """The names of all operands, as the examples of the function have them."""
+        return operand_names(self.name)
+
+    @functools.cached_property
+    def differentiable(self) -> bool:
+        """Whether any operand is."""
+        operands = (operand for example in examples_of(self.name) for operand in example.operands.values())
+        return any(operand.differentiable and operand.dtype is None for operand in operands)
+
+
+@functools.cache
+def operand_names(function_name: str) -> tuple[str, ...]:
+    """Of all examples of a public function."""
+    return tuple(dict.fromkeys(name for example in examples_of(function_name) for name in example.operands))
 
 
 CALLS: dict[str, Call] = {}

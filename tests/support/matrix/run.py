@@ -392,7 +392,7 @@ def size_of_dim(name: str, sizes: Mapping[str, Any], levels: Sequence[Level] = (
     if name in derived:
         return derived[name]()
     if name.startswith("feature") and "features" in sizes:
-        return sizes["features"][int(name.removeprefix("feature"))]
+        return sizes["features"][int(name.removeprefix("feature") or 0)]
     return sizes[name]
 
 

@@ -54,7 +54,7 @@ def ask(case: Case, platforms: Sequence[str]) -> None:
         for name, operands, params in _kernels(jax.make_jaxpr(program)(*types).jaxpr):
             op = OPS[name]
             for platform in platforms:
-                if op.plan_parameters is not None and op.missing_kernel(platform, operands, params) is None:
+                if op.plan_parameters is not None and op.unsupported_reason(platform, operands, params) is None:
                     op.plan(platform, operands, params)
 
 

@@ -1,0 +1,179 @@
+"""What an example call of a public function consists of."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Sizes = Mapping[str, int]
+"""Of named dimensions."""
+Draw = Callable[[np.random.Generator, tuple[int, ...], np.dtype, Sizes], np.ndarray]
+"""``(rng, shape, dtype, sizes of all dimensions) -> array``"""
+Tolerance = Mapping[str, tuple[float, float]]
+"""The largest allowed error of an element of a value and of a gradient, by dtype."""
+
+EXACT: Tolerance = {"float32": (0, 0), "bfloat16": (0, 0), "float16": (0, 0)}
+ROUNDED_ONCE: Tolerance = {"float32": (2e-6, 2e-6), "bfloat16": (4e-3, 4e-3), "float16": (5e-4, 5e-4)}
+"""Of float32, what sums in another order differ by; of 16 bits, a little more than half of the spacing at 1."""
+
+REPEATED_AFTER = 1_000_003
+"""Random numbers repeat in larger arrays, which are then filled much faster."""
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    """Normally distributed numbers."""
+    few = rng.standard_normal(min(math.prod(shape), REPEATED_AFTER), np.float32)
+    return np.resize(few, shape).astype(dtype)
+
+
+def integers(low: int, high: int) -> Draw:
+    """Integers from `low` to `high` - 1."""
+    return lambda rng, shape, dtype, sizes: rng.integers(low, high, shape).astype(dtype)
+
+
+def flags(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    return np.resize(rng.random(min(math.prod(shape), REPEATED_AFTER)) < 0.5, shape).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An array of a call."""
+
+    dims: tuple[str, ...]
+    """A name that starts with "1" is a dimension of size 1, which is broadcast."""
+    draw: Draw = normal
+    dtype: str | None = None
+    """None: the dtype under test."""
+    differentiable: bool = True
+    """Where its dtype is floating."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SizeOf:
+    """As the value of an option: the size of a dimension."""
+
+    dim: str
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        return (self.dim,)
+
+    def among(self, sizes: Sizes) -> int:
+        return sizes[self.dim]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeOf:
+    """As the value of an option: the sizes of dimensions."""
+
+    dims: tuple[str, ...]
+
+    def among(self, sizes: Sizes) -> tuple[int, ...]:
+        return tuple(sizes[dim] for dim in self.dims)
+
+
+def by_name(function: Callable[..., Any], **arguments: Any) -> Any:
+    """The plainest call: operands and options are keyword arguments."""
+    return function(**arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A call of a public function, and the same call in plain JAX.
+
+    ``check`` verifies it, ``race`` times it, and tests and benchmarks take operands and references from it.
+    """
+
+    function: Callable[..., Any]
+    plain_jax: Callable[..., Any]
+    """Called as `function` is, with the same result."""
+    operands: Mapping[str, Operand]
+    sizes: Mapping[str, Sizes]
+    """By use: "small" for programs that cost little more than their launch, "check", and where it is worth timing them
+    "cpu" and "cuda", the platforms of ``race``."""
+    variant: str = ""
+    """What distinguishes it from the first example of the function."""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Keyword arguments that are no arrays; sizes as :class:`SizeOf` and :class:`ShapeOf`."""
+    apply: Callable[..., Any] = by_name
+    """``(function, **operands, **options)``: the call."""
+    mapped: str | None = None
+    """The dimension, in front of those of each operand, that ``jax.vmap`` maps."""
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    tolerance: Tolerance = dataclasses.field(default_factory=lambda: ROUNDED_ONCE)
+
+    @property
+    def name(self) -> str:
+        return ", ".join(filter(None, (self.function.__name__, self.variant)))
+
+    @property
+    def dims(self) -> set[str]:
+        """The dimensions that matter: of the operands, and those that options are sizes of."""
+        of_operands = (dim for operand in self.operands.values() for dim in operand.dims)
+        of_options = (
+            dim for value in self.options.values() if isinstance(value, SizeOf | ShapeOf) for dim in value.dims
+        )
+        return {*of_operands, *of_options, self.mapped}
+
+    def differentiated(self, dtype: str) -> tuple[str, ...]:
+        """The names of the operands that gradients are taken of: none of a function that is a gradient already.
+
+        Programs hardly ever differentiate it again, and compiling that takes long.
+        """
+        if self.function.__name__.endswith("_backward"):
+            return ()
+        return tuple(
+            name
+            for name, operand in self.operands.items()
+            if operand.differentiable and jnp.issubdtype(jnp.dtype(operand.dtype or dtype), jnp.floating)
+        )
+
+    def make_operands(self, rng: np.random.Generator, dtype: str, use: str) -> dict[str, np.ndarray]:
+        """Random operands of the sizes for a use."""
+        front = () if self.mapped is None else (self.mapped,)
+        return {
+            name: operand.draw(
+                rng,
+                tuple(1 if dim.startswith("1") else self.sizes[use][dim] for dim in (*front, *operand.dims)),
+                jnp.dtype(operand.dtype or dtype),
+                self.sizes[use],
+            )
+            for name, operand in self.operands.items()
+        }
+
+    def call(self, use: str) -> Callable[..., Any]:
+        """``(**operands) -> results`` of the function."""
+        return self._bound(self.function, use)
+
+    def plain_call(self, use: str) -> Callable[..., Any]:
+        """The same in plain JAX."""
+        return self._bound(self.plain_jax, use)
+
+    def _bound(self, function: Callable[..., Any], use: str) -> Callable[..., Any]:
+        sizes = self.sizes[use]
+        options = {
+            name: value.among(sizes) if isinstance(value, SizeOf | ShapeOf) else value
+            for name, value in self.options.items()
+        }
+        call = functools.partial(self.apply, function, **options)
+        # Of a dictionary: vmap would map positional arguments of partial ones over other axes.
+        return call if self.mapped is None else lambda **operands: jax.vmap(lambda given: call(**given))(operands)
+
+
+def value_and_gradient(call: Callable[..., Any], names: Sequence[str]) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """``(operands, cotangents of the results) -> (results, cotangents of the operands of these names)``"""
+
+    def run(operands: Mapping[str, Any], cotangents: Any) -> tuple[Any, Any]:
+        if not names:
+            return call(**operands), {}
+        value, vjp = jax.vjp(lambda chosen: call(**{**operands, **chosen}), {name: operands[name] for name in names})
+        return value, *vjp(cotangents)
+
+    return run

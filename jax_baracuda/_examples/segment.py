@@ -1,0 +1,266 @@
+"""Example calls of the segment reductions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import jax_baracuda as jb
+from jax_baracuda._examples.example import EXACT, Example, Operand, SizeOf, Sizes, Tolerance, normal
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Plain JAX, as fast as it gets: ids are in range.
+
+
+def gather(d_output: Array, segment_ids: Array, indices_are_sorted: bool = False) -> Array:
+    """Each row's cells."""
+    return d_output.at[segment_ids].get(indices_are_sorted=indices_are_sorted, mode="promise_in_bounds")
+
+
+def mean(data: Array, segment_ids: Array, num_segments: int, indices_are_sorted: bool = False) -> Array:
+    add = functools.partial(
+        jax.ops.segment_sum,
+        segment_ids=segment_ids,
+        num_segments=num_segments,
+        indices_are_sorted=indices_are_sorted,
+    )
+    count = jnp.maximum(add(jnp.ones_like(segment_ids)), 1).astype(data.dtype)
+    return add(data) / count.reshape(-1, *[1] * (data.ndim - 1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _prod(data: Array, segment_ids: Array, num_segments: int, indices_are_sorted: bool) -> Array:
+    return jax.ops.segment_prod(data, segment_ids, num_segments, indices_are_sorted=indices_are_sorted)
+
+
+def _prod_forward(data: Array, segment_ids: Array, num_segments: int, indices_are_sorted: bool) -> Any:
+    output = _prod(data, segment_ids, num_segments, indices_are_sorted)
+    return output, (data, segment_ids, output)
+
+
+def _prod_backward(num_segments: int, indices_are_sorted: bool, residuals: Any, cotangent: Array) -> Any:
+    data, segment_ids, output = residuals
+    return gather(cotangent * output, segment_ids, indices_are_sorted) / data, None
+
+
+_prod.defvjp(_prod_forward, _prod_backward)
+
+
+def prod(data: Array, segment_ids: Array, num_segments: int, indices_are_sorted: bool = False) -> Array:
+    """JAX has no gradient of ``segment_prod``; people write the one that holds where there are no zeros."""
+    return _prod(data, segment_ids, num_segments, indices_are_sorted)
+
+
+def argmax(data: Array, segment_ids: Array, num_segments: int, indices_are_sorted: bool = False) -> Array:
+    maxima = jax.ops.segment_max(data, segment_ids, num_segments, indices_are_sorted=indices_are_sorted)
+    row = jnp.arange(data.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (data.ndim - 1))
+    row = jnp.where(data == gather(maxima, segment_ids, indices_are_sorted), row, data.shape[0])
+    winner = jax.ops.segment_min(row, segment_ids, num_segments, indices_are_sorted=indices_are_sorted)
+    return jnp.minimum(winner, data.shape[0])
+
+
+def argmin(data: Array, segment_ids: Array, num_segments: int, indices_are_sorted: bool = False) -> Array:
+    return argmax(-data, segment_ids, num_segments, indices_are_sorted)
+
+
+def softmax(logits: Array, segment_ids: Array, num_segments: int, indices_are_sorted: bool = False) -> Array:
+    maxima = jax.ops.segment_max(
+        jax.lax.stop_gradient(logits), segment_ids, num_segments, indices_are_sorted=indices_are_sorted
+    )
+    exponentials = jnp.exp(logits - gather(maxima, segment_ids, indices_are_sorted))
+    total = jax.ops.segment_sum(exponentials, segment_ids, num_segments, indices_are_sorted=indices_are_sorted)
+    return exponentials / gather(total, segment_ids, indices_are_sorted)
+
+
+def first_max(data: Array, segment_ids: Array, num_segments: int, **_: Any) -> Array:
+    """The maximum as one of its rows, which gets all of the gradient."""
+    winner = argmax(jax.lax.stop_gradient(data), segment_ids, num_segments)
+    with_none = jnp.concatenate([data, jnp.full((1, *data.shape[1:]), -jnp.inf, data.dtype)])
+    return jnp.take_along_axis(with_none, winner, axis=0)
+
+
+def gradient_of(reduction: Callable[..., Array]) -> Callable[..., Array]:
+    """``(d_output, data, segment_ids, **options) -> d_data``"""
+
+    def gradient(d_output: Array, data: Array, segment_ids: Array, **options: Any) -> Array:
+        _, vjp = jax.vjp(lambda data: reduction(data, segment_ids, d_output.shape[0], **options), data)
+        return vjp(d_output)[0]
+
+    return gradient
+
+
+def mean_backward(d_output: Array, segment_ids: Array) -> Array:
+    count = jax.ops.segment_sum(jnp.ones_like(segment_ids), segment_ids, d_output.shape[0])
+    return gather(d_output / jnp.maximum(count, 1).astype(d_output.dtype)[:, None], segment_ids)
+
+
+def softmax_backward(d_output: Array, probabilities: Array, segment_ids: Array, num_segments: int) -> Array:
+    total = jax.ops.segment_sum(probabilities * d_output, segment_ids, num_segments)
+    return probabilities * (d_output - gather(total, segment_ids))
+
+
+PLAIN_JAX: dict[str, Callable[..., Array]] = {
+    "segment_max": jax.ops.segment_max,
+    "segment_min": jax.ops.segment_min,
+    "segment_sum": jax.ops.segment_sum,
+    "segment_mean": mean,
+    "segment_prod": prod,
+    "segment_softmax": softmax,
+    "segment_argmax": argmax,
+    "segment_argmin": argmin,
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Operands
+
+
+def with_ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    """Rounded numbers: rows that tie share the gradient of a maximum."""
+    return np.round(normal(rng, shape, np.dtype(np.float32), sizes), 1).astype(dtype)
+
+
+def factors(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    """Around 1 and -1, so that products stay in range."""
+    x = normal(rng, shape, np.dtype(np.float32), sizes)
+    return np.copysign(np.exp2(x / 4), np.roll(x, 1)).astype(dtype)
+
+
+def probabilities(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    return np.abs(normal(rng, shape, np.dtype(np.float32), sizes) / 8).astype(dtype)
+
+
+def random_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    return rng.integers(0, sizes["segment"], shape).astype(dtype)
+
+
+def sorted_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    return np.sort(random_ids(rng, shape, dtype, sizes), axis=-1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The table
+
+CHECKED = {
+    "small": {"row": 50, "feature": 9, "segment": 7},
+    "check": {"row": 20_000, "feature": 33, "segment": 3_000},
+}
+TIMED = {
+    "cpu": {"row": 292_000, "feature": 64, "segment": 42_000},
+    "cuda": {"row": 1_166_243, "feature": 128, "segment": 169_343},
+}
+
+# Sums are added in another order, the quotient of a product is rounded, and a softmax takes its gradient from rounded
+# results.
+SUMMED: Tolerance = {"float32": (4e-6, 4e-6), "bfloat16": (4e-3, 4e-3), "float16": (5e-4, 5e-4)}
+DIVIDED: Tolerance = {"float32": (4e-6, 2e-5), "bfloat16": (4e-3, 4e-3), "float16": (5e-4, 5e-4)}
+FROM_RESULTS: Tolerance = {"float32": (4e-6, 4e-6), "bfloat16": (4e-3, 6e-2), "float16": (5e-4, 8e-3)}
+SELECTED: Tolerance = {"float32": (0, 4e-6), "bfloat16": (0, 4e-3), "float16": (0, 5e-4)}
+
+ROWS, CELLS = ("row", "feature"), ("segment", "feature")
+IDS, SORTED_IDS = (Operand(("row",), draw, "int32") for draw in (random_ids, sorted_ids))
+
+
+def reductions(
+    function: Callable[..., Array],
+    tolerance: Tolerance,
+    data: Operand,
+    *,
+    data_name: str = "data",
+    timed: Mapping[str, Sizes] = TIMED,
+    sorted_timed: Mapping[str, Sizes] = {},
+) -> Iterator[Example]:
+    """Of rows in random order, and of sorted ones."""
+    for variant, segment_ids, options, sizes in (
+        ("", IDS, {}, timed),
+        ("sorted ids", SORTED_IDS, {"indices_are_sorted": True}, sorted_timed),
+    ):
+        yield Example(
+            function,
+            PLAIN_JAX[function.__name__],
+            {data_name: data, "segment_ids": segment_ids},
+            {**CHECKED, **sizes},
+            variant,
+            {"num_segments": SizeOf("segment"), **options},
+            tolerance=tolerance,
+        )
+
+
+TIED, NUMBERS, COTANGENTS = Operand(ROWS, with_ties), Operand(ROWS), Operand(CELLS)
+
+EXAMPLES = [
+    *reductions(jb.segment_max, SELECTED, TIED, sorted_timed=TIMED),
+    Example(
+        jb.segment_max,
+        first_max,
+        {"data": TIED, "segment_ids": SORTED_IDS},
+        CHECKED,
+        "first of ties",
+        {"num_segments": SizeOf("segment"), "indices_are_sorted": True, "tie_break": "first"},
+        tolerance=EXACT,
+    ),
+    *reductions(jb.segment_min, SELECTED, TIED),
+    *reductions(jb.segment_sum, SUMMED, NUMBERS, sorted_timed=TIMED),
+    *reductions(jb.segment_mean, SUMMED, NUMBERS),
+    *reductions(jb.segment_prod, DIVIDED, Operand(ROWS, factors)),
+    *reductions(jb.segment_softmax, FROM_RESULTS, NUMBERS, data_name="logits", sorted_timed=TIMED),
+    *reductions(jb.segment_argmax, EXACT, dataclasses.replace(TIED, differentiable=False)),
+    *reductions(jb.segment_argmin, EXACT, dataclasses.replace(TIED, differentiable=False)),
+    *(
+        Example(
+            function,
+            gradient_of(PLAIN_JAX[function.__name__.removesuffix("_backward")]),
+            {"d_output": COTANGENTS, "data": data, "segment_ids": IDS},
+            {**CHECKED, **TIMED},
+            tolerance=tolerance,
+        )
+        for function, data, tolerance in (
+            (jb.segment_max_backward, TIED, SUMMED),
+            (jb.segment_min_backward, TIED, SUMMED),
+            (jb.segment_prod_backward, Operand(ROWS, factors), DIVIDED),
+        )
+    ),
+    Example(
+        jb.segment_max_backward,
+        gradient_of(jax.ops.segment_max),
+        {"d_output": COTANGENTS, "data": TIED, "segment_ids": SORTED_IDS},
+        CHECKED,
+        "sorted ids",
+        {"indices_are_sorted": True},
+        tolerance=SUMMED,
+    ),
+    Example(
+        jb.unsorted_segment_max_backward,
+        gradient_of(first_max),
+        {"d_output": COTANGENTS, "data": TIED, "segment_ids": IDS},
+        {**CHECKED, **TIMED},
+        tolerance=EXACT,
+    ),
+    *(
+        Example(
+            function,
+            plain_jax,
+            {"d_output": COTANGENTS, "segment_ids": IDS},
+            {**CHECKED, **TIMED},
+            tolerance=SUMMED,
+        )
+        for function, plain_jax in (
+            (jb.segment_sum_backward, gather),
+            (jb.segment_mean_backward, mean_backward),
+        )
+    ),
+    Example(
+        jb.segment_softmax_backward,
+        softmax_backward,
+        {"d_output": NUMBERS, "probabilities": Operand(ROWS, probabilities), "segment_ids": IDS},
+        {**CHECKED, **TIMED},
+        options={"num_segments": SizeOf("segment")},
+        tolerance=FROM_RESULTS,
+    ),
+]

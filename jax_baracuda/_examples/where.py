@@ -1,0 +1,72 @@
+"""Example calls of the selection and of its gradient."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jax import Array
+
+import jax_baracuda as jb
+from jax_baracuda._examples.example import EXACT, Example, Operand, ShapeOf, Tolerance, flags
+
+
+def where(cond: Array, a: Array, b: Array) -> Array:
+    return jnp.where(cond, a, b)
+
+
+def where_backward(
+    d_output: Array, cond: Array, a_shape: tuple[int, ...] | None = None, b_shape: tuple[int, ...] | None = None
+) -> tuple[Array, Array]:
+    def summed(x: Array, shape: tuple[int, ...] | None) -> Array:
+        """For an operand that lacks the first dimensions."""
+        return x if shape is None else x.sum(range(x.ndim - len(shape)))
+
+    return summed(jnp.where(cond, d_output, 0), a_shape), summed(jnp.where(cond, 0, d_output), b_shape)
+
+
+CHECKED = {"small": {"head": 2, "query": 3, "key": 37}, "check": {"head": 3, "query": 331, "key": 33}}
+TIMED = {"cpu": {"head": 4, "query": 1024, "key": 1024}, "cuda": {"head": 32, "query": 2048, "key": 2048}}
+
+ALL = ("head", "query", "key")
+WHOLE, ROW, NUMBER = Operand(ALL), Operand(("key",)), Operand(())
+COLUMN = Operand(("head", "query", "1"))
+COND = Operand(ALL, flags, "bool")
+ROW_COND = Operand(("query", "key"), flags, "bool")
+COLUMN_COND = Operand(("head", "1", "1"), flags, "bool")
+SUMMED: Tolerance = {"float32": (0, 1e-5), "bfloat16": (0, 4e-3), "float16": (0, 5e-4)}
+"""Gradients of what is broadcast are sums, in another order."""
+
+EXAMPLES = [
+    *(
+        Example(jb.where, where, {"cond": cond, "a": a, "b": b}, {**CHECKED, **timed}, variant, tolerance=tolerance)
+        for variant, cond, a, b, timed, tolerance in (
+            ("", COND, WHOLE, WHOLE, TIMED, EXACT),
+            ("row", COND, ROW, WHOLE, {}, SUMMED),
+            ("column", COND, WHOLE, COLUMN, {}, SUMMED),
+            ("number", COND, WHOLE, NUMBER, {}, SUMMED),
+            ("cond is a column", COLUMN_COND, WHOLE, WHOLE, {}, EXACT),
+        )
+    ),
+    Example(
+        jb.where,
+        where,
+        {"cond": ROW_COND, "a": WHOLE},
+        {**CHECKED, **TIMED},
+        "masked scores",
+        {"b": -math.inf},
+        tolerance=EXACT,
+    ),
+    Example(
+        jb.where_backward, where_backward, {"d_output": WHOLE, "cond": COND}, {**CHECKED, **TIMED}, tolerance=EXACT
+    ),
+    Example(
+        jb.where_backward,
+        where_backward,
+        {"d_output": WHOLE, "cond": COND},
+        {**CHECKED, **TIMED},
+        "row",
+        {"a_shape": ShapeOf(("key",))},
+        tolerance={"float32": (1e-5, 0), "bfloat16": (4e-3, 0), "float16": (5e-4, 0)},
+    ),
+]

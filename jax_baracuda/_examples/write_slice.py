@@ -1,0 +1,141 @@
+"""Example calls of writing windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import jax_baracuda as jb
+from jax_baracuda._examples.example import EXACT, Example, Operand, Sizes
+
+
+def write_slice(dest: Array, source: Array, start_indices: Sequence[Any], mode: str = "clip") -> Array:
+    if mode == "clip":
+        return jax.lax.dynamic_update_slice(dest, source, start_indices)
+    # With room for the window on every side.
+    padded = jnp.pad(dest, [(size, size) for size in source.shape])
+    start_indices = [start + size for start, size in zip(start_indices, source.shape, strict=True)]
+    written = jax.lax.dynamic_update_slice(padded, source, start_indices)
+    return jax.lax.slice(written, source.shape, np.add(source.shape, dest.shape))
+
+
+def write_slices(
+    dests: Sequence[Array], sources: Sequence[Array], start_indices: Sequence[Any], mode: str = "clip"
+) -> list[Array]:
+    return [write_slice(dest, source, start_indices, mode) for dest, source in zip(dests, sources, strict=True)]
+
+
+def append(function: Callable[..., Array], dest: Array, source: Array, start: Array, **options: Any) -> Array:
+    """At a position of the last dimension but one."""
+    return function(dest, source, (*(0,) * (dest.ndim - 2), start, 0), **options)
+
+
+def write_part(function: Callable[..., Array], dest: Array, source: Array, start: Array, **options: Any) -> Array:
+    """From the second of the first dimension on."""
+    return function(dest, source, (1, start, 0), **options)
+
+
+def append_both(
+    function: Callable[..., list[Array]],
+    keys: Array,
+    values: Array,
+    new_keys: Array,
+    new_values: Array,
+    start: Array,
+    **options: Any,
+) -> list[Array]:
+    return function([keys, values], [new_keys, new_values], (0, start, 0), **options)
+
+
+def inside(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    return rng.integers(0, sizes["time"] - sizes["new"] + 1, shape).astype(dtype)
+
+
+def across_the_end(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    return rng.integers(sizes["time"] - sizes["new"] + 1, sizes["time"], shape).astype(dtype)
+
+
+STEP = {
+    "check": {"example": 5, "time": 301, "new": 1, "feature": 33},
+    "cpu": {"example": 8, "time": 4096, "new": 1, "feature": 512},
+    "cuda": {"example": 32, "time": 8192, "new": 1, "feature": 512},
+}
+PART = {
+    "small": {"example": 3, "part": 2, "time": 9, "new": 4, "feature": 13, "head": 5},
+    "check": {"example": 5, "part": 3, "time": 301, "new": 17, "feature": 33, "head": 7},
+}
+PAIR = {
+    "cpu": {"example": 8, "time": 2048, "new": 64, "feature": 512, "head": 512},
+    "cuda": {"example": 32, "time": 4096, "new": 64, "feature": 512, "head": 512},
+}
+
+PLANE = {"dest": Operand(("time", "feature")), "source": Operand(("new", "feature"))}
+BOTH = {
+    "keys": Operand(("example", "time", "feature")),
+    "values": Operand(("example", "time", "head")),
+    "new_keys": Operand(("example", "new", "feature")),
+    "new_values": Operand(("example", "new", "head")),
+}
+START, LATE_START = (Operand((), draw, "int32") for draw in (inside, across_the_end))
+
+EXAMPLES = [
+    Example(jb.write_slice, write_slice, {**PLANE, "start": START}, PART, apply=append, tolerance=EXACT),
+    Example(
+        jb.write_slice,
+        write_slice,
+        {**PLANE, "start": START},
+        {"small": PART["small"], **STEP},
+        "a position an example",
+        apply=append,
+        mapped="example",
+        tolerance=EXACT,
+    ),
+    *(
+        Example(
+            jb.write_slice,
+            write_slice,
+            {**PLANE, "start": LATE_START},
+            PART,
+            f"{mode} at the end",
+            {"mode": mode},
+            append,
+            tolerance=EXACT,
+        )
+        for mode in ("clip", "drop")
+    ),
+    *(
+        Example(
+            jb.write_slice,
+            write_slice,
+            {
+                "dest": Operand(("example", "time", "feature")),
+                "source": Operand(("part", "new", "feature")),
+                "start": LATE_START,
+            },
+            PART,
+            f"{mode} along two dimensions",
+            {"mode": mode},
+            write_part,
+            tolerance=EXACT,
+        )
+        for mode in ("clip", "drop")
+    ),
+    Example(
+        jb.write_slices, write_slices, {**BOTH, "start": START}, {**PART, **PAIR}, apply=append_both, tolerance=EXACT
+    ),
+    Example(
+        jb.write_slices,
+        write_slices,
+        {**BOTH, "start": LATE_START},
+        PART,
+        "drop at the end",
+        {"mode": "drop"},
+        append_both,
+        tolerance=EXACT,
+    ),
+]
