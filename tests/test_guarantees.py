@@ -208,7 +208,7 @@ def convolution_operands(problems: Sequence[Convolution]) -> dict[str, np.ndarra
         "weight": first["weight"][None],
         "bias": first["bias"][None],
         "initial_state": np.stack([problem.arrays["initial_state"] for problem in problems]),
-        "taps": np.stack(same_sequence),
+        "same_sequence": np.stack(same_sequence),
     }
 
 
@@ -219,7 +219,7 @@ def magnitudes(problem: Convolution) -> Convolution:
 
 
 CONVOLUTION_PARAMS = {"channels_last": False, "silu": True, "has_bias": True}
-SEQUENCE_PARAMS = {"has_initial_state": True, "has_taps": True}
+SEQUENCE_PARAMS = {"has_initial_state": True, "has_same_sequence": True}
 
 
 def expected_output(problem: Convolution, dtype: str) -> Expected:

@@ -12,6 +12,7 @@ canonicalisation of arguments.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
@@ -22,19 +23,10 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-<<<<<<< HEAD
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, in_automatic_mode, reshard_as
 from jax_baracuda._core.autodiff import KernelVjp, map_together
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
-=======
-from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, in_automatic_mode, split_as
-from jax_baracuda._core.autodiff import Differentiable, map_together
-from jax_baracuda._core.batch import batch_of
-from jax_baracuda._core.docstrings import with_shared_parts
-from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import Op
->>>>>>> examples
 from jax_baracuda._core.sharding import Dimensions
 
 Activation = Literal["silu", "swish"] | None

@@ -24,21 +24,11 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arguments import real_number, whole_number
-<<<<<<< HEAD
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, reshard_as, reshard_to
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import mesh_axes
-=======
-from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, split_as, split_by
-from jax_baracuda._core.autodiff import Differentiable
-from jax_baracuda._core.batch import batch_of
-from jax_baracuda._core.docstrings import with_shared_parts
-from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import Op
-from jax_baracuda._core.sharding import Dimensions, mesh_axes
->>>>>>> examples
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE, rope_frequencies
 
 HeadLayout = Literal["BHSD", "BSHD"]

@@ -19,7 +19,6 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-<<<<<<< HEAD
 from jax_baracuda._core.arrays import (
     FLOAT8_DTYPES,
     FLOATING_DTYPES,
@@ -32,15 +31,6 @@ from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.batch import joint_size
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
 from jax_baracuda._core.op import Op, Shape, ShapeAndDtype
-=======
-from jax_baracuda._core.arrays import FLOATING_DTYPES, as_array, compute_dtype, split_like
-from jax_baracuda._core.autodiff import Differentiable
-from jax_baracuda._core.batch import batch_of, joint_batch
-from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import Op
-
-Shape = tuple[int, ...]
->>>>>>> examples
 
 
 def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike) -> Array:

@@ -21,21 +21,11 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-<<<<<<< HEAD
 from jax_baracuda._core.arrays import FLOAT8_DTYPES, FLOATING_DTYPES, INTEGER_DTYPES, as_array, reshard_as
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import MeshAxes
-=======
-from jax_baracuda._core.arrays import as_array, split_as
-from jax_baracuda._core.autodiff import Differentiable
-from jax_baracuda._core.batch import batch_of, over_batch
-from jax_baracuda._core.docstrings import with_shared_parts
-from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import Op
-from jax_baracuda._core.sharding import Dimensions, MeshAxes
->>>>>>> examples
 
 WriteMode = Literal["clip", "drop"]
 StartIndex = ArrayLike | tuple[int, int]

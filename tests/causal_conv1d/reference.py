@@ -383,9 +383,9 @@ class Target:
 
 
 TARGETS = {
-    "causal_conv1d": Target(("x", "weight"), ("bias", "initial_state", "taps"), ("y",)),
+    "causal_conv1d": Target(("x", "weight"), ("bias", "initial_state", "same_sequence"), ("y",)),
     "causal_conv1d_backward": Target(
-        ("x", "weight", "dy"), ("bias", "initial_state", "taps", "d_final_state"), ("dx", "dweight", "dbias")
+        ("x", "weight", "dy"), ("bias", "initial_state", "same_sequence", "d_final_state"), ("dx", "dweight", "dbias")
     ),
     "causal_conv1d_update": Target(("x", "state", "weight"), ("bias",), ("y", "new_state")),
 }
@@ -403,7 +403,7 @@ def named_arrays(sizes: Sizes, channels_last: bool, dtype: str, parameter_dtype:
         Array("bias", bias, parameter_dtype),
         Array("dweight", weight, compute_dtype),
         Array("dbias", bias, compute_dtype),
-        Array("taps", (*outer, sizes.length), "uint8"),
+        Array("same_sequence", (*outer, sizes.length), "uint8"),
         *(
             Array(name, (*outer, sizes.channels, sizes.width - 1), dtype)
             for name in ("initial_state", "d_initial_state", "d_final_state")

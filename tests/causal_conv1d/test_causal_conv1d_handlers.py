@@ -34,7 +34,7 @@ def subsets(names: Collection[str], sizes: Collection[int]) -> Iterator[tuple[st
 def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarray]:
     return {
         x.name: rng.integers(256, size=x.shape, dtype=np.uint8) | 1
-        if x.name == "taps"
+        if x.name == "same_sequence"
         else rng.normal(size=x.shape).astype(x.aval().dtype)
         for x in call.operands
     }
@@ -153,7 +153,7 @@ EMPTY_SIZES = (
 def test_empty_arrays(rng: np.random.Generator, target: str, channels_last: bool) -> None:
     """Gradients of parameters are zero, and states go through, whatever was in the results' memory."""
     options = TARGETS[target].optional_operands
-    parameters, signals = ("weight", "bias"), ("x", "dy", "taps", "state", "initial_state", "d_final_state")
+    parameters, signals = ("weight", "bias"), ("x", "dy", "same_sequence", "state", "initial_state", "d_final_state")
     for empty in EMPTY_SIZES:
         sizes = dataclasses.replace(SIZES, **empty)
         present = [name for name in options if sizes.width > 1 or "state" not in name]
@@ -225,7 +225,9 @@ def test_bad_dtypes_are_refused(target: str) -> None:
     tells_dtype = good.results[0].name
 
     def with_bad_dtypes(array: Array) -> dict[str, Array]:
-        return with_dtypes(array, FLOATING + (WITHOUT_KERNEL if array.name in ("taps", tells_dtype) else ("int32",)))
+        return with_dtypes(
+            array, FLOATING + (WITHOUT_KERNEL if array.name in ("same_sequence", tells_dtype) else ("int32",))
+        )
 
     for dtype, array, call in good.with_other(with_bad_dtypes):
         assert_refused(call, f"{array.name} {dtype}", *(() if array.name == tells_dtype else (array.name,)))
@@ -252,7 +254,7 @@ def test_bad_dtypes_of_further_results_are_refused(target: str) -> None:
 def test_bad_widths_are_refused(target: str, channels_last: bool) -> None:
     """A filter of no tap or of nine, where everything else fits it."""
     for width in (0, 9):
-        good = good_call(target, channels_last, optional=("bias", "taps"), sizes=Sizes(state_length=9))
+        good = good_call(target, channels_last, optional=("bias", "same_sequence"), sizes=Sizes(state_length=9))
         arrays = named_arrays(Sizes(width=width, state_length=9), channels_last, "float32", "float32")
         operands, results = (tuple(arrays[x.name] for x in kind) for kind in (good.operands, good.results))
         assert_refused(dataclasses.replace(good, operands=operands, results=results), f"width {width}", "weight")
