@@ -3,6 +3,7 @@
 
 #include "ffi/segment/reduce.cuh"
 #include "ffi/segment/sum_device.cuh"
+#include "ffi/segment/sum_reduce.cuh"
 #include "ffi/segment/sum_table.cuh"
 
 namespace jax_baracuda::segment {
@@ -67,19 +68,12 @@ struct Launcher {
       const Plan plan = PlanOf(problem, choice, sizeof(T), arguments.count != nullptr);
       return arguments.scratch_bytes < plan.scratch_bytes ? JB_CUDA_STATUS(cudaErrorInvalidValue) : Table();
     }
-    if constexpr (kIsFloating<T>) {
-      if (arguments.count != nullptr) return Reduce<MeanReduction<T>>({output, arguments.count});
-    }
-    return Reduce<SumReduction<T>>({output});
+    const int64_t state_bytes = StateBytes(sizeof(T), arguments.count != nullptr);
+    if (arguments.count != nullptr) return ReduceMean(arguments, choice.strategy, state_bytes, stream);
+    return LaunchReduction<SumReduction<T>>(arguments, choice.strategy, state_bytes, {output}, nullptr, stream);
   }
 
  private:
-  template <typename Reduction>
-  CudaStatus Reduce(const typename Reduction::Outputs& outputs) const {
-    return LaunchReduction<Reduction>(arguments, choice.strategy, StateBytes(sizeof(T), arguments.count != nullptr),
-                                      outputs, nullptr, stream);
-  }
-
   CudaStatus Table() const {
     const int64_t cells = problem.batch * problem.segments * problem.features;
     SumTableArguments<T> a{};
