@@ -53,7 +53,10 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
   const T *x_row = at.In(a.x, geometry), *dy_row = at.In(a.dy, geometry);
   T* dx_row = a.dx + at.index;
   const uint8_t* taps_row = nullptr;
-  if constexpr (kHasTaps) taps_row = a.taps.data + a.taps.Example(geometry, at.example) * geometry.length + at.begin;
+  if (kHasTaps && (!kIsWide<kWidth> || a.taps.data != nullptr)) {
+    taps_row = a.taps.data + a.taps.Example(geometry, at.example) * geometry.length + at.begin;
+  }
+  const int left_out = geometry.template LeftOut<kWidth>();
 
   const unsigned step_bytes = lanes * kVectorBytes;
   int offset = (steps - 1) * at.step;
@@ -76,8 +79,8 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
   a.weights.template Load<1, kWidth>(geometry, at.example, at.channel, weights, &bias);
   const T* state_end = a.initial_state.End(geometry, at.example, at.channel);
   const auto mend = [&](int from, C* x, C* dy) {
-    MendWindow<kPast>(at, from, x_row + from, state_end, x);
-    MendWindow<0, T>(at, from, dy_row + from, nullptr, dy);
+    MendWindow<kPast>(at, from, x_row + from, state_end, kPast - left_out, x);
+    MendWindow<0, T>(at, from, dy_row + from, nullptr, 0, dy);
   };
   const auto zero_outside = [&](int from, C* values) {
 #pragma unroll
@@ -101,14 +104,14 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
 #pragma unroll
     for (int i = 0; i < kVec; ++i) dy[i] = next + i < at.after ? static_cast<C>(dy_row[next + i]) : C{0};
     Taps<kVec + kPast> taps{};
-    if constexpr (kHasTaps) all_taps.Load(next, &taps);
+    if constexpr (kHasTaps) all_taps.template Load<kWidth>(geometry, next, &taps);
     PreActivationGradient<kWidth, kHasTaps, kVec>(x, dy, weights, bias, taps, a.silu, following);
     zero_outside(next, following);
   }
   C sums[kWidth + 1] = {};
   const int first_lane = (threadIdx.x & 31) - lane;  // of the group, in its warp
   uint32_t borders = 0;
-  if constexpr (kHasTaps) borders = StepsWithBorders(at, grid.plan, taps_row, kWidth, kPast);
+  if constexpr (kHasTaps && !kIsWide<kWidth>) borders = StepsWithBorders(at, grid.plan, taps_row, kWidth, kPast);
   for (int step = steps - 1; step >= 0; --step) {
     WaitForCopies<kStepsAhead - 2>();  // the step that comes next lies before this one in the row
     __syncwarp();
@@ -156,8 +159,8 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
         add_products([&](int t) { return at.before + offset + t >= 0 && offset + t < at.after; });
       }
     };
-    if (kHasTaps && (borders >> step & 1u) != 0) {
-      all_taps.Load(offset, &taps);
+    if (kIsWide<kWidth> || (kHasTaps && (borders >> step & 1u) != 0)) {
+      all_taps.template Load<kWidth>(geometry, offset, &taps);
       compute(std::true_type{});
     } else {
       compute(std::false_type{});
@@ -175,9 +178,11 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
     for (int away = lanes / 2; away > 0; away /= 2) sums[k] += __shfl_xor_sync(kWholeWarp, sums[k], away);
   }
   if (lane == 0 && at.is_real) {
-    C* partial = a.Partial(at.example, at.stretch, grid.plan.stretches, kWidth, at.channel);
+    C* partial = a.Partial(at.example, at.stretch, grid.plan.stretches, kWidth - left_out, at.channel);
 #pragma unroll
-    for (int k = 0; k <= kWidth; ++k) partial[k * geometry.channels] = sums[k];
+    for (int k = 0; k <= kWidth; ++k) {
+      if (k >= left_out) partial[(k - left_out) * geometry.channels] = sums[k];
+    }
   }
 }
 
@@ -197,8 +202,8 @@ CudaStatus LaunchRows(const BackwardCall& call, Tiling tiling, cudaStream_t stre
   const Problem& problem = call.problem;
   const BackwardArguments<T> arguments(call);
   const RowsGrid grid(BackwardPlan(problem, sizeof(T)), tiling);
-  return DispatchWidth(problem.width, [&](auto width) {
-    const auto kernel = problem.has_taps ? BackwardRows<T, width, true> : BackwardRows<T, width, false>;
+  return DispatchKernel(problem.width, problem.has_taps, [&](auto width, auto has_taps) {
+    const auto kernel = BackwardRows<T, width, has_taps>;
     kernel<<<static_cast<unsigned>(grid.plan.Blocks()), kRowsThreads, 0, stream>>>(arguments, grid);
     return JB_LAUNCH_STATUS(BackwardRows);
   });

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
     a.weights.template Load<kVec, kWidth>(geometry, at.example, at.channel, weight[0], bias);
     C inputs[kWidth][kVec];
     C gradients[kWidth][kVec] = {};  // of these inputs
-    LoadPast<kVec, kPast>(geometry, x, a.initial_state, at, inputs);
+    LoadPast<kVec, kPast>(geometry, x, a.initial_state, at, geometry.template LeftOut<kWidth>(), inputs);
     uint32_t next_masks[kRows];
     const auto load_masks = [&](int first) {
 #pragma unroll
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
       uint32_t common = ~0u;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        masks[i] = next_masks[i];
+        masks[i] = next_masks[i] & geometry.template TapBits<kWidth>();
         common &= masks[i];
       }
       if (kHasTaps) load_masks(first + kRows);
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
         }
       };
       constexpr uint32_t kAllTaps = (1u << kWidth) - 1;
-      if (kHasTaps && (common & kAllTaps) != kAllTaps) {
+      if (kIsWide<kWidth> || (kHasTaps && (common & kAllTaps) != kAllTaps)) {
         compute(std::true_type{});
       } else {
         compute(std::false_type{});
@@ -134,13 +134,14 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
   __syncthreads();
   const int columns = lanes * kVec, cells = columns * (kWidth + 1);
   const int64_t first_channel = at.channel - lane * kVec;
-  C* partial = a.Partial(at.example, at.block_down, grid.plan.blocks_down, kWidth, first_channel);
+  const int left_out = geometry.template LeftOut<kWidth>();
+  C* partial = a.Partial(at.example, at.block_down, grid.plan.blocks_down, kWidth - left_out, first_channel);
   for (int cell = threadIdx.y * lanes + lane; cell < cells; cell += kChannelsLastThreads) {
     const int k = cell / columns, column = cell - k * columns;
-    if (first_channel + column >= geometry.channels) continue;
+    if (first_channel + column >= geometry.channels || k < left_out) continue;
     C sum = 0;
     for (int run = 0; run < grid.plan.runs; ++run) sum += shared_sums[run * cells + cell];
-    partial[k * geometry.channels + column] = sum;
+    partial[(k - left_out) * geometry.channels + column] = sum;
   }
 }
 

@@ -14,6 +14,8 @@
 namespace jax_baracuda::causal_conv1d {
 
 inline constexpr int kMostWidth = 8;
+// Up to here each width has kernels of its own; the others, which are rare, share some that look at it as they run.
+inline constexpr int kMostConstantWidth = 4;
 
 // x, dy, y, dx: [batch, examples, channels, length], or [batch, examples, length, channels] where channels are last.
 // weight: [batch, channels, width]; bias: [batch, channels]; states: [batch, examples, channels, state length];
@@ -75,10 +77,10 @@ struct UpdateCall : ForwardCall {
   void* new_state;  // may be the old state's own memory
 };
 
-// Calls body(std::integral_constant<int, width>{}) for a width of 1 to kMostWidth, and returns what it returns.
+// Calls body(std::integral_constant<int, width>{}) for a width of 1 to kMostConstantWidth, and returns what it returns.
 template <int kWidth = 1, typename Body>
 auto DispatchWidth(int width, const Body& body) {
-  if constexpr (kWidth < kMostWidth) {
+  if constexpr (kWidth < kMostConstantWidth) {
     if (width != kWidth) return DispatchWidth<kWidth + 1>(width, body);
   }
   return body(std::integral_constant<int, kWidth>{});

@@ -186,20 +186,22 @@ JB_CPU_CLONES void StoreColumns(const C* from, int64_t length, int64_t times, in
 // Calls body with the length as a constant where it is small, else with 0.
 template <typename Body>
 void WithLength(int64_t length, const Body& body) {
-  if (length >= 1 && length <= kMostWidth) {
+  if (length >= 1 && length <= kMostConstantWidth) {
     DispatchWidth(static_cast<int>(length), body);
   } else {
     body(std::integral_constant<int, 0>{});
   }
 }
 
-// The states of kLength inputs after one more input of each channel. They may take the place of the old ones.
+// The states of kLength inputs, or `length` where that is 0, after one more input of each channel. They may take the
+// place of the old ones.
 template <int kLength, typename T>
-JB_CPU_CLONES void ShiftStates(const T* old_states, const T* x, int64_t channels, T* new_states) {
+JB_CPU_CLONES void ShiftStates(const T* old_states, int64_t length, const T* x, int64_t channels, T* new_states) {
+  const int64_t count = kLength == 0 ? length : kLength;
   JB_VECTORIZE
   for (int64_t c = 0; c < channels; ++c) {
-    for (int i = 1; i < kLength; ++i) new_states[c * kLength + i - 1] = old_states[c * kLength + i];
-    new_states[c * kLength + kLength - 1] = x[c];
+    for (int64_t i = 1; i < count; ++i) new_states[c * count + i - 1] = old_states[c * count + i];
+    new_states[c * count + count - 1] = x[c];
   }
 }
 
@@ -239,8 +241,8 @@ template <int kWidth, bool kSilu, typename C>
 JB_CPU_CLONES void CorrelateChannels(const C* __restrict in, int64_t in_stride, const C* __restrict weights,
                                      int64_t weight_stride, const C* __restrict bias, int64_t times, int64_t channels,
                                      C* __restrict out, int64_t out_stride) {
-  // Several times at once share inputs and weights, where registers can hold them.
-  constexpr int kMostAtOnce = kWidth <= 4 ? 4 : 1;
+  // Several times at once share inputs and weights.
+  constexpr int kMostAtOnce = 4;
   const auto run = [&](auto count, int64_t t) __attribute__((always_inline)) {
     constexpr int kTimesAtOnce = count;
     const C* const from = in + t * in_stride;
@@ -262,6 +264,12 @@ JB_CPU_CLONES void CorrelateChannels(const C* __restrict in, int64_t in_stride, 
 }
 
 template <typename C>
+JB_CPU_CLONES void AddTimes(const C* __restrict in, C weight, int64_t times, C* __restrict out) {
+  JB_VECTORIZE
+  for (int64_t t = 0; t < times; ++t) out[t] += weight * in[t];
+}
+
+template <typename C>
 JB_CPU_CLONES void AddTapTimes(const C* __restrict in, C weight, const uint8_t* taps, int bit, int64_t times,
                                C* __restrict out) {
   JB_VECTORIZE
@@ -269,7 +277,7 @@ JB_CPU_CLONES void AddTapTimes(const C* __restrict in, C weight, const uint8_t* 
 }
 
 template <typename C>
-JB_CPU_CLONES void AddTapChannels(const C* __restrict in, const C* __restrict weights, int64_t channels,
+JB_CPU_CLONES void AddChannels(const C* __restrict in, const C* __restrict weights, int64_t channels,
                                   C* __restrict out) {
   JB_VECTORIZE
   for (int64_t c = 0; c < channels; ++c) out[c] += weights[c] * in[c];
@@ -288,9 +296,10 @@ JB_INLINE void AddLanes(const typename Lanes<C>::Type& lanes, double* sum) {
   *sum += total;
 }
 
-// Adds the sums of dz[t] * in[t + k] over t to sums[k * stride], and of dz to sums[kWidth * stride].
+// Adds the sums of dz[t] * in[t + k] over t to sums[k * stride], and of dz to *sum_of_dz, if that is wanted.
 template <int kWidth, typename C>
-JB_CPU_CLONES void SumProductsTimes(const C* in, const C* dz, int64_t times, double* sums, int64_t stride) {
+JB_CPU_CLONES void SumProductsTimes(const C* in, const C* dz, int64_t times, double* sums, int64_t stride,
+                                    double* sum_of_dz) {
   using Vector = typename Lanes<C>::Type;
   constexpr int64_t kLanes = Lanes<C>::kCount;
   Vector products[kWidth + 1] = {};  // and the sum of dz
@@ -309,13 +318,14 @@ JB_CPU_CLONES void SumProductsTimes(const C* in, const C* dz, int64_t times, dou
     products[kWidth][lane] += dz[t];
     for (int k = 0; k < kWidth; ++k) products[k][lane] += dz[t] * in[t + k];
   }
-  for (int k = 0; k <= kWidth; ++k) AddLanes<C>(products[k], sums + k * stride);
+  for (int k = 0; k < kWidth; ++k) AddLanes<C>(products[k], sums + k * stride);
+  if (sum_of_dz != nullptr) AddLanes<C>(products[kWidth], sum_of_dz);
 }
 
-// The same for each channel, with sums[k * stride + channel].
+// The same for each channel, with sums[k * stride + channel] and sums_of_dz[channel].
 template <int kWidth, typename C>
 JB_CPU_CLONES void SumProductsChannels(const C* in, int64_t in_stride, const C* dz, int64_t times, int64_t channels,
-                                       double* sums, int64_t stride) {
+                                       double* sums, int64_t stride, double* sums_of_dz) {
   const auto add = [&](auto tag, int64_t c) __attribute__((always_inline)) {
     using Vector = typename decltype(tag)::type;
     Vector products[kWidth + 1] = {};
@@ -328,10 +338,10 @@ JB_CPU_CLONES void SumProductsChannels(const C* in, int64_t in_stride, const C* 
         products[k] += gradient * input;
       }
     }
-    for (int k = 0; k <= kWidth; ++k) {
+    for (int k = 0; k < (sums_of_dz == nullptr ? kWidth : kWidth + 1); ++k) {
       C numbers[sizeof(Vector) / sizeof(C)];
       std::memcpy(numbers, &products[k], sizeof(Vector));
-      double* const to = sums + k * stride + c;
+      double* const to = (k < kWidth ? sums + k * stride : sums_of_dz) + c;
       for (size_t lane = 0; lane < sizeof(Vector) / sizeof(C); ++lane) to[lane] += static_cast<double>(numbers[lane]);
     }
   };
@@ -569,22 +579,27 @@ class Convolution {
     const uint8_t* const taps = Taps(place, time);
     sums += channels.begin;
     const int64_t stride = problem_.channels;
+    double* const sums_of_dz = sums + problem_.width * stride;
     ForEachRunOfTimes(taps, false, times, times, [&](int64_t begin, int64_t end) {
-      DispatchWidth(problem_.width, [&](auto width) {
-        const C* const first_in = in + begin * in_stride;
-        const C* const first_dz = dz + begin * channels.count;
-        if (has_channels_) {
-          SumProductsChannels<width>(first_in, in_stride, first_dz, end - begin, channels.count, sums, stride);
-        } else {
-          SumProductsTimes<width>(first_in, first_dz, end - begin, sums, stride);
-        }
-      });
+      const C* const first_dz = dz + begin * channels.count;
+      for (int first = 0; first < problem_.width; first += kMostConstantWidth) {
+        DispatchWidth(std::min(problem_.width - first, kMostConstantWidth), [&](auto width) {
+          const C* const first_in = in + (begin + first) * in_stride;
+          double* const to = sums + first * stride;
+          double* const to_dz = first == 0 ? sums_of_dz : nullptr;
+          if (has_channels_) {
+            SumProductsChannels<width>(first_in, in_stride, first_dz, end - begin, channels.count, to, stride, to_dz);
+          } else {
+            SumProductsTimes<width>(first_in, first_dz, end - begin, to, stride, to_dz);
+          }
+        });
+      }
     }, [&](int64_t begin, int64_t end) {
       if (!has_channels_) {
         for (int k = 0; k < problem_.width; ++k) {
           SumTapTimes(in + begin + k, dz + begin, taps + begin, Bit(false, k), end - begin, sums + k * stride);
         }
-        SumProductsTimes<0>(in, dz + begin, end - begin, sums + problem_.width * stride, stride);
+        SumProductsTimes<0>(in, dz + begin, end - begin, sums, stride, sums_of_dz);
         return;
       }
       for (int64_t t = begin; t < end; ++t) {
@@ -593,7 +608,7 @@ class Convolution {
           if ((taps[t] >> Bit(false, k) & 1) == 0) continue;
           SumTapChannels(in + (t + k) * in_stride, gradients, channels.count, sums + k * stride);
         }
-        SumChannels(gradients, channels.count, sums + problem_.width * stride);
+        SumChannels(gradients, channels.count, sums_of_dz);
       }
     });
   }
@@ -618,9 +633,13 @@ class Convolution {
     const C* const weights = correlation.weights;
     const int64_t weight_stride = correlation.weight_stride;
     ForEachRunOfTimes(taps, is_transposed, num_taps, times, [&](int64_t begin, int64_t end) {
+      const C* const first_in = in + begin * in_stride;
+      C* const first_out = out + begin * out_stride;
+      if (problem_.width > kMostConstantWidth) {
+        CorrelateWide<kSilu>(correlation, channels, first_in, in_stride, end - begin, first_out, out_stride);
+        return;
+      }
       DispatchWidth(problem_.width, [&](auto width) {
-        const C* const first_in = in + begin * in_stride;
-        C* const first_out = out + begin * out_stride;
         if (has_channels_) {
           CorrelateChannels<width, kSilu>(first_in, in_stride, weights, weight_stride, correlation.biases, end - begin,
                                           channels.count, first_out, out_stride);
@@ -645,11 +664,34 @@ class Convolution {
         for (int k = 0; k < problem_.width; ++k) {
           const int64_t tap = is_transposed ? t + k : t;
           if (tap >= num_taps || (taps[tap] >> Bit(is_transposed, k) & 1) == 0) continue;
-          AddTapChannels(in + (t + k) * in_stride, weights + k * weight_stride, channels.count, to);
+          AddChannels(in + (t + k) * in_stride, weights + k * weight_stride, channels.count, to);
         }
         if (kSilu) ApplySilu(channels.count, to);
       }
     });
+  }
+
+  // For widths that are no constant, with all taps: step after step from the last one on that is.
+  template <bool kSilu>
+  void CorrelateWide(const Correlation& correlation, Channels channels, const C* in, int64_t in_stride, int64_t times,
+                     C* out, int64_t out_stride) const {
+    constexpr int kWidth = kMostConstantWidth;
+    const C* const weights = correlation.weights;
+    const int64_t weight_stride = correlation.weight_stride;
+    if (!has_channels_) {
+      CorrelateTimes<kWidth, false>(in, weights, weight_stride, *correlation.biases, times, out);
+      for (int k = kWidth; k < problem_.width; ++k) AddTimes(in + k, weights[k * weight_stride], times, out);
+      if (kSilu) ApplySilu(times, out);
+      return;
+    }
+    for (int64_t t = 0; t < times; ++t, in += in_stride, out += out_stride) {
+      CorrelateChannels<kWidth, false>(in, in_stride, weights, weight_stride, correlation.biases, 1, channels.count,
+                                       out, out_stride);
+      for (int k = kWidth; k < problem_.width; ++k) {
+        AddChannels(in + k * in_stride, weights + k * weight_stride, channels.count, out);
+      }
+      if (kSilu) ApplySilu(channels.count, out);
+    }
   }
 
   int Bit(bool is_transposed, int k) const { return is_transposed ? k : problem_.width - 1 - k; }
@@ -996,7 +1038,7 @@ void WriteNewState(ffi::ThreadPool& pool, const UpdateCall& call, Strategy strat
       if (strategy == Strategy::kOneInput) {
         const int64_t channels = std::min(problem.channels - channel, row_end - row);
         const T* const from = x + convolution.Index(call.x.is_shared, place, 0, channel);
-        DispatchWidth(static_cast<int>(length), [&](auto count) { ShiftStates<count>(old, from, channels, to); });
+        WithLength(length, [&](auto count) { ShiftStates<count>(old, length, from, channels, to); });
         row += channels;
         continue;
       }

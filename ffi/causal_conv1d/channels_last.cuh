@@ -126,34 +126,27 @@ struct ChannelsLastPlace {
   }
 };
 
-// Calls body(std::integral_constant<int, n>{}, std::bool_constant<has taps>{}) for the n = `vector` channels of a
-// thread; a thread of one channel, which is rare, always looks for taps.
-template <typename T, typename Body>
-CudaStatus DispatchChannels(int vector, bool has_taps, Body&& body) {
-  constexpr int kWidest = kWidestChannels<T>;
-  if (vector == 1) return body(std::integral_constant<int, 1>{}, std::true_type{});
-  return has_taps ? body(std::integral_constant<int, kWidest>{}, std::true_type{})
-                  : body(std::integral_constant<int, kWidest>{}, std::false_type{});
-}
-
 // Launches kernel_of(width, channels, has_taps), whose arguments are constants, with `arguments` and the grid.
 template <typename T, typename Arguments, typename KernelOf>
 CudaStatus LaunchChannelsLast(const ConvolutionCall& call, const ChannelsLastGrid& grid, const Arguments& arguments,
                               cudaStream_t stream, const KernelOf& kernel_of) {
-  return DispatchWidth(call.problem.width, [&](auto width) {
-    return DispatchChannels<T>(grid.vector, call.problem.has_taps, [&](auto channels, auto has_taps) {
-      const auto kernel = kernel_of(width, channels, has_taps);
-      kernel<<<static_cast<unsigned>(grid.Blocks()), grid.BlockShape(), 0, stream>>>(arguments, grid);
-      return JB_LAUNCH_STATUS(kernel for channels last);
-    });
+  // A thread of one channel, which is rare, always looks for taps.
+  const auto launch = [&](auto width, auto channels, auto has_taps) {
+    const auto kernel = kernel_of(width, channels, has_taps);
+    kernel<<<static_cast<unsigned>(grid.Blocks()), grid.BlockShape(), 0, stream>>>(arguments, grid);
+    return JB_LAUNCH_STATUS(kernel for channels last);
+  };
+  return DispatchKernel(call.problem.width, call.problem.has_taps, [&](auto width, auto has_taps) {
+    return grid.vector == 1 ? launch(width, std::integral_constant<int, 1>{}, std::true_type{})
+                            : launch(width, std::integral_constant<int, kWidestChannels<T>>{}, has_taps);
   });
 }
 
-// past[k] becomes the inputs kPast - k steps before the place, whose input is at `x`. These lie before time 0 all or
-// none, since runs are longer.
+// past[k] becomes the inputs kPast - k steps before the place, whose input is at `x`; the first `left_out` may be
+// anything. These lie before time 0 all or none, since runs are longer.
 template <int kVec, int kPast, typename T>
 __device__ __forceinline__ void LoadPast(const Geometry& geometry, const T* x, const InitialState<T>& state,
-                                         const ChannelsLastPlace& at, ComputeType<T> (*past)[kVec]) {
+                                         const ChannelsLastPlace& at, int left_out, ComputeType<T> (*past)[kVec]) {
   static_assert(kPast <= kShortestRun);
   if (at.begin > 0) {
     Packed<T, kVec> words[kPast + 1];  // never empty
@@ -167,7 +160,7 @@ __device__ __forceinline__ void LoadPast(const Geometry& geometry, const T* x, c
       const T* end = state.End(geometry, at.example, at.channel + v);
 #pragma unroll
       for (int k = 0; k < kPast; ++k) {
-        past[k][v] = end != nullptr ? static_cast<ComputeType<T>>(end[k - kPast]) : ComputeType<T>{0};
+        past[k][v] = end != nullptr && k >= left_out ? static_cast<ComputeType<T>>(end[k - kPast]) : ComputeType<T>{0};
       }
     }
   }

@@ -32,10 +32,26 @@ CudaStatus DispatchType(ElementType type, Body&& body) {
   return status;
 }
 
+// The kernels of kWidth = kMostWidth serve all widths above kMostConstantWidth: weights, inputs and taps are the last ones
+// of kMostWidth, and what comes before them is left out like inputs whose taps are missing.
+template <int kWidth>
+inline constexpr bool kIsWide = kWidth > kMostConstantWidth;
+
+// Calls body(std::integral_constant<int, kWidth>{}, std::bool_constant<has taps>{}), which returns a CudaStatus, for the
+// kernels that serve a width.
+template <typename Body>
+CudaStatus DispatchKernel(int width, bool has_taps, const Body& body) {
+  if (width > kMostConstantWidth) return body(std::integral_constant<int, kMostWidth>{}, std::true_type{});
+  return DispatchWidth(width, [&](auto constant_width) {
+    return has_taps ? body(constant_width, std::true_type{}) : body(constant_width, std::false_type{});
+  });
+}
+
 // Examples are counted through the whole batch: example = batch index * examples of a batch element + its own index.
 struct Geometry {
   int64_t all_examples, channels, length;
   Divider examples_of_batch, by_channels, by_length;
+  int width;
 
   Geometry() = default;
   explicit Geometry(const Problem& problem)
@@ -44,7 +60,18 @@ struct Geometry {
         length(problem.length),
         examples_of_batch(problem.examples),
         by_channels(problem.channels),
-        by_length(problem.length) {}
+        by_length(problem.length),
+        width(problem.width) {}
+
+  // What a kernel of kWidth leaves out, and the bits of the taps that it does not.
+  template <int kWidth>
+  __device__ __forceinline__ int LeftOut() const {
+    return kIsWide<kWidth> ? kWidth - width : 0;
+  }
+  template <int kWidth>
+  __device__ __forceinline__ uint32_t TapBits() const {
+    return kIsWide<kWidth> ? (1u << width) - 1 : ~0u;
+  }
 };
 
 // Sharing means nothing to a batch of one; that saves its division.
@@ -135,6 +162,7 @@ struct Weights {
   template <int kChannels, int kWidth>
   __device__ __forceinline__ void Load(const Geometry& geometry, int64_t example, int64_t channel, C* weights,
                                        C* biases) const {
+    if constexpr (kIsWide<kWidth>) return LoadWide<kChannels, kWidth>(geometry, example, channel, weights, biases);
     constexpr int kWeights = kChannels * kWidth;
     const int64_t weight_row = weight.Row(geometry, example, channel), bias_row = bias.Row(geometry, example, channel);
     weight.WithType([&](const auto* all_weights) {
@@ -150,6 +178,22 @@ struct Weights {
   }
 
  private:
+  template <int kChannels, int kWidth>
+  __device__ __forceinline__ void LoadWide(const Geometry& geometry, int64_t example, int64_t channel, C* weights,
+                                           C* biases) const {
+    const int64_t weight_row = weight.Row(geometry, example, channel), bias_row = bias.Row(geometry, example, channel);
+    const int left_out = geometry.template LeftOut<kWidth>();
+#pragma unroll
+    for (int v = 0; v < kChannels; ++v) {
+      const int64_t first = (weight_row + v) * geometry.width;
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        weights[v * kWidth + k] = k >= left_out ? weight.LoadOptional(first + k - left_out) : C{0};
+      }
+      biases[v] = bias.LoadOptional(bias_row + v);
+    }
+  }
+
   template <typename P, int kCount, int kChannels>
   static constexpr int kUnit = kChannels == 1 ? 1 : (kCount * sizeof(P) % kVectorBytes == 0 ? kVectorBytes : 8) /
                                                         sizeof(P);
@@ -194,6 +238,21 @@ struct TapsOfRow {
     const int margin = misplaced == 0 ? 0 : 4;
     first_whole = margin - before;
     last_whole = after - margin - 4 * Taps<kCount>::kWords;
+  }
+
+  // For a kernel of kWidth. Without taps all are there, but those that it leaves out.
+  template <int kWidth>
+  __device__ __forceinline__ void Load(const Geometry& geometry, int offset, Taps<kCount>* taps) const {
+    if (!kIsWide<kWidth> || first != nullptr) {
+      Load(offset, taps);
+    } else {
+#pragma unroll
+      for (uint32_t& word : taps->words) word = ~0u;
+    }
+    if constexpr (kIsWide<kWidth>) {
+#pragma unroll
+      for (uint32_t& word : taps->words) word &= 0x01010101u * geometry.template TapBits<kWidth>();
+    }
   }
 
   // Those of the times from `offset` on, a multiple of 4. What lies outside of the row does not matter, and gets all

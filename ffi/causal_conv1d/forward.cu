@@ -45,7 +45,9 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
   const T* x = at.In(a.x, geometry);
   T* y = a.y + at.index;
   const uint8_t* taps_row = nullptr;
-  if constexpr (kHasTaps) taps_row = a.taps.data + a.taps.Example(geometry, at.example) * geometry.length + at.begin;
+  if (kHasTaps && (!kIsWide<kWidth> || a.taps.data != nullptr)) {
+    taps_row = a.taps.data + a.taps.Example(geometry, at.example) * geometry.length + at.begin;
+  }
 
   const unsigned step_bytes = lanes * kVectorBytes;
   unsigned position = lane * kVectorBytes;  // in the ring
@@ -66,7 +68,7 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
   const T* state_end = a.initial_state.End(geometry, at.example, at.channel);
   const TapsOfRow<kVec> all_taps(taps_row, at.before, at.after);
   uint32_t borders = 0;
-  if constexpr (kHasTaps) borders = StepsWithBorders(at, grid.plan, taps_row, kWidth, 0);
+  if constexpr (kHasTaps && !kIsWide<kWidth>) borders = StepsWithBorders(at, grid.plan, taps_row, kWidth, 0);
   for (int step = 0, offset = 0; step < steps; ++step, offset += at.step) {
     WaitForCopies<kStepsAhead - 1>();
     __syncwarp();
@@ -75,10 +77,12 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
     C window[kPast + kVec], out[kVec];
     ring.template Read<kPast>(shared, position, window);
     const bool is_regular = at.IsRegular(offset);
-    if (!is_regular) MendWindow<kPast>(at, offset, x + offset, state_end, window);
+    if (!is_regular) {
+      MendWindow<kPast>(at, offset, x + offset, state_end, kPast - geometry.template LeftOut<kWidth>(), window);
+    }
     Taps<kVec> taps{};
-    if (kHasTaps && (borders >> step & 1u) != 0) {
-      all_taps.Load(offset, &taps);
+    if (kIsWide<kWidth> || (kHasTaps && (borders >> step & 1u) != 0)) {
+      all_taps.template Load<kWidth>(geometry, offset, &taps);
       Convolve<kWidth, true, kVec>(window, weights, bias, taps, a.silu, out);
     } else {
       Convolve<kWidth, false, kVec>(window, weights, bias, taps, a.silu, out);
@@ -122,8 +126,8 @@ CudaStatus LaunchForward(const ForwardCall& call, cudaStream_t stream) {
     using T = typename decltype(tag)::type;
     const ForwardArguments<T> arguments(call);
     const RowsGrid grid(ForwardPlan(problem, sizeof(T)), tiling);
-    return DispatchWidth(problem.width, [&](auto width) {
-      const auto kernel = problem.has_taps ? ForwardRows<T, width, true> : ForwardRows<T, width, false>;
+    return DispatchKernel(problem.width, problem.has_taps, [&](auto width, auto has_taps) {
+      const auto kernel = ForwardRows<T, width, has_taps>;
       kernel<<<static_cast<unsigned>(grid.plan.Blocks()), kRowsThreads, 0, stream>>>(arguments, grid);
       return JB_LAUNCH_STATUS(ForwardRows);
     });

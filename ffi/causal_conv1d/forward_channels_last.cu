@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
   C weight[kVec][kWidth], bias[kVec];
   a.weights.template Load<kVec, kWidth>(geometry, at.example, at.channel, weight[0], bias);
   C inputs[kWidth][kVec];
-  LoadPast<kVec, kPast>(geometry, x, a.initial_state, at, inputs);
+  LoadPast<kVec, kPast>(geometry, x, a.initial_state, at, geometry.template LeftOut<kWidth>(), inputs);
   uint32_t next_masks[kRows];
   const auto load_masks = [&](int first) {
 #pragma unroll
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
   for (int first = 0; first < at.count; first += kRows) {
     uint32_t masks[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) masks[i] = next_masks[i];
+    for (int i = 0; i < kRows; ++i) masks[i] = next_masks[i] & geometry.template TapBits<kWidth>();
     if (kHasTaps) load_masks(first + kRows);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {

@@ -237,11 +237,11 @@ struct VectorRing {
 };
 
 // The window of a vector that is not regular, where `window` holds what was read of it as a vector, if it was: zeros
-// outside of the row, but for the initial state, of which `state_end` is the end, before it. `vector` is the vector's
-// address.
+// outside of the row, but for `state_length` inputs of the initial state, of which `state_end` is the end, before it.
+// `vector` is the vector's address.
 template <int kPast, typename T>
 __device__ __forceinline__ void MendWindow(const RowsPlace<T>& at, int offset, const T* vector, const T* state_end,
-                                           ComputeType<T>* window) {
+                                           int state_length, ComputeType<T>* window) {
   using C = ComputeType<T>;
   constexpr int kVec = RowsPlace<T>::kVec;
   const int time = at.before + offset, left = at.after - offset;  // inputs before and from the vector on, in the row
@@ -262,7 +262,7 @@ __device__ __forceinline__ void MendWindow(const RowsPlace<T>& at, int offset, c
 #pragma unroll
     for (int i = 0; i < kPast + kVec; ++i) {
       const int t = time + i - kPast;
-      if (t < 0 && t >= -kPast) window[i] = static_cast<C>(state_end[t]);
+      if (t < 0 && t >= -state_length) window[i] = static_cast<C>(state_end[t]);
     }
   }
 }

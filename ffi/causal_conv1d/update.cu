@@ -76,17 +76,6 @@ __global__ void __launch_bounds__(kThreads) UpdateOne(const __grid_constant__ Up
   }
 }
 
-template <typename T>
-CudaStatus LaunchUpdateOne(const UpdateCall& call, cudaStream_t stream) {
-  const Problem& problem = call.problem;
-  const int64_t vectors = problem.batch * problem.examples * problem.channels / kUpdateChannels<T>;
-  return DispatchWidth(problem.width, [&](auto width) {
-    const auto kernel = call.state_length == width ? UpdateOne<T, width, width> : UpdateOne<T, width, width - 1>;
-    kernel<<<static_cast<unsigned>(CeilDivide(vectors, kThreads)), kThreads, 0, stream>>>(UpdateArguments<T>(call));
-    return JB_LAUNCH_STATUS(UpdateOne);
-  });
-}
-
 // A thread takes a whole row and moves its state oldest entry first, so that the state may be its own successor. With
 // kWidth 0 it does no more than that.
 template <typename T, int kWidth>
@@ -106,13 +95,18 @@ __global__ void __launch_bounds__(kThreads)
     T* y = a.y + example * example_size + in_example;
     C weights[kWidth], bias, window[kWidth];
     a.weights.template Load<1, kWidth>(geometry, example, channel, weights, &bias);
+    const int left_out = geometry.template LeftOut<kWidth>();
 #pragma unroll
-    for (int k = 0; k < kPast; ++k) window[k] = static_cast<C>(state[state_length - kPast + k]);
+    for (int k = 0; k < kPast; ++k) {
+      window[k] = k >= left_out ? static_cast<C>(state[state_length - kPast + k]) : C{0};
+    }
     for (int64_t t = 0; t < geometry.length; ++t) {
       window[kPast] = static_cast<C>(x[t * stride]);
       C z = bias;
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) z = fma(weights[k], window[k], z);
+      for (int k = 0; k < kWidth; ++k) {
+        if (k >= left_out) z = fma(weights[k], window[k], z);
+      }
       y[t * stride] = static_cast<T>(a.silu ? Silu(z) : z);
 #pragma unroll
       for (int k = 0; k < kPast; ++k) window[k] = window[k + 1];
@@ -131,6 +125,18 @@ CudaStatus LaunchUpdateRows(const UpdateCall& call, cudaStream_t stream) {
   UpdateRows<T, kWidth><<<static_cast<unsigned>(CeilDivide(rows, kThreads)), kThreads, 0, stream>>>(
       UpdateArguments<T>(call), call.state_length, call.problem.channels_last);
   return JB_LAUNCH_STATUS(UpdateRows);
+}
+
+template <typename T>
+CudaStatus LaunchUpdateOne(const UpdateCall& call, cudaStream_t stream) {
+  const Problem& problem = call.problem;
+  const int64_t vectors = problem.batch * problem.examples * problem.channels / kUpdateChannels<T>;
+  if (problem.width > kMostConstantWidth) return LaunchUpdateRows<T, kMostWidth>(call, stream);
+  return DispatchWidth(problem.width, [&](auto width) {
+    const auto kernel = call.state_length == width ? UpdateOne<T, width, width> : UpdateOne<T, width, width - 1>;
+    kernel<<<static_cast<unsigned>(CeilDivide(vectors, kThreads)), kThreads, 0, stream>>>(UpdateArguments<T>(call));
+    return JB_LAUNCH_STATUS(UpdateOne);
+  });
 }
 
 // Of more new inputs than these a row is worth more than one thread.
@@ -159,7 +165,8 @@ CudaStatus LaunchUpdate(const UpdateCall& call, cudaStream_t stream) {
       case UpdateStrategy::kOneInput:
         return LaunchUpdateOne<T>(call, stream);
       case UpdateStrategy::kFewInputs:
-        return DispatchWidth(problem.width, [&](auto width) { return LaunchUpdateRows<T, width>(call, stream); });
+        return DispatchKernel(problem.width, /*has_taps=*/false,
+                              [&](auto width, auto) { return LaunchUpdateRows<T, width>(call, stream); });
       case UpdateStrategy::kManyInputs:
         JB_RETURN_IF_CUDA_ERROR(LaunchForward(call, stream));
         return LaunchUpdateRows<T, 0>(call, stream);

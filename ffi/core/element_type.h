@@ -136,16 +136,15 @@ bool DispatchFloating(ElementType type, Body&& body) {
   }
 }
 
-// As DispatchFloating, for integers of 32 and 64 bits and floating types.
+// As DispatchFloating, for integers of 32 and 64 bits too, whatever their sign as the signed type: for kernels that invert
+// a bit of each value to give it the other order.
 template <typename Body>
 bool DispatchWide(ElementType type, Body&& body) {
   switch (type) {
     case ElementType::kUInt32:
-      return body(TypeTag<uint32_t>{}), true;
-    case ElementType::kUInt64:
-      return body(TypeTag<uint64_t>{}), true;
     case ElementType::kInt32:
       return body(TypeTag<int32_t>{}), true;
+    case ElementType::kUInt64:
     case ElementType::kInt64:
       return body(TypeTag<int64_t>{}), true;
     default:
@@ -153,7 +152,7 @@ bool DispatchWide(ElementType type, Body&& body) {
   }
 }
 
-// As DispatchWide, where the sign of an integer makes no difference: sums and products that wrap.
+// The same with unsigned types, where the sign makes no difference: sums and products that wrap.
 template <typename Body>
 bool DispatchWrapping(ElementType type, Body&& body) {
   switch (type) {
@@ -168,17 +167,15 @@ bool DispatchWrapping(ElementType type, Body&& body) {
   }
 }
 
-// As DispatchWide, for bool (as uint8_t, whose order it shares) and narrow integers too.
+// As DispatchWide, for bool and narrow integers too.
 template <typename Body>
 bool DispatchOrdered(ElementType type, Body&& body) {
   switch (type) {
     case ElementType::kBool:
     case ElementType::kUInt8:
-      return body(TypeTag<uint8_t>{}), true;
-    case ElementType::kUInt16:
-      return body(TypeTag<uint16_t>{}), true;
     case ElementType::kInt8:
       return body(TypeTag<int8_t>{}), true;
+    case ElementType::kUInt16:
     case ElementType::kInt16:
       return body(TypeTag<int16_t>{}), true;
     default:

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <utility>
 
+#include "ffi/core/function_ref.h"
 #include "ffi/core/subnormals.h"
 #include "ffi/core/thread_sanitizer.h"
 #include "xla/ffi/api/ffi.h"
@@ -22,17 +23,19 @@ namespace jax_baracuda {
 // run. Therefore the calling thread claims chunks from the shared counter too, and waits only for chunks that another
 // thread has already claimed: those are running. A helper that starts late finds no chunk left and touches nothing but
 // the shared state it co-owns.
-template <typename Body>
-void ParallelFor(xla::ffi::ThreadPool& pool, int64_t num_chunks, const Body& body) {
+//
+// Not inlined: that would take compilers most of their time for a call to which the loop in `body` is all that counts.
+__attribute__((noinline)) inline void ParallelFor(xla::ffi::ThreadPool& pool, int64_t num_chunks,
+                                                  FunctionRef<void(int64_t)> body) {
   if (num_chunks <= 1) {
     const ScopedSubnormals subnormals;
     if (num_chunks == 1) body(int64_t{0});
     return;
   }
   struct State {
-    explicit State(int64_t chunks, const Body* loop_body) : num_chunks(chunks), body(loop_body) {}
+    State(int64_t chunks, FunctionRef<void(int64_t)> loop_body) : num_chunks(chunks), body(loop_body) {}
     const int64_t num_chunks;
-    const Body* body;  // alive while any chunk is unfinished
+    const FunctionRef<void(int64_t)> body;  // valid while any chunk is unfinished
     std::atomic<int64_t> next{0};
     int64_t finished = 0;  // guarded by mutex
     std::mutex mutex;
@@ -45,7 +48,7 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t num_chunks, const Body& bod
       const ScopedSubnormals subnormals;
       int64_t done = 0;
       for (int64_t chunk = Claim(); chunk < num_chunks; chunk = Claim()) {
-        (*body)(chunk);
+        body(chunk);
         ++done;
       }
       if (done == 0) return;
@@ -57,18 +60,17 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t num_chunks, const Body& bod
     }
   };
   // The pool copies a task and runs the copy.
-  static char scheduled;
   struct Task {
     std::shared_ptr<State> state;
 
     explicit Task(std::shared_ptr<State> loop) : state(std::move(loop)) {}
-    Task(const Task& other) : state(other.state) { HappensBefore(&scheduled); }
+    Task(const Task& other) : state(other.state) { HappensBefore(state.get()); }
     void operator()() const {
-      HappensAfter(&scheduled);
+      HappensAfter(state.get());
       state->Work();
     }
   };
-  auto state = std::make_shared<State>(num_chunks, &body);
+  auto state = std::make_shared<State>(num_chunks, body);
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), num_chunks) - 1;
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule(Task(state));
   LetTasksStart();

@@ -146,7 +146,8 @@ struct Reducer {
       case Strategy::kFill:
         return FillAll();
       case Strategy::kPrivateTable:
-        return PrivateTable();
+        if constexpr (kTakesPrivateTable<Reduction>) return PrivateTable();
+        return JB_CUDA_STATUS(cudaErrorInvalidValue);
       default:
         return InOrder();
     }

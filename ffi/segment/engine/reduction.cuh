@@ -20,6 +20,10 @@
 
 namespace jax_baracuda::segment {
 
+// Whether a reduction may be taken to private tables. (Kernels that nobody launches take time to compile, too.)
+template <typename Reduction>
+inline constexpr bool kTakesPrivateTable = true;
+
 // What a tile reduces at most: its own rows, and those of the next tile that go on with its last run.
 inline constexpr int kMostUnsettledRows = 63;
 

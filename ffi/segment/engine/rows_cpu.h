@@ -27,12 +27,14 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <new>
 #include <type_traits>
 
 #include "ffi/core/cpu_clones.h"
 #include "ffi/core/cpu_kernel.h"
+#include "ffi/core/function_ref.h"
 #include "ffi/core/huge_pages.h"
 #include "ffi/core/parallel_for.h"
 #include "ffi/core/streaming_store.h"
@@ -99,6 +101,8 @@ Plan PlanOfType(const PlanRequest& call, const Choose& choose) {
                                    : plan(TypeTag<uint64_t>{});
 }
 
+inline constexpr int64_t kConvertedIds = 1024;  // at once
+
 struct SegmentIds {
   const void* values;
   bool are_64_bit;
@@ -122,6 +126,26 @@ struct SegmentIds {
     return Visit([&](const auto* ids) -> int64_t {
       return std::lower_bound(ids + begin, ids + end, id, [](auto a, int64_t b) { return int64_t{a} < b; }) - ids;
     });
+  }
+
+  // Writes up to `count` ids of 64 bits, from the index `first` on, as their distance from *first_segment, which fits in
+  // 32 bits, or -1 for no segment. Returns how many it wrote.
+  __attribute__((noinline)) int64_t Convert(int64_t first, int64_t count, int64_t segments, int32_t* to,
+                                            int64_t* first_segment) const {
+    const int64_t* const ids = static_cast<const int64_t*>(values) + first;
+    const uint64_t num_segments = static_cast<uint64_t>(segments);
+    if (segments > std::numeric_limits<int32_t>::max()) {
+      const bool is_member = static_cast<uint64_t>(*ids) < num_segments;
+      *first_segment = is_member ? *ids : 0;
+      *to = is_member ? 0 : -1;
+      return 1;
+    }
+    *first_segment = 0;
+    const int64_t converted = std::min(count, kConvertedIds);
+    for (int64_t i = 0; i < converted; ++i) {
+      to[i] = static_cast<uint64_t>(ids[i]) < num_segments ? static_cast<int32_t>(ids[i]) : -1;
+    }
+    return converted;
   }
 };
 
@@ -281,9 +305,8 @@ struct Blocking {
 
 // Groups all rows and calls body(block, grouped rows of its segments) for every block; body returns false if it has no
 // memory, and so does this function.
-template <typename Body>
-bool ForEachGroupedBlock(ffi::ThreadPool& pool, const Problem& problem, const Blocking& blocking, SegmentIds ids,
-                         const Body& body) {
+inline bool ForEachGroupedBlock(ffi::ThreadPool& pool, const Problem& problem, const Blocking& blocking,
+                                SegmentIds ids, FunctionRef<bool(const Block&, const GroupedRows&)> body) {
   const bool ids_are_sorted = EachBatchIsSorted(problem, ids);
   const int64_t num_groups = problem.batch * blocking.segment_ranges, feature_ranges = blocking.feature_ranges;
   const std::unique_ptr<GroupedRows[]> groups(new (std::nothrow) GroupedRows[num_groups]);
@@ -342,16 +365,37 @@ JB_CPU_CLONES bool ReduceGrouped(const Problem problem, const Block block, const
 // ---------------------------------------------------------------------------------------------------------------------
 // Rows in order.
 
+// Calls body(begin, end, ids, first_segment) for blocks that together are the rows [row_begin, row_end) of a batch
+// element: row r of a block belongs to segment first_segment + ids[r - begin], or to none where ids[r - begin] is not in
+// [0, segments). Loops over rows are thus compiled for ids of 32 bits alone; others are converted block by block.
+template <typename Body>
+JB_INLINE void ForEachBlockOfIds(const Problem& problem, SegmentIds ids, int64_t batch, int64_t row_begin,
+                                 int64_t row_end, const Body& body) {
+  const int64_t first_id = problem.IdIndex(batch, 0);
+  int32_t converted[kConvertedIds];
+  for (int64_t begin = row_begin, end; begin < row_end; begin = end) {
+    const int32_t* block = static_cast<const int32_t*>(ids.values) + first_id + begin;
+    int64_t first_segment = 0;
+    end = row_end;
+    if (ids.are_64_bit) {
+      end = begin + ids.Convert(first_id + begin, row_end - begin, problem.segments, converted, &first_segment);
+      block = converted;
+    }
+    body(begin, end, block, first_segment);
+  }
+}
+
 // Calls body(row, segment) for the rows [row_begin, row_end) of a batch element that belong to a segment.
 template <typename Body>
 JB_INLINE void ForEachMember(const Problem& problem, SegmentIds ids, int64_t batch, int64_t row_begin, int64_t row_end,
                              const Body& body) {
-  ids.Visit([&](const auto* all_ids) __attribute__((always_inline)) {
-    const auto* const row_ids = all_ids + problem.IdIndex(batch, 0);
-    const uint64_t segments = static_cast<uint64_t>(problem.segments);
-    for (int64_t row = row_begin; row < row_end; ++row) {
-      const int64_t segment = row_ids[row];
-      if (static_cast<uint64_t>(segment) < segments) body(row, segment);
+  const uint64_t segments = static_cast<uint64_t>(problem.segments);
+  ForEachBlockOfIds(problem, ids, batch, row_begin, row_end,
+                    [&](int64_t begin, int64_t end, const int32_t* row_ids, int64_t first_segment)
+                        __attribute__((always_inline)) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t segment = row_ids[row - begin];
+      if (static_cast<uint64_t>(segment) < segments) body(row, first_segment + segment);
     }
   });
 }
@@ -450,10 +494,14 @@ int64_t NumRanges(const Problem& problem, int64_t row_bytes, int64_t num_threads
   }
 }
 
-// Reduces in order. `fold(batch, row_begin, row_end, cells, row_counts)` starts and folds the cells of a range.
-template <typename Reduction, typename FoldRange>
+// Starts and folds the cells of a range of rows: (batch, row_begin, row_end, cells, row_counts).
+template <typename Reduction>
+using FoldRange = FunctionRef<void(int64_t, int64_t, int64_t, CellsOf<Reduction>, int32_t*)>;
+
+// Reduces in order.
+template <typename Reduction>
 bool ReduceInOrder(ffi::ThreadPool& pool, const Problem& problem, int64_t num_ranges, const Reduction& reduction,
-                   int32_t* row_counts, const FoldRange& fold) {
+                   int32_t* row_counts, FoldRange<Reduction> fold) {
   const int64_t cells_per_batch = problem.segments * problem.features;
   CellMemory<Reduction> memory;
   std::unique_ptr<int32_t[]> later_counts;
@@ -591,9 +639,9 @@ inline Plan PlanOfGather(const PlanParameters& parameters) {
 }
 
 // Calls body(batch, row_begin, row_end) for chunks of the rows of a result [batch, rows, features].
-template <typename T, typename Body>
-void ForEachChunkOfRows(ffi::ThreadPool& pool, const Problem& problem, T* result, const Body& body) {
-  const int64_t bytes_per_batch = problem.rows * problem.features * static_cast<int64_t>(sizeof(T));
+inline void ForEachChunkOfRows(ffi::ThreadPool& pool, const Problem& problem, void* result, int64_t element_bytes,
+                               FunctionRef<void(int64_t, int64_t, int64_t)> body) {
+  const int64_t bytes_per_batch = problem.rows * problem.features * element_bytes;
   AdviseHugePages(result, problem.batch * bytes_per_batch);
   const int64_t chunks = ChunksFor(pool, bytes_per_batch);
   ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
@@ -608,18 +656,19 @@ template <typename T, typename Prefetch, typename Write>
 JB_INLINE void WriteRowsOfSegments(const Problem& problem, SegmentIds ids, int64_t batch, int64_t row_begin,
                                    int64_t row_end, int64_t width, T* result, const Prefetch& prefetch,
                                    const Write& write) {
-  ids.Visit([&](const auto* all_ids) __attribute__((always_inline)) {
-    const auto* const row_ids = all_ids + problem.IdIndex(batch, 0);
-    const uint64_t segments = static_cast<uint64_t>(problem.segments);
-    T* to = result + (batch * problem.rows + row_begin) * width;
-    for (int64_t row = row_begin; row < row_end; ++row, to += width) {
-      if (row + kPrefetchDistance < row_end) {
-        const int64_t coming = row_ids[row + kPrefetchDistance];
-        if (static_cast<uint64_t>(coming) < segments) prefetch(coming);
+  const uint64_t segments = static_cast<uint64_t>(problem.segments);
+  T* to = result + (batch * problem.rows + row_begin) * width;
+  ForEachBlockOfIds(problem, ids, batch, row_begin, row_end,
+                    [&](int64_t begin, int64_t end, const int32_t* row_ids, int64_t first_segment)
+                        __attribute__((always_inline)) {
+    for (int64_t row = begin; row < end; ++row, to += width) {
+      if (row + kPrefetchDistance < end) {
+        const int64_t coming = row_ids[row - begin + kPrefetchDistance];
+        if (static_cast<uint64_t>(coming) < segments) prefetch(first_segment + coming);
       }
-      const int64_t segment = row_ids[row];
+      const int64_t segment = row_ids[row - begin];
       if (static_cast<uint64_t>(segment) < segments) {
-        write(row, segment, to);
+        write(row, first_segment + segment, to);
       } else {
         std::memset(static_cast<void*>(to), 0, static_cast<size_t>(width) * sizeof(T));  // all bits zero is +0
       }

@@ -1,7 +1,8 @@
 // The scalar arithmetic of segment_max, segment_min, segment_argmax, segment_argmin and their gradients, shared by the
 // CPU and the CUDA kernels.
 //
-// Everything here is about the maximum. A minimum is the maximum of flipped values, flipped back: see FlipMask.
+// Everything here is about the maximum of floating numbers or signed integers. A minimum is the maximum of flipped
+// values, flipped back, and so is an extremum of unsigned integers: see FlipMask.
 //
 // Reducing a cell yields its maximum and, for the gradient, its `winner`, one int32 that says who gets the cell's
 // cotangent:
@@ -24,14 +25,28 @@ namespace jax_baracuda::segment {
 
 inline constexpr int32_t kNoWinner = -1;
 
-// Which bits of a value to invert so that the order reverses: the sign of a floating type, all of an integer, the
-// lowest of a bool (which has the C++ type of uint8_t). None where a maximum is wanted.
+inline bool IsUnsigned(ElementType type) {
+  switch (type) {
+    case ElementType::kBool:
+    case ElementType::kUInt8:
+    case ElementType::kUInt16:
+    case ElementType::kUInt32:
+    case ElementType::kUInt64:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// Which bits of a value to invert so that, as a T, it has the order that is wanted. For a minimum these reverse it: the
+// sign of a floating type, all of an integer, the lowest of a bool. What is unsigned comes as a signed T: the highest bit
+// is inverted too.
 template <typename T>
 BitsOf<T> FlipMask(ElementType type, bool is_minimum) {
-  if (!is_minimum) return 0;
-  if (type == ElementType::kBool) return 1;
   constexpr BitsOf<T> kAll = static_cast<BitsOf<T>>(~BitsOf<T>{0});
-  return kIsFloating<T> ? static_cast<BitsOf<T>>(kAll ^ (kAll >> 1)) : kAll;
+  constexpr BitsOf<T> kHighest = static_cast<BitsOf<T>>(kAll ^ (kAll >> 1));
+  const BitsOf<T> reversing = type == ElementType::kBool ? BitsOf<T>{1} : kIsFloating<T> ? kHighest : kAll;
+  return static_cast<BitsOf<T>>((is_minimum ? reversing : 0) ^ (IsUnsigned(type) ? kHighest : 0));
 }
 
 template <typename T>
@@ -43,7 +58,7 @@ JB_HOST_DEVICE T Flip(T value, BitsOf<T> mask) {
   return value;
 }
 
-// The maximum of no rows: -inf, or the least value of an integer type (0, which is False, for bool).
+// The maximum of no rows: -inf, or the least value of an integer type.
 template <typename T>
 JB_HOST_DEVICE T MaxIdentity() {
   if constexpr (kIsFloating<T>) {
@@ -152,8 +167,6 @@ JB_HOST_DEVICE OrderedKey<T> ToOrderedKey(T value) {
     memcpy(&bits, &x, sizeof(bits));
     const Key ordered = bits ^ ((bits >> (8 * sizeof(Key) - 1)) & std::numeric_limits<Key>::max());
     return x != x ? std::numeric_limits<Key>::max() : ordered;
-  } else if constexpr (std::is_unsigned_v<T> && sizeof(T) == sizeof(Key)) {
-    return static_cast<Key>(value ^ (T{1} << (8 * sizeof(T) - 1)));
   } else {
     return static_cast<Key>(value);
   }

@@ -2,6 +2,7 @@
 #include "ffi/segment/extremum/launch.cuh"
 
 #include "ffi/segment/engine/reduce.cuh"
+#include "ffi/segment/extremum/reduce.cuh"
 #include "ffi/segment/extremum/table.cuh"
 
 namespace jax_baracuda::segment {
@@ -106,18 +107,9 @@ struct Launcher {
       JB_RETURN_IF_CUDA_ERROR(LaunchNaturalOrder(problem, arguments.order, stream));
     }
     if (choice.algorithm != Algorithm::kReduce) return Table();
-    if constexpr (kWithWinner) {
-      return arguments.first_wins ? Reduce<WinnerReduction<T, true>>({output, arguments.winner, flip})
-                                  : Reduce<WinnerReduction<T, false>>({output, arguments.winner, flip});
-    } else {
-      return Reduce<MaxReduction<T>>({output, flip});
-    }
-  }
-
-  template <typename Reduction>
-  CudaStatus Reduce(const typename Reduction::Outputs& outputs) const {
-    return LaunchReduction<Reduction>(arguments, choice.strategy, StateBytes(sizeof(T), kWithWinner), outputs,
-                                      arguments.order, stream);
+    const int64_t state_bytes = StateBytes(sizeof(T), kWithWinner);
+    return kWithWinner ? ReduceWithWinner(arguments, choice.strategy, state_bytes, stream)
+                       : ReduceMaximum(arguments, choice.strategy, state_bytes, stream);
   }
 
   CudaStatus Table() const {

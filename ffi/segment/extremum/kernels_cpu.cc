@@ -310,7 +310,7 @@ bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const Backward
                                  return GradientGrouped(problem, block, grouped, arrays);
                                });
   }
-  ForEachChunkOfRows(pool, problem, arrays.d_data,
+  ForEachChunkOfRows(pool, problem, arrays.d_data, sizeof(T),
                      [&](int64_t batch, int64_t row_begin, int64_t row_end) {
                        GradientInOrder(problem, batch, row_begin, row_end, arrays);
                      });

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "ffi/segment/engine/device.cuh"
+#include "ffi/segment/engine/reduction.cuh"
 #include "ffi/segment/extremum/arithmetic.h"
 
 namespace jax_baracuda::segment {
@@ -57,12 +58,8 @@ __device__ __forceinline__ BFloat16 HardwareLarger(BFloat16 a, BFloat16 b) {
 // Two or four narrow values at once, in a word.
 template <typename T>
 __device__ __forceinline__ uint32_t PackedLarger(uint32_t a, uint32_t b) {
-  if constexpr (std::is_same_v<T, uint8_t>) {
-    return __vmaxu4(a, b);
-  } else if constexpr (std::is_same_v<T, int8_t>) {
+  if constexpr (std::is_same_v<T, int8_t>) {
     return __vmaxs4(a, b);
-  } else if constexpr (std::is_same_v<T, uint16_t>) {
-    return __vmaxu2(a, b);
   } else if constexpr (std::is_same_v<T, int16_t>) {
     return __vmaxs2(a, b);
   } else {
@@ -195,6 +192,10 @@ struct WinnerReduction {
     }
   };
 };
+
+// Few segments in any order go to tables in shared memory instead.
+template <typename T, bool kFirstWins>
+inline constexpr bool kTakesPrivateTable<WinnerReduction<T, kFirstWins>> = false;
 
 // The first row that attains the maximum.
 template <typename T>

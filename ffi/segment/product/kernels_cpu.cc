@@ -347,7 +347,7 @@ ffi::Error SegmentProdBackward(ffi::ThreadPool pool, ffi::AnyBuffer d_output, ff
                                    static_cast<T*>(d_data->untyped_data()),
                                    decoded.d_output_is_shared,
                                    decoded.product_is_shared};
-    ForEachChunkOfRows(pool, decoded.problem, arrays.d_data,
+    ForEachChunkOfRows(pool, decoded.problem, arrays.d_data, sizeof(T),
                        [&](int64_t batch, int64_t row_begin, int64_t row_end) {
                          Gradient(decoded.problem, batch, row_begin, row_end, arrays);
                        });

@@ -128,22 +128,24 @@ JB_INLINE void ForEachWeighedRow(const Problem& problem, const SoftmaxArrays<T>&
                                  const Use& use) {
   const T* const logits = arrays.logits + problem.DataRow(batch, 0) * width;
   const int64_t rows_per_block = std::max<int64_t>(1, kBlockNumbers / width);
-  arrays.ids.Visit([&](const auto* all_ids) __attribute__((always_inline)) {
-    const auto* const row_ids = all_ids + problem.IdIndex(batch, 0);
+  ForEachBlockOfIds(problem, arrays.ids, batch, row_begin, row_end,
+                    [&](int64_t ids_begin, int64_t ids_end, const int32_t* row_ids, int64_t first_segment)
+                        __attribute__((always_inline)) {
     const auto segment_of = [&](int64_t row) __attribute__((always_inline)) {
-      const int64_t segment = row_ids[row];
-      return static_cast<uint64_t>(segment) < static_cast<uint64_t>(problem.segments) ? segment : int64_t{-1};
+      const int64_t segment = row_ids[row - ids_begin];
+      const bool is_member = static_cast<uint64_t>(segment) < static_cast<uint64_t>(problem.segments);
+      return is_member ? first_segment + segment : int64_t{-1};
     };
     if (width >= kNarrowFeatures) {
-      for (int64_t row = row_begin; row < row_end; ++row) {
+      for (int64_t row = ids_begin; row < ids_end; ++row) {
         const int64_t segment = segment_of(row);
         if (segment >= 0) WeighRow(logits + row * width, maxima + segment * width, width, block);
         use(row, segment, block);
       }
       return;
     }
-    for (int64_t begin = row_begin; begin < row_end; begin += rows_per_block) {
-      const int64_t end = std::min(begin + rows_per_block, row_end), count = (end - begin) * width;
+    for (int64_t begin = ids_begin; begin < ids_end; begin += rows_per_block) {
+      const int64_t end = std::min(begin + rows_per_block, ids_end), count = (end - begin) * width;
       C* difference = block;
       for (int64_t row = begin; row < end; ++row, difference += width) {
         const int64_t segment = segment_of(row);
@@ -374,9 +376,10 @@ Strategy ChooseStrategy(const Problem& problem, int64_t states) {
 }
 
 // Calls in_order(bytes of a row) or grouped(block, grouped rows, is_streamed); returns false if there is no memory.
-template <typename T, typename InOrder, typename Grouped>
+template <typename T>
 bool ForEachSegment(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, int64_t states, T* result,
-                    const InOrder& in_order, const Grouped& grouped) {
+                    FunctionRef<bool(int64_t)> in_order,
+                    FunctionRef<bool(const Block&, const GroupedRows&, bool)> grouped) {
   const Strategy strategy = ChooseStrategy<T>(problem, states);
   if (strategy == Strategy::kNothing) return true;
   const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(T));
@@ -433,7 +436,7 @@ bool Softmax(ffi::ThreadPool& pool, const Problem& problem, const SoftmaxArrays<
                        ComputedSum<C>{sums.get()}, nullptr, fold_weights)) {
       return false;
     }
-    ForEachChunkOfRows(pool, problem, arrays.probabilities,
+    ForEachChunkOfRows(pool, problem, arrays.probabilities, sizeof(T),
                        [&](int64_t batch, int64_t row_begin, int64_t row_end) {
       const int64_t first_cell = batch * cells_per_batch;
       with_block([&](C* block) {
@@ -462,7 +465,7 @@ bool SoftmaxGradients(ffi::ThreadPool& pool, const Problem& problem, const Gradi
     };
     const int64_t num_ranges = NumRanges<ComputedSum<C>>(problem, row_bytes, 1);
     if (!ReduceInOrder(pool, problem, num_ranges, ComputedSum<C>{sums.get()}, nullptr, fold_products)) return false;
-    ForEachChunkOfRows(pool, problem, arrays.d_logits,
+    ForEachChunkOfRows(pool, problem, arrays.d_logits, sizeof(T),
                        [&](int64_t batch, int64_t row_begin, int64_t row_end) {
       WriteGradientInOrder(problem, arrays, batch, row_begin, row_end,
                            sums.get() + batch * cells_per_batch);

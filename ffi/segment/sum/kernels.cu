@@ -2,6 +2,7 @@
 #include "ffi/segment/sum/launch.cuh"
 
 #include "ffi/segment/engine/reduce.cuh"
+#include "ffi/segment/sum/reduce.cuh"
 #include "ffi/segment/sum/reduction.cuh"
 #include "ffi/segment/sum/table.cuh"
 
@@ -67,19 +68,12 @@ struct Launcher {
       const Plan plan = PlanOf(problem, choice, sizeof(T), arguments.count != nullptr);
       return arguments.scratch_bytes < plan.scratch_bytes ? JB_CUDA_STATUS(cudaErrorInvalidValue) : Table();
     }
-    if constexpr (kIsFloating<T>) {
-      if (arguments.count != nullptr) return Reduce<MeanReduction<T>>({output, arguments.count});
-    }
-    return Reduce<SumReduction<T>>({output});
+    const int64_t state_bytes = StateBytes(sizeof(T), arguments.count != nullptr);
+    if (arguments.count != nullptr) return ReduceMean(arguments, choice.strategy, state_bytes, stream);
+    return LaunchReduction<SumReduction<T>>(arguments, choice.strategy, state_bytes, {output}, nullptr, stream);
   }
 
  private:
-  template <typename Reduction>
-  CudaStatus Reduce(const typename Reduction::Outputs& outputs) const {
-    return LaunchReduction<Reduction>(arguments, choice.strategy, StateBytes(sizeof(T), arguments.count != nullptr),
-                                      outputs, nullptr, stream);
-  }
-
   CudaStatus Table() const {
     const int64_t cells = problem.batch * problem.segments * problem.features;
     SumTableArguments<T> a{};

@@ -12,8 +12,8 @@
 namespace jax_baracuda::segment {
 namespace {
 
-// Integers are summed as unsigned ones, which wrap.
-template <typename T, bool kIsMean>
+// Integers are summed as unsigned ones, which wrap; means are of floating numbers alone.
+template <typename T>
 struct Sum {
   using Element = T;
   using First = ComputeType<T>;
@@ -22,6 +22,7 @@ struct Sum {
 
   T* output;
   int64_t features;
+  bool is_mean;
 
   JB_INLINE void Start(int64_t count, CellsOf<Sum> cells) const { std::fill_n(cells.first, count, First{0}); }
 
@@ -37,7 +38,7 @@ struct Sum {
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* counts, CellsOf<Sum> cells) const {
     T* const to = output + first_cell;
-    if constexpr (!kIsMean) {
+    if (!kIsFloating<T> || !is_mean) {
       JB_VECTORIZE
       for (int64_t i = 0; i < count; ++i) Store(cells.first[i], to + i);
     } else if (features == 1) {
@@ -99,7 +100,7 @@ JB_CPU_CLONES void Gather(const Problem problem, int64_t batch, int64_t row_begi
 
 template <bool kIsMean, typename T>
 void GatherAll(ffi::ThreadPool& pool, const Problem& problem, const GatherArrays<T>& arrays) {
-  ForEachChunkOfRows(pool, problem, arrays.d_data,
+  ForEachChunkOfRows(pool, problem, arrays.d_data, sizeof(T),
                      [&](int64_t batch, int64_t row_begin, int64_t row_end) {
                        Gather<kIsMean>(problem, batch, row_begin, row_end, arrays);
                      });
@@ -110,7 +111,7 @@ bool ReduceSum(ffi::ThreadPool& pool, const SumBuffers& decoded, const ffi::AnyB
                const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& output, bool* has_memory) {
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const Sum<T, kIsMean> reduction{static_cast<T*>(output.untyped_data()), decoded.problem.features};
+    const Sum<T> reduction{static_cast<T*>(output.untyped_data()), decoded.problem.features, kIsMean};
     AdviseHugePages(reduction.output, output.element_count() * sizeof(T));
     *has_memory = ReduceAll(pool, decoded.problem, SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
                             static_cast<const T*>(data.untyped_data()), reduction, decoded.count);
@@ -188,7 +189,7 @@ XLA_FFI_DEFINE_HANDLER(kMeanBackward, SegmentMeanBackward, (BindBuffers<ffi::Thr
 template <bool kIsMean>
 Plan PlanOf(const PlanParameters& parameters) {
   return PlanOfType(PlanRequest(parameters), [](auto tag, const Problem& problem) {
-    return ChooseStrategy<Sum<typename decltype(tag)::type, kIsMean>>(problem, /*has_counts=*/kIsMean);
+    return ChooseStrategy<Sum<typename decltype(tag)::type>>(problem, /*has_counts=*/kIsMean);
   });
 }
 

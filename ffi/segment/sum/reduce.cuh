@@ -1,0 +1,11 @@
+// Means in registers (see reduce.cuh), in a file of their own: they have as many kernels as sums.
+#pragma once
+
+#include "ffi/segment/engine/reduce.cuh"
+#include "ffi/segment/sum/launch.cuh"
+
+namespace jax_baracuda::segment {
+
+CudaStatus ReduceMean(const SumArguments& arguments, Strategy strategy, int64_t state_bytes, cudaStream_t stream);
+
+}  // namespace jax_baracuda::segment
