@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from jax_baracuda import precision_guarantee
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.native import KERNEL_PLATFORMS
 from jax_baracuda._core.op import OPS
+from jax_baracuda._core.rules import reference_of_call
 
 RUNS = 20
 FLAGS = ("deterministic", "indices_are_sorted")
@@ -45,6 +46,11 @@ class Call:
                 if slack is not None and cases.is_floating(expected.dtype):
                     expected = dataclasses.replace(expected, error=expected.error + slack(expected))
                 expected.check(actual[k], where)
+
+
+def with_batch(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The params of a call whose operands have a batch dimension."""
+    return dict(params) if OPS[name].broadcasts else {**params, "num_batch_dims": 1}
 
 
 def reference_winner(data: np.ndarray, ids: np.ndarray, segments: int) -> np.ndarray:
@@ -267,7 +273,7 @@ def convolution_update_call(rng: np.random.Generator, dtype: str, is_sorted: boo
     return Call(
         (x, state, operands["weight"], operands["bias"]),
         (expected, exactly(new_state)),
-        CONVOLUTION_PARAMS | {"batched": True},
+        CONVOLUTION_PARAMS,
     )
 
 
@@ -291,7 +297,6 @@ def rotation_call(*heads: int, direction: int) -> Callable[..., Call]:
             "rotary_dim": 32,
             "scale": 0.5,
             "has_positions": True,
-            "batched": True,
         }
         return Call((*features, frequencies[None], positions), expected, params)
 
@@ -307,7 +312,7 @@ def where_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
 
 def where_backward_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
     """db is a sum, where there is a kernel for sums."""
-    axes = (0,) if dtype in cases.FLOATING else ()
+    axes = (-2,) if dtype in cases.FLOATING else ()
     dy, cond = rng.normal(size=(2, 9000, 40)).astype(jnp.dtype(dtype)), selections.make_condition(rng, (2, 9000, 1))
     b_shape = (1, 40) if axes else (9000, 40)
     expected = [selections.reference_gradients(cond[k], dy[k], (9000, 40), b_shape) for k in range(2)]
@@ -323,7 +328,6 @@ def window_problem(rng: np.random.Generator, dtype: str) -> tuple[np.ndarray, li
         "ranks": (3,),
         "windows": (windows.window(0, 1, 0, sizes[1]), windows.window(0, 2, 1, sizes[2])),
         "drop": bool(rng.integers(2)),
-        "batched": True,
     }
     starts = np.stack([np.zeros(2, np.int32), *(rng.integers(-90, 300, (2, 2)).astype(np.int32))])
     return windows.random_bits(rng, (2, *shape), dtype), sizes, starts, params
@@ -404,7 +408,7 @@ def test_guarantee(rng: np.random.Generator, name: str, dtype: str) -> None:
 
     def run_all(all_operands: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:
         calls = zip(variants, all_operands, strict=True)
-        return [OPS[name](*operands, **(flags | call.params)) for (flags, call), operands in calls]
+        return [OPS[name](*operands, **with_batch(name, flags | call.params)) for (flags, call), operands in calls]
 
     run, all_operands = jax.jit(run_all), [call.operands for _, call in variants]
 
@@ -450,9 +454,9 @@ def test_which_ops_claim_to_be_deterministic(name: str) -> None:
 def test_plain_jax_reference(rng: np.random.Generator, name: str, dtype: str) -> None:
     """The op's plain-JAX twin, from which its derivatives come, has the kernel's values, winners included."""
     call = CALLS[name](rng, dtype, False)
-    params = {flag: False for flag in FLAGS if flag in OPS[name].attributes} | call.params
+    params = with_batch(name, {flag: False for flag in FLAGS if flag in OPS[name].attributes} | call.params)
     with cases.x64_for(dtype):
-        results = jax.jit(lambda *operands: OPS[name].reference(*operands, **params))(*call.operands)
+        results = jax.jit(lambda *operands: reference_of_call(OPS[name], *operands, **params))(*call.operands)
 
     def slack(expected: Expected) -> Any:
         # XLA divides with an error of one unit in the last place on GPUs, where the kernels round correctly; it takes

@@ -33,6 +33,7 @@ from write_slice.reference import Window
 
 from jax_baracuda._core.native import NATIVE_MODULES
 from jax_baracuda._core.op import OPS
+from jax_baracuda._core.params import resolve
 
 NUM_CALLS = int(os.environ.get("JAX_BARACUDA_MALFORMED_CALLS", "200"))
 
@@ -266,13 +267,15 @@ def why_not(call: Call) -> str | None:
                 return f"{dest} is not {result}"
         return None
     num_batch_dims = int(attributes.pop("num_batch_dims", 1))
-    names = [dims(**attributes) if callable(dims) else dims for dims in (op.operands, op.results)]
+    if call.target.endswith("_with_winner"):
+        attributes["with_order"] = call.results[2].shape[num_batch_dims:] != (1,) if len(call.results) == 3 else True
+    names = [list(resolve(arrays, attributes).values()) for arrays in (op.operands, op.results)]
     if len(call.operands) > len(names[0]) or len(call.results) != len(names[1]):
         return "wrong number of arrays"
     sizes: dict[str, Any] = {}
     for arrays, all_dims, is_operand in ((call.operands, names[0], True), (call.results, names[1], False)):
         for x, dims in zip(arrays, all_dims, strict=False):
-            own, batch, shape = dims[1:], x.shape[:num_batch_dims], x.shape[num_batch_dims:]
+            own, batch, shape = dims, x.shape[:num_batch_dims], x.shape[num_batch_dims:]
             fixed = own[:-1] if own[-1:] == ("...",) else own
             if len(batch) < num_batch_dims or len(shape) < len(fixed) or (fixed == own and len(shape) != len(fixed)):
                 return f"{x} has the wrong rank for {dims}, {num_batch_dims} of the batch"

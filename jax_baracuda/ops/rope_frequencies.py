@@ -68,13 +68,13 @@ def rope_frequencies(
       ValueError: an argument or the value of a key is out of range; the scheme is unknown, one of its keys is missing,
         or there is one that it does not take.
     """
-    dim = whole_number(NAME, "dim", dim, least=2)
+    dim = whole_number(NAME, "dim", dim, minimum=2)
     if dim % 2:
         raise ValueError(f"{NAME}: dim must be even, got {dim}")
     base = None if base is None else real_number(NAME, "base", base, positive=True)
-    seq_len = None if seq_len is None else whole_number(NAME, "seq_len", seq_len, least=0)
+    seq_len = None if seq_len is None else whole_number(NAME, "seq_len", seq_len, minimum=0)
     if max_position_embeddings is not None:
-        max_position_embeddings = whole_number(NAME, "max_position_embeddings", max_position_embeddings, least=1)
+        max_position_embeddings = whole_number(NAME, "max_position_embeddings", max_position_embeddings, minimum=1)
     parameters = _Parameters.of({} if scaling is None else scaling, max_position_embeddings)
     theta = parameters.number("rope_theta", DEFAULT_BASE if base is None else base)
     if base not in (None, theta):
@@ -153,7 +153,7 @@ class _Parameters:
     def original_length(self) -> int:
         """The length that the model was trained for before."""
         # A logarithm of it may be a divisor.
-        return whole_number(NAME, f"scaling[{ORIGINAL_LENGTH!r}]", self.values.get(ORIGINAL_LENGTH), least=2)
+        return whole_number(NAME, f"scaling[{ORIGINAL_LENGTH!r}]", self.values.get(ORIGINAL_LENGTH), minimum=2)
 
     def factor(self, model: _Model) -> float:
         """By how much the context grows, from the lengths if it is not given."""

@@ -440,8 +440,8 @@ def good_call(
     if not is_batched:
         arrays = {name: dataclasses.replace(array, shape=array.shape[1:]) for name, array in arrays.items()}
     operands = [arrays[name].shared() if name in shared else arrays[name] for name in (*names.operands, *present)]
-    params = {"channels_last": channels_last, "silu": True, "batched": is_batched, **presence(target, present)}
-    return handlers.good_call(target, operands, [arrays[name] for name in results], params)
+    params = {"channels_last": channels_last, "silu": True, "num_batch_dims": int(is_batched)}
+    return handlers.good_call(target, operands, [arrays[name] for name in results], params | presence(target, present))
 
 
 def presence(target: str, optional: Collection[str]) -> dict[str, bool]:

@@ -214,7 +214,7 @@ def good_call(
         "rotary_dim": np.int64(sizes.rotary_dim),
         "scale": np.float64(1.25),
         "has_positions": has_positions,
-        "batched": sizes.batch is not None,
+        "num_batch_dims": 0 if sizes.batch is None else 1,
     }
     return handlers.good_call(
         target, operands, [Array(name, shape, dtype) for name, shape in zip(results, shapes, strict=False)], params

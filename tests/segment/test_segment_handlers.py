@@ -17,6 +17,7 @@ from support.handlers import Array, Call, with_dtypes, with_other_shapes
 
 from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES
 from jax_baracuda._core.op import OPS
+from jax_baracuda._core.params import resolve
 
 
 def assert_refused(call: Call, what: str) -> None:
@@ -29,11 +30,11 @@ def segments_are_fixed(call: Call) -> bool:
 
 
 def test_table_is_complete() -> None:
-    """Each op of the family is here, with as many operands and results as its definition names."""
+    """Each op of the family is here, with the operands and as many results as its definition names."""
     assert set(TARGETS) == {name for name in OPS if name.startswith("segment_")}
     for target, (operands, results) in TARGETS.items():
         assert len(operands) == len(OPS[target].operands)
-        assert len(results) == len(OPS[target].results)
+        assert len(results) == len(resolve(OPS[target].results, {"with_order": True}))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -162,16 +163,19 @@ def planned_calls(target: str, rows: int) -> Iterator[tuple[list[jax.ShapeDtypeS
     is_of_extremum = target in ("segment_max_backward", "segment_min_backward")
     segment_counts, feature_counts = (0, 1, 3, 40, 900, 5000, 100_000), (0, 1, 2, 3, 4, 8, 33, 64, 128, 1 << 20)
     for batch, segments, features in itertools.product((1, 3), segment_counts, feature_counts):
-        sizes = {"batch": batch, "row": rows, "segment": segments, "...": features}
+        sizes = {"row": rows, "segment": segments, "...": features}
         for dtype, flag, other_flag in itertools.product(dtypes, (False, True), (False, True)):
-            names = op.operands[:4] if is_of_extremum and other_flag else op.operands  # without ties
+            names = list(op.operands.values())[: 4 if is_of_extremum and other_flag else None]  # without ties
             operands = [
-                jax.ShapeDtypeStruct([sizes[name] for name in dimensions], dtype if "..." in dimensions else np.int32)
+                jax.ShapeDtypeStruct(
+                    (batch, *(sizes[name] for name in dimensions)), dtype if "..." in dimensions else np.int32
+                )
                 for dimensions in names
             ]
             if is_of_extremum and flag:
                 operands[3] = jax.ShapeDtypeStruct((batch, 1), np.int32)  # without an order
-            yield operands, {"num_segments": segments, "indices_are_sorted": flag, "deterministic": other_flag}
+            options = {"indices_are_sorted": flag, "deterministic": other_flag}
+            yield operands, {"num_segments": segments, "num_batch_dims": 1, **options}
 
 
 @pytest.mark.parametrize("platform", KERNEL_PLATFORMS)

@@ -449,23 +449,23 @@ def test_order_is_a_hint(rng: np.random.Generator, extremum: Reduction, tie_brea
     forward_params = {"num_segments": shape.segments, "indices_are_sorted": False, "first_wins": tie_break == "first"}
 
     def gradient(winner: jax.Array, order: Any, output: jax.Array) -> jax.Array:
-        data_and_output = () if tie_break == "first" else (data[None], output)
-        return backward(cotangent[None], winner, ids[None], order, *data_and_output)[0][0]
+        data_and_output = () if tie_break == "first" else (data, output)
+        return backward(cotangent, winner, ids, order, *data_and_output)[0]
 
-    output, winner, by_kernel = with_winner(data[None], ids[None], **forward_params, with_order=True)
-    assert by_kernel.dtype == np.int32 and by_kernel.shape == (1, shape.rows)
-    np.testing.assert_array_equal(np.sort(by_kernel[0]), np.arange(shape.rows))
-    for name, order in orders(rng, ids, np.asarray(by_kernel[0])).items():
-        expected.check(gradient(winner, order[None].astype(np.int32), output), name)
-    without = with_winner(data[None], ids[None], **forward_params, with_order=False)
-    assert without[2].shape == (1, 1)
+    output, winner, by_kernel = with_winner(data, ids, **forward_params, with_order=True)
+    assert by_kernel.dtype == np.int32 and by_kernel.shape == (shape.rows,)
+    np.testing.assert_array_equal(np.sort(by_kernel), np.arange(shape.rows))
+    for name, order in orders(rng, ids, np.asarray(by_kernel)).items():
+        expected.check(gradient(winner, order.astype(np.int32), output), name)
+    without = with_winner(data, ids, **forward_params, with_order=False)
+    assert without[2].shape == (1,)
     assert_same_bits(without[0], np.asarray(output))
     assert_same_bits(without[1], np.asarray(winner))
     expected.check(gradient(winner, without[2], output), "without an order")
     # Nothing is promised for rows that are no rows, but that memory elsewhere is neither read nor written.
     for bad in (-1, shape.rows, np.iinfo(np.int32).max, np.iinfo(np.int32).min):
         garbage = np.where(rng.random(shape.rows) < 0.5, bad, np.arange(shape.rows)).astype(np.int32)
-        jax.block_until_ready(gradient(winner, garbage[None], output))
+        jax.block_until_ready(gradient(winner, garbage, output))
 
 
 @pytest.mark.newest_jax_alone
@@ -480,14 +480,14 @@ def test_order_of_a_batch(rng: np.random.Generator, extremum: Reduction) -> None
         ids = np.stack([cases.make_ids(rng, 60, 7) for _ in range(1 if ids_are_shared else size)])
         order = np.stack([rng.permutation(60) for _ in range(1 if order_is_shared else size)]).astype(np.int32)
         params = {"num_segments": 7, "indices_are_sorted": False, "first_wins": False, "with_order": True}
-        output, winner, _ = OPS[f"{extremum.name}_with_winner"](data, ids, **params)
+        output, winner, _ = OPS[f"{extremum.name}_with_winner"](data, ids, **params, num_batch_dims=1)
 
         def check(results: list[jax.Array], ids: np.ndarray = ids, where: str = f"{ids_are_shared} {order_is_shared}"):
             for k in range(size):
                 expected = extremum.gradient(cotangent[k], data[k], ids[k % len(ids)], 7, "split")
                 expected.check(results[0][k], where)
 
-        batch.add(lambda *x: list(backward(*x)), (cotangent, winner, ids, order, data, output), check)
+        batch.add(lambda *x: list(backward(*x, num_batch_dims=1)), (cotangent, winner, ids, order, data, output), check)
     batch.run()
 
 
@@ -518,7 +518,7 @@ def test_order_of_each_element(rng: np.random.Generator, extremum: Reduction, sh
     ids = np.stack([cases.make_ids(rng, rows, segments) for _ in range(1 if shared == "ids" else size)])
     ids[-1, 5000:20_000] = -1  # so that elements drop different numbers of rows
     params = {"num_segments": segments, "indices_are_sorted": False, "first_wins": False, "with_order": True}
-    order = np.asarray(OPS[f"{extremum.name}_with_winner"](data, ids, **params)[2])
+    order = np.asarray(OPS[f"{extremum.name}_with_winner"](data, ids, **params, num_batch_dims=1)[2])
     assert order.shape == (size, rows)
     for k in range(size):
         np.testing.assert_array_equal(np.sort(order[k]), np.arange(rows), f"element {k}")

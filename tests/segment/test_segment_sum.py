@@ -81,8 +81,8 @@ def test_special_values_by_hand(dtype: str) -> None:
     with cases.x64_for(dtype):
         for function in (segment_sum, segment_mean):
             for is_sorted in (False, True):
-                assert_same_bits(function(data, ids, 7, is_sorted), expected)
-                wide = function(np.stack([data] * 40, axis=1), ids, 7, is_sorted)
+                assert_same_bits(function(data, ids, 7, indices_are_sorted=is_sorted), expected)
+                wide = function(np.stack([data] * 40, axis=1), ids, 7, indices_are_sorted=is_sorted)
                 assert_same_bits(wide, np.stack([expected] * 40, axis=1))
 
 

@@ -133,8 +133,12 @@ SCALAR_TYPES = {(bool, np.bool_): "PRED", (int, np.integer): "S64", (float, np.f
 
 
 def good_call(target: str, operands: Sequence[Array], results: Sequence[Array], params: Mapping[str, Any]) -> Call:
-    """A call that fits: with the scratch that the op needs, and those of its params that the handler takes."""
+    """A call that fits: with the scratch that the op needs, and those of its params that the handler takes.
+
+    The first dimension of arrays is a batch, unless `params` say otherwise.
+    """
     op = OPS[target]
+    params = params if op.broadcasts else {"num_batch_dims": 1, **params}
     scratch_bytes = op.plan(cases.PLATFORM, [x.aval() for x in operands], params).scratch_bytes
     return Call(target, tuple(operands), tuple(results), attributes_of(op, params), scratch_bytes)
 

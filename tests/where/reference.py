@@ -133,8 +133,13 @@ def split_call(
         return Array(name, own, cases.accumulator(dtype).name if axes else dtype)
 
     operands = Array("dy", shape, dtype), Array("cond", shape, "bool")
+
+    def from_the_end(axes: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(1 + axis - len(shape) for axis in axes)
+
     results = cotangent("da", a_axes), cotangent("db", b_axes)
-    return handlers.good_call("where_backward", operands, results, {"a_axes": a_axes, "b_axes": b_axes})
+    axes = {"a_axes": from_the_end(a_axes), "b_axes": from_the_end(b_axes)}
+    return handlers.good_call("where_backward", operands, results, axes)
 
 
 GOOD_CALLS = {

@@ -143,7 +143,7 @@ WINDOWS = (window(0, 0, 0, 2), window(0, 2, 1, 3), window(1, 1, 0, 5))
 def window_sizes(shapes: Sequence[Sequence[int]], windows: Sequence[Window]) -> list[tuple[int, ...]]:
     sizes = [list(shape) for shape in shapes]
     for w in windows:
-        sizes[w.write][w.axis] = w.size
+        sizes[w.array][w.axis] = w.size
     return [tuple(size) for size in sizes]
 
 
@@ -173,7 +173,7 @@ def good_call(
     starts = arrays("start", [()] * len(start_dtypes), start_dtypes)
     parts = [Array("part", (1,) if batched else (), "int32") for w in windows if w.num_shards > 1]
     results = arrays("result", shapes, dtypes)
-    params = {"ranks": tuple(map(len, shapes)), "windows": tuple(windows), "drop": drop, "batched": batched}
+    params = {"ranks": tuple(map(len, shapes)), "windows": tuple(windows), "drop": drop, "num_batch_dims": int(batched)}
     if target == "write_slice":
         return handlers.good_call(target, [*dests, *sources, *starts, *parts], results, params)
     return handlers.good_call(target, [*dests, *starts, *parts], [*results, *sources], params)

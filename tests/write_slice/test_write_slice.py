@@ -563,17 +563,17 @@ def test_plain_jax_of_the_gradient(rng: np.random.Generator, dtype: str) -> None
     with jax.enable_x64(True):
         for mode in MODES:
             problem = random_problem(rng, 3)
-            cotangent, starts = random_bits(rng, (1, *problem.shape), dtype), problem.random_starts(rng)
+            cotangent, starts = random_bits(rng, problem.shape, dtype), problem.random_starts(rng)
             params = dict(
                 ranks=(3,),
                 windows=tuple(windows.window(0, axis, axis, size) for axis, size in enumerate(problem.sizes)),
                 drop=mode == "drop",
             )
-            operands = cotangent, *(start[None] for start in problem.as_arrays(starts))
+            operands = cotangent, *problem.as_arrays(starts)
             rest, taken = jax.jit(lambda *x, params=params: WRITE_SLICE_BACKWARD.reference(*x, **params))(*operands)
-            expected_rest, expected_taken = reference_take(cotangent[0], problem.sizes, starts, mode)
-            assert_same_memory(rest[0], expected_rest)
-            assert_same_memory(taken[0], expected_taken)
+            expected_rest, expected_taken = reference_take(cotangent, problem.sizes, starts, mode)
+            assert_same_memory(rest, expected_rest)
+            assert_same_memory(taken, expected_taken)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -697,7 +697,7 @@ def test_ops_accept_what_the_reference_accepts(rng: np.random.Generator) -> None
     """Called directly, with an array that the batch shares, an op runs as plain JAX."""
     dest, source = random_bits(rng, (1, 5), "float32"), random_bits(rng, (3, 2), "float32")
     starts = np.array([0, 3, -1], np.int32)
-    params = dict(ranks=(1,), windows=(windows.window(0, 0, 0, 2),), drop=False, batched=True)
+    params = dict(ranks=(1,), windows=(windows.window(0, 0, 0, 2),), drop=False, num_batch_dims=1)
     [result] = jax.jit(lambda *x: WRITE_SLICE(*x, **params))(dest, source, starts)
     expected = of_batch(lambda s, i: reference_write(dest[0], s, [i]), source, starts)
     assert_same_memory(result, expected)

@@ -75,13 +75,13 @@ def expected_results(
         dest = elements(f"dest {i}")
         starts = np.zeros((batch, dest.ndim - 1), object)
         for w in windows:
-            if w.write == i:
-                starts[:, w.axis] = elements(f"start {w.start}")
+            if w.array == i:
+                starts[:, w.axis] = elements(f"start {w.start_operand}")
         if call.target == "write_slice":
             write = of_batch(lambda d, s, at: reference_write(d, s, at, mode), dest, elements(f"source {i}"), starts)
             results[f"result {i}"] = write
             continue
-        sizes = window_sizes([dest.shape[1:]], [w._replace(write=0) for w in windows if w.write == i])[0]
+        sizes = window_sizes([dest.shape[1:]], [w._replace(array=0) for w in windows if w.array == i])[0]
         rest, taken = of_batch(lambda d, at, sizes=sizes: reference_take(d, sizes, at, mode), dest, starts)
         results |= {f"result {i}": rest, f"source {i}": taken}
     return results if is_batched else {name: x[0] for name, x in results.items()}
@@ -348,14 +348,14 @@ BAD_WINDOWS: dict[str, tuple[tuple[int, ...], ...]] = {
     "out of order": (WINDOWS[1], WINDOWS[0], WINDOWS[2]),
     "arrays out of order": (WINDOWS[2], WINDOWS[0], WINDOWS[1]),
     "twice": (WINDOWS[0], *WINDOWS),
-    "negative array": (WINDOWS[0]._replace(write=-1), *WINDOWS[1:]),
-    "no such array": (*WINDOWS[:2], WINDOWS[2]._replace(write=2)),
+    "negative array": (WINDOWS[0]._replace(array=-1), *WINDOWS[1:]),
+    "no such array": (*WINDOWS[:2], WINDOWS[2]._replace(array=2)),
     "negative axis": (WINDOWS[0]._replace(axis=-1), *WINDOWS[1:]),
     "no such axis": (WINDOWS[0], WINDOWS[1]._replace(axis=3), WINDOWS[2]),
     "axis far out": (WINDOWS[0], WINDOWS[1]._replace(axis=2**62), WINDOWS[2]),
-    "negative start": (WINDOWS[0]._replace(start=-1), *WINDOWS[1:]),
-    "no such start": (WINDOWS[0]._replace(start=2), *WINDOWS[1:]),
-    "start far out": (WINDOWS[0]._replace(start=2**63 - 1), *WINDOWS[1:]),
+    "negative start": (WINDOWS[0]._replace(start_operand=-1), *WINDOWS[1:]),
+    "no such start": (WINDOWS[0]._replace(start_operand=2), *WINDOWS[1:]),
+    "start far out": (WINDOWS[0]._replace(start_operand=2**63 - 1), *WINDOWS[1:]),
     "negative size": (WINDOWS[0]._replace(size=-1), *WINDOWS[1:]),
     "another size": (WINDOWS[0]._replace(size=3), *WINDOWS[1:]),
     "size beyond the axis": (WINDOWS[0]._replace(size=8), *WINDOWS[1:]),

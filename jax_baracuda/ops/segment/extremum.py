@@ -548,7 +548,7 @@ def _shard_backward(
 
 
 def _backward_plan_parameters(
-    d_output: Any, winner: Any, segment_ids: Any, order: Any, *data_and_output: Any
+    d_output: Any, winner: Any, segment_ids: Any, order: Any, *data_and_output: Any, **_: Any
 ) -> dict[str, int]:
     return plan_parameters(
         d_output,
