@@ -34,6 +34,7 @@ def _rotate(direction: int, angle_errors: float | None, options: Options, x: Any
     rotary = options["rotary_dim"] or size
     if inv_freq is None:
         inv_freq = jnp.asarray((options["base"] or BASE) ** (-np.arange(0, rotary, 2, dtype=np.float64) / rotary))
+    inv_freq = inv_freq.sum(axis=0) if inv_freq.ndim == 2 else inv_freq
     positions = jnp.arange(x.shape[2])[None] if positions is None else positions
     positions = positions[None] if positions.ndim == 1 else positions
     angle = positions.astype(jnp.float64)[:, None, :, None] * inv_freq
@@ -90,8 +91,8 @@ def _problem(
         operands.append(
             Operand(
                 "inv_freq",
-                (pair,),
-                lambda rng, shape, d: rng.uniform(0.001, 1, shape).astype(d),
+                ("two", pair),
+                lambda rng, shape, d: (rng.uniform(0.001, 1, shape) * [[1], [1e-8]]).astype(d),
                 wide,
                 differentiable=False,
                 has_sign=True,
@@ -113,8 +114,6 @@ def _problem(
 
     def apply(function: Callable[..., Any], *arrays: Any) -> Any:
         given = dict(zip(keywords, arrays[rotated:], strict=True))
-        if "inv_freq" in given and dtype != "float64":
-            given["inv_freq"] = jnp.stack([given["inv_freq"], jnp.zeros_like(given["inv_freq"])])
         chosen = passed(options, "base", "interleaved", "layout", "rotary_dim", "scale")
         return function(*arrays[:rotated], **given, **chosen)
 

@@ -387,6 +387,7 @@ def size_of_dim(name: str, sizes: Mapping[str, Any], levels: Sequence[Level] = (
         "old": lambda: sizes["tap"] + 2,
         "half": lambda: sizes["feature"] // 2,
         "pair": lambda: 2,
+        "two": lambda: 2,
         **{level.name: lambda level=level: level.size for level in levels},
     }
     if name in derived:
