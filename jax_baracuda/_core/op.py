@@ -152,10 +152,9 @@ class Op:
         """How the platform's kernel runs a call that it supports: its strategy, and the scratch memory."""
         assert self.plan_parameters is not None
         num_batch_dims = count_batch_dims(params)
-        parameters = {
-            **self.plan_parameters(*without_batch(operands, num_batch_dims), **definition_params(params)),
-            **shared_flags(self.operand_names(params), operands, num_batch_dims),
-        }
+        parameters = dict(self.plan_parameters(*without_batch(operands, num_batch_dims), **definition_params(params)))
+        if not self.broadcasts:
+            parameters |= shared_flags(self.operand_names(params), operands, num_batch_dims)
         # A product of sizes that does not fit is one of an array without elements, in which it can as well be 0.
         fitting = {name: int(value) if value < 2**63 else 0 for name, value in parameters.items()}
         return NATIVE_MODULES[platform].plan(self.name, fitting)

@@ -188,6 +188,6 @@ def _problems(calls: Sequence[dict[str, int]]) -> Iterator[str]:
         if not any(parameters["batch"] > 1 for parameters in calls):
             yield NOT_IN_BATCHES
     for flag in {flag for parameters in calls for flag in _sharing(parameters)}:
-        given = {bool(parameters[flag]) for parameters in calls if flag in parameters and parameters["batch"] > 1}
+        given = {bool(parameters[flag]) for parameters in calls if flag in parameters and parameters["batch"] != 1}
         if given == {True}:
             yield f"not reached with {flag} = 0"
