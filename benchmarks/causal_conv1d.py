@@ -28,6 +28,7 @@ from benchmarks.harness import (
     torch_is_usable,
 )
 from benchmarks.record import FORWARD, OURS, WITH_GRADIENT, XLA
+from jax_baracuda._examples import causal_conv1d as plain_jax
 
 try:
     import causal_conv1d
@@ -322,29 +323,12 @@ def xla_formulations(
         yield "lax.conv", functools.partial(_depthwise_convolution, channels_last)
 
 
-def _shifted(operand: jax.Array, steps: int, axis: int) -> jax.Array:
-    """What was there some steps before, zero where nothing was; for negative `steps`, what comes after."""
-    edges = [(0, 0, 0)] * operand.ndim
-    edges[axis] = (steps, -steps, 0)
-    return lax.pad(operand, jnp.zeros((), operand.dtype), edges)
-
-
-def _along_channels(parameter: jax.Array, channels_last: bool, dtype: str) -> jax.Array:
-    return parameter.astype(dtype) if channels_last else parameter.astype(dtype)[:, None]
-
-
 def _linear(
     channels_last: bool, dtype: str, x: jax.Array, weight: jax.Array, bias: jax.Array, ids: jax.Array | None
 ) -> jax.Array:
     """The convolution without the activation."""
-    time, width = 1 if channels_last else 2, weight.shape[1]
-    z = _along_channels(bias, channels_last, dtype)
-    for steps in range(width):
-        tap = _shifted(x, steps, time).astype(dtype)
-        if ids is not None:
-            tap = jnp.where(jnp.expand_dims(_shifted(ids, steps, 1) == ids, 3 - time), tap, 0)
-        z = z + _along_channels(weight[:, width - 1 - steps], channels_last, dtype) * tap
-    return z
+    operands = (operand.astype(dtype) for operand in (x, weight, bias))
+    return plain_jax.causal_conv1d(*operands, channels_last=channels_last, segment_ids=ids)
 
 
 def _shifted_adds(
@@ -371,11 +355,11 @@ def _by_hand_backward(channels_last: bool, operands: Any, dy: jax.Array) -> Any:
     _, activation_vjp = jax.vjp(jax.nn.silu, _linear(channels_last, "float32", *operands))
     [dz] = activation_vjp(dy.astype("float32"))
     dx = sum(
-        _along_channels(weight[:, width - 1 - steps], channels_last, "float32") * _shifted(dz, -steps, time)
+        plain_jax.along_channels(weight[:, width - 1 - steps], channels_last) * plain_jax.shifted(dz, -steps, time)
         for steps in range(width)
     )
     but_channels = (0, time)
-    dweight = [jnp.sum(dz * _shifted(x, width - 1 - k, time), but_channels) for k in range(width)]
+    dweight = [jnp.sum(dz * plain_jax.shifted(x, width - 1 - k, time), but_channels) for k in range(width)]
     dbias = jnp.sum(dz, but_channels)
     return dx.astype(x.dtype), jnp.stack(dweight, 1).astype(weight.dtype), dbias.astype(bias.dtype), None
 

@@ -26,6 +26,7 @@ from benchmarks.harness import (
     torch_is_usable,
 )
 from benchmarks.record import FORWARD, OURS, WITH_GRADIENT, XLA
+from jax_baracuda._examples.rope import rotate_adjacent, rotate_halves
 
 try:
     from fla.modules.rotary import rotary_embedding as fla_rotary_embedding
@@ -332,11 +333,6 @@ def _on_the_fly(
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def _halves(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
 def _swapped_halves(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """As in Hugging Face's models."""
     first, second = jnp.split(x, 2, axis=-1)
@@ -348,11 +344,6 @@ def _rolled_halves(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return x * jnp.concatenate([cos, cos], axis=-1) + jnp.roll(x, x.shape[-1] // 2, -1) * jnp.concatenate(
         [-sin, sin], axis=-1
     )
-
-
-def _strided(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    first, second = x[..., ::2], x[..., 1::2]
-    return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
 
 
 def _pairs(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -377,12 +368,12 @@ def _complex_numbers(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 # The first two are the usual ones.
 HALF_SPLIT_ROTATIONS: dict[str, Rotate] = {
-    "halves": _halves,
+    "halves": rotate_halves,
     "swapped halves": _swapped_halves,
     "rolled halves": _rolled_halves,
 }
 INTERLEAVED_ROTATIONS: dict[str, Rotate] = {
-    "strided": _strided,
+    "strided": rotate_adjacent,
     "swapped neighbours": _swapped_neighbours,
     "pairs": _pairs,
     "complex numbers": _complex_numbers,

@@ -16,6 +16,7 @@ import numpy as np
 import jax_baracuda
 from benchmarks.harness import Case, Contender, JaxContender, TorchContender, torch
 from benchmarks.record import FORWARD, OURS, WITH_GRADIENT, XLA
+from jax_baracuda._examples.segment import PLAIN_JAX
 
 try:
     import torch_scatter
@@ -204,10 +205,10 @@ Formulation = tuple[str, Callable[[jax.Array, jax.Array], jax.Array]]
 def xla_formulations(op: str, problem: Problem, dtype: str, is_sorted: bool) -> Iterator[Formulation]:
     """Ways to write the op with JAX's own functions; the fastest is the one to beat."""
     num_segments = problem.segments
-    plain = functools.partial(XLA_OPS[op], num_segments=num_segments, is_sorted=False)
+    plain = functools.partial(PLAIN_JAX[op], num_segments=num_segments)
     formulations = [("plain", plain)]
     if is_sorted:
-        sorted_function = functools.partial(XLA_OPS[op], num_segments=num_segments, is_sorted=True)
+        sorted_function = functools.partial(plain, indices_are_sorted=True)
         formulations.append(("sorted flag", sorted_function))
     else:
         formulations.append(("sort first", functools.partial(_sort_first, op, num_segments)))
@@ -226,73 +227,10 @@ def _in_float32(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return lambda data, ids: function(data.astype(jnp.float32), ids).astype(data.dtype)
 
 
-def _gather(cells: jax.Array, ids: jax.Array, is_sorted: bool) -> jax.Array:
-    return cells.at[ids].get(indices_are_sorted=is_sorted, mode="promise_in_bounds")
-
-
-def _xla_reduction(name: str) -> Callable[..., jax.Array]:
-    def reduce(data: jax.Array, ids: jax.Array, num_segments: int, is_sorted: bool) -> jax.Array:
-        return getattr(jax.ops, name)(data, ids, num_segments, indices_are_sorted=is_sorted)
-
-    return reduce
-
-
-def _xla_mean(data: jax.Array, ids: jax.Array, num_segments: int, is_sorted: bool) -> jax.Array:
-    total = jax.ops.segment_sum(data, ids, num_segments, indices_are_sorted=is_sorted)
-    count = jax.ops.segment_sum(jnp.ones_like(ids), ids, num_segments, indices_are_sorted=is_sorted)
-    count = jnp.maximum(count, 1).astype(data.dtype)
-    return total / count.reshape(-1, *[1] * (data.ndim - 1))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _xla_prod(data: jax.Array, ids: jax.Array, num_segments: int, is_sorted: bool) -> jax.Array:
-    """JAX has no gradient of ``segment_prod``; people write the one that holds where there are no zeros."""
-    return jax.ops.segment_prod(data, ids, num_segments, indices_are_sorted=is_sorted)
-
-
-def _xla_prod_forward(data: jax.Array, ids: jax.Array, num_segments: int, is_sorted: bool) -> Any:
-    output = _xla_prod(data, ids, num_segments, is_sorted)
-    return output, (data, ids, output)
-
-
-def _xla_prod_backward(num_segments: int, is_sorted: bool, residuals: Any, cotangent: jax.Array) -> Any:
-    data, ids, output = residuals
-    return _gather(cotangent * output, ids, is_sorted) / data, None
-
-
-_xla_prod.defvjp(_xla_prod_forward, _xla_prod_backward)
-
-
-def _xla_argmax(data: jax.Array, ids: jax.Array, num_segments: int, is_sorted: bool) -> jax.Array:
-    maxima = jax.ops.segment_max(data, ids, num_segments, indices_are_sorted=is_sorted)
-    row = jnp.arange(data.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (data.ndim - 1))
-    row = jnp.where(data == _gather(maxima, ids, is_sorted), row, data.shape[0])
-    winner = jax.ops.segment_min(row, ids, num_segments, indices_are_sorted=is_sorted)
-    return jnp.minimum(winner, data.shape[0])
-
-
-def _xla_softmax(logits: jax.Array, ids: jax.Array, num_segments: int, is_sorted: bool) -> jax.Array:
-    maxima = jax.ops.segment_max(jax.lax.stop_gradient(logits), ids, num_segments, indices_are_sorted=is_sorted)
-    exponentials = jnp.exp(logits - _gather(maxima, ids, is_sorted))
-    total = jax.ops.segment_sum(exponentials, ids, num_segments, indices_are_sorted=is_sorted)
-    return exponentials / _gather(total, ids, is_sorted)
-
-
-XLA_OPS = {
-    "segment_max": _xla_reduction("segment_max"),
-    "segment_min": _xla_reduction("segment_min"),
-    "segment_sum": _xla_reduction("segment_sum"),
-    "segment_mean": _xla_mean,
-    "segment_prod": _xla_prod,
-    "segment_argmax": _xla_argmax,
-    "segment_softmax": _xla_softmax,
-}
-
-
 def _sort_first(op: str, num_segments: int, data: jax.Array, ids: jax.Array) -> jax.Array:
     order = jnp.argsort(ids)
     rows = data.at[order].get(unique_indices=True, mode="promise_in_bounds")
-    result = XLA_OPS[op](rows, ids[order], num_segments, True)
+    result = PLAIN_JAX[op](rows, ids[order], num_segments, indices_are_sorted=True)
     if op == "segment_softmax":
         return jnp.zeros_like(result).at[order].set(result, unique_indices=True, mode="promise_in_bounds")
     if op == "segment_argmax":

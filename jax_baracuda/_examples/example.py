@@ -16,7 +16,7 @@ Sizes = Mapping[str, int]
 """Of named dimensions."""
 Draw = Callable[[np.random.Generator, tuple[int, ...], np.dtype, Sizes], np.ndarray]
 """``(rng, shape, dtype, sizes of all dimensions) -> array``"""
-Tolerance = Mapping[str, tuple[float, float]]
+Tolerance = dict[str, tuple[float, float]]
 """The largest allowed error of an element of a value and of a gradient, by dtype."""
 
 EXACT: Tolerance = {"float32": (0, 0), "bfloat16": (0, 0), "float16": (0, 0)}
@@ -24,13 +24,16 @@ ROUNDED_ONCE: Tolerance = {"float32": (2e-6, 2e-6), "bfloat16": (4e-3, 4e-3), "f
 """Of float32, what sums in another order differ by; of 16 bits, a little more than half of the spacing at 1."""
 
 REPEATED_AFTER = 1_000_003
-"""Random numbers repeat in larger arrays, which are then filled much faster."""
+
+
+def repeated(make: Callable[[int], np.ndarray], shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """What ``make(count)`` makes, again and again in a large array: that is much faster than new numbers."""
+    return np.resize(make(min(math.prod(shape), REPEATED_AFTER)).astype(dtype), shape)
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
     """Normally distributed numbers."""
-    few = rng.standard_normal(min(math.prod(shape), REPEATED_AFTER), np.float32)
-    return np.resize(few, shape).astype(dtype)
+    return repeated(lambda count: rng.standard_normal(count, np.float32), shape, dtype)
 
 
 def integers(low: int, high: int) -> Draw:
@@ -39,7 +42,8 @@ def integers(low: int, high: int) -> Draw:
 
 
 def flags(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    return np.resize(rng.random(min(math.prod(shape), REPEATED_AFTER)) < 0.5, shape).astype(dtype)
+    """True or False."""
+    return repeated(lambda count: rng.random(count) < 0.5, shape, dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 import jax_baracuda as jb
-from jax_baracuda._examples.example import Example, Operand, Sizes, Tolerance, integers
+from jax_baracuda._examples.example import Example, Operand, Sizes, integers
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Plain JAX
@@ -102,8 +102,6 @@ TIMED = {
     "cuda": {"example": 4, "head": 32, "q_head": 24, "k_head": 8, "sequence": 8192, "feature": 128},
 }
 
-TOLERANCE: Tolerance = {"float32": (2e-6, 2e-6), "bfloat16": (4e-3, 4e-3), "float16": (5e-4, 5e-4)}
-
 
 def example(
     function: Callable[..., Any],
@@ -120,7 +118,6 @@ def example(
         {**CHECKED, **TIMED} if is_timed else CHECKED,
         variant,
         options,
-        tolerance=TOLERANCE,
     )
 
 

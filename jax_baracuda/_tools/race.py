@@ -6,6 +6,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -58,25 +59,22 @@ def race(example: Example, platform: str, device: jax.Device, repeats: int) -> I
 
     The forward pass and, where something is differentiable, the forward pass with the gradients.
     """
-    rng = np.random.default_rng()
-    operands = jax.device_put(example.make_operands(rng, "float32", platform), device)
+    operands = jax.device_put(example.make_operands(np.random.default_rng(), "float32", platform), device)
     calls = example.call(platform), example.plain_call(platform)
-    yield "forward", *(_median_seconds(_forward(call), [operands], repeats) for call in calls)
-    names = example.differentiated("float32")
-    if not names:
-        return
     types = jax.eval_shape(calls[0], **operands)
     cotangents = jax.device_put(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), types), device)
-    functions = (value_and_gradient(call, names) for call in calls)
-    yield "forward + gradient", *(_median_seconds(f, [operands, cotangents], repeats) for f in functions)
-
-
-def _forward(call: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda operands: call(**operands)
+    differentiated = example.differentiated("float32")
+    passes = {"forward": ()} | ({"forward + gradient": differentiated} if differentiated else {})
+    functions = [value_and_gradient(call, names) for names in passes.values() for call in calls]
+    lowered = [jax.jit(function).lower(operands, cotangents) for function in functions]
+    with ThreadPoolExecutor() as pool:
+        compiled = list(pool.map(lambda program: program.compile(), lowered))
+    seconds = [_median_seconds(function, (operands, cotangents), repeats) for function in compiled]
+    yield from zip(passes, seconds[::2], seconds[1::2], strict=True)
 
 
 def _median_seconds(function: Callable[..., Any], operands: Sequence[Any], repeats: int) -> float:
-    function = jax.jit(function)
+    """Of some calls after one to warm up."""
     jax.block_until_ready(function(*operands))
     seconds = []
     for _ in range(repeats):
