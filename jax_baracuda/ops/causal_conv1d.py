@@ -123,6 +123,14 @@ def causal_conv1d(
     and through the final state. Nothing but the arguments is kept for the backward pass.
     Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
     :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> x = jnp.array([[[1.0, 2.0, 3.0, 4.0]]])  # [B, C, L]
+      >>> weight = jnp.array([[-1.0, 1.0]])  # [C, W]: each input minus the one before
+      >>> y, state = jb.causal_conv1d(x, weight, return_final_state=True)
+      >>> print(y, state)
+      [[[1. 1. 1. 1.]]] [[[4.]]]
     """
     call = _canonicalize("causal_conv1d", x, weight, bias, activation, channels_last, initial_state, segment_ids)
     if not return_final_state:
@@ -177,6 +185,13 @@ def causal_conv1d_backward(
     in a fixed order: bit-equal from run to run, and independent of scheduling.
 
     Gradient: derivatives of any order and in either mode exist.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> x, weight = jnp.array([[[1.0, 2.0, 3.0]]]), jnp.array([[-1.0, 1.0]])
+      >>> dx, dweight, dbias = jb.causal_conv1d_backward(jnp.ones_like(x), x, weight)
+      >>> print(dx, dweight, dbias)
+      [[[0. 0. 1.]]] [[3. 6.]] None
     """
     name = "causal_conv1d_backward"
     call = _canonicalize(name, x, weight, bias, activation, channels_last, initial_state, segment_ids)
@@ -233,6 +248,16 @@ def causal_conv1d_update(
     Gradient: with respect to all four arrays, as in :func:`causal_conv1d_backward`.
     Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
     :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> weight, state = jnp.array([[-1.0, 1.0]]), jnp.zeros((1, 1, 1))
+      >>> for number in (1.0, 4.0, 9.0):
+      ...     y, state = jb.causal_conv1d_update(jnp.array([[number]]), state, weight)
+      ...     print(y, state)
+      [[1.]] [[[1.]]]
+      [[3.]] [[[4.]]]
+      [[5.]] [[[9.]]]
     """
     name = "causal_conv1d_update"
     x = as_array(name, "x", x)

@@ -87,6 +87,15 @@ def rope(
     Gradient: :func:`rope_backward`, a kernel as well. No features are kept for the backward pass.
     Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
     :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> x = jnp.ones((2, 4, 16, 8))  # [B, H, S, D]
+      >>> y = jb.rope(x)
+      >>> print(y.shape, y[0, 0, 0])  # nothing turns at position 0
+      (2, 4, 16, 8) [1. 1. 1. 1. 1. 1. 1. 1.]
+      >>> print(jnp.allclose(jb.rope(x, jnp.arange(16)), y))
+      True
     """
     rotation = _canonicalize("rope", {"x": x}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale)
     [y] = _rope(rotation.params, **rotation.arrays)
@@ -139,6 +148,13 @@ def rope_backward(
     run to run.
 
     Gradient: :func:`rope`. Derivatives of any order and in either mode exist.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_baracuda as jb
+      >>> x = d_output = jnp.ones((1, 2, 16, 8))
+      >>> y, vjp = jax.vjp(jb.rope, x)
+      >>> print(jnp.array_equal(vjp(d_output)[0], jb.rope_backward(d_output)))
+      True
     """
     name = "rope_backward"
     rotation = _canonicalize(
@@ -200,6 +216,13 @@ def rope_qk(
     Gradient: :func:`rope_qk_backward`, a kernel as well. No features are kept for the backward pass.
     Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
     :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> q, k = jnp.ones((2, 8, 16, 4)), jnp.ones((2, 2, 16, 4))  # [B, H, S, D], more queries than keys
+      >>> q_rotated, k_rotated = jb.rope_qk(q, k, interleaved=False)
+      >>> print(q_rotated.shape, k_rotated.shape, jnp.array_equal(k_rotated, jb.rope(k, interleaved=False)))
+      (2, 8, 16, 4) (2, 2, 16, 4) True
     """
     name = "rope_qk"
     rotation = _canonicalize(name, {"q": q, "k": k}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale)
@@ -256,6 +279,14 @@ def rope_qk_backward(
     run to run.
 
     Gradient: :func:`rope_qk`. Derivatives of any order and in either mode exist.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_baracuda as jb
+      >>> q, k = jnp.ones((1, 4, 16, 8)), jnp.ones((1, 2, 16, 8))
+      >>> results, vjp = jax.vjp(jb.rope_qk, q, k)
+      >>> dq, dk = vjp(results)
+      >>> print([jnp.array_equal(x, y).item() for x, y in zip((dq, dk), jb.rope_qk_backward(*results))])
+      [True, True]
     """
     cotangents = {"d_q_output": d_q_output, "d_k_output": d_k_output}
     rotation = _canonicalize(

@@ -67,6 +67,13 @@ def rope_frequencies(
       TypeError: an argument or the value of a key has an unsuitable type.
       ValueError: an argument or the value of a key is out of range; the scheme is unknown, one of its keys is missing,
         or there is one that it does not take.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> inv_freq, scale = jb.rope_frequencies(8, 10_000.0, {"rope_type": "linear", "factor": 2.0})
+      >>> print(inv_freq, scale)
+      [0.5    0.05   0.005  0.0005] 1.0
+      >>> y = jb.rope(jnp.ones((1, 2, 16, 8)), inv_freq=inv_freq, scale=scale)
     """
     dim = whole_number(NAME, "dim", dim, minimum=2)
     if dim % 2:

@@ -60,6 +60,13 @@ def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike) -> Array:
     Gradient: as in :func:`where_backward`, with respect to `a` and `b`; of an argument that is not differentiated it is
     not computed. Nothing but `cond` is kept for the backward pass. Derivatives of any order exist. ``jax.jvp`` and
     ``jax.jacfwd`` of this function need its twin of the same name in :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> cond = jnp.array([[True], [False]])
+      >>> print(jb.where(cond, jnp.array([1.0, 2.0]), 0))
+      [[1. 2.]
+       [0. 0.]]
     """
     name = "where"
     cond, a, b = _as_condition(name, cond), as_array(name, "a", a), as_array(name, "b", b)
@@ -107,6 +114,13 @@ def where_backward(
     float64 and of complex numbers in their own dtype) and rounded once. Bit-equal from run to run.
 
     Gradient: derivatives of any order and in either mode exist.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> d_output, cond = jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([[True, False], [True, True]])
+      >>> da, db = jb.where_backward(d_output, cond, b_shape=(2,))
+      >>> print(da.tolist(), db.tolist())
+      [[1.0, 0.0], [3.0, 4.0]] [0.0, 2.0]
     """
     name = "where_backward"
     d_output, cond = as_array(name, "d_output", d_output), _as_condition(name, cond)

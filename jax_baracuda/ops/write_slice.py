@@ -72,6 +72,15 @@ def write_slice(dest: ArrayLike, source: ArrayLike, start_indices: StartIndices,
     dropped. Integer arrays have none. Nothing but the starts is kept for the backward pass. Derivatives of any order
     exist, all of them by these kernels. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name
     in :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> cache, row, position = jnp.zeros((4, 2)), jnp.ones((1, 2)), jnp.int32(2)
+      >>> print(jb.write_slice(cache, row, (position, 0)))
+      [[0. 0.]
+       [0. 0.]
+       [1. 1.]
+       [0. 0.]]
     """
     name = "write_slice"
     update = _canonicalize(name, "dest", "source", dest, source, "start_indices", start_indices, mode)
@@ -126,6 +135,14 @@ def write_slices(
     dropped. Integer arrays have none. Nothing but the starts is kept for the backward pass. Derivatives of any order
     exist, all of them by these kernels. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name
     in :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> caches = [jnp.zeros((4, 1)), jnp.zeros((4, 2))]
+      >>> rows = [jnp.ones((1, 1)), jnp.full((1, 2), 2.0)]
+      >>> keys, values = jb.write_slices(caches, rows, (jnp.int32(2), 0))
+      >>> print(keys.tolist(), values.tolist())
+      [[0.0], [0.0], [1.0], [0.0]] [[0.0, 0.0], [0.0, 0.0], [2.0, 2.0], [0.0, 0.0]]
     """
     name = "write_slices"
     for argument, arrays in (("dests", dests), ("sources", sources)):

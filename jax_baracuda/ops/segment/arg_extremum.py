@@ -72,6 +72,15 @@ def segment_argmax(
     Bit-equal from run to run and independent of scheduling.
 
     Gradient: none, the result is an integer.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data = jnp.array([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
+      >>> segment_ids = jnp.array([0, 0, 2])
+      >>> print(jb.segment_argmax(data, segment_ids, num_segments=3))  # segment 1 is empty
+      [[1 0]
+       [3 3]
+       [2 2]]
     """
     return _arg_extremum(SEGMENT_ARGMAX, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding)
 
@@ -119,6 +128,15 @@ def segment_argmin(
     Bit-equal from run to run and independent of scheduling.
 
     Gradient: none, the result is an integer.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data = jnp.array([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
+      >>> segment_ids = jnp.array([0, 0, 2])
+      >>> print(jb.segment_argmin(data, segment_ids, num_segments=3))  # segment 1 is empty
+      [[0 1]
+       [3 3]
+       [2 2]]
     """
     return _arg_extremum(SEGMENT_ARGMIN, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding)
 

@@ -101,6 +101,15 @@ def segment_max(
     holds a NaN passes no gradient.
     Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
     :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data = jnp.array([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
+      >>> segment_ids = jnp.array([0, 0, 2])
+      >>> print(jb.segment_max(data, segment_ids, num_segments=3))
+      [[  3.   4.]
+       [-inf -inf]
+       [  5.   6.]]
     """
     name = "segment_max"
     call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, bucket_size)
@@ -160,6 +169,15 @@ def segment_min(
     holds a NaN passes no gradient.
     Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
     :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data = jnp.array([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
+      >>> segment_ids = jnp.array([0, 0, 2])
+      >>> print(jb.segment_min(data, segment_ids, num_segments=3))
+      [[ 1.  2.]
+       [inf inf]
+       [ 5.  6.]]
     """
     name = "segment_min"
     call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, bucket_size)
@@ -200,6 +218,14 @@ def segment_max_backward(
 
     Gradient: linear in `d_output`, whose cotangent is the share-weighted sum over each segment's rows; zero with
     respect to `data`. Derivatives of any order and in either mode exist.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data, segment_ids = jnp.array([3.0, 3.0, 1.0, 5.0]), jnp.array([0, 0, 0, 1])
+      >>> print(jb.segment_max_backward(jnp.array([10.0, 20.0]), data, segment_ids))
+      [ 5.  5.  0. 20.]
+      >>> print(jb.segment_max_backward(jnp.array([10.0, 20.0]), data, segment_ids, tie_break="first"))
+      [10.  0.  0. 20.]
     """
     return _backward(
         "segment_max_backward", _segment_max, d_output, data, segment_ids, indices_are_sorted, mode, tie_break
@@ -236,6 +262,12 @@ def segment_min_backward(
       TypeError, IndexError, ValueError: an argument does not fit, as in :func:`segment_min`.
 
     Numerical guarantees and gradient: as in :func:`segment_max_backward`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data, segment_ids = jnp.array([3.0, 1.0, 1.0, 5.0]), jnp.array([0, 0, 0, 1])
+      >>> print(jb.segment_min_backward(jnp.array([10.0, 20.0]), data, segment_ids))
+      [ 0.  5.  5. 20.]
     """
     return _backward(
         "segment_min_backward", _segment_min, d_output, data, segment_ids, indices_are_sorted, mode, tie_break
@@ -262,6 +294,12 @@ def unsorted_segment_max_backward(d_output: ArrayLike, data: ArrayLike, segment_
     Numerical guarantees: exact, deterministic, O(N * D) work in total for D features per row.
 
     Gradient: as in :func:`segment_max_backward`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data, segment_ids = jnp.array([3.0, 5.0, 3.0, 1.0]), jnp.array([0, 1, 0, 0])
+      >>> print(jb.unsorted_segment_max_backward(jnp.array([10.0, 20.0]), data, segment_ids))
+      [10. 20.  0.  0.]
     """
     return segment_max_backward(d_output, data, segment_ids, tie_break="first")
 

@@ -81,6 +81,15 @@ def segment_mean(
     not kept for the backward pass.
     Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
     :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data = jnp.array([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
+      >>> segment_ids = jnp.array([0, 0, 2])
+      >>> print(jb.segment_mean(data, segment_ids, num_segments=3))
+      [[2. 3.]
+       [0. 0.]
+       [5. 6.]]
     """
     call = canonicalize("segment_mean", data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding)
     return call.with_inexact_data().reduce(_segment_mean, call.params(SumParams, deterministic=bool(deterministic)))
@@ -108,6 +117,12 @@ def segment_mean_backward(d_output: ArrayLike, segment_ids: ArrayLike, *, mode: 
 
     Gradient: linear in `d_output`, whose cotangent is the :func:`segment_mean` of the cotangents. Derivatives of any
     order and in either mode exist.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> segment_ids = jnp.array([0, 0, 1, -1])  # the last row is in no segment
+      >>> print(jb.segment_mean_backward(jnp.array([10.0, 20.0]), segment_ids))
+      [ 5.  5. 20.  0.]
     """
     d_output, ids, ids_shape = canonicalize_without_data("segment_mean_backward", d_output, segment_ids, mode)
     [d_rows] = SEGMENT_MEAN_BACKWARD(d_output, count_rows(ids, d_output.shape[0]), ids)

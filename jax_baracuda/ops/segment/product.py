@@ -92,6 +92,14 @@ def segment_prod(
     zero, infinite or of extreme magnitude; 0 for dropped rows.
     Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
     :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_baracuda as jb
+      >>> data, segment_ids = jnp.array([2.0, 0.0, 3.0]), jnp.array([0, 0, 0])
+      >>> print(jb.segment_prod(data, segment_ids, num_segments=1))
+      [0.]
+      >>> print(jax.grad(lambda data: jb.segment_prod(data, segment_ids, num_segments=1)[0])(data))
+      [0. 6. 0.]
     """
     name = "segment_prod"
     call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, bucket_size)
@@ -130,6 +138,12 @@ def segment_prod_backward(
 
     Gradient: linear in `d_output`; with respect to `data` it is the product of all but two rows. Derivatives of any
     order and in either mode exist.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data, segment_ids = jnp.array([2.0, 4.0, 0.0, 3.0]), jnp.array([0, 0, 1, 1])
+      >>> print(jb.segment_prod_backward(jnp.array([1.0, 10.0]), data, segment_ids))
+      [ 4.  2. 30.  0.]
     """
     d_output, call = canonicalize_backward(
         "segment_prod_backward", d_output, data, segment_ids, indices_are_sorted, mode

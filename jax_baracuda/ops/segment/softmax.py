@@ -84,6 +84,12 @@ def segment_softmax(
     for dropped rows; the result and the ids are kept for the backward pass, not the logits.
     Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
     :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> logits, segment_ids = jnp.array([1.0, 1.0, 7.0]), jnp.array([0, 0, 1])
+      >>> print(jb.segment_softmax(logits, segment_ids, num_segments=2))
+      [0.5 0.5 1. ]
     """
     name = "segment_softmax"
     call = canonicalize(
@@ -130,6 +136,13 @@ def segment_softmax_backward(
 
     Gradient: linear in `d_output`, quadratic in `probabilities`. Derivatives of any order and in either mode
     exist.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> probabilities, segment_ids = jnp.array([0.5, 0.5, 1.0]), jnp.array([0, 0, 1])
+      >>> d_output = jnp.array([4.0, 0.0, 8.0])
+      >>> print(jb.segment_softmax_backward(d_output, probabilities, segment_ids, num_segments=2))
+      [ 1. -1.  0.]
     """
     name = "segment_softmax_backward"
     d_output = as_array(name, "d_output", d_output)

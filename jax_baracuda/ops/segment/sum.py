@@ -85,6 +85,15 @@ def segment_sum(
     Gradient: ``d_data[n] = d_out[segment_ids[n]]``, 0 for dropped rows; `data` is not kept for the backward pass.
     Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
     :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data = jnp.array([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
+      >>> segment_ids = jnp.array([0, 0, 2])
+      >>> print(jb.segment_sum(data, segment_ids, num_segments=3))
+      [[4. 6.]
+       [0. 0.]
+       [5. 6.]]
     """
     name = "segment_sum"
     call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, bucket_size)
@@ -112,6 +121,12 @@ def segment_sum_backward(d_output: ArrayLike, segment_ids: ArrayLike, *, mode: M
 
     Gradient: linear in `d_output`, whose cotangent is the :func:`segment_sum` of the cotangents. Derivatives of any
     order and in either mode exist.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> segment_ids = jnp.array([0, 0, 1, -1])  # the last row is in no segment
+      >>> print(jb.segment_sum_backward(jnp.array([10.0, 20.0]), segment_ids))
+      [10. 10. 20.  0.]
     """
     d_output, ids, ids_shape = canonicalize_without_data("segment_sum_backward", d_output, segment_ids, mode)
     [d_rows] = SEGMENT_SUM_BACKWARD(d_output, ids)
