@@ -34,7 +34,7 @@ NEWEST_JAX_ALONE_OF_HANDLERS: dict[str, tuple[str, ...]] = {
         "test_other_layouts_are_refused",
     ),
     "test_rope_handlers.py": (
-        "test_valid_calls_are_right",
+        "test_what_fits_is_right",
         "test_many_rows",
         "test_bad_shapes_are_refused",
         "test_bad_dtypes_are_refused",

@@ -6,7 +6,7 @@ import contextlib
 import fnmatch
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -111,18 +111,38 @@ def covering(family: str, platforms: Sequence[str]) -> tuple[list[Case], list[st
     candidates = [case for op in load_all() if op.startswith(family) for case in cases(op)]
     np.random.default_rng(0).shuffle(candidates)  # early ones then differ most
     chosen: list[Case] = []
-    seen: set[tuple[Any, ...]] = set()
+    seen: dict[tuple[Any, ...], Asked] = {}
+    targets_of: dict[tuple[str, str], set[str]] = {}
+
+    def all_missing() -> list[tuple[str, str, str]]:
+        return [(name, *problem) for name in platforms for problem in missing(name, family, seen.values())]
+
+    problems = all_missing()
     with recorded() as asked:
-        for case in candidates:
-            first = len(asked)
+
+        def asks_in_vain(case: Case) -> bool:
+            """Whether every kernel that such cases have called so far is covered."""
+            targets = targets_of.get((case.op, case.transformation), set())
+            return bool(targets) and targets.isdisjoint(target for _, target, _ in problems)
+
+        def take(case: Case) -> None:
+            asked.clear()
             ask(case, platforms)
-            found = {_kind(*call) for call in asked[first:]}
-            if not found <= seen:
-                seen |= found
+            targets_of.setdefault((case.op, case.transformation), set()).update(target for _, target, _, _ in asked)
+            found = {_kind(*call): call for call in asked}
+            if not found.keys() <= seen.keys():
+                seen.update(found)
                 chosen.append(case)
-                if not any(missing(platform, family, asked) for platform in platforms):
-                    return chosen, []
-    return chosen, [f"{name}: {problem}" for name in platforms for problem in missing(name, family, asked)]
+                problems[:] = all_missing()
+
+        deferred = []
+        for case in candidates:
+            if problems:
+                (deferred.append if asks_in_vain(case) else take)(case)
+        for case in deferred:
+            if problems:
+                take(case)
+    return chosen, [f"{name}: {target}: {problem}" for name, target, problem in problems]
 
 
 def _kind(platform: str, target: str, parameters: Mapping[str, int], strategy: str) -> tuple[Any, ...]:
@@ -163,14 +183,15 @@ UNREACHABLE = (
 """What calls of public functions do not reach: patterns of a target, a strategy and a problem."""
 
 
-def missing(platform: str, family: str, asked: Sequence[Asked]) -> list[str]:
-    """The strategies that no call reached, with a batch of one element and of more, with operands shared and own."""
+def missing(platform: str, family: str, asked: Iterable[Asked]) -> list[tuple[str, str]]:
+    """The targets, and their strategies that no call reached, with a batch of one element and of more, with operands
+    shared and own."""
     calls: dict[tuple[str, str], list[dict[str, int]]] = {}
     for of_platform, target, parameters, strategy in asked:
         if of_platform == platform:
             calls.setdefault((target, strategy), []).append(parameters)
     return [
-        f"{target}: {strategy} is {problem}"
+        (target, f"{strategy} is {problem}")
         for target, names in NATIVE_MODULES[platform].strategies().items()
         if target.startswith(family)
         for strategy in names
