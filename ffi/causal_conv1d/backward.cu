@@ -9,7 +9,7 @@ namespace jax_baracuda::causal_conv1d {
 namespace {
 
 // Steps whose vectors are under way or at work, and room for these.
-inline constexpr int kStepsAhead = 6, kRingSteps = 8;
+inline constexpr int kPrefetchSteps = 6, kStages = 8;
 
 // dz, the gradients of the pre-activations of a vector.
 template <int kWidth, bool kHasTaps, int kVec, typename C, typename TapBits>
@@ -33,22 +33,22 @@ __device__ __forceinline__ void PreActivationGradient(const C* x, const C* dy, c
 
 // So many blocks of a multiprocessor as the usual widths do well with.
 template <typename T, int kWidth, bool kHasTaps>
-inline constexpr int kLeastBlocks = sizeof(T) > 4 || kWidth > 4 ? 1 : kHasTaps ? 5 : 6;
+inline constexpr int kMinBlocks = sizeof(T) > 4 || kWidth > 4 ? 1 : kHasTaps ? 5 : 6;
 
 // A group walks its stretch from the end to the beginning: dx needs dz up to width - 1 places further on, and these are
 // in other threads' registers, of this step or the one before.
 template <typename T, int kWidth, bool kHasTaps>
-__global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps>)
+__global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
     BackwardRows(const __grid_constant__ BackwardArguments<T> a, const __grid_constant__ RowsGrid grid) {
   using C = ComputeType<T>;
-  using Ring = VectorRing<T>;
-  constexpr int kVec = Ring::kVec, kPast = kWidth - 1, kVectorsBefore = (kPast + kVec - 1) / kVec;
-  constexpr int kRingBytes = Ring::template kBlockBytes<kRingSteps>;
-  __shared__ alignas(kVectorBytes) char shared[2 * kRingBytes];
-  char *const x_ring = shared, *const dy_ring = shared + kRingBytes;
+  using Stages = VectorStages<T>;
+  constexpr int kVec = Stages::kVec, kPast = kWidth - 1, kVectorsBefore = (kPast + kVec - 1) / kVec;
+  constexpr int kStagesBytes = Stages::template kBlockBytes<kStages>;
+  __shared__ alignas(kVectorBytes) char shared[2 * kStagesBytes];
+  char *const x_stages = shared, *const dy_stages = shared + kStagesBytes;
   const Geometry& geometry = a.geometry;
   const RowsPlace<T> at(geometry, grid, kPast, a.initial_state.entries.data != nullptr);
-  const Ring ring = Ring::template Make<kRingSteps>(grid.plan);
+  const Stages stages = Stages::template Make<kStages>(grid.plan);
   const int lanes = grid.plan.lanes, lane = threadIdx.x & (lanes - 1), steps = grid.plan.steps;
   const T *x_row = at.In(a.x, geometry), *dy_row = at.In(a.dy, geometry);
   T* dx_row = a.dx + at.index;
@@ -60,21 +60,21 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
 
   const unsigned step_bytes = lanes * kVectorBytes;
   int offset = (steps - 1) * at.step;
-  unsigned position = (steps - 1) * step_bytes + lane * kVectorBytes;  // in the rings
-  const T *x_ahead = x_row + offset, *dy_ahead = dy_row + offset;      // of the step whose loads come next
+  unsigned position = (steps - 1) * step_bytes + lane * kVectorBytes;  // in the stages
+  const T *x_prefetch = x_row + offset, *dy_prefetch = dy_row + offset;      // of the step whose loads come next
   // Of the step before the first, only inputs right before the stretch count.
   const int first_x = lane >= lanes - kVectorsBefore ? max(at.first_readable, -at.step) : 0;
-  const auto load_ahead = [&](int steps_ahead) {
+  const auto prefetch = [&](int steps_ahead) {
     const int ahead = offset - steps_ahead * at.step;
-    const unsigned to = ring.Index(position - steps_ahead * step_bytes);
-    CopyAsync<kVectorBytes>(x_ring + to, x_ahead, ahead >= first_x && ahead <= at.last_readable);
-    CopyAsync<kVectorBytes>(dy_ring + to, dy_ahead, ahead >= 0 && ahead <= at.last_readable);
+    const unsigned to = stages.Index(position - steps_ahead * step_bytes);
+    CopyAsync<kVectorBytes>(x_stages + to, x_prefetch, ahead >= first_x && ahead <= at.last_readable);
+    CopyAsync<kVectorBytes>(dy_stages + to, dy_prefetch, ahead >= 0 && ahead <= at.last_readable);
     CommitCopies();
-    x_ahead -= at.step;
-    dy_ahead -= at.step;
+    x_prefetch -= at.step;
+    dy_prefetch -= at.step;
   };
 #pragma unroll
-  for (int i = 0; i < kStepsAhead; ++i) load_ahead(i);
+  for (int i = 0; i < kPrefetchSteps; ++i) prefetch(i);
   C weights[kWidth], bias;
   a.weights.template Load<1, kWidth>(geometry, at.example, at.channel, weights, &bias);
   const T* state_end = a.initial_state.End(geometry, at.example, at.channel);
@@ -113,13 +113,13 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
   uint32_t borders = 0;
   if constexpr (kHasTaps && !kIsWide<kWidth>) borders = StepsWithBorders(at, grid.plan, taps_row, kWidth, kPast);
   for (int step = steps - 1; step >= 0; --step) {
-    WaitForCopies<kStepsAhead - 2>();  // the step that comes next lies before this one in the row
+    WaitForCopies<kPrefetchSteps - 2>();  // the step that comes next lies before this one in the row
     __syncwarp();
-    load_ahead(kStepsAhead);
-    const bool is_regular = at.IsRegular(offset), are_regular = __all_sync(kWholeWarp, is_regular);
+    prefetch(kPrefetchSteps);
+    const bool is_regular = at.IsRegular(offset), are_regular = __all_sync(kFullWarp, is_regular);
     C x[kPast + kVec], dy[kVec], dx[kVec];
-    ring.template Read<kPast>(x_ring, position, x);
-    ring.template Read<0>(dy_ring, position, dy);
+    stages.template Read<kPast>(x_stages, position, x);
+    stages.template Read<0>(dy_stages, position, dy);
     if (!are_regular && !is_regular) mend(offset, x, dy);
     Taps<kVec + kPast> taps{};
     const auto compute = [&](auto is_masked) {
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
       for (int j = 0; j < kPast; ++j) {
         const int away = 1 + j / kVec;  // lanes to the one that has it
         const C offered = lane < away ? following[j % kVec] : dz[j % kVec];
-        dz[kVec + j] = __shfl_sync(kWholeWarp, offered, first_lane + ((lane + away) & (lanes - 1)));
+        dz[kVec + j] = __shfl_sync(kFullWarp, offered, first_lane + ((lane + away) & (lanes - 1)));
       }
 #pragma unroll
       for (int j = 0; j < kVec; ++j) following[j] = dz[j];
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
   }
 #pragma unroll
   for (int k = 0; k <= kWidth; ++k) {
-    for (int away = lanes / 2; away > 0; away /= 2) sums[k] += __shfl_xor_sync(kWholeWarp, sums[k], away);
+    for (int away = lanes / 2; away > 0; away /= 2) sums[k] += __shfl_xor_sync(kFullWarp, sums[k], away);
   }
   if (lane == 0 && at.is_real) {
     C* partial = a.Partial(at.example, at.stretch, grid.plan.stretches, kWidth - left_out, at.channel);
@@ -210,15 +210,15 @@ CudaStatus LaunchRows(const BackwardCall& call, Tiling tiling, cudaStream_t stre
 }
 
 // Of the blocks that add up partial sums.
-inline constexpr int kFewestChannels = 8, kMostChannels = 128, kMostSummands = 128, kUsualThreads = 256;
+inline constexpr int kMinChannels = 8, kMaxChannels = 128, kMaxSummands = 128, kUsualThreads = 256;
 
 // Adds up the partial sums of each channel, always in the same order: a block has a thread for some channels, side by
 // side, and each residue of the partial sums' number. In double, since there may be very many of them.
 template <typename C>
-__global__ void __launch_bounds__(kFewestChannels * kMostSummands)
+__global__ void __launch_bounds__(kMinChannels * kMaxSummands)
     SumPartials(const C* partials, int64_t parts, int width, int64_t channels, Divider by_blocks_across, C* dweight,
                 C* dbias) {
-  __shared__ double shared[kFewestChannels * kMostSummands];
+  __shared__ double shared[kMinChannels * kMaxSummands];
   const int64_t block = blockIdx.x, band = by_blocks_across.Quotient(block);  // band: of [batch, width + 1]
   const int64_t batch = band / (width + 1);
   const int k = static_cast<int>(band - batch * (width + 1));
@@ -249,8 +249,8 @@ CudaStatus LaunchSumPartials(const BackwardCall& call, int64_t parts, cudaStream
   const Problem& problem = call.problem;
   constexpr int kLoadsAhead = 8;
   int summands = 1;
-  while (summands < kMostSummands && summands * 2 * kLoadsAhead <= parts) summands *= 2;
-  const int channels = std::clamp(kUsualThreads / summands, kFewestChannels, kMostChannels);
+  while (summands < kMaxSummands && summands * 2 * kLoadsAhead <= parts) summands *= 2;
+  const int channels = std::clamp(kUsualThreads / summands, kMinChannels, kMaxChannels);
   const int64_t across = CeilDivide(problem.channels, channels);
   const int64_t blocks = problem.batch * (problem.width + 1) * across;
   if (blocks == 0) return {};

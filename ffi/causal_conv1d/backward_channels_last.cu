@@ -7,23 +7,23 @@ namespace {
 
 // Rings of narrow vectors hold more of them. Wide ones, which are fewer to the byte, can afford a group for each time.
 template <typename T, int kWidth, int kVec>
-using BackwardRing = std::conditional_t<(sizeof(T) * kVec < 16), TimeRing<T, kVec, 16, kRowsOfCircle<kWidth>>,
-                                        TimeRing<T, kVec, 8, 1>>;
+using BackwardStages = std::conditional_t<(sizeof(T) * kVec < 16), TimeStages<T, kVec, 16, kRowsOfCircle<kWidth>>,
+                                        TimeStages<T, kVec, 8, 1>>;
 
 // So many blocks of a multiprocessor as the usual widths do well with.
 template <typename T, int kWidth>
-inline constexpr int kLeastBlocks = sizeof(T) > 4 || kWidth > 4 ? 1 : sizeof(T) == 4 ? 3 : 4;
+inline constexpr int kMinBlocks = sizeof(T) > 4 || kWidth > 4 ? 1 : sizeof(T) == 4 ? 3 : 4;
 
 template <typename T, int kWidth, int kVec, bool kHasTaps>
-__global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
+__global__ void __launch_bounds__(kChannelsLastThreads, kMinBlocks<T, kWidth>)
     BackwardChannelsLast(const __grid_constant__ BackwardArguments<T> a,
                          const __grid_constant__ ChannelsLastGrid grid) {
   using C = ComputeType<T>;
   constexpr int kPast = kWidth - 1, kRows = kRowsOfCircle<kWidth>;
-  using Ring = BackwardRing<T, kWidth, kVec>;
+  using Stages = BackwardStages<T, kWidth, kVec>;
   constexpr int kSumBytes = kChannelsLastThreads * kVec * (kWidth + 1) * static_cast<int>(sizeof(C));
-  // First the rings, then the sums.
-  __shared__ alignas(16) char shared[kSumBytes > 2 * Ring::kBlockBytes ? kSumBytes : 2 * Ring::kBlockBytes];
+  // First the stages, then the sums.
+  __shared__ alignas(16) char shared[kSumBytes > 2 * Stages::kBlockBytes ? kSumBytes : 2 * Stages::kBlockBytes];
   const Geometry& geometry = a.geometry;
   const ChannelsLastPlace at(geometry, grid, kVec);
   C sums[kWidth + 1][kVec] = {};
@@ -35,20 +35,20 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
     // Inputs of this run have their gradients from times up to kPast after it.
     const int walk = at.count + kPast, end = static_cast<int>(min(geometry.length - at.begin, int64_t{walk}));
 
-    const T *x_ahead = x, *dy_ahead = dy;
-    const Ring x_ring(shared), dy_ring(shared + Ring::kBlockBytes);
+    const T *x_prefetch = x, *dy_prefetch = dy;
+    const Stages x_stages(shared), dy_stages(shared + Stages::kBlockBytes);
     const auto load_group = [&](int first) {
 #pragma unroll
-      for (int row = first; row < first + Ring::kGroupTimes; ++row) {
-        x_ring.Load(row, x_ahead, row < end);
-        dy_ring.Load(row, dy_ahead, row < end);
-        x_ahead += geometry.channels;
-        dy_ahead += geometry.channels;
+      for (int row = first; row < first + Stages::kGroupTimes; ++row) {
+        x_stages.Load(row, x_prefetch, row < end);
+        dy_stages.Load(row, dy_prefetch, row < end);
+        x_prefetch += geometry.channels;
+        dy_prefetch += geometry.channels;
       }
       CommitCopies();
     };
 #pragma unroll
-    for (int row = 0; row < Ring::kAhead; row += Ring::kGroupTimes) load_group(row);
+    for (int row = 0; row < Stages::kAhead; row += Stages::kGroupTimes) load_group(row);
     C weight[kVec][kWidth], bias[kVec];
     a.weights.template Load<kVec, kWidth>(geometry, at.example, at.channel, weight[0], bias);
     C inputs[kWidth][kVec];
@@ -75,10 +75,10 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
         for (int i = 0; i < kRows; ++i) {
           const int row = first + i;
           C dz[kVec];
-          if (Ring::BeginsGroup(i)) WaitForCopies<Ring::kGroups - 1>();
-          x_ring.Read(row, inputs[(i + kPast) % kWidth]);
-          dy_ring.Read(row, dz);
-          if (Ring::EndsGroup(i)) load_group(row + 1 - Ring::kGroupTimes + Ring::kAhead);
+          if (Stages::BeginsGroup(i)) WaitForCopies<Stages::kGroups - 1>();
+          x_stages.Read(row, inputs[(i + kPast) % kWidth]);
+          dy_stages.Read(row, dz);
+          if (Stages::EndsGroup(i)) load_group(row + 1 - Stages::kGroupTimes + Stages::kAhead);
 #pragma unroll
           for (int v = 0; v < kVec; ++v) KeepWide(inputs[(i + kPast) % kWidth][v]);
           if (a.silu) {

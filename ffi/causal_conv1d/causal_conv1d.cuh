@@ -13,7 +13,7 @@
 
 namespace jax_baracuda::causal_conv1d {
 
-// How the work of a layout is dealt out.
+// How the work of a layout is assigned.
 enum class Tiling {
   kNothing,
   kRows,                   // a warp takes a row

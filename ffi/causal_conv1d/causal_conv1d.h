@@ -13,9 +13,9 @@
 
 namespace jax_baracuda::causal_conv1d {
 
-inline constexpr int kMostWidth = 8;
+inline constexpr int kMaxWidth = 8;
 // Up to here each width has kernels of its own; the others, which are rare, share some that look at it as they run.
-inline constexpr int kMostConstantWidth = 4;
+inline constexpr int kMaxConstantWidth = 4;
 
 // x, dy, y, dx: [batch, examples, channels, length], or [batch, examples, length, channels] where channels are last.
 // weight: [batch, channels, width]; bias: [batch, channels]; states: [batch, examples, channels, state length];
@@ -25,7 +25,7 @@ struct Problem {
   int64_t examples;
   int64_t channels;
   int64_t length;
-  int width;  // 1 to kMostWidth
+  int width;  // 1 to kMaxWidth
   bool channels_last;
   bool silu;
   bool has_taps;
@@ -77,10 +77,10 @@ struct UpdateCall : ForwardCall {
   void* new_state;  // may be the old state's own memory
 };
 
-// Calls body(std::integral_constant<int, width>{}) for a width of 1 to kMostConstantWidth, and returns what it returns.
+// Calls body(std::integral_constant<int, width>{}) for a width of 1 to kMaxConstantWidth, and returns what it returns.
 template <int kWidth = 1, typename Body>
 auto DispatchWidth(int width, const Body& body) {
-  if constexpr (kWidth < kMostConstantWidth) {
+  if constexpr (kWidth < kMaxConstantWidth) {
     if (width != kWidth) return DispatchWidth<kWidth + 1>(width, body);
   }
   return body(std::integral_constant<int, kWidth>{});

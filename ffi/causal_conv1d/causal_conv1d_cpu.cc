@@ -31,8 +31,8 @@ constexpr size_t kLineBytes = 64;  // of the caches, and of the longest vectors
 // Of a tile. Where channels are last, a tile takes whole rows if it can: memory that is read on and on comes fastest.
 constexpr int64_t kTimesOfChannel = 1024;
 constexpr int64_t kTimes = 16;
-constexpr int64_t kMostChannels = 2048;
-constexpr int64_t kFewestChannels = 128;  // where there are more threads than tiles
+constexpr int64_t kMaxChannels = 2048;
+constexpr int64_t kMinChannels = 128;  // where there are more threads than tiles
 
 // Channels fill vectors, too, where sequences are shorter than this; tiles are then transposed on the way.
 constexpr int64_t kLongTimes = 48;
@@ -43,7 +43,7 @@ constexpr int64_t kBlockTimes = 64;
 // How the sums over examples and times are cut: by shapes alone, so that they are the same on any number of threads.
 constexpr int64_t kPieceTimesOfChannel = 8 * kTimesOfChannel;
 constexpr int64_t kPieceTimes = 16 * kTimes;
-constexpr int64_t kMostParts = 128;  // times the elements of the batch, times the channels in units of a small tile
+constexpr int64_t kMaxParts = 128;  // times the elements of the batch, times the channels in units of a small tile
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Strategies.
@@ -101,7 +101,7 @@ Strategy ChooseBackward(const Problem& problem, int64_t element_bytes) {
 Strategy ChooseUpdate(const Problem& problem, int64_t element_bytes, int64_t state_length) {
   if (problem.batch == 0 || problem.examples == 0 || problem.channels == 0) return Strategy::kNothing;
   if (problem.length == 0) return Strategy::kNoInputs;
-  const bool shifts = problem.length == 1 && problem.channels_last && state_length >= 1 && state_length <= kMostWidth;
+  const bool shifts = problem.length == 1 && problem.channels_last && state_length >= 1 && state_length <= kMaxWidth;
   return shifts ? Strategy::kOneInput : ChooseForward(problem, element_bytes);
 }
 
@@ -186,7 +186,7 @@ JB_CPU_CLONES void StoreColumns(const C* from, int64_t length, int64_t times, in
 // Calls body with the length as a constant where it is small, else with 0.
 template <typename Body>
 void WithLength(int64_t length, const Body& body) {
-  if (length >= 1 && length <= kMostConstantWidth) {
+  if (length >= 1 && length <= kMaxConstantWidth) {
     DispatchWidth(static_cast<int>(length), body);
   } else {
     body(std::integral_constant<int, 0>{});
@@ -242,7 +242,7 @@ JB_CPU_CLONES void CorrelateChannels(const C* __restrict in, int64_t in_stride, 
                                      int64_t weight_stride, const C* __restrict bias, int64_t times, int64_t channels,
                                      C* __restrict out, int64_t out_stride) {
   // Several times at once share inputs and weights.
-  constexpr int kMostAtOnce = 4;
+  constexpr int kMaxAtOnce = 4;
   const auto run = [&](auto count, int64_t t) __attribute__((always_inline)) {
     constexpr int kTimesAtOnce = count;
     const C* const from = in + t * in_stride;
@@ -259,7 +259,7 @@ JB_CPU_CLONES void CorrelateChannels(const C* __restrict in, int64_t in_stride, 
     }
   };
   int64_t t = 0;
-  for (; t + kMostAtOnce <= times; t += kMostAtOnce) run(std::integral_constant<int, kMostAtOnce>{}, t);
+  for (; t + kMaxAtOnce <= times; t += kMaxAtOnce) run(std::integral_constant<int, kMaxAtOnce>{}, t);
   for (; t < times; ++t) run(std::integral_constant<int, 1>{}, t);
 }
 
@@ -474,7 +474,7 @@ class Convolution {
   int64_t TileChannels(int64_t num_tiles) const {
     if (!has_channels_) return 1;
     const int64_t lines = CeilDivide(problem_.channels, num_tiles * Lanes<C>::kCount);
-    return std::clamp(lines * Lanes<C>::kCount, kFewestChannels, kMostChannels);
+    return std::clamp(lines * Lanes<C>::kCount, kMinChannels, kMaxChannels);
   }
 
   int64_t reach() const { return problem_.width - 1; }
@@ -567,7 +567,7 @@ class Convolution {
   // `gradients` times, and zeros behind them up to the end of the last window.
   void Transpose(Place place, Channels channels, const C* dz, int64_t time, int64_t gradients, int64_t times,
                  C* dx, int64_t dx_stride) const {
-    static constexpr C kZeros[kMostChannels] = {};
+    static constexpr C kZeros[kMaxChannels] = {};
     const C* const last_weights = Weights(place) + channels.begin + reach() * problem_.channels;
     Correlate<false>({last_weights, -problem_.channels, kZeros, Taps(place, time), true}, channels, dz, channels.count,
                      gradients, times, dx, dx_stride);
@@ -582,8 +582,8 @@ class Convolution {
     double* const sums_of_dz = sums + problem_.width * stride;
     ForEachRunOfTimes(taps, false, times, times, [&](int64_t begin, int64_t end) {
       const C* const first_dz = dz + begin * channels.count;
-      for (int first = 0; first < problem_.width; first += kMostConstantWidth) {
-        DispatchWidth(std::min(problem_.width - first, kMostConstantWidth), [&](auto width) {
+      for (int first = 0; first < problem_.width; first += kMaxConstantWidth) {
+        DispatchWidth(std::min(problem_.width - first, kMaxConstantWidth), [&](auto width) {
           const C* const first_in = in + (begin + first) * in_stride;
           double* const to = sums + first * stride;
           double* const to_dz = first == 0 ? sums_of_dz : nullptr;
@@ -635,7 +635,7 @@ class Convolution {
     ForEachRunOfTimes(taps, is_transposed, num_taps, times, [&](int64_t begin, int64_t end) {
       const C* const first_in = in + begin * in_stride;
       C* const first_out = out + begin * out_stride;
-      if (problem_.width > kMostConstantWidth) {
+      if (problem_.width > kMaxConstantWidth) {
         CorrelateWide<kSilu>(correlation, channels, first_in, in_stride, end - begin, first_out, out_stride);
         return;
       }
@@ -675,7 +675,7 @@ class Convolution {
   template <bool kSilu>
   void CorrelateWide(const Correlation& correlation, Channels channels, const C* in, int64_t in_stride, int64_t times,
                      C* out, int64_t out_stride) const {
-    constexpr int kWidth = kMostConstantWidth;
+    constexpr int kWidth = kMaxConstantWidth;
     const C* const weights = correlation.weights;
     const int64_t weight_stride = correlation.weight_stride;
     if (!has_channels_) {
@@ -736,15 +736,6 @@ class Convolution {
   const bool is_transposed_;  // whether tiles lie the other way round than arrays shaped as x
   const bool has_channels_;
 };
-
-// Calls body(begin, end) for ranges of [0, count) on all threads.
-template <typename Body>
-void ForEachRange(ffi::ThreadPool& pool, int64_t count, int64_t total_bytes, const Body& body) {
-  const int64_t chunks = std::min(ChunksFor(pool, total_bytes), count);
-  ParallelFor(pool, chunks, [&](int64_t chunk) {
-    body(ChunkBegin(count, chunks, chunk), ChunkBegin(count, chunks, chunk + 1));
-  });
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The forward pass.
@@ -975,9 +966,9 @@ bool ComputeGradients(ffi::ThreadPool& pool, const BackwardCall& call, const Con
   const int64_t piece_times = convolution.has_channels() ? kPieceTimes : kPieceTimesOfChannel;
   const int64_t pieces_per_example = std::max<int64_t>(1, CeilDivide(problem.length, piece_times));
   const int64_t pieces = problem.examples * pieces_per_example;
-  const int64_t units = CeilDivide(problem.channels, convolution.has_channels() ? kFewestChannels : 1);
+  const int64_t units = CeilDivide(problem.channels, convolution.has_channels() ? kMinChannels : 1);
   const int64_t parts =
-      std::clamp<int64_t>(kMostParts / (problem.batch * units), 1, std::max<int64_t>(1, pieces));
+      std::clamp<int64_t>(kMaxParts / (problem.batch * units), 1, std::max<int64_t>(1, pieces));
   const int64_t tile_channels =
       convolution.TileChannels(CeilDivide(4 * std::max<int64_t>(1, pool.num_threads()), problem.batch * parts));
   const int64_t channel_tiles = CeilDivide(problem.channels, tile_channels);
@@ -1119,14 +1110,12 @@ Plan PlanUpdate(const PlanParameters& parameters) {
                                                   parameters.at("element_bytes"), parameters.at("state_length")))};
 }
 
-XLA_FFI_DEFINE_HANDLER(kForward, (HandleForward<ffi::ThreadPool, RunForward>), BindForward<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kBackward, (HandleBackward<ffi::ThreadPool, RunBackward>), BindBackward<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kUpdate, (HandleUpdate<ffi::ThreadPool, RunUpdate>), BindUpdate<ffi::ThreadPool>());
-
-JB_REGISTER_TARGET(kForwardName, kForward, PlanForward, kStrategyNames, kStrategyNames + kForwardStrategies);
-JB_REGISTER_TARGET(kBackwardName, kBackward, PlanBackward, kStrategyNames, kStrategyNames + kBackwardStrategies);
-JB_REGISTER_TARGET(kUpdateName, kUpdate, PlanUpdate, "nothing", "rows", "transposed_rows", "channels_last", "no_inputs",
-                   "one_input");
+JB_CPU_TARGET(kForwardName, (HandleForward<ffi::ThreadPool, RunForward>), BindForward<ffi::ThreadPool>(), PlanForward,
+              kStrategyNames, kStrategyNames + kForwardStrategies);
+JB_CPU_TARGET(kBackwardName, (HandleBackward<ffi::ThreadPool, RunBackward>), BindBackward<ffi::ThreadPool>(),
+              PlanBackward, kStrategyNames, kStrategyNames + kBackwardStrategies);
+JB_CPU_TARGET(kUpdateName, (HandleUpdate<ffi::ThreadPool, RunUpdate>), BindUpdate<ffi::ThreadPool>(), PlanUpdate,
+              "nothing", "rows", "transposed_rows", "channels_last", "no_inputs", "one_input");
 
 }  // namespace
 }  // namespace jax_baracuda::causal_conv1d

@@ -27,13 +27,6 @@ ffi::Error Update(cudaStream_t stream, const UpdateCall& call) {
   return ToError(kUpdateName, LaunchUpdate(call, stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(kForward, (HandleForward<cudaStream_t, Forward>), BindForward<Stream>(),
-                       {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kBackward, (HandleBackward<cudaStream_t, Backward>), BindBackward<Stream>(),
-                       {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kUpdate, (HandleUpdate<cudaStream_t, Update>), BindUpdate<Stream>(),
-                       {ffi::Traits::kCmdBufferCompatible});
-
 Plan PlanForward(const PlanParameters& parameters) {
   const Problem problem = ProblemOf(parameters);
   const Tiling tiling =
@@ -60,9 +53,12 @@ Plan PlanUpdate(const PlanParameters& parameters) {
                                                         parameters.at("state_length")))};
 }
 
-JB_REGISTER_TARGET(kForwardName, kForward, PlanForward, JB_NAMES(kForwardStrategyNames));
-JB_REGISTER_TARGET(kBackwardName, kBackward, PlanBackward, JB_NAMES(kBackwardStrategyNames));
-JB_REGISTER_TARGET(kUpdateName, kUpdate, PlanUpdate, JB_NAMES(kUpdateStrategyNames));
+JB_CUDA_TARGET(kForwardName, (HandleForward<cudaStream_t, Forward>), BindForward<Stream>(), PlanForward,
+               JB_NAMES(kForwardStrategyNames));
+JB_CUDA_TARGET(kBackwardName, (HandleBackward<cudaStream_t, Backward>), BindBackward<Stream>(), PlanBackward,
+               JB_NAMES(kBackwardStrategyNames));
+JB_CUDA_TARGET(kUpdateName, (HandleUpdate<cudaStream_t, Update>), BindUpdate<Stream>(), PlanUpdate,
+               JB_NAMES(kUpdateStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::causal_conv1d

@@ -96,9 +96,9 @@ class Decoder {
   ffi::Error Weight(const ffi::AnyBuffer& buffer, Parameter* weight) {
     const auto view = batch_.View(buffer, /*may_be_shared=*/true);
     const int64_t width = view && view->dims.size() == 2 ? view->dims[1] : 0;
-    if (width < 1 || width > kMostWidth) {
+    if (width < 1 || width > kMaxWidth) {
       return batch_.WrongShape("weight", buffer, /*may_be_shared=*/true,
-                               "channels,width of 1 to " + std::to_string(kMostWidth));
+                               "channels,width of 1 to " + std::to_string(kMaxWidth));
     }
     problem_.width = static_cast<int>(width);
     return TakeParameter("weight", buffer, {problem_.channels, width}, weight);

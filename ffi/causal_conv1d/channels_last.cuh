@@ -1,4 +1,4 @@
-// How the kernels for [.., length, channels] deal out their work: a thread takes a vector of neighbouring channels and
+// How the kernels for [.., length, channels] assign their work: a thread takes a vector of neighbouring channels and
 // walks down a run of times; neighbouring threads take neighbouring vectors, and the runs of a block follow each other.
 #pragma once
 
@@ -54,12 +54,12 @@ struct ChannelsLastPlan {
   // Blocks all take about as long, so the GPU works in waves of as many as run at once, and a last wave that is not
   // full costs as much as a full one. Chooses the number of waves for which the work of all of them is least.
   void ChooseRun(int64_t blocks_across, int64_t length, const RunChoice& choice) {
-    constexpr int64_t kMostWaves = 16;
+    constexpr int64_t kMaxWaves = 16;
     constexpr int64_t kTimesToStart = 12;  // the times that a block could take in the time in which it starts and ends
     const int64_t at_once = kMultiprocessors * choice.blocks_at_once;
     run = choice.longest;
     int64_t least = std::numeric_limits<int64_t>::max();
-    for (int64_t waves = 1; waves <= kMostWaves; ++waves) {
+    for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
       const int64_t down = std::max<int64_t>(waves * at_once / blocks_across, 1);
       const int64_t candidate = std::max<int64_t>(CeilDivide(length, down * runs), choice.shortest);
       if (candidate > choice.longest) continue;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void LoadPast(const Geometry& geometry, const T* x, c
 // A thread's vectors of some times in shared memory. Copies come in groups of kGroup times, and as many times are under
 // way as there is room for whole groups.
 template <typename T, int kVec, int kTimes, int kGroup>
-struct TimeRing {
+struct TimeStages {
   static_assert((kTimes & (kTimes - 1)) == 0);
   static constexpr int kBytes = kVec * static_cast<int>(sizeof(T));
   static constexpr int kBlockBytes = kTimes * kChannelsLastThreads * kBytes;
@@ -181,7 +181,7 @@ struct TimeRing {
 
   char* data;  // the thread's
 
-  explicit __device__ __forceinline__ TimeRing(void* shared)
+  explicit __device__ __forceinline__ TimeStages(void* shared)
       : data(static_cast<char*>(shared) + (threadIdx.y * blockDim.x + threadIdx.x) * kBytes) {}
 
   __device__ __forceinline__ T* At(int time) const {

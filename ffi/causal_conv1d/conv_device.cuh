@@ -32,16 +32,16 @@ CudaStatus DispatchType(ElementType type, Body&& body) {
   return status;
 }
 
-// The kernels of kWidth = kMostWidth serve all widths above kMostConstantWidth: weights, inputs and taps are the last ones
-// of kMostWidth, and what comes before them is left out like inputs whose taps are missing.
+// The kernels of kWidth = kMaxWidth serve all widths above kMaxConstantWidth: weights, inputs and taps are the last ones
+// of kMaxWidth, and what comes before them is left out like inputs whose taps are missing.
 template <int kWidth>
-inline constexpr bool kIsWide = kWidth > kMostConstantWidth;
+inline constexpr bool kIsWide = kWidth > kMaxConstantWidth;
 
 // Calls body(std::integral_constant<int, kWidth>{}, std::bool_constant<has taps>{}), which returns a CudaStatus, for the
 // kernels that serve a width.
 template <typename Body>
 CudaStatus DispatchKernel(int width, bool has_taps, const Body& body) {
-  if (width > kMostConstantWidth) return body(std::integral_constant<int, kMostWidth>{}, std::true_type{});
+  if (width > kMaxConstantWidth) return body(std::integral_constant<int, kMaxWidth>{}, std::true_type{});
   return DispatchWidth(width, [&](auto constant_width) {
     return has_taps ? body(constant_width, std::true_type{}) : body(constant_width, std::false_type{});
   });

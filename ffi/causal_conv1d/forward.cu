@@ -8,11 +8,11 @@ namespace jax_baracuda::causal_conv1d {
 namespace {
 
 // Steps whose vectors are under way, and room for these, for the step at work and for the one before it.
-inline constexpr int kStepsAhead = 6, kRingSteps = 8;
+inline constexpr int kPrefetchSteps = 6, kStages = 8;
 
 // So many blocks of a multiprocessor as the usual widths do well with.
 template <typename T, int kWidth, bool kHasTaps>
-inline constexpr int kLeastBlocks = sizeof(T) > 4 || kWidth > 4 ? 1 : kHasTaps ? 9 : 10;
+inline constexpr int kMinBlocks = sizeof(T) > 4 || kWidth > 4 ? 1 : kHasTaps ? 9 : 10;
 
 template <int kWidth, bool kHasTaps, int kVec, typename C>
 __device__ __forceinline__ void Convolve(const C* window, const C* weights, C bias, const Taps<kVec>& taps, bool silu,
@@ -32,15 +32,15 @@ __device__ __forceinline__ void Convolve(const C* window, const C* weights, C bi
 }
 
 template <typename T, int kWidth, bool kHasTaps>
-__global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps>)
+__global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
     ForwardRows(const __grid_constant__ ForwardArguments<T> a, const __grid_constant__ RowsGrid grid) {
   using C = ComputeType<T>;
-  using Ring = VectorRing<T>;
-  constexpr int kVec = Ring::kVec, kPast = kWidth - 1, kVectorsBefore = (kPast + kVec - 1) / kVec;
-  __shared__ alignas(kVectorBytes) char shared[Ring::template kBlockBytes<kRingSteps>];
+  using Stages = VectorStages<T>;
+  constexpr int kVec = Stages::kVec, kPast = kWidth - 1, kVectorsBefore = (kPast + kVec - 1) / kVec;
+  __shared__ alignas(kVectorBytes) char shared[Stages::template kBlockBytes<kStages>];
   const Geometry& geometry = a.geometry;
   const RowsPlace<T> at(geometry, grid, kPast, a.initial_state.entries.data != nullptr);
-  const Ring ring = Ring::template Make<kRingSteps>(grid.plan);
+  const Stages stages = Stages::template Make<kStages>(grid.plan);
   const int steps = grid.plan.steps, lanes = grid.plan.lanes, lane = threadIdx.x & (lanes - 1);
   const T* x = at.In(a.x, geometry);
   T* y = a.y + at.index;
@@ -50,32 +50,32 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
   }
 
   const unsigned step_bytes = lanes * kVectorBytes;
-  unsigned position = lane * kVectorBytes;  // in the ring
+  unsigned position = lane * kVectorBytes;  // in the stages
   const auto load = [&](unsigned to, const T* vector, bool is_readable) {
-    CopyAsync<kVectorBytes>(shared + ring.Index(to), vector, is_readable);
+    CopyAsync<kVectorBytes>(shared + stages.Index(to), vector, is_readable);
   };
   const int last_load = min(at.last_readable, (steps - 1) * at.step);
   if (lane >= lanes - kVectorsBefore) load(position - step_bytes, x - at.step, at.IsReadable(-at.step));
 #pragma unroll
-  for (int i = 0; i < kStepsAhead; ++i) {
+  for (int i = 0; i < kPrefetchSteps; ++i) {
     load(position + i * step_bytes, x + i * at.step, i * at.step <= last_load);
     CommitCopies();
   }
   C weights[kWidth], bias;
   a.weights.template Load<1, kWidth>(geometry, at.example, at.channel, weights, &bias);
-  const T* x_ahead = x + kStepsAhead * at.step;
+  const T* x_prefetch = x + kPrefetchSteps * at.step;
   T* y_vector = y;
   const T* state_end = a.initial_state.End(geometry, at.example, at.channel);
   const TapsOfRow<kVec> all_taps(taps_row, at.before, at.after);
   uint32_t borders = 0;
   if constexpr (kHasTaps && !kIsWide<kWidth>) borders = StepsWithBorders(at, grid.plan, taps_row, kWidth, 0);
   for (int step = 0, offset = 0; step < steps; ++step, offset += at.step) {
-    WaitForCopies<kStepsAhead - 1>();
+    WaitForCopies<kPrefetchSteps - 1>();
     __syncwarp();
-    load(position + kStepsAhead * step_bytes, x_ahead, offset <= last_load - kStepsAhead * at.step);
+    load(position + kPrefetchSteps * step_bytes, x_prefetch, offset <= last_load - kPrefetchSteps * at.step);
     CommitCopies();
     C window[kPast + kVec], out[kVec];
-    ring.template Read<kPast>(shared, position, window);
+    stages.template Read<kPast>(shared, position, window);
     const bool is_regular = at.IsRegular(offset);
     if (!is_regular) {
       MendWindow<kPast>(at, offset, x + offset, state_end, kPast - geometry.template LeftOut<kWidth>(), window);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
       StoreInRow(at, offset, y_vector, out);
     }
     position += step_bytes;
-    x_ahead += at.step;
+    x_prefetch += at.step;
     y_vector += at.step;
   }
 }
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kRowsThreads, kLeastBlocks<T, kWidth, kHasTaps
 RowsPlan ForwardPlan(const Problem& problem, int64_t element_bytes) {
   return RowsPlan(problem, element_bytes,
                   {/*blocks_at_once=*/element_bytes > 4 ? 8 : 10, /*steps_to_start=*/0.5, /*fewest_steps=*/4,
-                   /*most_steps=*/problem.has_taps ? 24 : kStepsAhead, /*slowness=*/{1, 1.07, 1.16, 1.4}});
+                   /*most_steps=*/problem.has_taps ? 24 : kPrefetchSteps, /*slowness=*/{1, 1.07, 1.16, 1.4}});
 }
 
 }  // namespace

@@ -6,19 +6,19 @@ namespace jax_baracuda::causal_conv1d {
 namespace {
 
 // All of a run is under way at once. Longer runs would save loads of what comes before, but be farther apart in memory.
-inline constexpr int kLongestRun = 12, kRingRows = 16;
+inline constexpr int kLongestRun = 12, kStageRows = 16;
 
 // So many blocks of a multiprocessor as the usual widths do well with.
 template <typename T, int kWidth>
-inline constexpr int kLeastBlocks = kWidth > 4 ? 1 : sizeof(T) == 2 ? 8 : 6;
+inline constexpr int kMinBlocks = kWidth > 4 ? 1 : sizeof(T) == 2 ? 8 : 6;
 
 template <typename T, int kWidth, int kVec, bool kHasTaps>
-__global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
+__global__ void __launch_bounds__(kChannelsLastThreads, kMinBlocks<T, kWidth>)
     ForwardChannelsLast(const __grid_constant__ ForwardArguments<T> a, const __grid_constant__ ChannelsLastGrid grid) {
   using C = ComputeType<T>;
   constexpr int kPast = kWidth - 1, kRows = kRowsOfCircle<kWidth>;
-  using Ring = TimeRing<T, kVec, kRingRows, kRows>;
-  __shared__ alignas(16) char shared[Ring::kBlockBytes];
+  using Stages = TimeStages<T, kVec, kStageRows, kRows>;
+  __shared__ alignas(16) char shared[Stages::kBlockBytes];
   const Geometry& geometry = a.geometry;
   const ChannelsLastPlace at(geometry, grid, kVec);
   if (at.channel >= geometry.channels || at.count <= 0) return;
@@ -28,19 +28,19 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
   if (kHasTaps && a.taps.data != nullptr) taps = at.Times(a.taps, geometry);
 
   const T* ahead = x;
-  const Ring ring(shared);
+  const Stages stages(shared);
   const auto load_group = [&](int first) {
     if (first < at.count) {
 #pragma unroll
-      for (int row = first; row < first + Ring::kGroupTimes; ++row) {
-        ring.Load(row, ahead, row < at.count);
+      for (int row = first; row < first + Stages::kGroupTimes; ++row) {
+        stages.Load(row, ahead, row < at.count);
         ahead += geometry.channels;
       }
     }
     CommitCopies();
   };
 #pragma unroll
-  for (int row = 0; row < Ring::kAhead; row += Ring::kGroupTimes) load_group(row);
+  for (int row = 0; row < Stages::kAhead; row += Stages::kGroupTimes) load_group(row);
   C weight[kVec][kWidth], bias[kVec];
   a.weights.template Load<kVec, kWidth>(geometry, at.example, at.channel, weight[0], bias);
   C inputs[kWidth][kVec];
@@ -58,9 +58,9 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kLeastBlocks<T, kWidth>)
     if (kHasTaps) load_masks(first + kRows);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (Ring::BeginsGroup(i)) WaitForCopies<Ring::kGroups - 1>();
-      ring.Read(first + i, inputs[(i + kPast) % kWidth]);
-      if (Ring::EndsGroup(i)) load_group(first + i + 1 - Ring::kGroupTimes + Ring::kAhead);
+      if (Stages::BeginsGroup(i)) WaitForCopies<Stages::kGroups - 1>();
+      stages.Read(first + i, inputs[(i + kPast) % kWidth]);
+      if (Stages::EndsGroup(i)) load_group(first + i + 1 - Stages::kGroupTimes + Stages::kAhead);
 #pragma unroll
       for (int v = 0; v < kVec; ++v) KeepWide(inputs[(i + kPast) % kWidth][v]);
       C out[kVec];
@@ -82,7 +82,7 @@ CudaStatus LaunchForwardChannelsLast(const ForwardCall& call, Tiling tiling, cud
   return DispatchType(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const ForwardArguments<T> arguments(call);
-    const ChannelsLastPlan plan(problem, sizeof(T), {kShortestRun, kLongestRun, kLeastBlocks<T, 4>});
+    const ChannelsLastPlan plan(problem, sizeof(T), {kShortestRun, kLongestRun, kMinBlocks<T, 4>});
     const ChannelsLastGrid grid(problem, plan, tiling);
     return LaunchChannelsLast<T>(call, grid, arguments, stream, [](auto width, auto channels, auto has_taps) {
       return ForwardChannelsLast<T, width, channels, has_taps>;

@@ -1,4 +1,4 @@
-// How the kernels for rows along the length ([.., channels, length]) deal out their work.
+// How the kernels for rows along the length ([.., channels, length]) assign their work.
 //
 // A row is cut into stretches, one for each group of neighbouring threads. In a stretch each thread takes one vector a
 // step. Stretches begin at a sector of memory, whatever the row: vectors at a row's two ends may hold inputs of the
@@ -12,19 +12,19 @@
 #include "ffi/causal_conv1d/causal_conv1d.cuh"
 #include "ffi/causal_conv1d/conv_device.cuh"
 #include "ffi/core/async_copy.cuh"
+#include "ffi/core/warp.cuh"
 
 namespace jax_baracuda::causal_conv1d {
 
 inline constexpr int kRowsThreads = 128, kWarpThreads = 32;
-inline constexpr unsigned kWholeWarp = 0xffffffffu;
 inline constexpr int64_t kSectorBytes = 32;
-inline constexpr int kMostSteps = 32;  // of a stretch: as many as a word has bits
+inline constexpr int kMaxSteps = 32;  // of a stretch: as many as a word has bits
 
 // What suits a kernel, as measured.
 struct RowsChoice {
   int blocks_at_once;     // on a multiprocessor
   double steps_to_start;  // that a stretch could take in the time in which it starts and ends
-  int fewest_steps, most_steps;  // no more than kMostSteps
+  int fewest_steps, most_steps;  // no more than kMaxSteps
   double slowness[4];  // of groups of 32, 16, 8 and 4 threads, for the same work: the fewer, the fewer bytes at once
 };
 
@@ -186,17 +186,17 @@ __device__ __forceinline__ uint32_t StepsWithBorders(const RowsPlace<T>& at, con
       if ((words[i].x & words[i].y & words[i].z & words[i].w & bits) == bits) continue;
       const int time = first + i * apart;
       const int first_step = max(time - further, 0) >> log_step;
-      const int last_step = min(max(time + kTimes - 1, 0) >> log_step, kMostSteps - 1);
+      const int last_step = min(max(time + kTimes - 1, 0) >> log_step, kMaxSteps - 1);
       borders |= (2u << last_step) - (1u << first_step);
     }
   }
-  return __reduce_or_sync(kWholeWarp, borders);
+  return __reduce_or_sync(kFullWarp, borders);
 }
 
 // A group's vectors of some steps in shared memory. Those of neighbouring threads and of steps that follow each other
 // are neighbours there as they are in the row, in a circle.
 template <typename T>
-struct VectorRing {
+struct VectorStages {
   static constexpr int kVec = kVectorBytes / sizeof(T);
 
   unsigned base, mask;
@@ -206,25 +206,25 @@ struct VectorRing {
   static constexpr int kBlockBytes = kSteps * kRowsThreads * kVectorBytes;
 
   template <int kSteps>
-  static __device__ __forceinline__ VectorRing Make(const RowsPlan& plan) {
+  static __device__ __forceinline__ VectorStages Make(const RowsPlan& plan) {
     static_assert((kSteps & (kSteps - 1)) == 0);
     const unsigned group = threadIdx.x >> plan.log_lanes, log_bytes = plan.log_lanes + 4;
     static_assert(kVectorBytes == 1 << 4);
     return {group * kSteps << log_bytes, (unsigned{kSteps} << log_bytes) - 1};
   }
 
-  // Where in the block's ring lies what is `position` bytes, which may be negative, into the group's circle.
+  // Where in the block's stages lies what is `position` bytes, which may be negative, into the group's circle.
   __device__ __forceinline__ unsigned Index(unsigned position) const { return (position & mask) | base; }
 
   // window[i] becomes the input i - kPast places from the first of the vector at a position.
   template <int kPast>
-  __device__ __forceinline__ void Read(const char* ring, unsigned position, ComputeType<T>* window) const {
+  __device__ __forceinline__ void Read(const char* stages, unsigned position, ComputeType<T>* window) const {
     // The past is read in the largest aligned parts that no vector's border cuts.
     constexpr int kPastBytes = kPast * static_cast<int>(sizeof(T));
-    constexpr int kLeast = sizeof(T) > 4 ? sizeof(T) : 4;
-    constexpr int kPartBytes = kPastBytes <= kLeast ? kLeast : kPastBytes <= 8 ? 8 : 16;
+    constexpr int kMin = sizeof(T) > 4 ? sizeof(T) : 4;
+    constexpr int kPartBytes = kPastBytes <= kMin ? kMin : kPastBytes <= 8 ? 8 : 16;
     constexpr int kPart = kPartBytes / sizeof(T), kParts = (kPast + kPart - 1) / kPart, kHalo = kPart * kParts;
-    const auto part_at = [&](unsigned from) { return reinterpret_cast<const T*>(ring + Index(from)); };
+    const auto part_at = [&](unsigned from) { return reinterpret_cast<const T*>(stages + Index(from)); };
     ComputeType<T> all[kHalo + kVec];
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {

@@ -183,6 +183,9 @@ bool DispatchOrdered(ElementType type, Body&& body) {
   }
 }
 
+// One of the functions above as an argument of another.
+#define JB_DISPATCH(function) [](auto type, auto&& body) { return function(type, body); }
+
 // 0 for a type that no kernel takes.
 inline int64_t ElementBytes(ElementType type) {
   int64_t bytes = 0;

@@ -4,7 +4,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
+
+#include "ffi/core/bit_cast.h"
 
 namespace jax_baracuda {
 
@@ -23,13 +24,9 @@ __attribute__((always_inline)) inline float Exp(float x) {
   p = p * (r * r) + r + 1.0f;
   // 2^n in two factors, so that the only rounding to a subnormal number is the last one.
   const auto power = [](int32_t e) __attribute__((always_inline)) {
-    const uint32_t bits = static_cast<uint32_t>(e + 127) << 23;
-    float value;
-    std::memcpy(&value, &bits, sizeof(value));
-    return value;
+    return BitCast<float>(static_cast<uint32_t>(e + 127) << 23);
   };
-  int32_t bits;
-  std::memcpy(&bits, &shifted, sizeof(bits));
+  const int32_t bits = BitCast<int32_t>(shifted);
   const int32_t exponent = (bits & 0xffff) - ((bits & 0x8000) << 1), half = exponent >> 1;
   return p * power(half) * power(exponent - half);
 }
@@ -38,21 +35,13 @@ __attribute__((always_inline)) inline double Exp(double x) { return std::exp(x);
 
 namespace internal {
 
-template <typename To, typename From>
-__attribute__((always_inline)) inline To BitsAs(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof(to));
-  return to;
-}
-
 // x, or the bound that is exceeded; `least` is negative, `most` positive. A NaN becomes a bound. Among positive numbers
 // the order of the bits is that of the numbers, among negative ones the opposite, and integers have a minimum
 // instruction where numbers with NaNs among them need a comparison and a selection.
 template <typename Signed, typename Unsigned, typename Float>
 __attribute__((always_inline)) inline Float Clamp(Float x, Float least, Float most) {
-  const Signed below = std::min(BitsAs<Signed>(x), BitsAs<Signed>(most));
-  return BitsAs<Float>(std::min(static_cast<Unsigned>(below), BitsAs<Unsigned>(least)));
+  const Signed below = std::min(BitCast<Signed>(x), BitCast<Signed>(most));
+  return BitCast<Float>(std::min(static_cast<Unsigned>(below), BitCast<Unsigned>(least)));
 }
 
 }  // namespace internal
@@ -72,7 +61,7 @@ __attribute__((always_inline)) inline float ExpOrZero(float x) {
   p = p * r + 1.0f;
   p = p * r + 2.0f;
   p = p * r + 2.0f;
-  return p * internal::BitsAs<float>(internal::BitsAs<uint32_t>(shifted) << 23);
+  return p * BitCast<float>(BitCast<uint32_t>(shifted) << 23);
 }
 
 __attribute__((always_inline)) inline double ExpOrZero(double x) {
@@ -92,7 +81,7 @@ __attribute__((always_inline)) inline double ExpOrZero(double x) {
   p = p * r + 0x1.0000000000011p0;
   p = p * r + 2.0;
   p = p * r + 2.0;
-  return p * internal::BitsAs<double>(internal::BitsAs<uint64_t>(shifted) << 52);
+  return p * BitCast<double>(BitCast<uint64_t>(shifted) << 52);
 }
 
 }  // namespace jax_baracuda

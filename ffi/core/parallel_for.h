@@ -95,4 +95,13 @@ inline int64_t ChunkBegin(int64_t total, int64_t num_chunks, int64_t i) {
   return total / num_chunks * i + std::min(i, total % num_chunks);
 }
 
+// Calls body(begin, end) for ranges that make up [0, count), which takes `total_bytes` of work.
+template <typename Body>
+void ForEachRange(xla::ffi::ThreadPool& pool, int64_t count, int64_t total_bytes, const Body& body) {
+  const int64_t chunks = std::min(count, ChunksFor(pool, total_bytes));
+  ParallelFor(pool, chunks, [&](int64_t chunk) {
+    body(ChunkBegin(count, chunks, chunk), ChunkBegin(count, chunks, chunk + 1));
+  });
+}
+
 }  // namespace jax_baracuda

@@ -29,7 +29,18 @@ struct TargetRegistration {
 #define JB_CONCATENATE_(a, b) a##b
 #define JB_CONCATENATE(a, b) JB_CONCATENATE_(a, b)
 
-// Adds the op `name`, served by the handler symbol `handler`, to this module's table; names of its strategies follow.
-#define JB_REGISTER_TARGET(name, handler, plan, ...)                                              \
+#define JB_REGISTER_HANDLER_(symbol, name, plan, ...)                                             \
   static const ::jax_baracuda::TargetRegistration JB_CONCATENATE(target_registration_, __LINE__)( \
-      ::jax_baracuda::Target{name, ::jax_baracuda::CheckedHandler<handler>, plan, {__VA_ARGS__}})
+      ::jax_baracuda::Target{name, ::jax_baracuda::CheckedHandler<symbol>, plan, {__VA_ARGS__}})
+
+// Defines the op `name`, served by the function `handler` with this binding, and adds it to the table of this module,
+// which is the CPU's; names of its strategies follow.
+#define JB_CPU_TARGET(name, handler, binding, plan, ...)                            \
+  XLA_FFI_DEFINE_HANDLER(JB_CONCATENATE(handler_, __LINE__), handler, binding); \
+  JB_REGISTER_HANDLER_(JB_CONCATENATE(handler_, __LINE__), name, plan, __VA_ARGS__)
+
+// The same for the CUDA module. Handlers may be captured into CUDA graphs: they launch the same kernels on every call.
+#define JB_CUDA_TARGET(name, handler, binding, plan, ...)                           \
+  XLA_FFI_DEFINE_HANDLER(JB_CONCATENATE(handler_, __LINE__), handler, binding,  \
+                         {::xla::ffi::Traits::kCmdBufferCompatible});           \
+  JB_REGISTER_HANDLER_(JB_CONCATENATE(handler_, __LINE__), name, plan, __VA_ARGS__)

@@ -13,8 +13,8 @@
 namespace jax_baracuda::rope {
 
 inline constexpr int kSharingThreads = 128;        // of a block, where rows are not longer
-inline constexpr int kMostSharingThreads = 256;    // of any block
-inline constexpr int64_t kMostTableBytes = 16384;  // of sines and cosines
+inline constexpr int kMaxSharingThreads = 256;    // of any block
+inline constexpr int64_t kMaxTableBytes = 16384;  // of sines and cosines
 
 // Strides are in elements.
 template <typename T>
@@ -42,7 +42,7 @@ struct FewRowsArguments {
 
 // Blocks are numbered by rows along x, by positions and examples along y; threads by units along x, by rows along y.
 template <typename T, int kCount, bool kInterleaved, int kTensors>
-__global__ void __launch_bounds__(kMostSharingThreads)
+__global__ void __launch_bounds__(kMaxSharingThreads)
     RotateFewRows(const __grid_constant__ FewRowsArguments<T, kTensors> a) {
   using UnitOfRow = Unit<T, kCount, kInterleaved>;
   using C = ComputeType<T>;
@@ -90,12 +90,12 @@ __global__ void __launch_bounds__(kMostSharingThreads)
   values.Store(rows.y + example * rows.example_stride + offset, at.partner_stride);
 }
 
-// Whether blocks can be dealt like this, and numbers of elements have 32 bits; `units` are those of a row.
+// Whether blocks can be assigned like this, and numbers of elements have 32 bits; `units` are those of a row.
 inline bool SuitsFewRows(const Problem& problem, int64_t all_heads, int64_t element_bytes, int64_t units) {
   const int64_t places = problem.batch * problem.examples * problem.length;
   const int64_t rotation_bytes = 2 * std::max<int64_t>(element_bytes, sizeof(float));
-  return units <= kMostSharingThreads && places <= 65535 && places * all_heads * problem.features < int64_t{1} << 31 &&
-         problem.pairs * rotation_bytes <= kMostTableBytes;
+  return units <= kMaxSharingThreads && places <= 65535 && places * all_heads * problem.features < int64_t{1} << 31 &&
+         problem.pairs * rotation_bytes <= kMaxTableBytes;
 }
 
 template <typename T, int kCount, bool kInterleaved, int kTensors>

@@ -22,11 +22,11 @@ inline constexpr int kThreads = 128;
 inline constexpr int kUnroll = 4;  // rows of which a thread's units are under way at once
 
 // A thread takes up to so many units, fewer where multiprocessors would have less than so many threads.
-inline constexpr int64_t kMostUnits = 8;
-inline constexpr int64_t kFewestThreads = 256;
+inline constexpr int64_t kMaxUnits = 8;
+inline constexpr int64_t kMinThreads = 256;
 
 // Of a group; their numbers have 32 bits.
-inline constexpr int64_t kMostThreads = int64_t{1} << 30;
+inline constexpr int64_t kMaxThreads = int64_t{1} << 30;
 
 // So many threads take neighbouring rows.
 inline constexpr int64_t kContiguousThreads = 64;
@@ -51,7 +51,7 @@ struct Rows {
 
 template <typename T>
 struct Arguments {
-  Rows<T> rows[kMostTensors];
+  Rows<T> rows[kMaxTensors];
   unsigned blocks_of_first_rows;
   unsigned groups_of_blocks;  // with the same y
   int64_t groups, examples_of_group;
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads) RotateRows(const __grid_constant__ A
 }
 
 // What rows depend on beside their tensor.
-struct Dealing {
+struct Assignment {
   bool heads_are_neighbours;  // in memory, at one position
   int64_t examples_of_group;
   int64_t units;  // of a row
@@ -163,7 +163,7 @@ struct Dealing {
 
 // Returns the number of threads of a group.
 template <typename T>
-int64_t DealRows(const Problem& problem, const Tensor& tensor, const Dealing& dealing, Rows<T>* rows) {
+int64_t AssignRows(const Problem& problem, const Tensor& tensor, const Assignment& dealing, Rows<T>* rows) {
   rows->x = static_cast<const T*>(tensor.x);
   rows->y = static_cast<T*>(tensor.y);
   rows->x_is_shared = tensor.is_shared;
@@ -176,7 +176,7 @@ int64_t DealRows(const Problem& problem, const Tensor& tensor, const Dealing& de
   const int64_t threads_of_position = dealing.units * lanes * slabs;
   const int64_t positions_of_thread =
       std::max(std::clamp<int64_t>(dealing.units_of_thread / rows_of_thread, 1, problem.length),
-               CeilDivide(threads_of_position * problem.length, kMostThreads));
+               CeilDivide(threads_of_position * problem.length, kMaxThreads));
   const int64_t first_positions = CeilDivide(problem.length, positions_of_thread);
   rows->rows_of_slab = static_cast<int>(rows_of_thread * lanes);
   rows->lanes = Divider(lanes);
@@ -200,8 +200,8 @@ int64_t UnitsOfRow(const Problem& problem, int elements_of_vector, bool has_pair
 
 int64_t UnitsOfThread(const Problem& problem, int64_t all_heads, int64_t units, int64_t multiprocessors) {
   return std::min(units * problem.batch * problem.examples * all_heads * problem.length /
-                      (multiprocessors * kFewestThreads),
-                  kMostUnits);
+                      (multiprocessors * kMinThreads),
+                  kMaxUnits);
 }
 
 template <typename T, int kCount, bool kInterleaved>
@@ -239,18 +239,18 @@ CudaStatus Launch(const Call& call, Strategy strategy, int64_t multiprocessors, 
   a.positions = call.positions;
   a.scale = ScaleOf<T>(call);
 
-  const Dealing dealing{heads_are_neighbours, a.examples_of_group, units, std::max<int64_t>(units_of_thread, 1)};
-  int64_t threads[kMostTensors] = {};
+  const Assignment dealing{heads_are_neighbours, a.examples_of_group, units, std::max<int64_t>(units_of_thread, 1)};
+  int64_t threads[kMaxTensors] = {};
   for (int i = 0; i < call.num_tensors; ++i) {
     // The last tensor comes first: it is k, whose fewer heads make longer chains of latencies.
-    threads[i] = DealRows(problem, call.tensors[call.num_tensors - 1 - i], dealing, &a.rows[i]);
+    threads[i] = AssignRows(problem, call.tensors[call.num_tensors - 1 - i], dealing, &a.rows[i]);
   }
   const int64_t most_threads = std::max(threads[0], threads[1]);
-  const int64_t groups_of_blocks = std::clamp<int64_t>(kMostThreads / most_threads, 1, a.groups);
+  const int64_t groups_of_blocks = std::clamp<int64_t>(kMaxThreads / most_threads, 1, a.groups);
   const int64_t first_blocks = CeilDivide(threads[0] * groups_of_blocks, kThreads);
   const int64_t second_blocks = CeilDivide(threads[1] * groups_of_blocks, kThreads);
   const int64_t y_of_blocks = CeilDivide(a.groups, groups_of_blocks);
-  if (most_threads >= 2 * kMostThreads || y_of_blocks > 65535) return JB_CUDA_STATUS(cudaErrorInvalidConfiguration);
+  if (most_threads >= 2 * kMaxThreads || y_of_blocks > 65535) return JB_CUDA_STATUS(cudaErrorInvalidConfiguration);
   a.groups_of_blocks = static_cast<unsigned>(groups_of_blocks);
   a.blocks_of_first_rows = static_cast<unsigned>(first_blocks);
   const dim3 blocks(static_cast<unsigned>(first_blocks + second_blocks), static_cast<unsigned>(y_of_blocks));
@@ -289,7 +289,7 @@ Strategy ChooseStrategy(const Problem& problem, int64_t all_heads, int64_t eleme
   // As if all features were written, which of operands in place are only those that are rotated.
   const int64_t units = UnitsOfRow(problem, static_cast<int>(bytes / element_bytes),
                                    by_16_bytes && problem.interleaved, /*are_all_written=*/true);
-  const bool has_few_rows = UnitsOfThread(problem, all_heads, units, multiprocessors) < kMostUnits &&
+  const bool has_few_rows = UnitsOfThread(problem, all_heads, units, multiprocessors) < kMaxUnits &&
                             SuitsFewRows(problem, all_heads, element_bytes, units);
   if (by_16_bytes) return has_few_rows ? Strategy::kFewRowsBy16Bytes : Strategy::kManyRowsBy16Bytes;
   if (by_8_bytes) return has_few_rows ? Strategy::kFewRowsBy8Bytes : Strategy::kManyRowsBy8Bytes;

@@ -8,9 +8,9 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
+#include "ffi/core/bit_cast.h"
 #include "ffi/core/element_type.h"
 
 namespace jax_baracuda::rope {
@@ -51,13 +51,13 @@ struct Positions {
   bool are_shared_by_examples;
 };
 
-inline constexpr int kMostTensors = 2;
+inline constexpr int kMaxTensors = 2;
 
 struct Call {
   Problem problem;
   ElementType type;  // a floating type
   int num_tensors;
-  Tensor tensors[kMostTensors];
+  Tensor tensors[kMaxTensors];
   Frequencies frequencies;
   Positions positions;
   double cos_scale;
@@ -117,8 +117,7 @@ template <typename T>
 JB_HOST_DEVICE ReducedAngle<T> ReduceNear(double angle) {
   constexpr double kShift = 0x1.8p52;  // adding it rounds to an integer, in the lowest bits
   const double shifted = angle * 0x1.45f306dc9c883p-1 + kShift, quarters = shifted - kShift;
-  int64_t bits;
-  std::memcpy(&bits, &shifted, sizeof(bits));
+  const int64_t bits = BitCast<int64_t>(shifted);
   double remainder;
   if constexpr (sizeof(T) == sizeof(double)) {
     // pi / 2 in three parts; the products with the first two are exact.
@@ -179,19 +178,12 @@ JB_HOST_DEVICE AngleType<T> CosOfRemainder(AngleType<T> r) {
 
 // x, or -x where bit 1 of the number is set.
 JB_HOST_DEVICE float NegatedByBit1(float x, int32_t number) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  bits ^= static_cast<uint32_t>(number) << 30 & 0x80000000u;
-  std::memcpy(&x, &bits, sizeof(bits));
-  return x;
+  return BitCast<float>(BitCast<uint32_t>(x) ^ (static_cast<uint32_t>(number) << 30 & 0x80000000u));
 }
 
 JB_HOST_DEVICE double NegatedByBit1(double x, int32_t number) {
-  uint64_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  bits ^= static_cast<uint64_t>(static_cast<uint32_t>(number)) << 62 & uint64_t{1} << 63;
-  std::memcpy(&x, &bits, sizeof(bits));
-  return x;
+  const uint64_t sign = static_cast<uint64_t>(static_cast<uint32_t>(number)) << 62 & uint64_t{1} << 63;
+  return BitCast<double>(BitCast<uint64_t>(x) ^ sign);
 }
 
 // For angles that are near.

@@ -283,15 +283,14 @@ Plan PlanRope(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, ChooseStrategy(ProblemOf(parameters), parameters.at("heads")))};
 }
 
-XLA_FFI_DEFINE_HANDLER(kRope, (HandleRope<ffi::ThreadPool, Run, false>), BindRope<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kRopeBackward, (HandleRope<ffi::ThreadPool, Run, true>), BindRope<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kRopeQk, (HandleRopeQk<ffi::ThreadPool, Run, false>), BindRopeQk<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kRopeQkBackward, (HandleRopeQk<ffi::ThreadPool, Run, true>), BindRopeQk<ffi::ThreadPool>());
-
-JB_REGISTER_TARGET("rope", kRope, PlanRope, JB_NAMES(kStrategyNames));
-JB_REGISTER_TARGET("rope_backward", kRopeBackward, PlanRope, JB_NAMES(kStrategyNames));
-JB_REGISTER_TARGET("rope_qk", kRopeQk, PlanRope, JB_NAMES(kStrategyNames));
-JB_REGISTER_TARGET("rope_qk_backward", kRopeQkBackward, PlanRope, JB_NAMES(kStrategyNames));
+JB_CPU_TARGET("rope", (HandleRope<ffi::ThreadPool, Run, false>), BindRope<ffi::ThreadPool>(), PlanRope,
+              JB_NAMES(kStrategyNames));
+JB_CPU_TARGET("rope_backward", (HandleRope<ffi::ThreadPool, Run, true>), BindRope<ffi::ThreadPool>(), PlanRope,
+              JB_NAMES(kStrategyNames));
+JB_CPU_TARGET("rope_qk", (HandleRopeQk<ffi::ThreadPool, Run, false>), BindRopeQk<ffi::ThreadPool>(), PlanRope,
+              JB_NAMES(kStrategyNames));
+JB_CPU_TARGET("rope_qk_backward", (HandleRopeQk<ffi::ThreadPool, Run, true>), BindRopeQk<ffi::ThreadPool>(), PlanRope,
+              JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::rope

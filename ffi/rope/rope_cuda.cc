@@ -14,25 +14,19 @@ ffi::Error Run(cudaStream_t stream, const char* op, const Call& call) {
   return ToError(op, LaunchRope(call, stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(kRope, (HandleRope<cudaStream_t, Run, false>), BindRope<Stream>(),
-                       {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kRopeBackward, (HandleRope<cudaStream_t, Run, true>), BindRope<Stream>(),
-                       {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kRopeQk, (HandleRopeQk<cudaStream_t, Run, false>), BindRopeQk<Stream>(),
-                       {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kRopeQkBackward, (HandleRopeQk<cudaStream_t, Run, true>), BindRopeQk<Stream>(),
-                       {ffi::Traits::kCmdBufferCompatible});
-
 Plan PlanRope(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, ChooseStrategy(ProblemOf(parameters), parameters.at("heads"),
                                                     parameters.at("element_bytes"),
                                                     DeviceAttributesForPlan().multiprocessors))};
 }
 
-JB_REGISTER_TARGET("rope", kRope, PlanRope, JB_NAMES(kStrategyNames));
-JB_REGISTER_TARGET("rope_backward", kRopeBackward, PlanRope, JB_NAMES(kStrategyNames));
-JB_REGISTER_TARGET("rope_qk", kRopeQk, PlanRope, JB_NAMES(kStrategyNames));
-JB_REGISTER_TARGET("rope_qk_backward", kRopeQkBackward, PlanRope, JB_NAMES(kStrategyNames));
+JB_CUDA_TARGET("rope", (HandleRope<cudaStream_t, Run, false>), BindRope<Stream>(), PlanRope, JB_NAMES(kStrategyNames));
+JB_CUDA_TARGET("rope_backward", (HandleRope<cudaStream_t, Run, true>), BindRope<Stream>(), PlanRope,
+               JB_NAMES(kStrategyNames));
+JB_CUDA_TARGET("rope_qk", (HandleRopeQk<cudaStream_t, Run, false>), BindRopeQk<Stream>(), PlanRope,
+               JB_NAMES(kStrategyNames));
+JB_CUDA_TARGET("rope_qk_backward", (HandleRopeQk<cudaStream_t, Run, true>), BindRopeQk<Stream>(), PlanRope,
+               JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::rope

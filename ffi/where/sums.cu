@@ -12,7 +12,7 @@ namespace {
 // The rows are cut into parts where that gives more blocks, but not so many that parts have few steps.
 inline constexpr int64_t kWantedBlocks = 2048;
 inline constexpr int64_t kWantedBlocksOfNumbers = 8192;  // whose partial sums take no time
-inline constexpr int64_t kFewestSteps = 8;
+inline constexpr int64_t kMinSteps = 8;
 inline constexpr int kThreads = 256;
 inline constexpr int kVectorsAtOnce = 4;
 inline constexpr int kLineBytes = 128;
@@ -23,7 +23,7 @@ inline int64_t ThreadsOfWholeRows(const Sum& sum, int elements_of_vector) {
   return std::lcm(sum.inner, int64_t{elements_of_vector}) / elements_of_vector;
 }
 
-// How the work is dealt to threads. Of rows longer than a block, a block takes a tile of one row a step. Of shorter
+// How the work is assigned to threads. Of rows longer than a block, a block takes a tile of one row a step. Of shorter
 // ones, a group of threads takes several a step, whole ones, so that the columns of a thread are always the same.
 struct SumPlan {
   int group = kThreads;  // a power of two
@@ -38,7 +38,7 @@ struct SumPlan {
       const int64_t vectors = CeilDivide(sum.rows * sum.inner, elements_of_vector);
       const int64_t of_line = kLineBytes / (elements_of_vector * element_bytes);
       const int64_t fewest = std::max(of_whole_rows, std::min(of_line, vectors));
-      while (sum.outer > 1 && group / 2 >= fewest && group * kFewestSteps > vectors) group /= 2;
+      while (sum.outer > 1 && group / 2 >= fewest && group * kMinSteps > vectors) group /= 2;
       used = static_cast<int>(group / of_whole_rows * of_whole_rows);
       rows_of_step = used * elements_of_vector / sum.inner;
     } else {
@@ -50,7 +50,7 @@ struct SumPlan {
     const int64_t steps = std::max<int64_t>(1, CeilDivide(sum.rows, rows_of_step));
     const int64_t wanted_blocks = sum.inner == 1 ? kWantedBlocksOfNumbers : kWantedBlocks;
     const int64_t wanted = CeilDivide(wanted_blocks, blocks_of_outer * tiles);
-    const int64_t steps_of_part = CeilDivide(steps, std::clamp<int64_t>(steps / kFewestSteps, 1, wanted));
+    const int64_t steps_of_part = CeilDivide(steps, std::clamp<int64_t>(steps / kMinSteps, 1, wanted));
     rows_of_part = steps_of_part * rows_of_step;
     parts = CeilDivide(steps, steps_of_part);
   }

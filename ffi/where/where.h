@@ -33,14 +33,14 @@ bool DispatchBytes(int element_bytes, Body&& body) {
   }
 }
 
-inline constexpr int kMostDimensions = 32;
+inline constexpr int kMaxDimensions = 32;
 
 // Where the elements of the row-major output lie in an array that is repeated along some of its dimensions. Dimensions
 // of size 1 are left out and neighbours merged, so those here, the innermost first, are repeated and not in turn.
 struct Repetition {
   int rank = 0;
-  int64_t size[kMostDimensions];
-  int64_t stride[kMostDimensions];  // in the array; 0 where it is repeated
+  int64_t size[kMaxDimensions];
+  int64_t stride[kMaxDimensions];  // in the array; 0 where it is repeated
 
   // Adds the next dimension outwards, of a size of at least 2. `array_size` is that of the dimensions so far, in the
   // array. False if there are too many.
@@ -49,7 +49,7 @@ struct Repetition {
       size[rank - 1] = MultiplySizes(size[rank - 1], dimension);
       return true;
     }
-    if (rank == kMostDimensions) return false;
+    if (rank == kMaxDimensions) return false;
     size[rank] = dimension;
     stride[rank] = is_repeated ? 0 : array_size;
     ++rank;

@@ -9,6 +9,7 @@
 #include <memory>
 #include <type_traits>
 
+#include "ffi/core/bit_cast.h"
 #include "ffi/core/cpu_clones.h"
 #include "ffi/core/cpu_kernel.h"
 #include "ffi/core/huge_pages.h"
@@ -110,13 +111,6 @@ JB_CPU_CLONES void SplitBlock(const uint8_t* __restrict cond, const T* __restric
   }
 }
 
-template <typename To, typename From>
-JB_INLINE To BitsAs(From from) {
-  To to;
-  std::memcpy(&to, &from, sizeof(to));
-  return to;
-}
-
 // Adds to sums[i] what is chosen of dy[i], and what is left of it to other_sums[i] or, if there are none, to other[i].
 template <typename T, bool kBothSummed>
 JB_INLINE void AddElements(const uint8_t* __restrict cond, bool inverted, const T* __restrict dy, int64_t count,
@@ -126,12 +120,12 @@ JB_INLINE void AddElements(const uint8_t* __restrict cond, bool inverted, const 
   using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
   JB_VECTORIZE
   for (int64_t i = 0; i < count; ++i) {
-    const Bits value = BitsAs<Bits>(dy[i]);
+    const Bits value = BitCast<Bits>(dy[i]);
     const bool is_chosen = (cond[i] != 0) != inverted;
-    sums[i] += static_cast<C>(BitsAs<T>(Selected(is_chosen, value, Bits{})));
+    sums[i] += static_cast<C>(BitCast<T>(Selected(is_chosen, value, Bits{})));
     const Bits rest = Selected(is_chosen, Bits{}, value);
     if constexpr (kBothSummed) {
-      other_sums[i] += static_cast<C>(BitsAs<T>(rest));
+      other_sums[i] += static_cast<C>(BitCast<T>(rest));
     } else {
       std::memcpy(other + i, &rest, sizeof(rest));
     }
@@ -279,18 +273,9 @@ class Blocks {
   const Strategy strategy_;
   int64_t period_ = 0;              // of an operand that is one row again and again, or one number
   int64_t next_ = -1, offset_ = 0;  // of the row of the innermost dimension
-  int64_t index_[kMostDimensions];  // of the next element
+  int64_t index_[kMaxDimensions];  // of the next element
   alignas(64) T buffer_[2 * kBlockElements<T>];
 };
-
-// Calls body(begin, end) for parts of [0, size), which take a share of so many bytes each.
-template <typename Body>
-void ForEachRange(ffi::ThreadPool& pool, int64_t size, int64_t bytes, const Body& body) {
-  const int64_t chunks = std::min(size, ChunksFor(pool, bytes));
-  ParallelFor(pool, chunks, [&](int64_t chunk) {
-    body(ChunkBegin(size, chunks, chunk), ChunkBegin(size, chunks, chunk + 1));
-  });
-}
 
 // Calls body(first, count) for the blocks of a range.
 template <typename T, typename Body>
@@ -335,8 +320,8 @@ void Split(ffi::ThreadPool& pool, const SplitCall& call) {
 
 constexpr int64_t kTile = 1024;
 constexpr int64_t kShortRow = 256;
-constexpr int64_t kMostParts = 64;  // of the rows, times tiles and outer elements
-constexpr int64_t kFewestLines = 32;
+constexpr int64_t kMaxParts = 64;  // of the rows, times tiles and outer elements
+constexpr int64_t kMinLines = 32;
 constexpr int64_t kLinesOfSum = 256;  // added up in the compute type before they are added to sums in double
 
 // How the lines of a sum with results are cut.
@@ -347,7 +332,7 @@ struct LinesOfSum {
       : rows_of_line(std::clamp<int64_t>(kShortRow / sum.inner, 1, std::max<int64_t>(1, sum.rows))),
         tiles(CeilDivide(sum.inner, kTile)) {
     const int64_t lines = CeilDivide(sum.rows, rows_of_line), units = sum.outer * tiles;
-    parts = std::clamp<int64_t>(lines / kFewestLines, 1, CeilDivide(kMostParts, units));
+    parts = std::clamp<int64_t>(lines / kMinLines, 1, CeilDivide(kMaxParts, units));
     rows_of_part = CeilDivide(lines, parts) * rows_of_line;
   }
 };
@@ -519,9 +504,6 @@ ffi::Error SplitHandler(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::AnyBuffer 
   return Status(kOp, /*is_supported=*/true, has_memory, "dy", dy);
 }
 
-XLA_FFI_DEFINE_HANDLER(kSelect, SelectHandler, BindSelect<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kSplit, SplitHandler, BindSplit<ffi::ThreadPool>());
-
 Plan PlanSelect(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, ChooseStrategy(SelectOf(parameters)))};
 }
@@ -530,8 +512,9 @@ Plan PlanSplit(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, ChooseStrategy(SplitOf(parameters)))};
 }
 
-JB_REGISTER_TARGET("where", kSelect, PlanSelect, kStrategyNames, kStrategyNames + kSelectStrategies);
-JB_REGISTER_TARGET("where_backward", kSplit, PlanSplit, JB_NAMES(kStrategyNames));
+JB_CPU_TARGET("where", SelectHandler, BindSelect<ffi::ThreadPool>(), PlanSelect, kStrategyNames,
+              kStrategyNames + kSelectStrategies);
+JB_CPU_TARGET("where_backward", SplitHandler, BindSplit<ffi::ThreadPool>(), PlanSplit, JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::where

@@ -31,10 +31,6 @@ ffi::Error SplitHandler(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer c
   return ToError(kOp, LaunchSplit(call, stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(kSelect, SelectHandler, BindSelect<Stream>(), {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kSplit, SplitHandler, BindSplit<Stream>().RemainingRets(),
-                       {ffi::Traits::kCmdBufferCompatible});
-
 Plan PlanSelect(const PlanParameters& parameters) {
   return Plan{NameOf(kSelectStrategyNames, ChooseStrategy(SelectOf(parameters)))};
 }
@@ -45,8 +41,9 @@ Plan PlanSplit(const PlanParameters& parameters) {
               SumScratchBytes(call.sum, call.element_bytes, call.num_sums())};
 }
 
-JB_REGISTER_TARGET("where", kSelect, PlanSelect, JB_NAMES(kSelectStrategyNames));
-JB_REGISTER_TARGET("where_backward", kSplit, PlanSplit, JB_NAMES(kSplitStrategyNames));
+JB_CUDA_TARGET("where", SelectHandler, BindSelect<Stream>(), PlanSelect, JB_NAMES(kSelectStrategyNames));
+JB_CUDA_TARGET("where_backward", SplitHandler, BindSplit<Stream>().RemainingRets(), PlanSplit,
+               JB_NAMES(kSplitStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::where

@@ -157,8 +157,8 @@ class Repeated {
   int64_t row_ = 1;
   bool is_contiguous_ = true;     // along a row
   bool rows_are_vectors_ = true;  // no vector reaches from one row into the next
-  Divider by_size_[kMostDimensions];
-  int64_t stride_[kMostDimensions];
+  Divider by_size_[kMaxDimensions];
+  int64_t stride_[kMaxDimensions];
 };
 
 // Whether a vector reaches at most from one row of the innermost dimension into the next.

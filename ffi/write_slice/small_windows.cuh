@@ -16,9 +16,9 @@ namespace jax_baracuda::write_slice {
 using SmallWord = uint4;
 
 inline constexpr int kSmallThreads = 256;
-inline constexpr int kMostSmallWindows = 2;  // of a launch
-inline constexpr int kMostSmallAxes = 3;
-inline constexpr int64_t kMostSmallWords = int64_t{1} << 18;
+inline constexpr int kMaxSmallWindows = 2;  // of a launch
+inline constexpr int kMaxSmallAxes = 3;
+inline constexpr int64_t kMaxSmallWords = int64_t{1} << 18;
 
 // Windows whose rows begin and end between words, and are numbered by the first kAxes - 1 axes.
 template <int kAxes>
@@ -79,12 +79,12 @@ __global__ void __launch_bounds__(kSmallThreads)
 inline bool AreSmall(const std::vector<Update>& updates) {
   for (const Update& update : updates) {
     const bool has_words = !update.has_bits && update.word == sizeof(SmallWord);
-    if (!has_words || update.num_axes > kMostSmallAxes || update.num_axes != updates[0].num_axes ||
-        update.num_rows * update.run_units > kMostSmallWords * static_cast<int64_t>(sizeof(SmallWord))) {
+    if (!has_words || update.num_axes > kMaxSmallAxes || update.num_axes != updates[0].num_axes ||
+        update.num_rows * update.run_units > kMaxSmallWords * static_cast<int64_t>(sizeof(SmallWord))) {
       return false;
     }
   }
-  return !updates.empty() && updates.size() <= kMostSmallWindows;
+  return !updates.empty() && updates.size() <= kMaxSmallWindows;
 }
 
 template <int kAxes, int kWindows>

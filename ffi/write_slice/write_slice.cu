@@ -27,16 +27,16 @@ struct Part {
   unsigned first_block;
 };
 
-template <int kMostUpdates>
+template <int kMaxUpdates>
 struct Launch {
   int count;
-  Part parts[kMostUpdates];
-  Update updates[kMostUpdates];
+  Part parts[kMaxUpdates];
+  Update updates[kMaxUpdates];
 };
 
 // Within the 4096 bytes that all devices allow for arguments.
-inline constexpr int kMostUpdatesOfLaunch = 5;
-static_assert(sizeof(Launch<kMostUpdatesOfLaunch>) <= 4096);
+inline constexpr int kMaxUpdatesOfLaunch = 5;
+static_assert(sizeof(Launch<kMaxUpdatesOfLaunch>) <= 4096);
 
 template <typename T>
 __device__ __forceinline__ T* At(void* base, int64_t bytes) {
@@ -194,8 +194,8 @@ __device__ __forceinline__ void Move(const Update& update, const Part& part, int
   }
 }
 
-template <int kMostUpdates, bool kTake>
-__global__ void __launch_bounds__(kThreads) MoveWindows(const __grid_constant__ Launch<kMostUpdates> launch) {
+template <int kMaxUpdates, bool kTake>
+__global__ void __launch_bounds__(kThreads) MoveWindows(const __grid_constant__ Launch<kMaxUpdates> launch) {
   int i = 0;
   while (i + 1 < launch.count && blockIdx.x >= launch.parts[i + 1].first_block) ++i;
   const Part& part = launch.parts[i];
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kThreads) MoveWindows(const __grid_constant__ 
 
 int64_t ItemsOfRow(const Update& update, bool takes) {
   if (HasWords(update, takes)) return update.run_units / update.word;
-  const int64_t most_bytes = update.has_bits ? MostBytesOfRow(update) : update.run_units;
+  const int64_t most_bytes = update.has_bits ? MaxBytesOfRow(update) : update.run_units;
   // Whichever word of a vector the row begins at.
   return (most_bytes + (kVectorBytes - update.word) + kVectorBytes - 1) / kVectorBytes;
 }
@@ -228,9 +228,9 @@ Part PartOf(const Update& update, bool takes) {
   return part;
 }
 
-template <int kMostUpdates, bool kTake>
+template <int kMaxUpdates, bool kTake>
 CudaStatus LaunchSome(const Update* updates, int count, cudaStream_t stream) {
-  Launch<kMostUpdates> launch;
+  Launch<kMaxUpdates> launch;
   launch.count = count;
   int64_t num_blocks = 0;
   for (int i = 0; i < count; ++i) {
@@ -240,17 +240,17 @@ CudaStatus LaunchSome(const Update* updates, int count, cudaStream_t stream) {
     num_blocks += part.blocks_of_row > 0 ? update.num_rows * part.blocks_of_row
                                          : (part.num_items + kThreads - 1) / kThreads;
   }
-  MoveWindows<kMostUpdates, kTake><<<static_cast<unsigned>(num_blocks), kThreads, 0, stream>>>(launch);
+  MoveWindows<kMaxUpdates, kTake><<<static_cast<unsigned>(num_blocks), kThreads, 0, stream>>>(launch);
   return JB_LAUNCH_STATUS(MoveWindows);
 }
 
 template <bool kTake>
 CudaStatus LaunchAll(const std::vector<Update>& updates, cudaStream_t stream) {
   const int count = static_cast<int>(updates.size());
-  for (int i = 0; i < count; i += kMostUpdatesOfLaunch) {
-    const int some = std::min(count - i, kMostUpdatesOfLaunch);
+  for (int i = 0; i < count; i += kMaxUpdatesOfLaunch) {
+    const int some = std::min(count - i, kMaxUpdatesOfLaunch);
     // Fewer bytes of arguments make a launch faster.
-    const auto launch = some <= 2 ? LaunchSome<2, kTake> : LaunchSome<kMostUpdatesOfLaunch, kTake>;
+    const auto launch = some <= 2 ? LaunchSome<2, kTake> : LaunchSome<kMaxUpdatesOfLaunch, kTake>;
     JB_RETURN_IF_CUDA_ERROR(launch(updates.data() + i, some, stream));
   }
   return {};

@@ -11,7 +11,7 @@
 
 namespace jax_baracuda::write_slice {
 
-inline constexpr int kMostAxes = 9;  // eight, and the batch
+inline constexpr int kMaxAxes = 9;  // eight, and the batch
 
 // Where a window begins along an axis, for each element of the batch.
 struct Start {
@@ -99,7 +99,7 @@ struct Update {
   bool drop = false;
   bool has_batch = false;       // whether the first axis is a batch whose elements have windows of their own
   bool may_be_outside = false;  // whether some of the window may not be in the array
-  Axis axes[kMostAxes];
+  Axis axes[kMaxAxes];
 
   JB_HOST_DEVICE const Axis& run() const { return axes[num_axes - 1]; }
 };
@@ -167,7 +167,7 @@ JB_HOST_DEVICE int64_t SourceOf(const Update& update, int64_t element) {
 }
 
 // Where units are elements: how many bytes a row can touch at most.
-JB_HOST_DEVICE int64_t MostBytesOfRow(const Update& update) {
+JB_HOST_DEVICE int64_t MaxBytesOfRow(const Update& update) {
   return (update.run_units * update.bit_width + 14) / 8;
 }
 
@@ -206,7 +206,7 @@ JB_HOST_DEVICE void WriteByteOnce(const Update& update, int64_t row_number, cons
 // elements.
 struct Axes {
   int count = 0;
-  Axis at[kMostAxes];
+  Axis at[kMaxAxes];
 };
 
 // Reduces the axes. A batch may share the source: the window's content is then that of one of its elements.
@@ -218,7 +218,7 @@ inline void ReduceAxes(const Axes& axes, bool source_is_shared, Update* update) 
   }
   const bool keeps_batch = update->has_batch || source_is_shared;
   int first = axes.count;  // of those that are left, which fill an array from its end
-  Axis reduced[kMostAxes];
+  Axis reduced[kMaxAxes];
   for (int i = axes.count - 1; i >= 0; --i) {
     const Axis& axis = axes.at[i];
     if (first == axes.count || !reduced[first].is_whole() || (i == 0 && keeps_batch)) {

@@ -28,18 +28,9 @@ Plan PlanWindows(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, ChooseStrategy(UpdatesOf(parameters)))};
 }
 
-// Calls body(begin, end) for ranges that make up [0, bytes), cut between bytes.
-template <typename Body>
-void ForEachRange(ffi::ThreadPool& pool, int64_t bytes, const Body& body) {
-  const int64_t chunks = ChunksFor(pool, 2 * bytes);
-  ParallelFor(pool, chunks, [&](int64_t chunk) {
-    body(ChunkBegin(bytes, chunks, chunk), ChunkBegin(bytes, chunks, chunk + 1));
-  });
-}
-
 void CopyArrays(ffi::ThreadPool& pool, const std::vector<Copy>& copies) {
   for (const Copy& copy : copies) {
-    ForEachRange(pool, copy.bytes, [&](int64_t begin, int64_t end) {
+    ForEachRange(pool, copy.bytes, 2 * copy.bytes, [&](int64_t begin, int64_t end) {
       std::memcpy(static_cast<char*>(copy.to) + begin, static_cast<const char*>(copy.from) + begin,
                   static_cast<size_t>(end - begin));
     });
@@ -49,7 +40,8 @@ void CopyArrays(ffi::ThreadPool& pool, const std::vector<Copy>& copies) {
 // Calls body(number of a row, begin, end) for parts of rows of `row_bytes` each that make up the window.
 template <typename Body>
 void ForEachPartOfRow(ffi::ThreadPool& pool, const Update& update, int64_t row_bytes, const Body& body) {
-  ForEachRange(pool, update.num_rows * row_bytes, [&](int64_t begin, int64_t end) {
+  const int64_t bytes = update.num_rows * row_bytes;
+  ForEachRange(pool, bytes, 2 * bytes, [&](int64_t begin, int64_t end) {
     while (begin < end) {
       const int64_t row = begin / row_bytes, row_begin = row * row_bytes;
       const int64_t part_end = std::min(end, row_begin + row_bytes);
@@ -103,7 +95,7 @@ void WriteBytesOfRow(const Update& update, int64_t number, int64_t begin, int64_
 
 void Write(ffi::ThreadPool& pool, const Update& update) {
   if (StrategyOf(update) == Strategy::kRowsOfBits) {
-    ForEachPartOfRow(pool, update, MostBytesOfRow(update), [&](int64_t number, int64_t begin, int64_t end) {
+    ForEachPartOfRow(pool, update, MaxBytesOfRow(update), [&](int64_t number, int64_t begin, int64_t end) {
       WriteBytesOfRow(update, number, begin, end);
     });
     return;
@@ -115,7 +107,7 @@ void Write(ffi::ThreadPool& pool, const Update& update) {
 
 void Take(ffi::ThreadPool& pool, const Update& update) {
   if (update.may_be_outside) {
-    ForEachRange(pool, update.source_bytes, [&](int64_t begin, int64_t end) {
+    ForEachRange(pool, update.source_bytes, 2 * update.source_bytes, [&](int64_t begin, int64_t end) {
       std::memset(static_cast<char*>(update.source) + begin, 0, static_cast<size_t>(end - begin));
     });
   }
@@ -144,11 +136,9 @@ ffi::Error TakeHandler(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::R
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER(kWrite, WriteHandler, BindWindows<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kTake, TakeHandler, BindWindows<ffi::ThreadPool>());
-
-JB_REGISTER_TARGET("write_slice", kWrite, PlanWindows, JB_NAMES(kStrategyNames));
-JB_REGISTER_TARGET("write_slice_backward", kTake, PlanWindows, kStrategyNames, kStrategyNames + kTakeStrategies);
+JB_CPU_TARGET("write_slice", WriteHandler, BindWindows<ffi::ThreadPool>(), PlanWindows, JB_NAMES(kStrategyNames));
+JB_CPU_TARGET("write_slice_backward", TakeHandler, BindWindows<ffi::ThreadPool>(), PlanWindows, kStrategyNames,
+              kStrategyNames + kTakeStrategies);
 
 }  // namespace
 }  // namespace jax_baracuda::write_slice

@@ -35,9 +35,6 @@ ffi::Error Take(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Remaining
   return ToError(kOp, LaunchTake(call.updates, stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(kWrite, Write, BindWindows<Stream>(), {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kTake, Take, BindWindows<Stream>(), {ffi::Traits::kCmdBufferCompatible});
-
 Plan PlanWrite(const PlanParameters& parameters) {
   return Plan{NameOf(kWriteStrategyNames, ChooseWrite(UpdatesOf(parameters)))};
 }
@@ -46,8 +43,8 @@ Plan PlanTake(const PlanParameters& parameters) {
   return Plan{NameOf(kTakeStrategyNames, ChooseTake(UpdatesOf(parameters)))};
 }
 
-JB_REGISTER_TARGET("write_slice", kWrite, PlanWrite, JB_NAMES(kWriteStrategyNames));
-JB_REGISTER_TARGET("write_slice_backward", kTake, PlanTake, JB_NAMES(kTakeStrategyNames));
+JB_CUDA_TARGET("write_slice", Write, BindWindows<Stream>(), PlanWrite, JB_NAMES(kWriteStrategyNames));
+JB_CUDA_TARGET("write_slice_backward", Take, BindWindows<Stream>(), PlanTake, JB_NAMES(kTakeStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::write_slice

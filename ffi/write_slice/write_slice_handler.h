@@ -145,7 +145,7 @@ class Decoder {
     if (BitWidth(buffer.element_type()) == 0) return Unsupported(name, buffer);
     const auto view = batch_.View(buffer, /*may_be_shared=*/false);
     if (!view) return batch_.WrongShape(name.Text().c_str(), buffer, /*may_be_shared=*/false, kTrailing);
-    if (view->dims.size() < 1 || view->dims.size() >= kMostAxes) {
+    if (view->dims.size() < 1 || view->dims.size() >= kMaxAxes) {
       return batch_.WrongRank(name.Text().c_str(), buffer, kTrailing);
     }
     axes->count = static_cast<int>(1 + view->dims.size());
@@ -268,7 +268,7 @@ inline std::vector<Update> UpdatesOf(const PlanParameters& parameters) {
       return parameters.at(what + std::to_string(i) + "_" + std::to_string(axis));
     };
     const int64_t rank = get("rank_");
-    if (rank < 1 || rank >= kMostAxes) continue;  // which the handler refuses
+    if (rank < 1 || rank >= kMaxAxes) continue;  // which the handler refuses
     Axes axes;
     axes.count = static_cast<int>(1 + rank);
     int64_t stride = 1, window_elements = 1;

@@ -1,4 +1,4 @@
-// What the CUDA kernels of the segment reductions share: ids, and how features are dealt to threads.
+// What the CUDA kernels of the segment reductions share: ids, and how features are assigned to threads.
 #pragma once
 
 #include <cstdint>
@@ -49,14 +49,14 @@ struct SegmentIds {
   }
 };
 
-// How the features of a row are dealt out to threads: `lanes` neighbouring threads take one vector each; a row wider
+// How the features of a row are assigned to threads: `lanes` neighbouring threads take one vector each; a row wider
 // than that is cut into `columns` blocks of features.
 struct FeatureLanes {
   int lanes;
   int columns;
 };
 
-inline FeatureLanes DealFeatures(int64_t vectors, int most_lanes) {
+inline FeatureLanes AssignFeatures(int64_t vectors, int most_lanes) {
   const int64_t columns = CeilDivide(vectors, most_lanes);
   // Even columns, so that no column is left with a few features.
   return {static_cast<int>(CeilDivide(vectors, columns)), static_cast<int>(columns)};

@@ -135,7 +135,7 @@ CudaStatus LaunchMapRows(const Problem& problem, const void* segment_ids, bool i
   a.rows = rows;
   constexpr int kWidest = 16 / sizeof(T);
   if (strategy == "row_vectors") {
-    a.features = DealFeatures(problem.features / kWidest, 32);
+    a.features = AssignFeatures(problem.features / kWidest, 32);
     const int block_rows = kMapThreads / a.features.lanes * kMapRowsPerThread;
     a.blocks_per_batch = CeilDivide(problem.rows, block_rows);
     const int64_t blocks = problem.batch * a.blocks_per_batch * a.features.columns;

@@ -11,12 +11,12 @@
 
 namespace jax_baracuda::segment {
 
-// That kLeastPrivateWarps may take. GPUs of compute capability 8.0 and higher have them, others take fewer warps.
+// That kMinPrivateWarps may take. GPUs of compute capability 8.0 and higher have them, others take fewer warps.
 inline constexpr int kPrivateTableBytes = 96 * 1024;
-inline constexpr int kLeastPrivateWarps = 4;
-inline constexpr int kMostPrivateWarps = 24;
-inline constexpr int kMostPrivateBlocks = 256;
-inline constexpr int kMostPrivateFeatures = 32;  // a row is no wider than a warp
+inline constexpr int kMinPrivateWarps = 4;
+inline constexpr int kMaxPrivateWarps = 24;
+inline constexpr int kMaxPrivateBlocks = 256;
+inline constexpr int kMaxPrivateFeatures = 32;  // a row is no wider than a warp
 inline constexpr int kPrivateInFlight = 16;      // steps of a warp whose rows are loaded before the first is folded
 
 // A warp's table, and the segments of the rows that it has at hand.
@@ -35,7 +35,7 @@ struct PrivateTableArguments {
 };
 
 template <typename Reduction>
-__global__ void __launch_bounds__(32 * kMostPrivateWarps, 1)
+__global__ void __launch_bounds__(32 * kMaxPrivateWarps, 1)
     PrivateTableKernel(const __grid_constant__ PrivateTableArguments<Reduction> a) {
   using T = typename Reduction::Element;
   using Cells = typename Reduction::template Accumulator<1>;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(32 * kMostPrivateWarps, 1)
     for (int u = 0; u < kInFlight; ++u) {
       Cells updated = *cells[u];
       updated.Add(values[u], static_cast<int32_t>(row) + u * groups + group, a.outputs);
-      updated.Settle();
+      updated.Normalize();
       *cells[u] = updated;
     }
   }

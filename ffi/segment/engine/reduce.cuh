@@ -10,6 +10,7 @@
 #include "ffi/segment/engine/private_table.cuh"
 #include "ffi/segment/engine/runs.cuh"
 #include "ffi/segment/engine/tiles.cuh"
+#include "ffi/segment/engine/tuning.h"
 
 namespace jax_baracuda::segment {
 
@@ -56,9 +57,10 @@ inline Strategy ChooseOrderedStrategy(const Problem& problem, int64_t element_by
 inline Strategy ChooseStrategy(const Problem& problem, int64_t element_bytes, int64_t state_bytes,
                                bool indices_are_sorted) {
   const bool has_few_segments =
-      problem.segments <= 1024 && problem.rows / 1024 >= problem.segments && problem.batch <= kMostPrivateBlocks &&
-      kLeastPrivateWarps * PrivateWarpBytes(problem.segments, state_bytes) <= kPrivateTableBytes;
-  if (problem.rows > 0 && has_few_segments && problem.features <= kMostPrivateFeatures) return Strategy::kPrivateTable;
+      problem.segments <= Tuning::kMaxPrivateSegments &&
+      problem.rows / Tuning::kMinRowsToPrivateSegment >= problem.segments && problem.batch <= kMaxPrivateBlocks &&
+      kMinPrivateWarps * PrivateWarpBytes(problem.segments, state_bytes) <= kPrivateTableBytes;
+  if (problem.rows > 0 && has_few_segments && problem.features <= kMaxPrivateFeatures) return Strategy::kPrivateTable;
   return ChooseOrderedStrategy(problem, element_bytes, indices_are_sorted);
 }
 
@@ -67,7 +69,7 @@ inline int64_t ElementsAtOnce(const Problem& problem, Strategy strategy) {
   return strategy == Strategy::kSortThenTiles && !OrderFits(problem) ? 1 : problem.batch;
 }
 
-// How rows are dealt to blocks.
+// How rows are assigned to blocks.
 struct RowGrid {
   Problem problem;  // the batch joined into one element where rows are brought into order
   FeatureLanes features;
@@ -90,7 +92,7 @@ inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int64_t el
     grid.blocks_per_batch = CeilDivide(problem.rows, RunBlockRows(problem.features));
   } else {
     const int vector = strategy == Strategy::kStagedTiles ? 1 : RowVector(problem.features, element_bytes);
-    grid.features = DealFeatures(problem.features / vector, 32);
+    grid.features = AssignFeatures(problem.features / vector, 32);
     grid.groups = TileThreads(grid.features.lanes) / grid.features.lanes;
     grid.blocks_per_batch = CeilDivide(grid.problem.rows, static_cast<int64_t>(grid.groups) * kTileRows);
   }
@@ -105,7 +107,7 @@ inline int64_t ReduceScratchBytes(Problem problem, Strategy strategy, int64_t el
     case Strategy::kFill:
       break;
     case Strategy::kPrivateTable:
-      sizes.Add(int64_t{kMostPrivateBlocks} * problem.segments * problem.features * state_bytes);
+      sizes.Add(int64_t{kMaxPrivateBlocks} * problem.segments * problem.features * state_bytes);
       break;
     case Strategy::kSortThenTiles:
       sizes.Add(SegmentOrderScratchBytes(problem));
@@ -183,8 +185,8 @@ struct Reducer {
     JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel, &max_shared_bytes));
     const int64_t warp_bytes = PrivateWarpBytes(problem.segments, sizeof(Cells));
     const int64_t fitting_warps = max_shared_bytes / warp_bytes;
-    const int warps = static_cast<int>(fitting_warps < kMostPrivateWarps ? fitting_warps : kMostPrivateWarps);
-    const int64_t wanted = CeilDivide(multiprocessors, problem.batch), most = kMostPrivateBlocks / problem.batch;
+    const int warps = static_cast<int>(fitting_warps < kMaxPrivateWarps ? fitting_warps : kMaxPrivateWarps);
+    const int64_t wanted = CeilDivide(multiprocessors, problem.batch), most = kMaxPrivateBlocks / problem.batch;
     a.blocks_per_batch = static_cast<int>(wanted < most ? wanted : most);
     const int shared_bytes = static_cast<int>(warps * warp_bytes);
     kernel<<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), 32 * warps, shared_bytes, stream>>>(a);
@@ -226,10 +228,10 @@ struct Reducer {
     a.batch_rows = problem.rows;
     a.first_segment = first * problem.segments;
     a.outputs = outputs;
-    a.merged_windows = carver.Take<uint32_t>(2);
-    a.pieces.head_segment = carver.Take<uint32_t>(grid.row_blocks);
-    a.pieces.head = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
-    a.pieces.tail = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
+    a.merged_chunks = carver.Take<uint32_t>(2);
+    a.carries.in_segment = carver.Take<uint32_t>(grid.row_blocks);
+    a.carries.in = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
+    a.carries.out = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
     a.features = grid.features;
     a.groups = grid.groups;
     a.blocks_per_batch = grid.blocks_per_batch;
@@ -280,9 +282,9 @@ struct Reducer {
 
   template <int kVec>
   CudaStatus LaunchMerge(const TileArguments<Reduction>& a, const RowGrid& grid) const {
-    const int64_t windows = CeilDivide(grid.row_blocks, kMergeWindow);
+    const int64_t chunks = CeilDivide(grid.row_blocks, kMergeChunk);
     MergeKernel<Reduction, kVec>
-        <<<static_cast<uint32_t>(windows * grid.features.columns), kMergeThreads, 0, stream>>>(a, grid.row_blocks);
+        <<<static_cast<uint32_t>(chunks * grid.features.columns), kMergeThreads, 0, stream>>>(a, grid.row_blocks);
     return JB_LAUNCH_STATUS(MergeKernel);
   }
 };
@@ -313,11 +315,11 @@ CudaStatus LaunchReduction(const Arguments& arguments, Strategy strategy, int64_
 // The same for ops that always go by ChooseStrategy, whose cells are an element of 32 or 64 bits and a 32-bit word.
 inline int64_t PairStateBytes(int64_t element_bytes) { return element_bytes == 8 ? 16 : 8; }
 
-inline Plan PlanPairReduction(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
-  if (problem.HasNoResult()) return {kNothing};
-  const int64_t state_bytes = PairStateBytes(element_bytes);
-  const Strategy strategy = ChooseStrategy(problem, element_bytes, state_bytes, indices_are_sorted);
-  return {StrategyName(strategy), ReduceScratchBytes(problem, strategy, element_bytes, state_bytes)};
+inline Plan PlanPairReduction(const SegmentCall& call) {
+  if (call.problem.HasNoResult()) return {kNothing};
+  const int64_t element_bytes = ElementBytes(call.type), state_bytes = PairStateBytes(element_bytes);
+  const Strategy strategy = ChooseStrategy(call.problem, element_bytes, state_bytes, call.indices_are_sorted);
+  return {StrategyName(strategy), ReduceScratchBytes(call.problem, strategy, element_bytes, state_bytes)};
 }
 
 template <typename Reduction, typename Arguments>

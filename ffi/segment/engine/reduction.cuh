@@ -9,8 +9,8 @@
 //   template <int kCount> Accumulator     kCount neighbouring cells of one segment under reduction, trivially copyable:
 //     Start()                                  the cells of no rows
 //     Add(values, row, outputs)                folds kCount elements of a row into them
-//     Settle()                                 at the latest after kMostUnsettledRows calls of Add
-//     Merge(other, outputs)                    folds in the cells of other rows of the segment, and settles
+//     Normalize()                              at the latest after kMaxRowsBetweenNormalize calls of Add
+//     Merge(other, outputs)                    folds in the cells of other rows of the segment, and normalizes
 //     Store(outputs, segment, features, feature)  writes the results of the cells from `feature` on
 //
 // Partial results pass between blocks as accumulators, unrounded.
@@ -25,14 +25,14 @@ template <typename Reduction>
 inline constexpr bool kTakesPrivateTable = true;
 
 // What a tile reduces at most: its own rows, and those of the next tile that go on with its last run.
-inline constexpr int kMostUnsettledRows = 63;
+inline constexpr int kMaxRowsBetweenNormalize = 63;
 
 // What blocks of rows leave of runs that cross their borders, one slot a block; cells as accumulators [blocks,
 // vectors].
-struct Pieces {
-  uint32_t* head_segment;  // kDropped where no piece of a long run enters the block
-  void* head;
-  void* tail;  // of a run that starts in the block and enters the next as a piece
+struct Carries {
+  uint32_t* in_segment;  // kDropped where no piece of a long run enters the block
+  void* in;              // of the run that enters the block
+  void* out;             // of a run that starts in the block and enters the next as a piece
 };
 
 }  // namespace jax_baracuda::segment

@@ -38,6 +38,7 @@
 #include "ffi/core/huge_pages.h"
 #include "ffi/core/parallel_for.h"
 #include "ffi/core/streaming_store.h"
+#include "ffi/core/target_table.h"
 #include "ffi/segment/decoding.h"
 #include "ffi/segment/problem.h"
 
@@ -85,20 +86,19 @@ inline const char* StrategyName(Strategy strategy) {
   return "";
 }
 
-// The plan of a call: what choose(TypeTag<T>{}, problem) returns for an element type that is as wide as the call's, and
-// floating if that is.
-template <typename Choose>
-Plan PlanOfType(const PlanRequest& call, const Choose& choose) {
-  const auto plan = [&](auto tag) { return Plan{StrategyName(choose(tag, call.problem))}; };
-  if (call.is_floating) {
-    return call.element_bytes == 2   ? plan(TypeTag<Float16>{})
-           : call.element_bytes == 4 ? plan(TypeTag<float>{})
-                                     : plan(TypeTag<double>{});
-  }
-  return call.element_bytes == 1   ? plan(TypeTag<uint8_t>{})
-         : call.element_bytes == 2 ? plan(TypeTag<uint16_t>{})
-         : call.element_bytes == 4 ? plan(TypeTag<uint32_t>{})
-                                   : plan(TypeTag<uint64_t>{});
+// The plan of a call whose type is dispatched by dispatch(type, body): what choose(TypeTag<T>{}) returns.
+template <typename Dispatch, typename Choose>
+Plan PlanOfType(const SegmentCall& call, const Dispatch& dispatch, const Choose& choose) {
+  Strategy strategy = Strategy::kNothing;
+  dispatch(call.type, [&](auto tag) { strategy = choose(tag); });
+  return Plan{StrategyName(strategy)};
+}
+
+// Runs a call with run(pool, call), which returns false if there is no memory.
+template <typename Call, bool (*kRun)(ffi::ThreadPool&, const Call&)>
+ffi::Error RunOnCpu(ffi::ThreadPool pool, const char* op, ffi::RemainingRets scratch, Call* call) {
+  if (!scratch.empty()) return InvalidArgument(op, "scratch is among the results, expected none");
+  return MemoryStatus(op, kRun(pool, *call));
 }
 
 inline constexpr int64_t kConvertedIds = 1024;  // at once
@@ -106,6 +106,8 @@ inline constexpr int64_t kConvertedIds = 1024;  // at once
 struct SegmentIds {
   const void* values;
   bool are_64_bit;
+
+  explicit SegmentIds(const SegmentCall& call) : values(call.segment_ids), are_64_bit(call.ids_are_64_bit) {}
 
   int64_t operator[](int64_t i) const {
     return are_64_bit ? static_cast<const int64_t*>(values)[i] : static_cast<const int32_t*>(values)[i];
@@ -635,7 +637,7 @@ inline Strategy ChooseGather(const Problem& problem) {
 }
 
 inline Plan PlanOfGather(const PlanParameters& parameters) {
-  return {StrategyName(ChooseGather(PlanRequest(parameters).problem))};
+  return {StrategyName(ChooseGather(CallOf<SegmentCall>(parameters).problem))};
 }
 
 // Calls body(batch, row_begin, row_end) for chunks of the rows of a result [batch, rows, features].

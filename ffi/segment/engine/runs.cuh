@@ -53,7 +53,7 @@ __device__ __forceinline__ Cells ShuffleUp(const Cells& cells, int step) {
   uint32_t words[kWords] = {};
   memcpy(words, &cells, sizeof(cells));
 #pragma unroll
-  for (uint32_t& word : words) word = __shfl_up_sync(kAllLanes, word, step);
+  for (uint32_t& word : words) word = __shfl_up_sync(kFullWarp, word, step);
   Cells other;
   memcpy(&other, words, sizeof(other));
   return other;
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
                                   [&](int r, uint32_t own) { segments[r] = r < own_rows ? own : kDropped; });
   }
   const bool is_first_block = first_row == 0, is_last_block = first_row + rows == a.problem.rows;
-  uint32_t segment = __shfl_up_sync(kAllLanes, segments[kRows - 1], 1);  // of the row before
+  uint32_t segment = __shfl_up_sync(kFullWarp, segments[kRows - 1], 1);  // of the row before
   if (lane == 0) segment = own_rows > 0 && first_row + first_own > 0 ? a.ids[first_id + first_own - 1] : kDropped;
   const bool block_is_entered = !is_first_block && segments[0] == segment;  // in the first thread
   Vector<T, kFeatures> own_data[Shared::kStagesRows ? 1 : kRows];
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
   }
 
   // The rows up to the thread's first start belong to a run of threads before; `head` is their part.
-  uint32_t head_segment = kDropped;
+  uint32_t carry_in_segment = kDropped;
   uint32_t gaps = 0;  // a bit for each row that comes after a narrow gap
   bool has_start = false;
   Cells cells, head;
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
     if (next != segment || (is_first_block && threadIdx.x == 0 && r == 0)) {
       if (!has_start) {
         head = cells;
-        head_segment = segment;
+        carry_in_segment = segment;
         has_start = true;
       } else if (segment != kDropped) {
         cells.Store(a.outputs, first_segment + segment, kFeatures, 0);
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     Cells earlier = ShuffleUp(scanned, step);
-    const bool earlier_start = __shfl_up_sync(kAllLanes, scanned_start, step);
+    const bool earlier_start = __shfl_up_sync(kFullWarp, scanned_start, step);
     if (lane >= step && !scanned_start) {
       earlier.Merge(scanned, a.outputs);
       scanned = earlier;
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
     shared.warp_has_start[warp] = scanned_start;
   }
   Cells entering = ShuffleUp(scanned, 1);
-  bool entering_start = __shfl_up_sync(kAllLanes, scanned_start, 1);  // the entering run starts in this block
+  bool entering_start = __shfl_up_sync(kFullWarp, scanned_start, 1);  // the entering run starts in this block
   if (lane == 0) {
     entering.Start();
     entering_start = false;
@@ -196,15 +196,15 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
     entering_start = shared.warp_has_start[w];
   }
 
-  Cells* const block_head = static_cast<Cells*>(a.pieces.head) + block;
-  if (threadIdx.x == 0) a.pieces.head_segment[block] = block_is_entered ? segments[0] : kDropped;
+  Cells* const block_head = static_cast<Cells*>(a.carries.in) + block;
+  if (threadIdx.x == 0) a.carries.in_segment[block] = block_is_entered ? segments[0] : kDropped;
   if (has_start) {
     entering.Merge(head, a.outputs);
     if (!entering_start) {
       // The block's first start. If that is its first row, no run enters, and nobody reads what is written here.
       *block_head = entering;
-    } else if (head_segment != kDropped) {
-      entering.Store(a.outputs, first_segment + head_segment, kFeatures, 0);
+    } else if (carry_in_segment != kDropped) {
+      entering.Store(a.outputs, first_segment + carry_in_segment, kFeatures, 0);
     }
   }
   if (static_cast<int>(threadIdx.x) == (rows - 1) / kRows && segment != kDropped) {
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
     if (!has_start && !entering_start) {
       *block_head = cells;
     } else if (!is_last_block && a.ids[first_id + rows] == segment) {
-      static_cast<Cells*>(a.pieces.tail)[block] = cells;
+      static_cast<Cells*>(a.carries.out)[block] = cells;
     } else {
       cells.Store(a.outputs, first_segment + segment, kFeatures, 0);
     }

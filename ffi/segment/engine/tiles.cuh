@@ -21,6 +21,7 @@
 
 #include <cuda_pipeline.h>
 
+#include "ffi/core/warp.cuh"
 #include "ffi/segment/engine/device.cuh"
 #include "ffi/segment/engine/gaps.cuh"
 #include "ffi/segment/engine/reduction.cuh"
@@ -28,8 +29,7 @@
 namespace jax_baracuda::segment {
 
 inline constexpr int kTileRows = 32;
-static_assert(2 * kTileRows - 1 <= kMostUnsettledRows);
-inline constexpr uint32_t kAllLanes = 0xffffffffu;
+static_assert(2 * kTileRows - 1 <= kMaxRowsBetweenNormalize);
 
 // How a thread gets at the rows of its tile.
 enum class RowSource {
@@ -39,10 +39,10 @@ enum class RowSource {
 };
 
 // Small blocks: one that waits for its ids leaves most of a multiprocessor at work, and the last ones end together.
-inline constexpr int kMostTileThreads = 64;
+inline constexpr int kMaxTileThreads = 64;
 
 // Two tiles at least.
-inline int TileThreads(int lanes) { return lanes > 16 ? kMostTileThreads : 32; }
+inline int TileThreads(int lanes) { return lanes > 16 ? kMaxTileThreads : 32; }
 
 template <typename Reduction>
 struct TileArguments {
@@ -54,8 +54,8 @@ struct TileArguments {
   int64_t batch_rows;  // rows of one element of the batch; less than problem.rows only where the batch was joined
   int64_t first_segment;  // of the result: not 0 where elements of the batch before these were taken on their own
   typename Reduction::Outputs outputs;
-  Pieces pieces;
-  uint32_t* merged_windows;  // counts the blocks of MergeKernel, and those whose window a run enters
+  Carries carries;
+  uint32_t* merged_chunks;  // counts the blocks of MergeKernel, and those whose chunk a run enters
   FeatureLanes features;
   int groups;               // tiles of a block
   int64_t blocks_per_batch;  // blocks along the rows of one element of the batch
@@ -80,7 +80,7 @@ __device__ __forceinline__ void FillWideGaps(const TileArguments<Reduction>& a) 
 // What a kernel that reduces rows does for MergeKernel, which comes after it.
 template <typename Reduction>
 __device__ __forceinline__ void PrepareMerge(const TileArguments<Reduction>& a) {
-  if (blockIdx.x == 0 && threadIdx.x < 2) a.merged_windows[threadIdx.x] = 0;
+  if (blockIdx.x == 0 && threadIdx.x < 2) a.merged_chunks[threadIdx.x] = 0;
 }
 
 // Rows of a tile in an array in shared memory, padded so that groups which read the same row of their tiles read from
@@ -105,7 +105,7 @@ struct TileShared {
   uint32_t* order;     // [(groups + 1) * kPaddedTileRows], where the rows' data lies; with an order only
   char* rows;          // [groups + 1] tiles, staged only
 
-  static constexpr int kSlotBytes = (kMostTileThreads * static_cast<int>(sizeof(Cells)) + 15) / 16 * 16;
+  static constexpr int kSlotBytes = (kMaxTileThreads * static_cast<int>(sizeof(Cells)) + 15) / 16 * 16;
   static constexpr bool kWithOrder = kSource == RowSource::kOrdered;
 
   static int Bytes(int groups, int64_t features) {
@@ -171,12 +171,12 @@ __device__ __forceinline__ void FindStarts(const Shared& shared, int tiles, int6
     for (int u = 0; u < kTilesInFlight; ++u) {
       if (tile + u >= end) break;
       const int64_t row = first_row + static_cast<int64_t>(tile + u) * kTileRows + lane;
-      uint32_t previous = __shfl_up_sync(kAllLanes, segment[u], 1);
+      uint32_t previous = __shfl_up_sync(kFullWarp, segment[u], 1);
       if (lane == 0) previous = before;
-      before = __shfl_sync(kAllLanes, segment[u], 31);
+      before = __shfl_sync(kFullWarp, segment[u], 31);
       // The row past the last one counts as a start, so that the last run ends there.
-      const uint32_t starts = __ballot_sync(kAllLanes, row <= 0 || row >= rows || segment[u] != previous);
-      const uint32_t gaps = __ballot_sync(kAllLanes, IsNarrowGap(previous, segment[u]));
+      const uint32_t starts = __ballot_sync(kFullWarp, row <= 0 || row >= rows || segment[u] != previous);
+      const uint32_t gaps = __ballot_sync(kFullWarp, IsNarrowGap(previous, segment[u]));
       if (lane == 0) {
         shared.starts[tile + u + 1] = starts;
         if (tile + u >= 0 && tile + u < tiles) shared.gaps[tile + u] = gaps;
@@ -194,7 +194,7 @@ inline constexpr int kTileBlocks =
     kSource == RowSource::kOrdered && Reduction::kTileBlocks > 12 ? 12 : Reduction::kTileBlocks;
 
 template <typename Reduction, int kVec, RowSource kSource>
-__global__ void __launch_bounds__(kMostTileThreads, (kTileBlocks<Reduction, kSource>)) TileKernel(
+__global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSource>)) TileKernel(
     const __grid_constant__ TileArguments<Reduction> a) {
   using T = typename Reduction::Element;
   using Cells = typename Reduction::template Accumulator<kVec>;
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kMostTileThreads, (kTileBlocks<Reduction, kSou
 
   Cells cells;
   const int64_t first_segment = a.first_segment + b * a.problem.segments;
-  uint32_t head_segment = kDropped;
+  uint32_t carry_in_segment = kDropped;
   int64_t run_segment = -1;  // of the run under reduction; below 0 its rows are dropped
   bool has_piece = false, goes_on = false;  // a piece at the tile's head; a piece that goes on in the next group's tile
   bool owns_long_run = false;
@@ -260,9 +260,9 @@ __global__ void __launch_bounds__(kMostTileThreads, (kTileBlocks<Reduction, kSou
                                column);
     }
 
-    head_segment = segments[0];
+    carry_in_segment = segments[0];
     const bool enters = (starts & 1) == 0;
-    has_piece = enters && (starts == 0 || before == 0) && head_segment != kDropped;
+    has_piece = enters && (starts == 0 || before == 0) && carry_in_segment != kDropped;
     goes_on = has_piece && starts == 0 && (after & 1) == 0 && group + 1 < a.groups;
 
     // Rows [begin, end) of the tile are this group's; a run that enters without being long belongs to the tile before.
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(kMostTileThreads, (kTileBlocks<Reduction, kSou
 
   // Merge the pieces of each long run within the block: after a step, the piece of a group whose run still `goes_on`
   // covers `2 * step` groups.
-  __shared__ bool shared_goes_on[kMostTileThreads];
+  __shared__ bool shared_goes_on[kMaxTileThreads];
   // The first lane speaks for its group: in the last block of columns others may have no column, and do not know.
   const bool speaks = group < a.groups && threadIdx.x % a.features.lanes == 0;
   if (speaks) shared_goes_on[group] = goes_on;
@@ -358,80 +358,82 @@ __global__ void __launch_bounds__(kMostTileThreads, (kTileBlocks<Reduction, kSou
     const uint32_t last = shared.starts[a.groups], after = shared.starts[a.groups + 1];
     const bool leaves_block = next == a.groups && (after & 1) == 0 && (after == 0 || last == 0);
     if (leaves_block) {
-      static_cast<Cells*>(a.pieces.tail)[vector] = cells;
+      static_cast<Cells*>(a.carries.out)[vector] = cells;
     } else {
       cells.Store(a.outputs, run_segment, features, column);
     }
   }
-  if (threadIdx.x == 0 && column_block == 0) a.pieces.head_segment[row_block] = has_piece ? head_segment : kDropped;
-  if (group == 0 && has_piece) static_cast<Cells*>(a.pieces.head)[vector] = shared.slots[threadIdx.x];
+  if (threadIdx.x == 0 && column_block == 0) {
+    a.carries.in_segment[row_block] = has_piece ? carry_in_segment : kDropped;
+  }
+  if (group == 0 && has_piece) static_cast<Cells*>(a.carries.in)[vector] = shared.slots[threadIdx.x];
 }
 
 inline constexpr int kMergeThreads = 256;
-inline constexpr int kMergeWindow = 128;  // slots of pieces that a block looks at
+inline constexpr int kMergeChunk = 128;  // slots of pieces that a block looks at
 inline constexpr int kShortRun = 32;
 
 template <typename Cells>
 struct MergeShared {
   Cells cells[kMergeThreads];
-  int run_starts[kMergeWindow], long_runs[kMergeWindow];
-  uint32_t run_bounds[kMergeWindow / 32];  // a bit for each slot that does not go on with the run of the one before
+  int run_starts[kMergeChunk], long_runs[kMergeChunk];
+  uint32_t run_bounds[kMergeChunk / 32];  // a bit for each slot that does not go on with the run of the one before
   int runs, long_run_count, in_run;
 
-  // The first slot of the window after this one that is of another run, or the window's end.
+  // The first slot of the chunk after this one that is of another run, or the chunk's end.
   __device__ int RunEnd(int slot) const {
     int word = (slot + 1) / 32;
-    uint32_t bounds = word < kMergeWindow / 32 ? run_bounds[word] & (0xffffffffu << (slot + 1) % 32) : 0;
-    while (bounds == 0 && ++word < kMergeWindow / 32) bounds = run_bounds[word];
-    return bounds == 0 ? kMergeWindow : word * 32 + __ffs(bounds) - 1;
+    uint32_t bounds = word < kMergeChunk / 32 ? run_bounds[word] & (0xffffffffu << (slot + 1) % 32) : 0;
+    while (bounds == 0 && ++word < kMergeChunk / 32) bounds = run_bounds[word];
+    return bounds == 0 ? kMergeChunk : word * 32 + __ffs(bounds) - 1;
   }
 };
 
 // Folds the pieces that the blocks of rows left into the output, one slot a block. It takes two levels, so that a hot
-// segment keeps many blocks busy: the first reduces within windows of slots, and leaves what it makes of a run that
-// enters a window in the head of the window's first slot, and of a run that leaves it in the tail of the window's last;
+// segment keeps many blocks busy: the first reduces within chunks of slots, and leaves what it makes of a run that
+// enters a chunk in the head of the chunk's first slot, and of a run that leaves it in the tail of the chunk's last;
 // the second folds those.
 //
-// A block takes the runs of pieces that begin in its window: a group of threads a short run, the whole block a long
+// A block takes the runs of pieces that begin in its chunk: a group of threads a short run, the whole block a long
 // one.
 template <typename Reduction, int kVec, int kLevel>
 __device__ __forceinline__ void MergePieces(const TileArguments<Reduction>& a, int64_t slots, int64_t block,
                                             MergeShared<typename Reduction::template Accumulator<kVec>>& shared) {
   using Cells = typename Reduction::template Accumulator<kVec>;
 
-  constexpr int kSlotStep = kLevel == 1 ? 1 : kMergeWindow;
+  constexpr int kSlotStep = kLevel == 1 ? 1 : kMergeChunk;
   const int64_t count = CeilDivide(slots, kSlotStep);
-  const int64_t window = block / a.features.columns * kMergeWindow;
-  const int64_t limit = kLevel == 1 ? min(count, window + kMergeWindow) : count;
+  const int64_t chunk = block / a.features.columns * kMergeChunk;
+  const int64_t limit = kLevel == 1 ? min(count, chunk + kMergeChunk) : count;
   const int groups = kMergeThreads / a.features.lanes;
   const int group = threadIdx.x / a.features.lanes;
   const int64_t column =
       (block % a.features.columns * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
   const bool is_active = group < groups && column < a.problem.features;
-  const uint32_t* const segments = a.pieces.head_segment;
-  Cells* const heads = static_cast<Cells*>(a.pieces.head) + column / kVec;
-  Cells* const tails = static_cast<Cells*>(a.pieces.tail) + column / kVec;
+  const uint32_t* const segments = a.carries.in_segment;
+  Cells* const heads = static_cast<Cells*>(a.carries.in) + column / kVec;
+  Cells* const tails = static_cast<Cells*>(a.carries.out) + column / kVec;
   const int64_t row_vectors = a.problem.features / kVec;
 
-  const auto enters_window = [&](int64_t slot) { return slot > 0 && segments[slot - 1] == segments[slot]; };
+  const auto enters_chunk = [&](int64_t slot) { return slot > 0 && segments[slot - 1] == segments[slot]; };
   // What pieces of one run have in common. The element of the batch is part of it at the second level, which sees the
-  // first slots of windows only and not the empty slot with which an element begins.
+  // first slots of chunks only and not the empty slot with which an element begins.
   constexpr int64_t kNoRun = -1;
   const auto run_at = [&](int64_t i) {
     const int64_t slot = i * kSlotStep;
     const uint32_t segment = segments[slot];
-    if (segment == kDropped || (kLevel == 2 && !enters_window(slot))) return kNoRun;
+    if (segment == kDropped || (kLevel == 2 && !enters_chunk(slot))) return kNoRun;
     return kLevel == 1 ? int64_t{segment} : slot / a.blocks_per_batch * int64_t{kDropped} + segment;
   };
 
   if (threadIdx.x == 0) shared.runs = shared.long_run_count = 0;
   __syncthreads();
-  const int64_t own = window + threadIdx.x;
-  const int64_t own_run = own < min(limit, window + kMergeWindow) ? run_at(own) : kNoRun;
+  const int64_t own = chunk + threadIdx.x;
+  const int64_t own_run = own < min(limit, chunk + kMergeChunk) ? run_at(own) : kNoRun;
   const bool is_bound =
       own >= limit || own == 0 || (kLevel == 1 && threadIdx.x == 0) || run_at(own - 1) != own_run;
-  const uint32_t bounds = __ballot_sync(kAllLanes, is_bound);
-  if (threadIdx.x < kMergeWindow && threadIdx.x % 32 == 0) shared.run_bounds[threadIdx.x / 32] = bounds;
+  const uint32_t bounds = __ballot_sync(kFullWarp, is_bound);
+  if (threadIdx.x < kMergeChunk && threadIdx.x % 32 == 0) shared.run_bounds[threadIdx.x / 32] = bounds;
   if (own_run != kNoRun && is_bound) shared.run_starts[atomicAdd(&shared.runs, 1)] = threadIdx.x;
   __syncthreads();
 
@@ -455,7 +457,7 @@ __device__ __forceinline__ void MergePieces(const TileArguments<Reduction>& a, i
   // The run of the pieces [begin, end).
   const auto finish_run = [&](const Cells& pieces, int64_t begin, int64_t end) {
     const int64_t slot = begin * kSlotStep;
-    if (kLevel == 1 && begin == window && enters_window(slot)) {
+    if (kLevel == 1 && begin == chunk && enters_chunk(slot)) {
       heads[slot * row_vectors] = pieces;
       return;
     }
@@ -472,9 +474,9 @@ __device__ __forceinline__ void MergePieces(const TileArguments<Reduction>& a, i
 
   for (int run = group; group < groups && run < shared.runs; run += groups) {
     const int start = shared.run_starts[run], end = shared.RunEnd(start);
-    const bool goes_on = kLevel == 2 && end == kMergeWindow && window + end < limit;
+    const bool goes_on = kLevel == 2 && end == kMergeChunk && chunk + end < limit;
     if (end - start <= kShortRun && !goes_on) {
-      if (is_active) finish_run(reduce(window + start, window + end, 1), window + start, window + end);
+      if (is_active) finish_run(reduce(chunk + start, chunk + end, 1), chunk + start, chunk + end);
     } else if (threadIdx.x % a.features.lanes == 0) {
       shared.long_runs[atomicAdd(&shared.long_run_count, 1)] = start;
     }
@@ -482,10 +484,10 @@ __device__ __forceinline__ void MergePieces(const TileArguments<Reduction>& a, i
   __syncthreads();
 
   for (int run = 0; run < shared.long_run_count; ++run) {
-    const int start = shared.long_runs[run], end_in_window = shared.RunEnd(start);
-    const int64_t begin = window + start;
-    int64_t end = window + end_in_window;
-    if (kLevel == 2 && end_in_window == kMergeWindow) {
+    const int start = shared.long_runs[run], end_in_chunk = shared.RunEnd(start);
+    const int64_t begin = chunk + start;
+    int64_t end = chunk + end_in_chunk;
+    if (kLevel == 2 && end_in_chunk == kMergeChunk) {
       const int64_t id = run_at(begin);
       for (int belonging = kMergeThreads; belonging == kMergeThreads; end += belonging) {
         if (threadIdx.x == 0) shared.in_run = kMergeThreads;
@@ -513,8 +515,8 @@ __device__ __forceinline__ void MergePieces(const TileArguments<Reduction>& a, i
   }
 }
 
-// The first level by all blocks, the second by the last one to finish, if a run enters any window. One block is enough:
-// it takes kMergeWindow * kMergeWindow slots a step.
+// The first level by all blocks, the second by the last one to finish, if a run enters any chunk. One block is enough:
+// it takes kMergeChunk * kMergeChunk slots a step.
 template <typename Reduction, int kVec>
 __global__ void __launch_bounds__(kMergeThreads)
     MergeKernel(const __grid_constant__ TileArguments<Reduction> a, int64_t slots) {
@@ -525,20 +527,20 @@ __global__ void __launch_bounds__(kMergeThreads)
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    const int64_t window = blockIdx.x / a.features.columns * kMergeWindow;
-    const uint32_t* const segments = a.pieces.head_segment;
-    if (window > 0 && segments[window] != kDropped && segments[window - 1] == segments[window]) {
-      atomicAdd(a.merged_windows + 1, 1);
+    const int64_t chunk = blockIdx.x / a.features.columns * kMergeChunk;
+    const uint32_t* const segments = a.carries.in_segment;
+    if (chunk > 0 && segments[chunk] != kDropped && segments[chunk - 1] == segments[chunk]) {
+      atomicAdd(a.merged_chunks + 1, 1);
       __threadfence();
     }
-    const bool is_last = atomicAdd(a.merged_windows, 1) == gridDim.x - 1;
+    const bool is_last = atomicAdd(a.merged_chunks, 1) == gridDim.x - 1;
     __threadfence();
-    has_second_level = is_last && atomicAdd(a.merged_windows + 1, 0) != 0;
+    has_second_level = is_last && atomicAdd(a.merged_chunks + 1, 0) != 0;
   }
   __syncthreads();
   if (!has_second_level) return;
-  const int64_t windows = CeilDivide(slots, kMergeWindow);
-  const int64_t blocks = CeilDivide(windows, kMergeWindow) * a.features.columns;
+  const int64_t chunks = CeilDivide(slots, kMergeChunk);
+  const int64_t blocks = CeilDivide(chunks, kMergeChunk) * a.features.columns;
   for (int64_t block = 0; block < blocks; ++block) {
     MergePieces<Reduction, kVec, 2>(a, slots, block, shared);
     __syncthreads();

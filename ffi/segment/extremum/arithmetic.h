@@ -18,6 +18,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "ffi/core/bit_cast.h"
 #include "ffi/core/element_type.h"
 #include "ffi/segment/problem.h"
 
@@ -51,11 +52,7 @@ BitsOf<T> FlipMask(ElementType type, bool is_minimum) {
 
 template <typename T>
 JB_HOST_DEVICE T Flip(T value, BitsOf<T> mask) {
-  BitsOf<T> bits;
-  memcpy(&bits, &value, sizeof(T));
-  bits ^= mask;
-  memcpy(&value, &bits, sizeof(T));
-  return value;
+  return BitCast<T>(static_cast<BitsOf<T>>(BitCast<BitsOf<T>>(value) ^ mask));
 }
 
 // The maximum of no rows: -inf, or the least value of an integer type.
@@ -73,9 +70,7 @@ JB_HOST_DEVICE T MaxIdentity() {
 template <typename T>
 JB_HOST_DEVICE T PositiveZero(T a, T b) {
   if constexpr (kIsFloating<T>) {
-    BitsOf<T> bits;
-    memcpy(&bits, &a, sizeof(T));
-    return bits >> (8 * sizeof(T) - 1) != 0 ? b : a;
+    return BitCast<BitsOf<T>>(a) >> (8 * sizeof(T) - 1) != 0 ? b : a;
   } else {
     return a;
   }
@@ -163,8 +158,7 @@ JB_HOST_DEVICE OrderedKey<T> ToOrderedKey(T value) {
   using Key = OrderedKey<T>;
   if constexpr (kIsFloating<T>) {
     const ComputeType<T> x = static_cast<ComputeType<T>>(value) + ComputeType<T>{0};  // -0 + 0 is +0
-    Key bits;
-    memcpy(&bits, &x, sizeof(bits));
+    const Key bits = BitCast<Key>(x);
     const Key ordered = bits ^ ((bits >> (8 * sizeof(Key) - 1)) & std::numeric_limits<Key>::max());
     return x != x ? std::numeric_limits<Key>::max() : ordered;
   } else {

@@ -2,6 +2,7 @@
 #include "ffi/segment/extremum/launch.cuh"
 
 #include "ffi/segment/engine/reduce.cuh"
+#include "ffi/segment/engine/tuning.h"
 #include "ffi/segment/extremum/reduce.cuh"
 #include "ffi/segment/extremum/table.cuh"
 
@@ -26,8 +27,9 @@ constexpr int64_t kSharedTableBytes = 48 * 1024;
 
 bool FiltersRows(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
   const int64_t cells = problem.segments * problem.features;
-  const bool outgrows_l1 = cells >= (int64_t{1} << 16);
-  const bool has_many_rows = problem.rows >= (int64_t{1} << 24) && problem.rows / 32 >= problem.segments;
+  const bool outgrows_l1 = cells >= Tuning::kMinFilteredCells;
+  const bool has_many_rows = problem.rows >= Tuning::kMinFilteredRows &&
+                             problem.rows / Tuning::kMinFilteredRowsToSegment >= problem.segments;
   return KeyBytes(element_bytes) == sizeof(uint32_t) && !indices_are_sorted && problem.batch == 1 &&
          problem.features <= 8 && outgrows_l1 && cells < (int64_t{1} << 31) && has_many_rows;
 }
@@ -57,12 +59,13 @@ Choice Choose(const Problem& problem, int64_t element_bytes, bool indices_are_so
   const int64_t cell_bytes = KeyBytes(element_bytes) + (with_winner ? sizeof(int32_t) : 0);
   const bool fits_shared = problem.segments <= kSharedTableBytes / cell_bytes &&
                            problem.segments * problem.features <= kSharedTableBytes / cell_bytes;
-  const bool has_few_segments = problem.rows / 4096 >= problem.segments;
+  const bool has_few_segments = problem.rows / Tuning::kMinRowsToSharedSegment >= problem.segments;
   if (fits_shared && has_few_segments && !(indices_are_sorted && with_winner)) {
     return {Algorithm::kSharedTable, Strategy::kFill, false};
   }
   if (strategy != Strategy::kSortThenTiles) return reduce;
-  const bool is_small = problem.batch * problem.rows * row_bytes <= (int64_t{1} << (with_winner ? 23 : 26));
+  const bool is_small = problem.batch * problem.rows * row_bytes <=
+                        (with_winner ? Tuning::kMaxTableBytesWithWinner : Tuning::kMaxTableBytes);
   if (row_bytes <= kSectorBytes || is_small || !OrderFits(problem)) {
     return {Algorithm::kTable, Strategy::kFill, FiltersRows(problem, element_bytes, indices_are_sorted)};
   }
@@ -92,7 +95,7 @@ Plan PlanOf(const Problem& problem, const Choice& choice, int64_t element_bytes,
 
 template <typename T, bool kWithWinner>
 struct Launcher {
-  const ExtremumArguments& arguments;
+  const ExtremumCall& arguments;
   const Choice choice;
   cudaStream_t stream;
 
@@ -239,17 +242,19 @@ struct Launcher {
 
 }  // namespace
 
-Plan PlanExtremum(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool with_winner) {
-  if (problem.HasNoResult()) return {kNothing};
-  return PlanOf(problem, Choose(problem, element_bytes, indices_are_sorted, with_winner), element_bytes, with_winner);
+Plan PlanExtremum(const ExtremumCall& call) {
+  if (call.problem.HasNoResult()) return {kNothing};
+  const int64_t element_bytes = ElementBytes(call.type);
+  const Choice choice = Choose(call.problem, element_bytes, call.indices_are_sorted, call.with_winner);
+  return PlanOf(call.problem, choice, element_bytes, call.with_winner);
 }
 
-CudaStatus LaunchExtremum(const ExtremumArguments& arguments, cudaStream_t stream) {
+CudaStatus LaunchExtremum(const ExtremumCall& arguments, cudaStream_t stream) {
   const Problem& problem = arguments.problem;
   if (problem.HasNoResult()) {
     return arguments.order == nullptr ? CudaStatus{} : LaunchNaturalOrder(problem, arguments.order, stream);
   }
-  const bool with_winner = arguments.winner != nullptr;
+  const bool with_winner = arguments.with_winner;
   const int64_t element_bytes = ElementBytes(arguments.type);
   const Choice choice = Choose(problem, element_bytes, arguments.indices_are_sorted, with_winner);
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);

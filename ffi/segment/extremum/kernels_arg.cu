@@ -5,11 +5,9 @@
 
 namespace jax_baracuda::segment {
 
-Plan PlanArg(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
-  return PlanPairReduction(problem, element_bytes, indices_are_sorted);
-}
+Plan PlanArg(const ArgCall& call) { return PlanPairReduction(call); }
 
-CudaStatus LaunchArg(const ArgArguments& arguments, cudaStream_t stream) {
+CudaStatus LaunchArg(const ArgCall& arguments, cudaStream_t stream) {
   const Problem& problem = arguments.problem;
   if (problem.HasNoResult()) return {};
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);

@@ -10,13 +10,13 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kRowsInFlight = 2;
-constexpr int kMostBlockRows = 4096;  // which take 32 KB of shared memory
+constexpr int kMaxBlockRows = 4096;  // which take 32 KB of shared memory
 constexpr int32_t kNoRow = -2;  // no winner either
 
 // Rows of a block: 32 for each group of threads, or fewer.
 __host__ __device__ __forceinline__ int BlockRows(const FeatureLanes& features) {
   const int rows = kThreads / features.lanes * 32;
-  return rows < kMostBlockRows ? rows : kMostBlockRows;
+  return rows < kMaxBlockRows ? rows : kMaxBlockRows;
 }
 
 template <typename T>
@@ -53,7 +53,7 @@ template <typename T, int kVec>
 __device__ __forceinline__ Vector<T, kVec> NarrowShares(const Vector<int32_t, kVec>& winners,
                                                         const Vector<T, kVec>& cotangent, const Vector<T, kVec>& data,
                                                         const Vector<T, kVec>& output) {
-  constexpr int32_t kMostMembers = 256;
+  constexpr int32_t kMaxMembers = 256;
   constexpr float kSmallestNormal = std::is_same_v<T, Float16> ? 0x1p-14f : 0x1p-126f;
   const Vector<float, kVec> cotangents = Widen(cotangent), values = Widen(data), maxima = Widen(output);
   Vector<T, kVec> shares;
@@ -68,7 +68,7 @@ __device__ __forceinline__ Vector<T, kVec> NarrowShares(const Vector<int32_t, kV
     is_subnormal |= share != 0.0f && fabsf(share) < 2 * kSmallestNormal;
     shares.lane[i] = static_cast<T>(share);
   }
-  if (least < -kMostMembers || is_subnormal) {
+  if (least < -kMaxMembers || is_subnormal) {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       shares.lane[i] = TiedGradient(min(winners.lane[i], -1), data.lane[i], output.lane[i], cotangent.lane[i]);
@@ -226,14 +226,16 @@ bool ReadsAllRows(int64_t element_bytes, bool shares_ties) { return element_byte
 
 }  // namespace
 
-Plan PlanExtremumBackward(const Problem& problem, int64_t element_bytes, bool has_order, bool shares_ties) {
+Plan PlanExtremumBackward(const ExtremumBackwardCall& call) {
+  const Problem& problem = call.problem;
   if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return {kNothing};
-  if (ReadsAllRows(element_bytes, shares_ties)) return {has_order ? "all_rows_in_order" : "all_rows"};
-  if (shares_ties) return {has_order ? "winners_and_ties_in_order" : "winners_and_ties"};
+  const bool has_order = call.has_order;
+  if (ReadsAllRows(ElementBytes(call.type), call.shares_ties)) return {has_order ? "all_rows_in_order" : "all_rows"};
+  if (call.shares_ties) return {has_order ? "winners_and_ties_in_order" : "winners_and_ties"};
   return {has_order ? "winners_in_order" : "winners"};
 }
 
-CudaStatus LaunchExtremumBackward(const ExtremumBackwardArguments& arguments, cudaStream_t stream) {
+CudaStatus LaunchExtremumBackward(const ExtremumBackwardCall& arguments, cudaStream_t stream) {
   const Problem& problem = arguments.problem;
   if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return {};
   if (!SegmentsFit(problem.segments)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
@@ -254,7 +256,7 @@ CudaStatus LaunchExtremumBackward(const ExtremumBackwardArguments& arguments, cu
       a.d_data = static_cast<T*>(arguments.d_data);
       a.d_output_is_shared = arguments.d_output_is_shared;
       a.winner_is_shared = arguments.winner_is_shared;
-      a.features = DealFeatures(problem.features / kVec, 32);
+      a.features = AssignFeatures(problem.features / kVec, 32);
       a.blocks_per_batch = CeilDivide(problem.rows, BlockRows(a.features));
       const int64_t blocks = problem.batch * a.blocks_per_batch * a.features.columns;
       const size_t shared_bytes = BlockRows(a.features) * (sizeof(uint32_t) + sizeof(int32_t));
@@ -277,7 +279,7 @@ CudaStatus LaunchExtremumBackward(const ExtremumBackwardArguments& arguments, cu
       }
     };
     if constexpr (sizeof(T) == 2) {
-      if (ReadsAllRows(sizeof(T), arguments.data != nullptr)) return launch_widest(std::true_type{});
+      if (ReadsAllRows(sizeof(T), arguments.shares_ties)) return launch_widest(std::true_type{});
     }
     launch_widest(std::false_type{});
   });

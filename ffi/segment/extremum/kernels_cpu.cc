@@ -12,10 +12,9 @@
 #include <numeric>
 #include <type_traits>
 
-#include "ffi/core/target_table.h"
-#include "ffi/segment/decoding.h"
 #include "ffi/segment/engine/rows_cpu.h"
 #include "ffi/segment/extremum/arithmetic.h"
+#include "ffi/segment/extremum/handler.h"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -27,14 +26,11 @@ constexpr int64_t kMinStreamedRowBytes = 256;
 template <typename C>
 JB_INLINE C LargerOf(C best, C value) {
   if constexpr (std::is_floating_point_v<C>) {
-    BitsOf<C> bits, value_bits;
-    std::memcpy(&bits, &best, sizeof(C));
-    std::memcpy(&value_bits, &value, sizeof(C));
+    BitsOf<C> bits = BitCast<BitsOf<C>>(best), value_bits = BitCast<BitsOf<C>>(value);
     bits &= value == best ? value_bits : static_cast<BitsOf<C>>(~BitsOf<C>{0});
     const bool takes_value = !(value <= best) && best == best;
     bits = takes_value ? value_bits : bits;
-    std::memcpy(&best, &bits, sizeof(C));
-    return best;
+    return BitCast<C>(bits);
   } else {
     return Larger(best, value);
   }
@@ -317,146 +313,125 @@ bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const Backward
   return true;
 }
 
-template <bool kIsMinimum>
-ffi::Error Forward(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                   ffi::Result<ffi::AnyBuffer> output, bool /*indices_are_sorted*/, int64_t num_batch_dims) {
-  constexpr const char* kOp = kIsMinimum ? "segment_min" : "segment_max";
-  ForwardBuffers decoded;
-  JB_RETURN_IF_ERROR(DecodeForward(kOp, num_batch_dims, data, segment_ids, *output, nullptr, nullptr, &decoded));
-  bool has_memory = true;
-  const bool is_supported = DispatchOrdered(decoded.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const Extremum<T> reduction{FlipMask<T>(decoded.type, kIsMinimum), static_cast<T*>(output->untyped_data())};
-    AdviseHugePages(reduction.output, output->element_count() * sizeof(T));
-    has_memory = ReduceAll(pool, decoded.problem, SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
-                           static_cast<const T*>(data.untyped_data()), reduction);
-  });
-  return Status(kOp, is_supported, has_memory, "data", data);
-}
-
 // The backward kernel groups the rows anew where that pays: that is no slower than to read an order and, at random, the
 // ids to which it leads. So the order is that of the rows, or a single 0.
-void WriteIdentityOrder(ffi::ThreadPool& pool, const ForwardBuffers& buffers) {
-  const int64_t size = buffers.order_size, bytes = size * static_cast<int64_t>(sizeof(int32_t));
-  AdviseHugePages(buffers.order, buffers.problem.batch * bytes);
+void WriteIdentityOrder(ffi::ThreadPool& pool, const ExtremumCall& call) {
+  const int64_t batch = call.problem.batch, size = call.order_size, bytes = size * sizeof(int32_t);
+  AdviseHugePages(call.order, batch * bytes);
   const int64_t chunks = ChunksFor(pool, bytes);
-  ParallelFor(pool, buffers.problem.batch * chunks, [&](int64_t index) {
+  ParallelFor(pool, batch * chunks, [&](int64_t index) {
     const int64_t begin = ChunkBegin(size, chunks, index % chunks), end = ChunkBegin(size, chunks, index % chunks + 1);
-    int32_t* const order = buffers.order + index / chunks * size;
+    int32_t* const order = call.order + index / chunks * size;
     std::iota(order + begin, order + end, static_cast<int32_t>(begin));
   });
 }
 
-template <bool kIsMinimum>
-ffi::Error ForwardWithWinner(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                             ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> winner,
-                             ffi::Result<ffi::AnyBuffer> order, bool /*indices_are_sorted*/, bool first_wins,
-                             int64_t num_batch_dims) {
-  constexpr const char* kOp = kIsMinimum ? "segment_min_with_winner" : "segment_max_with_winner";
-  ForwardBuffers decoded;
-  JB_RETURN_IF_ERROR(DecodeForward(kOp, num_batch_dims, data, segment_ids, *output, &*winner, &*order, &decoded));
-  WriteIdentityOrder(pool, decoded);
+int64_t NumCells(const Problem& problem) { return problem.batch * problem.segments * problem.features; }
+
+bool RunExtremum(ffi::ThreadPool& pool, const ExtremumCall& call) {
   bool has_memory = true;
-  const bool is_supported = DispatchFloating(decoded.type, [&](auto tag) {
+  DispatchOrdered(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const ExtremumWithWinner<T> reduction{FlipMask<T>(decoded.type, kIsMinimum), first_wins,
-                                          static_cast<T*>(output->untyped_data()), decoded.winner};
-    AdviseHugePages(reduction.output, output->element_count() * sizeof(T));
-    AdviseHugePages(reduction.winner, output->element_count() * sizeof(int32_t));
-    has_memory = ReduceAll(pool, decoded.problem, SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
-                           static_cast<const T*>(data.untyped_data()), reduction);
+    const Extremum<T> reduction{FlipMask<T>(call.type, call.is_minimum), static_cast<T*>(call.output)};
+    AdviseHugePages(reduction.output, NumCells(call.problem) * sizeof(T));
+    has_memory = ReduceAll(pool, call.problem, SegmentIds(call), static_cast<const T*>(call.data), reduction);
   });
-  return Status(kOp, is_supported, has_memory, "data", data);
+  return has_memory;
+}
+
+bool RunWithWinner(ffi::ThreadPool& pool, const ExtremumCall& call) {
+  WriteIdentityOrder(pool, call);
+  bool has_memory = true;
+  DispatchFloating(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const ExtremumWithWinner<T> reduction{FlipMask<T>(call.type, call.is_minimum), call.first_wins,
+                                          static_cast<T*>(call.output), call.winner};
+    AdviseHugePages(reduction.output, NumCells(call.problem) * sizeof(T));
+    AdviseHugePages(reduction.winner, NumCells(call.problem) * sizeof(int32_t));
+    has_memory = ReduceAll(pool, call.problem, SegmentIds(call), static_cast<const T*>(call.data), reduction);
+  });
+  return has_memory;
 }
 
 // A minimum's gradient is a maximum's: winners say all.
-template <bool kIsMinimum>
-ffi::Error Backward(ffi::ThreadPool pool, ffi::AnyBuffer d_output, ffi::AnyBuffer winner, ffi::AnyBuffer segment_ids,
-                    ffi::AnyBuffer order, ffi::RemainingArgs data_and_output, ffi::Result<ffi::AnyBuffer> d_data,
-                    int64_t num_batch_dims) {
-  constexpr const char* kOp = kIsMinimum ? "segment_min_backward" : "segment_max_backward";
-  BackwardBuffers decoded;
-  JB_RETURN_IF_ERROR(DecodeBackward(kOp, num_batch_dims, d_output, winner, segment_ids, order, data_and_output,
-                                    *d_data, &decoded));
+bool RunBackward(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
   bool has_memory = true;
-  const bool is_supported = DispatchFloating(decoded.type, [&](auto tag) {
+  DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const BackwardArrays<T> arrays{SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
-                                   static_cast<const T*>(d_output.untyped_data()),
-                                   static_cast<const int32_t*>(winner.untyped_data()),
-                                   static_cast<const T*>(decoded.data),
-                                   static_cast<const T*>(decoded.output),
-                                   static_cast<T*>(d_data->untyped_data()),
-                                   decoded.d_output_is_shared,
-                                   decoded.winner_is_shared};
-    has_memory = GradientOfAll(pool, decoded.problem, arrays);
+    const BackwardArrays<T> arrays{SegmentIds(call),
+                                   static_cast<const T*>(call.d_output),
+                                   call.winner,
+                                   static_cast<const T*>(call.data),
+                                   static_cast<const T*>(call.output),
+                                   static_cast<T*>(call.d_data),
+                                   call.d_output_is_shared,
+                                   call.winner_is_shared};
+    has_memory = GradientOfAll(pool, call.problem, arrays);
   });
-  return Status(kOp, is_supported, has_memory, "d_output", d_output);
+  return has_memory;
 }
 
-template <bool kIsMinimum>
-ffi::Error Arg(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-               ffi::Result<ffi::AnyBuffer> winner, bool /*indices_are_sorted*/, int64_t num_batch_dims) {
-  constexpr const char* kOp = kIsMinimum ? "segment_argmin" : "segment_argmax";
-  Buffers decoded;
-  JB_RETURN_IF_ERROR(DecodeArg(kOp, num_batch_dims, data, segment_ids, *winner, &decoded));
+bool RunArg(ffi::ThreadPool& pool, const ArgCall& call) {
   bool has_memory = true;
-  const bool is_supported = DispatchWide(decoded.type, [&](auto tag) {
+  DispatchWide(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const ArgExtremum<T> reduction{FlipMask<T>(decoded.type, kIsMinimum), static_cast<int32_t>(decoded.problem.rows),
-                                   static_cast<int32_t*>(winner->untyped_data())};
-    AdviseHugePages(reduction.winner, winner->element_count() * sizeof(int32_t));
-    has_memory = ReduceAll(pool, decoded.problem, SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
-                           static_cast<const T*>(data.untyped_data()), reduction);
+    const ArgExtremum<T> reduction{FlipMask<T>(call.type, call.is_minimum), static_cast<int32_t>(call.problem.rows),
+                                   call.row};
+    AdviseHugePages(reduction.winner, NumCells(call.problem) * sizeof(int32_t));
+    has_memory = ReduceAll(pool, call.problem, SegmentIds(call), static_cast<const T*>(call.data), reduction);
   });
-  return Status(kOp, is_supported, has_memory, "data", data);
+  return has_memory;
 }
 
-auto BindForward() { return BindBuffers<ffi::ThreadPool, 2, 1>().Attr<bool>("indices_are_sorted")
-    .Attr<int64_t>("num_batch_dims"); } 
-auto BindWithWinner() {
-  return BindBuffers<ffi::ThreadPool, 2, 3>().Attr<bool>("indices_are_sorted").Attr<bool>("first_wins")
-      .Attr<int64_t>("num_batch_dims");
-}
-
-auto BindBackward() {
-  return BindResults<1>(BindOperands<4>(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()).RemainingArgs())
-      .Attr<int64_t>("num_batch_dims");
-}
-
-XLA_FFI_DEFINE_HANDLER(kMax, Forward<false>, BindForward());
-XLA_FFI_DEFINE_HANDLER(kMin, Forward<true>, BindForward());
-XLA_FFI_DEFINE_HANDLER(kMaxWithWinner, ForwardWithWinner<false>, BindWithWinner());
-XLA_FFI_DEFINE_HANDLER(kMinWithWinner, ForwardWithWinner<true>, BindWithWinner());
-XLA_FFI_DEFINE_HANDLER(kMaxBackward, Backward<false>, BindBackward());
-XLA_FFI_DEFINE_HANDLER(kMinBackward, Backward<true>, BindBackward());
-XLA_FFI_DEFINE_HANDLER(kArgMax, Arg<false>, BindForward());
-XLA_FFI_DEFINE_HANDLER(kArgMin, Arg<true>, BindForward());
-
-template <template <typename> class Reduction>
-Plan PlanOf(const PlanParameters& parameters) {
-  return PlanOfType(PlanRequest(parameters), [](auto tag, const Problem& problem) {
-    return ChooseStrategy<Reduction<typename decltype(tag)::type>>(problem, /*has_counts=*/false);
+template <template <typename> class Reduction, typename Call, typename Dispatch>
+Plan PlanReduction(const Call& call, const Dispatch& dispatch) {
+  return PlanOfType(call, dispatch, [&](auto tag) {
+    return ChooseStrategy<Reduction<typename decltype(tag)::type>>(call.problem, /*has_counts=*/false);
   });
 }
 
-Plan PlanOfBackward(const PlanParameters& parameters) {
-  const PlanRequest call(parameters);
-  return {StrategyName(ChooseGradient(call.problem, call.element_bytes))};
+Plan PlanExtremum(const ExtremumCall& call) {
+  return call.with_winner ? PlanReduction<ExtremumWithWinner>(call, JB_DISPATCH(DispatchFloating))
+                          : PlanReduction<Extremum>(call, JB_DISPATCH(DispatchOrdered));
 }
 
-JB_REGISTER_TARGET("segment_max", kMax, PlanOf<Extremum>, kNothing, "scan", "group_by_segment");
-JB_REGISTER_TARGET("segment_min", kMin, PlanOf<Extremum>, kNothing, "scan", "group_by_segment");
-JB_REGISTER_TARGET("segment_max_with_winner", kMaxWithWinner, PlanOf<ExtremumWithWinner>, kNothing, "scan",
-                   "group_by_segment");
-JB_REGISTER_TARGET("segment_min_with_winner", kMinWithWinner, PlanOf<ExtremumWithWinner>, kNothing, "scan",
-                   "group_by_segment");
-JB_REGISTER_TARGET("segment_max_backward", kMaxBackward, PlanOfBackward, kNothing, "gather",
-                   "group_by_segment_streamed");
-JB_REGISTER_TARGET("segment_min_backward", kMinBackward, PlanOfBackward, kNothing, "gather",
-                   "group_by_segment_streamed");
-JB_REGISTER_TARGET("segment_argmax", kArgMax, PlanOf<ArgExtremum>, kNothing, "scan", "group_by_segment");
-JB_REGISTER_TARGET("segment_argmin", kArgMin, PlanOf<ArgExtremum>, kNothing, "scan", "group_by_segment");
+Plan PlanArg(const ArgCall& call) { return PlanReduction<ArgExtremum>(call, JB_DISPATCH(DispatchWide)); }
+
+Plan PlanBackward(const ExtremumBackwardCall& call) {
+  return {StrategyName(ChooseGradient(call.problem, ElementBytes(call.type)))};
+}
+
+constexpr auto kRun = RunOnCpu<ExtremumCall, RunExtremum>;
+constexpr auto kRunWithWinner = RunOnCpu<ExtremumCall, RunWithWinner>;
+constexpr auto kRunBackward = RunOnCpu<ExtremumBackwardCall, RunBackward>;
+constexpr auto kRunArg = RunOnCpu<ArgCall, RunArg>;
+
+constexpr auto kPlan = PlanOf<PlanExtremum, ExtremumCallOf<false>>;
+constexpr auto kPlanWithWinner = PlanOf<PlanExtremum, ExtremumCallOf<true>>;
+constexpr auto kPlanBackward = PlanOf<PlanBackward, ExtremumBackwardCallOf>;
+constexpr auto kPlanArg = PlanOf<PlanArg, CallOf<ArgCall>>;
+
+#define JB_BIND_REDUCTION (BindCall<ffi::ThreadPool, 2, 1, ReductionOptions>())
+#define JB_BIND_WITH_WINNER (BindCall<ffi::ThreadPool, 2, 3, WinnerOptions>())
+#define JB_REDUCTION_STRATEGIES kNothing, "scan", "group_by_segment"
+#define JB_BACKWARD_STRATEGIES kNothing, "gather", "group_by_segment_streamed"
+
+JB_CPU_TARGET("segment_max", (HandleExtremum<ffi::ThreadPool, kRun, false>), JB_BIND_REDUCTION, kPlan,
+              JB_REDUCTION_STRATEGIES);
+JB_CPU_TARGET("segment_min", (HandleExtremum<ffi::ThreadPool, kRun, true>), JB_BIND_REDUCTION, kPlan,
+              JB_REDUCTION_STRATEGIES);
+JB_CPU_TARGET("segment_max_with_winner", (HandleExtremumWithWinner<ffi::ThreadPool, kRunWithWinner, false>),
+              JB_BIND_WITH_WINNER, kPlanWithWinner, JB_REDUCTION_STRATEGIES);
+JB_CPU_TARGET("segment_min_with_winner", (HandleExtremumWithWinner<ffi::ThreadPool, kRunWithWinner, true>),
+              JB_BIND_WITH_WINNER, kPlanWithWinner, JB_REDUCTION_STRATEGIES);
+JB_CPU_TARGET("segment_max_backward", (HandleExtremumBackward<ffi::ThreadPool, kRunBackward, false>),
+              BindExtremumBackward<ffi::ThreadPool>(), kPlanBackward, JB_BACKWARD_STRATEGIES);
+JB_CPU_TARGET("segment_min_backward", (HandleExtremumBackward<ffi::ThreadPool, kRunBackward, true>),
+              BindExtremumBackward<ffi::ThreadPool>(), kPlanBackward, JB_BACKWARD_STRATEGIES);
+JB_CPU_TARGET("segment_argmax", (HandleArg<ffi::ThreadPool, kRunArg, false>), JB_BIND_REDUCTION, kPlanArg,
+              JB_REDUCTION_STRATEGIES);
+JB_CPU_TARGET("segment_argmin", (HandleArg<ffi::ThreadPool, kRunArg, true>), JB_BIND_REDUCTION, kPlanArg,
+              JB_REDUCTION_STRATEGIES);
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -4,7 +4,7 @@
 
 namespace jax_baracuda::segment {
 
-CudaStatus ReduceWithWinner(const ExtremumArguments& arguments, Strategy strategy, int64_t state_bytes,
+CudaStatus ReduceWithWinner(const ExtremumCall& arguments, Strategy strategy, int64_t state_bytes,
                             cudaStream_t stream) {
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(arguments.type, [&](auto tag) {

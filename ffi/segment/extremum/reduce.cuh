@@ -6,10 +6,10 @@
 
 namespace jax_baracuda::segment {
 
-CudaStatus ReduceMaximum(const ExtremumArguments& arguments, Strategy strategy, int64_t state_bytes,
+CudaStatus ReduceMaximum(const ExtremumCall& arguments, Strategy strategy, int64_t state_bytes,
                          cudaStream_t stream);
 
-CudaStatus ReduceWithWinner(const ExtremumArguments& arguments, Strategy strategy, int64_t state_bytes,
+CudaStatus ReduceWithWinner(const ExtremumCall& arguments, Strategy strategy, int64_t state_bytes,
                             cudaStream_t stream);
 
 }  // namespace jax_baracuda::segment

@@ -21,8 +21,7 @@ __device__ __forceinline__ TableKey<T> EncodeKey(T value) {
   constexpr Key kSign = Key{1} << (8 * sizeof(Key) - 1);
   if constexpr (kIsFloating<T>) {
     const ComputeType<T> x = static_cast<ComputeType<T>>(value);
-    Key bits;
-    memcpy(&bits, &x, sizeof(bits));
+    const Key bits = BitCast<Key>(x);
     return x != x ? ~Key{0} : ((bits & kSign) != 0 ? ~bits : bits | kSign);
   } else {
     return static_cast<Key>(value) - static_cast<Key>(std::numeric_limits<T>::lowest());
@@ -36,9 +35,7 @@ __device__ __forceinline__ T DecodeKey(TableKey<T> key) {
     constexpr Key kSign = Key{1} << (8 * sizeof(Key) - 1);
     if (key < EncodeKey(MaxIdentity<T>())) return MaxIdentity<T>();
     const Key bits = (key & kSign) != 0 ? key & ~kSign : ~key;
-    ComputeType<T> x;
-    memcpy(&x, &bits, sizeof(x));
-    return static_cast<T>(x);
+    return static_cast<T>(BitCast<ComputeType<T>>(bits));
   } else {
     return static_cast<T>(key + static_cast<Key>(std::numeric_limits<T>::lowest()));
   }

@@ -1,6 +1,6 @@
 // The gradients of segment_sum and segment_mean.
 #include "ffi/segment/engine/map_rows.cuh"
-#include "ffi/segment/sum/launch.cuh"
+#include "ffi/segment/gather/launch.cuh"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -27,9 +27,9 @@ struct GatherCells {
 
 }  // namespace
 
-Plan PlanGather(const Problem& problem, int64_t element_bytes) { return PlanMapRows(problem, element_bytes); }
+Plan PlanGather(const GatherCall& call) { return PlanMapRows(call.problem, ElementBytes(call.type)); }
 
-CudaStatus LaunchGather(const GatherArguments& arguments, cudaStream_t stream) {
+CudaStatus LaunchGather(const GatherCall& arguments, cudaStream_t stream) {
   const Problem& problem = arguments.problem;
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(arguments.type, [&](auto tag) {

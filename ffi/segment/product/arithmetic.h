@@ -7,10 +7,10 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <type_traits>
 
+#include "ffi/core/bit_cast.h"
 #include "ffi/core/element_type.h"
 #include "ffi/segment/problem.h"
 
@@ -29,9 +29,7 @@ template <typename C>
 JB_HOST_DEVICE C PowerOfTwo(int exponent) {
   using Format = FloatingFormat<C>;
   const BitsOf<C> bits = static_cast<BitsOf<C>>(exponent + Format::kExponentBias) << Format::kMantissaBits;
-  C power;
-  memcpy(&power, &bits, sizeof(C));
-  return power;
+  return BitCast<C>(bits);
 }
 
 // For code that runs once for each cell or less: inlined, it would crowd the loops over rows out of a GPU's instruction
@@ -55,21 +53,18 @@ template <typename C>
 JB_HOST_DEVICE C SplitExponent(C value, int32_t* exponent) {
   using Format = FloatingFormat<C>;
   int32_t offset = -Format::kExponentBias;
-  BitsOf<C> bits;
-  memcpy(&bits, &value, sizeof(C));
+  BitsOf<C> bits = BitCast<BitsOf<C>>(value);
   int32_t field = static_cast<int32_t>(bits >> Format::kMantissaBits) & Format::kExponentMask;
   if (field == 0) {  // subnormal
     value *= PowerOfTwo<C>(Format::kMantissaBits + 1);
-    memcpy(&bits, &value, sizeof(C));
+    bits = BitCast<BitsOf<C>>(value);
     field = static_cast<int32_t>(bits >> Format::kMantissaBits) & Format::kExponentMask;
     offset -= Format::kMantissaBits + 1;
   }
   *exponent = field + offset;
   constexpr BitsOf<C> kField = static_cast<BitsOf<C>>(Format::kExponentMask) << Format::kMantissaBits;
   constexpr BitsOf<C> kOne = static_cast<BitsOf<C>>(Format::kExponentBias) << Format::kMantissaBits;
-  bits = (bits & ~kField) | kOne;
-  memcpy(&value, &bits, sizeof(C));
-  return value;
+  return BitCast<C>((bits & ~kField) | kOne);
 }
 
 // The product of floating numbers. The mantissa has the sign of all members; its magnitude, in [1, 2), and the exponent
@@ -94,9 +89,9 @@ JB_HOST_DEVICE int32_t CountOf(int32_t packed, ProductClass kind) { return (pack
 JB_HOST_DEVICE int32_t AddExponent(int32_t packed, int32_t exponent) {
   // Beyond this bound every result is zero or infinite anyway, whatever one more or less member does.
   // The room above it is that of a few members more whose exponents are added without a look at it.
-  constexpr int32_t kMost = (1 << 25) - (1 << 17);
+  constexpr int32_t kMax = (1 << 25) - (1 << 17);
   const int32_t sum = (packed >> 6) + exponent;
-  const int32_t clamped = sum > kMost ? kMost : sum < -kMost ? -kMost : sum;
+  const int32_t clamped = sum > kMax ? kMax : sum < -kMax ? -kMax : sum;
   return clamped * 64 + (packed & 63);
 }
 

@@ -60,13 +60,13 @@ struct ProductGradient {
 
 }  // namespace
 
-Plan PlanProduct(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
-  return PlanPairReduction(problem, element_bytes, indices_are_sorted);
+Plan PlanProduct(const ProductCall& call) { return PlanPairReduction(call); }
+
+Plan PlanProductBackward(const ProductBackwardCall& call) {
+  return PlanMapRows(call.problem, ElementBytes(call.type));
 }
 
-Plan PlanProductBackward(const Problem& problem, int64_t element_bytes) { return PlanMapRows(problem, element_bytes); }
-
-CudaStatus LaunchProduct(const ProductArguments& arguments, cudaStream_t stream) {
+CudaStatus LaunchProduct(const ProductCall& arguments, cudaStream_t stream) {
   if (arguments.problem.HasNoResult()) return {};
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchWrapping(arguments.type, [&](auto tag) {
@@ -78,7 +78,7 @@ CudaStatus LaunchProduct(const ProductArguments& arguments, cudaStream_t stream)
   return status;
 }
 
-CudaStatus LaunchProductBackward(const ProductBackwardArguments& arguments, cudaStream_t stream) {
+CudaStatus LaunchProductBackward(const ProductBackwardCall& arguments, cudaStream_t stream) {
   const Problem& problem = arguments.problem;
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(arguments.type, [&](auto tag) {

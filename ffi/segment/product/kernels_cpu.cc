@@ -4,28 +4,19 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <type_traits>
 
-#include "ffi/core/target_table.h"
-#include "ffi/segment/decoding.h"
+#include "ffi/core/bit_cast.h"
 #include "ffi/segment/engine/rows_cpu.h"
 #include "ffi/segment/product/arithmetic.h"
+#include "ffi/segment/product/handler.h"
 
 namespace jax_baracuda::segment {
 namespace {
 
 template <typename C>
 using SignedBits = std::conditional_t<sizeof(C) == 4, int32_t, int64_t>;
-
-template <typename To, typename From>
-JB_INLINE To CastBits(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof(to));
-  return to;
-}
 
 template <typename C>
 struct Format : FloatingFormat<C> {
@@ -38,7 +29,7 @@ struct Format : FloatingFormat<C> {
 // The exponent field of a number.
 template <typename C>
 JB_INLINE typename Format<C>::Bits FieldOf(C value) {
-  return (CastBits<typename Format<C>::Bits>(value) >> Format<C>::kMantissaBits) & Format<C>::kExponentMask;
+  return (BitCast<typename Format<C>::Bits>(value) >> Format<C>::kMantissaBits) & Format<C>::kExponentMask;
 }
 
 // 0 if a number is normal and its exponent field at least `margin` away from those of zero and infinity, else 1. (An
@@ -63,9 +54,9 @@ struct Factor {
     constexpr int kShift = F::kMantissaBits + 1;  // makes subnormal numbers normal
     const Bits field = FieldOf(value);
     const C scaled = value * (field == 0 ? PowerOfTwo<C>(kShift) : C{1});
-    const Bits bits = CastBits<Bits>(scaled), scaled_field = FieldOf(scaled);
+    const Bits bits = BitCast<Bits>(scaled), scaled_field = FieldOf(scaled);
     const bool special = scaled_field == 0 || scaled_field == F::kExponentMask;
-    mantissa = CastBits<C>((bits & (special ? F::kSign : F::kSign | F::kMantissa)) | F::kOne);
+    mantissa = BitCast<C>((bits & (special ? F::kSign : F::kSign | F::kMantissa)) | F::kOne);
     exponent = special ? 0 : static_cast<int32_t>(scaled_field - F::kExponentBias - (field == 0 ? kShift : 0));
     kind = scaled_field == 0 ? kZero : (bits & F::kMantissa) == 0 ? kInfinity : kNan;
     kind = special ? kind : static_cast<int32_t>(kZero);
@@ -73,11 +64,11 @@ struct Factor {
   }
 };
 
-constexpr int32_t kMostExponent = (1 << 25) - 4096;
+constexpr int32_t kMaxExponent = (1 << 25) - 4096;
 
 JB_INLINE int32_t AddExponentAndClamp(int32_t packed, int32_t exponent) {
   const int32_t sum = (packed >> 6) + exponent;
-  return std::min(std::max(sum, -kMostExponent), kMostExponent) * 64 + (packed & 63);
+  return std::min(std::max(sum, -kMaxExponent), kMaxExponent) * 64 + (packed & 63);
 }
 
 template <typename C>
@@ -96,10 +87,10 @@ template <typename C>
 JB_INLINE void MultiplyOrdinary(C value, C& mantissa, int32_t& packed) {
   using F = Format<C>;
   const C product = mantissa * value;
-  const auto bits = CastBits<typename F::Bits>(product);
-  mantissa = CastBits<C>((bits & (F::kSign | F::kMantissa)) | F::kOne);
+  const auto bits = BitCast<typename F::Bits>(product);
+  mantissa = BitCast<C>((bits & (F::kSign | F::kMantissa)) | F::kOne);
   const int32_t next = packed + static_cast<int32_t>(FieldOf(product) - F::kExponentBias) * 64;
-  packed = std::abs(next >> 6) > kMostExponent ? packed : next;
+  packed = std::abs(next >> 6) > kMaxExponent ? packed : next;
 }
 
 // The number that a mantissa of magnitude in [1/2, 4) and a packed product stand for.
@@ -108,20 +99,20 @@ JB_INLINE C Value(C mantissa, int32_t packed) {
   using F = Format<C>;
   using Bits = typename F::Bits;
   // Two steps of which only the last one can round. Beyond the bounds the number is zero or infinite.
-  constexpr int32_t kMost = F::kExponentBias + F::kMantissaBits + 4;
-  const int32_t exponent = std::min(std::max(packed >> 6, -kMost), kMost), half = exponent >> 1;
+  constexpr int32_t kMax = F::kExponentBias + F::kMantissaBits + 4;
+  const int32_t exponent = std::min(std::max(packed >> 6, -kMax), kMax), half = exponent >> 1;
   const auto power = [](int32_t e) __attribute__((always_inline)) {
-    return CastBits<C>(static_cast<Bits>(e + F::kExponentBias) << F::kMantissaBits);
+    return BitCast<C>(static_cast<Bits>(e + F::kExponentBias) << F::kMantissaBits);
   };
   const C scaled = mantissa * power(half) * power(exponent - half);
   constexpr C kInfinite = std::numeric_limits<C>::infinity(), kNoNumber = std::numeric_limits<C>::quiet_NaN();
   const bool has_zero = (packed & (3 << kZero)) != 0, has_infinity = (packed & (3 << kInfinity)) != 0;
   const bool is_nan = (packed & (3 << kNan)) != 0 || (has_zero && has_infinity);
-  Bits magnitude = CastBits<Bits>(scaled) & ~F::kSign;
-  magnitude = has_infinity ? CastBits<Bits>(kInfinite) : magnitude;
+  Bits magnitude = BitCast<Bits>(scaled) & ~F::kSign;
+  magnitude = has_infinity ? BitCast<Bits>(kInfinite) : magnitude;
   magnitude = has_zero ? Bits{0} : magnitude;
-  magnitude = is_nan ? CastBits<Bits>(kNoNumber) : magnitude;
-  return CastBits<C>(magnitude | (CastBits<Bits>(mantissa) & F::kSign));
+  magnitude = is_nan ? BitCast<Bits>(kNoNumber) : magnitude;
+  return BitCast<C>(magnitude | (BitCast<Bits>(mantissa) & F::kSign));
 }
 
 // The product of all members but one and of `by`, which may bring it back into range.
@@ -139,16 +130,16 @@ template <typename C>
 JB_INLINE C ValueWithoutOrdinary(C value, C mantissa, int32_t packed) {
   using F = Format<C>;
   using Bits = typename F::Bits;
-  return mantissa / value * CastBits<C>(static_cast<Bits>((packed >> 6) + F::kExponentBias) << F::kMantissaBits);
+  return mantissa / value * BitCast<C>(static_cast<Bits>((packed >> 6) + F::kExponentBias) << F::kMantissaBits);
 }
 
 // 0 if a product is of ordinary numbers alone and its exponent, with and without that of one of them, that of a normal
 // number, else 1.
 template <typename C>
 JB_INLINE int32_t IsExtreme(int32_t packed, C value) {
-  constexpr int32_t kBias = FloatingFormat<C>::kExponentBias, kMost = kBias - 2;
+  constexpr int32_t kBias = FloatingFormat<C>::kExponentBias, kMax = kBias - 2;
   const int32_t exponent = packed >> 6, others = exponent - (static_cast<int32_t>(FieldOf(value)) - kBias);
-  return (packed & 63) != 0 || std::abs(exponent) > kMost || std::abs(others) > kMost ? 1 : 0;
+  return (packed & 63) != 0 || std::abs(exponent) > kMax || std::abs(others) > kMax ? 1 : 0;
 }
 
 template <typename T>
@@ -288,96 +279,70 @@ JB_CPU_CLONES void Gradient(const Problem problem, int64_t batch, int64_t row_be
   });
 }
 
-ffi::Error Forward(const char* op, int64_t num_batch_dims, ffi::ThreadPool& pool, const ffi::AnyBuffer& data,
-                   const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& output, const ffi::AnyBuffer* mantissa,
-                   const ffi::AnyBuffer* packed) {
-  ProductBuffers decoded;
-  JB_RETURN_IF_ERROR(DecodeProduct(op, num_batch_dims, data, segment_ids, output, mantissa, packed, &decoded));
+bool RunProduct(ffi::ThreadPool& pool, const ProductCall& call) {
+  const Problem& problem = call.problem;
+  const int64_t cells = problem.batch * problem.segments * problem.features;
   bool has_memory = true;
-  const auto run = [&](auto tag) {
+  DispatchWrapping(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto reduce = [&](const auto& reduction) {
-      AdviseHugePages(reduction.output, output.element_count() * sizeof(T));
-      has_memory = ReduceAll(pool, decoded.problem, SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
-                             static_cast<const T*>(data.untyped_data()), reduction);
+      AdviseHugePages(reduction.output, cells * sizeof(T));
+      has_memory = ReduceAll(pool, problem, SegmentIds(call), static_cast<const T*>(call.data), reduction);
     };
-    T* const to = static_cast<T*>(output.untyped_data());
+    T* const to = static_cast<T*>(call.output);
     if constexpr (kIsFloating<T>) {
       using C = ComputeType<T>;
-      reduce(FloatingProduct<T>{to, static_cast<C*>(decoded.mantissa), decoded.packed});
+      if (call.mantissa != nullptr) {
+        AdviseHugePages(call.mantissa, cells * sizeof(C));
+        AdviseHugePages(call.packed, cells * sizeof(int32_t));
+      }
+      reduce(FloatingProduct<T>{to, static_cast<C*>(call.mantissa), call.packed});
     } else {
       reduce(IntegerProduct<T>{to});
     }
-  };
-  if (mantissa != nullptr) {
-    AdviseHugePages(decoded.mantissa, mantissa->size_bytes());
-    AdviseHugePages(decoded.packed, packed->size_bytes());
-  }
-  const bool is_supported =
-      mantissa != nullptr ? DispatchFloating(decoded.type, run) : DispatchWrapping(decoded.type, run);
-  return Status(op, is_supported, has_memory, "data", data);
+  });
+  return has_memory;
 }
 
-ffi::Error SegmentProd(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                       ffi::Result<ffi::AnyBuffer> output, bool /*indices_are_sorted*/, int64_t num_batch_dims) {
-  return Forward("segment_prod", num_batch_dims, pool, data, segment_ids, *output, nullptr, nullptr);
-}
-
-ffi::Error SegmentProdWithResidual(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                                   ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> mantissa,
-                                   ffi::Result<ffi::AnyBuffer> packed, bool /*indices_are_sorted*/,
-                                   int64_t num_batch_dims) {
-  return Forward("segment_prod_with_residual", num_batch_dims, pool, data, segment_ids, *output, &*mantissa, &*packed);
-}
-
-ffi::Error SegmentProdBackward(ffi::ThreadPool pool, ffi::AnyBuffer d_output, ffi::AnyBuffer mantissa,
-                               ffi::AnyBuffer packed, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                               ffi::Result<ffi::AnyBuffer> d_data, int64_t num_batch_dims) {
-  constexpr const char* kOp = "segment_prod_backward";
-  ProductBackwardBuffers decoded;
-  JB_RETURN_IF_ERROR(DecodeProductBackward(kOp, num_batch_dims, d_output, mantissa, packed, data, segment_ids, *d_data,
-                                           &decoded));
-  const bool is_supported = DispatchFloating(decoded.type, [&](auto tag) {
+bool RunProductBackward(ffi::ThreadPool& pool, const ProductBackwardCall& call) {
+  DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const GradientArrays<T> arrays{SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
-                                   static_cast<const T*>(d_output.untyped_data()),
-                                   static_cast<const ComputeType<T>*>(mantissa.untyped_data()),
-                                   static_cast<const int32_t*>(packed.untyped_data()),
-                                   static_cast<const T*>(data.untyped_data()),
-                                   static_cast<T*>(d_data->untyped_data()),
-                                   decoded.d_output_is_shared,
-                                   decoded.product_is_shared};
-    ForEachChunkOfRows(pool, decoded.problem, arrays.d_data, sizeof(T),
+    const GradientArrays<T> arrays{SegmentIds(call),
+                                   static_cast<const T*>(call.d_output),
+                                   static_cast<const ComputeType<T>*>(call.mantissa),
+                                   call.packed,
+                                   static_cast<const T*>(call.data),
+                                   static_cast<T*>(call.d_data),
+                                   call.d_output_is_shared,
+                                   call.product_is_shared};
+    ForEachChunkOfRows(pool, call.problem, arrays.d_data, sizeof(T),
                        [&](int64_t batch, int64_t row_begin, int64_t row_end) {
-                         Gradient(decoded.problem, batch, row_begin, row_end, arrays);
+                         Gradient(call.problem, batch, row_begin, row_end, arrays);
                        });
   });
-  return Status(kOp, is_supported, /*has_memory=*/true, "d_output", d_output);
+  return true;
 }
 
-template <int kResults>
-auto BindForward() {
-  return BindBuffers<ffi::ThreadPool, 2, kResults>().template Attr<bool>("indices_are_sorted")
-      .template Attr<int64_t>("num_batch_dims");
-}
-
-XLA_FFI_DEFINE_HANDLER(kProd, SegmentProd, BindForward<1>());
-XLA_FFI_DEFINE_HANDLER(kProdWithResidual, SegmentProdWithResidual, BindForward<3>());
-XLA_FFI_DEFINE_HANDLER(kProdBackward, SegmentProdBackward, (BindBuffers<ffi::ThreadPool, 5, 1>()
-    .Attr<int64_t>("num_batch_dims")));
-
-Plan PlanOf(const PlanParameters& parameters) {
-  return PlanOfType(PlanRequest(parameters), [](auto tag, const Problem& problem) {
+Plan PlanProduct(const ProductCall& call) {
+  return PlanOfType(call, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
     using T = typename decltype(tag)::type;
     using Reduction = std::conditional_t<kIsFloating<T>, FloatingProduct<T>, IntegerProduct<T>>;
-    return ChooseStrategy<Reduction>(problem, /*has_counts=*/false);
+    return ChooseStrategy<Reduction>(call.problem, /*has_counts=*/false);
   });
 }
 
-JB_REGISTER_TARGET("segment_prod", kProd, PlanOf, kNothing, "scan", "split_scan", "group_by_segment");
-JB_REGISTER_TARGET("segment_prod_with_residual", kProdWithResidual, PlanOf, kNothing, "scan", "split_scan",
-                   "group_by_segment");
-JB_REGISTER_TARGET("segment_prod_backward", kProdBackward, PlanOfGather, kNothing, "gather");
+constexpr auto kRun = RunOnCpu<ProductCall, RunProduct>;
+constexpr auto kRunBackward = RunOnCpu<ProductBackwardCall, RunProductBackward>;
+constexpr auto kPlan = PlanOf<PlanProduct, CallOf<ProductCall>>;
+
+JB_CPU_TARGET("segment_prod", (HandleProduct<ffi::ThreadPool, kRun>),
+              (BindCall<ffi::ThreadPool, 2, 1, ReductionOptions>()), kPlan, kNothing, "scan", "split_scan",
+              "group_by_segment");
+JB_CPU_TARGET("segment_prod_with_residual", (HandleProductWithResidual<ffi::ThreadPool, kRun>),
+              (BindCall<ffi::ThreadPool, 2, 3, ReductionOptions>()), kPlan, kNothing, "scan", "split_scan",
+              "group_by_segment");
+JB_CPU_TARGET("segment_prod_backward", (HandleProductBackward<ffi::ThreadPool, kRunBackward>),
+              (BindCall<ffi::ThreadPool, 5, 1, GatherOptions>()), PlanOfGather, kNothing, "gather");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -17,12 +17,12 @@ struct FloatingBits {
 
   Bits bits;
 
-  __device__ __forceinline__ explicit FloatingBits(C value) { memcpy(&bits, &value, sizeof(bits)); }
+  __device__ __forceinline__ explicit FloatingBits(C value) : bits(BitCast<Bits>(value)) {}
 
   // Neither zero nor subnormal, infinite or NaN.
   __device__ __forceinline__ bool IsNormal() const {
-    constexpr Bits kLeast = Bits{1} << (Format::kMantissaBits + 1);  // of the bits without the sign, times 2
-    return static_cast<Bits>((bits << 1) + kLeast) >= 2 * kLeast;
+    constexpr Bits kMin = Bits{1} << (Format::kMantissaBits + 1);  // of the bits without the sign, times 2
+    return static_cast<Bits>((bits << 1) + kMin) >= 2 * kMin;
   }
 
   // Of a normal number: value == Mantissa() * 2^Exponent(). The mantissa has the sign, and a magnitude in [1, 2).
@@ -32,10 +32,7 @@ struct FloatingBits {
   __device__ __forceinline__ C Mantissa() const {
     constexpr Bits kField = static_cast<Bits>(Format::kExponentMask) << Format::kMantissaBits;
     constexpr Bits kOne = static_cast<Bits>(Format::kExponentBias) << Format::kMantissaBits;
-    const Bits one = (bits & ~kField) | kOne;
-    C mantissa;
-    memcpy(&mantissa, &one, sizeof(mantissa));
-    return mantissa;
+    return BitCast<C>((bits & ~kField) | kOne);
   }
 };
 
@@ -54,7 +51,7 @@ struct ProductOutputs {
 };
 
 // The product of floating numbers, and what the gradient needs. Mantissas grow with each row, by less than a factor of
-// 2, until Settle or Merge brings them back to [1, 2).
+// 2, until Normalize or Merge brings them back to [1, 2).
 template <typename T>
 struct FloatingProductReduction {
   using Element = T;
@@ -63,7 +60,8 @@ struct FloatingProductReduction {
   using C = ComputeType<T>;
   using Outputs = ProductOutputs<T>;
 
-  static_assert(2 * kMostUnsettledRows < FloatingFormat<C>::kExponentBias, "the product of two mantissas is finite");
+  static_assert(2 * kMaxRowsBetweenNormalize < FloatingFormat<C>::kExponentBias,
+                "the product of two mantissas is finite");
 
   template <int kCount>
   struct alignas(VectorAlignment(sizeof(C) * kCount)) Accumulator {
@@ -93,7 +91,7 @@ struct FloatingProductReduction {
       }
     }
 
-    __device__ __forceinline__ void Settle() {
+    __device__ __forceinline__ void Normalize() {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         const FloatingBits<C> bits(mantissa.lane[i]);
@@ -110,30 +108,32 @@ struct FloatingProductReduction {
           packed.lane[i] = AddCount(packed.lane[i], kind, CountOf(other.packed.lane[i], kind));
         }
       }
-      Settle();
+      Normalize();
     }
 
     __device__ __forceinline__ void Store(const Outputs& outputs, int64_t segment, int64_t features,
                                           int64_t feature) const {
       const int64_t cell = segment * features + feature;
-      Accumulator settled = *this;
-      settled.Settle();
+      Accumulator normalized = *this;
+      normalized.Normalize();
       bool are_plain = true;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) are_plain &= IsPlain<C>(settled.packed.lane[i], settled.packed.lane[i] >> 6);
+      for (int i = 0; i < kCount; ++i) {
+        are_plain &= IsPlain<C>(normalized.packed.lane[i], normalized.packed.lane[i] >> 6);
+      }
       Vector<T, kCount> result;
       if (are_plain) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-          result.lane[i] = static_cast<T>(settled.mantissa.lane[i] * PowerOfTwo<C>(settled.packed.lane[i] >> 6));
+          result.lane[i] = static_cast<T>(normalized.mantissa.lane[i] * PowerOfTwo<C>(normalized.packed.lane[i] >> 6));
         }
       } else {
-        result = ValuesOfAny(settled);
+        result = ValuesOfAny(normalized);
       }
       StoreVector(outputs.output + cell, result);
       if (outputs.mantissa != nullptr) {
-        StoreVector(outputs.mantissa + cell, settled.mantissa);
-        StoreVector(outputs.packed + cell, settled.packed);
+        StoreVector(outputs.mantissa + cell, normalized.mantissa);
+        StoreVector(outputs.packed + cell, normalized.packed);
       }
     }
 
@@ -178,7 +178,7 @@ struct IntegerProductReduction {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) product.lane[i] *= values.lane[i];
     }
-    __device__ __forceinline__ void Settle() {}
+    __device__ __forceinline__ void Normalize() {}
     __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs& outputs) {
       Add(other.product, 0, outputs);
     }

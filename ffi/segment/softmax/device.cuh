@@ -46,13 +46,13 @@ struct RangeCheck {
 template <>
 struct RangeCheck<float> {
   // The bits of numbers that are not negative, nor NaN, are in their order.
-  static constexpr uint32_t kLeast = (127u + 6) << 23, kMost = (127u + 120) << 23;
+  static constexpr uint32_t kMin = (127u + 6) << 23, kMax = (127u + 120) << 23;
   uint32_t most_above = 0;
 
   __device__ __forceinline__ void Add(float sum) {
-    most_above = __viaddmax_u32(static_cast<uint32_t>(__float_as_int(sum)), 0u - kLeast, most_above);
+    most_above = __viaddmax_u32(static_cast<uint32_t>(__float_as_int(sum)), 0u - kMin, most_above);
   }
-  __device__ __forceinline__ bool AllInRange() const { return most_above <= kMost - kLeast; }
+  __device__ __forceinline__ bool AllInRange() const { return most_above <= kMax - kMin; }
 };
 
 // 2^-kExpScale.

@@ -1,9 +1,12 @@
 // Softmax and its gradient: the choice of a kernel.
 #include "ffi/segment/softmax/launch.cuh"
 
+#include <numeric>
+
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/scratch.h"
 #include "ffi/segment/engine/order.cuh"
+#include "ffi/segment/engine/tuning.h"
 #include "ffi/segment/softmax/long_runs.cuh"
 #include "ffi/segment/softmax/small.cuh"
 #include "ffi/segment/softmax/table.cuh"
@@ -20,14 +23,6 @@ enum class Strategy {
   kTable,            // rows in any order: see table.cuh
 };
 
-// Operands up to this size are left in L2 for the next pass.
-constexpr int64_t kKeptBytes = int64_t{48} << 20;
-
-// A table beyond this size is summed up in parts, which stay in L2, if there are few parts and many rows to a segment:
-// each part reads all rows.
-constexpr int64_t kPartBytes = int64_t{24} << 20;
-constexpr int64_t kMostParts = 4;
-
 // Blocks for a small problem, unless it has so many segments that they need more: one to a multiprocessor, or two where
 // a warp would have more than two segments to take.
 int64_t SmallBlocks(int64_t segments, int64_t columns) {
@@ -35,17 +30,16 @@ int64_t SmallBlocks(int64_t segments, int64_t columns) {
   return segments * columns > 2 * kBlocks * kSmallWarps ? 2 * kBlocks : kBlocks;
 }
 
-// Every block of a small problem reads all ids, which pays while the launches of other ways cost more, and takes whole
+// Every block of a small problem reads all ids, which pays while the launches of other strategies cost more, and takes whole
 // segments, of which there should be enough, but not many more than rows.
 bool IsSmall(const Problem& problem) {
-  constexpr int64_t kMostElements = int64_t{1} << 22, kMostRowsToSegment = 1024;
   const int64_t rows = problem.batch * problem.rows, segments = problem.batch * problem.segments;
-  return rows <= kMostSmallRows && rows * problem.features <= kMostElements && rows <= kMostRowsToSegment * segments &&
-         segments <= kMostSmallRows;
+  return rows <= kMaxSmallRows && rows * problem.features <= Tuning::kMaxSmallElements &&
+         rows <= Tuning::kMaxSmallRowsToSegment * segments && segments <= kMaxSmallRows;
 }
 
 // Slots of the cache of hot cells of a block, each used by at least kCacheUses of the block's vectors on average.
-constexpr int kLeastCacheSlots = 512, kMostCacheSlots = 4096, kCacheUses = 64;
+constexpr int kMinCacheSlots = 512, kMaxCacheSlots = 4096, kCacheUses = 64;
 
 // The rule, from shapes and flags alone. Bringing rows into order costs more than the table's passes, but atomic
 // additions come in the order of time.
@@ -71,20 +65,14 @@ struct WindowGrid {
   int64_t chunks;
 };
 
-int LeastCommonMultiple(int a, int b) {
-  int multiple = a;
-  while (multiple % b != 0) multiple += a;
-  return multiple;
-}
-
 WindowGrid MakeWindowGrid(int64_t rows, int64_t features, int64_t element_bytes, bool is_backward) {
   WindowGrid grid;
   grid.vector = WindowVector(features, element_bytes);
-  grid.lanes = DealFeatures(features / grid.vector, grid.vector > 1 ? 4 : kMostWindowLanes);
+  grid.lanes = AssignFeatures(features / grid.vector, grid.vector > 1 ? 4 : kMaxWindowLanes);
   const int thread_rows = ThreadRows(grid.vector, element_bytes, is_backward);
   grid.window_rows = kWindowWarps * (32 / grid.lanes.lanes) * thread_rows;
   // Chunks begin at a thread's first row, and at a whole word if rows are contiguous.
-  const int unit = LeastCommonMultiple(thread_rows, static_cast<int>(16 / element_bytes));
+  const int unit = std::lcm(thread_rows, static_cast<int>(16 / element_bytes));
   grid.chunk_rows = grid.window_rows * 7 / 8 / unit * unit;
   grid.chunks = CeilDivide(rows, grid.chunk_rows);
   return grid;
@@ -141,9 +129,9 @@ CacheGrid MakeCacheGrid(const Problem& problem, int vector, int64_t element_byte
   const int64_t block_vectors = problem.rows * row_vectors / cache.blocks_per_batch;
   const int64_t cells = problem.batch * problem.segments * row_vectors;
   cache.slots = 1;
-  while (cache.slots < kMostCacheSlots && cache.slots * kCacheUses <= block_vectors) cache.slots *= 2;
+  while (cache.slots < kMaxCacheSlots && cache.slots * kCacheUses <= block_vectors) cache.slots *= 2;
   const bool has_whole_rows = cache.blocks_per_batch * kSoftmaxCacheThreads >= row_vectors;
-  if (cache.slots < kLeastCacheSlots || cells >= kDropped || !has_whole_rows) cache.slots = 0;
+  if (cache.slots < kMinCacheSlots || cells >= kDropped || !has_whole_rows) cache.slots = 0;
   return cache;
 }
 
@@ -156,8 +144,9 @@ int TableVector(const Problem& problem, int64_t element_bytes) {
 // Parts of the segments whose sums are formed one after another.
 int64_t TableParts(const Problem& problem, int64_t element_bytes) {
   const int64_t table_bytes = problem.batch * problem.segments * problem.features * ComputeBytes(element_bytes);
-  const bool is_split = problem.rows / 8 >= problem.segments && table_bytes <= kMostParts * kPartBytes;
-  return is_split ? CeilDivide(table_bytes, kPartBytes) : 1;
+  const bool is_split = problem.rows / Tuning::kMinRowsToPartSegment >= problem.segments &&
+                        table_bytes <= Tuning::kMaxParts * Tuning::kPartBytes;
+  return is_split ? CeilDivide(table_bytes, Tuning::kPartBytes) : 1;
 }
 
 const char* NameOf(const Problem& problem, Strategy strategy, int64_t element_bytes) {
@@ -181,16 +170,8 @@ const char* NameOf(const Problem& problem, Strategy strategy, int64_t element_by
   return "";
 }
 
-// What both directions have in common.
-struct Call {
-  Problem problem;
-  bool ids_are_64_bit;
+struct Call : SoftmaxCall {
   Strategy strategy;
-  const void* inputs[2];  // logits; or probabilities and their cotangents
-  bool is_shared[2];
-  const void* segment_ids;
-  void* output;
-  void* scratch;
   cudaStream_t stream;
 };
 
@@ -243,16 +224,16 @@ struct Launcher {
     const int64_t vectors = problem.features / kVec;
     // Where rows are wide enough there are four columns of 64 bytes or more, so that several multiprocessors share a
     // segment with many rows.
-    constexpr int kLeastLanes = 64 / (kVec * static_cast<int>(sizeof(T)));
+    constexpr int kMinLanes = 64 / (kVec * static_cast<int>(sizeof(T)));
     a.lanes = 1;
-    while (a.lanes < MostSmallLanes(kVec) && a.lanes < vectors && (a.lanes < kLeastLanes || 4 * a.lanes < vectors)) {
+    while (a.lanes < MaxSmallLanes(kVec) && a.lanes < vectors && (a.lanes < kMinLanes || 4 * a.lanes < vectors)) {
       a.lanes *= 2;
     }
     a.columns = static_cast<int>(CeilDivide(vectors, a.lanes));
     const int64_t wanted = SmallBlocks(a.rows.segments, a.columns);
     const int64_t most_segment_blocks = wanted > a.columns ? wanted / a.columns : 1;
     const int64_t block_segments = CeilDivide(a.rows.segments, most_segment_blocks);
-    a.block_segments = static_cast<int>(block_segments < kMostSmallSegments ? block_segments : kMostSmallSegments);
+    a.block_segments = static_cast<int>(block_segments < kMaxSmallSegments ? block_segments : kMaxSmallSegments);
     const int64_t blocks = CeilDivide(a.rows.segments, a.block_segments) * a.columns;
     SmallKernel<T, kVec, kBackward><<<static_cast<uint32_t>(blocks), kSmallThreads, 0, call.stream>>>(a);
     return JB_LAUNCH_STATUS(SmallKernel);
@@ -314,7 +295,7 @@ struct Launcher {
     if (a.chunks == 1) return {};  // no run is long
     int multiprocessors = 0;
     JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
-    a.lanes = DealFeatures(a.features / kVec, kMostLongRunLanes);
+    a.lanes = AssignFeatures(a.features / kVec, kMaxLongRunLanes);
     const int64_t most = CeilDivide(int64_t{LongRunBlocks(sizeof(T))} * multiprocessors, a.lanes.columns);
     const int64_t useful = CeilDivide(2 * a.chunks, kLongRunWarps);
     const int64_t blocks = (useful < most ? useful : most) * a.lanes.columns;
@@ -337,10 +318,10 @@ struct Launcher {
     if (!kBackward) {
       a.maxima = carver.Take<TableKey<C>>(cells);
       a.sums_from_maximum = carver.Take<C>(cells);
-      a.takes_again = carver.Take<uint32_t>(1);
+      a.needs_max_pass = carver.Take<uint32_t>(1);
     }
     a.sums = carver.Take<C>(cells);
-    char* const cleared = kBackward ? reinterpret_cast<char*>(a.sums) : reinterpret_cast<char*>(a.takes_again);
+    char* const cleared = kBackward ? reinterpret_cast<char*>(a.sums) : reinterpret_cast<char*>(a.needs_max_pass);
     const int64_t cleared_bytes = reinterpret_cast<char*>(a.sums + cells) - cleared;
     JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(cleared, 0, cleared_bytes, call.stream));
     constexpr int kWidest = 16 / sizeof(C);
@@ -379,7 +360,7 @@ struct Launcher {
       return static_cast<uint32_t>(problem.batch * a.blocks_per_batch);
     };
     uint32_t blocks = blocks_for(kSoftmaxRowsInFlight);
-    const bool is_kept = problem.batch * vectors * kVec * static_cast<int64_t>(sizeof(T)) <= kKeptBytes;
+    const bool is_kept = problem.batch * vectors * kVec * static_cast<int64_t>(sizeof(T)) <= Tuning::kKeptBytes;
     const int64_t part_segments = CeilDivide(problem.segments, TableParts(problem, sizeof(T)));
     a.part_segments = static_cast<uint32_t>(part_segments);
     for (int64_t first = 0; first < problem.segments; first += part_segments) {
@@ -403,29 +384,20 @@ struct Launcher {
         a.blocks_per_batch = most > row_blocks ? most : row_blocks;
         blocks = static_cast<uint32_t>(problem.batch * a.blocks_per_batch);
       }
-      TakeAgainKernel<T, kVec, false><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
-      JB_RETURN_IF_LAUNCH_ERROR(TakeAgainKernel);
-      TakeAgainKernel<T, kVec, true><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
-      return JB_LAUNCH_STATUS(TakeAgainKernel);
+      MaxPassKernel<T, kVec, false><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      JB_RETURN_IF_LAUNCH_ERROR(MaxPassKernel);
+      MaxPassKernel<T, kVec, true><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      return JB_LAUNCH_STATUS(MaxPassKernel);
     }
   }
 };
 
-template <bool kBackward, typename Arguments>
-CudaStatus Launch(const Arguments& arguments, Call call, cudaStream_t stream) {
-  const Problem& problem = arguments.problem;
-  if (IsEmpty(problem)) return {};
+template <bool kBackward>
+CudaStatus Launch(const Call& call) {
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  if (!SegmentsFit(problem.segments)) return status;
-  call.problem = problem;
-  call.ids_are_64_bit = arguments.ids_are_64_bit;
-  call.strategy = ChooseStrategy(problem, arguments.indices_are_sorted, arguments.deterministic);
-  call.segment_ids = arguments.segment_ids;
-  call.scratch = arguments.scratch;
-  call.stream = stream;
-  DispatchFloating(arguments.type, [&](auto tag) {
+  DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (arguments.scratch_bytes < ScratchBytes(problem, call.strategy, sizeof(T), kBackward)) return;
+    if (call.scratch_bytes < ScratchBytes(call.problem, call.strategy, sizeof(T), kBackward)) return;
     status = Launcher<T, kBackward>{call}.Launch();
   });
   return status;
@@ -433,29 +405,21 @@ CudaStatus Launch(const Arguments& arguments, Call call, cudaStream_t stream) {
 
 }  // namespace
 
-Plan PlanSoftmax(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic,
-                 bool is_backward) {
-  if (IsEmpty(problem)) return {kNothing};
-  const Strategy strategy = ChooseStrategy(problem, indices_are_sorted, deterministic);
-  return {NameOf(problem, strategy, element_bytes), ScratchBytes(problem, strategy, element_bytes, is_backward)};
+Plan PlanSoftmax(const SoftmaxCall& call) {
+  if (IsEmpty(call.problem)) return {kNothing};
+  const Strategy strategy = ChooseStrategy(call.problem, call.indices_are_sorted, call.deterministic);
+  const int64_t element_bytes = ElementBytes(call.type);
+  return {NameOf(call.problem, strategy, element_bytes),
+          ScratchBytes(call.problem, strategy, element_bytes, call.is_backward)};
 }
 
-CudaStatus LaunchSoftmax(const SoftmaxArguments& arguments, cudaStream_t stream) {
-  Call call{};
-  call.inputs[0] = arguments.logits;
-  call.is_shared[0] = arguments.problem.data_is_shared;
-  call.output = arguments.probabilities;
-  return Launch<false>(arguments, call, stream);
-}
-
-CudaStatus LaunchSoftmaxBackward(const SoftmaxBackwardArguments& arguments, cudaStream_t stream) {
-  Call call{};
-  call.inputs[0] = arguments.probabilities;
-  call.inputs[1] = arguments.d_probabilities;
-  call.is_shared[0] = arguments.problem.data_is_shared;
-  call.is_shared[1] = arguments.d_probabilities_are_shared;
-  call.output = arguments.d_logits;
-  return Launch<true>(arguments, call, stream);
+CudaStatus LaunchSoftmax(const SoftmaxCall& softmax_call, cudaStream_t stream) {
+  const Problem& problem = softmax_call.problem;
+  if (IsEmpty(problem)) return {};
+  if (!SegmentsFit(problem.segments)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
+  const Call call{softmax_call,
+                  ChooseStrategy(problem, softmax_call.indices_are_sorted, softmax_call.deterministic), stream};
+  return call.is_backward ? Launch<true>(call) : Launch<false>(call);
 }
 
 }  // namespace jax_baracuda::segment

@@ -12,10 +12,9 @@
 #include <type_traits>
 
 #include "ffi/core/exp_cpu.h"
-#include "ffi/core/target_table.h"
-#include "ffi/segment/decoding.h"
 #include "ffi/segment/engine/rows_cpu.h"
 #include "ffi/segment/softmax/arithmetic.h"
+#include "ffi/segment/softmax/handler.h"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -478,76 +477,40 @@ bool SoftmaxGradients(ffi::ThreadPool& pool, const Problem& problem, const Gradi
                         });
 }
 
-ffi::Error SegmentSoftmax(ffi::ThreadPool pool, ffi::AnyBuffer logits, ffi::AnyBuffer segment_ids,
-                          ffi::Result<ffi::AnyBuffer> probabilities, int64_t num_segments,
-                          bool /*indices_are_sorted*/, bool /*deterministic*/, int64_t num_batch_dims) {
-  constexpr const char* kOp = "segment_softmax";
-  Buffers decoded;
-  JB_RETURN_IF_ERROR(DecodeSoftmax(kOp, num_batch_dims, logits, segment_ids, *probabilities, num_segments, &decoded));
+bool RunSoftmax(ffi::ThreadPool& pool, const SoftmaxCall& call) {
   bool has_memory = true;
-  const bool is_supported = DispatchFloating(decoded.type, [&](auto tag) {
+  DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const SoftmaxArrays<T> arrays{SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
-                                  static_cast<const T*>(logits.untyped_data()),
-                                  static_cast<T*>(probabilities->untyped_data())};
-    has_memory = Softmax(pool, decoded.problem, arrays);
+    const T* const inputs[] = {static_cast<const T*>(call.inputs[0]), static_cast<const T*>(call.inputs[1])};
+    T* const output = static_cast<T*>(call.output);
+    if (call.is_backward) {
+      const GradientArrays<T> arrays{SegmentIds(call), inputs[0], inputs[1], call.is_shared[1], output};
+      has_memory = SoftmaxGradients(pool, call.problem, arrays);
+    } else {
+      has_memory = Softmax(pool, call.problem, SoftmaxArrays<T>{SegmentIds(call), inputs[0], output});
+    }
   });
-  return Status(kOp, is_supported, has_memory, "logits", logits);
+  return has_memory;
 }
 
-ffi::Error SegmentSoftmaxBackward(ffi::ThreadPool pool, ffi::AnyBuffer probabilities, ffi::AnyBuffer d_probabilities,
-                                  ffi::AnyBuffer segment_ids, ffi::Result<ffi::AnyBuffer> d_logits,
-                                  int64_t num_segments, bool /*indices_are_sorted*/, bool /*deterministic*/,
-                                  int64_t num_batch_dims) {
-  constexpr const char* kOp = "segment_softmax_backward";
-  SoftmaxBackwardBuffers decoded;
-  JB_RETURN_IF_ERROR(DecodeSoftmaxBackward(kOp, num_batch_dims, probabilities, d_probabilities, segment_ids, *d_logits,
-                                           num_segments, &decoded));
-  bool has_memory = true;
-  const bool is_supported = DispatchFloating(decoded.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const GradientArrays<T> arrays{SegmentIds{segment_ids.untyped_data(), decoded.ids_are_64_bit},
-                                   static_cast<const T*>(probabilities.untyped_data()),
-                                   static_cast<const T*>(d_probabilities.untyped_data()),
-                                   decoded.d_probabilities_are_shared, static_cast<T*>(d_logits->untyped_data())};
-    has_memory = SoftmaxGradients(pool, decoded.problem, arrays);
-  });
-  return Status(kOp, is_supported, has_memory, "probabilities", probabilities);
-}
-
-XLA_FFI_DEFINE_HANDLER(kSoftmax, SegmentSoftmax,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Attr<int64_t>("num_segments")
-                           .Attr<bool>("indices_are_sorted")
-                           .Attr<bool>("deterministic").Attr<int64_t>("num_batch_dims"));
-
-XLA_FFI_DEFINE_HANDLER(kSoftmaxBackward, SegmentSoftmaxBackward,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Attr<int64_t>("num_segments")
-                           .Attr<bool>("indices_are_sorted")
-                           .Attr<bool>("deterministic").Attr<int64_t>("num_batch_dims"));
-
-template <int64_t kStates>
-Plan PlanOf(const PlanParameters& parameters) {
-  return PlanOfType(PlanRequest(parameters), [](auto tag, const Problem& problem) {
-    return ChooseStrategy<typename decltype(tag)::type>(problem, kStates);
+Plan PlanSoftmax(const SoftmaxCall& call) {
+  return PlanOfType(call, JB_DISPATCH(DispatchFloating), [&](auto tag) {
+    return ChooseStrategy<typename decltype(tag)::type>(call.problem,
+                                                        call.is_backward ? kBackwardStates : kForwardStates);
   });
 }
+
+constexpr auto kRun = RunOnCpu<SoftmaxCall, RunSoftmax>;
 
 #define JB_SOFTMAX_STRATEGIES \
   kNothing, "fill", "scan", "split_scan", "group_by_segment", "group_by_segment_streamed"
 
-JB_REGISTER_TARGET("segment_softmax", kSoftmax, PlanOf<kForwardStates>, JB_SOFTMAX_STRATEGIES);
-JB_REGISTER_TARGET("segment_softmax_backward", kSoftmaxBackward, PlanOf<kBackwardStates>, JB_SOFTMAX_STRATEGIES);
+JB_CPU_TARGET("segment_softmax", (HandleSoftmax<ffi::ThreadPool, kRun>),
+              (BindCall<ffi::ThreadPool, 2, 1, SoftmaxOptions>()), (PlanOf<PlanSoftmax, SoftmaxCallOf<false>>),
+              JB_SOFTMAX_STRATEGIES);
+JB_CPU_TARGET("segment_softmax_backward", (HandleSoftmaxBackward<ffi::ThreadPool, kRun>),
+              (BindCall<ffi::ThreadPool, 3, 1, SoftmaxOptions>()), (PlanOf<PlanSoftmax, SoftmaxCallOf<true>>),
+              JB_SOFTMAX_STRATEGIES);
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -7,7 +7,7 @@ namespace jax_baracuda::segment {
 
 inline constexpr int kLongRunThreads = 512;
 inline constexpr int kLongRunWarps = kLongRunThreads / 32;
-inline constexpr int kMostLongRunLanes = 8;  // 128 bytes of float32, so that a warp has several rows in flight
+inline constexpr int kMaxLongRunLanes = 8;  // 128 bytes of float32, so that a warp has several rows in flight
 constexpr int LongRunBlocks(int64_t element_bytes) { return element_bytes == 8 ? 1 : 2; }  // of a multiprocessor
 
 // Pieces of one run, for kVec neighbouring features, under reduction.
@@ -30,8 +30,8 @@ struct PieceState {
     PieceState other;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      if constexpr (!kBackward) other.cells[i].maximum = __shfl_sync(kWholeWarp, cells[i].maximum, lane);
-      other.cells[i].sum = __shfl_sync(kWholeWarp, cells[i].sum, lane);
+      if constexpr (!kBackward) other.cells[i].maximum = __shfl_sync(kFullWarp, cells[i].maximum, lane);
+      other.cells[i].sum = __shfl_sync(kFullWarp, cells[i].sum, lane);
     }
     return other;
   }
@@ -60,7 +60,7 @@ template <typename IsMember>
 __device__ __forceinline__ int64_t CountLeading(int64_t limit, IsMember&& is_member) {
   const int lane = threadIdx.x % 32;
   const auto leading = [&](bool holds) {
-    const uint32_t fails = ~__ballot_sync(kWholeWarp, holds);
+    const uint32_t fails = ~__ballot_sync(kFullWarp, holds);
     return fails == 0 ? 32 : __ffs(fails) - 1;
   };
   const int64_t probe = (int64_t{1} << lane) - 1;
@@ -87,7 +87,7 @@ class PartFinder {
     int found = 0;
 #pragma unroll 8
     for (int64_t i = 0; i < warp_words_; i += 32) found += __popc(Word(warp * warp_words_ + i));
-    found = __reduce_add_sync(kWholeWarp, found);
+    found = __reduce_add_sync(kFullWarp, found);
     if (threadIdx.x % 32 == 0) warp_parts[warp] = found;
     __syncthreads();
     for (int w = 0; w < kLongRunWarps; ++w) count_ += warp_parts[w];
@@ -108,16 +108,16 @@ class PartFinder {
       Advance();
     }
     const int skipped = rank - before_ - lower_lanes_;
-    const uint32_t owner = __ballot_sync(kWholeWarp, skipped >= 0 && skipped < __popc(word_));
+    const uint32_t owner = __ballot_sync(kFullWarp, skipped >= 0 && skipped < __popc(word_));
     uint32_t left = word_;
-    for (int i = 0; i < min(skipped, kMostParts - 1); ++i) left &= left - 1;
+    for (int i = 0; i < min(skipped, kMaxParts - 1); ++i) left &= left - 1;
     const int bit = __ffs(left) - 1;
     const int64_t part = 2 * (4 * (next_words_ - 32 + lane) + bit / 8) + bit % 8;
-    return __shfl_sync(kWholeWarp, part, __ffs(owner) - 1);
+    return __shfl_sync(kFullWarp, part, __ffs(owner) - 1);
   }
 
  private:
-  static constexpr int kMostParts = 8;  // of a word
+  static constexpr int kMaxParts = 8;  // of a word
 
   // The flags of the lane's four chunks.
   __device__ __forceinline__ uint32_t Word(int64_t first_word) const {
@@ -132,11 +132,11 @@ class PartFinder {
     int up_to_own = __popc(word_);
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const int lower = __shfl_up_sync(kWholeWarp, up_to_own, step);
+      const int lower = __shfl_up_sync(kFullWarp, up_to_own, step);
       if (lane >= step) up_to_own += lower;
     }
     lower_lanes_ = up_to_own - __popc(word_);
-    in_words_ = __shfl_sync(kWholeWarp, up_to_own, 31);
+    in_words_ = __shfl_sync(kFullWarp, up_to_own, 31);
   }
 
   const uint32_t* flags_;
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kLongRunThreads, LongRunBlocks(sizeof(T))) Lon
   using State = PieceState<C, kVec, kBackward>;
   constexpr int kStates = kBackward ? 1 : 2, kInFlight = kBackward ? 2 : 4;
   __shared__ int warp_parts[kLongRunWarps];
-  __shared__ State warp_states[kLongRunWarps][kMostLongRunLanes];
+  __shared__ State warp_states[kLongRunWarps][kMaxLongRunLanes];
 
   PartFinder parts(a.has_parts, a.chunks, warp_parts);
   const int lanes = a.lanes.lanes, groups = 32 / lanes;
@@ -237,10 +237,10 @@ __global__ void __launch_bounds__(kLongRunThreads, LongRunBlocks(sizeof(T))) Lon
     }
   };
 
-  constexpr int kMostShares = 8;
+  constexpr int kMaxShares = 8;
   const int count = parts.Count();
   if (count == 0) return;
-  const int shares = static_cast<int>(min((2 * workers + count - 1) / count, int64_t{kMostShares}));
+  const int shares = static_cast<int>(min((2 * workers + count - 1) / count, int64_t{kMaxShares}));
   const int64_t tasks = static_cast<int64_t>(count) * shares;
   const auto first_task = [&](int64_t worker) { return worker * tasks / workers; };
   const int64_t worker = int64_t{block} * kLongRunWarps + warp;

@@ -11,12 +11,12 @@ namespace jax_baracuda::segment {
 
 inline constexpr int kSmallThreads = 512;
 inline constexpr int kSmallWarps = kSmallThreads / 32;
-inline constexpr int kMostSmallRows = 16384;    // of the whole batch
-inline constexpr int kMostSmallSegments = 128;  // of a block
-inline constexpr int kMostWarpSteps = 32;  // in which a warp goes through a segment's rows alone
+inline constexpr int kMaxSmallRows = 16384;    // of the whole batch
+inline constexpr int kMaxSmallSegments = 128;  // of a block
+inline constexpr int kMaxWarpSteps = 32;  // in which a warp goes through a segment's rows alone
 
 // Threads that take a row together.
-constexpr int MostSmallLanes(int vector) { return vector > 1 ? 8 : 32; }
+constexpr int MaxSmallLanes(int vector) { return vector > 1 ? 8 : 32; }
 
 template <typename T>
 struct SmallArguments {
@@ -34,11 +34,11 @@ template <typename T, int kVec, bool kBackward>
 __global__ void __launch_bounds__(kSmallThreads, 2) SmallKernel(const __grid_constant__ SmallArguments<T> a) {
   using C = ComputeType<T>;
   using Cells = Vector<C, kVec>;
-  __shared__ uint16_t own_rows[kMostSmallRows];
-  __shared__ int next_places[kSmallWarps][kMostSmallSegments];  // in own_rows
-  __shared__ int starts[kMostSmallSegments + 1];                // of the segments, in own_rows
+  __shared__ uint16_t own_rows[kMaxSmallRows];
+  __shared__ int next_places[kSmallWarps][kMaxSmallSegments];  // in own_rows
+  __shared__ int starts[kMaxSmallSegments + 1];                // of the segments, in own_rows
   __shared__ bool has_long;  // segments, that the whole block takes
-  __shared__ Cells partials[kSmallWarps][MostSmallLanes(kVec)];
+  __shared__ Cells partials[kSmallWarps][MaxSmallLanes(kVec)];
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int segment_block = blockIdx.x / a.columns, column = blockIdx.x - segment_block * a.columns;
@@ -78,16 +78,16 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallKernel(const __grid_con
       for (int u = 0; u < kInFlight; ++u) take(i + u, segment[u]);
     }
   };
-  const int most_warp_rows = kMostWarpSteps * (32 / a.lanes);
+  const int most_warp_rows = kMaxWarpSteps * (32 / a.lanes);
   const uint32_t lower_lanes = (1u << lane) - 1;
-  for (int i = threadIdx.x; i < kSmallWarps * kMostSmallSegments; i += kSmallThreads) {
-    next_places[i / kMostSmallSegments][i % kMostSmallSegments] = 0;
+  for (int i = threadIdx.x; i < kSmallWarps * kMaxSmallSegments; i += kSmallThreads) {
+    next_places[i / kMaxSmallSegments][i % kMaxSmallSegments] = 0;
   }
   __syncthreads();
   uint32_t has_own = 0;  // bits of the i at which the warp has rows of the block's segments
   for_segments([&](int i, int segment) {
     if (segment >= 0) atomicAdd(&next_places[warp][segment], 1);
-    has_own |= __any_sync(kWholeWarp, segment >= 0) ? 1u << i : 0;
+    has_own |= __any_sync(kFullWarp, segment >= 0) ? 1u << i : 0;
   });
   __syncthreads();
   if (warp == 0) {
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallKernel(const __grid_con
       int end = count;
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
-        const int before = __shfl_up_sync(kWholeWarp, end, step);
+        const int before = __shfl_up_sync(kFullWarp, end, step);
         if (lane >= step) end += before;
       }
       most = max(most, count);
@@ -112,9 +112,9 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallKernel(const __grid_con
           place += warp_count;
         }
       }
-      start += __shfl_sync(kWholeWarp, end, 31);
+      start += __shfl_sync(kFullWarp, end, 31);
     }
-    most = __reduce_max_sync(kWholeWarp, most);
+    most = __reduce_max_sync(kFullWarp, most);
     if (lane == 0) {
       starts[segments] = start;
       has_long = most > most_warp_rows;
@@ -124,8 +124,8 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallKernel(const __grid_con
   for (uint32_t left = has_own; left != 0; left &= left - 1) {
     const int row = first_row + (__ffs(left) - 1) * 32 + lane;
     const int segment = row < end_row ? own_segment(key_at(row)) : -1;
-    const uint32_t owners = __ballot_sync(kWholeWarp, segment >= 0);
-    const uint32_t peers = (owners & (owners - 1)) == 0 ? 1u << lane : __match_any_sync(kWholeWarp, segment);
+    const uint32_t owners = __ballot_sync(kFullWarp, segment >= 0);
+    const uint32_t peers = (owners & (owners - 1)) == 0 ? 1u << lane : __match_any_sync(kFullWarp, segment);
     int place = 0;
     if (segment >= 0) place = next_places[warp][segment] + __popc(peers & lower_lanes);
     __syncwarp();
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallKernel(const __grid_con
       for (int step = a.lanes; step < 32; step *= 2) {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
-          cells.lane[i] = combine(cells.lane[i], __shfl_xor_sync(kWholeWarp, cells.lane[i], step));
+          cells.lane[i] = combine(cells.lane[i], __shfl_xor_sync(kFullWarp, cells.lane[i], step));
         }
       }
       if constexpr (kWholeBlock) {
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallKernel(const __grid_con
       bool needs_maxima = false;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) needs_maxima |= is_active && !IsInRange(sums.lane[i]);
-      needs_maxima = kWholeBlock ? __syncthreads_or(needs_maxima) : __any_sync(kWholeWarp, needs_maxima);
+      needs_maxima = kWholeBlock ? __syncthreads_or(needs_maxima) : __any_sync(kFullWarp, needs_maxima);
       if (needs_maxima) {
         maxima = reduce(maxima, [](C x, C y) { return HardwareLarger(x, y); });
         sums = Repeat<kVec>(C{0});
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallKernel(const __grid_con
   for (int first = (segment_block * kSmallWarps + warp) * 32; first < rows; first += blocks * kSmallThreads) {
     const bool is_dropped =
         first + lane < rows && static_cast<uint32_t>(key_at(first + lane)) >= static_cast<uint32_t>(a.rows.segments);
-    for (uint32_t left = __ballot_sync(kWholeWarp, is_dropped); left != 0; left &= left - 1) {
+    for (uint32_t left = __ballot_sync(kFullWarp, is_dropped); left != 0; left &= left - 1) {
       T* const to = a.output + (first + __ffs(left) - 1) * a.features + feature;
       if (is_active && lane < a.lanes) StoreVector(to, Repeat<kVec>(static_cast<T>(C{0})));
     }

@@ -28,7 +28,7 @@ struct SoftmaxTableArguments {
   C* sums;                // [batch, segments, features]: of ScaledExp, or of products; 0 before
   TableKey<C>* maxima;    // the same shape, of cells that are taken again; 0 where there are none
   C* sums_from_maximum;   // the same shape
-  uint32_t* takes_again;  // whether there are any, 0 before
+  uint32_t* needs_max_pass;  // whether there are any, 0 before
   uint32_t row_vectors;   // features / kVec
   int64_t blocks_per_batch;
   uint32_t first_segment, part_segments;  // the segments that are summed up at a time
@@ -199,14 +199,14 @@ __global__ void __launch_bounds__(kSoftmaxTableThreads, MinBlocks(kSoftmaxTableT
       if (!rows.exists[u]) continue;
       Vector<T, kVec> result = Repeat<kVec>(static_cast<T>(C{0}));
       if (rows.segment[u] != kDropped) {
-        bool takes_again = false;
+        bool needs_max_pass = false;
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
           const C sum = sums[u].lane[i];
           result.lane[i] = static_cast<T>(AtMostOne(ScaledExp(static_cast<C>(values[u].lane[i])) * Reciprocal(sum)));
-          takes_again |= !IsInRange(sum);
+          needs_max_pass |= !IsInRange(sum);
         }
-        if (takes_again) {
+        if (needs_max_pass) {
           const int64_t cell = CellOf(a, rows, u);
 #pragma unroll
           for (int i = 0; i < kVec; ++i) {
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kSoftmaxTableThreads, MinBlocks(kSoftmaxTableT
             const TableKey<C> key = EncodeKey(static_cast<C>(values[u].lane[i]));
             if (key > a.maxima[cell + i]) atomicMax(a.maxima + cell + i, key);
           }
-          if (*a.takes_again == 0) *a.takes_again = 1;
+          if (*a.needs_max_pass == 0) *a.needs_max_pass = 1;
         }
       }
       StoreStreaming(OutputOf(a, rows, u), result);
@@ -224,20 +224,20 @@ __global__ void __launch_bounds__(kSoftmaxTableThreads, MinBlocks(kSoftmaxTableT
 
 // For the cells that are taken again: adds up exp(x - maximum), or, with kDivides, divides by these sums.
 template <typename T, int kVec, bool kDivides>
-__global__ void __launch_bounds__(kSoftmaxTableThreads) TakeAgainKernel(
+__global__ void __launch_bounds__(kSoftmaxTableThreads) MaxPassKernel(
     const __grid_constant__ SoftmaxTableArguments<T> a) {
   using C = ComputeType<T>;
-  if (*a.takes_again == 0) return;
+  if (*a.needs_max_pass == 0) return;
   ForEachRows<kVec, kSoftmaxRowsInFlight>(a, [&](const auto& rows) {
 #pragma unroll
     for (int u = 0; u < kSoftmaxRowsInFlight; ++u) {
       if (rows.segment[u] == kDropped || !rows.exists[u]) continue;
       const int64_t cell = CellOf(a, rows, u);
       const Vector<C, kVec> sums = LoadVector<kVec>(a.sums + cell);
-      bool takes_again = false;
+      bool needs_max_pass = false;
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) takes_again |= !IsInRange(sums.lane[i]);
-      if (!takes_again) continue;
+      for (int i = 0; i < kVec; ++i) needs_max_pass |= !IsInRange(sums.lane[i]);
+      if (!needs_max_pass) continue;
       const Vector<T, kVec> values = LoadRow<kVec>(a, 0, rows, u);
       T* const output = OutputOf(a, rows, u);
 #pragma unroll

@@ -15,6 +15,7 @@
 
 #include <cuda_pipeline.h>
 
+#include "ffi/core/warp.cuh"
 #include "ffi/segment/extremum/reduction.cuh"
 #include "ffi/segment/softmax/device.cuh"
 
@@ -23,8 +24,7 @@ namespace jax_baracuda::segment {
 inline constexpr int kWindowThreads = 128;
 inline constexpr int kWindowWarps = kWindowThreads / 32;
 inline constexpr int kWindowBlocks = 7;  // that share a multiprocessor; its shared memory has room for no more
-inline constexpr int kMostWindowLanes = 8;
-inline constexpr uint32_t kWholeWarp = 0xffffffffu;
+inline constexpr int kMaxWindowLanes = 8;
 
 // Elements that a thread takes of a row at once: narrow enough for several rows in registers.
 constexpr int WindowVector(int64_t features, int64_t element_bytes) {
@@ -136,12 +136,12 @@ template <typename C, int kVec>
 __device__ __forceinline__ Vector<C, kVec> ShuffleUp(const Vector<C, kVec>& cells, int lanes) {
   Vector<C, kVec> other;
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) other.lane[i] = __shfl_up_sync(kWholeWarp, cells.lane[i], lanes);
+  for (int i = 0; i < kVec; ++i) other.lane[i] = __shfl_up_sync(kFullWarp, cells.lane[i], lanes);
   return other;
 }
 
 template <typename C, int kVec>
-using WarpTails = Vector<C, kVec>[kWindowWarps][kMostWindowLanes];
+using WarpTails = Vector<C, kVec>[kWindowWarps][kMaxWindowLanes];
 
 // Writes the total of each run of the window to `table` at the run's first row, from the thread where the run ends. The
 // totals of runs that go on from rows before the thread's are passed to `take` as well. `table` is that of the thread's
@@ -185,7 +185,7 @@ __device__ __forceinline__ void TotalRuns(const ThreadRuns& runs, const Vector<C
 
   // Over the block: every warp folds the warps before it that its first run goes through, from left to right.
   const uint32_t warps_with_start =
-      __ballot_sync(kWholeWarp, runs.lane < kWindowWarps && warp_has_start[runs.lane % kWindowWarps]);
+      __ballot_sync(kFullWarp, runs.lane < kWindowWarps && warp_has_start[runs.lane % kWindowWarps]);
   const uint32_t earlier = warps_with_start & ((1u << runs.warp) - 1);
   Vector<C, kVec> entering = Repeat<kVec>(identity);
   for (int w = earlier == 0 ? 0 : 31 - __clz(earlier); w < runs.warp; ++w) {
@@ -247,7 +247,7 @@ __device__ __forceinline__ void ReadWindow(const WindowArguments<T>& a, int64_t 
   const auto key_at = [&](int64_t row) { return row >= 0 && row < a.rows.count ? a.rows.Key(row) : kOutside; };
   const int words = (a.window_rows + 31) / 32;
   const auto write_word = [&](int word, bool is_start, bool is_dropped) {
-    const uint32_t starts = __ballot_sync(kWholeWarp, is_start), dropped = __ballot_sync(kWholeWarp, is_dropped);
+    const uint32_t starts = __ballot_sync(kFullWarp, is_start), dropped = __ballot_sync(kFullWarp, is_dropped);
     if (lane == 0) {
       shared.starts[word] = starts;
       shared.dropped[word] = dropped;
@@ -283,7 +283,7 @@ __device__ __forceinline__ void ReadWindow(const WindowArguments<T>& a, int64_t 
     for (int word = warp; word < words; word += kWindowWarps) {
       const int64_t row = first_row + word * 32 + lane;
       const RunKey key = key_at(row);
-      RunKey before = __shfl_up_sync(kWholeWarp, key, 1);
+      RunKey before = __shfl_up_sync(kFullWarp, key, 1);
       if (lane == 0) before = key_at(row - 1);
       write_word(word, key < 0 || key != before, key < 0);
     }
@@ -299,7 +299,7 @@ __device__ __forceinline__ void ReadWindow(const WindowArguments<T>& a, int64_t 
                       : lane == 6 ? first_row + a.window_rows
                                   : -1;
   const RunKey key = key_at(row);
-  const auto key_of = [&](int from) { return __shfl_sync(kWholeWarp, key, from); };
+  const auto key_of = [&](int from) { return __shfl_sync(kFullWarp, key, from); };
   const RunKey head = key_of(1), tail = key_of(4);
   // A run that has covered the whole chunk before, or the window of that chunk, is long.
   const bool head_is_long = key_of(0) == head && head >= 0 && (key_of(2) == head || key_of(3) == head);
@@ -326,16 +326,16 @@ __device__ __forceinline__ void FindOwnRows(int chunk_rows, int rows, WindowShar
   for (int word = lane; word * 32 < rows; word += 32) {
     const uint32_t starts = shared.starts[word];
     const int left = chunk_rows - word * 32;
-    const uint32_t in_chunk = left >= 32 ? kWholeWarp : left <= 0 ? 0 : (1u << left) - 1;
+    const uint32_t in_chunk = left >= 32 ? kFullWarp : left <= 0 ? 0 : (1u << left) - 1;
     if ((starts & in_chunk) != 0) {
       first = min(first, word * 32 + __ffs(starts & in_chunk) - 1);
       last = max(last, word * 32 + 31 - __clz(starts & in_chunk));
     }
     if ((starts & ~in_chunk) != 0) next = min(next, word * 32 + __ffs(starts & ~in_chunk) - 1);
   }
-  first = __reduce_min_sync(kWholeWarp, first);
-  last = __reduce_max_sync(kWholeWarp, last);
-  next = __reduce_min_sync(kWholeWarp, next);
+  first = __reduce_min_sync(kFullWarp, first);
+  last = __reduce_max_sync(kFullWarp, last);
+  next = __reduce_min_sync(kFullWarp, next);
   if (lane != 0) return;
   shared.end = max(shared.is_cut ? last : next, 0);
   shared.begin = min(first, shared.end);
@@ -432,7 +432,7 @@ __global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks
   runs.starts = RowBits<kRows>(shared.starts, runs.first_row);
   if (runs.first_row == a.chunk_rows && shared.is_cut) runs.starts |= 1;
   if (runs.is_left_over) runs.starts = 0;
-  runs.groups_with_start = __ballot_sync(kWholeWarp, runs.row_lane == 0 && runs.HasStart());
+  runs.groups_with_start = __ballot_sync(kFullWarp, runs.row_lane == 0 && runs.HasStart());
   const int own_lane = group * lanes;
   const uint32_t up_to_own = runs.groups_with_start & ((2u << own_lane) - 1);
   runs.reach = up_to_own == 0 ? own_lane : own_lane - (31 - __clz(up_to_own));

@@ -2,6 +2,7 @@
 #include "ffi/segment/sum/launch.cuh"
 
 #include "ffi/segment/engine/reduce.cuh"
+#include "ffi/segment/engine/tuning.h"
 #include "ffi/segment/sum/reduce.cuh"
 #include "ffi/segment/sum/reduction.cuh"
 #include "ffi/segment/sum/table.cuh"
@@ -18,9 +19,6 @@ int64_t ComputeBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4;
 
 int64_t StateBytes(int64_t element_bytes, bool is_mean) { return ComputeBytes(element_bytes) * (is_mean ? 2 : 1); }
 
-constexpr int64_t kMostTableRowBytes = 64;
-constexpr int64_t kSmallBytes = int64_t{1} << 24;
-
 // The rule, from shapes and flags alone: what reduce.cuh takes, but narrow rows in any order, or few, are cheaper to
 // add to a table than to bring into order, unless so many go to each cell that they wait for each other. Atomic
 // additions come in the order of time, so not where the sum must be deterministic.
@@ -30,9 +28,9 @@ Choice Choose(const Problem& problem, int64_t element_bytes, bool indices_are_so
       ChooseStrategy(problem, element_bytes, StateBytes(element_bytes, is_mean), indices_are_sorted);
   if (strategy != Strategy::kSortThenTiles || deterministic) return {false, strategy};
   const int64_t row_bytes = problem.features * element_bytes;
-  const bool is_small = problem.batch * problem.rows * row_bytes <= kSmallBytes;
-  const bool is_contended = problem.rows / 2048 >= problem.segments;
-  return {((row_bytes <= kMostTableRowBytes || is_small) && !is_contended) || !OrderFits(problem), strategy};
+  const bool is_small = problem.batch * problem.rows * row_bytes <= Tuning::kMaxAddedBytes;
+  const bool is_contended = problem.rows / Tuning::kMinContendedRowsToSegment >= problem.segments;
+  return {((row_bytes <= Tuning::kMaxAddedRowBytes || is_small) && !is_contended) || !OrderFits(problem), strategy};
 }
 
 // Whether threads take as many rows at once as make a vector. Then every element of the batch must begin at one.
@@ -56,7 +54,7 @@ Plan PlanOf(const Problem& problem, const Choice& choice, int64_t element_bytes,
 template <typename T>
 struct Launcher {
   using C = ComputeType<T>;
-  const SumArguments& arguments;
+  const SumCall& arguments;
   const Choice choice;
   cudaStream_t stream;
 
@@ -65,11 +63,11 @@ struct Launcher {
 
   CudaStatus Launch() const {
     if (choice.takes_table) {
-      const Plan plan = PlanOf(problem, choice, sizeof(T), arguments.count != nullptr);
+      const Plan plan = PlanOf(problem, choice, sizeof(T), arguments.is_mean);
       return arguments.scratch_bytes < plan.scratch_bytes ? JB_CUDA_STATUS(cudaErrorInvalidValue) : Table();
     }
-    const int64_t state_bytes = StateBytes(sizeof(T), arguments.count != nullptr);
-    if (arguments.count != nullptr) return ReduceMean(arguments, choice.strategy, state_bytes, stream);
+    const int64_t state_bytes = StateBytes(sizeof(T), arguments.is_mean);
+    if (arguments.is_mean) return ReduceMean(arguments, choice.strategy, state_bytes, stream);
     return LaunchReduction<SumReduction<T>>(arguments, choice.strategy, state_bytes, {output}, nullptr, stream);
   }
 
@@ -117,17 +115,18 @@ struct Launcher {
 
 }  // namespace
 
-Plan PlanSum(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic,
-             bool is_mean) {
+Plan PlanSum(const SumCall& call) {
+  const Problem& problem = call.problem;
   // Counts exist without features.
-  if (problem.HasNoResult()) return {is_mean && problem.batch * problem.segments > 0 ? "fill_counts" : kNothing};
-  const Choice choice = Choose(problem, element_bytes, indices_are_sorted, deterministic, is_mean);
-  return PlanOf(problem, choice, element_bytes, is_mean);
+  if (problem.HasNoResult()) return {call.is_mean && problem.batch * problem.segments > 0 ? "fill_counts" : kNothing};
+  const int64_t element_bytes = ElementBytes(call.type);
+  const Choice choice = Choose(problem, element_bytes, call.indices_are_sorted, call.deterministic, call.is_mean);
+  return PlanOf(problem, choice, element_bytes, call.is_mean);
 }
 
-CudaStatus LaunchSum(const SumArguments& arguments, cudaStream_t stream) {
+CudaStatus LaunchSum(const SumCall& arguments, cudaStream_t stream) {
   const Problem& problem = arguments.problem;
-  const bool is_mean = arguments.count != nullptr;
+  const bool is_mean = arguments.is_mean;
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   if (problem.HasNoResult()) {
     if (!is_mean || problem.batch * problem.segments == 0) return {};

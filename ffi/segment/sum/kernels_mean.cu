@@ -4,7 +4,7 @@
 
 namespace jax_baracuda::segment {
 
-CudaStatus ReduceMean(const SumArguments& arguments, Strategy strategy, int64_t state_bytes, cudaStream_t stream) {
+CudaStatus ReduceMean(const SumCall& arguments, Strategy strategy, int64_t state_bytes, cudaStream_t stream) {
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(arguments.type, [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -6,6 +6,6 @@
 
 namespace jax_baracuda::segment {
 
-CudaStatus ReduceMean(const SumArguments& arguments, Strategy strategy, int64_t state_bytes, cudaStream_t stream);
+CudaStatus ReduceMean(const SumCall& arguments, Strategy strategy, int64_t state_bytes, cudaStream_t stream);
 
 }  // namespace jax_baracuda::segment

@@ -1,0 +1,26 @@
+// What the CUDA handlers of the segment ops share.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "ffi/core/cuda_handler.h"
+#include "ffi/core/target_table.h"
+#include "ffi/segment/decoding.h"
+
+// The names that StrategyName of reduce.cuh and PlanMapRows of map_rows.cuh give.
+#define JB_REDUCE_STRATEGIES "fill", "private_table", "runs", "tiles", "staged_tiles", "sort_then_tiles"
+#define JB_MAP_ROWS_STRATEGIES "row_vectors", "flat_vectors", "flat_elements"
+
+namespace jax_baracuda::segment {
+
+// Takes the scratch that the plan wants and launches the kernels.
+template <typename Call, Plan (*kPlan)(const Call&), CudaStatus (*kLaunch)(const Call&, cudaStream_t)>
+ffi::Error RunOnCuda(cudaStream_t stream, const char* op, ffi::RemainingRets scratch_result, Call* call) {
+  ScratchBuffer scratch;
+  JB_RETURN_IF_ERROR(DecodeScratch(op, scratch_result, kPlan(*call).scratch_bytes, &scratch));
+  call->scratch = scratch.data;
+  call->scratch_bytes = scratch.bytes;
+  return ToError(op, kLaunch(*call, stream));
+}
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,19 @@
+// The CUDA targets of the gradients of segment_sum and segment_mean.
+
+#include "ffi/segment/engine/run_cuda.h"
+#include "ffi/segment/gather/handler.h"
+#include "ffi/segment/gather/launch.cuh"
+
+namespace jax_baracuda::segment {
+namespace {
+
+constexpr auto kRun = RunOnCuda<GatherCall, PlanGather, LaunchGather>;
+constexpr auto kPlan = PlanOf<PlanGather, CallOf<GatherCall>>;
+
+JB_CUDA_TARGET("segment_sum_backward", (HandleSumBackward<cudaStream_t, kRun>),
+               (BindCall<Stream, 2, 1, GatherOptions>()), kPlan, kNothing, JB_MAP_ROWS_STRATEGIES);
+JB_CUDA_TARGET("segment_mean_backward", (HandleMeanBackward<cudaStream_t, kRun>),
+               (BindCall<Stream, 3, 1, GatherOptions>()), kPlan, kNothing, JB_MAP_ROWS_STRATEGIES);
+
+}  // namespace
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,87 @@
+// The CPU kernels of the gradients of segment_sum and segment_mean.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "ffi/segment/engine/rows_cpu.h"
+#include "ffi/segment/gather/handler.h"
+
+namespace jax_baracuda::segment {
+namespace {
+
+template <typename T>
+struct GatherArrays {
+  SegmentIds ids;
+  const T* d_output;
+  const int32_t* count;  // nullptr for a sum
+  T* d_data;
+  bool d_output_is_shared;
+  bool count_is_shared;
+};
+
+template <typename T>
+JB_INLINE void DivideRow(const T* from, int32_t count, int64_t width, T* to) {
+  using C = ComputeType<T>;
+  const C rows = static_cast<C>(std::max(count, 1));
+  JB_VECTORIZE
+  for (int64_t i = 0; i < width; ++i) Store(static_cast<C>(from[i]) / rows, to + i);
+}
+
+template <bool kIsMean, typename T>
+JB_CPU_CLONES void Gather(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
+                          const GatherArrays<T> arrays) {
+  const int64_t features = problem.features;
+  const T* const cells = arrays.d_output + (arrays.d_output_is_shared ? 0 : batch * problem.segments * features);
+  const int32_t* const counts = arrays.count + (arrays.count_is_shared ? 0 : batch * problem.segments);
+  const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
+    PrefetchRow(cells + segment * features, features);
+  };
+  WithWidth(features, [&](auto width) __attribute__((always_inline)) {
+    WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, arrays.d_data, prefetch,
+                        [&](int64_t, int64_t segment, T* to) __attribute__((always_inline)) {
+      const T* const from = cells + segment * width;
+      if constexpr (kIsMean) {
+        DivideRow(from, counts[segment], width, to);
+      } else {
+        std::memcpy(static_cast<void*>(to), from, static_cast<size_t>(width) * sizeof(T));
+      }
+    });
+  });
+}
+
+template <bool kIsMean, typename T>
+void GatherAll(ffi::ThreadPool& pool, const Problem& problem, const GatherArrays<T>& arrays) {
+  ForEachChunkOfRows(pool, problem, arrays.d_data, sizeof(T),
+                     [&](int64_t batch, int64_t row_begin, int64_t row_end) {
+                       Gather<kIsMean>(problem, batch, row_begin, row_end, arrays);
+                     });
+}
+
+bool RunGather(ffi::ThreadPool& pool, const GatherCall& call) {
+  DispatchFloating(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const GatherArrays<T> arrays{SegmentIds(call),
+                                 static_cast<const T*>(call.cells),
+                                 call.count,
+                                 static_cast<T*>(call.rows),
+                                 call.cells_are_shared,
+                                 call.count_is_shared};
+    if (call.count == nullptr) {
+      GatherAll<false>(pool, call.problem, arrays);
+    } else {
+      GatherAll<true>(pool, call.problem, arrays);
+    }
+  });
+  return true;
+}
+
+constexpr auto kRun = RunOnCpu<GatherCall, RunGather>;
+
+JB_CPU_TARGET("segment_sum_backward", (HandleSumBackward<ffi::ThreadPool, kRun>),
+              (BindCall<ffi::ThreadPool, 2, 1, GatherOptions>()), PlanOfGather, kNothing, "gather");
+JB_CPU_TARGET("segment_mean_backward", (HandleMeanBackward<ffi::ThreadPool, kRun>),
+              (BindCall<ffi::ThreadPool, 3, 1, GatherOptions>()), PlanOfGather, kNothing, "gather");
+
+}  // namespace
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,20 @@
+// Launchers of the CUDA kernels of the gradients of segment_sum and segment_mean,
+// callable from plain C++. They write every element of the results and enqueue work on `stream` only: no allocation, no
+// synchronisation, the same launches whenever the problem is the same.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "ffi/core/cuda_status.h"
+#include "ffi/core/plan.h"
+#include "ffi/segment/gather/call.h"
+
+namespace jax_baracuda::segment {
+
+// How LaunchGather runs, from shapes alone.
+Plan PlanGather(const GatherCall& call);
+
+// Gives every row its segment's cells, 0 where the row is dropped.
+CudaStatus LaunchGather(const GatherCall& call, cudaStream_t stream);
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,62 @@
+// The handlers of segment_prod and its gradient.
+#pragma once
+
+#include "ffi/segment/decoding.h"
+#include "ffi/segment/product/call.h"
+
+namespace jax_baracuda::segment {
+
+template <typename Context, Run<Context, ProductCall> kRun>
+ffi::Error HandleProduct(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
+                         ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets scratch, ReductionOptions options) {
+  constexpr const char* kOp = "segment_prod";
+  ProductCall call;
+  Decoder decoder(kOp, options.num_batch_dims, &call);
+  JB_RETURN_IF_ERROR(decoder.Reduction(data, segment_ids, *output, &call.data, &call.output));
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchWrapping(call.type, [](auto) {})));
+  call.indices_are_sorted = options.indices_are_sorted;
+  return kRun(context, kOp, scratch, &call);
+}
+
+template <typename Context, Run<Context, ProductCall> kRun>
+ffi::Error HandleProductWithResidual(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
+                                     ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> mantissa,
+                                     ffi::Result<ffi::AnyBuffer> packed, ffi::RemainingRets scratch,
+                                     ReductionOptions options) {
+  constexpr const char* kOp = "segment_prod_with_residual";
+  ProductCall call;
+  Decoder decoder(kOp, options.num_batch_dims, &call);
+  JB_RETURN_IF_ERROR(decoder.Reduction(data, segment_ids, *output, &call.data, &call.output));
+  JB_RETURN_IF_ERROR(decoder.Cells("mantissa", *mantissa, ComputeDataType(decoder.type()), &call.mantissa));
+  JB_RETURN_IF_ERROR(decoder.Cells("packed", *packed, ffi::DataType::S32, &call.packed));
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchFloating(call.type, [](auto) {})));
+  call.indices_are_sorted = options.indices_are_sorted;
+  return kRun(context, kOp, scratch, &call);
+}
+
+template <typename Context, Run<Context, ProductBackwardCall> kRun>
+ffi::Error HandleProductBackward(Context context, ffi::AnyBuffer d_output, ffi::AnyBuffer mantissa,
+                                 ffi::AnyBuffer packed, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
+                                 ffi::Result<ffi::AnyBuffer> d_data, ffi::RemainingRets scratch,
+                                 GatherOptions options) {
+  constexpr const char* kOp = "segment_prod_backward";
+  ProductBackwardCall call;
+  Decoder decoder(kOp, options.num_batch_dims, &call);
+  JB_RETURN_IF_ERROR(decoder.First("d_data", *d_data, "rows, ..."));
+  JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
+  JB_RETURN_IF_ERROR(decoder.FirstRows("d_data", *d_data, &call.d_data));
+  JB_RETURN_IF_ERROR(decoder.Rows("data", data, &call.data, &call.problem.data_is_shared));
+  JB_RETURN_IF_ERROR(
+      decoder.FirstCells("d_output", d_output, decoder.type(), &call.d_output, &call.d_output_is_shared));
+  bool packed_is_shared;
+  JB_RETURN_IF_ERROR(decoder.Cells("mantissa", mantissa, ComputeDataType(decoder.type()), &call.mantissa,
+                                   &call.product_is_shared));
+  JB_RETURN_IF_ERROR(decoder.Cells("packed", packed, ffi::DataType::S32, &call.packed, &packed_is_shared));
+  if (packed_is_shared != call.product_is_shared) {
+    return WrongShape(kOp, "packed", packed, "that of mantissa " + ShapeString(mantissa.dimensions()));
+  }
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_output", d_output, DispatchFloating(call.type, [](auto) {})));
+  return kRun(context, kOp, scratch, &call);
+}
+
+}  // namespace jax_baracuda::segment

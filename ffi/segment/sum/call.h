@@ -1,0 +1,17 @@
+// Calls of segment_sum and segment_mean.
+#pragma once
+
+#include <cstdint>
+
+#include "ffi/segment/problem.h"
+
+namespace jax_baracuda::segment {
+
+struct SumCall : SegmentCall {
+  bool is_mean = false;
+  const void* data = nullptr;
+  void* output = nullptr;
+  int32_t* count = nullptr;  // of a mean: [batch, segments]
+};
+
+}  // namespace jax_baracuda::segment
