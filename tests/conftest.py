@@ -23,48 +23,6 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from support import cases  # noqa: E402  (after the environment is set)
 
-NEWEST_JAX_ALONE_OF_HANDLERS: dict[str, tuple[str, ...]] = {
-    "test_causal_conv1d_handlers.py": (
-        "test_bad_shapes_are_refused",
-        "test_bad_dtypes_are_refused",
-        "test_dtypes_without_kernels_are_refused",
-        "test_bad_widths_are_refused",
-        "test_empty_states_are_refused",
-        "test_short_states_are_refused",
-        "test_other_layouts_are_refused",
-    ),
-    "test_rope_handlers.py": (
-        "test_what_fits_is_right",
-        "test_many_rows",
-        "test_bad_shapes_are_refused",
-        "test_bad_dtypes_are_refused",
-        "test_dtypes_without_kernels_are_refused",
-        "test_bad_rotary_dims_are_refused",
-    ),
-    "test_segment_handlers.py": ("test_bad_shapes_are_refused", "test_bad_dtypes_are_refused"),
-    "test_where_handlers.py": (
-        "test_other_shapes_are_refused",
-        "test_other_dtypes_are_refused",
-        "test_elements_of_less_than_a_byte_are_refused",
-    ),
-    "test_write_slice_handlers.py": (
-        "test_starts_far_out_of_range",
-        "test_whole_words",
-        "test_large_windows",
-        "test_bad_shapes_are_refused",
-        "test_bad_ranks_are_refused",
-        "test_bad_dtypes_are_refused",
-        "test_bad_windows_are_refused",
-    ),
-}
-"""Tests of handlers, by file, that have the marker `newest_jax_alone`; others are marked where they stand."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if getattr(item, "originalname", None) in NEWEST_JAX_ALONE_OF_HANDLERS.get(item.path.name, ()):
-            item.add_marker(pytest.mark.newest_jax_alone)
-
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:

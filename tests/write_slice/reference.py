@@ -51,7 +51,7 @@ class OverlapIndices:
     in_window: tuple[np.ndarray, ...]
 
 
-def places(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[int], mode: str) -> OverlapIndices:
+def overlap_indices(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[int], mode: str) -> OverlapIndices:
     """One index after another, in unbounded integers."""
     in_array, in_window = [], []
     for dim, size, start in zip(shape, sizes, map(int, starts), strict=True):
@@ -65,7 +65,7 @@ def places(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[int], mo
 
 def reference_write(dest: np.ndarray, source: np.ndarray, starts: Sequence[int], mode: str = "clip") -> np.ndarray:
     """`dest` with `source` in its window."""
-    where, result = places(dest.shape, source.shape, starts, mode), dest.copy()
+    where, result = overlap_indices(dest.shape, source.shape, starts, mode), dest.copy()
     result[where.in_array] = source[where.in_window]
     return result
 
@@ -74,7 +74,7 @@ def reference_take(
     cotangent: np.ndarray, sizes: Sequence[int], starts: Sequence[int], mode: str = "clip"
 ) -> tuple[np.ndarray, np.ndarray]:
     """The cotangent with zeros in the window, and the window, with zeros for what is outside."""
-    where, rest = places(cotangent.shape, sizes, starts, mode), cotangent.copy()
+    where, rest = overlap_indices(cotangent.shape, sizes, starts, mode), cotangent.copy()
     taken = np.zeros(tuple(sizes), cotangent.dtype)
     taken[where.in_window] = cotangent[where.in_array]
     rest[where.in_array] = 0
