@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import re
 
 import pytest
 
@@ -25,3 +26,33 @@ def test_example(name: str) -> None:
 
 def test_all_functions_are_looked_at() -> None:
     assert {"segment_max", "rope", "where_backward", "rope_frequencies"} <= set(FUNCTIONS)
+
+
+FAMILIES = ("segment", "causal_conv1d", "rope", "where", "write_slice")
+
+OF_ONE_FUNCTION = {
+    "segment": {"bucket_size", "d_output", "data", "segment_ids", "tie_break"},
+    "causal_conv1d": {"x"},
+    "rope": {"d_output"},
+    "where": {"cond"},
+    "write_slice": {"start_indices"},
+}
+"""Arguments that do not mean the same in all functions of a family: others have one description in all of them."""
+
+
+def arguments_of(docstring: str) -> dict[str, str]:
+    """The descriptions of the arguments."""
+    [section] = re.findall(r"^Args:\n(.*?)\n\n(?=\S)", docstring, flags=re.DOTALL | re.MULTILINE)
+    return dict(re.findall(r"^  (\w+): (.*?)(?=^  \w|\Z)", section + "\n", flags=re.DOTALL | re.MULTILINE))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_descriptions_agree(family: str) -> None:
+    """What functions of a family share is written out in each docstring, in the same words."""
+    descriptions: dict[str, dict[str, list[str]]] = {}
+    for name in FUNCTIONS:
+        if family in name and name not in ("rope_frequencies", "unsorted_segment_max_backward"):
+            for argument, text in arguments_of(inspect.getdoc(getattr(jax_baracuda, name))).items():
+                descriptions.setdefault(argument, {}).setdefault(text, []).append(name)
+    different = {argument for argument, texts in descriptions.items() if len(texts) > 1}
+    assert different <= OF_ONE_FUNCTION[family], {x: descriptions[x] for x in different - OF_ONE_FUNCTION[family]}

@@ -200,7 +200,8 @@ def segment_max_backward(
       data: ``[N, ...]``, the rows that were reduced.
       segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
         segments are dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
+        false, the result may hold anything.
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       tie_break: as in :func:`segment_max`: "split" gives every row that attains its segment's maximum an equal share,
@@ -248,7 +249,8 @@ def segment_min_backward(
       data: ``[N, ...]``, the rows that were reduced.
       segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
         segments are dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
+        false, the result may hold anything.
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       tie_break: as in :func:`segment_min`: "split" gives every row that attains its segment's minimum an equal share,

@@ -119,7 +119,8 @@ def segment_softmax_backward(
       segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
         segments are dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
       num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
+        false, the result may hold anything.
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       deterministic: on GPUs, sums of floating numbers in unsorted segments are added in an order that varies from run
