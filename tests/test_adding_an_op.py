@@ -73,7 +73,7 @@ def test_page_has_all_files() -> None:
 @pytest.mark.newest_jax_alone
 def test_op_of_the_page_works(tree: Path) -> None:
     """Its own tests pass, and the tools know it."""
-    environment = {"PYTHONPATH": str(tree)}
+    environment = {"PYTHONPATH": os.pathsep.join((str(tree), os.environ.get("PYTHONPATH", "")))}
     pytest_alone = ("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider")
     run(sys.executable, *pytest_alone, tree / "tests" / "relu_squared", cwd=tree, **environment)
     program = """

@@ -650,6 +650,7 @@ def _frequencies(name: str, inv_freq: ArrayLike | None, base: float, rotary_dim:
             rounded = inv_freq.astype(dtype)
             return jnp.asarray(np.stack([rounded, (inv_freq - rounded).astype(dtype)]))
     if inv_freq.ndim == 2:
+        inv_freq = reshard_to(inv_freq, (None, None))
         return _two_parts(inv_freq[0], inv_freq[1], dtype)
     return _two_parts(inv_freq, jnp.zeros_like(inv_freq), dtype)
 

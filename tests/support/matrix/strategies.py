@@ -153,7 +153,15 @@ def _kind(platform: str, target: str, parameters: Mapping[str, int], strategy: s
 
 
 def _sharing(parameters: Mapping[str, int]) -> list[str]:
-    return [name for name in parameters if name.endswith(("_is_shared", "_are_shared"))]
+    """Of the flags that say which operands the batch shares, those that a plan may depend on."""
+    return [name for name in parameters if any(fnmatch.fnmatchcase(name, flag) for flag in SHARING)]
+
+
+SHARING = [
+    *("data_is_shared", "logits_is_shared", "probabilities_is_shared", "segment_ids_is_shared"),
+    *("x_is_shared", "d_output_is_shared"),
+    *("source_*_is_shared", "start_*_is_shared"),
+]
 
 
 NOT_AT_ALL = "not reached"
@@ -177,7 +185,6 @@ UNREACHABLE = (
     # The filter keeps what it has seen of one table.
     ("segment_m*", "filtered_atomics", NOT_IN_BATCHES),
     # A scalar that the batch shares, and a tail, are those of one element.
-    ("causal_conv1d*", "no*", "* same_sequence_is_shared = 0"),  # of no inputs it is a constant
     ("where", "scalar_*", "* = 0"),
 )
 """What calls of public functions do not reach: patterns of a target, a strategy and a problem."""
