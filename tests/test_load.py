@@ -17,7 +17,7 @@ from support.programs import Program, tiny_programs
 NUM_THREADS = 8
 ROUNDS = 1000
 CALLS = 10_000
-CALLS_OF_WARM_UP = 2000
+CALLS_OF_WARM_UP = 5000
 
 PROGRAMS = tiny_programs(np.random.default_rng(0))
 
