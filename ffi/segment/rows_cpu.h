@@ -138,8 +138,8 @@ struct SegmentIds {
     });
   }
 
-  // Writes up to `count` ids of 64 bits, from the index `first` on, as their distance from *first_segment, which fits in
-  // 32 bits, or -1 for no segment. Returns how many it wrote.
+  // Writes up to `count` ids of 64 bits, from the index `first` on, as their distance from *first_segment, which fits
+  // in 32 bits, or -1 for no segment. Returns how many it wrote.
   __attribute__((noinline)) int64_t Convert(int64_t first, int64_t count, int64_t segments, int32_t* to,
                                             int64_t* first_segment) const {
     const int64_t* const ids = static_cast<const int64_t*>(values) + first;
@@ -373,8 +373,8 @@ JB_CPU_CLONES bool ReduceGrouped(const Problem problem, const Block block, const
 // Rows in order.
 
 // Calls body(begin, end, ids, first_segment) for blocks that together are the rows [row_begin, row_end) of a batch
-// element: row r of a block belongs to segment first_segment + ids[r - begin], or to none where ids[r - begin] is not in
-// [0, segments). Loops over rows are thus compiled for ids of 32 bits alone; others are converted block by block.
+// element: row r of a block belongs to segment first_segment + ids[r - begin], or to none where ids[r - begin] is not
+// in [0, segments). Loops over rows are thus compiled for ids of 32 bits alone; others are converted block by block.
 template <typename Body>
 JB_INLINE void ForEachBlockOfIds(const Problem& problem, SegmentIds ids, int64_t batch, int64_t row_begin,
                                  int64_t row_end, const Body& body) {
