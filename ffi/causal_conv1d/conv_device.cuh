@@ -32,13 +32,13 @@ CudaStatus DispatchType(ElementType type, Body&& body) {
   return status;
 }
 
-// The kernels of kWidth = kMaxWidth serve all widths above kMaxConstantWidth: weights, inputs and taps are the last ones
-// of kMaxWidth, and what comes before them is left out like inputs whose taps are missing.
+// The kernels of kWidth = kMaxWidth serve all widths above kMaxConstantWidth: weights, inputs and taps are the last
+// ones of kMaxWidth, and what comes before them is left out like inputs whose taps are missing.
 template <int kWidth>
 inline constexpr bool kIsWide = kWidth > kMaxConstantWidth;
 
-// Calls body(std::integral_constant<int, kWidth>{}, std::bool_constant<has taps>{}), which returns a CudaStatus, for the
-// kernels that serve a width.
+// Calls body(std::integral_constant<int, kWidth>{}, std::bool_constant<has taps>{}), which returns a CudaStatus, for
+// the kernels that serve a width.
 template <typename Body>
 CudaStatus DispatchKernel(int width, bool has_taps, const Body& body) {
   if (width > kMaxConstantWidth) return body(std::integral_constant<int, kMaxWidth>{}, std::true_type{});
