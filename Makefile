@@ -10,8 +10,6 @@ VENV ?= .venv
 JAX ?=
 DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
 CUDA ?= $(if $(DRIVER),$(shell test "$(DRIVER)" -ge 580 && echo cuda13 || echo cuda12))
-# On a machine with a GPU, build for that GPU alone: it takes a fraction of the time.
-export JAX_BARACUDA_CUDA_ARCHITECTURES ?= $(if $(DRIVER),native)
 # Without a GPU, CUDA kernels could not run here; ask for them with JAX_BARACUDA_CUDA=ON.
 export JAX_BARACUDA_CUDA ?= $(if $(CUDA),$(if $(filter cuda13,$(CUDA)),ON,AUTO),OFF)
 # Lets the build find a CUDA compiler that pip installed.

@@ -37,8 +37,8 @@ CudaStatus DispatchType(ElementType type, Body&& body) {
 template <int kWidth>
 inline constexpr bool kIsWide = kWidth > kMaxConstantWidth;
 
-// Calls body(std::integral_constant<int, kWidth>{}, std::bool_constant<has taps>{}), which returns a CudaStatus, for the
-// kernels that serve a width.
+// Calls body(std::integral_constant<int, kWidth>{}, std::bool_constant<has taps>{}), which returns a CudaStatus, for
+// the kernels that serve a width.
 template <typename Body>
 CudaStatus DispatchKernel(int width, bool has_taps, const Body& body) {
   if (width > kMaxConstantWidth) return body(std::integral_constant<int, kMaxWidth>{}, std::true_type{});

@@ -136,8 +136,8 @@ bool DispatchFloating(ElementType type, Body&& body) {
   }
 }
 
-// As DispatchFloating, for integers of 32 and 64 bits too, whatever their sign as the signed type: for kernels that invert
-// a bit of each value to give it the other order.
+// As DispatchFloating, for integers of 32 and 64 bits too, whatever their sign as the signed type: for kernels that
+// invert a bit of each value to give it the other order.
 template <typename Body>
 bool DispatchWide(ElementType type, Body&& body) {
   switch (type) {

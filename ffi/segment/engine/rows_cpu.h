@@ -103,6 +103,16 @@ ffi::Error RunOnCpu(ffi::ThreadPool pool, const char* op, ffi::RemainingRets scr
 
 inline constexpr int64_t kConvertedIds = 1024;  // at once
 
+// Ids as 32 bits, -1 for those that are not in [0, segments).
+template <typename Id>
+JB_CPU_CLONES void ConvertIds(const Id* ids, int64_t count, int64_t segments, int32_t* to) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < count; ++i) {
+    const bool is_member = static_cast<uint64_t>(ids[i]) < static_cast<uint64_t>(segments);
+    to[i] = is_member ? static_cast<int32_t>(ids[i]) : -1;
+  }
+}
+
 struct SegmentIds {
   const void* values;
   bool are_64_bit;
@@ -130,23 +140,20 @@ struct SegmentIds {
     });
   }
 
-  // Writes up to `count` ids of 64 bits, from the index `first` on, as their distance from *first_segment, which fits in
-  // 32 bits, or -1 for no segment. Returns how many it wrote.
+  // Writes up to `count` ids of 64 bits, from the index `first` on, as their distance from *first_segment, which fits
+  // in 32 bits, or -1 for no segment. Returns how many it wrote.
   __attribute__((noinline)) int64_t Convert(int64_t first, int64_t count, int64_t segments, int32_t* to,
                                             int64_t* first_segment) const {
     const int64_t* const ids = static_cast<const int64_t*>(values) + first;
-    const uint64_t num_segments = static_cast<uint64_t>(segments);
     if (segments > std::numeric_limits<int32_t>::max()) {
-      const bool is_member = static_cast<uint64_t>(*ids) < num_segments;
+      const bool is_member = static_cast<uint64_t>(*ids) < static_cast<uint64_t>(segments);
       *first_segment = is_member ? *ids : 0;
       *to = is_member ? 0 : -1;
       return 1;
     }
     *first_segment = 0;
     const int64_t converted = std::min(count, kConvertedIds);
-    for (int64_t i = 0; i < converted; ++i) {
-      to[i] = static_cast<uint64_t>(ids[i]) < num_segments ? static_cast<int32_t>(ids[i]) : -1;
-    }
+    ConvertIds(ids, converted, segments, to);
     return converted;
   }
 };
@@ -368,8 +375,8 @@ JB_CPU_CLONES bool ReduceGrouped(const Problem problem, const Block block, const
 // Rows in order.
 
 // Calls body(begin, end, ids, first_segment) for blocks that together are the rows [row_begin, row_end) of a batch
-// element: row r of a block belongs to segment first_segment + ids[r - begin], or to none where ids[r - begin] is not in
-// [0, segments). Loops over rows are thus compiled for ids of 32 bits alone; others are converted block by block.
+// element: row r of a block belongs to segment first_segment + ids[r - begin], or to none where ids[r - begin] is not
+// in [0, segments). Loops over rows are thus compiled for ids of 32 bits alone; others are converted block by block.
 template <typename Body>
 JB_INLINE void ForEachBlockOfIds(const Problem& problem, SegmentIds ids, int64_t batch, int64_t row_begin,
                                  int64_t row_end, const Body& body) {

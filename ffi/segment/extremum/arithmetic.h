@@ -40,8 +40,8 @@ inline bool IsUnsigned(ElementType type) {
 }
 
 // Which bits of a value to invert so that, as a T, it has the order that is wanted. For a minimum these reverse it: the
-// sign of a floating type, all of an integer, the lowest of a bool. What is unsigned comes as a signed T: the highest bit
-// is inverted too.
+// sign of a floating type, all of an integer, the lowest of a bool. What is unsigned comes as a signed T: the highest
+// bit is inverted too.
 template <typename T>
 BitsOf<T> FlipMask(ElementType type, bool is_minimum) {
   constexpr BitsOf<T> kAll = static_cast<BitsOf<T>>(~BitsOf<T>{0});

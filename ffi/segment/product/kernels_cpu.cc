@@ -233,6 +233,16 @@ struct GradientArrays {
   bool product_is_shared;
 };
 
+// For rows of any width, so that it is compiled once.
+template <typename T, typename C>
+JB_CPU_CLONES void GradientOfAnyRow(const T* d_output, const C* mantissa, const int32_t* packed, const T* data,
+                                    int64_t width, T* d_row) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < width; ++i) {
+    Store(ValueWithout(static_cast<C>(data[i]), mantissa[i], packed[i], static_cast<C>(d_output[i])), d_row + i);
+  }
+}
+
 template <typename T, typename C>
 JB_INLINE void GradientOfRow(const T* d_output, const C* mantissa, const int32_t* packed, const T* data, int64_t width,
                              T* d_row) {
@@ -250,10 +260,7 @@ JB_INLINE void GradientOfRow(const T* d_output, const C* mantissa, const int32_t
       Store(static_cast<C>(d_output[i]) * others, d_row + i);
     }
   } else {
-    JB_VECTORIZE
-    for (int64_t i = 0; i < width; ++i) {
-      Store(ValueWithout(static_cast<C>(data[i]), mantissa[i], packed[i], static_cast<C>(d_output[i])), d_row + i);
-    }
+    GradientOfAnyRow(d_output, mantissa, packed, data, width, d_row);
   }
 }
 

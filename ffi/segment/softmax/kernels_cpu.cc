@@ -95,6 +95,12 @@ JB_INLINE void WeighRow(const T* logits, const C* maxima, int64_t width, C* weig
   for (int64_t i = 0; i < width; ++i) weights[i] = Exp(static_cast<C>(logits[i]) - maxima[i]);
 }
 
+// For blocks of rows of any width, so that it is compiled once.
+template <typename C>
+JB_CPU_CLONES void ExpAll(int64_t count, C* numbers) {
+  for (int64_t i = 0; i < count; ++i) numbers[i] = Exp(numbers[i]);
+}
+
 template <typename C>
 JB_INLINE void AddTo(C* sums, const C* numbers, int64_t width) {
   JB_VECTORIZE
@@ -151,7 +157,7 @@ JB_INLINE void ForEachWeighedRow(const Problem& problem, const SoftmaxArrays<T>&
         const C* const of_segment = maxima + std::max<int64_t>(segment, 0) * width;
         Subtract(logits + row * width, of_segment, width, difference);
       }
-      for (int64_t i = 0; i < count; ++i) block[i] = Exp(block[i]);
+      ExpAll(count, block);
       const C* weights = block;
       for (int64_t row = begin; row < end; ++row, weights += width) use(row, segment_of(row), weights);
     }

@@ -1,0 +1,21 @@
+# Says what is built, about how long that takes, and how to choose. (pip shows it with -v.) Minutes are those of one
+# core of a server, as measured.
+set(minutes 3)
+set(what "the CPU module")
+if(JAX_BARACUDA_CUDA_COMPILER_FOUND)
+  string(REGEX REPLACE "-[a-z]+" "" generations "${CMAKE_CUDA_ARCHITECTURES}")
+  list(REMOVE_DUPLICATES generations)
+  list(LENGTH generations count)
+  math(EXPR minutes "${minutes} + 6 * ${count}")
+  list(JOIN CMAKE_CUDA_ARCHITECTURES ", " architectures)
+  string(APPEND what " and the CUDA module for ${architectures}")
+endif()
+cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
+math(EXPR here "(${minutes} + ${cores} - 1) / ${cores}")
+message(STATUS "jax_baracuda: building ${what}: about ${minutes} minutes of one core, ${here} with the ${cores} here")
+if(JAX_BARACUDA_CUDA_COMPILER_FOUND)
+  message(STATUS
+    "jax_baracuda: JAX_BARACUDA_CUDA=OFF builds no CUDA module; JAX_BARACUDA_CUDA_ARCHITECTURES names GPU "
+    "architectures, such as 90-real, or is \"portable\": all of them; where it is empty, the build is for the GPUs of "
+    "this machine, and portable where there are none")
+endif()
