@@ -31,9 +31,9 @@ from where import reference as selections
 from write_slice import reference as windows
 from write_slice.reference import Window
 
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.native import NATIVE_MODULES
 from jax_baracuda._core.op import OPS
-from jax_baracuda._core.params import resolve
 
 NUM_CALLS = int(os.environ.get("JAX_BARACUDA_MALFORMED_CALLS", "200"))
 
@@ -269,7 +269,7 @@ def why_not(call: Call) -> str | None:
     num_batch_dims = int(attributes.pop("num_batch_dims", 1))
     if call.target.endswith("_with_winner"):
         attributes["with_order"] = call.results[2].shape[num_batch_dims:] != (1,) if len(call.results) == 3 else True
-    names = [list(resolve(arrays, attributes).values()) for arrays in (op.operands, op.results)]
+    names = [list(OpCall(op, (), attributes).resolve(arrays).values()) for arrays in (op.operands, op.results)]
     if len(call.operands) > len(names[0]) or len(call.results) != len(names[1]):
         return "wrong number of arrays"
     sizes: dict[str, Any] = {}

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.native import NATIVE_MODULES
 from jax_baracuda._core.op import OPS, Op
 from jax_baracuda._examples import all_examples
@@ -38,9 +39,8 @@ class Call(NamedTuple):
 
     def strategy(self, platform: str) -> str | None:
         """None where the platform has no kernel for the call."""
-        if self.op.unsupported_reason(platform, self.operands, self.params) is not None:
-            return None
-        return self.op.plan(platform, self.operands, self.params).strategy
+        call = OpCall(self.op, self.operands, self.params)
+        return call.plan(platform).strategy if call.unsupported_reason(platform) is None else None
 
     def batched(self) -> Iterator[Call]:
         """With a batch of one; with one of two, which shares no operand, one of them, or all but one."""

@@ -6,8 +6,7 @@ An operand that a ``vmap`` does not map has a size of 1 there: the batch shares 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,23 +25,6 @@ def vmap_sizes(operands: Sequence[Any], num_batch_dims: int) -> tuple[int, ...]:
 def is_shared(shape: Sequence[int], num_batch_dims: int) -> bool:
     """Whether the whole batch shares an operand of this shape."""
     return all(size == 1 for size in shape[:num_batch_dims])
-
-
-def without_batch(avals: Sequence[Any], num_batch_dims: int) -> Sequence[Any]:
-    """The types of operands as the functions of a definition see them."""
-    if num_batch_dims == 0:
-        return avals
-    return [jax.ShapeDtypeStruct(x.shape[num_batch_dims:], x.dtype) for x in avals]
-
-
-def shared_flags(names: Sequence[str], avals: Sequence[Any], num_batch_dims: int) -> Mapping[str, int]:
-    """What a native module asks about the batch: its size, and which operands it shares."""
-    batch_size = math.prod(vmap_sizes(avals, num_batch_dims))
-    flags = {
-        f"{name}_is_shared": batch_size != 1 and is_shared(aval.shape, num_batch_dims)
-        for name, aval in zip(names, avals, strict=False)
-    }
-    return {"batch": batch_size, **flags}
 
 
 MappedDims = Sequence[Sequence[bool]]

@@ -9,16 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Primitive
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.batch import shared_flags, vmap_sizes, without_batch
+from jax_baracuda._core.call import Dimensions
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES, Plan
-from jax_baracuda._core.params import count_batch_dims, definition_params, resolve
+from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES
 from jax_baracuda._core.primitive import primitives_of
-from jax_baracuda._core.sharding import Dimensions, NamedShapes, joint_sizes, written_out
 
 Shape = tuple[int, ...]
 ShapeAndDtype = tuple[Shape, Any]
@@ -104,76 +101,6 @@ class Op:
     @functools.cached_property
     def _primitives(self) -> tuple[Primitive, Primitive]:
         return primitives_of(self)
-
-    def operand_names(self, params: Mapping[str, Any]) -> tuple[str, ...]:
-        """The names of the operands of a call with these params."""
-        return tuple(resolve(self.operands, definition_params(params)))
-
-    def types_of_results(self, *operands: Any, **params: Any) -> list[ShapeAndDtype]:
-        """The abstract-eval rule, with any number of batch dimensions."""
-        num_batch_dims, own_params = count_batch_dims(params), definition_params(params)
-        batch, avals = vmap_sizes(operands, num_batch_dims), without_batch(operands, num_batch_dims)
-        types = self.result_types or self._named_types
-        return [((*batch, *shape), dtype) for shape, dtype in types(*avals, **own_params)]
-
-    def _named_types(self, *operands: Any, **params: Any) -> list[ShapeAndDtype]:
-        """Shapes by the names of dimensions, and dtypes."""
-        shapes = [tuple(x.shape) for x in operands]
-        names = self._dimensions(self.operands, shapes, params)
-        sizes = joint_sizes(names, shapes) | (self.sizes(**params) if self.sizes else {})
-        results = resolve(self.results, params).values()
-        rest = tuple(name for name in sizes if name.startswith("..."))
-        dtypes = self.result_dtypes(*operands, **params) if self.result_dtypes else [operands[0].dtype] * len(results)
-        return [
-            (tuple(sizes[name] for d in names for name in (rest if d == "..." else (d,))), np.dtype(dtype))
-            for names, dtype in zip(results, dtypes, strict=True)
-        ]
-
-    @staticmethod
-    def _dimensions(arrays: Any, shapes: Sequence[Shape], params: Mapping[str, Any]) -> tuple[Dimensions, ...]:
-        dimensions = resolve(arrays, params).values()
-        return tuple(written_out(names, shape) for names, shape in zip(dimensions, shapes, strict=False))
-
-    def named_shapes(self, operands: Sequence[Any], results: Sequence[Any], params: Mapping[str, Any]) -> NamedShapes:
-        """The named dimensions of a call with these shapes and params."""
-        num_batch_dims, own_params = count_batch_dims(params), definition_params(params)
-        batch = tuple(f"batch{i}" for i in range(num_batch_dims))
-
-        def named(arrays: Any, shapes: Sequence[Shape]) -> tuple[Dimensions, ...]:
-            own_shapes = [shape[num_batch_dims:] for shape in shapes]
-            return tuple(batch + names for names in self._dimensions(arrays, own_shapes, own_params))
-
-        operand_shapes, result_shapes = (tuple(tuple(x.shape) for x in arrays) for arrays in (operands, results))
-        return NamedShapes(
-            named(self.operands, operand_shapes), named(self.results, result_shapes), operand_shapes, result_shapes
-        )
-
-    def plan(self, platform: str, operands: Sequence[Any], params: Mapping[str, Any]) -> Plan:
-        """How the platform's kernel runs a call that it supports: its strategy, and the scratch memory."""
-        assert self.plan_parameters is not None
-        num_batch_dims = count_batch_dims(params)
-        parameters = dict(self.plan_parameters(*without_batch(operands, num_batch_dims), **definition_params(params)))
-        if not self.broadcasts:
-            parameters |= shared_flags(self.operand_names(params), operands, num_batch_dims)
-        # A product of sizes that does not fit is one of an array without elements, in which it can as well be 0.
-        fitting = {name: int(value) if value < 2**63 else 0 for name, value in parameters.items()}
-        return NATIVE_MODULES[platform].plan(self.name, fitting)
-
-    def unsupported_reason(self, platform: str, operands: Sequence[Any], params: Mapping[str, Any]) -> str | None:
-        """Why this call has no kernel on the platform and runs as plain JAX instead; None where it has one."""
-        if (problem := self.missing_target(platform)) is not None:
-            return problem
-        if not all(jax_versions.is_static_shape(aval.shape) for aval in operands):
-            return "its shapes are symbolic"
-        if np.dtype(operands[0].dtype).name not in self.dtypes:
-            return f"there is no kernel for {np.dtype(operands[0].dtype).name}"
-        num_batch_dims, own_params = count_batch_dims(params), definition_params(params)
-        batch = vmap_sizes(operands, num_batch_dims)
-        if any(operands[i].shape[:num_batch_dims] != batch for i in resolve(self.in_place, own_params)):
-            return "the batch shares an array that is written"
-        if self.limit is None:
-            return None
-        return self.limit(*without_batch(operands, num_batch_dims), **own_params)
 
     def missing_target(self, platform: str) -> str | None:
         """Why the op has no kernel at all on the platform, or None."""

@@ -13,22 +13,22 @@ from jax.interpreters import ad
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import in_automatic_mode, reshard_like
-from jax_baracuda._core.batch import map_over_batch, mapped_dims, without_batch
-from jax_baracuda._core.params import count_batch_dims, definition_params, resolve
+from jax_baracuda._core.batch import map_over_batch, mapped_dims
+from jax_baracuda._core.call import OpCall
 
 if TYPE_CHECKING:
     from jax_baracuda._core.op import Op
 
 
 def abstract_eval(op: Op, *operands: Any, donated: tuple[int, ...] = (), **params: Any) -> list[Any]:
-    types = op.types_of_results(*operands, **params)
+    call = OpCall(op, operands, params)
+    types = call.result_types()
     specs = [jax_versions.explicit_spec(aval) for aval in operands]
     if all(spec is None for spec in specs):
         return [jax_versions.result_aval(operands[0], shape, dtype, None) for shape, dtype in types]
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
-    shapes = op.named_shapes(operands, results, params)
-    replicated_dims = resolve(op.replicated_dims, definition_params(params))
-    assignment = shapes.assign([*specs, *(None for _ in results)], replicated_dims)
+    shapes = call.named_shapes(results)
+    assignment = shapes.assign([*specs, *(None for _ in results)], call.resolve(op.replicated_dims))
     return [
         jax_versions.result_aval(operands[0], shape, dtype, shapes.spec(names, shape, assignment))
         for (shape, dtype), names in zip(types, shapes.results, strict=True)
@@ -39,21 +39,22 @@ def batch(
     op: Op, primitive: Primitive, operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Any
 ) -> tuple[list[jax.Array], list[int]]:
     """Puts the mapped axis in front; operands that are not mapped stay shared, but for those that are written."""
+    call = OpCall(op, operands, params)
     mapped_size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     operands = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
-    for i in resolve(op.in_place, definition_params(params)):
+    for i in call.resolve(op.in_place):
         operands[i] = jnp.broadcast_to(operands[i], (mapped_size, *operands[i].shape[1:]))
     if not op.broadcasts:
-        params = params | {"num_batch_dims": count_batch_dims(params) + 1}
+        params = params | {"num_batch_dims": call.num_batch_dims + 1}
     results = primitive.bind(*operands, **params)
     return results, [0] * len(results)
 
 
 def reference_of_call(op: Op, *operands: jax.Array, **params: Any) -> list[jax.Array]:
     """Calls the reference. Under explicit sharding its axes are automatic, and only its results have a sharding."""
-
-    mapped = mapped_dims(operands, count_batch_dims(params))
-    own_reference = functools.partial(op.reference, **definition_params(params))
+    call = OpCall(op, operands, params)
+    mapped = mapped_dims(operands, call.num_batch_dims)
+    own_reference = functools.partial(op.reference, **call.params)
 
     def reference(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(map_over_batch(own_reference, mapped, *operands))
@@ -85,7 +86,7 @@ def jvp(
     """The primal from the kernel, the tangent from the reference: linear in the tangents, so JAX transposes it."""
     results = primitive.bind(*primals, **params)
     nonzero_tangents = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-    num_linear = resolve(op.num_linear, definition_params(params))
+    num_linear = OpCall(op, primals, params).resolve(op.num_linear)
     if op.transpose is not None and all(i < num_linear for i in nonzero_tangents):
         linear = [
             # An integer has no tangent. Itself in its place fits as well as any, since its result has none either.
@@ -109,24 +110,24 @@ def transpose(op: Op, cotangents: Sequence[Any], *operands: Any, **params: Any) 
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
     results: list[Any] = [None] * len(operands)
-    own_params, num_batch_dims = definition_params(params), count_batch_dims(params)
-    num_linear = resolve(op.num_linear, own_params)
+    avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands]
+    call = OpCall(op, avals, params)
+    num_linear = call.resolve(op.num_linear)
     if op.transpose is not None and all(i < num_linear for i in linear):
-        avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands[:num_linear]]
-        own_avals = without_batch(avals, num_batch_dims)
 
         def transpose(*arrays: jax.Array) -> Sequence[jax.Array]:
-            return op.transpose(own_avals, arrays[: len(cotangents)], *arrays[len(cotangents) :], **own_params)
+            own_avals = call.own_operands[:num_linear]
+            return op.transpose(own_avals, arrays[: len(cotangents)], *arrays[len(cotangents) :], **call.params)
 
         arrays = (*cotangents, *operands[num_linear:])
-        transposed = map_over_batch(transpose, mapped_dims(arrays, num_batch_dims), *arrays)
+        transposed = map_over_batch(transpose, mapped_dims(arrays, call.num_batch_dims), *arrays)
         for i in linear:
             results[i] = _sum_over_shared_batch(transposed[i], avals[i])
         return results
     reference = _reference_of(op, operands, linear, params)
-    transpose = jax.linear_transpose(reference, *(operands[i].aval for i in linear))
+    transpose = jax.linear_transpose(reference, *(avals[i] for i in linear))
     for i, x in zip(linear, transpose(cotangents), strict=True):
-        results[i] = reshard_like(x, operands[i].aval)
+        results[i] = reshard_like(x, avals[i])
     return results
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_baracuda._core import jax_versions
 
-Dimensions = tuple[str, ...]
-"""The names of an array's dimensions; the last one may be "...", any number of trailing dimensions."""
+if TYPE_CHECKING:
+    from jax_baracuda._core.call import Dimensions
 
 MeshAxes = tuple[str, ...]
 
@@ -22,23 +22,6 @@ MeshAxes = tuple[str, ...]
 def mesh_axes(entry: Any) -> MeshAxes:
     """The mesh axes of one entry of a partition spec."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
-def written_out(dimensions: Dimensions, shape: Sequence[int]) -> Dimensions:
-    """`dimensions` with "..." written out: trailing dimension k is named "...k"."""
-    if dimensions[-1:] != ("...",):
-        return dimensions
-    leading = dimensions[:-1]
-    return leading + tuple(f"...{k}" for k in range(len(shape) - len(leading)))
-
-
-def joint_sizes(names_of_each: Sequence[Dimensions], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-    """The size of each named dimension; size-1 dimensions take the others' size."""
-    sizes: dict[str, int] = {}
-    for names, shape in zip(names_of_each, shapes, strict=True):
-        for name, size in zip(names, shape, strict=True):
-            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
-    return sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +32,12 @@ class NamedShapes:
     results: tuple[Dimensions, ...]
     operand_shapes: tuple[tuple[int, ...], ...]
     result_shapes: tuple[tuple[int, ...], ...]
-
-    def sizes(self) -> dict[str, int]:
-        """The size of each named dimension."""
-        return joint_sizes(self.operands + self.results, self.operand_shapes + self.result_shapes)
+    sizes: Mapping[str, int]
+    """The size of each named dimension."""
 
     def spec(self, names: Dimensions, shape: Sequence[int], assignment: dict[str, MeshAxes]) -> tuple[Any, ...]:
         """Partition spec entries of an array: the assigned axes, but nothing for a dimension that is shared."""
-        sizes = self.sizes()
+        sizes = self.sizes
         return tuple(
             (assignment.get(name) or None) if size == sizes[name] else None
             for name, size in zip(names, shape, strict=True)
@@ -66,7 +47,7 @@ class NamedShapes:
         self, replicated_dims: Sequence[str], reduction_dims: Sequence[str]
     ) -> tuple[str, dict[str, tuple[str, ...]]]:
         """The op as a Shardy sharding rule in einsum notation, with its reduction and replication factors."""
-        sizes = self.sizes()
+        sizes = self.sizes
         factors = {name: f"d{i}" for i, name in enumerate(sizes)}
         shared = (f"one{i}" for i in itertools.count())
 
@@ -96,7 +77,7 @@ class NamedShapes:
 
     def assign(self, specs: Sequence[Sequence[Any] | None], replicated_dims: Sequence[str]) -> dict[str, MeshAxes]:
         """Gives each dimension the mesh axes of the first array that splits it; no axis splits an array twice."""
-        sizes = self.sizes()
+        sizes = self.sizes
         assignment: dict[str, MeshAxes] = {name: () for name in replicated_dims if name in sizes}
         names_of_each, shapes = self.operands + self.results, self.operand_shapes + self.result_shapes
 
@@ -137,7 +118,7 @@ def partitioned(
         assignment = {
             name: axes
             for name, axes in shapes.assign(specs, replicated_dims).items()
-            if shapes.sizes()[name] % _num_shards(mesh, axes) == 0
+            if shapes.sizes[name] % _num_shards(mesh, axes) == 0
         }
 
         def shardings(dimensions: Sequence[Dimensions], sizes: Sequence[Sequence[int]]) -> tuple[NamedSharding, ...]:

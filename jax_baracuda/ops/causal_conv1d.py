@@ -26,8 +26,7 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, in_automatic_mode, reshard_as
 from jax_baracuda._core.autodiff import KernelVjp, map_together
 from jax_baracuda._core.guarantees import accumulated
-from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.sharding import Dimensions
+from jax_baracuda._core.op import Dimensions, NamedDimensions, Op
 
 Activation = Literal["silu", "swish"] | None
 

@@ -15,9 +15,9 @@ from segment.handler_calls import BATCH, FEATURES, ORDER, OUTPUT, ROW_SHAPE, ROW
 from support import cases, handlers
 from support.handlers import Array, Call, with_dtypes, with_other_shapes
 
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES
 from jax_baracuda._core.op import OPS
-from jax_baracuda._core.params import resolve
 
 
 def assert_refused(call: Call, what: str) -> None:
@@ -34,7 +34,7 @@ def test_table_is_complete() -> None:
     assert set(TARGETS) == {name for name in OPS if name.startswith("segment_")}
     for target, (operands, results) in TARGETS.items():
         assert len(operands) == len(OPS[target].operands)
-        assert len(results) == len(resolve(OPS[target].results, {"with_order": True}))
+        assert len(results) == len(OpCall(OPS[target], (), {"with_order": True}).resolve(OPS[target].results))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -188,7 +188,7 @@ def test_every_strategy_is_planned(target: str, platform: str) -> None:
     if native.module is None:
         cases.skip_for_lack_of(platform, f"{platform}: {native.problem}")
     plans = {
-        OPS[target].plan(platform, operands, params)
+        OpCall(OPS[target], operands, params).plan(platform)
         for rows in (0, 1, 64, 3000, 40_000, 1 << 21, 1 << 25)
         for operands, params in planned_calls(target, rows)
     }

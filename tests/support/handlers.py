@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support import cases
 
-from jax_baracuda._core.lowering import attributes_of
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.native import target_name
 from jax_baracuda._core.op import OPS
 
@@ -139,8 +139,8 @@ def good_call(target: str, operands: Sequence[Array], results: Sequence[Array], 
     """
     op = OPS[target]
     params = params if op.broadcasts else {"num_batch_dims": 1, **params}
-    scratch_bytes = op.plan(cases.PLATFORM, [x.aval() for x in operands], params).scratch_bytes
-    return Call(target, tuple(operands), tuple(results), attributes_of(op, params), scratch_bytes)
+    call = OpCall(op, [x.aval() for x in operands], params)
+    return Call(target, tuple(operands), tuple(results), call.attributes(), call.plan(cases.PLATFORM).scratch_bytes)
 
 
 BATCH_DIMS = ((), (6,), (2, 3), (3, 1, 2))

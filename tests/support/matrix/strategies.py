@@ -17,6 +17,7 @@ from support.matrix.calls import is_inexact, load_all
 from support.matrix.generator import Case, cover, space_of
 from support.matrix.run import Plan
 
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.native import NATIVE_MODULES, NativeModule
 from jax_baracuda._core.op import OPS
 
@@ -52,10 +53,10 @@ def ask(case: Case, platforms: Sequence[str]) -> None:
         types = [jax.ShapeDtypeStruct(tuple(map(plan.size_of, x.dims)), jnp.dtype(x.dtype)) for x in plan.arrays]
         program = plan.program(functools.partial(plan.problem.apply, function), is_reference=False)
         for name, operands, params in _kernels(jax.make_jaxpr(program)(*types).jaxpr):
-            op = OPS[name]
+            call = OpCall(OPS[name], operands, params)
             for platform in platforms:
-                if op.plan_parameters is not None and op.unsupported_reason(platform, operands, params) is None:
-                    op.plan(platform, operands, params)
+                if call.op.plan_parameters is not None and call.unsupported_reason(platform) is None:
+                    call.plan(platform)
 
 
 def _kernels(jaxpr: Any) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:

@@ -1,0 +1,152 @@
+"""One call of an op: the types of its operands, its params, and what follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jax_baracuda._core import jax_versions
+from jax_baracuda._core.batch import is_shared, vmap_sizes
+from jax_baracuda._core.native import NATIVE_MODULES, Plan
+from jax_baracuda._core.sharding import NamedShapes
+
+if TYPE_CHECKING:
+    from jax_baracuda._core.op import Op, ShapeAndDtype
+
+
+Dimensions = tuple[str, ...]
+"""The names of an array's dimensions; the last one may be "...", any number of trailing dimensions."""
+
+
+def written_out(dimensions: Dimensions, shape: Sequence[int]) -> Dimensions:
+    """`dimensions` with "..." written out: trailing dimension k is named "...k"."""
+    if dimensions[-1:] != ("...",):
+        return dimensions
+    leading = dimensions[:-1]
+    return leading + tuple(f"...{k}" for k in range(len(shape) - len(leading)))
+
+
+def joint_sizes(names_of_each: Sequence[Dimensions], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """The size of each named dimension; size-1 dimensions take the others' size."""
+    sizes: dict[str, int] = {}
+    for names, shape in zip(names_of_each, shapes, strict=True):
+        for name, size in zip(names, shape, strict=True):
+            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
+    return sizes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OpCall:
+    """A call of an op as JAX's rules see it, with the dimensions that ``vmap`` has added.
+
+    The functions of a definition see neither these dimensions nor their number.
+    """
+
+    op: Op
+    operands: Sequence[Any]
+    """The types of the operands."""
+    all_params: Mapping[str, Any]
+    """The params of the primitive."""
+
+    @functools.cached_property
+    def num_batch_dims(self) -> int:
+        """How many leading dimensions of operands and results ``vmap`` has added."""
+        return self.all_params.get("num_batch_dims", 0)
+
+    @functools.cached_property
+    def params(self) -> dict[str, Any]:
+        """The params as the functions of a definition take them."""
+        return {name: value for name, value in self.all_params.items() if name != "num_batch_dims"}
+
+    @functools.cached_property
+    def batch(self) -> tuple[int, ...]:
+        """The sizes of the batch dimensions that the operands form together."""
+        return vmap_sizes(self.operands, self.num_batch_dims)
+
+    @functools.cached_property
+    def own_operands(self) -> Sequence[Any]:
+        """The types of the operands as the functions of a definition see them."""
+        if self.num_batch_dims == 0:
+            return self.operands
+        return [jax.ShapeDtypeStruct(x.shape[self.num_batch_dims :], x.dtype) for x in self.operands]
+
+    def resolve(self, field: Any) -> Any:
+        """A field of the definition that may depend on the params."""
+        return field(**self.params) if callable(field) else field
+
+    def result_types(self) -> list[ShapeAndDtype]:
+        """The shapes and dtypes of the results, with the batch dimensions."""
+        types = self.op.result_types(*self.own_operands, **self.params) if self.op.result_types else self._named_types()
+        return [((*self.batch, *shape), dtype) for shape, dtype in types]
+
+    def _named_types(self) -> list[ShapeAndDtype]:
+        """Shapes by the names of dimensions, and dtypes."""
+        op, operands, params = self.op, self.own_operands, self.params
+        shapes = [tuple(x.shape) for x in operands]
+        sizes = joint_sizes(self._dimensions(op.operands, shapes), shapes) | (op.sizes(**params) if op.sizes else {})
+        results = self.resolve(op.results).values()
+        rest = tuple(name for name in sizes if name.startswith("..."))
+        dtypes = op.result_dtypes(*operands, **params) if op.result_dtypes else [operands[0].dtype] * len(results)
+        return [
+            (tuple(sizes[name] for d in names for name in (rest if d == "..." else (d,))), np.dtype(dtype))
+            for names, dtype in zip(results, dtypes, strict=True)
+        ]
+
+    def _dimensions(self, arrays: Any, shapes: Sequence[Sequence[int]]) -> tuple[Dimensions, ...]:
+        dimensions = self.resolve(arrays).values()
+        return tuple(written_out(names, shape) for names, shape in zip(dimensions, shapes, strict=False))
+
+    def named_shapes(self, results: Sequence[Any]) -> NamedShapes:
+        """The named dimensions of the operands and of results of these types."""
+        batch = tuple(f"batch{i}" for i in range(self.num_batch_dims))
+
+        def named(arrays: Any, shapes: Sequence[Sequence[int]]) -> tuple[Dimensions, ...]:
+            own_shapes = [shape[self.num_batch_dims :] for shape in shapes]
+            return tuple(batch + names for names in self._dimensions(arrays, own_shapes))
+
+        operand_shapes, result_shapes = (tuple(tuple(x.shape) for x in arrays) for arrays in (self.operands, results))
+        operand_names, result_names = named(self.op.operands, operand_shapes), named(self.op.results, result_shapes)
+        sizes = joint_sizes(operand_names + result_names, operand_shapes + result_shapes)
+        return NamedShapes(operand_names, result_names, operand_shapes, result_shapes, sizes)
+
+    def plan(self, platform: str) -> Plan:
+        """How the platform's kernel runs a call that it supports: its strategy, and the scratch memory."""
+        op = self.op
+        assert op.plan_parameters is not None
+        parameters = dict(op.plan_parameters(*self.own_operands, **self.params))
+        if not op.broadcasts:
+            size = math.prod(self.batch)
+            parameters["batch"] = size
+            for name, operand in zip(self.resolve(op.operands), self.operands, strict=False):
+                parameters[f"{name}_is_shared"] = size != 1 and is_shared(operand.shape, self.num_batch_dims)
+        # A product of sizes that does not fit is one of an array without elements, in which it can as well be 0.
+        fitting = {name: int(value) if value < 2**63 else 0 for name, value in parameters.items()}
+        return NATIVE_MODULES[platform].plan(op.name, fitting)
+
+    def unsupported_reason(self, platform: str) -> str | None:
+        """Why this call has no kernel on the platform and runs as plain JAX instead; None where it has one."""
+        op = self.op
+        if (problem := op.missing_target(platform)) is not None:
+            return problem
+        if not all(jax_versions.is_static_shape(x.shape) for x in self.operands):
+            return "its shapes are symbolic"
+        if np.dtype(self.operands[0].dtype).name not in op.dtypes:
+            return f"there is no kernel for {np.dtype(self.operands[0].dtype).name}"
+        if any(self.operands[i].shape[: self.num_batch_dims] != self.batch for i in self.resolve(op.in_place)):
+            return "the batch shares an array that is written"
+        return op.limit(*self.own_operands, **self.params) if op.limit is not None else None
+
+    def attributes(self) -> dict[str, Any]:
+        """What the native handler takes of the params."""
+        params = self.params
+        attributes = {
+            name: np.array(jax.tree.leaves(params[name]), np.int64) if isinstance(params[name], tuple) else params[name]
+            for name in self.op.attributes
+        }
+        return attributes if self.op.broadcasts else attributes | {"num_batch_dims": np.int64(self.num_batch_dims)}
