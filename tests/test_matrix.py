@@ -48,7 +48,7 @@ def test_every_public_function_is_declared() -> None:
 
 @each_op
 def test_forward_mode_avoids_custom_vjp(op: str) -> None:
-    """Only differentiable functions are bound to a backward kernel. Their twins are not, and have their documentation."""
+    """Differentiable functions are bound to a backward kernel; their twins are not, and have their docstrings."""
     example = examples_of(op)[0]
     operands = example.make_operands(np.random.default_rng(SEED), "float32", "small")
     twin = getattr(forward_mode, op, None)
