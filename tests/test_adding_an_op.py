@@ -81,12 +81,13 @@ def test_op_of_the_page_works(tree: Path) -> None:
     pytest_alone = f"import pytest\nsys.exit(pytest.main({arguments}))"
     run(sys.executable, "-c", forget + pytest_alone, cwd=tree, **environment)
     program = """
-import numpy as np
-from jax_baracuda import precision_guarantee
+import jax, numpy as np
+from jax_baracuda import forward_mode, precision_guarantee
 from jax_baracuda._examples import examples_of
 [example] = examples_of("relu_squared")
 operands = example.make_operands(np.random.default_rng(0), "float32", "small")
 np.testing.assert_allclose(example.call("small")(**operands), example.plain_call("small")(**operands), rtol=1e-6)
+assert jax.jvp(forward_mode.relu_squared, (3.0,), (1.0,)) == (9, 6)
 assert precision_guarantee("relu_squared", "bfloat16", "cpu").accumulator == "float32"
 """
     run(sys.executable, "-c", forget + program, cwd=tree, **environment)

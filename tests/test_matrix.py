@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from support import matrix  # isort: skip  (sets the environment before JAX is loaded)
 
+import dataclasses
+import inspect
 import itertools
 import os
+import pickle
 import traceback
 
+import jax
+import numpy as np
 import pytest
 from support.matrix import strategies
 from support.matrix.calls import FAMILIES, Dims, load_all
@@ -36,7 +41,26 @@ each_op = pytest.mark.parametrize("op", OPS)
 
 def test_every_public_function_is_declared() -> None:
     assert set(OPS) == set(jax_baracuda.__all__) - NOT_OPS - TYPES
-    assert all(load_all()[name].forward_mode is getattr(forward_mode, name) for name in forward_mode.__all__)
+    twins = {op for op in OPS if not op.endswith("_backward")}
+    assert set(forward_mode.__all__) == set(dir(forward_mode)) == twins | {"rope_frequencies"}
+    assert all(load_all()[name].forward_mode is getattr(forward_mode, name) for name in twins)
+
+
+@each_op
+def test_forward_mode_avoids_custom_vjp(op: str) -> None:
+    """Differentiable functions are bound to a backward kernel; their twins are not, and have their docstrings."""
+    example = examples_of(op)[0]
+    operands = example.make_operands(np.random.default_rng(SEED), "float32", "small")
+    twin = getattr(forward_mode, op, None)
+    of_twin = dataclasses.replace(example, function=load_all()[op].forward_mode)
+    calls = [x.call("small") for x in (example, of_twin)]
+    programs = [str(jax.make_jaxpr(lambda x, call=call: call(**x))(operands)) for call in calls]
+    assert ("custom_vjp_call" in programs[0]) == bool(example.differentiated("float32"))
+    assert "custom_vjp_call" not in programs[1]
+    if twin is not None:
+        assert (twin.__name__, twin.__doc__) == (op, example.function.__doc__)
+        assert inspect.signature(twin) == inspect.signature(example.function)
+        assert pickle.loads(pickle.dumps(twin)) is twin
 
 
 @pytest.mark.newest_jax_alone
