@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
     BackwardRows(const __grid_constant__ BackwardArguments<T> a, const __grid_constant__ RowsGrid grid) {
   using C = ComputeType<T>;
   using Stages = VectorStages<T>;
-  constexpr int kVec = Stages::kVec, kPast = kWidth - 1, kVectorsBefore = (kPast + kVec - 1) / kVec;
+  constexpr int kVec = Stages::kVec, kPast = kWidth - 1, kVectorsBefore = CeilDivide(kPast, kVec);
   constexpr int kStagesBytes = Stages::template kBlockBytes<kStages>;
   __shared__ alignas(kVectorBytes) char shared[2 * kStagesBytes];
   char *const x_stages = shared, *const dy_stages = shared + kStagesBytes;
@@ -350,8 +350,8 @@ CudaStatus LaunchBackward(const BackwardCall& call, cudaStream_t stream) {
     using T = typename decltype(tag)::type;
     const Problem& problem = call.problem;
     // Rows load weights and biases one by one.
-    const bool is_aligned = AreAligned({call.x.data, call.dy.data, call.dx}) &&
-                            (!problem.channels_last || AreAligned({call.weight.data, call.bias.data}));
+    const bool is_aligned = AreAligned(kVectorBytes, call.x.data, call.dy.data, call.dx) &&
+                            (!problem.channels_last || AreAligned(kVectorBytes, call.weight.data, call.bias.data));
     const Tiling tiling = ChooseBackward(problem, sizeof(T), call.x.is_shared || call.dy.is_shared, is_aligned);
     if (tiling != Tiling::kNothing) {
       JB_RETURN_IF_CUDA_ERROR(problem.channels_last ? LaunchBackwardChannelsLast(call, tiling, stream)

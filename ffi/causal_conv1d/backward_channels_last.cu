@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kMinBlocks<T, kWidth>)
   using Stages = BackwardStages<T, kWidth, kVec>;
   constexpr int kSumBytes = kChannelsLastThreads * kVec * (kWidth + 1) * static_cast<int>(sizeof(C));
   // First the stages, then the sums.
-  __shared__ alignas(16) char shared[kSumBytes > 2 * Stages::kBlockBytes ? kSumBytes : 2 * Stages::kBlockBytes];
+  __shared__ alignas(kVectorBytes) char shared[kSumBytes > 2 * Stages::kBlockBytes ? kSumBytes : 2 * Stages::kBlockBytes];
   const Geometry& geometry = a.geometry;
   const ChannelsLastPlace at(geometry, grid, kVec);
   C sums[kWidth + 1][kVec] = {};

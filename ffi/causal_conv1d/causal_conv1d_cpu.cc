@@ -14,6 +14,7 @@
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
 #include "ffi/causal_conv1d/causal_conv1d_handler.h"
+#include "ffi/core/alignment.h"
 #include "ffi/core/cpu_clones.h"
 #include "ffi/core/cpu_kernel.h"
 #include "ffi/core/exp_cpu.h"
@@ -212,8 +213,7 @@ class Lines {
   // Returns false if there is no memory.
   bool Allocate(int64_t count) {
     memory_ = jax_baracuda::Allocate<C>(count + Lanes<C>::kCount);
-    const uintptr_t address = reinterpret_cast<uintptr_t>(memory_.get());
-    begin_ = reinterpret_cast<C*>((address + kLineBytes - 1) / kLineBytes * kLineBytes);
+    begin_ = AlignUp(memory_.get(), kLineBytes);
     return memory_ != nullptr;
   }
 

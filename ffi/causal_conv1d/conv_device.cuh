@@ -1,9 +1,7 @@
 // What the CUDA kernels of causal_conv1d share: where operands lie, the taps and the activation.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <initializer_list>
 #include <type_traits>
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
@@ -14,15 +12,8 @@
 
 namespace jax_baracuda::causal_conv1d {
 
-inline constexpr int kVectorBytes = 16;
-
 // Of an H200: plans are made for it, since they must not depend on the device.
 inline constexpr int64_t kMultiprocessors = 132;
-
-// Whether all of these, of which some may be absent, can be accessed by vectors.
-inline bool AreAligned(std::initializer_list<const void*> arrays) {
-  return std::all_of(arrays.begin(), arrays.end(), [](const void* data) { return IsAligned(data, kVectorBytes); });
-}
 
 // Calls body(TypeTag<T>{}), which returns a CudaStatus.
 template <typename Body>
@@ -218,7 +209,7 @@ struct InitialState {
 // it.
 template <int kCount>
 struct Taps {
-  static constexpr int kWords = (kCount + 3) / 4;
+  static constexpr int kWords = CeilDivide(kCount, 4);
   uint32_t words[kWords];
 
   __device__ __forceinline__ bool Has(int i, int steps_back) const {

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
     ForwardRows(const __grid_constant__ ForwardArguments<T> a, const __grid_constant__ RowsGrid grid) {
   using C = ComputeType<T>;
   using Stages = VectorStages<T>;
-  constexpr int kVec = Stages::kVec, kPast = kWidth - 1, kVectorsBefore = (kPast + kVec - 1) / kVec;
+  constexpr int kVec = Stages::kVec, kPast = kWidth - 1, kVectorsBefore = CeilDivide(kPast, kVec);
   __shared__ alignas(kVectorBytes) char shared[Stages::template kBlockBytes<kStages>];
   const Geometry& geometry = a.geometry;
   const RowsPlace<T> at(geometry, grid, kPast, a.initial_state.entries.data != nullptr);
@@ -117,8 +117,8 @@ Tiling ChooseForward(const Problem& problem, int64_t element_bytes, bool is_shar
 CudaStatus LaunchForward(const ForwardCall& call, cudaStream_t stream) {
   const Problem& problem = call.problem;
   // Rows load weights and biases one by one.
-  const bool is_aligned =
-      AreAligned({call.x.data, call.y}) && (!problem.channels_last || AreAligned({call.weight.data, call.bias.data}));
+  const bool is_aligned = AreAligned(kVectorBytes, call.x.data, call.y) &&
+                          (!problem.channels_last || AreAligned(kVectorBytes, call.weight.data, call.bias.data));
   const Tiling tiling = ChooseForward(problem, ElementBytes(call.type), call.x.is_shared, is_aligned);
   if (tiling == Tiling::kNothing) return {};
   if (problem.channels_last) return LaunchForwardChannelsLast(call, tiling, stream);

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kMinBlocks<T, kWidth>)
   using C = ComputeType<T>;
   constexpr int kPast = kWidth - 1, kRows = kRowsOfCircle<kWidth>;
   using Stages = TimeStages<T, kVec, kStageRows, kRows>;
-  __shared__ alignas(16) char shared[Stages::kBlockBytes];
+  __shared__ alignas(kVectorBytes) char shared[Stages::kBlockBytes];
   const Geometry& geometry = a.geometry;
   const ChannelsLastPlace at(geometry, grid, kVec);
   if (at.channel >= geometry.channels || at.count <= 0) return;

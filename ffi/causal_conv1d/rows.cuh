@@ -223,7 +223,7 @@ struct VectorStages {
     constexpr int kPastBytes = kPast * static_cast<int>(sizeof(T));
     constexpr int kMin = sizeof(T) > 4 ? sizeof(T) : 4;
     constexpr int kPartBytes = kPastBytes <= kMin ? kMin : kPastBytes <= 8 ? 8 : 16;
-    constexpr int kPart = kPartBytes / sizeof(T), kParts = (kPast + kPart - 1) / kPart, kHalo = kPart * kParts;
+    constexpr int kPart = kPartBytes / sizeof(T), kParts = CeilDivide(kPast, kPart), kHalo = kPart * kParts;
     const auto part_at = [&](unsigned from) { return reinterpret_cast<const T*>(stages + Index(from)); };
     ComputeType<T> all[kHalo + kVec];
 #pragma unroll

@@ -157,8 +157,8 @@ CudaStatus LaunchUpdate(const UpdateCall& call, cudaStream_t stream) {
   return DispatchType(call.type, [&](auto tag) -> CudaStatus {
     using T = typename decltype(tag)::type;
     const Problem& problem = call.problem;
-    const bool is_aligned = AreAligned(
-        {call.x.data, call.initial_state.data, call.weight.data, call.bias.data, call.y, call.new_state});
+    const bool is_aligned = AreAligned(kVectorBytes, call.x.data, call.initial_state.data, call.weight.data,
+                                       call.bias.data, call.y, call.new_state);
     switch (ChooseUpdate(problem, sizeof(T), call.state_length, is_aligned)) {
       case UpdateStrategy::kNothing:
         return {};

@@ -262,7 +262,8 @@ CudaStatus Launch(const Call& call, Strategy strategy, int64_t multiprocessors, 
 template <typename T>
 CudaStatus LaunchBy(int bytes, const Call& call, Strategy strategy, int64_t multiprocessors, cudaStream_t stream) {
   if (bytes == 16) {
-    const auto launch = call.problem.interleaved ? Launch<T, 16 / sizeof(T), true> : Launch<T, 16 / sizeof(T), false>;
+    const auto launch = call.problem.interleaved ? Launch<T, kVectorBytes / sizeof(T), true>
+                                                : Launch<T, kVectorBytes / sizeof(T), false>;
     return launch(call, strategy, multiprocessors, stream);
   }
   if constexpr (sizeof(T) < 8) {
@@ -299,10 +300,10 @@ Strategy ChooseStrategy(const Problem& problem, int64_t all_heads, int64_t eleme
 CudaStatus LaunchRope(const Call& call, cudaStream_t stream) {
   int multiprocessors;
   JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
-  int64_t alignment = 16;
+  int alignment = kVectorBytes;
   for (int i = 0; i < call.num_tensors; ++i) {
     for (const void* data : {call.tensors[i].x, static_cast<const void*>(call.tensors[i].y)}) {
-      while (!IsAligned(data, alignment)) alignment /= 2;
+      while (!AreAligned(alignment, data)) alignment /= 2;
     }
   }
   const Strategy strategy =

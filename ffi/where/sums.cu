@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "ffi/core/warp.cuh"
 #include "ffi/where/where.cuh"
 #include "ffi/where/where_device.cuh"
 
@@ -138,7 +139,7 @@ class Accumulator {
 template <typename C>
 __device__ __forceinline__ C SumOfGroup(C value, int group, C* shared) {
   const int width = min(group, kWarp);
-  for (int offset = width / 2; offset > 0; offset /= 2) value += __shfl_down_sync(~0u, value, offset, width);
+  for (int offset = width / 2; offset > 0; offset /= 2) value += __shfl_down_sync(kFullWarp, value, offset, width);
   if (group <= kWarp) return value;
   const int warp = threadIdx.x / kWarp;
   if (threadIdx.x % kWarp == 0) shared[warp] = value;
@@ -331,7 +332,7 @@ int64_t SumScratchBytes(const Sum& sum, int64_t element_bytes, int num_sums) {
 
 CudaStatus LaunchSums(const SplitCall& call, cudaStream_t stream) {
   if (call.sum.results() == 0) return {};
-  const bool are_vectors = AreVectors(call, AreAligned(call.dy, call.cond.data, call.da, call.db));
+  const bool are_vectors = AreVectors(call, AreAligned(kVectorBytes, call.dy, call.cond.data, call.da, call.db));
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;

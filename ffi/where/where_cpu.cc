@@ -117,7 +117,7 @@ JB_INLINE void AddElements(const uint8_t* __restrict cond, bool inverted, const 
                            ComputeType<T>* __restrict sums, ComputeType<T>* __restrict other_sums,
                            T* __restrict other) {
   using C = ComputeType<T>;
-  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+  using Bits = BitsOf<T>;
   JB_VECTORIZE
   for (int64_t i = 0; i < count; ++i) {
     const Bits value = BitCast<Bits>(dy[i]);

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ffi/core/alignment.h"
+#include "ffi/core/integers.h"
 #include "ffi/write_slice/small_windows.cuh"
 #include "ffi/write_slice/write_slice.cuh"
 
@@ -17,7 +19,6 @@ inline constexpr int kThreads = 256;
 inline constexpr int kItems = 4;  // of a thread, in rows long enough for a whole block
 inline constexpr int kItemsOfBlock = kThreads * kItems;
 inline constexpr int64_t kLargeWindow = int64_t{1} << 18;  // items; in smaller ones latency counts
-inline constexpr int64_t kVectorBytes = 16;
 
 // How a window is divided among blocks.
 struct Part {
@@ -215,14 +216,14 @@ int64_t ItemsOfRow(const Update& update, bool takes) {
   if (HasWords(update, takes)) return update.run_units / update.word;
   const int64_t most_bytes = update.has_bits ? MaxBytesOfRow(update) : update.run_units;
   // Whichever word of a vector the row begins at.
-  return (most_bytes + (kVectorBytes - update.word) + kVectorBytes - 1) / kVectorBytes;
+  return CeilDivide(most_bytes + (kVectorBytes - update.word), kVectorBytes);
 }
 
 Part PartOf(const Update& update, bool takes) {
   Part part{};
   part.items_of_row = ItemsOfRow(update, takes);
   part.num_items = update.num_rows * part.items_of_row;
-  const int64_t blocks_of_row = (part.items_of_row + kItemsOfBlock - 1) / kItemsOfBlock;
+  const int64_t blocks_of_row = CeilDivide(part.items_of_row, kItemsOfBlock);
   const bool has_long_rows = 5 * part.items_of_row >= 4 * blocks_of_row * kItemsOfBlock;  // few threads are idle
   part.blocks_of_row = has_long_rows && part.num_items >= kLargeWindow ? blocks_of_row : 0;
   return part;
@@ -238,7 +239,7 @@ CudaStatus LaunchSome(const Update* updates, int count, cudaStream_t stream) {
     Part& part = launch.parts[i] = PartOf(update, kTake);
     part.first_block = static_cast<unsigned>(num_blocks);
     num_blocks += part.blocks_of_row > 0 ? update.num_rows * part.blocks_of_row
-                                         : (part.num_items + kThreads - 1) / kThreads;
+                                         : CeilDivide(part.num_items, kThreads);
   }
   MoveWindows<kMaxUpdates, kTake><<<static_cast<unsigned>(num_blocks), kThreads, 0, stream>>>(launch);
   return JB_LAUNCH_STATUS(MoveWindows);

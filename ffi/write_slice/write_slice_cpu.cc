@@ -107,13 +107,11 @@ void Write(ffi::ThreadPool& pool, const Update& update) {
 
 void Take(ffi::ThreadPool& pool, const Update& update) {
   if (update.may_be_outside) {
-    ForEachRange(pool, update.source_bytes, 2 * update.source_bytes, [&](int64_t begin, int64_t end) {
-      std::memset(static_cast<char*>(update.source) + begin, 0, static_cast<size_t>(end - begin));
-    });
+    WriteZeroBytes(pool, update.source, update.source_bytes);
   }
   ForEachPartInside(pool, update, [](char* dest, char* source, size_t bytes) {
     std::memcpy(source, dest, bytes);
-    std::memset(dest, 0, bytes);
+    WriteZeros(dest, static_cast<int64_t>(bytes));
   });
 }
 

@@ -49,7 +49,7 @@ struct RunShared {
 // The accumulator of another lane of the warp.
 template <typename Cells>
 __device__ __forceinline__ Cells ShuffleUp(const Cells& cells, int step) {
-  constexpr int kWords = (sizeof(Cells) + 3) / 4;
+  constexpr int kWords = CeilDivide(sizeof(Cells), 4);
   uint32_t words[kWords] = {};
   memcpy(words, &cells, sizeof(cells));
 #pragma unroll

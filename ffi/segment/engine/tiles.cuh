@@ -105,7 +105,7 @@ struct TileShared {
   uint32_t* order;     // [(groups + 1) * kPaddedTileRows], where the rows' data lies; with an order only
   char* rows;          // [groups + 1] tiles, staged only
 
-  static constexpr int kSlotBytes = (kMaxTileThreads * static_cast<int>(sizeof(Cells)) + 15) / 16 * 16;
+  static constexpr int kSlotBytes = RoundUp(kMaxTileThreads * sizeof(Cells), kVectorBytes);
   static constexpr bool kWithOrder = kSource == RowSource::kOrdered;
 
   static int Bytes(int groups, int64_t features) {
@@ -121,7 +121,7 @@ struct TileShared {
     segments = gaps + groups;
     order = segments + (groups + 1) * kPaddedTileRows;
     uint32_t* end = order + (kWithOrder ? (groups + 1) * kPaddedTileRows : 0);
-    rows = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(end) + 7) / 8 * 8);
+    rows = reinterpret_cast<char*>(AlignUp(end, 8));
   }
 };
 
@@ -131,7 +131,7 @@ __device__ void StageRows(const T* first_row, int64_t rows_left, int tiles, int 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int tile_bytes = kTileRows * features * static_cast<int>(sizeof(T));
   const int64_t bytes_left = rows_left * features * static_cast<int64_t>(sizeof(T));
-  const bool words_are_aligned = reinterpret_cast<uintptr_t>(first_row) % 4 == 0;
+  const bool words_are_aligned = AreAligned(4, first_row);
   for (int tile = warp; tile < tiles; tile += warps) {
     const char* source = reinterpret_cast<const char*>(first_row) + static_cast<int64_t>(tile) * tile_bytes;
     char* target = staged + tile * StagedTileBytes<T>(features);
@@ -383,7 +383,7 @@ struct MergeShared {
   // The first slot of the chunk after this one that is of another run, or the chunk's end.
   __device__ int RunEnd(int slot) const {
     int word = (slot + 1) / 32;
-    uint32_t bounds = word < kMergeChunk / 32 ? run_bounds[word] & (0xffffffffu << (slot + 1) % 32) : 0;
+    uint32_t bounds = word < kMergeChunk / 32 ? run_bounds[word] & (kFullWarp << (slot + 1) % 32) : 0;
     while (bounds == 0 && ++word < kMergeChunk / 32) bounds = run_bounds[word];
     return bounds == 0 ? kMergeChunk : word * 32 + __ffs(bounds) - 1;
   }

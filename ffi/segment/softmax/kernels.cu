@@ -273,7 +273,7 @@ struct Launcher {
     a.output = output + first_row * problem.features;
     a.features = problem.features;
     a.lanes = grid.lanes;
-    a.lanes_inverse = (65536 + grid.lanes.lanes - 1) / grid.lanes.lanes;
+    a.lanes_inverse = CeilDivide(65536, grid.lanes.lanes);
     a.chunk_rows = grid.chunk_rows;
     a.window_rows = grid.window_rows;
     a.chunks = grid.chunks;
