@@ -4,24 +4,26 @@
 #include "ffi/causal_conv1d/causal_conv1d.cuh"
 #include "ffi/causal_conv1d/channels_last.cuh"
 #include "ffi/causal_conv1d/rows.cuh"
+#include "ffi/core/partial_sums.cuh"
 
 namespace jax_baracuda::causal_conv1d {
 namespace {
 
 // Steps whose vectors are under way or at work, and room for these.
-inline constexpr int kPrefetchSteps = 6, kStages = 8;
+inline constexpr int kPrefetchSteps = Tuning::kPrefetchSteps, kStages = 8;
+static_assert(kStages >= kPrefetchSteps + 1);
 
 // dz, the gradients of the pre-activations of a vector.
-template <int kWidth, bool kHasTaps, int kVec, typename C, typename TapBits>
+template <int kWidth, bool kHasMasks, int kVec, typename C, typename TapBits>
 __device__ __forceinline__ void PreActivationGradient(const C* x, const C* dy, const C* weights, C bias,
-                                                      const TapBits& taps, bool silu, C* dz) {
+                                                      const TapBits& masks, bool silu, C* dz) {
   if (silu) {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       C z = bias;
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        if (!kHasTaps || k == kWidth - 1 || taps.Has(i, kWidth - 1 - k)) z = fma(weights[k], x[i + k], z);
+        if (!kHasMasks || k == kWidth - 1 || masks.Has(i, kWidth - 1 - k)) z = fma(weights[k], x[i + k], z);
       }
       dz[i] = SiluBackward(z, dy[i]);
     }
@@ -31,18 +33,14 @@ __device__ __forceinline__ void PreActivationGradient(const C* x, const C* dy, c
   }
 }
 
-// So many blocks of a multiprocessor as the usual widths do well with.
-template <typename T, int kWidth, bool kHasTaps>
-inline constexpr int kMinBlocks = sizeof(T) > 4 || kWidth > 4 ? 1 : kHasTaps ? 5 : 6;
-
-// A group walks its stretch from the end to the beginning: dx needs dz up to width - 1 places further on, and these are
+// A group walks its tile from the end to the beginning: dx needs dz up to width - 1 places further on, and these are
 // in other threads' registers, of this step or the one before.
-template <typename T, int kWidth, bool kHasTaps>
-__global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
+template <typename T, int kWidth, bool kHasMasks>
+__global__ void __launch_bounds__(kRowsThreads, Tuning::BackwardRowsBlocks(sizeof(T), kWidth, kHasMasks))
     BackwardRows(const __grid_constant__ BackwardArguments<T> a, const __grid_constant__ RowsGrid grid) {
   using C = ComputeType<T>;
   using Stages = VectorStages<T>;
-  constexpr int kVec = Stages::kVec, kPast = kWidth - 1, kVectorsBefore = (kPast + kVec - 1) / kVec;
+  constexpr int kVec = Stages::kVec, kPast = kWidth - 1, kVectorsBefore = CeilDivide(kPast, kVec);
   constexpr int kStagesBytes = Stages::template kBlockBytes<kStages>;
   __shared__ alignas(kVectorBytes) char shared[2 * kStagesBytes];
   char *const x_stages = shared, *const dy_stages = shared + kStagesBytes;
@@ -52,9 +50,9 @@ __global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
   const int lanes = grid.plan.lanes, lane = threadIdx.x & (lanes - 1), steps = grid.plan.steps;
   const T *x_row = at.In(a.x, geometry), *dy_row = at.In(a.dy, geometry);
   T* dx_row = a.dx + at.index;
-  const uint8_t* taps_row = nullptr;
-  if (kHasTaps && (!kIsWide<kWidth> || a.taps.data != nullptr)) {
-    taps_row = a.taps.data + a.taps.Example(geometry, at.example) * geometry.length + at.begin;
+  const uint8_t* masks_of_row = nullptr;
+  if (kHasMasks && (!kIsWide<kWidth> || a.same_sequence.data != nullptr)) {
+    masks_of_row = a.same_sequence.data + a.same_sequence.Example(geometry, at.example) * geometry.length + at.begin;
   }
   const int left_out = geometry.template LeftOut<kWidth>();
 
@@ -62,7 +60,7 @@ __global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
   int offset = (steps - 1) * at.step;
   unsigned position = (steps - 1) * step_bytes + lane * kVectorBytes;  // in the stages
   const T *x_prefetch = x_row + offset, *dy_prefetch = dy_row + offset;      // of the step whose loads come next
-  // Of the step before the first, only inputs right before the stretch count.
+  // Of the step before the first, only inputs right before the tile count.
   const int first_x = lane >= lanes - kVectorsBefore ? max(at.first_readable, -at.step) : 0;
   const auto prefetch = [&](int steps_ahead) {
     const int ahead = offset - steps_ahead * at.step;
@@ -90,10 +88,11 @@ __global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
   };
 
   C following[kVec];  // dz of the step before, which lies after the next one in the row
-  const TapsOfRow<kVec + kPast> all_taps(taps_row, at.before, at.after);  // of vectors and those that follow in the row
+  // Of a vector and of the times that follow it in the row.
+  const MasksOfRow<kVec + kPast> row_masks(masks_of_row, at.before, at.after);
 #pragma unroll
   for (int i = 0; i < kVec; ++i) following[i] = 0;
-  if (kPast > 0 && at.stretch + 1 < grid.plan.stretches && lane * kVec < kPast) {
+  if (kPast > 0 && at.tile + 1 < grid.plan.tiles && lane * kVec < kPast) {
     const int next = steps * at.step;
     C x[kPast + kVec], dy[kVec];
 #pragma unroll
@@ -103,15 +102,15 @@ __global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
     }
 #pragma unroll
     for (int i = 0; i < kVec; ++i) dy[i] = next + i < at.after ? static_cast<C>(dy_row[next + i]) : C{0};
-    Taps<kVec + kPast> taps{};
-    if constexpr (kHasTaps) all_taps.template Load<kWidth>(geometry, next, &taps);
-    PreActivationGradient<kWidth, kHasTaps, kVec>(x, dy, weights, bias, taps, a.silu, following);
+    Masks<kVec + kPast> masks{};
+    if constexpr (kHasMasks) row_masks.template Load<kWidth>(geometry, next, &masks);
+    PreActivationGradient<kWidth, kHasMasks, kVec>(x, dy, weights, bias, masks, a.silu, following);
     zero_outside(next, following);
   }
   C sums[kWidth + 1] = {};
   const int first_lane = (threadIdx.x & 31) - lane;  // of the group, in its warp
   uint32_t borders = 0;
-  if constexpr (kHasTaps && !kIsWide<kWidth>) borders = StepsWithBorders(at, grid.plan, taps_row, kWidth, kPast);
+  if constexpr (kHasMasks && !kIsWide<kWidth>) borders = StepsWithBorders(at, grid.plan, masks_of_row, kWidth, kPast);
   for (int step = steps - 1; step >= 0; --step) {
     WaitForCopies<kPrefetchSteps - 2>();  // the step that comes next lies before this one in the row
     __syncwarp();
@@ -121,11 +120,11 @@ __global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
     stages.template Read<kPast>(x_stages, position, x);
     stages.template Read<0>(dy_stages, position, dy);
     if (!are_regular && !is_regular) mend(offset, x, dy);
-    Taps<kVec + kPast> taps{};
+    Masks<kVec + kPast> masks{};
     const auto compute = [&](auto is_masked) {
       constexpr bool kIsMasked = decltype(is_masked)::value;
       C dz[kVec + kPast];  // of the vector and, after it, of those that follow in the row
-      PreActivationGradient<kWidth, kIsMasked, kVec>(x, dy, weights, bias, taps, a.silu, dz);
+      PreActivationGradient<kWidth, kIsMasked, kVec>(x, dy, weights, bias, masks, a.silu, dz);
       if (!are_regular) zero_outside(offset, dz);
 #pragma unroll
       for (int j = 0; j < kPast; ++j) {
@@ -137,14 +136,14 @@ __global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
       for (int j = 0; j < kVec; ++j) following[j] = dz[j];
 #pragma unroll
       for (int j = 0; j < kVec; ++j) dx[j] = 0;
-      // What dz of a time and the input k steps before it, if its tap is there, give each other.
+      // What dz of a time and the input k steps before it, if both are of one sequence, give each other.
       const auto add_products = [&](const auto& is_summed) {
 #pragma unroll
         for (int t = 0; t < kVec + kPast; ++t) {
           const bool is_own = t < kVec && is_summed(t);
 #pragma unroll
           for (int k = 0; k < kWidth; ++k) {
-            if (!kIsMasked || k == 0 || taps.Has(t, k)) {
+            if (!kIsMasked || k == 0 || masks.Has(t, k)) {
               if (t >= k && t - k < kVec) dx[t - k] = fma(weights[kPast - k], dz[t], dx[t - k]);
               if (is_own) sums[kPast - k] = fma(dz[t], x[t + kPast - k], sums[kPast - k]);
             }
@@ -159,8 +158,8 @@ __global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
         add_products([&](int t) { return at.before + offset + t >= 0 && offset + t < at.after; });
       }
     };
-    if (kIsWide<kWidth> || (kHasTaps && (borders >> step & 1u) != 0)) {
-      all_taps.template Load<kWidth>(geometry, offset, &taps);
+    if (kIsWide<kWidth> || (kHasMasks && (borders >> step & 1u) != 0)) {
+      row_masks.template Load<kWidth>(geometry, offset, &masks);
       compute(std::true_type{});
     } else {
       compute(std::false_type{});
@@ -178,7 +177,7 @@ __global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
     for (int away = lanes / 2; away > 0; away /= 2) sums[k] += __shfl_xor_sync(kFullWarp, sums[k], away);
   }
   if (lane == 0 && at.is_real) {
-    C* partial = a.Partial(at.example, at.stretch, grid.plan.stretches, kWidth - left_out, at.channel);
+    C* partial = a.Partial(at.example, at.tile, grid.plan.tiles, kWidth - left_out, at.channel);
 #pragma unroll
     for (int k = 0; k <= kWidth; ++k) {
       if (k >= left_out) partial[(k - left_out) * geometry.channels] = sums[k];
@@ -187,14 +186,7 @@ __global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
 }
 
 RowsPlan BackwardPlan(const Problem& problem, int64_t element_bytes) {
-  RowsChoice choice{/*blocks_at_once=*/element_bytes > 4 ? 4 : 6, /*steps_to_start=*/3, /*fewest_steps=*/2,
-                    /*most_steps=*/20, /*slowness=*/{1, 1.07, 1.16, 1.4}};
-  if (problem.has_taps) {
-    // A sequence begins less often in the steps of fewer threads.
-    choice = {/*blocks_at_once=*/element_bytes > 4 ? 4 : 5, /*steps_to_start=*/3, /*fewest_steps=*/2,
-              /*most_steps=*/32, /*slowness=*/{1.07, 1, 1.07, 1.4}};
-  }
-  return RowsPlan(problem, element_bytes, choice);
+  return RowsPlan(problem, element_bytes, Tuning::BackwardRows(element_bytes, problem.has_same_sequence));
 }
 
 template <typename T>
@@ -202,62 +194,53 @@ CudaStatus LaunchRows(const BackwardCall& call, Tiling tiling, cudaStream_t stre
   const Problem& problem = call.problem;
   const BackwardArguments<T> arguments(call);
   const RowsGrid grid(BackwardPlan(problem, sizeof(T)), tiling);
-  return DispatchKernel(problem.width, problem.has_taps, [&](auto width, auto has_taps) {
-    const auto kernel = BackwardRows<T, width, has_taps>;
+  return DispatchKernel(problem.width, problem.has_same_sequence, [&](auto width, auto has_masks) {
+    const auto kernel = BackwardRows<T, width, has_masks>;
     kernel<<<static_cast<unsigned>(grid.plan.Blocks()), kRowsThreads, 0, stream>>>(arguments, grid);
     return JB_LAUNCH_STATUS(BackwardRows);
   });
 }
 
-// Of the blocks that add up partial sums.
-inline constexpr int kMinChannels = 8, kMaxChannels = 128, kMaxSummands = 128, kUsualThreads = 256;
+inline constexpr int kMaxSumThreads = Tuning::kMinSumChannels * Tuning::kMaxSumLanes;
 
-// Adds up the partial sums of each channel, always in the same order: a block has a thread for some channels, side by
-// side, and each residue of the partial sums' number. In double, since there may be very many of them.
+// Adds up the partial sums of each channel. A block takes some neighbouring channels, which its threads have side by
+// side along x; along y they share the partial sums.
 template <typename C>
-__global__ void __launch_bounds__(kMinChannels * kMaxSummands)
-    SumPartials(const C* partials, int64_t parts, int width, int64_t channels, Divider by_blocks_across, C* dweight,
-                C* dbias) {
-  __shared__ double shared[kMinChannels * kMaxSummands];
+__global__ void __launch_bounds__(kMaxSumThreads)
+    SumParameterGradients(const C* partials, int64_t parts, int width, int64_t channels, Divider by_blocks_across,
+                          C* dweight, C* dbias) {
+  __shared__ double shared[kMaxSumThreads];
   const int64_t block = blockIdx.x, band = by_blocks_across.Quotient(block);  // band: of [batch, width + 1]
   const int64_t batch = band / (width + 1);
   const int k = static_cast<int>(band - batch * (width + 1));
   const int64_t channel = (block - band * static_cast<int64_t>(by_blocks_across.divisor)) * blockDim.x + threadIdx.x;
   const bool is_real = channel < channels;
-  double sum = 0;
-  if (is_real) {
-    const C* first = partials + (batch * parts * (width + 1) + k) * channels + channel;
-#pragma unroll 8
-    for (int64_t part = threadIdx.y; part < parts; part += blockDim.y) sum += first[part * (width + 1) * channels];
-  }
-  double* const own = shared + threadIdx.y * blockDim.x + threadIdx.x;
-  *own = sum;
-  for (unsigned half = blockDim.y / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (threadIdx.y < half) *own += own[half * blockDim.x];
-  }
-  if (threadIdx.y != 0 || !is_real) return;
+  const int lane = threadIdx.y, lanes = blockDim.y, columns = blockDim.x;
+  const double sum = SumPartials(partials + (batch * parts * (width + 1) + k) * channels + channel,
+                                 is_real ? parts : 0, (width + 1) * channels, lane, lanes,
+                                 shared + lane * columns + threadIdx.x, columns);
+  if (lane != 0 || !is_real) return;
   if (k < width) {
-    dweight[(batch * channels + channel) * width + k] = static_cast<C>(*own);
+    dweight[(batch * channels + channel) * width + k] = static_cast<C>(sum);
   } else {
-    dbias[batch * channels + channel] = static_cast<C>(*own);
+    dbias[batch * channels + channel] = static_cast<C>(sum);
   }
 }
 
 template <typename C>
-CudaStatus LaunchSumPartials(const BackwardCall& call, int64_t parts, cudaStream_t stream) {
+CudaStatus LaunchSumParameterGradients(const BackwardCall& call, int64_t parts, cudaStream_t stream) {
   const Problem& problem = call.problem;
-  constexpr int kLoadsAhead = 8;
-  int summands = 1;
-  while (summands < kMaxSummands && summands * 2 * kLoadsAhead <= parts) summands *= 2;
-  const int channels = std::clamp(kUsualThreads / summands, kMinChannels, kMaxChannels);
+  int lanes = 1;
+  while (lanes < Tuning::kMaxSumLanes && lanes * 2 * Tuning::kPartialsOfThread <= parts) lanes *= 2;
+  const int channels = std::clamp(Tuning::kSumThreads / lanes, static_cast<int>(Tuning::kMinSumChannels),
+                                  static_cast<int>(Tuning::kMaxSumChannels));
   const int64_t across = CeilDivide(problem.channels, channels);
   const int64_t blocks = problem.batch * (problem.width + 1) * across;
   if (blocks == 0) return {};
-  SumPartials<C><<<static_cast<unsigned>(blocks), dim3(channels, summands), 0, stream>>>(
+  SumParameterGradients<C><<<static_cast<unsigned>(blocks), dim3(channels, lanes), 0, stream>>>(
       static_cast<const C*>(call.scratch), parts, problem.width, problem.channels, Divider(across),
       static_cast<C*>(call.dweight), static_cast<C*>(call.dbias));
-  return JB_LAUNCH_STATUS(SumPartials);
+  return JB_LAUNCH_STATUS(SumParameterGradients);
 }
 
 // Gradients of some times of each row from `first` on, which may be negative, one a thread, all of it computed again:
@@ -280,15 +263,15 @@ __global__ void __launch_bounds__(kRowsThreads)
   const T* x = a.x.data + a.x.Example(geometry, example) * example_size + in_example;
   const T* dy = a.dy.data + a.dy.Example(geometry, example) * example_size + in_example;
   const T* state_end = a.initial_state.End(geometry, example, channel);
-  const uint8_t* taps = a.taps.data;
-  if (taps != nullptr) taps += a.taps.Example(geometry, example) * geometry.length;
+  const uint8_t* same_sequence = a.same_sequence.data;
+  if (same_sequence != nullptr) same_sequence += a.same_sequence.Example(geometry, example) * geometry.length;
   const int64_t weight_row = a.weights.weight.Row(geometry, example, channel) * width;
   const C bias = a.weights.bias.LoadOptional(a.weights.bias.Row(geometry, example, channel));
   const auto weight = [&](int k) { return a.weights.weight.LoadOptional(weight_row + k); };
 
   C gradient = 0;
   for (int64_t t = max(time, int64_t{0}); t <= time + past && t < geometry.length; ++t) {
-    const uint32_t bits = taps != nullptr ? taps[t] : ~0u;
+    const uint32_t bits = same_sequence != nullptr ? same_sequence[t] : ~0u;
     if ((bits >> (t - time) & 1u) == 0) continue;
     C dz = static_cast<C>(dy[t * stride]);
     if (a.silu) {
@@ -304,7 +287,7 @@ __global__ void __launch_bounds__(kRowsThreads)
   }
   const int64_t newer = geometry.length - 1 - time;  // inputs after this one
   if (a.d_final_state.entries.data != nullptr && newer < past) {
-    const uint32_t bits = taps != nullptr && geometry.length > 0 ? taps[geometry.length - 1] : ~0u;
+    const uint32_t bits = same_sequence != nullptr && geometry.length > 0 ? same_sequence[geometry.length - 1] : ~0u;
     if (bits >> newer & 1u) gradient += static_cast<C>(a.d_final_state.End(geometry, example, channel)[-1 - newer]);
   }
   if (time < 0) {
@@ -328,7 +311,7 @@ CudaStatus LaunchEnd(const BackwardCall& call, int64_t first, int64_t count, cud
 int64_t PartsOfBatchElement(const Problem& problem, int64_t element_bytes) {
   if (problem.HasNoElement()) return 0;
   return problem.examples * (problem.channels_last ? PartsOfExampleChannelsLast(problem, element_bytes)
-                                                   : BackwardPlan(problem, element_bytes).stretches);
+                                                   : BackwardPlan(problem, element_bytes).tiles);
 }
 
 }  // namespace
@@ -350,15 +333,15 @@ CudaStatus LaunchBackward(const BackwardCall& call, cudaStream_t stream) {
     using T = typename decltype(tag)::type;
     const Problem& problem = call.problem;
     // Rows load weights and biases one by one.
-    const bool is_aligned = AreAligned({call.x.data, call.dy.data, call.dx}) &&
-                            (!problem.channels_last || AreAligned({call.weight.data, call.bias.data}));
+    const bool is_aligned = AreAligned(kVectorBytes, call.x.data, call.dy.data, call.dx) &&
+                            (!problem.channels_last || AreAligned(kVectorBytes, call.weight.data, call.bias.data));
     const Tiling tiling = ChooseBackward(problem, sizeof(T), call.x.is_shared || call.dy.is_shared, is_aligned);
     if (tiling != Tiling::kNothing) {
       JB_RETURN_IF_CUDA_ERROR(problem.channels_last ? LaunchBackwardChannelsLast(call, tiling, stream)
                                                     : LaunchRows<T>(call, tiling, stream));
     }
     JB_RETURN_IF_CUDA_ERROR(
-        LaunchSumPartials<ComputeType<T>>(call, PartsOfBatchElement(problem, sizeof(T)), stream));
+        LaunchSumParameterGradients<ComputeType<T>>(call, PartsOfBatchElement(problem, sizeof(T)), stream));
     const int64_t past = problem.width - 1, last_inputs = std::min(past, problem.length);
     if (call.d_final_state.data != nullptr) {
       JB_RETURN_IF_CUDA_ERROR(LaunchEnd<T>(call, problem.length - last_inputs, last_inputs, stream));

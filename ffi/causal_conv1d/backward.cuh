@@ -13,7 +13,7 @@ struct BackwardArguments {
   Input<T> x, dy;
   Weights<T> weights;
   InitialState<T> initial_state, d_final_state;
-  Input<uint8_t> taps;
+  Input<uint8_t> same_sequence;
   T* dx;
   ComputeType<T>* partials;  // [batch, partial sums of a channel, width + 1, channels], the bias's after the weights'
 
@@ -25,7 +25,7 @@ struct BackwardArguments {
         weights{{call.problem, call.weight, call.type}, {call.problem, call.bias, call.type}},
         initial_state{{call.problem, call.initial_state}, call.state_length},
         d_final_state{{call.problem, call.d_final_state}, call.problem.width - 1},
-        taps(call.problem, call.taps),
+        same_sequence(call.problem, call.same_sequence),
         dx(static_cast<T*>(call.dx)),
         partials(static_cast<ComputeType<T>*>(call.scratch)) {}
 

@@ -5,17 +5,15 @@
 namespace jax_baracuda::causal_conv1d {
 namespace {
 
-// Rings of narrow vectors hold more of them. Wide ones, which are fewer to the byte, can afford a group for each time.
+// Wide vectors, which are fewer to the byte, can afford a group of copies for each time.
 template <typename T, int kWidth, int kVec>
-using BackwardStages = std::conditional_t<(sizeof(T) * kVec < 16), TimeStages<T, kVec, 16, kRowsOfCircle<kWidth>>,
-                                        TimeStages<T, kVec, 8, 1>>;
+using BackwardStages =
+    std::conditional_t<(sizeof(T) * kVec < kVectorBytes),
+                       TimeStages<T, kVec, Tuning::kBackwardNarrowStageTimes, kRowsOfCircle<kWidth>>,
+                       TimeStages<T, kVec, Tuning::kBackwardStageTimes, 1>>;
 
-// So many blocks of a multiprocessor as the usual widths do well with.
-template <typename T, int kWidth>
-inline constexpr int kMinBlocks = sizeof(T) > 4 || kWidth > 4 ? 1 : sizeof(T) == 4 ? 3 : 4;
-
-template <typename T, int kWidth, int kVec, bool kHasTaps>
-__global__ void __launch_bounds__(kChannelsLastThreads, kMinBlocks<T, kWidth>)
+template <typename T, int kWidth, int kVec, bool kHasMasks>
+__global__ void __launch_bounds__(kChannelsLastThreads, Tuning::BackwardChannelsLastBlocks(sizeof(T), kWidth))
     BackwardChannelsLast(const __grid_constant__ BackwardArguments<T> a,
                          const __grid_constant__ ChannelsLastGrid grid) {
   using C = ComputeType<T>;
@@ -23,15 +21,16 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kMinBlocks<T, kWidth>)
   using Stages = BackwardStages<T, kWidth, kVec>;
   constexpr int kSumBytes = kChannelsLastThreads * kVec * (kWidth + 1) * static_cast<int>(sizeof(C));
   // First the stages, then the sums.
-  __shared__ alignas(16) char shared[kSumBytes > 2 * Stages::kBlockBytes ? kSumBytes : 2 * Stages::kBlockBytes];
+  constexpr int kStagesBytes = 2 * Stages::kBlockBytes;
+  __shared__ alignas(kVectorBytes) char shared[kSumBytes > kStagesBytes ? kSumBytes : kStagesBytes];
   const Geometry& geometry = a.geometry;
   const ChannelsLastPlace at(geometry, grid, kVec);
   C sums[kWidth + 1][kVec] = {};
   if (at.channel < geometry.channels && at.count > 0) {
     const T *x = at.In(a.x, geometry), *dy = at.In(a.dy, geometry);
     T* dx = a.dx + at.Index(geometry, at.example) - kPast * geometry.channels;  // of the row kPast before x's
-    const uint8_t* taps = nullptr;
-    if (kHasTaps && a.taps.data != nullptr) taps = at.Times(a.taps, geometry);
+    const uint8_t* same_sequence = nullptr;
+    if (kHasMasks && a.same_sequence.data != nullptr) same_sequence = at.Times(a.same_sequence, geometry);
     // Inputs of this run have their gradients from times up to kPast after it.
     const int walk = at.count + kPast, end = static_cast<int>(min(geometry.length - at.begin, int64_t{walk}));
 
@@ -57,9 +56,11 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kMinBlocks<T, kWidth>)
     uint32_t next_masks[kRows];
     const auto load_masks = [&](int first) {
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) next_masks[i] = taps == nullptr ? ~0u : first + i < end ? taps[first + i] : 0u;
+      for (int i = 0; i < kRows; ++i) {
+        next_masks[i] = same_sequence == nullptr ? ~0u : first + i < end ? same_sequence[first + i] : 0u;
+      }
     };
-    if (kHasTaps) load_masks(0);
+    if (kHasMasks) load_masks(0);
     for (int first = 0; first < walk; first += kRows) {
       uint32_t masks[kRows];
       uint32_t common = ~0u;
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kMinBlocks<T, kWidth>)
         masks[i] = next_masks[i] & geometry.template TapBits<kWidth>();
         common &= masks[i];
       }
-      if (kHasTaps) load_masks(first + kRows);
+      if (kHasMasks) load_masks(first + kRows);
       const auto compute = [&](auto is_masked) {
         constexpr bool kIsMasked = decltype(is_masked)::value;
 #pragma unroll
@@ -111,8 +112,8 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kMinBlocks<T, kWidth>)
           dx += geometry.channels;
         }
       };
-      constexpr uint32_t kAllTaps = (1u << kWidth) - 1;
-      if (kIsWide<kWidth> || (kHasTaps && (common & kAllTaps) != kAllTaps)) {
+      constexpr uint32_t kAllBits = (1u << kWidth) - 1;
+      if (kIsWide<kWidth> || (kHasMasks && (common & kAllBits) != kAllBits)) {
         compute(std::true_type{});
       } else {
         compute(std::false_type{});
@@ -146,7 +147,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kMinBlocks<T, kWidth>)
 }
 
 ChannelsLastPlan BackwardPlan(const Problem& problem, int64_t element_bytes) {
-  return ChannelsLastPlan(problem, element_bytes, {2 * kShortestRun, 512, 4});
+  return ChannelsLastPlan(problem, element_bytes, Tuning::BackwardRun());
 }
 
 }  // namespace
@@ -161,8 +162,8 @@ CudaStatus LaunchBackwardChannelsLast(const BackwardCall& call, Tiling tiling, c
     using T = typename decltype(tag)::type;
     const BackwardArguments<T> arguments(call);
     const ChannelsLastGrid grid(problem, BackwardPlan(problem, sizeof(T)), tiling);
-    return LaunchChannelsLast<T>(call, grid, arguments, stream, [](auto width, auto channels, auto has_taps) {
-      return BackwardChannelsLast<T, width, channels, has_taps>;
+    return LaunchChannelsLast<T>(call, grid, arguments, stream, [](auto width, auto channels, auto has_masks) {
+      return BackwardChannelsLast<T, width, channels, has_masks>;
     });
   });
 }

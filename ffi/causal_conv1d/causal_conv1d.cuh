@@ -18,18 +18,19 @@ enum class Tiling {
   kNothing,
   kRows,                   // a warp takes a row
   kPackedRows,             // or several
-  kRowsInStretches,        // or part of one
+  kSplitRows,        // or part of one
   kRowsByElement,          // without vectors, however it is cut
   kChannelsLast,           // a thread takes a vector of channels
   kChannelsLastByElement,  // or one
 };
 
-// The tilings that are not nothing, each without and with taps.
+// The tilings that are not nothing, each without and with same_sequence. (In the names of strategies, its masks are
+// called taps.)
 #define JB_WITH_TAPS(name) name, name "_with_taps"
 inline constexpr const char* kForwardStrategyNames[] = {"nothing",
                                                         JB_WITH_TAPS("rows"),
                                                         JB_WITH_TAPS("packed_rows"),
-                                                        JB_WITH_TAPS("rows_in_stretches"),
+                                                        JB_WITH_TAPS("split_rows"),
                                                         JB_WITH_TAPS("rows_by_element"),
                                                         JB_WITH_TAPS("channels_last"),
                                                         JB_WITH_TAPS("channels_last_by_element")};
@@ -41,7 +42,7 @@ inline constexpr const char* kForwardStrategyNames[] = {"nothing",
 inline constexpr const char* kBackwardStrategyNames[] = {"nothing",
                                                          JB_WITH_TAPS("rows"),
                                                          JB_WITH_TAPS("packed_rows"),
-                                                         JB_WITH_TAPS("rows_in_stretches"),
+                                                         JB_WITH_TAPS("split_rows"),
                                                          JB_WITH_TAPS("rows_by_element"),
                                                          JB_WITH_TAPS("channels_last"),
                                                          JB_WITH_TAPS("channels_last_by_element"),

@@ -19,7 +19,7 @@ inline constexpr int kMaxConstantWidth = 4;
 
 // x, dy, y, dx: [batch, examples, channels, length], or [batch, examples, length, channels] where channels are last.
 // weight: [batch, channels, width]; bias: [batch, channels]; states: [batch, examples, channels, state length];
-// taps: [batch, examples, length]. An operand whose leading dimension is 1 is shared by the whole batch.
+// same_sequence: [batch, examples, length]. An operand whose leading dimension is 1 is shared by the whole batch.
 struct Problem {
   int64_t batch;
   int64_t examples;
@@ -28,7 +28,7 @@ struct Problem {
   int width;  // 1 to kMaxWidth
   bool channels_last;
   bool silu;
-  bool has_taps;
+  bool has_same_sequence;
 
   bool HasNoElement() const { return batch == 0 || examples == 0 || channels == 0 || length == 0; }
 };
@@ -55,7 +55,7 @@ struct ConvolutionCall {
   Parameter bias;            // optional
   Operand initial_state;     // optional: inputs of each channel before time 0, the newest last
   int64_t state_length = 0;  // how many: at least width - 1, which are those that count
-  Operand taps;              // optional, uint8_t: bit j is set if the input j steps back belongs to the same sequence
+  Operand same_sequence;     // optional, uint8_t masks: bit j is set if the input j steps back is of the same sequence
 };
 
 struct ForwardCall : ConvolutionCall {

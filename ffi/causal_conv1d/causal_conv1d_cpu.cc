@@ -14,6 +14,7 @@
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
 #include "ffi/causal_conv1d/causal_conv1d_handler.h"
+#include "ffi/core/alignment.h"
 #include "ffi/core/cpu_clones.h"
 #include "ffi/core/cpu_kernel.h"
 #include "ffi/core/exp_cpu.h"
@@ -37,12 +38,12 @@ constexpr int64_t kMinChannels = 128;  // where there are more threads than tile
 // Channels fill vectors, too, where sequences are shorter than this; tiles are then transposed on the way.
 constexpr int64_t kLongTimes = 48;
 
-// Of one channel, sequences are looked at in blocks of so many times for taps that are missing.
+// Times of one channel whose masks are looked at together: a block in which all bits are set takes the fast path.
 constexpr int64_t kBlockTimes = 64;
 
 // How the sums over examples and times are cut: by shapes alone, so that they are the same on any number of threads.
-constexpr int64_t kPieceTimesOfChannel = 8 * kTimesOfChannel;
-constexpr int64_t kPieceTimes = 16 * kTimes;
+constexpr int64_t kChunkTimesOfChannel = 8 * kTimesOfChannel;
+constexpr int64_t kChunkTimes = 16 * kTimes;
 constexpr int64_t kMaxParts = 128;  // times the elements of the batch, times the channels in units of a small tile
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -51,7 +52,7 @@ constexpr int64_t kMaxParts = 128;  // times the elements of the batch, times th
 enum class Strategy {
   kNothing,
   kRows,                    // tiles are of one channel
-  kRowsWithTaps,            // as well, with taps
+  kRowsWithTaps,            // as well, with same_sequence
   kTransposedRows,          // tiles are of several channels, and transposed
   kTransposedRowsWithTaps,
   kChannelsLast,            // tiles are of several channels
@@ -85,11 +86,13 @@ Problem WithBestLayout(Problem problem) {
 Strategy ChooseForward(const Problem& problem, int64_t element_bytes) {
   if (problem.HasNoElement()) return Strategy::kNothing;
   const int64_t numbers_of_line = kLineBytes / std::max<int64_t>(sizeof(float), element_bytes);
-  if (problem.channels_last) return problem.has_taps ? Strategy::kChannelsLastWithTaps : Strategy::kChannelsLast;
-  if (problem.length < kLongTimes && problem.channels >= numbers_of_line) {
-    return problem.has_taps ? Strategy::kTransposedRowsWithTaps : Strategy::kTransposedRows;
+  if (problem.channels_last) {
+    return problem.has_same_sequence ? Strategy::kChannelsLastWithTaps : Strategy::kChannelsLast;
   }
-  return problem.has_taps ? Strategy::kRowsWithTaps : Strategy::kRows;
+  if (problem.length < kLongTimes && problem.channels >= numbers_of_line) {
+    return problem.has_same_sequence ? Strategy::kTransposedRowsWithTaps : Strategy::kTransposedRows;
+  }
+  return problem.has_same_sequence ? Strategy::kRowsWithTaps : Strategy::kRows;
 }
 
 Strategy ChooseBackward(const Problem& problem, int64_t element_bytes) {
@@ -212,8 +215,7 @@ class Lines {
   // Returns false if there is no memory.
   bool Allocate(int64_t count) {
     memory_ = jax_baracuda::Allocate<C>(count + Lanes<C>::kCount);
-    const uintptr_t address = reinterpret_cast<uintptr_t>(memory_.get());
-    begin_ = reinterpret_cast<C*>((address + kLineBytes - 1) / kLineBytes * kLineBytes);
+    begin_ = AlignUp(memory_.get(), kLineBytes);
     return memory_ != nullptr;
   }
 
@@ -270,10 +272,10 @@ JB_CPU_CLONES void AddTimes(const C* __restrict in, C weight, int64_t times, C* 
 }
 
 template <typename C>
-JB_CPU_CLONES void AddTapTimes(const C* __restrict in, C weight, const uint8_t* taps, int bit, int64_t times,
+JB_CPU_CLONES void AddMaskedTimes(const C* __restrict in, C weight, const uint8_t* masks, int bit, int64_t times,
                                C* __restrict out) {
   JB_VECTORIZE
-  for (int64_t t = 0; t < times; ++t) out[t] += (taps[t] >> bit & 1) != 0 ? weight * in[t] : C{0};
+  for (int64_t t = 0; t < times; ++t) out[t] += (masks[t] >> bit & 1) != 0 ? weight * in[t] : C{0};
 }
 
 template <typename C>
@@ -350,15 +352,15 @@ JB_CPU_CLONES void SumProductsChannels(const C* in, int64_t in_stride, const C* 
   for (; c < channels; ++c) add(TypeTag<C>{}, c);
 }
 
-// The sum of dz[t] * in[t] over the times whose tap has the bit.
+// The sum of dz[t] * in[t] over the times whose mask has the bit.
 template <typename C>
-JB_CPU_CLONES void SumTapTimes(const C* in, const C* dz, const uint8_t* taps, int bit, int64_t times, double* sum) {
+JB_CPU_CLONES void SumMaskedTimes(const C* in, const C* dz, const uint8_t* masks, int bit, int64_t times, double* sum) {
   C lanes[Lanes<C>::kCount] = {};
   for (int64_t begin = 0; begin < times; begin += Lanes<C>::kCount) {
     const int64_t count = std::min(Lanes<C>::kCount, times - begin);
     JB_VECTORIZE
     for (int64_t i = 0; i < count; ++i) {
-      lanes[i] += (taps[begin + i] >> bit & 1) != 0 ? dz[begin + i] * in[begin + i] : C{0};
+      lanes[i] += (masks[begin + i] >> bit & 1) != 0 ? dz[begin + i] * in[begin + i] : C{0};
     }
   }
   double total = 0;
@@ -367,7 +369,7 @@ JB_CPU_CLONES void SumTapTimes(const C* in, const C* dz, const uint8_t* taps, in
 }
 
 template <typename C>
-JB_CPU_CLONES void SumTapChannels(const C* in, const C* dz, int64_t channels, double* sums) {
+JB_CPU_CLONES void SumProductsOfTime(const C* in, const C* dz, int64_t channels, double* sums) {
   JB_VECTORIZE
   for (int64_t c = 0; c < channels; ++c) sums[c] += static_cast<double>(dz[c] * in[c]);
 }
@@ -459,8 +461,8 @@ class Convolution {
         x_is_shared_(call.x.is_shared),
         initial_state_{static_cast<const T*>(call.initial_state.data), call.initial_state.is_shared,
                        call.state_length},
-        taps_(static_cast<const uint8_t*>(call.taps.data)),
-        taps_are_shared_(call.taps.is_shared),
+        same_sequence_(static_cast<const uint8_t*>(call.same_sequence.data)),
+        same_sequence_is_shared_(call.same_sequence.is_shared),
         parameters_(parameters),
         is_transposed_(strategy == Strategy::kTransposedRows || strategy == Strategy::kTransposedRowsWithTaps),
         has_channels_(problem_.channels_last || is_transposed_) {}
@@ -515,17 +517,18 @@ class Convolution {
   // Whether a tile can be read and written in the memory of an array shaped as x.
   bool is_in_place() const { return std::is_same_v<T, C> && !is_transposed_; }
 
-  // The taps from `time` on; nullptr if there are none.
-  const uint8_t* Taps(Place place, int64_t time) const {
-    if (taps_ == nullptr) return nullptr;
-    return taps_ + ((taps_are_shared_ ? 0 : place.batch) * problem_.examples + place.example) * problem_.length + time;
+  // The masks from `time` on; nullptr if there are none.
+  const uint8_t* SameSequence(Place place, int64_t time) const {
+    if (same_sequence_ == nullptr) return nullptr;
+    const int64_t example = (same_sequence_is_shared_ ? 0 : place.batch) * problem_.examples + place.example;
+    return same_sequence_ + example * problem_.length + time;
   }
 
   // Row k, the weights of all channels, begins k * channels further.
   const C* Weights(Place place) const { return parameters_.Of(place.batch); }
 
-  bool HasTap(Place place, int64_t time, int64_t bit) const {
-    return taps_ == nullptr || (*Taps(place, time) >> bit & 1) != 0;
+  bool IsSameSequence(Place place, int64_t time, int64_t bit) const {
+    return same_sequence_ == nullptr || (*SameSequence(place, time) >> bit & 1) != 0;
   }
 
   // The inputs of times [begin, end) as numbers of the compute type, `stride` numbers from one time to the next; in
@@ -559,8 +562,8 @@ class Convolution {
                int64_t z_stride) const {
     const C* const weights = Weights(place) + channels.begin;
     const C* const biases = weights + problem_.width * problem_.channels;
-    Correlate<kSilu>({weights, problem_.channels, biases, Taps(place, time), false}, channels, in, in_stride, times,
-                     times, z, z_stride);
+    Correlate<kSilu>({weights, problem_.channels, biases, SameSequence(place, time), false}, channels, in, in_stride,
+                     times, times, z, z_stride);
   }
 
   // dx of times from `time` on without the part of the final state, from dz of the same and of later times: of
@@ -569,18 +572,18 @@ class Convolution {
                  C* dx, int64_t dx_stride) const {
     static constexpr C kZeros[kMaxChannels] = {};
     const C* const last_weights = Weights(place) + channels.begin + reach() * problem_.channels;
-    Correlate<false>({last_weights, -problem_.channels, kZeros, Taps(place, time), true}, channels, dz, channels.count,
-                     gradients, times, dx, dx_stride);
+    Correlate<false>({last_weights, -problem_.channels, kZeros, SameSequence(place, time), true}, channels, dz,
+                     channels.count, gradients, times, dx, dx_stride);
   }
 
   // Adds to the sums for the weights and the bias, a row of all channels each.
   void SumProducts(Place place, Channels channels, const C* in, int64_t in_stride, const C* dz, int64_t time,
                    int64_t times, double* sums) const {
-    const uint8_t* const taps = Taps(place, time);
+    const uint8_t* const masks = SameSequence(place, time);
     sums += channels.begin;
     const int64_t stride = problem_.channels;
     double* const sums_of_dz = sums + problem_.width * stride;
-    ForEachRunOfTimes(taps, false, times, times, [&](int64_t begin, int64_t end) {
+    ForEachRunOfTimes(masks, false, times, times, [&](int64_t begin, int64_t end) {
       const C* const first_dz = dz + begin * channels.count;
       for (int first = 0; first < problem_.width; first += kMaxConstantWidth) {
         DispatchWidth(std::min(problem_.width - first, kMaxConstantWidth), [&](auto width) {
@@ -597,7 +600,7 @@ class Convolution {
     }, [&](int64_t begin, int64_t end) {
       if (!has_channels_) {
         for (int k = 0; k < problem_.width; ++k) {
-          SumTapTimes(in + begin + k, dz + begin, taps + begin, Bit(false, k), end - begin, sums + k * stride);
+          SumMaskedTimes(in + begin + k, dz + begin, masks + begin, Bit(false, k), end - begin, sums + k * stride);
         }
         SumProductsTimes<0>(in, dz + begin, end - begin, sums, stride, sums_of_dz);
         return;
@@ -605,8 +608,8 @@ class Convolution {
       for (int64_t t = begin; t < end; ++t) {
         const C* const gradients = dz + t * channels.count;
         for (int k = 0; k < problem_.width; ++k) {
-          if ((taps[t] >> Bit(false, k) & 1) == 0) continue;
-          SumTapChannels(in + (t + k) * in_stride, gradients, channels.count, sums + k * stride);
+          if ((masks[t] >> Bit(false, k) & 1) == 0) continue;
+          SumProductsOfTime(in + (t + k) * in_stride, gradients, channels.count, sums + k * stride);
         }
         SumChannels(gradients, channels.count, sums_of_dz);
       }
@@ -619,20 +622,21 @@ class Convolution {
     const C* weights;  // of the first channel
     int64_t weight_stride;
     const C* biases;
-    const uint8_t* taps;  // nullptr if there are none
-    // Where false, taps[t] has a bit for each k, the last of them bit 0. Where true, bit k of taps[t + k] counts.
+    const uint8_t* same_sequence;  // nullptr if there is none
+    // Where false, the mask of t has a bit for each k, the last of them bit 0. Where true, bit k of the mask of t + k
+    // counts.
     bool is_transposed;
   };
 
-  // There are taps for `num_taps` times.
+  // There are masks for `num_masks` times.
   template <bool kSilu>
-  void Correlate(const Correlation& correlation, Channels channels, const C* in, int64_t in_stride, int64_t num_taps,
+  void Correlate(const Correlation& correlation, Channels channels, const C* in, int64_t in_stride, int64_t num_masks,
                  int64_t times, C* out, int64_t out_stride) const {
-    const uint8_t* const taps = correlation.taps;
+    const uint8_t* const masks = correlation.same_sequence;
     const bool is_transposed = correlation.is_transposed;
     const C* const weights = correlation.weights;
     const int64_t weight_stride = correlation.weight_stride;
-    ForEachRunOfTimes(taps, is_transposed, num_taps, times, [&](int64_t begin, int64_t end) {
+    ForEachRunOfTimes(masks, is_transposed, num_masks, times, [&](int64_t begin, int64_t end) {
       const C* const first_in = in + begin * in_stride;
       C* const first_out = out + begin * out_stride;
       if (problem_.width > kMaxConstantWidth) {
@@ -651,9 +655,9 @@ class Convolution {
       if (!has_channels_) {
         std::fill(out + begin, out + end, *correlation.biases);
         for (int k = 0; k < problem_.width; ++k) {
-          const int64_t first_tap = is_transposed ? begin + k : begin;
-          AddTapTimes(in + begin + k, weights[k * weight_stride], taps + first_tap, Bit(is_transposed, k),
-                      std::min(end - begin, num_taps - first_tap), out + begin);
+          const int64_t first_mask = is_transposed ? begin + k : begin;
+          AddMaskedTimes(in + begin + k, weights[k * weight_stride], masks + first_mask, Bit(is_transposed, k),
+                      std::min(end - begin, num_masks - first_mask), out + begin);
         }
         if (kSilu) ApplySilu(end - begin, out + begin);
         return;
@@ -662,8 +666,8 @@ class Convolution {
         C* const to = out + t * out_stride;
         std::copy_n(correlation.biases, channels.count, to);
         for (int k = 0; k < problem_.width; ++k) {
-          const int64_t tap = is_transposed ? t + k : t;
-          if (tap >= num_taps || (taps[tap] >> Bit(is_transposed, k) & 1) == 0) continue;
+          const int64_t mask = is_transposed ? t + k : t;
+          if (mask >= num_masks || (masks[mask] >> Bit(is_transposed, k) & 1) == 0) continue;
           AddChannels(in + (t + k) * in_stride, weights + k * weight_stride, channels.count, to);
         }
         if (kSilu) ApplySilu(channels.count, to);
@@ -671,7 +675,8 @@ class Convolution {
     });
   }
 
-  // For widths that are no constant, with all taps: step after step from the last one on that is.
+  // For widths that are no constant, where all masks are full: the first taps as a constant width, then one tap after
+  // another.
   template <bool kSilu>
   void CorrelateWide(const Correlation& correlation, Channels channels, const C* in, int64_t in_stride, int64_t times,
                      C* out, int64_t out_stride) const {
@@ -696,15 +701,15 @@ class Convolution {
 
   int Bit(bool is_transposed, int k) const { return is_transposed ? k : problem_.width - 1 - k; }
 
-  // Calls whole(begin, end) for runs of times whose windows have all taps, and broken(begin, end) for others.
+  // Calls whole(begin, end) for runs of times whose windows lie in one sequence, and broken(begin, end) for others.
   template <typename Whole, typename Broken>
-  void ForEachRunOfTimes(const uint8_t* taps, bool is_transposed, int64_t num_taps, int64_t times, const Whole& whole,
+  void ForEachRunOfTimes(const uint8_t* masks, bool is_transposed, int64_t num_masks, int64_t times, const Whole& whole,
                          const Broken& broken) const {
     const auto is_whole = [&](int64_t begin, int64_t end) {
-      const int64_t end_tap = is_transposed ? std::min(end + reach(), num_taps) : end;
-      return AllEqual(taps + begin, end_tap - begin, (1 << problem_.width) - 1);
+      const int64_t end_mask = is_transposed ? std::min(end + reach(), num_masks) : end;
+      return AllEqual(masks + begin, end_mask - begin, (1 << problem_.width) - 1);
     };
-    if (taps == nullptr || is_whole(0, times)) return whole(int64_t{0}, times);
+    if (masks == nullptr || is_whole(0, times)) return whole(int64_t{0}, times);
     const int64_t step = has_channels_ ? 1 : kBlockTimes;
     for (int64_t begin = 0; begin < times;) {
       int64_t end = begin;
@@ -730,8 +735,8 @@ class Convolution {
   const T* const x_;
   const bool x_is_shared_;
   const InitialState<T> initial_state_;
-  const uint8_t* const taps_;
-  const bool taps_are_shared_;
+  const uint8_t* const same_sequence_;
+  const bool same_sequence_is_shared_;
   const Parameters<C>& parameters_;
   const bool is_transposed_;  // whether tiles lie the other way round than arrays shaped as x
   const bool has_channels_;
@@ -897,7 +902,7 @@ class Backward {
         const int64_t time = i - reach;
         C sum = FinalState(place, channels.begin + c, time);
         for (int64_t bit = -time; bit <= reach && time + bit < gradients; ++bit) {
-          if (!convolution_.HasTap(place, time + bit, bit)) continue;
+          if (!convolution_.IsSameSequence(place, time + bit, bit)) continue;
           sum += weights[(reach - bit) * stride] * dz_[(time + bit) * channels.count + c];
         }
         Store(sum, to);
@@ -910,7 +915,7 @@ class Backward {
   C FinalState(Place place, int64_t channel, int64_t time) const {
     const int64_t reach = convolution_.reach(), i = time - (problem_.length - reach);
     if (gradients_.d_final_state == nullptr || i < 0) return C{0};
-    if (problem_.length > 0 && !convolution_.HasTap(place, problem_.length - 1, reach - 1 - i)) return C{0};
+    if (problem_.length > 0 && !convolution_.IsSameSequence(place, problem_.length - 1, reach - 1 - i)) return C{0};
     const int64_t first = convolution_.StateIndex(gradients_.d_final_state_is_shared, place, channel, reach);
     return static_cast<C>(gradients_.d_final_state[first + i]);
   }
@@ -961,14 +966,14 @@ bool ComputeGradients(ffi::ThreadPool& pool, const BackwardCall& call, const Con
   const int64_t bytes =
       problem.batch * problem.examples * problem.channels * problem.length * static_cast<int64_t>(sizeof(T));
   AdviseHugePages(gradients.dx, bytes);
-  // A piece is some times of an example. Each part of the pieces has its own sums, to which its pieces add in order.
+  // A chunk is some times of an example. Each part of the chunks has its own sums, to which its chunks add in order.
   // How the channels are divided among threads does not matter to the sums.
-  const int64_t piece_times = convolution.has_channels() ? kPieceTimes : kPieceTimesOfChannel;
-  const int64_t pieces_per_example = std::max<int64_t>(1, CeilDivide(problem.length, piece_times));
-  const int64_t pieces = problem.examples * pieces_per_example;
+  const int64_t chunk_times = convolution.has_channels() ? kChunkTimes : kChunkTimesOfChannel;
+  const int64_t chunks_per_example = std::max<int64_t>(1, CeilDivide(problem.length, chunk_times));
+  const int64_t chunks = problem.examples * chunks_per_example;
   const int64_t units = CeilDivide(problem.channels, convolution.has_channels() ? kMinChannels : 1);
   const int64_t parts =
-      std::clamp<int64_t>(kMaxParts / (problem.batch * units), 1, std::max<int64_t>(1, pieces));
+      std::clamp<int64_t>(kMaxParts / (problem.batch * units), 1, std::max<int64_t>(1, chunks));
   const int64_t tile_channels =
       convolution.TileChannels(CeilDivide(4 * std::max<int64_t>(1, pool.num_threads()), problem.batch * parts));
   const int64_t channel_tiles = CeilDivide(problem.channels, tile_channels);
@@ -987,14 +992,14 @@ bool ComputeGradients(ffi::ThreadPool& pool, const BackwardCall& call, const Con
       const int64_t first_tile = begin % channel_tiles;
       const int64_t end_tile = std::min(channel_tiles, first_tile + end - begin);
       double* const of_part = sums.get() + (part * problem.batch + batch) * (problem.width + 1) * problem.channels;
-      for (int64_t piece = ChunkBegin(pieces, parts, part); piece < ChunkBegin(pieces, parts, part + 1); ++piece) {
-        const Place place{batch, piece / pieces_per_example};
-        const int64_t time = piece % pieces_per_example * piece_times;
+      for (int64_t chunk = ChunkBegin(chunks, parts, part); chunk < ChunkBegin(chunks, parts, part + 1); ++chunk) {
+        const Place place{batch, chunk / chunks_per_example};
+        const int64_t time = chunk % chunks_per_example * chunk_times;
         for (int64_t tile = first_tile; tile < end_tile; ++tile) {
           const int64_t channel = tile * tile_channels;
           const typename Convolution<T>::Channels channels{channel,
                                                            std::min(tile_channels, problem.channels - channel)};
-          backward.Run(place, channels, time, std::min(time + piece_times, problem.length), of_part);
+          backward.Run(place, channels, time, std::min(time + chunk_times, problem.length), of_part);
           if (problem.length == 0) backward.WriteInitialState(place, channels, 0);
         }
       }

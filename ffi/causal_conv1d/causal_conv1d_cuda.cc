@@ -32,7 +32,7 @@ Plan PlanForward(const PlanParameters& parameters) {
   const Tiling tiling =
       ChooseForward(problem, parameters.at("element_bytes"), /*is_shared=*/parameters.at("x_is_shared") != 0);
   if (tiling == Tiling::kNothing) return Plan{"nothing"};
-  return Plan{kForwardStrategyNames[2 * static_cast<int>(tiling) - 1 + (problem.has_taps ? 1 : 0)]};
+  return Plan{kForwardStrategyNames[2 * static_cast<int>(tiling) - 1 + (problem.has_same_sequence ? 1 : 0)]};
 }
 
 Plan PlanBackward(const PlanParameters& parameters) {
@@ -44,7 +44,7 @@ Plan PlanBackward(const PlanParameters& parameters) {
   if (problem.batch == 0 || problem.channels == 0) return Plan{"nothing", scratch_bytes};
   const Tiling tiling = ChooseBackward(problem, element_bytes, is_shared);
   if (tiling == Tiling::kNothing) return Plan{states == 1 ? "no_inputs_and_states" : "no_inputs", scratch_bytes};
-  const int index = 4 * static_cast<int>(tiling) - 3 + (problem.has_taps ? 2 : 0) + states;
+  const int index = 4 * static_cast<int>(tiling) - 3 + (problem.has_same_sequence ? 2 : 0) + states;
   return Plan{kBackwardStrategyNames[index], scratch_bytes};
 }
 

@@ -20,12 +20,12 @@ inline constexpr const char* kUpdateName = "causal_conv1d_update";
 // The attributes of the ops.
 struct ForwardOptions {
   int64_t num_batch_dims;
-  bool channels_last, silu, has_bias, has_initial_state, has_taps;
+  bool channels_last, silu, has_bias, has_initial_state, has_same_sequence;
 };
 
 struct BackwardOptions {
   int64_t num_batch_dims;
-  bool channels_last, silu, has_bias, has_initial_state, has_taps, has_d_final_state;
+  bool channels_last, silu, has_bias, has_initial_state, has_same_sequence, has_d_final_state;
 };
 
 struct UpdateOptions {
@@ -132,8 +132,8 @@ class Decoder {
     return TakeOperand("state", buffer, type_, {problem_.examples, problem_.channels, *state_length}, state);
   }
 
-  ffi::Error Taps(const ffi::AnyBuffer& buffer, Operand* taps) const {
-    return TakeOperand("same_sequence", buffer, ffi::DataType::U8, {problem_.examples, problem_.length}, taps);
+  ffi::Error SameSequence(const ffi::AnyBuffer& buffer, Operand* operand) const {
+    return TakeOperand("same_sequence", buffer, ffi::DataType::U8, {problem_.examples, problem_.length}, operand);
   }
 
   // A result with these dimensions behind the batch.
@@ -190,9 +190,9 @@ ffi::Error DecodeOptional(const Decoder& decoder, const Options& options, Option
     call->state_length = call->problem.width - 1;
     return decoder.State("initial_state", buffer, &call->initial_state);
   }));
-  call->problem.has_taps = options.has_taps;
-  return optional->Next("same_sequence", options.has_taps, [&](const ffi::AnyBuffer& buffer) {
-    return decoder.Taps(buffer, &call->taps);
+  call->problem.has_same_sequence = options.has_same_sequence;
+  return optional->Next("same_sequence", options.has_same_sequence, [&](const ffi::AnyBuffer& buffer) {
+    return decoder.SameSequence(buffer, &call->same_sequence);
   });
 }
 

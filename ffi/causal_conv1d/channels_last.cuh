@@ -8,11 +8,12 @@
 
 #include "ffi/causal_conv1d/causal_conv1d.cuh"
 #include "ffi/causal_conv1d/conv_device.cuh"
+#include "ffi/causal_conv1d/tuning.h"
 #include "ffi/core/async_copy.cuh"
 
 namespace jax_baracuda::causal_conv1d {
 
-inline constexpr int kChannelsLastThreads = 128, kShortestRun = 8;
+inline constexpr int kChannelsLastThreads = 128;
 
 // At most four channels, and so up to 16 bytes.
 constexpr int WidestChannels(int64_t element_bytes) { return element_bytes == 8 ? 2 : 4; }
@@ -24,12 +25,6 @@ inline constexpr int kWidestChannels = WidestChannels(sizeof(T));
 inline int ChannelVector(int64_t channels, int64_t element_bytes) {
   return channels % WidestChannels(element_bytes) == 0 ? WidestChannels(element_bytes) : 1;
 }
-
-// What suits a kernel.
-struct RunChoice {
-  int shortest, longest;  // run
-  int blocks_at_once;     // on a multiprocessor
-};
 
 // Depends on shapes alone, not on addresses or the device, so that the number of partial sums does too.
 struct ChannelsLastPlan {
@@ -55,16 +50,15 @@ struct ChannelsLastPlan {
   // full costs as much as a full one. Chooses the number of waves for which the work of all of them is least.
   void ChooseRun(int64_t blocks_across, int64_t length, const RunChoice& choice) {
     constexpr int64_t kMaxWaves = 16;
-    constexpr int64_t kTimesToStart = 12;  // the times that a block could take in the time in which it starts and ends
-    const int64_t at_once = kMultiprocessors * choice.blocks_at_once;
-    run = choice.longest;
+    const int64_t at_once = Tuning::kMultiprocessors * choice.blocks_at_once;
+    run = choice.max_run;
     int64_t least = std::numeric_limits<int64_t>::max();
     for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
       const int64_t down = std::max<int64_t>(waves * at_once / blocks_across, 1);
-      const int64_t candidate = std::max<int64_t>(CeilDivide(length, down * runs), choice.shortest);
-      if (candidate > choice.longest) continue;
+      const int64_t candidate = std::max<int64_t>(CeilDivide(length, down * runs), choice.min_run);
+      if (candidate > choice.max_run) continue;
       const int64_t blocks = blocks_across * CeilDivide(length, candidate * runs);
-      const int64_t work = CeilDivide(blocks, at_once) * (candidate + kTimesToStart);
+      const int64_t work = CeilDivide(blocks, at_once) * (candidate + Tuning::kTimesToStart);
       if (work >= least) continue;
       least = work;
       run = static_cast<int>(candidate);
@@ -126,19 +120,19 @@ struct ChannelsLastPlace {
   }
 };
 
-// Launches kernel_of(width, channels, has_taps), whose arguments are constants, with `arguments` and the grid.
+// Launches kernel_of(width, channels, has_masks), whose arguments are constants, with `arguments` and the grid.
 template <typename T, typename Arguments, typename KernelOf>
 CudaStatus LaunchChannelsLast(const ConvolutionCall& call, const ChannelsLastGrid& grid, const Arguments& arguments,
                               cudaStream_t stream, const KernelOf& kernel_of) {
-  // A thread of one channel, which is rare, always looks for taps.
-  const auto launch = [&](auto width, auto channels, auto has_taps) {
-    const auto kernel = kernel_of(width, channels, has_taps);
+  // A thread of one channel, which is rare, always looks at masks.
+  const auto launch = [&](auto width, auto channels, auto has_masks) {
+    const auto kernel = kernel_of(width, channels, has_masks);
     kernel<<<static_cast<unsigned>(grid.Blocks()), grid.BlockShape(), 0, stream>>>(arguments, grid);
     return JB_LAUNCH_STATUS(kernel for channels last);
   };
-  return DispatchKernel(call.problem.width, call.problem.has_taps, [&](auto width, auto has_taps) {
+  return DispatchKernel(call.problem.width, call.problem.has_same_sequence, [&](auto width, auto has_masks) {
     return grid.vector == 1 ? launch(width, std::integral_constant<int, 1>{}, std::true_type{})
-                            : launch(width, std::integral_constant<int, kWidestChannels<T>>{}, has_taps);
+                            : launch(width, std::integral_constant<int, kWidestChannels<T>>{}, has_masks);
   });
 }
 
@@ -147,7 +141,7 @@ CudaStatus LaunchChannelsLast(const ConvolutionCall& call, const ChannelsLastGri
 template <int kVec, int kPast, typename T>
 __device__ __forceinline__ void LoadPast(const Geometry& geometry, const T* x, const InitialState<T>& state,
                                          const ChannelsLastPlace& at, int left_out, ComputeType<T> (*past)[kVec]) {
-  static_assert(kPast <= kShortestRun);
+  static_assert(kPast <= Tuning::kMinRun);
   if (at.begin > 0) {
     Packed<T, kVec> words[kPast + 1];  // never empty
 #pragma unroll
@@ -201,14 +195,14 @@ template <int kWidth>
 inline constexpr int kRowsOfCircle = kWidth > 2 ? kWidth : 4;
 
 // z of the row that comes `i` after a multiple of kWidth; bit j of `mask` is for the inputs j steps back.
-template <int kWidth, int kVec, bool kHasTaps, typename C>
+template <int kWidth, int kVec, bool kHasMasks, typename C>
 __device__ __forceinline__ void ConvolveRow(const C (*weight)[kWidth], const C* bias, const C (*inputs)[kVec], int i,
                                             uint32_t mask, C* z) {
 #pragma unroll
   for (int v = 0; v < kVec; ++v) z[v] = bias[v];
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) {
-    if (!kHasTaps || (mask >> (kWidth - 1 - k) & 1u)) {
+    if (!kHasMasks || (mask >> (kWidth - 1 - k) & 1u)) {
 #pragma unroll
       for (int v = 0; v < kVec; ++v) z[v] = fma(weight[v][k], inputs[(i + k) % kWidth][v], z[v]);
     }

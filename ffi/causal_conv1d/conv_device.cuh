@@ -1,9 +1,7 @@
-// What the CUDA kernels of causal_conv1d share: where operands lie, the taps and the activation.
+// What the CUDA kernels of causal_conv1d share: where operands lie, the masks of sequences, and the activation.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <initializer_list>
 #include <type_traits>
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
@@ -14,16 +12,6 @@
 
 namespace jax_baracuda::causal_conv1d {
 
-inline constexpr int kVectorBytes = 16;
-
-// Of an H200: plans are made for it, since they must not depend on the device.
-inline constexpr int64_t kMultiprocessors = 132;
-
-// Whether all of these, of which some may be absent, can be accessed by vectors.
-inline bool AreAligned(std::initializer_list<const void*> arrays) {
-  return std::all_of(arrays.begin(), arrays.end(), [](const void* data) { return IsAligned(data, kVectorBytes); });
-}
-
 // Calls body(TypeTag<T>{}), which returns a CudaStatus.
 template <typename Body>
 CudaStatus DispatchType(ElementType type, Body&& body) {
@@ -32,18 +20,18 @@ CudaStatus DispatchType(ElementType type, Body&& body) {
   return status;
 }
 
-// The kernels of kWidth = kMaxWidth serve all widths above kMaxConstantWidth: weights, inputs and taps are the last
-// ones of kMaxWidth, and what comes before them is left out like inputs whose taps are missing.
+// The kernels of kWidth = kMaxWidth serve all widths above kMaxConstantWidth: weights, inputs and bits of masks are
+// the last ones of kMaxWidth. What comes before them is left out like the inputs of another sequence.
 template <int kWidth>
 inline constexpr bool kIsWide = kWidth > kMaxConstantWidth;
 
-// Calls body(std::integral_constant<int, kWidth>{}, std::bool_constant<has taps>{}), which returns a CudaStatus, for
+// Calls body(std::integral_constant<int, kWidth>{}, std::bool_constant<has masks>{}), which returns a CudaStatus, for
 // the kernels that serve a width.
 template <typename Body>
-CudaStatus DispatchKernel(int width, bool has_taps, const Body& body) {
+CudaStatus DispatchKernel(int width, bool has_masks, const Body& body) {
   if (width > kMaxConstantWidth) return body(std::integral_constant<int, kMaxWidth>{}, std::true_type{});
   return DispatchWidth(width, [&](auto constant_width) {
-    return has_taps ? body(constant_width, std::true_type{}) : body(constant_width, std::false_type{});
+    return has_masks ? body(constant_width, std::true_type{}) : body(constant_width, std::false_type{});
   });
 }
 
@@ -63,7 +51,7 @@ struct Geometry {
         by_length(problem.length),
         width(problem.width) {}
 
-  // What a kernel of kWidth leaves out, and the bits of the taps that it does not.
+  // How many taps a kernel of kWidth leaves out, and the bits of the others.
   template <int kWidth>
   __device__ __forceinline__ int LeftOut() const {
     return kIsWide<kWidth> ? kWidth - width : 0;
@@ -214,11 +202,11 @@ struct InitialState {
   }
 };
 
-// The taps of kCount times that follow each other, as the bytes of words. Bit 0 is always set; kernels do not look at
+// The masks of kCount times that follow each other, as the bytes of words. Bit 0 is always set; kernels do not look at
 // it.
 template <int kCount>
-struct Taps {
-  static constexpr int kWords = (kCount + 3) / 4;
+struct Masks {
+  static constexpr int kWords = CeilDivide(kCount, 4);
   uint32_t words[kWords];
 
   __device__ __forceinline__ bool Has(int i, int steps_back) const {
@@ -226,40 +214,40 @@ struct Taps {
   }
 };
 
-// The taps of a row from a time on: the row has `before` inputs before that time and `after` from it on.
+// The masks of a row from a time on: the row has `before` inputs before that time and `after` from it on.
 template <int kCount>
-struct TapsOfRow {
+struct MasksOfRow {
   const uint8_t* first;
   unsigned misplaced;  // in a word of memory
   int before, after, first_whole, last_whole;
 
-  __device__ __forceinline__ TapsOfRow(const uint8_t* first_of_row, int before_it, int from_it)
+  __device__ __forceinline__ MasksOfRow(const uint8_t* first_of_row, int before_it, int from_it)
       : first(first_of_row), misplaced(reinterpret_cast<uintptr_t>(first) % 4), before(before_it), after(from_it) {
     const int margin = misplaced == 0 ? 0 : 4;
     first_whole = margin - before;
-    last_whole = after - margin - 4 * Taps<kCount>::kWords;
+    last_whole = after - margin - 4 * Masks<kCount>::kWords;
   }
 
-  // For a kernel of kWidth. Without taps all are there, but those that it leaves out.
+  // For a kernel of kWidth. Without same_sequence all bits are set, but those of the taps that it leaves out.
   template <int kWidth>
-  __device__ __forceinline__ void Load(const Geometry& geometry, int offset, Taps<kCount>* taps) const {
+  __device__ __forceinline__ void Load(const Geometry& geometry, int offset, Masks<kCount>* masks) const {
     if (!kIsWide<kWidth> || first != nullptr) {
-      Load(offset, taps);
+      Load(offset, masks);
     } else {
 #pragma unroll
-      for (uint32_t& word : taps->words) word = ~0u;
+      for (uint32_t& word : masks->words) word = ~0u;
     }
     if constexpr (kIsWide<kWidth>) {
 #pragma unroll
-      for (uint32_t& word : taps->words) word &= 0x01010101u * geometry.template TapBits<kWidth>();
+      for (uint32_t& word : masks->words) word &= 0x01010101u * geometry.template TapBits<kWidth>();
     }
   }
 
-  // Those of the times from `offset` on, a multiple of 4. What lies outside of the row does not matter, and gets all
-  // taps.
-  __device__ __forceinline__ void Load(int offset, Taps<kCount>* taps) const {
-    constexpr int kWords = Taps<kCount>::kWords;
-    uint32_t* const words = taps->words;
+  // Those of the times from `offset` on, a multiple of 4. What lies outside of the row does not matter, and gets full
+  // masks.
+  __device__ __forceinline__ void Load(int offset, Masks<kCount>* masks) const {
+    constexpr int kWords = Masks<kCount>::kWords;
+    uint32_t* const words = masks->words;
     const uint8_t* const address = first + offset;
     const auto* const memory = reinterpret_cast<const uint32_t*>(address - misplaced);
     if (offset >= first_whole && offset <= last_whole) {

@@ -8,21 +8,18 @@ namespace jax_baracuda::causal_conv1d {
 namespace {
 
 // Steps whose vectors are under way, and room for these, for the step at work and for the one before it.
-inline constexpr int kPrefetchSteps = 6, kStages = 8;
+inline constexpr int kPrefetchSteps = Tuning::kPrefetchSteps, kStages = 8;
+static_assert(kStages >= kPrefetchSteps + 2);
 
-// So many blocks of a multiprocessor as the usual widths do well with.
-template <typename T, int kWidth, bool kHasTaps>
-inline constexpr int kMinBlocks = sizeof(T) > 4 || kWidth > 4 ? 1 : kHasTaps ? 9 : 10;
-
-template <int kWidth, bool kHasTaps, int kVec, typename C>
-__device__ __forceinline__ void Convolve(const C* window, const C* weights, C bias, const Taps<kVec>& taps, bool silu,
+template <int kWidth, bool kHasMasks, int kVec, typename C>
+__device__ __forceinline__ void Convolve(const C* window, const C* weights, C bias, const Masks<kVec>& masks, bool silu,
                                          C* y) {
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
     y[i] = bias;
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
-      if (!kHasTaps || k == kWidth - 1 || taps.Has(i, kWidth - 1 - k)) y[i] = fma(weights[k], window[i + k], y[i]);
+      if (!kHasMasks || k == kWidth - 1 || masks.Has(i, kWidth - 1 - k)) y[i] = fma(weights[k], window[i + k], y[i]);
     }
   }
   if (silu) {
@@ -31,12 +28,12 @@ __device__ __forceinline__ void Convolve(const C* window, const C* weights, C bi
   }
 }
 
-template <typename T, int kWidth, bool kHasTaps>
-__global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
+template <typename T, int kWidth, bool kHasMasks>
+__global__ void __launch_bounds__(kRowsThreads, Tuning::ForwardRowsBlocks(sizeof(T), kWidth, kHasMasks))
     ForwardRows(const __grid_constant__ ForwardArguments<T> a, const __grid_constant__ RowsGrid grid) {
   using C = ComputeType<T>;
   using Stages = VectorStages<T>;
-  constexpr int kVec = Stages::kVec, kPast = kWidth - 1, kVectorsBefore = (kPast + kVec - 1) / kVec;
+  constexpr int kVec = Stages::kVec, kPast = kWidth - 1, kVectorsBefore = CeilDivide(kPast, kVec);
   __shared__ alignas(kVectorBytes) char shared[Stages::template kBlockBytes<kStages>];
   const Geometry& geometry = a.geometry;
   const RowsPlace<T> at(geometry, grid, kPast, a.initial_state.entries.data != nullptr);
@@ -44,9 +41,9 @@ __global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
   const int steps = grid.plan.steps, lanes = grid.plan.lanes, lane = threadIdx.x & (lanes - 1);
   const T* x = at.In(a.x, geometry);
   T* y = a.y + at.index;
-  const uint8_t* taps_row = nullptr;
-  if (kHasTaps && (!kIsWide<kWidth> || a.taps.data != nullptr)) {
-    taps_row = a.taps.data + a.taps.Example(geometry, at.example) * geometry.length + at.begin;
+  const uint8_t* masks_of_row = nullptr;
+  if (kHasMasks && (!kIsWide<kWidth> || a.same_sequence.data != nullptr)) {
+    masks_of_row = a.same_sequence.data + a.same_sequence.Example(geometry, at.example) * geometry.length + at.begin;
   }
 
   const unsigned step_bytes = lanes * kVectorBytes;
@@ -66,9 +63,9 @@ __global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
   const T* x_prefetch = x + kPrefetchSteps * at.step;
   T* y_vector = y;
   const T* state_end = a.initial_state.End(geometry, at.example, at.channel);
-  const TapsOfRow<kVec> all_taps(taps_row, at.before, at.after);
+  const MasksOfRow<kVec> row_masks(masks_of_row, at.before, at.after);
   uint32_t borders = 0;
-  if constexpr (kHasTaps && !kIsWide<kWidth>) borders = StepsWithBorders(at, grid.plan, taps_row, kWidth, 0);
+  if constexpr (kHasMasks && !kIsWide<kWidth>) borders = StepsWithBorders(at, grid.plan, masks_of_row, kWidth, 0);
   for (int step = 0, offset = 0; step < steps; ++step, offset += at.step) {
     WaitForCopies<kPrefetchSteps - 1>();
     __syncwarp();
@@ -80,12 +77,12 @@ __global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
     if (!is_regular) {
       MendWindow<kPast>(at, offset, x + offset, state_end, kPast - geometry.template LeftOut<kWidth>(), window);
     }
-    Taps<kVec> taps{};
-    if (kIsWide<kWidth> || (kHasTaps && (borders >> step & 1u) != 0)) {
-      all_taps.template Load<kWidth>(geometry, offset, &taps);
-      Convolve<kWidth, true, kVec>(window, weights, bias, taps, a.silu, out);
+    Masks<kVec> masks{};
+    if (kIsWide<kWidth> || (kHasMasks && (borders >> step & 1u) != 0)) {
+      row_masks.template Load<kWidth>(geometry, offset, &masks);
+      Convolve<kWidth, true, kVec>(window, weights, bias, masks, a.silu, out);
     } else {
-      Convolve<kWidth, false, kVec>(window, weights, bias, taps, a.silu, out);
+      Convolve<kWidth, false, kVec>(window, weights, bias, masks, a.silu, out);
     }
     if (is_regular) {
       StoreNarrow<T, kVec>(y_vector, out);
@@ -98,12 +95,8 @@ __global__ void __launch_bounds__(kRowsThreads, kMinBlocks<T, kWidth, kHasTaps>)
   }
 }
 
-// In short stretches all loads are under way at once, and what a multiprocessor reads lies closer together. With taps,
-// what comes before the first step takes longer.
 RowsPlan ForwardPlan(const Problem& problem, int64_t element_bytes) {
-  return RowsPlan(problem, element_bytes,
-                  {/*blocks_at_once=*/element_bytes > 4 ? 8 : 10, /*steps_to_start=*/0.5, /*fewest_steps=*/4,
-                   /*most_steps=*/problem.has_taps ? 24 : kPrefetchSteps, /*slowness=*/{1, 1.07, 1.16, 1.4}});
+  return RowsPlan(problem, element_bytes, Tuning::ForwardRows(element_bytes, problem.has_same_sequence));
 }
 
 }  // namespace
@@ -117,8 +110,8 @@ Tiling ChooseForward(const Problem& problem, int64_t element_bytes, bool is_shar
 CudaStatus LaunchForward(const ForwardCall& call, cudaStream_t stream) {
   const Problem& problem = call.problem;
   // Rows load weights and biases one by one.
-  const bool is_aligned =
-      AreAligned({call.x.data, call.y}) && (!problem.channels_last || AreAligned({call.weight.data, call.bias.data}));
+  const bool is_aligned = AreAligned(kVectorBytes, call.x.data, call.y) &&
+                          (!problem.channels_last || AreAligned(kVectorBytes, call.weight.data, call.bias.data));
   const Tiling tiling = ChooseForward(problem, ElementBytes(call.type), call.x.is_shared, is_aligned);
   if (tiling == Tiling::kNothing) return {};
   if (problem.channels_last) return LaunchForwardChannelsLast(call, tiling, stream);
@@ -126,8 +119,8 @@ CudaStatus LaunchForward(const ForwardCall& call, cudaStream_t stream) {
     using T = typename decltype(tag)::type;
     const ForwardArguments<T> arguments(call);
     const RowsGrid grid(ForwardPlan(problem, sizeof(T)), tiling);
-    return DispatchKernel(problem.width, problem.has_taps, [&](auto width, auto has_taps) {
-      const auto kernel = ForwardRows<T, width, has_taps>;
+    return DispatchKernel(problem.width, problem.has_same_sequence, [&](auto width, auto has_masks) {
+      const auto kernel = ForwardRows<T, width, has_masks>;
       kernel<<<static_cast<unsigned>(grid.plan.Blocks()), kRowsThreads, 0, stream>>>(arguments, grid);
       return JB_LAUNCH_STATUS(ForwardRows);
     });

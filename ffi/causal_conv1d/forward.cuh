@@ -13,7 +13,7 @@ struct ForwardArguments {
   Input<T> x;
   Weights<T> weights;
   InitialState<T> initial_state;
-  Input<uint8_t> taps;
+  Input<uint8_t> same_sequence;
   T* y;
 
   explicit ForwardArguments(const ForwardCall& call)
@@ -22,7 +22,7 @@ struct ForwardArguments {
         x(call.problem, call.x),
         weights{{call.problem, call.weight, call.type}, {call.problem, call.bias, call.type}},
         initial_state{{call.problem, call.initial_state}, call.state_length},
-        taps(call.problem, call.taps),
+        same_sequence(call.problem, call.same_sequence),
         y(static_cast<T*>(call.y)) {}
 };
 

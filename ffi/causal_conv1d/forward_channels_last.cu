@@ -5,27 +5,20 @@
 namespace jax_baracuda::causal_conv1d {
 namespace {
 
-// All of a run is under way at once. Longer runs would save loads of what comes before, but be farther apart in memory.
-inline constexpr int kLongestRun = 12, kStageRows = 16;
-
-// So many blocks of a multiprocessor as the usual widths do well with.
-template <typename T, int kWidth>
-inline constexpr int kMinBlocks = kWidth > 4 ? 1 : sizeof(T) == 2 ? 8 : 6;
-
-template <typename T, int kWidth, int kVec, bool kHasTaps>
-__global__ void __launch_bounds__(kChannelsLastThreads, kMinBlocks<T, kWidth>)
+template <typename T, int kWidth, int kVec, bool kHasMasks>
+__global__ void __launch_bounds__(kChannelsLastThreads, Tuning::ForwardChannelsLastBlocks(sizeof(T), kWidth))
     ForwardChannelsLast(const __grid_constant__ ForwardArguments<T> a, const __grid_constant__ ChannelsLastGrid grid) {
   using C = ComputeType<T>;
   constexpr int kPast = kWidth - 1, kRows = kRowsOfCircle<kWidth>;
-  using Stages = TimeStages<T, kVec, kStageRows, kRows>;
-  __shared__ alignas(16) char shared[Stages::kBlockBytes];
+  using Stages = TimeStages<T, kVec, Tuning::kForwardStageTimes, kRows>;
+  __shared__ alignas(kVectorBytes) char shared[Stages::kBlockBytes];
   const Geometry& geometry = a.geometry;
   const ChannelsLastPlace at(geometry, grid, kVec);
   if (at.channel >= geometry.channels || at.count <= 0) return;
   const T* x = at.In(a.x, geometry);
   T* y = a.y + at.Index(geometry, at.example);
-  const uint8_t* taps = nullptr;
-  if (kHasTaps && a.taps.data != nullptr) taps = at.Times(a.taps, geometry);
+  const uint8_t* same_sequence = nullptr;
+  if (kHasMasks && a.same_sequence.data != nullptr) same_sequence = at.Times(a.same_sequence, geometry);
 
   const T* ahead = x;
   const Stages stages(shared);
@@ -48,14 +41,16 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kMinBlocks<T, kWidth>)
   uint32_t next_masks[kRows];
   const auto load_masks = [&](int first) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) next_masks[i] = taps != nullptr && first + i < at.count ? taps[first + i] : ~0u;
+    for (int i = 0; i < kRows; ++i) {
+      next_masks[i] = same_sequence != nullptr && first + i < at.count ? same_sequence[first + i] : ~0u;
+    }
   };
-  if (kHasTaps) load_masks(0);
+  if (kHasMasks) load_masks(0);
   for (int first = 0; first < at.count; first += kRows) {
     uint32_t masks[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) masks[i] = next_masks[i] & geometry.template TapBits<kWidth>();
-    if (kHasTaps) load_masks(first + kRows);
+    if (kHasMasks) load_masks(first + kRows);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (Stages::BeginsGroup(i)) WaitForCopies<Stages::kGroups - 1>();
@@ -64,7 +59,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, kMinBlocks<T, kWidth>)
 #pragma unroll
       for (int v = 0; v < kVec; ++v) KeepWide(inputs[(i + kPast) % kWidth][v]);
       C out[kVec];
-      ConvolveRow<kWidth, kVec, kHasTaps>(weight, bias, inputs, i, masks[i], out);
+      ConvolveRow<kWidth, kVec, kHasMasks>(weight, bias, inputs, i, masks[i], out);
       if (a.silu) {
 #pragma unroll
         for (int v = 0; v < kVec; ++v) out[v] = Silu(out[v]);
@@ -82,10 +77,10 @@ CudaStatus LaunchForwardChannelsLast(const ForwardCall& call, Tiling tiling, cud
   return DispatchType(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const ForwardArguments<T> arguments(call);
-    const ChannelsLastPlan plan(problem, sizeof(T), {kShortestRun, kLongestRun, kMinBlocks<T, 4>});
+    const ChannelsLastPlan plan(problem, sizeof(T), Tuning::ForwardRun(sizeof(T)));
     const ChannelsLastGrid grid(problem, plan, tiling);
-    return LaunchChannelsLast<T>(call, grid, arguments, stream, [](auto width, auto channels, auto has_taps) {
-      return ForwardChannelsLast<T, width, channels, has_taps>;
+    return LaunchChannelsLast<T>(call, grid, arguments, stream, [](auto width, auto channels, auto has_masks) {
+      return ForwardChannelsLast<T, width, channels, has_masks>;
     });
   });
 }

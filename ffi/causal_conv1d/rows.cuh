@@ -1,8 +1,8 @@
 // How the kernels for rows along the length ([.., channels, length]) assign their work.
 //
-// A row is cut into stretches, one for each group of neighbouring threads. In a stretch each thread takes one vector a
-// step. Stretches begin at a sector of memory, whatever the row: vectors at a row's two ends may hold inputs of the
-// rows beside it. The groups of a warp take the same stretch of neighbouring rows, so that packed sequences, which
+// A row is cut into tiles, one for each group of neighbouring threads. In a tile each thread takes one vector a
+// step. Tiles begin at a sector of memory, whatever the row: vectors at a row's two ends may hold inputs of the
+// rows beside it. The groups of a warp take the same tile of neighbouring rows, so that packed sequences, which
 // begin at the same times in these, disturb few warps.
 #pragma once
 
@@ -11,48 +11,40 @@
 
 #include "ffi/causal_conv1d/causal_conv1d.cuh"
 #include "ffi/causal_conv1d/conv_device.cuh"
+#include "ffi/causal_conv1d/tuning.h"
 #include "ffi/core/async_copy.cuh"
 #include "ffi/core/warp.cuh"
 
 namespace jax_baracuda::causal_conv1d {
 
-inline constexpr int kRowsThreads = 128, kWarpThreads = 32;
+inline constexpr int kRowsThreads = 128;
 inline constexpr int64_t kSectorBytes = 32;
-inline constexpr int kMaxSteps = 32;  // of a stretch: as many as a word has bits
-
-// What suits a kernel, as measured.
-struct RowsChoice {
-  int blocks_at_once;     // on a multiprocessor
-  double steps_to_start;  // that a stretch could take in the time in which it starts and ends
-  int fewest_steps, most_steps;  // no more than kMaxSteps
-  double slowness[4];  // of groups of 32, 16, 8 and 4 threads, for the same work: the fewer, the fewer bytes at once
-};
+inline constexpr int kMaxSteps = 32;  // of a tile: as many as a word has bits
 
 // Depends on shapes alone, not on addresses or the device, so that the number of partial sums does too.
 struct RowsPlan {
   int lanes;          // threads of a group: a power of two, 4 to 32
   int log_lanes;
-  int steps;          // of a stretch
-  int64_t stretches;  // of a row
+  int steps;          // of a tile
+  int64_t tiles;  // of a row
   int64_t warps;
 
-  // Chooses the cut of rows into stretches that takes least time, where the GPU is not full in the end for about a
-  // fifth of the time of a stretch.
+  // Minimises the modelled time over the lengths of tiles and the sizes of groups.
   RowsPlan(const Problem& problem, int64_t element_bytes, const RowsChoice& choice) {
     const int64_t vec = kVectorBytes / element_bytes, sector = kSectorBytes / element_bytes;
     // From the sector where it begins, the farthest inside of which a row begins.
     const int64_t most_before = sector - std::gcd(problem.length, sector);
     const int64_t vectors = std::max<int64_t>(CeilDivide(most_before + problem.length, vec), 1);
     const int64_t rows = problem.batch * problem.examples * problem.channels;
-    const double warps_at_once = kMultiprocessors * choice.blocks_at_once * (kRowsThreads / kWarpThreads);
+    const double warps_at_once = Tuning::kMultiprocessors * choice.blocks_at_once * (kRowsThreads / kWarpThreads);
     double least = std::numeric_limits<double>::infinity();
     for (int narrowing = 0; narrowing <= 3; ++narrowing) {
       const int64_t row_steps = CeilDivide(vectors, int64_t{kWarpThreads} >> narrowing);
       const int64_t row_warps = CeilDivide(rows, int64_t{1} << narrowing);
-      for (int64_t wanted = std::min<int64_t>(row_steps, choice.most_steps);; wanted -= wanted > 8 ? 2 : 1) {
-        const int64_t candidate_stretches = CeilDivide(row_steps, wanted);
-        const int64_t candidate_steps = CeilDivide(row_steps, candidate_stretches);
-        const double time = (static_cast<double>(row_warps * candidate_stretches) + 0.2 * warps_at_once) *
+      for (int64_t wanted = std::min<int64_t>(row_steps, choice.max_steps);; wanted -= wanted > 8 ? 2 : 1) {
+        const int64_t candidate_tiles = CeilDivide(row_steps, wanted);
+        const int64_t candidate_steps = CeilDivide(row_steps, candidate_tiles);
+        const double time = (static_cast<double>(row_warps * candidate_tiles) + Tuning::kTailOfLaunch * warps_at_once) *
                             (static_cast<double>(candidate_steps) + choice.steps_to_start) *
                             choice.slowness[narrowing];
         if (time < least) {
@@ -60,10 +52,10 @@ struct RowsPlan {
           lanes = kWarpThreads >> narrowing;
           log_lanes = 5 - narrowing;
           steps = static_cast<int>(candidate_steps);
-          stretches = candidate_stretches;
-          warps = row_warps * stretches;
+          tiles = candidate_tiles;
+          warps = row_warps * tiles;
         }
-        if (wanted <= choice.fewest_steps) break;
+        if (wanted <= choice.min_steps) break;
       }
     }
   }
@@ -77,26 +69,26 @@ inline Tiling TilingOf(const Problem& problem, const RowsPlan& plan, int64_t ele
   // Vectors must lie in the sectors of each operand that is accessed as they do in those of the result.
   const int64_t batch_bytes = problem.examples * problem.channels * problem.length * element_bytes;
   if (!is_aligned || (is_shared && problem.batch > 1 && batch_bytes % kSectorBytes != 0)) return Tiling::kRowsByElement;
-  if (plan.stretches > 1) return Tiling::kRowsInStretches;
+  if (plan.tiles > 1) return Tiling::kSplitRows;
   return plan.lanes < kWarpThreads ? Tiling::kPackedRows : Tiling::kRows;
 }
 
 struct RowsGrid {
   RowsPlan plan;
-  Divider by_stretches;
+  Divider by_tiles;
   bool is_vectorized;
 
   RowsGrid(const RowsPlan& rows_plan, Tiling tiling)
-      : plan(rows_plan), by_stretches(rows_plan.stretches), is_vectorized(tiling != Tiling::kRowsByElement) {}
+      : plan(rows_plan), by_tiles(rows_plan.tiles), is_vectorized(tiling != Tiling::kRowsByElement) {}
 };
 
-// The place of a thread: the first vector that it takes of its stretch. Vectors are counted by how many inputs further
+// The place of a thread: the first vector that it takes of its tile. Vectors are counted by how many inputs further
 // on they begin, so that 32 bits are enough.
 template <typename T>
 struct RowsPlace {
   static constexpr int kVec = kVectorBytes / sizeof(T);
 
-  int64_t row, example, channel, stretch;
+  int64_t row, example, channel, tile;
   int64_t begin;      // the time of the vector's first input, negative where it belongs to the row before
   int64_t index;      // of that input in the result
   int before, after;  // inputs of the row before that and from there on; numbers too large for us are cut
@@ -111,9 +103,9 @@ struct RowsPlace {
     constexpr int64_t kFar = 1 << 30;
     const int lanes = grid.plan.lanes, lane = threadIdx.x & (lanes - 1);
     const int64_t warp = (int64_t{blockIdx.x} * kRowsThreads + threadIdx.x) / kWarpThreads;
-    const int64_t rows_of_warp = grid.by_stretches.Quotient(warp);
+    const int64_t rows_of_warp = grid.by_tiles.Quotient(warp);
     row = (rows_of_warp * kWarpThreads + threadIdx.x % kWarpThreads) >> grid.plan.log_lanes;
-    stretch = warp - rows_of_warp * grid.plan.stretches;
+    tile = warp - rows_of_warp * grid.plan.tiles;
     is_real = row < geometry.all_examples * geometry.channels;
     if (!is_real) row = 0;
     is_vectorized = grid.is_vectorized;
@@ -123,7 +115,7 @@ struct RowsPlace {
     // Alignment needs the lowest bits alone.
     const unsigned first = static_cast<unsigned>(row) * static_cast<unsigned>(geometry.length);
     const unsigned shift = is_vectorized ? first % (kSectorBytes / sizeof(T)) : 0;
-    begin = stretch * (grid.plan.steps * step) + (lane * kVec - static_cast<int>(shift));
+    begin = tile * (grid.plan.steps * step) + (lane * kVec - static_cast<int>(shift));
     index = row * geometry.length + begin;
     before = static_cast<int>(min(begin, kFar));
     after = static_cast<int>(max(min(geometry.length - begin, kFar), -kFar));
@@ -155,17 +147,17 @@ struct RowsPlace {
   }
 };
 
-// The steps of a warp's stretch, as bits, that may hold a border of packed sequences: in the others, the times of a step
-// and `further` ones after these have all of their first `width` taps. `taps` are those of the thread's first vector.
+// The steps of a warp's tile, as bits, that may hold a border of packed sequences: in the others, the times of a step
+// and `further` ones after these have all of the first `width` bits set. `masks` begins at the thread's first vector.
 template <typename T>
-__device__ __forceinline__ uint32_t StepsWithBorders(const RowsPlace<T>& at, const RowsPlan& plan, const uint8_t* taps,
+__device__ __forceinline__ uint32_t StepsWithBorders(const RowsPlace<T>& at, const RowsPlan& plan, const uint8_t* masks,
                                                      int width, int further) {
   constexpr int kTimes = kVectorBytes, kLoads = 4;  // of a load; under way at once
-  // Times are counted from the stretch's first one.
+  // Times are counted from the tile's first one.
   const int lane = threadIdx.x & (plan.lanes - 1), own = lane * RowsPlace<T>::kVec;
-  const uint8_t* const stretch = taps - own;
+  const uint8_t* const tile_masks = masks - own;
   const int row_begin = own - at.before, row_end = own + at.after, end = min(plan.steps * at.step + further, row_end);
-  const int misplaced = static_cast<int>(reinterpret_cast<uintptr_t>(stretch) % kTimes);
+  const int misplaced = static_cast<int>(reinterpret_cast<uintptr_t>(tile_masks) % kTimes);
   const int apart = plan.lanes * kTimes, log_step = __ffs(at.step) - 1;
   const uint32_t bits = 0x01010101u * ((1u << width) - 1);
   uint32_t borders = 0;
@@ -178,7 +170,7 @@ __device__ __forceinline__ uint32_t StepsWithBorders(const RowsPlace<T>& at, con
       const uint32_t others = time < end ? 0 : bits;
       words[i] = make_uint4(others, others, others, others);
       if (time >= row_begin && time < end && time + kTimes <= row_end) {
-        words[i] = LoadPacked<kTimes>(stretch + time);
+        words[i] = LoadPacked<kTimes>(tile_masks + time);
       }
     }
 #pragma unroll
@@ -219,18 +211,18 @@ struct VectorStages {
   // window[i] becomes the input i - kPast places from the first of the vector at a position.
   template <int kPast>
   __device__ __forceinline__ void Read(const char* stages, unsigned position, ComputeType<T>* window) const {
-    // The past is read in the largest aligned parts that no vector's border cuts.
+    // The past is read in the largest aligned words that no vector's border cuts.
     constexpr int kPastBytes = kPast * static_cast<int>(sizeof(T));
     constexpr int kMin = sizeof(T) > 4 ? sizeof(T) : 4;
-    constexpr int kPartBytes = kPastBytes <= kMin ? kMin : kPastBytes <= 8 ? 8 : 16;
-    constexpr int kPart = kPartBytes / sizeof(T), kParts = (kPast + kPart - 1) / kPart, kHalo = kPart * kParts;
-    const auto part_at = [&](unsigned from) { return reinterpret_cast<const T*>(stages + Index(from)); };
+    constexpr int kWordBytes = kPastBytes <= kMin ? kMin : kPastBytes <= 8 ? 8 : 16;
+    constexpr int kWord = kWordBytes / sizeof(T), kWords = CeilDivide(kPast, kWord), kHalo = kWord * kWords;
+    const auto word_at = [&](unsigned from) { return reinterpret_cast<const T*>(stages + Index(from)); };
     ComputeType<T> all[kHalo + kVec];
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      Widen<T, kPart>(LoadPacked<kPart>(part_at(position - (kParts - i) * kPartBytes)), all + i * kPart);
+    for (int i = 0; i < kWords; ++i) {
+      Widen<T, kWord>(LoadPacked<kWord>(word_at(position - (kWords - i) * kWordBytes)), all + i * kWord);
     }
-    Widen<T, kVec>(LoadPacked<kVec>(part_at(position)), all + kHalo);
+    Widen<T, kVec>(LoadPacked<kVec>(word_at(position)), all + kHalo);
 #pragma unroll
     for (int i = 0; i < kPast + kVec; ++i) window[i] = all[kHalo - kPast + i];
   }

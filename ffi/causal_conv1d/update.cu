@@ -1,6 +1,7 @@
 // The step of a decoder: one new input, or a few, after a state that holds the newest inputs.
 #include "ffi/causal_conv1d/causal_conv1d.cuh"
 #include "ffi/causal_conv1d/forward.cuh"
+#include "ffi/causal_conv1d/tuning.h"
 
 namespace jax_baracuda::causal_conv1d {
 namespace {
@@ -25,8 +26,8 @@ struct UpdateArguments {
         new_state(static_cast<T*>(call.new_state)) {}
 };
 
-// Of a thread of UpdateOne: 8 bytes, so that the states of a thread are few and those of a warp fill whole sectors.
-constexpr int UpdateChannels(int64_t element_bytes) { return static_cast<int>(8 / element_bytes); }
+// Of a thread of UpdateOne.
+constexpr int UpdateChannels(int64_t element_bytes) { return static_cast<int>(Tuning::kUpdateBytes / element_bytes); }
 
 template <typename T>
 inline constexpr int kUpdateChannels = UpdateChannels(sizeof(T));
@@ -46,10 +47,10 @@ __global__ void __launch_bounds__(kThreads) UpdateOne(const __grid_constant__ Up
   const Packed<T, kVec> x_word = LoadPacked<kVec>(a.x.data + x_row);
   T x[kVec], state[kVec * kState + 1];  // never empty
   // The states as 8-byte words, or 16-byte ones where these fit.
-  constexpr int kPart = kVec * kState % (2 * kVec) == 0 ? 2 * kVec : kVec;
+  constexpr int kWord = kVec * kState % (2 * kVec) == 0 ? 2 * kVec : kVec;
 #pragma unroll
-  for (int i = 0; i < kVec * kState; i += kPart) {
-    const Packed<T, kPart> word = LoadPacked<kPart>(a.state.data + state_row * kState + i);
+  for (int i = 0; i < kVec * kState; i += kWord) {
+    const Packed<T, kWord> word = LoadPacked<kWord>(a.state.data + state_row * kState + i);
     memcpy(state + i, &word, sizeof(word));
   }
   memcpy(x, &x_word, sizeof(x_word));
@@ -69,10 +70,10 @@ __global__ void __launch_bounds__(kThreads) UpdateOne(const __grid_constant__ Up
   }
   StoreNarrow<T, kVec>(a.y + row, y);
 #pragma unroll
-  for (int i = 0; i < kVec * kState; i += kPart) {
-    Packed<T, kPart> word;
+  for (int i = 0; i < kVec * kState; i += kWord) {
+    Packed<T, kWord> word;
     memcpy(&word, new_state + i, sizeof(word));
-    StorePacked<T, kPart>(a.new_state + row * kState + i, word);
+    StorePacked<T, kWord>(a.new_state + row * kState + i, word);
   }
 }
 
@@ -139,9 +140,6 @@ CudaStatus LaunchUpdateOne(const UpdateCall& call, cudaStream_t stream) {
   });
 }
 
-// Of more new inputs than these a row is worth more than one thread.
-inline constexpr int64_t kFewInputs = 16;
-
 }  // namespace
 
 UpdateStrategy ChooseUpdate(const Problem& problem, int64_t element_bytes, int64_t state_length, bool is_aligned) {
@@ -150,22 +148,22 @@ UpdateStrategy ChooseUpdate(const Problem& problem, int64_t element_bytes, int64
       state_length <= problem.width) {
     return UpdateStrategy::kOneInput;
   }
-  return problem.length <= kFewInputs ? UpdateStrategy::kFewInputs : UpdateStrategy::kManyInputs;
+  return problem.length <= Tuning::kMaxFewInputs ? UpdateStrategy::kFewInputs : UpdateStrategy::kManyInputs;
 }
 
 CudaStatus LaunchUpdate(const UpdateCall& call, cudaStream_t stream) {
   return DispatchType(call.type, [&](auto tag) -> CudaStatus {
     using T = typename decltype(tag)::type;
     const Problem& problem = call.problem;
-    const bool is_aligned = AreAligned(
-        {call.x.data, call.initial_state.data, call.weight.data, call.bias.data, call.y, call.new_state});
+    const bool is_aligned = AreAligned(kVectorBytes, call.x.data, call.initial_state.data, call.weight.data,
+                                       call.bias.data, call.y, call.new_state);
     switch (ChooseUpdate(problem, sizeof(T), call.state_length, is_aligned)) {
       case UpdateStrategy::kNothing:
         return {};
       case UpdateStrategy::kOneInput:
         return LaunchUpdateOne<T>(call, stream);
       case UpdateStrategy::kFewInputs:
-        return DispatchKernel(problem.width, /*has_taps=*/false,
+        return DispatchKernel(problem.width, /*has_masks=*/false,
                               [&](auto width, auto) { return LaunchUpdateRows<T, width>(call, stream); });
       case UpdateStrategy::kManyInputs:
         JB_RETURN_IF_CUDA_ERROR(LaunchForward(call, stream));

@@ -1,10 +1,11 @@
-// std::bit_cast of C++20.
+// std::bit_cast of C++20, and the unsigned integers that hold the bits of other types.
 #pragma once
 
+#include <cstdint>
 #include <cstring>
 #include <type_traits>
 
-#include "ffi/core/element_type.h"
+#include "ffi/core/host_device.h"
 
 namespace jax_baracuda {
 
@@ -22,5 +23,11 @@ JB_BIT_CAST To BitCast(const From& from) {
   memcpy(&to, &from, sizeof(to));
   return to;
 }
+
+// As wide as T, which has 1, 2, 4 or 8 bytes.
+template <typename T>
+using BitsOf = std::conditional_t<
+    sizeof(T) == 1, uint8_t,
+    std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>>;
 
 }  // namespace jax_baracuda

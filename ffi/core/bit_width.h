@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "ffi/core/integers.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_baracuda {
@@ -52,9 +53,15 @@ inline int64_t BitWidth(xla::ffi::DataType type) {
   }
 }
 
+// Whole bytes of an element; 0 for types that have less than one, or no size here.
+inline int WholeByteWidth(xla::ffi::DataType type) {
+  const int64_t bits = BitWidth(type);
+  return bits % 8 == 0 ? static_cast<int>(bits / 8) : 0;
+}
+
 // Bytes of `count` elements that lie one after another.
 inline int64_t PackedBytes(int64_t count, int64_t bit_width) {
-  return bit_width % 8 == 0 ? count * (bit_width / 8) : (count * bit_width + 7) / 8;
+  return bit_width % 8 == 0 ? count * (bit_width / 8) : CeilDivide(count * bit_width, 8);
 }
 
 }  // namespace jax_baracuda

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <new>
 #include <string>
@@ -10,6 +11,7 @@
 
 #include "ffi/core/element_type.h"
 #include "ffi/core/handler.h"
+#include "ffi/core/parallel_for.h"
 
 #define JB_INLINE __attribute__((always_inline)) inline
 
@@ -35,6 +37,18 @@ inline ffi::Error Status(const char* op, bool is_supported, bool has_memory, con
 template <typename T>
 std::unique_ptr<T[]> Allocate(int64_t count) {
   return std::unique_ptr<T[]>(new (std::nothrow) T[std::max<int64_t>(1, count)]);
+}
+
+// Zeros, which are +0 for floating types: all bits are zero.
+template <typename T>
+JB_INLINE void WriteZeros(T* to, int64_t count) {
+  std::memset(static_cast<void*>(to), 0, static_cast<size_t>(count) * sizeof(T));
+}
+
+// The same for a whole result, by all threads.
+inline void WriteZeroBytes(ffi::ThreadPool& pool, void* to, int64_t bytes) {
+  ForEachRange(pool, bytes, 2 * bytes,
+               [&](int64_t begin, int64_t end) { WriteZeros(static_cast<char*>(to) + begin, end - begin); });
 }
 
 // Stores a number as a T. (Assigning a whole Float16 or BFloat16 keeps GCC from vectorising.)

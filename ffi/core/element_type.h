@@ -2,15 +2,14 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#define JB_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define JB_HOST_DEVICE inline
 #endif
+
+#include "ffi/core/bit_cast.h"
+#include "ffi/core/host_device.h"
 
 namespace jax_baracuda {
 
@@ -35,22 +34,6 @@ enum class ElementType : int32_t {
 using Float16 = __half;
 using BFloat16 = __nv_bfloat16;
 #else
-namespace internal {
-
-inline uint32_t BitsOfFloat(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-inline float FloatOfBits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-}  // namespace internal
-
 // float16 and bfloat16 on the host: computed with in float32, converted by code that compilers vectorise on every
 // instruction set and that is right even where denormal float32 numbers are flushed to zero, as in XLA's threads.
 struct Float16 {
@@ -60,10 +43,10 @@ struct Float16 {
 
   // Rounds to nearest, ties to even; a NaN becomes the quiet NaN of its sign.
   explicit Float16(float value) {
-    const uint32_t word = internal::BitsOfFloat(value);
+    const uint32_t word = BitCast<uint32_t>(value);
     const uint32_t sign = (word >> 16) & 0x8000u, magnitude = word & 0x7fffffffu;
     // One unit in the last place of [0.5, 1) is the smallest subnormal float16, so this addition rounds to those.
-    const uint32_t subnormal = internal::BitsOfFloat(internal::FloatOfBits(magnitude) + 0.5f) - 0x3f000000u;
+    const uint32_t subnormal = BitCast<uint32_t>(BitCast<float>(magnitude) + 0.5f) - 0x3f000000u;
     const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
     const uint32_t rounded = magnitude > 0x7f800000u    ? 0x7e00u
                              : magnitude >= 0x477ff000u ? 0x7c00u
@@ -76,8 +59,8 @@ struct Float16 {
     const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
     const uint32_t exponent_offset = magnitude >= 0x7c00u ? 224u << 23 : 112u << 23;  // infinity and NaN; normal
     const uint32_t normal = (magnitude << 13) + exponent_offset;
-    const uint32_t subnormal = internal::BitsOfFloat(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
-    return internal::FloatOfBits(sign | (magnitude < 0x0400u ? subnormal : normal));
+    const uint32_t subnormal = BitCast<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+    return BitCast<float>(sign | (magnitude < 0x0400u ? subnormal : normal));
   }
 };
 
@@ -88,13 +71,13 @@ struct BFloat16 {
 
   // Rounds to nearest, ties to even; a NaN stays a (quiet) NaN.
   explicit BFloat16(float value) {
-    const uint32_t word = internal::BitsOfFloat(value);
+    const uint32_t word = BitCast<uint32_t>(value);
     const bool is_nan = (word & 0x7fffffffu) > 0x7f800000u;
     bits = is_nan ? static_cast<uint16_t>((word >> 16) | 0x0040u)
                   : static_cast<uint16_t>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
   }
 
-  operator float() const { return internal::FloatOfBits(static_cast<uint32_t>(bits) << 16); }
+  operator float() const { return BitCast<float>(static_cast<uint32_t>(bits) << 16); }
 };
 #endif
 

@@ -3,12 +3,16 @@
 
 #include <cstdint>
 
-#include "ffi/core/element_type.h"
+#include "ffi/core/host_device.h"
 
 namespace jax_baracuda {
 
 JB_HOST_DEVICE constexpr int64_t CeilDivide(int64_t dividend, int64_t divisor) {
   return (dividend + divisor - 1) / divisor;
+}
+
+JB_HOST_DEVICE constexpr int64_t RoundUp(int64_t number, int64_t multiple) {
+  return CeilDivide(number, multiple) * multiple;
 }
 
 // The product of sizes of dimensions. It does not fit only in the shape of an array without elements, where it can as

@@ -3,19 +3,17 @@
 
 #include <cstdint>
 
+#include "ffi/core/integers.h"
+
 namespace jax_baracuda {
 
 inline constexpr int64_t kScratchAlignment = 256;
-
-inline int64_t ScratchRound(int64_t bytes) {
-  return (bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
-}
 
 // The bytes that a ScratchCarver will have taken after parts of these sizes.
 struct ScratchSizes {
   int64_t total = 0;
 
-  void Add(int64_t bytes) { total += ScratchRound(bytes); }
+  void Add(int64_t bytes) { total += RoundUp(bytes, kScratchAlignment); }
 };
 
 class ScratchCarver {
@@ -25,7 +23,7 @@ class ScratchCarver {
   template <typename T>
   T* Take(int64_t count) {
     T* part = reinterpret_cast<T*>(next_);
-    next_ += ScratchRound(count * static_cast<int64_t>(sizeof(T)));
+    next_ += RoundUp(count * static_cast<int64_t>(sizeof(T)), kScratchAlignment);
     return part;
   }
 

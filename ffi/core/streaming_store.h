@@ -9,15 +9,17 @@
 #include <emmintrin.h>
 #endif
 
+#include "ffi/core/alignment.h"
+
 namespace jax_baracuda {
 
-// Copies bytes; streamed where the processor can and both addresses and the size are multiples of 16.
+// Copies bytes; streamed where the processor can and both addresses and the size are multiples of kVectorBytes.
 inline void StreamBytes(void* to, const void* from, int64_t bytes) {
 #if defined(__SSE2__)
-  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(bytes)) % 16 == 0) {
+  if (AreAligned(kVectorBytes, to, from) && bytes % kVectorBytes == 0) {
     auto* target = static_cast<__m128i*>(to);
     const auto* source = static_cast<const __m128i*>(from);
-    for (int64_t i = 0; i < bytes / 16; ++i) _mm_stream_si128(target + i, _mm_load_si128(source + i));
+    for (int64_t i = 0; i < bytes / kVectorBytes; ++i) _mm_stream_si128(target + i, _mm_load_si128(source + i));
     return;
   }
 #endif

@@ -8,13 +8,12 @@
 #include <cstring>
 #include <type_traits>
 
+#include "ffi/core/alignment.h"
 #include "ffi/core/element_type.h"
 
 namespace jax_baracuda {
 
-inline bool IsAligned(const void* data, int64_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
-
-constexpr int VectorAlignment(int bytes) { return bytes < 16 ? bytes : 16; }
+constexpr int VectorAlignment(int bytes) { return bytes < kVectorBytes ? bytes : kVectorBytes; }
 
 template <typename T, int kCount>
 struct alignas(VectorAlignment(sizeof(T) * kCount)) Vector {

@@ -1,10 +1,11 @@
-// What kernels share that exchange values within a warp.
+// The threads of a warp.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_baracuda {
 
+inline constexpr int kWarpThreads = 32;
 inline constexpr uint32_t kFullWarp = 0xffffffffu;  // all lanes take part
 
 }  // namespace jax_baracuda

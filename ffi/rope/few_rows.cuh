@@ -9,12 +9,11 @@
 #include "ffi/core/divider.cuh"
 #include "ffi/core/integers.h"
 #include "ffi/rope/rope_device.cuh"
+#include "ffi/rope/tuning.h"
 
 namespace jax_baracuda::rope {
 
-inline constexpr int kSharingThreads = 128;        // of a block, where rows are not longer
-inline constexpr int kMaxSharingThreads = 256;    // of any block
-inline constexpr int64_t kMaxTableBytes = 16384;  // of sines and cosines
+inline constexpr int kMaxSharingThreads = 256;  // of a block
 
 // Strides are in elements.
 template <typename T>
@@ -95,7 +94,7 @@ inline bool SuitsFewRows(const Problem& problem, int64_t all_heads, int64_t elem
   const int64_t places = problem.batch * problem.examples * problem.length;
   const int64_t rotation_bytes = 2 * std::max<int64_t>(element_bytes, sizeof(float));
   return units <= kMaxSharingThreads && places <= 65535 && places * all_heads * problem.features < int64_t{1} << 31 &&
-         problem.pairs * rotation_bytes <= kMaxTableBytes;
+         problem.pairs * rotation_bytes <= Tuning::kMaxTableBytes;
 }
 
 template <typename T, int kCount, bool kInterleaved, int kTensors>
@@ -109,7 +108,7 @@ CudaStatus LaunchFewRows(const Call& call, int64_t units, cudaStream_t stream) {
   a.frequencies = call.frequencies;
   a.positions = call.positions;
   a.scale = ScaleOf<T>(call);
-  const int64_t rows_of_block = std::max<int64_t>(kSharingThreads / units, 1);
+  const int64_t rows_of_block = std::max<int64_t>(Tuning::kSharingThreads / units, 1);
   const dim3 threads(static_cast<unsigned>(units), static_cast<unsigned>(rows_of_block));
   dim3 blocks(0, static_cast<unsigned>(problem.batch * problem.examples * problem.length));
   const int features = static_cast<int>(problem.features), length = static_cast<int>(problem.length);

@@ -14,22 +14,16 @@
 #include "ffi/rope/few_rows.cuh"
 #include "ffi/rope/rope.cuh"
 #include "ffi/rope/rope_device.cuh"
+#include "ffi/rope/tuning.h"
 
 namespace jax_baracuda::rope {
 namespace {
 
 inline constexpr int kThreads = 128;
-inline constexpr int kUnroll = 4;  // rows of which a thread's units are under way at once
-
-// A thread takes up to so many units, fewer where multiprocessors would have less than so many threads.
-inline constexpr int64_t kMaxUnits = 8;
-inline constexpr int64_t kMinThreads = 256;
+inline constexpr int kRowsInFlight = Tuning::kRowsInFlight;
 
 // Of a group; their numbers have 32 bits.
 inline constexpr int64_t kMaxThreads = int64_t{1} << 30;
-
-// So many threads take neighbouring rows.
-inline constexpr int64_t kContiguousThreads = 64;
 
 // A tensor, and how threads walk through it. A group is a run of examples that have the same angles, and whose rows at
 // one position are all at the same distance. Its threads are numbered unit by unit, lane by lane, position by position,
@@ -100,11 +94,11 @@ __global__ void __launch_bounds__(kThreads) RotateRows(const __grid_constant__ A
   const T* x;
   T* y;
   int row;
-  UnitOfRow units[kUnroll];
+  UnitOfRow units[kRowsInFlight];
   RawPosition raw_position;
   const auto load_units = [&] {
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
+    for (int i = 0; i < kRowsInFlight; ++i) {
       if (row + i * lanes < count) units[i].Load(x + i * rows.lanes_stride, at.partner_stride);
     }
   };
@@ -133,16 +127,16 @@ __global__ void __launch_bounds__(kThreads) RotateRows(const __grid_constant__ A
     }
     while (true) {
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
+      for (int i = 0; i < kRowsInFlight; ++i) {
         if (row + i * lanes < count) {
           if (is_rotated) units[i].Rotate(rotations);
           units[i].Store(y + i * rows.lanes_stride, at.partner_stride);
         }
       }
-      row += kUnroll * lanes;
+      row += kRowsInFlight * lanes;
       if (row >= count) break;
-      x += kUnroll * rows.lanes_stride;
-      y += kUnroll * rows.lanes_stride;
+      x += kRowsInFlight * rows.lanes_stride;
+      y += kRowsInFlight * rows.lanes_stride;
       load_units();
     }
     position += rows.first_positions.of_short.divisor;
@@ -163,26 +157,27 @@ struct Assignment {
 
 // Returns the number of threads of a group.
 template <typename T>
-int64_t AssignRows(const Problem& problem, const Tensor& tensor, const Assignment& dealing, Rows<T>* rows) {
+int64_t AssignRows(const Problem& problem, const Tensor& tensor, const Assignment& assignment, Rows<T>* rows) {
   rows->x = static_cast<const T*>(tensor.x);
   rows->y = static_cast<T*>(tensor.y);
   rows->x_is_shared = tensor.is_shared;
-  rows->count = dealing.examples_of_group * tensor.heads;
+  rows->count = assignment.examples_of_group * tensor.heads;
   if (rows->count == 0) return 0;
-  const int64_t most_lanes = dealing.heads_are_neighbours ? CeilDivide(kContiguousThreads, dealing.units) : 1;
-  const int64_t lanes = std::clamp<int64_t>(rows->count / dealing.units_of_thread, 1, most_lanes);
-  const int64_t slabs = CeilDivide(rows->count, dealing.units_of_thread * lanes);
+  const int64_t max_lanes =
+      assignment.heads_are_neighbours ? CeilDivide(Tuning::kContiguousThreads, assignment.units) : 1;
+  const int64_t lanes = std::clamp<int64_t>(rows->count / assignment.units_of_thread, 1, max_lanes);
+  const int64_t slabs = CeilDivide(rows->count, assignment.units_of_thread * lanes);
   const int64_t rows_of_thread = CeilDivide(rows->count, slabs * lanes);
-  const int64_t threads_of_position = dealing.units * lanes * slabs;
+  const int64_t threads_of_position = assignment.units * lanes * slabs;
   const int64_t positions_of_thread =
-      std::max(std::clamp<int64_t>(dealing.units_of_thread / rows_of_thread, 1, problem.length),
+      std::max(std::clamp<int64_t>(assignment.units_of_thread / rows_of_thread, 1, problem.length),
                CeilDivide(threads_of_position * problem.length, kMaxThreads));
   const int64_t first_positions = CeilDivide(problem.length, positions_of_thread);
   rows->rows_of_slab = static_cast<int>(rows_of_thread * lanes);
   rows->lanes = Divider(lanes);
   rows->slabs = Divider(slabs);
   rows->first_positions = Divider(first_positions);
-  rows->stride = problem.features * (dealing.heads_are_neighbours ? 1 : problem.length);
+  rows->stride = problem.features * (assignment.heads_are_neighbours ? 1 : problem.length);
   rows->lanes_stride = rows->stride * lanes;
   rows->position_stride = problem.features * (problem.heads_first ? 1 : tensor.heads);
   rows->step_stride = rows->position_stride * first_positions;
@@ -200,8 +195,8 @@ int64_t UnitsOfRow(const Problem& problem, int elements_of_vector, bool has_pair
 
 int64_t UnitsOfThread(const Problem& problem, int64_t all_heads, int64_t units, int64_t multiprocessors) {
   return std::min(units * problem.batch * problem.examples * all_heads * problem.length /
-                      (multiprocessors * kMinThreads),
-                  kMaxUnits);
+                      (multiprocessors * Tuning::kMinThreads),
+                  Tuning::kMaxUnits);
 }
 
 template <typename T, int kCount, bool kInterleaved>
@@ -239,11 +234,11 @@ CudaStatus Launch(const Call& call, Strategy strategy, int64_t multiprocessors, 
   a.positions = call.positions;
   a.scale = ScaleOf<T>(call);
 
-  const Assignment dealing{heads_are_neighbours, a.examples_of_group, units, std::max<int64_t>(units_of_thread, 1)};
+  const Assignment assignment{heads_are_neighbours, a.examples_of_group, units, std::max<int64_t>(units_of_thread, 1)};
   int64_t threads[kMaxTensors] = {};
   for (int i = 0; i < call.num_tensors; ++i) {
     // The last tensor comes first: it is k, whose fewer heads make longer chains of latencies.
-    threads[i] = AssignRows(problem, call.tensors[call.num_tensors - 1 - i], dealing, &a.rows[i]);
+    threads[i] = AssignRows(problem, call.tensors[call.num_tensors - 1 - i], assignment, &a.rows[i]);
   }
   const int64_t most_threads = std::max(threads[0], threads[1]);
   const int64_t groups_of_blocks = std::clamp<int64_t>(kMaxThreads / most_threads, 1, a.groups);
@@ -262,7 +257,8 @@ CudaStatus Launch(const Call& call, Strategy strategy, int64_t multiprocessors, 
 template <typename T>
 CudaStatus LaunchBy(int bytes, const Call& call, Strategy strategy, int64_t multiprocessors, cudaStream_t stream) {
   if (bytes == 16) {
-    const auto launch = call.problem.interleaved ? Launch<T, 16 / sizeof(T), true> : Launch<T, 16 / sizeof(T), false>;
+    const auto launch = call.problem.interleaved ? Launch<T, kVectorBytes / sizeof(T), true>
+                                                : Launch<T, kVectorBytes / sizeof(T), false>;
     return launch(call, strategy, multiprocessors, stream);
   }
   if constexpr (sizeof(T) < 8) {
@@ -289,7 +285,7 @@ Strategy ChooseStrategy(const Problem& problem, int64_t all_heads, int64_t eleme
   // As if all features were written, which of operands in place are only those that are rotated.
   const int64_t units = UnitsOfRow(problem, static_cast<int>(bytes / element_bytes),
                                    by_16_bytes && problem.interleaved, /*are_all_written=*/true);
-  const bool has_few_rows = UnitsOfThread(problem, all_heads, units, multiprocessors) < kMaxUnits &&
+  const bool has_few_rows = UnitsOfThread(problem, all_heads, units, multiprocessors) < Tuning::kMaxUnits &&
                             SuitsFewRows(problem, all_heads, element_bytes, units);
   if (by_16_bytes) return has_few_rows ? Strategy::kFewRowsBy16Bytes : Strategy::kManyRowsBy16Bytes;
   if (by_8_bytes) return has_few_rows ? Strategy::kFewRowsBy8Bytes : Strategy::kManyRowsBy8Bytes;
@@ -299,10 +295,10 @@ Strategy ChooseStrategy(const Problem& problem, int64_t all_heads, int64_t eleme
 CudaStatus LaunchRope(const Call& call, cudaStream_t stream) {
   int multiprocessors;
   JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
-  int64_t alignment = 16;
+  int alignment = kVectorBytes;
   for (int i = 0; i < call.num_tensors; ++i) {
     for (const void* data : {call.tensors[i].x, static_cast<const void*>(call.tensors[i].y)}) {
-      while (!IsAligned(data, alignment)) alignment /= 2;
+      while (!AreAligned(alignment, data)) alignment /= 2;
     }
   }
   const Strategy strategy =

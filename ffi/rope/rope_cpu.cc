@@ -14,6 +14,7 @@
 #include "ffi/core/cpu_clones.h"
 #include "ffi/core/cpu_kernel.h"
 #include "ffi/core/huge_pages.h"
+#include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
 #include "ffi/core/strategies.h"
 #include "ffi/core/target_table.h"
@@ -139,11 +140,11 @@ class Kernel {
       if (tensor.y != tensor.x) AdviseHugePages(tensor.y, examples * tensor.heads * example_bytes);
     }
     // Where there are fewer blocks of positions than chunks, several chunks share one, and each has its own table.
-    const int64_t blocks = (problem_.length + block_length_ - 1) / block_length_;
+    const int64_t blocks = CeilDivide(problem_.length, block_length_);
     const int64_t tables = examples / examples_of_group_ * blocks;
     const int64_t runs = examples_of_group_ * RunsOfExample();
     const int64_t wanted_chunks = ChunksFor(pool, examples * all_heads_ * example_bytes);
-    const int64_t parts = std::min((wanted_chunks + tables - 1) / tables, runs);
+    const int64_t parts = std::min(CeilDivide(wanted_chunks, tables), runs);
     const int64_t chunks = std::min(wanted_chunks, tables * parts);
     std::atomic<bool> has_memory{true};
     ParallelFor(pool, chunks, [&](int64_t chunk) {

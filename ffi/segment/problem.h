@@ -17,6 +17,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "ffi/core/bit_cast.h"
 #include "ffi/core/element_type.h"
 
 namespace jax_baracuda::segment {
@@ -62,10 +63,5 @@ JB_HOST_DEVICE bool IsNan(T x) {
     return false;
   }
 }
-
-template <typename T>
-using BitsOf = std::conditional_t<
-    sizeof(T) == 1, uint8_t,
-    std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>>;
 
 }  // namespace jax_baracuda::segment

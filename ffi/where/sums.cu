@@ -3,20 +3,18 @@
 #include <algorithm>
 #include <numeric>
 
+#include "ffi/core/partial_sums.cuh"
+#include "ffi/core/warp.cuh"
+#include "ffi/where/tuning.h"
 #include "ffi/where/where.cuh"
 #include "ffi/where/where_device.cuh"
 
 namespace jax_baracuda::where {
 namespace {
 
-// The rows are cut into parts where that gives more blocks, but not so many that parts have few steps.
-inline constexpr int64_t kWantedBlocks = 2048;
-inline constexpr int64_t kWantedBlocksOfNumbers = 8192;  // whose partial sums take no time
-inline constexpr int64_t kMinSteps = 8;
 inline constexpr int kThreads = 256;
-inline constexpr int kVectorsAtOnce = 4;
+inline constexpr int kVectorsInFlight = Tuning::kVectorsInFlight;
 inline constexpr int kLineBytes = 128;
-inline constexpr int kWarp = 32;
 
 // The least number of threads whose vectors are whole rows.
 inline int64_t ThreadsOfWholeRows(const Sum& sum, int elements_of_vector) {
@@ -37,8 +35,8 @@ struct SumPlan {
     if (of_whole_rows <= kThreads) {
       const int64_t vectors = CeilDivide(sum.rows * sum.inner, elements_of_vector);
       const int64_t of_line = kLineBytes / (elements_of_vector * element_bytes);
-      const int64_t fewest = std::max(of_whole_rows, std::min(of_line, vectors));
-      while (sum.outer > 1 && group / 2 >= fewest && group * kMinSteps > vectors) group /= 2;
+      const int64_t min_threads = std::max(of_whole_rows, std::min(of_line, vectors));
+      while (sum.outer > 1 && group / 2 >= min_threads && group * Tuning::kMinSteps > vectors) group /= 2;
       used = static_cast<int>(group / of_whole_rows * of_whole_rows);
       rows_of_step = used * elements_of_vector / sum.inner;
     } else {
@@ -48,9 +46,9 @@ struct SumPlan {
     }
     blocks_of_outer = CeilDivide(sum.outer, kThreads / group);
     const int64_t steps = std::max<int64_t>(1, CeilDivide(sum.rows, rows_of_step));
-    const int64_t wanted_blocks = sum.inner == 1 ? kWantedBlocksOfNumbers : kWantedBlocks;
+    const int64_t wanted_blocks = sum.inner == 1 ? Tuning::kWantedBlocksOfNumbers : Tuning::kWantedBlocks;
     const int64_t wanted = CeilDivide(wanted_blocks, blocks_of_outer * tiles);
-    const int64_t steps_of_part = CeilDivide(steps, std::clamp<int64_t>(steps / kMinSteps, 1, wanted));
+    const int64_t steps_of_part = CeilDivide(steps, std::clamp<int64_t>(steps / Tuning::kMinSteps, 1, wanted));
     rows_of_part = steps_of_part * rows_of_step;
     parts = CeilDivide(steps, steps_of_part);
   }
@@ -134,16 +132,16 @@ class Accumulator {
   C sums_[kSums][kVec] = {};
 };
 
-// The sum over the threads of a group, in its first thread. `shared` is of kThreads / kWarp.
+// The sum over the threads of a group, in its first thread. `shared` is of kThreads / kWarpThreads.
 template <typename C>
 __device__ __forceinline__ C SumOfGroup(C value, int group, C* shared) {
-  const int width = min(group, kWarp);
-  for (int offset = width / 2; offset > 0; offset /= 2) value += __shfl_down_sync(~0u, value, offset, width);
-  if (group <= kWarp) return value;
-  const int warp = threadIdx.x / kWarp;
-  if (threadIdx.x % kWarp == 0) shared[warp] = value;
+  const int width = min(group, kWarpThreads);
+  for (int offset = width / 2; offset > 0; offset /= 2) value += __shfl_down_sync(kFullWarp, value, offset, width);
+  if (group <= kWarpThreads) return value;
+  const int warp = threadIdx.x / kWarpThreads;
+  if (threadIdx.x % kWarpThreads == 0) shared[warp] = value;
   __syncthreads();
-  for (int i = 1; i < group / kWarp && threadIdx.x % group == 0; ++i) value += shared[warp + i];
+  for (int i = 1; i < group / kWarpThreads && threadIdx.x % group == 0; ++i) value += shared[warp + i];
   return value;
 }
 
@@ -167,16 +165,16 @@ __global__ void __launch_bounds__(kThreads) SumRows(const __grid_constant__ Argu
     const int64_t first_row = part * plan.rows_of_part, step = plan.rows_of_step * sum.inner;
     const int64_t end = (outer * sum.rows + min(sum.rows, first_row + plan.rows_of_part)) * sum.inner;
     int64_t element = (outer * sum.rows + first_row) * sum.inner + column;
-    for (; element + (kVectorsAtOnce - 1) * step + kVec <= end; element += kVectorsAtOnce * step) {
-      Packed<uint8_t, kVec> flags[kVectorsAtOnce];
-      Packed<T, kVec> dy[kVectorsAtOnce];
+    for (; element + (kVectorsInFlight - 1) * step + kVec <= end; element += kVectorsInFlight * step) {
+      Packed<uint8_t, kVec> flags[kVectorsInFlight];
+      Packed<T, kVec> dy[kVectorsInFlight];
 #pragma unroll
-      for (int i = 0; i < kVectorsAtOnce; ++i) {
+      for (int i = 0; i < kVectorsInFlight; ++i) {
         flags[i] = a.cond.Load(element + i * step);
         dy[i] = LoadPacked<kVec>(a.dy + element + i * step);
       }
 #pragma unroll
-      for (int i = 0; i < kVectorsAtOnce; ++i) accumulator.Add(element + i * step, flags[i], dy[i]);
+      for (int i = 0; i < kVectorsInFlight; ++i) accumulator.Add(element + i * step, flags[i], dy[i]);
     }
     for (; element + kVec <= end; element += step) {
       accumulator.Add(element, a.cond.Load(element), LoadPacked<kVec>(a.dy + element));
@@ -232,8 +230,7 @@ __global__ void __launch_bounds__(kThreads) SumRows(const __grid_constant__ Argu
   }
 }
 
-// Adds up the parts of each result, always in the same order; in double, since there may be many. So many `lanes`, a
-// power of two, share a result.
+// Adds up the parts of each result, which `lanes` threads share.
 template <typename C>
 __global__ void __launch_bounds__(kThreads)
     AddParts(const C* parts, int64_t num_parts, int64_t results, int lanes, C* first_sums, C* second_sums) {
@@ -241,28 +238,17 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % lanes;
   const int64_t result = int64_t{blockIdx.x} * (kThreads / lanes) + threadIdx.x / lanes;
   const int64_t all_results = second_sums == nullptr ? results : 2 * results;
-  double total = 0;
-  if (result < all_results) {
-#pragma unroll 8
-    for (int64_t part = lane; part < num_parts; part += lanes) total += parts[result * num_parts + part];
-  }
-  for (int half = lanes / 2; half > 0; half /= 2) {
-    shared[threadIdx.x] = total;
-    __syncthreads();
-    if (lane < half) total += shared[threadIdx.x + half];
-    __syncthreads();
-  }
+  const double total = SumPartials(parts + result * num_parts, result < all_results ? num_parts : 0, /*stride=*/1, lane,
+                                   lanes, shared + threadIdx.x, /*slot_stride=*/1);
   if (lane != 0 || result >= all_results) return;
   (result < results ? first_sums[result] : second_sums[result - results]) = static_cast<C>(total);
 }
-
-inline constexpr int64_t kPartsOfLane = 8;
 
 template <typename C>
 CudaStatus LaunchAddParts(const C* parts, int64_t num_parts, int64_t results, C* first_sums, C* second_sums,
                           cudaStream_t stream) {
   int lanes = 1;
-  while (lanes < kThreads && lanes * kPartsOfLane < num_parts) lanes *= 2;
+  while (lanes < kThreads && lanes * Tuning::kPartsOfLane < num_parts) lanes *= 2;
   const int64_t blocks = CeilDivide((second_sums == nullptr ? 1 : 2) * results, kThreads / lanes);
   AddParts<C><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(parts, num_parts, results, lanes, first_sums,
                                                                       second_sums);
@@ -331,7 +317,7 @@ int64_t SumScratchBytes(const Sum& sum, int64_t element_bytes, int num_sums) {
 
 CudaStatus LaunchSums(const SplitCall& call, cudaStream_t stream) {
   if (call.sum.results() == 0) return {};
-  const bool are_vectors = AreVectors(call, AreAligned(call.dy, call.cond.data, call.da, call.db));
+  const bool are_vectors = AreVectors(call, AreAligned(kVectorBytes, call.dy, call.cond.data, call.da, call.db));
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;

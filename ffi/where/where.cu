@@ -103,7 +103,7 @@ SelectStrategy ChooseStrategy(const SelectCall& call, bool are_aligned) {
 
 CudaStatus LaunchSelect(const SelectCall& call, cudaStream_t stream) {
   const SelectStrategy strategy =
-      ChooseStrategy(call, AreAligned(call.a.data, call.b.data, call.cond.data, call.output));
+      ChooseStrategy(call, AreAligned(kVectorBytes, call.a.data, call.b.data, call.cond.data, call.output));
   if (strategy == SelectStrategy::kNothing) return {};
   return WithBytes(call.element_bytes, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -144,7 +144,7 @@ SplitStrategy ChooseStrategy(const SplitCall& call, bool are_aligned) {
 CudaStatus LaunchSplit(const SplitCall& call, cudaStream_t stream) {
   if (call.num_sums() > 0) return LaunchSums(call, stream);
   const SplitStrategy strategy =
-      ChooseStrategy(call, AreAligned(call.dy, call.cond.data, call.da, call.db));
+      ChooseStrategy(call, AreAligned(kVectorBytes, call.dy, call.cond.data, call.da, call.db));
   if (strategy == SplitStrategy::kNothing) return {};
   return WithBytes(call.element_bytes, [&](auto tag) {
     using T = typename decltype(tag)::type;

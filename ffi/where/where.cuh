@@ -50,8 +50,8 @@ enum class SplitStrategy {
   kDenseWithTail,
   kRepeated,  // as well
   kRepeatedWithTail,
-  // What is summed: numbers that lie together, several rows a step, or one row a step. In parts, a second kernel adds up
-  // the sums of several parts of the rows.
+  // What is summed: numbers that lie together, several rows a step, or one row a step. In parts, rows are cut into parts,
+  // whose sums a second kernel adds up.
   kSumNumbers,
   kSumNumbersInParts,
   kSumNumbersWithTail,

@@ -60,8 +60,8 @@ struct Repetition {
   bool IsDense() const { return rank == 0 || (rank == 1 && stride[0] == 1); }
 };
 
-// Of an array with the dimensions `own` along an output with the dimensions `output`, of the same number. False if it is
-// repeated along too many dimensions.
+// The repetition of an array with the dimensions `own` along an output with as many dimensions. False if the array is
+// repeated along too many of them.
 template <typename Dimensions>
 bool MakeRepetition(const Dimensions& output, const Dimensions& own, Repetition* repetition) {
   int64_t size = 1;

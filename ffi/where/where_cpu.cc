@@ -117,7 +117,7 @@ JB_INLINE void AddElements(const uint8_t* __restrict cond, bool inverted, const 
                            ComputeType<T>* __restrict sums, ComputeType<T>* __restrict other_sums,
                            T* __restrict other) {
   using C = ComputeType<T>;
-  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+  using Bits = BitsOf<T>;
   JB_VECTORIZE
   for (int64_t i = 0; i < count; ++i) {
     const Bits value = BitCast<Bits>(dy[i]);
@@ -402,8 +402,8 @@ class Sums {
         const int64_t count = std::min(at_once, end - outer), first = outer * elements, result = outer * sum_.inner;
         const uint8_t* const flags = elements == 0 ? nullptr : cond.At(first, count * elements);
         if (both_are_summed_) {
-          SumShortArrays<T, true>(strategy_, flags, false, dy + first, count, sum_.rows, sum_.inner, first_sums_ + result,
-                                  second_sums_ + result, nullptr);
+          SumShortArrays<T, true>(strategy_, flags, false, dy + first, count, sum_.rows, sum_.inner,
+                                  first_sums_ + result, second_sums_ + result, nullptr);
         } else {
           SumShortArrays<T, false>(strategy_, flags, !call_.a_is_summed, dy + first, count, sum_.rows, sum_.inner,
                                    first_sums_ + result, nullptr, other_ + first);
@@ -414,7 +414,8 @@ class Sums {
 
   void AddPart(int64_t outer, int64_t tile, int64_t part, Blocks<uint8_t>* cond) {
     const int64_t first_column = ChunkBegin(sum_.inner, lines_.tiles, tile);
-    const int64_t columns = ChunkBegin(sum_.inner, lines_.tiles, tile + 1) - first_column, width = columns * lines_.rows_of_line;
+    const int64_t columns = ChunkBegin(sum_.inner, lines_.tiles, tile + 1) - first_column;
+    const int64_t width = columns * lines_.rows_of_line;
     const int64_t first_row = std::min(sum_.rows, part * lines_.rows_of_part);
     const int64_t end_row = std::min(sum_.rows, first_row + lines_.rows_of_part);
     const T* const dy = static_cast<const T*>(call_.dy);

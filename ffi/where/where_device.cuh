@@ -14,19 +14,12 @@
 
 namespace jax_baracuda::where {
 
-inline constexpr int kVectorBytes = 16;
-
-template <typename... Pointers>
-bool AreAligned(const Pointers*... pointers) {
-  return (IsAligned(pointers, kVectorBytes) && ...);
-}
-
 // ---- The selection.
 
 // For each of the vector's flags, four to a word, a byte of ones where it is not zero.
 template <int kCount>
 struct Mask {
-  uint32_t words[(kCount + 3) / 4];
+  uint32_t words[CeilDivide(kCount, 4)];
 
   __device__ __forceinline__ explicit Mask(const Packed<uint8_t, kCount>& flags) {
     words[0] = 0;

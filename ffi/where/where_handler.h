@@ -15,12 +15,6 @@
 
 namespace jax_baracuda::where {
 
-// 0 where an element is less than a byte, or unknown.
-inline int ElementBytes(ffi::DataType type) {
-  const int64_t bits = BitWidth(type);
-  return bits % 8 == 0 ? static_cast<int>(bits / 8) : 0;
-}
-
 // An operand whose dimensions are those of the output, or 1.
 inline ffi::Error TakeOperand(const char* op, const char* name, const ffi::AnyBuffer& buffer,
                               ffi::AnyBuffer::Dimensions output, Operand* operand) {
@@ -45,7 +39,7 @@ inline ffi::Error DecodeSelect(const char* op, const ffi::AnyBuffer& a, const ff
                                const ffi::AnyBuffer& cond, const ffi::AnyBuffer& output, SelectCall* call) {
   const ffi::DataType type = output.element_type();
   const auto dimensions = output.dimensions();
-  call->element_bytes = ElementBytes(type);
+  call->element_bytes = WholeByteWidth(type);
   if (call->element_bytes == 0) return UnsupportedType(op, "output", type);
   call->size = TrailingSize(output, 0);
   call->output = output.untyped_data();
@@ -89,7 +83,7 @@ inline ffi::Error TakeCotangent(const char* op, const char* name, const ffi::Any
 
 inline ffi::Error DecodeSplit(const char* op, const ffi::AnyBuffer& dy, const ffi::AnyBuffer& cond,
                               const ffi::AnyBuffer& da, const ffi::AnyBuffer& db, SplitCall* call) {
-  call->element_bytes = ElementBytes(dy.element_type());
+  call->element_bytes = WholeByteWidth(dy.element_type());
   if (call->element_bytes == 0) return UnsupportedType(op, "dy", dy.element_type());
   call->type = ElementTypeOf(dy.element_type());
   call->size = TrailingSize(dy, 0);

@@ -9,6 +9,7 @@
 #include "ffi/core/cuda_status.h"
 #include "ffi/core/divider.cuh"
 #include "ffi/core/integers.h"
+#include "ffi/write_slice/tuning.h"
 #include "ffi/write_slice/write_slice.h"
 
 namespace jax_baracuda::write_slice {
@@ -18,7 +19,6 @@ using SmallWord = uint4;
 inline constexpr int kSmallThreads = 256;
 inline constexpr int kMaxSmallWindows = 2;  // of a launch
 inline constexpr int kMaxSmallAxes = 3;
-inline constexpr int64_t kMaxSmallWords = int64_t{1} << 18;
 
 // Windows whose rows begin and end between words, and are numbered by the first kAxes - 1 axes.
 template <int kAxes>
@@ -80,7 +80,7 @@ inline bool AreSmall(const std::vector<Update>& updates) {
   for (const Update& update : updates) {
     const bool has_words = !update.has_bits && update.word == sizeof(SmallWord);
     if (!has_words || update.num_axes > kMaxSmallAxes || update.num_axes != updates[0].num_axes ||
-        update.num_rows * update.run_units > kMaxSmallWords * static_cast<int64_t>(sizeof(SmallWord))) {
+        update.num_rows * update.run_units > Tuning::kMaxSmallWords * static_cast<int64_t>(sizeof(SmallWord))) {
       return false;
     }
   }

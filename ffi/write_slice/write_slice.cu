@@ -7,20 +7,21 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ffi/core/alignment.h"
+#include "ffi/core/integers.h"
 #include "ffi/write_slice/small_windows.cuh"
+#include "ffi/write_slice/tuning.h"
 #include "ffi/write_slice/write_slice.cuh"
 
 namespace jax_baracuda::write_slice {
 namespace {
 
 inline constexpr int kThreads = 256;
-inline constexpr int kItems = 4;  // of a thread, in rows long enough for a whole block
+inline constexpr int kItems = Tuning::kItemsOfThread;
 inline constexpr int kItemsOfBlock = kThreads * kItems;
-inline constexpr int64_t kLargeWindow = int64_t{1} << 18;  // items; in smaller ones latency counts
-inline constexpr int64_t kVectorBytes = 16;
 
-// How a window is divided among blocks.
-struct Part {
+// How a window is assigned to blocks.
+struct Tiling {
   int64_t items_of_row;  // items are words, or vectors of the array
   int64_t num_items;
   int64_t blocks_of_row;  // 0 where items are counted through all rows, one for each thread
@@ -30,7 +31,7 @@ struct Part {
 template <int kMaxUpdates>
 struct Launch {
   int count;
-  Part parts[kMaxUpdates];
+  Tiling tilings[kMaxUpdates];
   Update updates[kMaxUpdates];
 };
 
@@ -53,7 +54,7 @@ __host__ __device__ __forceinline__ bool HasWords(const Update& update, bool tak
 
 // Up to kCount words of a row, kThreads apart.
 template <typename Word, int kCount, bool kTake>
-__device__ __forceinline__ void MoveWords(const Update& update, const Part& part, int64_t number, int64_t first) {
+__device__ __forceinline__ void MoveWords(const Update& update, const Tiling& tiling, int64_t number, int64_t first) {
   constexpr int64_t kBytes = sizeof(Word);
   Word* const source = At<Word>(update.source, SourceRow(update, number));
   Word words[kCount];
@@ -61,7 +62,7 @@ __device__ __forceinline__ void MoveWords(const Update& update, const Part& part
     // Loads do not wait for the starts.
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      if (first + k * kThreads < part.items_of_row) words[k] = source[first + k * kThreads];
+      if (first + k * kThreads < tiling.items_of_row) words[k] = source[first + k * kThreads];
     }
   }
   const Row row = LocateRow(update, number);
@@ -171,22 +172,22 @@ __device__ __forceinline__ void WriteVectorOfArray(const Update& update, const R
 
 // Up to kCount items of a row, kThreads apart.
 template <int kCount, bool kTake>
-__device__ __forceinline__ void Move(const Update& update, const Part& part, int64_t number, int64_t first) {
+__device__ __forceinline__ void Move(const Update& update, const Tiling& tiling, int64_t number, int64_t first) {
   if constexpr (kTake) {
     switch (update.word) {
       case 1:
-        return MoveWords<uint8_t, kCount, kTake>(update, part, number, first);
+        return MoveWords<uint8_t, kCount, kTake>(update, tiling, number, first);
       case 2:
-        return MoveWords<uint16_t, kCount, kTake>(update, part, number, first);
+        return MoveWords<uint16_t, kCount, kTake>(update, tiling, number, first);
       case 4:
-        return MoveWords<uint32_t, kCount, kTake>(update, part, number, first);
+        return MoveWords<uint32_t, kCount, kTake>(update, tiling, number, first);
       case 8:
-        return MoveWords<uint2, kCount, kTake>(update, part, number, first);
+        return MoveWords<uint2, kCount, kTake>(update, tiling, number, first);
       default:
-        return MoveWords<uint4, kCount, kTake>(update, part, number, first);
+        return MoveWords<uint4, kCount, kTake>(update, tiling, number, first);
     }
   } else if (HasWords(update, kTake)) {
-    MoveWords<uint4, kCount, kTake>(update, part, number, first);
+    MoveWords<uint4, kCount, kTake>(update, tiling, number, first);
   } else {
     const Row row = LocateRow(update, number);
 #pragma unroll 1
@@ -197,35 +198,36 @@ __device__ __forceinline__ void Move(const Update& update, const Part& part, int
 template <int kMaxUpdates, bool kTake>
 __global__ void __launch_bounds__(kThreads) MoveWindows(const __grid_constant__ Launch<kMaxUpdates> launch) {
   int i = 0;
-  while (i + 1 < launch.count && blockIdx.x >= launch.parts[i + 1].first_block) ++i;
-  const Part& part = launch.parts[i];
+  while (i + 1 < launch.count && blockIdx.x >= launch.tilings[i + 1].first_block) ++i;
+  const Tiling& tiling = launch.tilings[i];
   const Update& update = launch.updates[i];
-  const int64_t block = blockIdx.x - part.first_block;
-  if (part.blocks_of_row > 0) {
-    const QuotientAndRemainder q = Divide(block, part.blocks_of_row);
-    return Move<kItems, kTake>(update, part, q.quotient, q.remainder * kItemsOfBlock + threadIdx.x);
+  const int64_t block = blockIdx.x - tiling.first_block;
+  if (tiling.blocks_of_row > 0) {
+    const QuotientAndRemainder q = Divide(block, tiling.blocks_of_row);
+    return Move<kItems, kTake>(update, tiling, q.quotient, q.remainder * kItemsOfBlock + threadIdx.x);
   }
   const int64_t item = block * kThreads + threadIdx.x;
-  if (item >= part.num_items) return;
-  const QuotientAndRemainder q = Divide(item, part.items_of_row);
-  Move<1, kTake>(update, part, q.quotient, q.remainder);
+  if (item >= tiling.num_items) return;
+  const QuotientAndRemainder q = Divide(item, tiling.items_of_row);
+  Move<1, kTake>(update, tiling, q.quotient, q.remainder);
 }
 
 int64_t ItemsOfRow(const Update& update, bool takes) {
   if (HasWords(update, takes)) return update.run_units / update.word;
   const int64_t most_bytes = update.has_bits ? MaxBytesOfRow(update) : update.run_units;
   // Whichever word of a vector the row begins at.
-  return (most_bytes + (kVectorBytes - update.word) + kVectorBytes - 1) / kVectorBytes;
+  return CeilDivide(most_bytes + (kVectorBytes - update.word), kVectorBytes);
 }
 
-Part PartOf(const Update& update, bool takes) {
-  Part part{};
-  part.items_of_row = ItemsOfRow(update, takes);
-  part.num_items = update.num_rows * part.items_of_row;
-  const int64_t blocks_of_row = (part.items_of_row + kItemsOfBlock - 1) / kItemsOfBlock;
-  const bool has_long_rows = 5 * part.items_of_row >= 4 * blocks_of_row * kItemsOfBlock;  // few threads are idle
-  part.blocks_of_row = has_long_rows && part.num_items >= kLargeWindow ? blocks_of_row : 0;
-  return part;
+Tiling TilingOf(const Update& update, bool takes) {
+  Tiling tiling{};
+  tiling.items_of_row = ItemsOfRow(update, takes);
+  tiling.num_items = update.num_rows * tiling.items_of_row;
+  const int64_t blocks_of_row = CeilDivide(tiling.items_of_row, kItemsOfBlock);
+  const bool has_long_rows = Tuning::kMinFillDenominator * tiling.items_of_row >=
+                             Tuning::kMinFillNumerator * blocks_of_row * kItemsOfBlock;
+  tiling.blocks_of_row = has_long_rows && tiling.num_items >= Tuning::kMinSharedItems ? blocks_of_row : 0;
+  return tiling;
 }
 
 template <int kMaxUpdates, bool kTake>
@@ -235,10 +237,10 @@ CudaStatus LaunchSome(const Update* updates, int count, cudaStream_t stream) {
   int64_t num_blocks = 0;
   for (int i = 0; i < count; ++i) {
     const Update& update = launch.updates[i] = updates[i];
-    Part& part = launch.parts[i] = PartOf(update, kTake);
-    part.first_block = static_cast<unsigned>(num_blocks);
-    num_blocks += part.blocks_of_row > 0 ? update.num_rows * part.blocks_of_row
-                                         : (part.num_items + kThreads - 1) / kThreads;
+    Tiling& tiling = launch.tilings[i] = TilingOf(update, kTake);
+    tiling.first_block = static_cast<unsigned>(num_blocks);
+    num_blocks += tiling.blocks_of_row > 0 ? update.num_rows * tiling.blocks_of_row
+                                         : CeilDivide(tiling.num_items, kThreads);
   }
   MoveWindows<kMaxUpdates, kTake><<<static_cast<unsigned>(num_blocks), kThreads, 0, stream>>>(launch);
   return JB_LAUNCH_STATUS(MoveWindows);
@@ -257,14 +259,14 @@ CudaStatus LaunchAll(const std::vector<Update>& updates, cudaStream_t stream) {
 }
 
 WriteStrategy WriteStrategyOf(const Update& update) {
-  const bool has_long_rows = PartOf(update, /*takes=*/false).blocks_of_row > 0;
+  const bool has_long_rows = TilingOf(update, /*takes=*/false).blocks_of_row > 0;
   if (HasWords(update, /*takes=*/false)) return has_long_rows ? WriteStrategy::kLongRowsOfWords : WriteStrategy::kWords;
   if (update.has_bits) return has_long_rows ? WriteStrategy::kLongRowsOfBits : WriteStrategy::kBits;
   return has_long_rows ? WriteStrategy::kLongRowsOfVectors : WriteStrategy::kVectors;
 }
 
 TakeStrategy TakeStrategyOf(const Update& update) {
-  const bool has_long_rows = PartOf(update, /*takes=*/true).blocks_of_row > 0;
+  const bool has_long_rows = TilingOf(update, /*takes=*/true).blocks_of_row > 0;
   switch (update.word) {
     case 1:
       return has_long_rows ? TakeStrategy::kLongRowsOf1Byte : TakeStrategy::kWordsOf1Byte;

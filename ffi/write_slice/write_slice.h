@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "ffi/core/alignment.h"
 #include "ffi/core/element_type.h"
 
 namespace jax_baracuda::write_slice {
@@ -257,7 +258,7 @@ inline void ChooseUnits(Update* update) {
   if (run.is_whole()) run.size = run.dim = update->run_units;
   if (run.is_whole()) run.stride = 1;
   const uint64_t alignment = static_cast<uint64_t>(bits / 8) | reinterpret_cast<uintptr_t>(update->dest) |
-                             reinterpret_cast<uintptr_t>(update->source) | 16;
+                             reinterpret_cast<uintptr_t>(update->source) | kVectorBytes;
   update->word = static_cast<int32_t>(alignment & (~alignment + 1));
 }
 

@@ -37,24 +37,24 @@ void CopyArrays(ffi::ThreadPool& pool, const std::vector<Copy>& copies) {
   }
 }
 
-// Calls body(number of a row, begin, end) for parts of rows of `row_bytes` each that make up the window.
+// Calls body(number of a row, begin, end) for ranges of rows of `row_bytes` each that make up the window.
 template <typename Body>
-void ForEachPartOfRow(ffi::ThreadPool& pool, const Update& update, int64_t row_bytes, const Body& body) {
+void ForEachRangeOfRow(ffi::ThreadPool& pool, const Update& update, int64_t row_bytes, const Body& body) {
   const int64_t bytes = update.num_rows * row_bytes;
   ForEachRange(pool, bytes, 2 * bytes, [&](int64_t begin, int64_t end) {
     while (begin < end) {
       const int64_t row = begin / row_bytes, row_begin = row * row_bytes;
-      const int64_t part_end = std::min(end, row_begin + row_bytes);
-      body(row, begin - row_begin, part_end - row_begin);
-      begin = part_end;
+      const int64_t range_end = std::min(end, row_begin + row_bytes);
+      body(row, begin - row_begin, range_end - row_begin);
+      begin = range_end;
     }
   });
 }
 
-// Calls body(dest, source, bytes) for all parts of the window that lie in the array.
+// Calls body(dest, source, bytes) for all ranges of the window that lie in the array.
 template <typename Body>
-void ForEachPartInside(ffi::ThreadPool& pool, const Update& update, const Body& body) {
-  ForEachPartOfRow(pool, update, update.run_units, [&](int64_t number, int64_t begin, int64_t end) {
+void ForEachRangeInside(ffi::ThreadPool& pool, const Update& update, const Body& body) {
+  ForEachRangeOfRow(pool, update, update.run_units, [&](int64_t number, int64_t begin, int64_t end) {
     const Row row = LocateRow(update, number);
     begin = std::max(begin, row.first);
     end = std::min(end, row.last);
@@ -95,25 +95,23 @@ void WriteBytesOfRow(const Update& update, int64_t number, int64_t begin, int64_
 
 void Write(ffi::ThreadPool& pool, const Update& update) {
   if (StrategyOf(update) == Strategy::kRowsOfBits) {
-    ForEachPartOfRow(pool, update, MaxBytesOfRow(update), [&](int64_t number, int64_t begin, int64_t end) {
+    ForEachRangeOfRow(pool, update, MaxBytesOfRow(update), [&](int64_t number, int64_t begin, int64_t end) {
       WriteBytesOfRow(update, number, begin, end);
     });
     return;
   }
-  ForEachPartInside(pool, update, [](char* dest, const char* source, size_t bytes) {
+  ForEachRangeInside(pool, update, [](char* dest, const char* source, size_t bytes) {
     std::memcpy(dest, source, bytes);
   });
 }
 
 void Take(ffi::ThreadPool& pool, const Update& update) {
   if (update.may_be_outside) {
-    ForEachRange(pool, update.source_bytes, 2 * update.source_bytes, [&](int64_t begin, int64_t end) {
-      std::memset(static_cast<char*>(update.source) + begin, 0, static_cast<size_t>(end - begin));
-    });
+    WriteZeroBytes(pool, update.source, update.source_bytes);
   }
-  ForEachPartInside(pool, update, [](char* dest, char* source, size_t bytes) {
+  ForEachRangeInside(pool, update, [](char* dest, char* source, size_t bytes) {
     std::memcpy(source, dest, bytes);
-    std::memset(dest, 0, bytes);
+    WriteZeros(dest, static_cast<int64_t>(bytes));
   });
 }
 

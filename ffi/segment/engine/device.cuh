@@ -31,7 +31,7 @@ struct SegmentIds {
   template <int kCount, typename Take>
   __device__ __forceinline__ void LoadRun(int64_t index, int count, Take&& take) const {
     const int* address = static_cast<const int*>(ids) + index;
-    if (kCount % 4 == 0 && count == kCount && !are_64_bit && reinterpret_cast<uintptr_t>(address) % 16 == 0) {
+    if (kCount % 4 == 0 && count == kCount && !are_64_bit && AreAligned(kVectorBytes, address)) {
 #pragma unroll
       for (int i = 0; i + 3 < kCount; i += 4) {
         const Vector<int, 4> run = LoadStreaming<4>(address + i);

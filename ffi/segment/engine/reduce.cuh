@@ -228,7 +228,7 @@ struct Reducer {
     a.batch_rows = problem.rows;
     a.first_segment = first * problem.segments;
     a.outputs = outputs;
-    a.merged_chunks = carver.Take<uint32_t>(2);
+    a.merge_counters = carver.Take<uint32_t>(2);
     a.carries.in_segment = carver.Take<uint32_t>(grid.row_blocks);
     a.carries.in = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
     a.carries.out = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
@@ -282,9 +282,9 @@ struct Reducer {
 
   template <int kVec>
   CudaStatus LaunchMerge(const TileArguments<Reduction>& a, const RowGrid& grid) const {
-    const int64_t chunks = CeilDivide(grid.row_blocks, kMergeChunk);
+    const int64_t blocks = CeilDivide(grid.row_blocks, kMergeSlots);
     MergeKernel<Reduction, kVec>
-        <<<static_cast<uint32_t>(chunks * grid.features.columns), kMergeThreads, 0, stream>>>(a, grid.row_blocks);
+        <<<static_cast<uint32_t>(blocks * grid.features.columns), kMergeThreads, 0, stream>>>(a, grid.row_blocks);
     return JB_LAUNCH_STATUS(MergeKernel);
   }
 };

@@ -30,9 +30,9 @@ inline constexpr int kMaxRowsBetweenNormalize = 63;
 // What blocks of rows leave of runs that cross their borders, one slot a block; cells as accumulators [blocks,
 // vectors].
 struct Carries {
-  uint32_t* in_segment;  // kDropped where no piece of a long run enters the block
+  uint32_t* in_segment;  // kDropped where no long run enters the block
   void* in;              // of the run that enters the block
-  void* out;             // of a run that starts in the block and enters the next as a piece
+  void* out;             // of a long run that starts in the block and leaves it
 };
 
 }  // namespace jax_baracuda::segment

@@ -32,10 +32,12 @@
 #include <new>
 #include <type_traits>
 
+#include "ffi/core/alignment.h"
 #include "ffi/core/cpu_clones.h"
 #include "ffi/core/cpu_kernel.h"
 #include "ffi/core/function_ref.h"
 #include "ffi/core/huge_pages.h"
+#include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
 #include "ffi/core/streaming_store.h"
 #include "ffi/core/target_table.h"
@@ -499,7 +501,7 @@ int64_t NumRanges(const Problem& problem, int64_t row_bytes, int64_t num_threads
     return std::clamp<int64_t>(most, 1, std::max<int64_t>(1, kMaxRoundedRanges / problem.batch));
   } else {
     return std::clamp<int64_t>(problem.rows / (kMinRowsPerCellRow * problem.segments), 1,
-                               (num_threads + problem.batch - 1) / problem.batch);
+                               CeilDivide(num_threads, problem.batch));
   }
 }
 
@@ -618,9 +620,8 @@ class StreamBuffer {
   // nullptr if there is no memory.
   T* At(const void* like) const {
     if (memory_ == nullptr) return nullptr;
-    const uintptr_t begin = reinterpret_cast<uintptr_t>(memory_.get());
     const uintptr_t offset = reinterpret_cast<uintptr_t>(like) % kCacheLine;
-    return reinterpret_cast<T*>((begin + kCacheLine - 1) / kCacheLine * kCacheLine + offset);
+    return reinterpret_cast<T*>(AlignUp(memory_.get(), kCacheLine) + offset);
   }
 
  private:
@@ -659,6 +660,19 @@ inline void ForEachChunkOfRows(ffi::ThreadPool& pool, const Problem& problem, vo
   });
 }
 
+// Writes zeros for the rows of a batch element that are in no segment; the first block of the element does so for all
+// segments, in its own features.
+template <typename T>
+void WriteDroppedRows(const Problem& problem, const Block& block, SegmentIds ids, T* result) {
+  if (block.segment_begin != 0) return;
+  T* const rows = result + block.batch * problem.rows * problem.features;
+  for (int64_t row = 0; row < problem.rows; ++row) {
+    const int64_t segment = ids[problem.IdIndex(block.batch, row)];
+    if (segment >= 0 && segment < problem.segments) continue;
+    WriteZeros(rows + row * problem.features + block.feature_begin, block.feature_end - block.feature_begin);
+  }
+}
+
 // Writes the rows [row_begin, row_end) of a batch element of a result: write(row, segment, to) for the rows of a
 // segment, zeros for the others; prefetch(segment) ahead.
 template <typename T, typename Prefetch, typename Write>
@@ -679,7 +693,7 @@ JB_INLINE void WriteRowsOfSegments(const Problem& problem, SegmentIds ids, int64
       if (static_cast<uint64_t>(segment) < segments) {
         write(row, first_segment + segment, to);
       } else {
-        std::memset(static_cast<void*>(to), 0, static_cast<size_t>(width) * sizeof(T));  // all bits zero is +0
+        WriteZeros(to, width);
       }
     }
   });

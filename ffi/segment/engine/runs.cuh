@@ -1,9 +1,9 @@
 // Reduction of narrow rows that come in the order of their segments: whole rows to a thread.
 //
-// A block takes a chunk of rows, each thread some neighbouring ones: through shared memory, so that loads are
-// coalesced, or directly where a thread's rows are no more than two sectors. Runs of rows of one segment that begin and
-// end within a thread's rows are done there; the others are put together by a segmented scan over the block, and the at
-// most two that cross the block's borders leave their parts as pieces, which MergePieces of tiles.cuh folds.
+// A block takes a tile of rows, each thread some neighbouring ones: through shared memory, so that loads are coalesced,
+// or directly where a thread's rows are no more than two sectors. Runs of rows of one segment that begin and end within a
+// thread's rows are done there. A segmented scan over the block puts the others together. At most two of them cross the
+// ends of the tile. They leave a carry-in and a carry-out, which MergeCarries of tiles.cuh folds.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -19,7 +19,7 @@ inline constexpr int kRunThreads = 128;
 template <int kFeatures>
 inline constexpr int kRunRows = kFeatures <= 2 ? 16 : 8;
 
-// Whether rows of this width can be loaded as one vector, and lie so that chunks are aligned.
+// Whether rows of this width can be loaded as one vector, and lie so that tiles are aligned.
 inline bool TakesRuns(const Problem& problem, int64_t element_bytes) {
   const int64_t features = problem.features, row_bytes = features * element_bytes;
   const bool is_vector = features == 1 || features == 2 || features == 4 || features == 8;
@@ -49,7 +49,7 @@ struct RunShared {
 // The accumulator of another lane of the warp.
 template <typename Cells>
 __device__ __forceinline__ Cells ShuffleUp(const Cells& cells, int step) {
-  constexpr int kWords = (sizeof(Cells) + 3) / 4;
+  constexpr int kWords = CeilDivide(sizeof(Cells), 4);
   uint32_t words[kWords] = {};
   memcpy(words, &cells, sizeof(cells));
 #pragma unroll
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
     }
   }
 
-  // The rows up to the thread's first start belong to a run of threads before; `head` is their part.
+  // The rows up to the thread's first start belong to a run of threads before; `head` is their reduction.
   uint32_t carry_in_segment = kDropped;
   uint32_t gaps = 0;  // a bit for each row that comes after a narrow gap
   bool has_start = false;

@@ -7,9 +7,9 @@
 //
 //   * the tile in which a run starts owns it, and reads on into the next tile to the run's end;
 //   * a run that covers the whole next tile (whose starts are 0) is long: its owner stops at its own tile's end, and
-//     every later tile reduces its part, its piece. Pieces of one block are merged in shared memory; what remains is,
-//     for each block, at most one piece at its head, of a run that enters the block, and one at its tail, of a run that
-//     starts in the block and leaves it. MergePieces folds those.
+//     every later tile reduces its share, which carries the run in. Carry-ins of one block are merged in shared memory.
+//     What remains for each block is at most one carry-in, of a run that enters the block, and one carry-out, of a run
+//     that starts in the block and leaves it. MergeCarries folds those.
 //
 // No two threads write one cell, and partial results are merged in an order that shapes and ids alone decide, so the
 // result is bit-equal from run to run; an atomic counter says no more than which block is the last. The segments
@@ -55,7 +55,7 @@ struct TileArguments {
   int64_t first_segment;  // of the result: not 0 where elements of the batch before these were taken on their own
   typename Reduction::Outputs outputs;
   Carries carries;
-  uint32_t* merged_chunks;  // counts the blocks of MergeKernel, and those whose chunk a run enters
+  uint32_t* merge_counters;  // of the blocks of MergeKernel, and of those whose slots a run enters
   FeatureLanes features;
   int groups;               // tiles of a block
   int64_t blocks_per_batch;  // blocks along the rows of one element of the batch
@@ -80,7 +80,7 @@ __device__ __forceinline__ void FillWideGaps(const TileArguments<Reduction>& a) 
 // What a kernel that reduces rows does for MergeKernel, which comes after it.
 template <typename Reduction>
 __device__ __forceinline__ void PrepareMerge(const TileArguments<Reduction>& a) {
-  if (blockIdx.x == 0 && threadIdx.x < 2) a.merged_chunks[threadIdx.x] = 0;
+  if (blockIdx.x == 0 && threadIdx.x < 2) a.merge_counters[threadIdx.x] = 0;
 }
 
 // Rows of a tile in an array in shared memory, padded so that groups which read the same row of their tiles read from
@@ -98,14 +98,14 @@ struct TileShared {
   using T = typename Reduction::Element;
   using Cells = typename Reduction::template Accumulator<kVec>;
 
-  Cells* slots;        // the pieces at the heads of the groups' tiles, one for each thread
+  Cells* slots;        // the carry-ins of the groups' tiles, one for each thread
   uint32_t* starts;    // [groups + 2], from the tile before the block's first to the one after its last
   uint32_t* gaps;      // [groups], a bit for each row that comes after a narrow gap
   uint32_t* segments;  // [(groups + 1) * kPaddedTileRows], from the tile before the block's first on
   uint32_t* order;     // [(groups + 1) * kPaddedTileRows], where the rows' data lies; with an order only
   char* rows;          // [groups + 1] tiles, staged only
 
-  static constexpr int kSlotBytes = (kMaxTileThreads * static_cast<int>(sizeof(Cells)) + 15) / 16 * 16;
+  static constexpr int kSlotBytes = RoundUp(kMaxTileThreads * sizeof(Cells), kVectorBytes);
   static constexpr bool kWithOrder = kSource == RowSource::kOrdered;
 
   static int Bytes(int groups, int64_t features) {
@@ -121,7 +121,7 @@ struct TileShared {
     segments = gaps + groups;
     order = segments + (groups + 1) * kPaddedTileRows;
     uint32_t* end = order + (kWithOrder ? (groups + 1) * kPaddedTileRows : 0);
-    rows = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(end) + 7) / 8 * 8);
+    rows = reinterpret_cast<char*>(AlignUp(end, 8));
   }
 };
 
@@ -131,7 +131,7 @@ __device__ void StageRows(const T* first_row, int64_t rows_left, int tiles, int 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int tile_bytes = kTileRows * features * static_cast<int>(sizeof(T));
   const int64_t bytes_left = rows_left * features * static_cast<int64_t>(sizeof(T));
-  const bool words_are_aligned = reinterpret_cast<uintptr_t>(first_row) % 4 == 0;
+  const bool words_are_aligned = AreAligned(4, first_row);
   for (int tile = warp; tile < tiles; tile += warps) {
     const char* source = reinterpret_cast<const char*>(first_row) + static_cast<int64_t>(tile) * tile_bytes;
     char* target = staged + tile * StagedTileBytes<T>(features);
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   const int64_t first_segment = a.first_segment + b * a.problem.segments;
   uint32_t carry_in_segment = kDropped;
   int64_t run_segment = -1;  // of the run under reduction; below 0 its rows are dropped
-  bool has_piece = false, goes_on = false;  // a piece at the tile's head; a piece that goes on in the next group's tile
+  bool has_carry_in = false, goes_on = false;  // goes_on: into the next group's tile
   bool owns_long_run = false;
 
   if (is_active) {
@@ -262,17 +262,17 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
 
     carry_in_segment = segments[0];
     const bool enters = (starts & 1) == 0;
-    has_piece = enters && (starts == 0 || before == 0) && carry_in_segment != kDropped;
-    goes_on = has_piece && starts == 0 && (after & 1) == 0 && group + 1 < a.groups;
+    has_carry_in = enters && (starts == 0 || before == 0) && carry_in_segment != kDropped;
+    goes_on = has_carry_in && starts == 0 && (after & 1) == 0 && group + 1 < a.groups;
 
     // Rows [begin, end) of the tile are this group's; a run that enters without being long belongs to the tile before.
-    const int begin = enters && !has_piece ? (starts == 0 ? kTileRows : __ffs(starts) - 1) : 0;
+    const int begin = enters && !has_carry_in ? (starts == 0 ? kTileRows : __ffs(starts) - 1) : 0;
     int end = rows - tile_row < kTileRows ? static_cast<int>(rows - tile_row) : kTileRows;
     if (starts != 0 && end == kTileRows && after != 0) end += __ffs(after) - 1;
 
-    bool is_piece = has_piece;
+    bool is_carry_in = has_carry_in;
     const auto store_run = [&] {
-      if (is_piece) {
+      if (is_carry_in) {
         shared.slots[threadIdx.x] = cells;
       } else if (run_segment >= 0) {
         cells.Store(a.outputs, run_segment, features, column);
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
         if (i + u >= end) break;
         if ((coming_starts >> u) & 1) {
           store_run();
-          is_piece = false;
+          is_carry_in = false;
           const uint32_t segment = segments[i + u];
           run_segment = segment == kDropped ? -1 : first_segment + segment;
           cells.Start();
@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
     if (!owns_long_run) store_run();
   }
 
-  // Merge the pieces of each long run within the block: after a step, the piece of a group whose run still `goes_on`
+  // Merge the carry-ins of each long run within the block: after a step, that of a group whose run still `goes_on`
   // covers `2 * step` groups.
   __shared__ bool shared_goes_on[kMaxTileThreads];
   // The first lane speaks for its group: in the last block of columns others may have no column, and do not know.
@@ -331,16 +331,16 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   if (speaks) shared_goes_on[group] = goes_on;
   if (__syncthreads_or(goes_on)) {
     for (int step = 1; step < a.groups; step *= 2) {
-      Cells piece;
+      Cells merged;
       bool next_goes_on = false;
       if (goes_on) {
-        piece = shared.slots[threadIdx.x];
-        piece.Merge(shared.slots[threadIdx.x + step * a.features.lanes], a.outputs);
+        merged = shared.slots[threadIdx.x];
+        merged.Merge(shared.slots[threadIdx.x + step * a.features.lanes], a.outputs);
         next_goes_on = group + 2 * step < a.groups && shared_goes_on[group + step];
       }
       const bool is_last = !__syncthreads_or(next_goes_on);
       if (goes_on) {
-        shared.slots[threadIdx.x] = piece;
+        shared.slots[threadIdx.x] = merged;
         if (speaks) shared_goes_on[group] = next_goes_on;
       }
       goes_on = next_goes_on;
@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
 
   const int64_t vector = row_block * (features / kVec) + column / kVec;
   if (owns_long_run) {
-    // The pieces of the groups after this one are in the next group's slot.
+    // The carry-ins of the groups after this one are in the next group's slot.
     if (group + 1 < a.groups) cells.Merge(shared.slots[threadIdx.x + a.features.lanes], a.outputs);
     int next = group + 1;
     while (next < a.groups && shared.starts[next + 1] == 0) ++next;
@@ -364,88 +364,88 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
     }
   }
   if (threadIdx.x == 0 && column_block == 0) {
-    a.carries.in_segment[row_block] = has_piece ? carry_in_segment : kDropped;
+    a.carries.in_segment[row_block] = has_carry_in ? carry_in_segment : kDropped;
   }
-  if (group == 0 && has_piece) static_cast<Cells*>(a.carries.in)[vector] = shared.slots[threadIdx.x];
+  if (group == 0 && has_carry_in) static_cast<Cells*>(a.carries.in)[vector] = shared.slots[threadIdx.x];
 }
 
 inline constexpr int kMergeThreads = 256;
-inline constexpr int kMergeChunk = 128;  // slots of pieces that a block looks at
+inline constexpr int kMergeSlots = 128;  // that a block looks at, one a block of rows
 inline constexpr int kShortRun = 32;
 
 template <typename Cells>
 struct MergeShared {
   Cells cells[kMergeThreads];
-  int run_starts[kMergeChunk], long_runs[kMergeChunk];
-  uint32_t run_bounds[kMergeChunk / 32];  // a bit for each slot that does not go on with the run of the one before
+  int run_starts[kMergeSlots], long_runs[kMergeSlots];
+  uint32_t run_bounds[kMergeSlots / 32];  // a bit for each slot that does not go on with the run of the one before
   int runs, long_run_count, in_run;
 
-  // The first slot of the chunk after this one that is of another run, or the chunk's end.
+  // The first of the block's slots after this one that is of another run, or their end.
   __device__ int RunEnd(int slot) const {
     int word = (slot + 1) / 32;
-    uint32_t bounds = word < kMergeChunk / 32 ? run_bounds[word] & (0xffffffffu << (slot + 1) % 32) : 0;
-    while (bounds == 0 && ++word < kMergeChunk / 32) bounds = run_bounds[word];
-    return bounds == 0 ? kMergeChunk : word * 32 + __ffs(bounds) - 1;
+    uint32_t bounds = word < kMergeSlots / 32 ? run_bounds[word] & (kFullWarp << (slot + 1) % 32) : 0;
+    while (bounds == 0 && ++word < kMergeSlots / 32) bounds = run_bounds[word];
+    return bounds == 0 ? kMergeSlots : word * 32 + __ffs(bounds) - 1;
   }
 };
 
-// Folds the pieces that the blocks of rows left into the output, one slot a block. It takes two levels, so that a hot
-// segment keeps many blocks busy: the first reduces within chunks of slots, and leaves what it makes of a run that
-// enters a chunk in the head of the chunk's first slot, and of a run that leaves it in the tail of the chunk's last;
-// the second folds those.
+// Folds the carries that the blocks of rows left, one slot a block, into the output. It takes two levels, so that a hot
+// segment keeps many blocks busy. At the first, a block reduces within its kMergeSlots slots. The cells of a run that
+// enters them become the carry-in of the first of them, those of a run that leaves them the carry-out of the last. The
+// second level folds these.
 //
-// A block takes the runs of pieces that begin in its chunk: a group of threads a short run, the whole block a long
+// A block takes the runs that begin in its slots: a group of threads a short run, the whole block a long
 // one.
 template <typename Reduction, int kVec, int kLevel>
-__device__ __forceinline__ void MergePieces(const TileArguments<Reduction>& a, int64_t slots, int64_t block,
+__device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, int64_t slots, int64_t block,
                                             MergeShared<typename Reduction::template Accumulator<kVec>>& shared) {
   using Cells = typename Reduction::template Accumulator<kVec>;
 
-  constexpr int kSlotStep = kLevel == 1 ? 1 : kMergeChunk;
+  constexpr int kSlotStep = kLevel == 1 ? 1 : kMergeSlots;
   const int64_t count = CeilDivide(slots, kSlotStep);
-  const int64_t chunk = block / a.features.columns * kMergeChunk;
-  const int64_t limit = kLevel == 1 ? min(count, chunk + kMergeChunk) : count;
+  const int64_t first_slot = block / a.features.columns * kMergeSlots;
+  const int64_t limit = kLevel == 1 ? min(count, first_slot + kMergeSlots) : count;
   const int groups = kMergeThreads / a.features.lanes;
   const int group = threadIdx.x / a.features.lanes;
   const int64_t column =
       (block % a.features.columns * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
   const bool is_active = group < groups && column < a.problem.features;
   const uint32_t* const segments = a.carries.in_segment;
-  Cells* const heads = static_cast<Cells*>(a.carries.in) + column / kVec;
-  Cells* const tails = static_cast<Cells*>(a.carries.out) + column / kVec;
+  Cells* const carry_ins = static_cast<Cells*>(a.carries.in) + column / kVec;
+  Cells* const carry_outs = static_cast<Cells*>(a.carries.out) + column / kVec;
   const int64_t row_vectors = a.problem.features / kVec;
 
-  const auto enters_chunk = [&](int64_t slot) { return slot > 0 && segments[slot - 1] == segments[slot]; };
-  // What pieces of one run have in common. The element of the batch is part of it at the second level, which sees the
-  // first slots of chunks only and not the empty slot with which an element begins.
+  const auto is_entered = [&](int64_t slot) { return slot > 0 && segments[slot - 1] == segments[slot]; };
+  // What carry-ins of one run have in common. The element of the batch is part of it at the second level, which sees
+  // only the first slots of blocks, and not the empty slot with which an element begins.
   constexpr int64_t kNoRun = -1;
   const auto run_at = [&](int64_t i) {
     const int64_t slot = i * kSlotStep;
     const uint32_t segment = segments[slot];
-    if (segment == kDropped || (kLevel == 2 && !enters_chunk(slot))) return kNoRun;
+    if (segment == kDropped || (kLevel == 2 && !is_entered(slot))) return kNoRun;
     return kLevel == 1 ? int64_t{segment} : slot / a.blocks_per_batch * int64_t{kDropped} + segment;
   };
 
   if (threadIdx.x == 0) shared.runs = shared.long_run_count = 0;
   __syncthreads();
-  const int64_t own = chunk + threadIdx.x;
-  const int64_t own_run = own < min(limit, chunk + kMergeChunk) ? run_at(own) : kNoRun;
+  const int64_t own = first_slot + threadIdx.x;
+  const int64_t own_run = own < min(limit, first_slot + kMergeSlots) ? run_at(own) : kNoRun;
   const bool is_bound =
       own >= limit || own == 0 || (kLevel == 1 && threadIdx.x == 0) || run_at(own - 1) != own_run;
   const uint32_t bounds = __ballot_sync(kFullWarp, is_bound);
-  if (threadIdx.x < kMergeChunk && threadIdx.x % 32 == 0) shared.run_bounds[threadIdx.x / 32] = bounds;
+  if (threadIdx.x < kMergeSlots && threadIdx.x % 32 == 0) shared.run_bounds[threadIdx.x / 32] = bounds;
   if (own_run != kNoRun && is_bound) shared.run_starts[atomicAdd(&shared.runs, 1)] = threadIdx.x;
   __syncthreads();
 
-  // Pieces first, first + step, ... below `end`.
+  // Carry-ins first, first + step, ... below `end`.
   const auto reduce = [&](int64_t first, int64_t end, int step) {
     constexpr int kInFlight = sizeof(Cells) <= 16 ? 8 : 4;
-    Cells cells = heads[first * kSlotStep * row_vectors];
+    Cells cells = carry_ins[first * kSlotStep * row_vectors];
     for (int64_t i = first + step; i < end; i += kInFlight * step) {
       Cells others[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        if (i + u * step < end) others[u] = heads[(i + u * step) * kSlotStep * row_vectors];
+        if (i + u * step < end) others[u] = carry_ins[(i + u * step) * kSlotStep * row_vectors];
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
@@ -454,18 +454,18 @@ __device__ __forceinline__ void MergePieces(const TileArguments<Reduction>& a, i
     }
     return cells;
   };
-  // The run of the pieces [begin, end).
-  const auto finish_run = [&](const Cells& pieces, int64_t begin, int64_t end) {
+  // The run of the carry-ins [begin, end).
+  const auto finish_run = [&](const Cells& reduced, int64_t begin, int64_t end) {
     const int64_t slot = begin * kSlotStep;
-    if (kLevel == 1 && begin == chunk && enters_chunk(slot)) {
-      heads[slot * row_vectors] = pieces;
+    if (kLevel == 1 && begin == first_slot && is_entered(slot)) {
+      carry_ins[slot * row_vectors] = reduced;
       return;
     }
     // A run that enters a block started in the block before, or in one from which level 1 brought it there.
-    Cells cells = tails[(slot - 1) * row_vectors];
-    cells.Merge(pieces, a.outputs);
+    Cells cells = carry_outs[(slot - 1) * row_vectors];
+    cells.Merge(reduced, a.outputs);
     if (kLevel == 1 && end == limit && end < slots && segments[end] == segments[slot]) {
-      tails[(end - 1) * row_vectors] = cells;
+      carry_outs[(end - 1) * row_vectors] = cells;
       return;
     }
     const int64_t b = slot / a.blocks_per_batch;
@@ -474,9 +474,9 @@ __device__ __forceinline__ void MergePieces(const TileArguments<Reduction>& a, i
 
   for (int run = group; group < groups && run < shared.runs; run += groups) {
     const int start = shared.run_starts[run], end = shared.RunEnd(start);
-    const bool goes_on = kLevel == 2 && end == kMergeChunk && chunk + end < limit;
+    const bool goes_on = kLevel == 2 && end == kMergeSlots && first_slot + end < limit;
     if (end - start <= kShortRun && !goes_on) {
-      if (is_active) finish_run(reduce(chunk + start, chunk + end, 1), chunk + start, chunk + end);
+      if (is_active) finish_run(reduce(first_slot + start, first_slot + end, 1), first_slot + start, first_slot + end);
     } else if (threadIdx.x % a.features.lanes == 0) {
       shared.long_runs[atomicAdd(&shared.long_run_count, 1)] = start;
     }
@@ -484,10 +484,10 @@ __device__ __forceinline__ void MergePieces(const TileArguments<Reduction>& a, i
   __syncthreads();
 
   for (int run = 0; run < shared.long_run_count; ++run) {
-    const int start = shared.long_runs[run], end_in_chunk = shared.RunEnd(start);
-    const int64_t begin = chunk + start;
-    int64_t end = chunk + end_in_chunk;
-    if (kLevel == 2 && end_in_chunk == kMergeChunk) {
+    const int start = shared.long_runs[run], end_in_block = shared.RunEnd(start);
+    const int64_t begin = first_slot + start;
+    int64_t end = first_slot + end_in_block;
+    if (kLevel == 2 && end_in_block == kMergeSlots) {
       const int64_t id = run_at(begin);
       for (int belonging = kMergeThreads; belonging == kMergeThreads; end += belonging) {
         if (threadIdx.x == 0) shared.in_run = kMergeThreads;
@@ -515,34 +515,34 @@ __device__ __forceinline__ void MergePieces(const TileArguments<Reduction>& a, i
   }
 }
 
-// The first level by all blocks, the second by the last one to finish, if a run enters any chunk. One block is enough:
-// it takes kMergeChunk * kMergeChunk slots a step.
+// All blocks take part in the first level. The last one to finish does the second, if a run enters the slots of any
+// block. One block is enough: it takes kMergeSlots * kMergeSlots slots a step.
 template <typename Reduction, int kVec>
 __global__ void __launch_bounds__(kMergeThreads)
     MergeKernel(const __grid_constant__ TileArguments<Reduction> a, int64_t slots) {
   __shared__ MergeShared<typename Reduction::template Accumulator<kVec>> shared;
   __shared__ bool has_second_level;
-  MergePieces<Reduction, kVec, 1>(a, slots, blockIdx.x, shared);
+  MergeCarries<Reduction, kVec, 1>(a, slots, blockIdx.x, shared);
 
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    const int64_t chunk = blockIdx.x / a.features.columns * kMergeChunk;
+    const int64_t first_slot = blockIdx.x / a.features.columns * kMergeSlots;
     const uint32_t* const segments = a.carries.in_segment;
-    if (chunk > 0 && segments[chunk] != kDropped && segments[chunk - 1] == segments[chunk]) {
-      atomicAdd(a.merged_chunks + 1, 1);
+    if (first_slot > 0 && segments[first_slot] != kDropped && segments[first_slot - 1] == segments[first_slot]) {
+      atomicAdd(a.merge_counters + 1, 1);
       __threadfence();
     }
-    const bool is_last = atomicAdd(a.merged_chunks, 1) == gridDim.x - 1;
+    const bool is_last = atomicAdd(a.merge_counters, 1) == gridDim.x - 1;
     __threadfence();
-    has_second_level = is_last && atomicAdd(a.merged_chunks + 1, 0) != 0;
+    has_second_level = is_last && atomicAdd(a.merge_counters + 1, 0) != 0;
   }
   __syncthreads();
   if (!has_second_level) return;
-  const int64_t chunks = CeilDivide(slots, kMergeChunk);
-  const int64_t blocks = CeilDivide(chunks, kMergeChunk) * a.features.columns;
+  const int64_t second_level_slots = CeilDivide(slots, kMergeSlots);
+  const int64_t blocks = CeilDivide(second_level_slots, kMergeSlots) * a.features.columns;
   for (int64_t block = 0; block < blocks; ++block) {
-    MergePieces<Reduction, kVec, 2>(a, slots, block, shared);
+    MergeCarries<Reduction, kVec, 2>(a, slots, block, shared);
     __syncthreads();
   }
 }

@@ -219,9 +219,8 @@ JB_INLINE void GradientOfRow(const CellRows<T> cells, const T* data, int32_t row
   JB_VECTORIZE
   for (int64_t i = 0; i < width; ++i) {
     // Selected as bits, which vectorises for 16-bit types too; all bits zero is +0.
-    BitsOf<T> bits;
-    std::memcpy(&bits, cells.d_output + i, sizeof(T));
-    bits = cells.winner[i] == row ? bits : BitsOf<T>{0};
+    const BitsOf<T> d_output = BitCast<BitsOf<T>>(cells.d_output[i]);
+    const BitsOf<T> bits = cells.winner[i] == row ? d_output : BitsOf<T>{0};
     std::memcpy(static_cast<void*>(d_row + i), &bits, sizeof(T));
     lowest_winner = std::min(lowest_winner, cells.winner[i]);
   }
@@ -274,13 +273,7 @@ JB_CPU_CLONES bool GradientGrouped(const Problem problem, const Block block, con
       StreamLines(d_row, buffer.At(d_row), features * sizeof(T));
     }
   }
-  if (block.segment_begin == 0) {
-    for (int64_t row = 0; row < problem.rows; ++row) {
-      const int64_t segment = arrays.ids[problem.IdIndex(block.batch, row)];
-      if (segment >= 0 && segment < problem.segments) continue;
-      std::memset(static_cast<void*>(d_rows + row * features), 0, features * sizeof(T));
-    }
-  }
+  WriteDroppedRows(problem, block, arrays.ids, arrays.d_data);
   FinishStreaming();
   return true;
 }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "ffi/core/launch_bounds.cuh"
+#include "ffi/core/warp.cuh"
 #include "ffi/segment/extremum/reduction.cuh"
 
 namespace jax_baracuda::segment {
@@ -268,7 +269,7 @@ __global__ void __launch_bounds__(256) FloorsKernel(const TableKey<T>* table, co
     least = min(least, table[cell]);
   }
 #pragma unroll
-  for (int step = 1; step < kFloorLanes; step *= 2) least = min(least, __shfl_xor_sync(0xffffffffu, least, step));
+  for (int step = 1; step < kFloorLanes; step *= 2) least = min(least, __shfl_xor_sync(kFullWarp, least, step));
   if (threadIdx.x % kFloorLanes == 0) floors.keys[group] = static_cast<FloorKey<T>>(least >> kFloorShift<T>);
 }
 

@@ -10,7 +10,7 @@ namespace {
 constexpr auto kRun = RunOnCuda<SoftmaxCall, PlanSoftmax, LaunchSoftmax>;
 
 #define JB_SOFTMAX_STRATEGIES                                                                                   \
-  kNothing, "fill", "one_launch", "windows", "sort_then_windows", "atomics", "cached_atomics", "atomics_in_parts", \
+  kNothing, "fill", "one_launch", "tiles", "sort_then_tiles", "atomics", "cached_atomics", "atomics_in_parts", \
       "cached_atomics_in_parts"
 
 JB_CUDA_TARGET("segment_softmax", (HandleSoftmax<cudaStream_t, kRun>), (BindCall<Stream, 2, 1, SoftmaxOptions>()),

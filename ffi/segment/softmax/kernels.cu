@@ -10,7 +10,7 @@
 #include "ffi/segment/softmax/long_runs.cuh"
 #include "ffi/segment/softmax/small.cuh"
 #include "ffi/segment/softmax/table.cuh"
-#include "ffi/segment/softmax/windows.cuh"
+#include "ffi/segment/softmax/tiles.cuh"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -18,8 +18,8 @@ namespace {
 enum class Strategy {
   kFill,             // there are no segments, so that all rows are dropped
   kSmall,            // few rows in any order, in one launch: see small.cuh
-  kWindows,          // rows in order: see windows.cuh
-  kSortThenWindows,  // rows brought into order first
+  kTiles,     // rows in order: see tiles.cuh
+  kSortThenTiles,  // rows brought into order first
   kTable,            // rows in any order: see table.cuh
 };
 
@@ -30,8 +30,8 @@ int64_t SmallBlocks(int64_t segments, int64_t columns) {
   return segments * columns > 2 * kBlocks * kSmallWarps ? 2 * kBlocks : kBlocks;
 }
 
-// Every block of a small problem reads all ids, which pays while the launches of other strategies cost more, and takes whole
-// segments, of which there should be enough, but not many more than rows.
+// Every block of a small problem reads all ids, which pays while the launches of other strategies cost more. A block
+// takes whole segments, so there should be enough of them, but not many more than rows.
 bool IsSmall(const Problem& problem) {
   const int64_t rows = problem.batch * problem.rows, segments = problem.batch * problem.segments;
   return rows <= kMaxSmallRows && rows * problem.features <= Tuning::kMaxSmallElements &&
@@ -46,42 +46,42 @@ constexpr int kMinCacheSlots = 512, kMaxCacheSlots = 4096, kCacheUses = 64;
 Strategy ChooseStrategy(const Problem& problem, bool indices_are_sorted, bool deterministic) {
   if (problem.segments == 0) return Strategy::kFill;
   if (IsSmall(problem)) return Strategy::kSmall;
-  if (indices_are_sorted) return Strategy::kWindows;
-  return deterministic ? Strategy::kSortThenWindows : Strategy::kTable;
+  if (indices_are_sorted) return Strategy::kTiles;
+  return deterministic ? Strategy::kSortThenTiles : Strategy::kTable;
 }
 
 bool IsEmpty(const Problem& problem) { return problem.batch == 0 || problem.rows == 0 || problem.features == 0; }
 
 // An order numbers rows and segments in 32 bits: where the whole batch is too large, its elements are taken one by one.
 int64_t ElementsAtOnce(const Problem& problem, Strategy strategy) {
-  return strategy == Strategy::kSortThenWindows && !OrderFits(problem) ? 1 : problem.batch;
+  return strategy == Strategy::kSortThenTiles && !OrderFits(problem) ? 1 : problem.batch;
 }
 
-// How rows are cut into windows.
-struct WindowGrid {
+// How rows are cut into tiles.
+struct SoftmaxTileGrid {
   int vector;
   FeatureLanes lanes;
-  int chunk_rows, window_rows;
-  int64_t chunks;
+  int own_rows, tile_rows;
+  int64_t tiles;
 };
 
-WindowGrid MakeWindowGrid(int64_t rows, int64_t features, int64_t element_bytes, bool is_backward) {
-  WindowGrid grid;
-  grid.vector = WindowVector(features, element_bytes);
-  grid.lanes = AssignFeatures(features / grid.vector, grid.vector > 1 ? 4 : kMaxWindowLanes);
+SoftmaxTileGrid MakeSoftmaxTileGrid(int64_t rows, int64_t features, int64_t element_bytes, bool is_backward) {
+  SoftmaxTileGrid grid;
+  grid.vector = SoftmaxTileVector(features, element_bytes);
+  grid.lanes = AssignFeatures(features / grid.vector, grid.vector > 1 ? 4 : kMaxSoftmaxTileLanes);
   const int thread_rows = ThreadRows(grid.vector, element_bytes, is_backward);
-  grid.window_rows = kWindowWarps * (32 / grid.lanes.lanes) * thread_rows;
-  // Chunks begin at a thread's first row, and at a whole word if rows are contiguous.
+  grid.tile_rows = kSoftmaxTileWarps * (32 / grid.lanes.lanes) * thread_rows;
+  // Tiles begin at a thread's first row, and at a whole word if rows are contiguous.
   const int unit = std::lcm(thread_rows, static_cast<int>(16 / element_bytes));
-  grid.chunk_rows = grid.window_rows * 7 / 8 / unit * unit;
-  grid.chunks = CeilDivide(rows, grid.chunk_rows);
+  grid.own_rows = grid.tile_rows * 7 / 8 / unit * unit;
+  grid.tiles = CeilDivide(rows, grid.own_rows);
   return grid;
 }
 
 int64_t ComputeBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
 
-int64_t PieceElements(int64_t chunks, int64_t features, bool is_backward) {
-  return chunks * 2 * (is_backward ? 1 : 2) * features;
+int64_t CarryElements(int64_t tiles, int64_t features, bool is_backward) {
+  return tiles * 2 * (is_backward ? 1 : 2) * features;
 }
 
 int64_t ScratchBytes(const Problem& problem, Strategy strategy, int64_t element_bytes, bool is_backward) {
@@ -90,15 +90,16 @@ int64_t ScratchBytes(const Problem& problem, Strategy strategy, int64_t element_
     case Strategy::kFill:
     case Strategy::kSmall:
       break;
-    case Strategy::kSortThenWindows:
-    case Strategy::kWindows: {
-      Problem part = problem;
-      part.batch = ElementsAtOnce(problem, strategy);
-      if (strategy == Strategy::kSortThenWindows) sizes.Add(SegmentOrderScratchBytes(part));
-      const WindowGrid grid = MakeWindowGrid(part.batch * part.rows, part.features, element_bytes, is_backward);
-      sizes.Add(grid.chunks * 2 * sizeof(RunPart));
-      sizes.Add(grid.chunks);
-      sizes.Add(PieceElements(grid.chunks, part.features, is_backward) * ComputeBytes(element_bytes));
+    case Strategy::kSortThenTiles:
+    case Strategy::kTiles: {
+      Problem at_once = problem;
+      at_once.batch = ElementsAtOnce(problem, strategy);
+      if (strategy == Strategy::kSortThenTiles) sizes.Add(SegmentOrderScratchBytes(at_once));
+      const SoftmaxTileGrid grid =
+          MakeSoftmaxTileGrid(at_once.batch * at_once.rows, problem.features, element_bytes, is_backward);
+      sizes.Add(grid.tiles * 2 * sizeof(RunCarry));
+      sizes.Add(grid.tiles);
+      sizes.Add(CarryElements(grid.tiles, problem.features, is_backward) * ComputeBytes(element_bytes));
       break;
     }
     case Strategy::kTable: {
@@ -155,10 +156,10 @@ const char* NameOf(const Problem& problem, Strategy strategy, int64_t element_by
       return "fill";
     case Strategy::kSmall:
       return "one_launch";
-    case Strategy::kWindows:
-      return "windows";
-    case Strategy::kSortThenWindows:
-      return "sort_then_windows";
+    case Strategy::kTiles:
+      return "tiles";
+    case Strategy::kSortThenTiles:
+      return "sort_then_tiles";
     case Strategy::kTable: {
       const int multiprocessors = DeviceAttributesForPlan().multiprocessors;
       const int vector = TableVector(problem, element_bytes);
@@ -189,11 +190,12 @@ struct Launcher {
         return JB_CUDA_STATUS(
             cudaMemsetAsync(output, 0, problem.batch * problem.rows * problem.features * sizeof(T), call.stream));
       case Strategy::kSmall:
-        return WindowVector(problem.features, sizeof(T)) > 1 ? Small<WindowVector(0, sizeof(T))>() : Small<1>();
+        return SoftmaxTileVector(problem.features, sizeof(T)) > 1 ? Small<SoftmaxTileVector(0, sizeof(T))>()
+                                                                  : Small<1>();
       case Strategy::kTable:
         return Table();
       default:
-        return Windows();
+        return Tiles();
     }
   }
 
@@ -239,32 +241,32 @@ struct Launcher {
     return JB_LAUNCH_STATUS(SmallKernel);
   }
 
-  CudaStatus Windows() const {
+  CudaStatus Tiles() const {
     const int64_t elements = ElementsAtOnce(problem, call.strategy);
     for (int64_t b = 0; b < problem.batch; b += elements) {
-      JB_RETURN_IF_CUDA_ERROR(WindowsOf(b, elements));
+      JB_RETURN_IF_CUDA_ERROR(TilesOf(b, elements));
     }
     return {};
   }
 
   // `batch` elements from the first on.
-  CudaStatus WindowsOf(int64_t first, int64_t batch) const {
-    Problem part = problem;
-    part.batch = batch;
+  CudaStatus TilesOf(int64_t first, int64_t batch) const {
+    Problem at_once = problem;
+    at_once.batch = batch;
     const int64_t first_row = first * problem.rows;
     ScratchCarver carver(call.scratch);
-    WindowArguments<T> a{};
+    SoftmaxTileArguments<T> a{};
     a.rows = RowsOf(first, batch);
-    if (call.strategy == Strategy::kSortThenWindows) {
+    if (call.strategy == Strategy::kSortThenTiles) {
       SegmentOrder order;
-      char* const order_scratch = carver.Take<char>(SegmentOrderScratchBytes(part));
+      char* const order_scratch = carver.Take<char>(SegmentOrderScratchBytes(at_once));
       JB_RETURN_IF_CUDA_ERROR(
-          LaunchSegmentOrder(part, a.rows.ids.ids, call.ids_are_64_bit, order_scratch, &order, call.stream));
+          LaunchSegmentOrder(at_once, a.rows.ids.ids, call.ids_are_64_bit, order_scratch, &order, call.stream));
       a.rows.sorted_segments = order.segments;
       a.rows.order = order.rows;
     }
-    const WindowGrid grid = MakeWindowGrid(a.rows.count, problem.features, sizeof(T), kBackward);
-    a.is_flat = call.strategy == Strategy::kWindows && grid.lanes.columns == 1;
+    const SoftmaxTileGrid grid = MakeSoftmaxTileGrid(a.rows.count, problem.features, sizeof(T), kBackward);
+    a.is_flat = call.strategy == Strategy::kTiles && grid.lanes.columns == 1;
     for (int i = 0; i < (kBackward ? 2 : 1); ++i) {
       a.is_shared[i] = call.is_shared[i] && batch > 1;
       a.inputs[i] = inputs[i] + (call.is_shared[i] ? 0 : first_row * problem.features);
@@ -273,31 +275,31 @@ struct Launcher {
     a.output = output + first_row * problem.features;
     a.features = problem.features;
     a.lanes = grid.lanes;
-    a.lanes_inverse = (65536 + grid.lanes.lanes - 1) / grid.lanes.lanes;
-    a.chunk_rows = grid.chunk_rows;
-    a.window_rows = grid.window_rows;
-    a.chunks = grid.chunks;
-    a.parts = carver.Take<RunPart>(2 * grid.chunks);
-    a.has_parts = carver.Take<uint8_t>(grid.chunks);
-    a.pieces = carver.Take<C>(PieceElements(grid.chunks, problem.features, kBackward));
-    constexpr int kWidest = WindowVector(0, sizeof(T));
-    return grid.vector > 1 ? LaunchWindows<kWidest>(a) : LaunchWindows<1>(a);
+    a.lanes_inverse = CeilDivide(65536, grid.lanes.lanes);
+    a.own_rows = grid.own_rows;
+    a.tile_rows = grid.tile_rows;
+    a.tiles = grid.tiles;
+    a.carries = carver.Take<RunCarry>(2 * grid.tiles);
+    a.has_carries = carver.Take<uint8_t>(grid.tiles);
+    a.carry_states = carver.Take<C>(CarryElements(grid.tiles, problem.features, kBackward));
+    constexpr int kWidest = SoftmaxTileVector(0, sizeof(T));
+    return grid.vector > 1 ? LaunchTiles<kWidest>(a) : LaunchTiles<1>(a);
   }
 
   template <int kVec>
-  CudaStatus LaunchWindows(WindowArguments<T> a) const {
+  CudaStatus LaunchTiles(SoftmaxTileArguments<T> a) const {
     constexpr int kElementBytes = static_cast<int>(sizeof(C) + (kBackward ? 2 : 1) * sizeof(T));
-    const int shared_bytes = a.window_rows * a.lanes.lanes * kVec * kElementBytes;
-    const auto kernel = WindowKernel<T, kVec, kBackward>;
+    const int shared_bytes = a.tile_rows * a.lanes.lanes * kVec * kElementBytes;
+    const auto kernel = SoftmaxTileKernel<T, kVec, kBackward>;
     JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel));
-    kernel<<<static_cast<uint32_t>(a.chunks * a.lanes.columns), kWindowThreads, shared_bytes, call.stream>>>(a);
-    JB_RETURN_IF_LAUNCH_ERROR(WindowKernel);
-    if (a.chunks == 1) return {};  // no run is long
+    kernel<<<static_cast<uint32_t>(a.tiles * a.lanes.columns), kSoftmaxTileThreads, shared_bytes, call.stream>>>(a);
+    JB_RETURN_IF_LAUNCH_ERROR(SoftmaxTileKernel);
+    if (a.tiles == 1) return {};  // no run is long
     int multiprocessors = 0;
     JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
     a.lanes = AssignFeatures(a.features / kVec, kMaxLongRunLanes);
     const int64_t most = CeilDivide(int64_t{LongRunBlocks(sizeof(T))} * multiprocessors, a.lanes.columns);
-    const int64_t useful = CeilDivide(2 * a.chunks, kLongRunWarps);
+    const int64_t useful = CeilDivide(2 * a.tiles, kLongRunWarps);
     const int64_t blocks = (useful < most ? useful : most) * a.lanes.columns;
     LongRunsKernel<T, kVec, kBackward><<<static_cast<uint32_t>(blocks), kLongRunThreads, 0, call.stream>>>(a);
     return JB_LAUNCH_STATUS(LongRunsKernel);

@@ -114,11 +114,6 @@ JB_INLINE void WriteQuotients(const C* weights, const C* sums, int64_t width, T*
 }
 
 template <typename T>
-JB_INLINE void WriteZeros(int64_t width, T* to) {
-  std::memset(static_cast<void*>(to), 0, static_cast<size_t>(width) * sizeof(T));
-}
-
-template <typename T>
 struct SoftmaxArrays {
   SegmentIds ids;
   const T* logits;
@@ -188,22 +183,10 @@ JB_CPU_CLONES void WriteProbabilitiesInOrder(const Problem problem, const Softma
       if (segment >= 0) {
         WriteQuotients(weights, sums + segment * width, width, to);
       } else {
-        WriteZeros(width, to);
+        WriteZeros(to, width);
       }
     });
   });
-}
-
-// Writes zeros for the rows of a block that are in no segment; the first block of a batch element does.
-template <typename T>
-void WriteDroppedRows(const Problem& problem, const Block& block, SegmentIds ids, T* result) {
-  if (block.segment_begin != 0) return;
-  T* const rows = result + block.batch * problem.rows * problem.features;
-  for (int64_t row = 0; row < problem.rows; ++row) {
-    const int64_t segment = ids[problem.IdIndex(block.batch, row)];
-    if (segment >= 0 && segment < problem.segments) continue;
-    WriteZeros(block.feature_end - block.feature_begin, rows + row * problem.features + block.feature_begin);
-  }
 }
 
 // Rows of a result that are written in no order, each once.
@@ -391,7 +374,7 @@ bool ForEachSegment(ffi::ThreadPool& pool, const Problem& problem, SegmentIds id
   const int64_t result_bytes = problem.batch * problem.rows * row_bytes;
   AdviseHugePages(result, result_bytes);
   if (strategy == Strategy::kFill) {
-    std::memset(static_cast<void*>(result), 0, static_cast<size_t>(result_bytes));
+    WriteZeroBytes(pool, result, result_bytes);
     return true;
   }
   if (strategy == Strategy::kScan || strategy == Strategy::kSplitScan) return in_order(row_bytes);

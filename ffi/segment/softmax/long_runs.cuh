@@ -1,7 +1,7 @@
-// The runs that windows leave as pieces: see windows.cuh.
+// The runs that tiles leave as carries: see tiles.cuh.
 #pragma once
 
-#include "ffi/segment/softmax/windows.cuh"
+#include "ffi/segment/softmax/tiles.cuh"
 
 namespace jax_baracuda::segment {
 
@@ -10,14 +10,14 @@ inline constexpr int kLongRunWarps = kLongRunThreads / 32;
 inline constexpr int kMaxLongRunLanes = 8;  // 128 bytes of float32, so that a warp has several rows in flight
 constexpr int LongRunBlocks(int64_t element_bytes) { return element_bytes == 8 ? 1 : 2; }  // of a multiprocessor
 
-// Pieces of one run, for kVec neighbouring features, under reduction.
+// Carries of one run, for kVec neighbouring features, under reduction.
 template <typename C, int kVec, bool kBackward>
-struct PieceState {
+struct CarryState {
   SoftmaxState<C> cells[kVec];
 
-  __device__ __forceinline__ void Load(const C* piece, int64_t features) {
-    const Vector<C, kVec> sum = LoadVector<kVec>(piece + (kBackward ? 0 : features));
-    const Vector<C, kVec> maximum = kBackward ? sum : LoadVector<kVec>(piece);
+  __device__ __forceinline__ void Load(const C* carry, int64_t features) {
+    const Vector<C, kVec> sum = LoadVector<kVec>(carry + (kBackward ? 0 : features));
+    const Vector<C, kVec> maximum = kBackward ? sum : LoadVector<kVec>(carry);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       cells[i].maximum = maximum.lane[i];
@@ -26,8 +26,8 @@ struct PieceState {
       cells[i].sum = is_lowest ? C{0} : sum.lane[i];
     }
   }
-  __device__ __forceinline__ PieceState FromLane(int lane) const {
-    PieceState other;
+  __device__ __forceinline__ CarryState FromLane(int lane) const {
+    CarryState other;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       if constexpr (!kBackward) other.cells[i].maximum = __shfl_sync(kFullWarp, cells[i].maximum, lane);
@@ -35,7 +35,7 @@ struct PieceState {
     }
     return other;
   }
-  __device__ __forceinline__ void Merge(const PieceState& other) {
+  __device__ __forceinline__ void Merge(const CarryState& other) {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       if (kBackward || (cells[i].maximum == C{0} && other.cells[i].maximum == C{0})) {
@@ -47,7 +47,7 @@ struct PieceState {
   }
 };
 
-// Windows take 0 for the maximum where they can; then weights must not underflow before the sum divides them.
+// Tiles take 0 for the maximum where they can; then weights must not underflow before the sum divides them.
 template <typename C>
 __device__ __forceinline__ C Probability(const SoftmaxState<C>& state, C x) {
   const C scaled_sum = state.sum * static_cast<C>(sizeof(C) == 4 ? 0x1p56 : 1);
@@ -75,31 +75,31 @@ __device__ __forceinline__ int64_t CountLeading(int64_t limit, IsMember&& is_mem
   return low;
 }
 
-// The parts of long runs in their order, found by rank from the flags of their chunks.
-class PartFinder {
+// The carries of long runs in their order, found by rank from the flags of their tiles.
+class CarryFinder {
  public:
   // Called by the whole block.
-  __device__ __forceinline__ PartFinder(const uint8_t* has_parts, int64_t chunks, int (&warp_parts)[kLongRunWarps])
-      : flags_(reinterpret_cast<const uint32_t*>(has_parts)), chunks_(chunks), warp_parts_(warp_parts) {
+  __device__ __forceinline__ CarryFinder(const uint8_t* has_carries, int64_t tiles, int (&warp_carries)[kLongRunWarps])
+      : flags_(reinterpret_cast<const uint32_t*>(has_carries)), tiles_(tiles), warp_carries_(warp_carries) {
     const int warp = threadIdx.x / 32;
-    const int64_t words = (chunks + 3) / 4;
+    const int64_t words = (tiles + 3) / 4;
     warp_words_ = (words + kLongRunThreads - 1) / kLongRunThreads * 32;
     int found = 0;
 #pragma unroll 8
     for (int64_t i = 0; i < warp_words_; i += 32) found += __popc(Word(warp * warp_words_ + i));
     found = __reduce_add_sync(kFullWarp, found);
-    if (threadIdx.x % 32 == 0) warp_parts[warp] = found;
+    if (threadIdx.x % 32 == 0) warp_carries[warp] = found;
     __syncthreads();
-    for (int w = 0; w < kLongRunWarps; ++w) count_ += warp_parts[w];
+    for (int w = 0; w < kLongRunWarps; ++w) count_ += warp_carries[w];
   }
   __device__ __forceinline__ int Count() const { return count_; }
 
-  // The index of the part of this rank; ranks do not go down from call to call. Called by the whole warp.
+  // The index of the carry of this rank; ranks do not go down from call to call. Called by the whole warp.
   __device__ __forceinline__ int64_t Find(int rank) {
     const int lane = threadIdx.x % 32;
     if (next_words_ == 0) {
       int warp = 0;
-      while (before_ + warp_parts_[warp] <= rank) before_ += warp_parts_[warp++];
+      while (before_ + warp_carries_[warp] <= rank) before_ += warp_carries_[warp++];
       next_words_ = warp * warp_words_;
       Advance();
     }
@@ -110,18 +110,18 @@ class PartFinder {
     const int skipped = rank - before_ - lower_lanes_;
     const uint32_t owner = __ballot_sync(kFullWarp, skipped >= 0 && skipped < __popc(word_));
     uint32_t left = word_;
-    for (int i = 0; i < min(skipped, kMaxParts - 1); ++i) left &= left - 1;
+    for (int i = 0; i < min(skipped, kMaxCarries - 1); ++i) left &= left - 1;
     const int bit = __ffs(left) - 1;
-    const int64_t part = 2 * (4 * (next_words_ - 32 + lane) + bit / 8) + bit % 8;
-    return __shfl_sync(kFullWarp, part, __ffs(owner) - 1);
+    const int64_t carry = 2 * (4 * (next_words_ - 32 + lane) + bit / 8) + bit % 8;
+    return __shfl_sync(kFullWarp, carry, __ffs(owner) - 1);
   }
 
  private:
-  static constexpr int kMaxParts = 8;  // of a word
+  static constexpr int kMaxCarries = 8;  // of a word
 
-  // The flags of the lane's four chunks.
+  // The flags of the lane's four tiles.
   __device__ __forceinline__ uint32_t Word(int64_t first_word) const {
-    const int64_t word = first_word + threadIdx.x % 32, left = chunks_ - 4 * word;
+    const int64_t word = first_word + threadIdx.x % 32, left = tiles_ - 4 * word;
     if (left <= 0) return 0;
     return left >= 4 ? flags_[word] : flags_[word] & ((1u << (8 * left)) - 1);
   }
@@ -140,8 +140,8 @@ class PartFinder {
   }
 
   const uint32_t* flags_;
-  int64_t chunks_;
-  const int* warp_parts_;
+  int64_t tiles_;
+  const int* warp_carries_;
   int64_t warp_words_;
   int count_ = 0;
   // The 32 words at hand: those before next_words_.
@@ -150,18 +150,18 @@ class PartFinder {
   uint32_t word_ = 0;
 };
 
-// Writes the rows of long runs. Every warp has as many parts, or shares of them if they are few, and merges the pieces
-// of the runs that it meets; a block whose parts are all of one run merges its pieces once.
+// Writes the rows of long runs. Every warp has as many carries, or shares of them if they are few, and merges all those
+// of the runs that it meets. A block whose carries are all of one run merges them once.
 template <typename T, int kVec, bool kBackward>
 __global__ void __launch_bounds__(kLongRunThreads, LongRunBlocks(sizeof(T))) LongRunsKernel(
-    const __grid_constant__ WindowArguments<T> a) {
+    const __grid_constant__ SoftmaxTileArguments<T> a) {
   using C = ComputeType<T>;
-  using State = PieceState<C, kVec, kBackward>;
+  using State = CarryState<C, kVec, kBackward>;
   constexpr int kStates = kBackward ? 1 : 2, kInFlight = kBackward ? 2 : 4;
-  __shared__ int warp_parts[kLongRunWarps];
+  __shared__ int warp_carries[kLongRunWarps];
   __shared__ State warp_states[kLongRunWarps][kMaxLongRunLanes];
 
-  PartFinder parts(a.has_parts, a.chunks, warp_parts);
+  CarryFinder carries(a.has_carries, a.tiles, warp_carries);
   const int lanes = a.lanes.lanes, groups = 32 / lanes;
   const int warp_lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int group = warp_lane / lanes, lane = warp_lane - group * lanes;
@@ -171,37 +171,38 @@ __global__ void __launch_bounds__(kLongRunThreads, LongRunBlocks(sizeof(T))) Lon
   const int64_t workers = int64_t{column_blocks} * kLongRunWarps;
   State total;
 
-  // Merges pieces [begin, end) of a run that starts in the chunk `first`: piece 0 is the one with which it leaves that
-  // chunk, the others are those with which it enters the next ones.
+  // Merges carries [begin, end) of a run that starts in the tile `first`: number 0 is the carry-out of that tile, the
+  // others are carry-ins of the next ones.
   const auto merge = [&](int64_t first, int64_t begin, int64_t end) {
-    const int64_t pieces = end - begin;
+    const int64_t num_carries = end - begin;
     const auto load = [&](int64_t i) {
       State state;
-      state.Load(a.pieces + ((first + begin + i) * 2 + (begin + i == 0)) * kStates * a.features + column, a.features);
+      state.Load(a.carry_states + ((first + begin + i) * 2 + (begin + i == 0)) * kStates * a.features + column,
+                 a.features);
       return state;
     };
     total = State{};
-    if (is_active && group < pieces) {
+    if (is_active && group < num_carries) {
       total = load(group);
 #pragma unroll kBackward ? 4 : 2
-      for (int64_t i = group + groups; i < pieces; i += groups) total.Merge(load(i));
+      for (int64_t i = group + groups; i < num_carries; i += groups) total.Merge(load(i));
     }
-    for (int left = static_cast<int>(min(int64_t{groups}, pieces)); left > 1; left = (left + 1) / 2) {
+    for (int left = static_cast<int>(min(int64_t{groups}, num_carries)); left > 1; left = (left + 1) / 2) {
       const int half = (left + 1) / 2;
       const State other = total.FromLane(warp_lane + half * lanes);
       if (is_active && group + half < left) total.Merge(other);
     }
     total = total.FromLane(lane);
   };
-  // The run's first chunk and the number of its pieces, given one of its parts.
-  const auto find_run = [&](RunKey run, int64_t part, int64_t* pieces) {
-    const int64_t chunk = part / 2;
-    const auto enters = [&](int64_t other) { return a.parts[2 * other].run == run; };
-    const int64_t after = CountLeading(a.chunks - 1 - chunk, [&](int64_t i) { return enters(chunk + 1 + i); });
+  // The run's first tile and the number of its carries, given one of them.
+  const auto find_run = [&](RunKey run, int64_t carry, int64_t* num_carries) {
+    const int64_t tile = carry / 2;
+    const auto enters = [&](int64_t other) { return a.carries[2 * other].run == run; };
+    const int64_t after = CountLeading(a.tiles - 1 - tile, [&](int64_t i) { return enters(tile + 1 + i); });
     const int64_t before =
-        part % 2 != 0 ? 0 : 1 + CountLeading(chunk - 1, [&](int64_t i) { return enters(chunk - 1 - i); });
-    const int64_t first = chunk - min(before, chunk);
-    *pieces = chunk + after + 1 - first;
+        carry % 2 != 0 ? 0 : 1 + CountLeading(tile - 1, [&](int64_t i) { return enters(tile - 1 - i); });
+    const int64_t first = tile - min(before, tile);
+    *num_carries = tile + after + 1 - first;
     return first;
   };
   const auto write_rows = [&](int64_t first_row, int count) {
@@ -238,7 +239,7 @@ __global__ void __launch_bounds__(kLongRunThreads, LongRunBlocks(sizeof(T))) Lon
   };
 
   constexpr int kMaxShares = 8;
-  const int count = parts.Count();
+  const int count = carries.Count();
   if (count == 0) return;
   const int shares = static_cast<int>(min((2 * workers + count - 1) / count, int64_t{kMaxShares}));
   const int64_t tasks = static_cast<int64_t>(count) * shares;
@@ -249,20 +250,20 @@ __global__ void __launch_bounds__(kLongRunThreads, LongRunBlocks(sizeof(T))) Lon
   if (count >= workers) {
     const int64_t block_begin = first_task(int64_t{block} * kLongRunWarps) / shares;
     const int64_t block_last = (first_task((int64_t{block} + 1) * kLongRunWarps) - 1) / shares;
-    PartFinder of_block = parts;
-    const int64_t part = of_block.Find(static_cast<int>(block_begin));
-    const RunKey run = a.parts[part].run;
-    if (run == a.parts[of_block.Find(static_cast<int>(block_last))].run) {
-      int64_t pieces;
-      const int64_t first = find_run(run, part, &pieces);
-      merge(first, warp * pieces / kLongRunWarps, (warp + 1) * pieces / kLongRunWarps);
+    CarryFinder of_block = carries;
+    const int64_t carry = of_block.Find(static_cast<int>(block_begin));
+    const RunKey run = a.carries[carry].run;
+    if (run == a.carries[of_block.Find(static_cast<int>(block_last))].run) {
+      int64_t num_carries;
+      const int64_t first = find_run(run, carry, &num_carries);
+      merge(first, warp * num_carries / kLongRunWarps, (warp + 1) * num_carries / kLongRunWarps);
       if (group == 0) warp_states[warp][lane] = total;
       __syncthreads();
       total = State{};
       bool is_first = true;
 #pragma unroll 1
       for (int w = 0; w < kLongRunWarps; ++w) {
-        if (w * pieces / kLongRunWarps == (w + 1) * pieces / kLongRunWarps) continue;
+        if (w * num_carries / kLongRunWarps == (w + 1) * num_carries / kLongRunWarps) continue;
         if (is_first) {
           total = warp_states[w][lane];
         } else {
@@ -275,16 +276,16 @@ __global__ void __launch_bounds__(kLongRunThreads, LongRunBlocks(sizeof(T))) Lon
   }
   for (int64_t task = begin; task < end; ++task) {
     const int rank = static_cast<int>(task / shares), share = static_cast<int>(task - int64_t{rank} * shares);
-    const int64_t part = parts.Find(rank), chunk = part / 2;
-    const RunPart own = a.parts[part];
+    const int64_t carry = carries.Find(rank), tile = carry / 2;
+    const RunCarry own = a.carries[carry];
     if (own.run != merged_run) {
-      int64_t pieces;
-      const int64_t first = find_run(own.run, part, &pieces);
-      merge(first, 0, pieces);
+      int64_t num_carries;
+      const int64_t first = find_run(own.run, carry, &num_carries);
+      merge(first, 0, num_carries);
       merged_run = own.run;
     }
-    // A part with which a run starts lies at the end of its chunk.
-    const int64_t first_row = chunk * a.chunk_rows + (part % 2 != 0 ? a.chunk_rows - own.rows : 0);
+    // A carry-out is the last of its tile's own rows.
+    const int64_t first_row = tile * a.own_rows + (carry % 2 != 0 ? a.own_rows - own.rows : 0);
     const int share_rows = (own.rows + shares - 1) / shares;
     if (is_active) write_rows(first_row + share * share_rows, min(share_rows, own.rows - share * share_rows));
     __syncwarp();

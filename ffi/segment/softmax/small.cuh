@@ -5,7 +5,7 @@
 // additions depends on shapes and ids alone.
 #pragma once
 
-#include "ffi/segment/softmax/windows.cuh"
+#include "ffi/segment/softmax/tiles.cuh"
 
 namespace jax_baracuda::segment {
 

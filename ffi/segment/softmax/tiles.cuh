@@ -1,16 +1,17 @@
 // Softmax, and its gradient, over rows that come in the order of their segments, as they lie or through a permutation.
 //
-// Rows are cut into chunks. A block takes the window of a chunk, which reaches beyond it, through shared memory: a
-// thread some neighbouring rows, a segmented scan over the block what its threads have in common. A run of rows of one
-// segment belongs to the chunk in which it starts, whose block writes it at once if it ends within the window. A longer
-// run is cut at the borders of its chunks: each leaves the state of its part, its piece, and LongRunsKernel merges the
-// pieces, in an order that shapes, segments and the GPU decide, and writes the rows.
+// Rows are cut into tiles, one a block. A tile has rows of its own, and reaches beyond them into the next tile's. It
+// passes through shared memory: a thread takes some neighbouring rows, and a segmented scan over the block what its
+// threads have in common. A run of rows of one segment belongs to the tile among whose own rows it starts. The block of
+// that tile writes the run at once if it ends within the tile. A longer run is cut at the ends of the tiles' own rows.
+// Each tile leaves the state of its share of the run: a carry-out of the tile in which the run starts, a carry-in of
+// every tile that the run enters. LongRunsKernel merges the carries, in an order that shapes, segments and the GPU
+// decide, and writes the rows.
 //
-// A window sums exp(x) first (see device.cuh), and takes its rows again with their maxima if a sum is out of
-// range.
+// A tile first sums exp(x) (see device.cuh). If a sum is out of range, it takes its rows again with their maxima.
 //
 // Ids that are not sorted after all give wrong results but no access out of bounds: they decide only which rows of a
-// window, and which of the existing pieces, are put together.
+// tile, and which of the existing carries, are put together.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -21,13 +22,13 @@
 
 namespace jax_baracuda::segment {
 
-inline constexpr int kWindowThreads = 128;
-inline constexpr int kWindowWarps = kWindowThreads / 32;
-inline constexpr int kWindowBlocks = 7;  // that share a multiprocessor; its shared memory has room for no more
-inline constexpr int kMaxWindowLanes = 8;
+inline constexpr int kSoftmaxTileThreads = 128;
+inline constexpr int kSoftmaxTileWarps = kSoftmaxTileThreads / 32;
+inline constexpr int kSoftmaxTileBlocks = 7;  // that share a multiprocessor; its shared memory has room for no more
+inline constexpr int kMaxSoftmaxTileLanes = 8;
 
 // Elements that a thread takes of a row at once: narrow enough for several rows in registers.
-constexpr int WindowVector(int64_t features, int64_t element_bytes) {
+constexpr int SoftmaxTileVector(int64_t features, int64_t element_bytes) {
   const int widest = element_bytes == 8 ? 2 : 4;
   return features % widest == 0 ? widest : 1;
 }
@@ -43,9 +44,9 @@ constexpr int ThreadRows(int vector, int64_t element_bytes, bool is_backward) {
 using RunKey = int64_t;
 inline constexpr RunKey kNoRun = -1;
 
-// The part of a long run that lies in a chunk, with which the run enters the chunk or leaves it.
-struct alignas(16) RunPart {
-  RunKey run;  // kNoRun where there is no such part
+// What a tile has of a long run among its own rows: as a carry-in the first of them, as a carry-out the last.
+struct alignas(16) RunCarry {
+  RunKey run;  // kNoRun where there is no carry
   int32_t rows;
 };
 
@@ -85,7 +86,7 @@ struct OrderedRows {
 };
 
 template <typename T>
-struct WindowArguments {
+struct SoftmaxTileArguments {
   using C = ComputeType<T>;
   OrderedRows rows;
   const T* inputs[2];  // logits; or probabilities and their cotangents
@@ -94,12 +95,12 @@ struct WindowArguments {
   int64_t features;
   FeatureLanes lanes;
   uint32_t lanes_inverse;  // 2^16 / lanes, rounded up
-  int chunk_rows, window_rows;
-  int64_t chunks;
-  bool is_flat;      // a window is contiguous in every operand, and aligned to 16 bytes
-  RunPart* parts;      // [chunks, 2]: with which a long run enters the chunk, and with which one starts there
-  uint8_t* has_parts;  // [chunks]: 1 for the former and 2 for the latter, if there is one
-  C* pieces;           // [chunks, 2, states, features]: the states of these parts
+  int own_rows, tile_rows;  // of a tile: its own, and all that it reaches
+  int64_t tiles;
+  bool is_flat;          // a tile is contiguous in every operand, and aligned to 16 bytes
+  RunCarry* carries;     // [tiles, 2]: carry-ins and carry-outs
+  uint8_t* has_carries;  // [tiles]: 1 for a carry-in, plus 2 for a carry-out
+  C* carry_states;       // [tiles, 2, states, features]
 };
 
 // What a thread's rows have to do with those of other threads: `lanes` threads, a group, take a row together.
@@ -112,7 +113,7 @@ struct ThreadRuns {
   int last_lane;               // the first lane of the warp's last group
   int reach;                   // lanes to the left up to which the thread's last run goes at least
   uint32_t groups_with_start;  // bits of their first lanes
-  int first_row;      // the thread's first row in the window
+  int first_row;      // the thread's first row in the tile
   int head_start;     // where the run begins that goes on from the rows before it, or 0
   bool is_left_over;  // more lanes than whole groups: no rows
 
@@ -141,18 +142,19 @@ __device__ __forceinline__ Vector<C, kVec> ShuffleUp(const Vector<C, kVec>& cell
 }
 
 template <typename C, int kVec>
-using WarpTails = Vector<C, kVec>[kWindowWarps][kMaxWindowLanes];
+using WarpTails = Vector<C, kVec>[kSoftmaxTileWarps][kMaxSoftmaxTileLanes];
 
-// Writes the total of each run of the window to `table` at the run's first row, from the thread where the run ends. The
+// Writes the total of each run of the tile to `table` at the run's first row, from the thread where the run ends. The
 // totals of runs that go on from rows before the thread's are passed to `take` as well. `table` is that of the thread's
 // row_lane, with row_step cells a row. All threads of the block call it. Before its first barrier it writes to `tails`
 // and to the cells of the thread's own rows.
 template <typename C, int kVec, int kRows, typename Combine, typename Take>
 __device__ __forceinline__ void TotalRuns(const ThreadRuns& runs, const Vector<C, kVec> (&values)[kRows], C identity,
                                           C* table, int row_step, WarpTails<C, kVec>& tails,
-                                          const bool (&warp_has_start)[kWindowWarps], Combine&& combine, Take&& take) {
-  // Within the thread. Where its first row starts no run, that row's cells take the part of the run that goes on from
-  // before. Cells of rows that start no run are free to take anything, which spares a branch.
+                                          const bool (&warp_has_start)[kSoftmaxTileWarps], Combine&& combine,
+                                          Take&& take) {
+  // Within the thread. Where its first row starts no run, that row's cells take the thread's rows of the run that
+  // goes on from before. Cells of rows that start no run are free to take anything, which spares a branch.
   C* const first_cells = table + runs.first_row * row_step;
   C* run_cells = first_cells;
   Vector<C, kVec> scanned = values[0];
@@ -185,14 +187,14 @@ __device__ __forceinline__ void TotalRuns(const ThreadRuns& runs, const Vector<C
 
   // Over the block: every warp folds the warps before it that its first run goes through, from left to right.
   const uint32_t warps_with_start =
-      __ballot_sync(kFullWarp, runs.lane < kWindowWarps && warp_has_start[runs.lane % kWindowWarps]);
+      __ballot_sync(kFullWarp, runs.lane < kSoftmaxTileWarps && warp_has_start[runs.lane % kSoftmaxTileWarps]);
   const uint32_t earlier = warps_with_start & ((1u << runs.warp) - 1);
   Vector<C, kVec> entering = Repeat<kVec>(identity);
   for (int w = earlier == 0 ? 0 : 31 - __clz(earlier); w < runs.warp; ++w) {
     CombineInto(entering, tails[w][runs.row_lane], combine);
   }
-  const bool starts_window = runs.first_row == 0 && (runs.starts & 1) != 0;
-  if (runs.HasStart() && !starts_window) {
+  const bool starts_tile = runs.first_row == 0 && (runs.starts & 1) != 0;
+  if (runs.HasStart() && !starts_tile) {
     if ((runs.groups_with_start & ((1u << runs.GroupLane()) - 1)) == 0) {
       CombineInto(entering, ended, combine);
       ended = entering;
@@ -200,7 +202,7 @@ __device__ __forceinline__ void TotalRuns(const ThreadRuns& runs, const Vector<C
     StoreShared(table + runs.head_start * row_step, ended);
     take(runs.head_start, ended);
   }
-  if (is_last_group && runs.warp == kWindowWarps - 1) {
+  if (is_last_group && runs.warp == kSoftmaxTileWarps - 1) {
     if (runs.groups_with_start == 0) {
       CombineInto(entering, scanned, combine);
       scanned = entering;
@@ -210,17 +212,17 @@ __device__ __forceinline__ void TotalRuns(const ThreadRuns& runs, const Vector<C
   __syncthreads();
 }
 
-// What is known of a window once its ids have been read.
+// What is known of a tile once its ids have been read.
 template <int kRows>
-struct WindowShared {
-  static constexpr int kWords = kWindowThreads * kRows / 32 + 1;
+struct SoftmaxTileShared {
+  static constexpr int kWords = kSoftmaxTileThreads * kRows / 32 + 1;
   uint32_t starts[kWords];  // a bit for each row that starts a run; rows without a segment are runs of their own
   uint32_t dropped[kWords];
-  bool head_is_long;  // the chunk is entered by a run that leaves pieces
-  bool is_cut;        // the run across the end of the chunk leaves pieces
-  bool tail_is_long;  // and starts in this chunk
+  bool carries_in;   // a long run enters the tile
+  bool is_cut;       // the run across the end of the tile's own rows is long
+  bool carries_out;  // and starts among them
   int begin, end;     // the rows that the block writes
-  bool warp_has_start[kWindowWarps];
+  bool warp_has_start[kSoftmaxTileWarps];
 };
 
 // The bits of the rows [row, row + kRows).
@@ -237,15 +239,15 @@ __device__ __forceinline__ int LastStart(const uint32_t* words, int row) {
   return starts == 0 ? 0 : word * 32 + 31 - __clz(starts);
 }
 
-// Finds the starts of runs, and by the last warp what becomes of those that cross the borders of the chunk.
+// Finds the starts of runs. The last warp finds whether runs that cross the ends of the tile's own rows are long.
 template <typename T, int kRows>
-__device__ __forceinline__ void ReadWindow(const WindowArguments<T>& a, int64_t chunk, bool writes_parts,
-                                           WindowShared<kRows>& shared) {
+__device__ __forceinline__ void ReadTile(const SoftmaxTileArguments<T>& a, int64_t tile, bool writes_carries,
+                                           SoftmaxTileShared<kRows>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t first_row = chunk * a.chunk_rows;
+  const int64_t first_row = tile * a.own_rows;
   constexpr RunKey kOutside = -2;
   const auto key_at = [&](int64_t row) { return row >= 0 && row < a.rows.count ? a.rows.Key(row) : kOutside; };
-  const int words = (a.window_rows + 31) / 32;
+  const int words = (a.tile_rows + 31) / 32;
   const auto write_word = [&](int word, bool is_start, bool is_dropped) {
     const uint32_t starts = __ballot_sync(kFullWarp, is_start), dropped = __ballot_sync(kFullWarp, is_dropped);
     if (lane == 0) {
@@ -259,11 +261,11 @@ __device__ __forceinline__ void ReadWindow(const WindowArguments<T>& a, int64_t 
     const int left = static_cast<int>(min(a.rows.count - first_row, int64_t{1} << 30)) - warp * 32 - lane;
     const uint32_t segments = static_cast<uint32_t>(min(a.rows.ids.segments, int64_t{1} << 31));
     const bool is_inner = first_row > 0 && first_row + words * 32 <= a.rows.count;
-    for (int first = 0; warp + first < words; first += kInFlight * kWindowWarps) {
+    for (int first = 0; warp + first < words; first += kInFlight * kSoftmaxTileWarps) {
       int own[kInFlight], before[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        const int skipped = first + u * kWindowWarps;
+        const int skipped = first + u * kSoftmaxTileWarps;
         own[u] = before[u] = -1;
         if (warp + skipped < words && (is_inner || skipped * 32 < left)) {
           own[u] = __ldg(ids + skipped * 32);
@@ -272,7 +274,7 @@ __device__ __forceinline__ void ReadWindow(const WindowArguments<T>& a, int64_t 
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        const int word = warp + first + u * kWindowWarps;
+        const int word = warp + first + u * kSoftmaxTileWarps;
         if (word >= words) break;
         const bool is_dropped = static_cast<uint32_t>(own[u]) >= segments;
         write_word(word, is_dropped || own[u] != before[u], is_dropped);
@@ -280,7 +282,7 @@ __device__ __forceinline__ void ReadWindow(const WindowArguments<T>& a, int64_t 
     }
   } else {
 #pragma unroll 1
-    for (int word = warp; word < words; word += kWindowWarps) {
+    for (int word = warp; word < words; word += kSoftmaxTileWarps) {
       const int64_t row = first_row + word * 32 + lane;
       const RunKey key = key_at(row);
       RunKey before = __shfl_up_sync(kFullWarp, key, 1);
@@ -288,50 +290,51 @@ __device__ __forceinline__ void ReadWindow(const WindowArguments<T>& a, int64_t 
       write_word(word, key < 0 || key != before, key < 0);
     }
   }
-  if (warp != kWindowWarps - 1) return;
-  const int64_t end_row = first_row + a.chunk_rows;
+  if (warp != kSoftmaxTileWarps - 1) return;
+  const int64_t end_row = first_row + a.own_rows;
   const int64_t row = lane == 0   ? first_row - 1
                       : lane == 1 ? first_row
-                      : lane == 2 ? first_row - a.chunk_rows - 1
-                      : lane == 3 ? first_row - a.chunk_rows + a.window_rows
+                      : lane == 2 ? first_row - a.own_rows - 1
+                      : lane == 3 ? first_row - a.own_rows + a.tile_rows
                       : lane == 4 ? end_row - 1
                       : lane == 5 ? end_row
-                      : lane == 6 ? first_row + a.window_rows
+                      : lane == 6 ? first_row + a.tile_rows
                                   : -1;
   const RunKey key = key_at(row);
   const auto key_of = [&](int from) { return __shfl_sync(kFullWarp, key, from); };
   const RunKey head = key_of(1), tail = key_of(4);
-  // A run that has covered the whole chunk before, or the window of that chunk, is long.
-  const bool head_is_long = key_of(0) == head && head >= 0 && (key_of(2) == head || key_of(3) == head);
-  const bool is_covered = head_is_long && head == tail;
+  // A run is long if it has covered all own rows of the tile before, or has gone on beyond that tile.
+  const bool carries_in = key_of(0) == head && head >= 0 && (key_of(2) == head || key_of(3) == head);
+  const bool is_covered = carries_in && head == tail;
   const bool is_cut = key_of(5) == tail && tail >= 0 && (key_of(6) == tail || is_covered);
   if (lane == 0) {
-    shared.head_is_long = head_is_long;
+    shared.carries_in = carries_in;
     shared.is_cut = is_cut;
-    shared.tail_is_long = is_cut && !is_covered;
-    if (writes_parts) {
-      a.parts[2 * chunk].run = head_is_long ? head : kNoRun;
-      a.parts[2 * chunk + 1].run = is_cut && !is_covered ? tail : kNoRun;
-      a.has_parts[chunk] = (head_is_long ? 1 : 0) + (is_cut && !is_covered ? 2 : 0);
+    shared.carries_out = is_cut && !is_covered;
+    if (writes_carries) {
+      a.carries[2 * tile].run = carries_in ? head : kNoRun;
+      a.carries[2 * tile + 1].run = is_cut && !is_covered ? tail : kNoRun;
+      a.has_carries[tile] = (carries_in ? 1 : 0) + (is_cut && !is_covered ? 2 : 0);
     }
   }
 }
 
-// Finds the rows that the block writes, and those that it leaves to LongRunsKernel; called by one warp. `parts` are
-// the chunk's, or nullptr.
+// Finds the rows that the block writes, and those that it leaves to LongRunsKernel; called by one warp.
+// `carries` are the tile's, or nullptr.
 template <int kRows>
-__device__ __forceinline__ void FindOwnRows(int chunk_rows, int rows, WindowShared<kRows>& shared, RunPart* parts) {
+__device__ __forceinline__ void FindOwnRows(int own_rows, int rows, SoftmaxTileShared<kRows>& shared,
+                                            RunCarry* carries) {
   const int lane = threadIdx.x % 32;
   int first = rows, last = -1, next = rows;
   for (int word = lane; word * 32 < rows; word += 32) {
     const uint32_t starts = shared.starts[word];
-    const int left = chunk_rows - word * 32;
-    const uint32_t in_chunk = left >= 32 ? kFullWarp : left <= 0 ? 0 : (1u << left) - 1;
-    if ((starts & in_chunk) != 0) {
-      first = min(first, word * 32 + __ffs(starts & in_chunk) - 1);
-      last = max(last, word * 32 + 31 - __clz(starts & in_chunk));
+    const int left = own_rows - word * 32;
+    const uint32_t in_own_rows = left >= 32 ? kFullWarp : left <= 0 ? 0 : (1u << left) - 1;
+    if ((starts & in_own_rows) != 0) {
+      first = min(first, word * 32 + __ffs(starts & in_own_rows) - 1);
+      last = max(last, word * 32 + 31 - __clz(starts & in_own_rows));
     }
-    if ((starts & ~in_chunk) != 0) next = min(next, word * 32 + __ffs(starts & ~in_chunk) - 1);
+    if ((starts & ~in_own_rows) != 0) next = min(next, word * 32 + __ffs(starts & ~in_own_rows) - 1);
   }
   first = __reduce_min_sync(kFullWarp, first);
   last = __reduce_max_sync(kFullWarp, last);
@@ -339,21 +342,21 @@ __device__ __forceinline__ void FindOwnRows(int chunk_rows, int rows, WindowShar
   if (lane != 0) return;
   shared.end = max(shared.is_cut ? last : next, 0);
   shared.begin = min(first, shared.end);
-  if (parts != nullptr) {
-    parts[0].rows = min(first, chunk_rows);
-    parts[1].rows = chunk_rows - max(last, 0);
+  if (carries != nullptr) {
+    carries[0].rows = min(first, own_rows);
+    carries[1].rows = own_rows - max(last, 0);
   }
 }
 
 template <typename T, int kVec, int kRows>
-__device__ __forceinline__ void StageWindow(const WindowArguments<T>& a, int input, int64_t first_row, int rows,
+__device__ __forceinline__ void StageTile(const SoftmaxTileArguments<T>& a, int input, int64_t first_row, int rows,
                                             int64_t column, int row_lanes, T* staged) {
   const T* const source = a.inputs[input];
   if (a.is_flat) {
     const int features = static_cast<int>(a.features);
     const T* const first = source + first_row * features;
     const int elements = rows * features;
-    constexpr int kWord = 16 / sizeof(T), kWords = kRows * kVec / kWord, kStep = kWindowThreads * kWord;
+    constexpr int kWord = 16 / sizeof(T), kWords = kRows * kVec / kWord, kStep = kSoftmaxTileThreads * kWord;
     const T* const from = first + threadIdx.x * kWord;
     T* const to = staged + threadIdx.x * kWord;
     if (kRows * kVec % kWord == 0 && elements == kWords * kStep) {
@@ -367,7 +370,7 @@ __device__ __forceinline__ void StageWindow(const WindowArguments<T>& a, int inp
     const int i = elements / kWord * kWord + threadIdx.x;
     if (i < elements) staged[i] = first[i];
   } else {
-    const int lanes = a.lanes.lanes, lane = threadIdx.x % lanes, groups = kWindowThreads / lanes;
+    const int lanes = a.lanes.lanes, lane = threadIdx.x % lanes, groups = kSoftmaxTileThreads / lanes;
     const int group = threadIdx.x / lanes;
     if (lane >= row_lanes || group >= groups) return;
 #pragma unroll 4
@@ -385,36 +388,36 @@ __device__ __forceinline__ void StageWindow(const WindowArguments<T>& a, int inp
 }
 
 template <typename T, int kVec, bool kBackward>
-__global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks / 2 : kWindowBlocks)
-    WindowKernel(const __grid_constant__ WindowArguments<T> a) {
+__global__ void __launch_bounds__(kSoftmaxTileThreads, sizeof(T) == 8 ? kSoftmaxTileBlocks / 2 : kSoftmaxTileBlocks)
+    SoftmaxTileKernel(const __grid_constant__ SoftmaxTileArguments<T> a) {
   using C = ComputeType<T>;
   constexpr int kRows = ThreadRows(kVec, sizeof(T), kBackward), kStates = kBackward ? 1 : 2;
   extern __shared__ uint4 staged_memory[];
-  __shared__ WindowShared<kRows> shared;
+  __shared__ SoftmaxTileShared<kRows> shared;
   __shared__ WarpTails<C, kVec> tails[kStates];
 
   const int lanes = a.lanes.lanes;
-  const uint32_t chunk_of_block = a.lanes.columns == 1 ? blockIdx.x : blockIdx.x / a.lanes.columns;
-  const int column_block = static_cast<int>(blockIdx.x - chunk_of_block * a.lanes.columns);
-  const int64_t chunk = chunk_of_block;
+  const uint32_t tile_of_block = a.lanes.columns == 1 ? blockIdx.x : blockIdx.x / a.lanes.columns;
+  const int column_block = static_cast<int>(blockIdx.x - tile_of_block * a.lanes.columns);
+  const int64_t tile = tile_of_block;
   const int64_t column = static_cast<int64_t>(column_block) * lanes * kVec;
   const int row_lanes = a.lanes.columns == 1
                             ? lanes
                             : static_cast<int>(min(static_cast<int64_t>(lanes), (a.features - column) / kVec));
-  const int64_t first_row = chunk * a.chunk_rows;
-  const int rows = static_cast<int>(min(static_cast<int64_t>(a.window_rows), a.rows.count - first_row));
+  const int64_t first_row = tile * a.own_rows;
+  const int rows = static_cast<int>(min(static_cast<int64_t>(a.tile_rows), a.rows.count - first_row));
 
-  const int window_elements = a.window_rows * lanes * kVec;
-  C* const table = reinterpret_cast<C*>(staged_memory);  // what is known of a run, at its first row in the window
-  T* const staged = reinterpret_cast<T*>(table + window_elements);
-  T* const staged_d = staged + window_elements;
+  const int tile_elements = a.tile_rows * lanes * kVec;
+  C* const table = reinterpret_cast<C*>(staged_memory);  // what is known of a run, at its first row in the tile
+  T* const staged = reinterpret_cast<T*>(table + tile_elements);
+  T* const staged_d = staged + tile_elements;
   const auto stage = [&](int input, T* target) {
-    StageWindow<T, kVec, kRows>(a, input, first_row, rows, column, row_lanes, target);
+    StageTile<T, kVec, kRows>(a, input, first_row, rows, column, row_lanes, target);
     __pipeline_commit();
   };
   stage(0, staged);
   if (kBackward) stage(1, staged_d);
-  ReadWindow(a, chunk, column_block == 0, shared);
+  ReadTile(a, tile, column_block == 0, shared);
   __pipeline_wait_prior(0);
   __syncthreads();
 
@@ -430,14 +433,14 @@ __global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks
   runs.last_lane = (warp_groups - 1) * lanes;
   runs.first_row = (runs.warp * warp_groups + group) * kRows;
   runs.starts = RowBits<kRows>(shared.starts, runs.first_row);
-  if (runs.first_row == a.chunk_rows && shared.is_cut) runs.starts |= 1;
+  if (runs.first_row == a.own_rows && shared.is_cut) runs.starts |= 1;
   if (runs.is_left_over) runs.starts = 0;
   runs.groups_with_start = __ballot_sync(kFullWarp, runs.row_lane == 0 && runs.HasStart());
   const int own_lane = group * lanes;
   const uint32_t up_to_own = runs.groups_with_start & ((2u << own_lane) - 1);
   runs.reach = up_to_own == 0 ? own_lane : own_lane - (31 - __clz(up_to_own));
   runs.head_start = LastStart(shared.starts, runs.first_row);
-  if (runs.first_row > a.chunk_rows && shared.is_cut) runs.head_start = max(runs.head_start, a.chunk_rows);
+  if (runs.first_row > a.own_rows && shared.is_cut) runs.head_start = max(runs.head_start, a.own_rows);
   if (runs.lane == 0) shared.warp_has_start[runs.warp] = runs.groups_with_start != 0;
 
   T* const own = staged + (runs.first_row * lanes + runs.row_lane) * kVec;
@@ -449,13 +452,13 @@ __global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks
   const auto load_row = [&](const T* rows_of_thread, int k) {
     return runs.is_left_over ? Repeat<kVec>(static_cast<T>(C{0})) : LoadVector<kVec>(rows_of_thread + k * row_step);
   };
-  // Leaves the state of a run as a piece if the run is long.
-  const auto store_piece = [&](int state, int run_start, const Vector<C, kVec>& total) {
+  // Leaves the state of a run as a carry if the run is long.
+  const auto store_carry = [&](int state, int run_start, const Vector<C, kVec>& total) {
     if (!is_active) return;
-    C* const piece = a.pieces + (chunk * 2 * kStates + state) * a.features + column + runs.row_lane * kVec;
-    if (run_start == 0 && shared.head_is_long) StoreVector(piece, total);
-    if (runs.first_row == a.chunk_rows && shared.tail_is_long && run_start == runs.head_start) {
-      StoreVector(piece + kStates * a.features, total);
+    C* const carry_in = a.carry_states + (tile * 2 * kStates + state) * a.features + column + runs.row_lane * kVec;
+    if (run_start == 0 && shared.carries_in) StoreVector(carry_in, total);
+    if (runs.first_row == a.own_rows && shared.carries_out && run_start == runs.head_start) {
+      StoreVector(carry_in + kStates * a.features, total);
     }
   };
   const auto add = [](C x, C y) { return x + y; };
@@ -484,8 +487,8 @@ __global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks
     if (!runs.is_left_over) StoreShared(own + k * row_step, result);
   };
   Vector<C, kVec> values[kRows];
-  if (runs.warp == kWindowWarps - 1) {
-    FindOwnRows(a.chunk_rows, rows, shared, column_block == 0 ? a.parts + 2 * chunk : nullptr);
+  if (runs.warp == kSoftmaxTileWarps - 1) {
+    FindOwnRows(a.own_rows, rows, shared, column_block == 0 ? a.carries + 2 * tile : nullptr);
   }
   if constexpr (kBackward) {
 #pragma unroll
@@ -495,7 +498,7 @@ __global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks
       for (int i = 0; i < kVec; ++i) values[k].lane[i] = static_cast<C>(p.lane[i]) * static_cast<C>(d_p.lane[i]);
     }
     TotalRuns(runs, values, C{0}, own_table, row_step, tails[0], shared.warp_has_start, add,
-              [&](int run_start, const Vector<C, kVec>& total) { store_piece(0, run_start, total); });
+              [&](int run_start, const Vector<C, kVec>& total) { store_carry(0, run_start, total); });
     for_each_row([&](int k, const Vector<C, kVec>& sum) {
       const Vector<T, kVec> p = load_row(own, k), d_p = load_row(own_d, k);
 #pragma unroll
@@ -512,15 +515,15 @@ __global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks
 #pragma unroll
       for (int i = 0; i < kVec; ++i) values[k].lane[i] = ScaledExp(static_cast<C>(x.lane[i]));
     }
-    const auto store_scaled_piece = [&](int run_start, const Vector<C, kVec>& total) {
-      if (!shared.head_is_long && !shared.tail_is_long) return;
+    const auto store_scaled_carry = [&](int run_start, const Vector<C, kVec>& total) {
+      if (!shared.carries_in && !shared.carries_out) return;
       Vector<C, kVec> sum;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) sum.lane[i] = UnscaledExpSum(total.lane[i]);
-      store_piece(0, run_start, Repeat<kVec>(C{0}));  // as if the maximum were 0
-      store_piece(1, run_start, sum);
+      store_carry(0, run_start, Repeat<kVec>(C{0}));  // as if the maximum were 0
+      store_carry(1, run_start, sum);
     };
-    TotalRuns(runs, values, C{0}, own_table, row_step, tails[0], shared.warp_has_start, add, store_scaled_piece);
+    TotalRuns(runs, values, C{0}, own_table, row_step, tails[0], shared.warp_has_start, add, store_scaled_carry);
     RangeCheck<C> check;
     for_each_row([&](int k, const Vector<C, kVec>& sum) {
 #pragma unroll
@@ -544,14 +547,14 @@ __global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks
       }
       TotalRuns(runs, values, -std::numeric_limits<C>::infinity(), own_table, row_step, tails[0], shared.warp_has_start,
                 [](C x, C y) { return HardwareLarger(x, y); },
-                [&](int run_start, const Vector<C, kVec>& maximum) { store_piece(0, run_start, maximum); });
+                [&](int run_start, const Vector<C, kVec>& maximum) { store_carry(0, run_start, maximum); });
       for_each_row([&](int k, const Vector<C, kVec>& maximum) {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[k].lane[i] = exp(values[k].lane[i] - maximum.lane[i]);
       });
       __syncthreads();
       TotalRuns(runs, values, C{0}, own_table, row_step, tails[1], shared.warp_has_start, add,
-                [&](int run_start, const Vector<C, kVec>& sum) { store_piece(1, run_start, sum); });
+                [&](int run_start, const Vector<C, kVec>& sum) { store_carry(1, run_start, sum); });
       for_each_row([&](int k, const Vector<C, kVec>& sum) {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[k].lane[i] = AtMostOne(values[k].lane[i] * Reciprocal(sum.lane[i]));
@@ -576,7 +579,7 @@ __global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks
     const T* const from = staged + threadIdx.x * kWord;
 #pragma unroll
     for (int u = 0; u < (kRows * kVec + kWord - 1) / kWord; ++u) {
-      constexpr int kStep = kWindowThreads * kWord;
+      constexpr int kStep = kSoftmaxTileThreads * kWord;
       if (own_first + u * kStep < count) StoreStreaming(to + u * kStep, LoadVector<kWord>(from + u * kStep));
     }
     const int at_end = max(last_word, first_word) + static_cast<int>(threadIdx.x);
@@ -584,7 +587,7 @@ __global__ void __launch_bounds__(kWindowThreads, sizeof(T) == 8 ? kWindowBlocks
     if (at_begin < min(first_word, last)) output[at_begin] = staged[at_begin];
     if (at_end < last) output[at_end] = staged[at_end];
   } else {
-    const int lane = threadIdx.x % lanes, groups = kWindowThreads / lanes, group_of_block = threadIdx.x / lanes;
+    const int lane = threadIdx.x % lanes, groups = kSoftmaxTileThreads / lanes, group_of_block = threadIdx.x / lanes;
     if (lane >= row_lanes || group_of_block >= groups) return;
 #pragma unroll 4
     for (int row = begin + group_of_block; row < end; row += groups) {

@@ -1,0 +1,25 @@
+// Alignment of addresses, for CPU code and CUDA kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "ffi/core/host_device.h"
+
+namespace jax_baracuda {
+
+// The widest access of a GPU thread, and of the SSE2 registers.
+inline constexpr int kVectorBytes = 16;
+
+// Whether all addresses are multiples of so many bytes. nullptr, an operand that is absent, is one.
+template <typename... Pointers>
+JB_HOST_DEVICE bool AreAligned(int bytes, const Pointers*... pointers) {
+  return ((reinterpret_cast<uintptr_t>(pointers) % static_cast<unsigned>(bytes) == 0) && ...);
+}
+
+// The first address from `address` on that is a multiple of so many bytes.
+template <typename T>
+JB_HOST_DEVICE T* AlignUp(T* address, uintptr_t bytes) {
+  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(address) + bytes - 1) / bytes * bytes);
+}
+
+}  // namespace jax_baracuda

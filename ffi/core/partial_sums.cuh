@@ -1,0 +1,26 @@
+// The last step of a sum that several blocks have begun.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_baracuda {
+
+// Adds up `count` partial sums, `stride` apart: always in the same order, and in double, since there may be very many.
+// `lanes` threads, a power of two, share them: lane i takes every `lanes`-th from number i on, and halves of the lanes
+// are added to each other until lane 0 has the sum. All threads of the block call this. `slot` is the thread's own in
+// shared memory; slots of neighbouring lanes are `slot_stride` apart.
+template <typename C>
+__device__ __forceinline__ double SumPartials(const C* partials, int64_t count, int64_t stride, int lane, int lanes,
+                                              double* slot, int slot_stride) {
+  double sum = 0;
+#pragma unroll 8
+  for (int64_t i = lane; i < count; i += lanes) sum += partials[i * stride];
+  *slot = sum;
+  for (int half = lanes / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (lane < half) *slot += slot[half * slot_stride];
+  }
+  return *slot;
+}
+
+}  // namespace jax_baracuda
