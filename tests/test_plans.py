@@ -240,7 +240,9 @@ UNREACHABLE = {
     ("cuda", "where_backward", "shared operands"): SUMS_WITH_TAIL | {"dense", "dense_with_tail"},
     # Rows are read one element at a time where the batch shares signals whose size is no multiple of 32 bytes.
     **{
-        ("cuda", op, batch): {f"rows_by_element{taps}{states}" for taps in ("", "_with_taps") for states in all_states}
+        ("cuda", op, batch): {
+            f"rows_by_element{ids}{states}" for ids in ("", "_with_segment_ids") for states in all_states
+        }
         for op, all_states in (("causal_conv1d", ("",)), ("causal_conv1d_backward", ("", "_and_states")))
         for batch in ("batch 1", "own operands")
     },

@@ -18,36 +18,35 @@ enum class Tiling {
   kNothing,
   kRows,                   // a warp takes a row
   kPackedRows,             // or several
-  kSplitRows,        // or part of one
+  kSplitRows,              // or part of one
   kRowsByElement,          // without vectors, however it is cut
   kChannelsLast,           // a thread takes a vector of channels
   kChannelsLastByElement,  // or one
 };
 
-// The tilings that are not nothing, each without and with same_sequence. (In the names of strategies, its masks are
-// called taps.)
-#define JB_WITH_TAPS(name) name, name "_with_taps"
+// The tilings that are not nothing, each without and with segment_ids.
+#define JB_WITH_SEGMENT_IDS(name) name, name "_with_segment_ids"
 inline constexpr const char* kForwardStrategyNames[] = {"nothing",
-                                                        JB_WITH_TAPS("rows"),
-                                                        JB_WITH_TAPS("packed_rows"),
-                                                        JB_WITH_TAPS("split_rows"),
-                                                        JB_WITH_TAPS("rows_by_element"),
-                                                        JB_WITH_TAPS("channels_last"),
-                                                        JB_WITH_TAPS("channels_last_by_element")};
-#undef JB_WITH_TAPS
+                                                        JB_WITH_SEGMENT_IDS("rows"),
+                                                        JB_WITH_SEGMENT_IDS("packed_rows"),
+                                                        JB_WITH_SEGMENT_IDS("split_rows"),
+                                                        JB_WITH_SEGMENT_IDS("rows_by_element"),
+                                                        JB_WITH_SEGMENT_IDS("channels_last"),
+                                                        JB_WITH_SEGMENT_IDS("channels_last_by_element")};
+#undef JB_WITH_SEGMENT_IDS
 
 // The same, each without states and with an initial or a final one, whose gradients a kernel of their own adds.
 #define JB_WITH_STATES(name) name, name "_and_states"
-#define JB_WITH_TAPS(name) JB_WITH_STATES(name), JB_WITH_STATES(name "_with_taps")
+#define JB_WITH_SEGMENT_IDS(name) JB_WITH_STATES(name), JB_WITH_STATES(name "_with_segment_ids")
 inline constexpr const char* kBackwardStrategyNames[] = {"nothing",
-                                                         JB_WITH_TAPS("rows"),
-                                                         JB_WITH_TAPS("packed_rows"),
-                                                         JB_WITH_TAPS("split_rows"),
-                                                         JB_WITH_TAPS("rows_by_element"),
-                                                         JB_WITH_TAPS("channels_last"),
-                                                         JB_WITH_TAPS("channels_last_by_element"),
+                                                         JB_WITH_SEGMENT_IDS("rows"),
+                                                         JB_WITH_SEGMENT_IDS("packed_rows"),
+                                                         JB_WITH_SEGMENT_IDS("split_rows"),
+                                                         JB_WITH_SEGMENT_IDS("rows_by_element"),
+                                                         JB_WITH_SEGMENT_IDS("channels_last"),
+                                                         JB_WITH_SEGMENT_IDS("channels_last_by_element"),
                                                          JB_WITH_STATES("no_inputs")};
-#undef JB_WITH_TAPS
+#undef JB_WITH_SEGMENT_IDS
 #undef JB_WITH_STATES
 
 enum class UpdateStrategy {

@@ -51,23 +51,23 @@ constexpr int64_t kMaxParts = 128;  // times the elements of the batch, times th
 
 enum class Strategy {
   kNothing,
-  kRows,                    // tiles are of one channel
-  kRowsWithTaps,            // as well, with same_sequence
-  kTransposedRows,          // tiles are of several channels, and transposed
-  kTransposedRowsWithTaps,
-  kChannelsLast,            // tiles are of several channels
-  kChannelsLastWithTaps,
+  kRows,  // tiles are of one channel
+  kRowsWithSegmentIds,  // as well, with same_sequence
+  kTransposedRows,  // tiles are of several channels, and transposed
+  kTransposedRowsWithSegmentIds,
+  kChannelsLast,  // tiles are of several channels
+  kChannelsLastWithSegmentIds,
   kNoInputs,  // only states and gradients of parameters are there to be written
   kOneInput,  // an update whose states are shifted by one
 };
 
 constexpr const char* kStrategyNames[] = {"nothing",
                                           "rows",
-                                          "rows_with_taps",
+                                          "rows_with_segment_ids",
                                           "transposed_rows",
-                                          "transposed_rows_with_taps",
+                                          "transposed_rows_with_segment_ids",
                                           "channels_last",
-                                          "channels_last_with_taps",
+                                          "channels_last_with_segment_ids",
                                           "no_inputs",
                                           "one_input"};
 constexpr int kForwardStrategies = 7, kBackwardStrategies = 8;  // the first ones
@@ -87,12 +87,12 @@ Strategy ChooseForward(const Problem& problem, int64_t element_bytes) {
   if (problem.HasNoElement()) return Strategy::kNothing;
   const int64_t numbers_of_line = kLineBytes / std::max<int64_t>(sizeof(float), element_bytes);
   if (problem.channels_last) {
-    return problem.has_same_sequence ? Strategy::kChannelsLastWithTaps : Strategy::kChannelsLast;
+    return problem.has_same_sequence ? Strategy::kChannelsLastWithSegmentIds : Strategy::kChannelsLast;
   }
   if (problem.length < kLongTimes && problem.channels >= numbers_of_line) {
-    return problem.has_same_sequence ? Strategy::kTransposedRowsWithTaps : Strategy::kTransposedRows;
+    return problem.has_same_sequence ? Strategy::kTransposedRowsWithSegmentIds : Strategy::kTransposedRows;
   }
-  return problem.has_same_sequence ? Strategy::kRowsWithTaps : Strategy::kRows;
+  return problem.has_same_sequence ? Strategy::kRowsWithSegmentIds : Strategy::kRows;
 }
 
 Strategy ChooseBackward(const Problem& problem, int64_t element_bytes) {
@@ -464,7 +464,7 @@ class Convolution {
         same_sequence_(static_cast<const uint8_t*>(call.same_sequence.data)),
         same_sequence_is_shared_(call.same_sequence.is_shared),
         parameters_(parameters),
-        is_transposed_(strategy == Strategy::kTransposedRows || strategy == Strategy::kTransposedRowsWithTaps),
+        is_transposed_(strategy == Strategy::kTransposedRows || strategy == Strategy::kTransposedRowsWithSegmentIds),
         has_channels_(problem_.channels_last || is_transposed_) {}
 
   // Whether tiles are of several channels.
