@@ -158,13 +158,25 @@ class Decoder {
       return batch_.WrongShape(name, buffer, is_shared != nullptr, std::to_string(problem.rows) + " rows, ...");
     }
     Take(*view, data, is_shared);
-    type_ = view->type;
-    call_.type = ElementTypeOf(type_);
-    features_ = view->dims.last(view->dims.size() - 1);
-    problem.features = 1;
-    for (const int64_t size : features_) problem.features = MultiplySizes(problem.features, size);
+    TakeFeatures(*view);
     return ffi::Error::Success();
   }
+
+  // The array [.., any number of rows, ...] that rows are gathered from, which tells the trailing dimensions and the
+  // element type.
+  template <typename Pointer>
+  ffi::Error FirstGathered(const char* name, const ffi::AnyBuffer& buffer, Pointer* data, int64_t* num_rows,
+                           bool* is_shared) {
+    const auto view = batch_.View(buffer, /*may_be_shared=*/true);
+    if (!view || view->dims.size() == 0) return batch_.WrongShape(name, buffer, /*may_be_shared=*/true, "rows, ...");
+    Take(*view, data, is_shared);
+    *num_rows = view->dims[0];
+    TakeFeatures(*view);
+    return ffi::Error::Success();
+  }
+
+  // The trailing dimensions of data.
+  ffi::AnyBuffer::Dimensions features() const { return features_; }
 
   template <typename Pointer>
   ffi::Error Rows(const char* name, const ffi::AnyBuffer& buffer, Pointer* data, bool* is_shared = nullptr) const {
@@ -235,6 +247,14 @@ class Decoder {
   ffi::DataType type() const { return type_; }
 
  private:
+  void TakeFeatures(const BatchedBuffer& view) {
+    type_ = view.type;
+    call_.type = ElementTypeOf(type_);
+    features_ = view.dims.last(view.dims.size() - 1);
+    call_.problem.features = 1;
+    for (const int64_t size : features_) call_.problem.features = MultiplySizes(call_.problem.features, size);
+  }
+
   template <typename Pointer>
   static void Take(const BatchedBuffer& view, Pointer* data, bool* is_shared) {
     *data = static_cast<Pointer>(view.data);

@@ -78,7 +78,12 @@ struct RowGrid {
   int64_t row_blocks;
 };
 
-inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int64_t element_bytes) {
+// The elements that a thread takes at once of a row, whose parts of so many features it does not cross.
+inline int TileVector(Strategy strategy, int64_t part_features, int64_t element_bytes) {
+  return strategy == Strategy::kStagedTiles ? 1 : RowVector(part_features, element_bytes);
+}
+
+inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int vector) {
   RowGrid grid;
   grid.problem = problem;
   if (strategy == Strategy::kSortThenTiles) {
@@ -91,7 +96,6 @@ inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int64_t el
     grid.groups = 0;
     grid.blocks_per_batch = CeilDivide(problem.rows, RunBlockRows(problem.features));
   } else {
-    const int vector = strategy == Strategy::kStagedTiles ? 1 : RowVector(problem.features, element_bytes);
     grid.features = AssignFeatures(problem.features / vector, 32);
     grid.groups = TileThreads(grid.features.lanes) / grid.features.lanes;
     grid.blocks_per_batch = CeilDivide(grid.problem.rows, static_cast<int64_t>(grid.groups) * kTileRows);
@@ -100,8 +104,8 @@ inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int64_t el
   return grid;
 }
 
-inline int64_t ReduceScratchBytes(Problem problem, Strategy strategy, int64_t element_bytes, int64_t state_bytes) {
-  problem.batch = ElementsAtOnce(problem, strategy);
+// Of `problem.batch` elements at once.
+inline int64_t ScratchBytesAtOnce(const Problem& problem, Strategy strategy, int vector, int64_t state_bytes) {
   ScratchSizes sizes;
   switch (strategy) {
     case Strategy::kFill:
@@ -113,7 +117,7 @@ inline int64_t ReduceScratchBytes(Problem problem, Strategy strategy, int64_t el
       sizes.Add(SegmentOrderScratchBytes(problem));
       [[fallthrough]];
     default: {
-      const RowGrid grid = MakeRowGrid(problem, strategy, element_bytes);
+      const RowGrid grid = MakeRowGrid(problem, strategy, vector);
       sizes.Add(2 * sizeof(uint32_t));
       sizes.Add(grid.row_blocks * sizeof(uint32_t));
       sizes.Add(grid.row_blocks * problem.features * state_bytes);
@@ -123,18 +127,27 @@ inline int64_t ReduceScratchBytes(Problem problem, Strategy strategy, int64_t el
   return sizes.total;
 }
 
+inline int64_t ReduceScratchBytes(Problem problem, Strategy strategy, int64_t element_bytes, int64_t state_bytes) {
+  problem.batch = ElementsAtOnce(problem, strategy);
+  return ScratchBytesAtOnce(problem, strategy, TileVector(strategy, problem.features, element_bytes), state_bytes);
+}
+
 // Blocks of the grid that fill wide gaps.
 inline uint32_t GapBlocks(const Problem& problem, int threads) {
   return static_cast<uint32_t>(CeilDivide(problem.batch * GapWarpsPerBatch(problem.segments), threads / 32));
 }
 
-template <typename Reduction>
+// Where `kGathers`, rows come from another array.
+template <typename Reduction, bool kGathers = false>
 struct Reducer {
   using T = typename Reduction::Element;
 
   Problem problem;
   Strategy strategy;
+  int64_t elements_at_once;  // of the batch
+  int64_t part_features;     // of the parts of a row that a vector must not cross
   const T* data;
+  Gathering<T> gathering;
   const void* segment_ids;
   bool ids_are_64_bit;
   typename Reduction::Outputs outputs;
@@ -198,8 +211,9 @@ struct Reducer {
   }
 
   CudaStatus InOrder() const {
-    const int64_t elements = ElementsAtOnce(problem, strategy);
-    for (int64_t b = 0; b < problem.batch; b += elements) JB_RETURN_IF_CUDA_ERROR(ElementsInOrder(b, elements));
+    for (int64_t b = 0; b < problem.batch; b += elements_at_once) {
+      JB_RETURN_IF_CUDA_ERROR(ElementsInOrder(b, elements_at_once));
+    }
     return {};
   }
 
@@ -221,8 +235,13 @@ struct Reducer {
         JB_RETURN_IF_CUDA_ERROR(LaunchRowOrder(part, segment_order, order + first * problem.rows, stream));
       }
     }
-    const RowGrid grid = MakeRowGrid(part, strategy, sizeof(T));
-    a.data = data + problem.DataRow(first, 0) * problem.features;
+    const RowGrid grid = MakeRowGrid(part, strategy, TileVector(strategy, part_features, sizeof(T)));
+    if constexpr (kGathers) {
+      a.gathering = gathering.From(first, problem.rows);
+      a.data = data + (problem.data_is_shared ? 0 : first * gathering.num_rows * problem.features);
+    } else {
+      a.data = data + problem.DataRow(first, 0) * problem.features;
+    }
     a.ids = {ids, ids_are_64_bit, problem.segments};
     a.problem = grid.problem;
     a.batch_rows = problem.rows;
@@ -236,13 +255,19 @@ struct Reducer {
     a.groups = grid.groups;
     a.blocks_per_batch = grid.blocks_per_batch;
     a.gap_blocks = GapBlocks(a.problem, strategy == Strategy::kRuns ? kRunThreads : TileThreads(grid.features.lanes));
-    if (strategy == Strategy::kRuns) return Runs(a, grid);
-    if (strategy == Strategy::kStagedTiles) return Tiles<1, RowSource::kStaged>(a, grid);
-    return DispatchRowVector<T>(problem.features, [&](auto vector) {
-      constexpr int kVec = decltype(vector)::value;
-      return strategy == Strategy::kSortThenTiles ? Tiles<kVec, RowSource::kOrdered>(a, grid)
-                                                  : Tiles<kVec, RowSource::kDirect>(a, grid);
-    });
+    if constexpr (kGathers) {
+      return DispatchRowVector<T>(part_features, [&](auto vector) {
+        return Tiles<decltype(vector)::value, RowSource::kGathered>(a, grid);
+      });
+    } else {
+      if (strategy == Strategy::kRuns) return Runs(a, grid);
+      if (strategy == Strategy::kStagedTiles) return Tiles<1, RowSource::kStaged>(a, grid);
+      return DispatchRowVector<T>(part_features, [&](auto vector) {
+        constexpr int kVec = decltype(vector)::value;
+        return strategy == Strategy::kSortThenTiles ? Tiles<kVec, RowSource::kOrdered>(a, grid)
+                                                    : Tiles<kVec, RowSource::kDirect>(a, grid);
+      });
+    }
   }
 
   CudaStatus Runs(const TileArguments<Reduction>& a, const RowGrid& grid) const {
@@ -301,7 +326,10 @@ CudaStatus LaunchReduction(const Arguments& arguments, Strategy strategy, int64_
   }
   const Reducer<Reduction> reducer{problem,
                                    strategy,
+                                   ElementsAtOnce(problem, strategy),
+                                   problem.features,
                                    static_cast<const T*>(arguments.data),
+                                   /*gathering=*/{},
                                    arguments.segment_ids,
                                    arguments.ids_are_64_bit,
                                    outputs,

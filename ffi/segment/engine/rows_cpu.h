@@ -228,6 +228,33 @@ class CellMemory {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Where rows lie. `At` gives those of an element of the batch, from a feature on; `stride` is the width of whole rows.
+
+// As they are.
+template <typename T>
+struct DirectRows {
+  const T* data;  // [batch or 1, rows, features]
+  static constexpr bool kSplitsFeatures = true;  // whether threads may take parts of a row
+
+  struct Element {
+    const T* rows;
+
+    JB_INLINE void Prefetch(int32_t row, int64_t stride, int64_t width) const {
+      PrefetchRow(rows + row * stride, width);
+    }
+    template <typename Reduction>
+    JB_INLINE void Fold(const Reduction& reduction, int32_t row, int64_t stride, int64_t width,
+                        CellsOf<Reduction> cells) const {
+      reduction.Fold(rows + row * stride, row, width, cells);
+    }
+  };
+
+  JB_INLINE Element At(const Problem& problem, int64_t batch, int64_t feature) const {
+    return {data + problem.DataRow(batch, 0) * problem.features + feature};
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Rows grouped by segment.
 
 // The rows of a range of segments of one batch element, grouped by segment and ascending within each.
@@ -350,22 +377,21 @@ JB_INLINE void ForEachGroupedRow(const GroupedRows& grouped, int32_t begin, int3
 }
 
 // Reduces the rows of one block; returns false if there is no memory.
-template <typename Reduction>
+template <typename Reduction, typename Rows>
 JB_CPU_CLONES bool ReduceGrouped(const Problem problem, const Block block, const GroupedRows& grouped,
-                                 const typename Reduction::Element* data, const Reduction reduction,
-                                 int32_t* row_counts) {
+                                 const Rows all_rows, const Reduction reduction, int32_t* row_counts) {
   const int64_t features = problem.features, width = block.feature_end - block.feature_begin;
   CellMemory<Reduction> memory;
   if (!memory.Allocate(width)) return false;
   const CellsOf<Reduction> cells = memory.cells();
-  const auto* const rows = data + problem.DataRow(block.batch, 0) * features + block.feature_begin;
-  const auto prefetch = [&](int32_t row) __attribute__((always_inline)) { PrefetchRow(rows + row * features, width); };
+  const auto rows = all_rows.At(problem, block.batch, block.feature_begin);
+  const auto prefetch = [&](int32_t row) __attribute__((always_inline)) { rows.Prefetch(row, features, width); };
   for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
     const int64_t group = segment - block.segment_begin, segment_index = block.batch * problem.segments + segment;
     const int32_t begin = grouped.Begin(group), end = grouped.End(group), count = end - begin;
     reduction.Start(width, cells);
     ForEachGroupedRow(grouped, begin, end, prefetch, [&](int32_t row) __attribute__((always_inline)) {
-      reduction.Fold(rows + row * features, row, width, cells);
+      rows.Fold(reduction, row, features, width, cells);
     });
     if (row_counts != nullptr && block.feature_begin == 0) row_counts[segment_index] = count;
     reduction.Write(width, segment_index * features + block.feature_begin, &count, cells);
@@ -449,19 +475,19 @@ class HeldCell {
 };
 
 // Folds the rows [row_begin, row_end) of a batch element, in order, into cells [segments, features].
-template <typename Reduction>
-JB_CPU_CLONES void FoldInOrder(const Problem problem, SegmentIds ids, const typename Reduction::Element* data,
-                               const Reduction reduction, int64_t batch, int64_t row_begin, int64_t row_end,
+template <typename Reduction, typename Rows>
+JB_CPU_CLONES void FoldInOrder(const Problem problem, SegmentIds ids, const Rows all_rows, const Reduction reduction,
+                               int64_t batch, int64_t row_begin, int64_t row_end,
                                CellsOf<Reduction> cells, int32_t* row_counts) {
   reduction.Start(problem.segments * problem.features, cells);
   if (row_counts != nullptr) std::fill_n(row_counts, problem.segments, 0);
-  const auto* const rows = data + problem.DataRow(batch, 0) * problem.features;
+  const auto rows = all_rows.At(problem, batch, 0);
   if (Reduction::kHoldsRuns && problem.features == 1) {
     HeldCell<Reduction> held(cells, row_counts);
     ForEachMember(problem, ids, batch, row_begin, row_end, [&](int64_t row, int64_t segment)
                                                                __attribute__((always_inline)) {
       held.MoveTo(segment);
-      reduction.Fold(rows + row, static_cast<int32_t>(row), 1, held.cells());
+      rows.Fold(reduction, static_cast<int32_t>(row), 1, 1, held.cells());
     });
     held.Release();
     return;
@@ -469,7 +495,7 @@ JB_CPU_CLONES void FoldInOrder(const Problem problem, SegmentIds ids, const type
   WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
     ForEachMember(problem, ids, batch, row_begin, row_end, [&](int64_t row, int64_t segment)
                                                                __attribute__((always_inline)) {
-      reduction.Fold(rows + row * width, static_cast<int32_t>(row), width, cells + segment * width);
+      rows.Fold(reduction, static_cast<int32_t>(row), width, width, cells + segment * width);
       if (row_counts != nullptr) ++row_counts[segment];
     });
   });
@@ -587,8 +613,8 @@ Strategy ChooseStrategy(const Problem& problem, bool has_counts) {
 
 // Reduces all rows; returns false if there is no memory. `row_counts`, if not nullptr, gets the number of rows of each
 // segment [batch, segments].
-template <typename Reduction>
-bool ReduceAll(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, const typename Reduction::Element* data,
+template <typename Reduction, typename Rows>
+bool ReduceAll(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, const Rows& rows,
                const Reduction& reduction, int32_t* row_counts = nullptr) {
   const Strategy strategy = ChooseStrategy<Reduction>(problem, row_counts != nullptr);
   if (strategy == Strategy::kNothing) return true;
@@ -597,14 +623,14 @@ bool ReduceAll(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, co
   if (strategy != Strategy::kGroupBySegment) {
     const auto fold = [&](int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<Reduction> cells,
                           int32_t* counts) {
-      FoldInOrder(problem, ids, data, reduction, batch, row_begin, row_end, cells, counts);
+      FoldInOrder(problem, ids, rows, reduction, batch, row_begin, row_end, cells, counts);
     };
     return ReduceInOrder(pool, problem, NumRanges<Reduction>(problem, row_bytes, num_threads), reduction,
                          row_counts, fold);
   }
-  const Blocking blocking(problem, sizeof(typename Reduction::Element), num_threads);
+  const Blocking blocking(problem, Rows::kSplitsFeatures ? sizeof(typename Reduction::Element) : 0, num_threads);
   return ForEachGroupedBlock(pool, problem, blocking, ids, [&](const Block& block, const GroupedRows& grouped) {
-    return ReduceGrouped(problem, block, grouped, data, reduction, row_counts);
+    return ReduceGrouped(problem, block, grouped, rows, reduction, row_counts);
   });
 }
 

@@ -36,6 +36,7 @@ enum class RowSource {
   kDirect,   // as they lie
   kOrdered,  // through the order that brings them together by segment
   kStaged,   // as they lie, through shared memory: rows too narrow for whole-vector loads
+  kGathered,  // from another array, at the row that the gather id of each names
 };
 
 // Small blocks: one that waits for its ids leaves most of a multiprocessor at work, and the last ones end together.
@@ -43,6 +44,33 @@ inline constexpr int kMaxTileThreads = 64;
 
 // Two tiles at least.
 inline int TileThreads(int lanes) { return lanes > 16 ? kMaxTileThreads : 32; }
+
+// What the rows under reduction are gathered from: row i is row gather_ids[i] of an array of `num_rows`, times a weight.
+template <typename T>
+struct Gathering {
+  const int32_t* gather_ids;  // [batch or 1, rows]
+  bool gather_ids_are_shared;
+  bool clips;  // ids out of range name the nearest row; else their rows are 0
+  int64_t num_rows;
+  const int32_t* row_numbers;  // [batch or 1, rows]: which weight is that of a row; nullptr: row i has weight i
+  bool row_numbers_are_shared;
+  const T* weights;  // [batch or 1, rows, heads], or nullptr
+  bool weights_are_shared;
+  int64_t heads, features_per_head;
+
+  // The same from an element of the batch on.
+  Gathering From(int64_t element, int64_t rows) const {
+    Gathering from = *this;
+    if (!gather_ids_are_shared) from.gather_ids += element * rows;
+    if (row_numbers != nullptr && !row_numbers_are_shared) from.row_numbers += element * rows;
+    if (weights != nullptr && !weights_are_shared) from.weights += element * rows * heads;
+    return from;
+  }
+};
+
+// Whether a reduction scales the rows that it adds.
+template <typename Reduction>
+inline constexpr bool kTakesWeights = false;
 
 template <typename Reduction>
 struct TileArguments {
@@ -53,6 +81,7 @@ struct TileArguments {
   Problem problem;     // with an order: the batch joined into one element, whose rows and segments are numbered through
   int64_t batch_rows;  // rows of one element of the batch; less than problem.rows only where the batch was joined
   int64_t first_segment;  // of the result: not 0 where elements of the batch before these were taken on their own
+  Gathering<typename Reduction::Element> gathering;
   typename Reduction::Outputs outputs;
   Carries carries;
   uint32_t* merge_counters;  // of the blocks of MergeKernel, and of those whose slots a run enters
@@ -103,13 +132,16 @@ struct TileShared {
   uint32_t* gaps;      // [groups], a bit for each row that comes after a narrow gap
   uint32_t* segments;  // [(groups + 1) * kPaddedTileRows], from the tile before the block's first on
   uint32_t* order;     // [(groups + 1) * kPaddedTileRows], where the rows' data lies; with an order only
+  uint32_t* weights;   // [(groups + 1) * kPaddedTileRows], the numbers of the rows' weights; with weights only
   char* rows;          // [groups + 1] tiles, staged only
 
   static constexpr int kSlotBytes = RoundUp(kMaxTileThreads * sizeof(Cells), kVectorBytes);
-  static constexpr bool kWithOrder = kSource == RowSource::kOrdered;
+  static constexpr bool kWithOrder = kSource == RowSource::kOrdered || kSource == RowSource::kGathered;
+  static constexpr bool kWithWeights = kTakesWeights<Reduction>;
+  static constexpr int kArrays = 1 + kWithOrder + kWithWeights;
 
   static int Bytes(int groups, int64_t features) {
-    const int words = 2 * groups + 2 + (kWithOrder ? 2 : 1) * (groups + 1) * kPaddedTileRows;
+    const int words = 2 * groups + 2 + kArrays * (groups + 1) * kPaddedTileRows;
     const int rows =
         kSource == RowSource::kStaged ? (groups + 1) * StagedTileBytes<T>(static_cast<int>(features)) + 8 : 0;
     return kSlotBytes + words * 4 + rows;
@@ -120,7 +152,8 @@ struct TileShared {
     gaps = starts + groups + 2;
     segments = gaps + groups;
     order = segments + (groups + 1) * kPaddedTileRows;
-    uint32_t* end = order + (kWithOrder ? (groups + 1) * kPaddedTileRows : 0);
+    weights = order + (kWithOrder ? (groups + 1) * kPaddedTileRows : 0);
+    uint32_t* end = weights + (kWithWeights ? (groups + 1) * kPaddedTileRows : 0);
     rows = reinterpret_cast<char*>(AlignUp(end, 8));
   }
 };
@@ -146,11 +179,16 @@ __device__ void StageRows(const T* first_row, int64_t rows_left, int tiles, int 
   __pipeline_commit();
 }
 
+// Where a row comes from, and the number of its weight.
+struct SourceRow {
+  uint32_t row, weight;
+};
+
 // The starts of the tiles of a block, the one before and the one after, its gaps and the rows' segments, into shared
 // memory.
-template <typename Shared, typename SegmentOf, typename OrderedRow>
+template <typename Shared, typename SegmentOf, typename SourceOf>
 __device__ __forceinline__ void FindStarts(const Shared& shared, int tiles, int64_t first_row, int64_t rows,
-                                           SegmentOf&& segment_of, OrderedRow&& ordered_row_of) {
+                                           SegmentOf&& segment_of, SourceOf&& source_of) {
   constexpr int kTilesInFlight = 4;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   // Each warp takes neighbouring tiles, so that a row's predecessor is at hand.
@@ -159,13 +197,14 @@ __device__ __forceinline__ void FindStarts(const Shared& shared, int tiles, int6
   const int64_t row_before = first_row + static_cast<int64_t>(begin) * kTileRows - 1;
   uint32_t before = begin < end && row_before >= 0 && row_before < rows ? segment_of(row_before) : kDropped;
   for (int tile = begin; tile < end; tile += kTilesInFlight) {
-    uint32_t segment[kTilesInFlight], ordered_row[kTilesInFlight];
+    uint32_t segment[kTilesInFlight];
+    SourceRow source[kTilesInFlight];
 #pragma unroll
     for (int u = 0; u < kTilesInFlight; ++u) {
       const int64_t row = first_row + static_cast<int64_t>(tile + u) * kTileRows + lane;
       const bool exists = tile + u < end && row >= 0 && row < rows;
       segment[u] = exists ? segment_of(row) : kDropped;
-      if (Shared::kWithOrder) ordered_row[u] = exists ? ordered_row_of(row) : 0;
+      if (Shared::kWithOrder) source[u] = exists ? source_of(row) : SourceRow{};
     }
 #pragma unroll
     for (int u = 0; u < kTilesInFlight; ++u) {
@@ -183,7 +222,8 @@ __device__ __forceinline__ void FindStarts(const Shared& shared, int tiles, int6
       }
       const int padded = (tile + u) * kPaddedTileRows + lane;
       if (tile + u < tiles) shared.segments[padded + kPaddedTileRows] = segment[u];
-      if (Shared::kWithOrder && tile + u >= 0) shared.order[padded] = ordered_row[u];
+      if (Shared::kWithOrder && tile + u >= 0) shared.order[padded] = source[u].row;
+      if (Shared::kWithWeights && tile + u >= 0) shared.weights[padded] = source[u].weight;
     }
   }
 }
@@ -191,7 +231,35 @@ __device__ __forceinline__ void FindStarts(const Shared& shared, int tiles, int6
 // Rows from anywhere take more registers, for their addresses.
 template <typename Reduction, RowSource kSource>
 inline constexpr int kTileBlocks =
-    kSource == RowSource::kOrdered && Reduction::kTileBlocks > 12 ? 12 : Reduction::kTileBlocks;
+    (kSource == RowSource::kOrdered || kSource == RowSource::kGathered) && Reduction::kTileBlocks > 12
+        ? 12
+        : Reduction::kTileBlocks;
+
+// Where the row `place` of an element of the batch is gathered from; of element b if rows are not joined.
+template <typename Reduction>
+__device__ __forceinline__ SourceRow GatheredRow(const TileArguments<Reduction>& a, int64_t b, int64_t place) {
+  const auto& gathering = a.gathering;
+  const int64_t rows = a.batch_rows;
+  int64_t row = place;
+  if (a.order != nullptr) {
+    const uint32_t joined_row = __ldg(a.order + place), batch_rows = static_cast<uint32_t>(rows);
+    b = rows == a.problem.rows ? 0 : joined_row / batch_rows;
+    row = joined_row - b * rows;
+  }
+  int64_t id = __ldg(gathering.gather_ids + (gathering.gather_ids_are_shared ? 0 : b * rows) + row);
+  if (gathering.clips) id = min(max(id, int64_t{0}), gathering.num_rows - 1);
+  const bool exists = static_cast<uint64_t>(id) < static_cast<uint64_t>(gathering.num_rows);
+  SourceRow source{};
+  source.row = exists ? static_cast<uint32_t>((a.problem.data_is_shared ? 0 : b * gathering.num_rows) + id) : kDropped;
+  if constexpr (kTakesWeights<Reduction>) {
+    if (gathering.row_numbers != nullptr) {
+      row = __ldg(gathering.row_numbers + (gathering.row_numbers_are_shared ? 0 : b * rows) + row);
+      row = min(max(row, int64_t{0}), rows - 1);  // whatever a caller passes, nothing out of bounds is read
+    }
+    source.weight = static_cast<uint32_t>((gathering.weights_are_shared ? 0 : b * rows) + row);
+  }
+  return source;
+}
 
 template <typename Reduction, int kVec, RowSource kSource>
 __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSource>)) TileKernel(
@@ -213,7 +281,8 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   const int64_t b = row_block / a.blocks_per_batch;
   const int64_t first_row = (row_block - b * a.blocks_per_batch) * a.groups * kTileRows;
   const int64_t rows = a.problem.rows, features = a.problem.features;
-  const T* data = a.data + (a.problem.data_is_shared ? 0 : b * rows * features);
+  const bool is_whole = kSource == RowSource::kGathered || a.problem.data_is_shared;  // rows are numbered through
+  const T* data = a.data + (is_whole ? 0 : b * rows * features);
 
   if constexpr (kSource == RowSource::kStaged) {
     StageRows(data + first_row * features, rows - first_row, a.groups + 1, static_cast<int>(features), shared.rows);
@@ -222,16 +291,17 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   const uint32_t batch_rows = static_cast<uint32_t>(a.batch_rows);
   const bool is_joined = a.batch_rows != rows;
   const auto segment_of = [&](int64_t row) {
-    if constexpr (kSource == RowSource::kOrdered) {
+    if (kSource == RowSource::kOrdered || (kSource == RowSource::kGathered && a.sorted_segments != nullptr)) {
       const uint32_t segment = __ldg(a.sorted_segments + row);
       return segment < a.problem.segments ? segment : kDropped;
     } else {
       return a.ids[ids_offset + row];
     }
   };
-  FindStarts(shared, a.groups, first_row, rows, segment_of, [&](int64_t row) {
+  FindStarts(shared, a.groups, first_row, rows, segment_of, [&](int64_t row) -> SourceRow {
+    if constexpr (kSource == RowSource::kGathered) return GatheredRow(a, b, row);
     const uint32_t joined_row = __ldg(a.order + row);
-    return is_joined && a.problem.data_is_shared ? joined_row % batch_rows : joined_row;
+    return {is_joined && a.problem.data_is_shared ? joined_row % batch_rows : joined_row, 0};
   });
   if constexpr (kSource == RowSource::kStaged) __pipeline_wait_prior(0);
   __syncthreads();
@@ -281,10 +351,12 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
     cells.Start();
     uint32_t coming_starts = begin < kTileRows ? starts >> begin : 0;
     const T* next_row = data + (tile_row + begin) * features + column;
+    const int64_t head = kTakesWeights<Reduction> ? column / a.gathering.features_per_head : 0;
 
     for (int i = begin; i < end; i += kInFlight) {
       Packed<T, kVec> values[kInFlight];
       int32_t row[kInFlight];
+      T weights[kTakesWeights<Reduction> ? kInFlight : 1];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         const int tile_offset = i + u;
@@ -299,6 +371,19 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
           const uint32_t data_row = shared.order[group * kPaddedTileRows + tile_offset + tile_offset / kTileRows];
           row[u] = is_joined ? data_row % batch_rows : data_row;
           values[u] = LoadPackedStreaming<kVec>(data + data_row * features + column);
+        } else if constexpr (kSource == RowSource::kGathered) {
+          const int place = group * kPaddedTileRows + tile_offset + tile_offset / kTileRows;
+          const uint32_t data_row = shared.order[place];
+          const bool exists = data_row != kDropped;
+          if (exists) {
+            values[u] = LoadPacked<kVec>(data + data_row * features + column);
+          } else {
+            memset(&values[u], 0, sizeof(values[u]));
+          }
+          if constexpr (kTakesWeights<Reduction>) {
+            const int64_t weight = shared.weights[place] * a.gathering.heads + head;
+            weights[u] = exists ? __ldg(a.gathering.weights + weight) : static_cast<T>(ComputeType<T>{0});
+          }
         } else {
           values[u] = LoadPackedStreaming<kVec>(next_row);
           next_row += features;
@@ -314,7 +399,11 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
           run_segment = segment == kDropped ? -1 : first_segment + segment;
           cells.Start();
         }
-        cells.Add(Unpack<T, kVec>(values[u]), row[u], a.outputs);
+        if constexpr (kTakesWeights<Reduction>) {
+          cells.AddScaled(Unpack<T, kVec>(values[u]), weights[u]);
+        } else {
+          cells.Add(Unpack<T, kVec>(values[u]), row[u], a.outputs);
+        }
       }
       coming_starts >>= kInFlight;
     }

@@ -327,7 +327,7 @@ bool RunExtremum(ffi::ThreadPool& pool, const ExtremumCall& call) {
     using T = typename decltype(tag)::type;
     const Extremum<T> reduction{FlipMask<T>(call.type, call.is_minimum), static_cast<T*>(call.output)};
     AdviseHugePages(reduction.output, NumCells(call.problem) * sizeof(T));
-    has_memory = ReduceAll(pool, call.problem, SegmentIds(call), static_cast<const T*>(call.data), reduction);
+    has_memory = ReduceAll(pool, call.problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction);
   });
   return has_memory;
 }
@@ -341,7 +341,7 @@ bool RunWithWinner(ffi::ThreadPool& pool, const ExtremumCall& call) {
                                           static_cast<T*>(call.output), call.winner};
     AdviseHugePages(reduction.output, NumCells(call.problem) * sizeof(T));
     AdviseHugePages(reduction.winner, NumCells(call.problem) * sizeof(int32_t));
-    has_memory = ReduceAll(pool, call.problem, SegmentIds(call), static_cast<const T*>(call.data), reduction);
+    has_memory = ReduceAll(pool, call.problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction);
   });
   return has_memory;
 }
@@ -371,7 +371,7 @@ bool RunArg(ffi::ThreadPool& pool, const ArgCall& call) {
     const ArgExtremum<T> reduction{FlipMask<T>(call.type, call.is_minimum), static_cast<int32_t>(call.problem.rows),
                                    call.row};
     AdviseHugePages(reduction.winner, NumCells(call.problem) * sizeof(int32_t));
-    has_memory = ReduceAll(pool, call.problem, SegmentIds(call), static_cast<const T*>(call.data), reduction);
+    has_memory = ReduceAll(pool, call.problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction);
   });
   return has_memory;
 }

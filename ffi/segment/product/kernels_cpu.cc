@@ -294,7 +294,7 @@ bool RunProduct(ffi::ThreadPool& pool, const ProductCall& call) {
     using T = typename decltype(tag)::type;
     const auto reduce = [&](const auto& reduction) {
       AdviseHugePages(reduction.output, cells * sizeof(T));
-      has_memory = ReduceAll(pool, problem, SegmentIds(call), static_cast<const T*>(call.data), reduction);
+      has_memory = ReduceAll(pool, problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction);
     };
     T* const to = static_cast<T*>(call.output);
     if constexpr (kIsFloating<T>) {

@@ -398,7 +398,7 @@ bool Softmax(ffi::ThreadPool& pool, const Problem& problem, const SoftmaxArrays<
     const int64_t num_threads = NumThreads(pool, problem.batch * problem.rows * row_bytes);
     const auto fold_maximum = [&](int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<Maximum<T>> cells,
                                   int32_t*) {
-      FoldInOrder(problem, arrays.ids, arrays.logits, maximum, batch, row_begin, row_end, cells, nullptr);
+      FoldInOrder(problem, arrays.ids, DirectRows<T>{arrays.logits}, maximum, batch, row_begin, row_end, cells, nullptr);
     };
     if (!ReduceInOrder(pool, problem, NumRanges<Maximum<T>>(problem, row_bytes, num_threads), maximum, nullptr,
                        fold_maximum)) {

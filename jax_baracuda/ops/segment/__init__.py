@@ -15,13 +15,17 @@ from jax_baracuda.ops.segment.extremum import (
     segment_min_backward,
     unsorted_segment_max_backward,
 )
+from jax_baracuda.ops.segment.gather import gather_segment_sum
 from jax_baracuda.ops.segment.mean import segment_mean, segment_mean_backward
+from jax_baracuda.ops.segment.plan import SegmentPlan, segment_plan
 from jax_baracuda.ops.segment.product import segment_prod, segment_prod_backward
 from jax_baracuda.ops.segment.softmax import segment_softmax, segment_softmax_backward
 from jax_baracuda.ops.segment.sum import segment_sum, segment_sum_backward
 
 __all__ = [
+    "SegmentPlan",
     "TieBreak",
+    "gather_segment_sum",
     "segment_argmax",
     "segment_argmin",
     "segment_max",
@@ -30,6 +34,7 @@ __all__ = [
     "segment_mean_backward",
     "segment_min",
     "segment_min_backward",
+    "segment_plan",
     "segment_prod",
     "segment_prod_backward",
     "segment_softmax",

@@ -220,12 +220,12 @@ def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
     return offset >= 0 and all(size in (1, target[offset + i]) for i, size in enumerate(shape))
 
 
-def _checked_ids(name: str, segment_ids: ArrayLike) -> Array:
-    ids = as_array(name, "segment_ids", segment_ids)
+def _checked_ids(name: str, ids: ArrayLike, argument: str = "segment_ids") -> Array:
+    ids = as_array(name, argument, ids)
     if ids.dtype == jnp.bool_:
-        raise IndexError(f"{name}: segment_ids must have an integer dtype, got bool")
+        raise IndexError(f"{name}: {argument} must have an integer dtype, got bool")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"{name}: segment_ids must have an integer dtype, got {ids.dtype}")
+        raise TypeError(f"{name}: {argument} must have an integer dtype, got {ids.dtype}")
     return ids
 
 
@@ -242,17 +242,55 @@ def _clamps(name: str, mode: Mode) -> bool:
     )
 
 
+def canonical_edges(
+    name: str,
+    gather_ids: ArrayLike,
+    segment_ids: ArrayLike,
+    num_rows: int,
+    num_segments: int | None,
+    mode: Mode = None,
+) -> tuple[Array, Array]:
+    """The ids of edges, ``[E]``: gather ids as int32 that count from the front, and flat segment ids."""
+    rows, segments = _checked_ids(name, gather_ids, "gather_ids"), _checked_ids(name, segment_ids)
+    if segments.ndim != 1 or rows.shape != segments.shape:
+        raise ValueError(
+            f"{name}: gather_ids and segment_ids must have one shape [E], got {rows.shape} and {segments.shape}"
+        )
+    if num_rows > jnp.iinfo(jnp.int32).max:
+        raise ValueError(f"{name}: at most 2^31 - 1 rows can be gathered from, got {num_rows}")
+    if num_segments is None:
+        raise TypeError(f"{name}: num_segments must be given")
+    # Ids of every dtype, as jax.numpy wraps them; what does not fit in 32 bits is out of range on its side.
+    if jnp.issubdtype(rows.dtype, jnp.signedinteger):
+        info = jnp.iinfo(rows.dtype)
+        if num_rows <= info.max:
+            rows = jnp.where(rows < 0, rows + rows.dtype.type(num_rows), rows)
+        else:
+            rows = rows.astype(jnp.int32)
+            rows = jnp.where(rows < 0, rows + num_rows, rows)
+        if rows.dtype.itemsize == 8:
+            rows = jnp.clip(rows, -1, num_rows)
+    elif rows.dtype.itemsize >= 4:
+        rows = jnp.minimum(rows, rows.dtype.type(min(num_rows, int(jnp.iinfo(rows.dtype).max))))
+    return rows.astype(jnp.int32), _flat_ids(segments, num_segments, _clamps(name, mode))
+
+
+def static_size(name: str, argument: str, size: int) -> int:
+    """A number of rows or segments."""
+    if not hasattr(size, "__index__"):
+        raise TypeError(f"{name}: {argument} must be an integer, got {size!r}")
+    size = jax_versions.concrete_or_error(size, f"{name}: {argument} must be static.")
+    if size < 0:
+        raise ValueError(f"{name}: {argument} must be non-negative, got {size}")
+    return size
+
+
 def _canonical_num_segments(name: str, ids: Array, num_segments: int | None) -> int:
     if num_segments is None:
         if ids.size == 0:
             raise ValueError(f"{name}: num_segments is None, but segment_ids is empty and gives no number of segments")
         num_segments = jnp.max(ids) + 1 if isinstance(ids, jax.core.Tracer) else int(jnp.max(ids)) + 1
-    if not hasattr(num_segments, "__index__"):
-        raise TypeError(f"{name}: num_segments must be an integer, got {num_segments!r}")
-    num_segments = jax_versions.concrete_or_error(num_segments, f"{name}: num_segments must be static.")
-    if num_segments < 0:
-        raise ValueError(f"{name}: num_segments must be non-negative, got {num_segments}")
-    return num_segments
+    return static_size(name, "num_segments", num_segments)
 
 
 def _check_bucket_size(name: str, bucket_size: int, ids: Array) -> None:

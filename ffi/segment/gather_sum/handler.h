@@ -1,0 +1,76 @@
+// The handler of gather_segment_sum.
+#pragma once
+
+#include "ffi/segment/decoding.h"
+#include "ffi/segment/gather_sum/call.h"
+
+namespace jax_baracuda::segment {
+
+struct GatherSumOptions {
+  int64_t num_batch_dims;
+  bool indices_are_sorted, clips_gather_ids, is_wide, has_weights, has_edge_order;
+};
+
+}  // namespace jax_baracuda::segment
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::GatherSumOptions, StructMember<int64_t>("num_batch_dims"),
+                                      StructMember<bool>("indices_are_sorted"), StructMember<bool>("clips_gather_ids"),
+                                      StructMember<bool>("is_wide"), StructMember<bool>("has_weights"),
+                                      StructMember<bool>("has_edge_order"));
+
+namespace jax_baracuda::segment {
+
+// With weights [.., edges, heads], data is [.., rows, heads, features of a head].
+template <typename Context, Run<Context, GatherSumCall> kRun>
+ffi::Error HandleGatherSum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer gather_ids, ffi::AnyBuffer segment_ids,
+                           ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> output,
+                           ffi::RemainingRets scratch, GatherSumOptions options) {
+  constexpr const char* kOp = "gather_segment_sum";
+  GatherSumCall call;
+  Decoder decoder(kOp, options.num_batch_dims, &call);
+  Problem& problem = call.problem;
+  JB_RETURN_IF_ERROR(decoder.First("output", *output, "segments, ..."));
+  JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
+  JB_RETURN_IF_ERROR(decoder.FirstGathered("data", data, &call.data, &call.num_rows, &problem.data_is_shared));
+  JB_RETURN_IF_ERROR(decoder.Vector("gather_ids", gather_ids, ffi::DataType::S32, problem.rows, &call.gather_ids,
+                                    &call.gather_ids_are_shared));
+  const ffi::DataType type = options.is_wide ? ComputeDataType(decoder.type()) : decoder.type();
+  JB_RETURN_IF_ERROR(decoder.FirstCells("output", *output, type, &call.output));
+  OptionalOperands operands(kOp, optional);
+  JB_RETURN_IF_ERROR(operands.Next("weights", options.has_weights, [&](const ffi::AnyBuffer& weights) {
+    if (decoder.features().size() != 2) {
+      return InvalidArgument(kOp, "data has " + std::to_string(decoder.features().size()) +
+                                      " dimensions of features, expected heads and features of a head");
+    }
+    call.heads = decoder.features()[0];
+    return decoder.Array("weights", weights, decoder.type(), problem.rows, decoder.features().first(1), &call.weights,
+                         &call.weights_are_shared);
+  }));
+  JB_RETURN_IF_ERROR(operands.Next("edge_order", options.has_edge_order, [&](const ffi::AnyBuffer& edge_order) {
+    return decoder.Vector("edge_order", edge_order, ffi::DataType::S32, problem.rows, &call.edge_order,
+                          &call.edge_order_is_shared);
+  }));
+  JB_RETURN_IF_ERROR(operands.End());
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchFloating(call.type, [](auto) {})));
+  call.indices_are_sorted = options.indices_are_sorted;
+  call.clips_gather_ids = options.clips_gather_ids;
+  call.has_weights = options.has_weights;
+  call.is_wide = options.is_wide;
+  return kRun(context, kOp, scratch, &call);
+}
+
+inline GatherSumCall GatherSumCallOf(const PlanParameters& parameters) {
+  auto call = CallOf<GatherSumCall>(parameters);
+  call.num_rows = parameters.at("gathered_rows");
+  call.heads = parameters.at("heads");
+  call.has_weights = parameters.at("has_weights") != 0;
+  return call;
+}
+
+// The binding of a handler with further operands that are optional.
+template <typename Context>
+auto BindGatherSum() {
+  return BindWithOptionalOperands<Context, 3, 1>().RemainingRets().template Attrs<GatherSumOptions>();
+}
+
+}  // namespace jax_baracuda::segment

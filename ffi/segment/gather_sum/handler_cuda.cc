@@ -1,0 +1,16 @@
+// The CUDA target of gather_segment_sum.
+
+#include "ffi/segment/engine/run_cuda.h"
+#include "ffi/segment/gather_sum/handler.h"
+#include "ffi/segment/gather_sum/launch.cuh"
+
+namespace jax_baracuda::segment {
+namespace {
+
+JB_CUDA_TARGET("gather_segment_sum",
+               (HandleGatherSum<cudaStream_t, RunOnCuda<GatherSumCall, PlanGatherSum, LaunchGatherSum>>),
+               BindGatherSum<Stream>(), (PlanOf<PlanGatherSum, GatherSumCallOf>), kNothing, "fill", "gather_tiles",
+               "sort_then_gather_tiles");
+
+}  // namespace
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,10 @@
+// Weighted sums of gathered rows.
+#include "ffi/segment/gather_sum/reduction.cuh"
+
+namespace jax_baracuda::segment {
+
+CudaStatus LaunchWeightedGatherSum(const GatherSumCall& call, const GatherGrid& grid, cudaStream_t stream) {
+  return ReduceGathered</*kHasWeights=*/true>(call, grid, stream);
+}
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,370 @@
+"""Sum of gathered rows over segments: message passing on graphs without an array of messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
+from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.guarantees import accumulated
+from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda.ops.segment.arguments import Mode, canonical_edges, static_size
+from jax_baracuda.ops.segment.cells import gather_segments, per_row, xla_sum
+from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
+from jax_baracuda.ops.segment.plan import SegmentPlan
+
+
+def gather_segment_sum(
+    data: ArrayLike,
+    gather_ids: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    num_segments: int | None = None,
+    *,
+    weights: ArrayLike | None = None,
+    indices_are_sorted: bool = False,
+    mode: Mode = None,
+    plan: SegmentPlan | None = None,
+) -> Array:
+    """Sum of gathered rows over the edges of each segment: one layer of message passing.
+
+    ``out[s, ...] = sum { weights[e] * data[gather_ids[e], ...] : segment_ids[e] == s }``
+
+    The same as ``segment_sum(weights * data[gather_ids], segment_ids, num_segments)``, but no array of edges times
+    features is written or read, neither here nor by the gradient.
+
+    Args:
+      data: ``[N, ...]``, the rows (features of nodes), a floating dtype. float16, bfloat16, float32 and float64 have
+        kernels.
+      gather_ids: ``[E]``, any integer dtype, in any order: the row that each edge gathers (its sender). As in
+        ``data[gather_ids]``, negative ids count from the end, and ids out of range name the nearest row.
+      segment_ids: ``[E]``, any integer dtype, in any order: the segment of each edge (its receiver). Edges whose id is
+        negative or at least `num_segments` are dropped.
+      num_segments: number of segments S, static under ``jit``.
+      weights: factors of the edges, ``[E]``, or ``[E, H]`` for data ``[N, H, ...]``: one for each head. More generally,
+        ``[E, *dims]`` where `dims` are the first dimensions of a row. They are cast to the dtype of `data`.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which saves a sort on GPUs. If the promise is
+        false, the result may hold anything.
+      mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
+        is dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
+        `num_segments`. Neither this call nor its gradient sorts any more.
+
+    Returns:
+      ``[S, ...]`` with the dtype of `data`. Segments without edges hold 0.
+
+    Raises:
+      TypeError: an argument is no array or has an unsuitable dtype, or `num_segments` is missing.
+      IndexError: ids are boolean.
+      ValueError: shapes do not fit, there are no rows to gather from, or both a plan and ids are given.
+
+    Numerical guarantees: terms are added in float32 (float64 for float64), in an order that ids and shapes alone
+    decide, and the sum is rounded once to the dtype. Bit-equal from run to run.
+
+    Gradient: ``d_data[n] = sum { weights[e] * d_out[segment_ids[e]] : gather_ids[e] == n }``, which is the same kernel
+    over the edges of each row, and ``d_weights[e] = sum(data[gather_ids[e]] * d_out[segment_ids[e]])`` over the features
+    that a weight scales. No gradient goes through gather ids that are out of range. Derivatives of any order exist.
+    ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data = jnp.array([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
+      >>> senders, receivers = jnp.array([0, 1, 2, 1]), jnp.array([1, 1, 0, 0])
+      >>> print(jb.gather_segment_sum(data, senders, receivers, num_segments=2))
+      [[8. 8.]
+       [4. 6.]]
+    """
+    name = "gather_segment_sum"
+    data = as_array(name, "data", data)
+    if data.ndim == 0 or not jnp.issubdtype(data.dtype, jnp.floating):
+        raise TypeError(f"{name}: data must be [N, ...] with a floating dtype, got {data.shape} of {data.dtype}")
+    edges = _edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    num_edges = edges.segment_ids.shape[0]
+    if num_edges > 0 and data.shape[0] == 0:
+        raise ValueError(f"{name}: data must have rows for {num_edges} edges to gather, got shape {data.shape}")
+    params = GatherParams(
+        num_segments=edges.num_segments,
+        num_rows=data.shape[0],
+        indices_are_sorted=bool(indices_are_sorted) or plan is not None,
+    )
+    arrays = {field.name: getattr(edges, field.name) for field in dataclasses.fields(_Edges)[1:]}
+    arrays = {key: value for key, value in arrays.items() if value is not None}
+    if weights is None:
+        return _gather_segment_sum(params, data=data, **arrays)
+    weights = as_array(name, "weights", weights)
+    dims = weights.shape[1:]
+    if weights.ndim == 0 or weights.shape[0] != num_edges or data.shape[1 : weights.ndim] != dims:
+        raise ValueError(
+            f"{name}: weights must be [E] or [E, *dims], where dims are the first dimensions of a row of data; got "
+            f"weights.shape = {weights.shape} for {num_edges} edges and data.shape = {data.shape}"
+        )
+    heads, features = math.prod(dims), math.prod(data.shape[weights.ndim :])
+    output = _gather_segment_sum(
+        params,
+        data=data.reshape(data.shape[0], heads, features),
+        weights=weights.astype(data.dtype).reshape(num_edges, heads),
+        **arrays,
+    )
+    return output.reshape(edges.num_segments, *data.shape[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Edges:
+    """The edges of a call, in the order in which the kernels take them, and those of its gradient with a plan."""
+
+    num_segments: int
+    gather_ids: Array
+    segment_ids: Array
+    edge_order: Array | None = None
+    transposed_gather_ids: Array | None = None
+    transposed_segment_ids: Array | None = None
+    transposed_order: Array | None = None
+
+
+def _edges(
+    name: str,
+    data: Array,
+    gather_ids: ArrayLike | None,
+    segment_ids: ArrayLike | None,
+    num_segments: int | None,
+    mode: Mode,
+    plan: SegmentPlan | None,
+) -> _Edges:
+    if plan is None:
+        if gather_ids is None or segment_ids is None or num_segments is None:
+            raise TypeError(f"{name}: gather_ids, segment_ids and num_segments must be given, or a plan")
+        num_segments = static_size(name, "num_segments", num_segments)
+        return _Edges(num_segments, *canonical_edges(name, gather_ids, segment_ids, data.shape[0], num_segments, mode))
+    if not isinstance(plan, SegmentPlan):
+        raise TypeError(f"{name}: plan must be a SegmentPlan, got {type(plan).__name__}")
+    if not (gather_ids is None and segment_ids is None and num_segments is None and mode is None):
+        raise ValueError(f"{name}: gather_ids, segment_ids, num_segments and mode belong to the plan; pass no others")
+    if plan.num_rows != data.shape[0]:
+        raise ValueError(f"{name}: the plan is for {plan.num_rows} rows, got data.shape = {data.shape}")
+    return _Edges(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(_Edges)})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reference in plain JAX.
+
+
+def _gathered(data: Array, gather_ids: Array, clips_gather_ids: bool) -> Array:
+    """The rows that ids name; where they name none, the nearest one or zeros. No gradient goes through those."""
+    if data.shape[0] == 0:
+        return jnp.zeros((*gather_ids.shape, *data.shape[1:]), data.dtype)
+    rows = data.at[gather_ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    if clips_gather_ids:
+        return rows
+    return jnp.where(per_row((gather_ids >= 0) & (gather_ids < data.shape[0]), rows), rows, 0)
+
+
+def _reference(
+    data: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *weights_and_order: Array,
+    num_segments: int,
+    clips_gather_ids: bool,
+    is_wide: bool,
+    has_weights: bool,
+    has_edge_order: bool,
+    **_: Any,
+) -> tuple[Array]:
+    wide = accumulation_dtype(data.dtype)
+    rows = _gathered(data, gather_ids, clips_gather_ids).astype(wide)
+    if has_weights:
+        weights = weights_and_order[0].astype(wide)
+        if has_edge_order:
+            weights = jnp.take(weights, weights_and_order[1], axis=0, mode="clip")
+        exists = clips_gather_ids | ((gather_ids >= 0) & (gather_ids < data.shape[0]))
+        rows = jnp.where(per_row(exists, rows), rows * weights[..., None], 0)
+    output = xla_sum(rows, segment_ids, num_segments)
+    return (output if is_wide else output.astype(data.dtype),)
+
+
+def _gradient_of_weights(d_output: Array, data: Array, gather_ids: Array, segment_ids: Array) -> Array:
+    """Of ``[E, H]``. XLA fuses the gathers with the sum."""
+    wide = accumulation_dtype(data.dtype)
+    cotangents, is_member = gather_segments(d_output.astype(wide), segment_ids)
+    products = jnp.where(is_member, cotangents * _gathered(data, gather_ids, clips_gather_ids=True).astype(wide), 0)
+    return products.sum(axis=-1).astype(data.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The program of one shard, where edges are split over devices.
+
+
+def _shard_program(
+    kernel: Callable[..., Sequence[Array]],
+    axes: Mapping[str, tuple[str, ...]],
+    data: Array,
+    *edges: Array,
+    is_wide: bool,
+    **params: Any,
+) -> Sequence[Array]:
+    edge_axes = axes.get("edge", ())
+    if not edge_axes:
+        return kernel(data, *edges)
+    [local] = GATHER_SEGMENT_SUM.kernel(data, *edges, is_wide=True, **params)
+    output = jax.lax.psum(local, edge_axes)
+    return (output if is_wide else output.astype(data.dtype),)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The op.
+
+
+def _operands(*, has_weights: bool, has_edge_order: bool, **_: Any) -> NamedDimensions:
+    operands: dict[str, tuple[str, ...]] = {
+        "data": ("gathered", "head", "feature") if has_weights else ("gathered", "..."),
+        "gather_ids": ("edge",),
+        "segment_ids": ("edge",),
+    }
+    if has_weights:
+        operands["weights"] = ("edge", "head")
+    if has_edge_order:
+        operands["edge_order"] = ("edge",)
+    return operands
+
+
+def _plan_parameters(
+    data: Any, gather_ids: Any, segment_ids: Any, *_: Any, has_weights: bool, **params: Any
+) -> dict[str, int]:
+    return {
+        **plan_parameters(data, segment_ids, **params),
+        "gathered_rows": data.shape[0],
+        "heads": data.shape[1] if has_weights else 1,
+        "has_weights": has_weights,
+    }
+
+
+def _limit(data: Any, gather_ids: Any, segment_ids: Any, *_: Any, num_segments: int, **__: Any) -> str | None:
+    return limit_of_32_bits(segment_ids.shape[0], num_segments)
+
+
+def _transpose(
+    avals: Sequence[Any],
+    d_outputs: Sequence[Array],
+    gather_ids: Array,
+    segment_ids: Array,
+    *weights_and_order: Array,
+    num_segments: int,
+    **params: Any,
+) -> Sequence[Array]:
+    """The same op, from segments to rows."""
+    gathered_segments = jnp.where((segment_ids >= 0) & (segment_ids < num_segments), segment_ids, -1).astype(jnp.int32)
+    transposed = {"num_segments": avals[0].shape[0], "indices_are_sorted": False, "clips_gather_ids": False}
+    [d_data] = GATHER_SEGMENT_SUM(
+        d_outputs[0], gathered_segments, gather_ids, *weights_and_order, **params | transposed | {"is_wide": False}
+    )
+    return [d_data.astype(avals[0].dtype)]
+
+
+GATHER_SEGMENT_SUM = Op(
+    name="gather_segment_sum",
+    operands=_operands,
+    results=lambda *, has_weights, **_: {
+        "output": ("segment", "head", "feature") if has_weights else ("segment", "...")
+    },
+    sizes=lambda *, num_segments, **_: {"segment": num_segments},
+    result_dtypes=lambda data, *_, is_wide, **__: [accumulation_dtype(data.dtype) if is_wide else data.dtype],
+    reference=_reference,
+    dtypes=FLOATING_DTYPES,
+    guarantee=accumulated,
+    attributes=("indices_are_sorted", "clips_gather_ids", "is_wide", "has_weights", "has_edge_order"),
+    plan_parameters=_plan_parameters,
+    replicated_dims=("gathered", "segment"),
+    reduction_dims=("edge",),
+    shard_program=_shard_program,
+    limit=_limit,
+    transpose=_transpose,
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivative rule.
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherParams:
+    """The static arguments of a call."""
+
+    num_segments: int
+    num_rows: int
+    indices_are_sorted: bool
+
+
+def _primal(
+    params: GatherParams,
+    *,
+    data: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    weights: Array | None = None,
+    edge_order: Array | None = None,
+    **_: Array,
+) -> Array:
+    return _sum_edges(
+        data,
+        gather_ids,
+        segment_ids,
+        weights,
+        edge_order,
+        num_segments=params.num_segments,
+        indices_are_sorted=params.indices_are_sorted,
+        clips_gather_ids=True,
+    )
+
+
+def _sum_edges(
+    data: Array, gather_ids: Array, segment_ids: Array, weights: Array | None, edge_order: Array | None, **params: Any
+) -> Array:
+    edge_order = None if weights is None else edge_order  # edges differ by their weights alone
+    optional = [x for x in (weights, edge_order) if x is not None]
+    flags = {"is_wide": False, "has_weights": weights is not None, "has_edge_order": edge_order is not None}
+    return GATHER_SEGMENT_SUM(data, gather_ids, segment_ids, *optional, **params, **flags)[0]
+
+
+def _forward(params: GatherParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+    residuals = dict(arrays)
+    if "weights" not in arrays:
+        del residuals["data"]
+    return _primal(params, **arrays), residuals
+
+
+def _backward(params: GatherParams, residuals: dict[str, Array], d_output: Array) -> dict[str, Array]:
+    edges = dict(residuals)
+    data, weights, edge_order = (edges.pop(name, None) for name in ("data", "weights", "edge_order"))
+    gather_ids, segment_ids = edges.pop("gather_ids"), edges.pop("segment_ids")
+    has_plan = bool(edges)
+    if has_plan:
+        transposed = edges["transposed_gather_ids"], edges["transposed_segment_ids"]
+    else:
+        is_member = (segment_ids >= 0) & (segment_ids < params.num_segments)
+        transposed = jnp.where(is_member, segment_ids, -1).astype(jnp.int32), gather_ids
+    d_data = _sum_edges(
+        d_output,
+        *transposed,
+        weights,
+        edges.get("transposed_order"),
+        num_segments=params.num_rows,
+        indices_are_sorted=has_plan,
+        clips_gather_ids=False,
+    )
+    if weights is None:
+        return {"data": d_data}
+    d_weights = _gradient_of_weights(d_output, data, gather_ids, segment_ids)
+    if edge_order is not None:
+        d_weights = jnp.zeros_like(d_weights).at[edge_order].set(d_weights, unique_indices=True)
+    return {"data": d_data, "weights": d_weights}
+
+
+_gather_segment_sum = KernelVjp("gather_segment_sum", _primal, _forward, _backward)
