@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def resident_bytes() -> int:
 
 
 def print_growth_of_memory() -> None:
-    """Bytes of the process and of the device, and arrays, that are there after many calls and were not before."""
+    """Bytes of the process and of the device, and arrays, by which many calls grow, the less of two times."""
     operands = [jax.device_put(program.operands) for program in PROGRAMS]
     calls = [jax.jit(program.function).lower(*x).compile() for program, x in zip(PROGRAMS, operands, strict=True)]
 
@@ -78,9 +79,10 @@ def print_growth_of_memory() -> None:
         statistics = jax.devices()[0].memory_stats() or {"bytes_in_use": 0}
         return resident_bytes(), statistics["bytes_in_use"], len(jax.live_arrays())
 
-    before = call(CALLS_OF_WARM_UP)
-    after = call(CALLS)
-    print(*(b - a for a, b in zip(before, after, strict=True)))
+    # A leak grows every time; a pool of threads that reaches a new peak on a busy machine grows once.
+    levels = [call(times) for times in (CALLS_OF_WARM_UP, CALLS // 2, CALLS // 2)]
+    growths = [[b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(levels)]
+    print(*map(min, zip(*growths, strict=True)))
 
 
 @pytest.mark.newest_jax_alone
@@ -100,5 +102,5 @@ def test_memory_does_not_grow() -> None:
     )
     assert child.returncode == 0, child.stderr
     process, device, arrays = map(int, child.stdout.split())
-    assert process < 100 * CALLS
+    assert process < 100 * (CALLS // 2)
     assert (device, arrays) == (0, 0)

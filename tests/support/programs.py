@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from support import cases
 
-from jax_baracuda._core.op import Op
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
 
@@ -36,7 +36,7 @@ class Program:
     def expected(self) -> list[np.ndarray]:
         """Of one call, in plain JAX."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Op, "unsupported_reason", lambda *_: "plain JAX is asked for")
+            patch.setattr(OpCall, "unsupported_reason", lambda *_: "plain JAX is asked for")
             # A function that JAX has not traced yet.
             return dataclasses.replace(self, function=lambda *operands: self.function(*operands)).results()
 
