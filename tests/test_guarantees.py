@@ -15,6 +15,7 @@ import pytest
 from causal_conv1d import reference as convolutions
 from causal_conv1d.reference import Problem as Convolution
 from rope.reference import Rotation, make_features
+from segment.gather_reference import Graph, sum_of_edges
 from segment.reference import ARGMAX, ARGMIN, MAX, MEAN, MIN, PROD, SOFTMAX, SUM, Reduction
 from support import cases
 from support.cases import Expected
@@ -148,6 +149,38 @@ def gather_call(reduction: Reduction) -> Callable[..., Call]:
         return Call((d_output, *((count[None],) if reduction is MEAN else ()), problem.ids[None]), (tuple(gradient),))
 
     return call
+
+
+def gathered_sum_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
+    """With a weight for each head, and gather ids that are out of range."""
+    problem = make_problem(rng, dtype, is_sorted, adds=True)
+    nodes, heads = 700, 4
+    data = problem.data[:, :nodes].reshape(2, nodes, heads, -1)
+    gather_ids = rng.integers(-2, nodes + 2, len(problem.ids)).astype(np.int32)
+    weights = rng.normal(size=(2, len(problem.ids), heads)).astype(data.dtype)
+    exists = (gather_ids >= 0) & (gather_ids < nodes)
+    rows = np.where(exists[:, None, None], data[:, gather_ids.clip(0, nodes - 1)].astype(np.float64), 0)
+    terms = rows * weights[..., None].astype(np.float64)
+    expected = [sum_of_edges(x, problem.ids, problem.segments, data.dtype) for x in terms]
+    params = {"num_segments": problem.segments, "clips_gather_ids": False, "is_wide": False}
+    flags = {"has_weights": True, "has_edge_order": False}
+    return Call((data, gather_ids[None], problem.ids[None], weights), (tuple(expected),), params | flags)
+
+
+def gathered_dot_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
+    problem = make_problem(rng, dtype, is_sorted, adds=True)
+    nodes, heads = 700, 4
+    data = problem.data[:, :nodes].reshape(2, nodes, heads, -1)
+    graphs = [
+        Graph(x, rng.integers(-2, nodes + 2, len(problem.ids)).astype(np.int32), problem.ids, problem.segments, w)
+        for x, w in zip(data, np.ones((2, len(problem.ids), heads), data.dtype), strict=True)
+    ]
+    d_output = rng.normal(size=(2, problem.segments, *data.shape[2:])).astype(data.dtype)
+    gather_ids = np.stack([np.maximum(graph.gather_ids, 0) for graph in graphs])  # negative ids are not wrapped here
+    graphs = [dataclasses.replace(x, gather_ids=ids) for x, ids in zip(graphs, gather_ids, strict=True)]
+    expected = tuple(graph.gradient_of_weights(d) for graph, d in zip(graphs, d_output, strict=True))
+    flags = {"is_wide": False, "has_edge_order": False}
+    return Call((d_output, data, gather_ids, problem.ids[None]), (expected,), flags)
 
 
 def product_residual(data: np.ndarray, ids: np.ndarray, segments: int) -> tuple[np.ndarray, np.ndarray]:
@@ -353,6 +386,8 @@ CALLS: dict[str, Callable[..., Call]] = {
     **{f"{r.name}_with_winner": with_winner_call(r) for r in (MAX, MIN)},
     **{f"{r.name}_backward": extremum_backward_call(r) for r in (MAX, MIN)},
     **{f"{r.name}_backward": gather_call(r) for r in (SUM, MEAN)},
+    "gather_segment_sum": gathered_sum_call,
+    "gather_segment_dot": gathered_dot_call,
     "segment_prod_with_residual": prod_with_residual_call,
     "segment_prod_backward": prod_backward_call,
     "segment_softmax_backward": softmax_backward_call,

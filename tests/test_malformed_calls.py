@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from causal_conv1d import reference as convolutions
 from rope import reference as rotations
-from segment import handler_calls
+from segment import gather_reference, handler_calls
 from support import cases, handlers
 from support.handlers import Array, Call
 from where import reference as selections
@@ -69,6 +69,14 @@ def calls_of_one_batch(target: str) -> list[Call]:
         return [
             rotations.good_call(target, layout, has_positions=has_positions, sizes=rotations.Sizes(batch=batch))
             for layout, has_positions, batch in itertools.product(rotations.LAYOUTS, (True, False), (5, None))
+        ]
+    if target == "gather_segment_dot":
+        return [gather_reference.good_dot_call(has_edge_order=has_order) for has_order in (False, True)]
+    if target == "gather_segment_sum":
+        return [
+            gather_reference.good_call(has_weights=flag, shared=shared)
+            for flag in (True, False)
+            for shared in ((), (0,))
         ]
     if target.startswith("segment_"):
         return [handler_calls.good_call(target), handler_calls.good_call(target, shared=(0,))]

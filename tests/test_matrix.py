@@ -31,9 +31,9 @@ SEED = int(os.environ.get("JAX_BARACUDA_TEST_SEED", "0"))
 CHUNK = 12
 STRIDE = int(os.environ.get("JAX_BARACUDA_MATRIX_STRIDE", "4"))
 """Beside the bare calls every so many of the cases run; ``make matrix`` runs all of them."""
-TYPES = {"Activation", "Guarantee", "HeadLayout", "TieBreak", "WriteMode"}
-NOT_OPS = {"forward_mode", "precision_guarantee", "rope_frequencies"}
-"""Public names that are no functions of arrays: frequencies are constants of NumPy, made before a program is traced."""
+TYPES = {"Activation", "Guarantee", "HeadLayout", "SegmentPlan", "TieBreak", "WriteMode"}
+NOT_OPS = {"forward_mode", "precision_guarantee", "rope_frequencies", "segment_plan"}
+"""Frequencies are constants of NumPy, made before a program is traced; plans are operands of other calls."""
 
 OPS = sorted(load_all())
 each_op = pytest.mark.parametrize("op", OPS)
@@ -42,7 +42,7 @@ each_op = pytest.mark.parametrize("op", OPS)
 def test_every_public_function_is_declared() -> None:
     assert set(OPS) == set(jax_baracuda.__all__) - NOT_OPS - TYPES
     twins = {op for op in OPS if not op.endswith("_backward")}
-    assert set(forward_mode.__all__) == set(dir(forward_mode)) == twins | {"rope_frequencies"}
+    assert set(forward_mode.__all__) == set(dir(forward_mode)) == twins | {"rope_frequencies", "segment_plan"}
     assert all(load_all()[name].forward_mode is getattr(forward_mode, name) for name in twins)
 
 

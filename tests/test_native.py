@@ -164,6 +164,9 @@ USE_THE_OPS = """
             print(reduce.__name__, reduce(data, ids, 2).tolist())
         for reduce in (jax_baracuda.segment_argmax, jax_baracuda.segment_argmin):
             print(reduce.__name__, reduce(data, ids, 2).tolist())
+        gathered = lambda x, w: jax_baracuda.gather_segment_sum(x, ids, ids, 2, weights=w).sum()
+        jax.grad(gathered, (0, 1))(data, data)
+        print("gather_segment_sum", jax_baracuda.gather_segment_sum(data, ids, ids, 2).tolist())
         signal, weight = data[None, None], np.array([[2, 1]], np.float32)
         jax.grad(lambda x: jax_baracuda.causal_conv1d(x, weight).sum())(signal)
         print("causal_conv1d", jax_baracuda.causal_conv1d(signal, weight)[0, 0].tolist())
@@ -200,6 +203,7 @@ VALUES = {
     "segment_softmax": [0.26894142, 0.5, 0.5, 0.73105858],
     "segment_argmax": [3, 1],
     "segment_argmin": [0, 1],
+    "gather_segment_sum": [2, 10],
     "causal_conv1d": [1, 7, 15, 12],
     "causal_conv1d_update": [12, 5, 5, 2],
     "rope": [-2.5310307, 4.4264979, 4.8478693, 2.3448162],

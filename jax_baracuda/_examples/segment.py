@@ -86,6 +86,21 @@ def first_max(data: Array, segment_ids: Array, num_segments: int, **_: Any) -> A
     return jnp.take_along_axis(with_none, winner, axis=0)
 
 
+def gathered_sum(
+    data: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    num_segments: int,
+    weights: Array | None = None,
+    indices_are_sorted: bool = False,
+) -> Array:
+    """The sum of an array of messages."""
+    rows = data.at[gather_ids].get(mode="promise_in_bounds")
+    if weights is not None:
+        rows = rows * weights.reshape(*weights.shape, *[1] * (rows.ndim - weights.ndim))
+    return jax.ops.segment_sum(rows, segment_ids, num_segments, indices_are_sorted=indices_are_sorted)
+
+
 def gradient_of(reduction: Callable[..., Array]) -> Callable[..., Array]:
     """``(d_output, data, segment_ids, **options) -> d_data``"""
 
@@ -140,6 +155,10 @@ def random_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype
     return rng.integers(0, sizes["segment"], shape).astype(dtype)
 
 
+def node_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    return rng.integers(0, sizes["node"], shape).astype(dtype)
+
+
 def sorted_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
     return np.sort(random_ids(rng, shape, dtype, sizes), axis=-1)
 
@@ -190,6 +209,11 @@ def reductions(
             tolerance=tolerance,
         )
 
+
+GATHERED_CHECKED = {use: {**sizes, "node": sizes["row"] // 6, "head": 4} for use, sizes in CHECKED.items()}
+GATHERED_TIMED = {use: {**sizes, "node": sizes["segment"]} for use, sizes in TIMED.items()}
+# Plain JAX rounds the products, too, and the gradient of a weight is a sum of products.
+WEIGHTED: Tolerance = {"float32": (4e-6, 2e-5), "bfloat16": (3e-2, 6e-2), "float16": (4e-3, 8e-3)}
 
 TIED, NUMBERS, COTANGENTS = Operand(ROWS, with_ties), Operand(ROWS), Operand(CELLS)
 
@@ -252,6 +276,28 @@ EXAMPLES = [
         for function, plain_jax in (
             (jb.segment_sum_backward, gather),
             (jb.segment_mean_backward, mean_backward),
+        )
+    ),
+    *(
+        Example(
+            jb.gather_segment_sum,
+            gathered_sum,
+            {
+                "data": Operand(("node", *features)),
+                "gather_ids": Operand(("row",), node_ids, "int32"),
+                "segment_ids": ids,
+                **weights,
+            },
+            sizes,
+            variant,
+            {"num_segments": SizeOf("segment"), **options},
+            tolerance=WEIGHTED if weights else SUMMED,
+        )
+        for variant, features, ids, weights, options, sizes in (
+            ("", ("feature",), IDS, {}, {}, GATHERED_CHECKED | GATHERED_TIMED),
+            ("sorted ids", ("feature",), SORTED_IDS, {}, {"indices_are_sorted": True}, GATHERED_CHECKED),
+            ("weights", ("feature",), IDS, {"weights": Operand(("row",))}, {}, GATHERED_CHECKED),
+            ("heads", ("head", "feature"), IDS, {"weights": Operand(("row", "head"))}, {}, GATHERED_CHECKED),
         )
     ),
     Example(

@@ -31,6 +31,8 @@ from support.matrix.calls import (
     wide_ids,
 )
 
+import jax_baracuda
+
 Sizes = Mapping[str, Any]
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -747,5 +749,96 @@ declare(
             ),
         ),
         has_carry=True,
+    )
+)
+
+
+# Sums of gathered rows.
+
+
+def _gathered_rows(data: Any, ids: Any) -> Any:
+    """``data[ids]`` for ids of every dtype: those out of range name the nearest row, and pass no gradient."""
+    ids = wide_ids(jnp.where(ids.astype(jnp.uint64) > 2**62, 2**62, ids) if ids.dtype == jnp.uint64 else ids)
+    ids = jnp.where(ids < 0, ids + data.shape[0], ids)
+    nearest = jnp.clip(ids, 0, data.shape[0] - 1)
+    rows = data[nearest]
+    passes = (ids == nearest).reshape(-1, *[1] * (data.ndim - 1))
+    return jnp.where(passes, rows, jax.lax.stop_gradient(rows))
+
+
+def _gather_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
+    features, num_segments = _features(sizes), sizes["segment"]
+    dims = {ABSENT: None, "edge": (), "head": features[:1]}[options["weights"]]
+    weights = () if dims is None else (Operand("weights", ("row", *dims), numbers),)
+
+    def apply(function: Callable[..., Any], data: Any, gather_ids: Any, segment_ids: Any, *weights: Any) -> Any:
+        weighted = {"weights": weights[0]} if weights else {}
+        if options["plan"]:
+            plan = jax_baracuda.segment_plan(segment_ids, num_segments, gather_ids, data.shape[0])
+            return function(data, plan=plan, **weighted)
+        return function(
+            data, gather_ids, segment_ids, num_segments, **weighted, **passed(options, "indices_are_sorted", "mode")
+        )
+
+    def reference(data: Any, gather_ids: Any, segment_ids: Any, *weights: Any) -> Any:
+        rows = _gathered_rows(data, gather_ids)
+        if weights:
+            rows = rows * weights[0].reshape(*weights[0].shape, *[1] * (rows.ndim - weights[0].ndim))
+        return _clipped(segment_sum, options["mode"])(rows, segment_ids, num_segments)
+
+    return Problem(
+        operands=(
+            Operand("data", ("node", *features), numbers),
+            Operand("gather_ids", ("row",), ids_of(sizes["node"], False), dtype=options["gather_dtype"]),
+            _ids(options, sizes),
+            *weights,
+        ),
+        apply=apply,
+        reference=reference,
+        results=(("segment", *features),),
+        terms=max(sizes["row"], 1),
+        free=features if dims is None else features[len(dims) :],
+    )
+
+
+def _with_nodes(sizes: Mapping[str, Sizes]) -> dict[str, Sizes]:
+    return {name: {**of_name, "node": max(of_name["row"] // 4, 1)} for name, of_name in sizes.items()}
+
+
+declare(
+    Call(
+        name="gather_segment_sum",
+        dtypes=FLOATING,
+        sizes=_with_nodes(SIZES),
+        large_sizes=_with_nodes({name: LARGE_SIZES[name] for name in (*MIDDLE_SIZES, "ordered", "ordered, odd")}),
+        options={
+            "weights": (ABSENT, "edge", "head"),
+            "indices_are_sorted": (ABSENT, True),
+            "mode": (ABSENT, "clip", "drop"),
+            "plan": (ABSENT, True),
+            "ids_dtype": COMMON["ids_dtype"],
+            "gather_dtype": COMMON["ids_dtype"],
+        },
+        strategy_options=({}, {"indices_are_sorted": True}, {"weights": "head"}),
+        problem=_gather_problem,
+        rules=(
+            NO_CLIP_TO_NOTHING,
+            NARROW_IDS,
+            Rule(
+                "heads are the first dimension of features",
+                ("weights", "size"),
+                lambda weights, size: weights == "head" and size in ("scalars", "many narrow rows"),
+            ),
+            Rule(
+                "a plan has an order and a mode of its own",
+                ("plan", "mode"),
+                lambda plan, mode: plan is not ABSENT and mode is not ABSENT,
+            ),
+            Rule(
+                "explicit mode does not sort arrays that are split",
+                ("plan", "sharding"),
+                lambda plan, sharding: plan is not ABSENT and sharding == "explicit",
+            ),
+        ),
     )
 )

@@ -69,9 +69,9 @@ def gather_segment_sum(
     decide, and the sum is rounded once to the dtype. Bit-equal from run to run.
 
     Gradient: ``d_data[n] = sum { weights[e] * d_out[segment_ids[e]] : gather_ids[e] == n }``, which is the same kernel
-    over the edges of each row, and ``d_weights[e] = sum(data[gather_ids[e]] * d_out[segment_ids[e]])`` over the features
-    that a weight scales. No gradient goes through gather ids that are out of range. Derivatives of any order exist.
-    ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    over the edges of each row, and ``d_weights[e] = sum(data[gather_ids[e]] * d_out[segment_ids[e]])`` over the
+    features that a weight scales. No gradient of data goes through gather ids that are out of range. Derivatives of any
+    order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
     :mod:`jax_baracuda.forward_mode`.
 
     Example:
@@ -190,16 +190,20 @@ def _reference(
     return (output if is_wide else output.astype(data.dtype),)
 
 
-def _gradient_of_weights(d_output: Array, data: Array, gather_ids: Array, segment_ids: Array) -> Array:
-    """Of ``[E, H]``. XLA fuses the gathers with the sum."""
+def _reference_dot(
+    d_output: Array, data: Array, gather_ids: Array, segment_ids: Array, *edge_order: Array, is_wide: bool, **_: Any
+) -> tuple[Array]:
     wide = accumulation_dtype(data.dtype)
-    cotangents, is_member = gather_segments(d_output.astype(wide), segment_ids)
-    products = jnp.where(is_member, cotangents * _gathered(data, gather_ids, clips_gather_ids=True).astype(wide), 0)
-    return products.sum(axis=-1).astype(data.dtype)
+    cells, is_member = gather_segments(d_output.astype(wide), segment_ids)
+    products = jnp.where(is_member, cells * _gathered(data, gather_ids, clips_gather_ids=True).astype(wide), 0)
+    output = products.sum(axis=-1)
+    if edge_order:
+        output = jnp.zeros_like(output).at[edge_order[0]].set(output)
+    return (output if is_wide else output.astype(data.dtype),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The program of one shard, where edges are split over devices.
+# The programs of one shard, where edges, or the features of a product, are split over devices.
 
 
 def _shard_program(
@@ -218,8 +222,25 @@ def _shard_program(
     return (output if is_wide else output.astype(data.dtype),)
 
 
+def _shard_program_dot(
+    kernel: Callable[..., Sequence[Array]],
+    axes: Mapping[str, tuple[str, ...]],
+    d_output: Array,
+    data: Array,
+    *edges: Array,
+    is_wide: bool,
+    **params: Any,
+) -> Sequence[Array]:
+    feature_axes = axes.get("feature", ())
+    if not feature_axes:
+        return kernel(d_output, data, *edges)
+    [local] = GATHER_SEGMENT_DOT.kernel(d_output, data, *edges, is_wide=True, **params)
+    output = jax.lax.psum(local, feature_axes)
+    return (output if is_wide else output.astype(data.dtype),)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-# The op.
+# Ops: one per native kernel.
 
 
 def _operands(*, has_weights: bool, has_edge_order: bool, **_: Any) -> NamedDimensions:
@@ -235,6 +256,21 @@ def _operands(*, has_weights: bool, has_edge_order: bool, **_: Any) -> NamedDime
     return operands
 
 
+def _operands_of_dot(*, has_edge_order: bool, **_: Any) -> NamedDimensions:
+    operands: dict[str, tuple[str, ...]] = {
+        "d_output": ("segment", "head", "feature"),
+        "data": ("gathered", "head", "feature"),
+        "gather_ids": ("edge",),
+        "segment_ids": ("edge",),
+    }
+    return operands | {"edge_order": ("edge",)} if has_edge_order else operands
+
+
+def _replicated_dims(*, has_edge_order: bool, **_: Any) -> tuple[str, ...]:
+    """An order numbers all edges."""
+    return ("gathered", "segment", "edge") if has_edge_order else ("gathered", "segment")
+
+
 def _plan_parameters(
     data: Any, gather_ids: Any, segment_ids: Any, *_: Any, has_weights: bool, **params: Any
 ) -> dict[str, int]:
@@ -244,6 +280,12 @@ def _plan_parameters(
         "heads": data.shape[1] if has_weights else 1,
         "has_weights": has_weights,
     }
+
+
+def _plan_parameters_of_dot(
+    d_output: Any, data: Any, gather_ids: Any, segment_ids: Any, *_: Any, **__: Any
+) -> dict[str, int]:
+    return {**plan_parameters(data, segment_ids, num_segments=d_output.shape[0]), "heads": data.shape[1]}
 
 
 def _limit(data: Any, gather_ids: Any, segment_ids: Any, *_: Any, num_segments: int, **__: Any) -> str | None:
@@ -268,6 +310,24 @@ def _transpose(
     return [d_data.astype(avals[0].dtype)]
 
 
+def _transpose_dot(
+    avals: Sequence[Any],
+    d_outputs: Sequence[Array],
+    data: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *edge_order: Array,
+    **_: Any,
+) -> Sequence[Array]:
+    """With respect to the cells: the weighted sum."""
+    weights = d_outputs[0].astype(data.dtype)
+    params = {"indices_are_sorted": False, "clips_gather_ids": True, "is_wide": False}
+    flags = {"has_weights": True, "has_edge_order": bool(edge_order)}
+    return GATHER_SEGMENT_SUM(
+        data, gather_ids, segment_ids, weights, *edge_order, num_segments=avals[0].shape[0], **params, **flags
+    )
+
+
 GATHER_SEGMENT_SUM = Op(
     name="gather_segment_sum",
     operands=_operands,
@@ -281,11 +341,32 @@ GATHER_SEGMENT_SUM = Op(
     guarantee=accumulated,
     attributes=("indices_are_sorted", "clips_gather_ids", "is_wide", "has_weights", "has_edge_order"),
     plan_parameters=_plan_parameters,
-    replicated_dims=("gathered", "segment"),
+    replicated_dims=_replicated_dims,
     reduction_dims=("edge",),
     shard_program=_shard_program,
     limit=_limit,
     transpose=_transpose,
+)
+
+GATHER_SEGMENT_DOT = Op(
+    name="gather_segment_dot",
+    operands=_operands_of_dot,
+    results={"d_weights": ("edge", "head")},
+    result_dtypes=lambda d_output, *_, is_wide, **__: [
+        accumulation_dtype(d_output.dtype) if is_wide else d_output.dtype
+    ],
+    reference=_reference_dot,
+    dtypes=FLOATING_DTYPES,
+    guarantee=accumulated,
+    attributes=("is_wide", "has_edge_order"),
+    plan_parameters=_plan_parameters_of_dot,
+    replicated_dims=_replicated_dims,
+    reduction_dims=("feature",),
+    shard_program=_shard_program_dot,
+    limit=lambda d_output, data, gather_ids, segment_ids, *_, **__: limit_of_32_bits(
+        segment_ids.shape[0], d_output.shape[0]
+    ),
+    transpose=_transpose_dot,
 )
 
 
@@ -361,9 +442,10 @@ def _backward(params: GatherParams, residuals: dict[str, Array], d_output: Array
     )
     if weights is None:
         return {"data": d_data}
-    d_weights = _gradient_of_weights(d_output, data, gather_ids, segment_ids)
-    if edge_order is not None:
-        d_weights = jnp.zeros_like(d_weights).at[edge_order].set(d_weights, unique_indices=True)
+    orders = () if edge_order is None else (edge_order,)
+    [d_weights] = GATHER_SEGMENT_DOT(
+        d_output, data, gather_ids, segment_ids, *orders, is_wide=False, has_edge_order=bool(orders)
+    )
     return {"data": d_data, "weights": d_weights}
 
 

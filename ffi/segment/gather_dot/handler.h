@@ -1,0 +1,67 @@
+// The handler of gather_segment_dot.
+#pragma once
+
+#include "ffi/segment/decoding.h"
+#include "ffi/segment/gather_dot/call.h"
+
+namespace jax_baracuda::segment {
+
+struct GatherDotOptions {
+  int64_t num_batch_dims;
+  bool is_wide, has_edge_order;
+};
+
+}  // namespace jax_baracuda::segment
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::GatherDotOptions, StructMember<int64_t>("num_batch_dims"),
+                                      StructMember<bool>("is_wide"), StructMember<bool>("has_edge_order"));
+
+namespace jax_baracuda::segment {
+
+template <typename Context, Run<Context, GatherDotCall> kRun>
+ffi::Error HandleGatherDot(Context context, ffi::AnyBuffer cells, ffi::AnyBuffer data, ffi::AnyBuffer gather_ids,
+                           ffi::AnyBuffer segment_ids, ffi::RemainingArgs optional,
+                           ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets scratch, GatherDotOptions options) {
+  constexpr const char* kOp = "gather_segment_dot";
+  GatherDotCall call;
+  Decoder decoder(kOp, options.num_batch_dims, &call);
+  const Problem& problem = call.problem;
+  JB_RETURN_IF_ERROR(decoder.First("output", *output, "edges, heads"));
+  JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
+  JB_RETURN_IF_ERROR(decoder.FirstGathered("data", data, &call.data, &call.num_rows, &call.data_is_shared));
+  if (decoder.features().size() != 2) {
+    return InvalidArgument(kOp, "data has " + std::to_string(decoder.features().size()) +
+                                    " dimensions of features, expected heads and features of a head");
+  }
+  call.heads = decoder.features()[0];
+  call.head_features = decoder.features()[1];
+  JB_RETURN_IF_ERROR(decoder.FirstCells("d_output", cells, decoder.type(), &call.cells, &call.cells_are_shared));
+  JB_RETURN_IF_ERROR(decoder.Vector("gather_ids", gather_ids, ffi::DataType::S32, problem.rows, &call.gather_ids,
+                                    &call.gather_ids_are_shared));
+  const ffi::DataType type = options.is_wide ? ComputeDataType(decoder.type()) : decoder.type();
+  JB_RETURN_IF_ERROR(
+      decoder.Array("output", *output, type, problem.rows, decoder.features().first(1), &call.output));
+  OptionalOperands operands(kOp, optional);
+  JB_RETURN_IF_ERROR(operands.Next("edge_order", options.has_edge_order, [&](const ffi::AnyBuffer& edge_order) {
+    return decoder.Vector("edge_order", edge_order, ffi::DataType::S32, problem.rows, &call.edge_order,
+                          &call.edge_order_is_shared);
+  }));
+  JB_RETURN_IF_ERROR(operands.End());
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchFloating(call.type, [](auto) {})));
+  call.is_wide = options.is_wide;
+  return kRun(context, kOp, scratch, &call);
+}
+
+inline GatherDotCall GatherDotCallOf(const PlanParameters& parameters) {
+  auto call = CallOf<GatherDotCall>(parameters);
+  call.heads = parameters.at("heads");
+  call.head_features = call.heads == 0 ? 0 : call.problem.features / call.heads;
+  return call;
+}
+
+template <typename Context>
+auto BindGatherDot() {
+  return BindWithOptionalOperands<Context, 4, 1>().RemainingRets().template Attrs<GatherDotOptions>();
+}
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,93 @@
+// The CPU kernels of gather_segment_dot.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ffi/segment/engine/rows_cpu.h"
+#include "ffi/segment/gather_dot/handler.h"
+
+namespace jax_baracuda::segment {
+namespace {
+
+// In as many partial sums as vectorise.
+template <typename T>
+JB_INLINE ComputeType<T> Dot(const T* x, const T* y, int64_t count) {
+  using C = ComputeType<T>;
+  constexpr int kSums = 16;
+  C sums[kSums] = {};
+  int64_t i = 0;
+  for (; i + kSums <= count; i += kSums) {
+    JB_VECTORIZE
+    for (int k = 0; k < kSums; ++k) sums[k] += static_cast<C>(x[i + k]) * static_cast<C>(y[i + k]);
+  }
+  C sum{0};
+  for (; i < count; ++i) sum += static_cast<C>(x[i]) * static_cast<C>(y[i]);
+  for (const C partial : sums) sum += partial;
+  return sum;
+}
+
+template <typename T>
+JB_CPU_CLONES void DotEdges(const GatherDotCall call, int64_t batch, int64_t edge_begin, int64_t edge_end) {
+  using C = ComputeType<T>;
+  const Problem& problem = call.problem;
+  const int64_t heads = call.heads, head_features = call.head_features, features = heads * head_features;
+  const T* const cells = static_cast<const T*>(call.cells) + (call.cells_are_shared ? 0 : batch * problem.segments * features);
+  const T* const data = static_cast<const T*>(call.data) + (call.data_is_shared ? 0 : batch * call.num_rows * features);
+  const int32_t* const gather_ids = call.gather_ids + (call.gather_ids_are_shared ? 0 : batch * problem.rows);
+  const int32_t* const edge_order =
+      call.edge_order + (call.edge_order == nullptr || call.edge_order_is_shared ? 0 : batch * problem.rows);
+  const SegmentIds ids(call);
+  const int64_t first_id = problem.IdIndex(batch, 0);
+  const auto row_of = [&](int64_t edge) __attribute__((always_inline)) {
+    return std::max<int64_t>(0, std::min<int64_t>(gather_ids[edge], call.num_rows - 1));
+  };
+  for (int64_t edge = edge_begin; edge < edge_end; ++edge) {
+    const int64_t segment = ids[first_id + edge];
+    const bool is_member = static_cast<uint64_t>(segment) < static_cast<uint64_t>(problem.segments) && call.num_rows > 0;
+    if (edge + kPrefetchDistance < edge_end && call.num_rows > 0) {
+      PrefetchRow(data + row_of(edge + kPrefetchDistance) * features, features);
+      const int64_t coming = ids[first_id + edge + kPrefetchDistance];
+      if (static_cast<uint64_t>(coming) < static_cast<uint64_t>(problem.segments)) {
+        PrefetchRow(cells + coming * features, features);
+      }
+    }
+    // Whatever a caller passes, nothing else is written.
+    const int64_t place =
+        call.edge_order == nullptr ? edge : std::clamp<int64_t>(edge_order[edge], 0, problem.rows - 1);
+    for (int64_t head = 0; head < heads; ++head) {
+      const C sum = is_member ? Dot(cells + segment * features + head * head_features,
+                                    data + row_of(edge) * features + head * head_features, head_features)
+                              : C{0};
+      const int64_t target = (batch * problem.rows + place) * heads + head;
+      if (call.is_wide) {
+        static_cast<C*>(call.output)[target] = sum;
+      } else {
+        Store(sum, static_cast<T*>(call.output) + target);
+      }
+    }
+  }
+}
+
+bool RunGatherDot(ffi::ThreadPool& pool, const GatherDotCall& call) {
+  if (call.HasNoElement()) return true;
+  const Problem& problem = call.problem;
+  DispatchFloating(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const int64_t edge_bytes = 2 * problem.features * static_cast<int64_t>(sizeof(T));
+    const int64_t chunks = std::min(problem.rows, ChunksFor(pool, problem.rows * edge_bytes));
+    ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
+      const int64_t chunk = index % chunks;
+      DotEdges<T>(call, index / chunks, ChunkBegin(problem.rows, chunks, chunk),
+                  ChunkBegin(problem.rows, chunks, chunk + 1));
+    });
+  });
+  return true;
+}
+
+Plan PlanGatherDot(const GatherDotCall& call) { return {call.HasNoElement() ? kNothing : "edges"}; }
+
+JB_CPU_TARGET("gather_segment_dot", (HandleGatherDot<ffi::ThreadPool, RunOnCpu<GatherDotCall, RunGatherDot>>),
+              BindGatherDot<ffi::ThreadPool>(), (PlanOf<PlanGatherDot, GatherDotCallOf>), kNothing, "edges");
+
+}  // namespace
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,19 @@
+// Launchers of the CUDA kernels of gather_segment_dot,
+// callable from plain C++. They write every element of the result and enqueue work on `stream` only: no allocation, no
+// synchronisation, the same launches whenever the problem is the same.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "ffi/core/cuda_status.h"
+#include "ffi/core/plan.h"
+#include "ffi/segment/gather_dot/call.h"
+
+namespace jax_baracuda::segment {
+
+// How LaunchGatherDot runs, from shapes alone.
+Plan PlanGatherDot(const GatherDotCall& call);
+
+CudaStatus LaunchGatherDot(const GatherDotCall& call, cudaStream_t stream);
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,127 @@
+"""Sums of gathered rows in NumPy, and direct calls of their handler."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+import numpy as np
+from support import cases, handlers
+from support.cases import Expected
+from support.handlers import Array, Call
+
+BATCH, NODES, EDGES, SEGMENTS, HEADS, FEATURES = 3, 5, 4, 2, 3, 6
+
+
+def gathered(data: np.ndarray, gather_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``data[gather_ids]`` as jax.numpy has it, and which rows that is, -1 for those that pass no gradient."""
+    wrapped = np.array([i + len(data) if i < 0 else i for i in gather_ids.astype(object)], object)
+    nearest = np.clip(wrapped, 0, len(data) - 1).astype(np.int64)
+    return data[nearest], np.where(wrapped == nearest, nearest, -1)
+
+
+def sum_of_edges(terms: np.ndarray, ids: np.ndarray, segments: int, dtype: np.dtype) -> Expected:
+    """The sum of float64 terms, each of them a product that is rounded or not before it is added."""
+    magnitude = cases.segment_sum(np.abs(terms), ids, segments)
+    # Many terms are alike, so that errors of rounding are, too: they add up.
+    count = cases.counts(ids, segments).reshape(-1, *(1 for _ in terms.shape[1:]))
+    error = (1 + count / 2) * cases.eps_of(dtype) * magnitude
+    return Expected(cases.segment_sum(terms, ids, segments), dtype, error)
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """The arrays of a call, and its result and gradients."""
+
+    data: np.ndarray
+    gather_ids: np.ndarray
+    segment_ids: np.ndarray
+    num_segments: int
+    weights: np.ndarray | None = None
+
+    def _scales(self) -> np.ndarray:
+        """The weights, to multiply rows with."""
+        if self.weights is None:
+            return np.ones((len(self.gather_ids), *(1 for _ in self.data.shape[1:])))
+        return self.weights.astype(np.float64).reshape(
+            *self.weights.shape, *(1 for _ in range(self.data.ndim - self.weights.ndim))
+        )
+
+    def value(self) -> Expected:
+        rows, _ = gathered(self.data.astype(np.float64), self.gather_ids)
+        return sum_of_edges(rows * self._scales(), self.segment_ids, self.num_segments, self.data.dtype)
+
+    def gradient_of_data(self, d_output: np.ndarray) -> Expected:
+        _, row = gathered(self.data, self.gather_ids)
+        terms = cases.take_cells(d_output.astype(np.float64), self.segment_ids) * self._scales()
+        return sum_of_edges(terms, row, len(self.data), self.data.dtype)
+
+    def gradient_of_weights(self, d_output: np.ndarray) -> Expected:
+        rows, _ = gathered(self.data.astype(np.float64), self.gather_ids)
+        products = rows * cases.take_cells(d_output.astype(np.float64), self.segment_ids)
+        axes = tuple(range(self.weights.ndim, products.ndim))
+        count = 1 + np.prod([products.shape[axis] for axis in axes])
+        error = count * cases.eps_of(self.data.dtype) * np.abs(products).sum(axes)
+        return Expected(products.sum(axes), self.data.dtype, error)
+
+
+def make_graph(
+    rng: np.random.Generator,
+    nodes: int,
+    edges: int,
+    segments: int,
+    row_shape: tuple[int, ...],
+    dtype: str = "float32",
+    weight_dims: int | None = None,
+    ids_dtype: str = "int32",
+    is_sorted: bool = False,
+) -> Graph:
+    """With ids of all kinds that are out of range."""
+    data = cases.cotangent(rng, (nodes, *row_shape), dtype)
+    segment_ids = cases.make_ids(rng, edges, segments, ids_dtype, is_sorted=is_sorted)
+    gather_ids = cases.make_ids(rng, edges, nodes, ids_dtype)
+    weights = None if weight_dims is None else rng.normal(size=(edges, *row_shape[:weight_dims])).astype(data.dtype)
+    return Graph(data, gather_ids, segment_ids, segments, weights)
+
+
+def good_dot_call(*, has_edge_order: bool = False, shared: Collection[int] = ()) -> Call:
+    """The same of the gradient of weights."""
+    operands = [
+        Array("d_output", (BATCH, SEGMENTS, HEADS, FEATURES)),
+        Array("data", (BATCH, NODES, HEADS, FEATURES)),
+        Array("gather_ids", (BATCH, EDGES), "int32"),
+        Array("segment_ids", (BATCH, EDGES), "int32"),
+        *([Array("edge_order", (BATCH, EDGES), "int32")] if has_edge_order else []),
+    ]
+    return handlers.good_call(
+        "gather_segment_dot",
+        [x.shared() if i in shared else x for i, x in enumerate(operands)],
+        [Array("output", (BATCH, EDGES, HEADS))],
+        {"is_wide": False, "has_edge_order": has_edge_order},
+    )
+
+
+def good_call(*, has_weights: bool = True, has_edge_order: bool = False, shared: Collection[int] = ()) -> Call:
+    """A call of the handler that fits, in which the operands at these positions are shared by the batch."""
+    row_shape = (HEADS, FEATURES) if has_weights else (FEATURES,)
+    operands = [
+        Array("data", (BATCH, NODES, *row_shape)),
+        Array("gather_ids", (BATCH, EDGES), "int32"),
+        Array("segment_ids", (BATCH, EDGES), "int32"),
+        *([Array("weights", (BATCH, EDGES, HEADS))] if has_weights else []),
+        *([Array("edge_order", (BATCH, EDGES), "int32")] if has_edge_order else []),
+    ]
+    params = {
+        "num_segments": SEGMENTS,
+        "indices_are_sorted": False,
+        "clips_gather_ids": True,
+        "is_wide": False,
+        "has_weights": has_weights,
+        "has_edge_order": has_edge_order,
+    }
+    return handlers.good_call(
+        "gather_segment_sum",
+        [x.shared() if i in shared else x for i, x in enumerate(operands)],
+        [Array("output", (BATCH, SEGMENTS, *row_shape))],
+        params,
+    )

@@ -1,0 +1,461 @@
+"""gather_segment_sum and segment_plan: values, gradients, transformations, sharding, errors and the handler."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from segment.gather_reference import (
+    BATCH,
+    EDGES,
+    NODES,
+    SEGMENTS,
+    Graph,
+    gathered,
+    good_call,
+    good_dot_call,
+    make_graph,
+)
+from support import cases, handlers
+from support.handlers import Call, with_dtypes, with_other_shapes
+
+import jax_baracuda
+from jax_baracuda import SegmentPlan, forward_mode, gather_segment_sum, segment_plan
+from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES
+from jax_baracuda._core.op import OPS
+
+OP = OPS["gather_segment_sum"]
+
+# (nodes, edges, segments, row_shape, weight_dims)
+GRAPHS = (
+    (1, 1, 1, (), None),
+    (5, 0, 4, (3,), None),
+    (6, 20, 0, (2,), None),
+    (7, 30, 3, (0,), None),
+    (50, 400, 41, (), 0),
+    (50, 400, 41, (3,), 0),
+    (50, 4000, 900, (3, 5), 1),
+    (300, 9000, 700, (8,), None),
+    (300, 9000, 700, (4, 16), 1),
+    (300, 9000, 700, (4, 16), 0),
+    (300, 9000, 5, (2, 3, 4), 2),
+    (300, 9000, 5, (64,), 1),
+    (200, 30_000, 3, (128,), None),
+    (2000, 30_000, 40_000, (33,), 0),
+    (700, 5000, 600, (7, 20), 1),
+    (40, 3000, 50, (1100,), None),
+)
+each_graph = pytest.mark.parametrize(
+    "sizes", GRAPHS, ids=lambda s: f"{s[0]}-{s[1]}-{s[2]}-{'x'.join(map(str, s[3]))}-{s[4]}"
+)
+each_dtype = pytest.mark.parametrize("dtype", cases.FLOATING)
+FORMS = ("ids", "plan", "sorted")
+
+
+def call_of(graph: Graph, form: str) -> Callable[..., jax.Array]:
+    """``(data, weights) -> output``"""
+    ids = graph.gather_ids, graph.segment_ids, graph.num_segments
+
+    def call(data: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+        if form == "plan":
+            plan = segment_plan(graph.segment_ids, graph.num_segments, graph.gather_ids, data.shape[0])
+            return gather_segment_sum(data, weights=weights, plan=plan)
+        return gather_segment_sum(data, *ids, weights=weights, indices_are_sorted=form == "sorted")
+
+    return call
+
+
+@pytest.mark.parametrize("form", FORMS)
+@each_graph
+@each_dtype
+def test_value_and_gradients(rng: np.random.Generator, sizes: Any, dtype: str, form: str) -> None:
+    """Of every size and dtype, unsorted, sorted and by a plan; and once more with the same bits."""
+    *counts, row_shape, weight_dims = sizes
+    graph = make_graph(rng, *counts, row_shape, dtype, weight_dims, is_sorted=form == "sorted")
+    d_output = cases.cotangent(rng, (graph.num_segments, *row_shape), dtype)
+    arrays = (graph.data,) if graph.weights is None else (graph.data, graph.weights)
+
+    @jax.jit
+    def run(arrays: Any, gather_ids: Any, segment_ids: Any, d_output: Any) -> Any:
+        edges = dataclasses.replace(graph, gather_ids=gather_ids, segment_ids=segment_ids)
+        output, vjp = jax.vjp(call_of(edges, form), *arrays)
+        return output, vjp(d_output)
+
+    with cases.x64_for(dtype):
+        output, gradients = run(arrays, graph.gather_ids, graph.segment_ids, d_output)
+        again = run(arrays, graph.gather_ids, graph.segment_ids, d_output)
+    graph.value().check(output, "value")
+    graph.gradient_of_data(d_output).check(gradients[0], "gradient of data")
+    if graph.weights is not None:
+        graph.gradient_of_weights(d_output).check(gradients[1], "gradient of weights")
+    for first, second in zip(jax.tree.leaves((output, gradients)), jax.tree.leaves(again), strict=True):
+        assert np.asarray(first).tobytes() == np.asarray(second).tobytes()
+
+
+@pytest.mark.parametrize("ids_dtype", cases.INTEGERS)
+@pytest.mark.parametrize("form", ["ids", "plan"])
+def test_ids_of_every_dtype(rng: np.random.Generator, ids_dtype: str, form: str) -> None:
+    """Up to the ends of their range."""
+    graph = make_graph(rng, 40, 3000, 30, (5,), ids_dtype=ids_dtype)
+    d_output = cases.cotangent(rng, (30, 5), "float32")
+    with cases.x64_for(ids_dtype):
+        output, vjp = jax.vjp(call_of(graph, form), graph.data)
+        graph.value().check(output)
+        graph.gradient_of_data(d_output).check(vjp(d_output)[0])
+
+
+@pytest.mark.parametrize("form", ["ids", "plan"])
+def test_gather_ids_mean_what_they_mean_in_jax_numpy(rng: np.random.Generator, form: str) -> None:
+    graph = make_graph(rng, 9, 200, 6, (4,))
+
+    def plain(data: jax.Array) -> jax.Array:
+        return jax.ops.segment_sum(data[graph.gather_ids], np.where(graph.segment_ids < 6, graph.segment_ids, -1), 6)
+
+    np.testing.assert_array_equal(jnp.asarray(graph.data)[graph.gather_ids], gathered(graph.data, graph.gather_ids)[0])
+    data = np.round(graph.data)  # sums of integers are exact
+    output, vjp = jax.vjp(call_of(graph, form), data)
+    expected, plain_vjp = jax.vjp(plain, data)
+    d_output = np.round(cases.cotangent(rng, (6, 4), "float32"))
+    np.testing.assert_array_equal(output, expected)
+    np.testing.assert_array_equal(vjp(d_output)[0], plain_vjp(d_output)[0])
+
+
+def small_integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Numbers whose products and sums are exact in any order."""
+    return rng.integers(-4, 5, shape).astype(np.float32)
+
+
+def plain(data: Any, gather_ids: Any, segment_ids: Any, num_segments: int, weights: Any = None) -> jax.Array:
+    rows = data[gather_ids]
+    if weights is not None:
+        rows = rows * weights.reshape(*weights.shape, *(1 for _ in range(rows.ndim - weights.ndim)))
+    return jax.ops.segment_sum(rows, segment_ids, num_segments)
+
+
+@pytest.mark.parametrize("mapped", [m for m in itertools.product((None, 0), repeat=4) if any(x == 0 for x in m)])
+def test_vmap(rng: np.random.Generator, mapped: tuple[int | None, ...]) -> None:
+    """One launch, whatever the batch shares; value and gradients as those of plain JAX."""
+    batch, nodes, edges, segments = 3, 40, 900, 30
+    front = [(batch,) if axis == 0 else () for axis in mapped]
+    data, weights = small_integers(rng, *front[0], nodes, 2, 6), small_integers(rng, *front[3], edges, 2)
+    gather_ids = rng.integers(0, nodes, (*front[1], edges))
+    segment_ids = rng.integers(0, segments, (*front[2], edges))
+
+    def value_and_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+        def loss(data: Any, weights: Any, gather_ids: Any, segment_ids: Any) -> Any:
+            return (function(data, gather_ids, segment_ids, segments, weights=weights) ** 2).sum()
+
+        return lambda data, g, s, w: jax.value_and_grad(loss, (0, 1))(data, w, g, s)
+
+    arrays = data, gather_ids, segment_ids, weights
+    run = jax.jit(jax.vmap(value_and_gradient(gather_segment_sum), mapped))
+    assert run.lower(*arrays).as_text().count("@jax_baracuda.gather_segment_sum(") == 2
+    expected = jax.vmap(value_and_gradient(plain), mapped)(*arrays)
+    jax.tree.map(np.testing.assert_array_equal, run(*arrays), expected)
+
+
+def test_derivatives_of_higher_order(rng: np.random.Generator) -> None:
+    """Forward over reverse, reverse over reverse, and both modes of the twin."""
+    nodes, edges, segments = 7, 30, 5
+    data, weights = small_integers(rng, nodes, 2, 3), small_integers(rng, edges, 2)
+    ids = rng.integers(0, nodes, edges), rng.integers(0, segments, edges)
+    scale = small_integers(rng, segments, 2, 3)
+
+    def loss_of(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda arrays: (function(arrays[0], *ids, segments, weights=arrays[1]) ** 2 * scale).sum()
+
+    arrays = data, weights
+    for transform in (jax.hessian, lambda f: jax.jacrev(jax.grad(f))):
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            transform(loss_of(gather_segment_sum))(arrays),
+            transform(loss_of(plain))(arrays),
+        )
+    twin = loss_of(forward_mode.gather_segment_sum)
+    for transform in (jax.jacfwd, jax.grad, lambda f: jax.jacfwd(jax.jacfwd(f))):
+        jax.tree.map(np.testing.assert_array_equal, transform(twin)(arrays), transform(loss_of(plain))(arrays))
+
+
+def test_no_array_of_edges_times_features(rng: np.random.Generator) -> None:
+    """Neither in the forward pass nor in the gradient of data, on any back end."""
+    nodes, edges, segments, features = 100, 50_000, 100, 256
+    graph = make_graph(rng, nodes, edges, segments, (features,))
+
+    def loss(data: jax.Array, gather_ids: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        return (gather_segment_sum(data, gather_ids, segment_ids, segments) ** 2).sum()
+
+    program = jax.jit(jax.grad(loss)).lower(graph.data, graph.gather_ids, graph.segment_ids).compile()
+    assert program.memory_analysis().temp_size_in_bytes < edges * features  # a quarter of the messages
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Plans.
+
+
+def test_plan_holds_stable_orders(rng: np.random.Generator) -> None:
+    graph = make_graph(rng, 40, 3000, 30, (2,))
+    plan = segment_plan(graph.segment_ids, 30, graph.gather_ids, 40)
+    is_member = (graph.segment_ids >= 0) & (graph.segment_ids < 30)
+    segments = np.where(is_member, graph.segment_ids, 30)
+    order = np.argsort(segments, kind="stable")
+    _, rows = gathered(graph.data, graph.gather_ids)
+    transposed = np.argsort(np.where(rows < 0, 40, rows), kind="stable")
+    nearest = np.clip(np.where(graph.gather_ids < 0, graph.gather_ids + np.int64(40), graph.gather_ids), 0, 39)
+    expected = SegmentPlan(
+        edge_order=order,
+        gather_ids=nearest[order],
+        segment_ids=segments[order],
+        transposed_order=transposed,
+        transposed_gather_ids=segments[transposed],
+        transposed_segment_ids=np.where(rows < 0, 40, rows)[transposed],
+        num_segments=30,
+        num_rows=40,
+    )
+    assert {x.dtype for x in jax.tree.leaves(plan)} == {np.dtype(np.int32)}
+    jax.tree.map(np.testing.assert_array_equal, plan, expected)
+
+
+def test_plan_passes_through_transformations(rng: np.random.Generator) -> None:
+    """As an argument of jit, donated, in a loop, under grad, vmap and checkpoint."""
+    nodes, edges, segments = 30, 500, 30
+    data = small_integers(rng, nodes, 8)
+    ids = rng.integers(0, nodes, edges), rng.integers(0, segments, edges)
+    plan = jax.jit(segment_plan, static_argnums=(1, 3))(ids[1], segments, ids[0], nodes)
+    expected = plain(data, *ids, segments)
+    np.testing.assert_array_equal(jax.jit(lambda x, plan: gather_segment_sum(x, plan=plan))(data, plan), expected)
+    looped, _ = jax.lax.scan(
+        lambda carry, _: ((gather_segment_sum(carry[0], plan=carry[1]) % 5, carry[1]), None), (data, plan), length=3
+    )
+    want = data
+    for _ in range(3):
+        want = plain(want, *ids, segments) % 5
+    np.testing.assert_array_equal(looped[0], want)
+    for wrap in (lambda f: f, jax.checkpoint):
+        loss = wrap(lambda x, plan: (gather_segment_sum(x, plan=plan) ** 2).sum())
+        gradient = jax.jit(jax.grad(loss))(data, plan)
+        np.testing.assert_array_equal(gradient, jax.grad(lambda x: (plain(x, *ids, segments) ** 2).sum())(data))
+    plans = jax.tree.map(lambda *leaves: jnp.stack(leaves), plan, segment_plan(ids[0], segments, ids[1], nodes))
+    both = jax.vmap(lambda plan: gather_segment_sum(data, plan=plan))(plans)
+    np.testing.assert_array_equal(both[0], expected)
+    np.testing.assert_array_equal(both[1], plain(data, ids[1], ids[0], segments))
+    donated = jax.jit(lambda x, plan: gather_segment_sum(x, plan=plan), donate_argnums=(0,))
+    np.testing.assert_array_equal(donated(jnp.array(data), plan), expected)
+
+
+def test_any_plan_is_safe(rng: np.random.Generator) -> None:
+    """Arrays that are no orders give some result, and read nothing out of bounds."""
+    data, weights = small_integers(rng, 20, 2, 3), small_integers(rng, 400, 2)
+    for _ in range(5):
+        arrays = [rng.integers(-(2**31), 2**31, 400).astype(np.int32) for _ in range(6)]
+        plan = SegmentPlan(*map(jnp.asarray, arrays), num_segments=10, num_rows=20)
+        output, vjp = jax.vjp(lambda x, w, plan=plan: gather_segment_sum(x, weights=w, plan=plan), data, weights)
+        jax.block_until_ready(vjp(output))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sharding.
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="there is one device")
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
+@pytest.mark.parametrize("split", ["edges", "heads", "features"])
+def test_sharding(rng: np.random.Generator, split: str, axis_type: AxisType) -> None:
+    """Edges are split with one all-reduce; heads and features with nothing."""
+    nodes, edges, segments = 30, 64, 20
+    mesh = jax.make_mesh((2,), ("x",), (axis_type,), devices=jax.devices()[:2])
+    specs = {
+        "edges": (P(), P("x"), P("x"), P("x")),
+        "heads": (P(None, "x"), P(), P(), P(None, "x")),
+        "features": (P(None, None, "x"), P(), P(), P()),
+    }[split]
+    arrays = (
+        small_integers(rng, nodes, 2, 6),
+        rng.integers(0, nodes, edges),
+        rng.integers(0, segments, edges),
+        small_integers(rng, edges, 2),
+    )
+
+    def run(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, g, s, w: function(x, g, s, segments, weights=w)
+
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+    with jax.set_mesh(mesh):
+        program = jax.jit(run(gather_segment_sum)).lower(*placed).compile()
+        output = program(*placed)
+        gradient = jax.jit(jax.grad(lambda *x: (run(gather_segment_sum)(*x) ** 2).sum(), (0, 3)))(*placed)
+    text = program.as_text()
+    assert len(re.findall(r"all-reduce(-start)?\(", text)) == (split == "edges")
+    assert not re.search(r"all-gather|all-to-all|collective-permute", text)
+    np.testing.assert_array_equal(output, run(plain)(*arrays))
+    expected = jax.grad(lambda *x: (run(plain)(*x) ** 2).sum(), (0, 3))(*arrays)
+    jax.tree.map(np.testing.assert_array_equal, gradient, expected)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="there is one device")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_over_edges(rng: np.random.Generator, check_vma: bool) -> None:
+    nodes, edges, segments = 30, 64, 20
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+    data, ids = small_integers(rng, nodes, 6), (rng.integers(0, nodes, edges), rng.integers(0, segments, edges))
+
+    def local(data: jax.Array, g: jax.Array, s: jax.Array) -> jax.Array:
+        return jax.lax.psum(gather_segment_sum(data, g, s, segments), "x")
+
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("x"), P("x")), out_specs=P(), check_vma=check_vma)
+    np.testing.assert_array_equal(jax.jit(sharded)(data, *ids), plain(data, *ids, segments))
+    gradient = jax.jit(jax.grad(lambda x: (sharded(x, *ids) ** 2).sum()))(data)
+    np.testing.assert_array_equal(gradient, jax.grad(lambda x: (plain(x, *ids, segments) ** 2).sum())(data))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Errors.
+
+DATA, IDS = np.ones((4, 3), np.float32), np.zeros(5, np.int32)
+COUNTS = np.ones(4, np.int32)
+PLAN = dict(segment_ids=IDS, num_segments=2, gather_ids=IDS, num_rows=4)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, "data must be an array, got list", lambda: gather_segment_sum([1.0], IDS, IDS, 2)),
+        (
+            TypeError,
+            r"floating dtype, got \(4,\) of int32",
+            lambda: gather_segment_sum(COUNTS, IDS, IDS, 2),
+        ),
+        (
+            TypeError,
+            "segment_ids and num_segments must be given",
+            lambda: gather_segment_sum(DATA, IDS, IDS),
+        ),
+        (TypeError, "gather_ids must have an integer dtype", lambda: gather_segment_sum(DATA, IDS * 1.0, IDS, 2)),
+        (
+            IndexError,
+            "must have an integer dtype, got bool",
+            lambda: gather_segment_sum(DATA, IDS, IDS == 0, 2),
+        ),
+        (ValueError, r"one shape \[E\], got \(4,\) and \(5,\)", lambda: gather_segment_sum(DATA, IDS[1:], IDS, 2)),
+        (ValueError, "num_segments must be non-negative, got -1", lambda: gather_segment_sum(DATA, IDS, IDS, -1)),
+        (ValueError, "must have rows for 5 edges", lambda: gather_segment_sum(DATA[:0], IDS, IDS, 2)),
+        (ValueError, r"weights must be \[E\]", lambda: gather_segment_sum(DATA, IDS, IDS, 2, weights=np.ones(4))),
+        (ValueError, r"weights must be \[E\]", lambda: gather_segment_sum(DATA, IDS, IDS, 2, weights=np.ones((5, 2)))),
+        (ValueError, "mode must be None", lambda: gather_segment_sum(DATA, IDS, IDS, 2, mode="wrong")),
+        (TypeError, "plan must be a SegmentPlan, got dict", lambda: gather_segment_sum(DATA, plan={})),
+        (ValueError, "belong to the plan", lambda: gather_segment_sum(DATA, IDS, plan=segment_plan(**PLAN))),
+        (ValueError, "for 4 rows, got data.shape", lambda: gather_segment_sum(DATA[:3], plan=segment_plan(**PLAN))),
+        (ValueError, "segment_plan: num_rows must be non-negative", lambda: segment_plan(**PLAN | {"num_rows": -2})),
+        (
+            TypeError,
+            "num_segments must be an integer",
+            lambda: segment_plan(**PLAN | {"num_segments": 2.0}),
+        ),
+        (ValueError, "one shape", lambda: segment_plan(**PLAN | {"gather_ids": IDS[:3]})),
+    ],
+)
+def test_errors(error: type[Exception], message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=message) as raised:
+        call()
+    assert re.match("(gather_segment_sum|segment_plan): ", str(raised.value))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The handler.
+
+
+GOOD_CALLS = {
+    f"{make.__name__}{' with order' if has_edge_order else ''}": functools.partial(make, has_edge_order=has_edge_order)
+    for make in (good_call, good_dot_call)
+    for has_edge_order in (False, True)
+} | {"without weights": functools.partial(good_call, has_weights=False)}
+each_call = pytest.mark.parametrize("make", GOOD_CALLS.values(), ids=GOOD_CALLS)
+
+
+@each_call
+def test_valid_calls_succeed(make: Callable[..., Call]) -> None:
+    """With any of the operands shared by the batch."""
+    num_operands = len(make().operands)
+    for count in range(num_operands + 1):
+        for shared in itertools.combinations(range(num_operands), count):
+            make(shared=shared).run()
+
+
+@each_call
+def test_other_shapes_and_dtypes_are_refused(make: Callable[..., Call]) -> None:
+    good = make()
+    names = [x.name for x in good.arrays()]
+    longer_or_shorter = {"dimension 1 longer", "dimension 1 shorter"}
+    free = {"data"} | ({"output"} if good.target == "gather_segment_sum" else {"d_output"})
+    for how, array, bad in good.with_other(with_other_shapes):
+        if array.name not in free or how not in longer_or_shorter:
+            handlers.assert_refused(bad, f"{array.name} {how}", names)
+    others = ("int8", "float16", "int64", "complex64")
+    for dtype, array, bad in good.with_other(lambda array: with_dtypes(array, others)):
+        if (array.name, dtype) != ("segment_ids", "int64"):
+            handlers.assert_refused(bad, f"{array.name} of {dtype}", names)
+
+
+@each_call
+def test_optional_operands_go_by_their_attributes(make: Callable[..., Call]) -> None:
+    good = make()
+    names = ["got", *(x.name for x in good.arrays()), "weights", "edge_order"]
+    for name, is_there in good.attributes.items():
+        if name.startswith("has_"):
+            bad = dataclasses.replace(good, attributes={**good.attributes, name: not is_there})
+            handlers.assert_refused(bad, name, names)
+    handlers.assert_other_attributes_refused(good)
+
+
+@each_call
+def test_batch_dims_count_as_one(rng: np.random.Generator, make: Callable[..., Call]) -> None:
+    good = make()
+    limits = {"gather_ids": NODES, "segment_ids": SEGMENTS}
+    operands = {
+        x.name: rng.integers(0, limits[x.name], x.shape).astype(np.int32)
+        if x.name in limits
+        else rng.permuted(np.tile(np.arange(EDGES, dtype=np.int32), (BATCH, 1)), axis=1)
+        if x.name == "edge_order"
+        else rng.normal(size=x.shape).astype(np.float32)
+        for x in good.operands
+    }
+    for sizes in ((3, 1), (1, 3, 1)):
+        handlers.assert_batch_dims_count_as_one(good, operands, sizes)
+
+
+@pytest.mark.parametrize("platform", KERNEL_PLATFORMS)
+def test_every_strategy_is_planned(platform: str) -> None:
+    native = NATIVE_MODULES[platform]
+    if native.module is None:
+        cases.skip_for_lack_of(platform, f"{platform}: {native.problem}")
+    flags = {"is_wide": False, "clips_gather_ids": True, "has_edge_order": False}
+    plans = set()
+    for edges, segments, heads, features, is_sorted in itertools.product(
+        (0, 64, 1 << 21), (0, 3, 5000), (1, 4), (1, 8, 100), (False, True)
+    ):
+        shapes = [(9, heads, features), (edges,), (edges,), (edges, heads)]
+        operands = [
+            jax.ShapeDtypeStruct(shape, dtype)
+            for shape, dtype in zip(shapes, (np.float32, np.int32, np.int32, np.float32), strict=True)
+        ]
+        params = {"num_segments": segments, "indices_are_sorted": is_sorted, "has_weights": True, **flags}
+        plans.add(OpCall(OP, operands, params).plan(platform).strategy)
+    assert plans == set(native.strategies()["gather_segment_sum"])
+    for edges, expected in ((0, "nothing"), (5, {"cpu": "edges", "cuda": "edge_vectors"}[platform])):
+        operands = [jax.ShapeDtypeStruct((9, 2, 3), np.float32)] * 2 + [jax.ShapeDtypeStruct((edges,), np.int32)] * 2
+        plan = OpCall(OPS["gather_segment_dot"], operands, {"is_wide": False, "has_edge_order": False}).plan(platform)
+        assert plan.strategy == expected and expected in native.strategies()["gather_segment_dot"]
+
+
+def test_public_names() -> None:
+    assert {"gather_segment_sum", "segment_plan", "SegmentPlan"} <= set(jax_baracuda.__all__)
