@@ -60,7 +60,8 @@ class Op:
     replicated_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
     """Dimensions that must not be split over devices. Or ``(**params)`` -> these."""
     reduction_dims: tuple[str, ...] = ()
-    """Dimensions of the operands that results lack, so that shards have parts of those results."""
+    """Dimensions of the operands that results lack, so that shards have parts of those results, if they are not among
+    those that a call replicates."""
     shard_program: Callable[..., Sequence[jax.Array]] | None = None
     """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is."""
     limit: Callable[..., str | None] | None = None

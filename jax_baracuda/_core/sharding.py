@@ -70,7 +70,9 @@ class NamedShapes:
         # Shardy wants the factors in the order of their first occurrence.
         return text, {
             "reduction_factors": tuple(
-                f for name, f in factors.items() if name in reduction_dims and name not in in_results
+                f
+                for name, f in factors.items()
+                if name in reduction_dims and name not in in_results and name not in replicated_dims
             ),
             "need_replication_factors": tuple(f for name, f in factors.items() if name in replicated_dims),
         }

@@ -210,7 +210,7 @@ def reductions(
         )
 
 
-GATHERED_CHECKED = {use: {**sizes, "node": sizes["row"] // 6, "head": 4} for use, sizes in CHECKED.items()}
+GATHERED_CHECKED = {use: {**sizes, "node": sizes["row"] // 6, "feature1": 4} for use, sizes in CHECKED.items()}
 GATHERED_TIMED = {use: {**sizes, "node": sizes["segment"]} for use, sizes in TIMED.items()}
 # Plain JAX rounds the products, too, and the gradient of a weight is a sum of products.
 WEIGHTED: Tolerance = {"float32": (4e-6, 2e-5), "bfloat16": (3e-2, 6e-2), "float16": (4e-3, 8e-3)}
@@ -297,7 +297,7 @@ EXAMPLES = [
             ("", ("feature",), IDS, {}, {}, GATHERED_CHECKED | GATHERED_TIMED),
             ("sorted ids", ("feature",), SORTED_IDS, {}, {"indices_are_sorted": True}, GATHERED_CHECKED),
             ("weights", ("feature",), IDS, {"weights": Operand(("row",))}, {}, GATHERED_CHECKED),
-            ("heads", ("head", "feature"), IDS, {"weights": Operand(("row", "head"))}, {}, GATHERED_CHECKED),
+            ("heads", ("feature", "feature1"), IDS, {"weights": Operand(("row", "feature"))}, {}, GATHERED_CHECKED),
         )
     ),
     Example(

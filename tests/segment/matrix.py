@@ -287,6 +287,17 @@ def ids_of(num_segments: int, is_sorted: bool) -> Draw:
     return draw
 
 
+def row_numbers_of(num_rows: int) -> Draw:
+    """From the front or, below 0, from the end. Other numbers are no rows, and JAX's derivatives by those disagree: the
+    tangent is that of the nearest row, the gradient is dropped, and the second gradient is not."""
+
+    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        info = np.iinfo(dtype)
+        return rng.integers(max(-num_rows, int(info.min)), min(num_rows, int(info.max) + 1), shape).astype(dtype)
+
+    return draw
+
+
 def near_ids(num_segments: int) -> Draw:
     """For calls that take the number of segments from the ids."""
 
@@ -756,16 +767,6 @@ declare(
 # Sums of gathered rows.
 
 
-def _gathered_rows(data: Any, ids: Any) -> Any:
-    """``data[ids]`` for ids of every dtype: those out of range name the nearest row, and pass no gradient."""
-    ids = wide_ids(jnp.where(ids.astype(jnp.uint64) > 2**62, 2**62, ids) if ids.dtype == jnp.uint64 else ids)
-    ids = jnp.where(ids < 0, ids + data.shape[0], ids)
-    nearest = jnp.clip(ids, 0, data.shape[0] - 1)
-    rows = data[nearest]
-    passes = (ids == nearest).reshape(-1, *[1] * (data.ndim - 1))
-    return jnp.where(passes, rows, jax.lax.stop_gradient(rows))
-
-
 def _gather_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     features, num_segments = _features(sizes), sizes["segment"]
     dims = {ABSENT: None, "edge": (), "head": features[:1]}[options["weights"]]
@@ -781,7 +782,7 @@ def _gather_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         )
 
     def reference(data: Any, gather_ids: Any, segment_ids: Any, *weights: Any) -> Any:
-        rows = _gathered_rows(data, gather_ids)
+        rows = data[wide_ids(gather_ids)]
         if weights:
             rows = rows * weights[0].reshape(*weights[0].shape, *[1] * (rows.ndim - weights[0].ndim))
         return _clipped(segment_sum, options["mode"])(rows, segment_ids, num_segments)
@@ -789,7 +790,7 @@ def _gather_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     return Problem(
         operands=(
             Operand("data", ("node", *features), numbers),
-            Operand("gather_ids", ("row",), ids_of(sizes["node"], False), dtype=options["gather_dtype"]),
+            Operand("gather_ids", ("row",), row_numbers_of(sizes["node"]), dtype=options["gather_dtype"]),
             _ids(options, sizes),
             *weights,
         ),
