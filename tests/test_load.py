@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from support.programs import Program, tiny_programs
+from support.programs import Program, plain_jax, tiny_programs
 
 NUM_THREADS = 8
 ROUNDS = 1000
@@ -63,10 +63,12 @@ def resident_bytes() -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def print_growth_of_memory() -> None:
+def growth_of_memory() -> list[int]:
     """Bytes of the process and of the device, and arrays, by which many calls grow, the less of two times."""
     operands = [jax.device_put(program.operands) for program in PROGRAMS]
-    calls = [jax.jit(program.function).lower(*x).compile() for program, x in zip(PROGRAMS, operands, strict=True)]
+    # Functions that JAX has not traced yet.
+    functions = [lambda *x, program=program: program.function(*x) for program in PROGRAMS]
+    calls = [jax.jit(function).lower(*x).compile() for function, x in zip(functions, operands, strict=True)]
 
     def call(times: int) -> tuple[int, int, int]:
         for i in range(times):
@@ -82,12 +84,19 @@ def print_growth_of_memory() -> None:
     # A leak grows every time; a pool of threads that reaches a new peak on a busy machine grows once.
     levels = [call(times) for times in (CALLS_OF_WARM_UP, CALLS // 2, CALLS // 2)]
     growths = [[b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(levels)]
-    print(*map(min, zip(*growths, strict=True)))
+    return [min(of_both) for of_both in zip(*growths, strict=True)]
+
+
+def print_growth_of_memory() -> None:
+    """Of the kernels, and of the same programs in plain JAX."""
+    growth = growth_of_memory()
+    with plain_jax():
+        print(*growth, *growth_of_memory())
 
 
 @pytest.mark.newest_jax_alone
 def test_memory_does_not_grow() -> None:
-    """Less than 100 bytes a call, of a fresh process; nothing on the device."""
+    """Of a fresh process, less than 100 bytes a call more than with plain JAX, whose own is such on some GPUs."""
     if not Path("/proc/self/statm").exists():
         pytest.skip("there is no /proc to read the memory of a process from")
     child = subprocess.run(
@@ -101,6 +110,6 @@ def test_memory_does_not_grow() -> None:
         check=False,
     )
     assert child.returncode == 0, child.stderr
-    process, device, arrays = map(int, child.stdout.split())
-    assert process < 100 * (CALLS // 2)
+    process, device, arrays, of_plain_jax, *_ = map(int, child.stdout.split())
+    assert process - max(of_plain_jax, 0) < 100 * (CALLS // 2)
     assert (device, arrays) == (0, 0)

@@ -5,8 +5,9 @@ They are the examples of the functions, of data that are small integers: sums ma
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,6 +19,14 @@ from support import cases
 from jax_baracuda._core.call import OpCall
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
+
+
+@contextlib.contextmanager
+def plain_jax() -> Iterator[None]:
+    """What is compiled in this context runs as plain JAX."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OpCall, "unsupported_reason", lambda *_: "plain JAX is asked for")
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +44,7 @@ class Program:
 
     def expected(self) -> list[np.ndarray]:
         """Of one call, in plain JAX."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(OpCall, "unsupported_reason", lambda *_: "plain JAX is asked for")
+        with plain_jax():
             # A function that JAX has not traced yet.
             return dataclasses.replace(self, function=lambda *operands: self.function(*operands)).results()
 

@@ -1,9 +1,9 @@
 // Reduction of narrow rows that come in the order of their segments: whole rows to a thread.
 //
 // A block takes a tile of rows, each thread some neighbouring ones: through shared memory, so that loads are coalesced,
-// or directly where a thread's rows are no more than two sectors. Runs of rows of one segment that begin and end within a
-// thread's rows are done there. A segmented scan over the block puts the others together. At most two of them cross the
-// ends of the tile. They leave a carry-in and a carry-out, which MergeCarries of tiles.cuh folds.
+// or directly where a thread's rows are no more than two sectors. Runs of rows of one segment that begin and end within
+// a thread's rows are done there. A segmented scan over the block puts the others together. At most two of them cross
+// the ends of the tile. They leave a carry-in and a carry-out, which MergeCarries of tiles.cuh folds.
 #pragma once
 
 #include <cuda_pipeline.h>

@@ -45,7 +45,8 @@ inline constexpr int kMaxTileThreads = 64;
 // Two tiles at least.
 inline int TileThreads(int lanes) { return lanes > 16 ? kMaxTileThreads : 32; }
 
-// What the rows under reduction are gathered from: row i is row gather_ids[i] of an array of `num_rows`, times a weight.
+// What the rows under reduction are gathered from: row i is row gather_ids[i] of an array of `num_rows`, times a
+// weight.
 template <typename T>
 struct Gathering {
   const int32_t* gather_ids;  // [batch or 1, rows]

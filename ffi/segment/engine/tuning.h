@@ -30,6 +30,10 @@ struct Tuning90 {
   static constexpr int64_t kPartBytes = int64_t{24} << 20, kMaxParts = 4, kMinRowsToPartSegment = 8;
   // A small softmax takes one launch up to this size, and with at most so many rows to a segment.
   static constexpr int64_t kMaxSmallElements = int64_t{1} << 22, kMaxSmallRowsToSegment = 1024;
+
+  // Products of an edge's rows: so many of each group of threads are under way at once, in so many steps of a block;
+  // and so many blocks share a multiprocessor, which caps the registers.
+  static constexpr int kDotsInFlight = 4, kDotSteps = 8, kDotBlocks = 6;
 };
 
 using Tuning = Tuning90;

@@ -2,20 +2,21 @@
 #include "ffi/core/divider.cuh"
 #include "ffi/core/warp.cuh"
 #include "ffi/segment/engine/device.cuh"
+#include "ffi/segment/engine/tuning.h"
 #include "ffi/segment/gather_dot/launch.cuh"
 
 namespace jax_baracuda::segment {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kProductsInFlight = 4;
+constexpr int kThreads = 128;
+constexpr int kMaxEdges = 1024;  // of a block, whose ids are in shared memory
 
 template <typename T>
 struct DotArguments {
   GatherDotCall call;
   SegmentIds ids;
   ShortDivider heads;
-  int lanes;              // threads of a product, a power of two
+  int lanes;  // threads of a product, a power of two
   int edges_of_block;
   int64_t blocks_per_batch;
 };
@@ -23,50 +24,51 @@ struct DotArguments {
 // A group of threads takes a product: of one head of one edge. Neighbouring groups take neighbouring heads, so that
 // what a warp reads of a row lies together.
 template <typename T, int kVec>
-__global__ void __launch_bounds__(kThreads) DotKernel(const __grid_constant__ DotArguments<T> a) {
+__global__ void __launch_bounds__(kThreads, Tuning::kDotBlocks) DotKernel(const __grid_constant__ DotArguments<T> a) {
   using C = ComputeType<T>;
+  constexpr int kProductsInFlight = Tuning::kDotsInFlight;
+  __shared__ uint32_t segments[kMaxEdges], rows[kMaxEdges];
   const GatherDotCall& call = a.call;
   const Problem& problem = call.problem;
   const int64_t b = blockIdx.x / a.blocks_per_batch;
   const int64_t first_edge = (blockIdx.x - b * a.blocks_per_batch) * a.edges_of_block;
   const int edges = static_cast<int>(min(problem.rows - first_edge, static_cast<int64_t>(a.edges_of_block)));
-  const int heads = static_cast<int>(call.heads), products = edges * heads;
-  const int64_t features = call.heads * call.head_features;
-  const T* const cells = static_cast<const T*>(call.cells) + (call.cells_are_shared ? 0 : b * problem.segments * features);
-  const T* const data = static_cast<const T*>(call.data) + (call.data_is_shared ? 0 : b * call.num_rows * features);
   const int64_t first_id = (problem.ids_are_shared ? 0 : b * problem.rows) + first_edge;
-  const int32_t* const gather_ids = call.gather_ids + (call.gather_ids_are_shared ? 0 : b * problem.rows) + first_edge;
+  const int64_t first_gather_id = (call.gather_ids_are_shared ? 0 : b * problem.rows) + first_edge;
+  for (int edge = threadIdx.x; edge < edges; edge += kThreads) {
+    const int64_t id = __ldg(call.gather_ids + first_gather_id + edge);
+    rows[edge] = static_cast<uint32_t>(min(max(id, int64_t{0}), call.num_rows - 1));
+    segments[edge] = call.num_rows == 0 ? kDropped : a.ids[first_id + edge];
+  }
+  __syncthreads();
+
+  const int heads = static_cast<int>(call.heads), products = edges * heads;
+  const int64_t head_features = call.head_features, features = heads * head_features;
   const int groups = kThreads / a.lanes, group = threadIdx.x / a.lanes, lane = threadIdx.x % a.lanes;
+  const T* const cells =
+      static_cast<const T*>(call.cells) + (call.cells_are_shared ? 0 : b * problem.segments * features);
+  const T* const data = static_cast<const T*>(call.data) + (call.data_is_shared ? 0 : b * call.num_rows * features);
 
   // All threads take as many steps: sums pass between the lanes of warps.
   for (int first = 0; first < products; first += groups * kProductsInFlight) {
-    C sum[kProductsInFlight];
-    const T *cell[kProductsInFlight], *row[kProductsInFlight];
-#pragma unroll
-    for (int u = 0; u < kProductsInFlight; ++u) {
-      const int product = first + u * groups + group;
-      sum[u] = C{0};
-      cell[u] = nullptr;
-      if (product >= products) continue;
-      const int edge = static_cast<int>(a.heads.Quotient(static_cast<uint32_t>(product)));
-      const int head = product - edge * heads;
-      const uint32_t segment = a.ids[first_id + edge];
-      const int64_t id = min(max(int64_t{__ldg(gather_ids + edge)}, int64_t{0}), call.num_rows - 1);
-      if (segment == kDropped || id < 0) continue;
-      cell[u] = cells + segment * features + head * call.head_features;
-      row[u] = data + id * features + head * call.head_features;
-    }
-    for (int64_t feature = lane * kVec; feature < call.head_features; feature += a.lanes * kVec) {
+    C sum[kProductsInFlight] = {};
+    for (int64_t feature = lane * kVec; feature < head_features; feature += a.lanes * kVec) {
       Packed<T, kVec> x[kProductsInFlight], y[kProductsInFlight];
 #pragma unroll
       for (int u = 0; u < kProductsInFlight; ++u) {
-        if (cell[u] == nullptr) continue;
-        x[u] = LoadPacked<kVec>(cell[u] + feature);
-        y[u] = LoadPacked<kVec>(row[u] + feature);
+        const int product = min(first + u * groups + group, products - 1);
+        const int edge = static_cast<int>(a.heads.Quotient(static_cast<uint32_t>(product)));
+        const int64_t element = (product - edge * heads) * head_features + feature;
+        const uint32_t segment = segments[edge];
+        memset(&x[u], 0, sizeof(x[u]));
+        memset(&y[u], 0, sizeof(y[u]));
+        if (segment != kDropped) {
+          x[u] = LoadPacked<kVec>(cells + segment * features + element);
+          y[u] = LoadPacked<kVec>(data + rows[edge] * features + element);
+        }
       }
 #pragma unroll
       for (int u = 0; u < kProductsInFlight; ++u) {
-        if (cell[u] == nullptr) continue;
         C wide_x[kVec], wide_y[kVec];
         Widen<T, kVec>(x[u], wide_x);
         Widen<T, kVec>(y[u], wide_y);
@@ -106,8 +108,9 @@ Plan PlanGatherDot(const GatherDotCall& call) { return {call.HasNoElement() ? kN
 CudaStatus LaunchGatherDot(const GatherDotCall& call, cudaStream_t stream) {
   if (call.HasNoElement()) return {};
   const Problem& problem = call.problem;
-  constexpr int kMaxProductsOfBlock = 1 << 12;
-  if (!SegmentsFit(problem.segments) || call.heads > (int64_t{1} << 30)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
+  if (!SegmentsFit(problem.segments) || !SegmentsFit(call.num_rows) || call.heads > (int64_t{1} << 20)) {
+    return JB_CUDA_STATUS(cudaErrorInvalidValue);
+  }
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -119,9 +122,9 @@ CudaStatus LaunchGatherDot(const GatherDotCall& call, cudaStream_t stream) {
       a.heads = ShortDivider(static_cast<uint64_t>(call.heads));
       a.lanes = 1;
       while (a.lanes < 32 && a.lanes * kVec < call.head_features) a.lanes *= 2;
-      const int64_t products_at_once = int64_t{kThreads / a.lanes} * kProductsInFlight;
-      const int64_t products = products_at_once * 2 < kMaxProductsOfBlock ? products_at_once * 2 : kMaxProductsOfBlock;
-      a.edges_of_block = static_cast<int>(CeilDivide(products, call.heads));
+      const int64_t products = int64_t{kThreads / a.lanes} * Tuning::kDotsInFlight * Tuning::kDotSteps;
+      const int64_t edges = CeilDivide(products, call.heads);
+      a.edges_of_block = static_cast<int>(edges < kMaxEdges ? edges : kMaxEdges);
       a.blocks_per_batch = CeilDivide(problem.rows, a.edges_of_block);
       DotKernel<T, kVec>
           <<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kThreads, 0, stream>>>(a);

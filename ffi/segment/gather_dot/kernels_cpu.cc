@@ -31,7 +31,8 @@ JB_CPU_CLONES void DotEdges(const GatherDotCall call, int64_t batch, int64_t edg
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
   const int64_t heads = call.heads, head_features = call.head_features, features = heads * head_features;
-  const T* const cells = static_cast<const T*>(call.cells) + (call.cells_are_shared ? 0 : batch * problem.segments * features);
+  const T* const cells =
+      static_cast<const T*>(call.cells) + (call.cells_are_shared ? 0 : batch * problem.segments * features);
   const T* const data = static_cast<const T*>(call.data) + (call.data_is_shared ? 0 : batch * call.num_rows * features);
   const int32_t* const gather_ids = call.gather_ids + (call.gather_ids_are_shared ? 0 : batch * problem.rows);
   const int32_t* const edge_order =
@@ -43,7 +44,8 @@ JB_CPU_CLONES void DotEdges(const GatherDotCall call, int64_t batch, int64_t edg
   };
   for (int64_t edge = edge_begin; edge < edge_end; ++edge) {
     const int64_t segment = ids[first_id + edge];
-    const bool is_member = static_cast<uint64_t>(segment) < static_cast<uint64_t>(problem.segments) && call.num_rows > 0;
+    const bool is_member =
+        static_cast<uint64_t>(segment) < static_cast<uint64_t>(problem.segments) && call.num_rows > 0;
     if (edge + kPrefetchDistance < edge_end && call.num_rows > 0) {
       PrefetchRow(data + row_of(edge + kPrefetchDistance) * features, features);
       const int64_t coming = ids[first_id + edge + kPrefetchDistance];

@@ -17,8 +17,9 @@ struct GatherSumCall : SegmentCall {
   bool has_weights = false;
   const void* weights = nullptr;  // [batch or 1, edges, heads]
   bool weights_are_shared = false;
-  int64_t heads = 1;                      // of equally many features
-  const int32_t* edge_order = nullptr;    // [batch or 1, edges], the edge at each place, whose weight it takes; or nullptr
+  int64_t heads = 1;  // of equally many features
+  // [batch or 1, edges], the edge at each place, whose weight it takes; or nullptr
+  const int32_t* edge_order = nullptr;
   bool edge_order_is_shared = false;
   bool is_wide = false;    // whether sums are returned as they are accumulated, unrounded
   void* output = nullptr;  // [batch, segments, features]
