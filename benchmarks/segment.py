@@ -42,7 +42,7 @@ class Problem:
 
     @property
     def size(self) -> str:
-        return f"{self.name} {_short(self.rows)} × {self.features} → {_short(self.segments)}"
+        return f"{self.name} {short_count(self.rows)} × {self.features} → {short_count(self.segments)}"
 
     def quick(self) -> Problem:
         """A small version, to see that everything runs."""
@@ -324,7 +324,7 @@ def torch_formulations(
         yield "torch_scatter", "segment_csr", segment_csr
 
 
-def _short(count: int) -> str:
+def short_count(count: int) -> str:
     """1,166,243 as 1.17M."""
     for unit, letter in ((1_000_000, "M"), (1_000, "k")):
         if count >= unit:
