@@ -247,7 +247,7 @@ def canonical_edges(
     gather_ids: ArrayLike,
     segment_ids: ArrayLike,
     num_rows: int,
-    num_segments: int | None,
+    num_segments: int,
     mode: Mode = None,
 ) -> tuple[Array, Array]:
     """The ids of edges, ``[E]``: gather ids as int32 that count from the front, and flat segment ids."""
@@ -258,8 +258,6 @@ def canonical_edges(
         )
     if num_rows > jnp.iinfo(jnp.int32).max:
         raise ValueError(f"{name}: at most 2^31 - 1 rows can be gathered from, got {num_rows}")
-    if num_segments is None:
-        raise TypeError(f"{name}: num_segments must be given")
     # Ids of every dtype, as jax.numpy wraps them; what does not fit in 32 bits is out of range on its side.
     if jnp.issubdtype(rows.dtype, jnp.signedinteger):
         info = jnp.iinfo(rows.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -206,37 +207,22 @@ def _reference_dot(
 # The programs of one shard, where edges, or the features of a product, are split over devices.
 
 
-def _shard_program(
+def _sum_of_shards(
+    op: Callable[[], Op],
+    dim: str,
     kernel: Callable[..., Sequence[Array]],
     axes: Mapping[str, tuple[str, ...]],
-    data: Array,
-    *edges: Array,
+    *operands: Array,
     is_wide: bool,
     **params: Any,
 ) -> Sequence[Array]:
-    edge_axes = axes.get("edge", ())
-    if not edge_axes:
-        return kernel(data, *edges)
-    [local] = GATHER_SEGMENT_SUM.kernel(data, *edges, is_wide=True, **params)
-    output = jax.lax.psum(local, edge_axes)
-    return (output if is_wide else output.astype(data.dtype),)
-
-
-def _shard_program_dot(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, tuple[str, ...]],
-    d_output: Array,
-    data: Array,
-    *edges: Array,
-    is_wide: bool,
-    **params: Any,
-) -> Sequence[Array]:
-    feature_axes = axes.get("feature", ())
-    if not feature_axes:
-        return kernel(d_output, data, *edges)
-    [local] = GATHER_SEGMENT_DOT.kernel(d_output, data, *edges, is_wide=True, **params)
-    output = jax.lax.psum(local, feature_axes)
-    return (output if is_wide else output.astype(data.dtype),)
+    """Sums over a dimension. Wide, because the sum of a shard may overflow where that of all shards does not."""
+    dim_axes = axes.get(dim, ())
+    if not dim_axes:
+        return kernel(*operands)
+    [local] = op().kernel(*operands, is_wide=True, **params)
+    output = jax.lax.psum(local, dim_axes)
+    return (output if is_wide else output.astype(operands[0].dtype),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -292,6 +278,11 @@ def _limit(data: Any, gather_ids: Any, segment_ids: Any, *_: Any, num_segments: 
     return limit_of_32_bits(segment_ids.shape[0], num_segments)
 
 
+def _as_gather_ids(segment_ids: Array, num_segments: int) -> Array:
+    """The segments that edges gather from on the way back, -1 for dropped ones."""
+    return jnp.where((segment_ids >= 0) & (segment_ids < num_segments), segment_ids, -1).astype(jnp.int32)
+
+
 def _transpose(
     avals: Sequence[Any],
     d_outputs: Sequence[Array],
@@ -302,7 +293,7 @@ def _transpose(
     **params: Any,
 ) -> Sequence[Array]:
     """The same op, from segments to rows."""
-    gathered_segments = jnp.where((segment_ids >= 0) & (segment_ids < num_segments), segment_ids, -1).astype(jnp.int32)
+    gathered_segments = _as_gather_ids(segment_ids, num_segments)
     transposed = {"num_segments": avals[0].shape[0], "indices_are_sorted": False, "clips_gather_ids": False}
     [d_data] = GATHER_SEGMENT_SUM(
         d_outputs[0], gathered_segments, gather_ids, *weights_and_order, **params | transposed | {"is_wide": False}
@@ -343,7 +334,7 @@ GATHER_SEGMENT_SUM = Op(
     plan_parameters=_plan_parameters,
     replicated_dims=_replicated_dims,
     reduction_dims=("edge",),
-    shard_program=_shard_program,
+    shard_program=functools.partial(_sum_of_shards, lambda: GATHER_SEGMENT_SUM, "edge"),
     limit=_limit,
     transpose=_transpose,
 )
@@ -362,7 +353,7 @@ GATHER_SEGMENT_DOT = Op(
     plan_parameters=_plan_parameters_of_dot,
     replicated_dims=_replicated_dims,
     reduction_dims=("feature",),
-    shard_program=_shard_program_dot,
+    shard_program=functools.partial(_sum_of_shards, lambda: GATHER_SEGMENT_DOT, "feature"),
     limit=lambda d_output, data, gather_ids, segment_ids, *_, **__: limit_of_32_bits(
         segment_ids.shape[0], d_output.shape[0]
     ),
@@ -429,8 +420,7 @@ def _backward(params: GatherParams, residuals: dict[str, Array], d_output: Array
     if has_plan:
         transposed = edges["transposed_gather_ids"], edges["transposed_segment_ids"]
     else:
-        is_member = (segment_ids >= 0) & (segment_ids < params.num_segments)
-        transposed = jnp.where(is_member, segment_ids, -1).astype(jnp.int32), gather_ids
+        transposed = _as_gather_ids(segment_ids, params.num_segments), gather_ids
     d_data = _sum_edges(
         d_output,
         *transposed,
