@@ -162,16 +162,31 @@ class Decoder {
     return ffi::Error::Success();
   }
 
-  // The array [.., any number of rows, ...] that rows are gathered from, which tells the trailing dimensions and the
-  // element type.
-  template <typename Pointer>
-  ffi::Error FirstGathered(const char* name, const ffi::AnyBuffer& buffer, Pointer* data, int64_t* num_rows,
-                           bool* is_shared) {
-    const auto view = batch_.View(buffer, /*may_be_shared=*/true);
-    if (!view || view->dims.size() == 0) return batch_.WrongShape(name, buffer, /*may_be_shared=*/true, "rows, ...");
-    Take(*view, data, is_shared);
-    *num_rows = view->dims[0];
+  // The edges of a call: their ids, and the array [.., any number of rows, ...] that they gather from, which tells the
+  // trailing dimensions and the element type.
+  ffi::Error Edges(const char* name, const ffi::AnyBuffer& data, const ffi::AnyBuffer& gather_ids,
+                   const ffi::AnyBuffer& segment_ids, GatheringCall* call) {
+    JB_RETURN_IF_ERROR(Ids(segment_ids));
+    const auto view = batch_.View(data, /*may_be_shared=*/true);
+    if (!view || view->dims.size() == 0) return batch_.WrongShape(name, data, /*may_be_shared=*/true, "rows, ...");
+    Take(*view, &call->data, &call_.problem.data_is_shared);
+    call->num_rows = view->dims[0];
     TakeFeatures(*view);
+    return EdgeIds("gather_ids", gather_ids, &call->gather_ids, &call->gather_ids_are_shared);
+  }
+
+  // int32 [.., edges].
+  ffi::Error EdgeIds(const char* name, const ffi::AnyBuffer& buffer, const int32_t** ids, bool* are_shared) const {
+    return Vector(name, buffer, ffi::DataType::S32, call_.problem.rows, ids, are_shared);
+  }
+
+  // The trailing dimensions of data as heads and the features of a head.
+  ffi::Error Heads(int64_t* heads) const {
+    if (features_.size() != 2) {
+      return InvalidArgument(op_, "data has " + std::to_string(features_.size()) +
+                                      " dimensions of features, expected heads and features of a head");
+    }
+    *heads = features_[0];
     return ffi::Error::Success();
   }
 

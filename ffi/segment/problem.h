@@ -49,6 +49,17 @@ struct SegmentCall {
   int64_t scratch_bytes = 0;
 };
 
+// Calls whose rows are edges: each takes the row of `data` that its gather id names.
+struct GatheringCall : SegmentCall {
+  const void* data = nullptr;  // [batch or 1, num_rows, features], shared if problem.data_is_shared
+  int64_t num_rows = 0;
+  const int32_t* gather_ids = nullptr;  // [batch or 1, edges]
+  bool gather_ids_are_shared = false;
+  // [batch or 1, edges], the number of the edge at each place; or nullptr, where places are numbers
+  const int32_t* edge_order = nullptr;
+  bool edge_order_is_shared = false;
+};
+
 // True where T has NaN, infinities and a negative zero (std::is_floating_point leaves out the 16-bit types).
 template <typename T>
 inline constexpr bool kIsFloating = std::is_floating_point_v<T> || std::is_same_v<T, Float16> ||

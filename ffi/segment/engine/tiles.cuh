@@ -45,33 +45,43 @@ inline constexpr int kMaxTileThreads = 64;
 // Two tiles at least.
 inline int TileThreads(int lanes) { return lanes > 16 ? kMaxTileThreads : 32; }
 
-// What the rows under reduction are gathered from: row i is row gather_ids[i] of an array of `num_rows`, times a
-// weight.
+// What a reduction takes of an edge besides the row that it gathers.
+enum class EdgeInput {
+  kNothing,
+  kNumber,
+  kWeights,    // of its heads, by which the row is multiplied
+  kSelection,  // which elements of the row take part
+};
+
+template <typename Reduction>
+inline constexpr EdgeInput kEdgeInput = EdgeInput::kNothing;
+
+// What the rows under reduction are gathered from: row i is row gather_ids[i] of an array of `num_rows`, with what edge
+// i, or edge_order[i], brings.
 template <typename T>
 struct Gathering {
   const int32_t* gather_ids;  // [batch or 1, rows]
   bool gather_ids_are_shared;
   bool clips;  // ids out of range name the nearest row; else their rows are 0
   int64_t num_rows;
-  const int32_t* row_numbers;  // [batch or 1, rows]: which weight is that of a row; nullptr: row i has weight i
-  bool row_numbers_are_shared;
+  const int32_t* edge_order;  // [batch or 1, rows], or nullptr
+  bool edge_order_is_shared;
   const T* weights;  // [batch or 1, rows, heads], or nullptr
   bool weights_are_shared;
   int64_t heads, features_per_head;
+  const uint32_t* selection;  // [batch, rows, selection_words], a bit for each element of a row; or nullptr
+  int64_t selection_words;
 
   // The same from an element of the batch on.
   Gathering From(int64_t element, int64_t rows) const {
     Gathering from = *this;
     if (!gather_ids_are_shared) from.gather_ids += element * rows;
-    if (row_numbers != nullptr && !row_numbers_are_shared) from.row_numbers += element * rows;
+    if (edge_order != nullptr && !edge_order_is_shared) from.edge_order += element * rows;
     if (weights != nullptr && !weights_are_shared) from.weights += element * rows * heads;
+    if (selection != nullptr) from.selection += element * rows * selection_words;
     return from;
   }
 };
-
-// Whether a reduction scales the rows that it adds.
-template <typename Reduction>
-inline constexpr bool kTakesWeights = false;
 
 template <typename Reduction>
 struct TileArguments {
@@ -133,13 +143,13 @@ struct TileShared {
   uint32_t* gaps;      // [groups], a bit for each row that comes after a narrow gap
   uint32_t* segments;  // [(groups + 1) * kPaddedTileRows], from the tile before the block's first on
   uint32_t* order;     // [(groups + 1) * kPaddedTileRows], where the rows' data lies; with an order only
-  uint32_t* weights;   // [(groups + 1) * kPaddedTileRows], the numbers of the rows' weights; with weights only
+  uint32_t* edges;     // [(groups + 1) * kPaddedTileRows], the numbers of the rows' edges, if those bring anything
   char* rows;          // [groups + 1] tiles, staged only
 
   static constexpr int kSlotBytes = RoundUp(kMaxTileThreads * sizeof(Cells), kVectorBytes);
   static constexpr bool kWithOrder = kSource == RowSource::kOrdered || kSource == RowSource::kGathered;
-  static constexpr bool kWithWeights = kTakesWeights<Reduction>;
-  static constexpr int kArrays = 1 + kWithOrder + kWithWeights;
+  static constexpr bool kWithEdges = kSource == RowSource::kGathered && kEdgeInput<Reduction> != EdgeInput::kNothing;
+  static constexpr int kArrays = 1 + kWithOrder + kWithEdges;
 
   static int Bytes(int groups, int64_t features) {
     const int words = 2 * groups + 2 + kArrays * (groups + 1) * kPaddedTileRows;
@@ -153,8 +163,8 @@ struct TileShared {
     gaps = starts + groups + 2;
     segments = gaps + groups;
     order = segments + (groups + 1) * kPaddedTileRows;
-    weights = order + (kWithOrder ? (groups + 1) * kPaddedTileRows : 0);
-    uint32_t* end = weights + (kWithWeights ? (groups + 1) * kPaddedTileRows : 0);
+    edges = order + (kWithOrder ? (groups + 1) * kPaddedTileRows : 0);
+    uint32_t* end = edges + (kWithEdges ? (groups + 1) * kPaddedTileRows : 0);
     rows = reinterpret_cast<char*>(AlignUp(end, 8));
   }
 };
@@ -180,9 +190,9 @@ __device__ void StageRows(const T* first_row, int64_t rows_left, int tiles, int 
   __pipeline_commit();
 }
 
-// Where a row comes from, and the number of its weight.
+// Where a row comes from, and the number of its edge.
 struct SourceRow {
-  uint32_t row, weight;
+  uint32_t row, edge;
 };
 
 // The starts of the tiles of a block, the one before and the one after, its gaps and the rows' segments, into shared
@@ -224,7 +234,7 @@ __device__ __forceinline__ void FindStarts(const Shared& shared, int tiles, int6
       const int padded = (tile + u) * kPaddedTileRows + lane;
       if (tile + u < tiles) shared.segments[padded + kPaddedTileRows] = segment[u];
       if (Shared::kWithOrder && tile + u >= 0) shared.order[padded] = source[u].row;
-      if (Shared::kWithWeights && tile + u >= 0) shared.weights[padded] = source[u].weight;
+      if (Shared::kWithEdges && tile + u >= 0) shared.edges[padded] = source[u].edge;
     }
   }
 }
@@ -252,12 +262,14 @@ __device__ __forceinline__ SourceRow GatheredRow(const TileArguments<Reduction>&
   const bool exists = static_cast<uint64_t>(id) < static_cast<uint64_t>(gathering.num_rows);
   SourceRow source{};
   source.row = exists ? static_cast<uint32_t>((a.problem.data_is_shared ? 0 : b * gathering.num_rows) + id) : kDropped;
-  if constexpr (kTakesWeights<Reduction>) {
-    if (gathering.row_numbers != nullptr) {
-      row = __ldg(gathering.row_numbers + (gathering.row_numbers_are_shared ? 0 : b * rows) + row);
+  if constexpr (kEdgeInput<Reduction> != EdgeInput::kNothing) {
+    if (gathering.edge_order != nullptr) {
+      row = __ldg(gathering.edge_order + (gathering.edge_order_is_shared ? 0 : b * rows) + row);
       row = min(max(row, int64_t{0}), rows - 1);  // whatever a caller passes, nothing out of bounds is read
     }
-    source.weight = static_cast<uint32_t>((gathering.weights_are_shared ? 0 : b * rows) + row);
+    const bool is_numbered_through = kEdgeInput<Reduction> == EdgeInput::kSelection ||
+                                     (kEdgeInput<Reduction> == EdgeInput::kWeights && !gathering.weights_are_shared);
+    source.edge = static_cast<uint32_t>((is_numbered_through ? b * rows : 0) + row);
   }
   return source;
 }
@@ -352,12 +364,25 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
     cells.Start();
     uint32_t coming_starts = begin < kTileRows ? starts >> begin : 0;
     const T* next_row = data + (tile_row + begin) * features + column;
-    const int64_t head = kTakesWeights<Reduction> ? column / a.gathering.features_per_head : 0;
+    constexpr EdgeInput kInput = kSource == RowSource::kGathered ? kEdgeInput<Reduction> : EdgeInput::kNothing;
+    const int64_t head = kInput == EdgeInput::kWeights ? column / a.gathering.features_per_head : 0;
 
     for (int i = begin; i < end; i += kInFlight) {
       Packed<T, kVec> values[kInFlight];
       int32_t row[kInFlight];
-      T weights[kTakesWeights<Reduction> ? kInFlight : 1];
+      T weights[kInput == EdgeInput::kWeights ? kInFlight : 1];
+      uint32_t selected[kInput == EdgeInput::kSelection ? kInFlight : 1];
+      if constexpr (kInput == EdgeInput::kSelection) {
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) {
+          const int tile_offset = i + u;
+          selected[u] = 0;
+          if (tile_offset >= end) continue;
+          const int64_t edge = shared.edges[group * kPaddedTileRows + tile_offset + tile_offset / kTileRows];
+          const uint32_t* const word = a.gathering.selection + edge * a.gathering.selection_words + column / 32;
+          selected[u] = __ldg(word) >> column % 32 & ((1u << kVec) - 1);
+        }
+      }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         const int tile_offset = i + u;
@@ -375,16 +400,17 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
         } else if constexpr (kSource == RowSource::kGathered) {
           const int place = group * kPaddedTileRows + tile_offset + tile_offset / kTileRows;
           const uint32_t data_row = shared.order[place];
-          const bool exists = data_row != kDropped;
+          const bool exists = data_row != kDropped && (kInput != EdgeInput::kSelection || selected[u] != 0);
           if (exists) {
             values[u] = LoadPacked<kVec>(data + data_row * features + column);
           } else {
             memset(&values[u], 0, sizeof(values[u]));
           }
-          if constexpr (kTakesWeights<Reduction>) {
-            const int64_t weight = shared.weights[place] * a.gathering.heads + head;
+          if constexpr (kInput == EdgeInput::kWeights) {
+            const int64_t weight = shared.edges[place] * a.gathering.heads + head;
             weights[u] = exists ? __ldg(a.gathering.weights + weight) : static_cast<T>(ComputeType<T>{0});
           }
+          if constexpr (kInput == EdgeInput::kNumber) row[u] = static_cast<int32_t>(shared.edges[place]);
         } else {
           values[u] = LoadPackedStreaming<kVec>(next_row);
           next_row += features;
@@ -400,8 +426,10 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
           run_segment = segment == kDropped ? -1 : first_segment + segment;
           cells.Start();
         }
-        if constexpr (kTakesWeights<Reduction>) {
+        if constexpr (kInput == EdgeInput::kWeights) {
           cells.AddScaled(Unpack<T, kVec>(values[u]), weights[u]);
+        } else if constexpr (kInput == EdgeInput::kSelection) {
+          cells.AddSelected(Unpack<T, kVec>(values[u]), selected[u]);
         } else {
           cells.Add(Unpack<T, kVec>(values[u]), row[u], a.outputs);
         }

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, Tuning::kDotBlocks) DotKernel(const 
   const int groups = kThreads / a.lanes, group = threadIdx.x / a.lanes, lane = threadIdx.x % a.lanes;
   const T* const cells =
       static_cast<const T*>(call.cells) + (call.cells_are_shared ? 0 : b * problem.segments * features);
-  const T* const data = static_cast<const T*>(call.data) + (call.data_is_shared ? 0 : b * call.num_rows * features);
+  const T* const data = static_cast<const T*>(call.data) + (problem.data_is_shared ? 0 : b * call.num_rows * features);
 
   // All threads take as many steps: sums pass between the lanes of warps.
   for (int first = 0; first < products; first += groups * kProductsInFlight) {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "ffi/segment/engine/rows_cpu.h"
+#include "ffi/segment/engine/gathered_rows_cpu.h"
 #include "ffi/segment/gather_dot/handler.h"
 
 namespace jax_baracuda::segment {
@@ -31,16 +31,16 @@ JB_CPU_CLONES void DotEdges(const GatherDotCall call, int64_t batch, int64_t edg
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
   const int64_t heads = call.heads, head_features = call.head_features, features = heads * head_features;
-  const T* const cells =
-      static_cast<const T*>(call.cells) + (call.cells_are_shared ? 0 : batch * problem.segments * features);
-  const T* const data = static_cast<const T*>(call.data) + (call.data_is_shared ? 0 : batch * call.num_rows * features);
-  const int32_t* const gather_ids = call.gather_ids + (call.gather_ids_are_shared ? 0 : batch * problem.rows);
-  const int32_t* const edge_order =
-      call.edge_order + (call.edge_order == nullptr || call.edge_order_is_shared ? 0 : batch * problem.rows);
+  const T* const cells = OfElement(static_cast<const T*>(call.cells), call.cells_are_shared, batch,
+                                   problem.segments * features);
+  const T* const data =
+      OfElement(static_cast<const T*>(call.data), problem.data_is_shared, batch, call.num_rows * features);
+  const int32_t* const gather_ids = OfElement(call.gather_ids, call.gather_ids_are_shared, batch, problem.rows);
+  const EdgeNumbers numbers(call.edge_order, call.edge_order_is_shared, batch, problem.rows);
   const SegmentIds ids(call);
   const int64_t first_id = problem.IdIndex(batch, 0);
   const auto row_of = [&](int64_t edge) __attribute__((always_inline)) {
-    return std::max<int64_t>(0, std::min<int64_t>(gather_ids[edge], call.num_rows - 1));
+    return NearestRow(gather_ids[edge], call.num_rows);
   };
   for (int64_t edge = edge_begin; edge < edge_end; ++edge) {
     const int64_t segment = ids[first_id + edge];
@@ -53,14 +53,11 @@ JB_CPU_CLONES void DotEdges(const GatherDotCall call, int64_t batch, int64_t edg
         PrefetchRow(cells + coming * features, features);
       }
     }
-    // Whatever a caller passes, nothing else is written.
-    const int64_t place =
-        call.edge_order == nullptr ? edge : std::clamp<int64_t>(edge_order[edge], 0, problem.rows - 1);
     for (int64_t head = 0; head < heads; ++head) {
       const C sum = is_member ? Dot(cells + segment * features + head * head_features,
                                     data + row_of(edge) * features + head * head_features, head_features)
                               : C{0};
-      const int64_t target = (batch * problem.rows + place) * heads + head;
+      const int64_t target = (batch * problem.rows + numbers[edge]) * heads + head;
       if (call.is_wide) {
         static_cast<C*>(call.output)[target] = sum;
       } else {

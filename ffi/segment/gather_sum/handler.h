@@ -28,27 +28,18 @@ ffi::Error HandleGatherSum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer 
   constexpr const char* kOp = "gather_segment_sum";
   GatherSumCall call;
   Decoder decoder(kOp, options.num_batch_dims, &call);
-  Problem& problem = call.problem;
   JB_RETURN_IF_ERROR(decoder.First("output", *output, "segments, ..."));
-  JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
-  JB_RETURN_IF_ERROR(decoder.FirstGathered("data", data, &call.data, &call.num_rows, &problem.data_is_shared));
-  JB_RETURN_IF_ERROR(decoder.Vector("gather_ids", gather_ids, ffi::DataType::S32, problem.rows, &call.gather_ids,
-                                    &call.gather_ids_are_shared));
+  JB_RETURN_IF_ERROR(decoder.Edges("data", data, gather_ids, segment_ids, &call));
   const ffi::DataType type = options.is_wide ? ComputeDataType(decoder.type()) : decoder.type();
   JB_RETURN_IF_ERROR(decoder.FirstCells("output", *output, type, &call.output));
   OptionalOperands operands(kOp, optional);
   JB_RETURN_IF_ERROR(operands.Next("weights", options.has_weights, [&](const ffi::AnyBuffer& weights) {
-    if (decoder.features().size() != 2) {
-      return InvalidArgument(kOp, "data has " + std::to_string(decoder.features().size()) +
-                                      " dimensions of features, expected heads and features of a head");
-    }
-    call.heads = decoder.features()[0];
-    return decoder.Array("weights", weights, decoder.type(), problem.rows, decoder.features().first(1), &call.weights,
+    JB_RETURN_IF_ERROR(decoder.Heads(&call.heads));
+    return decoder.Array("weights", weights, decoder.type(), call.problem.rows, decoder.features().first(1), &call.weights,
                          &call.weights_are_shared);
   }));
   JB_RETURN_IF_ERROR(operands.Next("edge_order", options.has_edge_order, [&](const ffi::AnyBuffer& edge_order) {
-    return decoder.Vector("edge_order", edge_order, ffi::DataType::S32, problem.rows, &call.edge_order,
-                          &call.edge_order_is_shared);
+    return decoder.EdgeIds("edge_order", edge_order, &call.edge_order, &call.edge_order_is_shared);
   }));
   JB_RETURN_IF_ERROR(operands.End());
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchFloating(call.type, [](auto) {})));

@@ -5,39 +5,16 @@
 namespace jax_baracuda::segment {
 namespace {
 
-// Rows are in tiles always: a gathered row is read by neighbouring threads, as whole vectors of it.
 GatherGrid MakeGrid(const GatherSumCall& call) {
-  const Problem& problem = call.problem;
-  const Strategy strategy = problem.rows == 0             ? Strategy::kFill
-                            : call.indices_are_sorted ? Strategy::kTiles
-                                                      : Strategy::kSortThenTiles;
-  // Edges and gathered rows are numbered through the batch in 32 bits.
-  const bool fits = OrderFits(problem) && problem.batch * call.num_rows < static_cast<int64_t>(kDropped);
-  return {strategy, fits ? problem.batch : 1, call.has_weights ? call.FeaturesPerHead() : problem.features};
-}
-
-const char* GatherStrategyName(Strategy strategy) {
-  switch (strategy) {
-    case Strategy::kFill:
-      return "fill";
-    case Strategy::kTiles:
-      return "gather_tiles";
-    default:
-      return "sort_then_gather_tiles";
-  }
+  return MakeGatherGrid(call.problem, call.indices_are_sorted, call.num_rows,
+                        call.has_weights ? call.FeaturesPerHead() : call.problem.features);
 }
 
 }  // namespace
 
 Plan PlanGatherSum(const GatherSumCall& call) {
   if (call.problem.HasNoResult()) return {kNothing};
-  const GatherGrid grid = MakeGrid(call);
-  const int64_t element_bytes = ElementBytes(call.type);
-  Problem at_once = call.problem;
-  at_once.batch = grid.elements_at_once;
-  const int vector = TileVector(grid.strategy, grid.part_features, element_bytes);
-  return {GatherStrategyName(grid.strategy),
-          ScratchBytesAtOnce(at_once, grid.strategy, vector, element_bytes == 8 ? 8 : 4)};
+  return PlanGather(call.problem, MakeGrid(call), ElementBytes(call.type), SumStateBytes(call.type));
 }
 
 CudaStatus LaunchGatherSum(const GatherSumCall& call, cudaStream_t stream) {
@@ -49,7 +26,7 @@ CudaStatus LaunchGatherSum(const GatherSumCall& call, cudaStream_t stream) {
   }
   const GatherGrid grid = MakeGrid(call);
   return call.has_weights ? LaunchWeightedGatherSum(call, grid, stream)
-                          : ReduceGathered</*kHasWeights=*/false>(call, grid, stream);
+                          : SumGathered<EdgeInput::kNothing>(call, grid, stream);
 }
 
 }  // namespace jax_baracuda::segment

@@ -4,7 +4,7 @@
 namespace jax_baracuda::segment {
 
 CudaStatus LaunchWeightedGatherSum(const GatherSumCall& call, const GatherGrid& grid, cudaStream_t stream) {
-  return ReduceGathered</*kHasWeights=*/true>(call, grid, stream);
+  return SumGathered<EdgeInput::kWeights>(call, grid, stream);
 }
 
 }  // namespace jax_baracuda::segment

@@ -4,15 +4,14 @@
 #include <cstdint>
 
 #include "ffi/segment/engine/device.cuh"
-#include "ffi/segment/engine/reduce.cuh"
-#include "ffi/segment/gather_sum/call.h"
+#include "ffi/segment/engine/gather.cuh"
 #include "ffi/segment/gather_sum/launch.cuh"
 #include "ffi/segment/sum/reduction.cuh"
 
 namespace jax_baracuda::segment {
 
 // As SumReduction. Weights multiply as the terms are accumulated; product and sum are rounded once together.
-template <typename T, bool kHasWeights>
+template <typename T, EdgeInput kInput>
 struct GatherSumReduction {
   using Element = T;
   static constexpr int kRowsInFlight = SumReduction<T>::kRowsInFlight;
@@ -38,6 +37,11 @@ struct GatherSumReduction {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) sum.sum[i] += scale * wide.lane[i];
     }
+    __device__ __forceinline__ void AddSelected(const Vector<T, kCount>& values, uint32_t selected) {
+      const Vector<C, kCount> wide = Widen(values);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) sum.sum[i] += (selected >> i & 1) != 0 ? wide.lane[i] : C{0};
+    }
     __device__ __forceinline__ void Normalize() {}
     __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) { sum.Merge(other.sum, {}); }
     __device__ __forceinline__ void Store(const Outputs& outputs, int64_t segment, int64_t features,
@@ -53,51 +57,29 @@ struct GatherSumReduction {
   };
 };
 
-template <typename T>
-inline constexpr bool kTakesWeights<GatherSumReduction<T, true>> = true;
+template <typename T, EdgeInput kInput>
+inline constexpr EdgeInput kEdgeInput<GatherSumReduction<T, kInput>> = kInput;
 
-template <typename T, bool kHasWeights>
-inline constexpr bool kTakesPrivateTable<GatherSumReduction<T, kHasWeights>> = false;
+template <typename T, EdgeInput kInput>
+inline constexpr bool kTakesPrivateTable<GatherSumReduction<T, kInput>> = false;
 
-// How edges are brought into order, and how many elements of the batch are taken at once.
-struct GatherGrid {
-  Strategy strategy;
-  int64_t elements_at_once;
-  int64_t part_features;  // as in Reducer
-};
+inline int64_t SumStateBytes(ElementType type) { return ElementBytes(type) == 8 ? 8 : 4; }
 
 // With weights; a translation unit of its own.
 CudaStatus LaunchWeightedGatherSum(const GatherSumCall& call, const GatherGrid& grid, cudaStream_t stream);
 
-template <bool kHasWeights>
-CudaStatus ReduceGathered(const GatherSumCall& call, const GatherGrid& grid, cudaStream_t stream) {
+template <EdgeInput kInput>
+CudaStatus SumGathered(const GatherSumCall& call, const GatherGrid& grid, cudaStream_t stream) {
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    using Reduction = GatherSumReduction<T, kHasWeights>;
-    Reducer<Reduction, /*kGathers=*/true> reducer{};
-    reducer.problem = call.problem;
-    reducer.strategy = grid.strategy;
-    reducer.elements_at_once = grid.elements_at_once;
-    reducer.part_features = grid.part_features;
-    reducer.data = static_cast<const T*>(call.data);
-    reducer.gathering = {call.gather_ids,
-                         call.gather_ids_are_shared,
-                         call.clips_gather_ids,
-                         call.num_rows,
-                         call.edge_order,
-                         call.edge_order_is_shared,
-                         static_cast<const T*>(call.weights),
-                         call.weights_are_shared,
-                         call.heads,
-                         call.FeaturesPerHead()};
-    reducer.segment_ids = call.segment_ids;
-    reducer.ids_are_64_bit = call.ids_are_64_bit;
-    reducer.outputs = {call.output, call.is_wide};
-    reducer.state_bytes = sizeof(ComputeType<T>);
-    reducer.scratch = call.scratch;
-    reducer.stream = stream;
-    status = reducer.Launch();
+    Gathering<T> gathering = GatheringOf<T>(call, call.clips_gather_ids);
+    gathering.weights = static_cast<const T*>(call.weights);
+    gathering.weights_are_shared = call.weights_are_shared;
+    gathering.heads = call.heads;
+    gathering.features_per_head = call.FeaturesPerHead();
+    status = ReduceGathered<GatherSumReduction<T, kInput>>(call, grid, gathering, SumStateBytes(call.type),
+                                                           {call.output, call.is_wide}, stream);
   });
   return status;
 }

@@ -8,6 +8,7 @@ derivative rules. :mod:`.arguments` checks arguments, :mod:`.definitions` has wh
 
 from jax_baracuda.ops.segment.arg_extremum import segment_argmax, segment_argmin
 from jax_baracuda.ops.segment.arguments import TieBreak
+from jax_baracuda.ops.segment.attention import segment_attention
 from jax_baracuda.ops.segment.extremum import (
     segment_max,
     segment_max_backward,
@@ -15,7 +16,8 @@ from jax_baracuda.ops.segment.extremum import (
     segment_min_backward,
     unsorted_segment_max_backward,
 )
-from jax_baracuda.ops.segment.gather import gather_segment_sum
+from jax_baracuda.ops.segment.gather import gather_segment_mean, gather_segment_sum
+from jax_baracuda.ops.segment.gather_extremum import gather_segment_max, gather_segment_min
 from jax_baracuda.ops.segment.mean import segment_mean, segment_mean_backward
 from jax_baracuda.ops.segment.plan import SegmentPlan, segment_plan
 from jax_baracuda.ops.segment.product import segment_prod, segment_prod_backward
@@ -25,9 +27,13 @@ from jax_baracuda.ops.segment.sum import segment_sum, segment_sum_backward
 __all__ = [
     "SegmentPlan",
     "TieBreak",
+    "gather_segment_max",
+    "gather_segment_mean",
+    "gather_segment_min",
     "gather_segment_sum",
     "segment_argmax",
     "segment_argmin",
+    "segment_attention",
     "segment_max",
     "segment_max_backward",
     "segment_mean",

@@ -311,7 +311,7 @@ def _reduce(
 ) -> Array:
     if call.bucket_size is not None and call.segment_ids.shape[0] == 0:
         raise ValueError(f"{name}: bucket_size needs segment_ids of shape [N] with N > 0, got shape (0,)")
-    params = call.params(ExtremumParams, first_wins=_first_wins(name, tie_break))
+    params = call.params(ExtremumParams, first_wins=first_gets_all(name, tie_break))
     # Buckets make no difference where the first of tied rows gets the gradient.
     return call.reduce(rules, params, None if params.first_wins else _over_buckets(reduce_buckets))
 
@@ -329,10 +329,10 @@ def _backward(
     d_output, call = canonicalize_backward(name, d_output, data, segment_ids, indices_are_sorted, mode)
     # Nothing here depends on `data` smoothly; stopping its gradient spares JAX from finding that out.
     call = call.with_data(jax.lax.stop_gradient(call.data))
-    return call.gradient(rules, call.params(ExtremumParams, first_wins=_first_wins(name, tie_break)), d_output)
+    return call.gradient(rules, call.params(ExtremumParams, first_wins=first_gets_all(name, tie_break)), d_output)
 
 
-def _first_wins(name: str, tie_break: str) -> bool:
+def first_gets_all(name: str, tie_break: str) -> bool:
     if tie_break not in ("split", "first"):
         raise ValueError(f"{name}: tie_break must be 'split' or 'first', got {tie_break!r}")
     return tie_break == "first"
@@ -429,7 +429,7 @@ MAXIMUM = Extremum(_max_of_segments, _all_max, -math.inf, "min")
 MINIMUM = Extremum(_min_of_segments, _all_min, math.inf, "max")
 
 
-def _reference_winner(extremum: Extremum, data: Array, ids: Array, output: Array, first_wins: bool) -> Array:
+def reference_winner(extremum: Extremum, data: Array, ids: Array, output: Array, first_wins: bool) -> Array:
     num_segments = output.shape[0]
     if 0 in output.shape or 0 in data.shape:
         return jnp.full(output.shape, NO_WINNER, jnp.int32)
@@ -460,11 +460,11 @@ def _reference_gradient(d_output: Array, winner: Array, ids: Array, *data_and_ou
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 3, 4))
-def _reference_extremum(extremum: Extremum, data: Array, ids: Array, num_segments: int, first_wins: bool) -> Array:
+def reference_extremum(extremum: Extremum, data: Array, ids: Array, num_segments: int, first_wins: bool) -> Array:
     return extremum.of_segments(data, ids, num_segments)
 
 
-@_reference_extremum.defjvp
+@reference_extremum.defjvp
 def _reference_extremum_jvp(
     extremum: Extremum,
     num_segments: int,
@@ -473,8 +473,8 @@ def _reference_extremum_jvp(
     tangents: tuple[Array, Array],
 ) -> tuple[Array, Array]:
     data, ids = primals
-    output = _reference_extremum(extremum, data, ids, num_segments, first_wins)
-    winner = _reference_winner(extremum, data, ids, output, first_wins)
+    output = reference_extremum(extremum, data, ids, num_segments, first_wins)
+    winner = reference_winner(extremum, data, ids, output, first_wins)
 
     def gradient(d_output: Array) -> Array:
         return _reference_gradient(d_output, winner, ids, *(() if first_wins else (data, output)))
@@ -487,7 +487,7 @@ def _reference_extremum_jvp(
 def _reference_reduce(
     extremum: Extremum, data: Array, ids: Array, *, num_segments: int, first_wins: bool, **_: Any
 ) -> tuple[Array]:
-    return (_reference_extremum(extremum, data, ids, num_segments, first_wins),)
+    return (reference_extremum(extremum, data, ids, num_segments, first_wins),)
 
 
 def _reference_with_winner(
@@ -500,9 +500,9 @@ def _reference_with_winner(
     with_order: bool,
     **_: Any,
 ) -> tuple[Array, Array, Array]:
-    output = _reference_extremum(extremum, data, ids, num_segments, first_wins)
+    output = reference_extremum(extremum, data, ids, num_segments, first_wins)
     order = jnp.arange(ids.shape[0] if with_order else 1, dtype=jnp.int32)
-    return output, _reference_winner(extremum, data, ids, output, first_wins), order
+    return output, reference_winner(extremum, data, ids, output, first_wins), order
 
 
 def _reference_backward(
@@ -543,22 +543,33 @@ def _shard_with_winner(
     row_axes = row_axes_of(axes)
     if not row_axes:
         return local_output, local_winner, order
-    output = extremum.over_axes(local_output, row_axes)
     first_row = index_of_first_row(ids, row_axes)
-    order = order + first_row if with_order else order
+    output, winner = winners_over_shards(extremum, local_output, local_winner, first_row, row_axes, first_wins)
+    return output, winner, order + first_row if with_order else order
+
+
+def winners_over_shards(
+    extremum: Extremum,
+    local_output: Array,
+    local_winner: Array,
+    first_row: Array,
+    row_axes: Sequence[str],
+    first_wins: bool,
+) -> tuple[Array, Array]:
+    """The extrema and winners of all rows, given those of each shard's."""
+    output = extremum.over_axes(local_output, row_axes)
     none = jnp.iinfo(jnp.int32).max
     attains = (local_output == output) & (local_winner != NO_WINNER)
     row = jnp.where(attains & (local_winner >= 0), local_winner + first_row, none)
     if first_wins:
         row = jax.lax.pmin(row, row_axes)
-        return output, jnp.where(row == none, NO_WINNER, row), order
+        return output, jnp.where(row == none, NO_WINNER, row)
     identity = (output == extremum.identity(output.dtype)).astype(jnp.int32)
     local_members = jnp.where(local_winner >= 0, 1, -local_winner - identity)
     # A sole winner's row number is the sum over the shards, of which one has it.
     members, row = jax.lax.psum((jnp.where(attains, local_members, 0), jnp.where(row == none, 0, row)), row_axes)
     sole = (members == 1) & (identity == 0)
-    winner = jnp.where(members == 0, NO_WINNER, jnp.where(sole, row, -members - identity))
-    return output, winner, order
+    return output, jnp.where(members == 0, NO_WINNER, jnp.where(sole, row, -members - identity))
 
 
 def _shard_backward(

@@ -1,4 +1,4 @@
-"""Sum of gathered rows over segments: message passing on graphs without an array of messages."""
+"""Sum and mean of gathered rows over segments: message passing on graphs without an array of messages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,20 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_ar
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda.ops.segment.arguments import Mode, canonical_edges, static_size
+from jax_baracuda.ops.segment.arguments import Mode
 from jax_baracuda.ops.segment.cells import gather_segments, per_row, xla_sum
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
+from jax_baracuda.ops.segment.edges import (
+    GatherParams,
+    as_gather_ids,
+    as_rows,
+    canonicalize_edges,
+    gather_rows,
+    limit_of_edges,
+    replicated_dims,
+)
 from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.sum import count_rows
 
 
 def gather_segment_sum(
@@ -83,25 +93,95 @@ def gather_segment_sum(
       [[8. 8.]
        [4. 6.]]
     """
-    name = "gather_segment_sum"
-    data = as_array(name, "data", data)
-    if data.ndim == 0 or not jnp.issubdtype(data.dtype, jnp.floating):
-        raise TypeError(f"{name}: data must be [N, ...] with a floating dtype, got {data.shape} of {data.dtype}")
-    edges = _edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    num_edges = edges.segment_ids.shape[0]
-    if num_edges > 0 and data.shape[0] == 0:
-        raise ValueError(f"{name}: data must have rows for {num_edges} edges to gather, got shape {data.shape}")
-    params = GatherParams(
-        num_segments=edges.num_segments,
-        num_rows=data.shape[0],
-        indices_are_sorted=bool(indices_are_sorted) or plan is not None,
+    return _reduce_edges(
+        "gather_segment_sum", False, data, gather_ids, segment_ids, num_segments, weights, indices_are_sorted, mode, plan
     )
-    arrays = {field.name: getattr(edges, field.name) for field in dataclasses.fields(_Edges)[1:]}
-    arrays = {key: value for key, value in arrays.items() if value is not None}
+
+
+def gather_segment_mean(
+    data: ArrayLike,
+    gather_ids: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    num_segments: int | None = None,
+    *,
+    weights: ArrayLike | None = None,
+    indices_are_sorted: bool = False,
+    mode: Mode = None,
+    plan: SegmentPlan | None = None,
+) -> Array:
+    """Mean of gathered rows over the edges of each segment: one layer of message passing.
+
+    ``out[s, ...] = mean { weights[e] * data[gather_ids[e], ...] : segment_ids[e] == s }``
+
+    The same as ``segment_mean(weights * data[gather_ids], segment_ids, num_segments)``, but no array of edges times
+    features is written or read, neither here nor by the gradient. What is divided by is the number of edges, whatever
+    their weights.
+
+    Args:
+      data: ``[N, ...]``, the rows (features of nodes), a floating dtype. float16, bfloat16, float32 and float64 have
+        kernels.
+      gather_ids: ``[E]``, any integer dtype, in any order: the row that each edge gathers (its sender). As in
+        ``data[gather_ids]``, negative ids count from the end, and ids out of range name the nearest row.
+      segment_ids: ``[E]``, any integer dtype, in any order: the segment of each edge (its receiver). Edges whose id is
+        negative or at least `num_segments` are dropped.
+      num_segments: number of segments S, static under ``jit``.
+      weights: factors of the edges, ``[E]``, or ``[E, H]`` for data ``[N, H, ...]``: one for each head. More generally,
+        ``[E, *dims]`` where `dims` are the first dimensions of a row. They are cast to the dtype of `data`.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which saves a sort on GPUs. If the promise is
+        false, the result may hold anything.
+      mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
+        is dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
+        `num_segments`. Neither this call nor its gradient sorts any more.
+
+    Returns:
+      ``[S, ...]`` with the dtype of `data`. Segments without edges hold 0.
+
+    Raises:
+      TypeError: an argument is no array or has an unsuitable dtype, or `num_segments` is missing.
+      IndexError: ids are boolean.
+      ValueError: shapes do not fit, there are no rows to gather from, or both a plan and ids are given.
+
+    Numerical guarantees: terms are added in float32 (float64 for float64), in an order that ids and shapes alone
+    decide, the sum is divided there by the exact number of edges, and rounded once to the dtype. Bit-equal from run to
+    run.
+
+    Gradient: that of :func:`gather_segment_sum` for the cotangent divided by the number of edges. No gradient of data goes through gather ids that are out of range. Derivatives of any
+    order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data = jnp.array([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
+      >>> senders, receivers = jnp.array([0, 1, 2, 1]), jnp.array([1, 1, 0, 0])
+      >>> print(jb.gather_segment_mean(data, senders, receivers, num_segments=2))
+      [[4. 4.]
+       [2. 3.]]
+    """
+    return _reduce_edges(
+        "gather_segment_mean", True, data, gather_ids, segment_ids, num_segments, weights, indices_are_sorted, mode, plan
+    )
+
+
+def _reduce_edges(
+    name: str,
+    is_mean: bool,
+    data: ArrayLike,
+    gather_ids: ArrayLike | None,
+    segment_ids: ArrayLike | None,
+    num_segments: int | None,
+    weights: ArrayLike | None,
+    indices_are_sorted: bool,
+    mode: Mode,
+    plan: SegmentPlan | None,
+) -> Array:
+    data = as_rows(name, data)
+    edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    params = SumParams(**edges.params(data, indices_are_sorted), is_mean=is_mean)
     if weights is None:
-        return _gather_segment_sum(params, data=data, **arrays)
+        return _gather_segment_sum(params, data=data, **edges.arrays())
     weights = as_array(name, "weights", weights)
-    dims = weights.shape[1:]
+    dims, num_edges = weights.shape[1:], edges.segment_ids.shape[0]
     if weights.ndim == 0 or weights.shape[0] != num_edges or data.shape[1 : weights.ndim] != dims:
         raise ValueError(
             f"{name}: weights must be [E] or [E, *dims], where dims are the first dimensions of a row of data; got "
@@ -112,59 +192,13 @@ def gather_segment_sum(
         params,
         data=data.reshape(data.shape[0], heads, features),
         weights=weights.astype(data.dtype).reshape(num_edges, heads),
-        **arrays,
+        **edges.arrays(),
     )
     return output.reshape(edges.num_segments, *data.shape[1:])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Edges:
-    """The edges of a call, in the order in which the kernels take them, and those of its gradient with a plan."""
-
-    num_segments: int
-    gather_ids: Array
-    segment_ids: Array
-    edge_order: Array | None = None
-    transposed_gather_ids: Array | None = None
-    transposed_segment_ids: Array | None = None
-    transposed_order: Array | None = None
-
-
-def _edges(
-    name: str,
-    data: Array,
-    gather_ids: ArrayLike | None,
-    segment_ids: ArrayLike | None,
-    num_segments: int | None,
-    mode: Mode,
-    plan: SegmentPlan | None,
-) -> _Edges:
-    if plan is None:
-        if gather_ids is None or segment_ids is None or num_segments is None:
-            raise TypeError(f"{name}: gather_ids, segment_ids and num_segments must be given, or a plan")
-        num_segments = static_size(name, "num_segments", num_segments)
-        return _Edges(num_segments, *canonical_edges(name, gather_ids, segment_ids, data.shape[0], num_segments, mode))
-    if not isinstance(plan, SegmentPlan):
-        raise TypeError(f"{name}: plan must be a SegmentPlan, got {type(plan).__name__}")
-    if not (gather_ids is None and segment_ids is None and num_segments is None and mode is None):
-        raise ValueError(f"{name}: gather_ids, segment_ids, num_segments and mode belong to the plan; pass no others")
-    if plan.num_rows != data.shape[0]:
-        raise ValueError(f"{name}: the plan is for {plan.num_rows} rows, got data.shape = {data.shape}")
-    return _Edges(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(_Edges)})
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Reference in plain JAX.
-
-
-def _gathered(data: Array, gather_ids: Array, clips_gather_ids: bool) -> Array:
-    """The rows that ids name; where they name none, the nearest one or zeros. No gradient goes through those."""
-    if data.shape[0] == 0:
-        return jnp.zeros((*gather_ids.shape, *data.shape[1:]), data.dtype)
-    rows = data.at[gather_ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
-    if clips_gather_ids:
-        return rows
-    return jnp.where(per_row((gather_ids >= 0) & (gather_ids < data.shape[0]), rows), rows, 0)
 
 
 def _reference(
@@ -180,7 +214,7 @@ def _reference(
     **_: Any,
 ) -> tuple[Array]:
     wide = accumulation_dtype(data.dtype)
-    rows = _gathered(data, gather_ids, clips_gather_ids).astype(wide)
+    rows = gather_rows(data, gather_ids, clips_gather_ids).astype(wide)
     if has_weights:
         weights = weights_and_order[0].astype(wide)
         if has_edge_order:
@@ -196,7 +230,7 @@ def _reference_dot(
 ) -> tuple[Array]:
     wide = accumulation_dtype(data.dtype)
     cells, is_member = gather_segments(d_output.astype(wide), segment_ids)
-    products = jnp.where(is_member, cells * _gathered(data, gather_ids, clips_gather_ids=True).astype(wide), 0)
+    products = jnp.where(is_member, cells * gather_rows(data, gather_ids, clips_gather_ids=True).astype(wide), 0)
     output = products.sum(axis=-1)
     if edge_order:
         output = jnp.zeros_like(output).at[edge_order[0]].set(output)
@@ -252,11 +286,6 @@ def _operands_of_dot(*, has_edge_order: bool, **_: Any) -> NamedDimensions:
     return operands | {"edge_order": ("edge",)} if has_edge_order else operands
 
 
-def _replicated_dims(*, has_edge_order: bool, **_: Any) -> tuple[str, ...]:
-    """An order numbers all edges."""
-    return ("gathered", "segment", "edge") if has_edge_order else ("gathered", "segment")
-
-
 def _plan_parameters(
     data: Any, gather_ids: Any, segment_ids: Any, *_: Any, has_weights: bool, **params: Any
 ) -> dict[str, int]:
@@ -274,15 +303,6 @@ def _plan_parameters_of_dot(
     return {**plan_parameters(data, segment_ids, num_segments=d_output.shape[0]), "heads": data.shape[1]}
 
 
-def _limit(data: Any, gather_ids: Any, segment_ids: Any, *_: Any, num_segments: int, **__: Any) -> str | None:
-    return limit_of_32_bits(segment_ids.shape[0], num_segments)
-
-
-def _as_gather_ids(segment_ids: Array, num_segments: int) -> Array:
-    """The segments that edges gather from on the way back, -1 for dropped ones."""
-    return jnp.where((segment_ids >= 0) & (segment_ids < num_segments), segment_ids, -1).astype(jnp.int32)
-
-
 def _transpose(
     avals: Sequence[Any],
     d_outputs: Sequence[Array],
@@ -293,7 +313,7 @@ def _transpose(
     **params: Any,
 ) -> Sequence[Array]:
     """The same op, from segments to rows."""
-    gathered_segments = _as_gather_ids(segment_ids, num_segments)
+    gathered_segments = as_gather_ids(segment_ids, num_segments)
     transposed = {"num_segments": avals[0].shape[0], "indices_are_sorted": False, "clips_gather_ids": False}
     [d_data] = GATHER_SEGMENT_SUM(
         d_outputs[0], gathered_segments, gather_ids, *weights_and_order, **params | transposed | {"is_wide": False}
@@ -332,10 +352,10 @@ GATHER_SEGMENT_SUM = Op(
     guarantee=accumulated,
     attributes=("indices_are_sorted", "clips_gather_ids", "is_wide", "has_weights", "has_edge_order"),
     plan_parameters=_plan_parameters,
-    replicated_dims=_replicated_dims,
+    replicated_dims=replicated_dims,
     reduction_dims=("edge",),
     shard_program=functools.partial(_sum_of_shards, lambda: GATHER_SEGMENT_SUM, "edge"),
-    limit=_limit,
+    limit=limit_of_edges,
     transpose=_transpose,
 )
 
@@ -351,7 +371,7 @@ GATHER_SEGMENT_DOT = Op(
     guarantee=accumulated,
     attributes=("is_wide", "has_edge_order"),
     plan_parameters=_plan_parameters_of_dot,
-    replicated_dims=_replicated_dims,
+    replicated_dims=replicated_dims,
     reduction_dims=("feature",),
     shard_program=functools.partial(_sum_of_shards, lambda: GATHER_SEGMENT_DOT, "feature"),
     limit=lambda d_output, data, gather_ids, segment_ids, *_, **__: limit_of_32_bits(
@@ -366,16 +386,12 @@ GATHER_SEGMENT_DOT = Op(
 
 
 @dataclasses.dataclass(frozen=True)
-class GatherParams:
-    """The static arguments of a call."""
-
-    num_segments: int
-    num_rows: int
-    indices_are_sorted: bool
+class SumParams(GatherParams):
+    is_mean: bool
 
 
 def _primal(
-    params: GatherParams,
+    params: SumParams,
     *,
     data: Array,
     gather_ids: Array,
@@ -384,7 +400,7 @@ def _primal(
     edge_order: Array | None = None,
     **_: Array,
 ) -> Array:
-    return _sum_edges(
+    output = _sum_edges(
         data,
         gather_ids,
         segment_ids,
@@ -393,34 +409,52 @@ def _primal(
         num_segments=params.num_segments,
         indices_are_sorted=params.indices_are_sorted,
         clips_gather_ids=True,
+        is_wide=params.is_mean,
     )
+    return _over_counts(output, segment_ids, params).astype(data.dtype) if params.is_mean else output
+
+
+def _over_counts(cells: Array, segment_ids: Array, params: SumParams) -> Array:
+    """Cells divided by the numbers of edges."""
+    counts = count_rows(segment_ids, params.num_segments, params.indices_are_sorted)
+    return cells / per_row(jnp.maximum(counts, 1), cells).astype(cells.dtype)
 
 
 def _sum_edges(
-    data: Array, gather_ids: Array, segment_ids: Array, weights: Array | None, edge_order: Array | None, **params: Any
+    data: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    weights: Array | None,
+    edge_order: Array | None,
+    *,
+    is_wide: bool = False,
+    **params: Any,
 ) -> Array:
     edge_order = None if weights is None else edge_order  # edges differ by their weights alone
     optional = [x for x in (weights, edge_order) if x is not None]
-    flags = {"is_wide": False, "has_weights": weights is not None, "has_edge_order": edge_order is not None}
+    flags = {"is_wide": is_wide, "has_weights": weights is not None, "has_edge_order": edge_order is not None}
     return GATHER_SEGMENT_SUM(data, gather_ids, segment_ids, *optional, **params, **flags)[0]
 
 
-def _forward(params: GatherParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+def _forward(params: SumParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
     residuals = dict(arrays)
     if "weights" not in arrays:
         del residuals["data"]
     return _primal(params, **arrays), residuals
 
 
-def _backward(params: GatherParams, residuals: dict[str, Array], d_output: Array) -> dict[str, Array]:
+def _backward(params: SumParams, residuals: dict[str, Array], d_output: Array) -> dict[str, Array]:
     edges = dict(residuals)
     data, weights, edge_order = (edges.pop(name, None) for name in ("data", "weights", "edge_order"))
     gather_ids, segment_ids = edges.pop("gather_ids"), edges.pop("segment_ids")
+    if params.is_mean:
+        wide = d_output.astype(accumulation_dtype(d_output.dtype))
+        d_output = _over_counts(wide, segment_ids, params).astype(d_output.dtype)
     has_plan = bool(edges)
     if has_plan:
         transposed = edges["transposed_gather_ids"], edges["transposed_segment_ids"]
     else:
-        transposed = _as_gather_ids(segment_ids, params.num_segments), gather_ids
+        transposed = as_gather_ids(segment_ids, params.num_segments), gather_ids
     d_data = _sum_edges(
         d_output,
         *transposed,

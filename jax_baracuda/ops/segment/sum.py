@@ -203,9 +203,9 @@ def gradient_params(params: SumParams) -> dict[str, Any]:
     return {"indices_are_sorted": params.indices_are_sorted, "deterministic": params.deterministic}
 
 
-def count_rows(ids: Array, num_segments: int) -> Array:
+def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) -> Array:
     """The number of rows of each segment, ``[S]``."""
-    return SEGMENT_SUM(jnp.ones(ids.shape, jnp.int32), ids, **sum_params(num_segments))[0]
+    return SEGMENT_SUM(jnp.ones(ids.shape, jnp.int32), ids, **sum_params(num_segments, indices_are_sorted))[0]
 
 
 _primal = first_result(SEGMENT_SUM)

@@ -1,0 +1,103 @@
+// Rows that edges gather from another array, for the CPU kernels.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ffi/segment/engine/rows_cpu.h"
+
+namespace jax_baracuda::segment {
+
+// What an array of a batch has for one of its elements.
+template <typename T>
+JB_INLINE const T* OfElement(const T* array, bool is_shared, int64_t batch, int64_t size) {
+  return array == nullptr || is_shared ? array : array + batch * size;
+}
+
+// The numbers of the edges at the places of an element of the batch.
+struct EdgeNumbers {
+  const int32_t* order;  // or nullptr
+  int64_t edges;
+
+  EdgeNumbers(const int32_t* edge_order, bool is_shared, int64_t batch, int64_t num_edges)
+      : order(OfElement(edge_order, is_shared, batch, num_edges)), edges(num_edges) {}
+
+  // Whatever a caller passes, nothing out of bounds is read or written.
+  JB_INLINE int64_t operator[](int64_t place) const {
+    return order == nullptr ? place : std::clamp<int64_t>(order[place], 0, edges - 1);
+  }
+};
+
+JB_INLINE int64_t NearestRow(int64_t id, int64_t num_rows) { return std::max<int64_t>(0, std::min(id, num_rows - 1)); }
+
+// The rows of a call's edges (see rows_cpu.h): whole, times the weights of their heads, or selected elements of them.
+template <typename T>
+struct GatheredRows {
+  static constexpr bool kSplitsFeatures = false;  // a thread's part of a row would begin inside a head
+
+  GatheringCall call;
+  bool clips;  // gather ids out of range name the nearest row; else those edges add nothing
+  const T* weights = nullptr;  // [batch or 1, edges, heads]
+  bool weights_are_shared = false;
+  int64_t heads = 1;
+  const uint32_t* selection = nullptr;  // [batch, edges, selection_words], a bit for each element of a row
+  int64_t selection_words = 0;
+
+  struct Element {
+    const T* rows;
+    const int32_t* gather_ids;
+    int64_t num_rows;
+    bool clips;
+    const T* weights;
+    int64_t heads;
+    const uint32_t* selection;
+    int64_t selection_words;
+    EdgeNumbers numbers;
+
+    // The gathered row of an edge, or a number that is none.
+    JB_INLINE int64_t Row(int32_t place) const {
+      return clips ? NearestRow(gather_ids[place], num_rows) : gather_ids[place];
+    }
+    JB_INLINE bool Exists(int64_t row) const { return static_cast<uint64_t>(row) < static_cast<uint64_t>(num_rows); }
+
+    JB_INLINE void Prefetch(int32_t place, int64_t stride, int64_t width) const {
+      const int64_t row = Row(place);
+      if (Exists(row)) PrefetchRow(rows + row * stride, width);
+    }
+
+    template <typename Reduction>
+    JB_INLINE void Fold(const Reduction& reduction, int32_t place, int64_t stride, int64_t width,
+                        CellsOf<Reduction> cells) const {
+      const int64_t row = Row(place);
+      if (!Exists(row)) return;
+      const int64_t edge = numbers[place];
+      if constexpr (Reduction::kTakesWeights) {
+        if (weights != nullptr) {
+          reduction.FoldScaled(rows + row * stride, weights + edge * heads, heads, width, cells);
+          return;
+        }
+      }
+      if constexpr (Reduction::kTakesSelection) {
+        reduction.FoldSelected(rows + row * stride, selection + edge * selection_words, width, cells);
+      } else {
+        reduction.Fold(rows + row * stride, static_cast<int32_t>(edge), width, cells);
+      }
+    }
+  };
+
+  JB_INLINE Element At(const Problem& problem, int64_t batch, int64_t feature) const {
+    const int64_t edges = problem.rows;
+    return {OfElement(static_cast<const T*>(call.data), problem.data_is_shared, batch,
+                      call.num_rows * problem.features) + feature,
+            OfElement(call.gather_ids, call.gather_ids_are_shared, batch, edges),
+            call.num_rows,
+            clips,
+            OfElement(weights, weights_are_shared, batch, edges * heads),
+            heads,
+            OfElement(selection, /*is_shared=*/false, batch, edges * selection_words),
+            selection_words,
+            EdgeNumbers(call.edge_order, call.edge_order_is_shared, batch, edges)};
+  }
+};
+
+}  // namespace jax_baracuda::segment

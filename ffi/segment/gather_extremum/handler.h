@@ -1,0 +1,159 @@
+// The handlers of gather_segment_max, gather_segment_min and their gradients.
+#pragma once
+
+#include "ffi/segment/decoding.h"
+#include "ffi/segment/gather_extremum/call.h"
+
+namespace jax_baracuda::segment {
+
+struct GatherWinnerOptions {
+  int64_t num_batch_dims;
+  bool indices_are_sorted, first_wins, has_edge_order;
+};
+
+struct GatherExtremumBackwardOptions {
+  int64_t num_batch_dims;
+  bool has_plan, shares_ties;
+};
+
+}  // namespace jax_baracuda::segment
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::GatherWinnerOptions,
+                                      StructMember<int64_t>("num_batch_dims"), StructMember<bool>("indices_are_sorted"),
+                                      StructMember<bool>("first_wins"), StructMember<bool>("has_edge_order"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::GatherExtremumBackwardOptions,
+                                      StructMember<int64_t>("num_batch_dims"), StructMember<bool>("has_plan"),
+                                      StructMember<bool>("shares_ties"));
+
+namespace jax_baracuda::segment {
+
+inline ffi::Error DecodeGatherExtremum(const char* op, Decoder& decoder, const ffi::AnyBuffer& data,
+                                       const ffi::AnyBuffer& gather_ids, const ffi::AnyBuffer& segment_ids,
+                                       const ffi::AnyBuffer& output, GatherExtremumCall* call) {
+  JB_RETURN_IF_ERROR(decoder.First("output", output, "segments, ..."));
+  JB_RETURN_IF_ERROR(decoder.Edges("data", data, gather_ids, segment_ids, call));
+  JB_RETURN_IF_ERROR(decoder.FirstCells("output", output, decoder.type(), &call->output));
+  if (call->num_rows == 0 && call->problem.rows > 0) {
+    return InvalidArgument(op, "data has no rows for " + std::to_string(call->problem.rows) + " edges to gather");
+  }
+  return CheckKernel(op, "data", data, DispatchFloating(call->type, [](auto) {}));
+}
+
+template <typename Context, Run<Context, GatherExtremumCall> kRun, bool kIsMinimum>
+ffi::Error HandleGatherExtremum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer gather_ids,
+                                ffi::AnyBuffer segment_ids, ffi::Result<ffi::AnyBuffer> output,
+                                ffi::RemainingRets scratch, ReductionOptions options) {
+  constexpr const char* kOp = kIsMinimum ? "gather_segment_min" : "gather_segment_max";
+  GatherExtremumCall call;
+  Decoder decoder(kOp, options.num_batch_dims, &call);
+  JB_RETURN_IF_ERROR(DecodeGatherExtremum(kOp, decoder, data, gather_ids, segment_ids, *output, &call));
+  call.is_minimum = kIsMinimum;
+  call.indices_are_sorted = options.indices_are_sorted;
+  return kRun(context, kOp, scratch, &call);
+}
+
+template <typename Context, Run<Context, GatherExtremumCall> kRun, bool kIsMinimum>
+ffi::Error HandleGatherExtremumWithWinner(Context context, ffi::AnyBuffer data, ffi::AnyBuffer gather_ids,
+                                          ffi::AnyBuffer segment_ids, ffi::RemainingArgs optional,
+                                          ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> winner,
+                                          ffi::RemainingRets scratch, GatherWinnerOptions options) {
+  constexpr const char* kOp = kIsMinimum ? "gather_segment_min_with_winner" : "gather_segment_max_with_winner";
+  GatherExtremumCall call;
+  Decoder decoder(kOp, options.num_batch_dims, &call);
+  JB_RETURN_IF_ERROR(DecodeGatherExtremum(kOp, decoder, data, gather_ids, segment_ids, *output, &call));
+  JB_RETURN_IF_ERROR(decoder.Cells("winner", *winner, ffi::DataType::S32, &call.winner));
+  OptionalOperands operands(kOp, optional);
+  JB_RETURN_IF_ERROR(operands.Next("edge_order", options.has_edge_order, [&](const ffi::AnyBuffer& edge_order) {
+    return decoder.EdgeIds("edge_order", edge_order, &call.edge_order, &call.edge_order_is_shared);
+  }));
+  JB_RETURN_IF_ERROR(operands.End());
+  call.is_minimum = kIsMinimum;
+  call.with_winner = true;
+  call.first_wins = options.first_wins;
+  call.indices_are_sorted = options.indices_are_sorted;
+  return kRun(context, kOp, scratch, &call);
+}
+
+// The operands are those below, with a plan the edges as they are sorted by the rows that they gather, and, where ties
+// are shared, data and output of the forward pass.
+template <typename Context, Run<Context, GatherExtremumBackwardCall> kRun, bool kIsMinimum>
+ffi::Error HandleGatherExtremumBackward(Context context, ffi::AnyBuffer d_winner, ffi::AnyBuffer winner,
+                                        ffi::AnyBuffer gather_ids, ffi::AnyBuffer segment_ids,
+                                        ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> d_data,
+                                        ffi::RemainingRets scratch, GatherExtremumBackwardOptions options) {
+  constexpr const char* kOp = kIsMinimum ? "gather_segment_min_backward" : "gather_segment_max_backward";
+  GatherExtremumBackwardCall call;
+  Decoder decoder(kOp, options.num_batch_dims, &call);
+  OptionalOperands operands(kOp, optional);
+  ffi::AnyBuffer edge_order = gather_ids, transposed_order = gather_ids;
+  ffi::AnyBuffer cells_of_edges = segment_ids, rows_of_edges = gather_ids;
+  const auto take = [&](const char* name, bool is_there, ffi::AnyBuffer* operand) {
+    return operands.Next(name, is_there, [&](const ffi::AnyBuffer& buffer) {
+      *operand = buffer;
+      return ffi::Error::Success();
+    });
+  };
+  JB_RETURN_IF_ERROR(take("edge_order", options.has_plan, &edge_order));
+  JB_RETURN_IF_ERROR(take("transposed_order", options.has_plan, &transposed_order));
+  JB_RETURN_IF_ERROR(take("transposed_gather_ids", options.has_plan, &cells_of_edges));
+  JB_RETURN_IF_ERROR(take("transposed_segment_ids", options.has_plan, &rows_of_edges));
+
+  JB_RETURN_IF_ERROR(decoder.First("d_data", *d_data, "rows, ..."));
+  JB_RETURN_IF_ERROR(decoder.Edges("d_winner", d_winner, cells_of_edges, rows_of_edges, &call));
+  JB_RETURN_IF_ERROR(decoder.FirstCells("d_data", *d_data, decoder.type(), &call.d_data));
+  JB_RETURN_IF_ERROR(decoder.Array("winner", winner, ffi::DataType::S32, call.num_rows, decoder.features(),
+                                   &call.winner, &call.winner_is_shared));
+  JB_RETURN_IF_ERROR(
+      decoder.EdgeIds("gather_ids", gather_ids, &call.gather_ids_of_edges, &call.gather_ids_of_edges_are_shared));
+  JB_RETURN_IF_ERROR(
+      decoder.EdgeIds("segment_ids", segment_ids, &call.segment_ids_of_edges, &call.segment_ids_of_edges_are_shared));
+  if (options.has_plan) {
+    JB_RETURN_IF_ERROR(
+        decoder.EdgeIds("edge_order", edge_order, &call.forward_order, &call.forward_order_is_shared));
+    JB_RETURN_IF_ERROR(
+        decoder.EdgeIds("transposed_order", transposed_order, &call.edge_order, &call.edge_order_is_shared));
+  }
+  JB_RETURN_IF_ERROR(operands.Next("data", options.shares_ties, [&](const ffi::AnyBuffer& data) {
+    return decoder.Array("data", data, decoder.type(), call.problem.segments, decoder.features(), &call.gathered,
+                         &call.gathered_is_shared);
+  }));
+  JB_RETURN_IF_ERROR(operands.Next("output", options.shares_ties, [&](const ffi::AnyBuffer& output) {
+    bool is_shared = false;
+    JB_RETURN_IF_ERROR(decoder.Array("output", output, decoder.type(), call.num_rows, decoder.features(),
+                                     &call.extrema, &is_shared));
+    if (is_shared == call.winner_is_shared) return ffi::Error::Success();
+    return WrongShape(kOp, "output", output, "that of winner " + ShapeString(winner.dimensions()));
+  }));
+  JB_RETURN_IF_ERROR(operands.End());
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_winner", d_winner, DispatchFloating(call.type, [](auto) {})));
+  call.indices_are_sorted = options.has_plan;
+  call.shares_ties = options.shares_ties;
+  return kRun(context, kOp, scratch, &call);
+}
+
+template <typename Context>
+auto BindGatherExtremumWithWinner() {
+  return BindWithOptionalOperands<Context, 3, 2>().RemainingRets().template Attrs<GatherWinnerOptions>();
+}
+
+template <typename Context>
+auto BindGatherExtremumBackward() {
+  return BindWithOptionalOperands<Context, 4, 1>().RemainingRets().template Attrs<GatherExtremumBackwardOptions>();
+}
+
+// The calls that the parameters of plans describe.
+template <bool kWithWinner>
+GatherExtremumCall GatherExtremumCallOf(const PlanParameters& parameters) {
+  auto call = CallOf<GatherExtremumCall>(parameters);
+  call.num_rows = parameters.at("gathered_rows");
+  call.with_winner = kWithWinner;
+  return call;
+}
+
+inline GatherExtremumBackwardCall GatherExtremumBackwardCallOf(const PlanParameters& parameters) {
+  auto call = CallOf<GatherExtremumBackwardCall>(parameters);
+  call.num_rows = parameters.at("gathered_rows");
+  return call;
+}
+
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,156 @@
+// The CPU kernels of gather_segment_max, gather_segment_min and their gradients. As on a GPU, the gradient finds the
+// cells that each edge won first, a bit for each, and then adds up the selected cotangents of the edges of each row.
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+
+#include "ffi/segment/engine/gathered_rows_cpu.h"
+#include "ffi/segment/extremum/reduction_cpu.h"
+#include "ffi/segment/gather_extremum/handler.h"
+#include "ffi/segment/gather_sum/reduction_cpu.h"
+
+namespace jax_baracuda::segment {
+namespace {
+
+bool RunGatherExtremum(ffi::ThreadPool& pool, const GatherExtremumCall& call) {
+  const Problem& problem = call.problem;
+  bool has_memory = true;
+  DispatchFloating(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto flip = FlipMask<T>(call.type, call.is_minimum);
+    T* const output = static_cast<T*>(call.output);
+    const int64_t cells = problem.batch * problem.segments * problem.features;
+    AdviseHugePages(output, cells * sizeof(T));
+    const GatheredRows<T> rows{call, /*clips=*/true};
+    if (call.with_winner) {
+      AdviseHugePages(call.winner, cells * sizeof(int32_t));
+      const ExtremumWithWinner<T> reduction{flip, call.first_wins, output, call.winner};
+      has_memory = ReduceAll(pool, problem, SegmentIds(call), rows, reduction);
+    } else {
+      has_memory = ReduceAll(pool, problem, SegmentIds(call), rows, Extremum<T>{flip, output});
+    }
+  });
+  return has_memory;
+}
+
+template <bool kWithWinner>
+Plan PlanGatherExtremum(const GatherExtremumCall& call) {
+  return PlanOfType(call, JB_DISPATCH(DispatchFloating), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using Reduction = std::conditional_t<kWithWinner, ExtremumWithWinner<T>, Extremum<T>>;
+    return ChooseStrategy<Reduction>(call.problem, /*has_counts=*/false);
+  });
+}
+
+// The cells that the edges at some places won: a bit for each of their features.
+template <typename T>
+JB_CPU_CLONES void SelectWon(const GatherExtremumBackwardCall call, int64_t batch, int64_t begin, int64_t end,
+                             uint32_t* selection) {
+  constexpr int64_t kWordBits = 32;
+  const int64_t edges = call.problem.rows, features = call.problem.features, words = call.SelectionWords();
+  const int64_t cells = call.num_rows * features;
+  const int32_t* const winners = OfElement(call.winner, call.winner_is_shared, batch, cells);
+  const T* const extrema = OfElement(static_cast<const T*>(call.extrema), call.winner_is_shared, batch, cells);
+  const T* const gathered = OfElement(static_cast<const T*>(call.gathered), call.gathered_is_shared, batch,
+                                      call.problem.segments * features);
+  const int32_t* const segment_ids =
+      OfElement(call.segment_ids_of_edges, call.segment_ids_of_edges_are_shared, batch, edges);
+  const int32_t* const gather_ids =
+      OfElement(call.gather_ids_of_edges, call.gather_ids_of_edges_are_shared, batch, edges);
+  const EdgeNumbers numbers(call.forward_order, call.forward_order_is_shared, batch, edges);
+  const auto is_cell = [&](int64_t segment) __attribute__((always_inline)) {
+    return static_cast<uint64_t>(segment) < static_cast<uint64_t>(call.num_rows);
+  };
+  for (int64_t place = begin; place < end; ++place) {
+    if (place + kPrefetchDistance < end && is_cell(segment_ids[place + kPrefetchDistance])) {
+      PrefetchRow(winners + segment_ids[place + kPrefetchDistance] * features, features);
+    }
+    const int32_t edge = static_cast<int32_t>(numbers[place]);
+    uint32_t* const selected = selection + (batch * edges + edge) * words;
+    const int64_t segment = segment_ids[place];
+    if (!is_cell(segment)) {
+      std::fill_n(selected, words, 0);
+      continue;
+    }
+    for (int64_t word = 0; word < words; ++word) {
+      const int64_t first = segment * features + word * kWordBits;
+      const int count = static_cast<int>(std::min(kWordBits, features - word * kWordBits));
+      uint32_t bits = 0;
+      int32_t lowest = 0;
+      JB_VECTORIZE
+      for (int i = 0; i < count; ++i) {
+        bits |= static_cast<uint32_t>(winners[first + i] == edge) << i;
+        lowest = std::min(lowest, winners[first + i]);
+      }
+      if (IsTie(lowest) && call.shares_ties) {
+        const T* const row =
+            gathered + NearestRow(gather_ids[place], call.problem.segments) * features + word * kWordBits;
+        using C = ComputeType<T>;
+        JB_VECTORIZE
+        for (int i = 0; i < count; ++i) {
+          const bool attains = static_cast<C>(row[i]) == static_cast<C>(extrema[first + i]);
+          bits |= static_cast<uint32_t>(IsTie(winners[first + i]) && attains) << i;
+        }
+      }
+      selected[word] = bits;
+    }
+  }
+}
+
+bool RunGatherExtremumBackward(ffi::ThreadPool& pool, const GatherExtremumBackwardCall& call) {
+  const Problem& problem = call.problem;
+  if (problem.HasNoResult()) return true;
+  const int64_t words = call.SelectionWords();
+  const auto selection = Allocate<uint32_t>(problem.batch * problem.rows * words);
+  bool has_memory = selection != nullptr;
+  if (!has_memory) return false;
+  DispatchFloating(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const int64_t chunks = std::min(problem.rows, ChunksFor(pool, problem.rows * problem.features * sizeof(int32_t)));
+    ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
+      const int64_t chunk = index % chunks;
+      SelectWon<T>(call, index / chunks, ChunkBegin(problem.rows, chunks, chunk),
+                   ChunkBegin(problem.rows, chunks, chunk + 1), selection.get());
+    });
+    GatheredRows<T> rows{call, /*clips=*/false};
+    rows.selection = selection.get();
+    rows.selection_words = words;
+    AdviseHugePages(call.d_data, problem.batch * problem.segments * problem.features * sizeof(T));
+    has_memory = ReduceAll(pool, problem, SegmentIds(call), rows,
+                           GatherSum</*T=*/T, /*kSelects=*/true>{call.d_data, /*is_wide=*/false});
+  });
+  return has_memory;
+}
+
+Plan PlanGatherExtremumBackward(const GatherExtremumBackwardCall& call) {
+  return PlanOfType(call, JB_DISPATCH(DispatchFloating), [&](auto tag) {
+    return ChooseStrategy<GatherSum<typename decltype(tag)::type, true>>(call.problem, /*has_counts=*/false);
+  });
+}
+
+constexpr auto kRun = RunOnCpu<GatherExtremumCall, RunGatherExtremum>;
+constexpr auto kRunBackward = RunOnCpu<GatherExtremumBackwardCall, RunGatherExtremumBackward>;
+constexpr auto kPlan = PlanOf<PlanGatherExtremum<false>, GatherExtremumCallOf<false>>;
+constexpr auto kPlanWithWinner = PlanOf<PlanGatherExtremum<true>, GatherExtremumCallOf<true>>;
+constexpr auto kPlanBackward = PlanOf<PlanGatherExtremumBackward, GatherExtremumBackwardCallOf>;
+
+#define JB_BIND_EXTREMUM (BindCall<ffi::ThreadPool, 3, 1, ReductionOptions>())
+
+JB_CPU_TARGET("gather_segment_max", (HandleGatherExtremum<ffi::ThreadPool, kRun, false>), JB_BIND_EXTREMUM, kPlan,
+              kNothing, "scan", "group_by_segment");
+JB_CPU_TARGET("gather_segment_min", (HandleGatherExtremum<ffi::ThreadPool, kRun, true>), JB_BIND_EXTREMUM, kPlan,
+              kNothing, "scan", "group_by_segment");
+JB_CPU_TARGET("gather_segment_max_with_winner", (HandleGatherExtremumWithWinner<ffi::ThreadPool, kRun, false>),
+              BindGatherExtremumWithWinner<ffi::ThreadPool>(), kPlanWithWinner, kNothing, "scan", "group_by_segment");
+JB_CPU_TARGET("gather_segment_min_with_winner", (HandleGatherExtremumWithWinner<ffi::ThreadPool, kRun, true>),
+              BindGatherExtremumWithWinner<ffi::ThreadPool>(), kPlanWithWinner, kNothing, "scan", "group_by_segment");
+JB_CPU_TARGET("gather_segment_max_backward", (HandleGatherExtremumBackward<ffi::ThreadPool, kRunBackward, false>),
+              BindGatherExtremumBackward<ffi::ThreadPool>(), kPlanBackward, kNothing, "scan", "split_scan",
+              "group_by_segment");
+JB_CPU_TARGET("gather_segment_min_backward", (HandleGatherExtremumBackward<ffi::ThreadPool, kRunBackward, true>),
+              BindGatherExtremumBackward<ffi::ThreadPool>(), kPlanBackward, kNothing, "scan", "split_scan",
+              "group_by_segment");
+
+}  // namespace
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,78 @@
+// Sums of gathered rows, as the CPU kernels take them (see engine/rows_cpu.h).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ffi/segment/engine/gathered_rows_cpu.h"
+
+namespace jax_baracuda::segment {
+
+// Of whole rows, with weights or without, or of selected elements.
+template <typename T, bool kSelects = false>
+struct GatherSum {
+  using Element = T;
+  using First = ComputeType<T>;
+  using Second = NoNumber;
+  static constexpr bool kRounds = true, kHoldsRuns = true;
+  static constexpr bool kTakesWeights = !kSelects, kTakesSelection = kSelects;
+
+  void* output;
+  bool is_wide;
+
+  JB_INLINE void Start(int64_t count, CellsOf<GatherSum> cells) const { std::fill_n(cells.first, count, First{0}); }
+
+  JB_INLINE void Fold(const T* values, int32_t /*edge*/, int64_t width, CellsOf<GatherSum> cells) const {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < width; ++i) cells.first[i] += static_cast<First>(values[i]);
+  }
+
+  JB_INLINE void FoldScaled(const T* values, const T* weights, int64_t heads, int64_t width,
+                            CellsOf<GatherSum> cells) const {
+    const int64_t features = width / heads;
+    for (int64_t head = 0; head < heads; ++head) {
+      const First weight = static_cast<First>(weights[head]);
+      const T* const from = values + head * features;
+      First* const to = cells.first + head * features;
+      JB_VECTORIZE
+      for (int64_t i = 0; i < features; ++i) to[i] += weight * static_cast<First>(from[i]);
+    }
+  }
+
+  JB_INLINE void FoldSelected(const T* values, const uint32_t* selected, int64_t width,
+                              CellsOf<GatherSum> cells) const {
+    constexpr int kWordBits = 32, kFewElements = 6;
+    for (int64_t begin = 0; begin < width; begin += kWordBits) {
+      uint32_t bits = selected[begin / kWordBits];
+      const T* const from = values + begin;
+      First* const to = cells.first + begin;
+      if (__builtin_popcount(bits) <= kFewElements) {
+        for (; bits != 0; bits &= bits - 1) {
+          const int i = __builtin_ctz(bits);
+          to[i] += static_cast<First>(from[i]);
+        }
+      } else {
+        const int count = static_cast<int>(std::min<int64_t>(kWordBits, width - begin));
+        JB_VECTORIZE
+        for (int i = 0; i < count; ++i) to[i] += (bits >> i & 1) != 0 ? static_cast<First>(from[i]) : First{0};
+      }
+    }
+  }
+
+  JB_INLINE void Merge(int64_t count, CellsOf<GatherSum> later, CellsOf<GatherSum> cells) const {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) cells.first[i] += later.first[i];
+  }
+
+  JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t*, CellsOf<GatherSum> cells) const {
+    if (is_wide) {
+      std::copy_n(cells.first, count, static_cast<First*>(output) + first_cell);
+    } else {
+      T* const to = static_cast<T*>(output) + first_cell;
+      JB_VECTORIZE
+      for (int64_t i = 0; i < count; ++i) Store(cells.first[i], to + i);
+    }
+  }
+};
+
+}  // namespace jax_baracuda::segment

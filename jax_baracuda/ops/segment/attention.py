@@ -1,0 +1,100 @@
+"""Attention over the edges of each segment: softmax of logits and weighted sum of gathered rows."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_baracuda._core.arrays import as_array
+from jax_baracuda.ops.segment.arguments import Mode
+from jax_baracuda.ops.segment.gather import gather_segment_sum
+from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.softmax import segment_softmax
+
+
+def segment_attention(
+    logits: ArrayLike,
+    data: ArrayLike,
+    gather_ids: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    mode: Mode = None,
+    plan: SegmentPlan | None = None,
+) -> Array:
+    """Attention of each segment over the rows that its edges gather: the aggregation of a graph attention layer.
+
+    ``out[s, h, ...] = sum { p[e, h] * data[gather_ids[e], h, ...] : segment_ids[e] == s }``, where
+    ``p = segment_softmax(logits, segment_ids, num_segments)``.
+
+    No array of edges times features is written or read, neither here nor by the gradient: what is kept of an edge are
+    its probabilities.
+
+    Args:
+      logits: ``[E]`` or ``[E, H]``, one for each edge and head, a floating dtype.
+      data: ``[N, ...]``, or ``[N, H, ...]`` for logits ``[E, H]``: the rows (values of nodes), a floating dtype.
+        float16, bfloat16, float32 and float64 have kernels.
+      gather_ids: ``[E]``, any integer dtype, in any order: the row that each edge gathers (its sender). As in
+        ``data[gather_ids]``, negative ids count from the end, and ids out of range name the nearest row.
+      segment_ids: ``[E]``, any integer dtype, in any order: the segment of each edge (its receiver). Edges whose id is
+        negative or at least `num_segments` are dropped.
+      num_segments: number of segments S, static under ``jit``.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which saves a sort on GPUs. If the promise is
+        false, the result may hold anything.
+      mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
+        is dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
+        `num_segments`. Neither this call nor its gradient sorts any more.
+
+    Returns:
+      ``[S, ...]`` or ``[S, H, ...]`` with the dtype of `data`. Segments without edges hold 0.
+
+    Raises:
+      TypeError: an argument is no array or has an unsuitable dtype, or `num_segments` is missing.
+      IndexError: ids are boolean.
+      ValueError: shapes do not fit, there are no rows to gather from, or both a plan and ids are given.
+
+    Numerical guarantees: those of :func:`segment_softmax`, whose probabilities are rounded to the dtype of `logits`,
+    and of :func:`gather_segment_sum`. Bit-equal from run to run.
+
+    Gradient: of `logits` by the gradients of the softmax and of the weights, which are products of cotangents and
+    gathered rows, and of `data` by the weighted sum over the edges of each row. Derivatives of any order exist.
+    ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
+
+    Source: Veličković et al., Graph Attention Networks, https://arxiv.org/abs/1710.10903, equations 3 and 6.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data = jnp.array([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
+      >>> senders, receivers = jnp.array([0, 1, 2]), jnp.array([1, 1, 0])
+      >>> print(jb.segment_attention(jnp.zeros(3), data, senders, receivers, num_segments=2))
+      [[5. 6.]
+       [2. 3.]]
+    """
+    name = "segment_attention"
+    logits = as_array(name, "logits", logits)
+    if logits.ndim == 0 or not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(f"{name}: logits must be [E, ...] with a floating dtype, got {logits.shape} of {logits.dtype}")
+    data = as_array(name, "data", data)
+    if plan is None:
+        if gather_ids is None or segment_ids is None or num_segments is None:
+            raise TypeError(f"{name}: gather_ids, segment_ids and num_segments must be given, or a plan")
+        weights = segment_softmax(
+            logits, segment_ids, num_segments, indices_are_sorted=indices_are_sorted, mode=mode, deterministic=True
+        )
+        options = {"indices_are_sorted": indices_are_sorted, "mode": mode}
+        return gather_segment_sum(data, gather_ids, segment_ids, num_segments, weights=weights, **options)
+    if not isinstance(plan, SegmentPlan):
+        raise TypeError(f"{name}: plan must be a SegmentPlan, got {type(plan).__name__}")
+    if not (gather_ids is None and segment_ids is None and num_segments is None and mode is None):
+        raise ValueError(f"{name}: gather_ids, segment_ids, num_segments and mode belong to the plan; pass no others")
+    order = plan.edge_order
+    if logits.shape[0] != order.shape[0]:
+        raise ValueError(f"{name}: the plan is for {order.shape[0]} edges, got logits.shape = {logits.shape}")
+    ordered = logits.at[order].get(mode="clip", unique_indices=True)
+    ordered = segment_softmax(ordered, plan.segment_ids, plan.num_segments, indices_are_sorted=True)
+    weights = jnp.zeros_like(ordered).at[order].set(ordered, mode="drop", unique_indices=True)
+    return gather_segment_sum(data, weights=weights, plan=plan)

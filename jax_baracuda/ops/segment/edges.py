@@ -1,0 +1,124 @@
+"""The edges of the functions that gather rows: arguments, and what their ops share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_baracuda._core.arrays import as_array
+from jax_baracuda.ops.segment.arguments import Mode, canonical_edges, static_size
+from jax_baracuda.ops.segment.cells import per_row
+from jax_baracuda.ops.segment.definitions import limit_of_32_bits
+from jax_baracuda.ops.segment.plan import SegmentPlan
+
+
+def as_rows(name: str, data: ArrayLike) -> Array:
+    """Data to gather rows from."""
+    data = as_array(name, "data", data)
+    if data.ndim == 0 or not jnp.issubdtype(data.dtype, jnp.floating):
+        raise TypeError(f"{name}: data must be [N, ...] with a floating dtype, got {data.shape} of {data.dtype}")
+    return data
+
+
+@dataclasses.dataclass(frozen=True)
+class Edges:
+    """The edges of a call, in the order in which the kernels take them, and those of its gradient with a plan."""
+
+    num_segments: int
+    gather_ids: Array
+    segment_ids: Array
+    edge_order: Array | None = None
+    transposed_gather_ids: Array | None = None
+    transposed_segment_ids: Array | None = None
+    transposed_order: Array | None = None
+
+    def arrays(self) -> dict[str, Array]:
+        """What there is of them, by name."""
+        arrays = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
+        return {name: array for name, array in arrays.items() if array is not None}
+
+    def params(self, data: Array, indices_are_sorted: bool) -> dict[str, Any]:
+        """The fields of :class:`GatherParams`."""
+        return {
+            "num_segments": self.num_segments,
+            "num_rows": data.shape[0],
+            "indices_are_sorted": bool(indices_are_sorted) or self.edge_order is not None,
+        }
+
+
+def canonicalize_edges(
+    name: str,
+    data: Array,
+    gather_ids: ArrayLike | None,
+    segment_ids: ArrayLike | None,
+    num_segments: int | None,
+    mode: Mode,
+    plan: SegmentPlan | None,
+) -> Edges:
+    """The edges that gather rows of `data`, which has been checked by :func:`as_rows`."""
+    edges = _edges_of(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    if edges.segment_ids.shape[0] > 0 and data.shape[0] == 0:
+        raise ValueError(
+            f"{name}: data must have rows for {edges.segment_ids.shape[0]} edges to gather, got shape {data.shape}"
+        )
+    return edges
+
+
+def _edges_of(
+    name: str,
+    data: Array,
+    gather_ids: ArrayLike | None,
+    segment_ids: ArrayLike | None,
+    num_segments: int | None,
+    mode: Mode,
+    plan: SegmentPlan | None,
+) -> Edges:
+    if plan is None:
+        if gather_ids is None or segment_ids is None or num_segments is None:
+            raise TypeError(f"{name}: gather_ids, segment_ids and num_segments must be given, or a plan")
+        num_segments = static_size(name, "num_segments", num_segments)
+        return Edges(num_segments, *canonical_edges(name, gather_ids, segment_ids, data.shape[0], num_segments, mode))
+    if not isinstance(plan, SegmentPlan):
+        raise TypeError(f"{name}: plan must be a SegmentPlan, got {type(plan).__name__}")
+    if not (gather_ids is None and segment_ids is None and num_segments is None and mode is None):
+        raise ValueError(f"{name}: gather_ids, segment_ids, num_segments and mode belong to the plan; pass no others")
+    if plan.num_rows != data.shape[0]:
+        raise ValueError(f"{name}: the plan is for {plan.num_rows} rows, got data.shape = {data.shape}")
+    return Edges(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(Edges)})
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherParams:
+    """The static arguments of a call."""
+
+    num_segments: int
+    num_rows: int
+    indices_are_sorted: bool
+
+
+def gather_rows(data: Array, gather_ids: Array, clips_gather_ids: bool) -> Array:
+    """The rows that ids name; where they name none, the nearest one or zeros. No gradient goes through those."""
+    if data.shape[0] == 0:
+        return jnp.zeros((*gather_ids.shape, *data.shape[1:]), data.dtype)
+    rows = data.at[gather_ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    if clips_gather_ids:
+        return rows
+    return jnp.where(per_row((gather_ids >= 0) & (gather_ids < data.shape[0]), rows), rows, 0)
+
+
+def as_gather_ids(segment_ids: Array, num_segments: int) -> Array:
+    """The segments that edges gather from on the way back, -1 for dropped ones."""
+    return jnp.where((segment_ids >= 0) & (segment_ids < num_segments), segment_ids, -1).astype(jnp.int32)
+
+
+def replicated_dims(*, has_edge_order: bool, **_: Any) -> tuple[str, ...]:
+    """An order numbers all edges."""
+    return ("gathered", "segment", "edge") if has_edge_order else ("gathered", "segment")
+
+
+def limit_of_edges(data: Any, gather_ids: Any, segment_ids: Any, *_: Any, num_segments: int, **__: Any) -> str | None:
+    return limit_of_32_bits(segment_ids.shape[0], num_segments)

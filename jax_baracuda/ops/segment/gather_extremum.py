@@ -1,0 +1,460 @@
+"""Maximum and minimum of gathered rows over segments: message passing on graphs without an array of messages.
+
+The forward kernel notes which edge wins each cell. The gradient adds up, for each row, the cotangents of the cells that
+its edges won, and looks at the rows again only where edges tie.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
+from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.guarantees import EXACT, accumulated
+from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda.ops.segment.arguments import Mode, TieBreak
+from jax_baracuda.ops.segment.cells import gather_segments, xla_sum
+from jax_baracuda.ops.segment.definitions import index_of_first_row, limit_of_32_bits, plan_parameters
+from jax_baracuda.ops.segment.edges import (
+    GatherParams,
+    as_gather_ids,
+    as_rows,
+    canonicalize_edges,
+    gather_rows,
+    limit_of_edges,
+    replicated_dims,
+)
+from jax_baracuda.ops.segment.extremum import (
+    MAXIMUM,
+    MINIMUM,
+    NO_WINNER,
+    Extremum,
+    first_gets_all,
+    reference_extremum,
+    reference_winner,
+    winners_over_shards,
+)
+from jax_baracuda.ops.segment.plan import SegmentPlan
+
+
+def gather_segment_max(
+    data: ArrayLike,
+    gather_ids: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    mode: Mode = None,
+    tie_break: TieBreak = "split",
+    plan: SegmentPlan | None = None,
+) -> Array:
+    """Maximum of gathered rows over the edges of each segment: one layer of message passing.
+
+    ``out[s, ...] = max { data[gather_ids[e], ...] : segment_ids[e] == s }``
+
+    The same as ``segment_max(data[gather_ids], segment_ids, num_segments)``, but no array of edges times features is
+    written or read, neither here nor by the gradient.
+
+    Args:
+      data: ``[N, ...]``, the rows (features of nodes), a floating dtype. float16, bfloat16, float32 and float64 have
+        kernels.
+      gather_ids: ``[E]``, any integer dtype, in any order: the row that each edge gathers (its sender). As in
+        ``data[gather_ids]``, negative ids count from the end, and ids out of range name the nearest row.
+      segment_ids: ``[E]``, any integer dtype, in any order: the segment of each edge (its receiver). Edges whose id is
+        negative or at least `num_segments` are dropped.
+      num_segments: number of segments S, static under ``jit``.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which saves a sort on GPUs. If the promise is
+        false, the result may hold anything.
+      mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
+        is dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      tie_break: who gets the gradient where several edges attain the maximum. "split": all of them, in equal shares,
+        as in JAX; the identity of an empty segment (-inf) takes part where the maximum equals it. "first": the
+        lowest of these edges, all of it; `data` is then not kept for the backward pass.
+      plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
+        `num_segments`. Neither this call nor its gradient sorts any more.
+
+    Returns:
+      ``[S, ...]`` with the dtype of `data`. Segments without edges hold -inf.
+
+    Raises:
+      TypeError: an argument is no array or has an unsuitable dtype, or `num_segments` is missing.
+      IndexError: ids are boolean.
+      ValueError: shapes do not fit, there are no rows to gather from, an option is unknown, or both a plan and ids are
+        given.
+
+    Numerical guarantees: exact. NaN propagates; ``max(-0, +0)`` is ``+0`` in either order; subnormal numbers are
+    numbers, not zeros. The gradient adds up in float32 (float64 for float64), in an order that ids and shapes alone
+    decide. Bit-equal from run to run.
+
+    Gradient: ``d_data[n] = sum { d_out[segment_ids[e]] * share[e] : gather_ids[e] == n }``, where the share is
+    ``1 / number of tied edges`` or 1 for the winner, and exactly 0 for every other edge. A segment that holds a NaN
+    passes no gradient, nor do gather ids that are out of range. Derivatives of any order exist; those beyond the first
+    are plain JAX's. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data = jnp.array([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
+      >>> senders, receivers = jnp.array([0, 1, 2, 1]), jnp.array([1, 1, 0, 0])
+      >>> print(jb.gather_segment_max(data, senders, receivers, num_segments=2))
+      [[5. 6.]
+       [3. 4.]]
+    """
+    name = "gather_segment_max"
+    ids = gather_ids, segment_ids, num_segments
+    return _reduce(name, _gather_segment_max, data, *ids, indices_are_sorted, mode, tie_break, plan)
+
+
+def gather_segment_min(
+    data: ArrayLike,
+    gather_ids: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    mode: Mode = None,
+    tie_break: TieBreak = "split",
+    plan: SegmentPlan | None = None,
+) -> Array:
+    """Minimum of gathered rows over the edges of each segment: one layer of message passing.
+
+    ``out[s, ...] = min { data[gather_ids[e], ...] : segment_ids[e] == s }``
+
+    The same as ``segment_min(data[gather_ids], segment_ids, num_segments)``, but no array of edges times features is
+    written or read, neither here nor by the gradient.
+
+    Args:
+      data: ``[N, ...]``, the rows (features of nodes), a floating dtype. float16, bfloat16, float32 and float64 have
+        kernels.
+      gather_ids: ``[E]``, any integer dtype, in any order: the row that each edge gathers (its sender). As in
+        ``data[gather_ids]``, negative ids count from the end, and ids out of range name the nearest row.
+      segment_ids: ``[E]``, any integer dtype, in any order: the segment of each edge (its receiver). Edges whose id is
+        negative or at least `num_segments` are dropped.
+      num_segments: number of segments S, static under ``jit``.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which saves a sort on GPUs. If the promise is
+        false, the result may hold anything.
+      mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
+        is dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      tie_break: who gets the gradient where several edges attain the minimum. "split": all of them, in equal shares,
+        as in JAX; the identity of an empty segment (+inf) takes part where the minimum equals it. "first": the
+        lowest of these edges, all of it; `data` is then not kept for the backward pass.
+      plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
+        `num_segments`. Neither this call nor its gradient sorts any more.
+
+    Returns:
+      ``[S, ...]`` with the dtype of `data`. Segments without edges hold +inf.
+
+    Raises:
+      TypeError: an argument is no array or has an unsuitable dtype, or `num_segments` is missing.
+      IndexError: ids are boolean.
+      ValueError: shapes do not fit, there are no rows to gather from, an option is unknown, or both a plan and ids are
+        given.
+
+    Numerical guarantees: exact. NaN propagates; ``min(-0, +0)`` is ``-0`` in either order; subnormal numbers are
+    numbers, not zeros. The gradient adds up in float32 (float64 for float64), in an order that ids and shapes alone
+    decide. Bit-equal from run to run.
+
+    Gradient: as that of :func:`gather_segment_max`. Derivatives of any order exist; those beyond the first are plain
+    JAX's. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data = jnp.array([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
+      >>> senders, receivers = jnp.array([0, 1, 2, 1]), jnp.array([1, 1, 0, 0])
+      >>> print(jb.gather_segment_min(data, senders, receivers, num_segments=2))
+      [[3. 2.]
+       [1. 2.]]
+    """
+    name = "gather_segment_min"
+    ids = gather_ids, segment_ids, num_segments
+    return _reduce(name, _gather_segment_min, data, *ids, indices_are_sorted, mode, tie_break, plan)
+
+
+def _reduce(
+    name: str,
+    rules: KernelVjp,
+    data: ArrayLike,
+    gather_ids: ArrayLike | None,
+    segment_ids: ArrayLike | None,
+    num_segments: int | None,
+    indices_are_sorted: bool,
+    mode: Mode,
+    tie_break: TieBreak,
+    plan: SegmentPlan | None,
+) -> Array:
+    first_wins = first_gets_all(name, tie_break)
+    data = as_rows(name, data)
+    edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    params = ExtremumParams(**edges.params(data, indices_are_sorted), first_wins=first_wins)
+    return rules(params, data=data, **edges.arrays())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reference in plain JAX.
+
+
+def _reference(
+    extremum: Extremum,
+    data: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *,
+    num_segments: int,
+    first_wins: bool,
+    **_: Any,
+) -> tuple[Array]:
+    rows = gather_rows(data, gather_ids, clips_gather_ids=True)
+    return (reference_extremum(extremum, rows, segment_ids, num_segments, first_wins),)
+
+
+def _reference_with_winner(
+    extremum: Extremum,
+    data: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *edge_order: Array,
+    num_segments: int,
+    first_wins: bool,
+    **_: Any,
+) -> tuple[Array, Array]:
+    rows = gather_rows(data, gather_ids, clips_gather_ids=True)
+    output = reference_extremum(extremum, rows, segment_ids, num_segments, first_wins)
+    winner = reference_winner(extremum, rows, segment_ids, output, first_wins)
+    if edge_order and winner.size > 0 and edge_order[0].size > 0:
+        winner = jnp.where(winner >= 0, jnp.take(edge_order[0], winner, axis=0, mode="clip"), winner)
+    return output, winner
+
+
+def _reference_backward(
+    d_winner: Array,
+    winner: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *others: Array,
+    num_rows: int,
+    has_plan: bool,
+    shares_ties: bool,
+) -> tuple[Array]:
+    edge_order, transposed_order, _, transposed_rows = others[:4] if has_plan else (None, None, None, None)
+    edges = jnp.arange(segment_ids.shape[0], dtype=jnp.int32) if edge_order is None else edge_order
+    rows = gather_ids
+    if transposed_order is not None:  # with a plan, these tell which gather ids were out of range
+        rows = jnp.zeros_like(gather_ids).at[transposed_order].set(transposed_rows)[edges]
+    winners, is_member = gather_segments(winner, segment_ids)
+    cotangents, _ = gather_segments(d_winner.astype(accumulation_dtype(d_winner.dtype)), segment_ids)
+    wins = winners == edges.reshape(-1, *[1] * (winners.ndim - 1))
+    if shares_ties:
+        data, output = others[-2:]
+        attains = gather_rows(data, gather_ids, clips_gather_ids=True) == gather_segments(output, segment_ids)[0]
+        wins |= (winners < NO_WINNER) & attains
+    return (xla_sum(jnp.where(is_member & wins, cotangents, 0), rows, num_rows).astype(d_winner.dtype),)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Programs of one shard, where the edges of a segment are split over devices.
+
+
+def _edge_axes(axes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    return axes.get("edge", ())
+
+
+def _shard_reduce(
+    extremum: Extremum,
+    kernel: Callable[..., Sequence[Array]],
+    axes: Mapping[str, tuple[str, ...]],
+    *operands: Array,
+    **_: Any,
+) -> Sequence[Array]:
+    [output] = kernel(*operands)
+    edge_axes = _edge_axes(axes)
+    return (extremum.over_axes(output, edge_axes) if edge_axes else output,)
+
+
+def _shard_with_winner(
+    extremum: Extremum,
+    kernel: Callable[..., Sequence[Array]],
+    axes: Mapping[str, tuple[str, ...]],
+    *operands: Array,
+    first_wins: bool,
+    **_: Any,
+) -> Sequence[Array]:
+    output, winner = kernel(*operands)
+    edge_axes = _edge_axes(axes)
+    if not edge_axes:
+        return output, winner
+    first_edge = index_of_first_row(operands[2], edge_axes)
+    return winners_over_shards(extremum, output, winner, first_edge, edge_axes, first_wins)
+
+
+def _shard_backward(
+    op: Callable[[], Op],
+    kernel: Callable[..., Sequence[Array]],
+    axes: Mapping[str, tuple[str, ...]],
+    d_winner: Array,
+    winner: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *data_and_output: Array,
+    **params: Any,
+) -> Sequence[Array]:
+    """Adds up the shards' sums, unrounded."""
+    edge_axes = _edge_axes(axes)
+    if not edge_axes:
+        return kernel(d_winner, winner, gather_ids, segment_ids, *data_and_output)
+    num_edges = segment_ids.shape[0]
+    edge = winner - index_of_first_row(segment_ids, edge_axes)
+    local_winner = jnp.where(winner < 0, winner, jnp.where((edge >= 0) & (edge < num_edges), edge, NO_WINNER))
+    wide = [x.astype(accumulation_dtype(d_winner.dtype)) for x in (d_winner, *data_and_output)]
+    [local] = op().kernel(wide[0], local_winner, gather_ids, segment_ids, *wide[1:], **params)
+    return (jax.lax.psum(local, edge_axes).astype(d_winner.dtype),)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ops: one per native kernel.
+
+_ROWS, _EDGES, _CELLS = ("gathered", "..."), ("edge",), ("segment", "...")
+
+
+def _operands(*, has_edge_order: bool = False, **_: Any) -> NamedDimensions:
+    operands = {"data": _ROWS, "gather_ids": _EDGES, "segment_ids": _EDGES}
+    return operands | {"edge_order": _EDGES} if has_edge_order else operands
+
+
+def _operands_of_backward(*, has_plan: bool, shares_ties: bool, **_: Any) -> NamedDimensions:
+    operands = {"d_winner": _CELLS, "winner": _CELLS, "gather_ids": _EDGES, "segment_ids": _EDGES}
+    if has_plan:
+        names = ("edge_order", "transposed_order", "transposed_gather_ids", "transposed_segment_ids")
+        operands |= dict.fromkeys(names, _EDGES)
+    return operands | {"data": _ROWS, "output": _CELLS} if shares_ties else operands
+
+
+def _plan_parameters(data: Any, gather_ids: Any, segment_ids: Any, *_: Any, **params: Any) -> dict[str, int]:
+    return {**plan_parameters(data, segment_ids, **params), "gathered_rows": data.shape[0]}
+
+
+def _plan_parameters_of_backward(
+    d_winner: Any, winner: Any, gather_ids: Any, *_: Any, num_rows: int, has_plan: bool, **__: Any
+) -> dict[str, int]:
+    parameters = plan_parameters(d_winner, gather_ids, num_segments=num_rows, indices_are_sorted=has_plan)
+    return {**parameters, "gathered_rows": d_winner.shape[0]}
+
+
+def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op]:
+    """The ops ``gather_segment_<name>``, ``..._with_winner`` and ``..._backward``."""
+    of_edges: dict[str, Any] = {
+        "operands": _operands,
+        "sizes": lambda *, num_segments, **_: {"segment": num_segments},
+        "dtypes": FLOATING_DTYPES,
+        "guarantee": EXACT,
+        "plan_parameters": _plan_parameters,
+        "reduction_dims": ("edge",),
+        "limit": limit_of_edges,
+    }
+    reduction = Op(
+        name=f"gather_segment_{name}",
+        results={"output": _CELLS},
+        reference=functools.partial(_reference, extremum),
+        attributes=("indices_are_sorted",),
+        replicated_dims=("gathered", "segment"),
+        shard_program=functools.partial(_shard_reduce, extremum),
+        **of_edges,
+    )
+    with_winner = Op(
+        name=f"gather_segment_{name}_with_winner",
+        results={"output": _CELLS, "winner": _CELLS},
+        result_dtypes=lambda data, *_, **__: [data.dtype, np.int32],
+        reference=functools.partial(_reference_with_winner, extremum),
+        attributes=("indices_are_sorted", "first_wins", "has_edge_order"),
+        replicated_dims=replicated_dims,
+        shard_program=functools.partial(_shard_with_winner, extremum),
+        **of_edges,
+    )
+    backward = Op(
+        name=f"gather_segment_{name}_backward",
+        operands=_operands_of_backward,
+        results={"d_data": _ROWS},
+        sizes=lambda *, num_rows, **_: {"gathered": num_rows},
+        reference=_reference_backward,
+        dtypes=FLOATING_DTYPES,
+        guarantee=accumulated,
+        attributes=("has_plan", "shares_ties"),
+        plan_parameters=_plan_parameters_of_backward,
+        replicated_dims=lambda *, has_plan, **_: replicated_dims(has_edge_order=has_plan),
+        reduction_dims=("edge",),
+        shard_program=functools.partial(_shard_backward, lambda: backward),
+        limit=lambda d_winner, winner, gather_ids, *_, num_rows, **__: limit_of_32_bits(gather_ids.shape[0], num_rows),
+    )
+    return reduction, with_winner, backward
+
+
+GATHER_SEGMENT_MAX, GATHER_SEGMENT_MAX_WITH_WINNER, GATHER_SEGMENT_MAX_BACKWARD = _ops("max", MAXIMUM)
+GATHER_SEGMENT_MIN, GATHER_SEGMENT_MIN_WITH_WINNER, GATHER_SEGMENT_MIN_BACKWARD = _ops("min", MINIMUM)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivative rules.
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtremumParams(GatherParams):
+    first_wins: bool
+
+
+def _rules(reduction: Op, with_winner: Op, backward: Op) -> KernelVjp:
+    def primal(params: ExtremumParams, *, data: Array, gather_ids: Array, segment_ids: Array, **_: Array) -> Array:
+        return reduction(
+            data,
+            gather_ids,
+            segment_ids,
+            num_segments=params.num_segments,
+            indices_are_sorted=params.indices_are_sorted,
+            first_wins=params.first_wins,
+        )[0]
+
+    def forward(params: ExtremumParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+        order = [arrays["edge_order"]] if "edge_order" in arrays else []
+        output, winner = with_winner(
+            *(arrays[name] for name in ("data", "gather_ids", "segment_ids")),
+            *order,
+            num_segments=params.num_segments,
+            indices_are_sorted=params.indices_are_sorted,
+            first_wins=params.first_wins,
+            has_edge_order=bool(order),
+        )
+        residuals = {**arrays, "winner": winner, "output": output}
+        if params.first_wins:
+            del residuals["data"], residuals["output"]
+        return output, residuals
+
+    def gradient(params: ExtremumParams, residuals: dict[str, Array], d_output: Array) -> dict[str, Array]:
+        has_plan = "edge_order" in residuals
+        if not has_plan:
+            segment_ids = as_gather_ids(residuals["segment_ids"], params.num_segments)
+            residuals = {**residuals, "segment_ids": segment_ids}
+        flags = {"has_plan": has_plan, "shares_ties": not params.first_wins}
+        operands = {**residuals, "d_winner": _shares(d_output, residuals["winner"])}
+        names = _operands_of_backward(**flags)
+        [d_data] = backward(*(operands[name] for name in names), num_rows=params.num_rows, **flags)
+        return {"data": d_data}
+
+    return KernelVjp(reduction.name, primal, forward, gradient)
+
+
+def _shares(d_output: Array, winner: Array) -> Array:
+    """What each winner of a cell gets of its cotangent."""
+    wide = d_output.astype(accumulation_dtype(d_output.dtype))
+    return (wide / jnp.where(winner < NO_WINNER, -winner, 1).astype(wide.dtype)).astype(d_output.dtype)
+
+
+_gather_segment_max = _rules(GATHER_SEGMENT_MAX, GATHER_SEGMENT_MAX_WITH_WINNER, GATHER_SEGMENT_MAX_BACKWARD)
+_gather_segment_min = _rules(GATHER_SEGMENT_MIN, GATHER_SEGMENT_MIN_WITH_WINNER, GATHER_SEGMENT_MIN_BACKWARD)
