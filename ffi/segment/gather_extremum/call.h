@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "ffi/core/host_device.h"
 #include "ffi/segment/problem.h"
 
 namespace jax_baracuda::segment {
@@ -34,7 +35,7 @@ struct GatherExtremumBackwardCall : GatheringCall {
   void* d_data = nullptr;  // [batch, problem.segments, features]
 
   // A bit for each feature of an edge.
-  int64_t SelectionWords() const { return (problem.features + 31) / 32; }
+  JB_HOST_DEVICE int64_t SelectionWords() const { return (problem.features + 31) / 32; }
 };
 
 }  // namespace jax_baracuda::segment

@@ -1,0 +1,330 @@
+"""gather_segment_max, gather_segment_min and gather_segment_mean: values, gradients, transformations and sharding."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from segment.gather_reference import Graph, gathered, make_graph, sum_of_edges
+from support import cases
+from support.cases import Expected
+
+import jax_baracuda
+from jax_baracuda import SegmentPlan, forward_mode, segment_plan
+
+# (nodes, edges, segments, row_shape)
+GRAPHS = (
+    (1, 1, 1, ()),
+    (5, 0, 4, (3,)),
+    (6, 20, 0, (2,)),
+    (7, 30, 3, (0,)),
+    (50, 400, 41, ()),
+    (50, 400, 41, (3,)),
+    (50, 4000, 900, (3, 5)),
+    (300, 9000, 700, (8,)),
+    (300, 9000, 700, (4, 16)),
+    (300, 9000, 5, (2, 3, 11)),
+    (200, 30_000, 3, (128,)),
+    (2000, 30_000, 40_000, (33,)),
+    (40, 3000, 50, (1100,)),
+)
+SMALL_GRAPHS = GRAPHS[:7]
+"""Of every dtype; the others of two."""
+each_graph_and_dtype = pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        pytest.param(sizes, dtype, id=f"{'-'.join(map(str, sizes[:3]))}-{'x'.join(map(str, sizes[3]))}-{dtype}")
+        for sizes in GRAPHS
+        for dtype in (cases.FLOATING if sizes in SMALL_GRAPHS else ("float32", "bfloat16"))
+    ],
+)
+each_kind = pytest.mark.parametrize("kind", ["max", "min"])
+FORMS = ("ids", "plan", "sorted")
+
+
+def function_of(kind: str) -> Callable[..., jax.Array]:
+    return getattr(jax_baracuda, f"gather_segment_{kind}")
+
+
+def call_of(kind: str, graph: Graph, form: str, **options: Any) -> Callable[[Any], jax.Array]:
+    ids = graph.gather_ids, graph.segment_ids, graph.num_segments
+
+    def call(data: Any) -> jax.Array:
+        if form == "plan":
+            plan = segment_plan(graph.segment_ids, graph.num_segments, graph.gather_ids, data.shape[0])
+            return function_of(kind)(data, plan=plan, **options)
+        return function_of(kind)(data, *ids, indices_are_sorted=form == "sorted", **options)
+
+    return call
+
+
+def run_twice(call: Callable[[Graph], Callable[[Any], jax.Array]], graph: Graph, d_output: np.ndarray) -> Any:
+    """Value and gradient, which have the same bits in two runs."""
+
+    @jax.jit
+    def run(data: Any, gather_ids: Any, segment_ids: Any, d_output: Any) -> Any:
+        edges = dataclasses.replace(graph, gather_ids=gather_ids, segment_ids=segment_ids)
+        output, vjp = jax.vjp(call(edges), data)
+        return output, *vjp(d_output)
+
+    with cases.x64_for(d_output.dtype):
+        first, second = (run(graph.data, graph.gather_ids, graph.segment_ids, d_output) for _ in range(2))
+    for x, y in zip(first, second, strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+    return first
+
+
+def extremum_gradient(kind: str, graph: Graph, d_output: np.ndarray, tie_break: str) -> Expected:
+    """Each row's sum of what its edges won."""
+    rows, row = gathered(graph.data, graph.gather_ids)
+    of_edges = getattr(cases, f"reference_{kind}_gradient")(d_output, rows, graph.segment_ids, tie_break)
+    terms = np.asarray(of_edges, d_output.dtype).astype(np.float64)
+    return sum_of_edges(terms, row, len(graph.data), d_output.dtype)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("kind", "tie_break"), [("max", "split"), ("max", "first"), ("min", "split")])
+@each_graph_and_dtype
+def test_extremum(rng: np.random.Generator, sizes: Any, dtype: str, kind: str, form: str, tie_break: str) -> None:
+    """Exact values, also with NaN, infinities, zeros of both signs and ties; gradients of every size and dtype."""
+    *counts, row_shape = sizes
+    graph = make_graph(rng, *counts, row_shape, dtype, is_sorted=form == "sorted")
+    graph = dataclasses.replace(graph, data=cases.make_data(rng, graph.data.shape, dtype))
+    d_output = cases.cotangent(rng, (graph.num_segments, *row_shape), dtype)
+    output, d_data = run_twice(lambda edges: call_of(kind, edges, form, tie_break=tie_break), graph, d_output)
+    rows, _ = gathered(graph.data, graph.gather_ids)
+    Expected(getattr(cases, f"reference_{kind}")(rows, graph.segment_ids, graph.num_segments), graph.data.dtype).check(
+        output, "value"
+    )
+    extremum_gradient(kind, graph, d_output, tie_break).check(d_data, "gradient")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@each_graph_and_dtype
+def test_mean(rng: np.random.Generator, sizes: Any, dtype: str, form: str) -> None:
+    *counts, row_shape = sizes
+    graph = make_graph(rng, *counts, row_shape, dtype, is_sorted=form == "sorted")
+    d_output = cases.cotangent(rng, (graph.num_segments, *row_shape), dtype)
+    output, d_data = run_twice(lambda edges: call_of("mean", edges, form), graph, d_output)
+    count = np.maximum(cases.counts(graph.segment_ids, graph.num_segments), 1).reshape(-1, *(1 for _ in row_shape))
+    total = graph.value()
+    # The quotient is rounded before the result is.
+    error = total.error / count + cases.eps_of(np.float32) * np.abs(total.exact / count)
+    Expected(total.exact / count, total.dtype, error).check(output, "value")
+    shares = d_output.astype(np.float64) / count
+    expected = graph.gradient_of_data(shares)
+    # The share of a cotangent is rounded before it is added up.
+    error = expected.error + cases.eps_of(d_output.dtype) * graph.gradient_of_data(np.abs(shares)).exact
+    Expected(expected.exact, expected.dtype, error).check(d_data, "gradient")
+
+
+def test_mean_with_weights(rng: np.random.Generator) -> None:
+    """Divided by the number of edges, whatever their weights."""
+    graph = make_graph(rng, 50, 900, 30, (2, 6), weight_dims=1)
+    weights = graph.weights
+    plan = segment_plan(graph.segment_ids, 30, graph.gather_ids, 50)
+    count = np.maximum(cases.counts(graph.segment_ids, 30), 1)[:, None, None]
+
+    def loss(call: Callable[..., jax.Array], data: Any, weights: Any) -> jax.Array:
+        return (call(data, weights) ** 2).sum()
+
+    def by_sum(data: Any, weights: Any) -> jax.Array:
+        return jax_baracuda.gather_segment_sum(data, weights=weights, plan=plan) / count
+
+    def by_mean(data: Any, weights: Any) -> jax.Array:
+        return jax_baracuda.gather_segment_mean(data, weights=weights, plan=plan)
+
+    expected, got = (
+        jax.value_and_grad(lambda x, w, call=call: loss(call, x, w), (0, 1))(graph.data, weights)
+        for call in (by_sum, by_mean)
+    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), got, expected)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Transformations.
+
+
+def exact_data(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Different numbers of which quotients by 2, 3, 4 and 5, and sums of these, are exact."""
+    return 120 * rng.permutation(int(np.prod(shape))).reshape(shape).astype(np.float32)
+
+
+def plain(kind: str, data: Any, gather_ids: Any, segment_ids: Any, num_segments: int) -> jax.Array:
+    return getattr(jax.ops, f"segment_{kind}")(data[gather_ids], segment_ids, num_segments)
+
+
+@pytest.mark.parametrize("mapped", [m for m in itertools.product((None, 0), repeat=3) if any(x == 0 for x in m)])
+@each_kind
+def test_vmap(rng: np.random.Generator, kind: str, mapped: tuple[int | None, ...]) -> None:
+    """One launch, whatever the batch shares; value and gradient as those of plain JAX."""
+    batch, nodes, edges, segments = 3, 40, 60, 30
+    front = [(batch,) if axis == 0 else () for axis in mapped]
+    data = exact_data(rng, *front[0], nodes, 6)
+    gather_ids = rng.integers(0, nodes, (*front[1], edges))
+    segment_ids = rng.integers(0, segments, (*front[2], edges))
+    d_output = 120 * rng.integers(-9, 9, (segments, 6)).astype(np.float32)
+
+    def value_and_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(data: Any, gather_ids: Any, segment_ids: Any) -> Any:
+            output, vjp = jax.vjp(lambda data: function(data, gather_ids, segment_ids, segments), data)
+            return output, *vjp(d_output)
+
+        return run
+
+    arrays = data, gather_ids, segment_ids
+    run = jax.jit(jax.vmap(value_and_gradient(function_of(kind)), mapped))
+    text = run.lower(*arrays).as_text()
+    assert [text.count(f"@jax_baracuda.gather_segment_{kind}{x}(") for x in ("_with_winner", "_backward")] == [1, 1]
+    expected = jax.vmap(value_and_gradient(lambda *x: plain(kind, *x)), mapped)(*arrays)
+    jax.tree.map(np.testing.assert_array_equal, run(*arrays), expected)
+
+
+@pytest.mark.parametrize("form", ["ids", "plan"])
+@each_kind
+def test_derivatives_of_higher_order(rng: np.random.Generator, kind: str, form: str) -> None:
+    """Forward over reverse, reverse over reverse, and both modes of the twin."""
+    nodes, edges, segments = 7, 20, 12
+    data = exact_data(rng, nodes, 3) / 120
+    ids = rng.integers(0, nodes, edges), np.concatenate([np.arange(segments), rng.integers(0, segments, edges - 12)])
+    plan = segment_plan(ids[1], segments, ids[0], nodes)
+
+    def loss_of(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda data: (function(data) ** 3).sum()
+
+    def bound(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x: function(x, plan=plan) if form == "plan" else function(x, *ids, segments)
+
+    ours, reference = loss_of(bound(function_of(kind))), loss_of(lambda x: plain(kind, x, *ids, segments))
+    for transform in (jax.hessian, lambda f: jax.jacrev(jax.grad(f))):
+        np.testing.assert_allclose(transform(ours)(data), transform(reference)(data), rtol=1e-6)
+    twin = loss_of(bound(getattr(forward_mode, f"gather_segment_{kind}")))
+    for transform in (jax.jacfwd, jax.grad, lambda f: jax.jacfwd(jax.jacfwd(f))):
+        np.testing.assert_allclose(transform(twin)(data), transform(reference)(data), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["max", "min", "mean"])
+def test_no_array_of_edges_times_features(rng: np.random.Generator, kind: str) -> None:
+    nodes, edges, segments, features = 100, 50_000, 100, 256
+    graph = make_graph(rng, nodes, edges, segments, (features,))
+
+    def loss(data: jax.Array, gather_ids: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        return (function_of(kind)(data, gather_ids, segment_ids, segments) ** 2).sum()
+
+    program = jax.jit(jax.grad(loss)).lower(graph.data, graph.gather_ids, graph.segment_ids).compile()
+    assert program.memory_analysis().temp_size_in_bytes < edges * features  # a quarter of the messages
+
+
+@each_kind
+def test_any_plan_is_safe(rng: np.random.Generator, kind: str) -> None:
+    """Arrays that are no orders give some result, and read nothing out of bounds."""
+    data = rng.normal(size=(20, 6)).astype(np.float32)
+    for _ in range(5):
+        arrays = [rng.integers(-(2**31), 2**31, 400).astype(np.int32) for _ in range(len(PLAN_ARRAYS))]
+        plan = SegmentPlan(*map(jnp.asarray, arrays), num_segments=10, num_rows=20)
+        output, vjp = jax.vjp(lambda x, plan=plan: function_of(kind)(x, plan=plan), data)
+        jax.block_until_ready(vjp(output))
+
+
+PLAN_ARRAYS = [field.name for field in dataclasses.fields(SegmentPlan) if field.metadata.get("static") is not True]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sharding.
+
+on_two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="there is only one device")
+
+
+@on_two_devices
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
+@pytest.mark.parametrize("split", ["edges", "features"])
+@pytest.mark.parametrize("tie_break", ["split", "first"])
+@each_kind
+def test_sharding(rng: np.random.Generator, kind: str, tie_break: str, split: str, axis_type: AxisType) -> None:
+    """Edges are split with all-reduces of cells and rows; features with nothing."""
+    nodes, edges, segments = 30, 64, 20
+    mesh = jax.make_mesh((2,), ("x",), (axis_type,), devices=jax.devices()[:2])
+    specs = {"edges": (P(), P("x"), P("x")), "features": (P(None, "x"), P(), P())}[split]
+    arrays = exact_data(rng, nodes, 6), rng.integers(0, nodes, edges), rng.integers(0, segments, edges)
+    d_output = 120 * rng.integers(-9, 9, (segments, 6)).astype(np.float32)
+
+    def run(function: Callable[..., Any]) -> Callable[..., Any]:
+        def value_and_gradient(x: Any, g: Any, s: Any, d: Any) -> Any:
+            output, vjp = jax.vjp(lambda x: function(x, g, s, segments), x)
+            return output, *vjp(d)
+
+        return value_and_gradient
+
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+    placed.append(jax.device_put(d_output, NamedSharding(mesh, P(None, "x") if split == "features" else P())))
+    with jax.set_mesh(mesh):
+        ours = jax.jit(run(lambda *x: function_of(kind)(*x, tie_break=tie_break)))
+        program = ours.lower(*placed).compile()
+        output, d_data = program(*placed)
+    text = program.as_text()
+    assert bool(re.search(r"all-reduce(-start)?\(", text)) == (split == "edges")
+    assert not re.search(r"all-gather|all-to-all|collective-permute", text)
+    np.testing.assert_array_equal(output, plain(kind, *arrays, segments))
+    one_device = jax.jit(run(lambda *x: function_of(kind)(*x, tie_break=tie_break)))(*arrays, d_output)
+    np.testing.assert_array_equal(d_data, one_device[1])
+
+
+@on_two_devices
+@pytest.mark.parametrize("check_vma", [True, False])
+@each_kind
+def test_shard_map_over_edges(rng: np.random.Generator, kind: str, check_vma: bool) -> None:
+    nodes, edges, segments = 30, 64, 20
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+    data, ids = exact_data(rng, nodes, 6), (rng.integers(0, nodes, edges), np.repeat(np.arange(segments), 4)[:edges])
+
+    def local(data: jax.Array, g: jax.Array, s: jax.Array) -> jax.Array:
+        cells = function_of(kind)(data, g, s, segments)
+        return jax.lax.psum(jnp.where(jnp.isfinite(cells), cells, 0), "x")
+
+    def of_halves(data: Any) -> Any:
+        halves = [plain(kind, data, *(x[part] for x in ids), segments) for part in (slice(0, 32), slice(32, 64))]
+        return sum(jnp.where(jnp.isfinite(cells), cells, 0) for cells in halves)
+
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("x"), P("x")), out_specs=P(), check_vma=check_vma)
+    np.testing.assert_array_equal(jax.jit(sharded)(data, *ids), of_halves(data))
+    gradient = jax.jit(jax.grad(lambda x: (sharded(x, *ids)).sum()))(data)
+    np.testing.assert_array_equal(gradient, jax.grad(lambda x: of_halves(x).sum())(data))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Errors.
+
+DATA, IDS = np.ones((4, 3), np.float32), np.zeros(5, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, "data must be an array, got list", lambda f: f([1.0], IDS, IDS, 2)),
+        (TypeError, r"floating dtype, got \(5,\) of int32", lambda f: f(IDS, IDS, IDS, 2)),
+        (TypeError, "segment_ids and num_segments must be given", lambda f: f(DATA, IDS, IDS)),
+        (ValueError, "must have rows for 5 edges", lambda f: f(DATA[:0], IDS, IDS, 2)),
+        (ValueError, "num_segments must be non-negative, got -1", lambda f: f(DATA, IDS, IDS, -1)),
+        (ValueError, "belong to the plan", lambda f: f(DATA, IDS, plan=segment_plan(IDS, 2, IDS, 4))),
+        (ValueError, "for 4 rows, got data.shape", lambda f: f(DATA[:3], plan=segment_plan(IDS, 2, IDS, 4))),
+    ],
+)
+@pytest.mark.parametrize("kind", ["max", "min", "mean"])
+def test_errors(kind: str, error: type[Exception], message: str, call: Callable[..., Any]) -> None:
+    with pytest.raises(error, match=message) as raised:
+        call(function_of(kind))
+    assert str(raised.value).startswith(f"gather_segment_{kind}: ")
+
+
+def test_tie_break_is_checked() -> None:
+    with pytest.raises(ValueError, match="gather_segment_max: tie_break must be 'split' or 'first', got 'last'"):
+        jax_baracuda.gather_segment_max(DATA, IDS, IDS, 2, tie_break="last")
