@@ -10,9 +10,9 @@ from pathlib import Path
 
 import jax
 
-from benchmarks import causal_conv1d, graph, rope, segment, where, write_slice
+from benchmarks import causal_conv1d, graph, programs, rope, segment, where, write_slice
 from benchmarks.harness import QUICK, Case, copy_bytes_per_second, environment, measure, summary_of
-from benchmarks.record import OURS, RESULTS, XLA, CaseRecord, Measurement, Run, milliseconds_text
+from benchmarks.record import OURS, PROGRAMS, RESULTS, XLA, CaseRecord, Measurement, Run, milliseconds_text
 
 try:
     from rich.console import Console
@@ -20,7 +20,7 @@ try:
 except ImportError:
     Console = track = None
 
-FAMILIES = (segment, graph, causal_conv1d, rope, where, write_slice)
+FAMILIES = (segment, graph, causal_conv1d, rope, where, write_slice, programs)
 """Modules with a function ``cases(backend, quick)`` that yields :class:`Case`."""
 
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(f"{case.name}\n    {describe(result)}")
             for m in result.measurements:
                 if m.failure is not None and not m.is_unsupported:
-                    failures.append(f"{case.name}: {label(m)}: {m.failure}")
+                    failures.append(f"{case.name}: {m.label}: {m.failure}")
                     say(f"!!! {failures[-1]}")
                     # XLA is the judge; a peer that disagrees with both is a finding about the peer.
                     is_serious |= m.library == OURS or (m.library == XLA and m.disagreement is not None)
@@ -81,15 +81,14 @@ def select_cases(backend: str, only: Sequence[str] = (), quick: bool = False) ->
 
 
 def describe(case: CaseRecord) -> str:
-    """One line: every library's fastest time, which formulation that is, and its fraction of the copy bandwidth."""
+    """One line: every library's fastest time, which formulation that is, and its fraction of the copy bandwidth; of a
+    program, every contender's time and memory."""
+    if case.op == PROGRAMS:
+        return "   ".join(f"{m.label} {case.time_and_memory(m)}" for m in case.measurements)
     fastest = filter(None, (case.fastest(library) for library in case.libraries()))
     return "   ".join(
-        f"{label(m)} {milliseconds_text(m.milliseconds)} ms = {m.fraction_of_copy:.2f} of copy" for m in fastest
+        f"{m.label} {milliseconds_text(m.milliseconds)} ms = {m.fraction_of_copy:.2f} of copy" for m in fastest
     )
-
-
-def label(measurement: Measurement) -> str:
-    return measurement.library + (f" ({measurement.formulation})" if measurement.formulation else "")
 
 
 def progress() -> tuple[Callable[[Iterable[Case]], Iterable[Case]], Callable[[str], None]]:

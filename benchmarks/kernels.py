@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.__main__ import label, select_cases
+from benchmarks.__main__ import select_cases
 from benchmarks.harness import Contender, JaxContender, copy_bytes_per_second
 from benchmarks.record import Measurement
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             kernels = kernel_times(contender)
             seconds = sum(number * of_one for number, of_one in kernels.values()) / contender.repetitions
             parts = (f"{number} × {name} {of_one * 1e6:.2f}" for name, (number, of_one) in kernels.items())
-            name = label(Measurement(contender.library, contender.formulation))
+            name = Measurement(contender.library, contender.formulation).label
             fraction = case.floor_bytes / seconds / bandwidth
             print(
                 f"    {name}: {seconds * 1e6:.2f} µs = {fraction:.2f} of copy; µs in a call: {', '.join(parts)}",

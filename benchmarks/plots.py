@@ -21,6 +21,7 @@ from matplotlib.patheffects import withStroke  # noqa: E402
 from benchmarks.record import (  # noqa: E402
     FORWARD,
     OURS,
+    PROGRAMS,
     WITH_GRADIENT,
     XLA,
     CaseRecord,
@@ -201,6 +202,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="the folder to write to (default: that of the record)")
     options = parser.parse_args(arguments)
     run = load(options.record)
+    run.cases = [case for case in run.cases if case.op != PROGRAMS]
+    if not run.cases:
+        parser.error("no case to draw")
     folder = options.output or options.record.parent
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in {"overview": draw_overview(run), **{op: draw_op(run, op) for op in run.ops()}}.items():

@@ -11,11 +11,13 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 OURS, XLA = "jax_baracuda", "XLA"
-TORCH_PEERS = ("torch_scatter", "causal_conv1d", "fla", "liger_kernel")
+TORCH_PEERS = ("torch_scatter", "torch_geometric", "causal_conv1d", "fla", "liger_kernel")
 """Packages beside torch whose versions are recorded."""
 UNSUPPORTED = "unsupported"
 """How a failure begins that means no more than that a library does not offer this."""
 FORWARD, WITH_GRADIENT = "forward", "forward + gradient"
+PROGRAMS = "programs"
+"""The op of whole training steps, where every contender and its memory counts, and no copy is the measure."""
 
 
 @dataclasses.dataclass
@@ -36,6 +38,10 @@ class Measurement:
     disagreement: float | None = None
     """Sum of the absolute differences from this package's result, relative to the sum of its magnitudes."""
     failure: str | None = None
+
+    @property
+    def label(self) -> str:
+        return self.library + (f" ({self.formulation})" if self.formulation else "")
 
     @property
     def is_unsupported(self) -> bool:
@@ -77,6 +83,18 @@ class CaseRecord(CaseDescription):
         """Time of the fastest of other libraries over that of this package."""
         ours, theirs = self.fastest(OURS), self.fastest(*libraries)
         return None if ours is None or theirs is None else theirs.milliseconds / ours.milliseconds
+
+    def time_and_memory(self, measurement: Measurement) -> str:
+        """A measurement of this case: milliseconds, speed-up over XLA, and MiB where they are known."""
+        if measurement.milliseconds is None:
+            return "unsupported" if measurement.is_unsupported else "failed"
+        parts, xla = [f"{milliseconds_text(measurement.milliseconds)} ms"], self.fastest(XLA)
+        if xla is not None and measurement.library != XLA:
+            parts.append(f"{xla.milliseconds / measurement.milliseconds:.2f}×")
+        if measurement.temporary_bytes is not None:
+            mebibytes = measurement.temporary_bytes / 2**20
+            parts.append(f"{mebibytes:.0f} MiB" if mebibytes >= 10 else f"{mebibytes:.2g} MiB")
+        return ", ".join(parts)
 
 
 @dataclasses.dataclass

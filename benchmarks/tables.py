@@ -9,6 +9,7 @@ from pathlib import Path
 from benchmarks.record import (
     FORWARD,
     OURS,
+    PROGRAMS,
     TORCH_PEERS,
     WITH_GRADIENT,
     XLA,
@@ -26,7 +27,7 @@ def markdown(run: Run, only: str = "") -> str:
     parts = [header(run), overview(run)]
     for op in run.ops():
         if cases := [case for case in run.of_op(op) if only in case.name]:
-            parts += [f"### {op}", summary(cases), table(cases)]
+            parts += [f"### {op}", summary(cases), (programs if op == PROGRAMS else table)(cases)]
     return "\n\n".join(parts)
 
 
@@ -49,6 +50,7 @@ def overview(run: Run) -> str:
             if cases := [case for case in run.of_op(op) if case.what == what]:
                 of_copy = mean_over(cases, lambda case: (ours := case.fastest(OURS)) and ours.fraction_of_copy)
                 speed_ups = [mean_over(cases, lambda case, names=names: case.speed_up(*names)) for _, names in peers]
+                of_copy = None if op == PROGRAMS else of_copy
                 cells = [_number(of_copy, "{:.2f}"), *(_number(speed_up, "{:.1f}×") for speed_up in speed_ups)]
                 rows.append([op, what, str(len(cases)), *cells])
     return _markdown_table(rows)
@@ -80,6 +82,16 @@ def table(cases: Sequence[CaseRecord]) -> str:
         rows.append(
             [f"{size}, {variant}", *(" / ".join(text or "–" for text in cell) if any(cell) else "" for cell in cells)]
         )
+    return _markdown_table(rows)
+
+
+def programs(cases: Sequence[CaseRecord]) -> str:
+    """One row per program: what :meth:`CaseRecord.time_and_memory` says of each contender."""
+    labels = list(dict.fromkeys(m.label for case in cases for m in case.measurements))
+    rows = [["milliseconds, speed-up over XLA, memory beside operands and results", *labels]]
+    for case in cases:
+        texts = {m.label: case.time_and_memory(m) for m in case.measurements}
+        rows.append([f"{case.size}, {case.variant}", *(texts.get(label, "") for label in labels)])
     return _markdown_table(rows)
 
 

@@ -1,0 +1,220 @@
+"""Training steps of graph neural networks: loss and gradients of all weights, in one compiled program."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_baracuda as jb
+from benchmarks.graph import Graph, make_edges
+from benchmarks.harness import Case, Contender, JaxContender, TorchContender, torch
+from benchmarks.record import OURS, PROGRAMS, WITH_GRADIENT, XLA
+from jax_baracuda._examples.segment import gather, gathered_sum, softmax
+
+try:
+    import torch_geometric.utils as geometric
+except ImportError:
+    geometric = None
+
+SAGE_MAX, SAGE_SUM, GAT = "GraphSAGE-max", "GraphSAGE-sum", "GAT"
+SLOPE = 0.2
+"""Of the leaky ReLU of GAT's logits."""
+
+Edges = dict[str, Any]
+"""A plan, or the ids of senders and receivers, under the names that this package's functions give them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A model over a graph, whose features are as wide in every layer."""
+
+    model: str
+    graph: Graph
+    layers: int = 1
+    heads: int = 1
+
+    @property
+    def variant(self) -> str:
+        """What is not the size."""
+        heads = f"{self.heads} heads, " if self.model == GAT else ""
+        return f"{heads}{self.layers} {'layer' if self.layers == 1 else 'layers'}, float32"
+
+    def weight_shapes(self) -> list[tuple[int, ...]]:
+        """A matrix per layer for GraphSAGE; a matrix and the logits' weights of senders and receivers for GAT."""
+        width = self.graph.features
+        if self.model == GAT:
+            return [(width, width), *[(self.heads, width // self.heads)] * 2]
+        return [(2 * width, width)] * self.layers
+
+
+SMALL = Graph("small", 30_000, 200_000, 64, 1.5)
+TINY = Graph("tiny", 2_708, 10_556, 64, 1.0)
+GPU_PROGRAMS = (
+    Program(SAGE_MAX, Graph("arxiv", 169_343, 1_166_243, 128, 2.5), layers=3),
+    Program(SAGE_SUM, Graph("arxiv", 169_343, 1_166_243, 256, 2.5), layers=3),
+    Program(SAGE_MAX, Graph("large", 2_449_029, 30_000_000, 32, 2.0), layers=2),
+    Program(GAT, Graph("arxiv", 169_343, 1_166_243, 128, 1.7), heads=8),
+    Program(SAGE_MAX, SMALL, layers=3),
+    Program(SAGE_SUM, SMALL, layers=3),
+    Program(SAGE_MAX, TINY, layers=3),
+)
+CPU_PROGRAMS = tuple(Program(model, graph, layers=3) for graph in (SMALL, TINY) for model in (SAGE_MAX, SAGE_SUM))
+
+
+def cases(backend: str, quick: bool = False) -> Iterator[Case]:
+    """All cases for a kind of device; the quick ones are small versions of all of a GPU's."""
+    for program in GPU_PROGRAMS if backend == "gpu" or quick else CPU_PROGRAMS:
+        if quick:
+            program = dataclasses.replace(program, graph=program.graph.quick())
+        yield Case(
+            op=PROGRAMS,
+            size=f"{program.model} {program.graph.size}",
+            variant=program.variant,
+            what=WITH_GRADIENT,
+            floor_bytes=floor_bytes(program),
+            make_contenders=functools.partial(contenders, program),
+            tolerance=2e-2,  # Products in TF32.
+        )
+
+
+def floor_bytes(program: Program) -> int:
+    """Bytes of features, ids and weights, and of the loss and the gradients."""
+    graph = program.graph
+    weights = sum(map(math.prod, program.weight_shapes()))
+    return 4 * (graph.nodes * graph.features + 2 * graph.edges + 2 * weights + 1)
+
+
+def contenders(program: Program) -> Iterator[Contender]:
+    """This package with a plan and without, plain JAX, and torch_geometric, eager and compiled."""
+    graph, nodes = program.graph, program.graph.nodes
+    senders, receivers = make_edges(graph)
+    x = jax.random.normal(jax.random.key(1), (nodes, graph.features), jnp.float32)
+    weights = [
+        jax.random.normal(jax.random.key(2 + index), shape, jnp.float32) / math.sqrt(shape[-1])
+        for index, shape in enumerate(program.weight_shapes())
+    ]
+    plan = jax.jit(jb.segment_plan, static_argnums=(1, 3))(receivers, nodes, senders, nodes)
+    ids = {"gather_ids": senders, "segment_ids": receivers}
+    yield of_jax(OURS, "plan", program, Ours(), weights, x, {"plan": plan})
+    yield of_jax(OURS, "no plan", program, Ours(nodes), weights, x, ids)
+    yield of_jax(XLA, "", program, Plain(nodes), weights, x, ids)
+    if geometric is None or not torch.cuda.is_available():
+        return
+    torch.set_float32_matmul_precision("high")  # TF32, which is JAX's default.
+    torch.compiler.reset()  # One program's code shall not count as another's recompilation.
+    step = torch_step(program, *(torch.from_dlpack(array) for array in (x, senders, receivers)))
+    operands = [torch.from_dlpack(w) for w in weights]
+    one = torch.ones((), device=operands[0].device)
+    for formulation, function in (("eager", step), ("compiled", torch.compile(step, dynamic=False))):
+        yield TorchContender("torch_geometric", formulation, function, *operands, cotangent=one, compiles=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ours:
+    """What models need of this package."""
+
+    num_segments: int | None = None
+    """None with a plan."""
+
+    def max(self, h: jax.Array, edges: Edges) -> jax.Array:
+        return jb.gather_segment_max(h, num_segments=self.num_segments, **edges)
+
+    def sum(self, h: jax.Array, edges: Edges) -> jax.Array:
+        return jb.gather_segment_sum(h, num_segments=self.num_segments, **edges)
+
+    def of_senders(self, values: jax.Array, edges: Edges) -> jax.Array:
+        plan = edges.get("plan")
+        return jb.take_rows(values, edges["gather_ids"]) if plan is None else jb.take_rows(values, plan=plan.transposed)
+
+    def of_receivers(self, values: jax.Array, edges: Edges) -> jax.Array:
+        plan = edges.get("plan")
+        return jb.take_rows(values, edges["segment_ids"]) if plan is None else jb.take_rows(values, plan=plan)
+
+    def attention(self, logits: jax.Array, h: jax.Array, edges: Edges) -> jax.Array:
+        return jb.segment_attention(logits, h, num_segments=self.num_segments, **edges)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """The same in plain JAX: ids are in range, and no gradient goes through the softmax's maximum."""
+
+    num_segments: int
+
+    def max(self, h: jax.Array, edges: Edges) -> jax.Array:
+        return jax.ops.segment_max(gather(h, edges["gather_ids"]), edges["segment_ids"], self.num_segments)
+
+    def sum(self, h: jax.Array, edges: Edges) -> jax.Array:
+        return gathered_sum(h, num_segments=self.num_segments, **edges)
+
+    def of_senders(self, values: jax.Array, edges: Edges) -> jax.Array:
+        return gather(values, edges["gather_ids"])
+
+    def of_receivers(self, values: jax.Array, edges: Edges) -> jax.Array:
+        return gather(values, edges["segment_ids"])
+
+    def attention(self, logits: jax.Array, h: jax.Array, edges: Edges) -> jax.Array:
+        weights = softmax(logits, edges["segment_ids"], self.num_segments)
+        return gathered_sum(h, num_segments=self.num_segments, weights=weights, **edges)
+
+
+def of_jax(
+    library: str, formulation: str, program: Program, ops: Ours | Plain, weights: list[jax.Array], *operands: Any
+) -> JaxContender:
+    """The step of a program with some library's operations."""
+    model = gat if program.model == GAT else functools.partial(sage, program.model)
+
+    def loss(weights: Sequence[jax.Array], x: jax.Array, edges: Edges) -> jax.Array:
+        return jnp.mean(model(ops, weights, x, edges) ** 2)
+
+    step: Any = jax.value_and_grad(loss)
+    untyped: Any = weights
+    return JaxContender(library, formulation, step, untyped, *operands)
+
+
+def sage(model: str, ops: Ours | Plain, weights: Sequence[jax.Array], h: jax.Array, edges: Edges) -> jax.Array:
+    """GraphSAGE; nodes without edges aggregate to 0."""
+    for w in weights:
+        if model == SAGE_MAX:
+            messages = ops.max(h, edges)
+            messages = jnp.where(messages == -jnp.inf, 0, messages)
+        else:
+            messages = ops.sum(h, edges)
+        h = jax.nn.relu(jnp.concatenate([h, messages], axis=-1) @ w)
+    return h
+
+
+def gat(ops: Ours | Plain, weights: Sequence[jax.Array], x: jax.Array, edges: Edges) -> jax.Array:
+    """A layer of graph attention."""
+    w, of_sender, of_receiver = weights
+    h = (x @ w).reshape(-1, *of_sender.shape)
+    logits = ops.of_senders((h * of_sender).sum(-1), edges) + ops.of_receivers((h * of_receiver).sum(-1), edges)
+    return ops.attention(jax.nn.leaky_relu(logits, SLOPE), h, edges)
+
+
+def torch_step(program: Program, x: Any, senders: Any, receivers: Any) -> Callable[..., Any]:
+    """The loss as a function of the weights, with torch_geometric's operations."""
+    nodes, senders, receivers = program.graph.nodes, senders.long(), receivers.long()
+    reduce = "max" if program.model == SAGE_MAX else "sum"
+
+    def sage_loss(*weights: Any) -> Any:
+        h = x
+        for w in weights:
+            messages = geometric.scatter(h.index_select(0, senders), receivers, 0, nodes, reduce)
+            h = torch.relu(torch.cat([h, messages], -1) @ w)
+        return h.square().mean()
+
+    def gat_loss(w: Any, of_sender: Any, of_receiver: Any) -> Any:
+        h = (x @ w).view(-1, *of_sender.shape)
+        by_sender, by_receiver = (h * of_sender).sum(-1), (h * of_receiver).sum(-1)
+        logits = by_sender.index_select(0, senders) + by_receiver.index_select(0, receivers)
+        weights = geometric.softmax(torch.nn.functional.leaky_relu(logits, SLOPE), receivers, num_nodes=nodes)
+        messages = weights.unsqueeze(-1) * h.index_select(0, senders)
+        return geometric.scatter(messages, receivers, 0, nodes, "sum").square().mean()
+
+    return gat_loss if program.model == GAT else sage_loss
