@@ -2,7 +2,7 @@
 
 They are what message passing on graphs, point clouds and recommender models aggregate with. One module an op, and each
 reads top to bottom: public functions, reference in plain JAX, program of one shard, ops (one per native kernel),
-derivative rules. :mod:`.arguments` checks arguments, :mod:`.definitions` has what the definitions of ops share, and
+derivative rules; :mod:`.take_rows` has no op but the gradient's. :mod:`.arguments` checks arguments, :mod:`.definitions` has what the definitions of ops share, and
 :mod:`.cells` what the references share.
 """
 
@@ -21,6 +21,7 @@ from jax_baracuda.ops.segment.plan import SegmentPlan, segment_plan
 from jax_baracuda.ops.segment.product import segment_prod, segment_prod_backward
 from jax_baracuda.ops.segment.softmax import segment_softmax, segment_softmax_backward
 from jax_baracuda.ops.segment.sum import segment_sum, segment_sum_backward
+from jax_baracuda.ops.segment.take_rows import take_rows
 
 __all__ = [
     "SegmentPlan",
@@ -41,5 +42,6 @@ __all__ = [
     "segment_softmax_backward",
     "segment_sum",
     "segment_sum_backward",
+    "take_rows",
     "unsorted_segment_max_backward",
 ]
