@@ -867,9 +867,7 @@ def _take_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
             Operand("data", ("node", *features), numbers),
             Operand("ids", ids_dims, draw, dtype=options["ids_dtype"]),
         ),
-        apply=lambda function, data, ids: function(
-            data, ids, **passed(options, "indices_are_sorted", "deterministic")
-        ),
+        apply=lambda function, data, ids: function(data, ids, **passed(options, "indices_are_sorted", "deterministic")),
         reference=lambda data, ids: data[wide_ids(ids)],
         results=((*ids_dims, *features),),
         exact_value=True,

@@ -2,8 +2,8 @@
 
 They are what message passing on graphs, point clouds and recommender models aggregate with. One module an op, and each
 reads top to bottom: public functions, reference in plain JAX, program of one shard, ops (one per native kernel),
-derivative rules; :mod:`.take_rows` has no op but the gradient's. :mod:`.arguments` checks arguments, :mod:`.definitions` has what the definitions of ops share, and
-:mod:`.cells` what the references share.
+derivative rules. :mod:`.arguments` checks arguments, :mod:`.definitions` has what the definitions of ops share, and
+:mod:`.cells` what the references share. The value of :mod:`.take_rows` is a gather of XLA, its gradient a segment sum.
 """
 
 from jax_baracuda.ops.segment.arg_extremum import segment_argmax, segment_argmin
