@@ -96,9 +96,9 @@ def _row_numbers(ids: Array, num_rows: int) -> Array:
 
 
 def _spec_of_result(data: Array, ids: Array) -> tuple[Any, ...] | None:
-    """None where JAX tells the sharding by itself."""
+    """None outside explicit sharding. (Under ``vmap``, what is split need not show here.)"""
     data_spec, ids_spec = (jax_versions.explicit_spec(jax.typeof(x)) for x in (data, ids))
-    if data_spec is None or ids_spec is None or all(axes is None for axes in (data_spec[0], *ids_spec)):
+    if data_spec is None or ids_spec is None:
         return None
     taken = set(_axes_of(ids_spec))
     return (*ids_spec, *(None if taken.intersection(_axes_of((axes,))) else axes for axes in data_spec[1:]))
@@ -116,9 +116,9 @@ def _flattened(x: Array, ndim: int) -> Array:
         return x
     shape = (math.prod(x.shape[:ndim]), *x.shape[ndim:])
     spec = jax_versions.explicit_spec(jax.typeof(x))
-    if spec is None or not _axes_of(spec[:ndim]):
+    if spec is None:
         return x.reshape(shape)
-    flat_spec = (_axes_of(spec[:ndim]), *spec[ndim:])
+    flat_spec = (_axes_of(spec[:ndim]) or None, *spec[ndim:])
     [flat] = in_automatic_mode(lambda x: (x.reshape(shape),), jax.typeof(x), flat_spec)(x)
     return flat
 
