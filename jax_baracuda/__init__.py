@@ -30,6 +30,7 @@ from jax_baracuda.ops.segment import (
     segment_softmax_backward,
     segment_sum,
     segment_sum_backward,
+    take_rows,
     unsorted_segment_max_backward,
 )
 from jax_baracuda.ops.where import where, where_backward
@@ -74,6 +75,7 @@ __all__ = [
     "segment_softmax_backward",
     "segment_sum",
     "segment_sum_backward",
+    "take_rows",
     "unsorted_segment_max_backward",
     "where",
     "where_backward",

@@ -101,6 +101,10 @@ def gathered_sum(
     return jax.ops.segment_sum(rows, segment_ids, num_segments, indices_are_sorted=indices_are_sorted)
 
 
+def rows_of(data: Array, ids: Array, indices_are_sorted: bool = False) -> Array:
+    return data.at[ids].get(indices_are_sorted=indices_are_sorted, mode="promise_in_bounds")
+
+
 def gradient_of(reduction: Callable[..., Array]) -> Callable[..., Array]:
     """``(d_output, data, segment_ids, **options) -> d_data``"""
 
@@ -159,6 +163,10 @@ def node_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, 
     return rng.integers(0, sizes["node"], shape).astype(dtype)
 
 
+def sorted_node_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    return np.sort(node_ids(rng, shape, dtype, sizes), axis=-1)
+
+
 def sorted_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
     return np.sort(random_ids(rng, shape, dtype, sizes), axis=-1)
 
@@ -180,6 +188,7 @@ TIMED = {
 SUMMED: Tolerance = ROUNDED_ONCE | {"float32": (4e-6, 4e-6)}
 DIVIDED: Tolerance = ROUNDED_ONCE | {"float32": (4e-6, 2e-5)}
 FROM_RESULTS: Tolerance = {"float32": (4e-6, 1e-5), "bfloat16": (4e-3, 6e-2), "float16": (5e-4, 8e-3)}
+TAKEN: Tolerance = {dtype: (0, of_gradient) for dtype, (_, of_gradient) in SUMMED.items()}
 SELECTED: Tolerance = {"float32": (0, 4e-6), "bfloat16": (0, 4e-3), "float16": (0, 5e-4)}
 
 ROWS, CELLS = ("row", "feature"), ("segment", "feature")
@@ -298,6 +307,21 @@ EXAMPLES = [
             ("sorted ids", ("feature",), SORTED_IDS, {}, {"indices_are_sorted": True}, GATHERED_CHECKED),
             ("weights", ("feature",), IDS, {"weights": Operand(("row",))}, {}, GATHERED_CHECKED),
             ("heads", ("feature", "feature1"), IDS, {"weights": Operand(("row", "feature"))}, {}, GATHERED_CHECKED),
+        )
+    ),
+    *(
+        Example(
+            jb.take_rows,
+            rows_of,
+            {"data": Operand(("node", "feature")), "ids": Operand(("row",), draw, "int32")},
+            sizes,
+            variant,
+            options,
+            tolerance=TAKEN,
+        )
+        for variant, draw, options, sizes in (
+            ("", node_ids, {}, GATHERED_CHECKED | GATHERED_TIMED),
+            ("sorted ids", sorted_node_ids, {"indices_are_sorted": True}, GATHERED_CHECKED),
         )
     ),
     Example(

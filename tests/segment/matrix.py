@@ -298,6 +298,16 @@ def row_numbers_of(num_rows: int) -> Draw:
     return draw
 
 
+def sorted_row_numbers_of(num_rows: int) -> Draw:
+    """In ascending order from the front."""
+
+    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        numbers = rng.integers(0, min(num_rows, int(np.iinfo(dtype).max) + 1), shape)
+        return np.sort(numbers, axis=None).reshape(shape).astype(dtype)
+
+    return draw
+
+
 def near_ids(num_segments: int) -> Draw:
     """For calls that take the number of segments from the ids."""
 
@@ -841,5 +851,43 @@ declare(
                 lambda plan, sharding: plan is not ABSENT and sharding == "explicit",
             ),
         ),
+    )
+)
+
+
+# Rows by their numbers.
+
+
+def _take_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
+    features, is_sorted = _features(sizes), options["indices_are_sorted"] is not ABSENT
+    ids_dims = ("row",) if options["ids_rank"] == 1 else ("row", "column")
+    draw = (sorted_row_numbers_of if is_sorted else row_numbers_of)(sizes["node"])
+    return Problem(
+        operands=(
+            Operand("data", ("node", *features), numbers),
+            Operand("ids", ids_dims, draw, dtype=options["ids_dtype"]),
+        ),
+        apply=lambda function, data, ids: function(data, ids, **passed(options, "indices_are_sorted", "deterministic")),
+        reference=lambda data, ids: data[wide_ids(ids)],
+        results=((*ids_dims, *features),),
+        exact_value=True,
+        terms=max(sizes["row"] * (sizes["column"] if options["ids_rank"] == 2 else 1), 1),
+        free=(*ids_dims, *features),
+    )
+
+
+declare(
+    Call(
+        name="take_rows",
+        dtypes=FLOATING,
+        sizes={name: {**of_name, "column": 2} for name, of_name in _with_nodes(SIZES).items()},
+        large_sizes={name: {**of_name, "column": 2} for name, of_name in _with_nodes(MIDDLE_SIZES).items()},
+        options={
+            "indices_are_sorted": (ABSENT, True),
+            "deterministic": (ABSENT, True),
+            "ids_rank": (1, 2),
+            "ids_dtype": COMMON["ids_dtype"],
+        },
+        problem=_take_problem,
     )
 )

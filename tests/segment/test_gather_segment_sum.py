@@ -350,6 +350,11 @@ PLAN = dict(segment_ids=IDS, num_segments=2, gather_ids=IDS, num_rows=4)
         ),
         (ValueError, r"one shape \[E\], got \(4,\) and \(5,\)", lambda: gather_segment_sum(DATA, IDS[1:], IDS, 2)),
         (ValueError, "num_segments must be non-negative, got -1", lambda: gather_segment_sum(DATA, IDS, IDS, -1)),
+        (
+            ValueError,
+            r"num_segments must be at most 2\^31 - 1, got 2147483648",
+            lambda: gather_segment_sum(DATA, IDS, IDS, 2**31),
+        ),
         (ValueError, "must have rows for 5 edges", lambda: gather_segment_sum(DATA[:0], IDS, IDS, 2)),
         (ValueError, r"weights must be \[E\]", lambda: gather_segment_sum(DATA, IDS, IDS, 2, weights=np.ones(4))),
         (ValueError, r"weights must be \[E\]", lambda: gather_segment_sum(DATA, IDS, IDS, 2, weights=np.ones((5, 2)))),
@@ -357,6 +362,11 @@ PLAN = dict(segment_ids=IDS, num_segments=2, gather_ids=IDS, num_rows=4)
         (TypeError, "plan must be a SegmentPlan, got dict", lambda: gather_segment_sum(DATA, plan={})),
         (ValueError, "belong to the plan", lambda: gather_segment_sum(DATA, IDS, plan=segment_plan(**PLAN))),
         (ValueError, "for 4 rows, got data.shape", lambda: gather_segment_sum(DATA[:3], plan=segment_plan(**PLAN))),
+        (
+            ValueError,
+            r"segment_plan: num_segments must be at most 2\^31 - 1",
+            lambda: segment_plan(**PLAN | {"num_segments": 2**40}),
+        ),
         (ValueError, "segment_plan: num_rows must be non-negative", lambda: segment_plan(**PLAN | {"num_rows": -2})),
         (
             TypeError,

@@ -3,7 +3,7 @@
 They are what message passing on graphs, point clouds and recommender models aggregate with. One module an op, and each
 reads top to bottom: public functions, reference in plain JAX, program of one shard, ops (one per native kernel),
 derivative rules. :mod:`.arguments` checks arguments, :mod:`.definitions` has what the definitions of ops share, and
-:mod:`.cells` what the references share.
+:mod:`.cells` what the references share. The value of :mod:`.take_rows` is a gather of XLA, its gradient a segment sum.
 """
 
 from jax_baracuda.ops.segment.arg_extremum import segment_argmax, segment_argmin
@@ -23,6 +23,7 @@ from jax_baracuda.ops.segment.plan import SegmentPlan, segment_plan
 from jax_baracuda.ops.segment.product import segment_prod, segment_prod_backward
 from jax_baracuda.ops.segment.softmax import segment_softmax, segment_softmax_backward
 from jax_baracuda.ops.segment.sum import segment_sum, segment_sum_backward
+from jax_baracuda.ops.segment.take_rows import take_rows
 
 __all__ = [
     "SegmentPlan",
@@ -47,5 +48,6 @@ __all__ = [
     "segment_softmax_backward",
     "segment_sum",
     "segment_sum_backward",
+    "take_rows",
     "unsorted_segment_max_backward",
 ]

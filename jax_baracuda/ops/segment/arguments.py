@@ -144,7 +144,7 @@ def canonicalize(
 ) -> SegmentCall:
     """Checks the arguments that all segment reductions share; raises what ``jax.ops`` raises, in clearer words."""
     data = as_array(name, data_name, data)
-    ids = _checked_ids(name, segment_ids)
+    ids = checked_ids(name, segment_ids)
     row_shape = data.shape[1:]
     if not _broadcasts(data.shape, (*ids.shape, *row_shape)):
         raise ValueError(
@@ -194,7 +194,7 @@ def canonicalize_without_data(
     d_output = cotangent_of_cells(name, d_output)
     if not jnp.issubdtype(d_output.dtype, jnp.inexact):
         raise TypeError(f"{name}: d_output must have a floating dtype, got {d_output.dtype}")
-    ids = _checked_ids(name, segment_ids)
+    ids = checked_ids(name, segment_ids)
     return d_output, _flat_ids(ids, d_output.shape[0], _clamps(name, mode)), ids.shape
 
 
@@ -220,7 +220,7 @@ def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
     return offset >= 0 and all(size in (1, target[offset + i]) for i, size in enumerate(shape))
 
 
-def _checked_ids(name: str, ids: ArrayLike, argument: str = "segment_ids") -> Array:
+def checked_ids(name: str, ids: ArrayLike, argument: str = "segment_ids") -> Array:
     ids = as_array(name, argument, ids)
     if ids.dtype == jnp.bool_:
         raise IndexError(f"{name}: {argument} must have an integer dtype, got bool")
@@ -251,26 +251,36 @@ def canonical_edges(
     mode: Mode = None,
 ) -> tuple[Array, Array]:
     """The ids of edges, ``[E]``: gather ids as int32 that count from the front, and flat segment ids."""
-    rows, segments = _checked_ids(name, gather_ids, "gather_ids"), _checked_ids(name, segment_ids)
+    rows, segments = checked_ids(name, gather_ids, "gather_ids"), checked_ids(name, segment_ids)
     if segments.ndim != 1 or rows.shape != segments.shape:
         raise ValueError(
             f"{name}: gather_ids and segment_ids must have one shape [E], got {rows.shape} and {segments.shape}"
         )
     if num_rows > jnp.iinfo(jnp.int32).max:
         raise ValueError(f"{name}: at most 2^31 - 1 rows can be gathered from, got {num_rows}")
+    if num_segments > jnp.iinfo(jnp.int32).max:
+        raise ValueError(f"{name}: num_segments must be at most 2^31 - 1, got {num_segments}")
     # Ids of every dtype, as jax.numpy wraps them; what does not fit in 32 bits is out of range on its side.
-    if jnp.issubdtype(rows.dtype, jnp.signedinteger):
-        info = jnp.iinfo(rows.dtype)
-        if num_rows <= info.max:
-            rows = jnp.where(rows < 0, rows + rows.dtype.type(num_rows), rows)
-        else:
-            rows = rows.astype(jnp.int32)
-            rows = jnp.where(rows < 0, rows + num_rows, rows)
-        if rows.dtype.itemsize == 8:
-            rows = jnp.clip(rows, -1, num_rows)
-    elif rows.dtype.itemsize >= 4:
+    rows = wrapped_ids(rows, num_rows)
+    if rows.dtype.itemsize == 8 and jnp.issubdtype(rows.dtype, jnp.signedinteger):
+        rows = jnp.clip(rows, -1, num_rows)
+    elif rows.dtype.itemsize >= 4 and jnp.issubdtype(rows.dtype, jnp.unsignedinteger):
         rows = jnp.minimum(rows, rows.dtype.type(min(num_rows, int(jnp.iinfo(rows.dtype).max))))
     return rows.astype(jnp.int32), _flat_ids(segments, num_segments, _clamps(name, mode))
+
+
+def index_dtype(num_rows: int) -> Any:
+    """The dtype of numbers of rows."""
+    return jnp.int64 if num_rows > jnp.iinfo(jnp.int32).max else jnp.int32
+
+
+def wrapped_ids(ids: Array, num_rows: int) -> Array:
+    """Ids of rows, negative ones counted from the end once, as in ``jax.numpy``; in a dtype that this fits in."""
+    if not jnp.issubdtype(ids.dtype, jnp.signedinteger):
+        return ids
+    if num_rows > jnp.iinfo(ids.dtype).max:
+        ids = ids.astype(index_dtype(num_rows))
+    return jnp.where(ids < 0, ids + ids.dtype.type(num_rows), ids)
 
 
 def static_size(name: str, argument: str, size: int) -> int:

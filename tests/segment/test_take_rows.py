@@ -1,0 +1,335 @@
+"""take_rows: values, gradients, transformations, sharding and errors, against plain JAX and NumPy."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from segment.gather_reference import gathered
+from support import cases
+
+import jax_baracuda
+from jax_baracuda import forward_mode, take_rows
+
+# (rows, row_shape, ids_shape)
+SHAPES = (
+    (1, (), (1,)),
+    (5, (3,), (0,)),
+    (0, (3,), (0,)),
+    (0, (), (2, 0)),
+    (7, (0,), (30,)),
+    (7, (2, 0), (3, 4)),
+    (50, (), (400,)),
+    (50, (3,), (20, 20)),
+    (50, (4, 2, 3), (5, 1, 7)),
+    (9, (6,), ()),
+    (9, (), ()),
+    (40, (33,), (3000,)),
+    (500, (64,), (4, 300)),
+    (3, (128,), (2000,)),
+    (40, (1100,), (700,)),
+)
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: " of ".join("x".join(map(str, x)) for x in s[1:]))
+each_dtype = pytest.mark.parametrize("dtype", cases.FLOATING)
+
+
+def make_ids(rng: np.random.Generator, rows: int, shape: tuple[int, ...], dtype: Any = np.int32) -> np.ndarray:
+    """Most of them in range, from either end; the others beyond it."""
+    info = np.iinfo(dtype)
+    ids = rng.integers(-rows - 3, rows + 3, shape, endpoint=True)
+    return np.clip(ids, int(info.min), int(info.max)).astype(dtype)
+
+
+def check(data: np.ndarray, ids: np.ndarray, d_output: np.ndarray, **options: Any) -> None:
+    """The value bit by bit; the gradient with the error of its accumulator and one rounding."""
+    output, vjp = jax.vjp(jax.jit(lambda x: take_rows(x, ids, **options)), data)
+    [gradient] = vjp(jnp.asarray(d_output))
+    flat_ids = ids.reshape(-1)
+    values, rows = gathered(data, flat_ids)
+    if ids.ndim == 0:  # an id that is no row of an array, but the nearest one by itself
+        rows = np.where(rows >= 0, rows, 0 if ids < 0 else len(data) - 1)
+    cases.assert_same_bits(output, values.reshape((*ids.shape, *data.shape[1:])))
+    d_rows = d_output.reshape(ids.size, *data.shape[1:])
+    cases.reference_sum(d_rows, rows, len(data)).check(gradient, "gradient")
+    exact = np.zeros(data.shape, np.float64)
+    np.add.at(exact, rows[rows >= 0], d_rows.astype(np.float64)[rows >= 0])
+    error = cases.sum_error(d_rows, rows, len(data), data.dtype)
+    cases.Expected(exact, data.dtype, error).check(gradient, "gradient, np.add.at")
+
+
+@each_shape
+@each_dtype
+def test_value_and_gradient(rng: np.random.Generator, shape: Any, dtype: str) -> None:
+    rows, row_shape, ids_shape = shape
+    data = rng.normal(size=(rows, *row_shape)).astype(jnp.dtype(dtype))
+    ids = make_ids(rng, rows, ids_shape)
+    d_output = np.asarray(cases.cotangent(rng, (*ids_shape, *row_shape), dtype))
+    with cases.x64_for(dtype):
+        check(data, ids, d_output)
+        check(data, ids, d_output, deterministic=True)
+        ascending = np.sort(np.where(ids < 0, ids + rows, ids), axis=None).clip(0).reshape(ids_shape).astype(ids.dtype)
+        check(data, ascending, d_output, indices_are_sorted=True)
+
+
+@pytest.mark.parametrize("rows", [5, 127, 128, 300])
+@pytest.mark.parametrize("ids_dtype", cases.INTEGERS)
+def test_ids_mean_what_they_mean_in_jax_numpy(rng: np.random.Generator, ids_dtype: str, rows: int) -> None:
+    """Up to the ends of their range; where JAX has no 8-bit number for the rows, as those of 16 bits.
+
+    Of scalars that 32 bits do not hold, XLA's CPU back end takes the value and the gradient from different rows.
+    """
+    info = np.iinfo(ids_dtype)
+    ends = [0, rows - 1, rows, rows + 1, -1, -rows, -rows - 1, -2 * rows - 1, 2**31, 2**32 + 2, -(2**40)]
+    ids = [x for x in (*ends, info.min, info.max) if info.min <= x <= info.max] + list(range(min(rows, 100)))
+    ids = np.array(ids, ids_dtype)
+    data = np.round(10 * rng.normal(size=(rows, 3))).astype(np.float32)
+    d_output = np.round(10 * rng.normal(size=(len(ids), 3))).astype(np.float32)
+    with cases.x64_for(ids_dtype):
+        of_jax = ids.astype(np.int16) if ids_dtype == "int8" else ids
+        output, vjp = jax.vjp(lambda x: take_rows(x, ids), data)
+        expected, plain_vjp = jax.vjp(lambda x: x[of_jax], jnp.asarray(data))
+        np.testing.assert_array_equal(output, expected)
+        np.testing.assert_array_equal(vjp(d_output)[0], plain_vjp(d_output)[0])
+        ours, of_plain = (jax.jit(jax.value_and_grad(loss_of(take))) for take in (take_rows, plain))
+        for one, one_of_jax in zip(ids[:13], of_jax[:13], strict=True):
+            near = np.asarray(one_of_jax).clip(max(-(2**31), info.min), min(2**31 - 1, info.max))
+            actual, expected = ours(data, np.asarray(one)), of_plain(data, near)
+            jax.tree.map(lambda x, y, one=one: np.testing.assert_array_equal(x, y, str(one)), actual, expected)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64", "float8_e4m3fn"])
+def test_other_dtypes(rng: np.random.Generator, dtype: str) -> None:
+    data = rng.integers(0, 2, (6, 4)).astype(jnp.dtype(dtype))
+    ids = make_ids(rng, 6, (3, 5))
+    cases.assert_same_bits(jax.jit(take_rows)(data, ids), np.asarray(jnp.asarray(data)[ids]))
+    if jnp.issubdtype(data.dtype, jnp.inexact):
+        gradients = [
+            jax.grad(lambda x, take=take: (take(x, ids).astype(jnp.complex64) * 2).real.sum())(jnp.asarray(data))
+            for take in (take_rows, lambda x, i: x[i])
+        ]
+        cases.assert_same_bits(gradients[0], np.asarray(gradients[1]))
+
+
+def test_python_numbers_and_weak_types() -> None:
+    data = jnp.arange(6.0).reshape(3, 2)
+    for number in (0, 2, -1, -3):
+        np.testing.assert_array_equal(take_rows(data, number), data[number])
+    weak = jnp.broadcast_to(jnp.asarray(1.0), (3,))
+    assert take_rows(weak, np.array([0])).dtype == weak[np.array([0])].dtype
+    assert jax.typeof(take_rows(weak, np.array([0]))) == jax.typeof(weak[np.array([0])])
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1.0), ("float16", 0.25)])
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"indices_are_sorted": True}], ids=str)
+def test_hot_rows_of_16_bits(rng: np.random.Generator, options: dict[str, bool], dtype: str, scale: float) -> None:
+    """Sums of many rows have half a unit of the last place, where 16-bit accumulators stop at 256 and 2048."""
+    ids = np.repeat(np.int32([3, 5]), (100_000, 77_777))
+    d_output = np.full((len(ids), 2), scale, jnp.dtype(dtype))
+    d_output[:, 1] = rng.uniform(0.1, 0.2, len(ids))
+    data = jnp.zeros((8, 2), dtype)
+    [gradient] = jax.vjp(lambda x: take_rows(x, ids, **options), data)[1](jnp.asarray(d_output))
+    exact = np.zeros((8, 2))
+    np.add.at(exact, ids, d_output.astype(np.float64))
+    half_a_unit = np.float64(jnp.finfo(dtype).eps) / 2 * np.exp2(np.floor(np.log2(np.maximum(exact, 1))))
+    error = np.abs(np.asarray(gradient).astype(np.float64) - exact)
+    assert (error[:, 0] <= half_a_unit[:, 0]).all(), error  # sums in float32 are exact
+    np.testing.assert_array_less(error[:, 1], 1.01 * half_a_unit[:, 1] + (exact[:, 1] == 0))
+    [of_jax] = jax.vjp(lambda x: x[ids], data)[1](jnp.asarray(d_output))
+    assert cases.PLATFORM != "cpu" or float(of_jax[3, 0]) < exact[3, 0] / 10
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Transformations.
+
+
+def small_integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Numbers whose products and sums are exact in any order."""
+    return rng.integers(-4, 5, shape).astype(np.float32)
+
+
+def plain(data: Any, ids: Any) -> jax.Array:
+    return jnp.asarray(data)[ids]
+
+
+def loss_of(take: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    return lambda data, ids: (take(data, ids) ** 2).sum()
+
+
+@pytest.mark.parametrize("ids_shape", [(), (50,), (5, 10)], ids=str)
+@pytest.mark.parametrize("mapped", [m for m in itertools.product((None, 0, 1), repeat=2) if m != (None, None)], ids=str)
+def test_vmap(rng: np.random.Generator, mapped: tuple[int | None, int | None], ids_shape: tuple[int, ...]) -> None:
+    """The gradient of the map, and the map of the gradient."""
+    if ids_shape == () and mapped[1] == 1:
+        mapped = (mapped[0], 0)
+    data, ids = small_integers(rng, 3, 20, 4), make_ids(rng, 20, (3, *ids_shape))
+    arrays = [x[0] if axis is None else np.moveaxis(x, 0, axis) for x, axis in zip((data, ids), mapped, strict=True)]
+    for transform in (
+        lambda take: jax.vmap(take, mapped),
+        lambda take: jax.vmap(jax.value_and_grad(loss_of(take)), mapped),
+        lambda take: jax.grad(lambda *x: (jax.vmap(take, mapped)(*x) ** 2).sum()),
+    ):
+        actual, expected = (jax.jit(transform(take))(*arrays) for take in (take_rows, plain))
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_the_gradient_is_one_kernel(rng: np.random.Generator) -> None:
+    """Also of ids of higher rank; the value is a gather of XLA."""
+    data, ids = small_integers(rng, 20, 4), make_ids(rng, 20, (3, 7))
+    assert "jax_baracuda" not in jax.jit(take_rows).lower(data, ids).as_text()
+    text = jax.jit(jax.grad(loss_of(take_rows))).lower(data, ids).as_text()
+    assert text.count("@jax_baracuda.segment_sum(") == 1
+    assert "scatter" not in text
+
+
+def test_derivatives_of_higher_order(rng: np.random.Generator) -> None:
+    """Forward over reverse, reverse over reverse, and both modes of the twin."""
+    data, ids = small_integers(rng, 5, 3), rng.integers(-5, 5, (2, 6))
+
+    def cubes(take: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        return lambda data: (take(data, ids) ** 3).sum()
+
+    second = (jax.hessian, lambda f: jax.jacrev(jax.grad(f)), lambda f: jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum()))
+    for transform in second:
+        np.testing.assert_array_equal(transform(cubes(take_rows))(data), transform(cubes(plain))(data))
+    for transform in (jax.jacfwd, jax.grad, lambda f: jax.jacfwd(jax.jacfwd(f))):
+        actual = transform(cubes(forward_mode.take_rows))(data)
+        np.testing.assert_array_equal(actual, transform(cubes(plain))(data))
+
+
+def test_derivative_of_the_gradient(rng: np.random.Generator) -> None:
+    """It is the rows again, and zeros for ids out of range: the transpose of a matrix, transposed."""
+    ids = make_ids(rng, 6, (30,))
+    d_output, dd_data = small_integers(rng, 30, 4), small_integers(rng, 6, 4)
+    matrix = np.asarray(jax.jacrev(lambda x: take_rows(x, ids))(np.zeros(6, np.float32)))
+
+    def gradient(d_output: jax.Array) -> jax.Array:
+        return jax.vjp(lambda x: take_rows(x, ids), np.zeros((6, 4), np.float32))[1](d_output)[0]
+
+    actual, vjp = jax.vjp(gradient, d_output)
+    np.testing.assert_array_equal(actual, matrix.T @ d_output)
+    np.testing.assert_array_equal(vjp(dd_data)[0], matrix @ dd_data)
+
+
+def test_in_loops_and_checkpoint(rng: np.random.Generator) -> None:
+    data, ids = small_integers(rng, 8, 3), rng.integers(0, 8, (4, 8))
+
+    def walk(take: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        return lambda data: (jax.lax.scan(lambda x, i: (take(x, i), None), data, ids)[0] ** 2).sum()
+
+    for wrap in (lambda f: f, jax.checkpoint):
+        actual = jax.jit(jax.value_and_grad(wrap(walk(take_rows))))(data)
+        jax.tree.map(np.testing.assert_array_equal, actual, jax.value_and_grad(walk(plain))(jnp.asarray(data)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sharding.
+
+on_four_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="there are less than four devices")
+on_two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="there is only one device")
+
+
+@on_four_devices
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
+@pytest.mark.parametrize("ids_shape", [(64,), (16, 4)], ids=str)
+def test_split_ids(rng: np.random.Generator, ids_shape: tuple[int, ...], axis_type: AxisType) -> None:
+    """The value needs nothing of other devices, the gradient one all-reduce; no array of rows is gathered."""
+    mesh = jax.make_mesh((4,), ("x",), (axis_type,), devices=jax.devices()[:4])
+    data, ids = small_integers(rng, 12, 6), make_ids(rng, 12, ids_shape)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(data, NamedSharding(mesh, P())), jax.device_put(ids, NamedSharding(mesh, P("x")))
+        for function, all_reduces in ((take_rows, 0), (jax.grad(loss_of(take_rows)), 1)):
+            program = jax.jit(function).lower(*placed).compile()
+            text = program.as_text()
+            assert len(re.findall(r" all-reduce(-start)?\(", text)) == all_reduces
+            assert not re.search(r"all-gather|all-to-all|collective-permute|reduce-scatter", text)
+            actual = program(*placed)
+            if all_reduces == 0:
+                assert actual.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), actual.ndim)
+                np.testing.assert_array_equal(actual, data[gathered_rows(ids, 12)])
+            else:
+                expected = np.zeros_like(data)
+                is_row = (ids >= -12) & (ids < 12)
+                np.add.at(expected, ids[is_row], 2 * data[ids[is_row]])
+                np.testing.assert_array_equal(actual, expected)
+
+
+def gathered_rows(ids: np.ndarray, rows: int) -> np.ndarray:
+    return np.clip(np.where(ids < 0, ids + rows, ids), 0, rows - 1)
+
+
+@on_four_devices
+@pytest.mark.parametrize("ids_spec", [P(), P("x"), P(None, "x"), P("x", "y"), P(("x", "y"))], ids=str)
+@pytest.mark.parametrize("data_spec", [P(None, None), P(None, "y"), P("x", None), P("x", "y")], ids=str)
+def test_explicit_types(rng: np.random.Generator, data_spec: P, ids_spec: P) -> None:
+    """The result is split as ids and features are, or as JAX says, where it does; the gradient as the data."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), (AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    data, ids = small_integers(rng, 8, 6), rng.integers(-8, 8, (4, 4))
+    expected = data[ids], jax.grad(loss_of(plain))(jnp.asarray(data), ids)
+    with jax.set_mesh(mesh):
+        placed = (
+            jax.device_put(data, NamedSharding(mesh, data_spec)),
+            jax.device_put(ids, NamedSharding(mesh, ids_spec)),
+        )
+        output = take_rows(*placed)
+        actual_spec = jax.typeof(output).sharding.spec
+        if data_spec[0] is None and not any(ids_spec):
+            assert actual_spec == jax.typeof(placed[0][placed[1]]).sharding.spec
+        ids_axes = tuple(jax.typeof(placed[1]).sharding.spec)
+        feature_axes = None if "y" in str(ids_spec) else data_spec[1]
+        assert tuple(actual_spec) == (*ids_axes, *(None,) * (2 - len(ids_axes)), feature_axes)
+        np.testing.assert_array_equal(output, expected[0])
+        for function in (take_rows, forward_mode.take_rows):
+            gradient = jax.jit(jax.grad(loss_of(function)))(*placed)
+            assert gradient.sharding.is_equivalent_to(placed[0].sharding, 2)
+            np.testing.assert_array_equal(gradient, expected[1])
+
+
+@on_two_devices
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_over_ids(rng: np.random.Generator, check_vma: bool) -> None:
+    """Inside, data are the same on all devices: the gradient is the sum over them."""
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+    data, ids = small_integers(rng, 12, 6), rng.integers(-12, 12, 64)
+    sharded = jax.shard_map(take_rows, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"), check_vma=check_vma)
+    np.testing.assert_array_equal(jax.jit(sharded)(data, ids), data[ids])
+    gradient = jax.jit(jax.grad(loss_of(sharded)))(data, ids)
+    np.testing.assert_array_equal(gradient, jax.grad(loss_of(plain))(jnp.asarray(data), ids))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Errors.
+
+DATA, IDS = np.ones((4, 3), np.float32), np.zeros(5, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, "data must be an array, got list", lambda: take_rows([1.0], IDS)),
+        (TypeError, "ids must be an array, got list", lambda: take_rows(DATA, [0, 1])),
+        (TypeError, "ids must be an array, got NoneType", lambda: take_rows(DATA, None)),
+        (TypeError, "ids must be an array, got slice", lambda: take_rows(DATA, slice(2))),
+        (IndexError, "ids must have an integer dtype, got bool", lambda: take_rows(DATA, IDS == 0)),
+        (IndexError, "ids must have an integer dtype, got bool", lambda: take_rows(DATA, True)),
+        (TypeError, "ids must have an integer dtype, got float32", lambda: take_rows(DATA, IDS.astype(np.float32))),
+        (ValueError, r"data must have shape \[N, ...\], got a scalar", lambda: take_rows(np.float32(1), IDS)),
+        (ValueError, r"must have rows for 5 ids to take, got shape \(0, 3\)", lambda: take_rows(DATA[:0], IDS)),
+        (ValueError, "must have rows for 1 ids to take", lambda: take_rows(DATA[:0], 0)),
+    ],
+)
+def test_errors(error: type[Exception], message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=message) as raised:
+        call()
+    assert str(raised.value).startswith("take_rows: ")
+
+
+def test_public_name() -> None:
+    assert "take_rows" in jax_baracuda.__all__ and "take_rows" in forward_mode.__all__
