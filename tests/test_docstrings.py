@@ -30,7 +30,10 @@ def test_all_functions_are_looked_at() -> None:
 
 FAMILIES = ("segment", "causal_conv1d", "rope", "where", "write_slice")
 
-OF_EDGES = ("gather_segment_sum", "segment_plan")
+OF_EDGES = (
+    *(f"gather_segment_{kind}" for kind in ("sum", "mean", "max", "min")),
+    *("segment_attention", "segment_plan"),
+)
 """These speak of edges where the other segment functions speak of rows."""
 
 OF_ONE_FUNCTION = {

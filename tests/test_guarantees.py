@@ -183,6 +183,37 @@ def gathered_dot_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> 
     return Call((d_output, data, gather_ids, problem.ids[None]), (expected,), flags)
 
 
+def gathered_extremum_call(extremum: Reduction, kind: str) -> Callable[..., Call]:
+    """Of `kind` "", "with_winner" or "backward", with gather ids that are out of range."""
+
+    def call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
+        problem = make_problem(rng, dtype, is_sorted, adds=False)
+        nodes, edges = 700, len(problem.ids)
+        data = problem.data[:, :nodes]
+        gather_ids = rng.integers(-2, nodes + 2, edges).astype(np.int32)
+        of_edges = dataclasses.replace(problem, data=data[:, gather_ids.clip(0, nodes - 1)])
+        extrema = of_edges.of_each(extremum.value)
+        flip = cases.order_reversed if extremum is MIN else np.asarray
+        params = {"num_segments": problem.segments, "first_wins": False}
+        if kind == "":
+            return Call((data, gather_ids[None], problem.ids[None]), (extrema,), params)
+        winners = of_edges.of_each(lambda data, ids, segments: reference_winner(flip(data), ids, segments))
+        if kind == "with_winner":
+            flags = {"has_edge_order": False}
+            return Call((data, gather_ids[None], problem.ids[None]), (extrema, exactly(winners)), params | flags)
+        output = np.stack([x.exact for x in extrema]).astype(data.dtype)
+        d_winner = cases.cotangent(rng, output.shape, dtype)
+        expected = []
+        for k in range(2):
+            share = cases.shares(flip(of_edges.data[k]), problem.ids, problem.segments, "split")
+            terms = np.where(share > 0, cases.take_cells(d_winner[k].astype(np.float64), problem.ids), 0)
+            expected.append(sum_of_edges(terms, gather_ids, nodes, data.dtype))
+        operands = (d_winner, np.stack(winners), gather_ids[None], problem.ids[None], data, output)
+        return Call(operands, (tuple(expected),), {"num_rows": nodes, "has_plan": False, "shares_ties": True})
+
+    return call
+
+
 def product_residual(data: np.ndarray, ids: np.ndarray, segments: int) -> tuple[np.ndarray, np.ndarray]:
     """The product of powers of two: its mantissa, 1 or -1, and its exponent and counts of special values, packed."""
     mantissa = np.ones((segments, *data.shape[1:]))
@@ -388,6 +419,11 @@ CALLS: dict[str, Callable[..., Call]] = {
     **{f"{r.name}_backward": gather_call(r) for r in (SUM, MEAN)},
     "gather_segment_sum": gathered_sum_call,
     "gather_segment_dot": gathered_dot_call,
+    **{
+        "_".join(filter(None, (f"gather_{r.name}", kind))): gathered_extremum_call(r, kind)
+        for r in (MAX, MIN)
+        for kind in ("", "with_winner", "backward")
+    },
     "segment_prod_with_residual": prod_with_residual_call,
     "segment_prod_backward": prod_backward_call,
     "segment_softmax_backward": softmax_backward_call,

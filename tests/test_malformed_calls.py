@@ -72,6 +72,9 @@ def calls_of_one_batch(target: str) -> list[Call]:
         ]
     if target == "gather_segment_dot":
         return [gather_reference.good_dot_call(has_edge_order=has_order) for has_order in (False, True)]
+    if target.startswith(("gather_segment_max", "gather_segment_min")):
+        make = gather_reference.good_extremum_call
+        return [make(target, has_plan=has_plan) for has_plan in (False, True)]
     if target == "gather_segment_sum":
         return [
             gather_reference.good_call(has_weights=flag, shared=shared)

@@ -164,6 +164,10 @@ USE_THE_OPS = """
             print(reduce.__name__, reduce(data, ids, 2).tolist())
         for reduce in (jax_baracuda.segment_argmax, jax_baracuda.segment_argmin):
             print(reduce.__name__, reduce(data, ids, 2).tolist())
+        for reduce in (jax_baracuda.gather_segment_max, jax_baracuda.gather_segment_min,
+                       jax_baracuda.gather_segment_mean):
+            jax.grad(lambda x: reduce(x, ids, ids, 2).sum())(data)
+            print(reduce.__name__, reduce(data, ids, ids, 2).tolist())
         gathered = lambda x, w: jax_baracuda.gather_segment_sum(x, ids, ids, 2, weights=w).sum()
         jax.grad(gathered, (0, 1))(data, data)
         print("gather_segment_sum", jax_baracuda.gather_segment_sum(data, ids, ids, 2).tolist())
@@ -203,6 +207,9 @@ VALUES = {
     "segment_softmax": [0.26894142, 0.5, 0.5, 0.73105858],
     "segment_argmax": [3, 1],
     "segment_argmin": [0, 1],
+    "gather_segment_max": [1, 5],
+    "gather_segment_min": [1, 5],
+    "gather_segment_mean": [1, 5],
     "gather_segment_sum": [2, 10],
     "causal_conv1d": [1, 7, 15, 12],
     "causal_conv1d_update": [12, 5, 5, 2],

@@ -129,17 +129,15 @@ class Decoder {
     return ffi::Error::Success();
   }
 
-  ffi::Error Ids(const ffi::AnyBuffer& segment_ids) {
+  ffi::Error Ids(const ffi::AnyBuffer& segment_ids, const char* name = "segment_ids") {
     Problem& problem = call_.problem;
     const auto view = batch_.View(segment_ids, /*may_be_shared=*/true);
-    if (!view || view->dims.size() != 1) {
-      return batch_.WrongShape("segment_ids", segment_ids, /*may_be_shared=*/true, "rows");
-    }
+    if (!view || view->dims.size() != 1) return batch_.WrongShape(name, segment_ids, /*may_be_shared=*/true, "rows");
     if (view->type != ffi::DataType::S32 && view->type != ffi::DataType::S64) {
-      return UnsupportedType(op_, "segment_ids", view->type);
+      return UnsupportedType(op_, name, view->type);
     }
     if (view->dims[0] >= std::numeric_limits<int32_t>::max()) {
-      return InvalidArgument(op_, "segment_ids has " + std::to_string(view->dims[0]) +
+      return InvalidArgument(op_, std::string(name) + " has " + std::to_string(view->dims[0]) +
                                       " rows; at most 2147483646 are supported");
     }
     call_.segment_ids = view->data;
@@ -162,17 +160,23 @@ class Decoder {
     return ffi::Error::Success();
   }
 
-  // The edges of a call: their ids, and the array [.., any number of rows, ...] that they gather from, which tells the
-  // trailing dimensions and the element type.
-  ffi::Error Edges(const char* name, const ffi::AnyBuffer& data, const ffi::AnyBuffer& gather_ids,
-                   const ffi::AnyBuffer& segment_ids, GatheringCall* call) {
+  // The edges of a call with such data.
+  ffi::Error Edges(const ffi::AnyBuffer& data, const ffi::AnyBuffer& gather_ids, const ffi::AnyBuffer& segment_ids,
+                   GatheringCall* call) {
     JB_RETURN_IF_ERROR(Ids(segment_ids));
+    return Gathered("data", data, "gather_ids", gather_ids, call);
+  }
+
+  // The array [.., any number of rows, ...] that edges gather from, which tells the trailing dimensions and the element
+  // type, and the ids by which they do. After Ids.
+  ffi::Error Gathered(const char* name, const ffi::AnyBuffer& data, const char* ids_name,
+                      const ffi::AnyBuffer& gather_ids, GatheringCall* call) {
     const auto view = batch_.View(data, /*may_be_shared=*/true);
     if (!view || view->dims.size() == 0) return batch_.WrongShape(name, data, /*may_be_shared=*/true, "rows, ...");
     Take(*view, &call->data, &call_.problem.data_is_shared);
     call->num_rows = view->dims[0];
     TakeFeatures(*view);
-    return EdgeIds("gather_ids", gather_ids, &call->gather_ids, &call->gather_ids_are_shared);
+    return EdgeIds(ids_name, gather_ids, &call->gather_ids, &call->gather_ids_are_shared);
   }
 
   // int32 [.., edges].

@@ -86,19 +86,31 @@ def first_max(data: Array, segment_ids: Array, num_segments: int, **_: Any) -> A
     return jnp.take_along_axis(with_none, winner, axis=0)
 
 
-def gathered_sum(
-    data: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    num_segments: int,
-    weights: Array | None = None,
-    indices_are_sorted: bool = False,
-) -> Array:
-    """The sum of an array of messages."""
-    rows = data.at[gather_ids].get(mode="promise_in_bounds")
-    if weights is not None:
-        rows = rows * weights.reshape(*weights.shape, *[1] * (rows.ndim - weights.ndim))
-    return jax.ops.segment_sum(rows, segment_ids, num_segments, indices_are_sorted=indices_are_sorted)
+def gathered(reduction: Callable[..., Array]) -> Callable[..., Array]:
+    """The reduction of an array of messages."""
+
+    def reduce(
+        data: Array,
+        gather_ids: Array,
+        segment_ids: Array,
+        num_segments: int,
+        weights: Array | None = None,
+        indices_are_sorted: bool = False,
+    ) -> Array:
+        rows = data.at[gather_ids].get(mode="promise_in_bounds")
+        if weights is not None:
+            rows = rows * weights.reshape(*weights.shape, *[1] * (rows.ndim - weights.ndim))
+        return reduction(rows, segment_ids, num_segments, indices_are_sorted=indices_are_sorted)
+
+    return reduce
+
+
+gathered_sum = gathered(jax.ops.segment_sum)
+
+
+def attention(logits: Array, data: Array, gather_ids: Array, segment_ids: Array, num_segments: int) -> Array:
+    weights = softmax(logits, segment_ids, num_segments)
+    return gathered_sum(data, gather_ids, segment_ids, num_segments, weights)
 
 
 def rows_of(data: Array, ids: Array, indices_are_sorted: bool = False) -> Array:
@@ -189,6 +201,8 @@ SUMMED: Tolerance = ROUNDED_ONCE | {"float32": (4e-6, 4e-6)}
 DIVIDED: Tolerance = ROUNDED_ONCE | {"float32": (4e-6, 2e-5)}
 FROM_RESULTS: Tolerance = {"float32": (4e-6, 1e-5), "bfloat16": (4e-3, 6e-2), "float16": (5e-4, 8e-3)}
 TAKEN: Tolerance = {dtype: (0, of_gradient) for dtype, (_, of_gradient) in SUMMED.items()}
+GATHERED_SELECTED: Tolerance = {"float32": (0, 4e-6), "bfloat16": (0, 3e-2), "float16": (0, 4e-3)}
+ATTENDED: Tolerance = {"float32": (4e-6, 2e-5), "bfloat16": (3e-2, 6e-2), "float16": (4e-3, 8e-3)}
 SELECTED: Tolerance = {"float32": (0, 4e-6), "bfloat16": (0, 4e-3), "float16": (0, 5e-4)}
 
 ROWS, CELLS = ("row", "feature"), ("segment", "feature")
@@ -308,6 +322,38 @@ EXAMPLES = [
             ("weights", ("feature",), IDS, {"weights": Operand(("row",))}, {}, GATHERED_CHECKED),
             ("heads", ("feature", "feature1"), IDS, {"weights": Operand(("row", "feature"))}, {}, GATHERED_CHECKED),
         )
+    ),
+    *(
+        Example(
+            function,
+            gathered(reduction),
+            {
+                "data": Operand(("node", "feature"), draw),
+                "gather_ids": Operand(("row",), node_ids, "int32"),
+                "segment_ids": IDS,
+            },
+            GATHERED_CHECKED | GATHERED_TIMED,
+            options={"num_segments": SizeOf("segment")},
+            tolerance=tolerance,
+        )
+        for function, reduction, draw, tolerance in (
+            (jb.gather_segment_mean, mean, NUMBERS.draw, FROM_RESULTS),
+            (jb.gather_segment_max, jax.ops.segment_max, TIED.draw, GATHERED_SELECTED),
+            (jb.gather_segment_min, jax.ops.segment_min, TIED.draw, GATHERED_SELECTED),
+        )
+    ),
+    Example(
+        jb.segment_attention,
+        attention,
+        {
+            "logits": Operand(("row", "feature")),
+            "data": Operand(("node", "feature", "feature1")),
+            "gather_ids": Operand(("row",), node_ids, "int32"),
+            "segment_ids": IDS,
+        },
+        GATHERED_CHECKED,
+        options={"num_segments": SizeOf("segment")},
+        tolerance=ATTENDED,
     ),
     *(
         Example(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 from support import cases, handlers
@@ -99,6 +100,33 @@ def good_dot_call(*, has_edge_order: bool = False, shared: Collection[int] = ())
         [Array("output", (BATCH, EDGES, HEADS))],
         {"is_wide": False, "has_edge_order": has_edge_order},
     )
+
+
+def good_extremum_call(target: str, *, has_plan: bool = False, shared: Collection[int] = ()) -> Call:
+    """The same of a maximum or minimum, of its twin with winners, or of its gradient."""
+    cells, rows = (BATCH, SEGMENTS, FEATURES), (BATCH, NODES, FEATURES)
+
+    def of_edges(*names: str) -> list[Array]:
+        return [Array(name, (BATCH, EDGES), "int32") for name in names]
+
+    if target.endswith("_backward"):
+        orders = ("edge_order", "transposed_order", "transposed_gather_ids", "transposed_segment_ids")
+        operands = [
+            *(Array("d_winner", cells), Array("winner", cells, "int32")),
+            *of_edges("gather_ids", "segment_ids", *(orders if has_plan else ())),
+            *(Array("data", rows), Array("output", cells)),
+        ]
+        results = [Array("d_data", rows)]
+        params: dict[str, Any] = {"num_rows": NODES, "has_plan": has_plan, "shares_ties": True}
+    else:
+        has_order = has_plan and target.endswith("_with_winner")
+        operands = [Array("data", rows), *of_edges("gather_ids", "segment_ids", *(["edge_order"] if has_order else []))]
+        results = [Array("output", cells)]
+        params = {"num_segments": SEGMENTS, "indices_are_sorted": False, "first_wins": False}
+        if target.endswith("_with_winner"):
+            results.append(Array("winner", cells, "int32"))
+            params["has_edge_order"] = has_order
+    return handlers.good_call(target, [x.shared() if i in shared else x for i, x in enumerate(operands)], results, params)
 
 
 def good_call(*, has_weights: bool = True, has_edge_order: bool = False, shared: Collection[int] = ()) -> Call:

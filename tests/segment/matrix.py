@@ -777,29 +777,46 @@ declare(
 # Sums of gathered rows.
 
 
-def _gather_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
+def _call_by_edges(
+    options: Options, num_segments: int, function: Callable[..., Any], arrays: Sequence[Any], ids: Any, **weighted: Any
+) -> Any:
+    """With the ids of edges, or with their plan."""
+    gather_ids, segment_ids = ids
+    if options["plan"]:
+        plan = jax_baracuda.segment_plan(segment_ids, num_segments, gather_ids, arrays[-1].shape[0])
+        return function(*arrays, plan=plan, **weighted, **passed(options, "tie_break"))
+    keywords = ("indices_are_sorted", "mode", "tie_break")
+    return function(*arrays, gather_ids, segment_ids, num_segments, **weighted, **passed(options, *keywords))
+
+
+def _weighted(rows: Any, weights: Any) -> Any:
+    return rows * weights.reshape(*weights.shape, *[1] * (rows.ndim - weights.ndim))
+
+
+def _gather_problem(
+    reduction_of: Callable[[Options], Callable[..., Any]],
+    draw_of: Callable[[Options, Sizes], Draw],
+    dtype: str,
+    options: Options,
+    sizes: Sizes,
+) -> Problem:
     features, num_segments = _features(sizes), sizes["segment"]
-    dims = {ABSENT: None, "edge": (), "head": features[:1]}[options["weights"]]
+    dims = {ABSENT: None, "edge": (), "head": features[:1]}[options.get("weights", ABSENT)]
     weights = () if dims is None else (Operand("weights", ("row", *dims), numbers),)
+    selects = "tie_break" in options
 
     def apply(function: Callable[..., Any], data: Any, gather_ids: Any, segment_ids: Any, *weights: Any) -> Any:
         weighted = {"weights": weights[0]} if weights else {}
-        if options["plan"]:
-            plan = jax_baracuda.segment_plan(segment_ids, num_segments, gather_ids, data.shape[0])
-            return function(data, plan=plan, **weighted)
-        return function(
-            data, gather_ids, segment_ids, num_segments, **weighted, **passed(options, "indices_are_sorted", "mode")
-        )
+        return _call_by_edges(options, num_segments, function, (data,), (gather_ids, segment_ids), **weighted)
 
     def reference(data: Any, gather_ids: Any, segment_ids: Any, *weights: Any) -> Any:
         rows = data[wide_ids(gather_ids)]
-        if weights:
-            rows = rows * weights[0].reshape(*weights[0].shape, *[1] * (rows.ndim - weights[0].ndim))
-        return _clipped(segment_sum, options["mode"])(rows, segment_ids, num_segments)
+        rows = _weighted(rows, weights[0]) if weights else rows
+        return _clipped(reduction_of(options), options["mode"])(rows, segment_ids, num_segments)
 
     return Problem(
         operands=(
-            Operand("data", ("node", *features), numbers),
+            Operand("data", ("node", *features), draw_of(options, sizes), has_sign=selects),
             Operand("gather_ids", ("row",), row_numbers_of(sizes["node"]), dtype=options["gather_dtype"]),
             _ids(options, sizes),
             *weights,
@@ -807,8 +824,39 @@ def _gather_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         apply=apply,
         reference=reference,
         results=(("segment", *features),),
+        exact_value=selects,
         terms=max(sizes["row"], 1),
         free=features if dims is None else features[len(dims) :],
+    )
+
+
+def _attention_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
+    features, num_segments = _features(sizes), sizes["segment"]
+    heads = features[:1]
+
+    def reference_of(sign: int) -> Callable[..., Any]:
+        softmax = reference_softmax if sign < 0 else majorant_softmax
+
+        def reference(logits: Any, data: Any, gather_ids: Any, segment_ids: Any) -> Any:
+            weights = _clipped(softmax, options["mode"])(logits, segment_ids, num_segments)
+            rows = _weighted(data[wide_ids(gather_ids)], weights)
+            return _clipped(segment_sum, options["mode"])(rows, segment_ids, num_segments)
+
+        return reference
+
+    return Problem(
+        operands=(
+            Operand("logits", ("row", *heads), finite_logits),
+            Operand("data", ("node", *features), numbers),
+            Operand("gather_ids", ("row",), row_numbers_of(sizes["node"]), dtype=options["gather_dtype"]),
+            _ids(options, sizes),
+        ),
+        apply=lambda function, logits, data, *ids: _call_by_edges(options, num_segments, function, (logits, data), ids),
+        reference=reference_of(-1),
+        majorant=reference_of(1),
+        results=(("segment", *features),),
+        terms=max(sizes["row"], 1),
+        free=features[len(heads) :],
     )
 
 
@@ -816,43 +864,76 @@ def _with_nodes(sizes: Mapping[str, Sizes]) -> dict[str, Sizes]:
     return {name: {**of_name, "node": max(of_name["row"] // 4, 1)} for name, of_name in sizes.items()}
 
 
-declare(
-    Call(
-        name="gather_segment_sum",
-        dtypes=FLOATING,
-        sizes=_with_nodes(SIZES),
-        large_sizes=_with_nodes({name: LARGE_SIZES[name] for name in (*MIDDLE_SIZES, "ordered", "ordered, odd")}),
-        options={
-            "weights": (ABSENT, "edge", "head"),
-            "indices_are_sorted": (ABSENT, True),
-            "mode": (ABSENT, "clip", "drop"),
-            "plan": (ABSENT, True),
-            "ids_dtype": COMMON["ids_dtype"],
-            "gather_dtype": COMMON["ids_dtype"],
-        },
-        strategy_options=({}, {"indices_are_sorted": True}, {"weights": "head"}),
-        problem=_gather_problem,
-        rules=(
-            NO_CLIP_TO_NOTHING,
-            NARROW_IDS,
-            Rule(
-                "heads are the first dimension of features",
-                ("weights", "size"),
-                lambda weights, size: weights == "head" and size in ("scalars", "many narrow rows"),
+def _declare_gathered(
+    name: str,
+    problem: Callable[..., Problem],
+    options: Mapping[str, tuple[Any, ...]],
+    strategy_options: Sequence[Mapping[str, Any]],
+    rules: Sequence[Rule] = (),
+    dtypes: Sequence[str] = FLOATING,
+) -> None:
+    declare(
+        Call(
+            name=name,
+            dtypes=dtypes,
+            sizes=_with_nodes(SIZES),
+            large_sizes=_with_nodes({name: LARGE_SIZES[name] for name in (*MIDDLE_SIZES, "ordered", "ordered, odd")}),
+            options={
+                **options,
+                "indices_are_sorted": (ABSENT, True),
+                "mode": (ABSENT, "clip", "drop"),
+                "plan": (ABSENT, True),
+                "ids_dtype": COMMON["ids_dtype"],
+                "gather_dtype": COMMON["ids_dtype"],
+            },
+            strategy_options=strategy_options,
+            problem=problem,
+            rules=(
+                NO_CLIP_TO_NOTHING,
+                NARROW_IDS,
+                Rule(
+                    "a plan has an order and a mode of its own",
+                    ("plan", "mode"),
+                    lambda plan, mode: plan is not ABSENT and mode is not ABSENT,
+                ),
+                Rule(
+                    "explicit mode does not sort arrays that are split",
+                    ("plan", "sharding"),
+                    lambda plan, sharding: plan is not ABSENT and sharding == "explicit",
+                ),
+                *rules,
             ),
-            Rule(
-                "a plan has an order and a mode of its own",
-                ("plan", "mode"),
-                lambda plan, mode: plan is not ABSENT and mode is not ABSENT,
-            ),
-            Rule(
-                "explicit mode does not sort arrays that are split",
-                ("plan", "sharding"),
-                lambda plan, sharding: plan is not ABSENT and sharding == "explicit",
-            ),
-        ),
+        )
     )
+
+
+HEADS_ARE_FEATURES = Rule(
+    "heads are the first dimension of features",
+    ("weights", "size"),
+    lambda weights, size: weights == "head" and size in ("scalars", "many narrow rows"),
 )
+for _name, _reduction in (("gather_segment_sum", segment_sum), ("gather_segment_mean", reference_mean)):
+    _declare_gathered(
+        _name,
+        functools.partial(
+            _gather_problem, lambda options, reduction=_reduction: reduction, lambda options, sizes: numbers
+        ),
+        {"weights": (ABSENT, "edge", "head")},
+        ({}, {"indices_are_sorted": True}, {"weights": "head"}),
+        (HEADS_ARE_FEATURES,),
+    )
+for _name, _is_max in (("gather_segment_max", True), ("gather_segment_min", False)):
+    _declare_gathered(
+        _name,
+        functools.partial(
+            _gather_problem,
+            _selection(lambda options, is_max=_is_max: _extremum(is_max, options["tie_break"] == "first", None)),
+            _ties_or_special,
+        ),
+        {"tie_break": (ABSENT, "first"), **VALUES},
+        ({}, {"indices_are_sorted": True}, {"tie_break": "first"}),
+    )
+_declare_gathered("segment_attention", _attention_problem, {}, ({}, {"indices_are_sorted": True}))
 
 
 # Rows by their numbers.

@@ -24,6 +24,7 @@ from segment.gather_reference import (
     gathered,
     good_call,
     good_dot_call,
+    good_extremum_call,
     make_graph,
 )
 from support import cases, handlers
@@ -206,24 +207,29 @@ def test_no_array_of_edges_times_features(rng: np.random.Generator) -> None:
 def test_plan_holds_stable_orders(rng: np.random.Generator) -> None:
     graph = make_graph(rng, 40, 3000, 30, (2,))
     plan = segment_plan(graph.segment_ids, 30, graph.gather_ids, 40)
-    is_member = (graph.segment_ids >= 0) & (graph.segment_ids < 30)
-    segments = np.where(is_member, graph.segment_ids, 30)
-    order = np.argsort(segments, kind="stable")
-    _, rows = gathered(graph.data, graph.gather_ids)
-    transposed = np.argsort(np.where(rows < 0, 40, rows), kind="stable")
-    nearest = np.clip(np.where(graph.gather_ids < 0, graph.gather_ids + np.int64(40), graph.gather_ids), 0, 39)
+    outside = np.where(graph.segment_ids.astype(np.int64) < 0, -1, 30)
+    segments = np.where((graph.segment_ids >= 0) & (graph.segment_ids < 30), graph.segment_ids, outside)
+    wrapped = graph.gather_ids + np.where(graph.gather_ids < 0, 40, 0).astype(np.int64)
+    rows = np.clip(wrapped, -1, 40)
+    order, transposed = (
+        np.argsort(np.where(ids < 0, size, ids), kind="stable") for ids, size in ((segments, 30), (rows, 40))
+    )
     expected = SegmentPlan(
         edge_order=order,
-        gather_ids=nearest[order],
-        segment_ids=segments[order],
+        gather_ids=rows[order],
+        segment_ids=np.where(segments < 0, 30, segments)[order],
+        edge_segment_ids=segments,
         transposed_order=transposed,
         transposed_gather_ids=segments[transposed],
         transposed_segment_ids=np.where(rows < 0, 40, rows)[transposed],
+        edge_gather_ids=rows,
         num_segments=30,
         num_rows=40,
     )
     assert {x.dtype for x in jax.tree.leaves(plan)} == {np.dtype(np.int32)}
     jax.tree.map(np.testing.assert_array_equal, plan, expected)
+    back = segment_plan(plan.edge_gather_ids, 40, np.where(segments < 0, -100, segments), 30)
+    jax.tree.map(np.testing.assert_array_equal, plan.transposed, back)
 
 
 def test_plan_passes_through_transformations(rng: np.random.Generator) -> None:
@@ -257,7 +263,7 @@ def test_any_plan_is_safe(rng: np.random.Generator) -> None:
     """Arrays that are no orders give some result, and read nothing out of bounds."""
     data, weights = small_integers(rng, 20, 2, 3), small_integers(rng, 400, 2)
     for _ in range(5):
-        arrays = [rng.integers(-(2**31), 2**31, 400).astype(np.int32) for _ in range(6)]
+        arrays = [rng.integers(-(2**31), 2**31, 400).astype(np.int32) for _ in range(8)]
         plan = SegmentPlan(*map(jnp.asarray, arrays), num_segments=10, num_rows=20)
         output, vjp = jax.vjp(lambda x, w, plan=plan: gather_segment_sum(x, weights=w, plan=plan), data, weights)
         jax.block_until_ready(vjp(output))
@@ -390,7 +396,14 @@ GOOD_CALLS = {
     f"{make.__name__}{' with order' if has_edge_order else ''}": functools.partial(make, has_edge_order=has_edge_order)
     for make in (good_call, good_dot_call)
     for has_edge_order in (False, True)
-} | {"without weights": functools.partial(good_call, has_weights=False)}
+} | {
+    "without weights": functools.partial(good_call, has_weights=False),
+    **{
+        f"{target}{' with plan' if has_plan else ''}": functools.partial(good_extremum_call, target, has_plan=has_plan)
+        for target in ("gather_segment_max", "gather_segment_min_with_winner", "gather_segment_max_backward")
+        for has_plan in (False, True)
+    },
+}
 each_call = pytest.mark.parametrize("make", GOOD_CALLS.values(), ids=GOOD_CALLS)
 
 
@@ -398,9 +411,12 @@ each_call = pytest.mark.parametrize("make", GOOD_CALLS.values(), ids=GOOD_CALLS)
 def test_valid_calls_succeed(make: Callable[..., Call]) -> None:
     """With any of the operands shared by the batch."""
     num_operands = len(make().operands)
-    for count in range(num_operands + 1):
+    for count in range(num_operands + 1) if num_operands < 8 else (0, 1, 2, num_operands - 1, num_operands):
         for shared in itertools.combinations(range(num_operands), count):
-            make(shared=shared).run()
+            call = make(shared=shared)
+            of_cells = [x.shape[0] for x in call.operands if x.name in ("winner", "output")]
+            if len(set(of_cells)) <= 1:  # these are shared together
+                call.run()
 
 
 @each_call
@@ -408,20 +424,25 @@ def test_other_shapes_and_dtypes_are_refused(make: Callable[..., Call]) -> None:
     good = make()
     names = [x.name for x in good.arrays()]
     longer_or_shorter = {"dimension 1 longer", "dimension 1 shorter"}
-    free = {"data"} | ({"output"} if good.target == "gather_segment_sum" else {"d_output"})
+    free = {
+        "gather_segment_dot": {"data", "d_output"},
+        "gather_segment_min_with_winner": {"data"},
+        "gather_segment_max_backward": set(),
+    }.get(good.target, {"data", "output"})
+    wide = "transposed_segment_ids" if good.target.endswith("_backward") else "segment_ids"
     for how, array, bad in good.with_other(with_other_shapes):
         if array.name not in free or how not in longer_or_shorter:
             handlers.assert_refused(bad, f"{array.name} {how}", names)
     others = ("int8", "float16", "int64", "complex64")
     for dtype, array, bad in good.with_other(lambda array: with_dtypes(array, others)):
-        if (array.name, dtype) != ("segment_ids", "int64"):
+        if (array.name, dtype) != (wide, "int64"):
             handlers.assert_refused(bad, f"{array.name} of {dtype}", names)
 
 
 @each_call
 def test_optional_operands_go_by_their_attributes(make: Callable[..., Call]) -> None:
     good = make()
-    names = ["got", *(x.name for x in good.arrays()), "weights", "edge_order"]
+    names = ["got", *(x.name for x in good.arrays()), "weights", "edge_order", "transposed_order"]
     for name, is_there in good.attributes.items():
         if name.startswith("has_"):
             bad = dataclasses.replace(good, attributes={**good.attributes, name: not is_there})
@@ -432,12 +453,15 @@ def test_optional_operands_go_by_their_attributes(make: Callable[..., Call]) -> 
 @each_call
 def test_batch_dims_count_as_one(rng: np.random.Generator, make: Callable[..., Call]) -> None:
     good = make()
-    limits = {"gather_ids": NODES, "segment_ids": SEGMENTS}
+    limits = {
+        **{"gather_ids": NODES, "transposed_segment_ids": NODES},
+        **{"segment_ids": SEGMENTS, "transposed_gather_ids": SEGMENTS, "winner": EDGES},
+    }
     operands = {
         x.name: rng.integers(0, limits[x.name], x.shape).astype(np.int32)
         if x.name in limits
         else rng.permuted(np.tile(np.arange(EDGES, dtype=np.int32), (BATCH, 1)), axis=1)
-        if x.name == "edge_order"
+        if x.name in ("edge_order", "transposed_order")
         else rng.normal(size=x.shape).astype(np.float32)
         for x in good.operands
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from segment.gather_reference import gathered
 from support import cases
 
 import jax_baracuda
-from jax_baracuda import forward_mode, take_rows
+from jax_baracuda import forward_mode, segment_plan, take_rows
 
 # (rows, row_shape, ids_shape)
 SHAPES = (
@@ -315,7 +316,7 @@ DATA, IDS = np.ones((4, 3), np.float32), np.zeros(5, np.int32)
     [
         (TypeError, "data must be an array, got list", lambda: take_rows([1.0], IDS)),
         (TypeError, "ids must be an array, got list", lambda: take_rows(DATA, [0, 1])),
-        (TypeError, "ids must be an array, got NoneType", lambda: take_rows(DATA, None)),
+        (TypeError, "ids must be given, or a plan", lambda: take_rows(DATA, None)),
         (TypeError, "ids must be an array, got slice", lambda: take_rows(DATA, slice(2))),
         (IndexError, "ids must have an integer dtype, got bool", lambda: take_rows(DATA, IDS == 0)),
         (IndexError, "ids must have an integer dtype, got bool", lambda: take_rows(DATA, True)),
@@ -333,3 +334,45 @@ def test_errors(error: type[Exception], message: str, call: Callable[[], Any]) -
 
 def test_public_name() -> None:
     assert "take_rows" in jax_baracuda.__all__ and "take_rows" in forward_mode.__all__
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Plans.
+
+
+@pytest.mark.parametrize("dtype", cases.FLOATING)
+def test_plan(rng: np.random.Generator, dtype: str) -> None:
+    """The rows of both ends of edges, and gradients of all orders, as by their ids."""
+    nodes, segments, edges = 30, 20, 500
+    gather_ids, segment_ids = rng.integers(0, nodes, edges), rng.integers(0, segments, edges)
+    plan = segment_plan(segment_ids, segments, gather_ids, nodes)
+    for plan_of_end, ids, count in ((plan, segment_ids, segments), (plan.transposed, gather_ids, nodes)):
+        data = rng.integers(-4, 5, (count, 3)).astype(dtype)
+        cotangent = rng.integers(-4, 5, (edges, 3)).astype(dtype)
+        with cases.x64_for(dtype):
+            taken, vjp = jax.vjp(lambda data, plan=plan_of_end: take_rows(data, plan=plan), data)
+            expected, plain_vjp = jax.vjp(lambda data, ids=ids: data[ids], jnp.asarray(data))
+            np.testing.assert_array_equal(taken, expected)
+            np.testing.assert_array_equal(vjp(cotangent)[0], plain_vjp(cotangent)[0])
+
+            def loss(take: Callable[[Any], Any], data: Any) -> Any:
+                return (take(data) ** 3).sum()
+
+            ours, plain = (
+                jax.hessian(functools.partial(loss, take))(data[:, 0])
+                for take in (lambda x, plan=plan_of_end: take_rows(x, plan=plan), lambda x, ids=ids: x[ids])
+            )
+            np.testing.assert_array_equal(ours, plain)
+
+
+def test_errors_of_plans() -> None:
+    ids = np.zeros(5, np.int32)
+    plan = segment_plan(ids, 2, ids, 4)
+    for error, message, call in (
+        (TypeError, "plan must be a SegmentPlan, got dict", lambda: take_rows(np.ones((2, 3)), plan={})),
+        (TypeError, "ids must be given, or a plan", lambda: take_rows(np.ones((2, 3)))),
+        (ValueError, "ids belong to the plan", lambda: take_rows(np.ones((2, 3)), ids, plan=plan)),
+        (ValueError, "for 2 segments, got data.shape", lambda: take_rows(np.ones((4, 3)), plan=plan)),
+    ):
+        with pytest.raises(error, match=f"take_rows: .*{message}"):
+            call()

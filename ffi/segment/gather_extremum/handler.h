@@ -31,7 +31,7 @@ inline ffi::Error DecodeGatherExtremum(const char* op, Decoder& decoder, const f
                                        const ffi::AnyBuffer& gather_ids, const ffi::AnyBuffer& segment_ids,
                                        const ffi::AnyBuffer& output, GatherExtremumCall* call) {
   JB_RETURN_IF_ERROR(decoder.First("output", output, "segments, ..."));
-  JB_RETURN_IF_ERROR(decoder.Edges("data", data, gather_ids, segment_ids, call));
+  JB_RETURN_IF_ERROR(decoder.Edges(data, gather_ids, segment_ids, call));
   JB_RETURN_IF_ERROR(decoder.FirstCells("output", output, decoder.type(), &call->output));
   if (call->num_rows == 0 && call->problem.rows > 0) {
     return InvalidArgument(op, "data has no rows for " + std::to_string(call->problem.rows) + " edges to gather");
@@ -99,7 +99,9 @@ ffi::Error HandleGatherExtremumBackward(Context context, ffi::AnyBuffer d_winner
   JB_RETURN_IF_ERROR(take("transposed_segment_ids", options.has_plan, &rows_of_edges));
 
   JB_RETURN_IF_ERROR(decoder.First("d_data", *d_data, "rows, ..."));
-  JB_RETURN_IF_ERROR(decoder.Edges("d_winner", d_winner, cells_of_edges, rows_of_edges, &call));
+  JB_RETURN_IF_ERROR(decoder.Ids(rows_of_edges, options.has_plan ? "transposed_segment_ids" : "gather_ids"));
+  JB_RETURN_IF_ERROR(decoder.Gathered("d_winner", d_winner, options.has_plan ? "transposed_gather_ids" : "segment_ids",
+                                      cells_of_edges, &call));
   JB_RETURN_IF_ERROR(decoder.FirstCells("d_data", *d_data, decoder.type(), &call.d_data));
   JB_RETURN_IF_ERROR(decoder.Array("winner", winner, ffi::DataType::S32, call.num_rows, decoder.features(),
                                    &call.winner, &call.winner_is_shared));

@@ -29,7 +29,7 @@ ffi::Error HandleGatherSum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer 
   GatherSumCall call;
   Decoder decoder(kOp, options.num_batch_dims, &call);
   JB_RETURN_IF_ERROR(decoder.First("output", *output, "segments, ..."));
-  JB_RETURN_IF_ERROR(decoder.Edges("data", data, gather_ids, segment_ids, &call));
+  JB_RETURN_IF_ERROR(decoder.Edges(data, gather_ids, segment_ids, &call));
   const ffi::DataType type = options.is_wide ? ComputeDataType(decoder.type()) : decoder.type();
   JB_RETURN_IF_ERROR(decoder.FirstCells("output", *output, type, &call.output));
   OptionalOperands operands(kOp, optional);

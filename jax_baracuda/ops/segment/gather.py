@@ -400,7 +400,7 @@ def _primal(
     edge_order: Array | None = None,
     **_: Array,
 ) -> Array:
-    output = _sum_edges(
+    output = sum_edges(
         data,
         gather_ids,
         segment_ids,
@@ -408,7 +408,6 @@ def _primal(
         edge_order,
         num_segments=params.num_segments,
         indices_are_sorted=params.indices_are_sorted,
-        clips_gather_ids=True,
         is_wide=params.is_mean,
     )
     return _over_counts(output, segment_ids, params).astype(data.dtype) if params.is_mean else output
@@ -420,19 +419,22 @@ def _over_counts(cells: Array, segment_ids: Array, params: SumParams) -> Array:
     return cells / per_row(jnp.maximum(counts, 1), cells).astype(cells.dtype)
 
 
-def _sum_edges(
+def sum_edges(
     data: Array,
     gather_ids: Array,
     segment_ids: Array,
-    weights: Array | None,
-    edge_order: Array | None,
+    weights: Array | None = None,
+    edge_order: Array | None = None,
     *,
+    clips_gather_ids: bool = True,
     is_wide: bool = False,
     **params: Any,
 ) -> Array:
+    """Calls the kernel with the operands that there are."""
     edge_order = None if weights is None else edge_order  # edges differ by their weights alone
     optional = [x for x in (weights, edge_order) if x is not None]
-    flags = {"is_wide": is_wide, "has_weights": weights is not None, "has_edge_order": edge_order is not None}
+    flags = {"has_weights": weights is not None, "has_edge_order": edge_order is not None}
+    flags |= {"clips_gather_ids": clips_gather_ids, "is_wide": is_wide}
     return GATHER_SEGMENT_SUM(data, gather_ids, segment_ids, *optional, **params, **flags)[0]
 
 
@@ -455,7 +457,7 @@ def _backward(params: SumParams, residuals: dict[str, Array], d_output: Array) -
         transposed = edges["transposed_gather_ids"], edges["transposed_segment_ids"]
     else:
         transposed = as_gather_ids(segment_ids, params.num_segments), gather_ids
-    d_data = _sum_edges(
+    d_data = sum_edges(
         d_output,
         *transposed,
         weights,

@@ -23,17 +23,37 @@ class SegmentPlan:
     edge_order: Array
     """``[E]``: edges by segment, in their own order within one, dropped edges last."""
     gather_ids: Array
-    """``[E]``: what each of these gathers."""
+    """``[E]``: what each of these gathers; -1 or `num_rows` where the id is out of range."""
     segment_ids: Array
     """``[E]``: its segment, ascending; `num_segments` for a dropped edge."""
+    edge_segment_ids: Array
+    """``[E]``: the segment of each edge in their own order; -1 or `num_segments` for a dropped edge."""
     transposed_order: Array
     """``[E]``: edges by the row that they gather."""
     transposed_gather_ids: Array
-    """``[E]``: the segment of each of these; `num_segments` for a dropped edge."""
+    """``[E]``: the segment of each of these; -1 or `num_segments` for a dropped edge."""
     transposed_segment_ids: Array
-    """``[E]``: its row, ascending; `num_rows` where the id was out of range."""
+    """``[E]``: its row, ascending; `num_rows` where the id is out of range."""
+    edge_gather_ids: Array
+    """``[E]``: what each edge gathers, in their own order; -1 or `num_rows` where the id is out of range."""
     num_segments: int = dataclasses.field(metadata={"static": True})
     num_rows: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def transposed(self) -> SegmentPlan:
+        """The plan of the edges in the other direction: from their segments to the rows that they gather."""
+        return SegmentPlan(
+            edge_order=self.transposed_order,
+            gather_ids=self.transposed_gather_ids,
+            segment_ids=self.transposed_segment_ids,
+            edge_segment_ids=self.edge_gather_ids,
+            transposed_order=self.edge_order,
+            transposed_gather_ids=self.gather_ids,
+            transposed_segment_ids=self.segment_ids,
+            edge_gather_ids=self.edge_segment_ids,
+            num_segments=self.num_rows,
+            num_rows=self.num_segments,
+        )
 
 
 def segment_plan(segment_ids: ArrayLike, num_segments: int, gather_ids: ArrayLike, num_rows: int) -> SegmentPlan:
@@ -50,7 +70,8 @@ def segment_plan(segment_ids: ArrayLike, num_segments: int, gather_ids: ArrayLik
       num_rows: number of rows N of the data, static under ``jit``.
 
     Returns:
-      A :class:`SegmentPlan`, whose orders are stable sorts of the ids.
+      A :class:`SegmentPlan`, whose orders are stable sorts of the ids. Its property `transposed` is the plan of the same
+      edges in the other direction.
 
     Raises:
       TypeError, IndexError, ValueError: an argument does not fit.
@@ -67,21 +88,31 @@ def segment_plan(segment_ids: ArrayLike, num_segments: int, gather_ids: ArrayLik
     num_segments = static_size(name, "num_segments", num_segments)
     num_rows = static_size(name, "num_rows", num_rows)
     rows, segments = canonical_edges(name, gather_ids, segment_ids, num_rows, num_segments)
-    nearest_rows = jnp.clip(rows, 0, max(num_rows - 1, 0))
-    segments, rows = _in_range(segments, num_segments), _in_range(rows, num_rows)
-    order, transposed_order = (jnp.argsort(ids, stable=True).astype(jnp.int32) for ids in (segments, rows))
+    rows, segments = _in_32_bits(rows, num_rows), _in_32_bits(segments, num_segments)
+    order, transposed_order = (
+        jnp.argsort(_dropped_last(ids, size), stable=True).astype(jnp.int32)
+        for ids, size in ((segments, num_segments), (rows, num_rows))
+    )
     return SegmentPlan(
         edge_order=order,
-        gather_ids=nearest_rows[order],
-        segment_ids=segments[order],
+        gather_ids=rows[order],
+        segment_ids=_dropped_last(segments, num_segments)[order],
+        edge_segment_ids=segments,
         transposed_order=transposed_order,
         transposed_gather_ids=segments[transposed_order],
-        transposed_segment_ids=rows[transposed_order],
+        transposed_segment_ids=_dropped_last(rows, num_rows)[transposed_order],
+        edge_gather_ids=rows,
         num_segments=num_segments,
         num_rows=num_rows,
     )
 
 
-def _in_range(ids: Array, size: int) -> Array:
-    """Ids as int32, `size` for those out of range."""
-    return jnp.where((ids >= 0) & (ids < size), ids, size).astype(jnp.int32)
+def _in_32_bits(ids: Array, size: int) -> Array:
+    """Ids as int32, those out of range by one: on the side where they are."""
+    if ids.dtype.itemsize == 8:
+        ids = jnp.clip(ids, -1, size)
+    return jnp.clip(ids.astype(jnp.int32), -1, size)
+
+
+def _dropped_last(ids: Array, size: int) -> Array:
+    return jnp.where(ids < 0, size, ids)

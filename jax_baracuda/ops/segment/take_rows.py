@@ -16,11 +16,18 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import as_array, in_automatic_mode
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda.ops.segment.arguments import checked_ids, index_dtype, wrapped_ids
+from jax_baracuda.ops.segment.gather import sum_edges
+from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM
 
 
 def take_rows(
-    data: ArrayLike, ids: ArrayLike, *, indices_are_sorted: bool = False, deterministic: bool = False
+    data: ArrayLike,
+    ids: ArrayLike | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    deterministic: bool = False,
+    plan: SegmentPlan | None = None,
 ) -> Array:
     """Rows by their numbers: ``out[..., :] = data[ids[...], :]``, the look-up of embeddings.
 
@@ -36,6 +43,9 @@ def take_rows(
         result may hold anything.
       deterministic: on GPUs, the gradients of a row that unsorted ids take several times are added in an order that
         varies from run to run, unless this is True. Everything else has the same bits in every run anyway.
+      plan: instead of `ids`, the edges of a graph as :func:`segment_plan` has sorted them: each takes the row of its
+        segment. With ``plan.transposed``, each takes the row that it gathers. The gradient does not sort any more, and
+        has the same bits in every run.
 
     Returns:
       ``ids.shape + data.shape[1:]`` with the dtype of `data`. Under explicit sharding it is split as `ids` and the
@@ -44,7 +54,7 @@ def take_rows(
     Raises:
       TypeError: an argument is no array or has an unsuitable dtype.
       IndexError: `ids` is boolean.
-      ValueError: `data` is a scalar, or has no rows to take.
+      ValueError: `data` is a scalar, has no rows to take or others than the plan, or both a plan and ids are given.
 
     Numerical guarantees: the value is exact. In the gradient, rows of 16 bits are added in float32 (float64 in
     float64), and the sum is rounded once to the dtype, where ``data[ids]`` adds in 16 bits and stops counting ones at
@@ -74,13 +84,32 @@ def take_rows(
     data = as_array(name, "data", data)
     if data.ndim == 0:
         raise ValueError(f"{name}: data must have shape [N, ...], got a scalar")
-    ids = checked_ids(name, ids, "ids")
     num_rows = data.shape[0]
+    if plan is not None:
+        return _take_by_plan(name, data, ids, plan)
+    if ids is None:
+        raise TypeError(f"{name}: ids must be given, or a plan")
+    ids = checked_ids(name, ids, "ids")
     if num_rows == 0 and ids.size > 0:
         raise ValueError(f"{name}: data must have rows for {ids.size} ids to take, got shape {data.shape}")
     params = TakeParams(num_rows, bool(indices_are_sorted), bool(deterministic))
     take = _take_rows if jnp.issubdtype(data.dtype, jnp.floating) else _primal
     return take(params, data=data, ids=_row_numbers(ids, num_rows))
+
+
+def _take_by_plan(name: str, data: Array, ids: ArrayLike | None, plan: SegmentPlan) -> Array:
+    if not isinstance(plan, SegmentPlan):
+        raise TypeError(f"{name}: plan must be a SegmentPlan, got {type(plan).__name__}")
+    if ids is not None:
+        raise ValueError(f"{name}: ids belong to the plan; pass no others")
+    num_rows, num_edges = data.shape[0], plan.edge_order.shape[0]
+    if plan.num_segments != num_rows:
+        raise ValueError(f"{name}: the plan is for {plan.num_segments} segments, got data.shape = {data.shape}")
+    if num_rows == 0 and num_edges > 0:
+        raise ValueError(f"{name}: data must have rows for {num_edges} edges to take, got shape {data.shape}")
+    params = TakeParams(num_rows, indices_are_sorted=False, deterministic=True)
+    take = _take_rows if jnp.issubdtype(data.dtype, jnp.floating) else _primal
+    return take(params, data=data, ids=plan.edge_segment_ids, order=plan.edge_order, sorted_ids=plan.segment_ids)
 
 
 def _row_numbers(ids: Array, num_rows: int) -> Array:
@@ -136,7 +165,7 @@ class TakeParams:
     deterministic: bool
 
 
-def _primal(params: TakeParams, *, data: Array, ids: Array) -> Array:
+def _primal(params: TakeParams, *, data: Array, ids: Array, **_: Array) -> Array:
     def take(data: Array, ids: Array) -> tuple[Array]:
         taken = data.at[ids].get(
             mode="promise_in_bounds", wrap_negative_indices=False, indices_are_sorted=params.indices_are_sorted
@@ -148,11 +177,15 @@ def _primal(params: TakeParams, *, data: Array, ids: Array) -> Array:
     return call(data, ids)[0]
 
 
-def _forward(params: TakeParams, *, data: Array, ids: Array) -> tuple[Array, Array]:
-    return _primal(params, data=data, ids=ids), ids
+def _forward(params: TakeParams, *, data: Array, **ids: Array) -> tuple[Array, dict[str, Array]]:
+    return _primal(params, data=data, **ids), ids
 
 
-def _backward(params: TakeParams, ids: Array, d_output: Array) -> dict[str, Array]:
+def _backward(params: TakeParams, residuals: dict[str, Array], d_output: Array) -> dict[str, Array]:
+    if "order" in residuals:
+        order, sorted_ids = residuals["order"], residuals["sorted_ids"]
+        return {"data": sum_edges(d_output, order, sorted_ids, num_segments=params.num_rows, indices_are_sorted=True)}
+    ids = residuals["ids"]
     rows, row_ids = _flattened(d_output, ids.ndim), _flattened(ids, ids.ndim)
     [d_data] = SEGMENT_SUM(
         rows,
