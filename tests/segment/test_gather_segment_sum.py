@@ -442,7 +442,7 @@ def test_other_shapes_and_dtypes_are_refused(make: Callable[..., Call]) -> None:
 @each_call
 def test_optional_operands_go_by_their_attributes(make: Callable[..., Call]) -> None:
     good = make()
-    names = ["got", *(x.name for x in good.arrays()), "weights", "edge_order", "transposed_order"]
+    names = ["got", *(x.name for x in good.arrays()), "weights", "edge_order", "transposed_gather_ids"]
     for name, is_there in good.attributes.items():
         if name.startswith("has_"):
             bad = dataclasses.replace(good, attributes={**good.attributes, name: not is_there})

@@ -144,6 +144,7 @@ struct TileShared {
   uint32_t* segments;  // [(groups + 1) * kPaddedTileRows], from the tile before the block's first on
   uint32_t* order;     // [(groups + 1) * kPaddedTileRows], where the rows' data lies; with an order only
   uint32_t* edges;     // [(groups + 1) * kPaddedTileRows], the numbers of the rows' edges, if those bring anything
+  uint32_t* selection;  // [(groups + 1) * kPaddedTileRows, selection words], of the block's columns; if rows have any
   char* rows;          // [groups + 1] tiles, staged only
 
   static constexpr int kSlotBytes = RoundUp(kMaxTileThreads * sizeof(Cells), kVectorBytes);
@@ -151,20 +152,31 @@ struct TileShared {
   static constexpr bool kWithEdges = kSource == RowSource::kGathered && kEdgeInput<Reduction> != EdgeInput::kNothing;
   static constexpr int kArrays = 1 + kWithOrder + kWithEdges;
 
-  static int Bytes(int groups, int64_t features) {
-    const int words = 2 * groups + 2 + kArrays * (groups + 1) * kPaddedTileRows;
+  static constexpr bool kWithSelection = kWithEdges && kEdgeInput<Reduction> == EdgeInput::kSelection;
+
+  // That the columns of a block touch, at most.
+  __host__ __device__ static int SelectionWords(int lanes, int64_t features) {
+    const int64_t all = CeilDivide(features, 32), of_block = CeilDivide(lanes * kVec, 32) + 1;
+    return static_cast<int>(all < of_block ? all : of_block);
+  }
+
+  static int Bytes(int groups, int lanes, int64_t features) {
+    const int selection_words = kWithSelection ? SelectionWords(lanes, features) : 0;
+    const int words = 2 * groups + 2 + (kArrays + selection_words) * (groups + 1) * kPaddedTileRows;
     const int rows =
         kSource == RowSource::kStaged ? (groups + 1) * StagedTileBytes<T>(static_cast<int>(features)) + 8 : 0;
     return kSlotBytes + words * 4 + rows;
   }
 
-  __device__ TileShared(uint4* shared, int groups) : slots(reinterpret_cast<Cells*>(shared)) {
+  __device__ TileShared(uint4* shared, int groups, int lanes, int64_t features) : slots(reinterpret_cast<Cells*>(shared)) {
     starts = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kSlotBytes);
     gaps = starts + groups + 2;
     segments = gaps + groups;
     order = segments + (groups + 1) * kPaddedTileRows;
     edges = order + (kWithOrder ? (groups + 1) * kPaddedTileRows : 0);
-    uint32_t* end = edges + (kWithEdges ? (groups + 1) * kPaddedTileRows : 0);
+    selection = edges + (kWithEdges ? (groups + 1) * kPaddedTileRows : 0);
+    const int selection_words = kWithSelection ? SelectionWords(lanes, features) : 0;
+    uint32_t* end = selection + selection_words * (groups + 1) * kPaddedTileRows;
     rows = reinterpret_cast<char*>(AlignUp(end, 8));
   }
 };
@@ -239,6 +251,33 @@ __device__ __forceinline__ void FindStarts(const Shared& shared, int tiles, int6
   }
 }
 
+// The selections of the rows of a block, in the words from `first_word` on, into shared memory. After FindStarts.
+template <typename Shared, typename Gathering>
+__device__ __forceinline__ void StageSelection(const Shared& shared, const Gathering& gathering, int tiles,
+                                               int64_t first_row, int64_t rows, int words, int64_t first_word) {
+  constexpr int kInFlight = 4;
+  const int count = tiles * kTileRows * words, step = blockDim.x;
+  for (int first = threadIdx.x; first < count; first += kInFlight * step) {
+    uint32_t selected[kInFlight];
+    int target[kInFlight];
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      const int i = first + u * step, row = i / words, word = i - row * words;
+      const int padded = row + row / kTileRows;
+      target[u] = padded * words + word;
+      selected[u] = 0;
+      if (i < count && first_row + row < rows && first_word + word < gathering.selection_words) {
+        const int64_t edge = shared.edges[padded];
+        selected[u] = __ldg(gathering.selection + edge * gathering.selection_words + first_word + word);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      if (first + u * step < count) shared.selection[target[u]] = selected[u];
+    }
+  }
+}
+
 // Rows from anywhere take more registers, for their addresses.
 template <typename Reduction, RowSource kSource>
 inline constexpr int kTileBlocks =
@@ -281,7 +320,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   using Cells = typename Reduction::template Accumulator<kVec>;
   constexpr int kInFlight = Reduction::kRowsInFlight;
   extern __shared__ uint4 shared_memory[];
-  const TileShared<Reduction, kVec, kSource> shared(shared_memory, a.groups);
+  const TileShared<Reduction, kVec, kSource> shared(shared_memory, a.groups, a.features.lanes, a.problem.features);
   PrepareMerge(a);
   if (blockIdx.x < a.gap_blocks) {
     FillWideGaps<Reduction, kVec>(a);
@@ -318,6 +357,12 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   });
   if constexpr (kSource == RowSource::kStaged) __pipeline_wait_prior(0);
   __syncthreads();
+  const int64_t first_word = static_cast<int64_t>(column_block) * a.features.lanes * kVec / 32;
+  const int selection_words = shared.SelectionWords(a.features.lanes, features);
+  if constexpr (shared.kWithSelection) {
+    StageSelection(shared, a.gathering, a.groups + 1, first_row, rows, selection_words, first_word);
+    __syncthreads();
+  }
 
   const int group = threadIdx.x / a.features.lanes;
   const int64_t column =
@@ -378,9 +423,9 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
           const int tile_offset = i + u;
           selected[u] = 0;
           if (tile_offset >= end) continue;
-          const int64_t edge = shared.edges[group * kPaddedTileRows + tile_offset + tile_offset / kTileRows];
-          const uint32_t* const word = a.gathering.selection + edge * a.gathering.selection_words + column / 32;
-          selected[u] = __ldg(word) >> column % 32 & ((1u << kVec) - 1);
+          const int place = group * kPaddedTileRows + tile_offset + tile_offset / kTileRows;
+          const uint32_t word = shared.selection[place * selection_words + column / 32 - first_word];
+          selected[u] = word >> column % 32 & ((1u << kVec) - 1);
         }
       }
 #pragma unroll

@@ -11,7 +11,6 @@ namespace {
 
 constexpr int kSelectThreads = 256;
 constexpr int kEdgesInFlight = 8;
-constexpr int64_t kMaxGridWords = 32768;  // a dimension of a grid
 
 struct SelectArguments {
   GatherExtremumBackwardCall call;
@@ -20,10 +19,11 @@ struct SelectArguments {
   int64_t blocks_per_batch;
 };
 
-// A lane of a warp takes a feature. Where rows are narrow, groups of `kLanes` lanes take an edge each.
+// A lane of a warp takes a feature of each word. Where rows are narrow, groups of `kLanes` lanes take an edge each.
 template <typename T, int kLanes, bool kSharesTies>
 __global__ void __launch_bounds__(kSelectThreads) SelectKernel(const __grid_constant__ SelectArguments a) {
   constexpr int kGroups = 32 / kLanes;
+  using C = ComputeType<T>;
   const GatherExtremumBackwardCall& call = a.call;
   const int64_t edges = call.problem.rows, features = call.problem.features, words = call.SelectionWords();
   const int64_t b = blockIdx.x / a.blocks_per_batch;
@@ -31,48 +31,57 @@ __global__ void __launch_bounds__(kSelectThreads) SelectKernel(const __grid_cons
   const int64_t first =
       (blockIdx.x - b * a.blocks_per_batch) * a.edges_of_block + warp * (kGroups * kEdgesInFlight) + group;
   const int64_t first_cell = call.winner_is_shared ? 0 : b * call.num_rows * features;
+  const int64_t num_gathered = call.problem.segments;
   const int32_t* const winners = call.winner + first_cell;
+  const T* const data = static_cast<const T*>(call.gathered) + (call.gathered_is_shared ? 0 : b * num_gathered * features);
+  const T* const extrema = static_cast<const T*>(call.extrema) + first_cell;
   const int32_t* const segment_ids =
       call.segment_ids_of_edges + (call.segment_ids_of_edges_are_shared ? 0 : b * edges);
   const int32_t* const gather_ids = call.gather_ids_of_edges + (call.gather_ids_of_edges_are_shared ? 0 : b * edges);
 
-  for (int64_t word = blockIdx.y; word < words; word += gridDim.y) {
-    const int64_t feature = word * 32 + lane % kLanes;
-    int64_t number[kEdgesInFlight];
-    uint32_t segment[kEdgesInFlight];
+  int32_t number[kEdgesInFlight];
+  uint32_t segment[kEdgesInFlight], row[kEdgesInFlight];
 #pragma unroll
-    for (int u = 0; u < kEdgesInFlight; ++u) {
-      const int64_t place = first + u * kGroups;
-      number[u] = place;
-      segment[u] = kDropped;
-      if (place >= edges) continue;
-      const int32_t id = __ldg(segment_ids + place);
-      if (static_cast<uint64_t>(id) < static_cast<uint64_t>(call.num_rows)) segment[u] = id;
-      if (call.forward_order != nullptr) {
-        number[u] = __ldg(call.forward_order + (call.forward_order_is_shared ? 0 : b * edges) + place);
-        number[u] = min(max(number[u], int64_t{0}), edges - 1);  // whatever a caller passes, nothing else is written
-      }
+  for (int u = 0; u < kEdgesInFlight; ++u) {
+    const int64_t place = first + u * kGroups;
+    number[u] = static_cast<int32_t>(place);
+    segment[u] = kDropped;
+    row[u] = 0;
+    if (place >= edges) continue;
+    const int32_t id = __ldg(segment_ids + place);
+    if (static_cast<uint64_t>(id) < static_cast<uint64_t>(call.num_rows)) segment[u] = id;
+    if constexpr (kSharesTies) {
+      row[u] = static_cast<uint32_t>(min(max(int64_t{__ldg(gather_ids + place)}, int64_t{0}), num_gathered - 1));
     }
+    if (call.forward_order != nullptr) {
+      const int64_t edge = __ldg(call.forward_order + (call.forward_order_is_shared ? 0 : b * edges) + place);
+      // Whatever a caller passes, nothing else is written.
+      number[u] = static_cast<int32_t>(min(max(edge, int64_t{0}), edges - 1));
+    }
+  }
+  for (int64_t word = 0; word < words; ++word) {
+    const int64_t feature = word * 32 + lane % kLanes;
     int32_t winner[kEdgesInFlight];
 #pragma unroll
     for (int u = 0; u < kEdgesInFlight; ++u) {
       const bool has_cell = segment[u] != kDropped && feature < features;
       winner[u] = has_cell ? __ldg(winners + segment[u] * features + feature) : kNoWinner;
     }
+    T value[kSharesTies ? kEdgesInFlight : 1], extremum[kSharesTies ? kEdgesInFlight : 1];
+    if constexpr (kSharesTies) {
+#pragma unroll
+      for (int u = 0; u < kEdgesInFlight; ++u) {
+        value[u] = static_cast<T>(C{0});
+        extremum[u] = static_cast<T>(C{1});
+        if (!IsTie(winner[u])) continue;
+        value[u] = data[row[u] * features + feature];
+        extremum[u] = extrema[segment[u] * features + feature];
+      }
+    }
 #pragma unroll
     for (int u = 0; u < kEdgesInFlight; ++u) {
       bool wins = winner[u] == number[u];
-      if constexpr (kSharesTies) {
-        if (IsTie(winner[u])) {
-          const int64_t rows = call.problem.segments;
-          const int64_t row = min(max(int64_t{__ldg(gather_ids + first + u * kGroups)}, int64_t{0}), rows - 1);
-          const T* const data =
-              static_cast<const T*>(call.gathered) + (call.gathered_is_shared ? 0 : b * rows * features);
-          const T* const extrema = static_cast<const T*>(call.extrema) + first_cell;
-          wins = static_cast<ComputeType<T>>(data[row * features + feature]) ==
-                 static_cast<ComputeType<T>>(extrema[segment[u] * features + feature]);
-        }
-      }
+      if constexpr (kSharesTies) wins |= static_cast<C>(value[u]) == static_cast<C>(extremum[u]);
       const uint32_t bits = __ballot_sync(kFullWarp, wins) >> (group * kLanes) & (kFullWarp >> (32 - kLanes));
       if (lane % kLanes == 0 && first + u * kGroups < edges) {
         a.selection[(b * edges + number[u]) * words + word] = bits;
@@ -86,9 +95,7 @@ CudaStatus LaunchSelect(SelectArguments a, cudaStream_t stream) {
   const Problem& problem = a.call.problem;
   a.edges_of_block = kSelectThreads / kLanes * kEdgesInFlight;
   a.blocks_per_batch = CeilDivide(problem.rows, a.edges_of_block);
-  const int64_t words = a.call.SelectionWords();
-  const dim3 blocks(static_cast<uint32_t>(problem.batch * a.blocks_per_batch),
-                    static_cast<uint32_t>(words < kMaxGridWords ? words : kMaxGridWords));
+  const uint32_t blocks = static_cast<uint32_t>(problem.batch * a.blocks_per_batch);
   if (a.call.shares_ties) {
     SelectKernel<T, kLanes, true><<<blocks, kSelectThreads, 0, stream>>>(a);
   } else {

@@ -442,7 +442,8 @@ def _rules(reduction: Op, with_winner: Op, backward: Op) -> KernelVjp:
             segment_ids = as_gather_ids(residuals["segment_ids"], params.num_segments)
             residuals = {**residuals, "segment_ids": segment_ids}
         flags = {"has_plan": has_plan, "shares_ties": not params.first_wins}
-        operands = {**residuals, "d_winner": _shares(d_output, residuals["winner"])}
+        d_winner = d_output if params.first_wins else _shares(d_output, residuals["winner"])
+        operands = {**residuals, "d_winner": d_winner}
         names = _operands_of_backward(**flags)
         [d_data] = backward(*(operands[name] for name in names), num_rows=params.num_rows, **flags)
         return {"data": d_data}
