@@ -331,15 +331,18 @@ EXAMPLES = [
                 "data": Operand(("node", "feature"), draw),
                 "gather_ids": Operand(("row",), node_ids, "int32"),
                 "segment_ids": IDS,
+                **weights,
             },
-            GATHERED_CHECKED | GATHERED_TIMED,
-            options={"num_segments": SizeOf("segment")},
+            GATHERED_CHECKED | (GATHERED_TIMED if not variant else {}),
+            variant,
+            {"num_segments": SizeOf("segment")},
             tolerance=tolerance,
         )
-        for function, reduction, draw, tolerance in (
-            (jb.gather_segment_mean, mean, NUMBERS.draw, FROM_RESULTS),
-            (jb.gather_segment_max, jax.ops.segment_max, TIED.draw, GATHERED_SELECTED),
-            (jb.gather_segment_min, jax.ops.segment_min, TIED.draw, GATHERED_SELECTED),
+        for function, reduction, variant, draw, weights, tolerance in (
+            (jb.gather_segment_mean, mean, "", NUMBERS.draw, {}, FROM_RESULTS),
+            (jb.gather_segment_mean, mean, "weights", NUMBERS.draw, {"weights": Operand(("row",))}, FROM_RESULTS),
+            (jb.gather_segment_max, jax.ops.segment_max, "", TIED.draw, {}, GATHERED_SELECTED),
+            (jb.gather_segment_min, jax.ops.segment_min, "", TIED.draw, {}, GATHERED_SELECTED),
         )
     ),
     Example(

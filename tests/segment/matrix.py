@@ -782,10 +782,11 @@ def _call_by_edges(
 ) -> Any:
     """With the ids of edges, or with their plan."""
     gather_ids, segment_ids = ids
+    tie_break = ("tie_break",) if "tie_break" in options else ()
     if options["plan"]:
         plan = jax_baracuda.segment_plan(segment_ids, num_segments, gather_ids, arrays[-1].shape[0])
-        return function(*arrays, plan=plan, **weighted, **passed(options, "tie_break"))
-    keywords = ("indices_are_sorted", "mode", "tie_break")
+        return function(*arrays, plan=plan, **weighted, **passed(options, *tie_break))
+    keywords = ("indices_are_sorted", "mode", *tie_break)
     return function(*arrays, gather_ids, segment_ids, num_segments, **weighted, **passed(options, *keywords))
 
 
@@ -933,7 +934,10 @@ for _name, _is_max in (("gather_segment_max", True), ("gather_segment_min", Fals
         {"tie_break": (ABSENT, "first"), **VALUES},
         ({}, {"indices_are_sorted": True}, {"tie_break": "first"}),
     )
-_declare_gathered("segment_attention", _attention_problem, {}, ({}, {"indices_are_sorted": True}))
+# Probabilities of 16 bits are rounded before they weight rows, which bounds of float32 arithmetic do not hold.
+_declare_gathered(
+    "segment_attention", _attention_problem, {}, ({}, {"indices_are_sorted": True}), dtypes=("float32", "float64")
+)
 
 
 # Rows by their numbers.
