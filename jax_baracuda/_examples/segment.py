@@ -354,7 +354,7 @@ EXAMPLES = [
             "gather_ids": Operand(("row",), node_ids, "int32"),
             "segment_ids": IDS,
         },
-        GATHERED_CHECKED,
+        GATHERED_CHECKED | {use: {**sizes, "feature": 8, "feature1": 16} for use, sizes in GATHERED_TIMED.items()},
         options={"num_segments": SizeOf("segment")},
         tolerance=ATTENDED,
     ),

@@ -10,7 +10,8 @@ namespace jax_baracuda::segment {
 namespace {
 
 constexpr int kSelectThreads = 256;
-constexpr int kEdgesInFlight = 8;
+constexpr int kEdgesInFlight = 4;
+constexpr int kWordBits = 32;
 
 struct SelectArguments {
   GatherExtremumBackwardCall call;
@@ -19,89 +20,113 @@ struct SelectArguments {
   int64_t blocks_per_batch;
 };
 
-// A lane of a warp takes a feature of each word. Where rows are narrow, groups of `kLanes` lanes take an edge each.
-template <typename T, int kLanes, bool kSharesTies>
+// A group of kLanes threads takes an edge, each of them kVec neighbouring features at once.
+template <typename T, int kVec, int kLanes, bool kSharesTies>
 __global__ void __launch_bounds__(kSelectThreads) SelectKernel(const __grid_constant__ SelectArguments a) {
-  constexpr int kGroups = 32 / kLanes;
+  constexpr int kGroups = kSelectThreads / kLanes;
+  constexpr int kWordLanes = kLanes < kWordBits / kVec ? kLanes : kWordBits / kVec;  // whose bits make a word
   using C = ComputeType<T>;
   const GatherExtremumBackwardCall& call = a.call;
   const int64_t edges = call.problem.rows, features = call.problem.features, words = call.SelectionWords();
-  const int64_t b = blockIdx.x / a.blocks_per_batch;
-  const int lane = threadIdx.x % 32, group = lane / kLanes, warp = threadIdx.x / 32;
-  const int64_t first =
-      (blockIdx.x - b * a.blocks_per_batch) * a.edges_of_block + warp * (kGroups * kEdgesInFlight) + group;
+  const int64_t b = blockIdx.x / a.blocks_per_batch, rows = call.problem.segments;
+  const int64_t first = (blockIdx.x - b * a.blocks_per_batch) * a.edges_of_block + threadIdx.x / kLanes;
+  const int lane = threadIdx.x % kLanes;
   const int64_t first_cell = call.winner_is_shared ? 0 : b * call.num_rows * features;
-  const int64_t num_gathered = call.problem.segments;
   const int32_t* const winners = call.winner + first_cell;
-  const T* const data = static_cast<const T*>(call.gathered) + (call.gathered_is_shared ? 0 : b * num_gathered * features);
   const T* const extrema = static_cast<const T*>(call.extrema) + first_cell;
+  const T* const data = static_cast<const T*>(call.gathered) + (call.gathered_is_shared ? 0 : b * rows * features);
   const int32_t* const segment_ids =
       call.segment_ids_of_edges + (call.segment_ids_of_edges_are_shared ? 0 : b * edges);
   const int32_t* const gather_ids = call.gather_ids_of_edges + (call.gather_ids_of_edges_are_shared ? 0 : b * edges);
+  const int32_t* const order = call.forward_order + (call.forward_order_is_shared ? 0 : b * edges);
 
-  int32_t number[kEdgesInFlight];
+  int32_t edge[kEdgesInFlight];
   uint32_t segment[kEdgesInFlight], row[kEdgesInFlight];
 #pragma unroll
   for (int u = 0; u < kEdgesInFlight; ++u) {
     const int64_t place = first + u * kGroups;
-    number[u] = static_cast<int32_t>(place);
+    edge[u] = static_cast<int32_t>(place);
     segment[u] = kDropped;
     row[u] = 0;
     if (place >= edges) continue;
     const int32_t id = __ldg(segment_ids + place);
     if (static_cast<uint64_t>(id) < static_cast<uint64_t>(call.num_rows)) segment[u] = id;
     if constexpr (kSharesTies) {
-      row[u] = static_cast<uint32_t>(min(max(int64_t{__ldg(gather_ids + place)}, int64_t{0}), num_gathered - 1));
+      row[u] = static_cast<uint32_t>(min(max(int64_t{__ldg(gather_ids + place)}, int64_t{0}), rows - 1));
     }
     if (call.forward_order != nullptr) {
-      const int64_t edge = __ldg(call.forward_order + (call.forward_order_is_shared ? 0 : b * edges) + place);
       // Whatever a caller passes, nothing else is written.
-      number[u] = static_cast<int32_t>(min(max(edge, int64_t{0}), edges - 1));
+      edge[u] = static_cast<int32_t>(min(max(int64_t{__ldg(order + place)}, int64_t{0}), edges - 1));
     }
   }
-  for (int64_t word = 0; word < words; ++word) {
-    const int64_t feature = word * 32 + lane % kLanes;
-    int32_t winner[kEdgesInFlight];
+  for (int64_t begin = 0; begin < features; begin += kLanes * kVec) {  // for all threads of a warp: they shuffle
+    const int64_t feature = begin + lane * kVec;
+    Vector<int32_t, kVec> winner[kEdgesInFlight];
 #pragma unroll
     for (int u = 0; u < kEdgesInFlight; ++u) {
-      const bool has_cell = segment[u] != kDropped && feature < features;
-      winner[u] = has_cell ? __ldg(winners + segment[u] * features + feature) : kNoWinner;
-    }
-    T value[kSharesTies ? kEdgesInFlight : 1], extremum[kSharesTies ? kEdgesInFlight : 1];
-    if constexpr (kSharesTies) {
-#pragma unroll
-      for (int u = 0; u < kEdgesInFlight; ++u) {
-        value[u] = static_cast<T>(C{0});
-        extremum[u] = static_cast<T>(C{1});
-        if (!IsTie(winner[u])) continue;
-        value[u] = data[row[u] * features + feature];
-        extremum[u] = extrema[segment[u] * features + feature];
+      winner[u] = Repeat<kVec>(kNoWinner);
+      if (segment[u] != kDropped && feature < features) {
+        winner[u] = LoadVector<kVec>(winners + segment[u] * features + feature);
       }
     }
+    uint32_t bits[kEdgesInFlight];
 #pragma unroll
     for (int u = 0; u < kEdgesInFlight; ++u) {
-      bool wins = winner[u] == number[u];
-      if constexpr (kSharesTies) wins |= static_cast<C>(value[u]) == static_cast<C>(extremum[u]);
-      const uint32_t bits = __ballot_sync(kFullWarp, wins) >> (group * kLanes) & (kFullWarp >> (32 - kLanes));
-      if (lane % kLanes == 0 && first + u * kGroups < edges) {
-        a.selection[(b * edges + number[u]) * words + word] = bits;
+      bits[u] = 0;
+      bool has_tie = false;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        bits[u] |= static_cast<uint32_t>(winner[u].lane[i] == edge[u]) << i;
+        has_tie |= IsTie(winner[u].lane[i]);
+      }
+      if constexpr (kSharesTies) {
+        if (has_tie) {
+          const Vector<T, kVec> own = LoadVector<kVec>(data + row[u] * features + feature);
+          const Vector<T, kVec> best = LoadVector<kVec>(extrema + segment[u] * features + feature);
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) {
+            const bool attains = static_cast<C>(own.lane[i]) == static_cast<C>(best.lane[i]);
+            bits[u] |= static_cast<uint32_t>(IsTie(winner[u].lane[i]) && attains) << i;
+          }
+        }
+      }
+      bits[u] <<= feature % kWordBits;
+    }
+#pragma unroll
+    for (int step = 1; step < kWordLanes; step *= 2) {
+#pragma unroll
+      for (uint32_t& word : bits) word |= __shfl_xor_sync(kFullWarp, word, step);
+    }
+    if (lane % kWordLanes != 0 || feature >= features) continue;
+#pragma unroll
+    for (int u = 0; u < kEdgesInFlight; ++u) {
+      if (first + u * kGroups < edges) {
+        a.selection[(b * edges + edge[u]) * words + feature / kWordBits] = bits[u];
       }
     }
   }
 }
 
-template <typename T, int kLanes>
+template <typename T, int kVec, int kLanes>
 CudaStatus LaunchSelect(SelectArguments a, cudaStream_t stream) {
   const Problem& problem = a.call.problem;
   a.edges_of_block = kSelectThreads / kLanes * kEdgesInFlight;
   a.blocks_per_batch = CeilDivide(problem.rows, a.edges_of_block);
   const uint32_t blocks = static_cast<uint32_t>(problem.batch * a.blocks_per_batch);
   if (a.call.shares_ties) {
-    SelectKernel<T, kLanes, true><<<blocks, kSelectThreads, 0, stream>>>(a);
+    SelectKernel<T, kVec, kLanes, true><<<blocks, kSelectThreads, 0, stream>>>(a);
   } else {
-    SelectKernel<T, kLanes, false><<<blocks, kSelectThreads, 0, stream>>>(a);
+    SelectKernel<T, kVec, kLanes, false><<<blocks, kSelectThreads, 0, stream>>>(a);
   }
   return JB_LAUNCH_STATUS(SelectKernel);
+}
+
+template <typename T, int kVec>
+CudaStatus LaunchSelect(const SelectArguments& a, cudaStream_t stream) {
+  const int64_t vectors = a.call.problem.features / kVec;
+  if (vectors <= 2) return LaunchSelect<T, kVec, 2>(a, stream);
+  if (vectors <= 8) return LaunchSelect<T, kVec, 8>(a, stream);
+  return LaunchSelect<T, kVec, 32>(a, stream);
 }
 
 GatherGrid MakeGrid(const GatherExtremumBackwardCall& call) {
@@ -139,10 +164,7 @@ CudaStatus LaunchGatherExtremumBackward(const GatherExtremumBackwardCall& argume
     using T = typename decltype(tag)::type;
     if (problem.rows > 0) {
       const SelectArguments a{call, selection};
-      status = problem.features <= 4    ? LaunchSelect<T, 4>(a, stream)
-               : problem.features <= 8  ? LaunchSelect<T, 8>(a, stream)
-               : problem.features <= 16 ? LaunchSelect<T, 16>(a, stream)
-                                        : LaunchSelect<T, 32>(a, stream);
+      status = problem.features % 4 == 0 ? LaunchSelect<T, 4>(a, stream) : LaunchSelect<T, 1>(a, stream);
       if (!status.ok()) return;
     }
     Gathering<T> gathering = GatheringOf<T>(call, /*clips=*/false);
