@@ -862,7 +862,11 @@ def _attention_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 
 
 def _with_nodes(sizes: Mapping[str, Sizes]) -> dict[str, Sizes]:
-    return {name: {**of_name, "node": max(of_name["row"] // 4, 1)} for name, of_name in sizes.items()}
+    """As many nodes as segments where these are few, so that gradients have few rows, too."""
+    return {
+        name: {**of_name, "node": of_name["segment"] if "few segments" in name else max(of_name["row"] // 4, 1)}
+        for name, of_name in sizes.items()
+    }
 
 
 def _declare_gathered(

@@ -237,7 +237,7 @@ struct Reducer {
     }
     const RowGrid grid = MakeRowGrid(part, strategy, TileVector(strategy, part_features, sizeof(T)));
     if constexpr (kGathers) {
-      a.gathering = gathering.From(first, problem.rows);
+      a.gathering = gathering.From(first, problem.rows, problem.features);
       a.data = data + (problem.data_is_shared ? 0 : first * gathering.num_rows * problem.features);
     } else {
       a.data = data + problem.DataRow(first, 0) * problem.features;
@@ -297,7 +297,7 @@ struct Reducer {
 
   template <int kVec, RowSource kSource>
   CudaStatus Tiles(const TileArguments<Reduction>& a, const RowGrid& grid) const {
-    const int shared_bytes = TileShared<Reduction, kVec, kSource>::Bytes(grid.groups, grid.features.lanes, problem.features);
+    const int shared_bytes = TileShared<Reduction, kVec, kSource>::Bytes(grid.groups, problem.features);
     const int64_t blocks = a.gap_blocks + grid.row_blocks * grid.features.columns;
     const int threads = TileThreads(grid.features.lanes);
     TileKernel<Reduction, kVec, kSource><<<static_cast<uint32_t>(blocks), threads, shared_bytes, stream>>>(a);

@@ -50,7 +50,7 @@ enum class EdgeInput {
   kNothing,
   kNumber,
   kWeights,    // of its heads, by which the row is multiplied
-  kSelection,  // which elements of the row take part
+  kWinners,    // of each element of the row: those whose winner is another edge do not take part
 };
 
 template <typename Reduction>
@@ -69,16 +69,20 @@ struct Gathering {
   const T* weights;  // [batch or 1, rows, heads], or nullptr
   bool weights_are_shared;
   int64_t heads, features_per_head;
-  const uint32_t* selection;  // [batch, rows, selection_words], a bit for each element of a row; or nullptr
-  int64_t selection_words;
+  // Of each element of the rows that are gathered, which edge won it, and, where edges tie, its value: those with the
+  // same value in `tied`, in the row of their segment, won it. No element of the batch shares any of these.
+  const int32_t* winners;  // [batch, num_rows, features]
+  const T* extrema;        // likewise, or nullptr where there are no ties
+  const T* tied;           // [batch, segments, features], likewise
 
   // The same from an element of the batch on.
-  Gathering From(int64_t element, int64_t rows) const {
+  Gathering From(int64_t element, int64_t rows, int64_t features) const {
     Gathering from = *this;
     if (!gather_ids_are_shared) from.gather_ids += element * rows;
     if (edge_order != nullptr && !edge_order_is_shared) from.edge_order += element * rows;
     if (weights != nullptr && !weights_are_shared) from.weights += element * rows * heads;
-    if (selection != nullptr) from.selection += element * rows * selection_words;
+    if (winners != nullptr) from.winners += element * num_rows * features;
+    if (extrema != nullptr) from.extrema += element * num_rows * features;
     return from;
   }
 };
@@ -144,7 +148,6 @@ struct TileShared {
   uint32_t* segments;  // [(groups + 1) * kPaddedTileRows], from the tile before the block's first on
   uint32_t* order;     // [(groups + 1) * kPaddedTileRows], where the rows' data lies; with an order only
   uint32_t* edges;     // [(groups + 1) * kPaddedTileRows], the numbers of the rows' edges, if those bring anything
-  uint32_t* selection;  // [(groups + 1) * kPaddedTileRows, selection words], of the block's columns; if rows have any
   char* rows;          // [groups + 1] tiles, staged only
 
   static constexpr int kSlotBytes = RoundUp(kMaxTileThreads * sizeof(Cells), kVectorBytes);
@@ -152,31 +155,20 @@ struct TileShared {
   static constexpr bool kWithEdges = kSource == RowSource::kGathered && kEdgeInput<Reduction> != EdgeInput::kNothing;
   static constexpr int kArrays = 1 + kWithOrder + kWithEdges;
 
-  static constexpr bool kWithSelection = kWithEdges && kEdgeInput<Reduction> == EdgeInput::kSelection;
-
-  // That the columns of a block touch, at most.
-  __host__ __device__ static int SelectionWords(int lanes, int64_t features) {
-    const int64_t all = CeilDivide(features, 32), of_block = CeilDivide(lanes * kVec, 32) + 1;
-    return static_cast<int>(all < of_block ? all : of_block);
-  }
-
-  static int Bytes(int groups, int lanes, int64_t features) {
-    const int selection_words = kWithSelection ? SelectionWords(lanes, features) : 0;
-    const int words = 2 * groups + 2 + (kArrays + selection_words) * (groups + 1) * kPaddedTileRows;
+  static int Bytes(int groups, int64_t features) {
+    const int words = 2 * groups + 2 + kArrays * (groups + 1) * kPaddedTileRows;
     const int rows =
         kSource == RowSource::kStaged ? (groups + 1) * StagedTileBytes<T>(static_cast<int>(features)) + 8 : 0;
     return kSlotBytes + words * 4 + rows;
   }
 
-  __device__ TileShared(uint4* shared, int groups, int lanes, int64_t features) : slots(reinterpret_cast<Cells*>(shared)) {
+  __device__ TileShared(uint4* shared, int groups) : slots(reinterpret_cast<Cells*>(shared)) {
     starts = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kSlotBytes);
     gaps = starts + groups + 2;
     segments = gaps + groups;
     order = segments + (groups + 1) * kPaddedTileRows;
     edges = order + (kWithOrder ? (groups + 1) * kPaddedTileRows : 0);
-    selection = edges + (kWithEdges ? (groups + 1) * kPaddedTileRows : 0);
-    const int selection_words = kWithSelection ? SelectionWords(lanes, features) : 0;
-    uint32_t* end = selection + selection_words * (groups + 1) * kPaddedTileRows;
+    uint32_t* end = edges + (kWithEdges ? (groups + 1) * kPaddedTileRows : 0);
     rows = reinterpret_cast<char*>(AlignUp(end, 8));
   }
 };
@@ -251,33 +243,6 @@ __device__ __forceinline__ void FindStarts(const Shared& shared, int tiles, int6
   }
 }
 
-// The selections of the rows of a block, in the words from `first_word` on, into shared memory. After FindStarts.
-template <typename Shared, typename Gathering>
-__device__ __forceinline__ void StageSelection(const Shared& shared, const Gathering& gathering, int tiles,
-                                               int64_t first_row, int64_t rows, int words, int64_t first_word) {
-  constexpr int kInFlight = 4;
-  const int count = tiles * kTileRows * words, step = blockDim.x;
-  for (int first = threadIdx.x; first < count; first += kInFlight * step) {
-    uint32_t selected[kInFlight];
-    int target[kInFlight];
-#pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      const int i = first + u * step, row = i / words, word = i - row * words;
-      const int padded = row + row / kTileRows;
-      target[u] = padded * words + word;
-      selected[u] = 0;
-      if (i < count && first_row + row < rows && first_word + word < gathering.selection_words) {
-        const int64_t edge = shared.edges[padded];
-        selected[u] = __ldg(gathering.selection + edge * gathering.selection_words + first_word + word);
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      if (first + u * step < count) shared.selection[target[u]] = selected[u];
-    }
-  }
-}
-
 // Rows from anywhere take more registers, for their addresses.
 template <typename Reduction, RowSource kSource>
 inline constexpr int kTileBlocks =
@@ -306,8 +271,7 @@ __device__ __forceinline__ SourceRow GatheredRow(const TileArguments<Reduction>&
       row = __ldg(gathering.edge_order + (gathering.edge_order_is_shared ? 0 : b * rows) + row);
       row = min(max(row, int64_t{0}), rows - 1);  // whatever a caller passes, nothing out of bounds is read
     }
-    const bool is_numbered_through = kEdgeInput<Reduction> == EdgeInput::kSelection ||
-                                     (kEdgeInput<Reduction> == EdgeInput::kWeights && !gathering.weights_are_shared);
+    const bool is_numbered_through = kEdgeInput<Reduction> == EdgeInput::kWeights && !gathering.weights_are_shared;
     source.edge = static_cast<uint32_t>((is_numbered_through ? b * rows : 0) + row);
   }
   return source;
@@ -320,7 +284,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   using Cells = typename Reduction::template Accumulator<kVec>;
   constexpr int kInFlight = Reduction::kRowsInFlight;
   extern __shared__ uint4 shared_memory[];
-  const TileShared<Reduction, kVec, kSource> shared(shared_memory, a.groups, a.features.lanes, a.problem.features);
+  const TileShared<Reduction, kVec, kSource> shared(shared_memory, a.groups);
   PrepareMerge(a);
   if (blockIdx.x < a.gap_blocks) {
     FillWideGaps<Reduction, kVec>(a);
@@ -357,12 +321,6 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   });
   if constexpr (kSource == RowSource::kStaged) __pipeline_wait_prior(0);
   __syncthreads();
-  const int64_t first_word = static_cast<int64_t>(column_block) * a.features.lanes * kVec / 32;
-  const int selection_words = shared.SelectionWords(a.features.lanes, features);
-  if constexpr (shared.kWithSelection) {
-    StageSelection(shared, a.gathering, a.groups + 1, first_row, rows, selection_words, first_word);
-    __syncthreads();
-  }
 
   const int group = threadIdx.x / a.features.lanes;
   const int64_t column =
@@ -416,18 +374,8 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
       Packed<T, kVec> values[kInFlight];
       int32_t row[kInFlight];
       T weights[kInput == EdgeInput::kWeights ? kInFlight : 1];
-      uint32_t selected[kInput == EdgeInput::kSelection ? kInFlight : 1];
-      if constexpr (kInput == EdgeInput::kSelection) {
-#pragma unroll
-        for (int u = 0; u < kInFlight; ++u) {
-          const int tile_offset = i + u;
-          selected[u] = 0;
-          if (tile_offset >= end) continue;
-          const int place = group * kPaddedTileRows + tile_offset + tile_offset / kTileRows;
-          const uint32_t word = shared.selection[place * selection_words + column / 32 - first_word];
-          selected[u] = word >> column % 32 & ((1u << kVec) - 1);
-        }
-      }
+      constexpr int kWinnerRows = kInput == EdgeInput::kWinners ? kInFlight : 1;
+      Vector<int32_t, kVec> winners[kWinnerRows];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         const int tile_offset = i + u;
@@ -445,7 +393,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
         } else if constexpr (kSource == RowSource::kGathered) {
           const int place = group * kPaddedTileRows + tile_offset + tile_offset / kTileRows;
           const uint32_t data_row = shared.order[place];
-          const bool exists = data_row != kDropped && (kInput != EdgeInput::kSelection || selected[u] != 0);
+          const bool exists = data_row != kDropped;
           if (exists) {
             values[u] = LoadPacked<kVec>(data + data_row * features + column);
           } else {
@@ -455,10 +403,47 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
             const int64_t weight = shared.edges[place] * a.gathering.heads + head;
             weights[u] = exists ? __ldg(a.gathering.weights + weight) : static_cast<T>(ComputeType<T>{0});
           }
-          if constexpr (kInput == EdgeInput::kNumber) row[u] = static_cast<int32_t>(shared.edges[place]);
+          if constexpr (kInput == EdgeInput::kWinners) {
+            winners[u] = Repeat<kVec>(int32_t{-1});
+            if (exists) winners[u] = LoadVector<kVec>(a.gathering.winners + data_row * features + column);
+          }
+          if constexpr (kInput == EdgeInput::kNumber || kInput == EdgeInput::kWinners) row[u] = static_cast<int32_t>(shared.edges[place]);
         } else {
           values[u] = LoadPackedStreaming<kVec>(next_row);
           next_row += features;
+        }
+      }
+      uint32_t won[kWinnerRows];
+      if constexpr (kInput == EdgeInput::kWinners) {
+        // The ties of all rows first, so that what they read is under way together.
+        Vector<T, kVec> tied[kInFlight], extrema[kInFlight];
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) {
+          won[u] = 0;
+          if (i + u >= end) continue;
+          bool has_tie = false;
+#pragma unroll
+          for (int k = 0; k < kVec; ++k) {
+            won[u] |= static_cast<uint32_t>(winners[u].lane[k] == row[u]) << k;
+            has_tie |= winners[u].lane[k] < -1;
+          }
+          tied[u] = Repeat<kVec>(static_cast<T>(ComputeType<T>{0}));
+          extrema[u] = Repeat<kVec>(static_cast<T>(ComputeType<T>{1}));
+          const uint32_t own = segments[i + u < kTileRows ? i + u : kTileRows - 1];
+          if (has_tie && a.gathering.tied != nullptr && own != kDropped) {
+            const int place = group * kPaddedTileRows + i + u + (i + u) / kTileRows;
+            tied[u] = LoadVector<kVec>(a.gathering.tied + (first_segment + own) * features + column);
+            extrema[u] = LoadVector<kVec>(a.gathering.extrema + shared.order[place] * features + column);
+          }
+        }
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) {
+#pragma unroll
+          for (int k = 0; k < kVec; ++k) {
+            const bool attains = static_cast<ComputeType<T>>(tied[u].lane[k]) ==
+                                 static_cast<ComputeType<T>>(extrema[u].lane[k]);
+            won[u] |= static_cast<uint32_t>(winners[u].lane[k] < -1 && attains) << k;
+          }
         }
       }
 #pragma unroll
@@ -473,8 +458,8 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
         }
         if constexpr (kInput == EdgeInput::kWeights) {
           cells.AddScaled(Unpack<T, kVec>(values[u]), weights[u]);
-        } else if constexpr (kInput == EdgeInput::kSelection) {
-          cells.AddSelected(Unpack<T, kVec>(values[u]), selected[u]);
+        } else if constexpr (kInput == EdgeInput::kWinners) {
+          cells.AddSelected(Unpack<T, kVec>(values[u]), won[u]);
         } else {
           cells.Add(Unpack<T, kVec>(values[u]), row[u], a.outputs);
         }

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include "ffi/core/host_device.h"
 #include "ffi/segment/problem.h"
 
 namespace jax_baracuda::segment {
@@ -18,7 +17,8 @@ struct GatherExtremumCall : GatheringCall {
 };
 
 // The edges of the gradient go from cells to the rows of d_data: what is gathered are the cotangents of winners, and
-// `problem.segments` counts the rows. Which edges won which cells is found first, over the edges of the forward pass.
+// `problem.segments` counts the rows. The CPU kernels find which edges won which cells first, over the edges of the
+// forward pass.
 struct GatherExtremumBackwardCall : GatheringCall {
   const int32_t* winner = nullptr;  // [batch or 1, cells of num_rows segments]
   bool winner_is_shared = false;
@@ -33,9 +33,6 @@ struct GatherExtremumBackwardCall : GatheringCall {
   const void* extrema = nullptr;  // its output, likewise, as shared as `winner`
   bool shares_ties = false;
   void* d_data = nullptr;  // [batch, problem.segments, features]
-
-  // A bit for each feature of an edge.
-  JB_HOST_DEVICE int64_t SelectionWords() const { return (problem.features + 31) / 32; }
 };
 
 }  // namespace jax_baracuda::segment

@@ -1,10 +1,11 @@
-// The CPU kernels of gather_segment_max, gather_segment_min and their gradients. As on a GPU, the gradient finds the
-// cells that each edge won first, a bit for each, and then adds up the selected cotangents of the edges of each row.
+// The CPU kernels of gather_segment_max, gather_segment_min and their gradients. The gradient finds the cells that each
+// edge won first, a bit for each, and then adds up the selected cotangents of the edges of each row.
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
 
+#include "ffi/core/integers.h"
 #include "ffi/segment/engine/gathered_rows_cpu.h"
 #include "ffi/segment/extremum/reduction_cpu.h"
 #include "ffi/segment/gather_extremum/handler.h"
@@ -43,12 +44,15 @@ Plan PlanGatherExtremum(const GatherExtremumCall& call) {
   });
 }
 
+// Of a bit for each feature of an edge.
+int64_t SelectionWords(const Problem& problem) { return CeilDivide(problem.features, 32); }
+
 // The cells that the edges at some places won: a bit for each of their features.
 template <typename T>
 JB_CPU_CLONES void SelectWon(const GatherExtremumBackwardCall call, int64_t batch, int64_t begin, int64_t end,
                              uint32_t* selection) {
   constexpr int64_t kWordBits = 32;
-  const int64_t edges = call.problem.rows, features = call.problem.features, words = call.SelectionWords();
+  const int64_t edges = call.problem.rows, features = call.problem.features, words = SelectionWords(call.problem);
   const int64_t cells = call.num_rows * features;
   const int32_t* const winners = OfElement(call.winner, call.winner_is_shared, batch, cells);
   const T* const extrema = OfElement(static_cast<const T*>(call.extrema), call.winner_is_shared, batch, cells);
@@ -101,7 +105,7 @@ JB_CPU_CLONES void SelectWon(const GatherExtremumBackwardCall call, int64_t batc
 bool RunGatherExtremumBackward(ffi::ThreadPool& pool, const GatherExtremumBackwardCall& call) {
   const Problem& problem = call.problem;
   if (problem.HasNoResult()) return true;
-  const int64_t words = call.SelectionWords();
+  const int64_t words = SelectionWords(call.problem);
   const auto selection = Allocate<uint32_t>(problem.batch * problem.rows * words);
   bool has_memory = selection != nullptr;
   if (!has_memory) return false;

@@ -14,8 +14,11 @@ namespace jax_baracuda::segment {
 template <typename T, EdgeInput kInput>
 struct GatherSumReduction {
   using Element = T;
-  static constexpr int kRowsInFlight = SumReduction<T>::kRowsInFlight;
-  static constexpr int kTileBlocks = SumReduction<T>::kTileBlocks;
+  // With winners there is twice as much to load of a row, and to hold.
+  static constexpr int kRowsInFlight = SumReduction<T>::kRowsInFlight / (kInput == EdgeInput::kWinners ? 2 : 1);
+  static constexpr int kTileBlocks = kInput != EdgeInput::kWinners ? SumReduction<T>::kTileBlocks
+                                     : sizeof(T) < 4               ? 6
+                                                                   : 8;
   using C = ComputeType<T>;
 
   struct Outputs {
