@@ -126,7 +126,9 @@ def good_extremum_call(target: str, *, has_plan: bool = False, shared: Collectio
         if target.endswith("_with_winner"):
             results.append(Array("winner", cells, "int32"))
             params["has_edge_order"] = has_order
-    return handlers.good_call(target, [x.shared() if i in shared else x for i, x in enumerate(operands)], results, params)
+    return handlers.good_call(
+        target, [x.shared() if i in shared else x for i, x in enumerate(operands)], results, params
+    )
 
 
 def good_call(*, has_weights: bool = True, has_edge_order: bool = False, shared: Collection[int] = ()) -> Call:

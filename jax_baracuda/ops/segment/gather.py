@@ -94,7 +94,16 @@ def gather_segment_sum(
        [4. 6.]]
     """
     return _reduce_edges(
-        "gather_segment_sum", False, data, gather_ids, segment_ids, num_segments, weights, indices_are_sorted, mode, plan
+        "gather_segment_sum",
+        False,
+        data,
+        gather_ids,
+        segment_ids,
+        num_segments,
+        weights,
+        indices_are_sorted,
+        mode,
+        plan,
     )
 
 
@@ -146,9 +155,9 @@ def gather_segment_mean(
     decide, the sum is divided there by the exact number of edges, and rounded once to the dtype. Bit-equal from run to
     run.
 
-    Gradient: that of :func:`gather_segment_sum` for the cotangent divided by the number of edges. No gradient of data goes through gather ids that are out of range. Derivatives of any
-    order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
+    Gradient: that of :func:`gather_segment_sum` for the cotangent divided by the number of edges, which is rounded to
+    the dtype. No gradient of data goes through gather ids that are out of range. Derivatives of any order exist.
+    ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -159,7 +168,16 @@ def gather_segment_mean(
        [2. 3.]]
     """
     return _reduce_edges(
-        "gather_segment_mean", True, data, gather_ids, segment_ids, num_segments, weights, indices_are_sorted, mode, plan
+        "gather_segment_mean",
+        True,
+        data,
+        gather_ids,
+        segment_ids,
+        num_segments,
+        weights,
+        indices_are_sorted,
+        mode,
+        plan,
     )
 
 

@@ -70,8 +70,8 @@ def segment_plan(segment_ids: ArrayLike, num_segments: int, gather_ids: ArrayLik
       num_rows: number of rows N of the data, static under ``jit``.
 
     Returns:
-      A :class:`SegmentPlan`, whose orders are stable sorts of the ids. Its property `transposed` is the plan of the same
-      edges in the other direction.
+      A :class:`SegmentPlan`, whose orders are stable sorts of the ids. Its property `transposed` is the plan of the
+      same edges in the other direction.
 
     Raises:
       TypeError, IndexError, ValueError: an argument does not fit.
