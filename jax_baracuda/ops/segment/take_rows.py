@@ -62,10 +62,10 @@ def take_rows(
 
     Gradient: ``d_data[n] = sum { d_out[i] : ids[i] == n }``, the kernel of :func:`segment_sum`; `data` is not kept for
     the backward pass. As in ``data[ids]``, no gradient goes through ids that are out of range, but for a scalar one,
-    through which it goes to the nearest row. Derivatives of any order exist. Ids of rank 2 have one sum where
-    ``jax.vmap`` over ids of rank 1 has a sum for each element of the batch, and then adds these. Complex `data` has
-    the gradient of JAX. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
+    through which it goes to the nearest row. Derivatives of any order exist. Pass the ids of a batch as one array of
+    rank 2: where ``jax.vmap`` maps the ids and not `data`, the gradient makes an array ``[N, ...]`` for each element of
+    the batch before it adds them, which takes that much memory. Complex `data` has the gradient of JAX. ``jax.jvp`` and
+    ``jax.jacfwd`` of this function need its twin of the same name in :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_baracuda as jb
