@@ -170,7 +170,9 @@ def test_vmap(rng: np.random.Generator, mapped: tuple[int | None, int | None], i
     """The gradient of the map, and the map of the gradient."""
     if ids_shape == () and mapped[1] == 1:
         mapped = (mapped[0], 0)
-    data, ids = small_integers(rng, 3, 20, 4), make_ids(rng, 20, (3, *ids_shape))
+    data = small_integers(rng, 3, 20, 4)
+    # Versions of JAX do not agree about the gradients of scalars that are out of range and mapped.
+    ids = make_ids(rng, 20, (3, *ids_shape)) if ids_shape else rng.integers(-20, 20, 3)
     arrays = [x[0] if axis is None else np.moveaxis(x, 0, axis) for x, axis in zip((data, ids), mapped, strict=True)]
     for transform in (
         lambda take: jax.vmap(take, mapped),
