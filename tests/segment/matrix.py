@@ -936,7 +936,7 @@ for _name, _is_max in (("gather_segment_max", True), ("gather_segment_min", Fals
             _ties_or_special,
         ),
         {"tie_break": (ABSENT, "first"), **VALUES},
-        ({}, {"indices_are_sorted": True}, {"tie_break": "first"}),
+        ({}, {"indices_are_sorted": True}, {"tie_break": "first"}, {"plan": True}),
     )
 # Probabilities of 16 bits are rounded before they weight rows, which bounds of float32 arithmetic do not hold.
 _declare_gathered(
