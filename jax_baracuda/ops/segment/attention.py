@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array
 from jax_baracuda.ops.segment.arguments import Mode
+from jax_baracuda.ops.segment.edges import as_rows, canonicalize_edges
 from jax_baracuda.ops.segment.gather import gather_segment_sum
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.softmax import segment_softmax
@@ -75,25 +76,21 @@ def segment_attention(
        [2. 3.]]
     """
     name = "segment_attention"
-    logits = as_array(name, "logits", logits)
+    logits, data = as_array(name, "logits", logits), as_rows(name, data)
     if logits.ndim == 0 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"{name}: logits must be [E, ...] with a floating dtype, got {logits.shape} of {logits.dtype}")
-    data = as_array(name, "data", data)
-    if plan is None:
-        if gather_ids is None or segment_ids is None or num_segments is None:
-            raise TypeError(f"{name}: gather_ids, segment_ids and num_segments must be given, or a plan")
-        weights = segment_softmax(
-            logits, segment_ids, num_segments, indices_are_sorted=indices_are_sorted, mode=mode, deterministic=True
+    edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    num_edges = edges.segment_ids.shape[0]
+    if logits.shape[0] != num_edges or logits.shape[1:] != data.shape[1 : logits.ndim]:
+        raise ValueError(
+            f"{name}: logits must be [E] or [E, *dims], where dims are the first dimensions of a row of data; got "
+            f"logits.shape = {logits.shape} for {num_edges} edges and data.shape = {data.shape}"
         )
+    if plan is None:
         options = {"indices_are_sorted": indices_are_sorted, "mode": mode}
+        weights = segment_softmax(logits, segment_ids, num_segments, deterministic=True, **options)
         return gather_segment_sum(data, gather_ids, segment_ids, num_segments, weights=weights, **options)
-    if not isinstance(plan, SegmentPlan):
-        raise TypeError(f"{name}: plan must be a SegmentPlan, got {type(plan).__name__}")
-    if not (gather_ids is None and segment_ids is None and num_segments is None and mode is None):
-        raise ValueError(f"{name}: gather_ids, segment_ids, num_segments and mode belong to the plan; pass no others")
     order = plan.edge_order
-    if logits.shape[0] != order.shape[0]:
-        raise ValueError(f"{name}: the plan is for {order.shape[0]} edges, got logits.shape = {logits.shape}")
     ordered = logits.at[order].get(mode="clip", unique_indices=True)
     ordered = segment_softmax(ordered, plan.segment_ids, plan.num_segments, indices_are_sorted=True)
     weights = jnp.zeros_like(ordered).at[order].set(ordered, mode="drop", unique_indices=True)

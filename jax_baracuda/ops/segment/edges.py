@@ -82,13 +82,20 @@ def _edges_of(
             raise TypeError(f"{name}: gather_ids, segment_ids and num_segments must be given, or a plan")
         num_segments = static_size(name, "num_segments", num_segments)
         return Edges(num_segments, *canonical_edges(name, gather_ids, segment_ids, data.shape[0], num_segments, mode))
-    if not isinstance(plan, SegmentPlan):
-        raise TypeError(f"{name}: plan must be a SegmentPlan, got {type(plan).__name__}")
-    if not (gather_ids is None and segment_ids is None and num_segments is None and mode is None):
-        raise ValueError(f"{name}: gather_ids, segment_ids, num_segments and mode belong to the plan; pass no others")
+    check_plan(name, plan, gather_ids=gather_ids, segment_ids=segment_ids, num_segments=num_segments, mode=mode)
     if plan.num_rows != data.shape[0]:
         raise ValueError(f"{name}: the plan is for {plan.num_rows} rows, got data.shape = {data.shape}")
     return Edges(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(Edges)})
+
+
+def check_plan(name: str, plan: Any, **belonging: Any) -> None:
+    """Checks that a plan is one, and that of these arguments, which belong to it, none is given as well."""
+    if not isinstance(plan, SegmentPlan):
+        raise TypeError(f"{name}: plan must be a SegmentPlan, got {type(plan).__name__}")
+    if given := [argument for argument, value in belonging.items() if value is not None]:
+        raise ValueError(
+            f"{name}: {', '.join(belonging)} belong to the plan; pass none of them, got {', '.join(given)}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

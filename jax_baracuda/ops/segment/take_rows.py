@@ -16,6 +16,7 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import as_array, in_automatic_mode
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda.ops.segment.arguments import checked_ids, index_dtype, wrapped_ids
+from jax_baracuda.ops.segment.edges import check_plan
 from jax_baracuda.ops.segment.gather import sum_edges
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM
@@ -98,10 +99,7 @@ def take_rows(
 
 
 def _take_by_plan(name: str, data: Array, ids: ArrayLike | None, plan: SegmentPlan) -> Array:
-    if not isinstance(plan, SegmentPlan):
-        raise TypeError(f"{name}: plan must be a SegmentPlan, got {type(plan).__name__}")
-    if ids is not None:
-        raise ValueError(f"{name}: ids belong to the plan; pass no others")
+    check_plan(name, plan, ids=ids)
     num_rows, num_edges = data.shape[0], plan.edge_order.shape[0]
     if plan.num_segments != num_rows:
         raise ValueError(f"{name}: the plan is for {plan.num_segments} segments, got data.shape = {data.shape}")
