@@ -7,8 +7,6 @@
 
 namespace jax_baracuda::segment {
 
-#define JB_GATHER_STRATEGIES "fill", "gather_tiles", "sort_then_gather_tiles"
-
 // How edges are brought into order, and how many elements of the batch are taken at once.
 struct GatherGrid {
   Strategy strategy;

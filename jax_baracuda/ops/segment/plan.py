@@ -109,9 +109,7 @@ def segment_plan(segment_ids: ArrayLike, num_segments: int, gather_ids: ArrayLik
 
 def _in_32_bits(ids: Array, size: int) -> Array:
     """Ids as int32, those out of range by one: on the side where they are."""
-    if ids.dtype.itemsize == 8:
-        ids = jnp.clip(ids, -1, size)
-    return jnp.clip(ids.astype(jnp.int32), -1, size)
+    return jnp.clip(ids, -1, size).astype(jnp.int32)
 
 
 def _dropped_last(ids: Array, size: int) -> Array:
