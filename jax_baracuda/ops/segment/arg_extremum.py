@@ -26,18 +26,20 @@ from jax_baracuda.ops.segment.definitions import (
     reduction_op,
     row_axes_of,
 )
-from jax_baracuda.ops.segment.extremum import MAXIMUM, MINIMUM, Extremum
+from jax_baracuda.ops.segment.extrema import MAXIMUM, MINIMUM, Extremum
+from jax_baracuda.ops.segment.plan import SegmentPlan
 
 
 def segment_argmax(
     data: ArrayLike,
-    segment_ids: ArrayLike,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
     *,
     indices_are_sorted: bool = False,
     unique_indices: bool = False,
     mode: Mode = None,
     out_sharding: OutSharding = None,
+    plan: SegmentPlan | None = None,
 ) -> Array:
     """The row that attains each segment's maximum: ``out[s, ...] = argmax { data[n, ...] : segment_ids[n] == s }``.
 
@@ -56,6 +58,8 @@ def segment_argmax(
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       out_sharding: sharding of the result, for meshes with explicit axes.
+      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`. The
+        call does not sort any more.
 
     Returns:
       ``[S, ...]``, int32: a row number in ``[0, N)``, or N for an empty segment. Where `segment_ids` is not of rank 1,
@@ -82,18 +86,21 @@ def segment_argmax(
        [3 3]
        [2 2]]
     """
-    return _arg_extremum(SEGMENT_ARGMAX, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding)
+    return _arg_extremum(
+        SEGMENT_ARGMAX, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, plan=plan
+    )
 
 
 def segment_argmin(
     data: ArrayLike,
-    segment_ids: ArrayLike,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
     *,
     indices_are_sorted: bool = False,
     unique_indices: bool = False,
     mode: Mode = None,
     out_sharding: OutSharding = None,
+    plan: SegmentPlan | None = None,
 ) -> Array:
     """The row that attains each segment's minimum: ``out[s, ...] = argmin { data[n, ...] : segment_ids[n] == s }``.
 
@@ -112,6 +119,8 @@ def segment_argmin(
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       out_sharding: sharding of the result, for meshes with explicit axes.
+      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`. The
+        call does not sort any more.
 
     Returns:
       ``[S, ...]``, int32: a row number in ``[0, N)``, or N for an empty segment. Where `segment_ids` is not of rank 1,
@@ -138,13 +147,20 @@ def segment_argmin(
        [3 3]
        [2 2]]
     """
-    return _arg_extremum(SEGMENT_ARGMIN, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding)
+    return _arg_extremum(
+        SEGMENT_ARGMIN, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, plan=plan
+    )
 
 
-def _arg_extremum(op: Op, *arguments: Any) -> Array:
-    call = canonicalize(op.name, *arguments)
-    call = call.with_data(jax.lax.stop_gradient(call.data)).with_wide_integers()
-    return call.reduce(first_result(op), call.params(Params))
+def _arg_extremum(op: Op, *arguments: Any, plan: SegmentPlan | None) -> Array:
+    call = canonicalize(op.name, *arguments, plan=plan)
+    call = call.with_data(jax.lax.stop_gradient(call.data)).with_wide_integers().in_order()
+    rows = call.reduce(first_result(op), call.params(Params))
+    if plan is None:
+        return rows
+    # The first row in the order is the lowest: within a segment, the order ascends.
+    num_rows = plan.edge_order.shape[0]
+    return plan.edge_order.at[rows].get(mode="fill", fill_value=num_rows) if num_rows else rows
 
 
 # ----------------------------------------------------------------------------------------------------------------------

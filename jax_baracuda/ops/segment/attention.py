@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import as_array
 from jax_baracuda.ops.segment.arguments import Mode
 from jax_baracuda.ops.segment.edges import as_rows, canonicalize_edges
-from jax_baracuda.ops.segment.gather import gather_segment_sum
+from jax_baracuda.ops.segment.gather_sum import gather_segment_sum
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.softmax import segment_softmax
 
@@ -90,8 +90,4 @@ def segment_attention(
         options = {"indices_are_sorted": indices_are_sorted, "mode": mode}
         weights = segment_softmax(logits, segment_ids, num_segments, deterministic=True, **options)
         return gather_segment_sum(data, gather_ids, segment_ids, num_segments, weights=weights, **options)
-    order = plan.edge_order
-    ordered = logits.at[order].get(mode="clip", unique_indices=True)
-    ordered = segment_softmax(ordered, plan.segment_ids, plan.num_segments, indices_are_sorted=True)
-    weights = jnp.zeros_like(ordered).at[order].set(ordered, mode="drop", unique_indices=True)
-    return gather_segment_sum(data, weights=weights, plan=plan)
+    return gather_segment_sum(data, weights=segment_softmax(logits, plan=plan), plan=plan)

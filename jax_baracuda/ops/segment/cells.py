@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import in_automatic_mode
+
 
 def _dropping(reduction: Callable[..., Array]) -> Callable[[Array, Array, int], Array]:
     """A reduction of ``jax.ops`` that drops every id out of range: XLA takes them modulo 2^32 on CPUs."""
@@ -44,3 +47,29 @@ def row_numbers(rows: Array) -> Array:
 def same_value(x: Array, y: Array) -> Array:
     """Whether two values are equal, a NaN equal to any NaN."""
     return (x == y) | ((x != x) & (y != y))
+
+
+def in_order(rows: Array, order: Array) -> Array:
+    """The rows in another order."""
+
+    def take(rows: Array, order: Array) -> tuple[Array]:
+        return (rows.at[order].get(mode="clip", unique_indices=True),)
+
+    return _of_whole_rows(take, rows, order)
+
+
+def put_back(rows: Array, order: Array) -> Array:
+    """Rows that :func:`in_order` gave, in their own order again."""
+
+    def put(rows: Array, order: Array) -> tuple[Array]:
+        return (jnp.zeros_like(rows).at[order].set(rows, mode="drop", unique_indices=True),)
+
+    return _of_whole_rows(put, rows, order)
+
+
+def _of_whole_rows(function: Callable[[Array, Array], tuple[Array]], rows: Array, order: Array) -> Array:
+    """An order numbers all rows: under explicit sharding, the result is split by features alone."""
+    spec = jax_versions.explicit_spec(jax.typeof(rows))
+    if spec is not None:
+        function = in_automatic_mode(function, jax.typeof(rows), (None, *spec[1:]))
+    return function(rows, order)[0]

@@ -10,10 +10,10 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array
-from jax_baracuda.ops.segment.arguments import Mode, canonical_edges, static_size
 from jax_baracuda.ops.segment.cells import per_row
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits
-from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.ids import Mode, canonical_edges, static_size
+from jax_baracuda.ops.segment.plan import SegmentPlan, check_gathers, check_plan
 
 
 def as_rows(name: str, data: ArrayLike) -> Array:
@@ -83,19 +83,10 @@ def _edges_of(
         num_segments = static_size(name, "num_segments", num_segments)
         return Edges(num_segments, *canonical_edges(name, gather_ids, segment_ids, data.shape[0], num_segments, mode))
     check_plan(name, plan, gather_ids=gather_ids, segment_ids=segment_ids, num_segments=num_segments, mode=mode)
+    check_gathers(name, plan)
     if plan.num_rows != data.shape[0]:
         raise ValueError(f"{name}: the plan is for {plan.num_rows} rows, got data.shape = {data.shape}")
     return Edges(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(Edges)})
-
-
-def check_plan(name: str, plan: Any, **belonging: Any) -> None:
-    """Checks that a plan is one, and that of these arguments, which belong to it, none is given as well."""
-    if not isinstance(plan, SegmentPlan):
-        raise TypeError(f"{name}: plan must be a SegmentPlan, got {type(plan).__name__}")
-    if given := [argument for argument, value in belonging.items() if value is not None]:
-        raise ValueError(
-            f"{name}: {', '.join(belonging)} belong to the plan; pass none of them, got {', '.join(given)}"
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
+from jax_baracuda._core.arrays import FLOATING_DTYPES
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
@@ -31,7 +31,6 @@ from jax_baracuda.ops.segment.arguments import (
     canonicalize,
     canonicalize_backward,
 )
-from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, xla_max, xla_min, xla_sum
 from jax_baracuda.ops.segment.definitions import (
     CELLS,
     IDS,
@@ -39,18 +38,35 @@ from jax_baracuda.ops.segment.definitions import (
     ROUNDED_ONCE,
     ROWS,
     Params,
-    first_result,
     gradient_op,
     index_of_first_row,
     plan_parameters,
     reduction_op,
     row_axes_of,
 )
+from jax_baracuda.ops.segment.extrema import (
+    MAXIMUM,
+    MINIMUM,
+    NO_WINNER,
+    Extremum,
+    first_gets_all,
+    reference_extremum,
+    reference_gradient,
+    reference_winner,
+    winners_over_shards,
+)
+from jax_baracuda.ops.segment.gather_extremum import (
+    GATHER_SEGMENT_MAX,
+    GATHER_SEGMENT_MAX_WITH_WINNER,
+    GATHER_SEGMENT_MIN,
+    GATHER_SEGMENT_MIN_WITH_WINNER,
+)
+from jax_baracuda.ops.segment.plan import SegmentPlan
 
 
 def segment_max(
     data: ArrayLike,
-    segment_ids: ArrayLike,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
     indices_are_sorted: bool = False,
     unique_indices: bool = False,
@@ -59,6 +75,7 @@ def segment_max(
     out_sharding: OutSharding = None,
     *,
     tie_break: TieBreak = "split",
+    plan: SegmentPlan | None = None,
 ) -> Array:
     """Maximum of the rows of each segment: ``out[s, ...] = max { data[n, ...] : segment_ids[n] == s }``.
 
@@ -82,6 +99,8 @@ def segment_max(
       tie_break: who gets the gradient where several rows attain the maximum. "split": all of them, in equal shares,
         as in JAX; the identity of an empty segment (-inf) takes part where the maximum equals it. "first": the
         lowest of these rows, all of it; `data` is then not kept for the backward pass.
+      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
+        Neither this call nor its gradient sorts any more, and both have the same bits in every run.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold -inf, the least integer of the dtype, or False.
@@ -112,13 +131,14 @@ def segment_max(
        [  5.   6.]]
     """
     name = "segment_max"
-    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, bucket_size)
+    options = {"bucket_size": bucket_size, "plan": plan}
+    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, **options)
     return _reduce(name, call, _segment_max, jnp.max, tie_break)
 
 
 def segment_min(
     data: ArrayLike,
-    segment_ids: ArrayLike,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
     indices_are_sorted: bool = False,
     unique_indices: bool = False,
@@ -127,6 +147,7 @@ def segment_min(
     out_sharding: OutSharding = None,
     *,
     tie_break: TieBreak = "split",
+    plan: SegmentPlan | None = None,
 ) -> Array:
     """Minimum of the rows of each segment: ``out[s, ...] = min { data[n, ...] : segment_ids[n] == s }``.
 
@@ -150,6 +171,8 @@ def segment_min(
       tie_break: who gets the gradient where several rows attain the minimum. "split": all of them, in equal shares,
         as in JAX; the identity of an empty segment (+inf) takes part where the minimum equals it. "first": the
         lowest of these rows, all of it; `data` is then not kept for the backward pass.
+      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
+        Neither this call nor its gradient sorts any more, and both have the same bits in every run.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold +inf, the greatest integer of the dtype, or True.
@@ -180,18 +203,20 @@ def segment_min(
        [ 5.  6.]]
     """
     name = "segment_min"
-    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, bucket_size)
+    options = {"bucket_size": bucket_size, "plan": plan}
+    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, **options)
     return _reduce(name, call, _segment_min, jnp.min, tie_break)
 
 
 def segment_max_backward(
     d_output: ArrayLike,
     data: ArrayLike,
-    segment_ids: ArrayLike,
+    segment_ids: ArrayLike | None = None,
     *,
     indices_are_sorted: bool = False,
     mode: Mode = None,
     tie_break: TieBreak = "split",
+    plan: SegmentPlan | None = None,
 ) -> Array:
     """Gradient of :func:`segment_max`: ``d_data[n, ...] = d_output[segment_ids[n], ...] * share[n, ...]``.
 
@@ -206,6 +231,7 @@ def segment_max_backward(
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       tie_break: as in :func:`segment_max`: "split" gives every row that attains its segment's maximum an equal share,
         "first" gives the lowest such row all of it.
+      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids` and `mode`.
 
     Returns:
       ``[N, ...]``, the cotangent of `data`. Rows that do not attain the maximum, that are dropped, or whose segment
@@ -229,18 +255,19 @@ def segment_max_backward(
       [10.  0.  0. 20.]
     """
     return _backward(
-        "segment_max_backward", _segment_max, d_output, data, segment_ids, indices_are_sorted, mode, tie_break
+        "segment_max_backward", _segment_max, d_output, data, segment_ids, indices_are_sorted, mode, tie_break, plan
     )
 
 
 def segment_min_backward(
     d_output: ArrayLike,
     data: ArrayLike,
-    segment_ids: ArrayLike,
+    segment_ids: ArrayLike | None = None,
     *,
     indices_are_sorted: bool = False,
     mode: Mode = None,
     tie_break: TieBreak = "split",
+    plan: SegmentPlan | None = None,
 ) -> Array:
     """Gradient of :func:`segment_min`: ``d_data[n, ...] = d_output[segment_ids[n], ...] * share[n, ...]``.
 
@@ -255,6 +282,7 @@ def segment_min_backward(
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       tie_break: as in :func:`segment_min`: "split" gives every row that attains its segment's minimum an equal share,
         "first" gives the lowest such row all of it.
+      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids` and `mode`.
 
     Returns:
       ``[N, ...]``, the cotangent of `data`. Rows that do not attain the minimum, that are dropped, or whose segment
@@ -272,7 +300,7 @@ def segment_min_backward(
       [ 0.  5.  5. 20.]
     """
     return _backward(
-        "segment_min_backward", _segment_min, d_output, data, segment_ids, indices_are_sorted, mode, tie_break
+        "segment_min_backward", _segment_min, d_output, data, segment_ids, indices_are_sorted, mode, tie_break, plan
     )
 
 
@@ -311,6 +339,7 @@ def _reduce(
 ) -> Array:
     if call.bucket_size is not None and call.segment_ids.shape[0] == 0:
         raise ValueError(f"{name}: bucket_size needs segment_ids of shape [N] with N > 0, got shape (0,)")
+    call = call.in_order(unless=FLOATING_DTYPES)
     params = call.params(ExtremumParams, first_wins=first_gets_all(name, tie_break))
     # Buckets make no difference where the first of tied rows gets the gradient.
     return call.reduce(rules, params, None if params.first_wins else _over_buckets(reduce_buckets))
@@ -321,21 +350,16 @@ def _backward(
     rules: KernelVjp,
     d_output: ArrayLike,
     data: ArrayLike,
-    segment_ids: ArrayLike,
+    segment_ids: ArrayLike | None,
     indices_are_sorted: bool,
     mode: Mode,
     tie_break: TieBreak,
+    plan: SegmentPlan | None,
 ) -> Array:
-    d_output, call = canonicalize_backward(name, d_output, data, segment_ids, indices_are_sorted, mode)
+    d_output, call = canonicalize_backward(name, d_output, data, segment_ids, indices_are_sorted, mode, plan)
     # Nothing here depends on `data` smoothly; stopping its gradient spares JAX from finding that out.
     call = call.with_data(jax.lax.stop_gradient(call.data))
     return call.gradient(rules, call.params(ExtremumParams, first_wins=first_gets_all(name, tie_break)), d_output)
-
-
-def first_gets_all(name: str, tie_break: str) -> bool:
-    if tie_break not in ("split", "first"):
-        raise ValueError(f"{name}: tie_break must be 'split' or 'first', got {tie_break!r}")
-    return tie_break == "first"
 
 
 def _over_buckets(reduce: Callable[..., Array]) -> Callable[..., Array]:
@@ -353,135 +377,6 @@ def _over_buckets(reduce: Callable[..., Array]) -> Callable[..., Array]:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Reference in plain JAX.
-
-NO_WINNER = -1
-"""A winner is the row that attains a cell's extremum, or NO_WINNER (the segment is empty or holds a NaN), or, where
-ties are shared, minus the number (2 or more) of members that attain it, the identity of the reduction included."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Extremum:
-    """What tells the maximum and the minimum apart."""
-
-    of_segments: Callable[..., Array]
-    """``(data, ids, num_segments)``"""
-    over_axes: Callable[[Array, Sequence[str]], Array]
-    """Over the axes of a mesh."""
-    infinity: float
-    integer_bound: str
-
-    def identity(self, dtype: Any) -> np.ndarray:
-        """The extremum of no rows."""
-        if jnp.issubdtype(dtype, jnp.inexact):
-            value = self.infinity
-        else:
-            value = self.infinity > 0 if dtype == jnp.bool_ else getattr(jnp.iinfo(dtype), self.integer_bound)
-        return np.asarray(value, dtype)
-
-
-def _ordered(x: Array) -> Array:
-    """Floating numbers as integers of the same order, with NaN above all others and -0 below +0."""
-    signed = jnp.dtype(f"int{8 * x.dtype.itemsize}")
-    bits = jax.lax.bitcast_convert_type(jnp.where(jnp.isnan(x), jnp.nan, x), signed)
-    return jnp.where(bits < 0, bits ^ jnp.iinfo(signed).max, bits)
-
-
-def _from_ordered(ordered: Array, dtype: Any) -> Array:
-    return jax.lax.bitcast_convert_type(jnp.where(ordered < 0, ordered ^ jnp.iinfo(ordered.dtype).max, ordered), dtype)
-
-
-def _wide_integers(x: Array) -> Array:
-    """Collective libraries have no 16-bit integers and no booleans."""
-    return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
-
-
-def _max_of_segments(data: Array, ids: Array, num_segments: int) -> Array:
-    """``jax.ops.segment_max`` that propagates NaN on every backend, also where it becomes a maximum over devices."""
-    if not jnp.issubdtype(data.dtype, jnp.floating) or data.dtype.itemsize < 2:
-        return xla_max(data, ids, num_segments)
-    ordered = _ordered(data)
-    cells = xla_max(_wide_integers(ordered), ids, num_segments)
-    infinity = _ordered(jnp.asarray(-jnp.inf, data.dtype))
-    return _from_ordered(jnp.maximum(cells, infinity.astype(cells.dtype)).astype(ordered.dtype), data.dtype)
-
-
-def _min_of_segments(data: Array, ids: Array, num_segments: int) -> Array:
-    if not jnp.issubdtype(data.dtype, jnp.floating) or data.dtype.itemsize < 2:
-        return xla_min(data, ids, num_segments)
-    return -_max_of_segments(-data, ids, num_segments)
-
-
-def _all_max(x: Array, axes: Sequence[str]) -> Array:
-    """``jax.lax.pmax`` that propagates NaN and orders -0 below +0 on every backend."""
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return _from_ordered(_all_max(_ordered(x), axes), x.dtype)
-    return jax.lax.pmax(_wide_integers(x), axes).astype(x.dtype)
-
-
-def _all_min(x: Array, axes: Sequence[str]) -> Array:
-    """``jax.lax.pmin`` that propagates NaN and orders -0 below +0 on every backend."""
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return -_all_max(-x, axes)
-    return ~_all_max(~x, axes)
-
-
-MAXIMUM = Extremum(_max_of_segments, _all_max, -math.inf, "min")
-MINIMUM = Extremum(_min_of_segments, _all_min, math.inf, "max")
-
-
-def reference_winner(extremum: Extremum, data: Array, ids: Array, output: Array, first_wins: bool) -> Array:
-    num_segments = output.shape[0]
-    if 0 in output.shape or 0 in data.shape:
-        return jnp.full(output.shape, NO_WINNER, jnp.int32)
-    extrema, is_member = gather_segments(output, ids)
-    attains = is_member & (data == extrema)
-    none = jnp.iinfo(jnp.int32).max
-    first = xla_min(jnp.where(attains, row_numbers(data), none), ids, num_segments)
-    first = jnp.where(first == none, NO_WINNER, first)
-    if first_wins:
-        return first
-    members = xla_sum(attains.astype(jnp.int32), ids, num_segments)
-    members += output == extremum.identity(output.dtype)
-    return jnp.where(members > 1, -members, first)
-
-
-def _reference_gradient(d_output: Array, winner: Array, ids: Array, *data_and_output: Array) -> Array:
-    """What the gradient kernels of maximum and minimum compute."""
-    winners, is_member = gather_segments(winner, ids)
-    # Wide, because the transpose adds up the cotangents of a segment's rows.
-    cotangents, _ = gather_segments(d_output.astype(accumulation_dtype(d_output.dtype)), ids)
-    wins = is_member & (winners == row_numbers(winners))
-    gradient = jnp.where(wins, cotangents, 0)
-    if data_and_output:
-        data, output = data_and_output
-        ties = is_member & (winners < NO_WINNER) & (data == gather_segments(output, ids)[0])
-        gradient = jnp.where(ties, cotangents / jnp.where(ties, -winners, 1), gradient)
-    return gradient.astype(d_output.dtype)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 3, 4))
-def reference_extremum(extremum: Extremum, data: Array, ids: Array, num_segments: int, first_wins: bool) -> Array:
-    return extremum.of_segments(data, ids, num_segments)
-
-
-@reference_extremum.defjvp
-def _reference_extremum_jvp(
-    extremum: Extremum,
-    num_segments: int,
-    first_wins: bool,
-    primals: tuple[Array, Array],
-    tangents: tuple[Array, Array],
-) -> tuple[Array, Array]:
-    data, ids = primals
-    output = reference_extremum(extremum, data, ids, num_segments, first_wins)
-    winner = reference_winner(extremum, data, ids, output, first_wins)
-
-    def gradient(d_output: Array) -> Array:
-        return _reference_gradient(d_output, winner, ids, *(() if first_wins else (data, output)))
-
-    # The tangent is the transpose of the gradient, which keeps the two consistent by construction.
-    [d_output] = jax.linear_transpose(gradient, output)(tangents[0])
-    return output, d_output
 
 
 def _reference_reduce(
@@ -508,7 +403,7 @@ def _reference_with_winner(
 def _reference_backward(
     d_output: Array, winner: Array, ids: Array, order: Array, *data_and_output: Array
 ) -> tuple[Array]:
-    return (_reference_gradient(d_output, winner, ids, *data_and_output),)
+    return (reference_gradient(d_output, winner, ids, *data_and_output),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -546,30 +441,6 @@ def _shard_with_winner(
     first_row = index_of_first_row(ids, row_axes)
     output, winner = winners_over_shards(extremum, local_output, local_winner, first_row, row_axes, first_wins)
     return output, winner, order + first_row if with_order else order
-
-
-def winners_over_shards(
-    extremum: Extremum,
-    local_output: Array,
-    local_winner: Array,
-    first_row: Array,
-    row_axes: Sequence[str],
-    first_wins: bool,
-) -> tuple[Array, Array]:
-    """The extrema and winners of all rows, given those of each shard's."""
-    output = extremum.over_axes(local_output, row_axes)
-    none = jnp.iinfo(jnp.int32).max
-    attains = (local_output == output) & (local_winner != NO_WINNER)
-    row = jnp.where(attains & (local_winner >= 0), local_winner + first_row, none)
-    if first_wins:
-        row = jax.lax.pmin(row, row_axes)
-        return output, jnp.where(row == none, NO_WINNER, row)
-    identity = (output == extremum.identity(output.dtype)).astype(jnp.int32)
-    local_members = jnp.where(local_winner >= 0, 1, -local_winner - identity)
-    # A sole winner's row number is the sum over the shards, of which one has it.
-    members, row = jax.lax.psum((jnp.where(attains, local_members, 0), jnp.where(row == none, 0, row)), row_axes)
-    sole = (members == 1) & (identity == 0)
-    return output, jnp.where(members == 0, NO_WINNER, jnp.where(sole, row, -members - identity))
 
 
 def _shard_backward(
@@ -682,10 +553,36 @@ def _with_order(data: Array, params: Params) -> bool:
     return row_bytes > MIN_ORDERED_ROW_BYTES and data.shape[0] * row_bytes > MIN_ORDERED_BYTES
 
 
-def _rules(reduction: Op, with_winner: Op, backward: Op) -> KernelVjp:
-    def forward(params: ExtremumParams, *, data: Array, segment_ids: Array) -> tuple[Array, tuple[Array, ...]]:
+def _rules(reduction: Op, with_winner: Op, backward: Op, of_edges: Op, of_edges_with_winner: Op) -> KernelVjp:
+    """The rule of an extremum. In the order of a plan, rows are what the edges gather that the order numbers."""
+
+    def primal(
+        params: ExtremumParams,
+        *,
+        data: Array,
+        segment_ids: Array,
+        order: Array | None = None,
+        sorted_ids: Array | None = None,
+    ) -> Array:
+        if order is None:
+            return reduction(data, segment_ids, **vars(params))[0]
+        return of_edges(data, order, sorted_ids, **vars(params) | {"indices_are_sorted": True})[0]
+
+    def forward(
+        params: ExtremumParams,
+        *,
+        data: Array,
+        segment_ids: Array,
+        order: Array | None = None,
+        sorted_ids: Array | None = None,
+    ) -> tuple[Array, tuple[Array, ...]]:
         with_order = _with_order(data, params)
-        output, winner, order = with_winner(data, segment_ids, **vars(params), with_order=with_order)
+        if order is None:
+            output, winner, order = with_winner(data, segment_ids, **vars(params), with_order=with_order)
+        else:
+            flags = vars(params) | {"indices_are_sorted": True, "has_edge_order": True}
+            output, winner = of_edges_with_winner(data, order, sorted_ids, order, **flags)
+            order = order if with_order else jnp.zeros(1, jnp.int32)
         residuals = (winner, segment_ids, order)
         return output, residuals if params.first_wins else (*residuals, data, output)
 
@@ -693,8 +590,12 @@ def _rules(reduction: Op, with_winner: Op, backward: Op) -> KernelVjp:
         [d_data] = backward(d_output, *residuals)
         return {"data": d_data}
 
-    return KernelVjp(reduction.name, first_result(reduction), forward, gradient)
+    return KernelVjp(reduction.name, primal, forward, gradient)
 
 
-_segment_max = _rules(SEGMENT_MAX, SEGMENT_MAX_WITH_WINNER, SEGMENT_MAX_BACKWARD)
-_segment_min = _rules(SEGMENT_MIN, SEGMENT_MIN_WITH_WINNER, SEGMENT_MIN_BACKWARD)
+_segment_max = _rules(
+    SEGMENT_MAX, SEGMENT_MAX_WITH_WINNER, SEGMENT_MAX_BACKWARD, GATHER_SEGMENT_MAX, GATHER_SEGMENT_MAX_WITH_WINNER
+)
+_segment_min = _rules(
+    SEGMENT_MIN, SEGMENT_MIN_WITH_WINNER, SEGMENT_MIN_BACKWARD, GATHER_SEGMENT_MIN, GATHER_SEGMENT_MIN_WITH_WINNER
+)

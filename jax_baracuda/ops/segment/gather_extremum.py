@@ -33,7 +33,7 @@ from jax_baracuda.ops.segment.edges import (
     limit_of_edges,
     replicated_dims,
 )
-from jax_baracuda.ops.segment.extremum import (
+from jax_baracuda.ops.segment.extrema import (
     MAXIMUM,
     MINIMUM,
     NO_WINNER,

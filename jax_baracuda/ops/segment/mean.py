@@ -26,18 +26,19 @@ from jax_baracuda.ops.segment.definitions import (
     IDS,
     ROUNDED_ONCE,
     SumParams,
-    first_result,
     gradient_op,
     reduction_op,
     row_axes_of,
     sum_guarantee,
 )
+from jax_baracuda.ops.segment.gather_sum import sum_edges
+from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import count_rows, gradient_params, sum_over_shards, sum_params
 
 
 def segment_mean(
     data: ArrayLike,
-    segment_ids: ArrayLike,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
     *,
     indices_are_sorted: bool = False,
@@ -45,6 +46,7 @@ def segment_mean(
     mode: Mode = None,
     out_sharding: OutSharding = None,
     deterministic: bool = False,
+    plan: SegmentPlan | None = None,
 ) -> Array:
     """Mean of the rows of each segment: ``out[s, ...] = mean { data[n, ...] : segment_ids[n] == s }``.
 
@@ -63,6 +65,8 @@ def segment_mean(
       out_sharding: sharding of the result, for meshes with explicit axes.
       deterministic: on GPUs, sums of floating numbers in unsorted segments are added in an order that varies from run
         to run, unless this is True. Everything else has the same bits in every run anyway.
+      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
+        Neither this call nor its gradient sorts any more, and both have the same bits in every run.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`, or of its cast. Empty segments hold 0.
@@ -91,11 +95,19 @@ def segment_mean(
        [0. 0.]
        [5. 6.]]
     """
-    call = canonicalize("segment_mean", data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding)
-    return call.with_inexact_data().reduce(_segment_mean, call.params(SumParams, deterministic=bool(deterministic)))
+    name = "segment_mean"
+    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, plan=plan)
+    call = call.with_inexact_data().in_order(unless=FLOATING_DTYPES)
+    return call.reduce(_segment_mean, call.params(SumParams, deterministic=bool(deterministic)))
 
 
-def segment_mean_backward(d_output: ArrayLike, segment_ids: ArrayLike, *, mode: Mode = None) -> Array:
+def segment_mean_backward(
+    d_output: ArrayLike,
+    segment_ids: ArrayLike | None = None,
+    *,
+    mode: Mode = None,
+    plan: SegmentPlan | None = None,
+) -> Array:
     """Gradient of :func:`segment_mean`: ``d_data[n, ...] = d_output[s, ...] / number of rows of s``, s the id of row n.
 
     Args:
@@ -104,6 +116,7 @@ def segment_mean_backward(d_output: ArrayLike, segment_ids: ArrayLike, *, mode: 
         segments are dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids` and `mode`.
 
     Returns:
       ``segment_ids.shape + d_output.shape[1:]`` with the dtype of `d_output`, the cotangent of the data. Dropped rows
@@ -124,8 +137,10 @@ def segment_mean_backward(d_output: ArrayLike, segment_ids: ArrayLike, *, mode: 
       >>> print(jb.segment_mean_backward(jnp.array([10.0, 20.0]), segment_ids))
       [ 5.  5. 20.  0.]
     """
-    d_output, ids, ids_shape = canonicalize_without_data("segment_mean_backward", d_output, segment_ids, mode)
-    [d_rows] = SEGMENT_MEAN_BACKWARD(d_output, count_rows(ids, d_output.shape[0]), ids)
+    d_output, ids, ids_shape = canonicalize_without_data("segment_mean_backward", d_output, segment_ids, mode, plan)
+    counted_ids = ids if plan is None else plan.segment_ids
+    count = count_rows(counted_ids, d_output.shape[0], indices_are_sorted=plan is not None)
+    [d_rows] = SEGMENT_MEAN_BACKWARD(d_output, count, ids)
     return shaped_as_ids(d_rows, ids_shape)
 
 
@@ -197,9 +212,29 @@ SEGMENT_MEAN_BACKWARD = gradient_op(
 # Derivative rules.
 
 
-def _forward(params: SumParams, *, data: Array, segment_ids: Array) -> tuple[Array, tuple[Array, Array]]:
-    output, count = SEGMENT_MEAN(data, segment_ids, **vars(params))
-    return output, (count, segment_ids)
+def _mean_rows(
+    params: SumParams,
+    *,
+    data: Array,
+    segment_ids: Array,
+    order: Array | None = None,
+    sorted_ids: Array | None = None,
+) -> Sequence[Array]:
+    """The means, in the order of a plan where there is one, and the numbers of rows."""
+    if order is None:
+        return SEGMENT_MEAN(data, segment_ids, **vars(params))
+    sizes = {"num_segments": params.num_segments, "indices_are_sorted": True}
+    total, count = sum_edges(data, order, sorted_ids, is_wide=True, **sizes), count_rows(sorted_ids, **sizes)
+    return _divided(total, per_row(count, total), data.dtype), count
+
+
+def _primal(params: SumParams, **arrays: Array) -> Array:
+    return _mean_rows(params, **arrays)[0]
+
+
+def _forward(params: SumParams, **arrays: Array) -> tuple[Array, tuple[Array, Array]]:
+    output, count = _mean_rows(params, **arrays)
+    return output, (count, arrays["segment_ids"])
 
 
 def _backward(params: SumParams, residuals: tuple[Array, Array], d_output: Array) -> dict[str, Array]:
@@ -207,4 +242,4 @@ def _backward(params: SumParams, residuals: tuple[Array, Array], d_output: Array
     return {"data": d_data}
 
 
-_segment_mean = KernelVjp("segment_mean", first_result(SEGMENT_MEAN), _forward, _backward)
+_segment_mean = KernelVjp("segment_mean", _primal, _forward, _backward)

@@ -1,15 +1,17 @@
-"""The order of the edges of a graph, computed once."""
+"""The order of the edges of a graph, or of the rows of segments, computed once."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda.ops.segment.arguments import canonical_edges, static_size
+from jax_baracuda.ops.segment.ids import canonical_edges, check_num_segments, checked_ids, flat_ids, static_size
 
 
 @jax.tree_util.register_dataclass
@@ -17,31 +19,33 @@ from jax_baracuda.ops.segment.arguments import canonical_edges, static_size
 class SegmentPlan:
     """The edges of a graph in the order of their receivers and in that of their senders; see :func:`segment_plan`.
 
-    A pytree of arrays of int32: pass it to compiled programs as an argument.
+    A pytree of arrays of int32: pass it to compiled programs as an argument. The plan of rows that no edge gathers has
+    `edge_order`, `segment_ids` and `edge_segment_ids` alone; the others are None.
     """
 
     edge_order: Array
     """``[E]``: edges by segment, in their own order within one, dropped edges last."""
-    gather_ids: Array
+    gather_ids: Array | None
     """``[E]``: what each of these gathers; -1 or `num_rows` where the id is out of range."""
     segment_ids: Array
     """``[E]``: its segment, ascending; `num_segments` for a dropped edge."""
     edge_segment_ids: Array
     """``[E]``: the segment of each edge in their own order; -1 or `num_segments` for a dropped edge."""
-    transposed_order: Array
+    transposed_order: Array | None
     """``[E]``: edges by the row that they gather."""
-    transposed_gather_ids: Array
+    transposed_gather_ids: Array | None
     """``[E]``: the segment of each of these; -1 or `num_segments` for a dropped edge."""
-    transposed_segment_ids: Array
+    transposed_segment_ids: Array | None
     """``[E]``: its row, ascending; `num_rows` where the id is out of range."""
-    edge_gather_ids: Array
+    edge_gather_ids: Array | None
     """``[E]``: what each edge gathers, in their own order; -1 or `num_rows` where the id is out of range."""
     num_segments: int = dataclasses.field(metadata={"static": True})
-    num_rows: int = dataclasses.field(metadata={"static": True})
+    num_rows: int | None = dataclasses.field(metadata={"static": True})
 
     @property
     def transposed(self) -> SegmentPlan:
         """The plan of the edges in the other direction: from their segments to the rows that they gather."""
+        check_gathers("SegmentPlan.transposed", self)
         return SegmentPlan(
             edge_order=self.transposed_order,
             gather_ids=self.transposed_gather_ids,
@@ -55,19 +59,58 @@ class SegmentPlan:
             num_rows=self.num_segments,
         )
 
+    def validate(self, segment_ids: ArrayLike | None = None, gather_ids: ArrayLike | None = None) -> None:
+        """Checks that the arrays of the plan belong together, and to these ids; for debugging, on the host.
 
-def segment_plan(segment_ids: ArrayLike, num_segments: int, gather_ids: ArrayLike, num_rows: int) -> SegmentPlan:
+        Functions that take a plan trust it: they read and write within bounds whatever it holds, but the results of a
+        plan that :func:`segment_plan` has not made, or of one that was made for other edges, may hold anything.
+
+        Args:
+          segment_ids: ``[E]``, the segments that the edges should have. Default: those that the plan itself keeps.
+          gather_ids: ``[E]``, the rows that the edges should gather. Default: those that the plan itself keeps.
+
+        Raises:
+          ValueError: names the first array that differs from that of the plan of these ids.
+          jax.errors.TracerArrayConversionError: an array is traced.
+        """
+        name = "SegmentPlan.validate"
+        if gather_ids is not None:
+            check_gathers(name, self)
+        segment_ids = self.edge_segment_ids if segment_ids is None else segment_ids
+        if self.num_rows is None:
+            expected = segment_plan(segment_ids, self.num_segments)
+        else:
+            # The ids that a plan keeps count from the front, where -1 is out of range.
+            kept = self.edge_gather_ids
+            gather_ids = jnp.where(kept < 0, self.num_rows, kept) if gather_ids is None else gather_ids
+            expected = segment_plan(segment_ids, self.num_segments, gather_ids, self.num_rows)
+        for field in dataclasses.fields(self):
+            own, right = (_host_value(getattr(plan, field.name)) for plan in (self, expected))
+            if not np.array_equal(own, right):
+                raise ValueError(
+                    f"{name}: {field.name} is not that of a plan of these ids: got {own}, expected {right}"
+                )
+
+
+def segment_plan(
+    segment_ids: ArrayLike,
+    num_segments: int,
+    gather_ids: ArrayLike | None = None,
+    num_rows: int | None = None,
+) -> SegmentPlan:
     """The order of the edges of a graph, for calls that share it: no call sorts any more.
 
-    Edge e goes from row ``gather_ids[e]`` to segment ``segment_ids[e]``, as in :func:`gather_segment_sum`.
+    Edge e goes from row ``gather_ids[e]`` to segment ``segment_ids[e]``, as in :func:`gather_segment_sum`. Without
+    `gather_ids`, edge e is row e itself, as in :func:`segment_sum`.
 
     Args:
       segment_ids: ``[E]``, any integer dtype, in any order. Edges whose id is negative or at least `num_segments` are
         dropped.
       num_segments: number of segments S, static under ``jit``.
       gather_ids: ``[E]``, any integer dtype, in any order. Negative ids count from the end; ids out of range name the
-        nearest row, and no gradient goes through them, as in ``data[gather_ids]``.
-      num_rows: number of rows N of the data, static under ``jit``.
+        nearest row, and no gradient goes through them, as in ``data[gather_ids]``. None: a plan for the functions that
+        do not gather.
+      num_rows: number of rows N of the data that is gathered, static under ``jit``.
 
     Returns:
       A :class:`SegmentPlan`, whose orders are stable sorts of the ids. Its property `transposed` is the plan of the
@@ -86,13 +129,14 @@ def segment_plan(segment_ids: ArrayLike, num_segments: int, gather_ids: ArrayLik
     """
     name = "segment_plan"
     num_segments = static_size(name, "num_segments", num_segments)
+    if (gather_ids is None) != (num_rows is None):
+        raise TypeError(f"{name}: gather_ids and num_rows belong together; pass both or neither")
+    if gather_ids is None:
+        return _plan_of_rows(name, segment_ids, num_segments)
     num_rows = static_size(name, "num_rows", num_rows)
     rows, segments = canonical_edges(name, gather_ids, segment_ids, num_rows, num_segments)
     rows, segments = _in_32_bits(rows, num_rows), _in_32_bits(segments, num_segments)
-    order, transposed_order = (
-        jnp.argsort(_dropped_last(ids, size), stable=True).astype(jnp.int32)
-        for ids, size in ((segments, num_segments), (rows, num_rows))
-    )
+    order, transposed_order = _order(segments, num_segments), _order(rows, num_rows)
     return SegmentPlan(
         edge_order=order,
         gather_ids=rows[order],
@@ -107,6 +151,35 @@ def segment_plan(segment_ids: ArrayLike, num_segments: int, gather_ids: ArrayLik
     )
 
 
+def _plan_of_rows(name: str, segment_ids: ArrayLike, num_segments: int) -> SegmentPlan:
+    ids = checked_ids(name, segment_ids)
+    if ids.ndim != 1:
+        raise ValueError(f"{name}: segment_ids must have shape [E], got {ids.shape}")
+    check_num_segments(name, num_segments)
+    segments = _in_32_bits(flat_ids(ids, num_segments, clamps_ids=False), num_segments)
+    order = _order(segments, num_segments)
+    return SegmentPlan(
+        edge_order=order,
+        gather_ids=None,
+        segment_ids=_dropped_last(segments, num_segments)[order],
+        edge_segment_ids=segments,
+        transposed_order=None,
+        transposed_gather_ids=None,
+        transposed_segment_ids=None,
+        edge_gather_ids=None,
+        num_segments=num_segments,
+        num_rows=None,
+    )
+
+
+def _order(ids: Array, size: int) -> Array:
+    return jnp.argsort(_dropped_last(ids, size), stable=True).astype(jnp.int32)
+
+
+def _host_value(value: Any) -> Any:
+    return np.asarray(value) if isinstance(value, jax.Array) else value
+
+
 def _in_32_bits(ids: Array, size: int) -> Array:
     """Ids as int32, those out of range by one: on the side where they are."""
     return jnp.clip(ids, -1, size).astype(jnp.int32)
@@ -114,3 +187,19 @@ def _in_32_bits(ids: Array, size: int) -> Array:
 
 def _dropped_last(ids: Array, size: int) -> Array:
     return jnp.where(ids < 0, size, ids)
+
+
+def check_plan(name: str, plan: Any, **belonging: Any) -> None:
+    """Checks that a plan is one, and that of these arguments, which belong to it, none is given as well."""
+    if not isinstance(plan, SegmentPlan):
+        raise TypeError(f"{name}: plan must be a SegmentPlan, got {type(plan).__name__}")
+    if given := [argument for argument, value in belonging.items() if value is not None]:
+        raise ValueError(
+            f"{name}: {', '.join(belonging)} belong to the plan; pass none of them, got {', '.join(given)}"
+        )
+
+
+def check_gathers(name: str, plan: SegmentPlan) -> None:
+    """Checks that a plan knows what its edges gather."""
+    if plan.num_rows is None:
+        raise ValueError(f"{name}: the plan has no gather_ids; pass gather_ids and num_rows to segment_plan")

@@ -42,17 +42,20 @@ from jax_baracuda.ops.segment.extended_product import (
     product_of_others,
     product_value,
 )
+from jax_baracuda.ops.segment.plan import SegmentPlan
 
 
 def segment_prod(
     data: ArrayLike,
-    segment_ids: ArrayLike,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
     indices_are_sorted: bool = False,
     unique_indices: bool = False,
     bucket_size: int | None = None,
     mode: Mode = None,
     out_sharding: OutSharding = None,
+    *,
+    plan: SegmentPlan | None = None,
 ) -> Array:
     """Product of the rows of each segment: ``out[s, ...] = prod { data[n, ...] : segment_ids[n] == s }``.
 
@@ -72,6 +75,8 @@ def segment_prod(
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       out_sharding: sharding of the result, for meshes with explicit axes.
+      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
+        Neither this call nor its gradient sorts any more, and both have the same bits in every run.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold 1.
@@ -102,17 +107,20 @@ def segment_prod(
       [0. 6. 0.]
     """
     name = "segment_prod"
-    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, bucket_size)
+    options = {"bucket_size": bucket_size, "plan": plan}
+    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, **options)
+    call = call.in_order()
     return reduce_numbers(name, call, _segment_prod, call.params(Params), jnp.prod)
 
 
 def segment_prod_backward(
     d_output: ArrayLike,
     data: ArrayLike,
-    segment_ids: ArrayLike,
+    segment_ids: ArrayLike | None = None,
     *,
     indices_are_sorted: bool = False,
     mode: Mode = None,
+    plan: SegmentPlan | None = None,
 ) -> Array:
     """Gradient of :func:`segment_prod`: ``d_data[n, ...] = d_output[s, ...] * product of the other rows of s``.
 
@@ -127,6 +135,7 @@ def segment_prod_backward(
         false, the result may hold anything.
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids` and `mode`.
 
     Returns:
       ``[N, ...]``, the cotangent of `data`. Dropped rows get 0.
@@ -147,9 +156,16 @@ def segment_prod_backward(
       [ 4.  2. 30.  0.]
     """
     d_output, call = canonicalize_backward(
-        "segment_prod_backward", d_output, data, segment_ids, indices_are_sorted, mode
+        "segment_prod_backward", d_output, data, segment_ids, indices_are_sorted, mode, plan
     )
-    return call.gradient(_segment_prod, call.params(Params), d_output)
+
+    def rows(data: Array) -> Array:
+        return call.with_data(data).in_order().data
+
+    ordered = call.in_order()
+    d_rows = ordered.gradient(_segment_prod, ordered.params(Params), d_output)
+    [d_data] = jax.linear_transpose(rows, call.data)(d_rows)
+    return d_data
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from jax_baracuda.ops.segment.arguments import (
     check_like,
     shaped_as_ids,
 )
-from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
+from jax_baracuda.ops.segment.cells import gather_segments, put_back, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import (
     IDS,
     ROWS,
@@ -31,13 +31,15 @@ from jax_baracuda.ops.segment.definitions import (
     row_axes_of,
     sum_guarantee,
 )
-from jax_baracuda.ops.segment.extremum import MAXIMUM, SEGMENT_MAX
+from jax_baracuda.ops.segment.extrema import MAXIMUM
+from jax_baracuda.ops.segment.extremum import SEGMENT_MAX
+from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import sum_over_shards
 
 
 def segment_softmax(
     logits: ArrayLike,
-    segment_ids: ArrayLike,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
     *,
     indices_are_sorted: bool = False,
@@ -45,6 +47,7 @@ def segment_softmax(
     mode: Mode = None,
     out_sharding: OutSharding = None,
     deterministic: bool = False,
+    plan: SegmentPlan | None = None,
 ) -> Array:
     """Softmax over the rows of each segment.
 
@@ -65,6 +68,8 @@ def segment_softmax(
       out_sharding: sharding of the result, for meshes with explicit axes.
       deterministic: on GPUs, sums of floating numbers in unsorted segments are added in an order that varies from run
         to run, unless this is True. Everything else has the same bits in every run anyway.
+      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
+        Neither this call nor its gradient sorts any more, and both have the same bits in every run.
 
     Returns:
       ``segment_ids.shape + logits.shape[1:]`` (the shape of `logits`) with the dtype of `logits`. Dropped rows get 0.
@@ -92,23 +97,25 @@ def segment_softmax(
       [0.5 0.5 1. ]
     """
     name = "segment_softmax"
-    call = canonicalize(
-        name, logits, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, data_name="logits"
-    )
+    options = {"data_name": "logits", "plan": plan}
+    call = canonicalize(name, logits, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, **options)
     if not jnp.issubdtype(call.data.dtype, jnp.floating):
         raise TypeError(f"{name}: logits must have a real floating dtype, got {call.data.dtype}")
-    return call.map_rows(_segment_softmax, call.params(SumParams, deterministic=bool(deterministic)))
+    ordered = call.in_order()
+    probabilities = ordered.map_rows(_segment_softmax, ordered.params(SumParams, deterministic=bool(deterministic)))
+    return probabilities if plan is None else put_back(probabilities, plan.edge_order)
 
 
 def segment_softmax_backward(
     d_output: ArrayLike,
     probabilities: ArrayLike,
-    segment_ids: ArrayLike,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
     *,
     indices_are_sorted: bool = False,
     mode: Mode = None,
     deterministic: bool = False,
+    plan: SegmentPlan | None = None,
 ) -> Array:
     """Gradient of :func:`segment_softmax`: ``d_logits = p * (d_p - sum of p * d_p over the row's segment)``.
 
@@ -125,6 +132,8 @@ def segment_softmax_backward(
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       deterministic: on GPUs, sums of floating numbers in unsorted segments are added in an order that varies from run
         to run, unless this is True. Everything else has the same bits in every run anyway.
+      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
+        Neither this call nor its gradient sorts any more, and both have the same bits in every run.
 
     Returns:
       ``[N, ...]``, the cotangent of the logits. Dropped rows get 0.
@@ -147,16 +156,16 @@ def segment_softmax_backward(
     """
     name = "segment_softmax_backward"
     d_output = as_array(name, "d_output", d_output)
-    call = canonicalize(
-        name, probabilities, segment_ids, num_segments, indices_are_sorted, mode, None, data_name="probabilities"
-    )
+    options = {"data_name": "probabilities", "plan": plan}
+    call = canonicalize(name, probabilities, segment_ids, num_segments, indices_are_sorted, mode, None, **options)
     shape = (*call.ids_shape, *call.data.shape[1:])
     check_like(name, "d_output", d_output, "probabilities", call.data, shape)
     check_like(name, "probabilities", call.data, "d_output", d_output, shape)
-    params = call.params(SumParams, deterministic=bool(deterministic))
-    rows = call.rows(call.data), call.rows(d_output)
-    [d_rows] = SEGMENT_SOFTMAX_BACKWARD(*rows, call.segment_ids, **vars(params))
-    return shaped_as_ids(d_rows, call.ids_shape)
+    ordered = call.in_order()
+    params = ordered.params(SumParams, deterministic=bool(deterministic))
+    rows = (x.rows(x.data) for x in (ordered, call.with_data(d_output).in_order()))
+    [d_rows] = SEGMENT_SOFTMAX_BACKWARD(*rows, ordered.segment_ids, **vars(params))
+    return shaped_as_ids(d_rows, call.ids_shape) if plan is None else put_back(d_rows, plan.edge_order)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

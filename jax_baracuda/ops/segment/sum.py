@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import accumulation_dtype
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda.ops.segment.arguments import (
@@ -27,17 +27,18 @@ from jax_baracuda.ops.segment.definitions import (
     IDS,
     WIDE_DTYPES,
     SumParams,
-    first_result,
     gradient_op,
     reduction_op,
     row_axes_of,
     sum_guarantee,
 )
+from jax_baracuda.ops.segment.gather_sum import sum_edges
+from jax_baracuda.ops.segment.plan import SegmentPlan
 
 
 def segment_sum(
     data: ArrayLike,
-    segment_ids: ArrayLike,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
     indices_are_sorted: bool = False,
     unique_indices: bool = False,
@@ -46,6 +47,7 @@ def segment_sum(
     out_sharding: OutSharding = None,
     *,
     deterministic: bool = False,
+    plan: SegmentPlan | None = None,
 ) -> Array:
     """Sum of the rows of each segment: ``out[s, ...] = sum { data[n, ...] : segment_ids[n] == s }``.
 
@@ -67,6 +69,8 @@ def segment_sum(
       out_sharding: sharding of the result, for meshes with explicit axes.
       deterministic: on GPUs, sums of floating numbers in unsorted segments are added in an order that varies from run
         to run, unless this is True. Everything else has the same bits in every run anyway.
+      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
+        Neither this call nor its gradient sorts any more, and both have the same bits in every run.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold 0.
@@ -96,12 +100,20 @@ def segment_sum(
        [5. 6.]]
     """
     name = "segment_sum"
-    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, bucket_size)
+    options = {"bucket_size": bucket_size, "plan": plan}
+    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, **options)
+    call = call.in_order(unless=FLOATING_DTYPES)
     params = call.params(SumParams, deterministic=bool(deterministic))
     return reduce_numbers(name, call, _segment_sum, params, jnp.sum)
 
 
-def segment_sum_backward(d_output: ArrayLike, segment_ids: ArrayLike, *, mode: Mode = None) -> Array:
+def segment_sum_backward(
+    d_output: ArrayLike,
+    segment_ids: ArrayLike | None = None,
+    *,
+    mode: Mode = None,
+    plan: SegmentPlan | None = None,
+) -> Array:
     """Gradient of :func:`segment_sum`: ``d_data[n, ...] = d_output[segment_ids[n], ...]``, 0 for dropped rows.
 
     Args:
@@ -110,6 +122,7 @@ def segment_sum_backward(d_output: ArrayLike, segment_ids: ArrayLike, *, mode: M
         segments are dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids` and `mode`.
 
     Returns:
       ``segment_ids.shape + d_output.shape[1:]`` with the dtype of `d_output`, the cotangent of the data.
@@ -128,7 +141,7 @@ def segment_sum_backward(d_output: ArrayLike, segment_ids: ArrayLike, *, mode: M
       >>> print(jb.segment_sum_backward(jnp.array([10.0, 20.0]), segment_ids))
       [10. 10. 20.  0.]
     """
-    d_output, ids, ids_shape = canonicalize_without_data("segment_sum_backward", d_output, segment_ids, mode)
+    d_output, ids, ids_shape = canonicalize_without_data("segment_sum_backward", d_output, segment_ids, mode, plan)
     [d_rows] = SEGMENT_SUM_BACKWARD(d_output, ids)
     return shaped_as_ids(d_rows, ids_shape)
 
@@ -208,11 +221,22 @@ def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) 
     return SEGMENT_SUM(jnp.ones(ids.shape, jnp.int32), ids, **sum_params(num_segments, indices_are_sorted))[0]
 
 
-_primal = first_result(SEGMENT_SUM)
+def _sum_rows(
+    params: SumParams,
+    *,
+    data: Array,
+    segment_ids: Array,
+    order: Array | None = None,
+    sorted_ids: Array | None = None,
+) -> Array:
+    """The sums, in the order of a plan where there is one."""
+    if order is None:
+        return SEGMENT_SUM(data, segment_ids, **vars(params))[0]
+    return sum_edges(data, order, sorted_ids, num_segments=params.num_segments, indices_are_sorted=True)
 
 
-def _forward(params: SumParams, *, data: Array, segment_ids: Array) -> tuple[Array, Array]:
-    return _primal(params, data=data, segment_ids=segment_ids), segment_ids
+def _forward(params: SumParams, *, data: Array, segment_ids: Array, **order: Array) -> tuple[Array, Array]:
+    return _sum_rows(params, data=data, segment_ids=segment_ids, **order), segment_ids
 
 
 def _backward(params: SumParams, segment_ids: Array, d_output: Array) -> dict[str, Array]:
@@ -220,4 +244,4 @@ def _backward(params: SumParams, segment_ids: Array, d_output: Array) -> dict[st
     return {"data": d_data}
 
 
-_segment_sum = KernelVjp("segment_sum", _primal, _forward, _backward)
+_segment_sum = KernelVjp("segment_sum", _sum_rows, _forward, _backward)

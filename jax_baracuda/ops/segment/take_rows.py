@@ -15,10 +15,9 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import as_array, in_automatic_mode
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda.ops.segment.arguments import checked_ids, index_dtype, wrapped_ids
-from jax_baracuda.ops.segment.edges import check_plan
-from jax_baracuda.ops.segment.gather import sum_edges
-from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.gather_sum import sum_edges
+from jax_baracuda.ops.segment.ids import checked_ids, index_dtype, wrapped_ids
+from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM
 
 

@@ -1,8 +1,7 @@
-"""Sum and mean of gathered rows over segments: message passing on graphs without an array of messages."""
+"""Sum of gathered rows over segments: message passing on graphs without an array of messages."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,6 @@ from jax_baracuda.ops.segment.edges import (
     replicated_dims,
 )
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import count_rows
 
 
 def gather_segment_sum(
@@ -93,97 +91,15 @@ def gather_segment_sum(
       [[8. 8.]
        [4. 6.]]
     """
-    return _reduce_edges(
-        "gather_segment_sum",
-        False,
-        data,
-        gather_ids,
-        segment_ids,
-        num_segments,
-        weights,
-        indices_are_sorted,
-        mode,
-        plan,
+    edges = gather_ids, segment_ids, num_segments
+    return reduce_edges(
+        "gather_segment_sum", _gather_segment_sum, data, *edges, weights, indices_are_sorted, mode, plan
     )
 
 
-def gather_segment_mean(
-    data: ArrayLike,
-    gather_ids: ArrayLike | None = None,
-    segment_ids: ArrayLike | None = None,
-    num_segments: int | None = None,
-    *,
-    weights: ArrayLike | None = None,
-    indices_are_sorted: bool = False,
-    mode: Mode = None,
-    plan: SegmentPlan | None = None,
-) -> Array:
-    """Mean of gathered rows over the edges of each segment: one layer of message passing.
-
-    ``out[s, ...] = mean { weights[e] * data[gather_ids[e], ...] : segment_ids[e] == s }``
-
-    The same as ``segment_mean(weights * data[gather_ids], segment_ids, num_segments)``, but no array of edges times
-    features is written or read, neither here nor by the gradient. What is divided by is the number of edges, whatever
-    their weights.
-
-    Args:
-      data: ``[N, ...]``, the rows (features of nodes), a floating dtype. float16, bfloat16, float32 and float64 have
-        kernels.
-      gather_ids: ``[E]``, any integer dtype, in any order: the row that each edge gathers (its sender). As in
-        ``data[gather_ids]``, negative ids count from the end, and ids out of range name the nearest row.
-      segment_ids: ``[E]``, any integer dtype, in any order: the segment of each edge (its receiver). Edges whose id is
-        negative or at least `num_segments` are dropped.
-      num_segments: number of segments S, static under ``jit``.
-      weights: factors of the edges, ``[E]``, or ``[E, H]`` for data ``[N, H, ...]``: one for each head. More generally,
-        ``[E, *dims]`` where `dims` are the first dimensions of a row. They are cast to the dtype of `data`.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing, which saves a sort on GPUs. If the promise is
-        false, the result may hold anything.
-      mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
-        is dropped. "clip": the id is clamped to ``[0, S - 1]``.
-      plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
-        `num_segments`. Neither this call nor its gradient sorts any more.
-
-    Returns:
-      ``[S, ...]`` with the dtype of `data`. Segments without edges hold 0.
-
-    Raises:
-      TypeError: an argument is no array or has an unsuitable dtype, or `num_segments` is missing.
-      IndexError: ids are boolean.
-      ValueError: shapes do not fit, there are no rows to gather from, or both a plan and ids are given.
-
-    Numerical guarantees: terms are added in float32 (float64 for float64), in an order that ids and shapes alone
-    decide, the sum is divided there by the exact number of edges, and rounded once to the dtype. Bit-equal from run to
-    run.
-
-    Gradient: that of :func:`gather_segment_sum` for the cotangent divided by the number of edges, which is rounded to
-    the dtype. No gradient of data goes through gather ids that are out of range. Derivatives of any order exist.
-    ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in :mod:`jax_baracuda.forward_mode`.
-
-    Example:
-      >>> import jax.numpy as jnp, jax_baracuda as jb
-      >>> data = jnp.array([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
-      >>> senders, receivers = jnp.array([0, 1, 2, 1]), jnp.array([1, 1, 0, 0])
-      >>> print(jb.gather_segment_mean(data, senders, receivers, num_segments=2))
-      [[4. 4.]
-       [2. 3.]]
-    """
-    return _reduce_edges(
-        "gather_segment_mean",
-        True,
-        data,
-        gather_ids,
-        segment_ids,
-        num_segments,
-        weights,
-        indices_are_sorted,
-        mode,
-        plan,
-    )
-
-
-def _reduce_edges(
+def reduce_edges(
     name: str,
-    is_mean: bool,
+    rules: KernelVjp,
     data: ArrayLike,
     gather_ids: ArrayLike | None,
     segment_ids: ArrayLike | None,
@@ -193,11 +109,12 @@ def _reduce_edges(
     mode: Mode,
     plan: SegmentPlan | None,
 ) -> Array:
+    """Applies a weighted reduction to the rows that edges gather."""
     data = as_rows(name, data)
     edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    params = SumParams(**edges.params(data, indices_are_sorted), is_mean=is_mean)
+    params = GatherParams(**edges.params(data, indices_are_sorted))
     if weights is None:
-        return _gather_segment_sum(params, data=data, **edges.arrays())
+        return rules(params, data=data, **edges.arrays())
     weights = as_array(name, "weights", weights)
     dims, num_edges = weights.shape[1:], edges.segment_ids.shape[0]
     if weights.ndim == 0 or weights.shape[0] != num_edges or data.shape[1 : weights.ndim] != dims:
@@ -206,7 +123,7 @@ def _reduce_edges(
             f"weights.shape = {weights.shape} for {num_edges} edges and data.shape = {data.shape}"
         )
     heads, features = math.prod(dims), math.prod(data.shape[weights.ndim :])
-    output = _gather_segment_sum(
+    output = rules(
         params,
         data=data.reshape(data.shape[0], heads, features),
         weights=weights.astype(data.dtype).reshape(num_edges, heads),
@@ -403,22 +320,19 @@ GATHER_SEGMENT_DOT = Op(
 # Derivative rule.
 
 
-@dataclasses.dataclass(frozen=True)
-class SumParams(GatherParams):
-    is_mean: bool
-
-
-def _primal(
-    params: SumParams,
+def sum_gathered(
+    params: GatherParams,
     *,
     data: Array,
     gather_ids: Array,
     segment_ids: Array,
     weights: Array | None = None,
     edge_order: Array | None = None,
+    is_wide: bool = False,
     **_: Array,
 ) -> Array:
-    output = sum_edges(
+    """The sums, unrounded in the dtype of accumulation where they are wanted wide."""
+    return sum_edges(
         data,
         gather_ids,
         segment_ids,
@@ -426,15 +340,8 @@ def _primal(
         edge_order,
         num_segments=params.num_segments,
         indices_are_sorted=params.indices_are_sorted,
-        is_wide=params.is_mean,
+        is_wide=is_wide,
     )
-    return _over_counts(output, segment_ids, params).astype(data.dtype) if params.is_mean else output
-
-
-def _over_counts(cells: Array, segment_ids: Array, params: SumParams) -> Array:
-    """Cells divided by the numbers of edges."""
-    counts = count_rows(segment_ids, params.num_segments, params.indices_are_sorted)
-    return cells / per_row(jnp.maximum(counts, 1), cells).astype(cells.dtype)
 
 
 def sum_edges(
@@ -456,20 +363,18 @@ def sum_edges(
     return GATHER_SEGMENT_SUM(data, gather_ids, segment_ids, *optional, **params, **flags)[0]
 
 
-def _forward(params: SumParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
-    residuals = dict(arrays)
-    if "weights" not in arrays:
-        del residuals["data"]
-    return _primal(params, **arrays), residuals
+def residuals_of_sum(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    return {name: array for name, array in arrays.items() if name != "data" or "weights" in arrays}
 
 
-def _backward(params: SumParams, residuals: dict[str, Array], d_output: Array) -> dict[str, Array]:
+def _forward(params: GatherParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+    return sum_gathered(params, **arrays), residuals_of_sum(arrays)
+
+
+def gradient_of_sum(params: GatherParams, residuals: dict[str, Array], d_output: Array) -> dict[str, Array]:
     edges = dict(residuals)
     data, weights, edge_order = (edges.pop(name, None) for name in ("data", "weights", "edge_order"))
     gather_ids, segment_ids = edges.pop("gather_ids"), edges.pop("segment_ids")
-    if params.is_mean:
-        wide = d_output.astype(accumulation_dtype(d_output.dtype))
-        d_output = _over_counts(wide, segment_ids, params).astype(d_output.dtype)
     has_plan = bool(edges)
     if has_plan:
         transposed = edges["transposed_gather_ids"], edges["transposed_segment_ids"]
@@ -493,4 +398,4 @@ def _backward(params: SumParams, residuals: dict[str, Array], d_output: Array) -
     return {"data": d_data, "weights": d_weights}
 
 
-_gather_segment_sum = KernelVjp("gather_segment_sum", _primal, _forward, _backward)
+_gather_segment_sum = KernelVjp("gather_segment_sum", sum_gathered, _forward, gradient_of_sum)

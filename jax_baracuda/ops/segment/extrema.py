@@ -1,0 +1,176 @@
+"""What the maxima and minima of segments and of gathered rows share: their order, winners, ties and derivatives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jax_baracuda._core.arrays import accumulation_dtype
+from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, xla_max, xla_min, xla_sum
+
+NO_WINNER = -1
+"""A winner is the row that attains a cell's extremum, or NO_WINNER (the segment is empty or holds a NaN), or, where
+ties are shared, minus the number (2 or more) of members that attain it, the identity of the reduction included."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Extremum:
+    """What tells the maximum and the minimum apart."""
+
+    of_segments: Callable[..., Array]
+    """``(data, ids, num_segments)``"""
+    over_axes: Callable[[Array, Sequence[str]], Array]
+    """Over the axes of a mesh."""
+    infinity: float
+    integer_bound: str
+
+    def identity(self, dtype: Any) -> np.ndarray:
+        """The extremum of no rows."""
+        if jnp.issubdtype(dtype, jnp.inexact):
+            value = self.infinity
+        else:
+            value = self.infinity > 0 if dtype == jnp.bool_ else getattr(jnp.iinfo(dtype), self.integer_bound)
+        return np.asarray(value, dtype)
+
+
+def _ordered(x: Array) -> Array:
+    """Floating numbers as integers of the same order, with NaN above all others and -0 below +0."""
+    signed = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(jnp.where(jnp.isnan(x), jnp.nan, x), signed)
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(signed).max, bits)
+
+
+def _from_ordered(ordered: Array, dtype: Any) -> Array:
+    return jax.lax.bitcast_convert_type(jnp.where(ordered < 0, ordered ^ jnp.iinfo(ordered.dtype).max, ordered), dtype)
+
+
+def _wide_integers(x: Array) -> Array:
+    """Collective libraries have no 16-bit integers and no booleans."""
+    return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
+
+
+def _max_of_segments(data: Array, ids: Array, num_segments: int) -> Array:
+    """``jax.ops.segment_max`` that propagates NaN on every backend, also where it becomes a maximum over devices."""
+    if not jnp.issubdtype(data.dtype, jnp.floating) or data.dtype.itemsize < 2:
+        return xla_max(data, ids, num_segments)
+    ordered = _ordered(data)
+    cells = xla_max(_wide_integers(ordered), ids, num_segments)
+    infinity = _ordered(jnp.asarray(-jnp.inf, data.dtype))
+    return _from_ordered(jnp.maximum(cells, infinity.astype(cells.dtype)).astype(ordered.dtype), data.dtype)
+
+
+def _min_of_segments(data: Array, ids: Array, num_segments: int) -> Array:
+    if not jnp.issubdtype(data.dtype, jnp.floating) or data.dtype.itemsize < 2:
+        return xla_min(data, ids, num_segments)
+    return -_max_of_segments(-data, ids, num_segments)
+
+
+def _all_max(x: Array, axes: Sequence[str]) -> Array:
+    """``jax.lax.pmax`` that propagates NaN and orders -0 below +0 on every backend."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return _from_ordered(_all_max(_ordered(x), axes), x.dtype)
+    return jax.lax.pmax(_wide_integers(x), axes).astype(x.dtype)
+
+
+def _all_min(x: Array, axes: Sequence[str]) -> Array:
+    """``jax.lax.pmin`` that propagates NaN and orders -0 below +0 on every backend."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return -_all_max(-x, axes)
+    return ~_all_max(~x, axes)
+
+
+MAXIMUM = Extremum(_max_of_segments, _all_max, -math.inf, "min")
+MINIMUM = Extremum(_min_of_segments, _all_min, math.inf, "max")
+
+
+def reference_winner(extremum: Extremum, data: Array, ids: Array, output: Array, first_wins: bool) -> Array:
+    num_segments = output.shape[0]
+    if 0 in output.shape or 0 in data.shape:
+        return jnp.full(output.shape, NO_WINNER, jnp.int32)
+    extrema, is_member = gather_segments(output, ids)
+    attains = is_member & (data == extrema)
+    none = jnp.iinfo(jnp.int32).max
+    first = xla_min(jnp.where(attains, row_numbers(data), none), ids, num_segments)
+    first = jnp.where(first == none, NO_WINNER, first)
+    if first_wins:
+        return first
+    members = xla_sum(attains.astype(jnp.int32), ids, num_segments)
+    members += output == extremum.identity(output.dtype)
+    return jnp.where(members > 1, -members, first)
+
+
+def reference_gradient(d_output: Array, winner: Array, ids: Array, *data_and_output: Array) -> Array:
+    """What the gradient kernels of maximum and minimum compute."""
+    winners, is_member = gather_segments(winner, ids)
+    # Wide, because the transpose adds up the cotangents of a segment's rows.
+    cotangents, _ = gather_segments(d_output.astype(accumulation_dtype(d_output.dtype)), ids)
+    wins = is_member & (winners == row_numbers(winners))
+    gradient = jnp.where(wins, cotangents, 0)
+    if data_and_output:
+        data, output = data_and_output
+        ties = is_member & (winners < NO_WINNER) & (data == gather_segments(output, ids)[0])
+        gradient = jnp.where(ties, cotangents / jnp.where(ties, -winners, 1), gradient)
+    return gradient.astype(d_output.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 3, 4))
+def reference_extremum(extremum: Extremum, data: Array, ids: Array, num_segments: int, first_wins: bool) -> Array:
+    return extremum.of_segments(data, ids, num_segments)
+
+
+@reference_extremum.defjvp
+def _reference_extremum_jvp(
+    extremum: Extremum,
+    num_segments: int,
+    first_wins: bool,
+    primals: tuple[Array, Array],
+    tangents: tuple[Array, Array],
+) -> tuple[Array, Array]:
+    data, ids = primals
+    output = reference_extremum(extremum, data, ids, num_segments, first_wins)
+    winner = reference_winner(extremum, data, ids, output, first_wins)
+
+    def gradient(d_output: Array) -> Array:
+        return reference_gradient(d_output, winner, ids, *(() if first_wins else (data, output)))
+
+    # The tangent is the transpose of the gradient, which keeps the two consistent by construction.
+    [d_output] = jax.linear_transpose(gradient, output)(tangents[0])
+    return output, d_output
+
+
+def winners_over_shards(
+    extremum: Extremum,
+    local_output: Array,
+    local_winner: Array,
+    first_row: Array,
+    row_axes: Sequence[str],
+    first_wins: bool,
+) -> tuple[Array, Array]:
+    """The extrema and winners of all rows, given those of each shard's."""
+    output = extremum.over_axes(local_output, row_axes)
+    none = jnp.iinfo(jnp.int32).max
+    attains = (local_output == output) & (local_winner != NO_WINNER)
+    row = jnp.where(attains & (local_winner >= 0), local_winner + first_row, none)
+    if first_wins:
+        row = jax.lax.pmin(row, row_axes)
+        return output, jnp.where(row == none, NO_WINNER, row)
+    identity = (output == extremum.identity(output.dtype)).astype(jnp.int32)
+    local_members = jnp.where(local_winner >= 0, 1, -local_winner - identity)
+    # A sole winner's row number is the sum over the shards, of which one has it.
+    members, row = jax.lax.psum((jnp.where(attains, local_members, 0), jnp.where(row == none, 0, row)), row_axes)
+    sole = (members == 1) & (identity == 0)
+    return output, jnp.where(members == 0, NO_WINNER, jnp.where(sole, row, -members - identity))
+
+
+def first_gets_all(name: str, tie_break: str) -> bool:
+    if tie_break not in ("split", "first"):
+        raise ValueError(f"{name}: tie_break must be 'split' or 'first', got {tie_break!r}")
+    return tie_break == "first"

@@ -1,0 +1,109 @@
+"""Mean of gathered rows over segments: their sum over the number of edges."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_baracuda._core.arrays import accumulation_dtype
+from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda.ops.segment.arguments import Mode
+from jax_baracuda.ops.segment.cells import per_row
+from jax_baracuda.ops.segment.edges import GatherParams
+from jax_baracuda.ops.segment.gather_sum import gradient_of_sum, reduce_edges, residuals_of_sum, sum_gathered
+from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.sum import count_rows
+
+
+def gather_segment_mean(
+    data: ArrayLike,
+    gather_ids: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    num_segments: int | None = None,
+    *,
+    weights: ArrayLike | None = None,
+    indices_are_sorted: bool = False,
+    mode: Mode = None,
+    plan: SegmentPlan | None = None,
+) -> Array:
+    """Mean of gathered rows over the edges of each segment: one layer of message passing.
+
+    ``out[s, ...] = mean { weights[e] * data[gather_ids[e], ...] : segment_ids[e] == s }``
+
+    The same as ``segment_mean(weights * data[gather_ids], segment_ids, num_segments)``, but no array of edges times
+    features is written or read, neither here nor by the gradient. What is divided by is the number of edges, whatever
+    their weights.
+
+    Args:
+      data: ``[N, ...]``, the rows (features of nodes), a floating dtype. float16, bfloat16, float32 and float64 have
+        kernels.
+      gather_ids: ``[E]``, any integer dtype, in any order: the row that each edge gathers (its sender). As in
+        ``data[gather_ids]``, negative ids count from the end, and ids out of range name the nearest row.
+      segment_ids: ``[E]``, any integer dtype, in any order: the segment of each edge (its receiver). Edges whose id is
+        negative or at least `num_segments` are dropped.
+      num_segments: number of segments S, static under ``jit``.
+      weights: factors of the edges, ``[E]``, or ``[E, H]`` for data ``[N, H, ...]``: one for each head. More generally,
+        ``[E, *dims]`` where `dims` are the first dimensions of a row. They are cast to the dtype of `data`.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which saves a sort on GPUs. If the promise is
+        false, the result may hold anything.
+      mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
+        is dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
+        `num_segments`. Neither this call nor its gradient sorts any more.
+
+    Returns:
+      ``[S, ...]`` with the dtype of `data`. Segments without edges hold 0.
+
+    Raises:
+      TypeError: an argument is no array or has an unsuitable dtype, or `num_segments` is missing.
+      IndexError: ids are boolean.
+      ValueError: shapes do not fit, there are no rows to gather from, or both a plan and ids are given.
+
+    Numerical guarantees: terms are added in float32 (float64 for float64), in an order that ids and shapes alone
+    decide, the sum is divided there by the exact number of edges, and rounded once to the dtype. Bit-equal from run to
+    run.
+
+    Gradient: that of :func:`gather_segment_sum` for the cotangent divided by the number of edges, which is rounded to
+    the dtype. No gradient of data goes through gather ids that are out of range. Derivatives of any order exist.
+    ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data = jnp.array([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
+      >>> senders, receivers = jnp.array([0, 1, 2, 1]), jnp.array([1, 1, 0, 0])
+      >>> print(jb.gather_segment_mean(data, senders, receivers, num_segments=2))
+      [[4. 4.]
+       [2. 3.]]
+    """
+    edges = gather_ids, segment_ids, num_segments
+    name = "gather_segment_mean"
+    return reduce_edges(name, _gather_segment_mean, data, *edges, weights, indices_are_sorted, mode, plan)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivative rule.
+
+
+def _over_counts(cells: Array, segment_ids: Array, params: GatherParams) -> Array:
+    """Cells divided by the numbers of edges."""
+    counts = count_rows(segment_ids, params.num_segments, params.indices_are_sorted)
+    return cells / per_row(jnp.maximum(counts, 1), cells).astype(cells.dtype)
+
+
+def _primal(params: GatherParams, *, data: Array, segment_ids: Array, **others: Array) -> Array:
+    total = sum_gathered(params, data=data, segment_ids=segment_ids, **others, is_wide=True)
+    return _over_counts(total, segment_ids, params).astype(data.dtype)
+
+
+def _forward(params: GatherParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+    return _primal(params, **arrays), residuals_of_sum(arrays)
+
+
+def _backward(params: GatherParams, residuals: dict[str, Array], d_output: Array) -> dict[str, Array]:
+    wide = d_output.astype(accumulation_dtype(d_output.dtype))
+    d_sum = _over_counts(wide, residuals["segment_ids"], params).astype(d_output.dtype)
+    return gradient_of_sum(params, residuals, d_sum)
+
+
+_gather_segment_mean = KernelVjp("gather_segment_mean", _primal, _forward, _backward)

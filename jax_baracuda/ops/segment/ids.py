@@ -1,0 +1,104 @@
+"""Ids of rows and segments: checks and canonical forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import as_array
+
+Mode = jax.lax.GatherScatterMode | str | None
+
+
+def checked_ids(name: str, ids: ArrayLike, argument: str = "segment_ids") -> Array:
+    ids = as_array(name, argument, ids)
+    if ids.dtype == jnp.bool_:
+        raise IndexError(f"{name}: {argument} must have an integer dtype, got bool")
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"{name}: {argument} must have an integer dtype, got {ids.dtype}")
+    return ids
+
+
+def clamps(name: str, mode: Mode) -> bool:
+    """Whether ids out of range are clamped rather than dropped."""
+    try:
+        return jax.lax.GatherScatterMode.from_any(mode) == jax.lax.GatherScatterMode.CLIP
+    except ValueError:
+        if mode == "one_hot":  # a mode that older versions of JAX do not know
+            return False
+    raise ValueError(
+        f"{name}: mode must be None, 'fill', 'drop', 'clip', 'promise_in_bounds', 'one_hot' or a "
+        f"jax.lax.GatherScatterMode, got {mode!r}"
+    )
+
+
+def canonical_edges(
+    name: str,
+    gather_ids: ArrayLike,
+    segment_ids: ArrayLike,
+    num_rows: int,
+    num_segments: int,
+    mode: Mode = None,
+) -> tuple[Array, Array]:
+    """The ids of edges, ``[E]``: gather ids as int32 that count from the front, and flat segment ids."""
+    rows, segments = checked_ids(name, gather_ids, "gather_ids"), checked_ids(name, segment_ids)
+    if segments.ndim != 1 or rows.shape != segments.shape:
+        raise ValueError(
+            f"{name}: gather_ids and segment_ids must have one shape [E], got {rows.shape} and {segments.shape}"
+        )
+    if num_rows > jnp.iinfo(jnp.int32).max:
+        raise ValueError(f"{name}: at most 2^31 - 1 rows can be gathered from, got {num_rows}")
+    check_num_segments(name, num_segments)
+    # Ids of every dtype, as jax.numpy wraps them; what does not fit in 32 bits is out of range on its side.
+    rows = wrapped_ids(rows, num_rows)
+    if rows.dtype.itemsize == 8 and jnp.issubdtype(rows.dtype, jnp.signedinteger):
+        rows = jnp.clip(rows, -1, num_rows)
+    elif rows.dtype.itemsize >= 4 and jnp.issubdtype(rows.dtype, jnp.unsignedinteger):
+        rows = jnp.minimum(rows, rows.dtype.type(min(num_rows, int(jnp.iinfo(rows.dtype).max))))
+    return rows.astype(jnp.int32), flat_ids(segments, num_segments, clamps(name, mode))
+
+
+def check_num_segments(name: str, num_segments: int) -> None:
+    if num_segments > jnp.iinfo(jnp.int32).max:
+        raise ValueError(f"{name}: num_segments must be at most 2^31 - 1, got {num_segments}")
+
+
+def index_dtype(num_rows: int) -> Any:
+    """The dtype of numbers of rows."""
+    return jnp.int64 if num_rows > jnp.iinfo(jnp.int32).max else jnp.int32
+
+
+def wrapped_ids(ids: Array, num_rows: int) -> Array:
+    """Ids of rows, negative ones counted from the end once, as in ``jax.numpy``; in a dtype that this fits in."""
+    if not jnp.issubdtype(ids.dtype, jnp.signedinteger):
+        return ids
+    if num_rows > jnp.iinfo(ids.dtype).max:
+        ids = ids.astype(index_dtype(num_rows))
+    return jnp.where(ids < 0, ids + ids.dtype.type(num_rows), ids)
+
+
+def static_size(name: str, argument: str, size: int) -> int:
+    """A number of rows or segments."""
+    if not hasattr(size, "__index__"):
+        raise TypeError(f"{name}: {argument} must be an integer, got {size!r}")
+    size = jax_versions.concrete_or_error(size, f"{name}: {argument} must be static.")
+    if size < 0:
+        raise ValueError(f"{name}: {argument} must be non-negative, got {size}")
+    return size
+
+
+def flat_ids(ids: Array, num_segments: int, clamps_ids: bool) -> Array:
+    """Ids as int32 or int64 ``[N]``. What does not fit stays out of range, and ascending ids stay ascending."""
+    if clamps_ids and num_segments > 0:
+        ids = jnp.clip(ids, 0, min(num_segments - 1, int(jnp.iinfo(ids.dtype).max)))
+    ids = ids.reshape(-1) if ids.ndim != 1 else ids
+    signed = jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32
+    most = jnp.iinfo(signed).max
+    if jnp.iinfo(ids.dtype).max > most and num_segments <= most:
+        ids = jnp.minimum(ids, ids.dtype.type(most))  # to wrap would make them negative, in front of all others
+    return ids if ids.dtype == signed else ids.astype(signed)
