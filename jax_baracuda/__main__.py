@@ -9,7 +9,7 @@ TOOLS = {
     "report": "what is installed, and which kernel serves each op on each device here",
     "check": "each op against plain JAX on the devices here, value and gradient",
     "race": "time of this package against XLA on the devices here",
-    "demo": "train a small graph network through segment_max and compare with jax.ops",
+    "demo": "train a small graph network through gather_segment_max and compare with jax.ops",
 }
 
 

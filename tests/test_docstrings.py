@@ -37,7 +37,7 @@ OF_EDGES = (
 """These speak of edges where the other segment functions speak of rows."""
 
 OF_ONE_FUNCTION = {
-    "segment": {"bucket_size", "d_output", "data", "segment_ids", "tie_break"},
+    "segment": {"bucket_size", "d_output", "data", "plan", "segment_ids", "tie_break"},
     "causal_conv1d": {"x"},
     "rope": {"d_output"},
     "where": {"cond"},

@@ -1,4 +1,4 @@
-"""Demo: train a graph neural network whose aggregation is `segment_max`, and compare it with `jax.ops.segment_max`.
+"""Demo: train a graph network whose aggregation is `gather_segment_max`, and compare it with `jax.ops.segment_max`.
 
     python -m jax_baracuda demo
 
@@ -9,11 +9,11 @@ layers
 
     h_v = W_self x_v + W_neighbour max_{u in N(v)} relu(W_pool x_u + b_pool) + b
 
-the maximum over the neighbours N(v) of every node v is one call of `segment_max`, differentiated at every training
-step.
+the maximum over the neighbours N(v) of every node v is one call of `gather_segment_max`, differentiated at every
+training step. The plan of the edges is made once, before the training.
 
-Two runs train side by side from the same initial parameters, one with `jax_baracuda.segment_max` and one with
-`jax.ops.segment_max`, and nothing else differs between them.
+Two runs train side by side from the same initial parameters, one with `jax_baracuda.gather_segment_max` and one with
+`jax.ops.segment_max` of the gathered messages, and nothing else differs between them.
 """
 
 import argparse
@@ -47,8 +47,6 @@ WARM_UP_STEPS = 5
 GRADIENT_TOLERANCE = 1e-5
 LOSS_TOLERANCE = 1e-3
 
-SegmentMax = Callable[..., jax.Array]
-
 
 class Graph(NamedTuple):
     """N nodes with features and labels, and E directed edges, sorted by receiver.
@@ -61,6 +59,20 @@ class Graph(NamedTuple):
     is_train: jax.Array  # (N,) bool: the nodes whose labels the training may see
     senders: jax.Array  # (E,) int32
     receivers: jax.Array  # (E,) int32, ascending
+    plan: jax_baracuda.SegmentPlan  # of the edges
+
+
+def fused_maximum(x: jax.Array, graph: Graph) -> jax.Array:
+    """The maximum over the neighbours of each node, (N, P), without an array of messages."""
+    return jax_baracuda.gather_segment_max(x, plan=graph.plan)
+
+
+def maximum_of_messages(x: jax.Array, graph: Graph) -> jax.Array:
+    """The same in plain JAX, which gathers the messages (E, P) first."""
+    return jax.ops.segment_max(x[graph.senders], graph.receivers, num_segments=x.shape[0], indices_are_sorted=True)
+
+
+Aggregate = Callable[[jax.Array, Graph], jax.Array]
 
 
 class SageLayer(NamedTuple):
@@ -85,8 +97,8 @@ class AdamState(NamedTuple):
 class Run:
     """One training run: what it aggregates with, where it stands, and what was measured at each step."""
 
-    library: str
-    segment_max: SegmentMax
+    function: str
+    aggregate: Aggregate
     parameters: list[SageLayer]
     adam: AdamState
     losses: list[float] = field(default_factory=list)
@@ -109,12 +121,15 @@ def load_digits_graph(seed: int) -> Graph:
     edges = nearest.maximum(nearest.T).tocsr()
     edges.sort_indices()
     is_train = np.random.default_rng(seed).random(len(labels)) < LABELLED_FRACTION
+    senders = jnp.asarray(edges.indices, jnp.int32)
+    receivers = jnp.asarray(np.repeat(np.arange(len(labels)), np.diff(edges.indptr)), jnp.int32)
     return Graph(
         features=jnp.asarray(images / 16, jnp.float32),
         labels=jnp.asarray(labels, jnp.int32),
         is_train=jnp.asarray(is_train),
-        senders=jnp.asarray(edges.indices, jnp.int32),
-        receivers=jnp.asarray(np.repeat(np.arange(len(labels)), np.diff(edges.indptr)), jnp.int32),
+        senders=senders,
+        receivers=receivers,
+        plan=jax_baracuda.segment_plan(receivers, len(labels), senders, len(labels)),
     )
 
 
@@ -136,28 +151,25 @@ def initial_parameters(key: jax.Array, channels: Sequence[int]) -> list[SageLaye
     return layers
 
 
-def sage_layer(layer: SageLayer, x: jax.Array, graph: Graph, segment_max: SegmentMax) -> jax.Array:
+def sage_layer(layer: SageLayer, x: jax.Array, graph: Graph, aggregate: Aggregate) -> jax.Array:
     """Maps node features of shape (N, I) to (N, O): each node sees itself and the maximum over its neighbours."""
     pooled = jax.nn.relu(x @ layer.pool_weight + layer.pool_bias)  # (N, P)
-    messages = pooled[graph.senders]  # (E, P)
-    strongest = segment_max(messages, graph.receivers, num_segments=x.shape[0], indices_are_sorted=True)  # (N, P)
+    strongest = aggregate(pooled, graph)  # (N, P)
     return x @ layer.self_weight + strongest @ layer.neighbour_weight + layer.bias
 
 
-def network(parameters: list[SageLayer], graph: Graph, segment_max: SegmentMax) -> jax.Array:
+def network(parameters: list[SageLayer], graph: Graph, aggregate: Aggregate) -> jax.Array:
     """Logits of shape (N, 10): one score per node and digit."""
     *hidden_layers, last_layer = parameters
     x = graph.features
     for layer in hidden_layers:
-        x = jax.nn.relu(sage_layer(layer, x, graph, segment_max))
-    return sage_layer(last_layer, x, graph, segment_max)
+        x = jax.nn.relu(sage_layer(layer, x, graph, aggregate))
+    return sage_layer(last_layer, x, graph, aggregate)
 
 
-def loss_and_accuracy(
-    parameters: list[SageLayer], graph: Graph, segment_max: SegmentMax
-) -> tuple[jax.Array, jax.Array]:
+def loss_and_accuracy(parameters: list[SageLayer], graph: Graph, aggregate: Aggregate) -> tuple[jax.Array, jax.Array]:
     """Mean cross-entropy over the training nodes, and the fraction of the other nodes that are labelled correctly."""
-    logits = network(parameters, graph, segment_max)
+    logits = network(parameters, graph, aggregate)
     log_probabilities = jax.nn.log_softmax(logits)
     cross_entropy = -jnp.take_along_axis(log_probabilities, graph.labels[:, None], axis=1)[:, 0]  # (N,)
     is_correct = jnp.argmax(logits, axis=1) == graph.labels
@@ -182,31 +194,31 @@ def adam_update(parameters: Any, gradients: Any, state: AdamState) -> tuple[Any,
     return jax.tree.map(moved, parameters, mean, mean_square), AdamState(mean, mean_square, steps)
 
 
-@functools.partial(jax.jit, static_argnames="segment_max")
+@functools.partial(jax.jit, static_argnames="aggregate")
 def training_step(
-    parameters: list[SageLayer], adam: AdamState, graph: Graph, segment_max: SegmentMax
+    parameters: list[SageLayer], adam: AdamState, graph: Graph, aggregate: Aggregate
 ) -> tuple[list[SageLayer], AdamState, jax.Array, jax.Array]:
     """Updated parameters and Adam state; loss and test accuracy are those of the parameters before the update."""
     differentiate = jax.value_and_grad(loss_and_accuracy, has_aux=True)
-    (loss, accuracy), gradients = differentiate(parameters, graph, segment_max)
+    (loss, accuracy), gradients = differentiate(parameters, graph, aggregate)
     parameters, adam = adam_update(parameters, gradients, adam)
     return parameters, adam, loss, accuracy
 
 
 def start_runs(seed: int) -> tuple[Run, Run]:
-    """One run with `jax_baracuda.segment_max` and one with `jax.ops.segment_max`, with the same initial parameters."""
+    """One run with `gather_segment_max` and one with `jax.ops.segment_max`, with the same initial parameters."""
     parameters = initial_parameters(jax.random.key(seed), (64, HIDDEN_CHANNELS, 10))
     zeros = jax.tree.map(jnp.zeros_like, parameters)
     adam = AdamState(mean=zeros, mean_square=zeros, steps=jnp.zeros((), jnp.int32))
-    ours = Run("jax_baracuda", jax_baracuda.segment_max, parameters, adam)
-    reference = Run("jax.ops", jax.ops.segment_max, parameters, adam)
+    ours = Run("jax_baracuda.gather_segment_max", fused_maximum, parameters, adam)
+    reference = Run("jax.ops.segment_max", maximum_of_messages, parameters, adam)
     return ours, reference
 
 
 def advance(run: Run, graph: Graph) -> None:
     """Takes one training step of a run, and notes its loss, its accuracy and its duration."""
     start = time.perf_counter()
-    results = jax.block_until_ready(training_step(run.parameters, run.adam, graph, run.segment_max))
+    results = jax.block_until_ready(training_step(run.parameters, run.adam, graph, run.aggregate))
     run.seconds.append(time.perf_counter() - start)
     run.parameters, run.adam, loss, accuracy = results
     run.losses.append(float(loss))
@@ -232,10 +244,10 @@ def train_side_by_side(runs: Sequence[Run], graph: Graph, steps: int) -> None:
             progress.update(task, advance=1, loss=runs[0].losses[-1])
 
 
-@functools.partial(jax.jit, static_argnames="segment_max")
-def loss_gradients(parameters: list[SageLayer], graph: Graph, segment_max: SegmentMax) -> list[SageLayer]:
+@functools.partial(jax.jit, static_argnames="aggregate")
+def loss_gradients(parameters: list[SageLayer], graph: Graph, aggregate: Aggregate) -> list[SageLayer]:
     """Gradients of the training loss, shaped like the parameters."""
-    gradients, _ = jax.grad(loss_and_accuracy, has_aux=True)(parameters, graph, segment_max)
+    gradients, _ = jax.grad(loss_and_accuracy, has_aux=True)(parameters, graph, aggregate)
     return gradients
 
 
@@ -247,8 +259,8 @@ def gradient_difference(graph: Graph, run: Run, expected: Run) -> float:
 
     differences = jax.tree.map(
         relative_difference,
-        loss_gradients(run.parameters, graph, run.segment_max),
-        loss_gradients(expected.parameters, graph, expected.segment_max),
+        loss_gradients(run.parameters, graph, run.aggregate),
+        loss_gradients(expected.parameters, graph, expected.aggregate),
     )
     return max(jax.tree.leaves(differences))
 
@@ -271,7 +283,7 @@ def save_plot(runs: Sequence[Run], device: jax.Device, path: Path) -> None:
     figure = Figure(figsize=(13, 4.4), dpi=150, layout="constrained")
     loss_axes, accuracy_axes, time_axes = figure.subplots(1, 3, width_ratios=(4, 4, 3))
     for run, style in zip(runs, styles, strict=True):
-        loss_axes.plot(run.losses, label=f"{run.library}.segment_max", **style)
+        loss_axes.plot(run.losses, label=run.function, **style)
         accuracy_axes.plot(100 * np.asarray(run.accuracies), **style)
 
     loss_axes.set(title="Training loss", xlabel="training step", ylabel="cross-entropy [nats]", yscale="log")
@@ -288,7 +300,7 @@ def save_plot(runs: Sequence[Run], device: jax.Device, path: Path) -> None:
     )
 
     bars = time_axes.barh(
-        [run.library for run in runs],
+        [run.function.rsplit(".", 1)[0] for run in runs],
         [run.median_milliseconds() for run in runs],
         color=[style["color"] for style in styles],
         height=0.5,
@@ -332,7 +344,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line of the demo."""
     parser = argparse.ArgumentParser(
         prog="python -m jax_baracuda demo",
-        description="Trains a graph neural network with jax_baracuda.segment_max and with jax.ops.segment_max, "
+        description="Trains a graph network with jax_baracuda.gather_segment_max and with jax.ops.segment_max, "
         "checks that both learn the same, and compares their speed.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -371,11 +383,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     for run in (ours, reference):
         print(
-            f"{run.library + '.segment_max:':<26} final loss {run.losses[-1]:.6f}, "
+            f"{run.function + ':':<33} final loss {run.losses[-1]:.6f}, "
             f"test accuracy {run.accuracies[-1]:.1%}, {run.median_milliseconds():.2f} ms per training step (median)"
         )
     ratio = reference.median_milliseconds() / ours.median_milliseconds()
-    print(f"speed:     {ratio:.2f} training steps with {ours.library} in the time of one with {reference.library}")
+    print(f"speed:     {ratio:.2f} training steps with {ours.function} in the time of one with {reference.function}")
     print(f"plot:      {options.output}")
     gradients_agree = report_agreement(
         "first gradients, relative to each array's largest entry", first_gradient_difference, GRADIENT_TOLERANCE

@@ -369,6 +369,26 @@ FROM_WHOLE_IDS = Rule(
     ("num_segments", "sharding"),
     lambda num_segments, sharding: num_segments is ABSENT and sharding not in ("single", "auto"),
 )
+PLAN_HAS_MODE = Rule(
+    "a plan has an order and a mode of its own",
+    ("plan", "mode"),
+    lambda plan, mode: plan is not ABSENT and mode is not ABSENT,
+)
+NO_EXPLICIT_PLAN = Rule(
+    "explicit mode does not sort arrays that are split",
+    ("plan", "sharding"),
+    lambda plan, sharding: plan is not ABSENT and sharding == "explicit",
+)
+PLAN_HAS_NUMBER = Rule(
+    "a plan has a number of segments of its own",
+    ("plan", "num_segments"),
+    lambda plan, num_segments: plan is not ABSENT and num_segments is ABSENT,
+)
+PLAN_HAS_NO_BUCKETS = Rule(
+    "a plan cannot be combined with buckets",
+    ("plan", "bucket_size"),
+    lambda plan, bucket_size: plan is not ABSENT and bucket_size is not ABSENT,
+)
 NO_EMPTY_BUCKETS = Rule(
     "buckets need rows",
     ("bucket_size", "size"),
@@ -379,6 +399,7 @@ NO_HUGE_BUCKETS = Rule(
     ("bucket_size", "size"),
     lambda bucket_size, size: bucket_size is not ABSENT and size in LARGE_SIZES,
 )
+BUCKET_RULES = (NO_EMPTY_BUCKETS, NO_HUGE_BUCKETS, PLAN_HAS_NO_BUCKETS)
 NO_BUCKETS_OF_EXPLICIT_BATCHES = Rule(
     "the derivative of jax.numpy.prod over buckets cannot be mapped in explicit mode",
     ("bucket_size", "sharding", "batch"),
@@ -402,8 +423,19 @@ COMMON = {
     "mode": (ABSENT, "clip", "drop"),
     "ids_dtype": ("int32", "int64", "uint8", "int16", "uint32"),
     "data_rows": ("own", "shared"),
+    "plan": (ABSENT, True),
 }
-COMMON_RULES = (FROM_IDS, FROM_UNBATCHED_IDS, FROM_SOME_IDS, FROM_WHOLE_IDS, NO_CLIP_TO_NOTHING, NARROW_IDS)
+COMMON_RULES = (
+    FROM_IDS,
+    FROM_UNBATCHED_IDS,
+    FROM_SOME_IDS,
+    FROM_WHOLE_IDS,
+    NO_CLIP_TO_NOTHING,
+    NARROW_IDS,
+    PLAN_HAS_MODE,
+    PLAN_HAS_NUMBER,
+    NO_EXPLICIT_PLAN,
+)
 
 
 def _features(sizes: Sizes) -> tuple[str, ...]:
@@ -420,6 +452,18 @@ def _ids(options: Options, sizes: Sizes) -> Operand:
     else:
         draw = ids_of(num_segments, bool(options.get("indices_are_sorted")))
     return Operand("segment_ids", ("row",), draw, dtype=options.get("ids_dtype", "int32"))
+
+
+def _call_of_rows(
+    options: Options, num_segments: int, function: Callable[..., Any], arrays: Sequence[Any], keywords: Sequence[str]
+) -> Any:
+    """With the ids of rows, which come last of the arrays, or with their plan."""
+    *others, ids = arrays
+    if options["plan"]:
+        keywords = [key for key in keywords if key != "mode"]
+        return function(*others, plan=jax_baracuda.segment_plan(ids, num_segments), **passed(options, *keywords))
+    kwargs = {"num_segments": num_segments} if options.get("num_segments", ABSENT) is not ABSENT else {}
+    return function(*others, ids, **kwargs, **passed(options, *keywords))
 
 
 def _clipped(function: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
@@ -458,10 +502,8 @@ def _reduction_problem(
         return call
 
     def apply(function: Callable[..., Any], data: Any, ids: Any) -> Any:
-        kwargs = {"num_segments": sizes["segment"]} if takes_number else {}
-        return function(
-            data, ids, **kwargs, **passed(options, "indices_are_sorted", "unique_indices", "mode", *keywords)
-        )
+        of_all = ("indices_are_sorted", "unique_indices", "mode")
+        return _call_of_rows(options, sizes["segment"], function, (data, ids), (*of_all, *keywords))
 
     return Problem(
         operands=(
@@ -521,11 +563,12 @@ def _declare_reduction(
                 {"indices_are_sorted": is_sorted, **chosen}
                 for is_sorted in (ABSENT, True)
                 for chosen in ({}, {"deterministic": True} if "deterministic" in options else {"dtype": dtypes[3]})
-            ),
+            )
+            + ({"plan": True},),
             problem=functools.partial(
                 _reduction_problem, reference_of, majorant_of, draw_of, keywords, properties, has_rows, data_name
             ),
-            rules=(*COMMON_RULES, *((NO_EMPTY_BUCKETS, NO_HUGE_BUCKETS) if "bucket_size" in options else ()), *rules),
+            rules=(*COMMON_RULES, *(BUCKET_RULES if "bucket_size" in options else ()), *rules),
         )
     )
 
@@ -614,7 +657,7 @@ def _declare_gradient(
     exact_value: bool = False,
 ) -> None:
     """A gradient ``(d_output, [data,] ids)``; its reference ``(d_output, data or None, ids, num_segments)``."""
-    keywords = tuple(key for key in options if key not in ("values", "ids_dtype", "mode"))
+    keywords = tuple(key for key in options if key not in ("values", "ids_dtype", "mode", "plan"))
 
     def problem(dtype: str, chosen: Options, sizes: Sizes) -> Problem:
         features = _features(sizes)
@@ -643,7 +686,7 @@ def _declare_gradient(
 
         return Problem(
             operands=(Operand("d_output", ("segment", *features), numbers), *data, _ids(chosen, sizes)),
-            apply=lambda function, *arrays: function(*arrays, **passed(chosen, "mode", *keywords)),
+            apply=lambda function, *arrays: _call_of_rows(chosen, num_segments, function, arrays, ("mode", *keywords)),
             reference=bound(gradient_of(chosen)),
             majorant=None if majorant_of is None else bound(majorant_of(chosen)),
             results=(("row", *features),),
@@ -660,12 +703,12 @@ def _declare_gradient(
             large_sizes=LARGE_SIZES,
             options=options,
             problem=problem,
-            rules=(NO_CLIP_TO_NOTHING, NARROW_IDS) if "ids_dtype" in options else (),
+            rules=(NO_CLIP_TO_NOTHING, NARROW_IDS, PLAN_HAS_MODE, NO_EXPLICIT_PLAN),
         )
     )
 
 
-IDS_OPTIONS = {"mode": COMMON["mode"], "ids_dtype": COMMON["ids_dtype"]}
+IDS_OPTIONS = {name: COMMON[name] for name in ("mode", "ids_dtype", "plan")}
 
 
 def _vjp(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -694,7 +737,7 @@ for _name, _is_max in (("segment_max_backward", True), ("segment_min_backward", 
     )
 _declare_gradient(
     "unsorted_segment_max_backward",
-    {"mode": (ABSENT,), **{k: v for k, v in IDS_OPTIONS.items() if k != "mode"}, **VALUES},
+    {**IDS_OPTIONS, "mode": (ABSENT,), "plan": (ABSENT,), **VALUES},
     lambda options: _vjp(_extremum(True, True, None)),
     _ties_or_special,
     data_is_selection=True,
@@ -727,8 +770,8 @@ def _softmax_backward_problem(dtype: str, options: Options, sizes: Sizes) -> Pro
         return call
 
     def apply(function: Callable[..., Any], *arrays: Any) -> Any:
-        kwargs = {"num_segments": sizes["segment"]} if takes_number else {}
-        return function(*arrays, **kwargs, **passed(options, "indices_are_sorted", "mode", "deterministic"))
+        keywords = ("indices_are_sorted", "mode", "deterministic")
+        return _call_of_rows(options, sizes["segment"], function, arrays, keywords)
 
     return Problem(
         operands=(
@@ -896,16 +939,8 @@ def _declare_gathered(
             rules=(
                 NO_CLIP_TO_NOTHING,
                 NARROW_IDS,
-                Rule(
-                    "a plan has an order and a mode of its own",
-                    ("plan", "mode"),
-                    lambda plan, mode: plan is not ABSENT and mode is not ABSENT,
-                ),
-                Rule(
-                    "explicit mode does not sort arrays that are split",
-                    ("plan", "sharding"),
-                    lambda plan, sharding: plan is not ABSENT and sharding == "explicit",
-                ),
+                PLAN_HAS_MODE,
+                NO_EXPLICIT_PLAN,
                 *rules,
             ),
         )

@@ -86,9 +86,8 @@ def segment_argmax(
        [3 3]
        [2 2]]
     """
-    return _arg_extremum(
-        SEGMENT_ARGMAX, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, plan=plan
-    )
+    ids = segment_ids, num_segments
+    return _arg_extremum(SEGMENT_ARGMAX, data, *ids, indices_are_sorted, mode, out_sharding, plan=plan)
 
 
 def segment_argmin(
@@ -147,9 +146,8 @@ def segment_argmin(
        [3 3]
        [2 2]]
     """
-    return _arg_extremum(
-        SEGMENT_ARGMIN, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, plan=plan
-    )
+    ids = segment_ids, num_segments
+    return _arg_extremum(SEGMENT_ARGMIN, data, *ids, indices_are_sorted, mode, out_sharding, plan=plan)
 
 
 def _arg_extremum(op: Op, *arguments: Any, plan: SegmentPlan | None) -> Array:

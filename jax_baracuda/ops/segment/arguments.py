@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import as_array, reshard_as, reshard_like
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda.ops.segment.cells import in_order
+from jax_baracuda.ops.segment.cells import in_order, put_back
 from jax_baracuda.ops.segment.definitions import Params
 from jax_baracuda.ops.segment.ids import Mode, checked_ids, clamps, flat_ids, static_size
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan
@@ -70,6 +70,10 @@ class SegmentCall:
         return dataclasses.replace(
             self, data=rows, segment_ids=self.sorted_ids, indices_are_sorted=True, order=None, sorted_ids=None
         )
+
+    def in_own_order(self, rows: Array) -> Array:
+        """One row per id, in the order in which the arguments of the call have them."""
+        return shaped_as_ids(rows if self.order is None else put_back(rows, self.order), self.ids_shape)
 
     def rows(self, data: Array) -> Array:
         """`data` as one row per id, ``[N, ...]``."""

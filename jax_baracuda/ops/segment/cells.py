@@ -10,6 +10,7 @@ from jax import Array
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import in_automatic_mode
+from jax_baracuda._core.autodiff import KernelVjp
 
 
 def _dropping(reduction: Callable[..., Array]) -> Callable[[Array, Array, int], Array]:
@@ -49,18 +50,33 @@ def same_value(x: Array, y: Array) -> Array:
     return (x == y) | ((x != x) & (y != y))
 
 
+def over_counts(total: Array, counts: Array) -> Array:
+    """Totals divided by the numbers of their rows, ``[S]``, rounded once; those of no rows are 0 and stay so."""
+    divisors = per_row(jnp.maximum(counts, 1), total).astype(total.dtype)
+    # By a divisor that it broadcasts, XLA multiplies with the reciprocal, which rounds twice.
+    cell_divisors = jnp.where(total == total, divisors, jax.lax.optimization_barrier(divisors))
+    return total / cell_divisors
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows in the order of a plan. Each direction is the gradient of the other, which XLA would add to zeros.
+
+
 def in_order(rows: Array, order: Array) -> Array:
     """The rows in another order."""
-
-    def take(rows: Array, order: Array) -> tuple[Array]:
-        return (rows.at[order].get(mode="clip", unique_indices=True),)
-
-    return _of_whole_rows(take, rows, order)
+    return _in_order(None, rows=rows, order=order)
 
 
 def put_back(rows: Array, order: Array) -> Array:
     """Rows that :func:`in_order` gave, in their own order again."""
+    return _put_back(None, rows=rows, order=order)
 
+
+def _take(params: None, *, rows: Array, order: Array) -> Array:
+    return _of_whole_rows(lambda rows, order: (rows.at[order].get(mode="clip", unique_indices=True),), rows, order)
+
+
+def _put(params: None, *, rows: Array, order: Array) -> Array:
     def put(rows: Array, order: Array) -> tuple[Array]:
         return (jnp.zeros_like(rows).at[order].set(rows, mode="drop", unique_indices=True),)
 
@@ -73,3 +89,17 @@ def _of_whole_rows(function: Callable[[Array, Array], tuple[Array]], rows: Array
     if spec is not None:
         function = in_automatic_mode(function, jax.typeof(rows), (None, *spec[1:]))
     return function(rows, order)[0]
+
+
+def _permutation(name: str, move: Callable[..., Array], back: Callable[[Array, Array], Array]) -> KernelVjp:
+    def forward(params: None, *, rows: Array, order: Array) -> tuple[Array, Array]:
+        return move(params, rows=rows, order=order), order
+
+    def backward(params: None, order: Array, cotangent: Array) -> dict[str, Array]:
+        return {"rows": back(cotangent, order)}
+
+    return KernelVjp(name, move, forward, backward)
+
+
+_in_order = _permutation("in_order", _take, put_back)
+_put_back = _permutation("put_back", _put, in_order)

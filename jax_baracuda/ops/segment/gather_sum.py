@@ -92,9 +92,8 @@ def gather_segment_sum(
        [4. 6.]]
     """
     edges = gather_ids, segment_ids, num_segments
-    return reduce_edges(
-        "gather_segment_sum", _gather_segment_sum, data, *edges, weights, indices_are_sorted, mode, plan
-    )
+    name = "gather_segment_sum"
+    return reduce_edges(name, _gather_segment_sum, data, *edges, weights, indices_are_sorted, mode, plan)
 
 
 def reduce_edges(

@@ -19,7 +19,7 @@ from jax_baracuda.ops.segment.arguments import (
     canonicalize_without_data,
     shaped_as_ids,
 )
-from jax_baracuda.ops.segment.cells import gather_segments, per_row, xla_sum
+from jax_baracuda.ops.segment.cells import gather_segments, over_counts, xla_sum
 from jax_baracuda.ops.segment.definitions import (
     CELLS,
     COUNTS,
@@ -151,18 +151,13 @@ def segment_mean_backward(
 def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array, Array]:
     total = xla_sum(data.astype(accumulation_dtype(data.dtype)), ids, num_segments)
     count = xla_sum(jnp.ones(ids.shape, jnp.int32), ids, num_segments)
-    return _divided(total, per_row(count, total), data.dtype), count
-
-
-def _divided(total: Array, count: Array, dtype: Any) -> Array:
-    """Totals over the number of their rows; those of no rows are 0 and stay so."""
-    return (total / jnp.maximum(count, 1).astype(total.dtype)).astype(dtype)
+    return over_counts(total, count).astype(data.dtype), count
 
 
 def _reference_backward(d_output: Array, count: Array, ids: Array, **_: Any) -> tuple[Array]:
     cotangents, is_member = gather_segments(d_output.astype(accumulation_dtype(d_output.dtype)), ids)
-    count, _ = gather_segments(per_row(count, d_output), ids)
-    return (jnp.where(is_member, _divided(cotangents, count, d_output.dtype), 0),)
+    count, _ = gather_segments(count, ids)
+    return (jnp.where(is_member, over_counts(cotangents, count), 0).astype(d_output.dtype),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -177,7 +172,7 @@ def _shard_program(
         return kernel(data, ids)
     total = sum_over_shards(row_axes, data, ids, **params)
     count = sum_over_shards(row_axes, jnp.ones(ids.shape, jnp.int32), ids, **params)
-    return _divided(total, per_row(count, total), data.dtype), count
+    return over_counts(total, count).astype(data.dtype), count
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -225,7 +220,7 @@ def _mean_rows(
         return SEGMENT_MEAN(data, segment_ids, **vars(params))
     sizes = {"num_segments": params.num_segments, "indices_are_sorted": True}
     total, count = sum_edges(data, order, sorted_ids, is_wide=True, **sizes), count_rows(sorted_ids, **sizes)
-    return _divided(total, per_row(count, total), data.dtype), count
+    return over_counts(total, count).astype(data.dtype), count
 
 
 def _primal(params: SumParams, **arrays: Array) -> Array:

@@ -76,20 +76,16 @@ class SegmentPlan:
         name = "SegmentPlan.validate"
         if gather_ids is not None:
             check_gathers(name, self)
-        segment_ids = self.edge_segment_ids if segment_ids is None else segment_ids
-        if self.num_rows is None:
-            expected = segment_plan(segment_ids, self.num_segments)
-        else:
-            # The ids that a plan keeps count from the front, where -1 is out of range.
-            kept = self.edge_gather_ids
-            gather_ids = jnp.where(kept < 0, self.num_rows, kept) if gather_ids is None else gather_ids
-            expected = segment_plan(segment_ids, self.num_segments, gather_ids, self.num_rows)
-        for field in dataclasses.fields(self):
-            own, right = (_host_value(getattr(plan, field.name)) for plan in (self, expected))
+        segments, rows = self.edge_segment_ids, self.edge_gather_ids
+        if segment_ids is not None:
+            segments = _canonical_segments(name, segment_ids, self.num_segments)
+        if gather_ids is not None:
+            rows, _ = canonical_edges(name, gather_ids, segments, self.num_rows, self.num_segments)
+        expected = _plan_of_ids(segments, self.num_segments, rows, self.num_rows)
+        for field in ("edge_segment_ids", "edge_gather_ids", *(field.name for field in dataclasses.fields(self))):
+            own, right = (_host_value(getattr(plan, field)) for plan in (self, expected))
             if not np.array_equal(own, right):
-                raise ValueError(
-                    f"{name}: {field.name} is not that of a plan of these ids: got {own}, expected {right}"
-                )
+                raise ValueError(f"{name}: {field} is not that of these ids: got {own}, expected {right}")
 
 
 def segment_plan(
@@ -132,48 +128,46 @@ def segment_plan(
     if (gather_ids is None) != (num_rows is None):
         raise TypeError(f"{name}: gather_ids and num_rows belong together; pass both or neither")
     if gather_ids is None:
-        return _plan_of_rows(name, segment_ids, num_segments)
+        return _plan_of_ids(_canonical_segments(name, segment_ids, num_segments), num_segments, None, None)
     num_rows = static_size(name, "num_rows", num_rows)
     rows, segments = canonical_edges(name, gather_ids, segment_ids, num_rows, num_segments)
-    rows, segments = _in_32_bits(rows, num_rows), _in_32_bits(segments, num_segments)
-    order, transposed_order = _order(segments, num_segments), _order(rows, num_rows)
+    return _plan_of_ids(segments, num_segments, rows, num_rows)
+
+
+def _canonical_segments(name: str, segment_ids: ArrayLike, num_segments: int) -> Array:
+    ids = checked_ids(name, segment_ids)
+    if ids.ndim != 1:
+        raise ValueError(f"{name}: segment_ids must have shape [E], got {ids.shape}")
+    check_num_segments(name, num_segments)
+    return flat_ids(ids, num_segments, clamps_ids=False)
+
+
+def _plan_of_ids(segments: Array, num_segments: int, rows: Array | None, num_rows: int | None) -> SegmentPlan:
+    segments = _in_32_bits(segments, num_segments)
+    order, sorted_segments = _sorted(segments, num_segments)
+    transposed_order = sorted_rows = None
+    if rows is not None:
+        rows = _in_32_bits(rows, num_rows)
+        transposed_order, sorted_rows = _sorted(rows, num_rows)
     return SegmentPlan(
         edge_order=order,
-        gather_ids=rows[order],
-        segment_ids=_dropped_last(segments, num_segments)[order],
+        gather_ids=None if rows is None else rows[order],
+        segment_ids=sorted_segments,
         edge_segment_ids=segments,
         transposed_order=transposed_order,
-        transposed_gather_ids=segments[transposed_order],
-        transposed_segment_ids=_dropped_last(rows, num_rows)[transposed_order],
+        transposed_gather_ids=None if transposed_order is None else segments[transposed_order],
+        transposed_segment_ids=sorted_rows,
         edge_gather_ids=rows,
         num_segments=num_segments,
         num_rows=num_rows,
     )
 
 
-def _plan_of_rows(name: str, segment_ids: ArrayLike, num_segments: int) -> SegmentPlan:
-    ids = checked_ids(name, segment_ids)
-    if ids.ndim != 1:
-        raise ValueError(f"{name}: segment_ids must have shape [E], got {ids.shape}")
-    check_num_segments(name, num_segments)
-    segments = _in_32_bits(flat_ids(ids, num_segments, clamps_ids=False), num_segments)
-    order = _order(segments, num_segments)
-    return SegmentPlan(
-        edge_order=order,
-        gather_ids=None,
-        segment_ids=_dropped_last(segments, num_segments)[order],
-        edge_segment_ids=segments,
-        transposed_order=None,
-        transposed_gather_ids=None,
-        transposed_segment_ids=None,
-        edge_gather_ids=None,
-        num_segments=num_segments,
-        num_rows=None,
-    )
-
-
-def _order(ids: Array, size: int) -> Array:
-    return jnp.argsort(_dropped_last(ids, size), stable=True).astype(jnp.int32)
+def _sorted(ids: Array, size: int) -> tuple[Array, Array]:
+    """The order of ids, those out of range last, and the ids in it."""
+    ids = jnp.where(ids < 0, size, ids)
+    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    return order, ids[order]
 
 
 def _host_value(value: Any) -> Any:
@@ -183,10 +177,6 @@ def _host_value(value: Any) -> Any:
 def _in_32_bits(ids: Array, size: int) -> Array:
     """Ids as int32, those out of range by one: on the side where they are."""
     return jnp.clip(ids, -1, size).astype(jnp.int32)
-
-
-def _dropped_last(ids: Array, size: int) -> Array:
-    return jnp.where(ids < 0, size, ids)
 
 
 def check_plan(name: str, plan: Any, **belonging: Any) -> None:

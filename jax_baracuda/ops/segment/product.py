@@ -158,13 +158,11 @@ def segment_prod_backward(
     d_output, call = canonicalize_backward(
         "segment_prod_backward", d_output, data, segment_ids, indices_are_sorted, mode, plan
     )
-
-    def rows(data: Array) -> Array:
-        return call.with_data(data).in_order().data
-
     ordered = call.in_order()
-    d_rows = ordered.gradient(_segment_prod, ordered.params(Params), d_output)
-    [d_data] = jax.linear_transpose(rows, call.data)(d_rows)
+    d_data = ordered.gradient(_segment_prod, ordered.params(Params), d_output)
+    if plan is None:
+        return d_data
+    [d_data] = jax.linear_transpose(call.rows, call.data)(call.in_own_order(d_data))
     return d_data
 
 

@@ -18,9 +18,8 @@ from jax_baracuda.ops.segment.arguments import (
     OutSharding,
     canonicalize,
     check_like,
-    shaped_as_ids,
 )
-from jax_baracuda.ops.segment.cells import gather_segments, put_back, xla_max, xla_sum
+from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import (
     IDS,
     ROWS,
@@ -103,7 +102,7 @@ def segment_softmax(
         raise TypeError(f"{name}: logits must have a real floating dtype, got {call.data.dtype}")
     ordered = call.in_order()
     probabilities = ordered.map_rows(_segment_softmax, ordered.params(SumParams, deterministic=bool(deterministic)))
-    return probabilities if plan is None else put_back(probabilities, plan.edge_order)
+    return probabilities if plan is None else call.in_own_order(probabilities)
 
 
 def segment_softmax_backward(
@@ -165,7 +164,7 @@ def segment_softmax_backward(
     params = ordered.params(SumParams, deterministic=bool(deterministic))
     rows = (x.rows(x.data) for x in (ordered, call.with_data(d_output).in_order()))
     [d_rows] = SEGMENT_SOFTMAX_BACKWARD(*rows, ordered.segment_ids, **vars(params))
-    return shaped_as_ids(d_rows, call.ids_shape) if plan is None else put_back(d_rows, plan.edge_order)
+    return call.in_own_order(d_rows)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
