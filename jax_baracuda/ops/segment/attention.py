@@ -8,8 +8,9 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array
 from jax_baracuda.ops.segment.arguments import Mode
-from jax_baracuda.ops.segment.edges import as_rows, canonicalize_edges
-from jax_baracuda.ops.segment.gather_sum import gather_segment_sum
+from jax_baracuda.ops.segment.cells import in_order
+from jax_baracuda.ops.segment.edges import GatherParams, as_rows, canonicalize_edges
+from jax_baracuda.ops.segment.gather_sum import gathered_sum, reduce_weighted
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.softmax import segment_softmax
 
@@ -86,8 +87,18 @@ def segment_attention(
             f"{name}: logits must be [E] or [E, *dims], where dims are the first dimensions of a row of data; got "
             f"logits.shape = {logits.shape} for {num_edges} edges and data.shape = {data.shape}"
         )
+    params = GatherParams(**edges.params(data, indices_are_sorted))
     if plan is None:
-        options = {"indices_are_sorted": indices_are_sorted, "mode": mode}
-        weights = segment_softmax(logits, segment_ids, num_segments, deterministic=True, **options)
-        return gather_segment_sum(data, gather_ids, segment_ids, num_segments, weights=weights, **options)
-    return gather_segment_sum(data, weights=segment_softmax(logits, plan=plan), plan=plan)
+        weights = segment_softmax(
+            logits,
+            edges.segment_ids,
+            edges.num_segments,
+            indices_are_sorted=params.indices_are_sorted,
+            deterministic=True,
+        )
+    else:
+        # In the order of the plan, in which the sum takes the probabilities and its gradient gives theirs.
+        ordered = in_order(logits, plan.edge_order)
+        weights = segment_softmax(ordered, plan.segment_ids, plan.num_segments, indices_are_sorted=True)
+        edges = edges.in_order()
+    return reduce_weighted(gathered_sum, params, data, weights, edges)

@@ -41,6 +41,13 @@ class Edges:
         arrays = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
         return {name: array for name, array in arrays.items() if array is not None}
 
+    def in_order(self) -> Edges:
+        """The same edges, numbered in the order of their plan."""
+        places = jnp.arange(self.edge_order.shape[0], dtype=jnp.int32)
+        place_of_edge = jnp.zeros_like(places).at[self.edge_order].set(places, mode="drop", unique_indices=True)
+        transposed_order = place_of_edge.at[self.transposed_order].get(mode="clip")
+        return dataclasses.replace(self, edge_order=None, transposed_order=transposed_order)
+
     def params(self, data: Array, indices_are_sorted: bool) -> dict[str, Any]:
         """The fields of :class:`GatherParams`."""
         return {

@@ -20,6 +20,7 @@ from jax_baracuda.ops.segment.arguments import Mode
 from jax_baracuda.ops.segment.cells import gather_segments, per_row, xla_sum
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
 from jax_baracuda.ops.segment.edges import (
+    Edges,
     GatherParams,
     as_gather_ids,
     as_rows,
@@ -93,7 +94,7 @@ def gather_segment_sum(
     """
     edges = gather_ids, segment_ids, num_segments
     name = "gather_segment_sum"
-    return reduce_edges(name, _gather_segment_sum, data, *edges, weights, indices_are_sorted, mode, plan)
+    return reduce_edges(name, gathered_sum, data, *edges, weights, indices_are_sorted, mode, plan)
 
 
 def reduce_edges(
@@ -121,7 +122,13 @@ def reduce_edges(
             f"{name}: weights must be [E] or [E, *dims], where dims are the first dimensions of a row of data; got "
             f"weights.shape = {weights.shape} for {num_edges} edges and data.shape = {data.shape}"
         )
-    heads, features = math.prod(dims), math.prod(data.shape[weights.ndim :])
+    return reduce_weighted(rules, params, data, weights, edges)
+
+
+def reduce_weighted(rules: KernelVjp, params: GatherParams, data: Array, weights: Array, edges: Edges) -> Array:
+    """Applies a reduction to the rows that edges gather, each times its weights ``[E, *dims]``."""
+    num_edges, heads = weights.shape[0], math.prod(weights.shape[1:])
+    features = math.prod(data.shape[weights.ndim :])
     output = rules(
         params,
         data=data.reshape(data.shape[0], heads, features),
@@ -397,4 +404,4 @@ def gradient_of_sum(params: GatherParams, residuals: dict[str, Array], d_output:
     return {"data": d_data, "weights": d_weights}
 
 
-_gather_segment_sum = KernelVjp("gather_segment_sum", sum_gathered, _forward, gradient_of_sum)
+gathered_sum = KernelVjp("gather_segment_sum", sum_gathered, _forward, gradient_of_sum)
