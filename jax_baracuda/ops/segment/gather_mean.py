@@ -8,9 +8,9 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda.ops.segment.arguments import Mode
-from jax_baracuda.ops.segment.cells import over_counts
 from jax_baracuda.ops.segment.edges import GatherParams
 from jax_baracuda.ops.segment.gather_sum import gradient_of_sum, reduce_edges, residuals_of_sum, sum_gathered
+from jax_baracuda.ops.segment.mean import divided_by_counts
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import count_rows
 
@@ -86,7 +86,7 @@ def gather_segment_mean(
 
 def _over_counts(cells: Array, segment_ids: Array, params: GatherParams) -> Array:
     """Cells divided by the numbers of edges."""
-    return over_counts(cells, count_rows(segment_ids, params.num_segments, params.indices_are_sorted))
+    return divided_by_counts(cells, count_rows(segment_ids, params.num_segments, params.indices_are_sorted))
 
 
 def _primal(params: GatherParams, *, data: Array, segment_ids: Array, **others: Array) -> Array:

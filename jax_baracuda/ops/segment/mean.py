@@ -207,6 +207,13 @@ SEGMENT_MEAN_BACKWARD = gradient_op(
 # Derivative rules.
 
 
+def divided_by_counts(cells: Array, counts: Array) -> Array:
+    """Cells over the numbers of their rows, rounded once, as compilers of XLA do not promise of a division."""
+    segments = jnp.arange(cells.shape[0], dtype=jnp.int32)
+    [quotients] = SEGMENT_MEAN_BACKWARD(cells, jnp.maximum(counts, 1), segments)
+    return quotients
+
+
 def _mean_rows(
     params: SumParams,
     *,
@@ -220,7 +227,7 @@ def _mean_rows(
         return SEGMENT_MEAN(data, segment_ids, **vars(params))
     sizes = {"num_segments": params.num_segments, "indices_are_sorted": True}
     total, count = sum_edges(data, order, sorted_ids, is_wide=True, **sizes), count_rows(sorted_ids, **sizes)
-    return over_counts(total, count).astype(data.dtype), count
+    return divided_by_counts(total, count).astype(data.dtype), count
 
 
 def _primal(params: SumParams, **arrays: Array) -> Array:
