@@ -761,6 +761,7 @@ def test_vmap(rng: np.random.Generator, reduction: Reduction, dtype: str) -> Non
     assert batch.run() == kernels
 
 
+@pytest.mark.newest_jax_alone
 @each_reduction
 def test_vmap_of_larger_problems(rng: np.random.Generator, reduction: Reduction) -> None:
     """Batches of problems each of which several threads or blocks share."""
