@@ -177,7 +177,7 @@ def test_many_short_rows(rng: np.random.Generator, dtype: str) -> None:
             for shapes in ((repeated, shape, ()), (shape, shape, repeated), (repeated, repeated, shape)):
                 calls.append(make_operands(rng, shapes, dtype))
         # One program for all: compiling one for each call takes longest.
-        for actual, call in zip(jax.jit(lambda calls: [where(*call) for call in calls])(calls), calls, strict=True):
+        for actual, call in zip(jax.jit(lambda all_calls: [where(*x) for x in all_calls])(calls), calls, strict=True):
             assert_same_memory(actual, reference(*call))
 
 
