@@ -9,6 +9,7 @@ Variables:
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import zlib
 
@@ -16,6 +17,12 @@ import zlib
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Programs run once or twice here: LLVM need not optimise them. What XLA fuses and allocates stays the same.
+has_gpu_plugin = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+if os.environ.get("JAX_PLATFORMS", "" if has_gpu_plugin else "cpu") == "cpu":
+    for flag in ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"):
+        if flag.split("=")[0] not in os.environ["XLA_FLAGS"]:
+            os.environ["XLA_FLAGS"] += f" {flag}"
 # Results and scratch memory are full of ones before a kernel starts: what it does not write shows.
 os.environ.setdefault("JAX_BARACUDA_POISON", "1")
 

@@ -19,7 +19,8 @@ def kernel_of_this_interpreter(folder: Path) -> AsyncKernelManager:
     spec = {
         "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
         "display_name": "Python",
-        "env": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        # They train, which takes long in programs that are compiled like those of tests.
+        "env": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "XLA_FLAGS": ""},
     }
     spec_folder = folder / "kernels" / "python3"
     spec_folder.mkdir(parents=True)

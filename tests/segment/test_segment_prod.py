@@ -138,6 +138,7 @@ def test_float16_products_and_gradients_have_the_range_of_float32() -> None:
     np.testing.assert_allclose(np.asarray(d_data, np.float32), [0.03, 0.03, 900], rtol=2e-3)
 
 
+@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_cotangents_bring_gradients_back_into_range(dtype: str) -> None:
     """The product of the other rows is out of range, times the cotangent it is not; and the other way round."""

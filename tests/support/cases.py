@@ -179,6 +179,11 @@ def eps_of(dtype: Any) -> float:
     return float(np.finfo(accumulator(dtype)).eps)
 
 
+def wider(dtype: Any) -> np.dtype[Any]:
+    """A dtype whose own rounding is nothing beside that of the accumulator of `dtype`."""
+    return np.dtype(np.longdouble if accumulator(dtype).itemsize > 4 else np.float64)
+
+
 def rounded(values: np.ndarray, dtype: Any) -> np.ndarray:
     """Values of the accumulator, or exact ones, in the dtype of the result."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -236,11 +241,11 @@ def in_mode(ids: np.ndarray, segments: int, mode: str | None) -> np.ndarray:
 
 def _members(ids: np.ndarray, segments: int) -> list[tuple[int, np.ndarray]]:
     """The segments that have rows, each with the numbers of its rows."""
-    rows: dict[int, list[int]] = {}
-    for row, segment in enumerate(ids.tolist()):
-        if 0 <= segment < segments:
-            rows.setdefault(segment, []).append(row)
-    return [(segment, np.array(numbers)) for segment, numbers in rows.items()]
+    inside = np.flatnonzero((ids >= 0) & (ids < segments))
+    of_row = ids[inside].astype(np.int64)
+    order = np.argsort(of_row, kind="stable")
+    numbers, starts = np.unique(of_row[order], return_index=True)
+    return list(zip(numbers.tolist(), np.split(inside[order], starts[1:]), strict=True)) if len(inside) else []
 
 
 def counts(ids: np.ndarray, segments: int) -> np.ndarray:
@@ -483,11 +488,12 @@ def reference_prod_gradient(d_output: np.ndarray, data: np.ndarray, ids: np.ndar
 
 def reference_softmax(logits: np.ndarray, ids: np.ndarray, segments: int) -> Expected:
     """Softmax over the rows of each segment, 0 for dropped rows."""
-    probabilities, error = np.zeros((2, *logits.shape), np.longdouble)
+    wide = wider(logits.dtype)
+    probabilities, error = np.zeros((2, *logits.shape), wide)
     eps, tiny = eps_of(logits.dtype), float(np.finfo(accumulator(logits.dtype)).tiny)
     for _, rows in _members(ids, segments):
         with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-            x = logits[rows].astype(np.longdouble)
+            x = logits[rows].astype(wide)
             x = x - x.max(axis=0)
             terms = np.exp(x)
             p = probabilities[rows] = terms / terms.sum(axis=0)
@@ -501,10 +507,11 @@ def reference_softmax_gradient(
     d_probabilities: np.ndarray, probabilities: np.ndarray, ids: np.ndarray, segments: int
 ) -> Expected:
     """The cotangent of the logits, given the probabilities as they were rounded."""
-    gradient, error = np.zeros((2, *probabilities.shape), np.longdouble)
+    wide = wider(probabilities.dtype)
+    gradient, error = np.zeros((2, *probabilities.shape), wide)
     eps = eps_of(probabilities.dtype)
     for _, rows in _members(ids, segments):
-        p, d = (x[rows].astype(np.longdouble) for x in (probabilities, d_probabilities))
+        p, d = (x[rows].astype(wide) for x in (probabilities, d_probabilities))
         with np.errstate(invalid="ignore"):
             gradient[rows] = p * (d - (p * d).sum(axis=0))
             error[rows] = (3 + np.sqrt(len(rows))) * eps * np.abs(p) * (np.abs(d) + np.abs(p * d).sum(axis=0))

@@ -171,12 +171,14 @@ def test_any_shapes(shape: list[int], repeated: list[int], dtype: str, seed: int
 def test_many_short_rows(rng: np.random.Generator, dtype: str) -> None:
     """Rows of one element each, of which a CPU writes out a block at a time, at one distance and at several."""
     for length in (1, 2, 3, 4, 7, 8, 9, 16, 33, 64, 70, 128, 130):
-        rows = 9000 // length
+        rows, calls = 9000 // length, []
         for shape, repeated in (((rows, length), (rows, 1)), ((3, rows // 3 + 1, length), (3, 1, 1)),
                                 ((5, 7, rows // 30 + 1, length), (5, 1, rows // 30 + 1, 1))):  # fmt: skip
             for shapes in ((repeated, shape, ()), (shape, shape, repeated), (repeated, repeated, shape)):
-                cond, a, b = make_operands(rng, shapes, dtype)
-                assert_same_memory(where(cond, a, b), reference(cond, a, b))
+                calls.append(make_operands(rng, shapes, dtype))
+        # One program for all: compiling one for each call takes longest.
+        for actual, call in zip(jax.jit(lambda all_calls: [where(*x) for x in all_calls])(calls), calls, strict=True):
+            assert_same_memory(actual, reference(*call))
 
 
 @pytest.mark.newest_jax_alone

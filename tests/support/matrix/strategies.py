@@ -150,12 +150,13 @@ def _kind(platform: str, target: str, parameters: Mapping[str, int], strategy: s
     """All that `missing` asks for of a call."""
     if parameters.get("batch", 2) == 1:
         return platform, target, strategy, "alone"
-    return platform, target, strategy, *(bool(parameters[flag]) for flag in _sharing(parameters))
+    return platform, target, strategy, *(bool(parameters[flag]) for flag in _sharing(tuple(parameters)))
 
 
-def _sharing(parameters: Mapping[str, int]) -> list[str]:
+@functools.cache
+def _sharing(names: tuple[str, ...]) -> list[str]:
     """Of the flags that say which operands the batch shares, those that a plan may depend on."""
-    return [name for name in parameters if any(fnmatch.fnmatchcase(name, flag) for flag in SHARING)]
+    return [name for name in names if any(fnmatch.fnmatchcase(name, flag) for flag in SHARING)]
 
 
 SHARING = [
@@ -204,8 +205,13 @@ def missing(platform: str, family: str, asked: Iterable[Asked]) -> list[tuple[st
         if family in target
         for strategy in names
         for problem in _problems(calls.get((target, strategy), []))
-        if not any(all(map(fnmatch.fnmatchcase, (target, strategy, problem), known)) for known in UNREACHABLE)
+        if not _is_unreachable(target, strategy, problem)
     ]
+
+
+@functools.cache
+def _is_unreachable(*what: str) -> bool:
+    return any(all(map(fnmatch.fnmatchcase, what, known)) for known in UNREACHABLE)
 
 
 def _problems(calls: Sequence[dict[str, int]]) -> Iterator[str]:
@@ -217,7 +223,7 @@ def _problems(calls: Sequence[dict[str, int]]) -> Iterator[str]:
             yield NOT_ALONE
         if not any(parameters["batch"] > 1 for parameters in calls):
             yield NOT_IN_BATCHES
-    for flag in {flag for parameters in calls for flag in _sharing(parameters)}:
+    for flag in {flag for names in set(map(tuple, calls)) for flag in _sharing(names)}:
         given = {bool(parameters[flag]) for parameters in calls if flag in parameters and parameters["batch"] != 1}
         if given == {True}:
             yield f"not reached with {flag} = 0"
