@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -74,7 +74,7 @@ def _lower(
 
     run_kernel = functools.partial(kernel.bind, **params, donated=donated)
     shapes, replicated_dims = call.named_shapes(ctx.avals_out), call.resolve(op.replicated_dims)
-    partitioned_call = partitioned(run_kernel, shard_program, shapes, replicated_dims, op.reduction_dims)
+    partitioned_call = partitioned(run_kernel, shard_program, shapes, replicated_dims, call.resolve(op.reduction_dims))
     # A partitioned call holds no more than its shapes and the address of a Python object. Without the op's name and its
     # params, JAX's persistent compilation cache could take one program for another.
     identity = f"{op.name}({params | {'donated': donated}}) of jax_baracuda {VERSION}"
@@ -104,8 +104,12 @@ def lower_kernel(
 def _call_target(
     call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands: Sequence[Any], donated: tuple[int, ...]
 ) -> Any:
-    """The call of the native target."""
+    """The call of the native target, or of those of an op's program."""
     op = call.op
+    if op.program is not None:
+        program = functools.partial(op.program, **call.params)
+        mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
+        return _lower_without_mesh(functools.partial(map_over_batch, program, mapped), ctx, operands)
     ctx, operands = _with_whole_batch(call, ctx, operands)
     num_results = len(ctx.avals_out)
     if op.plan_parameters is not None:
@@ -121,6 +125,17 @@ def _call_target(
     }
     rule = jax.ffi.ffi_lowering(target_name(op.name), operand_output_aliases=aliases)
     return rule(ctx, *operands, **call.attributes())[:num_results]
+
+
+def _lower_without_mesh(
+    function: Callable[..., Sequence[jax.Array]], ctx: mlir.LoweringRuleContext, operands: Sequence[Any]
+) -> Any:
+    """Lowers a function of the arrays of one device, to which the shardings of explicit mode mean nothing."""
+    avals: Sequence[Sequence[Any]] = (ctx.avals_in, ctx.avals_out)
+    with jax_versions.without_abstract_mesh():
+        avals_in, avals_out = ([jax.core.ShapedArray(x.shape, x.dtype) for x in xs] for xs in avals)
+        rule = mlir.lower_fun(function, multiple_results=True)
+        return rule(ctx.replace(avals_in=avals_in, avals_out=avals_out), *operands)
 
 
 def _with_whole_batch(

@@ -59,11 +59,13 @@ class Op:
     module is also told of the batch: its size as ``batch``, and ``<operand>_is_shared`` of each operand."""
     replicated_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
     """Dimensions that must not be split over devices. Or ``(**params)`` -> these."""
-    reduction_dims: tuple[str, ...] = ()
+    reduction_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
     """Dimensions of the operands that results lack, so that shards have parts of those results, if they are not among
-    those that a call replicates."""
+    those that a call replicates. Or ``(**params)`` -> these."""
     shard_program: Callable[..., Sequence[jax.Array]] | None = None
     """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is."""
+    program: Callable[..., Sequence[jax.Array]] | None = None
+    """``(*operands, **params)``: calls of other ops' kernels, for an op that has no native target of its own."""
     limit: Callable[..., str | None] | None = None
     """``(*operand avals, **params)`` -> why the kernel does not support these shapes or params, or None."""
     in_place: Mapping[int, int] | Callable[..., Mapping[int, int]] = dataclasses.field(default_factory=dict)
@@ -85,12 +87,13 @@ class Op:
     """
 
     def __post_init__(self) -> None:
-        if not any(map(callable, (self.operands, self.results, self.replicated_dims))):
+        if not any(map(callable, (self.operands, self.results, self.replicated_dims, self.reduction_dims))):
             dimensions = {d for names in (*self.operands.values(), *self.results.values()) for d in names}
             for name in (*self.replicated_dims, *self.reduction_dims):
                 if name not in dimensions:
                     raise ValueError(f"Op {self.name}: {name!r} is no dimension of an operand or a result")
-        _register(self)
+        if self.program is None:
+            _register(self)
 
     def __call__(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
         return self._primitives[0].bind(*jax_versions.unify_varying(*operands), **params)
@@ -110,13 +113,13 @@ class Op:
             return f"there are kernels for {' and '.join(KERNEL_PLATFORMS)} only"
         if native.problem is not None:
             return native.problem
-        if self.name not in native.targets:
+        if self.program is None and self.name not in native.targets:
             return f"the {platform} module has no target of this name"
         return native.device_problem()
 
 
 OPS: dict[str, Op] = {}
-"""Every op, by name."""
+"""Every op that has a native target, by name."""
 
 
 def _register(op: Op) -> None:

@@ -183,6 +183,192 @@ def test_vmap(rng: np.random.Generator, mapped: tuple[int | None, int | None], i
         jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+Levels = tuple[tuple[int | None, int | None], ...]
+"""The axes of data and ids that each ``vmap`` maps, from the outermost."""
+
+
+def map_over(levels: Levels, function: Callable[..., Any]) -> Callable[..., Any]:
+    for axes in reversed(levels):
+        function = jax.vmap(function, axes)
+    return function
+
+
+def rows_and_gradients(levels: Levels, data: np.ndarray, ids: np.ndarray, d_output: np.ndarray) -> tuple[Any, Any]:
+    """In float64: the rows, and the gradient of data of each element of the batch."""
+    if levels:
+        (data_axis, ids_axis), *inner = levels
+        elements = [
+            rows_and_gradients(
+                tuple(inner),
+                data if data_axis is None else data.take(b, data_axis),
+                ids if ids_axis is None else ids.take(b, ids_axis),
+                d_output[b],
+            )
+            for b in range(len(d_output))
+        ]
+        return tuple(map(np.stack, zip(*elements, strict=True)))
+    gradient = np.zeros(data.shape)
+    np.add.at(gradient, ids % len(data), d_output.astype(np.float64))
+    return data[ids % len(data)], gradient
+
+
+def summed(levels: Levels, gradients: np.ndarray) -> np.ndarray:
+    """The gradient of the data of a whole map, from those of its elements."""
+    for depth in reversed(range(len(levels))):
+        axis = levels[depth][0]
+        gradients = gradients.sum(depth) if axis is None else np.moveaxis(gradients, depth, depth + axis)
+    return gradients
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"indices_are_sorted": True}], ids=str)
+@pytest.mark.parametrize(
+    "levels",
+    [
+        ((None, 0),),
+        ((None, 1),),
+        ((0, None),),
+        ((1, None),),
+        ((0, 0),),
+        ((None, 1), (None, 0)),
+        ((None, 0), (0, None)),
+        ((0, None), (None, 0)),
+        ((0, 0), (None, 0)),
+        ((None, 0), (0, 1)),
+        ((1, 0), (0, None)),
+        ((None, 0), (1, 0), (None, 1)),
+    ],
+    ids=str,
+)
+def test_maps_of_gradients_and_gradients_of_maps(
+    rng: np.random.Generator, levels: Levels, options: dict[str, bool]
+) -> None:
+    sizes, ids_shape, is_sorted = (3, 2, 4)[: len(levels)], (2, 5), "indices_are_sorted" in options
+
+    def draw(axes: tuple[int | None, ...], of_element: Callable[[], np.ndarray]) -> np.ndarray:
+        if not axes:
+            return of_element()
+        size = sizes[-len(axes)]
+        elements = [draw(axes[1:], of_element) for _ in range(size)]
+        return elements[0] if axes[0] is None else np.stack(elements, axes[0])
+
+    def draw_ids() -> np.ndarray:
+        return np.sort(rng.integers(0, 7, 10)).reshape(ids_shape) if is_sorted else rng.integers(-7, 7, ids_shape)
+
+    data = draw(tuple(axes[0] for axes in levels), lambda: rng.normal(size=(7, 3)).astype(np.float32))
+    ids = draw(tuple(axes[1] for axes in levels), draw_ids)
+    d_output = rng.normal(size=(*sizes, *ids_shape, 3)).astype(np.float32)
+    rows, gradients = rows_and_gradients(levels, data, ids, d_output)
+    _, bounds = rows_and_gradients(levels, data, ids, np.abs(d_output))
+
+    def close(actual: Any, expected: np.ndarray, sums: np.ndarray) -> None:
+        assert actual.shape == expected.shape
+        np.testing.assert_array_less(np.abs(actual - expected), 1e-5 * sums + 1e-30)
+
+    take = functools.partial(take_rows, **options)
+    output, vjp = jax.vjp(jax.jit(lambda data: map_over(levels, take)(data, ids)), data)
+    np.testing.assert_array_equal(output, rows)
+    close(vjp(d_output)[0], summed(levels, gradients), summed(levels, bounds))
+
+    def gradient(data: jax.Array, ids: jax.Array, d_output: jax.Array) -> jax.Array:
+        return jax.vjp(lambda data: take(data, ids), data)[1](d_output)[0]
+
+    with_cotangents = tuple((*axes, 0) for axes in levels)
+    close(jax.jit(map_over(with_cotangents, gradient))(data, ids, d_output), gradients, bounds)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_memory_of_a_shared_table(rng: np.random.Generator, rank: int) -> None:
+    """Where the batch shares the data, there is one gradient of them, however deep the map, as in plain JAX."""
+    data, ids = np.ones((20_000, 32), np.float32), rng.integers(-20_000, 20_000, (8, 4, 64)[3 - rank :])
+
+    def temp_bytes(take: Callable[..., jax.Array]) -> int:
+        mapped = map_over(((None, 0),) * rank, take)
+        program = jax.jit(jax.grad(lambda data: (mapped(data, ids) ** 2).sum())).lower(data).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temp_bytes(take_rows) < min(temp_bytes(plain), data.nbytes) + data.nbytes
+
+
+def test_mapped_plans_of_a_shared_table(rng: np.random.Generator) -> None:
+    """One gradient again; and maps over features, which share a plan."""
+    nodes, edges, batch = 5_000, 40, 16
+    ids, other_ids = rng.integers(0, nodes, (2, batch, edges))
+    plans = jax.vmap(lambda ids, other_ids: segment_plan(ids, nodes, other_ids, nodes))(ids, other_ids)
+    data = rng.normal(size=(nodes, 4)).astype(np.float32)
+    d_output = rng.normal(size=(batch, edges, 4)).astype(np.float32)
+    for plans_of_end, ids_of_end in ((plans, ids), (plans.transposed, other_ids)):
+
+        def gradient(data: jax.Array, d_output: jax.Array, plans: Any = plans_of_end) -> tuple[jax.Array, jax.Array]:
+            taken, vjp = jax.vjp(lambda data: jax.vmap(lambda plan: take_rows(data, plan=plan))(plans), data)
+            return taken, vjp(d_output)[0]
+
+        program = jax.jit(gradient).lower(data, d_output).compile()
+        assert program.memory_analysis().temp_size_in_bytes < 4 * data.nbytes
+        taken, actual = program(data, d_output)
+        np.testing.assert_array_equal(taken, data[ids_of_end])
+        _, gradients = rows_and_gradients(((None, 0),), data, ids_of_end, d_output)
+        np.testing.assert_allclose(actual, gradients.sum(0), rtol=1e-5, atol=1e-5)
+
+    plan = segment_plan(ids[0], nodes, other_ids[0], nodes)
+    columns, d_columns = data.T, d_output[:4, :, 0]
+    taken, vjp = jax.vjp(jax.vmap(lambda column: take_rows(column, plan=plan)), columns)
+    np.testing.assert_array_equal(taken, columns[:, ids[0]])
+    exact = np.zeros(columns.shape)
+    np.add.at(exact, (slice(None), ids[0]), d_columns.astype(np.float64))
+    np.testing.assert_allclose(vjp(d_columns)[0], exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("levels", [(), ((None, 1),), ((None, 0), (None, 0))], ids=str)
+def test_forward_mode_without_the_twin(rng: np.random.Generator, levels: Levels) -> None:
+    """``jvp``, ``jacfwd``, ``linearize``, ``linear_transpose`` and second derivatives, against their formulas."""
+    data, tangent = rng.normal(size=(2, 6)).astype(np.float32)
+    ids = rng.integers(-6, 6, (3, 4))
+    mapped = map_over(levels, take_rows)
+
+    def take(data: Any) -> jax.Array:
+        return mapped(data, ids)
+
+    order = np.swapaxes(ids, 0, 1) if levels == ((None, 1),) else ids
+    rows, one_hot = data[order], np.eye(6)[order]
+    for actual in (jax.jvp(take, (data,), (tangent,)), (take(data), jax.linearize(take, data)[1](tangent))):
+        np.testing.assert_array_equal(actual[0], rows)
+        np.testing.assert_array_equal(actual[1], tangent[order])
+    np.testing.assert_array_equal(jax.jacfwd(take)(data), one_hot)
+    np.testing.assert_array_equal(jax.jacrev(take)(data), one_hot)
+    [cotangent] = jax.linear_transpose(take, data)(rows)
+    np.testing.assert_allclose(cotangent, one_hot.reshape(-1, 6).T @ rows.ravel().astype(np.float64), rtol=1e-5)
+    second = np.diag(6 * data.astype(np.float64) * np.bincount(order.ravel() % 6, minlength=6))
+    modes = (jax.jacfwd, jax.jacrev)
+    for outer, inner in itertools.product(modes, modes):
+        actual = outer(inner(lambda data: (take(data) ** 3).sum()))(data)
+        np.testing.assert_allclose(actual, second, rtol=1e-5, atol=1e-5)
+
+
+def test_integers_have_no_tangent(rng: np.random.Generator) -> None:
+    data, ids = rng.integers(0, 9, (5, 2)), rng.integers(0, 5, 7)
+    no_tangents = [np.zeros(x.shape, jax.dtypes.float0) for x in (data, ids)]
+    taken, tangent = jax.jvp(take_rows, (data, ids), tuple(no_tangents))
+    np.testing.assert_array_equal(taken, data[ids])
+    assert tangent.dtype == jax.dtypes.float0
+    scale = jax.grad(lambda x: (x * take_rows(data, ids)).sum())(2.0)
+    assert scale == data[ids].sum()
+
+
+def test_the_value_is_fused_by_xla(rng: np.random.Generator) -> None:
+    """Also under ``vmap``: the program is that of plain JAX."""
+    data, ids = small_integers(rng, 500, 64), rng.integers(0, 500, (8, 32))
+
+    def entry(take: Callable[..., jax.Array]) -> list[str]:
+        mapped = jax.vmap(lambda data, ids: take(data, ids) * 3 + 1, (None, 0))
+        text = jax.jit(mapped).lower(data, ids).compile().as_text()
+        assert "custom-call" not in text
+        return re.findall(r" = \S+ ([a-z-]+)\(", text[text.index("ENTRY") :])
+
+    of_ours = entry(take_rows)
+    assert of_ours == entry(plain)
+    assert "fusion" in of_ours and "gather" not in of_ours
+
+
 def test_the_gradient_is_one_kernel(rng: np.random.Generator) -> None:
     """Also of ids of higher rank; the value is a gather of XLA."""
     data, ids = small_integers(rng, 20, 4), make_ids(rng, 20, (3, 7))
@@ -193,7 +379,7 @@ def test_the_gradient_is_one_kernel(rng: np.random.Generator) -> None:
 
 
 def test_derivatives_of_higher_order(rng: np.random.Generator) -> None:
-    """Forward over reverse, reverse over reverse, and both modes of the twin."""
+    """Forward over reverse, reverse over reverse, and both modes of the function and of its twin."""
     data, ids = small_integers(rng, 5, 3), rng.integers(-5, 5, (2, 6))
 
     def cubes(take: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -202,9 +388,9 @@ def test_derivatives_of_higher_order(rng: np.random.Generator) -> None:
     second = (jax.hessian, lambda f: jax.jacrev(jax.grad(f)), lambda f: jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum()))
     for transform in second:
         np.testing.assert_array_equal(transform(cubes(take_rows))(data), transform(cubes(plain))(data))
-    for transform in (jax.jacfwd, jax.grad, lambda f: jax.jacfwd(jax.jacfwd(f))):
-        actual = transform(cubes(forward_mode.take_rows))(data)
-        np.testing.assert_array_equal(actual, transform(cubes(plain))(data))
+    both_modes = (jax.jacfwd, jax.grad, lambda f: jax.jacfwd(jax.jacfwd(f)), lambda f: jax.jacrev(jax.jacfwd(f)))
+    for transform, take in itertools.product(both_modes, (take_rows, forward_mode.take_rows)):
+        np.testing.assert_array_equal(transform(cubes(take))(data), transform(cubes(plain))(data))
 
 
 def test_derivative_of_the_gradient(rng: np.random.Generator) -> None:
@@ -266,6 +452,45 @@ def test_split_ids(rng: np.random.Generator, ids_shape: tuple[int, ...], axis_ty
 
 def gathered_rows(ids: np.ndarray, rows: int) -> np.ndarray:
     return np.clip(np.where(ids < 0, ids + rows, ids), 0, rows - 1)
+
+
+def collectives_of(program: Any) -> list[tuple[str, str]]:
+    """The (first) type and the kind of each."""
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    return re.findall(rf" = \(?(\w+\[[\d,]*\])[^=]*? ({kinds})(?:-start)?\(", program.as_text())
+
+
+@on_four_devices
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
+@pytest.mark.parametrize("ids_spec", [P("x"), P(None, "x"), P("x", "y"), P("y", "x"), P(None, ("x", "y"))], ids=str)
+@pytest.mark.parametrize("data_spec", [P(None, None), P(None, "y"), P("x", None)], ids=str)
+def test_collectives_of_the_gradient(rng: np.random.Generator, data_spec: P, ids_spec: P, axis_type: AxisType) -> None:
+    """None more than plain JAX has, whichever dimensions are split, also under ``vmap``: no ids are made one array."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), (axis_type,) * 2, devices=jax.devices()[:4])
+    automatic = jax.make_mesh((2, 2), ("x", "y"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    data, ids = small_integers(rng, 12, 6), make_ids(rng, 12, (8, 16))
+    expected = np.zeros_like(data)
+    is_row = (ids >= -12) & (ids < 12)
+    np.add.at(expected, ids[is_row], 2 * data[ids[is_row]])
+
+    def compiled(take: Callable[..., jax.Array], mesh: jax.sharding.Mesh) -> tuple[list[Any], jax.Array]:
+        with jax.set_mesh(mesh):
+            placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((data, data_spec), (ids, ids_spec))]
+            program = jax.jit(jax.grad(loss_of(take))).lower(*placed).compile()
+            return collectives_of(program), program(*placed)
+
+    of_jax, _ = compiled(plain, automatic)  # which does not take rows by split ids under explicit sharding
+    takes = [take_rows, jax.vmap(take_rows, (None, 0))]
+    if axis_type == AxisType.Explicit and ids_spec[0] in set(data_spec) - {None}:
+        takes.pop()  # JAX refuses to map over an axis that splits what is not mapped
+    for take in takes:
+        of_ours, gradient = compiled(take, mesh)
+        np.testing.assert_array_equal(gradient, expected)
+        assert len(of_ours) <= len(of_jax), (of_ours, of_jax)
+        if data_spec == P(None, None):
+            assert of_ours == [("f32[12,6]", "all-reduce")]
+        if "y" not in str(data_spec):  # else the ids are gathered, and the features stay split
+            assert {kind for _, kind in of_ours} <= {kind for _, kind in of_jax}
 
 
 @on_four_devices

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
+import functools
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import as_array, in_automatic_mode
-from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.arrays import accumulation_dtype, as_array, in_automatic_mode, reshard_like
+from jax_baracuda._core.batch import map_over_batch, mapped_dims
+from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.sharding import mesh_axes
+from jax_baracuda.ops.segment.definitions import sum_guarantee
 from jax_baracuda.ops.segment.gather_sum import sum_edges
 from jax_baracuda.ops.segment.ids import checked_ids, index_dtype, wrapped_ids
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_over_shards
 
 
 def take_rows(
@@ -62,10 +66,10 @@ def take_rows(
 
     Gradient: ``d_data[n] = sum { d_out[i] : ids[i] == n }``, the kernel of :func:`segment_sum`; `data` is not kept for
     the backward pass. As in ``data[ids]``, no gradient goes through ids that are out of range, but for a scalar one,
-    through which it goes to the nearest row. Derivatives of any order exist. Pass the ids of a batch as one array of
-    rank 2: where ``jax.vmap`` maps the ids and not `data`, the gradient makes an array ``[N, ...]`` for each element of
-    the batch before it adds them, which takes that much memory. Complex `data` has the gradient of JAX. ``jax.jvp`` and
-    ``jax.jacfwd`` of this function need its twin of the same name in :mod:`jax_baracuda.forward_mode`.
+    through which it goes to the nearest row. The function is linear in `data`: derivatives of any order, in either mode
+    and in any combination exist. Where ``jax.vmap`` maps the ids and not `data`, the gradient of `data` is one sum over
+    the whole batch; sorted ids and plans do not save its sort or atomic additions there. Complex `data` has the
+    gradient of JAX.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_baracuda as jb
@@ -92,9 +96,8 @@ def take_rows(
     ids = checked_ids(name, ids, "ids")
     if num_rows == 0 and ids.size > 0:
         raise ValueError(f"{name}: data must have rows for {ids.size} ids to take, got shape {data.shape}")
-    params = TakeParams(num_rows, bool(indices_are_sorted), bool(deterministic))
-    take = _take_rows if jnp.issubdtype(data.dtype, jnp.floating) else _primal
-    return take(params, data=data, ids=_row_numbers(ids, num_rows))
+    ids = _row_numbers(ids, num_rows)
+    return _gather(data, ids, indices_are_sorted=bool(indices_are_sorted), deterministic=bool(deterministic))
 
 
 def _take_by_plan(name: str, data: Array, ids: ArrayLike | None, plan: SegmentPlan) -> Array:
@@ -104,9 +107,8 @@ def _take_by_plan(name: str, data: Array, ids: ArrayLike | None, plan: SegmentPl
         raise ValueError(f"{name}: the plan is for {plan.num_segments} segments, got data.shape = {data.shape}")
     if num_rows == 0 and num_edges > 0:
         raise ValueError(f"{name}: data must have rows for {num_edges} edges to take, got shape {data.shape}")
-    params = TakeParams(num_rows, indices_are_sorted=False, deterministic=True)
-    take = _take_rows if jnp.issubdtype(data.dtype, jnp.floating) else _primal
-    return take(params, data=data, ids=plan.edge_segment_ids, order=plan.edge_order, sorted_ids=plan.segment_ids)
+    order = plan.edge_order, plan.segment_ids
+    return _gather(data, plan.edge_segment_ids, *order, indices_are_sorted=False, deterministic=True)
 
 
 def _row_numbers(ids: Array, num_rows: int) -> Array:
@@ -118,80 +120,187 @@ def _row_numbers(ids: Array, num_rows: int) -> Array:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Explicit sharding: the result is split as the ids are, and the features as those of the data.
+# The gather: a primitive, because a ``jax.custom_vjp`` under ``vmap`` has a gradient of data for each element of the
+# batch. It is linear in data, and its transpose is the sum below. The order of a plan may follow the ids.
 
 
-def _spec_of_result(data: Array, ids: Array) -> tuple[Any, ...] | None:
-    """None outside explicit sharding. (Under ``vmap``, what is split need not show here.)"""
-    data_spec, ids_spec = (jax_versions.explicit_spec(jax.typeof(x)) for x in (data, ids))
-    if data_spec is None or ids_spec is None:
-        return None
-    taken = set(_axes_of(ids_spec))
-    return (*ids_spec, *(None if taken.intersection(_axes_of((axes,))) else axes for axes in data_spec[1:]))
+def _gather(
+    data: Array, ids: Array, *order: Array, indices_are_sorted: bool, deterministic: bool, fills: bool = False
+) -> Array:
+    """Rows of `data` by ids counted from the front; for ids out of range zeros if it `fills`, else the nearest row."""
+    params = {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic, "fills": fills}
+    return _gather_p.bind(*jax_versions.unify_varying(data, ids, *order), **params, num_batch_dims=0)
 
 
-def _axes_of(spec: tuple[Any, ...]) -> tuple[str, ...]:
-    """The mesh axes that split any of these dimensions."""
-    entries = ((axes,) if isinstance(axes, str) else axes or () for axes in spec)
-    return tuple(itertools.chain.from_iterable(entries))
+def _gathered_type(data: Any, ids: Any, *_: Any, num_batch_dims: int, **__: Any) -> Any:
+    """Under explicit sharding, split as the ids are, and as the features of `data` where no axis is used twice."""
+    num = num_batch_dims
+    shape = (*data.shape[:num], *ids.shape[num:], *data.shape[num + 1 :])
+    specs = [jax_versions.explicit_spec(x) for x in (data, ids)]
+    like = ids if specs[0] is None and specs[1] is not None else data
+    spec = None
+    if specs != [None, None]:
+        data_spec, ids_spec = (spec or (None,) * x.ndim for spec, x in zip(specs, (data, ids), strict=True))
+        batch_spec = (a or b for a, b in zip(data_spec[:num], ids_spec[:num], strict=True))
+        spec = _each_axis_once((*batch_spec, *ids_spec[num:], *data_spec[num + 1 :]))
+    return jax_versions.result_aval(like, shape, data.dtype, spec).update(weak_type=data.weak_type)
 
 
-def _flattened(x: Array, ndim: int) -> Array:
-    """The array with its first `ndim` dimensions made one."""
-    if ndim == 1:
-        return x
-    shape = (math.prod(x.shape[:ndim]), *x.shape[ndim:])
-    spec = jax_versions.explicit_spec(jax.typeof(x))
-    if spec is None:
-        return x.reshape(shape)
-    flat_spec = (_axes_of(spec[:ndim]) or None, *spec[ndim:])
-    [flat] = in_automatic_mode(lambda x: (x.reshape(shape),), jax.typeof(x), flat_spec)(x)
-    return flat
+def _each_axis_once(spec: Sequence[Any]) -> tuple[Any, ...]:
+    entries: list[Any] = []
+    taken: set[str] = set()
+    for entry in spec:
+        axes = mesh_axes(entry)
+        entries.append(None if taken.intersection(axes) else entry)
+        taken.update(axes)
+    return tuple(entries)
+
+
+def _lower_gather(
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    num_batch_dims: int,
+    indices_are_sorted: bool,
+    fills: bool,
+    deterministic: bool,
+) -> Any:
+    """As a gather of XLA, which fuses and partitions it."""
+    mode: Any = {"mode": "fill", "fill_value": 0} if fills else {"mode": "promise_in_bounds"}
+    mapped = mapped_dims(ctx.avals_in[:2], num_batch_dims)
+
+    def take_one(data: Array, ids: Array) -> Array:
+        return data.at[ids].get(wrap_negative_indices=False, indices_are_sorted=indices_are_sorted, **mode)
+
+    def take(data: Array, ids: Array, *_: Array) -> tuple[Array]:
+        return (map_over_batch(take_one, mapped, data, ids),)
+
+    taken_type: Any = ctx.avals_out[0]
+    spec = jax_versions.explicit_spec(taken_type)
+    call = take if spec is None else in_automatic_mode(take, taken_type, spec)
+    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+
+
+def _batch_gather(
+    operands: Sequence[Array],
+    axes: Sequence[int | None],
+    *,
+    num_batch_dims: int,
+    indices_are_sorted: bool,
+    deterministic: bool,
+    fills: bool,
+) -> tuple[Array, int | None]:
+    """The batch of data comes in front. That of ids alone is one dimension of them more: data have one gradient."""
+    if axes[0] is not None:
+        mapped = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
+        params = {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic, "fills": fills}
+        return _gather_p.bind(*mapped, **params, num_batch_dims=num_batch_dims + 1), 0
+    data, ids = operands[:2]  # the orders of several plans make none together
+    if axes[1] is None:
+        joined_axis = None
+    else:
+        joined_axis = num_batch_dims
+        ids = jnp.moveaxis(ids, axes[1], joined_axis)
+    # Nor do sorted ids, but their sums have the same bits in every run.
+    params = {"indices_are_sorted": False, "deterministic": deterministic or indices_are_sorted, "fills": fills}
+    return _gather_p.bind(data, ids, **params, num_batch_dims=num_batch_dims), joined_axis
+
+
+def _jvp_of_gather(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> tuple[Array, Any]:
+    taken = _gather_p.bind(*primals, **params)
+    if isinstance(tangents[0], ad.Zero):
+        return taken, jax_versions.zero_tangent(taken)
+    return taken, _gather_p.bind(tangents[0], *primals[1:], **params)
+
+
+def _transpose_gather(
+    d_taken: Any, data: Any, ids: Array, *order: Array, num_batch_dims: int, fills: bool, **params: Any
+) -> list[Array | None]:
+    num_rows, ids_ndim = data.aval.shape[num_batch_dims], ids.ndim - num_batch_dims
+
+    def transpose(d_taken: Array, ids: Array, *order: Array) -> Array:
+        if order:
+            return sum_edges(d_taken, *order, num_segments=num_rows, indices_are_sorted=True)
+        if ids_ndim == 1:
+            return SEGMENT_SUM(d_taken, ids, num_segments=num_rows, **params)[0]
+        return TAKE_ROWS_BACKWARD(d_taken, ids, num_rows=num_rows, ids_ndim=ids_ndim, **params)[0]
+
+    arrays = ad.instantiate_zeros(d_taken), ids, *order
+    d_data = map_over_batch(transpose, mapped_dims(arrays, num_batch_dims), *arrays)
+    return [reshard_like(d_data, data.aval), *(None for _ in arrays[1:])]
+
+
+_gather_p = Primitive("baracuda_take_rows")
+_gather_p.def_impl(functools.partial(jax_versions.apply_primitive, _gather_p))
+_gather_p.def_abstract_eval(_gathered_type)
+batching.primitive_batchers[_gather_p] = _batch_gather
+ad.primitive_jvps[_gather_p] = _jvp_of_gather
+ad.primitive_transposes[_gather_p] = _transpose_gather
+mlir.register_lowering(_gather_p, _lower_gather)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Derivative rule.
+# Its transpose: a segment sum by ids of any rank. For a vector it is SEGMENT_SUM; else dimensions are made one on each
+# device only, because XLA would gather whole arrays where any but the first of these dimensions is split.
 
 
-@dataclasses.dataclass(frozen=True)
-class TakeParams:
-    """The static arguments of a call."""
-
-    num_rows: int
-    indices_are_sorted: bool
-    deterministic: bool
+def _row_dims(ids_ndim: int) -> tuple[str, ...]:
+    return tuple(f"row{i}" for i in range(ids_ndim))
 
 
-def _primal(params: TakeParams, *, data: Array, ids: Array, **_: Array) -> Array:
-    def take(data: Array, ids: Array) -> tuple[Array]:
-        taken = data.at[ids].get(
-            mode="promise_in_bounds", wrap_negative_indices=False, indices_are_sorted=params.indices_are_sorted
-        )
-        return (taken,)
-
-    spec = _spec_of_result(data, ids)
-    call = take if spec is None else in_automatic_mode(take, jax.typeof(data), spec)
-    return call(data, ids)[0]
+def _operands(*, ids_ndim: int, **_: Any) -> NamedDimensions:
+    return {"d_output": (*_row_dims(ids_ndim), "..."), "ids": _row_dims(ids_ndim)}
 
 
-def _forward(params: TakeParams, *, data: Array, **ids: Array) -> tuple[Array, dict[str, Array]]:
-    return _primal(params, data=data, **ids), ids
+def _reference(d_output: Array, ids: Array, *, num_rows: int, ids_ndim: int, **_: Any) -> tuple[Array]:
+    wide = accumulation_dtype(d_output.dtype)
+    cells = jnp.zeros((num_rows, *d_output.shape[ids_ndim:]), wide)
+    is_row = (ids >= 0) & (ids < num_rows)
+    cells = cells.at[jnp.where(is_row, ids, num_rows)].add(d_output.astype(wide), mode="drop")
+    return (cells.astype(d_output.dtype),)
 
 
-def _backward(params: TakeParams, residuals: dict[str, Array], d_output: Array) -> dict[str, Array]:
-    if "order" in residuals:
-        order, sorted_ids = residuals["order"], residuals["sorted_ids"]
-        return {"data": sum_edges(d_output, order, sorted_ids, num_segments=params.num_rows, indices_are_sorted=True)}
-    ids = residuals["ids"]
-    rows, row_ids = _flattened(d_output, ids.ndim), _flattened(ids, ids.ndim)
-    [d_data] = SEGMENT_SUM(
-        rows,
-        row_ids,
-        num_segments=params.num_rows,
-        indices_are_sorted=params.indices_are_sorted,
-        deterministic=params.deterministic,
-    )
-    return {"data": d_data}
+def _flat(d_output: Array, ids: Array) -> tuple[Array, Array]:
+    return d_output.reshape(math.prod(ids.shape), *d_output.shape[ids.ndim :]), ids.reshape(-1)
 
 
-_take_rows = KernelVjp("take_rows", _primal, _forward, _backward)
+def _program(d_output: Array, ids: Array, *, num_rows: int, ids_ndim: int, **params: Any) -> Sequence[Array]:
+    return SEGMENT_SUM.kernel(*_flat(d_output, ids), num_segments=num_rows, **params)
+
+
+def _shard_program(
+    kernel: Callable[..., Sequence[Array]],
+    axes: Mapping[str, tuple[str, ...]],
+    d_output: Array,
+    ids: Array,
+    *,
+    num_rows: int,
+    ids_ndim: int,
+    **params: Any,
+) -> Sequence[Array]:
+    row_axes = tuple(axis for dim in _row_dims(ids_ndim) for axis in axes.get(dim, ()))
+    if not row_axes:
+        return kernel(d_output, ids)
+    d_data = sum_over_shards(row_axes, *_flat(d_output, ids), num_segments=num_rows, **params)
+    return (d_data.astype(d_output.dtype),)
+
+
+def _transpose(
+    _: Any, d_results: Sequence[Array], ids: Array, *, num_rows: int, ids_ndim: int, **params: bool
+) -> Sequence[Array]:
+    return (_gather(d_results[0], ids, fills=True, **params),)
+
+
+TAKE_ROWS_BACKWARD = Op(
+    name="take_rows_backward",
+    operands=_operands,
+    results={"d_data": ("segment", "...")},
+    sizes=lambda *, num_rows, **_: {"segment": num_rows},
+    reference=_reference,
+    dtypes=SEGMENT_SUM.dtypes,
+    guarantee=sum_guarantee,
+    replicated_dims=("segment",),
+    reduction_dims=lambda *, ids_ndim, **_: _row_dims(ids_ndim),
+    shard_program=_shard_program,
+    program=_program,
+    transpose=_transpose,
+)
