@@ -77,6 +77,7 @@ def call_of(graph: Graph, form: str) -> Callable[..., jax.Array]:
     return call
 
 
+@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("form", FORMS)
 @each_graph
 @each_dtype
