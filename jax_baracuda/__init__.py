@@ -3,6 +3,7 @@
 from jax_baracuda import forward_mode
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.op import precision_guarantee
+from jax_baracuda._core.selection import Implementation, implementation
 from jax_baracuda._core.version import VERSION as _version
 from jax_baracuda.ops.causal_conv1d import Activation, causal_conv1d, causal_conv1d_backward, causal_conv1d_update
 from jax_baracuda.ops.rope import HeadLayout, rope, rope_backward, rope_qk, rope_qk_backward
@@ -42,6 +43,7 @@ __all__ = [
     "Activation",
     "Guarantee",
     "HeadLayout",
+    "Implementation",
     "SegmentPlan",
     "TieBreak",
     "WriteMode",
@@ -53,6 +55,7 @@ __all__ = [
     "gather_segment_mean",
     "gather_segment_min",
     "gather_segment_sum",
+    "implementation",
     "precision_guarantee",
     "rope",
     "rope_backward",

@@ -48,7 +48,7 @@ def test_every_function_of_arrays_has_an_example() -> None:
     examples = all_examples()
     assert len({example.name for example in examples}) == len(examples)
     functions = {name for name in jax_baracuda.__all__ if inspect.isfunction(getattr(jax_baracuda, name))}
-    expected = functions - {"precision_guarantee", "rope_frequencies", "segment_plan"}
+    expected = functions - {"implementation", "precision_guarantee", "rope_frequencies", "segment_plan"}
     for use in ("small", "check", "cpu", "cuda"):
         assert {example.function.__name__ for example in examples if use in example.sizes} == expected, use
 

@@ -25,6 +25,14 @@ FLOAT8_DTYPES = frozenset(
 INTEGER_DTYPES = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
 
+_BITS_BELOW_BYTE = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
+
+
+def element_bits(dtype: Any) -> int:
+    """The size of an element, of which XLA packs several into a byte where they fit."""
+    return _BITS_BELOW_BYTE.get(np.dtype(dtype).name, 8 * np.dtype(dtype).itemsize)
+
+
 def accumulation_dtype(dtype: Any) -> Any:
     """The dtype in which numbers of `dtype` are accumulated."""
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4

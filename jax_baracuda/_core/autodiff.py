@@ -16,6 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import reshard_like
+from jax_baracuda._core.selection import Selection, current_selection, selecting
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,6 +31,14 @@ class _Types:
 
     structure: Any
     of_leaves: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What is static in a call. Its derivatives use the implementation that it asks for, wherever they are traced."""
+
+    params: Hashable
+    selection: Selection
 
 
 class KernelVjp:
@@ -64,8 +73,9 @@ class KernelVjp:
         self.backward = backward
         self._symbolic_zeros = symbolic_zeros
 
-        def reverse_mode(params: Hashable, arrays: Mapping[str, Any]) -> Any:
-            return primal(params, **arrays)
+        def reverse_mode(call: _Call, arrays: Mapping[str, Any]) -> Any:
+            with selecting(call.selection):
+                return primal(call.params, **arrays)
 
         reverse_mode.__name__ = name
         self._reverse_mode = jax.custom_vjp(reverse_mode, nondiff_argnums=(0,))
@@ -79,27 +89,28 @@ class KernelVjp:
         has_tangents = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves)
         if getattr(_mode, "forward", False) or not has_tangents:
             return self._primal(params, **arrays)
-        return self._reverse_mode(params, arrays)
+        return self._reverse_mode(_Call(params, current_selection()), arrays)
 
-    def _forward_with_types(self, params: Hashable, primals: Mapping[str, Any]) -> tuple[Any, tuple[_Types, Any]]:
+    def _forward_with_types(self, call: _Call, primals: Mapping[str, Any]) -> tuple[Any, tuple[_Types, Any]]:
         leaves, structure = jax.tree.flatten(primals)
         is_differentiated = [not self._symbolic_zeros or x.perturbed for x in leaves]
         arrays = [x.value if self._symbolic_zeros else x for x in leaves]
         types = tuple(jax.typeof(x) if use else None for x, use in zip(arrays, is_differentiated, strict=True))
-        result, residuals = self.forward(params, **jax.tree.unflatten(structure, arrays))
+        with selecting(call.selection):
+            result, residuals = self.forward(call.params, **jax.tree.unflatten(structure, arrays))
         return result, (_Types(structure, types), residuals)
 
     def _backward_with_types(
-        self, params: Hashable, residuals: tuple[_Types, Any], cotangent: Any
+        self, call: _Call, residuals: tuple[_Types, Any], cotangent: Any
     ) -> tuple[Mapping[str, Any]]:
         types = jax.tree.unflatten(residuals[0].structure, residuals[0].of_leaves)
         if self._symbolic_zeros:
             if all(isinstance(x, jax.custom_derivatives.SymbolicZero) for x in jax.tree.leaves(cotangent)):
                 return (dict.fromkeys(types),)
             cotangent = jax.tree.map(_instantiated, cotangent)
-            cotangents = self.backward(params, residuals[1], cotangent, types)
-        else:
-            cotangents = self.backward(params, residuals[1], cotangent)
+        of_types = (types,) if self._symbolic_zeros else ()
+        with selecting(call.selection):
+            cotangents = self.backward(call.params, residuals[1], cotangent, *of_types)
         return ({name: _like(cotangents.get(name), type_) for name, type_ in types.items()},)
 
 

@@ -12,8 +12,10 @@ import jax
 import numpy as np
 
 from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import element_bits
 from jax_baracuda._core.batch import is_shared, vmap_sizes
 from jax_baracuda._core.native import NATIVE_MODULES, Plan
+from jax_baracuda._core.selection import Selection
 from jax_baracuda._core.sharding import NamedShapes
 
 if TYPE_CHECKING:
@@ -62,7 +64,18 @@ class OpCall:
     @functools.cached_property
     def params(self) -> dict[str, Any]:
         """The params as the functions of a definition take them."""
-        return {name: value for name, value in self.all_params.items() if name != "num_batch_dims"}
+        of_core = ("num_batch_dims", "implementation")
+        return {name: value for name, value in self.all_params.items() if name not in of_core}
+
+    @functools.cached_property
+    def selection(self) -> Selection:
+        """What implementation the call asks for."""
+        return self.all_params.get("implementation")
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """That of the first operand."""
+        return np.dtype(self.operands[0].dtype)
 
     @functools.cached_property
     def batch(self) -> tuple[int, ...]:
@@ -115,6 +128,14 @@ class OpCall:
         sizes = joint_sizes(operand_names + result_names, operand_shapes + result_shapes)
         return NamedShapes(operand_names, result_names, operand_shapes, result_shapes, sizes)
 
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the named dimensions, the batch among them, and "bytes", all that is read and written at least,
+        and "element_bits", of the narrowest operand."""
+        results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.result_types()]
+        num_bits = sum(math.prod(x.shape) * element_bits(x.dtype) for x in [*self.operands, *results])
+        narrowest = min(element_bits(x.dtype) for x in self.operands)
+        return {**self.named_shapes(results).sizes, "bytes": num_bits // 8, "element_bits": narrowest}
+
     def plan(self, platform: str) -> Plan:
         """How the platform's kernel runs a call that it supports: its strategy, and the scratch memory."""
         op = self.op
@@ -129,15 +150,18 @@ class OpCall:
         fitting = {name: int(value) if value < 2**63 else 0 for name, value in parameters.items()}
         return NATIVE_MODULES[platform].plan(op.name, fitting)
 
+    def has_static_shapes(self) -> bool:
+        return all(jax_versions.is_static_shape(x.shape) for x in self.operands)
+
     def unsupported_reason(self, platform: str) -> str | None:
         """Why this call has no kernel on the platform and runs as plain JAX instead; None where it has one."""
         op = self.op
         if (problem := op.missing_target(platform)) is not None:
             return problem
-        if not all(jax_versions.is_static_shape(x.shape) for x in self.operands):
+        if not self.has_static_shapes():
             return "its shapes are symbolic"
-        if np.dtype(self.operands[0].dtype).name not in op.dtypes:
-            return f"there is no kernel for {np.dtype(self.operands[0].dtype).name}"
+        if self.dtype.name not in op.dtypes:
+            return f"there is no kernel for {self.dtype.name}"
         if any(self.operands[i].shape[: self.num_batch_dims] != self.batch for i in self.resolve(op.in_place)):
             return "the batch shares an array that is written"
         return op.limit(*self.own_operands, **self.params) if op.limit is not None else None

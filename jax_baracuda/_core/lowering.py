@@ -19,6 +19,7 @@ from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims
 from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
 from jax_baracuda._core.rules import reference_of_call
+from jax_baracuda._core.selection import choose, missing_kernel
 from jax_baracuda._core.sharding import MeshAxes, partitioned
 from jax_baracuda._core.version import VERSION
 
@@ -27,9 +28,18 @@ if TYPE_CHECKING:
 
 
 def register_lowerings(op: Op, primitive: Primitive, kernel: Primitive) -> None:
-    mlir.register_lowering(primitive, functools.partial(_lower_reference, op))
+    mlir.register_lowering(primitive, functools.partial(_lower_elsewhere, op))
     for platform in KERNEL_PLATFORMS:
         mlir.register_lowering(primitive, functools.partial(_lower, op, kernel, platform), platform=platform)
+
+
+def _lower_elsewhere(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+    """On a platform without kernels."""
+    call = OpCall(op, ctx.avals_in, params)
+    if call.selection == "kernel":
+        platforms = [platform for platform in jax_versions.platforms_of(ctx) if platform not in KERNEL_PLATFORMS]
+        raise missing_kernel(call, platforms, f"there are kernels for {' and '.join(KERNEL_PLATFORMS)} only")
+    return _lower_reference(op, ctx, *operands, **params)
 
 
 def _lower_reference(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
@@ -50,34 +60,39 @@ def _lower(
     op: Op, kernel: Primitive, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
 ) -> Any:
     call = OpCall(op, ctx.avals_in, params)
-    if call.unsupported_reason(platform) is not None:
-        if (problem := op.missing_target(platform)) is not None:
-            _warn_once(f"jax_baracuda: {op.name} runs as plain JAX on {platform}: {problem}")
+    runs_kernel = choose(call, platform).implementation == "kernel"
+    if call.selection != "xla" and (problem := op.missing_target(platform)) is not None:
+        _warn_once(f"jax_baracuda: {op.name} runs as plain JAX on {platform}: {problem}")
+    has_empty_array = any(0 in aval.shape for aval in [*ctx.avals_in, *ctx.avals_out])
+    is_split = not has_empty_array and jax_versions.partitioner_splits(ctx.module_context.axis_context)
+    if has_empty_array and jax_versions.is_in_shard_map(ctx.module_context.axis_context):
+        runs_kernel = False  # XLA loses calls of empty arrays there
+    if not runs_kernel and not (is_split and op.shards_reference and call.has_static_shapes()):
         return _lower_reference(op, ctx, *operands, **params)
 
     donated = tuple(i for i in op.in_place_if_donated if jax_versions.is_donated_argument(operands[i]))
-    has_empty_array = any(0 in aval.shape for aval in [*ctx.avals_in, *ctx.avals_out])
-    if has_empty_array and jax_versions.is_in_shard_map(ctx.module_context.axis_context):
-        return _lower_reference(op, ctx, *operands, **params)  # XLA loses calls of empty arrays there
-    if has_empty_array or not jax_versions.partitioner_splits(ctx.module_context.axis_context):
+    if not is_split:
         # In a partially manual shard_map, the automatic axes then see whole arrays.
         return _call_target(call, platform, ctx, operands, donated)
 
+    # Of the program of a shard nothing is to be chosen any more.
+    chosen = {"donated": donated, "implementation": "kernel" if call.selection == "kernel" else None}
+    chosen = chosen if runs_kernel else {"implementation": "xla"}
     mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
 
     def shard_program(axes: dict[str, MeshAxes], *shards: jax.Array) -> Sequence[jax.Array]:
-        run_kernel = functools.partial(kernel.bind, **call.params, donated=donated)
+        run_kernel = functools.partial(kernel.bind, **call.params, **chosen)
         program = (
             functools.partial(op.shard_program, run_kernel, axes, **call.params) if op.shard_program else run_kernel
         )
         return tuple(map_over_batch(program, mapped, *shards))
 
-    run_kernel = functools.partial(kernel.bind, **params, donated=donated)
+    run_kernel = functools.partial(kernel.bind, **{**params, **chosen})
     shapes, replicated_dims = call.named_shapes(ctx.avals_out), call.resolve(op.replicated_dims)
     partitioned_call = partitioned(run_kernel, shard_program, shapes, replicated_dims, call.resolve(op.reduction_dims))
     # A partitioned call holds no more than its shapes and the address of a Python object. Without the op's name and its
     # params, JAX's persistent compilation cache could take one program for another.
-    identity = f"{op.name}({params | {'donated': donated}}) of jax_baracuda {VERSION}"
+    identity = f"{op.name}({params | chosen}) of jax_baracuda {VERSION}"
     with set_xla_metadata(jax_baracuda_op=identity):
         results = mlir.lower_fun(partitioned_call, multiple_results=True)(ctx, *operands)
     return [
@@ -94,9 +109,13 @@ def lower_kernel(
     donated: tuple[int, ...] = (),
     **params: Any,
 ) -> Any:
-    """Of the kernel in the program of a shard, whose shapes the kernel may support where it does not the whole's."""
+    """In the program of a shard, whose shapes the kernel may not support where it does the whole's."""
     call = OpCall(op, ctx.avals_in, params)
-    if call.unsupported_reason(platform) is not None:
+    if call.selection == "xla":
+        return _lower_reference(op, ctx, *operands, **params)
+    if (reason := call.unsupported_reason(platform)) is not None:
+        if call.selection == "kernel":
+            raise missing_kernel(call, [platform], reason)
         return _lower_reference(op, ctx, *operands, **params)
     return _call_target(call, platform, ctx, operands, donated)
 

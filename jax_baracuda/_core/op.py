@@ -16,6 +16,7 @@ from jax_baracuda._core.call import Dimensions
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES
 from jax_baracuda._core.primitive import primitives_of
+from jax_baracuda._core.selection import current_selection
 
 Shape = tuple[int, ...]
 ShapeAndDtype = tuple[Shape, Any]
@@ -66,6 +67,8 @@ class Op:
     """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is."""
     program: Callable[..., Sequence[jax.Array]] | None = None
     """``(*operands, **params)``: calls of other ops' kernels, for an op that has no native target of its own."""
+    shards_reference: bool = False
+    """Whether plain JAX runs shard by shard, too, in `shard_program`: where XLA's partitioner would gather operands."""
     limit: Callable[..., str | None] | None = None
     """``(*operand avals, **params)`` -> why the kernel does not support these shapes or params, or None."""
     in_place: Mapping[int, int] | Callable[..., Mapping[int, int]] = dataclasses.field(default_factory=dict)
@@ -96,6 +99,9 @@ class Op:
             _register(self)
 
     def __call__(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+        selection = current_selection()
+        if selection is not None:
+            params["implementation"] = selection
         return self._primitives[0].bind(*jax_versions.unify_varying(*operands), **params)
 
     def kernel(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:

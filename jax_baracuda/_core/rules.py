@@ -15,6 +15,7 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import in_automatic_mode, reshard_like
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.selection import selecting
 
 if TYPE_CHECKING:
     from jax_baracuda._core.op import Op
@@ -63,7 +64,8 @@ def reference_of_call(op: Op, *operands: jax.Array, **params: Any) -> list[jax.A
     if any(jax_versions.explicit_spec(aval) is not None for aval in avals):
         results = abstract_eval(op, *avals, **params)
         reference = in_automatic_mode(reference, results[0], *(result.sharding.spec for result in results))
-    return list(reference(*operands))
+    with selecting(call.selection):
+        return list(reference(*operands))
 
 
 def _reference_of(
@@ -120,7 +122,8 @@ def transpose(op: Op, cotangents: Sequence[Any], *operands: Any, **params: Any) 
             return op.transpose(own_avals, arrays[: len(cotangents)], *arrays[len(cotangents) :], **call.params)
 
         arrays = (*cotangents, *operands[num_linear:])
-        transposed = map_over_batch(transpose, mapped_dims(arrays, call.num_batch_dims), *arrays)
+        with selecting(call.selection):
+            transposed = map_over_batch(transpose, mapped_dims(arrays, call.num_batch_dims), *arrays)
         for i in linear:
             results[i] = _sum_over_shared_batch(transposed[i], avals[i])
         return results

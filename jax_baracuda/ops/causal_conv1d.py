@@ -27,6 +27,7 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_ar
 from jax_baracuda._core.autodiff import KernelVjp, map_together
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import Dimensions, NamedDimensions, Op
+from jax_baracuda._core.selection import Implementation, selectable
 
 Activation = Literal["silu", "swish"] | None
 
@@ -45,6 +46,7 @@ def causal_conv1d(
     initial_state: ArrayLike | None = None,
     return_final_state: Literal[False] = False,
     segment_ids: ArrayLike | None = None,
+    implementation: Implementation | None = None,
 ) -> Array: ...
 
 
@@ -59,6 +61,7 @@ def causal_conv1d(
     initial_state: ArrayLike | None = None,
     return_final_state: Literal[True],
     segment_ids: ArrayLike | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Array, Array]: ...
 
 
@@ -73,9 +76,11 @@ def causal_conv1d(
     initial_state: ArrayLike | None = None,
     return_final_state: bool = False,
     segment_ids: ArrayLike | None = None,
+    implementation: Implementation | None = None,
 ) -> Array | tuple[Array, Array]: ...
 
 
+@selectable
 def causal_conv1d(
     x: ArrayLike,
     weight: ArrayLike,
@@ -86,6 +91,7 @@ def causal_conv1d(
     initial_state: ArrayLike | None = None,
     return_final_state: bool = False,
     segment_ids: ArrayLike | None = None,
+    implementation: Implementation | None = None,
 ) -> Array | tuple[Array, Array]:
     """Depthwise causal convolution: each channel over its own past, as in Mamba (Gu and Dao, 2023).
 
@@ -105,6 +111,8 @@ def causal_conv1d(
         input with another id counts as zero, whatever that input is, NaN included. Equal ids are one sequence, adjacent
         or not. The initial state belongs to the sequence of the first id of its row.
       return_final_state: whether to return the state that continues the last sequence, too.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       y with the shape and dtype of `x`, or ``(y, final_state)``. The final state, ``[B, C, W - 1]`` with the dtype of
@@ -139,6 +147,7 @@ def causal_conv1d(
     return _convolution_and_state(call.params, **call.arrays)
 
 
+@selectable
 def causal_conv1d_backward(
     d_output: ArrayLike,
     x: ArrayLike,
@@ -150,6 +159,7 @@ def causal_conv1d_backward(
     initial_state: ArrayLike | None = None,
     segment_ids: ArrayLike | None = None,
     d_final_state: ArrayLike | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Array, Array, Array | None] | tuple[Array, Array, Array | None, Array]:
     """Gradient of :func:`causal_conv1d`.
 
@@ -171,6 +181,8 @@ def causal_conv1d_backward(
         input with another id counts as zero, whatever that input is, NaN included. Equal ids are one sequence, adjacent
         or not. The initial state belongs to the sequence of the first id of its row.
       d_final_state: ``[B, C, W - 1]`` with the dtype of `x`: the cotangent of the final state. Default: zeros.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``(dx, dweight, dbias)``, each with the shape and dtype of what it is the cotangent of; dbias is None where `bias`
@@ -212,6 +224,7 @@ def causal_conv1d_backward(
     return dx, dweight, dbias, gradients.get("initial_state", call.empty_state())
 
 
+@selectable
 def causal_conv1d_update(
     x: ArrayLike,
     state: ArrayLike,
@@ -220,6 +233,7 @@ def causal_conv1d_update(
     *,
     activation: Activation = None,
     channels_last: bool = False,
+    implementation: Implementation | None = None,
 ) -> tuple[Array, Array]:
     """:func:`causal_conv1d` of the next inputs of a sequence, for decoding: the state holds the inputs before.
 
@@ -233,6 +247,8 @@ def causal_conv1d_update(
       bias: ``[C]`` or None; the dtype of `x`, or float32 where `x` has fewer than 32 bits.
       activation: None, or "silu" ("swish" is the same): ``act(z) = z * sigmoid(z)``.
       channels_last: whether `x` is ``[B, L, C]``. States are ``[B, C, ...]`` in either case.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``(y, new_state)`` with the shapes and the dtype of `x` and `state`. The new state is the last K inputs again: the

@@ -28,12 +28,14 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_ar
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import mesh_axes
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE, rope_frequencies
 
 HeadLayout = Literal["BHSD", "BSHD"]
 
 
+@selectable
 def rope(
     x: ArrayLike,
     positions: ArrayLike | None = None,
@@ -44,6 +46,7 @@ def rope(
     rotary_dim: int | None = None,
     inv_freq: ArrayLike | None = None,
     scale: float = 1.0,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Rotary position embedding (Su et al., 2021).
 
@@ -68,6 +71,8 @@ def rope(
         float64, with 64-bit types off as well. Or ``[2, rotary_dim/2]``, floating: the sum of both rows counts. So
         traced arrays can have float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
       scale: a finite number that multiplies sine and cosine.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       The rotated features, with the shape and dtype of `x`.
@@ -102,6 +107,7 @@ def rope(
     return y
 
 
+@selectable
 def rope_backward(
     d_output: ArrayLike,
     positions: ArrayLike | None = None,
@@ -112,6 +118,7 @@ def rope_backward(
     rotary_dim: int | None = None,
     inv_freq: ArrayLike | None = None,
     scale: float = 1.0,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Gradient of :func:`rope`: the rotation by the negative angles.
 
@@ -132,6 +139,8 @@ def rope_backward(
         float64, with 64-bit types off as well. Or ``[2, rotary_dim/2]``, floating: the sum of both rows counts. So
         traced arrays can have float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
       scale: a finite number that multiplies sine and cosine.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       The cotangent of `x`, with the shape and dtype of `d_output`.
@@ -164,6 +173,7 @@ def rope_backward(
     return dx
 
 
+@selectable
 def rope_qk(
     q: ArrayLike,
     k: ArrayLike,
@@ -175,6 +185,7 @@ def rope_qk(
     rotary_dim: int | None = None,
     inv_freq: ArrayLike | None = None,
     scale: float = 1.0,
+    implementation: Implementation | None = None,
 ) -> tuple[Array, Array]:
     """:func:`rope` of queries and keys in one launch, which computes each sine and cosine once for both.
 
@@ -197,6 +208,8 @@ def rope_qk(
         float64, with 64-bit types off as well. Or ``[2, rotary_dim/2]``, floating: the sum of both rows counts. So
         traced arrays can have float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
       scale: a finite number that multiplies sine and cosine.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``(q, k)``, rotated, with the shapes and the dtype of `q` and `k`.
@@ -230,6 +243,7 @@ def rope_qk(
     return q, k
 
 
+@selectable
 def rope_qk_backward(
     d_q_output: ArrayLike,
     d_k_output: ArrayLike,
@@ -241,6 +255,7 @@ def rope_qk_backward(
     rotary_dim: int | None = None,
     inv_freq: ArrayLike | None = None,
     scale: float = 1.0,
+    implementation: Implementation | None = None,
 ) -> tuple[Array, Array]:
     """Gradient of :func:`rope_qk`: the rotation by the negative angles.
 
@@ -262,6 +277,8 @@ def rope_qk_backward(
         float64, with 64-bit types off as well. Or ``[2, rotary_dim/2]``, floating: the sum of both rows counts. So
         traced arrays can have float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
       scale: a finite number that multiplies sine and cosine.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       The cotangents of `q` and `k`, with the shapes and the dtype of `d_q_output` and

@@ -31,9 +31,11 @@ from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.batch import joint_size
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
 from jax_baracuda._core.op import Op, Shape, ShapeAndDtype
+from jax_baracuda._core.selection import Implementation, current_selection, selectable
 
 
-def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike) -> Array:
+@selectable
+def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike, *, implementation: Implementation | None = None) -> Array:
     """Selects elements of `a` where `cond` holds, and of `b` elsewhere: ``jax.numpy.where`` with three arguments.
 
     Inside a larger computation, ``jax.numpy.where`` is mostly the better choice: XLA fuses it with what comes before
@@ -46,6 +48,8 @@ def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike) -> Array:
       b: any dtype. bool, 8- to 64-bit integers, every float8, float16, bfloat16, float32, float64 and complex numbers
         have kernels, for the dtype that `a` and `b` are promoted to; 2- and 4-bit types, and two operands that are
         weakly typed (Python's numbers), run as plain JAX.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       An array with the joint shape of all three arguments, which are broadcast against each other, and the dtype to
@@ -53,7 +57,7 @@ def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike) -> Array:
 
     Raises:
       TypeError: an argument is no array or number, or has no numeric dtype.
-      ValueError: the shapes do not broadcast against each other.
+      ValueError: the shapes do not broadcast against each other, or a kernel is asked for and there is none.
 
     Numerical guarantees: every element is copied bit by bit, payloads of NaN and signs of zeros included.
 
@@ -79,17 +83,21 @@ def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike) -> Array:
             f"and {b.shape}"
         ) from error
     if is_weak:  # Python's numbers, or what is made of nothing else
+        if current_selection() == "kernel":
+            raise ValueError(f"{name}: implementation='kernel' is asked for, but there is none where a and b are weak")
         return jnp.where(cond, a, b)
     a, b = (jax.lax.convert_element_type(x, dtype) for x in (a, b))
     return _where(None, a=a, b=b, cond=cond)
 
 
+@selectable
 def where_backward(
     d_output: ArrayLike,
     cond: ArrayLike,
     *,
     a_shape: Sequence[int] | None = None,
     b_shape: Sequence[int] | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Array, Array]:
     """Gradient of :func:`where`, both cotangents in one pass over `d_output`.
 
@@ -101,6 +109,8 @@ def where_backward(
       cond: as in :func:`where`; its shape must broadcast to that of `d_output`.
       a_shape: the shape of `a`, which must broadcast to that of `d_output`. Default: that of `d_output`.
       b_shape: the shape of `b`, likewise.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``(da, db)`` with the shapes of `a` and `b` and the dtype of `d_output`.

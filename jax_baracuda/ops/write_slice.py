@@ -21,10 +21,18 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import FLOAT8_DTYPES, FLOATING_DTYPES, INTEGER_DTYPES, as_array, reshard_as
+from jax_baracuda._core.arrays import (
+    FLOAT8_DTYPES,
+    FLOATING_DTYPES,
+    INTEGER_DTYPES,
+    as_array,
+    element_bits,
+    reshard_as,
+)
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import MeshAxes
 
 WriteMode = Literal["clip", "drop"]
@@ -33,7 +41,15 @@ StartIndex = ArrayLike | tuple[int, int]
 StartIndices = Sequence[StartIndex] | Array | np.ndarray
 
 
-def write_slice(dest: ArrayLike, source: ArrayLike, start_indices: StartIndices, *, mode: WriteMode = "clip") -> Array:
+@selectable
+def write_slice(
+    dest: ArrayLike,
+    source: ArrayLike,
+    start_indices: StartIndices,
+    *,
+    mode: WriteMode = "clip",
+    implementation: Implementation | None = None,
+) -> Array:
     """Writes an array into a window of another one, in place where that is donated, as a KV-cache append does.
 
     ``dest[start_0:end_0, start_1:end_1, ...] = source`` as a function that returns the new `dest`.
@@ -53,6 +69,8 @@ def write_slice(dest: ArrayLike, source: ArrayLike, start_indices: StartIndices,
         end of the axis, and then the window is moved to the nearest place where all of it is inside. "drop" leaves the
         window where it is, negative starts before the beginning, and writes only the part that lies inside: a full
         cache is never overwritten.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       The updated array, with the shape and dtype of `dest`.
@@ -88,6 +106,7 @@ def write_slice(dest: ArrayLike, source: ArrayLike, start_indices: StartIndices,
     return result
 
 
+@selectable
 def write_slices(
     dests: Sequence[ArrayLike],
     sources: Sequence[ArrayLike],
@@ -95,6 +114,7 @@ def write_slices(
     *,
     start_indices_of_each: Sequence[StartIndices] | None = None,
     mode: WriteMode = "clip",
+    implementation: Implementation | None = None,
 ) -> list[Array]:
     """:func:`write_slice` for several arrays in one launch, as for the keys and the values of a KV cache.
 
@@ -116,6 +136,8 @@ def write_slices(
         end of the axis, and then the window is moved to the nearest place where all of it is inside. "drop" leaves the
         window where it is, negative starts before the beginning, and writes only the part that lies inside: a full
         cache is never overwritten.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       The list of the updated arrays.
@@ -180,6 +202,8 @@ class Placement(NamedTuple):
 
     start: Array
     moved: Array | int
+    cut: Array | int = 0
+    """How much of the beginning of a window lies outside of the array anyway, where it is longer than the array."""
 
 
 def _index_dtype() -> Any:
@@ -196,10 +220,20 @@ def _placement(start: Array, size: int, dim: int, drop: bool) -> Placement:
     return Placement(inside, inside - index)
 
 
+def _of_part(placement: Placement, part: Array, size: int, dim: int) -> Placement:
+    """The placement in one of the parts of `dim` elements that an axis is split into."""
+    index = placement.start - placement.moved - part.astype(_index_dtype()) * dim
+    cut = jnp.clip(-index, 0, max(size - dim, 0))
+    size = min(size, dim)
+    index = jnp.clip(index + cut, -size, dim)
+    inside = jnp.clip(index, 0, dim - size)
+    return Placement(inside, inside - index, cut)
+
+
 def _shifted(window: Array, placements: Sequence[Placement], sign: int) -> tuple[Array, Array | bool]:
     """The window's content moved as the window was, or back, and which of its elements come from within."""
     is_known: Array | bool = True
-    for axis, (_, moved) in enumerate(placements):
+    for axis, (_, moved, _) in enumerate(placements):
         if isinstance(moved, int):
             continue
         window = jnp.roll(window, -sign * moved, axis)
@@ -208,21 +242,30 @@ def _shifted(window: Array, placements: Sequence[Placement], sign: int) -> tuple
     return window, is_known
 
 
+WindowOfPart = tuple[Window, Array | None]
+"""With the number of the part of its axis in which it is written, where that is split over devices."""
+
+
 def _placements(
-    dest: Array, starts: Sequence[Array], windows: Sequence[Window], drop: bool
+    dest: Array, starts: Sequence[Array], windows: Sequence[WindowOfPart], drop: bool
 ) -> tuple[list[Placement], list[int]]:
-    """Those of all axes of an array, and the sizes of its window."""
+    """Those of all axes of an array, and the sizes of what of its window can lie inside."""
     placements, sizes = [Placement(jnp.zeros((), _index_dtype()), 0)] * dest.ndim, list(dest.shape)
-    for window in windows:
-        sizes[window.axis] = window.size
+    for window, part in windows:
         dim = dest.shape[window.axis]
-        placements[window.axis] = _placement(starts[window.start_operand], window.size, dim, drop)
+        placement = _placement(starts[window.start_operand], window.size, dim * window.num_shards, drop)
+        placements[window.axis] = placement if part is None else _of_part(placement, part, window.size, dim)
+        sizes[window.axis] = min(window.size, dim)
     return placements, sizes
 
 
-def _write_one(dest: Array, source: Array, starts: Sequence[Array], windows: Sequence[Window], drop: bool) -> Array:
+def _write_one(
+    dest: Array, source: Array, starts: Sequence[Array], windows: Sequence[WindowOfPart], drop: bool
+) -> Array:
     placements, sizes = _placements(dest, starts, windows, drop)
     corner = [placement.start for placement in placements]
+    if tuple(sizes) != source.shape:
+        source = jax.lax.dynamic_slice(source, [placement.cut for placement in placements], sizes)
     source, is_known = _shifted(source, placements, sign=1)
     if is_known is not True:
         source = jnp.where(is_known, source, jax.lax.dynamic_slice(dest, corner, sizes))
@@ -230,32 +273,44 @@ def _write_one(dest: Array, source: Array, starts: Sequence[Array], windows: Seq
 
 
 def _extract_one(
-    cotangent: Array, starts: Sequence[Array], windows: Sequence[Window], drop: bool
+    cotangent: Array, starts: Sequence[Array], windows: Sequence[WindowOfPart], drop: bool
 ) -> tuple[Array, Array]:
     """The window, and the array with zeros in its place."""
     placements, sizes = _placements(cotangent, starts, windows, drop)
     extracted = jax.lax.dynamic_slice(cotangent, [placement.start for placement in placements], sizes)
     extracted, is_known = _shifted(extracted, placements, sign=-1)
     extracted = extracted if is_known is True else jnp.where(is_known, extracted, 0)
+    whole_sizes = list(cotangent.shape)
+    for window, _ in windows:
+        whole_sizes[window.axis] = window.size
+    if sizes != whole_sizes:
+        nothing = jnp.zeros(whole_sizes, extracted.dtype)
+        extracted = jax.lax.dynamic_update_slice(nothing, extracted, [placement.cut for placement in placements])
     return _write_one(cotangent, jnp.zeros_like(extracted), starts, windows, drop), extracted
 
 
-def _windows_of(array: int, windows: Sequence[Window]) -> list[Window]:
-    return [window for window in windows if window.array == array]
+def _windows_of_each(
+    ranks: Sequence[int], windows: Sequence[Window], positions: Sequence[Array]
+) -> list[list[WindowOfPart]]:
+    """Those of each array. `positions` are the operands behind the arrays: starts, and then parts."""
+    parts = iter(positions[_num_starts(windows) :])
+    windows_of_parts = [(window, next(parts) if window.num_shards > 1 else None) for window in windows]
+    return [[pair for pair in windows_of_parts if pair[0].array == i] for i in range(len(ranks))]
 
 
 def _reference_write(*operands: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool) -> list[Array]:
     num = len(ranks)
     dests, sources, starts = operands[:num], operands[num : 2 * num], operands[2 * num :]
     return [
-        _write_one(dest, source, starts, _windows_of(i, windows), drop)
-        for i, (dest, source) in enumerate(zip(dests, sources, strict=True))
+        _write_one(dest, source, starts, own_windows, drop)
+        for dest, source, own_windows in zip(dests, sources, _windows_of_each(ranks, windows, starts), strict=True)
     ]
 
 
 def _reference_extract(*operands: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool) -> list[Array]:
     cotangents, starts = operands[: len(ranks)], operands[len(ranks) :]
-    pairs = [_extract_one(x, starts, _windows_of(i, windows), drop) for i, x in enumerate(cotangents)]
+    windows_of_each = _windows_of_each(ranks, windows, starts)
+    pairs = [_extract_one(x, starts, own, drop) for x, own in zip(cotangents, windows_of_each, strict=True)]
     return [*(rest for rest, _ in pairs), *(extracted for _, extracted in pairs)]
 
 
@@ -271,7 +326,6 @@ DTYPES = (
     | {"bool", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"}
     | {"float8_e8m0fnu"}  # has no zero, and no derivatives by these kernels
 )
-BITS_BELOW_BYTE = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
 
 
 def _dimension(array: int, axis: int) -> str:
@@ -297,19 +351,21 @@ def _source_dimensions(name: str, ranks: Sequence[int], windows: Sequence[Window
     return {array: tuple(names) for array, names in dimensions.items()}
 
 
+def _num_starts(windows: Sequence[Window]) -> int:
+    return 1 + max((window.start_operand for window in windows), default=-1)
+
+
 def _start_dimensions(windows: Sequence[Window]) -> NamedDimensions:
     """Of the start operands, and then of the number of a device's part of each axis that is split over devices."""
-    num_starts = 1 + max((window.start_operand for window in windows), default=-1)
     num_parts = sum(window.num_shards > 1 for window in windows)
-    return {f"start_{i}": () for i in range(num_starts)} | {f"part_{i}": () for i in range(num_parts)}
+    return {f"start_{i}": () for i in range(_num_starts(windows))} | {f"part_{i}": () for i in range(num_parts)}
 
 
 def _plan_parameters(*operands: Any, ranks: Sequence[int], windows: Sequence[Window], drop: bool) -> dict[str, int]:
     dests = operands[: len(ranks)]
     parameters = {"arrays": len(dests), "drop": drop}
     for i, dest in enumerate(dests):
-        dtype = np.dtype(dest.dtype)
-        parameters |= {f"rank_{i}": dest.ndim, f"bits_{i}": BITS_BELOW_BYTE.get(dtype.name, 8 * dtype.itemsize)}
+        parameters |= {f"rank_{i}": dest.ndim, f"bits_{i}": element_bits(dest.dtype)}
         for axis, size in enumerate(dest.shape):
             parameters |= {f"size_{i}_{axis}": size, f"has_window_{i}_{axis}": False}
     for window in windows:
@@ -437,6 +493,7 @@ WRITE_SLICE = Op(
     plan_parameters=_plan_parameters,
     replicated_dims=lambda *, windows, **_: _window_dimensions(windows),
     shard_program=_shard_write,
+    shards_reference=True,
     limit=_limit(DTYPES),
     in_place=lambda *, ranks, **_: {i: i for i in range(len(ranks))},
     num_linear=lambda *, ranks, **_: 2 * len(ranks),
@@ -462,6 +519,7 @@ WRITE_SLICE_BACKWARD = Op(
     plan_parameters=_plan_parameters,
     replicated_dims=lambda *, windows, **_: _window_dimensions(windows),
     shard_program=_shard_extract,
+    shards_reference=True,
     limit=_limit(DIFFERENTIABLE_DTYPES),
     in_place=lambda *, ranks, **_: {i: i for i in range(len(ranks))},
     num_linear=lambda *, ranks, **_: len(ranks),

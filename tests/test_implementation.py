@@ -1,0 +1,405 @@
+"""The choice between a kernel and plain JAX: who asks, what is picked where nobody does, and that results agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support import cases
+from test_sharding import collectives
+
+import jax_baracuda as jb
+from jax_baracuda._core import selection
+from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.native import NATIVE_MODULES, NativeModule
+from jax_baracuda._core.op import OPS
+from jax_baracuda._core.selection import Row, TuningTable, choose
+from jax_baracuda._examples import examples_of
+from jax_baracuda._examples.example import value_and_gradient
+
+PACKAGED = TuningTable.read(Path(selection.__file__).with_name("tuning.json"))
+
+IMPLEMENTATIONS = ("kernel", "xla", None)
+
+
+def lowered(function: Callable[..., Any], *operands: Any, platform: str = cases.PLATFORM) -> str:
+    return jax.jit(lambda *x: function(*x)).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+
+
+def runs_kernel(function: Callable[..., Any], *operands: Any, **options: Any) -> bool:
+    return "@jax_baracuda." in lowered(function, *operands, **options)
+
+
+@pytest.fixture
+def packaged_table(monkeypatch: pytest.MonkeyPatch) -> TuningTable:
+    """The table that users have."""
+    monkeypatch.setattr(selection, "packaged_table", lambda: PACKAGED)
+    return PACKAGED
+
+
+@pytest.fixture
+def cuda_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were a CUDA module: programs for it can be lowered on any machine."""
+    cpu = NATIVE_MODULES["cpu"]
+    module = SimpleNamespace(plan=cpu.module.plan, device_problem=lambda: None)
+    monkeypatch.setitem(NATIVE_MODULES, "cuda", NativeModule("cuda", module, cpu.targets, None))
+    monkeypatch.setattr(selection, "device_name", lambda platform: platform)
+
+
+X = jax.ShapeDtypeStruct((2, 3, 8, 16), np.float32)
+CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "rope": (jb.rope, (X,)),
+    "rope_backward": (jb.rope_backward, (X,)),
+    "rope_qk": (jb.rope_qk, (X, X)),
+    "rope_qk_backward": (jb.rope_qk_backward, (X, X)),
+    "where": (jb.where, (jax.ShapeDtypeStruct(X.shape, np.bool_), X, X)),
+    "where_backward": (jb.where_backward, (X, jax.ShapeDtypeStruct(X.shape, np.bool_))),
+    "write_slice": (lambda d, **o: jb.write_slice(d, d[:1], (1, 0, 0, 0), **o), (X,)),
+    "write_slices": (lambda d, **o: jb.write_slices([d, d], [d[:1]] * 2, (1, 0, 0, 0), **o), (X,)),
+    "causal_conv1d": (lambda x, **o: jb.causal_conv1d(x[0], jnp.ones((8, 4)), **o), (X,)),
+    "causal_conv1d_backward": (lambda x, **o: jb.causal_conv1d_backward(x[0], x[0], jnp.ones((8, 4)), **o), (X,)),
+    "causal_conv1d_update": (lambda x, **o: jb.causal_conv1d_update(x[0, :, :, 0], x[0], jnp.ones((8, 4)), **o), (X,)),
+}
+
+each_call = pytest.mark.parametrize("name", CALLS)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Who asks.
+
+
+@each_call
+def test_argument(name: str) -> None:
+    """It goes before the context, in the function and in its gradient."""
+    function, operands = CALLS[name]
+    for asked_for, other, expected in (("kernel", "xla", True), ("xla", "kernel", False)):
+
+        def call(*arrays: Any, asked_for: str = asked_for) -> Any:
+            return function(*arrays, implementation=asked_for)
+
+        def gradient(*arrays: Any, call: Callable[..., Any] = call) -> Any:
+            differentiated = [i for i, x in enumerate(arrays) if x.dtype == np.float32]
+            return jax.grad(lambda *arrays: sum(jnp.sum(x) for x in jax.tree.leaves(call(*arrays))), differentiated)(
+                *arrays
+            )
+
+        with jb.implementation(other):
+            assert runs_kernel(call, *operands) == expected
+            # The second derivative of a convolution is plain JAX.
+            if not name.endswith("_backward"):
+                assert runs_kernel(gradient, *operands) == expected
+    for wrong in ("cuda", 1, True, ["xla"]):
+        with pytest.raises(ValueError, match="implementation must be 'kernel', 'xla' or None"):
+            function(*(jnp.ones(x.shape, x.dtype) for x in operands), implementation=wrong)
+
+
+def test_context_of_all_functions() -> None:
+    """Segment functions among them; contexts nest, and end with an exception as well."""
+    ids = jax.ShapeDtypeStruct((2,), np.int32)
+
+    def reduction(x: Any, ids: Any) -> Any:
+        return jb.segment_sum(x, ids, 3)
+
+    assert runs_kernel(jb.rope, X) and runs_kernel(reduction, X, ids)
+    with jb.implementation("xla"):
+        assert not runs_kernel(jb.rope, X) and not runs_kernel(reduction, X, ids)
+        with jb.implementation("kernel"):
+            assert runs_kernel(jb.rope, X)
+        with jb.implementation(None):
+            assert runs_kernel(jb.rope, X)
+        with pytest.raises(KeyError), jb.implementation("kernel"):
+            raise KeyError
+        assert not runs_kernel(jb.rope, X)
+    assert runs_kernel(jb.rope, X)
+    with pytest.raises(ValueError, match="implementation must be"):
+        jb.implementation("cuda")
+    with pytest.raises(ValueError, match="got both"):
+        jb.implementation("xla", table="tuning.json")
+
+
+def test_context_belongs_to_a_thread() -> None:
+    seen: list[bool] = []
+    with jb.implementation("xla"):
+        thread = threading.Thread(target=lambda: seen.append(runs_kernel(jb.rope, X)))
+        thread.start()
+        thread.join()
+        assert not runs_kernel(jb.rope, X)
+    assert seen == [True]
+
+
+def test_gradient_uses_what_the_function_was_called_with() -> None:
+    def gradient_elsewhere(x: Any, d: Any) -> Any:
+        with jb.implementation("xla"):
+            _, vjp = jax.vjp(jb.rope, x)
+        with jb.implementation("kernel"):
+            return vjp(d)
+
+    assert not runs_kernel(gradient_elsewhere, X, X)
+    with jb.implementation("xla"):
+        assert not runs_kernel(lambda x: jax.hessian(lambda x: jb.rope(x).sum())(x), X)
+        assert not runs_kernel(lambda x: jax.jvp(jb.forward_mode.rope, (x,), (x,)), X)
+        assert not runs_kernel(
+            jax.vmap(jax.vmap(lambda x: jb.rope(x[None]))), jax.ShapeDtypeStruct((2, 2, 3, 8, 16), "f4")
+        )
+
+
+def test_inner_jit_is_traced_for_each_context() -> None:
+    inner = jax.jit(jb.rope)
+    assert runs_kernel(inner, X)
+    with jb.implementation("xla"):
+        assert not runs_kernel(inner, X)
+    assert runs_kernel(inner, X)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A kernel that is not there.
+
+
+def test_missing_kernel_is_an_error(cuda_module: None) -> None:
+    x8 = jax.ShapeDtypeStruct(X.shape, jnp.float8_e4m3fn)
+    with pytest.raises(ValueError, match="rope: .* dtype float8_e4m3fn on cpu: there is no kernel for float8_e4m3fn"):
+        lowered(lambda x: jb.rope(x, implementation="kernel"), x8, platform="cpu")
+    with pytest.raises(ValueError, match="rope: .* dtype float32 on tpu: there are kernels for cpu and cuda only"):
+        lowered(lambda x: jb.rope(x, implementation="kernel"), X, platform="tpu")
+    assert runs_kernel(lambda x: jb.rope(x, implementation="kernel"), X, platform="cuda")
+    with pytest.raises(ValueError, match="write_slice: .* on cpu: an array has more than 8 axes"):
+        d = jnp.ones((2,) * 9)
+        jb.write_slice(d, d[:1], (1,) + (0,) * 8, implementation="kernel")
+    with pytest.raises(ValueError, match="where: .* there is none where a and b are weak"):
+        jb.where(jnp.array(True), 1.0, 2.0, implementation="kernel")
+    with jb.implementation("kernel"), pytest.raises(ValueError, match="rope: implementation='kernel' is asked for"):
+        lowered(jb.rope, x8, platform="cpu")
+    assert not runs_kernel(lambda x: jb.rope(x, implementation="xla"), x8)
+
+
+def test_kernel_of_a_module_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NATIVE_MODULES, "cuda", NativeModule("cuda", None, frozenset(), "there is no compiler"))
+    with pytest.raises(ValueError, match="rope: .* on cuda: there is no compiler"):
+        lowered(lambda x: jb.rope(x, implementation="kernel"), X, platform="cuda")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is picked where nobody asks.
+
+
+def decode(cache: Any, rows: Any) -> Any:
+    """Steps of decoding: a row of each example is appended to a cache [B, S, H, D], which attention then reads."""
+
+    def step(carry: Any, row: Any) -> Any:
+        cache, position = carry
+        cache = jb.write_slice(cache, row, (0, position, 0, 0))
+        scores = jnp.einsum("bhd,bshd->bhs", row[:, 0].astype(jnp.float32), cache.astype(jnp.float32))
+        return (cache, position + 1), scores.sum(axis=-1)
+
+    return jax.lax.scan(step, (cache, jnp.int32(3)), rows)
+
+
+def test_decode_loop(packaged_table: TuningTable, cuda_module: None) -> None:
+    """On GPUs XLA writes the row, whatever the layout; but elements below a byte are the kernel's."""
+    for dtype, expected in (("bfloat16", False), ("float32", False), ("float8_e4m3fn", False), ("int4", True)):
+        cache = jax.ShapeDtypeStruct((2, 32, 4, 8), jnp.dtype(dtype))
+        rows = jax.ShapeDtypeStruct((5, 2, 1, 4, 8), jnp.dtype(dtype))
+        assert runs_kernel(decode, cache, rows, platform="cuda") == expected, dtype
+    cache, rows = (jax.ShapeDtypeStruct(x.shape, np.float32) for x in (cache, rows))
+    with jb.implementation("kernel"):
+        assert runs_kernel(decode, cache, rows, platform="cuda")
+    both = lambda d, s: jb.write_slices([d, d], [s, s], (0, 3, 0, 0))  # noqa: E731
+    assert not runs_kernel(both, cache, jax.ShapeDtypeStruct((2, 1, 4, 8), np.float32), platform="cuda")
+    assert runs_kernel(jb.rope, X, platform="cuda")
+
+
+def test_one_trace_serves_several_platforms(packaged_table: TuningTable, cuda_module: None) -> None:
+    table = TuningTable((Row("cuda", "rope", "xla", 0.5), Row("cpu", "where", "xla", 0.5)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "packaged_table", lambda: table)
+        traced = jax.jit(lambda x: (jb.rope(x), jb.where(x > 0, x, 2 * x))).trace(X)
+        for platform, served in (("cpu", ["rope"]), ("cuda", ["where"])):
+            text = traced.lower(lowering_platforms=(platform,)).as_text()
+            assert [name for name in ("rope", "where") if f"@jax_baracuda.{name}(" in text] == served
+
+
+def call_of(op: str, *operands: Any, **params: Any) -> OpCall:
+    return OpCall(OPS[op], operands, params)
+
+
+def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first row that holds, of the GPU generation before those of its platform."""
+    monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
+    options = {"channels_last": False, "silu": True, "has_bias": False}
+    table = TuningTable(
+        (
+            Row("cuda", "causal_conv1d", "xla", 0.7, options=(("silu", True),)),
+            Row("cuda-9.0", "causal_conv1d", "xla", 0.8, "H200", ("float16",), sizes=(("time", (None, 256)),)),
+            Row("cuda-9.0", "causal_conv1d", "kernel", 3.0, "H200", ("float16",)),
+        )
+    )
+
+    def chosen(dtype: str, length: int, device: str, **changes: Any) -> str:
+        operands = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in ((2, 8, length), (8, 4))]
+        params = {**options, "has_initial_state": False, "has_same_sequence": False, **changes}
+        return choose(
+            call_of("causal_conv1d", *operands, **params, implementation=table), "cuda", device
+        ).implementation
+
+    assert chosen("float16", 256, "cuda-9.0") == "xla"
+    assert chosen("float16", 257, "cuda-9.0") == "kernel"
+    assert chosen("float32", 257, "cuda-9.0") == "xla"
+    assert chosen("float32", 257, "cuda-9.0", silu=False) == "kernel"
+    assert chosen("float16", 257, "cuda-8.0") == chosen("float16", 257, "cuda") == "xla"
+    assert chosen("float16", 257, "cpu") == "kernel"
+
+
+def test_table_of_a_user(tmp_path: Path) -> None:
+    row = Row(cases.PLATFORM, "rope", "xla", 0.5, "here", ("float32",), sizes=(("bytes", (None, 10**6)),))
+    path = tmp_path / "tuning.json"
+    TuningTable((row, dataclasses.replace(row, options=(("interleaved", False),)))).write(path)
+    assert TuningTable.read(path).rows[0] == row and len(TuningTable.read(path).rows) == 2
+    with jb.implementation(table=path):
+        assert not runs_kernel(jb.rope, X)
+        assert runs_kernel(jb.rope, jax.ShapeDtypeStruct((2, 3, 8, 2**17), np.float32))
+        assert runs_kernel(lambda x: jb.rope(x, implementation="kernel"), X)
+    assert runs_kernel(jb.rope, X)
+    for wrong in ({"devices": "cpu"}, {"implementation": "cuda"}):
+        path.write_text(json.dumps({"rows": [{**row.to_json(), **wrong}]}))
+        with pytest.raises(ValueError, match="row 0 is no row of a tuning table"):
+            jb.implementation(table=path)
+
+
+def test_packaged_table_names_ops_and_dimensions() -> None:
+    for row in PACKAGED.rows:
+        op = OPS[row.op]
+        assert set(row.dtypes) <= op.dtypes and row.ratio > 0 and row.measured
+        assert row.device.partition("-")[0] in ("cpu", "cuda")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Results agree.
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
+    """Relative to the element or to the root mean square of the array, whatever is more."""
+    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        np.testing.assert_array_equal(np.where(np.isfinite(want), 0, got), np.where(np.isfinite(want), 0, want))
+        got, want = got[np.isfinite(want)], want[np.isfinite(want)]
+        scale = np.maximum(np.abs(want), np.sqrt(np.mean(want**2)))
+        assert (np.abs(got - want) <= tolerance * scale).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["rope", "rope_qk", "where", "write_slice", "write_slices", "causal_conv1d"])
+def test_results_agree(rng: np.random.Generator, packaged_table: TuningTable, name: str, dtype: str) -> None:
+    """Value and gradient of all implementations are within the guarantee of plain JAX in float64, vmapped or not."""
+    for example in examples_of(name):
+        operands = example.make_operands(rng, dtype, "small")
+        program = value_and_gradient(example.call("small"), example.differentiated(dtype))
+        types = jax.eval_shape(example.call("small"), **operands)
+        cotangents = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), types)
+        is_exact = max(example.tolerance[dtype]) == 0
+        with jax.enable_x64(not is_exact):
+            wide_dtype = np.float32 if is_exact else np.float64
+            wide = jax.tree.map(
+                lambda x, dtype=wide_dtype: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+                (operands, cotangents),
+            )
+            expected = value_and_gradient(example.plain_call("small"), example.differentiated(dtype))(*wide)
+        tolerance = max(example.tolerance[dtype])
+        for asked_for in IMPLEMENTATIONS:
+            with jb.implementation(asked_for):
+                assert_close(jax.jit(program)(operands, cotangents), expected, tolerance)
+                batched = jax.tree.map(lambda x: np.stack([x, x]), (operands, cotangents))
+                both = jax.jit(jax.vmap(program))(*batched)
+                assert_close(jax.tree.map(lambda x: x[1], both), expected, tolerance)
+
+
+ONES_AND_NANS = np.array([[1.0, np.nan, np.inf], [np.nan, 2.0, -np.inf]], np.float32)
+
+
+@pytest.mark.parametrize("asked_for", ["kernel", "xla"])
+def test_zeros_are_exact(asked_for: str) -> None:
+    """What is not selected, and what is overwritten, gets a zero, whatever the cotangent."""
+    cond = ~np.isfinite(ONES_AND_NANS)
+    da, db = jb.where_backward(ONES_AND_NANS, cond, implementation=asked_for)
+    np.testing.assert_array_equal(da, np.where(cond, ONES_AND_NANS, 0))
+    np.testing.assert_array_equal(db, np.where(cond, 0, ONES_AND_NANS))
+    write = lambda d, s: jb.write_slice(d, s, (0, 1), mode="drop", implementation=asked_for)  # noqa: E731
+    dest, source = np.zeros((2, 3), np.float32), np.zeros((2, 3), np.float32)
+    d_dest, d_source = jax.vjp(write, dest, source)[1](ONES_AND_NANS)
+    np.testing.assert_array_equal(d_dest, np.concatenate([ONES_AND_NANS[:, :1], np.zeros((2, 2))], axis=1))
+    np.testing.assert_array_equal(d_source, np.concatenate([ONES_AND_NANS[:, 1:], np.zeros((2, 1))], axis=1))
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="there is only one device")
+class TestSharding:
+    """Plain JAX exchanges no more between devices than a kernel does."""
+
+    SPLITS: Mapping[str, P] = {"examples": P("a", None, None), "times": P(None, "a", None), "heads": P(None, None, "a")}
+
+    @pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=str)
+    def mesh(self, request: pytest.FixtureRequest) -> Iterator[jax.sharding.Mesh]:
+        mesh = jax.make_mesh((len(jax.devices()),), ("a",), axis_types=(request.param,))
+        with jax.set_mesh(mesh):
+            yield mesh
+
+    @pytest.mark.parametrize("mode", ["clip", "drop"])
+    @pytest.mark.parametrize("split", SPLITS)
+    @pytest.mark.parametrize("size", [1, 16])
+    def test_write_slice(
+        self, rng: np.random.Generator, mesh: jax.sharding.Mesh, split: str, mode: str, size: int
+    ) -> None:
+        """Windows within a device's part, across several and longer than one, and their gradient."""
+        spec = self.SPLITS[split]
+        num = len(jax.devices())
+        dest, source, d_output = (rng.normal(size=(num, n, num)).astype("f4") for n in (4 * num, size, 4 * num))
+        put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+        operands = put(dest, spec), put(source, P(spec[0], None, spec[2])), put(d_output, spec)
+
+        def program(dest: Any, source: Any, d_output: Any, start: Any, asked_for: str) -> Any:
+            def write(dest: Any, source: Any) -> Any:
+                return jb.write_slice(dest, source, (0, start, 0), mode=mode, implementation=asked_for)
+
+            result, vjp = jax.vjp(write, dest, source)
+            return result, vjp(d_output)
+
+        kernel, xla = (
+            lambda *x, asked_for=asked_for: program(*x, asked_for=asked_for) for asked_for in ("kernel", "xla")
+        )
+        counts = [sum(collectives(f, *operands, 3).values()) for f in (kernel, xla)]
+        assert counts[1] <= counts[0]
+        assert not runs_kernel(xla, *operands, 3)
+        types = [jax.tree.map(lambda x: jax.typeof(x), jax.eval_shape(f, *operands, 3)) for f in (kernel, xla)]
+        assert types[0] == types[1]
+        compiled = jax.jit(xla)
+        for start in (0, 3, 4 * num - 5, 4 * num + 3, -3, -size - 1):
+            expected = program(dest, source, d_output, np.int32(start), "kernel")
+            for got, want in zip(jax.tree.leaves(compiled(*operands, start)), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_array_equal(got, want, str(start))
+
+    @pytest.mark.parametrize("name", ["rope", "causal_conv1d", "where"])
+    def test_others_in_shard_map(self, rng: np.random.Generator, name: str) -> None:
+        mesh = jax.make_mesh((len(jax.devices()),), ("a",), axis_types=(AxisType.Auto,))
+        x = rng.normal(size=(len(jax.devices()), 3, 8, 16)).astype("f4")
+        calls = {
+            "rope": jb.rope,
+            "causal_conv1d": lambda x, **o: jb.causal_conv1d(x[0], jnp.ones((8, 4)), **o)[None],
+            "where": lambda x, **o: jb.where(x > 0, x, x[:1, :1], **o),
+        }
+
+        def run(asked_for: str) -> list[jax.Array]:
+            call = lambda x: calls[name](x, implementation=asked_for)  # noqa: E731
+            both = lambda x: (call(x), jax.grad(lambda x: (call(x) ** 2).sum())(x))  # noqa: E731
+            return jax.jit(jax.shard_map(both, mesh=mesh, in_specs=P("a"), out_specs=P("a")))(x)
+
+        for got, want in zip(run("xla"), run("kernel"), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
