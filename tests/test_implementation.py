@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import cases
+from support.matrix.calls import load_all
 from test_sharding import collectives
 
 import jax_baracuda as jb
@@ -58,6 +60,19 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 X = jax.ShapeDtypeStruct((2, 3, 8, 16), np.float32)
+IDS = np.array([1, 0])
+REDUCTIONS = tuple(f"segment_{kind}" for kind in ("max", "min", "sum", "mean", "prod", "softmax"))
+GATHERS = tuple(f"gather_segment_{kind}" for kind in ("max", "min", "sum", "mean"))
+
+
+def of_rows(name: str) -> Callable[..., Any]:
+    return lambda x, **options: getattr(jb, name)(x, IDS, 3, **options)
+
+
+def of_edges(name: str) -> Callable[..., Any]:
+    return lambda x, **options: getattr(jb, name)(x, IDS, IDS, 3, **options)
+
+
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "rope": (jb.rope, (X,)),
     "rope_backward": (jb.rope_backward, (X,)),
@@ -70,9 +85,22 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "causal_conv1d": (lambda x, **o: jb.causal_conv1d(x[0], jnp.ones((8, 4)), **o), (X,)),
     "causal_conv1d_backward": (lambda x, **o: jb.causal_conv1d_backward(x[0], x[0], jnp.ones((8, 4)), **o), (X,)),
     "causal_conv1d_update": (lambda x, **o: jb.causal_conv1d_update(x[0, :, :, 0], x[0], jnp.ones((8, 4)), **o), (X,)),
+    **{name: (of_rows(name), (X,)) for name in (*REDUCTIONS, "segment_argmax", "segment_argmin")},
+    **{name: (of_edges(name), (X,)) for name in GATHERS},
+    "segment_sum by a plan": (lambda x, **o: jb.segment_sum(x, plan=jb.segment_plan(IDS, 3), **o), (X,)),
+    "segment_max by a plan": (lambda x, **o: jb.segment_max(x, plan=jb.segment_plan(IDS, 3), **o), (X,)),
+    "segment_attention": (lambda x, **o: jb.segment_attention(jnp.ones((2, 3)), x, IDS, IDS, 3, **o), (X,)),
+    "segment_sum_backward": (lambda x, **o: jb.segment_sum_backward(x, IDS, **o), (X,)),
+    "segment_mean_backward": (lambda x, **o: jb.segment_mean_backward(x, IDS, **o), (X,)),
+    "segment_max_backward": (lambda x, **o: jb.segment_max_backward(x, x, IDS, **o), (X,)),
+    "segment_min_backward": (lambda x, **o: jb.segment_min_backward(x, x, IDS, **o), (X,)),
+    "unsorted_segment_max_backward": (lambda x, **o: jb.unsorted_segment_max_backward(x, x, IDS, **o), (X,)),
+    "segment_prod_backward": (lambda x, **o: jb.segment_prod_backward(x, x, IDS, **o), (X,)),
+    "segment_softmax_backward": (lambda x, **o: jb.segment_softmax_backward(x, x, IDS, 3, **o), (X,)),
 }
 
 each_call = pytest.mark.parametrize("name", CALLS)
+OPS_OF_USERS = sorted(load_all())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -96,12 +124,37 @@ def test_argument(name: str) -> None:
 
         with jb.implementation(other):
             assert runs_kernel(call, *operands) == expected
-            # The second derivative of a convolution is plain JAX.
-            if not name.endswith("_backward"):
+            # Second derivatives are plain JAX in part, and positions of maxima have none.
+            if not name.endswith("_backward") and "arg" not in name:
                 assert runs_kernel(gradient, *operands) == expected
     for wrong in ("cuda", 1, True, ["xla"]):
         with pytest.raises(ValueError, match="implementation must be 'kernel', 'xla' or None"):
             function(*(jnp.ones(x.shape, x.dtype) for x in operands), implementation=wrong)
+
+
+def test_gradient_of_take_rows() -> None:
+    """The value is XLA's gather in any case."""
+
+    def gradient(x: Any, **options: Any) -> Any:
+        return jax.grad(lambda x: jb.take_rows(x, IDS, **options).sum())(x)
+
+    assert not runs_kernel(lambda x: jb.take_rows(x, IDS, implementation="kernel"), X)
+    for ids in (IDS, IDS.reshape(1, 2)):
+        for asked_for, expected in (("kernel", True), ("xla", False)):
+            with jb.implementation("xla" if expected else "kernel"):
+                program = jax.grad(lambda x, **o: jb.take_rows(x, ids, **o).sum())  # noqa: B023
+                assert runs_kernel(lambda x: program(x, implementation=asked_for), X) == expected  # noqa: B023
+                assert runs_kernel(jax.vmap(lambda x: gradient(x)), jax.ShapeDtypeStruct((3, *X.shape), X.dtype)) != (
+                    expected
+                )
+
+
+def test_every_public_function_has_the_argument() -> None:
+    functions = set(OPS_OF_USERS)
+    assert {name.split(" ")[0] for name in CALLS} | {"take_rows"} == functions
+    for name in functions:
+        parameter = inspect.signature(getattr(jb, name)).parameters["implementation"]
+        assert (parameter.kind, parameter.default) == (inspect.Parameter.KEYWORD_ONLY, None), name
 
 
 def test_context_of_all_functions() -> None:
@@ -298,7 +351,10 @@ def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["rope", "rope_qk", "where", "write_slice", "write_slices", "causal_conv1d"])
+@pytest.mark.parametrize(
+    "name",
+    ["rope", "rope_qk", "where", "write_slice", "write_slices", "causal_conv1d", *REDUCTIONS, *GATHERS, "take_rows"],
+)
 def test_results_agree(rng: np.random.Generator, packaged_table: TuningTable, name: str, dtype: str) -> None:
     """Value and gradient of all implementations are within the guarantee of plain JAX in float64, vmapped or not."""
     for example in examples_of(name):

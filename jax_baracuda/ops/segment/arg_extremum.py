@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import accumulation_dtype
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
+from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode, OutSharding, canonicalize
 from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, same_value, xla_min
 from jax_baracuda.ops.segment.definitions import (
@@ -30,6 +31,7 @@ from jax_baracuda.ops.segment.extrema import MAXIMUM, MINIMUM, Extremum
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
 
+@selectable
 def segment_argmax(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -40,6 +42,7 @@ def segment_argmax(
     mode: Mode = None,
     out_sharding: OutSharding = None,
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """The row that attains each segment's maximum: ``out[s, ...] = argmax { data[n, ...] : segment_ids[n] == s }``.
 
@@ -60,6 +63,8 @@ def segment_argmax(
       out_sharding: sharding of the result, for meshes with explicit axes.
       plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`. The
         call does not sort any more.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``[S, ...]``, int32: a row number in ``[0, N)``, or N for an empty segment. Where `segment_ids` is not of rank 1,
@@ -90,6 +95,7 @@ def segment_argmax(
     return _arg_extremum(SEGMENT_ARGMAX, data, *ids, indices_are_sorted, mode, out_sharding, plan=plan)
 
 
+@selectable
 def segment_argmin(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -100,6 +106,7 @@ def segment_argmin(
     mode: Mode = None,
     out_sharding: OutSharding = None,
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """The row that attains each segment's minimum: ``out[s, ...] = argmin { data[n, ...] : segment_ids[n] == s }``.
 
@@ -120,6 +127,8 @@ def segment_argmin(
       out_sharding: sharding of the result, for meshes with explicit axes.
       plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`. The
         call does not sort any more.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``[S, ...]``, int32: a row number in ``[0, N)``, or N for an empty segment. Where `segment_ids` is not of rank 1,

@@ -7,6 +7,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array
+from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode
 from jax_baracuda.ops.segment.cells import in_order
 from jax_baracuda.ops.segment.edges import GatherParams, as_rows, canonicalize_edges
@@ -15,6 +16,7 @@ from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.softmax import segment_softmax
 
 
+@selectable
 def segment_attention(
     logits: ArrayLike,
     data: ArrayLike,
@@ -25,6 +27,7 @@ def segment_attention(
     indices_are_sorted: bool = False,
     mode: Mode = None,
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Attention of each segment over the rows that its edges gather: the aggregation of a graph attention layer.
 
@@ -49,6 +52,8 @@ def segment_attention(
         is dropped. "clip": the id is clamped to ``[0, S - 1]``.
       plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
         `num_segments`. Neither this call nor its gradient sorts any more.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``[S, ...]`` or ``[S, H, ...]`` with the dtype of `data`. Segments without edges hold 0.

@@ -23,6 +23,7 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
+from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
@@ -64,6 +65,7 @@ from jax_baracuda.ops.segment.gather_extremum import (
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
 
+@selectable
 def segment_max(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -76,6 +78,7 @@ def segment_max(
     *,
     tie_break: TieBreak = "split",
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Maximum of the rows of each segment: ``out[s, ...] = max { data[n, ...] : segment_ids[n] == s }``.
 
@@ -101,6 +104,8 @@ def segment_max(
         lowest of these rows, all of it; `data` is then not kept for the backward pass.
       plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
         Neither this call nor its gradient sorts any more, and both have the same bits in every run.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold -inf, the least integer of the dtype, or False.
@@ -136,6 +141,7 @@ def segment_max(
     return _reduce(name, call, _segment_max, jnp.max, tie_break)
 
 
+@selectable
 def segment_min(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -148,6 +154,7 @@ def segment_min(
     *,
     tie_break: TieBreak = "split",
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Minimum of the rows of each segment: ``out[s, ...] = min { data[n, ...] : segment_ids[n] == s }``.
 
@@ -173,6 +180,8 @@ def segment_min(
         lowest of these rows, all of it; `data` is then not kept for the backward pass.
       plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
         Neither this call nor its gradient sorts any more, and both have the same bits in every run.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold +inf, the greatest integer of the dtype, or True.
@@ -208,6 +217,7 @@ def segment_min(
     return _reduce(name, call, _segment_min, jnp.min, tie_break)
 
 
+@selectable
 def segment_max_backward(
     d_output: ArrayLike,
     data: ArrayLike,
@@ -217,6 +227,7 @@ def segment_max_backward(
     mode: Mode = None,
     tie_break: TieBreak = "split",
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Gradient of :func:`segment_max`: ``d_data[n, ...] = d_output[segment_ids[n], ...] * share[n, ...]``.
 
@@ -232,6 +243,8 @@ def segment_max_backward(
       tie_break: as in :func:`segment_max`: "split" gives every row that attains its segment's maximum an equal share,
         "first" gives the lowest such row all of it.
       plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids` and `mode`.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``[N, ...]``, the cotangent of `data`. Rows that do not attain the maximum, that are dropped, or whose segment
@@ -259,6 +272,7 @@ def segment_max_backward(
     )
 
 
+@selectable
 def segment_min_backward(
     d_output: ArrayLike,
     data: ArrayLike,
@@ -268,6 +282,7 @@ def segment_min_backward(
     mode: Mode = None,
     tie_break: TieBreak = "split",
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Gradient of :func:`segment_min`: ``d_data[n, ...] = d_output[segment_ids[n], ...] * share[n, ...]``.
 
@@ -283,6 +298,8 @@ def segment_min_backward(
       tie_break: as in :func:`segment_min`: "split" gives every row that attains its segment's minimum an equal share,
         "first" gives the lowest such row all of it.
       plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids` and `mode`.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``[N, ...]``, the cotangent of `data`. Rows that do not attain the minimum, that are dropped, or whose segment
@@ -304,7 +321,14 @@ def segment_min_backward(
     )
 
 
-def unsorted_segment_max_backward(d_output: ArrayLike, data: ArrayLike, segment_ids: ArrayLike) -> Array:
+@selectable
+def unsorted_segment_max_backward(
+    d_output: ArrayLike,
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    *,
+    implementation: Implementation | None = None,
+) -> Array:
     """Gradient of :func:`segment_max` for ids in any order, the first occurrence of each maximum taking it all.
 
     ``d_data[n, ...] = d_output[s, ...]`` if n is the lowest row of segment ``s = segment_ids[n]`` that attains the
@@ -314,6 +338,8 @@ def unsorted_segment_max_backward(d_output: ArrayLike, data: ArrayLike, segment_
       d_output: ``[S, ...]``, the cotangent of the segment maxima; a floating dtype, the same as `data`.
       data: ``[N, ...]``, the rows that were reduced.
       segment_ids: ``[N]``, any integer dtype, in any order; rows with an id outside ``[0, S)`` get 0.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``[N, ...]``, the cotangent of `data`.

@@ -21,6 +21,7 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode, TieBreak
 from jax_baracuda.ops.segment.cells import gather_segments, xla_sum
 from jax_baracuda.ops.segment.definitions import index_of_first_row, limit_of_32_bits, plan_parameters
@@ -46,6 +47,7 @@ from jax_baracuda.ops.segment.extrema import (
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
 
+@selectable
 def gather_segment_max(
     data: ArrayLike,
     gather_ids: ArrayLike | None = None,
@@ -56,6 +58,7 @@ def gather_segment_max(
     mode: Mode = None,
     tie_break: TieBreak = "split",
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Maximum of gathered rows over the edges of each segment: one layer of message passing.
 
@@ -81,6 +84,8 @@ def gather_segment_max(
         lowest of these edges, all of it; `data` is then not kept for the backward pass.
       plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
         `num_segments`. Neither this call nor its gradient sorts any more.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Segments without edges hold -inf.
@@ -114,6 +119,7 @@ def gather_segment_max(
     return _reduce(name, _gather_segment_max, data, *ids, indices_are_sorted, mode, tie_break, plan)
 
 
+@selectable
 def gather_segment_min(
     data: ArrayLike,
     gather_ids: ArrayLike | None = None,
@@ -124,6 +130,7 @@ def gather_segment_min(
     mode: Mode = None,
     tie_break: TieBreak = "split",
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Minimum of gathered rows over the edges of each segment: one layer of message passing.
 
@@ -149,6 +156,8 @@ def gather_segment_min(
         lowest of these edges, all of it; `data` is then not kept for the backward pass.
       plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
         `num_segments`. Neither this call nor its gradient sorts any more.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Segments without edges hold +inf.

@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode
 from jax_baracuda.ops.segment.edges import GatherParams
 from jax_baracuda.ops.segment.gather_sum import gradient_of_sum, reduce_edges, residuals_of_sum, sum_gathered
@@ -15,6 +16,7 @@ from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import count_rows
 
 
+@selectable
 def gather_segment_mean(
     data: ArrayLike,
     gather_ids: ArrayLike | None = None,
@@ -25,6 +27,7 @@ def gather_segment_mean(
     indices_are_sorted: bool = False,
     mode: Mode = None,
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Mean of gathered rows over the edges of each segment: one layer of message passing.
 
@@ -50,6 +53,8 @@ def gather_segment_mean(
         is dropped. "clip": the id is clamped to ``[0, S - 1]``.
       plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
         `num_segments`. Neither this call nor its gradient sorts any more.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Segments without edges hold 0.

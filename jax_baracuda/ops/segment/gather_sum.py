@@ -16,6 +16,7 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_ar
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode
 from jax_baracuda.ops.segment.cells import gather_segments, per_row, xla_sum
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
@@ -32,6 +33,7 @@ from jax_baracuda.ops.segment.edges import (
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
 
+@selectable
 def gather_segment_sum(
     data: ArrayLike,
     gather_ids: ArrayLike | None = None,
@@ -42,6 +44,7 @@ def gather_segment_sum(
     indices_are_sorted: bool = False,
     mode: Mode = None,
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Sum of gathered rows over the edges of each segment: one layer of message passing.
 
@@ -66,6 +69,8 @@ def gather_segment_sum(
         is dropped. "clip": the id is clamped to ``[0, S - 1]``.
       plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
         `num_segments`. Neither this call nor its gradient sorts any more.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Segments without edges hold 0.

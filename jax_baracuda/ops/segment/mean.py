@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
@@ -36,6 +37,7 @@ from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import count_rows, gradient_params, sum_over_shards, sum_params
 
 
+@selectable
 def segment_mean(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -47,6 +49,7 @@ def segment_mean(
     out_sharding: OutSharding = None,
     deterministic: bool = False,
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Mean of the rows of each segment: ``out[s, ...] = mean { data[n, ...] : segment_ids[n] == s }``.
 
@@ -67,6 +70,8 @@ def segment_mean(
         to run, unless this is True. Everything else has the same bits in every run anyway.
       plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
         Neither this call nor its gradient sorts any more, and both have the same bits in every run.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`, or of its cast. Empty segments hold 0.
@@ -101,12 +106,14 @@ def segment_mean(
     return call.reduce(_segment_mean, call.params(SumParams, deterministic=bool(deterministic)))
 
 
+@selectable
 def segment_mean_backward(
     d_output: ArrayLike,
     segment_ids: ArrayLike | None = None,
     *,
     mode: Mode = None,
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Gradient of :func:`segment_mean`: ``d_data[n, ...] = d_output[s, ...] / number of rows of s``, s the id of row n.
 
@@ -117,6 +124,8 @@ def segment_mean_backward(
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids` and `mode`.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``segment_ids.shape + d_output.shape[1:]`` with the dtype of `d_output`, the cotangent of the data. Dropped rows

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_automatic_mode
 from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
@@ -45,6 +46,7 @@ from jax_baracuda.ops.segment.extended_product import (
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
 
+@selectable
 def segment_prod(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -56,6 +58,7 @@ def segment_prod(
     out_sharding: OutSharding = None,
     *,
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Product of the rows of each segment: ``out[s, ...] = prod { data[n, ...] : segment_ids[n] == s }``.
 
@@ -77,6 +80,8 @@ def segment_prod(
       out_sharding: sharding of the result, for meshes with explicit axes.
       plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
         Neither this call nor its gradient sorts any more, and both have the same bits in every run.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold 1.
@@ -113,6 +118,7 @@ def segment_prod(
     return reduce_numbers(name, call, _segment_prod, call.params(Params), jnp.prod)
 
 
+@selectable
 def segment_prod_backward(
     d_output: ArrayLike,
     data: ArrayLike,
@@ -121,6 +127,7 @@ def segment_prod_backward(
     indices_are_sorted: bool = False,
     mode: Mode = None,
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Gradient of :func:`segment_prod`: ``d_data[n, ...] = d_output[s, ...] * product of the other rows of s``.
 
@@ -136,6 +143,8 @@ def segment_prod_backward(
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids` and `mode`.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``[N, ...]``, the cotangent of `data`. Dropped rows get 0.

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.op import Op
+from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
@@ -36,6 +37,7 @@ from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import sum_over_shards
 
 
+@selectable
 def segment_softmax(
     logits: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -47,6 +49,7 @@ def segment_softmax(
     out_sharding: OutSharding = None,
     deterministic: bool = False,
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Softmax over the rows of each segment.
 
@@ -69,6 +72,8 @@ def segment_softmax(
         to run, unless this is True. Everything else has the same bits in every run anyway.
       plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
         Neither this call nor its gradient sorts any more, and both have the same bits in every run.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``segment_ids.shape + logits.shape[1:]`` (the shape of `logits`) with the dtype of `logits`. Dropped rows get 0.
@@ -105,6 +110,7 @@ def segment_softmax(
     return probabilities if plan is None else call.in_own_order(probabilities)
 
 
+@selectable
 def segment_softmax_backward(
     d_output: ArrayLike,
     probabilities: ArrayLike,
@@ -115,6 +121,7 @@ def segment_softmax_backward(
     mode: Mode = None,
     deterministic: bool = False,
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Gradient of :func:`segment_softmax`: ``d_logits = p * (d_p - sum of p * d_p over the row's segment)``.
 
@@ -133,6 +140,8 @@ def segment_softmax_backward(
         to run, unless this is True. Everything else has the same bits in every run anyway.
       plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
         Neither this call nor its gradient sorts any more, and both have the same bits in every run.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``[N, ...]``, the cotangent of the logits. Dropped rows get 0.

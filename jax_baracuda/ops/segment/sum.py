@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.guarantees import EXACT
+from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
@@ -36,6 +37,7 @@ from jax_baracuda.ops.segment.gather_sum import sum_edges
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
 
+@selectable
 def segment_sum(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -48,6 +50,7 @@ def segment_sum(
     *,
     deterministic: bool = False,
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Sum of the rows of each segment: ``out[s, ...] = sum { data[n, ...] : segment_ids[n] == s }``.
 
@@ -71,6 +74,8 @@ def segment_sum(
         to run, unless this is True. Everything else has the same bits in every run anyway.
       plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
         Neither this call nor its gradient sorts any more, and both have the same bits in every run.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold 0.
@@ -107,12 +112,14 @@ def segment_sum(
     return reduce_numbers(name, call, _segment_sum, params, jnp.sum)
 
 
+@selectable
 def segment_sum_backward(
     d_output: ArrayLike,
     segment_ids: ArrayLike | None = None,
     *,
     mode: Mode = None,
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Gradient of :func:`segment_sum`: ``d_data[n, ...] = d_output[segment_ids[n], ...]``, 0 for dropped rows.
 
@@ -123,6 +130,8 @@ def segment_sum_backward(
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids` and `mode`.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``segment_ids.shape + d_output.shape[1:]`` with the dtype of `d_output`, the cotangent of the data.

@@ -17,6 +17,7 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import accumulation_dtype, as_array, in_automatic_mode, reshard_like
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.selection import Implementation, Selection, current_selection, selectable, selecting
 from jax_baracuda._core.sharding import mesh_axes
 from jax_baracuda.ops.segment.definitions import sum_guarantee
 from jax_baracuda.ops.segment.gather_sum import sum_edges
@@ -25,6 +26,7 @@ from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_over_shards
 
 
+@selectable
 def take_rows(
     data: ArrayLike,
     ids: ArrayLike | None = None,
@@ -32,6 +34,7 @@ def take_rows(
     indices_are_sorted: bool = False,
     deterministic: bool = False,
     plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Rows by their numbers: ``out[..., :] = data[ids[...], :]``, the look-up of embeddings.
 
@@ -50,6 +53,8 @@ def take_rows(
       plan: instead of `ids`, the edges of a graph as :func:`segment_plan` has sorted them: each takes the row of its
         segment. With ``plan.transposed``, each takes the row that it gathers. The gradient does not sort any more, and
         has the same bits in every run.
+      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
+        measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       ``ids.shape + data.shape[1:]`` with the dtype of `data`. Under explicit sharding it is split as `ids` and the
@@ -129,6 +134,7 @@ def _gather(
 ) -> Array:
     """Rows of `data` by ids counted from the front; for ids out of range zeros if it `fills`, else the nearest row."""
     params = {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic, "fills": fills}
+    params["implementation"] = current_selection()  # of the sum that is the transpose
     return _gather_p.bind(*jax_versions.unify_varying(data, ids, *order), **params, num_batch_dims=0)
 
 
@@ -162,7 +168,7 @@ def _lower_gather(
     num_batch_dims: int,
     indices_are_sorted: bool,
     fills: bool,
-    deterministic: bool,
+    **_: Any,
 ) -> Any:
     """As a gather of XLA, which fuses and partitions it."""
     mode: Any = {"mode": "fill", "fill_value": 0} if fills else {"mode": "promise_in_bounds"}
@@ -187,12 +193,12 @@ def _batch_gather(
     num_batch_dims: int,
     indices_are_sorted: bool,
     deterministic: bool,
-    fills: bool,
+    **params: Any,
 ) -> tuple[Array, int | None]:
     """The batch of data comes in front. That of ids alone is one dimension of them more: data have one gradient."""
     if axes[0] is not None:
         mapped = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
-        params = {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic, "fills": fills}
+        params |= {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic}
         return _gather_p.bind(*mapped, **params, num_batch_dims=num_batch_dims + 1), 0
     data, ids = operands[:2]  # the orders of several plans make none together
     if axes[1] is None:
@@ -201,7 +207,7 @@ def _batch_gather(
         joined_axis = num_batch_dims
         ids = jnp.moveaxis(ids, axes[1], joined_axis)
     # Nor do sorted ids, but their sums have the same bits in every run.
-    params = {"indices_are_sorted": False, "deterministic": deterministic or indices_are_sorted, "fills": fills}
+    params |= {"indices_are_sorted": False, "deterministic": deterministic or indices_are_sorted}
     return _gather_p.bind(data, ids, **params, num_batch_dims=num_batch_dims), joined_axis
 
 
@@ -213,7 +219,14 @@ def _jvp_of_gather(primals: Sequence[Array], tangents: Sequence[Any], **params: 
 
 
 def _transpose_gather(
-    d_taken: Any, data: Any, ids: Array, *order: Array, num_batch_dims: int, fills: bool, **params: Any
+    d_taken: Any,
+    data: Any,
+    ids: Array,
+    *order: Array,
+    num_batch_dims: int,
+    fills: bool,
+    implementation: Selection,
+    **params: Any,
 ) -> list[Array | None]:
     num_rows, ids_ndim = data.aval.shape[num_batch_dims], ids.ndim - num_batch_dims
 
@@ -225,7 +238,8 @@ def _transpose_gather(
         return TAKE_ROWS_BACKWARD(d_taken, ids, num_rows=num_rows, ids_ndim=ids_ndim, **params)[0]
 
     arrays = ad.instantiate_zeros(d_taken), ids, *order
-    d_data = map_over_batch(transpose, mapped_dims(arrays, num_batch_dims), *arrays)
+    with selecting(implementation):
+        d_data = map_over_batch(transpose, mapped_dims(arrays, num_batch_dims), *arrays)
     return [reshard_like(d_data, data.aval), *(None for _ in arrays[1:])]
 
 
