@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 import jax
 
@@ -182,7 +182,7 @@ def selectable(function: Callable[P, R]) -> Callable[P, R]:
 def _checked(function: str, asked_for: Any) -> Implementation:
     if not isinstance(asked_for, str) or asked_for not in get_args(Implementation):
         raise ValueError(f"{function}: implementation must be 'kernel', 'xla' or None, got {asked_for!r}")
-    return asked_for
+    return cast(Implementation, asked_for)
 
 
 def implementation(
