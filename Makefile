@@ -26,7 +26,7 @@ SANITIZERS ?= address thread
 SANITIZED_TESTS ?= tests/sanitizers/workload.py tests/test_load.py $(wildcard tests/*/*_handlers.py)
 SANITIZED_GPU_FAMILIES ?=
 
-.PHONY: demo test matrix fuzz sanitize sanitize-gpu check race report bench lint clean $(SANITIZERS:%=sanitize-%)
+.PHONY: demo test matrix fuzz sanitize sanitize-gpu check race report tune bench lint clean $(SANITIZERS:%=sanitize-%)
 
 demo: $(VENV)/installed
 	$(BIN)/python -m jax_baracuda demo
@@ -61,7 +61,7 @@ sanitize-gpu: $(VENV)/installed
 	run="$(BIN)/python tests/sanitizers/gpu.py $(SANITIZED_GPU_FAMILIES) --programs $$cache/programs.json"; $$run || exit 1; \
 	for tool in memcheck racecheck synccheck; do compute-sanitizer --tool $$tool --error-exitcode 1 $$run || exit 1; done
 
-check race report: $(VENV)/installed
+check race report tune: $(VENV)/installed
 	$(BIN)/python -m jax_baracuda $@
 
 bench: $(VENV)/installed

@@ -1,4 +1,4 @@
-"""``python -m jax_baracuda report | check | race | demo``."""
+"""``python -m jax_baracuda report | check | race | tune | demo``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import argparse
 import importlib
 
 TOOLS = {
-    "report": "what is installed, and which kernel serves each op on each device here",
+    "report": "what is installed, and what serves each op on each device here, and why",
     "check": "each op against plain JAX on the devices here, value and gradient",
     "race": "time of this package against XLA on the devices here",
+    "tune": "kernels against plain JAX on the devices here, as a table of what to pick",
     "demo": "train a small graph network through gather_segment_max and compare with jax.ops",
 }
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import zlib
-from collections.abc import Iterator
 
 # Both flags concern one back end and are ignored by the other.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -31,8 +30,6 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from support import cases  # noqa: E402  (after the environment is set)
 
-from jax_baracuda._core import selection  # noqa: E402
-
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
@@ -40,14 +37,6 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     seed = [int(os.environ.get("JAX_BARACUDA_TEST_SEED", "0")), zlib.crc32(request.node.nodeid.encode())]
     request.node.add_report_section("setup", "random seed", f"np.random.default_rng({seed})")
     return np.random.default_rng(seed)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def kernels_are_picked() -> Iterator[None]:
-    """Where there is a kernel, tests run it, faster or not, unless they ask for something else."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "packaged_table", lambda: selection.TuningTable(()))
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

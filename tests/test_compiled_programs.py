@@ -93,7 +93,7 @@ COMMAND_BUFFER_PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
 from causal_conv1d.reference import LAYOUTS, Problem, in_layout
 from jax_baracuda import causal_conv1d_update, rope, rope_qk, where, write_slice, write_slices
-from segment.reference import PROD, REDUCTIONS
+from segment.reference import PROD, REDUCTIONS  # which imports support.cases: kernels wherever there are
 
 def program(data, ids, sorted_ids, cells, rows):
     results = []

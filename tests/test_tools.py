@@ -1,4 +1,4 @@
-"""``python -m jax_baracuda report | check | race``."""
+"""``python -m jax_baracuda report | check | race | tune``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +17,13 @@ import numpy as np
 import pytest
 
 import jax_baracuda
+from jax_baracuda._core import selection
 from jax_baracuda._core.native import NativeModule
 from jax_baracuda._core.op import OPS
+from jax_baracuda._core.selection import Row, TuningTable
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example
-from jax_baracuda._tools import check, race, report
+from jax_baracuda._tools import check, race, report, tune
 from jax_baracuda._tools.table import format_table
 
 
@@ -146,6 +149,39 @@ def test_tables_grow_row_by_row(examples: list[Example], monkeypatch: pytest.Mon
     assert all(options == {"flush": True} for *_, options in printed[: len(num_lines) + 2])
 
 
+def test_tune_writes_a_table(
+    examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the ops of an example and its gradient; rows of other devices are kept."""
+    pytest.importorskip("rich")
+    kept = Row("tpu", "write_slice", "xla", 0.5)
+    monkeypatch.setattr(tune, "packaged_table", lambda: TuningTable((kept,)))
+    monkeypatch.setattr(tune, "SECONDS_OF_A_RUN", 1e-4)
+    path = tmp_path / "tuning.json"
+    assert tune.main(["--output", str(path), "--repeats", "1", "--functions", "write_slices"]) == 0
+    first, *rows = TuningTable.read(path).rows
+    assert first == kept
+    assert {row.op for row in rows} == {"write_slice", "write_slice_backward"}
+    assert f"{len(rows) + 1} rows" in capsys.readouterr().out
+    for row in rows:
+        assert row.ratio > 0 and row.implementation == ("xla" if row.ratio < tune.MAX_RATIO_FOR_XLA else "kernel")
+
+
+def test_intervals_of_a_tuning_table() -> None:
+    points = [(1, 0.5), (100, 0.9), (10_000, 2.0), (1_000_000, 0.5)]
+    found = [(interval, round(ratio, 2)) for interval, ratio in tune.intervals(points)]
+    assert found == [((None, 1000), 0.67), ((1000, 100_000), 2.0), ((100_000, None), 0.5)]
+
+
+def test_report_says_what_is_picked_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = TuningTable((Row("cpu", "rope", "xla", 0.5, "2 cores"), Row("cuda", "rope", "xla", 0.5, "2 cores")))
+    monkeypatch.setattr(selection, "packaged_table", lambda: table)
+    text = report._choices()
+    for op in ("rope", "where_backward", "write_slice", "write_slice_backward", "causal_conv1d_update", "segment_max"):
+        assert f"\n{op} " in text, op
+    assert text.count("XLA takes 0.50 of the kernel's time") == len(report.devices_by_platform())
+
+
 def test_format_table_aligns_columns() -> None:
     lines = format_table(("a", "bb"), [("xxx", "y")]).splitlines()
     assert lines == ["a    bb", "---  --", "xxx  y"]
@@ -155,7 +191,7 @@ def test_command_line_lists_the_tools() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "jax_baracuda", "--help"], capture_output=True, text=True, check=True, cwd="/"
     )
-    for tool in ("report", "check", "race", "demo"):
+    for tool in ("report", "check", "race", "tune", "demo"):
         assert tool in result.stdout
     unknown = subprocess.run(
         [sys.executable, "-m", "jax_baracuda", "nonsense"], capture_output=True, text=True, check=False, cwd="/"

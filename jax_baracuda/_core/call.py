@@ -129,12 +129,18 @@ class OpCall:
         return NamedShapes(operand_names, result_names, operand_shapes, result_shapes, sizes)
 
     def sizes(self) -> dict[str, int]:
-        """The sizes of the named dimensions, the batch among them, and "bytes", all that is read and written at least,
-        and "element_bits", of the narrowest operand."""
+        """What rows of a tuning table may ask for: the sizes of the named dimensions, "bytes" (of all operands and
+        results), "element_bits" (of the narrowest operand), "operands" and "batch_dims" (how many there are)."""
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.result_types()]
         num_bits = sum(math.prod(x.shape) * element_bits(x.dtype) for x in [*self.operands, *results])
         narrowest = min(element_bits(x.dtype) for x in self.operands)
-        return {**self.named_shapes(results).sizes, "bytes": num_bits // 8, "element_bits": narrowest}
+        return {
+            **self.named_shapes(results).sizes,
+            "bytes": num_bits // 8,
+            "element_bits": narrowest,
+            "operands": len(self.operands),
+            "batch_dims": self.num_batch_dims,
+        }
 
     def plan(self, platform: str) -> Plan:
         """How the platform's kernel runs a call that it supports: its strategy, and the scratch memory."""

@@ -102,11 +102,15 @@ class Op:
         selection = current_selection()
         if selection is not None:
             params["implementation"] = selection
-        return self._primitives[0].bind(*jax_versions.unify_varying(*operands), **params)
+        return self.primitive.bind(*jax_versions.unify_varying(*operands), **params)
 
     def kernel(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
         """The kernel alone, without derivatives and sharding: for the shard programs of other ops."""
         return self._primitives[1].bind(*operands, **params)
+
+    @property
+    def primitive(self) -> Primitive:
+        return self._primitives[0]
 
     @functools.cached_property
     def _primitives(self) -> tuple[Primitive, Primitive]:

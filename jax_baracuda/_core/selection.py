@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 import jax
 
@@ -128,6 +128,10 @@ class TuningTable:
         Path(path).write_text(f'{{\n  "rows": [\n{rows}\n  ]\n}}\n')
 
 
+KERNEL_IF_ANY = TuningTable(())
+"""Picks the kernel wherever there is one, faster or not."""
+
+
 @functools.cache
 def packaged_table() -> TuningTable:
     """What ``python -m jax_baracuda tune`` found on the devices that the package was measured on."""
@@ -178,7 +182,7 @@ def selectable(function: Callable[P, R]) -> Callable[P, R]:
 def _checked(function: str, asked_for: Any) -> Implementation:
     if not isinstance(asked_for, str) or asked_for not in get_args(Implementation):
         raise ValueError(f"{function}: implementation must be 'kernel', 'xla' or None, got {asked_for!r}")
-    return asked_for
+    return cast(Implementation, asked_for)
 
 
 def implementation(
@@ -249,7 +253,7 @@ def choose(call: OpCall, platform: str, device: str | None = None) -> Choice:
     row = table.row_for(call, device or device_name(platform))
     if row is None:
         return Choice("kernel", "no row of the table says otherwise")
-    return Choice(row.implementation, f"{row.ratio:.2f}x as fast as XLA ({row.device}, {row.measured})")
+    return Choice(row.implementation, f"XLA takes {row.ratio:.2f} of the kernel's time ({row.device}: {row.measured})")
 
 
 def missing_kernel(call: OpCall, platforms: Sequence[str], reason: str) -> ValueError:

@@ -139,17 +139,22 @@ class Example:
             if operand.differentiable and jnp.issubdtype(jnp.dtype(operand.dtype or dtype), jnp.floating)
         )
 
-    def make_operands(self, rng: np.random.Generator, dtype: str, use: str) -> dict[str, np.ndarray]:
-        """Random operands of the sizes for a use."""
+    def operand_types(self, dtype: str, use: str) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the operands, of the sizes for a use."""
         front = () if self.mapped is None else (self.mapped,)
         return {
-            name: operand.draw(
-                rng,
+            name: jax.ShapeDtypeStruct(
                 tuple(1 if dim.startswith("1") else self.sizes[use][dim] for dim in (*front, *operand.dims)),
                 jnp.dtype(operand.dtype or dtype),
-                self.sizes[use],
             )
             for name, operand in self.operands.items()
+        }
+
+    def make_operands(self, rng: np.random.Generator, dtype: str, use: str) -> dict[str, np.ndarray]:
+        """Random operands of the sizes for a use."""
+        return {
+            name: self.operands[name].draw(rng, x.shape, x.dtype, self.sizes[use])
+            for name, x in self.operand_types(dtype, use).items()
         }
 
     def call(self, use: str) -> Callable[..., Any]:

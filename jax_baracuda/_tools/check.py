@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_baracuda._core.selection import KERNEL_IF_ANY, selecting
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
 from jax_baracuda._tools.platforms import devices_by_platform
@@ -37,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     num_checks = num_failures = 0
     for platform, device in devices_by_platform().items():
         for example in examples:
-            for dtype, value_error, gradient_error in errors(example, device, seed):
+            with selecting(KERNEL_IF_ANY):
+                errors_by_dtype = list(errors(example, device, seed))
+            for dtype, value_error, gradient_error in errors_by_dtype:
                 value_allowed, gradient_allowed = example.tolerance[dtype]
                 passed = value_error <= value_allowed and (gradient_error or 0) <= gradient_allowed
                 num_checks, num_failures = num_checks + 1, num_failures + (not passed)

@@ -26,6 +26,10 @@ from jax.sharding import PartitionSpec as P
 from support.matrix.calls import Dims, Draw, Operand, Problem, as_tuple, is_floating, is_inexact, numbers
 from support.matrix.generator import DERIVATIVES, SHARD_MAPS, Case
 
+from jax_baracuda._core import selection
+
+selection.packaged_table = lambda: selection.KERNEL_IF_ANY
+
 AXES = ("a", "b")
 WIDE = ("int64", "uint64", "float64", "complex128")
 
