@@ -3,7 +3,7 @@
 #include <string>
 
 #include "ffi/core/checked_call_device.h"
-#include "ffi/core/cuda_status.h"
+#include "ffi/core/cuda_error_text.h"
 
 namespace jax_baracuda {
 

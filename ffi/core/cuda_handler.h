@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "ffi/core/cuda_status.h"
+#include "ffi/core/cuda_error_text.h"
 #include "ffi/core/handler.h"
 
 namespace jax_baracuda {

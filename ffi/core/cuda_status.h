@@ -3,8 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <string>
-
 namespace jax_baracuda {
 
 struct [[nodiscard]] CudaStatus {
@@ -15,12 +13,6 @@ struct [[nodiscard]] CudaStatus {
 
   bool ok() const { return code == cudaSuccess; }
 };
-
-// "file:line: expression: CUDA error NAME: text"
-inline std::string CudaErrorText(const CudaStatus& status) {
-  return std::string(status.file) + ":" + std::to_string(status.line) + ": " + status.expression + ": CUDA error " +
-         cudaGetErrorName(status.code) + ": " + cudaGetErrorString(status.code);
-}
 
 namespace internal {
 

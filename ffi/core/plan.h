@@ -2,13 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
-#include <unordered_map>
 
 namespace jax_baracuda {
-
-// The integers (extents and flags, by name) that decide how a call runs.
-using PlanParameters = std::unordered_map<std::string, int64_t>;
 
 // How a call runs, decided from its shapes and flags alone. The handler decides by the same function.
 struct Plan {

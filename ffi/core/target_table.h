@@ -2,6 +2,9 @@
 // changes no file but its own.
 #pragma once
 
+#include <cstdint>
+#include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "ffi/core/checked_call.h"
@@ -9,6 +12,9 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_baracuda {
+
+// The integers (extents and flags, by name) that decide how a call runs.
+using PlanParameters = std::unordered_map<std::string, int64_t>;
 
 struct Target {
   const char* name;

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kMapThreads) MapFlatKernel(const __grid_consta
   const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
   const int64_t block_begin =
       (blockIdx.x - b * a.blocks_per_batch) * int64_t{kMapThreads} * kVec * kFlatVectorsPerThread;
-#pragma unroll
+#pragma unroll 1  // nothing of the next vector could be loaded before this one is stored
   for (int u = 0; u < kFlatVectorsPerThread; ++u) {
     const int64_t first = block_begin + (u * kMapThreads + static_cast<int64_t>(threadIdx.x)) * kVec;
     if (first >= total) return;

@@ -44,6 +44,7 @@ struct SumReduction {
       for (int i = 0; i < kCount; ++i) result.lane[i] = static_cast<T>(sum[i]);
       StoreVector(outputs.output + segment * features + feature, result);
     }
+    __device__ __forceinline__ Accumulator<1> CellAt(int i) const { return {{sum[i]}}; }
   };
 };
 
@@ -86,6 +87,7 @@ struct MeanReduction {
       mean.Store({outputs.output}, segment, features, feature);
       if (feature == 0) outputs.count[segment] = rows;
     }
+    __device__ __forceinline__ Accumulator<1> CellAt(int i) const { return {sum.CellAt(i), rows}; }
   };
 };
 
