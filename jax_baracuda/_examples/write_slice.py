@@ -69,6 +69,10 @@ PART = {
     "small": {"example": 3, "part": 2, "time": 9, "new": 4, "feature": 13, "head": 5},
     "check": {"example": 5, "part": 3, "time": 301, "new": 17, "feature": 33, "head": 7},
 }
+ROW = {
+    "cpu": {"time": 32_768, "new": 1, "feature": 512},
+    "cuda": {"time": 262_144, "new": 1, "feature": 512},
+}
 PAIR = {
     "cpu": {"example": 8, "time": 2048, "new": 64, "feature": 512, "head": 512},
     "cuda": {"example": 32, "time": 4096, "new": 64, "feature": 512, "head": 512},
@@ -84,7 +88,7 @@ BOTH = {
 START, LATE_START = (Operand((), draw, "int32") for draw in (inside, across_the_end))
 
 EXAMPLES = [
-    Example(jb.write_slice, write_slice, {**PLANE, "start": START}, PART, apply=append, tolerance=EXACT),
+    Example(jb.write_slice, write_slice, {**PLANE, "start": START}, {**PART, **ROW}, apply=append, tolerance=EXACT),
     Example(
         jb.write_slice,
         write_slice,
