@@ -27,7 +27,6 @@ __device__ __forceinline__ void FillGap(const typename Reduction::Outputs& outpu
                                         int64_t features, int64_t feature) {
   typename Reduction::template Accumulator<kVec> nothing;
   nothing.Start();
-#pragma unroll 1
   for (int64_t segment = begin; segment < end; ++segment) nothing.Store(outputs, segment, features, feature);
 }
 
@@ -98,7 +97,6 @@ __device__ __forceinline__ void FillWideGaps(const GapRows& rows, const typename
     const int owner = __ffs(lanes) - 1;
     const uint32_t owner_empty = __shfl_sync(kFullWarp, empty, owner);
     const int64_t first_segment = first_result + __shfl_sync(kFullWarp, chunk, owner);
-#pragma unroll 1
     for (int64_t i = lane; i < kGapChunk * row_vectors; i += 32) {
       const int64_t segment = i / row_vectors;
       if (((owner_empty >> segment) & 1) == 0) continue;
