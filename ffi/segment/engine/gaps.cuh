@@ -34,44 +34,31 @@ JB_HOST_DEVICE int64_t GapWarpsPerBatch(int64_t segments) {
   return CeilDivide(CeilDivide(segments, kGapChunk), kWarpChunks);
 }
 
-// The rows among which gaps are, of one element of the batch.
-struct GapRows {
-  int64_t count;
-  SegmentIds ids;
-  const uint32_t* sorted_segments;  // nullptr, or the segments in order
-  int64_t first_id;                 // of the ids that are used without `sorted_segments`
-
-  __device__ __forceinline__ int64_t Id(int64_t row) const {
-    return sorted_segments != nullptr ? static_cast<int64_t>(__ldg(sorted_segments + row)) : ids.Id(first_id + row);
-  }
-};
-
-// The first segment of the chunk of a lane of a warp.
-__device__ __forceinline__ int64_t GapChunkBegin(int64_t warp, int lane, int64_t segments) {
-  return min((warp * kWarpChunks + lane) * kGapChunk, segments);
-}
-
-// A bit for each segment of the lane's chunk that is in a wide gap. Out of line, for it is the same for all reductions.
-inline __device__ __noinline__ uint32_t SegmentsInWideGaps(GapRows rows, int64_t warp) {
+// Writes the reduction of nothing to the wide gaps of a warp's chunks. `id_of(row)` is the id of a row of an element
+// of the batch, `first_result` the place of its first segment among the results.
+template <typename Reduction, int kVec, typename IdOf>
+__device__ __forceinline__ void FillWideGaps(const Problem& problem, const typename Reduction::Outputs& outputs,
+                                             int64_t first_result, int64_t warp, IdOf&& id_of) {
   const int lane = threadIdx.x % 32;
-  const int64_t segments = rows.ids.segments, chunk = GapChunkBegin(warp, lane, segments);
-  int64_t begin = 0, end = rows.count;  // of the rows among which the first of a segment from `chunk` on lies
+  const int64_t segments = problem.segments;
+  const int64_t chunk = min((warp * kWarpChunks + lane) * kGapChunk, segments);
+  int64_t begin = 0, end = problem.rows;  // of the rows among which the first of a segment from `chunk` on lies
   while (begin < end) {
     const int64_t middle = (begin + end) / 2;
-    if (rows.Id(middle) < chunk) {
+    if (id_of(middle) < chunk) {
       begin = middle + 1;
     } else {
       end = middle;
     }
   }
   // The gap around the end of the chunk.
-  const int64_t before = begin > 0 ? max(rows.Id(begin - 1), int64_t{-1}) : -1;
-  const int64_t after = begin < rows.count ? min(rows.Id(begin), segments) : segments;
+  const int64_t before = begin > 0 ? max(id_of(begin - 1), int64_t{-1}) : -1;
+  const int64_t after = begin < problem.rows ? min(id_of(begin), segments) : segments;
   const bool is_wide = before < 0 || after == segments || after - before - 1 > kMaxNarrowGap;
   const int64_t next_chunk = __shfl_down_sync(kFullWarp, chunk, 1);
   const int64_t next_before = __shfl_down_sync(kFullWarp, before, 1);
   const bool next_is_wide = __shfl_down_sync(kFullWarp, is_wide, 1);
-  uint32_t empty = 0;
+  uint32_t empty = 0;  // segments of the chunk that are in a wide gap
   if (lane < kWarpChunks && (is_wide || next_is_wide)) {
     const int count = static_cast<int>(next_chunk - chunk);
     for (int i = 0; i < count; ++i) {
@@ -79,20 +66,10 @@ inline __device__ __noinline__ uint32_t SegmentsInWideGaps(GapRows rows, int64_t
       empty |= static_cast<uint32_t>(is_empty) << i;
     }
   }
-  return empty;
-}
 
-// Writes the reduction of nothing to the wide gaps of a warp's chunks. `first_result` is the place of the first segment
-// of the element of the batch among the results.
-template <typename Reduction, int kVec>
-__device__ __forceinline__ void FillWideGaps(const GapRows& rows, const typename Reduction::Outputs& outputs,
-                                             int64_t features, int64_t first_result, int64_t warp) {
-  const int lane = threadIdx.x % 32;
-  const int64_t chunk = GapChunkBegin(warp, lane, rows.ids.segments);
-  const uint32_t empty = SegmentsInWideGaps(rows, warp);
   typename Reduction::template Accumulator<kVec> nothing;
   nothing.Start();
-  const int64_t row_vectors = features / kVec;
+  const int64_t row_vectors = problem.features / kVec;
   for (uint32_t lanes = __ballot_sync(kFullWarp, empty != 0); lanes != 0; lanes &= lanes - 1) {
     const int owner = __ffs(lanes) - 1;
     const uint32_t owner_empty = __shfl_sync(kFullWarp, empty, owner);
@@ -100,7 +77,7 @@ __device__ __forceinline__ void FillWideGaps(const GapRows& rows, const typename
     for (int64_t i = lane; i < kGapChunk * row_vectors; i += 32) {
       const int64_t segment = i / row_vectors;
       if (((owner_empty >> segment) & 1) == 0) continue;
-      nothing.Store(outputs, first_segment + segment, features, (i - segment * row_vectors) * kVec);
+      nothing.Store(outputs, first_segment + segment, problem.features, (i - segment * row_vectors) * kVec);
     }
   }
 }

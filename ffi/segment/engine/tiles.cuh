@@ -113,10 +113,12 @@ __device__ __forceinline__ void FillWideGaps(const TileArguments<Reduction>& a) 
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   const int64_t b = warp / warps_per_batch;
   if (b >= a.problem.batch) return;
-  const SegmentIds ids{a.ids.ids, a.ids.are_64_bit, a.problem.segments};
-  const GapRows rows{a.problem.rows, ids, a.sorted_segments, a.problem.ids_are_shared ? 0 : b * a.problem.rows};
-  FillWideGaps<Reduction, kVec>(rows, a.outputs, a.problem.features, a.first_segment + b * a.problem.segments,
-                                warp - b * warps_per_batch);
+  const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
+  const int64_t first_segment = a.first_segment + b * a.problem.segments;
+  FillWideGaps<Reduction, kVec>(a.problem, a.outputs, first_segment, warp - b * warps_per_batch, [&](int64_t row) {
+    return a.sorted_segments != nullptr ? static_cast<int64_t>(__ldg(a.sorted_segments + row))
+                                        : a.ids.Id(ids_offset + row);
+  });
 }
 
 inline constexpr int kMergeLanes = 32;  // cells of a row that a block of MergeKernel takes: a column
@@ -594,7 +596,7 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
 
   // Carry-ins first, first + step, ... below `end`.
   const auto reduce = [&](int64_t first, int64_t end, int step) {
-    constexpr int kInFlight = sizeof(Cell) <= 4 ? 8 : 4;
+    constexpr int kInFlight = 8;
     Cell cell = carry_ins[first * slot_step * features];
     for (int64_t i = first + step; i < end; i += kInFlight * step) {
       Cell others[kInFlight];
