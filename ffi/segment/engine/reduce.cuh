@@ -118,7 +118,7 @@ inline int64_t ScratchBytesAtOnce(const Problem& problem, Strategy strategy, int
       [[fallthrough]];
     default: {
       const RowGrid grid = MakeRowGrid(problem, strategy, vector);
-      sizes.Add(MergeCounters(problem.features) * sizeof(uint32_t));
+      sizes.Add(2 * sizeof(uint32_t));
       sizes.Add(grid.row_blocks * sizeof(uint32_t));
       sizes.Add(grid.row_blocks * problem.features * state_bytes);
       sizes.Add(grid.row_blocks * problem.features * state_bytes);
@@ -172,13 +172,16 @@ struct Reducer {
   SegmentIds Ids() const { return {segment_ids, ids_are_64_bit, problem.segments}; }
 
   CudaStatus FillAll() const {
-    TileArguments<Reduction> a{};
-    a.ids = Ids();
-    a.problem = problem;
-    a.outputs = outputs;
-    a.gap_blocks = GapBlocks(problem, kMergeThreads);
-    FillKernel<Reduction><<<a.gap_blocks, kMergeThreads, 0, stream>>>(a);
-    return JB_LAUNCH_STATUS(FillKernel);
+    return DispatchRowVector<T>(problem.features, [&](auto vector) {
+      constexpr int kVec = decltype(vector)::value;
+      TileArguments<Reduction> a{};
+      a.ids = Ids();
+      a.problem = problem;
+      a.outputs = outputs;
+      a.gap_blocks = GapBlocks(problem, kMergeThreads);
+      FillKernel<Reduction, kVec><<<a.gap_blocks, kMergeThreads, 0, stream>>>(a);
+      return JB_LAUNCH_STATUS(FillKernel);
+    });
   }
 
   CudaStatus PrivateTable() const {
@@ -244,7 +247,7 @@ struct Reducer {
     a.batch_rows = problem.rows;
     a.first_segment = first * problem.segments;
     a.outputs = outputs;
-    a.merge_counters = carver.Take<uint32_t>(MergeCounters(problem.features));
+    a.merge_counters = carver.Take<uint32_t>(2);
     a.carries.in_segment = carver.Take<uint32_t>(grid.row_blocks);
     a.carries.in = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
     a.carries.out = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
@@ -288,7 +291,7 @@ struct Reducer {
       const uint32_t blocks = a.gap_blocks + static_cast<uint32_t>(grid.row_blocks);
       RunKernel<Reduction, kFeatures><<<blocks, kRunThreads, 0, stream>>>(a);
       JB_RETURN_IF_LAUNCH_ERROR(RunKernel);
-      return LaunchMerge(a, grid);
+      return LaunchMerge<kFeatures>(a, grid);
     }
   }
 
@@ -299,13 +302,14 @@ struct Reducer {
     const int threads = TileThreads(grid.features.lanes);
     TileKernel<Reduction, kVec, kSource><<<static_cast<uint32_t>(blocks), threads, shared_bytes, stream>>>(a);
     JB_RETURN_IF_LAUNCH_ERROR(TileKernel);
-    return LaunchMerge(a, grid);
+    return LaunchMerge<kVec>(a, grid);
   }
 
-  CudaStatus LaunchMerge(TileArguments<Reduction> a, const RowGrid& grid) const {
-    a.features = AssignFeatures(problem.features, kMergeLanes);
-    const int64_t blocks = CeilDivide(grid.row_blocks, kMergeSlots) * a.features.columns;
-    MergeKernel<Reduction><<<static_cast<uint32_t>(blocks), kMergeThreads, 0, stream>>>(a, grid.row_blocks);
+  template <int kVec>
+  CudaStatus LaunchMerge(const TileArguments<Reduction>& a, const RowGrid& grid) const {
+    const int64_t blocks = CeilDivide(grid.row_blocks, kMergeSlots);
+    MergeKernel<Reduction, kVec>
+        <<<static_cast<uint32_t>(blocks * grid.features.columns), kMergeThreads, 0, stream>>>(a, grid.row_blocks);
     return JB_LAUNCH_STATUS(MergeKernel);
   }
 };

@@ -12,15 +12,11 @@
 //     Normalize()                              at the latest after kMaxRowsBetweenNormalize calls of Add
 //     Merge(other, outputs)                    folds in the cells of other rows of the segment, and normalizes
 //     Store(outputs, segment, features, feature)  writes the results of the cells from `feature` on
-//     CellAt(i)                                an accumulator of one cell, the i-th
 //
-// Partial results pass between blocks unrounded, each cell an accumulator of one: so what merges them is compiled once,
-// not for each kCount.
+// Partial results pass between blocks as accumulators, unrounded.
 #pragma once
 
 #include <cstdint>
-
-#include "ffi/core/vectors.cuh"
 
 namespace jax_baracuda::segment {
 
@@ -31,22 +27,12 @@ inline constexpr bool kTakesPrivateTable = true;
 // What a tile reduces at most: its own rows, and those of the next tile that go on with its last run.
 inline constexpr int kMaxRowsBetweenNormalize = 63;
 
-// What blocks of rows leave of runs that cross their borders, one slot a block; cells [blocks, features].
+// What blocks of rows leave of runs that cross their borders, one slot a block; cells as accumulators [blocks,
+// vectors].
 struct Carries {
   uint32_t* in_segment;  // kDropped where no long run enters the block
   void* in;              // of the run that enters the block
   void* out;             // of a long run that starts in the block and leaves it
 };
-
-// Writes the cells of an accumulator from the place `first` of an array on.
-template <typename Reduction, int kCount>
-__device__ __forceinline__ void StoreCells(void* array, int64_t first,
-                                           const typename Reduction::template Accumulator<kCount>& accumulator) {
-  using Cell = typename Reduction::template Accumulator<1>;
-  Vector<Cell, kCount> cells;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) cells.lane[i] = accumulator.CellAt(i);
-  StoreVector(static_cast<Cell*>(array) + first, cells);
-}
 
 }  // namespace jax_baracuda::segment

@@ -196,13 +196,13 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
     entering_start = shared.warp_has_start[w];
   }
 
-  const int64_t block_cell = int64_t{block} * kFeatures;
+  Cells* const block_head = static_cast<Cells*>(a.carries.in) + block;
   if (threadIdx.x == 0) a.carries.in_segment[block] = block_is_entered ? segments[0] : kDropped;
   if (has_start) {
     entering.Merge(head, a.outputs);
     if (!entering_start) {
       // The block's first start. If that is its first row, no run enters, and nobody reads what is written here.
-      StoreCells<Reduction, kFeatures>(a.carries.in, block_cell, entering);
+      *block_head = entering;
     } else if (carry_in_segment != kDropped) {
       entering.Store(a.outputs, first_segment + carry_in_segment, kFeatures, 0);
     }
@@ -213,9 +213,9 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
       cells = entering;
     }
     if (!has_start && !entering_start) {
-      StoreCells<Reduction, kFeatures>(a.carries.in, block_cell, cells);
+      *block_head = cells;
     } else if (!is_last_block && a.ids[first_id + rows] == segment) {
-      StoreCells<Reduction, kFeatures>(a.carries.out, block_cell, cells);
+      static_cast<Cells*>(a.carries.out)[block] = cells;
     } else {
       cells.Store(a.outputs, first_segment + segment, kFeatures, 0);
     }

@@ -99,7 +99,7 @@ struct TileArguments {
   Gathering<typename Reduction::Element> gathering;
   typename Reduction::Outputs outputs;
   Carries carries;
-  uint32_t* merge_counters;  // for each column of MergeKernel its blocks, and those whose slots a run enters
+  uint32_t* merge_counters;  // of the blocks of MergeKernel, and of those whose slots a run enters
   FeatureLanes features;
   int groups;               // tiles of a block
   int64_t blocks_per_batch;  // blocks along the rows of one element of the batch
@@ -121,18 +121,10 @@ __device__ __forceinline__ void FillWideGaps(const TileArguments<Reduction>& a) 
   });
 }
 
-inline constexpr int kMergeLanes = 32;  // cells of a row that a block of MergeKernel takes: a column
-
-// Of all columns.
-JB_HOST_DEVICE int MergeCounters(int64_t features) { return 2 * static_cast<int>(CeilDivide(features, kMergeLanes)); }
-
 // What a kernel that reduces rows does for MergeKernel, which comes after it.
 template <typename Reduction>
 __device__ __forceinline__ void PrepareMerge(const TileArguments<Reduction>& a) {
-  if (blockIdx.x != 0) return;
-  const int counters = MergeCounters(a.problem.features);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < counters; i += blockDim.x) a.merge_counters[i] = 0;
+  if (blockIdx.x == 0 && threadIdx.x < 2) a.merge_counters[threadIdx.x] = 0;
 }
 
 // Rows of a tile in an array in shared memory, padded so that groups which read the same row of their tiles read from
@@ -505,7 +497,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
     }
   }
 
-  const int64_t cell = row_block * features + column;
+  const int64_t vector = row_block * (features / kVec) + column / kVec;
   if (owns_long_run) {
     // The carry-ins of the groups after this one are in the next group's slot.
     if (group + 1 < a.groups) cells.Merge(shared.slots[threadIdx.x + a.features.lanes], a.outputs);
@@ -514,7 +506,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
     const uint32_t last = shared.starts[a.groups], after = shared.starts[a.groups + 1];
     const bool leaves_block = next == a.groups && (after & 1) == 0 && (after == 0 || last == 0);
     if (leaves_block) {
-      StoreCells<Reduction, kVec>(a.carries.out, cell, cells);
+      static_cast<Cells*>(a.carries.out)[vector] = cells;
     } else {
       cells.Store(a.outputs, run_segment, features, column);
     }
@@ -522,17 +514,16 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   if (threadIdx.x == 0 && column_block == 0) {
     a.carries.in_segment[row_block] = has_carry_in ? carry_in_segment : kDropped;
   }
-  if (group == 0 && has_carry_in) StoreCells<Reduction, kVec>(a.carries.in, cell, shared.slots[threadIdx.x]);
+  if (group == 0 && has_carry_in) static_cast<Cells*>(a.carries.in)[vector] = shared.slots[threadIdx.x];
 }
 
 inline constexpr int kMergeThreads = 256;
-inline constexpr int kMergeBlocks = 3;     // that share a multiprocessor, which caps the registers
 inline constexpr int kMergeSlots = 128;  // that a block looks at, one a block of rows
 inline constexpr int kShortRun = 32;
 
-template <typename Cell>
+template <typename Cells>
 struct MergeShared {
-  Cell cells[kMergeThreads];
+  Cells cells[kMergeThreads];
   int run_starts[kMergeSlots], long_runs[kMergeSlots];
   uint32_t run_bounds[kMergeSlots / 32];  // a bit for each slot that does not go on with the run of the one before
   int runs, long_run_count, in_run;
@@ -553,34 +544,34 @@ struct MergeShared {
 //
 // A block takes the runs that begin in its slots: a group of threads a short run, the whole block a long
 // one.
-template <typename Reduction>
-__device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, int level, int64_t slots,
-                                             int64_t block,
-                                             MergeShared<typename Reduction::template Accumulator<1>>& shared) {
-  using Cell = typename Reduction::template Accumulator<1>;
+template <typename Reduction, int kVec, int kLevel>
+__device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, int64_t slots, int64_t block,
+                                            MergeShared<typename Reduction::template Accumulator<kVec>>& shared) {
+  using Cells = typename Reduction::template Accumulator<kVec>;
 
-  const int slot_step = level == 1 ? 1 : kMergeSlots;
-  const int64_t count = CeilDivide(slots, slot_step);
+  constexpr int kSlotStep = kLevel == 1 ? 1 : kMergeSlots;
+  const int64_t count = CeilDivide(slots, kSlotStep);
   const int64_t first_slot = block / a.features.columns * kMergeSlots;
-  const int64_t limit = level == 1 ? min(count, first_slot + kMergeSlots) : count;
+  const int64_t limit = kLevel == 1 ? min(count, first_slot + kMergeSlots) : count;
   const int groups = kMergeThreads / a.features.lanes;
   const int group = threadIdx.x / a.features.lanes;
-  const int64_t features = a.problem.features;
-  const int64_t column = block % a.features.columns * a.features.lanes + threadIdx.x % a.features.lanes;
-  const bool is_active = group < groups && column < features;
+  const int64_t column =
+      (block % a.features.columns * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
+  const bool is_active = group < groups && column < a.problem.features;
   const uint32_t* const segments = a.carries.in_segment;
-  Cell* const carry_ins = static_cast<Cell*>(a.carries.in) + column;
-  Cell* const carry_outs = static_cast<Cell*>(a.carries.out) + column;
+  Cells* const carry_ins = static_cast<Cells*>(a.carries.in) + column / kVec;
+  Cells* const carry_outs = static_cast<Cells*>(a.carries.out) + column / kVec;
+  const int64_t row_vectors = a.problem.features / kVec;
 
   const auto is_entered = [&](int64_t slot) { return slot > 0 && segments[slot - 1] == segments[slot]; };
   // What carry-ins of one run have in common. The element of the batch is part of it at the second level, which sees
   // only the first slots of blocks, and not the empty slot with which an element begins.
   constexpr int64_t kNoRun = -1;
   const auto run_at = [&](int64_t i) {
-    const int64_t slot = i * slot_step;
+    const int64_t slot = i * kSlotStep;
     const uint32_t segment = segments[slot];
-    if (segment == kDropped || (level == 2 && !is_entered(slot))) return kNoRun;
-    return level == 1 ? int64_t{segment} : slot / a.blocks_per_batch * int64_t{kDropped} + segment;
+    if (segment == kDropped || (kLevel == 2 && !is_entered(slot))) return kNoRun;
+    return kLevel == 1 ? int64_t{segment} : slot / a.blocks_per_batch * int64_t{kDropped} + segment;
   };
 
   if (threadIdx.x == 0) shared.runs = shared.long_run_count = 0;
@@ -588,7 +579,7 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
   const int64_t own = first_slot + threadIdx.x;
   const int64_t own_run = own < min(limit, first_slot + kMergeSlots) ? run_at(own) : kNoRun;
   const bool is_bound =
-      own >= limit || own == 0 || (level == 1 && threadIdx.x == 0) || run_at(own - 1) != own_run;
+      own >= limit || own == 0 || (kLevel == 1 && threadIdx.x == 0) || run_at(own - 1) != own_run;
   const uint32_t bounds = __ballot_sync(kFullWarp, is_bound);
   if (threadIdx.x < kMergeSlots && threadIdx.x % 32 == 0) shared.run_bounds[threadIdx.x / 32] = bounds;
   if (own_run != kNoRun && is_bound) shared.run_starts[atomicAdd(&shared.runs, 1)] = threadIdx.x;
@@ -596,42 +587,42 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
 
   // Carry-ins first, first + step, ... below `end`.
   const auto reduce = [&](int64_t first, int64_t end, int step) {
-    constexpr int kInFlight = 8;
-    Cell cell = carry_ins[first * slot_step * features];
+    constexpr int kInFlight = sizeof(Cells) <= 16 ? 8 : 4;
+    Cells cells = carry_ins[first * kSlotStep * row_vectors];
     for (int64_t i = first + step; i < end; i += kInFlight * step) {
-      Cell others[kInFlight];
+      Cells others[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        if (i + u * step < end) others[u] = carry_ins[(i + u * step) * slot_step * features];
+        if (i + u * step < end) others[u] = carry_ins[(i + u * step) * kSlotStep * row_vectors];
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        if (i + u * step < end) cell.Merge(others[u], a.outputs);
+        if (i + u * step < end) cells.Merge(others[u], a.outputs);
       }
     }
-    return cell;
+    return cells;
   };
   // The run of the carry-ins [begin, end).
-  const auto finish_run = [&](const Cell& reduced, int64_t begin, int64_t end) {
-    const int64_t slot = begin * slot_step;
-    if (level == 1 && begin == first_slot && is_entered(slot)) {
-      carry_ins[slot * features] = reduced;
+  const auto finish_run = [&](const Cells& reduced, int64_t begin, int64_t end) {
+    const int64_t slot = begin * kSlotStep;
+    if (kLevel == 1 && begin == first_slot && is_entered(slot)) {
+      carry_ins[slot * row_vectors] = reduced;
       return;
     }
     // A run that enters a block started in the block before, or in one from which level 1 brought it there.
-    Cell cell = carry_outs[(slot - 1) * features];
-    cell.Merge(reduced, a.outputs);
-    if (level == 1 && end == limit && end < slots && segments[end] == segments[slot]) {
-      carry_outs[(end - 1) * features] = cell;
+    Cells cells = carry_outs[(slot - 1) * row_vectors];
+    cells.Merge(reduced, a.outputs);
+    if (kLevel == 1 && end == limit && end < slots && segments[end] == segments[slot]) {
+      carry_outs[(end - 1) * row_vectors] = cells;
       return;
     }
     const int64_t b = slot / a.blocks_per_batch;
-    cell.Store(a.outputs, a.first_segment + b * a.problem.segments + segments[slot], features, column);
+    cells.Store(a.outputs, a.first_segment + b * a.problem.segments + segments[slot], a.problem.features, column);
   };
 
   for (int run = group; group < groups && run < shared.runs; run += groups) {
     const int start = shared.run_starts[run], end = shared.RunEnd(start);
-    const bool goes_on = level == 2 && end == kMergeSlots && first_slot + end < limit;
+    const bool goes_on = kLevel == 2 && end == kMergeSlots && first_slot + end < limit;
     if (end - start <= kShortRun && !goes_on) {
       if (is_active) finish_run(reduce(first_slot + start, first_slot + end, 1), first_slot + start, first_slot + end);
     } else if (threadIdx.x % a.features.lanes == 0) {
@@ -644,7 +635,7 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
     const int start = shared.long_runs[run], end_in_block = shared.RunEnd(start);
     const int64_t begin = first_slot + start;
     int64_t end = first_slot + end_in_block;
-    if (level == 2 && end_in_block == kMergeSlots) {
+    if (kLevel == 2 && end_in_block == kMergeSlots) {
       const int64_t id = run_at(begin);
       for (int belonging = kMergeThreads; belonging == kMergeThreads; end += belonging) {
         if (threadIdx.x == 0) shared.in_run = kMergeThreads;
@@ -662,9 +653,9 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
       const int half = (left + 1) / 2;
       __syncthreads();
       if (takes_part && group + half < left && begin + group + half < end) {
-        Cell cell = shared.cells[threadIdx.x];
-        cell.Merge(shared.cells[threadIdx.x + half * a.features.lanes], a.outputs);
-        shared.cells[threadIdx.x] = cell;
+        Cells cells = shared.cells[threadIdx.x];
+        cells.Merge(shared.cells[threadIdx.x + half * a.features.lanes], a.outputs);
+        shared.cells[threadIdx.x] = cells;
       }
     }
     if (takes_part && group == 0) finish_run(shared.cells[threadIdx.x], begin, end);
@@ -672,48 +663,42 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
   }
 }
 
-// All blocks take part in the first level. The last one of each column to finish does the second, if a run enters the
-// slots of any block. One block is enough: it takes kMergeSlots * kMergeSlots slots a step. `a.features` assigns single
-// cells.
-template <typename Reduction>
-__global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
+// All blocks take part in the first level. The last one to finish does the second, if a run enters the slots of any
+// block. One block is enough: it takes kMergeSlots * kMergeSlots slots a step.
+template <typename Reduction, int kVec>
+__global__ void __launch_bounds__(kMergeThreads)
     MergeKernel(const __grid_constant__ TileArguments<Reduction> a, int64_t slots) {
-  __shared__ MergeShared<typename Reduction::template Accumulator<1>> shared;
+  __shared__ MergeShared<typename Reduction::template Accumulator<kVec>> shared;
   __shared__ bool has_second_level;
-  const int columns = a.features.columns, column_block = blockIdx.x % columns;
-  uint32_t* const counters = a.merge_counters + 2 * column_block;
-  int64_t block = blockIdx.x, end = block + 1;
-#pragma unroll 1
-  for (int level = 1; level <= 2; ++level) {
-    for (; block < end; block += columns) {
-      MergeCarries(a, level, slots, block, shared);
-      __syncthreads();
-    }
-    if (level == 2) return;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      const int64_t first_slot = blockIdx.x / columns * kMergeSlots;
-      const uint32_t* const segments = a.carries.in_segment;
-      if (first_slot > 0 && segments[first_slot] != kDropped && segments[first_slot - 1] == segments[first_slot]) {
-        atomicAdd(counters + 1, 1);
-        __threadfence();
-      }
-      const bool is_last = atomicAdd(counters, 1) == gridDim.x / columns - 1;
+  MergeCarries<Reduction, kVec, 1>(a, slots, blockIdx.x, shared);
+
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const int64_t first_slot = blockIdx.x / a.features.columns * kMergeSlots;
+    const uint32_t* const segments = a.carries.in_segment;
+    if (first_slot > 0 && segments[first_slot] != kDropped && segments[first_slot - 1] == segments[first_slot]) {
+      atomicAdd(a.merge_counters + 1, 1);
       __threadfence();
-      has_second_level = is_last && atomicAdd(counters + 1, 0) != 0;
     }
+    const bool is_last = atomicAdd(a.merge_counters, 1) == gridDim.x - 1;
+    __threadfence();
+    has_second_level = is_last && atomicAdd(a.merge_counters + 1, 0) != 0;
+  }
+  __syncthreads();
+  if (!has_second_level) return;
+  const int64_t second_level_slots = CeilDivide(slots, kMergeSlots);
+  const int64_t blocks = CeilDivide(second_level_slots, kMergeSlots) * a.features.columns;
+  for (int64_t block = 0; block < blocks; ++block) {
+    MergeCarries<Reduction, kVec, 2>(a, slots, block, shared);
     __syncthreads();
-    if (!has_second_level) return;
-    block = column_block;
-    end = CeilDivide(CeilDivide(slots, kMergeSlots), kMergeSlots) * columns;
   }
 }
 
 // The reduction of nothing for every segment: there are no rows.
-template <typename Reduction>
+template <typename Reduction, int kVec>
 __global__ void __launch_bounds__(kMergeThreads) FillKernel(const __grid_constant__ TileArguments<Reduction> a) {
-  FillWideGaps<Reduction, 1>(a);
+  FillWideGaps<Reduction, kVec>(a);
 }
 
 }  // namespace jax_baracuda::segment

@@ -115,7 +115,6 @@ struct MaxReduction {
                                           int64_t feature) const {
       StoreVector(outputs.output + segment * features + feature, FlipAll(best, outputs.flip));
     }
-    __device__ __forceinline__ Accumulator<1> CellAt(int i) const { return {{best.lane[i]}}; }
   };
 };
 
@@ -191,7 +190,6 @@ struct WinnerReduction {
       StoreVector(outputs.output + cell, FlipAll(values, outputs.flip));
       StoreVector(outputs.winner + cell, winners);
     }
-    __device__ __forceinline__ Accumulator<1> CellAt(int i) const { return {{best[i]}, {winner[i]}}; }
   };
 };
 
@@ -242,7 +240,6 @@ struct ArgReduction {
       for (int i = 0; i < kCount; ++i) rows.lane[i] = row[i] == kNoWinner ? outputs.no_row : row[i];
       StoreVector(outputs.row + segment * features + feature, rows);
     }
-    __device__ __forceinline__ Accumulator<1> CellAt(int i) const { return {{best[i]}, {row[i]}}; }
 
    private:
     __device__ __forceinline__ void Take(int i, Key key, int32_t new_row) {

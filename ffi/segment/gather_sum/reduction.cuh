@@ -57,7 +57,6 @@ struct GatherSumReduction {
         sum.Store({static_cast<T*>(outputs.output)}, segment, features, feature);
       }
     }
-    __device__ __forceinline__ Accumulator<1> CellAt(int i) const { return {sum.CellAt(i)}; }
   };
 };
 

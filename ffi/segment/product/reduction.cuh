@@ -136,7 +136,6 @@ struct FloatingProductReduction {
         StoreVector(outputs.packed + cell, normalized.packed);
       }
     }
-    __device__ __forceinline__ Accumulator<1> CellAt(int i) const { return {{mantissa.lane[i]}, {packed.lane[i]}}; }
 
    private:
     // Out of line, for the loops over rows to stay in the instruction cache.
@@ -187,7 +186,6 @@ struct IntegerProductReduction {
                                           int64_t feature) const {
       StoreVector(outputs.output + segment * features + feature, product);
     }
-    __device__ __forceinline__ Accumulator<1> CellAt(int i) const { return {{product.lane[i]}}; }
   };
 };
 

@@ -44,7 +44,6 @@ struct SumReduction {
       for (int i = 0; i < kCount; ++i) result.lane[i] = static_cast<T>(sum[i]);
       StoreVector(outputs.output + segment * features + feature, result);
     }
-    __device__ __forceinline__ Accumulator<1> CellAt(int i) const { return {{sum[i]}}; }
   };
 };
 
@@ -87,7 +86,6 @@ struct MeanReduction {
       mean.Store({outputs.output}, segment, features, feature);
       if (feature == 0) outputs.count[segment] = rows;
     }
-    __device__ __forceinline__ Accumulator<1> CellAt(int i) const { return {sum.CellAt(i), rows}; }
   };
 };
 
