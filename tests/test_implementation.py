@@ -236,6 +236,26 @@ def test_missing_kernel_is_an_error(cuda_module: None) -> None:
     assert not runs_kernel(lambda x: jb.rope(x, implementation="xla"), x8)
 
 
+def test_plain_jax_cannot_promise_an_order_on_gpus(cuda_module: None) -> None:
+    ids, rows = jax.ShapeDtypeStruct((4,), np.int32), jax.ShapeDtypeStruct((4, 2), np.float32)
+
+    def total(data: Any, ids: Any, name: str = "segment_sum", **options: Any) -> Any:
+        return getattr(jb, name)(data, ids, num_segments=3, implementation="xla", **options)
+
+    for name in ("segment_sum", "segment_mean", "segment_softmax"):
+        with pytest.raises(ValueError, match=f"{name}: implementation='xla' is asked for and deterministic=True"):
+            lowered(lambda x, i: total(x, i, name, deterministic=True), rows, ids, platform="cuda")  # noqa: B023
+        assert not runs_kernel(lambda x, i: total(x, i, name), rows, ids, platform="cuda")  # noqa: B023
+        assert not runs_kernel(lambda x, i: total(x, i, name, deterministic=True), rows, ids, platform="cpu")  # noqa: B023
+    with jb.implementation("xla"):
+        for ids_of in (lambda i: i, lambda i: i.reshape(2, 2)):
+            gradient = jax.grad(lambda x, i: jb.take_rows(x, ids_of(i), indices_are_sorted=True).sum())  # noqa: B023
+            mapped = jax.vmap(gradient, (None, 0))
+            assert not runs_kernel(mapped, rows, jax.ShapeDtypeStruct((3, 4), np.int32), platform="cuda")
+        attention = lambda x, i: jb.segment_attention(x[:, 0], x, i, i, 4)  # noqa: E731
+        assert not runs_kernel(attention, rows, ids, platform="cuda")
+
+
 def test_kernel_of_a_module_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NATIVE_MODULES, "cuda", NativeModule("cuda", None, frozenset(), "there is no compiler"))
     with pytest.raises(ValueError, match="rope: .* on cuda: there is no compiler"):

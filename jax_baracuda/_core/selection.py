@@ -238,9 +238,15 @@ def choose(call: OpCall, platform: str, device: str | None = None) -> Choice:
       device: as in the rows of tables; None: the one here.
 
     Raises:
-      ValueError: a kernel is asked for, and there is none.
+      ValueError: a kernel is asked for, and there is none; or plain JAX, which on GPUs adds up rows in an order that
+        varies from run to run, and that is forbidden.
     """
     if call.selection == "xla":
+        if platform == "cuda" and call.params.get("deterministic"):
+            raise ValueError(
+                f"{call.op.name}: implementation='xla' is asked for and deterministic=True, but XLA adds up rows in an "
+                "order that varies from run to run; leave one of the two out"
+            )
         return Choice("xla", "asked for")
     reason = call.unsupported_reason(platform)
     if call.selection == "kernel":

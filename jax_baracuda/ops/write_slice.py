@@ -88,7 +88,7 @@ def write_slice(
 
     Gradient: ``dest`` gets the cotangent with zeros in the window, ``source`` gets its window, with zeros for what was
     dropped. Integer arrays have none. Nothing but the starts is kept for the backward pass. Derivatives of any order
-    exist, all of them by these kernels. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name
+    exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name
     in :mod:`jax_baracuda.forward_mode`.
 
     Example:
@@ -155,7 +155,7 @@ def write_slices(
 
     Gradient: ``dest`` gets the cotangent with zeros in the window, ``source`` gets its window, with zeros for what was
     dropped. Integer arrays have none. Nothing but the starts is kept for the backward pass. Derivatives of any order
-    exist, all of them by these kernels. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name
+    exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name
     in :mod:`jax_baracuda.forward_mode`.
 
     Example:

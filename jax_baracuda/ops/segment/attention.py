@@ -7,7 +7,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.selection import Implementation, current_selection, selectable
 from jax_baracuda.ops.segment.arguments import Mode
 from jax_baracuda.ops.segment.cells import in_order
 from jax_baracuda.ops.segment.edges import GatherParams, as_rows, canonicalize_edges
@@ -99,7 +99,7 @@ def segment_attention(
             edges.segment_ids,
             edges.num_segments,
             indices_are_sorted=params.indices_are_sorted,
-            deterministic=True,
+            deterministic=current_selection() != "xla",
         )
     else:
         # In the order of the plan, in which the sum takes the probabilities and its gradient gives theirs.

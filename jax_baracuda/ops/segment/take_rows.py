@@ -113,7 +113,8 @@ def _take_by_plan(name: str, data: Array, ids: ArrayLike | None, plan: SegmentPl
     if num_rows == 0 and num_edges > 0:
         raise ValueError(f"{name}: data must have rows for {num_edges} edges to take, got shape {data.shape}")
     order = plan.edge_order, plan.segment_ids
-    return _gather(data, plan.edge_segment_ids, *order, indices_are_sorted=False, deterministic=True)
+    deterministic = current_selection() != "xla"
+    return _gather(data, plan.edge_segment_ids, *order, indices_are_sorted=False, deterministic=deterministic)
 
 
 def _row_numbers(ids: Array, num_rows: int) -> Array:
@@ -193,12 +194,14 @@ def _batch_gather(
     num_batch_dims: int,
     indices_are_sorted: bool,
     deterministic: bool,
+    implementation: Selection,
     **params: Any,
 ) -> tuple[Array, int | None]:
     """The batch of data comes in front. That of ids alone is one dimension of them more: data have one gradient."""
     if axes[0] is not None:
         mapped = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
         params |= {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic}
+        params["implementation"] = implementation
         return _gather_p.bind(*mapped, **params, num_batch_dims=num_batch_dims + 1), 0
     data, ids = operands[:2]  # the orders of several plans make none together
     if axes[1] is None:
@@ -206,8 +209,9 @@ def _batch_gather(
     else:
         joined_axis = num_batch_dims
         ids = jnp.moveaxis(ids, axes[1], joined_axis)
-    # Nor do sorted ids, but their sums have the same bits in every run.
-    params |= {"indices_are_sorted": False, "deterministic": deterministic or indices_are_sorted}
+    # Nor do sorted ids, but their sums have the same bits in every run, unless XLA adds them up.
+    deterministic = deterministic or (indices_are_sorted and implementation != "xla")
+    params |= {"indices_are_sorted": False, "deterministic": deterministic, "implementation": implementation}
     return _gather_p.bind(data, ids, **params, num_batch_dims=num_batch_dims), joined_axis
 
 
