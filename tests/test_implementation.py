@@ -226,7 +226,7 @@ def test_missing_kernel_is_an_error(cuda_module: None) -> None:
     with pytest.raises(ValueError, match="rope: .* dtype float32 on tpu: there are kernels for cpu and cuda only"):
         lowered(lambda x: jb.rope(x, implementation="kernel"), X, platform="tpu")
     assert runs_kernel(lambda x: jb.rope(x, implementation="kernel"), X, platform="cuda")
-    with pytest.raises(ValueError, match="write_slice: .* on cpu: an array has more than 8 axes"):
+    with pytest.raises(ValueError, match=f"write_slice: .* on {cases.PLATFORM}: an array has more than 8 axes"):
         d = jnp.ones((2,) * 9)
         jb.write_slice(d, d[:1], (1,) + (0,) * 8, implementation="kernel")
     with pytest.raises(ValueError, match="where: .* there is none where a and b are weak"):

@@ -174,7 +174,8 @@ mlir.register_lowering(_map_together, lambda ctx, *values, num_results: values[:
 
 
 @contextlib.contextmanager
-def _forward_mode() -> Iterator[None]:
+def without_custom_vjp() -> Iterator[None]:
+    """In this context, functions with rules are bound straight to the primitives."""
     previous = getattr(_mode, "forward", False)
     _mode.forward = True
     try:
@@ -188,7 +189,7 @@ def in_forward_mode(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def forward_mode_function(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _forward_mode():
+        with without_custom_vjp():
             return function(*args, **kwargs)
 
     forward_mode_function.__module__ = "jax_baracuda.forward_mode"  # where pickle looks for it

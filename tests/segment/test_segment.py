@@ -290,7 +290,8 @@ def test_signatures() -> None:
             else:
                 assert positional[1:] == ["segment_ids", "num_segments"]
             keyword = [p.name for p in parameters if p.kind == p.KEYWORD_ONLY]
-            assert keyword == [*([] if reduction in LIKE_JAX else flags), *reduction.options[0]]
+            ours = [*reduction.options[0], "plan", "implementation"]
+            assert keyword == [*([] if reduction in LIKE_JAX else flags), *ours]
 
 
 BROADCAST_CASES = {

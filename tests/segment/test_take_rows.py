@@ -291,7 +291,7 @@ def test_memory_of_a_shared_table(rng: np.random.Generator, rank: int) -> None:
 
 def test_mapped_plans_of_a_shared_table(rng: np.random.Generator) -> None:
     """One gradient again; and maps over features, which share a plan."""
-    nodes, edges, batch = 5_000, 40, 16
+    nodes, edges, batch = 50_000, 40, 16
     ids, other_ids = rng.integers(0, nodes, (2, batch, edges))
     plans = jax.vmap(lambda ids, other_ids: segment_plan(ids, nodes, other_ids, nodes))(ids, other_ids)
     data = rng.normal(size=(nodes, 4)).astype(np.float32)

@@ -34,7 +34,7 @@ from jax_baracuda.ops.segment.definitions import (
 )
 from jax_baracuda.ops.segment.gather_sum import sum_edges
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import count_rows, gradient_params, sum_over_shards, sum_params
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, count_rows, gradient_params, sum_over_shards, sum_params
 
 
 @selectable
@@ -206,10 +206,16 @@ SEGMENT_MEAN_BACKWARD = gradient_op(
     operands={"d_output": CELLS, "count": COUNTS, "segment_ids": IDS},
     reference=_reference_backward,
     guarantee=ROUNDED_ONCE,
-    transpose=lambda d_outputs, d_data, count, ids, **params: SEGMENT_MEAN(
-        *d_data, ids, **sum_params(d_outputs[0].shape[0], **params)
-    )[:1],
+    transpose=lambda d_outputs, d_data, count, ids, **params: (
+        _sum_over_counts(d_data[0], count, ids, **sum_params(d_outputs[0].shape[0], **params)),
+    ),
 )
+
+
+def _sum_over_counts(d_data: Array, count: Array, ids: Array, **params: Any) -> Array:
+    """The transpose of the gradient, for any count: it need not be that of the rows."""
+    [total] = SEGMENT_SUM(d_data.astype(accumulation_dtype(d_data.dtype)), ids, **params)
+    return divided_by_counts(total, count).astype(d_data.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

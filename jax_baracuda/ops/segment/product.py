@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_automatic_mode
-from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.autodiff import KernelVjp, without_custom_vjp
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -167,12 +167,13 @@ def segment_prod_backward(
     d_output, call = canonicalize_backward(
         "segment_prod_backward", d_output, data, segment_ids, indices_are_sorted, mode, plan
     )
-    ordered = call.in_order()
-    d_data = ordered.gradient(_segment_prod, ordered.params(Params), d_output)
-    if plan is None:
+    with without_custom_vjp():  # a gradient has derivatives of either mode
+        ordered = call.in_order()
+        d_data = ordered.gradient(_segment_prod, ordered.params(Params), d_output)
+        if plan is None:
+            return d_data
+        [d_data] = jax.linear_transpose(call.rows, call.data)(call.in_own_order(d_data))
         return d_data
-    [d_data] = jax.linear_transpose(call.rows, call.data)(call.in_own_order(d_data))
-    return d_data
 
 
 # ----------------------------------------------------------------------------------------------------------------------
