@@ -132,21 +132,23 @@ def test_argument(name: str) -> None:
             function(*(jnp.ones(x.shape, x.dtype) for x in operands), implementation=wrong)
 
 
-def test_gradient_of_take_rows() -> None:
-    """The value is XLA's gather in any case."""
+def test_value_of_take_rows() -> None:
+    """It is XLA's gather in any case."""
+    assert not runs_kernel(lambda x: jb.take_rows(x, IDS, implementation="kernel"), X)
+
+
+@pytest.mark.parametrize("ids", [IDS, IDS.reshape(1, 2)], ids=["vector", "matrix"])
+@pytest.mark.parametrize(("asked_for", "other", "expected"), [("kernel", "xla", True), ("xla", "kernel", False)])
+def test_gradient_of_take_rows(ids: np.ndarray, asked_for: str, other: str, expected: bool) -> None:
+    """Of the argument and, where there is none, of the context."""
+    batch = jax.ShapeDtypeStruct((3, *X.shape), X.dtype)
 
     def gradient(x: Any, **options: Any) -> Any:
-        return jax.grad(lambda x: jb.take_rows(x, IDS, **options).sum())(x)
+        return jax.grad(lambda x: jb.take_rows(x, ids, **options).sum())(x)
 
-    assert not runs_kernel(lambda x: jb.take_rows(x, IDS, implementation="kernel"), X)
-    for ids in (IDS, IDS.reshape(1, 2)):
-        for asked_for, expected in (("kernel", True), ("xla", False)):
-            with jb.implementation("xla" if expected else "kernel"):
-                program = jax.grad(lambda x, **o: jb.take_rows(x, ids, **o).sum())  # noqa: B023
-                assert runs_kernel(lambda x: program(x, implementation=asked_for), X) == expected  # noqa: B023
-                assert runs_kernel(jax.vmap(lambda x: gradient(x)), jax.ShapeDtypeStruct((3, *X.shape), X.dtype)) != (
-                    expected
-                )
+    with jb.implementation(other):
+        assert runs_kernel(lambda x: gradient(x, implementation=asked_for), X) == expected
+        assert runs_kernel(jax.vmap(gradient), batch) != expected
 
 
 def test_every_public_function_has_the_argument() -> None:
@@ -236,24 +238,41 @@ def test_missing_kernel_is_an_error(cuda_module: None) -> None:
     assert not runs_kernel(lambda x: jb.rope(x, implementation="xla"), x8)
 
 
-def test_plain_jax_cannot_promise_an_order_on_gpus(cuda_module: None) -> None:
-    ids, rows = jax.ShapeDtypeStruct((4,), np.int32), jax.ShapeDtypeStruct((4, 2), np.float32)
+IDS_OF_ROWS, ROWS = jax.ShapeDtypeStruct((4,), np.int32), jax.ShapeDtypeStruct((4, 2), np.float32)
 
-    def total(data: Any, ids: Any, name: str = "segment_sum", **options: Any) -> Any:
+
+@pytest.mark.parametrize("name", ["segment_sum", "segment_mean", "segment_softmax"])
+def test_plain_jax_cannot_promise_an_order_on_gpus(cuda_module: None, name: str) -> None:
+    def call(data: Any, ids: Any, **options: Any) -> Any:
         return getattr(jb, name)(data, ids, num_segments=3, implementation="xla", **options)
 
-    for name in ("segment_sum", "segment_mean", "segment_softmax"):
-        with pytest.raises(ValueError, match=f"{name}: implementation='xla' is asked for and deterministic=True"):
-            lowered(lambda x, i: total(x, i, name, deterministic=True), rows, ids, platform="cuda")  # noqa: B023
-        assert not runs_kernel(lambda x, i: total(x, i, name), rows, ids, platform="cuda")  # noqa: B023
-        assert not runs_kernel(lambda x, i: total(x, i, name, deterministic=True), rows, ids, platform="cpu")  # noqa: B023
+    def deterministic(data: Any, ids: Any) -> Any:
+        return call(data, ids, deterministic=True)
+
+    with pytest.raises(ValueError, match=f"{name}: implementation='xla' is asked for and deterministic=True"):
+        lowered(deterministic, ROWS, IDS_OF_ROWS, platform="cuda")
+    assert not runs_kernel(call, ROWS, IDS_OF_ROWS, platform="cuda")
+    assert not runs_kernel(deterministic, ROWS, IDS_OF_ROWS, platform="cpu")
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["vector", "matrix"])
+def test_plain_gradient_of_take_rows_on_gpus(cuda_module: None, shape: tuple[int, ...]) -> None:
+    """What asks for an order by itself does not where plain JAX is asked for."""
+
+    def gradient(data: Any, ids: Any) -> Any:
+        return jax.grad(lambda data: jb.take_rows(data, ids.reshape(shape), indices_are_sorted=True).sum())(data)
+
+    mapped_ids = jax.ShapeDtypeStruct((3, 4), np.int32)
     with jb.implementation("xla"):
-        for ids_of in (lambda i: i, lambda i: i.reshape(2, 2)):
-            gradient = jax.grad(lambda x, i: jb.take_rows(x, ids_of(i), indices_are_sorted=True).sum())  # noqa: B023
-            mapped = jax.vmap(gradient, (None, 0))
-            assert not runs_kernel(mapped, rows, jax.ShapeDtypeStruct((3, 4), np.int32), platform="cuda")
-        attention = lambda x, i: jb.segment_attention(x[:, 0], x, i, i, 4)  # noqa: E731
-        assert not runs_kernel(attention, rows, ids, platform="cuda")
+        assert not runs_kernel(jax.vmap(gradient, (None, 0)), ROWS, mapped_ids, platform="cuda")
+
+
+def test_plain_attention_on_gpus(cuda_module: None) -> None:
+    def attention(data: Any, ids: Any) -> Any:
+        return jb.segment_attention(data[:, 0], data, ids, ids, 4)
+
+    with jb.implementation("xla"):
+        assert not runs_kernel(attention, ROWS, IDS_OF_ROWS, platform="cuda")
 
 
 def test_kernel_of_a_module_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
