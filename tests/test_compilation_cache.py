@@ -1,11 +1,13 @@
-"""JAX's persistent compilation cache never takes the sharded program of one op for that of another."""
+"""JAX's persistent compilation cache finds sharded programs again, and never takes one op's for that of another."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -23,8 +25,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 import jax_baracuda
 
-# What differs between two processes or none, so that only what the program holds tells the ops apart.
-jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -40,8 +40,9 @@ for name, expected in (("max", [2, 2]), ("min", [1, -1]), ("sum", [24, 8]), ("pr
 pytestmark = pytest.mark.skipif(len(jax.devices()) == 1, reason="there is only one device")
 
 
-def test_programs_of_different_ops_are_different_entries(tmp_path: Path) -> None:
-    """Two processes with one cache: each op's answer is its own, compiled or read."""
+def test_two_processes_share_the_entries_of_a_cache(tmp_path: Path) -> None:
+    """Each op's answer is its own, compiled or read, and the second process compiles nothing again."""
+    entries = []
     for _ in range(2):
         child = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(tmp_path)],
@@ -51,19 +52,43 @@ def test_programs_of_different_ops_are_different_entries(tmp_path: Path) -> None
             check=False,
         )
         assert child.returncode == 0, child.stderr
-    assert list(tmp_path.iterdir())
+        entries.append({path.name for path in tmp_path.iterdir() if path.name.endswith("-cache")})
+    assert len(entries[0]) >= 4, "an entry for each op"
+    assert entries[0] == entries[1]
+
+
+def _operand_types() -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Of sharded data and ids."""
+    mesh = jax.make_mesh((len(jax.devices()),), ("rows",))
+    sharding = NamedSharding(mesh, P("rows"))
+    return (
+        jax.ShapeDtypeStruct((16, 3), np.float32, sharding=sharding),
+        jax.ShapeDtypeStruct((16,), np.int32, sharding=sharding),
+    )
 
 
 def test_programs_hold_what_the_op_is() -> None:
-    """Apart from the address of a Python object, sharded programs of different ops or options differ."""
-    mesh = jax.make_mesh((len(jax.devices()),), ("rows",))
-    sharding = NamedSharding(mesh, P("rows"))
-    data = jax.ShapeDtypeStruct((16, 3), np.float32, sharding=sharding)
-    ids = jax.ShapeDtypeStruct((16,), np.int32, sharding=sharding)
-    texts = set()
-    calls = [(f, {}) for f in (segment_max, segment_min, segment_sum, segment_prod)]
-    calls += [(segment_sum, {"deterministic": True}), (segment_sum, {"indices_are_sorted": True})]
-    for function, options in calls:
-        text = jax.jit(lambda data, ids, f=function, o=options: f(data, ids, 4, **o)).lower(data, ids).as_text()
-        texts.add(re.sub(r'backend_config = "\d+"', "", text))
-    assert len(texts) == len(calls)
+    """Sharded programs of different ops, options or sizes differ in the names of what is partitioned."""
+    data, ids = _operand_types()
+    calls: list[tuple[Callable[..., jax.Array], dict[str, bool], int]] = [
+        (f, {}, 4) for f in (segment_max, segment_min, segment_sum, segment_prod)
+    ]
+    calls += [(segment_sum, {"deterministic": True}, 4), (segment_sum, {"indices_are_sorted": True}, 4)]
+    calls += [(segment_sum, {}, 5)]
+    names = []
+    for function, options, size in calls:
+        text = jax.jit(lambda data, ids, f=function, o=options, s=size: f(data, ids, s, **o)).lower(data, ids).as_text()
+        names += re.findall(r'@CustomSPMDPartitioning.*backend_config = "(\w+)"', text)
+    assert len(names) == len(set(names)) == len(calls)
+
+
+@pytest.mark.parametrize("deleted", [0, 1])
+def test_programs_that_share_a_name_outlive_each_other(deleted: int) -> None:
+    """JAX holds what is found by a name only as long as a program that uses it."""
+    data, ids = _operand_types()
+    lowered = [jax.jit(lambda data, ids: segment_max(data, ids, 4)).lower(data, ids) for _ in range(2)]
+    del lowered[deleted]
+    gc.collect()
+    values, segments = np.arange(48, dtype=np.float32).reshape(16, 3), np.arange(16, dtype=np.int32) % 4
+    operands = jax.device_put((values, segments), (data.sharding, ids.sharding))
+    np.testing.assert_array_equal(lowered[0].compile()(*operands), values[-4:])

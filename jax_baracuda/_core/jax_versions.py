@@ -7,6 +7,7 @@ What is private is imported where it is used: a name that a new JAX no longer ha
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "is_in_shard_map",
     "is_static_shape",
     "lower_with_sharding_in_types",
+    "name_partitioned_call",
     "partitioner_splits",
     "platforms_of",
     "require_devices_during_lowering",
@@ -147,6 +149,31 @@ def partitioner_splits(axis_context: Any) -> bool:
     from jax._src.sharding_impls import ShardingContext
 
     return isinstance(axis_context, ShardingContext) and axis_context.num_devices > 1
+
+
+def name_partitioned_call(ctx: Any, call: Any, identity: str) -> None:
+    """Lets the partitioner find what to do for a call by a name, in place of the address of a Python object.
+
+    Two processes then lower a program to the same module, which JAX's persistent compilation cache finds again.
+
+    Args:
+      ctx: the lowering's context.
+      call: the operation that ``custom_partitioning`` became.
+      identity: calls with the same one, of the same types on the same devices, are split alike.
+    """
+    from jax._src import custom_partitioning
+    from jax._src.lib.mlir import ir
+
+    callbacks = getattr(custom_partitioning, "_sharding_callbacks", None)
+    if callbacks is None:  # the address stays: the program runs, and is compiled in every process
+        return
+    info = callbacks[call.attributes["backend_config"].value.encode()]
+    devices = ctx.module_context.axis_context.device_assignment
+    parts = identity, ctx.avals_in, ctx.avals_out, platforms_of(ctx), info.mesh, devices
+    name = hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
+    # JAX holds it weakly: whichever program is compiled last needs it.
+    ctx.module_context.add_keepalive(callbacks.setdefault(name.encode(), info))
+    call.attributes["backend_config"] = ir.StringAttr.get(name)
 
 
 def is_in_shard_map(axis_context: Any) -> bool:

@@ -90,11 +90,12 @@ def _lower(
     run_kernel = functools.partial(kernel.bind, **{**params, **chosen})
     shapes, replicated_dims = call.named_shapes(ctx.avals_out), call.resolve(op.replicated_dims)
     partitioned_call = partitioned(run_kernel, shard_program, shapes, replicated_dims, call.resolve(op.reduction_dims))
-    # A partitioned call holds no more than its shapes and the address of a Python object. Without the op's name and its
-    # params, JAX's persistent compilation cache could take one program for another.
+    # A partitioned call holds no more than its shapes and the address of a Python object. With the op's name and its
+    # params in its place, JAX's persistent compilation cache finds the program again, and takes no other one for it.
     identity = f"{op.name}({params | chosen}) of jax_baracuda {VERSION}"
     with set_xla_metadata(jax_baracuda_op=identity):
         results = mlir.lower_fun(partitioned_call, multiple_results=True)(ctx, *operands)
+    jax_versions.name_partitioned_call(ctx, results[0].owner, identity)
     return [
         jax_versions.lower_with_sharding_in_types(ctx, result, aval)
         for result, aval in zip(results, ctx.avals_out, strict=True)
