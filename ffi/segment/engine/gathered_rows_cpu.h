@@ -63,6 +63,7 @@ struct GatheredRows {
     JB_INLINE void Prefetch(int32_t place, int64_t stride, int64_t width) const {
       const int64_t row = Row(place);
       if (Exists(row)) PrefetchRow(rows + row * stride, width);
+      if (selection != nullptr) PrefetchRow(selection + numbers[place] * selection_words, selection_words);
     }
 
     template <typename Reduction>

@@ -99,12 +99,12 @@ struct ExtremumWithWinner {
     if (width == 1 && TakeScalar(static_cast<First>(Flip(*values, flip)), row, cells.first, cells.second)) return;
     JB_VECTORIZE
     for (int64_t i = 0; i < width; ++i) {
-      // AddRow without branches.
+      // AddRow without branches, and without stores that hang on a condition. The winner of a NaN does not matter.
       const First value = static_cast<First>(Flip(values[i], flip)), best = cells.first[i];
       const int32_t winner_before = cells.second[i];
       const int32_t first = winner_before == kNoWinner ? row : winner_before, shared = -TieCount(winner_before) - 1;
-      const bool is_above = value > best || value != value, is_equal = value == best;
-      cells.first[i] = is_above ? value : is_equal ? PositiveZero(best, value) : best;
+      const bool is_above = !(value <= best), is_equal = value == best;
+      cells.first[i] = LargerOf(best, value);
       cells.second[i] = is_above ? row : is_equal ? (first_wins ? first : shared) : winner_before;
     }
   }

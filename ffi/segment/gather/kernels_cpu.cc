@@ -28,25 +28,73 @@ JB_INLINE void DivideRow(const T* from, int32_t count, int64_t width, T* to) {
   for (int64_t i = 0; i < width; ++i) Store(static_cast<C>(from[i]) / rows, to + i);
 }
 
+// Rows of so few features that a loop over them costs more than its body: cells are in a near cache more often than not,
+// and loads that do not wait for each other need no prefetch.
+template <bool kIsMean, int64_t kFeatures, typename T>
+JB_INLINE void GatherNarrow(const T* cells, const int32_t* counts, const int32_t* row_ids, int64_t rows,
+                            int64_t segments, T* to) {
+  using C = ComputeType<T>;
+  JB_VECTORIZE
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t segment = row_ids[row];
+    const bool is_member = static_cast<uint64_t>(segment) < static_cast<uint64_t>(segments);
+    for (int64_t i = 0; i < kFeatures; ++i) {
+      T value = is_member ? cells[segment * kFeatures + i] : T{};
+      if constexpr (kIsMean) {
+        const int32_t count = is_member ? std::max(counts[segment], 1) : 1;
+        Store(static_cast<C>(value) / static_cast<C>(count), &value);
+      }
+      to[row * kFeatures + i] = value;
+    }
+  }
+}
+
 template <bool kIsMean, typename T>
 JB_CPU_CLONES void Gather(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
                           const GatherArrays<T> arrays) {
   const int64_t features = problem.features;
   const T* const cells = arrays.d_output + (arrays.d_output_is_shared ? 0 : batch * problem.segments * features);
   const int32_t* const counts = arrays.count + (arrays.count_is_shared ? 0 : batch * problem.segments);
+  const auto gather_narrow = [&](auto width) __attribute__((always_inline)) {
+    T* const to = arrays.d_data + batch * problem.rows * width;
+    ForEachBlockOfIds(problem, arrays.ids, batch, row_begin, row_end,
+                      [&](int64_t begin, int64_t end, const int32_t* row_ids, int64_t first_segment)
+                          __attribute__((always_inline)) {
+      GatherNarrow<kIsMean, width()>(cells + first_segment * width, kIsMean ? counts + first_segment : nullptr, row_ids,
+                                     end - begin, problem.segments, to + begin * width);
+    });
+  };
+  switch (features) {
+    case 1:
+      return gather_narrow(std::integral_constant<int64_t, 1>{});
+    case 2:
+      return gather_narrow(std::integral_constant<int64_t, 2>{});
+    case 3:
+      return gather_narrow(std::integral_constant<int64_t, 3>{});
+    case 4:
+      return gather_narrow(std::integral_constant<int64_t, 4>{});
+    case 5:
+      return gather_narrow(std::integral_constant<int64_t, 5>{});
+    case 6:
+      return gather_narrow(std::integral_constant<int64_t, 6>{});
+    case 7:
+      return gather_narrow(std::integral_constant<int64_t, 7>{});
+    case 8:
+      return gather_narrow(std::integral_constant<int64_t, 8>{});
+    default:
+      break;
+  }
   const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
     PrefetchRow(cells + segment * features, features);
   };
-  WithWidth(features, [&](auto width) __attribute__((always_inline)) {
-    WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, arrays.d_data, prefetch,
-                        [&](int64_t, int64_t segment, T* to) __attribute__((always_inline)) {
-      const T* const from = cells + segment * width;
-      if constexpr (kIsMean) {
-        DivideRow(from, counts[segment], width, to);
-      } else {
-        std::memcpy(static_cast<void*>(to), from, static_cast<size_t>(width) * sizeof(T));
-      }
-    });
+  WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, features, arrays.d_data, prefetch,
+                      [&](int64_t, int64_t segment, T* to) __attribute__((always_inline)) {
+    const T* const from = cells + segment * features;
+    if constexpr (kIsMean) {
+      DivideRow(from, counts[segment], features, to);
+    } else {
+      std::memcpy(static_cast<void*>(to), from, static_cast<size_t>(features) * sizeof(T));
+    }
   });
 }
 

@@ -41,21 +41,14 @@ struct GatherSum {
 
   JB_INLINE void FoldSelected(const T* values, const uint32_t* selected, int64_t width,
                               CellsOf<GatherSum> cells) const {
-    constexpr int kWordBits = 32, kFewElements = 6;
+    constexpr int64_t kWordBits = 32;
     for (int64_t begin = 0; begin < width; begin += kWordBits) {
-      uint32_t bits = selected[begin / kWordBits];
+      const uint32_t bits = selected[begin / kWordBits];
       const T* const from = values + begin;
       First* const to = cells.first + begin;
-      if (__builtin_popcount(bits) <= kFewElements) {
-        for (; bits != 0; bits &= bits - 1) {
-          const int i = __builtin_ctz(bits);
-          to[i] += static_cast<First>(from[i]);
-        }
-      } else {
-        const int count = static_cast<int>(std::min<int64_t>(kWordBits, width - begin));
-        JB_VECTORIZE
-        for (int i = 0; i < count; ++i) to[i] += (bits >> i & 1) != 0 ? static_cast<First>(from[i]) : First{0};
-      }
+      const int count = static_cast<int>(std::min(kWordBits, width - begin));
+      JB_VECTORIZE
+      for (int i = 0; i < count; ++i) to[i] += (bits >> i & 1) != 0 ? static_cast<First>(from[i]) : First{0};
     }
   }
 
