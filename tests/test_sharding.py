@@ -135,6 +135,18 @@ def collectives(function: Callable[..., object], *operands: jax.Array) -> dict[s
     }
 
 
+def exchanged_elements(function: Callable[..., object], *operands: jax.Array) -> list[int]:
+    """How many elements the arrays have that the collectives of the compiled program return."""
+    text = jax.jit(function).lower(*operands).compile().as_text()
+    collective = "|".join(COLLECTIVES)
+    shapes = [
+        shape
+        for results in re.findall(rf"= (\S+|\(.*?\)) (?:{collective})(?:-start)?\(", text)
+        for shape in re.findall(r"\[([\d,]*)\]", results)
+    ]
+    return [math.prod(int(size) for size in shape.split(",") if size) for shape in shapes]
+
+
 # Partition specs of data [rows, features].
 SPLITS = {
     "rows": P("rows", None),

@@ -88,8 +88,15 @@ def _lower(
         return tuple(map_over_batch(program, mapped, *shards))
 
     run_kernel = functools.partial(kernel.bind, **{**params, **chosen})
-    shapes, replicated_dims = call.named_shapes(ctx.avals_out), call.resolve(op.replicated_dims)
-    partitioned_call = partitioned(run_kernel, shard_program, shapes, replicated_dims, call.resolve(op.reduction_dims))
+    shapes = call.named_shapes(ctx.avals_out)
+    partitioned_call = partitioned(
+        run_kernel,
+        shard_program,
+        shapes,
+        call.resolve(op.replicated_dims),
+        call.resolve(op.reduction_dims),
+        op.min_shard_sizes(shapes.sizes, **call.params) if op.min_shard_sizes else {},
+    )
     # A partitioned call holds no more than its shapes and the address of a Python object. With the op's name and its
     # params in its place, JAX's persistent compilation cache finds the program again, and takes no other one for it.
     identity = f"{op.name}({params | chosen}) of jax_baracuda {VERSION}"

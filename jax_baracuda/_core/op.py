@@ -63,6 +63,9 @@ class Op:
     reduction_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
     """Dimensions of the operands that results lack, so that shards have parts of those results, if they are not among
     those that a call replicates. Or ``(**params)`` -> these."""
+    min_shard_sizes: Callable[..., Mapping[str, int]] | None = None
+    """``(sizes of the named dimensions, **params)`` -> the least that a device may have of some: split finer, they stay
+    whole."""
     shard_program: Callable[..., Sequence[jax.Array]] | None = None
     """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is."""
     program: Callable[..., Sequence[jax.Array]] | None = None

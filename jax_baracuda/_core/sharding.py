@@ -102,6 +102,7 @@ def partitioned(
     shapes: NamedShapes,
     replicated_dims: Sequence[str],
     reduction_dims: Sequence[str],
+    min_shard_sizes: Mapping[str, int],
 ) -> Callable[..., Sequence[jax.Array]]:
     """`kernel` as a function that JAX's partitioner splits over devices instead of gathering its operands.
 
@@ -112,15 +113,18 @@ def partitioned(
       shapes: the dimensions of the call.
       replicated_dims: dimensions that must not be split.
       reduction_dims: dimensions of the operands that results lack.
+      min_shard_sizes: the least that a shard may have of some dimensions.
     """
+
+    def can_be_split(mesh: Any, name: str, axes: MeshAxes) -> bool:
+        shard_size, rest = divmod(shapes.sizes[name], _num_shards(mesh, axes))
+        return rest == 0 and shard_size >= min_shard_sizes.get(name, 0)
 
     def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> tuple[Any, ...]:
         arrays = [*arg_shapes, *result_shapes]
         specs = [tuple(getattr(array.sharding, "spec", ())) for array in arrays]
         assignment = {
-            name: axes
-            for name, axes in shapes.assign(specs, replicated_dims).items()
-            if shapes.sizes[name] % _num_shards(mesh, axes) == 0
+            name: axes for name, axes in shapes.assign(specs, replicated_dims).items() if can_be_split(mesh, name, axes)
         }
 
         def shardings(dimensions: Sequence[Dimensions], sizes: Sequence[Sequence[int]]) -> tuple[NamedSharding, ...]:

@@ -23,9 +23,16 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, in_automatic_mode, reshard_as
+from jax_baracuda._core.arrays import (
+    FLOATING_DTYPES,
+    INTEGER_DTYPES,
+    accumulation_dtype,
+    as_array,
+    in_automatic_mode,
+    reshard_as,
+)
 from jax_baracuda._core.autodiff import KernelVjp, map_together
-from jax_baracuda._core.guarantees import accumulated
+from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import Dimensions, NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
 
@@ -193,7 +200,8 @@ def causal_conv1d_backward(
       ValueError: shapes do not fit, the filter is wider than 8 or has no tap, or the activation is unknown.
 
     Numerical guarantees: sums are accumulated in float32 (float64 for float64) and rounded once. All of them are added
-    in a fixed order: bit-equal from run to run, and independent of scheduling.
+    in a fixed order: bit-equal from run to run, and independent of scheduling. Where time is split over devices, dx of
+    the W - 1 last inputs of a device is the rounded sum of two rounded parts.
 
     Gradient: derivatives of any order and in either mode exist.
 
@@ -313,16 +321,21 @@ def _optional(operands: Sequence[Array], *presence: bool) -> list[Array | None]:
     return [next(remaining) if is_present else None for is_present in presence]
 
 
-def _same_sequence(segment_ids: Array, width: int) -> Array:
+def _reference_same_sequence(segment_ids: Array, *, width: int) -> tuple[Array]:
     """For each input of ``[B, L]``, bit j says whether the input j steps back belongs to the same sequence."""
-    examples, length = segment_ids.shape
-    same_sequence = jnp.zeros(segment_ids.shape, jnp.uint8)
     if 0 in segment_ids.shape:
-        return same_sequence
-    before = jnp.broadcast_to(segment_ids[:, :1], (examples, width - 1))
+        return (jnp.zeros(segment_ids.shape, jnp.uint8),)
+    before = jnp.broadcast_to(segment_ids[:, :1], (segment_ids.shape[0], width - 1))
+    return (_same_sequence(segment_ids, before),)
+
+
+def _same_sequence(segment_ids: Array, before: Array) -> Array:
+    """The same, given the ids of the W - 1 inputs before."""
+    state_length, length = before.shape[1], segment_ids.shape[1]
+    same_sequence = jnp.zeros(segment_ids.shape, jnp.uint8)
     ids = jnp.concatenate([before, segment_ids], axis=1)
-    for steps_back in range(width):
-        start = width - 1 - steps_back
+    for steps_back in range(state_length + 1):
+        start = state_length - steps_back
         is_same = jax.lax.slice_in_dim(ids, start, start + length, axis=1) == segment_ids
         same_sequence |= is_same.astype(jnp.uint8) << steps_back
     return same_sequence
@@ -343,7 +356,6 @@ def _final_state(
 ) -> Array:
     """The last `state_length` inputs ``[B, C, W - 1]``, those of other sequences than the last one's as zeros."""
     time = _time_axis(channels_last)
-    spec = jax_versions.explicit_spec(jax.typeof(x))
 
     def last_inputs(x: Array, *initial_state: Array) -> tuple[Array]:
         if not jax_versions.is_static_shape(x.shape) or x.shape[time] < state_length:
@@ -351,16 +363,26 @@ def _final_state(
         end = x.shape[time]
         return (jax.lax.slice_in_dim(x, end - state_length, end, axis=time),)
 
-    if spec is not None and spec[time] is not None:
-        # Explicit mode does not slice what is split.
-        last_inputs = in_automatic_mode(last_inputs, jax.typeof(x), [*spec[:time], None, *spec[len(spec) + time + 1 :]])
-    [tail] = last_inputs(x, *(() if initial_state is None else (initial_state,)))
+    tail = _unsplit(last_inputs, time, x, *(() if initial_state is None else (initial_state,)))
     tail = _in_layout(tail, channels_last)
     if same_sequence is None or 0 in same_sequence.shape:
         return tail
     steps_back = np.arange(state_length - 1, -1, -1, dtype=np.uint8)[None]
-    is_same = (same_sequence[..., -1:] >> steps_back) & 1
+    is_same = (_unsplit(lambda masks: (masks[:, -1:],), 1, same_sequence) >> steps_back) & 1
     return jnp.where(is_same[..., None, :] == 1, tail, 0)
+
+
+def _unsplit(function: Callable[..., tuple[Array]], axis: int, *arrays: Array) -> Array:
+    """What a function makes of arrays, of which the first may be split along an axis that its result has whole.
+
+    Explicit mode does not slice what is split.
+    """
+    spec = jax_versions.explicit_spec(jax.typeof(arrays[0]))
+    if spec is not None and spec[axis] is not None:
+        whole = [*spec]
+        whole[axis] = None
+        function = in_automatic_mode(function, jax.typeof(arrays[0]), whole)
+    return function(*arrays)[0]
 
 
 def _plain_convolution(
@@ -466,7 +488,7 @@ def _reference_update(
 WEIGHT = ("channel", "tap")
 BIAS = ("channel",)
 STATE = ("example", "channel", "state")
-SAME_SEQUENCE = ("example", "time")
+MASKS = ("example", "time")
 
 
 def _signal(channels_last: bool) -> Dimensions:
@@ -490,7 +512,7 @@ def _convolution_operands(
         "d_output": _signal(channels_last),
         "bias": BIAS,
         "initial_state": STATE,
-        "same_sequence": SAME_SEQUENCE,
+        "same_sequence": MASKS,
         "d_final_state": STATE,
     }
     optional = {
@@ -502,14 +524,90 @@ def _convolution_operands(
     return {name: dimensions[name] for name in (*required, *(name for name, has in optional.items() if has))}
 
 
-def _shard_backward(
-    kernel: Callable[..., Sequence[Array]], axes: Mapping[str, tuple[str, ...]], *operands: Array, **params: Any
-) -> Sequence[Array]:
-    """The gradients of the parameters are sums over all examples."""
-    dx, dweight, dbias, *d_states = kernel(*operands)
-    if example_axes := axes.get("example", ()):
-        dweight, dbias = jax.lax.psum((dweight, dbias), example_axes)
+ShardKernel = Callable[..., Sequence[Array]]
+ShardAxes = Mapping[str, tuple[str, ...]]
+
+
+def _shard_forward(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **params: Any) -> Sequence[Array]:
+    """Where time is split, the last inputs of the shard before are a shard's initial state."""
+    names = tuple(_convolution_operands("x", "weight", **params))
+    arrays = dict(zip(names, operands, strict=True))
+    if not _needs_history(arrays, axes):
+        return kernel(*operands)
+    return _with_initial_state(kernel, names, arrays, _history(arrays, axes["time"], params["channels_last"]), params)
+
+
+def _shard_backward(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **params: Any) -> Sequence[Array]:
+    """The gradients of the parameters are sums over all examples and times.
+
+    Where time is split, that of a shard's initial state belongs to the last inputs of the shard before. It is added
+    after the kernel, which waits for no other device.
+    """
+    names = tuple(_convolution_operands("x", "weight", "d_output", **params))
+    arrays = dict(zip(names, operands, strict=True))
+    time_axes = axes.get("time", ())
+    if not _needs_history(arrays, axes):
+        dx, dweight, dbias, *d_states = kernel(*operands)
+    else:
+        channels_last = params["channels_last"]
+        if "d_final_state" in arrays:
+            is_last = jax.lax.axis_index(time_axes) == _num_shards(time_axes) - 1
+            arrays["d_final_state"] = jnp.where(is_last, arrays["d_final_state"], 0)
+        history = _history(arrays, time_axes, channels_last)
+        dx, dweight, dbias, d_history = _with_initial_state(kernel, names, arrays, history, params)
+        from_next = jax.lax.ppermute(d_history, time_axes, [(i + 1, i) for i in range(_num_shards(time_axes) - 1)])
+        dx = _last_inputs(dx, from_next.shape[-1], channels_last).add(_in_layout(from_next, channels_last))
+        is_first = jax.lax.axis_index(time_axes) == 0
+        d_states = [jax.lax.psum(jnp.where(is_first, d_history, 0), time_axes)] if params["has_initial_state"] else []
+    if sum_axes := (*axes.get("example", ()), *time_axes):
+        dweight, dbias = jax.lax.psum((dweight, dbias), sum_axes)
     return dx, dweight, dbias, *d_states
+
+
+def _needs_history(arrays: Mapping[str, Array], axes: ShardAxes) -> bool:
+    return bool(axes.get("time")) and arrays["weight"].shape[-1] > 1
+
+
+def _num_shards(axes: tuple[str, ...]) -> int:
+    return jax.lax.psum(1, axes)
+
+
+def _last_inputs(x: Array, count: int, channels_last: bool) -> Any:
+    """Those of a signal, as an indexed update."""
+    return x.at[:, -count:] if channels_last else x.at[..., -count:]
+
+
+def _history(arrays: Mapping[str, Array], time_axes: tuple[str, ...], channels_last: bool) -> Array:
+    """The inputs ``[B, C, W - 1]`` before the first one of a shard: neighbours exchange no more than these."""
+    last = _last_inputs(arrays["x"], arrays["weight"].shape[-1] - 1, channels_last).get()
+    return _from_shard_before(_in_layout(last, channels_last), arrays.get("initial_state", 0), time_axes)
+
+
+def _from_shard_before(values: Array, of_first: ArrayLike, time_axes: tuple[str, ...]) -> Array:
+    """What the shard before has, and `of_first` in the first one."""
+    received = jax.lax.ppermute(values, time_axes, [(i, i + 1) for i in range(_num_shards(time_axes) - 1)])
+    return jnp.where(jax.lax.axis_index(time_axes) == 0, of_first, received)
+
+
+def _shard_same_sequence(kernel: ShardKernel, axes: ShardAxes, segment_ids: Array, *, width: int) -> Sequence[Array]:
+    if not (time_axes := axes.get("time", ())):
+        return kernel(segment_ids)
+    before = _from_shard_before(segment_ids[:, 1 - width :], segment_ids[:, :1], time_axes)
+    return (_same_sequence(segment_ids, before),)
+
+
+def _with_initial_state(
+    kernel: ShardKernel,
+    names: Sequence[str],
+    arrays: Mapping[str, Array],
+    initial_state: Array,
+    params: Mapping[str, Any],
+) -> Sequence[Array]:
+    """The kernel with this initial state, whether the operands have one or not."""
+    required = [name for name in names if name in ("x", "weight", "d_output")]
+    order = _convolution_operands(*required, **{**params, "has_initial_state": True})
+    operands = {**arrays, "initial_state": initial_state}
+    return kernel(*(operands[name] for name in order), has_initial_state=True)
 
 
 def _backward_dtypes(x: Any, *others: Any, has_initial_state: bool, **_: Any) -> list[Any]:
@@ -547,11 +645,27 @@ def _update_plan_parameters(x: Any, state: Any, weight: Any, *others: Any, **par
     return _plan_parameters(x, weight, **params) | {"state_length": state.shape[2]}
 
 
-_common = {
-    "dtypes": FLOATING_DTYPES,
-    "guarantee": accumulated,
-    "replicated_dims": ("time", "tap", "state"),
+_common = {"dtypes": FLOATING_DTYPES, "guarantee": accumulated}
+
+# A shard has the inputs that the next one sees before its own.
+_split_over_time = {
+    "replicated_dims": ("tap", "state"),
+    "min_shard_sizes": lambda sizes, **_: {"time": sizes["tap"] - 1},
 }
+
+# XLA would gather the ids where time is split.
+SAME_SEQUENCE = Op(
+    name="causal_conv1d_same_sequence",
+    operands={"segment_ids": ("example", "time")},
+    results={"same_sequence": ("example", "time")},
+    result_dtypes=lambda *_, **__: [np.uint8],
+    reference=_reference_same_sequence,
+    program=_reference_same_sequence,
+    dtypes=INTEGER_DTYPES | {"int2", "uint2", "int4", "uint4"},
+    guarantee=EXACT,
+    min_shard_sizes=lambda _, *, width: {"time": width - 1},
+    shard_program=_shard_same_sequence,
+)
 
 CAUSAL_CONV1D = Op(
     name="causal_conv1d",
@@ -560,6 +674,8 @@ CAUSAL_CONV1D = Op(
     reference=_reference_convolution,
     attributes=("channels_last", "silu", "has_bias", "has_initial_state", "has_same_sequence"),
     plan_parameters=_plan_parameters,
+    shard_program=_shard_forward,
+    **_split_over_time,
     **_common,
 )
 
@@ -576,8 +692,9 @@ CAUSAL_CONV1D_BACKWARD = Op(
     reference=_reference_backward,
     attributes=("channels_last", "silu", "has_bias", "has_initial_state", "has_same_sequence", "has_d_final_state"),
     plan_parameters=_plan_parameters,
-    reduction_dims=("example",),
+    reduction_dims=("example", "time"),
     shard_program=_shard_backward,
+    **_split_over_time,
     **_common,
 )
 
@@ -588,6 +705,7 @@ CAUSAL_CONV1D_UPDATE = Op(
     reference=_reference_update,
     attributes=("channels_last", "silu", "has_bias"),
     plan_parameters=_update_plan_parameters,
+    replicated_dims=("time", "tap", "state"),
     in_place={1: 1},
     **_common,
 )
@@ -767,7 +885,7 @@ def _canonicalize(
     same_sequence = None
     if segment_ids is not None:
         ids = _checked_ids(name, segment_ids, (examples, length))
-        same_sequence = _same_sequence(reshard_as(ids, x, (0, None)), width) if width > 1 else None
+        [same_sequence] = SAME_SEQUENCE(reshard_as(ids, x, (0, time_axis)), width=width) if width > 1 else [None]
     arrays = {
         "x": x,
         "weight": weight,

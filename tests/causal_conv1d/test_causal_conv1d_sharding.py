@@ -22,12 +22,13 @@ from causal_conv1d.reference import (
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.cases import assert_same_bits
-from test_sharding import MESH_SHAPE, collectives
+from test_sharding import MESH_SHAPE, collectives, exchanged_elements
 
-from jax_baracuda import causal_conv1d_update
+from jax_baracuda import causal_conv1d, causal_conv1d_update
 
 pytestmark = pytest.mark.skipif(MESH_SHAPE == (1, 1), reason="there is only one device")
 
+WIDTH = 4
 ARRAYS = ("x", "weight", "bias", "initial_state")
 """What has a gradient."""
 
@@ -70,7 +71,7 @@ def specs_of(split: P, channels_last: bool) -> dict[str, P]:
 def make_operands(
     rng: np.random.Generator, channels_last: bool, examples: int = 16, length: int = 24
 ) -> dict[str, np.ndarray]:
-    problem = make_problem(rng, (examples, 6, length), 4, has_state=True, has_ids=True)
+    problem = make_problem(rng, (examples, 6, length), WIDTH, has_state=True, has_ids=True)
     return problem.operands(channels_last) | {
         "segment_ids": problem.segment_ids,
         "dy": in_layout(rng.normal(size=(examples, 6, length)).astype(np.float32), channels_last),
@@ -106,10 +107,11 @@ def put(mesh: Mesh, operands: dict[str, Any], specs: dict[str, P]) -> dict[str, 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_operands(rng: np.random.Generator, axis_type: AxisType, split: str, channels_last: bool) -> None:
-    """Results are right and split as the operands are; parameters' gradients are summed, nothing else is exchanged."""
+    """Results are right and split as the operands are; parameters' gradients are summed, nothing else is exchanged.
+
+    But for the inputs at the borders of shards where time is split.
+    """
     operands, specs = make_operands(rng, channels_last), specs_of(SPLITS[split], channels_last)
-    if axis_type == AxisType.Explicit and split == "time":
-        pytest.skip("jax.numpy does not slice what is split, in explicit mode")
     function = functools.partial(outputs_and_gradients, channels_last)
     mesh = make_mesh(axis_type)
     with jax.set_mesh(mesh):
@@ -118,11 +120,14 @@ def test_sharded_operands(rng: np.random.Generator, axis_type: AxisType, split: 
         check(actual, operands, channels_last)
         of_both = collectives(function, placed)
         of_value = collectives(lambda operands: function(operands)[0], placed)
-        if split == "time":
-            return
         results = {"dy": actual[0][0], "d_state": actual[0][1]} | actual[1]
         for name, result in results.items():
             assert result.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), result.ndim), name
+        if split == "time":
+            # Neighbours exchange the inputs that one of them sees before its own: never as many as either has.
+            most = 16 * 6 * WIDTH
+            assert max(exchanged_elements(function, placed)) <= most < operands["x"].size // mesh.shape["examples"]
+            return
     assert sum(of_value.values()) == 0, of_value
     examples_are_split = SPLITS[split][0] is not None
     assert sum(of_both.values()) == of_both["all-reduce"] <= 2 * examples_are_split, of_both
@@ -168,6 +173,52 @@ def test_operands_that_are_split_differently(rng: np.random.Generator, length: i
     ):
         with jax.set_mesh(mesh):
             check(jax.jit(function)(put(mesh, operands, specs | others)), operands, False)
+
+
+@each_layout
+@pytest.mark.parametrize("time_axes", ["examples", ("examples", "channels")])
+@pytest.mark.parametrize("length", [8, 24, 25, 40])
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_time_over_devices(
+    rng: np.random.Generator, width: int, length: int, time_axes: str | tuple[str, ...], channels_last: bool
+) -> None:
+    """Shards of fewer inputs than a filter sees, of as many, and of more; lengths that devices cannot share evenly."""
+    mesh = make_mesh(AxisType.Auto)
+    split = NamedSharding(mesh, signal_spec(P(None, None, time_axes), channels_last))
+    problem = make_problem(rng, (2, 3, length), width, has_state=width > 1, has_ids=length % 3 == 1)
+    dy = in_layout(rng.normal(size=(2, 3, length)).astype(np.float32), channels_last)
+
+    def call(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        x = jax.lax.with_sharding_constraint(arrays["x"], split)
+        return problem.call(arrays | {"x": x}, channels_last)
+
+    @jax.jit
+    def run(arrays: dict[str, Any], dy: jax.Array) -> Any:
+        (y, state), vjp = jax.vjp(call, arrays)
+        return (y, state), vjp((jax.lax.with_sharding_constraint(dy, split), jnp.ones_like(state)))[0]
+
+    outputs, gradients = run(problem.operands(channels_last), dy)
+    check_outputs(problem, channels_last, *outputs)
+    expected = expected_gradients(problem, in_layout(dy, channels_last), np.ones(problem.state_shape))
+    check_gradients(gradients, expected, channels_last)
+
+
+def test_derivatives_over_split_time(rng: np.random.Generator) -> None:
+    """Of second order, mapped, and recomputed: those of one device, exactly, as all sums are of small integers."""
+    mesh = make_mesh(AxisType.Auto)
+    x = rng.integers(-2, 3, (3, 2, 3, 24)).astype(np.float32)
+    weight = rng.integers(-2, 3, (3, WIDTH)).astype(np.float32)
+
+    def loss(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return (jax.checkpoint(causal_conv1d)(x, weight) ** 2).sum()
+
+    def second(x: jax.Array, weight: jax.Array) -> Any:
+        dx = jax.vmap(jax.grad(loss), (0, None))
+        return jax.grad(lambda x, weight: (dx(x, weight) * jnp.cos(jnp.pi * x)).sum(), argnums=(0, 1))(x, weight)
+
+    expected = jax.jit(second)(x, weight)
+    placed = jax.device_put(x, NamedSharding(mesh, P(None, None, None, "examples")))
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(second)(placed, weight), expected)
 
 
 def test_examples_that_do_not_divide_evenly(rng: np.random.Generator) -> None:
