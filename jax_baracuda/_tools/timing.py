@@ -67,15 +67,17 @@ class Loop:
 
 def race(loops: Sequence[Loop], operands: Arrays, repeats: int) -> list[float]:
     """Median seconds of a step of each loop, after one run to warm up. They run in turn: all see the same noise."""
-    seconds: list[list[float]] = [[] for _ in loops]
+    rounds: list[list[float]] = []
     start = time.perf_counter()
-    for repeat in range(repeats + 1):
-        for of_loop, loop in zip(seconds, loops, strict=True):
+    for _ in range(repeats + 1):
+        seconds = []
+        for loop in loops:
             second, operands = loop.time(operands)
-            of_loop.append(second)
-        if repeat >= 1 and time.perf_counter() - start > MAX_SECONDS_OF_A_RACE:
+            seconds.append(second)
+        rounds.append(seconds)
+        if time.perf_counter() - start > MAX_SECONDS_OF_A_RACE:
             break
-    return [statistics.median(of_loop[1:]) for of_loop in seconds]
+    return [statistics.median(of_loop) for of_loop in zip(*(rounds[1:] or rounds), strict=True)]
 
 
 def workers_for(platform: str) -> int:

@@ -32,8 +32,8 @@ MAX_RATIO_FOR_XLA = 0.95
 """Closer ones are noise, and a kernel needs no more memory than its results."""
 MAX_RATIO_AMONG_XLA = 1.1
 """Nine tenths of the calls that a row picks plain JAX for lose no more."""
-MIN_CALLS_OF_A_ROW = 3
-MAX_ROWS_OF_AN_OP = 8
+MIN_CALLS_OF_A_ROW = 5
+MAX_ROWS_OF_AN_OP = 6
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 2.0
 """Of a call in the search for rows: the logarithm of its ratio, within these."""
 
@@ -107,8 +107,9 @@ def operands_of(example: Example, dtype: str, platform: str, device: jax.Device)
 
 
 def has_choice(call: OpCall, platform: str) -> bool:
-    """Whether there is a kernel, and plain JAX keeps what the op promises of its results' bits."""
-    if call.unsupported_reason(platform) is not None:
+    """Whether there is a kernel, and plain JAX keeps what the op promises of memory and of its results' bits."""
+    writes_messages = call.op.name.startswith("gather_")  # edges times features
+    if call.unsupported_reason(platform) is not None or writes_messages:
         return False
     return platform == "cpu" or not promises_bits(call, platform) or not adds_by_scatter(call)
 
@@ -196,11 +197,26 @@ def boxes_for_xla(measurements: Sequence[Measurement]) -> Iterator[tuple[Options
         of_leaf = ratios[leaves == leaf]
         mean = statistics.geometric_mean(of_leaf)
         if mean < MAX_RATIO_FOR_XLA and np.quantile(of_leaf, 0.9) <= MAX_RATIO_AMONG_XLA:
+            # Larger calls than those that were timed are the kernel's, which is made for them.
+            most = max(m.call.sizes()["bytes"] for m, of in zip(measurements, leaves, strict=True) if of == leaf)
+            low, high = bounds.get("bytes", (None, None))
+            bounds |= {"bytes": (low, most if high is None else min(most, high))}
+            options = {name: low is not None for name, (low, _) in bounds.items() if name in flags}
             yield (
-                tuple((name, low is not None) for name, (low, _) in bounds.items() if name in flags),
-                tuple((name, interval) for name, interval in bounds.items() if name in sizes),
+                tuple((_promised_flags(measurements) | options).items()),
+                tuple((name, interval) for name, interval in bounds.items() if name in sizes or name == "bytes"),
                 mean,
             )
+
+
+def _promised_flags(measurements: Sequence[Measurement]) -> dict[str, bool]:
+    """Options that all timed calls have in common, as others promise bits that plain JAX does not."""
+    params = [m.call.params for m in measurements]
+    return {
+        name: params[0][name]
+        for name in ("deterministic", "indices_are_sorted")
+        if all(name in of_call and of_call[name] == params[0][name] for of_call in params)
+    }
 
 
 def features_of(measurements: Sequence[Measurement]) -> tuple[list[str], list[str]]:
