@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -103,6 +103,8 @@ def scaled_sizes(rng: np.random.Generator, example: Example, platform: str) -> d
             is_odd = name not in ("feature", "q_head", "k_head", "head") and rng.random() < 0.25
             sizes[name] = halved - 1 if is_odd else halved
     sizes |= drawn_choices(rng, example)
+    if sizes.get("sequence") in (sizes.get("head"), sizes.get("q_head"), sizes.get("k_head")):
+        sizes["sequence"] *= 2  # else a rotation asks which of them is which
     if "state" in example.dims:
         sizes["state"] = sizes["tap"] - 1
     return sizes
@@ -126,5 +128,4 @@ def largest_elements(example: Example, sizes: Mapping[str, int]) -> int:
     shapes: list[tuple[str, ...]] = [operand.dims for operand in example.operands.values()]
     if "segment" in example.dims:
         shapes.append(("segment", "feature"))
-    size_of: Callable[[str], int] = lambda dim: 1 if dim.startswith("1") else sizes[dim]  # noqa: E731
-    return max(math.prod(size_of(dim) for dim in (*front, *dims)) for dims in shapes)
+    return max(math.prod(sizes[dim] for dim in (*front, *dims) if not dim.startswith("1")) for dims in shapes)

@@ -23,10 +23,10 @@ Arrays = list[jax.Array]
 Step = Callable[[Arrays], tuple[Arrays, Arrays]]
 """``operands -> (operands of the next step, other results)``"""
 
-SECONDS_OF_A_LOOP = 0.01
+SECONDS_OF_A_LOOP = 0.005
 ASSUMED_BYTES_PER_SECOND = {"cpu": 5e9, "cuda": 1e12}
 ASSUMED_SECONDS_TO_START = 1e-5
-MIN_STEPS, MAX_STEPS = 1, 500
+MIN_STEPS, MAX_STEPS = 1, 200
 MAX_SECONDS_OF_A_RACE = 1.0
 """Beyond that, loops are not repeated any more."""
 
