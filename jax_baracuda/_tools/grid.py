@@ -83,7 +83,11 @@ def sample(platform: str, num_cases: int, seed: int, functions: Sequence[str] = 
 
 
 def draw_sizes(rng: np.random.Generator, example: Example, platform: str) -> dict[str, int]:
-    return shrunk(example, (sizes_of_rows if "row" in example.dims else scaled_sizes)(rng, example, platform), platform)
+    draw = sizes_of_rows if "row" in example.dims else scaled_sizes
+    sizes = shrunk(example, draw(rng, example, platform), platform)
+    if "sequence" in sizes and sizes["sequence"] in (sizes["head"], sizes["q_head"], sizes["k_head"]):
+        sizes["sequence"] //= 2  # else a rotation asks which of them is which
+    return sizes
 
 
 def sizes_of_rows(rng: np.random.Generator, example: Example, platform: str) -> dict[str, int]:
@@ -103,8 +107,6 @@ def scaled_sizes(rng: np.random.Generator, example: Example, platform: str) -> d
             is_odd = name not in ("feature", "q_head", "k_head", "head") and rng.random() < 0.25
             sizes[name] = halved - 1 if is_odd else halved
     sizes |= drawn_choices(rng, example)
-    if sizes.get("sequence") in (sizes.get("head"), sizes.get("q_head"), sizes.get("k_head")):
-        sizes["sequence"] *= 2  # else a rotation asks which of them is which
     if "state" in example.dims:
         sizes["state"] = sizes["tap"] - 1
     return sizes
