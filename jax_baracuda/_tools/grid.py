@@ -87,6 +87,8 @@ def draw_sizes(rng: np.random.Generator, example: Example, platform: str) -> dic
     sizes = shrunk(example, draw(rng, example, platform), platform)
     if "sequence" in sizes and sizes["sequence"] in (sizes["head"], sizes["q_head"], sizes["k_head"]):
         sizes["sequence"] //= 2  # else a rotation asks which of them is which
+    if "new" in example.dims:
+        sizes["new"] = min(sizes["new"], sizes["time"])
     return sizes
 
 
