@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks import causal_conv1d, graph, programs, rope, segment, where, write_slice
+from benchmarks import causal_conv1d, graph, grid, programs, rope, segment, where, write_slice
 from benchmarks.harness import QUICK, Case, copy_bytes_per_second, environment, measure, summary_of
 from benchmarks.record import OURS, PROGRAMS, RESULTS, XLA, CaseRecord, Measurement, Run, milliseconds_text
 
@@ -31,10 +31,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=Path, help=f"the JSON record (default: {default} if all cases are run in full)"
     )
-    parser.add_argument("--only", nargs="+", default=[], help="run only cases whose name contains one of these texts")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        help="run only cases whose name contains one of these texts, or the random sample of calls: grid",
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes and few samples, to see that everything runs")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     options = parser.parse_args(arguments)
+    if options.only == ["grid"]:
+        return grid.main(
+            [
+                *(["--output", str(options.output)] if options.output else []),
+                *(["--cases", "20"] if options.quick else []),
+            ]
+        )
     cases = list(select_cases(jax.default_backend(), options.only, options.quick))
     if options.list:
         print(*(case.name for case in cases), sep="\n")

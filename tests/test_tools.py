@@ -10,21 +10,23 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
 
-import jax_baracuda
+import jax_baracuda as jb
 from jax_baracuda._core import selection
 from jax_baracuda._core.native import NativeModule
 from jax_baracuda._core.op import OPS
 from jax_baracuda._core.selection import Row, TuningTable
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example
-from jax_baracuda._tools import check, race, report, tune
+from jax_baracuda._tools import check, grid, race, report, tune
+from jax_baracuda._tools.calls import traced_calls
 from jax_baracuda._tools.table import format_table
+from jax_baracuda._tools.timing import prepared
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def test_every_function_of_arrays_has_an_example() -> None:
     """And is timed by ``race`` on every platform."""
     examples = all_examples()
     assert len({example.name for example in examples}) == len(examples)
-    functions = {name for name in jax_baracuda.__all__ if inspect.isfunction(getattr(jax_baracuda, name))}
+    functions = {name for name in jb.__all__ if inspect.isfunction(getattr(jb, name))}
     expected = functions - {"implementation", "precision_guarantee", "rope_frequencies", "segment_plan"}
     for use in ("small", "check", "cpu", "cuda"):
         assert {example.function.__name__ for example in examples if use in example.sizes} == expected, use
@@ -64,7 +66,7 @@ def test_examples_are_not_imported_with_the_package() -> None:
 def test_report_names_versions_modules_devices_and_ops(capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main([]) == 0
     text = capsys.readouterr().out
-    for expected in (jax_baracuda.__version__, jax.__version__, str(jax.devices()[0]), "XLA FFI API", *OPS):
+    for expected in (jb.__version__, jax.__version__, str(jax.devices()[0]), "XLA FFI API", *OPS):
         assert expected in text
 
 
@@ -150,27 +152,88 @@ def test_tables_grow_row_by_row(examples: list[Example], monkeypatch: pytest.Mon
 
 
 def test_tune_writes_a_table(
-    examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the ops of an example and its gradient; rows of other devices are kept."""
+    """Of the ops of sampled calls and their gradients; rows of other devices are kept."""
     pytest.importorskip("rich")
+    pytest.importorskip("sklearn")
     kept = Row("tpu", "write_slice", "xla", 0.5)
     monkeypatch.setattr(tune, "packaged_table", lambda: TuningTable((kept,)))
-    monkeypatch.setattr(tune, "SECONDS_OF_A_RUN", 1e-4)
+    monkeypatch.setattr(tune, "race", lambda loops, operands, repeats: [2.0, 1.0])
+    monkeypatch.setattr(grid, "MAX_BYTES", dict.fromkeys(grid.MAX_BYTES, 2**16))
     path = tmp_path / "tuning.json"
-    assert tune.main(["--output", str(path), "--repeats", "1", "--functions", "write_slices"]) == 0
+    assert tune.main(["--output", str(path), "--cases", "6", "--functions", "rope"]) == 0
     first, *rows = TuningTable.read(path).rows
     assert first == kept
-    assert {row.op for row in rows} == {"write_slice", "write_slice_backward"}
+    assert {row.op for row in rows} == {"rope", "rope_backward"}
+    assert all(row.implementation == "xla" and row.ratio == 0.5 for row in rows)
     assert f"{len(rows) + 1} rows" in capsys.readouterr().out
-    for row in rows:
-        assert row.ratio > 0 and row.implementation == ("xla" if row.ratio < tune.MAX_RATIO_FOR_XLA else "kernel")
 
 
-def test_intervals_of_a_tuning_table() -> None:
-    points = [(1, 0.5), (100, 0.9), (10_000, 2.0), (1_000_000, 0.5)]
-    found = [(interval, round(ratio, 2)) for interval, ratio in tune.intervals(points)]
-    assert found == [((None, 1000), 0.67), ((1000, 100_000), 2.0), ((100_000, None), 0.5)]
+class Timed(NamedTuple):
+    """A call with sizes and options, as far as the search for rows looks at it."""
+
+    params: dict[str, bool]
+    of_dims: dict[str, int]
+
+    def sizes(self) -> dict[str, int]:
+        return self.of_dims
+
+
+def test_rows_are_where_plain_jax_is_faster(rng: np.random.Generator) -> None:
+    """Small sorted calls here. Beyond what was timed, nothing is said."""
+    pytest.importorskip("sklearn")
+    measurements = []
+    for _ in range(200):
+        rows, is_sorted = int(rng.integers(10, 10_000)), bool(rng.random() < 0.5)
+        is_faster = is_sorted and rows <= 1000
+        call = Timed({"indices_are_sorted": is_sorted, "deterministic": False}, {"row": rows, "bytes": 4 * rows})
+        measurements.append(tune.Measurement(call, 0.5 if is_faster else 2.0))
+    boxes = list(tune.boxes_for_xla(measurements))
+    assert boxes
+    for options, sizes, ratio in boxes:
+        assert dict(options) == {"indices_are_sorted": True, "deterministic": False} and round(ratio, 6) == 0.5
+        assert dict(sizes)["bytes"][1] <= 4000
+
+    def picks_xla(call: Timed) -> bool:
+        return any(
+            all(call.params[name] == value for name, value in options)
+            and all((low or 0) <= call.of_dims[name] <= (high or np.inf) for name, (low, high) in sizes)
+            for options, sizes, _ in boxes
+        )
+
+    wrong = [m for m in measurements if picks_xla(m.call) != (m.ratio < 1)]
+    assert len(wrong) <= 2  # the tree cuts between calls
+
+
+def test_plain_jax_that_breaks_a_promise_is_no_choice() -> None:
+    data, ids = jax.ShapeDtypeStruct((4, 2), np.float32), jax.ShapeDtypeStruct((4,), np.int32)
+
+    def has_choice(function: Callable[..., Any], **options: Any) -> bool:
+        [call] = traced_calls(lambda data, ids: function(data, ids, num_segments=3, **options), data, ids)
+        object.__setattr__(call, "unsupported_reason", lambda platform: None)  # as if the kernels were there
+        return tune.has_choice(call, "cuda")
+
+    assert has_choice(jb.segment_sum) and has_choice(jb.segment_max)
+    assert not has_choice(jb.segment_sum, deterministic=True)
+    assert not has_choice(jb.segment_sum, indices_are_sorted=True)
+    assert has_choice(jb.segment_max, indices_are_sorted=True)
+
+
+def test_prepared_keeps_the_order() -> None:
+    for workers in (0, 1, 3, 20):
+        assert [get() for _, get in prepared(lambda x: x * x, range(10), workers)] == [x * x for x in range(10)]
+
+
+def test_sampled_calls_differ_and_fit() -> None:
+    cases = list(grid.sample("cpu", 100, 0))
+    assert [case.sizes_text("cpu") for case in cases] == [case.sizes_text("cpu") for case in grid.sample("cpu", 100, 0)]
+    assert len({case.sizes_text("cpu") for case in cases}) > 90
+    for case in cases:
+        assert 4 * grid.largest_elements(case.example, case.example.sizes["cpu"]) <= grid.MAX_BYTES["cpu"]
+        for operand in case.example.operand_types(case.dtype, "cpu").values():
+            assert 0 not in operand.shape
+    assert {case.ids for case in cases} == {"", "uniform", "power law"}
 
 
 def test_report_says_what_is_picked_and_why(monkeypatch: pytest.MonkeyPatch) -> None:

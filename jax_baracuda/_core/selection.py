@@ -241,8 +241,9 @@ def choose(call: OpCall, platform: str, device: str | None = None) -> Choice:
       ValueError: a kernel is asked for, and there is none; or plain JAX, which on GPUs adds up rows in an order that
         varies from run to run, and that is forbidden.
     """
+    is_unordered_in_xla = platform == "cuda" and call.params.get("deterministic")
     if call.selection == "xla":
-        if platform == "cuda" and call.params.get("deterministic"):
+        if is_unordered_in_xla:
             raise ValueError(
                 f"{call.op.name}: implementation='xla' is asked for and deterministic=True, but XLA adds up rows in an "
                 "order that varies from run to run; leave one of the two out"
@@ -259,6 +260,8 @@ def choose(call: OpCall, platform: str, device: str | None = None) -> Choice:
     row = table.row_for(call, device or device_name(platform))
     if row is None:
         return Choice("kernel", "no row of the table says otherwise")
+    if is_unordered_in_xla:
+        return Choice("kernel", "deterministic=True is asked for")
     return Choice(row.implementation, f"XLA takes {row.ratio:.2f} of the kernel's time ({row.device}: {row.measured})")
 
 

@@ -2,43 +2,59 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.extend.core
 
 from jax_baracuda._core.call import OpCall
-from jax_baracuda._core.op import OPS, Op
+from jax_baracuda._core.op import OPS
+
+
+def equations_of(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a program and, after each, those of the programs in it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(value, "eqns"):
+                yield from equations_of(value)
 
 
 def traced_calls(function: Callable[..., Any], *operands: Any) -> list[OpCall]:
     """Those that a function makes of operands of these types."""
     ops = {op.primitive: op for op in OPS.values()}
+    return [
+        OpCall(ops[equation.primitive], [x.aval for x in equation.invars], equation.params)
+        for equation in equations_of(jax.make_jaxpr(function)(*operands))
+        if equation.primitive in ops
+    ]
 
-    def calls_in(jaxpr: Any) -> Iterator[OpCall]:
-        for equation in jaxpr.eqns:
+
+def run_calls(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[OpCall, list[jax.Array]]]:
+    """Runs a function in one compiled program; returns the calls that it makes, and their operands."""
+    ops = {op.primitive: op for op in OPS.values()}
+    closed = jax.make_jaxpr(function)(*args, **kwargs)
+    calls: list[OpCall] = []
+
+    def collected(*leaves: jax.Array) -> list[list[jax.Array]]:
+        calls.clear()
+        values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        values |= dict(zip(closed.jaxpr.invars, leaves, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, jax.extend.core.Literal) else values[atom]
+
+        arrays = []
+        for equation in closed.jaxpr.eqns:
+            given = [read(x) for x in equation.invars]
             if equation.primitive in ops:
-                yield OpCall(ops[equation.primitive], [x.aval for x in equation.invars], equation.params)
-            for value in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-                if hasattr(value, "eqns"):
-                    yield from calls_in(value)
+                calls.append(OpCall(ops[equation.primitive], [x.aval for x in equation.invars], equation.params))
+                arrays.append(given)
+            results = equation.primitive.bind(*given, **equation.params)
+            results = results if equation.primitive.multiple_results else [results]
+            values.update(zip(equation.outvars, results, strict=True))
+        return arrays
 
-    return list(calls_in(jax.make_jaxpr(function)(*operands)))
-
-
-def run_calls(function: Callable[..., Any], *operands: Any) -> list[tuple[OpCall, list[jax.Array]]]:
-    """Runs a function outside of ``jax.jit``; returns the calls that it makes, and their operands."""
-    calls: list[tuple[OpCall, list[jax.Array]]] = []
-
-    def recorded(op: Op, run: Callable[..., Any], *operands: jax.Array, **params: Any) -> Any:
-        calls.append((OpCall(op, [jax.typeof(x) for x in operands], params), list(operands)))
-        return run(*operands, **params)
-
-    with contextlib.ExitStack() as stack:
-        for op in OPS.values():
-            stack.callback(op.primitive.def_impl, op.primitive.impl)
-            op.primitive.def_impl(functools.partial(recorded, op, op.primitive.impl))
-        function(*operands)
-    return calls
+    arrays = jax.jit(collected)(*jax.tree.leaves((args, kwargs)))
+    return list(zip(calls, arrays, strict=True))

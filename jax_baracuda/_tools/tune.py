@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import functools
 import importlib.util
-import itertools
 import math
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,169 +17,234 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_baracuda._core.autodiff import without_custom_vjp
 from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.guarantees import Guarantee
+from jax_baracuda._core.rules import reference_of_call
 from jax_baracuda._core.selection import Implementation, Interval, Row, TuningTable, device_name, packaged_table
-from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
-from jax_baracuda._tools.calls import run_calls
+from jax_baracuda._tools import grid
+from jax_baracuda._tools.calls import equations_of, run_calls
 from jax_baracuda._tools.platforms import devices_by_platform
+from jax_baracuda._tools.timing import Arrays, Loop, Step, num_steps, prepared, race, workers_for
 
-SCALES = (1 / 24, 1 / 5, 1)
-"""Of the dimensions that have MIN_SCALED_SIZE elements or more in the examples that are timed."""
-MIN_SCALED_SIZE = 1000
-SECONDS_OF_A_RUN = 0.03
-MIN_STEPS, MAX_STEPS = 2, 10_000
-"""Of the loop that is timed."""
 MAX_RATIO_FOR_XLA = 0.95
 """Closer ones are noise, and a kernel needs no more memory than its results."""
+MAX_RATIO_AMONG_XLA = 1.1
+"""Nine tenths of the calls that a row picks plain JAX for lose no more."""
+MIN_CALLS_OF_A_ROW = 5
+MAX_ROWS_OF_AN_OP = 6
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 2.0
+"""Of a call in the search for rows: the logarithm of its ratio, within these."""
 
 
 class Measurement(NamedTuple):
-    """A call of an op, and how long it takes."""
+    """A call of an op, and the time of plain JAX divided by that of the kernel."""
 
     call: OpCall
     ratio: float
-    """The time of plain JAX divided by that of the kernel."""
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """Calls of one kind differ in their sizes only."""
-        options = tuple(sorted(item for item in self.call.params.items() if isinstance(item[1], bool | str)))
-        return self.call.op.name, self.call.dtype.name, options, len(self.call.operands), self.call.num_batch_dims
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the table; returns 0, or 2 if a package that it needs is missing."""
     parser = argparse.ArgumentParser(prog="python -m jax_baracuda tune", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("tuning.json"), help="the file (default: tuning.json)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each call, after two to warm up")
-    parser.add_argument("--functions", nargs="+", help="public functions whose ops are timed (default: all)")
+    parser.add_argument("--cases", type=int, default=400, help="sampled calls of public functions (default: 400)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed loops of each call, after one to warm up")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument(
+        "--functions", nargs="+", default=(), help="public functions whose ops are timed (default: all)"
+    )
     options = parser.parse_args(arguments)
-    if importlib.util.find_spec("rich") is None:
-        print("tune needs rich: pip install 'jax_baracuda[bench]'", file=sys.stderr)
+    missing = [package for package in ("rich", "sklearn") if importlib.util.find_spec(package) is None]
+    if missing:
+        print(f"tune needs {' and '.join(missing)}: pip install 'jax_baracuda[bench]'", file=sys.stderr)
         return 2
     from rich.progress import track
 
-    names = options.functions or {example.function.__name__ for example in all_examples()}
-    programs = [
-        (platform, device, example, dtype, scale)
-        for platform, device in devices_by_platform().items()
-        for example in all_examples()
-        if platform in example.sizes and example.function.__name__ in names
-        for dtype, scale in itertools.product(example.dtypes, SCALES)
-    ]
     table = packaged_table()
-    for platform, of_platform in itertools.groupby(
-        track(programs, description="timing"), key=lambda program: program[0]
-    ):
-        measurements = [
-            measurement
-            for _, device, example, dtype, scale in of_platform
-            for measurement in measure(scaled(example, platform, scale), platform, device, dtype, options.repeats)
-        ]
-        table = updated(table, measurements, platform, jax.devices(platform)[0])
+    for platform, device in devices_by_platform().items():
+        measurements: list[Measurement] = []
+        cases = list(grid.sample(platform, options.cases, options.seed, options.functions))
+        prepare = functools.partial(prepared_calls, platform, device)
+        try:
+            for _, calls in track(prepared(prepare, cases, workers_for(platform)), f"timing on {platform}", len(cases)):
+                for call, operands, loops in calls():
+                    kernel, xla = race(loops, [jnp.copy(x) for x in operands], options.repeats)
+                    measurements.append(Measurement(call, xla / kernel))
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+        print(f"{platform}: {len(measurements)} calls were timed")
+        table = updated(table, measurements, platform, device)
         table.write(options.output)
     print(f"{options.output}: {len(table.rows)} rows. Use it by jax_baracuda.implementation(table=...).")
     return 0
 
 
-def scaled(example: Example, platform: str, scale: float) -> Example:
-    sizes = {
-        dim: max(round(size * scale), 1) if size >= MIN_SCALED_SIZE else size
-        for dim, size in example.sizes[platform].items()
-    }
-    return dataclasses.replace(example, sizes={platform: sizes})
+def prepared_calls(
+    platform: str, device: jax.Device, case: grid.Case
+) -> list[tuple[OpCall, Sequence[jax.Array], list[Loop]]]:
+    """The different ops that an example and its gradient call, where there is a choice, ready to be timed."""
+    example, dtype = case.example, case.dtype
+    operands, cotangents = operands_of(example, dtype, platform, device)
+    call_of_function = example.call(platform)
+    with without_custom_vjp():
+        calls = run_calls(call_of_function, **operands)
+    if names := example.differentiated(dtype):
+        calls += run_calls(value_and_gradient(call_of_function, names), operands, cotangents)
+    by_op = {call.op.name: (call, arrays) for call, arrays in calls if has_choice(call, platform)}
+    return [
+        (call, arrays, [loop_of(call, implementation, platform) for implementation in ("kernel", "xla")])
+        for call, arrays in by_op.values()
+    ]
 
 
-def measure(example: Example, platform: str, device: jax.Device, dtype: str, repeats: int) -> Iterator[Measurement]:
-    """Of the ops that an example and its gradient call, where there is a kernel."""
-    rng = np.random.default_rng(0)
-    operands = jax.device_put(example.make_operands(rng, dtype, platform), device)
+def operands_of(example: Example, dtype: str, platform: str, device: jax.Device) -> tuple[Any, Any]:
+    """Operands of an example's call, and cotangents of its results."""
+    operands = jax.device_put(example.make_operands(np.random.default_rng(0), dtype, platform), device)
     types = jax.eval_shape(example.call(platform), **operands)
-    cotangents = jax.device_put(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), types), device)
-    for call, arrays in run_calls(
-        value_and_gradient(example.call(platform), example.differentiated(dtype)), operands, cotangents
-    ):
-        if call.unsupported_reason(platform) is None:
-            kernel, xla = race(call, arrays, repeats)
-            yield Measurement(call, xla / kernel)
+    return operands, jax.device_put(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), types), device)
 
 
-def race(call: OpCall, operands: Sequence[jax.Array], repeats: int) -> tuple[float, float]:
-    """Median seconds of a call by the kernel, and in plain JAX."""
-    loops = [Loop(call, implementation, operands) for implementation in ("kernel", "xla")]
-    seconds = [[loop.seconds_of_step() for loop in loops] for _ in range(repeats)]  # in turn: both see the same noise
-    kernel, xla = map(statistics.median, zip(*seconds, strict=True))
-    return kernel, xla
+def has_choice(call: OpCall, platform: str) -> bool:
+    """Whether there is a kernel, and plain JAX keeps what the op promises of memory and of its results' bits."""
+    writes_messages = call.op.name.startswith("gather_")  # edges times features
+    if call.unsupported_reason(platform) is not None or writes_messages:
+        return False
+    return platform == "cpu" or not promises_bits(call, platform) or not adds_by_scatter(call)
 
 
-class Loop:
-    """A compiled loop of calls that takes long enough to be timed.
-
-    Its operands are donated and returned: where the op works in place, nothing is copied.
-    """
-
-    def __init__(self, call: OpCall, implementation: Implementation, operands: Sequence[jax.Array]):
-        self._operands = [jnp.copy(x) for x in operands]
-        self._steps, steps = 0, MIN_STEPS
-        while self._steps < steps:
-            self._steps = steps
-            self._program = jax.jit(repeated(call, implementation, steps), donate_argnums=0)
-            self.seconds_of_step()
-            seconds = max(self.seconds_of_step(), 1e-9)
-            steps = min(math.ceil(SECONDS_OF_A_RUN / seconds), MAX_STEPS)
-            steps = steps if steps > 2 * self._steps else self._steps
-
-    def seconds_of_step(self) -> float:
-        start = time.perf_counter()
-        self._operands, results = self._program(self._operands)
-        jax.block_until_ready((self._operands, results))
-        return (time.perf_counter() - start) / self._steps
+def promises_bits(call: OpCall, platform: str) -> bool:
+    guarantee = call.op.guarantee
+    if isinstance(guarantee, Guarantee):
+        return guarantee.deterministic
+    options = {name: call.params.get(name, False) for name in ("deterministic", "indices_are_sorted")}
+    return guarantee(call.dtype.name, platform, **options).deterministic
 
 
-def repeated(call: OpCall, implementation: Implementation, steps: int) -> Callable[..., Any]:
-    """A loop of calls, in place where the op is: what a step writes, the next one takes."""
+def adds_by_scatter(call: OpCall) -> bool:
+    """Whether plain JAX adds up or multiplies floating numbers in an order that varies from run to run on GPUs."""
+    program = jax.make_jaxpr(functools.partial(reference_of_call, call.op, **call.all_params))(*call.operands)
+    return any(
+        equation.primitive.name.replace("_", "-") in ("scatter-add", "scatter-mul")
+        and jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.inexact)
+        for equation in equations_of(program)
+    )
+
+
+def loop_of(call: OpCall, implementation: Implementation, platform: str) -> Loop:
+    return Loop(step_of(call, implementation), call.operands, num_steps(call.sizes()["bytes"], platform))
+
+
+def step_of(call: OpCall, implementation: Implementation) -> Step:
+    """A call, in place where the op is: what a step writes, the next one takes."""
     written = dict(call.resolve(call.op.in_place))
-    types = call.result_types()
-    others = [i for i in range(len(types)) if i not in written.values()]
 
-    def step(_: Any, carry: Any) -> Any:
-        operands, _ = jax.lax.optimization_barrier(carry)  # else XLA would move the call out of the loop
+    def step(operands: Arrays) -> tuple[Arrays, Arrays]:
         results = call.op.primitive.bind(*operands, **{**call.all_params, "implementation": implementation})
         next_operands = [results[written[i]] if i in written else x for i, x in enumerate(operands)]
-        return next_operands, [results[i] for i in others]
+        return next_operands, [x for i, x in enumerate(results) if i not in written.values()]
 
-    def run(operands: list[jax.Array]) -> Any:
-        return jax.lax.fori_loop(0, steps, step, (operands, [jnp.zeros(*types[i]) for i in others]))
-
-    return run
+    return step
 
 
 def updated(table: TuningTable, measurements: Sequence[Measurement], platform: str, device: jax.Device) -> TuningTable:
-    """The table with these measurements in place of older ones of the same ops on the device."""
+    """The table with these measurements in place of older ones of the same ops on the device.
+
+    What a row of all GPUs decides stays so: it knows more than the time of a call.
+    """
     name = device_name(platform)
     measured = f"{f'{os.cpu_count()} cores' if platform == 'cpu' else device.device_kind}, jax {jax.__version__}"
-    ops = {measurement.call.op.name for measurement in measurements}
-    rows = [row for row in table.rows if not (row.device == name and row.op in ops)]
-    by_kind = sorted(measurements, key=lambda x: (x.kind, x.call.sizes()["bytes"]))
-    for (op, dtype, options, num_operands, num_batch_dims), of_kind in itertools.groupby(by_kind, key=lambda x: x.kind):
-        points = [(x.call.sizes()["bytes"], x.ratio) for x in of_kind]
-        for interval, ratio in intervals(points):
-            implementation: Implementation = "xla" if ratio < MAX_RATIO_FOR_XLA else "kernel"
-            counts = ("operands", (num_operands, num_operands)), ("batch_dims", (num_batch_dims, num_batch_dims))
-            sizes = (*counts, ("bytes", interval)) if interval != (None, None) else counts
-            rows.append(Row(name, op, implementation, round(ratio, 2), measured, (dtype,), options, sizes))
+    decided = {row.op for row in table.rows if row.device == platform != name}
+    by_op: dict[str, list[Measurement]] = {}
+    for measurement in measurements:
+        if measurement.call.op.name not in decided:
+            by_op.setdefault(measurement.call.op.name, []).append(measurement)
+    rows = [row for row in table.rows if not (row.device == name and row.op in by_op)]
+    for op, of_op in sorted(by_op.items()):
+        for options, sizes, ratio in boxes_for_xla(of_op):
+            rows.append(Row(name, op, "xla", round(ratio, 2), measured, (), options, sizes))
     return TuningTable(tuple(rows))
 
 
-def intervals(points: Sequence[tuple[int, float]]) -> Iterator[tuple[Interval, float]]:
-    """Of the sizes, in ascending order, where the same is faster; with the geometric mean of the ratios there."""
-    low = None
-    groups = [list(group) for _, group in itertools.groupby(points, key=lambda x: x[1] < MAX_RATIO_FOR_XLA)]
-    for group, following in itertools.zip_longest(groups, groups[1:]):
-        high = None if following is None else math.isqrt(group[-1][0] * following[0][0])
-        yield (low, high), statistics.geometric_mean(ratio for _, ratio in group)
-        low = high
+Options = tuple[tuple[str, bool], ...]
+Sizes = tuple[tuple[str, Interval], ...]
+
+
+def boxes_for_xla(measurements: Sequence[Measurement]) -> Iterator[tuple[Options, Sizes, float]]:
+    """Where plain JAX is faster: options and intervals of sizes, and the geometric mean of the ratios there.
+
+    They are leaves of a decision tree that asks for sizes and options.
+    """
+    from sklearn.tree import DecisionTreeClassifier
+
+    flags, sizes = features_of(measurements)
+    names = [*flags, *sizes]
+    ratios = np.array([m.ratio for m in measurements])
+    is_xla = ratios < MAX_RATIO_FOR_XLA
+    if not names or len(ratios) < MIN_CALLS_OF_A_ROW or not is_xla.any():
+        return
+    features = np.array(
+        [
+            [float(m.call.params[name]) for name in flags] + [math.log2(max(m.call.sizes()[name], 1)) for name in sizes]
+            for m in measurements
+        ]
+    )
+    tree = DecisionTreeClassifier(max_leaf_nodes=MAX_ROWS_OF_AN_OP, min_samples_leaf=MIN_CALLS_OF_A_ROW, random_state=0)
+    tree.fit(features, is_xla, sample_weight=np.clip(np.abs(np.log(ratios)), MIN_WEIGHT, MAX_WEIGHT))
+    leaves = tree.apply(features)
+    for leaf, bounds in leaves_of(tree.tree_, names):
+        of_leaf = ratios[leaves == leaf]
+        mean = statistics.geometric_mean(of_leaf)
+        if mean < MAX_RATIO_FOR_XLA and np.quantile(of_leaf, 0.9) <= MAX_RATIO_AMONG_XLA:
+            # Larger calls than those that were timed are the kernel's, which is made for them.
+            most = max(m.call.sizes()["bytes"] for m, of in zip(measurements, leaves, strict=True) if of == leaf)
+            low, high = bounds.get("bytes", (None, None))
+            bounds |= {"bytes": (low, most if high is None else min(most, high))}
+            options = {name: low is not None for name, (low, _) in bounds.items() if name in flags}
+            yield (
+                tuple((_promised_flags(measurements) | options).items()),
+                tuple((name, interval) for name, interval in bounds.items() if name in sizes or name == "bytes"),
+                mean,
+            )
+
+
+def _promised_flags(measurements: Sequence[Measurement]) -> dict[str, bool]:
+    """Options that all timed calls have in common, as others promise bits that plain JAX does not."""
+    params = [m.call.params for m in measurements]
+    return {
+        name: params[0][name]
+        for name in ("deterministic", "indices_are_sorted")
+        if all(name in of_call and of_call[name] == params[0][name] for of_call in params)
+    }
+
+
+def features_of(measurements: Sequence[Measurement]) -> tuple[list[str], list[str]]:
+    """The flags and the sizes that all calls have, and in which some differ."""
+    params = [m.call.params for m in measurements]
+    sizes = [m.call.sizes() for m in measurements]
+    flags = [name for name, value in params[0].items() if isinstance(value, bool)]
+    return tuple(
+        [name for name in names if all(name in call for call in calls) and len({call[name] for call in calls}) > 1]
+        for names, calls in ((flags, params), (list(sizes[0]), sizes))
+    )
+
+
+def leaves_of(tree: Any, names: Sequence[str]) -> Iterator[tuple[int, dict[str, Interval]]]:
+    """The leaves of a tree that asks for logarithms, and the intervals of the features in each."""
+
+    def below(node: int, bounds: dict[str, Interval]) -> Iterator[tuple[int, dict[str, Interval]]]:
+        left, right = tree.children_left[node], tree.children_right[node]
+        if left == right:
+            yield node, bounds
+            return
+        name = names[tree.feature[node]]
+        greatest = int(2 ** tree.threshold[node])
+        low, high = bounds.get(name, (None, None))
+        yield from below(left, bounds | {name: (low, greatest)})
+        yield from below(right, bounds | {name: (greatest + 1, high)})
+
+    yield from below(0, {})
 
 
 if __name__ == "__main__":

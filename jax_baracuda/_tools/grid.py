@@ -1,0 +1,135 @@
+"""A random sample of calls of every public function: sizes beside those that anybody has tuned for."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from jax_baracuda._examples import all_examples
+from jax_baracuda._examples.example import Example, Sizes
+from jax_baracuda._examples.segment import random_ids, sorted_ids
+
+MIN_ROWS, MAX_ROWS = 10**3, 10**8
+WIDTHS = (1, 2, 3, 4, 7, 8, 16, 32, 33, 64, 100, 128, 300, 1000)
+SEGMENTS_PER_ROW = (0, 1e-3, 1e-2, 1 / 7, 1, 10)
+"""0: two segments."""
+POWER = 2.5
+"""Ids of a power law are floor(S * u^POWER)."""
+CHOICES = {"tap": (2, 3, 4, 8), "new": (1, 16, 64), "feature1": (16,)}
+MIN_SCALED_SIZE = 16
+MAX_HALVINGS = 5
+MAX_BYTES = {"cpu": 2**24, "cuda": 2**30}
+"""Of the largest operand."""
+
+
+def power_law_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    return np.floor(sizes["segment"] * rng.random(shape) ** POWER).astype(dtype)
+
+
+def sorted_power_law_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    return np.sort(power_law_ids(rng, shape, dtype, sizes), axis=-1)
+
+
+POWER_LAW = {random_ids: power_law_ids, sorted_ids: sorted_power_law_ids}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An example call with drawn sizes."""
+
+    example: Example
+    dtype: str
+    ids: str
+    """How ids are distributed; "" where there are none."""
+
+    def sizes_text(self, platform: str) -> str:
+        """Sizes and distribution."""
+        sizes = self.example.sizes[platform].items()
+        text = " ".join(f"{name}={size:,}" for name, size in sizes if name in self.example.dims)
+        return ", ".join(filter(None, (text, self.ids)))
+
+
+def sample(platform: str, num_cases: int, seed: int, functions: Sequence[str] = ()) -> Iterator[Case]:
+    """Cases in random order: every example call and dtype as often as any other.
+
+    Args:
+      functions: their names; none: all of them.
+    """
+    rng = np.random.default_rng(seed)
+    calls = [
+        (example, dtype)
+        for example in all_examples()
+        if platform in example.sizes or "row" in example.dims
+        if not functions or example.function.__name__ in functions
+        for dtype in example.dtypes
+    ]
+    order = itertools.chain.from_iterable(rng.permutation(len(calls)) for _ in itertools.count())
+    for i in itertools.islice(order, num_cases if calls else 0):
+        example, dtype = calls[i]
+        sizes, is_power_law = draw_sizes(rng, example, platform), rng.random() < 0.5
+        has_ids = any(operand.draw in POWER_LAW for operand in example.operands.values())
+        operands = {
+            name: dataclasses.replace(operand, draw=POWER_LAW.get(operand.draw, operand.draw))
+            for name, operand in example.operands.items()
+        }
+        drawn = dataclasses.replace(
+            example, operands=operands if is_power_law else example.operands, sizes={platform: sizes}
+        )
+        yield Case(drawn, dtype, ("power law" if is_power_law else "uniform") if has_ids else "")
+
+
+def draw_sizes(rng: np.random.Generator, example: Example, platform: str) -> dict[str, int]:
+    draw = sizes_of_rows if "row" in example.dims else scaled_sizes
+    sizes = shrunk(example, draw(rng, example, platform), platform)
+    if "sequence" in sizes and sizes["sequence"] in (sizes["head"], sizes["q_head"], sizes["k_head"]):
+        sizes["sequence"] //= 2  # else a rotation asks which of them is which
+    if "new" in example.dims:
+        sizes["new"] = min(sizes["new"], sizes["time"])
+    return sizes
+
+
+def sizes_of_rows(rng: np.random.Generator, example: Example, platform: str) -> dict[str, int]:
+    """Of reductions of rows."""
+    rows = round(math.exp(rng.uniform(math.log(MIN_ROWS), math.log(MAX_ROWS))))
+    segments = max(round(rows * rng.choice(SEGMENTS_PER_ROW)), 2)
+    width = int(rng.choice([1, 4, 8])) if "feature1" in example.dims else int(rng.choice(WIDTHS))
+    return {"row": rows, "segment": segments, "node": max(segments, 2), "feature": width} | drawn_choices(rng, example)
+
+
+def scaled_sizes(rng: np.random.Generator, example: Example, platform: str) -> dict[str, int]:
+    """Of those that are timed elsewhere, some halved a few times, and some made odd."""
+    sizes = dict(example.sizes[platform])
+    for name, size in sizes.items():
+        if size >= MIN_SCALED_SIZE and name not in CHOICES:
+            halved = max(size >> int(rng.integers(MAX_HALVINGS + 1)), MIN_SCALED_SIZE)
+            is_odd = name not in ("feature", "q_head", "k_head", "head") and rng.random() < 0.25
+            sizes[name] = halved - 1 if is_odd else halved
+    sizes |= drawn_choices(rng, example)
+    if "state" in example.dims:
+        sizes["state"] = sizes["tap"] - 1
+    return sizes
+
+
+def drawn_choices(rng: np.random.Generator, example: Example) -> dict[str, int]:
+    return {name: int(rng.choice(sizes)) for name, sizes in CHOICES.items() if name in example.dims}
+
+
+def shrunk(example: Example, sizes: dict[str, int], platform: str) -> dict[str, int]:
+    """The largest dimension halved until the largest operand, as float32, has a size that fits."""
+    while largest_elements(example, sizes) * 4 > MAX_BYTES[platform]:
+        scalable = {name: size for name, size in sizes.items() if name in example.dims and name not in CHOICES}
+        name = max(scalable, key=lambda name: scalable[name])
+        sizes = {**sizes, name: sizes[name] // 2}
+    return sizes
+
+
+def largest_elements(example: Example, sizes: Mapping[str, int]) -> int:
+    front = () if example.mapped is None else (example.mapped,)
+    shapes: list[tuple[str, ...]] = [operand.dims for operand in example.operands.values()]
+    if "segment" in example.dims:
+        shapes.append(("segment", "feature"))
+    return max(math.prod(sizes[dim] for dim in (*front, *dims) if not dim.startswith("1")) for dims in shapes)
