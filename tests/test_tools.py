@@ -162,7 +162,7 @@ def test_tune_writes_a_table(
     monkeypatch.setattr(tune, "race", lambda loops, operands, repeats: [2.0, 1.0])
     monkeypatch.setattr(grid, "MAX_BYTES", dict.fromkeys(grid.MAX_BYTES, 2**16))
     path = tmp_path / "tuning.json"
-    assert tune.main(["--output", str(path), "--cases", "6", "--functions", "rope"]) == 0
+    assert tune.main(["--output", str(path), "--cases", "9", "--functions", "rope"]) == 0
     first, *rows = TuningTable.read(path).rows
     assert first == kept
     assert {row.op for row in rows} == {"rope", "rope_backward"}

@@ -30,9 +30,9 @@ from jax_baracuda._tools.timing import Arrays, Loop, Step, num_steps, prepared, 
 
 MAX_RATIO_FOR_XLA = 0.95
 """Closer ones are noise, and a kernel needs no more memory than its results."""
-MAX_RATIO_AMONG_XLA = 1.1
-"""Nine tenths of the calls that a row picks plain JAX for lose no more."""
-MIN_CALLS_OF_A_ROW = 5
+MAX_MEAN_OF_A_ROW, MAX_RATIO_AMONG_XLA = 0.9, 1.1
+"""Of the calls that a row picks plain JAX for: their geometric mean, and what nine tenths of them keep below."""
+MIN_CALLS_OF_A_ROW = 8
 MAX_ROWS_OF_AN_OP = 6
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 2.0
 """Of a call in the search for rows: the logarithm of its ratio, within these."""
@@ -196,7 +196,7 @@ def boxes_for_xla(measurements: Sequence[Measurement]) -> Iterator[tuple[Options
     for leaf, bounds in leaves_of(tree.tree_, names):
         of_leaf = ratios[leaves == leaf]
         mean = statistics.geometric_mean(of_leaf)
-        if mean < MAX_RATIO_FOR_XLA and np.quantile(of_leaf, 0.9) <= MAX_RATIO_AMONG_XLA:
+        if mean < MAX_MEAN_OF_A_ROW and np.quantile(of_leaf, 0.9) <= MAX_RATIO_AMONG_XLA:
             # Larger calls than those that were timed are the kernel's, which is made for them.
             most = max(m.call.sizes()["bytes"] for m, of in zip(measurements, leaves, strict=True) if of == leaf)
             low, high = bounds.get("bytes", (None, None))
