@@ -64,8 +64,8 @@ class Op:
     """Dimensions of the operands that results lack, so that shards have parts of those results, if they are not among
     those that a call replicates. Or ``(**params)`` -> these."""
     min_shard_sizes: Callable[..., Mapping[str, int]] | None = None
-    """``(sizes of the named dimensions, **params)`` -> the least that a device may have of some: split finer, they stay
-    whole."""
+    """``(sizes of the named dimensions, **params)`` -> the least that a device may have of those along which neighbours
+    exchange something: split finer, or over axes in another order than the mesh's, they stay whole."""
     shard_program: Callable[..., Sequence[jax.Array]] | None = None
     """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is."""
     program: Callable[..., Sequence[jax.Array]] | None = None
