@@ -18,12 +18,13 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
-from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.batch import map_over_batch, mapped_dims
+from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode, TieBreak
-from jax_baracuda.ops.segment.cells import gather_segments, xla_sum
+from jax_baracuda.ops.segment.cells import gather_segments, put_back, xla_sum
 from jax_baracuda.ops.segment.definitions import index_of_first_row, limit_of_32_bits, plan_parameters
 from jax_baracuda.ops.segment.edges import (
     GatherParams,
@@ -43,6 +44,14 @@ from jax_baracuda.ops.segment.extrema import (
     reference_extremum,
     reference_winner,
     winners_over_shards,
+)
+from jax_baracuda.ops.segment.graphs import (
+    graph_axes,
+    merged,
+    numbered_through,
+    op_of_graphs,
+    sum_over_graphs,
+    whole_batch,
 )
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
@@ -102,9 +111,10 @@ def gather_segment_max(
 
     Gradient: ``d_data[n] = sum { d_out[segment_ids[e]] * share[e] : gather_ids[e] == n }``, where the share is
     ``1 / number of tied edges`` or 1 for the winner, and exactly 0 for every other edge. A segment that holds a NaN
-    passes no gradient, nor do gather ids that are out of range. Derivatives of any order exist; those beyond the first
-    are plain JAX's. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
+    passes no gradient, nor do gather ids that are out of range. Where ``jax.vmap`` maps the ids and not `data`, the
+    gradient is one sum over the edges of the whole batch, whose sort plans do not save. Derivatives of any order
+    exist; those beyond the first are plain JAX's. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the
+    same name in :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -191,7 +201,7 @@ def gather_segment_min(
 
 def _reduce(
     name: str,
-    rules: KernelVjp,
+    rules: BatchedVjp,
     data: ArrayLike,
     gather_ids: ArrayLike | None,
     segment_ids: ArrayLike | None,
@@ -314,24 +324,30 @@ def _shard_backward(
     gather_ids: Array,
     segment_ids: Array,
     *data_and_output: Array,
+    num_graph_dims: int = 0,
     **params: Any,
 ) -> Sequence[Array]:
     """Adds up the shards' sums, unrounded."""
     edge_axes = _edge_axes(axes)
-    if not edge_axes:
+    all_axes = (*graph_axes(axes, num_graph_dims), *edge_axes)
+    if not all_axes:
         return kernel(d_winner, winner, gather_ids, segment_ids, *data_and_output)
-    num_edges = segment_ids.shape[0]
-    edge = winner - index_of_first_row(segment_ids, edge_axes)
-    local_winner = jnp.where(winner < 0, winner, jnp.where((edge >= 0) & (edge < num_edges), edge, NO_WINNER))
+    if edge_axes:
+        num_edges = segment_ids.shape[-1]
+        edge = winner - index_of_first_row(segment_ids.reshape(-1, num_edges)[0], edge_axes)
+        winner = jnp.where(winner < 0, winner, jnp.where((edge >= 0) & (edge < num_edges), edge, NO_WINNER))
     wide = [x.astype(accumulation_dtype(d_winner.dtype)) for x in (d_winner, *data_and_output)]
-    [local] = op().kernel(wide[0], local_winner, gather_ids, segment_ids, *wide[1:], **params)
-    return (jax.lax.psum(local, edge_axes).astype(d_winner.dtype),)
+    operands = _join(num_graph_dims, wide[0], winner, gather_ids, segment_ids, *wide[1:])
+    [local] = op().kernel(*operands, **params)
+    return (jax.lax.psum(local, all_axes).astype(d_winner.dtype),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
 _ROWS, _EDGES, _CELLS = ("gathered", "..."), ("edge",), ("segment", "...")
+_SHARED = ("data",)
+"""The operands of a gradient that all graphs of a batch share."""
 
 
 def _operands(*, has_edge_order: bool = False, **_: Any) -> NamedDimensions:
@@ -358,8 +374,22 @@ def _plan_parameters_of_backward(
     return {**parameters, "gathered_rows": d_winner.shape[0]}
 
 
-def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op]:
-    """The ops ``gather_segment_<name>``, ``..._with_winner`` and ``..._backward``."""
+def _join(
+    num_graph_dims: int, d_winner: Array, winner: Array, gather_ids: Array, segment_ids: Array, *data_and_output: Array
+) -> Sequence[Array]:
+    """The operands of a gradient without a plan, of all graphs as one."""
+    if num_graph_dims == 0:
+        return d_winner, winner, gather_ids, segment_ids, *data_and_output
+    of_graphs = [d_winner, winner, gather_ids, segment_ids, *data_and_output[1:]]
+    d_winner, winner, gather_ids, segment_ids, *output = whole_batch(num_graph_dims, of_graphs)
+    winner = jnp.where(winner < 0, winner, numbered_through(winner, segment_ids.shape[1]))
+    segment_ids = numbered_through(segment_ids, winner.shape[1])
+    arrays = map(merged, (d_winner, winner, gather_ids, segment_ids))
+    return *arrays, *data_and_output[:1], *map(merged, output)
+
+
+def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
+    """The ops ``gather_segment_<name>``, ``..._with_winner``, ``..._backward``, and the last one's sum over graphs."""
     of_edges: dict[str, Any] = {
         "operands": _operands,
         "sizes": lambda *, num_segments, **_: {"segment": num_segments},
@@ -403,11 +433,15 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op]:
         shard_program=functools.partial(_shard_backward, lambda: backward),
         limit=lambda d_winner, winner, gather_ids, *_, num_rows, **__: limit_of_32_bits(gather_ids.shape[0], num_rows),
     )
-    return reduction, with_winner, backward
+    of_graphs = op_of_graphs(
+        backward, _join, shared=_SHARED, shard_program=functools.partial(_shard_backward, lambda: backward)
+    )
+    return reduction, with_winner, backward, of_graphs
 
 
-GATHER_SEGMENT_MAX, GATHER_SEGMENT_MAX_WITH_WINNER, GATHER_SEGMENT_MAX_BACKWARD = _ops("max", MAXIMUM)
-GATHER_SEGMENT_MIN, GATHER_SEGMENT_MIN_WITH_WINNER, GATHER_SEGMENT_MIN_BACKWARD = _ops("min", MINIMUM)
+_OPS_OF_MAX, _OPS_OF_MIN = _ops("max", MAXIMUM), _ops("min", MINIMUM)
+GATHER_SEGMENT_MAX, GATHER_SEGMENT_MAX_WITH_WINNER = _OPS_OF_MAX[:2]
+GATHER_SEGMENT_MIN, GATHER_SEGMENT_MIN_WITH_WINNER = _OPS_OF_MIN[:2]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -419,7 +453,7 @@ class ExtremumParams(GatherParams):
     first_wins: bool
 
 
-def _rules(reduction: Op, with_winner: Op, backward: Op) -> KernelVjp:
+def _rules(reduction: Op, with_winner: Op, backward: Op, backward_of_graphs: Op) -> BatchedVjp:
     def primal(params: ExtremumParams, *, data: Array, gather_ids: Array, segment_ids: Array, **_: Array) -> Array:
         return reduction(
             data,
@@ -440,24 +474,45 @@ def _rules(reduction: Op, with_winner: Op, backward: Op) -> KernelVjp:
             first_wins=params.first_wins,
             has_edge_order=bool(order),
         )
-        residuals = {**arrays, "winner": winner, "output": output}
-        if params.first_wins:
-            del residuals["data"], residuals["output"]
-        return output, residuals
+        return output, {"winner": winner} if params.first_wins else {"winner": winner, "output": output}
 
-    def gradient(params: ExtremumParams, residuals: dict[str, Array], d_output: Array) -> dict[str, Array]:
+    def gradient(
+        params: ExtremumParams, num_joined: int, residuals: Mapping[str, Array], d_output: Array
+    ) -> dict[str, Array]:
         has_plan = "edge_order" in residuals
+        operands = dict(residuals)
+        if has_plan and num_joined > 0:
+            operands |= _in_own_order(operands, num_joined)  # the orders of several plans make none together
+            has_plan = False
         if not has_plan:
-            segment_ids = as_gather_ids(residuals["segment_ids"], params.num_segments)
-            residuals = {**residuals, "segment_ids": segment_ids}
+            operands["segment_ids"] = as_gather_ids(operands["segment_ids"], params.num_segments)
+        operands["d_winner"] = d_output if params.first_wins else _shares(d_output, residuals["winner"])
         flags = {"has_plan": has_plan, "shares_ties": not params.first_wins}
-        d_winner = d_output if params.first_wins else _shares(d_output, residuals["winner"])
-        operands = {**residuals, "d_winner": d_winner}
-        names = _operands_of_backward(**flags)
-        [d_data] = backward(*(operands[name] for name in names), num_rows=params.num_rows, **flags)
+        operands = {name: operands[name] for name in _operands_of_backward(**flags)}
+        d_data = sum_over_graphs(
+            backward, backward_of_graphs, num_joined, operands, shared=_SHARED, num_rows=params.num_rows, **flags
+        )
         return {"data": d_data}
 
-    return KernelVjp(reduction.name, primal, forward, gradient)
+    return BatchedVjp(
+        reduction.name,
+        primal,
+        forward,
+        gradient,
+        shared="data",
+        keeps_shared=lambda params, _: not params.first_wins,
+    )
+
+
+def _in_own_order(edges: Mapping[str, Array], num_graph_dims: int) -> dict[str, Array]:
+    """The ids of edges that a plan has sorted, in the order that winners are numbered in."""
+    names = ("gather_ids", "segment_ids")
+    arrays = [edges[name] for name in ("edge_order", *names)]
+
+    def put_ids_back(order: Array, *ids: Array) -> tuple[Array, ...]:
+        return tuple(put_back(x, order) for x in ids)
+
+    return dict(zip(names, map_over_batch(put_ids_back, mapped_dims(arrays, num_graph_dims), *arrays), strict=True))
 
 
 def _shares(d_output: Array, winner: Array) -> Array:
@@ -466,5 +521,4 @@ def _shares(d_output: Array, winner: Array) -> Array:
     return (wide / jnp.where(winner < NO_WINNER, -winner, 1).astype(wide.dtype)).astype(d_output.dtype)
 
 
-_gather_segment_max = _rules(GATHER_SEGMENT_MAX, GATHER_SEGMENT_MAX_WITH_WINNER, GATHER_SEGMENT_MAX_BACKWARD)
-_gather_segment_min = _rules(GATHER_SEGMENT_MIN, GATHER_SEGMENT_MIN_WITH_WINNER, GATHER_SEGMENT_MIN_BACKWARD)
+_gather_segment_max, _gather_segment_min = _rules(*_OPS_OF_MAX), _rules(*_OPS_OF_MIN)
