@@ -17,7 +17,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
+from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_automatic_mode
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.guarantees import EXACT, accumulated
@@ -113,8 +114,9 @@ def gather_segment_max(
     ``1 / number of tied edges`` or 1 for the winner, and exactly 0 for every other edge. A segment that holds a NaN
     passes no gradient, nor do gather ids that are out of range. Where ``jax.vmap`` maps the ids and not `data`, the
     gradient is one sum over the edges of the whole batch, whose sort plans do not save. Derivatives of any order
-    exist; those beyond the first are plain JAX's. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the
-    same name in :mod:`jax_baracuda.forward_mode`.
+    exist, for which winners and shares are constants; with ties to split, those beyond the first have an array of edges
+    times features. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -182,9 +184,8 @@ def gather_segment_min(
     numbers, not zeros. The gradient adds up in float32 (float64 for float64), in an order that ids and shapes alone
     decide. Bit-equal from run to run.
 
-    Gradient: as that of :func:`gather_segment_max`. Derivatives of any order exist; those beyond the first are plain
-    JAX's. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
+    Gradient: as that of :func:`gather_segment_max`. Derivatives of any order exist. ``jax.jvp`` and
+    ``jax.jacfwd`` of this function need its twin of the same name in :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -277,6 +278,85 @@ def _reference_backward(
         attains = gather_rows(data, gather_ids, clips_gather_ids=True) == gather_segments(output, segment_ids)[0]
         wins |= (winners < NO_WINNER) & attains
     return (xla_sum(jnp.where(is_member & wins, cotangents, 0), rows, num_rows).astype(d_winner.dtype),)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivatives beyond the first. Winners are constant almost everywhere, so all of them are linear.
+
+
+def _of_winners(
+    d_data: Array,
+    winner: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    edge_order: Array | None,
+    data_and_output: Sequence[Array],
+) -> Array:
+    """For each cell, what its winner gathers, or the sum of what the edges gather that tie: the gradient transposed.
+
+    It is unrounded. There is an array of edges times features only where edges tie, and are to share.
+    """
+    num_rows, num_segments = d_data.shape[0], winner.shape[0]
+    dtype = accumulation_dtype(d_data.dtype)
+    if 0 in winner.shape or 0 in d_data.shape or 0 in gather_ids.shape:
+        return jnp.zeros(winner.shape, dtype)
+    rows = gather_ids if edge_order is None else put_back(gather_ids, edge_order)
+
+    def function(d_data: Array, winner: Array, rows: Array, *edges: Array) -> tuple[Array]:
+        row = rows.at[winner].get(mode="clip")
+        gathered = jnp.take_along_axis(d_data, jnp.clip(row, 0, num_rows - 1), axis=0, mode="promise_in_bounds")
+        cells = jnp.where((winner >= 0) & (row >= 0) & (row < num_rows), gathered, 0).astype(dtype)
+        if not data_and_output:
+            return (cells,)
+        is_tie = winner < NO_WINNER
+
+        def with_ties() -> Array:
+            gather_ids, segment_ids, data, output = edges
+            of_edges = gather_rows(d_data, gather_ids, clips_gather_ids=False).astype(dtype)
+            attains = gather_rows(data, gather_ids, clips_gather_ids=True) == gather_segments(output, segment_ids)[0]
+            return jnp.where(is_tie, xla_sum(jnp.where(attains, of_edges, 0), segment_ids, num_segments), cells)
+
+        return (jax.lax.cond(is_tie.any(), with_ties, lambda: cells),)
+
+    spec = jax_versions.explicit_spec(jax.typeof(winner))
+    if spec is not None:
+        function = in_automatic_mode(function, jax.typeof(winner), spec)
+    [cells] = function(d_data, winner, rows, *([gather_ids, segment_ids, *data_and_output] if data_and_output else []))
+    return cells
+
+
+def _tangent(
+    with_winner: Callable[[], Op], d_data: Array, operands: Sequence[Array], _: Any, **params: Any
+) -> Sequence[Array]:
+    """Of the extrema alone, which do not tell what won."""
+    params["has_edge_order"] = False
+    return _tangent_with_winner(d_data, operands, with_winner()(*operands, **params), **params)[:1]
+
+
+def _tangent_with_winner(
+    d_data: Array, operands: Sequence[Array], results: Sequence[Array], *, first_wins: bool, **_: Any
+) -> Sequence[Array]:
+    data, gather_ids, segment_ids, *edge_order = operands
+    output, winner = results
+    data_and_output = [] if first_wins else [data, output]
+    order = edge_order[0] if edge_order else None
+    total = _of_winners(d_data, winner, gather_ids, segment_ids, order, data_and_output)
+    return _shares(total, winner).astype(data.dtype), winner
+
+
+def _transpose_backward(
+    _: Any,
+    d_results: Sequence[Array],
+    winner: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *others: Array,
+    has_plan: bool,
+    **__: Any,
+) -> Sequence[Array]:
+    order, data_and_output = (others[0], others[4:]) if has_plan else (None, others)
+    [d_data] = d_results
+    return [_of_winners(d_data, winner, gather_ids, segment_ids, order, data_and_output).astype(d_data.dtype)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -406,6 +486,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         attributes=("indices_are_sorted",),
         replicated_dims=("gathered", "segment"),
         shard_program=functools.partial(_shard_reduce, extremum),
+        tangent=functools.partial(_tangent, lambda: with_winner),
         **of_edges,
     )
     with_winner = Op(
@@ -416,6 +497,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         attributes=("indices_are_sorted", "first_wins", "has_edge_order"),
         replicated_dims=replicated_dims,
         shard_program=functools.partial(_shard_with_winner, extremum),
+        tangent=_tangent_with_winner,
         **of_edges,
     )
     backward = Op(
@@ -431,6 +513,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         replicated_dims=lambda *, has_plan, **_: replicated_dims(has_edge_order=has_plan),
         reduction_dims=("edge",),
         shard_program=functools.partial(_shard_backward, lambda: backward),
+        transpose=_transpose_backward,
         limit=lambda d_winner, winner, gather_ids, *_, num_rows, **__: limit_of_32_bits(gather_ids.shape[0], num_rows),
     )
     of_graphs = op_of_graphs(
@@ -488,6 +571,8 @@ def _rules(reduction: Op, with_winner: Op, backward: Op, backward_of_graphs: Op)
             operands["segment_ids"] = as_gather_ids(operands["segment_ids"], params.num_segments)
         operands["d_winner"] = d_output if params.first_wins else _shares(d_output, residuals["winner"])
         flags = {"has_plan": has_plan, "shares_ties": not params.first_wins}
+        # Which edges win is constant almost everywhere, and the gradient linear in what is left.
+        operands |= {name: jax.lax.stop_gradient(operands[name]) for name in ("data", "output") if name in operands}
         operands = {name: operands[name] for name in _operands_of_backward(**flags)}
         d_data = sum_over_graphs(
             backward, backward_of_graphs, num_joined, operands, shared=_SHARED, num_rows=params.num_rows, **flags

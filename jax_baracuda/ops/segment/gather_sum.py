@@ -367,21 +367,7 @@ def _shard_of_graphs(
     )
 
 
-def _transpose_of_graphs(
-    avals: Sequence[Any], d_outputs: Sequence[Array], *edges: Array, num_graph_dims: int, **params: Any
-) -> Sequence[Array]:
-    """From each graph to the rows."""
-    own_aval = jax.ShapeDtypeStruct(avals[0].shape[num_graph_dims:], avals[0].dtype)
-
-    def transpose(*edges: Array) -> Array:
-        return _transpose([own_aval], d_outputs, *edges, **params)[0]
-
-    return [map_over_batch(transpose, mapped_dims(edges, num_graph_dims), *edges)]
-
-
-GATHER_SEGMENT_SUM_OF_GRAPHS = op_of_graphs(
-    GATHER_SEGMENT_SUM, _join, shard_program=_shard_of_graphs, transpose=_transpose_of_graphs
-)
+GATHER_SEGMENT_SUM_OF_GRAPHS = op_of_graphs(GATHER_SEGMENT_SUM, _join, shard_program=_shard_of_graphs)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

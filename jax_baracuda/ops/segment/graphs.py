@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -23,20 +24,37 @@ def op_of_graphs(op: Op, join: Callable[..., Sequence[Array]], *, shared: Sequen
     """The sum of an op's result over graphs.
 
     Args:
-      op: its operands are cells of a graph, or belong to its edges, or are shared.
+      op: has one result and a `transpose`. Its operands are cells of a graph, or belong to its edges, or are shared.
       join: ``(num_graph_dims, *operands)`` -> the operands of `op`.
       shared: the names of operands that all graphs share. The others have the dimensions of the graphs in front, or
         sizes of 1 there.
       fields: what does not follow from `op`.
     """
 
+    def own_operands(**params: Any) -> NamedDimensions:
+        return op.operands(**params) if callable(op.operands) else op.operands
+
     def operands(*, num_graph_dims: int, **params: Any) -> NamedDimensions:
         graphs = _graph_dims(num_graph_dims)
-        own = op.operands(**params) if callable(op.operands) else op.operands
+        own = own_operands(**params)
         return {name: dims if name in shared else (*graphs, *dims) for name, dims in own.items()}
 
     def run(function: Callable[..., Sequence[Array]], *operands: Array, num_graph_dims: int, **params: Any) -> Any:
         return function(*join(num_graph_dims, *operands), **params)
+
+    def transpose(
+        avals: Sequence[Any], d_results: Sequence[Array], *others: Array, num_graph_dims: int, **params: Any
+    ) -> Sequence[Array]:
+        """From the sum to each graph."""
+        own_avals = [jax.ShapeDtypeStruct(x.shape[num_graph_dims:], x.dtype) for x in avals]
+        names = list(own_operands(**params))[len(avals) :]
+        arrays = _with_graph_dims(dict(zip(names, others, strict=True)), num_graph_dims, shared)
+
+        def transpose_one(*others: Array) -> Sequence[Array]:
+            assert op.transpose is not None
+            return tuple(op.transpose(own_avals, d_results, *others, **params))
+
+        return map_over_batch(transpose_one, mapped_dims(arrays, num_graph_dims), *arrays)
 
     return Op(
         name=f"{op.name}_of_graphs",
@@ -50,6 +68,7 @@ def op_of_graphs(op: Op, join: Callable[..., Sequence[Array]], *, shared: Sequen
         guarantee=op.guarantee,
         replicated_dims=op.replicated_dims,
         reduction_dims=lambda *, num_graph_dims, **_: (*_graph_dims(num_graph_dims), "edge"),
+        transpose=transpose,
         **fields,
     )
 
@@ -76,10 +95,15 @@ def sum_over_graphs(
     if num_graphs * max(x.shape[num_graph_dims] for x in own) <= np.iinfo(np.int32).max:
         return of_graphs(*operands.values(), num_graph_dims=num_graph_dims, **params)[0]
     # Edges and segments of all graphs cannot be numbered: one result for each.
-    front = (1,) * num_graph_dims
-    arrays = [x.reshape(*front, *x.shape) if name in shared else x for name, x in operands.items()]
+    arrays = _with_graph_dims(operands, num_graph_dims, shared)
     results = map_over_batch(lambda *x: op(*x, **params)[0], mapped_dims(arrays, num_graph_dims), *arrays)
     return results.sum(tuple(range(num_graph_dims)))
+
+
+def _with_graph_dims(operands: Mapping[str, Array], num_graph_dims: int, shared: Sequence[str]) -> list[Array]:
+    """The operands, those that all graphs share with sizes of 1 for them."""
+    new_dims = range(num_graph_dims)
+    return [jnp.expand_dims(x, new_dims) if name in shared else x for name, x in operands.items()]
 
 
 def graph_axes(axes: Mapping[str, tuple[str, ...]], num_graph_dims: int) -> tuple[str, ...]:
