@@ -17,8 +17,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_automatic_mode
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.guarantees import EXACT, accumulated
@@ -280,83 +279,32 @@ def _reference_backward(
     return (xla_sum(jnp.where(is_member & wins, cotangents, 0), rows, num_rows).astype(d_winner.dtype),)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Derivatives beyond the first. Winners are constant almost everywhere, so all of them are linear.
-
-
-def _of_winners(
+def _reference_of_winners(
     d_data: Array,
     winner: Array,
     gather_ids: Array,
     segment_ids: Array,
-    edge_order: Array | None,
-    data_and_output: Sequence[Array],
-) -> Array:
-    """For each cell, what its winner gathers, or the sum of what the edges gather that tie: the gradient transposed.
-
-    It is unrounded. There is an array of edges times features only where edges tie, and are to share.
-    """
+    *data_and_output: Array,
+    shares_ties: bool,
+) -> tuple[Array]:
     num_rows, num_segments = d_data.shape[0], winner.shape[0]
-    dtype = accumulation_dtype(d_data.dtype)
     if 0 in winner.shape or 0 in d_data.shape or 0 in gather_ids.shape:
-        return jnp.zeros(winner.shape, dtype)
-    rows = gather_ids if edge_order is None else put_back(gather_ids, edge_order)
+        return (jnp.zeros(winner.shape, d_data.dtype),)
+    row = gather_ids.at[winner].get(mode="clip")
+    gathered = jnp.take_along_axis(d_data, jnp.clip(row, 0, num_rows - 1), axis=0, mode="promise_in_bounds")
+    cells = jnp.where((winner >= 0) & (row >= 0) & (row < num_rows), gathered, 0)
+    if not shares_ties:
+        return (cells,)
+    data, output = data_and_output
+    is_tie = winner < NO_WINNER
 
-    def function(d_data: Array, winner: Array, rows: Array, *edges: Array) -> tuple[Array]:
-        row = rows.at[winner].get(mode="clip")
-        gathered = jnp.take_along_axis(d_data, jnp.clip(row, 0, num_rows - 1), axis=0, mode="promise_in_bounds")
-        cells = jnp.where((winner >= 0) & (row >= 0) & (row < num_rows), gathered, 0).astype(dtype)
-        if not data_and_output:
-            return (cells,)
-        is_tie = winner < NO_WINNER
+    def with_ties() -> Array:
+        of_edges = gather_rows(d_data, gather_ids, clips_gather_ids=False).astype(accumulation_dtype(d_data.dtype))
+        attains = gather_rows(data, gather_ids, clips_gather_ids=True) == gather_segments(output, segment_ids)[0]
+        total = xla_sum(jnp.where(attains, of_edges, 0), segment_ids, num_segments)
+        return jnp.where(is_tie, total.astype(cells.dtype), cells)
 
-        def with_ties() -> Array:
-            gather_ids, segment_ids, data, output = edges
-            of_edges = gather_rows(d_data, gather_ids, clips_gather_ids=False).astype(dtype)
-            attains = gather_rows(data, gather_ids, clips_gather_ids=True) == gather_segments(output, segment_ids)[0]
-            return jnp.where(is_tie, xla_sum(jnp.where(attains, of_edges, 0), segment_ids, num_segments), cells)
-
-        return (jax.lax.cond(is_tie.any(), with_ties, lambda: cells),)
-
-    spec = jax_versions.explicit_spec(jax.typeof(winner))
-    if spec is not None:
-        function = in_automatic_mode(function, jax.typeof(winner), spec)
-    [cells] = function(d_data, winner, rows, *([gather_ids, segment_ids, *data_and_output] if data_and_output else []))
-    return cells
-
-
-def _tangent(
-    with_winner: Callable[[], Op], d_data: Array, operands: Sequence[Array], _: Any, **params: Any
-) -> Sequence[Array]:
-    """Of the extrema alone, which do not tell what won."""
-    params["has_edge_order"] = False
-    return _tangent_with_winner(d_data, operands, with_winner()(*operands, **params), **params)[:1]
-
-
-def _tangent_with_winner(
-    d_data: Array, operands: Sequence[Array], results: Sequence[Array], *, first_wins: bool, **_: Any
-) -> Sequence[Array]:
-    data, gather_ids, segment_ids, *edge_order = operands
-    output, winner = results
-    data_and_output = [] if first_wins else [data, output]
-    order = edge_order[0] if edge_order else None
-    total = _of_winners(d_data, winner, gather_ids, segment_ids, order, data_and_output)
-    return _shares(total, winner).astype(data.dtype), winner
-
-
-def _transpose_backward(
-    _: Any,
-    d_results: Sequence[Array],
-    winner: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    *others: Array,
-    has_plan: bool,
-    **__: Any,
-) -> Sequence[Array]:
-    order, data_and_output = (others[0], others[4:]) if has_plan else (None, others)
-    [d_data] = d_results
-    return [_of_winners(d_data, winner, gather_ids, segment_ids, order, data_and_output).astype(d_data.dtype)]
+    return (jax.lax.cond(is_tie.any(), with_ties, lambda: cells),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -468,8 +416,56 @@ def _join(
     return *arrays, *data_and_output[:1], *map(merged, output)
 
 
+def _operands_of_winners(*, shares_ties: bool) -> NamedDimensions:
+    operands = {"d_data": _ROWS, "winner": _CELLS, "gather_ids": _EDGES, "segment_ids": _EDGES}
+    return operands | {"data": _ROWS, "output": _CELLS} if shares_ties else operands
+
+
 def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
     """The ops ``gather_segment_<name>``, ``..._with_winner``, ``..._backward``, and the last one's sum over graphs."""
+
+    # Winners are constant almost everywhere: the tangent of the extremum, and the transpose of the gradient, are linear
+    # functions of what the winners gather.
+
+    def of_winners(d_data: Array, winner: Array, ids: Sequence[Array], data_and_output: Sequence[Array]) -> Array:
+        """For each cell, what its winner gathers, or the sum over the edges that tie."""
+        constants = [winner, *ids, *map(jax.lax.stop_gradient, data_and_output)]
+        return winners(d_data, *constants, shares_ties=bool(data_and_output))[0]
+
+    def tangent_with_winner(
+        d_data: Array,
+        operands: Sequence[Array],
+        results: Sequence[Array],
+        *,
+        num_segments: int,
+        first_wins: bool,
+        **_: Any,
+    ) -> Sequence[Array]:
+        data, gather_ids, segment_ids, *order = operands
+        output, winner = results
+        ids = _in_own_order([gather_ids, as_gather_ids(segment_ids, num_segments)], *order)
+        total = of_winners(d_data, winner, ids, [] if first_wins else [data, output])
+        return _shares(total, winner), winner
+
+    def tangent(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) -> Sequence[Array]:
+        """Of the extrema alone, which do not tell what won."""
+        params["has_edge_order"] = False
+        return tangent_with_winner(d_data, operands, with_winner(*operands, **params), **params)[:1]
+
+    def transpose_backward(
+        _: Any, d_results: Sequence[Array], winner: Array, *others: Array, has_plan: bool, **__: Any
+    ) -> Sequence[Array]:
+        ids, order, data_and_output = others[:2], others[2:3], others[6:]
+        if not has_plan:
+            order, data_and_output = (), others[2:]
+        return [of_winners(d_results[0], winner, _in_own_order(ids, *order), data_and_output)]
+
+    def transpose_winners(
+        avals: Sequence[Any], d_results: Sequence[Array], *others: Array, shares_ties: bool
+    ) -> Sequence[Array]:
+        flags = {"has_plan": False, "shares_ties": shares_ties}
+        return backward(d_results[0], *others, num_rows=avals[0].shape[0], **flags)
+
     of_edges: dict[str, Any] = {
         "operands": _operands,
         "sizes": lambda *, num_segments, **_: {"segment": num_segments},
@@ -486,7 +482,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         attributes=("indices_are_sorted",),
         replicated_dims=("gathered", "segment"),
         shard_program=functools.partial(_shard_reduce, extremum),
-        tangent=functools.partial(_tangent, lambda: with_winner),
+        tangent=tangent,
         **of_edges,
     )
     with_winner = Op(
@@ -497,7 +493,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         attributes=("indices_are_sorted", "first_wins", "has_edge_order"),
         replicated_dims=replicated_dims,
         shard_program=functools.partial(_shard_with_winner, extremum),
-        tangent=_tangent_with_winner,
+        tangent=tangent_with_winner,
         **of_edges,
     )
     backward = Op(
@@ -513,8 +509,19 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         replicated_dims=lambda *, has_plan, **_: replicated_dims(has_edge_order=has_plan),
         reduction_dims=("edge",),
         shard_program=functools.partial(_shard_backward, lambda: backward),
-        transpose=_transpose_backward,
+        transpose=transpose_backward,
         limit=lambda d_winner, winner, gather_ids, *_, num_rows, **__: limit_of_32_bits(gather_ids.shape[0], num_rows),
+    )
+    winners = Op(
+        name=f"gather_segment_{name}_of_winners",
+        operands=_operands_of_winners,
+        results={"cells": _CELLS},
+        reference=_reference_of_winners,
+        program=_reference_of_winners,  # plain JAX, too, on each device
+        dtypes=FLOATING_DTYPES,
+        guarantee=accumulated,
+        replicated_dims=("gathered", "segment", "edge"),
+        transpose=transpose_winners,
     )
     of_graphs = op_of_graphs(
         backward, _join, shared=_SHARED, shard_program=functools.partial(_shard_backward, lambda: backward)
@@ -565,7 +572,12 @@ def _rules(reduction: Op, with_winner: Op, backward: Op, backward_of_graphs: Op)
         has_plan = "edge_order" in residuals
         operands = dict(residuals)
         if has_plan and num_joined > 0:
-            operands |= _in_own_order(operands, num_joined)  # the orders of several plans make none together
+            names = ("edge_order", "gather_ids", "segment_ids")  # the orders of several plans make none together
+            arrays = [operands[name] for name in names]
+            ids = map_over_batch(
+                lambda order, *ids: _in_own_order(ids, order), mapped_dims(arrays, num_joined), *arrays
+            )
+            operands |= dict(zip(names[1:], ids, strict=True))
             has_plan = False
         if not has_plan:
             operands["segment_ids"] = as_gather_ids(operands["segment_ids"], params.num_segments)
@@ -589,15 +601,9 @@ def _rules(reduction: Op, with_winner: Op, backward: Op, backward_of_graphs: Op)
     )
 
 
-def _in_own_order(edges: Mapping[str, Array], num_graph_dims: int) -> dict[str, Array]:
+def _in_own_order(ids: Sequence[Array], order: Array | None = None) -> Sequence[Array]:
     """The ids of edges that a plan has sorted, in the order that winners are numbered in."""
-    names = ("gather_ids", "segment_ids")
-    arrays = [edges[name] for name in ("edge_order", *names)]
-
-    def put_ids_back(order: Array, *ids: Array) -> tuple[Array, ...]:
-        return tuple(put_back(x, order) for x in ids)
-
-    return dict(zip(names, map_over_batch(put_ids_back, mapped_dims(arrays, num_graph_dims), *arrays), strict=True))
+    return ids if order is None else tuple(put_back(x, order) for x in ids)
 
 
 def _shares(d_output: Array, winner: Array) -> Array:
