@@ -91,6 +91,9 @@ class Op:
 
     Then derivatives are calls of kernels too: the tangent is the op of the tangent.
     """
+    tangent: Callable[..., Sequence[jax.Array]] | None = None
+    """``(tangent of the first operand, operands, results, **params)`` -> the tangents of the results, where no other
+    operand has one and the results tell more than the reference; those of integers are ignored."""
 
     def __post_init__(self) -> None:
         if not any(map(callable, (self.operands, self.results, self.replicated_dims, self.reduction_dims))):

@@ -89,7 +89,8 @@ def jvp(
     """The primal from the kernel, the tangent from the reference: linear in the tangents, so JAX transposes it."""
     results = primitive.bind(*primals, **params)
     nonzero_tangents = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-    num_linear = OpCall(op, primals, params).resolve(op.num_linear)
+    call = OpCall(op, primals, params)
+    num_linear = call.resolve(op.num_linear)
     if op.transpose is not None and all(i < num_linear for i in nonzero_tangents):
         linear = [
             # An integer has no tangent. Itself in its place fits as well as any, since its result has none either.
@@ -97,6 +98,14 @@ def jvp(
             for primal, tangent in zip(primals[:num_linear], tangents[:num_linear], strict=True)
         ]
         result_tangents = primitive.bind(*linear, *primals[num_linear:], **params)
+    elif op.tangent is not None and nonzero_tangents == [0]:
+        arrays = (tangents[0], *primals, *results)
+
+        def tangent(first: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
+            return op.tangent(first, arrays[: len(primals)], arrays[len(primals) :], **call.params)
+
+        with selecting(call.selection):
+            result_tangents = map_over_batch(tangent, mapped_dims(arrays, call.num_batch_dims), *arrays)
     else:
         reference = _reference_of(op, primals, nonzero_tangents, params)
         _, result_tangents = jax.jvp(
