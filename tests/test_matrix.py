@@ -53,12 +53,13 @@ def test_forward_mode_avoids_custom_vjp(op: str) -> None:
     example = examples_of(op)[0]
     operands = example.make_operands(np.random.default_rng(SEED), "float32", "small")
     twin = getattr(forward_mode, op, None)
-    of_twin = dataclasses.replace(example, function=load_all()[op].forward_mode)
-    calls = [x.call("small") for x in (example, of_twin)]
+    example_of_twin = dataclasses.replace(example, function=load_all()[op].forward_mode)
+    calls = [x.call("small") for x in (example, example_of_twin)]
     programs = [str(jax.make_jaxpr(lambda x, call=call: call(**x))(operands)) for call in calls]
     is_bound = bool(example.differentiated("float32")) and op not in LINEAR
-    assert ("custom_vjp_call" in programs[0]) == is_bound
-    assert "custom_vjp_call" not in programs[1]
+    of_function, of_twin = (any(x in p for x in ("custom_vjp_call", "baracuda_batched_vjp")) for p in programs)
+    assert of_function == is_bound
+    assert not of_twin
     if twin is not None:
         assert (twin.__name__, twin.__doc__) == (op, example.function.__doc__)
         assert inspect.signature(twin) == inspect.signature(example.function)

@@ -87,7 +87,7 @@ class KernelVjp:
         leaves = jax_versions.unify_varying(*leaves)
         arrays = jax.tree.unflatten(structure, leaves)
         has_tangents = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves)
-        if getattr(_mode, "forward", False) or not has_tangents:
+        if is_in_forward_mode() or not has_tangents:
             return self._primal(params, **arrays)
         return self._reverse_mode(_Call(params, current_selection()), arrays)
 
@@ -173,10 +173,15 @@ ad.primitive_jvps[_map_together] = _jvp
 mlir.register_lowering(_map_together, lambda ctx, *values, num_results: values[:num_results])
 
 
+def is_in_forward_mode() -> bool:
+    """Whether functions with rules are bound straight to the primitives."""
+    return getattr(_mode, "forward", False)
+
+
 @contextlib.contextmanager
 def without_custom_vjp() -> Iterator[None]:
     """In this context, functions with rules are bound straight to the primitives."""
-    previous = getattr(_mode, "forward", False)
+    previous = is_in_forward_mode()
     _mode.forward = True
     try:
         yield

@@ -64,8 +64,8 @@ class Op:
     """Dimensions of the operands that results lack, so that shards have parts of those results, if they are not among
     those that a call replicates. Or ``(**params)`` -> these."""
     min_shard_sizes: Callable[..., Mapping[str, int]] | None = None
-    """``(sizes of the named dimensions, **params)`` -> the least that a device may have of some: split finer, they stay
-    whole."""
+    """``(sizes of the named dimensions, **params)`` -> the least that a device may have of those along which neighbours
+    exchange something: split finer, or over axes in another order than the mesh's, they stay whole."""
     shard_program: Callable[..., Sequence[jax.Array]] | None = None
     """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is."""
     program: Callable[..., Sequence[jax.Array]] | None = None
@@ -91,6 +91,9 @@ class Op:
 
     Then derivatives are calls of kernels too: the tangent is the op of the tangent.
     """
+    tangent: Callable[..., Sequence[jax.Array]] | None = None
+    """``(tangent of the first operand, operands, results, **params)`` -> the tangents of the results, where no other
+    operand has one and the results tell more than the reference; those of integers are ignored."""
 
     def __post_init__(self) -> None:
         if not any(map(callable, (self.operands, self.results, self.replicated_dims, self.reduction_dims))):

@@ -27,11 +27,12 @@ def abstract_eval(op: Op, *operands: Any, donated: tuple[int, ...] = (), **param
     specs = [jax_versions.explicit_spec(aval) for aval in operands]
     if all(spec is None for spec in specs):
         return [jax_versions.result_aval(operands[0], shape, dtype, None) for shape, dtype in types]
+    like = next(aval for aval, spec in zip(operands, specs, strict=True) if spec is not None)  # has the mesh
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
     shapes = call.named_shapes(results)
     assignment = shapes.assign([*specs, *(None for _ in results)], call.resolve(op.replicated_dims))
     return [
-        jax_versions.result_aval(operands[0], shape, dtype, shapes.spec(names, shape, assignment))
+        jax_versions.result_aval(like, shape, dtype, shapes.spec(names, shape, assignment))
         for (shape, dtype), names in zip(types, shapes.results, strict=True)
     ]
 
@@ -88,7 +89,8 @@ def jvp(
     """The primal from the kernel, the tangent from the reference: linear in the tangents, so JAX transposes it."""
     results = primitive.bind(*primals, **params)
     nonzero_tangents = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-    num_linear = OpCall(op, primals, params).resolve(op.num_linear)
+    call = OpCall(op, primals, params)
+    num_linear = call.resolve(op.num_linear)
     if op.transpose is not None and all(i < num_linear for i in nonzero_tangents):
         linear = [
             # An integer has no tangent. Itself in its place fits as well as any, since its result has none either.
@@ -96,6 +98,14 @@ def jvp(
             for primal, tangent in zip(primals[:num_linear], tangents[:num_linear], strict=True)
         ]
         result_tangents = primitive.bind(*linear, *primals[num_linear:], **params)
+    elif op.tangent is not None and nonzero_tangents == [0]:
+        arrays = (tangents[0], *primals, *results)
+
+        def tangent(first: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
+            return op.tangent(first, arrays[: len(primals)], arrays[len(primals) :], **call.params)
+
+        with selecting(call.selection):
+            result_tangents = map_over_batch(tangent, mapped_dims(arrays, call.num_batch_dims), *arrays)
     else:
         reference = _reference_of(op, primals, nonzero_tangents, params)
         _, result_tangents = jax.jvp(

@@ -113,12 +113,16 @@ def partitioned(
       shapes: the dimensions of the call.
       replicated_dims: dimensions that must not be split.
       reduction_dims: dimensions of the operands that results lack.
-      min_shard_sizes: the least that a shard may have of some dimensions.
+      min_shard_sizes: the least that a shard may have of dimensions along which neighbours exchange something.
     """
 
     def can_be_split(mesh: Any, name: str, axes: MeshAxes) -> bool:
         shard_size, rest = divmod(shapes.sizes[name], _num_shards(mesh, axes))
-        return rest == 0 and shard_size >= min_shard_sizes.get(name, 0)
+        if name in min_shard_sizes:
+            # Shards exchange with their neighbours, and jax.lax.ppermute wants the axes in the order of the mesh.
+            in_mesh_order = tuple(axis for axis in mesh.axis_names if axis in axes)
+            return rest == 0 and shard_size >= min_shard_sizes[name] and axes == in_mesh_order
+        return rest == 0
 
     def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> tuple[Any, ...]:
         arrays = [*arg_shapes, *result_shapes]

@@ -176,13 +176,16 @@ def test_operands_that_are_split_differently(rng: np.random.Generator, length: i
 
 
 @each_layout
-@pytest.mark.parametrize("time_axes", ["examples", ("examples", "channels")])
+@pytest.mark.parametrize("time_axes", ["examples", ("examples", "channels"), ("channels", "examples")])
 @pytest.mark.parametrize("length", [8, 24, 25, 40])
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_time_over_devices(
     rng: np.random.Generator, width: int, length: int, time_axes: str | tuple[str, ...], channels_last: bool
 ) -> None:
-    """Shards of fewer inputs than a filter sees, of as many, and of more; lengths that devices cannot share evenly."""
+    """Shards of fewer inputs than a filter sees, of as many, and of more; lengths that devices cannot share evenly.
+
+    And devices in an order in which neighbours do not follow each other in the mesh.
+    """
     mesh = make_mesh(AxisType.Auto)
     split = NamedSharding(mesh, signal_spec(P(None, None, time_axes), channels_last))
     problem = make_problem(rng, (2, 3, length), width, has_state=width > 1, has_ids=length % 3 == 1)

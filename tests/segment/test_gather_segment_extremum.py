@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -219,6 +221,75 @@ def test_derivatives_of_higher_order(rng: np.random.Generator, kind: str, form: 
         np.testing.assert_array_equal(*both(transform(twin), transform(reference)))
 
 
+SECOND_DERIVATIVES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "forward over reverse": lambda loss: lambda x, v: jax.jvp(jax.grad(loss), (x,), (v,))[1],
+    "reverse over reverse": lambda loss: jax.grad(lambda x, v: (jax.grad(loss)(x) * v).sum()),
+}
+"""``loss -> (data, vector) -> Hessian times vector``"""
+
+
+def sum_of_cubes(call: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Array]:
+    def loss(data: Any) -> jax.Array:
+        output = call(data)
+        return (jnp.where(jnp.isfinite(output), output, 0) ** 3).sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tie_break", ["split", "first"])
+@each_kind
+def test_second_derivatives(rng: np.random.Generator, kind: str, tie_break: str, form: str) -> None:
+    """With ties, NaN, ids out of range and segments without edges: winners and shares are constants."""
+    graph = make_graph(rng, 20, 90, 30, (3,), is_sorted=form == "sorted")
+    data = rng.integers(-2, 3, (20, 3)).astype(np.float32)
+    data[4, 1] = np.nan
+    graph = dataclasses.replace(graph, data=data)
+    call = call_of(kind, graph, form, tie_break=tie_break)
+    jacobian = np.asarray(jax.jacrev(call)(data), np.float64)  # of the first derivative
+    output = np.asarray(call(data), np.float64)
+    output = np.where(np.isfinite(output), output, 0)
+    vector = rng.normal(size=data.shape).astype(np.float32)
+    tangent = np.einsum("sfng,ng->sf", jacobian, vector.astype(np.float64))
+    expected = np.einsum("sfng,sf->ng", jacobian, 6 * output * tangent)
+    assert np.abs(expected).max() > 1
+    for mode, transform in SECOND_DERIVATIVES.items():
+        actual = jax.jit(transform(sum_of_cubes(call)))(data, vector)
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max(), err_msg=mode)
+    twin = functools.partial(getattr(forward_mode, f"gather_segment_{kind}"), tie_break=tie_break)
+    ids = graph.gather_ids, graph.segment_ids, graph.num_segments
+    plan = segment_plan(ids[1], ids[2], ids[0], len(data))
+    bound = functools.partial(twin, plan=plan) if form == "plan" else lambda x: twin(x, *ids)
+    _, actual = jax.jvp(bound, (data,), (vector,))
+    np.testing.assert_allclose(actual, tangent, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["ids", "plan"])
+@pytest.mark.parametrize("mapped", [False, True], ids=["one", "batch"])
+def test_no_array_of_edges_times_features_in_second_derivatives(
+    rng: np.random.Generator, mapped: bool, form: str
+) -> None:
+    """Where the first of equal edges wins."""
+    nodes, edges, segments, features = 100, 50_000, 100, 64
+    batch = (2,) if mapped else ()
+    data, vector = rng.normal(size=(2, nodes, features)).astype(np.float32)
+    ids = rng.integers(0, nodes, (*batch, edges)), rng.integers(0, segments, (*batch, edges))
+
+    def product(data: Any, vector: Any, *ids: Any) -> Any:
+        def of_graph(data: Any, gather_ids: Any, segment_ids: Any) -> jax.Array:
+            plan = segment_plan(segment_ids, segments, gather_ids, nodes) if form == "plan" else None
+            own_ids = () if form == "plan" else (gather_ids, segment_ids, segments)
+            return function_of("max")(data, *own_ids, tie_break="first", plan=plan)
+
+        call = jax.vmap(of_graph, (None, 0, 0)) if mapped else of_graph
+        return [t(sum_of_cubes(lambda x: call(x, *ids)))(data, vector) for t in SECOND_DERIVATIVES.values()]
+
+    program = jax.jit(product).lower(data, vector, *ids).compile()
+    assert program.memory_analysis().temp_size_in_bytes < edges * features * math.prod(
+        batch
+    )  # a quarter of the messages
+
+
 @pytest.mark.parametrize("kind", ["max", "min", "mean"])
 def test_no_array_of_edges_times_features(rng: np.random.Generator, kind: str) -> None:
     nodes, edges, segments, features = 100, 50_000, 100, 256
@@ -280,6 +351,40 @@ def test_sharding(rng: np.random.Generator, kind: str, tie_break: str, split: st
     np.testing.assert_array_equal(output, plain(kind, *arrays, segments))
     one_device = jax.jit(run(lambda *x: function_of(kind)(*x, tie_break=tie_break)))(*arrays, d_output)
     np.testing.assert_array_equal(d_data, one_device[1])
+
+
+@on_two_devices
+@pytest.mark.parametrize("mode", ["automatic", "explicit", "shard_map", "shard_map without check_vma"])
+@pytest.mark.parametrize("tie_break", ["split", "first"])
+def test_second_derivatives_of_split_graphs(rng: np.random.Generator, tie_break: str, mode: str) -> None:
+    """Edges in parts under ``jit``, features under ``shard_map``."""
+    axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2,), ("x",), (axis_type,), devices=jax.devices()[:2])
+    data, vector = rng.integers(-2, 3, (2, 20, 4)).astype(np.float32)
+    ids = rng.integers(0, 20, 64), rng.integers(0, 30, 64)
+
+    def call(data: Any, *ids: Any) -> jax.Array:
+        return jax_baracuda.gather_segment_max(data, *ids, 30, tie_break=tie_break)
+
+    def products(call: Callable[..., jax.Array]) -> Callable[..., Any]:
+        def run(data: Any, vector: Any, *ids: Any) -> Any:
+            return [t(sum_of_cubes(lambda x: call(x, *ids)))(data, vector) for t in SECOND_DERIVATIVES.values()]
+
+        return jax.jit(run)
+
+    specs = [P(None, "x"), P(), P()] if mode.startswith("shard_map") else [P(), P("x"), P("x")]
+    split = call
+    if mode.startswith("shard_map"):
+        options = {"in_specs": tuple(specs), "out_specs": specs[0], "check_vma": mode == "shard_map"}
+        split = jax.shard_map(call, mesh=mesh, **options)
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip((data, vector, *ids), (specs[0], *specs), strict=True)
+        ]
+        actual = products(split)(*placed)
+    for x, y in zip(actual, products(call)(data, vector, *ids), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
 
 
 @on_two_devices

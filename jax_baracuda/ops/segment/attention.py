@@ -67,9 +67,9 @@ def segment_attention(
     and of :func:`gather_segment_sum`. Bit-equal from run to run.
 
     Gradient: of `logits` by the gradients of the softmax and of the weights, which are products of cotangents and
-    gathered rows, and of `data` by the weighted sum over the edges of each row. Derivatives of any order exist.
-    ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
+    gathered rows, and of `data` by the weighted sum over the edges of each row, also under ``jax.vmap`` as in
+    :func:`gather_segment_sum`. Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its
+    twin of the same name in :mod:`jax_baracuda.forward_mode`.
 
     Source: Veličković et al., Graph Attention Networks, https://arxiv.org/abs/1710.10903, equations 3 and 6.
 

@@ -18,12 +18,13 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
-from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.batch import map_over_batch, mapped_dims
+from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode, TieBreak
-from jax_baracuda.ops.segment.cells import gather_segments, xla_sum
+from jax_baracuda.ops.segment.cells import gather_segments, put_back, xla_sum
 from jax_baracuda.ops.segment.definitions import index_of_first_row, limit_of_32_bits, plan_parameters
 from jax_baracuda.ops.segment.edges import (
     GatherParams,
@@ -43,6 +44,14 @@ from jax_baracuda.ops.segment.extrema import (
     reference_extremum,
     reference_winner,
     winners_over_shards,
+)
+from jax_baracuda.ops.segment.graphs import (
+    graph_axes,
+    merged,
+    numbered_through,
+    op_of_graphs,
+    sum_over_graphs,
+    whole_batch,
 )
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
@@ -102,8 +111,10 @@ def gather_segment_max(
 
     Gradient: ``d_data[n] = sum { d_out[segment_ids[e]] * share[e] : gather_ids[e] == n }``, where the share is
     ``1 / number of tied edges`` or 1 for the winner, and exactly 0 for every other edge. A segment that holds a NaN
-    passes no gradient, nor do gather ids that are out of range. Derivatives of any order exist; those beyond the first
-    are plain JAX's. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    passes no gradient, nor do gather ids that are out of range. Where ``jax.vmap`` maps the ids and not `data`, the
+    gradient is one sum over the edges of the whole batch, whose sort plans do not save. Derivatives of any order
+    exist, for which winners and shares are constants; with ties to split, those beyond the first have an array of edges
+    times features. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
     :mod:`jax_baracuda.forward_mode`.
 
     Example:
@@ -172,9 +183,8 @@ def gather_segment_min(
     numbers, not zeros. The gradient adds up in float32 (float64 for float64), in an order that ids and shapes alone
     decide. Bit-equal from run to run.
 
-    Gradient: as that of :func:`gather_segment_max`. Derivatives of any order exist; those beyond the first are plain
-    JAX's. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
+    Gradient: as that of :func:`gather_segment_max`. Derivatives of any order exist. ``jax.jvp`` and
+    ``jax.jacfwd`` of this function need its twin of the same name in :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -191,7 +201,7 @@ def gather_segment_min(
 
 def _reduce(
     name: str,
-    rules: KernelVjp,
+    rules: BatchedVjp,
     data: ArrayLike,
     gather_ids: ArrayLike | None,
     segment_ids: ArrayLike | None,
@@ -269,6 +279,34 @@ def _reference_backward(
     return (xla_sum(jnp.where(is_member & wins, cotangents, 0), rows, num_rows).astype(d_winner.dtype),)
 
 
+def _reference_of_winners(
+    d_data: Array,
+    winner: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *data_and_output: Array,
+    shares_ties: bool,
+) -> tuple[Array]:
+    num_rows, num_segments = d_data.shape[0], winner.shape[0]
+    if 0 in winner.shape or 0 in d_data.shape or 0 in gather_ids.shape:
+        return (jnp.zeros(winner.shape, d_data.dtype),)
+    row = gather_ids.at[winner].get(mode="clip")
+    gathered = jnp.take_along_axis(d_data, jnp.clip(row, 0, num_rows - 1), axis=0, mode="promise_in_bounds")
+    cells = jnp.where((winner >= 0) & (row >= 0) & (row < num_rows), gathered, 0)
+    if not shares_ties:
+        return (cells,)
+    data, output = data_and_output
+    is_tie = winner < NO_WINNER
+
+    def with_ties() -> Array:
+        of_edges = gather_rows(d_data, gather_ids, clips_gather_ids=False).astype(accumulation_dtype(d_data.dtype))
+        attains = gather_rows(data, gather_ids, clips_gather_ids=True) == gather_segments(output, segment_ids)[0]
+        total = xla_sum(jnp.where(attains, of_edges, 0), segment_ids, num_segments)
+        return jnp.where(is_tie, total.astype(cells.dtype), cells)
+
+    return (jax.lax.cond(is_tie.any(), with_ties, lambda: cells),)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Programs of one shard, where the edges of a segment are split over devices.
 
@@ -314,24 +352,30 @@ def _shard_backward(
     gather_ids: Array,
     segment_ids: Array,
     *data_and_output: Array,
+    num_graph_dims: int = 0,
     **params: Any,
 ) -> Sequence[Array]:
     """Adds up the shards' sums, unrounded."""
     edge_axes = _edge_axes(axes)
-    if not edge_axes:
+    all_axes = (*graph_axes(axes, num_graph_dims), *edge_axes)
+    if not all_axes:
         return kernel(d_winner, winner, gather_ids, segment_ids, *data_and_output)
-    num_edges = segment_ids.shape[0]
-    edge = winner - index_of_first_row(segment_ids, edge_axes)
-    local_winner = jnp.where(winner < 0, winner, jnp.where((edge >= 0) & (edge < num_edges), edge, NO_WINNER))
+    if edge_axes:
+        num_edges = segment_ids.shape[-1]
+        edge = winner - index_of_first_row(segment_ids.reshape(-1, num_edges)[0], edge_axes)
+        winner = jnp.where(winner < 0, winner, jnp.where((edge >= 0) & (edge < num_edges), edge, NO_WINNER))
     wide = [x.astype(accumulation_dtype(d_winner.dtype)) for x in (d_winner, *data_and_output)]
-    [local] = op().kernel(wide[0], local_winner, gather_ids, segment_ids, *wide[1:], **params)
-    return (jax.lax.psum(local, edge_axes).astype(d_winner.dtype),)
+    operands = _join(num_graph_dims, wide[0], winner, gather_ids, segment_ids, *wide[1:])
+    [local] = op().kernel(*operands, **params)
+    return (jax.lax.psum(local, all_axes).astype(d_winner.dtype),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
 _ROWS, _EDGES, _CELLS = ("gathered", "..."), ("edge",), ("segment", "...")
+_SHARED = ("data",)
+"""The operands of a gradient that all graphs of a batch share."""
 
 
 def _operands(*, has_edge_order: bool = False, **_: Any) -> NamedDimensions:
@@ -358,8 +402,70 @@ def _plan_parameters_of_backward(
     return {**parameters, "gathered_rows": d_winner.shape[0]}
 
 
-def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op]:
-    """The ops ``gather_segment_<name>``, ``..._with_winner`` and ``..._backward``."""
+def _join(
+    num_graph_dims: int, d_winner: Array, winner: Array, gather_ids: Array, segment_ids: Array, *data_and_output: Array
+) -> Sequence[Array]:
+    """The operands of a gradient without a plan, of all graphs as one."""
+    if num_graph_dims == 0:
+        return d_winner, winner, gather_ids, segment_ids, *data_and_output
+    of_graphs = [d_winner, winner, gather_ids, segment_ids, *data_and_output[1:]]
+    d_winner, winner, gather_ids, segment_ids, *output = whole_batch(num_graph_dims, of_graphs)
+    winner = jnp.where(winner < 0, winner, numbered_through(winner, segment_ids.shape[1]))
+    segment_ids = numbered_through(segment_ids, winner.shape[1])
+    arrays = map(merged, (d_winner, winner, gather_ids, segment_ids))
+    return *arrays, *data_and_output[:1], *map(merged, output)
+
+
+def _operands_of_winners(*, shares_ties: bool) -> NamedDimensions:
+    operands = {"d_data": _ROWS, "winner": _CELLS, "gather_ids": _EDGES, "segment_ids": _EDGES}
+    return operands | {"data": _ROWS, "output": _CELLS} if shares_ties else operands
+
+
+def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
+    """The ops ``gather_segment_<name>``, ``..._with_winner``, ``..._backward``, and the last one's sum over graphs."""
+
+    # Winners are constant almost everywhere: the tangent of the extremum, and the transpose of the gradient, are linear
+    # functions of what the winners gather.
+
+    def of_winners(d_data: Array, winner: Array, ids: Sequence[Array], data_and_output: Sequence[Array]) -> Array:
+        """For each cell, what its winner gathers, or the sum over the edges that tie."""
+        constants = [winner, *ids, *map(jax.lax.stop_gradient, data_and_output)]
+        return winners(d_data, *constants, shares_ties=bool(data_and_output))[0]
+
+    def tangent_with_winner(
+        d_data: Array,
+        operands: Sequence[Array],
+        results: Sequence[Array],
+        *,
+        num_segments: int,
+        first_wins: bool,
+        **_: Any,
+    ) -> Sequence[Array]:
+        data, gather_ids, segment_ids, *order = operands
+        output, winner = results
+        ids = _in_own_order([gather_ids, as_gather_ids(segment_ids, num_segments)], *order)
+        total = of_winners(d_data, winner, ids, [] if first_wins else [data, output])
+        return _shares(total, winner), winner
+
+    def tangent(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) -> Sequence[Array]:
+        """Of the extrema alone, which do not tell what won."""
+        params["has_edge_order"] = False
+        return tangent_with_winner(d_data, operands, with_winner(*operands, **params), **params)[:1]
+
+    def transpose_backward(
+        _: Any, d_results: Sequence[Array], winner: Array, *others: Array, has_plan: bool, **__: Any
+    ) -> Sequence[Array]:
+        ids, order, data_and_output = others[:2], others[2:3], others[6:]
+        if not has_plan:
+            order, data_and_output = (), others[2:]
+        return [of_winners(d_results[0], winner, _in_own_order(ids, *order), data_and_output)]
+
+    def transpose_winners(
+        avals: Sequence[Any], d_results: Sequence[Array], *others: Array, shares_ties: bool
+    ) -> Sequence[Array]:
+        flags = {"has_plan": False, "shares_ties": shares_ties}
+        return backward(d_results[0], *others, num_rows=avals[0].shape[0], **flags)
+
     of_edges: dict[str, Any] = {
         "operands": _operands,
         "sizes": lambda *, num_segments, **_: {"segment": num_segments},
@@ -376,6 +482,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op]:
         attributes=("indices_are_sorted",),
         replicated_dims=("gathered", "segment"),
         shard_program=functools.partial(_shard_reduce, extremum),
+        tangent=tangent,
         **of_edges,
     )
     with_winner = Op(
@@ -386,6 +493,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op]:
         attributes=("indices_are_sorted", "first_wins", "has_edge_order"),
         replicated_dims=replicated_dims,
         shard_program=functools.partial(_shard_with_winner, extremum),
+        tangent=tangent_with_winner,
         **of_edges,
     )
     backward = Op(
@@ -401,13 +509,29 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op]:
         replicated_dims=lambda *, has_plan, **_: replicated_dims(has_edge_order=has_plan),
         reduction_dims=("edge",),
         shard_program=functools.partial(_shard_backward, lambda: backward),
+        transpose=transpose_backward,
         limit=lambda d_winner, winner, gather_ids, *_, num_rows, **__: limit_of_32_bits(gather_ids.shape[0], num_rows),
     )
-    return reduction, with_winner, backward
+    winners = Op(
+        name=f"gather_segment_{name}_of_winners",
+        operands=_operands_of_winners,
+        results={"cells": _CELLS},
+        reference=_reference_of_winners,
+        program=_reference_of_winners,  # plain JAX, too, on each device
+        dtypes=FLOATING_DTYPES,
+        guarantee=accumulated,
+        replicated_dims=("gathered", "segment", "edge"),
+        transpose=transpose_winners,
+    )
+    of_graphs = op_of_graphs(
+        backward, _join, shared=_SHARED, shard_program=functools.partial(_shard_backward, lambda: backward)
+    )
+    return reduction, with_winner, backward, of_graphs
 
 
-GATHER_SEGMENT_MAX, GATHER_SEGMENT_MAX_WITH_WINNER, GATHER_SEGMENT_MAX_BACKWARD = _ops("max", MAXIMUM)
-GATHER_SEGMENT_MIN, GATHER_SEGMENT_MIN_WITH_WINNER, GATHER_SEGMENT_MIN_BACKWARD = _ops("min", MINIMUM)
+_OPS_OF_MAX, _OPS_OF_MIN = _ops("max", MAXIMUM), _ops("min", MINIMUM)
+GATHER_SEGMENT_MAX, GATHER_SEGMENT_MAX_WITH_WINNER = _OPS_OF_MAX[:2]
+GATHER_SEGMENT_MIN, GATHER_SEGMENT_MIN_WITH_WINNER = _OPS_OF_MIN[:2]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -419,7 +543,7 @@ class ExtremumParams(GatherParams):
     first_wins: bool
 
 
-def _rules(reduction: Op, with_winner: Op, backward: Op) -> KernelVjp:
+def _rules(reduction: Op, with_winner: Op, backward: Op, backward_of_graphs: Op) -> BatchedVjp:
     def primal(params: ExtremumParams, *, data: Array, gather_ids: Array, segment_ids: Array, **_: Array) -> Array:
         return reduction(
             data,
@@ -440,24 +564,46 @@ def _rules(reduction: Op, with_winner: Op, backward: Op) -> KernelVjp:
             first_wins=params.first_wins,
             has_edge_order=bool(order),
         )
-        residuals = {**arrays, "winner": winner, "output": output}
-        if params.first_wins:
-            del residuals["data"], residuals["output"]
-        return output, residuals
+        return output, {"winner": winner} if params.first_wins else {"winner": winner, "output": output}
 
-    def gradient(params: ExtremumParams, residuals: dict[str, Array], d_output: Array) -> dict[str, Array]:
+    def gradient(
+        params: ExtremumParams, num_joined: int, residuals: Mapping[str, Array], d_output: Array
+    ) -> dict[str, Array]:
         has_plan = "edge_order" in residuals
+        operands = dict(residuals)
+        if has_plan and num_joined > 0:
+            names = ("edge_order", "gather_ids", "segment_ids")  # the orders of several plans make none together
+            arrays = [operands[name] for name in names]
+            ids = map_over_batch(
+                lambda order, *ids: _in_own_order(ids, order), mapped_dims(arrays, num_joined), *arrays
+            )
+            operands |= dict(zip(names[1:], ids, strict=True))
+            has_plan = False
         if not has_plan:
-            segment_ids = as_gather_ids(residuals["segment_ids"], params.num_segments)
-            residuals = {**residuals, "segment_ids": segment_ids}
+            operands["segment_ids"] = as_gather_ids(operands["segment_ids"], params.num_segments)
+        operands["d_winner"] = d_output if params.first_wins else _shares(d_output, residuals["winner"])
         flags = {"has_plan": has_plan, "shares_ties": not params.first_wins}
-        d_winner = d_output if params.first_wins else _shares(d_output, residuals["winner"])
-        operands = {**residuals, "d_winner": d_winner}
-        names = _operands_of_backward(**flags)
-        [d_data] = backward(*(operands[name] for name in names), num_rows=params.num_rows, **flags)
+        # Which edges win is constant almost everywhere, and the gradient linear in what is left.
+        operands |= {name: jax.lax.stop_gradient(operands[name]) for name in ("data", "output") if name in operands}
+        operands = {name: operands[name] for name in _operands_of_backward(**flags)}
+        d_data = sum_over_graphs(
+            backward, backward_of_graphs, num_joined, operands, shared=_SHARED, num_rows=params.num_rows, **flags
+        )
         return {"data": d_data}
 
-    return KernelVjp(reduction.name, primal, forward, gradient)
+    return BatchedVjp(
+        reduction.name,
+        primal,
+        forward,
+        gradient,
+        shared="data",
+        keeps_shared=lambda params, _: not params.first_wins,
+    )
+
+
+def _in_own_order(ids: Sequence[Array], order: Array | None = None) -> Sequence[Array]:
+    """The ids of edges that a plan has sorted, in the order that winners are numbered in."""
+    return ids if order is None else tuple(put_back(x, order) for x in ids)
 
 
 def _shares(d_output: Array, winner: Array) -> Array:
@@ -466,5 +612,4 @@ def _shares(d_output: Array, winner: Array) -> Array:
     return (wide / jnp.where(winner < NO_WINNER, -winner, 1).astype(wide.dtype)).astype(d_output.dtype)
 
 
-_gather_segment_max = _rules(GATHER_SEGMENT_MAX, GATHER_SEGMENT_MAX_WITH_WINNER, GATHER_SEGMENT_MAX_BACKWARD)
-_gather_segment_min = _rules(GATHER_SEGMENT_MIN, GATHER_SEGMENT_MIN_WITH_WINNER, GATHER_SEGMENT_MIN_BACKWARD)
+_gather_segment_max, _gather_segment_min = _rules(*_OPS_OF_MAX), _rules(*_OPS_OF_MIN)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import accumulation_dtype
-from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.batch import map_over_batch, mapped_dims
+from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode
 from jax_baracuda.ops.segment.edges import GatherParams
-from jax_baracuda.ops.segment.gather_sum import gradient_of_sum, reduce_edges, residuals_of_sum, sum_gathered
+from jax_baracuda.ops.segment.gather_sum import gradient_of_sum, keeps_data, reduce_edges, sum_gathered
 from jax_baracuda.ops.segment.mean import divided_by_counts
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import count_rows
@@ -68,9 +71,10 @@ def gather_segment_mean(
     decide, the sum is divided there by the exact number of edges, and rounded once to the dtype. Bit-equal from run to
     run.
 
-    Gradient: that of :func:`gather_segment_sum` for the cotangent divided by the number of edges, which is rounded to
-    the dtype. No gradient of data goes through gather ids that are out of range. Derivatives of any order exist.
-    ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in :mod:`jax_baracuda.forward_mode`.
+    Gradient: that of :func:`gather_segment_sum`, also under ``jax.vmap``, for the cotangent divided by the number of
+    edges, which is rounded to the dtype. No gradient of data goes through gather ids that are out of range. Derivatives
+    of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -100,13 +104,21 @@ def _primal(params: GatherParams, *, data: Array, segment_ids: Array, **others: 
 
 
 def _forward(params: GatherParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
-    return _primal(params, **arrays), residuals_of_sum(arrays)
+    return _primal(params, **arrays), {}
 
 
-def _backward(params: GatherParams, residuals: dict[str, Array], d_output: Array) -> dict[str, Array]:
-    wide = d_output.astype(accumulation_dtype(d_output.dtype))
-    d_sum = _over_counts(wide, residuals["segment_ids"], params).astype(d_output.dtype)
-    return gradient_of_sum(params, residuals, d_sum)
+def _backward(
+    params: GatherParams, num_joined: int, residuals: Mapping[str, Array], d_output: Array
+) -> dict[str, Array]:
+    def gradient_of_division(d_output: Array, segment_ids: Array) -> Array:
+        wide = d_output.astype(accumulation_dtype(d_output.dtype))
+        return _over_counts(wide, segment_ids, params).astype(d_output.dtype)
+
+    arrays = d_output, residuals["segment_ids"]
+    d_sum = map_over_batch(gradient_of_division, mapped_dims(arrays, num_joined), *arrays)
+    return gradient_of_sum(params, num_joined, residuals, d_sum)
 
 
-_gather_segment_mean = KernelVjp("gather_segment_mean", _primal, _forward, _backward)
+_gather_segment_mean = BatchedVjp(
+    "gather_segment_mean", _primal, _forward, _backward, shared="data", keeps_shared=keeps_data
+)

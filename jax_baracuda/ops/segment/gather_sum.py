@@ -13,7 +13,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
-from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.batch import map_over_batch, mapped_dims
+from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -29,6 +30,14 @@ from jax_baracuda.ops.segment.edges import (
     gather_rows,
     limit_of_edges,
     replicated_dims,
+)
+from jax_baracuda.ops.segment.graphs import (
+    graph_axes,
+    merged,
+    numbered_through,
+    op_of_graphs,
+    sum_over_graphs,
+    whole_batch,
 )
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
@@ -85,9 +94,10 @@ def gather_segment_sum(
 
     Gradient: ``d_data[n] = sum { weights[e] * d_out[segment_ids[e]] : gather_ids[e] == n }``, which is the same kernel
     over the edges of each row, and ``d_weights[e] = sum(data[gather_ids[e]] * d_out[segment_ids[e]])`` over the
-    features that a weight scales. No gradient of data goes through gather ids that are out of range. Derivatives of any
-    order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
+    features that a weight scales. No gradient of data goes through gather ids that are out of range. Where ``jax.vmap``
+    maps ids or weights and not `data`, the gradient of `data` is one sum over the edges of the whole batch, whose sort
+    plans do not save. Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of
+    the same name in :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -104,7 +114,7 @@ def gather_segment_sum(
 
 def reduce_edges(
     name: str,
-    rules: KernelVjp,
+    rules: BatchedVjp,
     data: ArrayLike,
     gather_ids: ArrayLike | None,
     segment_ids: ArrayLike | None,
@@ -130,7 +140,7 @@ def reduce_edges(
     return reduce_weighted(rules, params, data, weights, edges)
 
 
-def reduce_weighted(rules: KernelVjp, params: GatherParams, data: Array, weights: Array, edges: Edges) -> Array:
+def reduce_weighted(rules: BatchedVjp, params: GatherParams, data: Array, weights: Array, edges: Edges) -> Array:
     """Applies a reduction to the rows that edges gather, each times its weights ``[E, *dims]``."""
     num_edges, heads = weights.shape[0], math.prod(weights.shape[1:])
     features = math.prod(data.shape[weights.ndim :])
@@ -328,6 +338,39 @@ GATHER_SEGMENT_DOT = Op(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The sum over the graphs of a batch, which is the gradient of the rows that they share.
+
+
+def _join(
+    num_graph_dims: int, data: Array, gather_ids: Array, segment_ids: Array, *weights_and_order: Array
+) -> Sequence[Array]:
+    arrays = whole_batch(num_graph_dims, [data, gather_ids, segment_ids, *weights_and_order])
+    cells, gathered, segments, *others = arrays
+    num_edges = segments.shape[1]
+    if len(others) == 2:
+        others[1] = numbered_through(jnp.clip(others[1], 0, max(num_edges - 1, 0)), num_edges)
+    return [merged(x) for x in (cells, numbered_through(gathered, cells.shape[1]), segments, *others)]
+
+
+def _shard_of_graphs(
+    kernel: Callable[..., Sequence[Array]],
+    axes: Mapping[str, tuple[str, ...]],
+    *operands: Array,
+    num_graph_dims: int,
+    **params: Any,
+) -> Sequence[Array]:
+    split = {"edge": (*graph_axes(axes, num_graph_dims), *axes.get("edge", ()))}
+    if not split["edge"]:
+        return kernel(*operands)
+    return _sum_of_shards(
+        lambda: GATHER_SEGMENT_SUM, "edge", kernel, split, *_join(num_graph_dims, *operands), **params
+    )
+
+
+GATHER_SEGMENT_SUM_OF_GRAPHS = op_of_graphs(GATHER_SEGMENT_SUM, _join, shard_program=_shard_of_graphs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Derivative rule.
 
 
@@ -362,27 +405,29 @@ def sum_edges(
     weights: Array | None = None,
     edge_order: Array | None = None,
     *,
+    num_graph_dims: int = 0,
     clips_gather_ids: bool = True,
     is_wide: bool = False,
     **params: Any,
 ) -> Array:
-    """Calls the kernel with the operands that there are."""
+    """Calls the kernel with the operands that there are, for one graph or for all that these dimensions number."""
     edge_order = None if weights is None else edge_order  # edges differ by their weights alone
-    optional = [x for x in (weights, edge_order) if x is not None]
+    operands = {"data": data, "gather_ids": gather_ids, "segment_ids": segment_ids}
+    operands |= {name: x for name, x in (("weights", weights), ("edge_order", edge_order)) if x is not None}
     flags = {"has_weights": weights is not None, "has_edge_order": edge_order is not None}
     flags |= {"clips_gather_ids": clips_gather_ids, "is_wide": is_wide}
-    return GATHER_SEGMENT_SUM(data, gather_ids, segment_ids, *optional, **params, **flags)[0]
-
-
-def residuals_of_sum(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    return {name: array for name, array in arrays.items() if name != "data" or "weights" in arrays}
+    ops = GATHER_SEGMENT_SUM, GATHER_SEGMENT_SUM_OF_GRAPHS
+    return sum_over_graphs(*ops, num_graph_dims, operands, **params, **flags)
 
 
 def _forward(params: GatherParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
-    return sum_gathered(params, **arrays), residuals_of_sum(arrays)
+    return sum_gathered(params, **arrays), {}
 
 
-def gradient_of_sum(params: GatherParams, residuals: dict[str, Array], d_output: Array) -> dict[str, Array]:
+def gradient_of_sum(
+    params: GatherParams, num_joined: int, residuals: Mapping[str, Array], d_output: Array
+) -> dict[str, Array]:
+    """The cotangents of weighted sums; for `num_joined`, see :class:`BatchedVjp`."""
     edges = dict(residuals)
     data, weights, edge_order = (edges.pop(name, None) for name in ("data", "weights", "edge_order"))
     gather_ids, segment_ids = edges.pop("gather_ids"), edges.pop("segment_ids")
@@ -396,17 +441,29 @@ def gradient_of_sum(params: GatherParams, residuals: dict[str, Array], d_output:
         *transposed,
         weights,
         edges.get("transposed_order"),
+        num_graph_dims=num_joined,
         num_segments=params.num_rows,
-        indices_are_sorted=has_plan,
+        indices_are_sorted=has_plan and num_joined == 0,  # the orders of several plans make none together
         clips_gather_ids=False,
     )
     if weights is None:
         return {"data": d_data}
     orders = () if edge_order is None else (edge_order,)
-    [d_weights] = GATHER_SEGMENT_DOT(
-        d_output, data, gather_ids, segment_ids, *orders, is_wide=False, has_edge_order=bool(orders)
-    )
-    return {"data": d_data, "weights": d_weights}
+
+    def gradient_of_weights(*arrays: Array) -> Array:
+        d_output, *edges = arrays
+        flags = {"is_wide": False, "has_edge_order": bool(orders)}
+        return GATHER_SEGMENT_DOT(d_output, data, *edges, **flags)[0]
+
+    arrays = d_output, gather_ids, segment_ids, *orders
+    return {"data": d_data, "weights": map_over_batch(gradient_of_weights, mapped_dims(arrays, num_joined), *arrays)}
 
 
-gathered_sum = KernelVjp("gather_segment_sum", sum_gathered, _forward, gradient_of_sum)
+def keeps_data(params: GatherParams, names: Sequence[str]) -> bool:
+    """Whether the gradient needs the rows: that of weights does."""
+    return "weights" in names
+
+
+gathered_sum = BatchedVjp(
+    "gather_segment_sum", sum_gathered, _forward, gradient_of_sum, shared="data", keeps_shared=keeps_data
+)

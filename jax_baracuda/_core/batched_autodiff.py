@@ -1,0 +1,205 @@
+"""Derivative rules that see the batch of ``vmap``.
+
+``jax.custom_vjp`` hides it from its rules: an array that the whole batch shares gets a cotangent for each element, and
+JAX adds them up. Here ``vmap`` becomes dimensions of the arrays before the rules are bound, as it does for an op.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from jax_baracuda._core import jax_versions
+from jax_baracuda._core.autodiff import KernelVjp, is_in_forward_mode
+from jax_baracuda._core.batch import map_over_batch, mapped_dims
+from jax_baracuda._core.selection import Selection, current_selection, selecting
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """The static arguments of a call, and the names of the arrays that each batch dimension maps."""
+
+    params: Hashable
+    mapped_names: tuple[frozenset[str], ...] = ()
+
+    def maps(self, names: Sequence[str]) -> list[list[bool]]:
+        return [[name in mapped for name in names] for mapped in self.mapped_names]
+
+
+class BatchedVjp:
+    """As :class:`KernelVjp`, but one array has a single gradient where the batch shares it.
+
+    Called as ``f(params, **arrays)`` with hashable static `params`; the result is one array.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        primal: Callable[..., Array],
+        forward: Callable[..., tuple[Array, Mapping[str, Array]]],
+        backward: Callable[..., Mapping[str, Array]],
+        *,
+        shared: str,
+        keeps_shared: Callable[[Any, Sequence[str]], bool],
+    ):
+        """
+        Args:
+          name: what JAX's errors call the function.
+          primal: ``(params, **arrays) -> result``
+          forward: ``(params, **arrays) -> (result, residuals)``, the residuals that are not arrays of the call.
+          backward: ``(params, num_joined, residuals, cotangent) -> {name: cotangent}``. The first `num_joined`
+            dimensions of the cotangent are those that ``vmap`` has added and that `shared` does not have. Residuals and
+            cotangents other than `shared` have them too; in residuals, a dimension that does not map them has size 1.
+          shared: the name of that array.
+          keeps_shared: ``(params, names of the arrays) -> bool``: whether it is a residual. All other arrays are.
+        """
+        self.name = name
+        self._primal = primal
+        self._forward = forward
+        self._backward = backward
+        self._shared = shared
+        self._keeps_shared = keeps_shared
+        self.rules = KernelVjp(name, self.batched_primal, self._batched_forward, self._batched_backward)
+
+    def __repr__(self) -> str:  # part of every printed jaxpr
+        return f"BatchedVjp({self.name})"
+
+    def __call__(self, params: Hashable, **arrays: Array) -> Array:
+        if is_in_forward_mode() or not any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
+            return self.rules(_Batch(params), **arrays)
+        call = _Call(self, tuple(arrays), params, current_selection())
+        return call.bind(*jax_versions.unify_varying(*arrays.values()))[0]
+
+    def batched_primal(self, batch: _Batch, **arrays: Array) -> Array:
+        names = tuple(arrays)
+
+        def primal(*arrays: Array) -> Array:
+            return self._primal(batch.params, **dict(zip(names, arrays, strict=True)))
+
+        return map_over_batch(primal, batch.maps(names), *arrays.values())
+
+    def _batched_forward(self, batch: _Batch, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+        names = tuple(arrays)
+
+        def forward(*arrays: Array) -> tuple[Array, Mapping[str, Array]]:
+            return self._forward(batch.params, **dict(zip(names, arrays, strict=True)))
+
+        result, residuals = map_over_batch(forward, batch.maps(names), *arrays.values())
+        if not self._keeps_shared(batch.params, names):
+            arrays.pop(self._shared)
+        return result, {**arrays, **residuals}
+
+    def _batched_backward(self, batch: _Batch, residuals: Mapping[str, Array], cotangent: Array) -> dict[str, Array]:
+        num_batch_dims = len(batch.mapped_names)
+        joined = [i for i, names in enumerate(batch.mapped_names) if self._shared not in names]
+        mapped = [i for i in range(num_batch_dims) if i not in joined]
+        names = tuple(residuals)
+
+        def backward(cotangent: Array, *arrays: Array) -> Mapping[str, Array]:
+            residuals = dict(zip(names, arrays, strict=True))
+            if self._shared in residuals:
+                residuals[self._shared] = jax.lax.squeeze(residuals[self._shared], range(len(joined)))
+            return self._backward(batch.params, len(joined), residuals, cotangent)
+
+        arrays = [_moved(x, [*mapped, *joined]) for x in (cotangent, *residuals.values())]
+        cotangents = map_over_batch(backward, mapped_dims(arrays, len(mapped)), *arrays)
+        results = {}
+        for name, array in cotangents.items():
+            if name == self._shared:
+                results[name] = jnp.expand_dims(array, joined)
+            else:
+                unmapped = [i for i, mapped_names in enumerate(batch.mapped_names) if name not in mapped_names]
+                array = _moved(array, [[*mapped, *joined].index(i) for i in range(num_batch_dims)])
+                results[name] = array.sum(unmapped, keepdims=True) if unmapped else array
+        return results
+
+
+def _moved(array: Array, batch_dims: Sequence[int]) -> Array:
+    """The array with its batch dimensions in this order."""
+    if list(batch_dims) == sorted(batch_dims):
+        return array
+    return jnp.transpose(array, (*batch_dims, *range(len(batch_dims), array.ndim)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The primitive: what runs is its jaxpr; its batching rule adds a dimension, and its tangent comes from the rules.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    vjp: BatchedVjp
+    names: tuple[str, ...]
+    params: Hashable
+    selection: Selection
+    num_batch_dims: int = 0
+
+    def bind(self, *arrays: Array) -> list[Array]:
+        jaxpr = jax.make_jaxpr(self.primal)(*map(jax.typeof, arrays))
+        return _call_p.bind(*arrays, call=self, jaxpr=jaxpr)
+
+    def primal(self, *arrays: Array) -> Array:
+        with selecting(self.selection):
+            return self.vjp.batched_primal(self._batch(arrays), **dict(zip(self.names, arrays, strict=True)))
+
+    def differentiable(self, *arrays: Array) -> Array:
+        with selecting(self.selection):
+            return self.vjp.rules(self._batch(arrays), **dict(zip(self.names, arrays, strict=True)))
+
+    def _batch(self, arrays: Sequence[Array]) -> _Batch:
+        names = (
+            frozenset(name for name, is_mapped in zip(self.names, of_dim, strict=True) if is_mapped)
+            for of_dim in mapped_dims(arrays, self.num_batch_dims)
+        )
+        return _Batch(self.params, tuple(names))
+
+
+_call_p = Primitive("baracuda_batched_vjp")
+_call_p.multiple_results = True
+
+
+@_call_p.def_impl
+def _impl(*arrays: Array, call: _Call, jaxpr: Any) -> list[Array]:
+    return [call.primal(*arrays)]
+
+
+@_call_p.def_abstract_eval
+def _abstract_eval(*_: Any, call: _Call, jaxpr: Any) -> list[Any]:
+    return jaxpr.out_avals
+
+
+def _batch_call(
+    arrays: Sequence[Array], axes: Sequence[int | None], *, call: _Call, jaxpr: Any
+) -> tuple[list[Array], list[int]]:
+    arrays = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True)]
+    return dataclasses.replace(call, num_batch_dims=call.num_batch_dims + 1).bind(*arrays), [0]
+
+
+def _jvp_of_call(
+    primals: Sequence[Array], tangents: Sequence[Any], *, call: _Call, jaxpr: Any
+) -> tuple[list[Array], list[Array]]:
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def function(*moving_arrays: Array) -> Array:
+        arrays = list(primals)
+        for i, x in zip(moving, moving_arrays, strict=True):
+            arrays[i] = x
+        return call.differentiable(*arrays)
+
+    result, tangent = jax.jvp(function, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return [result], [tangent]
+
+
+def _lower_call(ctx: mlir.LoweringRuleContext, *arrays: Any, call: _Call, jaxpr: Any) -> Any:
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *arrays)
+
+
+batching.primitive_batchers[_call_p] = _batch_call
+ad.primitive_jvps[_call_p] = _jvp_of_call
+mlir.register_lowering(_call_p, _lower_call)

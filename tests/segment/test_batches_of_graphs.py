@@ -1,0 +1,403 @@
+"""Graphs that gather from the same rows, under ``vmap``: one gradient of the rows, and what must hold besides."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support import cases
+
+from jax_baracuda import (
+    SegmentPlan,
+    forward_mode,
+    gather_segment_max,
+    gather_segment_mean,
+    gather_segment_min,
+    gather_segment_sum,
+    segment_attention,
+    segment_plan,
+)
+
+NODES, EDGES, SEGMENTS, BATCH = 40, 60, 30, 3
+
+Function = Callable[..., jax.Array]
+
+
+def of_sums(function: Function, **options: Any) -> Function:
+    return lambda data, weights, *ids, **edges: function(data, *ids, **edges, **options, weights=weights)
+
+
+def of_rows(function: Function, **options: Any) -> Function:
+    return lambda data, weights, *ids, **edges: function(data, *ids, **edges, **options)
+
+
+FUNCTIONS: dict[str, Function] = {
+    "sum": of_rows(gather_segment_sum),
+    "weighted sum": of_sums(gather_segment_sum),
+    "mean": of_rows(gather_segment_mean),
+    "weighted mean": of_sums(gather_segment_mean),
+    "max": of_rows(gather_segment_max),
+    "first max": of_rows(gather_segment_max, tie_break="first"),
+    "min": of_rows(gather_segment_min),
+    "attention": lambda data, weights, *ids, **edges: segment_attention(weights, data, *ids, **edges),
+}
+"""``(data, weights, gather_ids, segment_ids, num_segments)``"""
+each_function = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+def plain(name: str, data: Any, weights: Any, gather_ids: Any, segment_ids: Any, num_segments: int) -> jax.Array:
+    """Ids of any dtype must be in range here, or negative to be dropped."""
+    rows, kind = jnp.asarray(data)[gather_ids], name.split()[-1]
+    if kind in ("max", "min"):
+        return getattr(jax.ops, f"segment_{kind}")(rows, segment_ids, num_segments)
+    if kind == "attention":
+        exponentials = jnp.exp(weights)
+        denominators = jax.ops.segment_sum(exponentials, segment_ids, num_segments)
+        weights = exponentials / jnp.where(segment_ids < 0, 1, denominators[segment_ids])
+    if name not in ("sum", "mean"):
+        rows = rows * weights[:, None]
+    total = jax.ops.segment_sum(rows, segment_ids, num_segments)
+    if kind != "mean":
+        return total
+    count = jax.ops.segment_sum(jnp.ones(len(segment_ids)), segment_ids, num_segments)
+    return total / jnp.maximum(count, 1)[:, None]
+
+
+def make_arrays(rng: np.random.Generator, *batch: int, nodes: int = NODES) -> tuple[np.ndarray, ...]:
+    """Data without ties, weights and ids: sums, quotients by up to 5 and products of these are exact."""
+    data = 60 * rng.permutation(nodes * 6).reshape(nodes, 6).astype(np.float32)
+    weights = rng.integers(-2, 3, (*batch, EDGES)).astype(np.float32)
+    gather_ids = rng.integers(0, nodes, (*batch, EDGES)).astype(np.int32)
+    segment_ids = np.stack([np.repeat(np.arange(-2, SEGMENTS - 2), 2)] * int(np.prod(batch))).reshape(*batch, EDGES)
+    order = rng.permuted(np.arange(EDGES)[None].repeat(int(np.prod(batch)), 0), axis=1).reshape(*batch, EDGES)
+    return data, weights, gather_ids, np.take_along_axis(segment_ids, order, -1).astype(np.int32)
+
+
+def value_and_gradients(function: Function, num_segments: int = SEGMENTS) -> Function:
+    """Of data and weights, for the cotangent given last."""
+
+    def run(data: Any, weights: Any, gather_ids: Any, segment_ids: Any, d_output: Any) -> Any:
+        output, vjp = jax.vjp(lambda x, w: function(x, w, gather_ids, segment_ids), data, weights)
+        return output, *vjp(d_output)
+
+    return run
+
+
+def call_of(name: str, form: str = "ids") -> Function:
+    """One graph."""
+
+    def call(data: Any, weights: Any, gather_ids: Any, segment_ids: Any) -> jax.Array:
+        if form == "plan":
+            plan = segment_plan(segment_ids, SEGMENTS, gather_ids, data.shape[0])
+            return FUNCTIONS[name](data, weights, plan=plan)
+        return FUNCTIONS[name](data, weights, gather_ids, segment_ids, SEGMENTS, indices_are_sorted=form == "sorted")
+
+    return call
+
+
+def plain_call(name: str) -> Function:
+    return lambda *arrays: plain(name, *arrays, SEGMENTS)
+
+
+def mapped(function: Function) -> Function:
+    return jax.vmap(function, (None, 0, 0, 0))
+
+
+@pytest.mark.parametrize("form", ["ids", "plan", "sorted"])
+@each_function
+def test_gradient_of_shared_rows(rng: np.random.Generator, name: str, form: str) -> None:
+    """Values with the bits of single calls; gradients as those of plain JAX."""
+    data, weights, gather_ids, segment_ids = make_arrays(rng, BATCH)
+    if form == "sorted":
+        segment_ids = np.sort(segment_ids)
+    d_output = 60 * rng.integers(-9, 9, (BATCH, SEGMENTS, 6)).astype(np.float32)
+    arrays = data, weights, gather_ids, segment_ids
+    output, *gradients = jax.jit(value_and_gradients(mapped(call_of(name, form))))(*arrays, d_output)
+    for i in range(BATCH):
+        cases.assert_same_bits(output[i], np.asarray(call_of(name, form)(data, *(x[i] for x in arrays[1:]))))
+    expected = value_and_gradients(mapped(plain_call(name)))(*arrays, d_output)
+    for actual, of_plain in zip((output, *gradients), expected, strict=True):
+        # The terms of attention are rounded, and some sums of them cancel.
+        tolerance = {"rtol": 1e-5, "atol": 1e-6 * np.abs(of_plain).max()} if name == "attention" else {"rtol": 0}
+        np.testing.assert_allclose(actual, of_plain, **tolerance)
+        assert actual.dtype == of_plain.dtype
+
+
+@pytest.mark.parametrize("form", ["ids", "plan"])
+@each_function
+def test_memory(rng: np.random.Generator, name: str, form: str) -> None:
+    """Neither a gradient for each graph nor an array of edges times features."""
+    nodes, edges, features, batch = 2000, 2000, 32, 16
+    data = rng.normal(size=(nodes, features)).astype(np.float32)
+    weights = rng.normal(size=(batch, edges)).astype(np.float32)
+    gather_ids, segment_ids = rng.integers(0, nodes, (batch, edges)), rng.integers(0, SEGMENTS, (batch, edges))
+    plans = jax.vmap(lambda g, s: segment_plan(s, SEGMENTS, g, nodes))(gather_ids, segment_ids)
+
+    def call(data: Any, weights: Any, gather_ids: Any, segment_ids: Any, plan: SegmentPlan) -> jax.Array:
+        if form == "plan":
+            return FUNCTIONS[name](data, weights, plan=plan)
+        return FUNCTIONS[name](data, weights, gather_ids, segment_ids, SEGMENTS)
+
+    def loss(data: Any, *edges: Any) -> jax.Array:
+        return (jax.vmap(call, (None, 0, 0, 0, 0))(data, *edges) ** 2).sum()
+
+    lowered = jax.jit(jax.grad(loss)).lower(data, weights, gather_ids, segment_ids, plans)
+    kinds = {"attention": "sum", "weighted sum": "sum", "mean": "sum", "weighted mean": "sum", "first max": "max"}
+    kernel = f"gather_segment_{kinds.get(name, name)}"
+    text = lowered.as_text()
+    launches = re.findall(rf"@jax_baracuda\.{kernel}(_with_winner|_backward|)\(", text)
+    gradient = re.findall(rf"@jax_baracuda\.{kernel}[a-z_]*\(.*", text)[-1]
+    assert not re.search(
+        "(has_plan|indices_are_sorted) = true", gradient
+    )  # the orders of the graphs make none together
+    assert launches == (["_with_winner", "_backward"] if kernel[-3:] in ("max", "min") else ["", ""])
+    of_edges = 4 * batch * edges  # a number for each edge: ids, probabilities, orders
+    assert 8 * of_edges < 4 * nodes * features * batch / 3
+    if cases.PLATFORM == "cpu":  # scratch memory of GPUs is for sorts as well
+        assert lowered.compile().memory_analysis().temp_size_in_bytes < 8 * of_edges
+
+
+@pytest.mark.parametrize("ids_dtype", cases.INTEGERS)
+@pytest.mark.parametrize("form", ["ids", "plan"])
+@pytest.mark.parametrize("name", ["weighted sum", "max"])
+def test_ids_of_every_dtype(rng: np.random.Generator, name: str, form: str, ids_dtype: str) -> None:
+    """Ids out of range stay out of range: they name no segment of the next graph, however many segments there are."""
+    nodes, segments = 120, 127
+    data, weights, *_ = make_arrays(rng, BATCH, nodes=nodes)
+    info = np.iinfo(ids_dtype)
+    low = max(info.min, -3)
+    with cases.x64_for(ids_dtype):
+        gather_ids = rng.integers(low, nodes + 3, (BATCH, EDGES)).astype(ids_dtype)
+        segment_ids = rng.integers(low, segments + 1, (BATCH, EDGES)).astype(ids_dtype)
+        gather_ids[:, :2], segment_ids[:, 2:4] = (info.min, info.max), (info.min, info.max)
+        d_output = 60 * rng.integers(-9, 9, (BATCH, segments, 6)).astype(np.float32)
+
+        def call(data: Any, weights: Any, gather_ids: Any, segment_ids: Any) -> jax.Array:
+            if form == "plan":
+                plan = segment_plan(segment_ids, segments, gather_ids, nodes)
+                return FUNCTIONS[name](data, weights, plan=plan)
+            return FUNCTIONS[name](data, weights, gather_ids, segment_ids, segments)
+
+        arrays = data, weights, gather_ids, segment_ids
+        _, d_data, d_weights = jax.jit(value_and_gradients(mapped(call)))(*arrays, d_output)
+    expected = np.zeros_like(d_data)
+    for i in range(BATCH):
+        rows = gather_ids[i].astype(np.float64)
+        rows = np.where(rows < 0, rows + nodes, rows)
+        is_row, row = (rows >= 0) & (rows < nodes), np.clip(rows, 0, nodes - 1).astype(np.int64)
+        segment = segment_ids[i].astype(np.float64)
+        is_member = (segment >= 0) & (segment < segments)
+        for s in range(segments):
+            members = np.flatnonzero(is_member & (segment == s))
+            for e in members[is_row[members]]:
+                if name == "max":
+                    wins = data[row[e]] == data[row[members]].max(axis=0)
+                    ties = (data[row[members]] == data[row[members]].max(axis=0)).sum(axis=0)
+                    expected[row[e]] += np.where(wins, d_output[i, s] / ties, 0)
+                else:
+                    expected[row[e]] += weights[i, e] * d_output[i, s]
+    np.testing.assert_array_equal(d_data, expected)
+    assert d_weights.shape == weights.shape
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        ((None, 0, 0, 0), (None, None, 0, None)),
+        ((None, 0, 0, 0), (0, None, None, 0)),
+        ((0, None, None, 0), (None, 0, 0, 0)),
+        ((0, 0, 0, None), (None, None, 0, None)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["weighted sum", "max"])
+def test_nested_vmap(rng: np.random.Generator, name: str, inner: tuple[Any, ...], outer: tuple[Any, ...]) -> None:
+    """Whichever of the two batches shares the rows; with the bits of plain JAX."""
+    sizes = [[size for size, axes in ((2, outer), (3, inner)) if axes[i] == 0] for i in range(4)]
+    data = 60 * rng.permutation(int(np.prod(sizes[0])) * NODES * 6).reshape(*sizes[0], NODES, 6).astype(np.float32)
+    _, weights, gather_ids, segment_ids = make_arrays(rng, 2, 3)
+
+    def part(array: np.ndarray, i: int) -> np.ndarray:
+        return array[tuple(slice(None) if axes[i] == 0 else 0 for axes in (outer, inner))]
+
+    arrays = data, *(part(x, i) for i, x in enumerate((weights, gather_ids, segment_ids), 1))
+    d_output = 60 * rng.integers(-9, 9, (2, 3, SEGMENTS, 6)).astype(np.float32)
+    ours, expected = (
+        jax.jit(value_and_gradients(jax.vmap(jax.vmap(function, inner), outer)))(*arrays, d_output)
+        for function in (call_of(name), plain_call(name))
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours, expected)
+
+
+def sum_of_squares(output: jax.Array) -> jax.Array:
+    return (jnp.where(jnp.isfinite(output), output, 0) ** 2).sum()
+
+
+@pytest.mark.parametrize("name", ["weighted sum", "weighted mean", "max", "first max"])
+def test_transformations(rng: np.random.Generator, name: str) -> None:
+    """A gradient for each graph where that is asked for; loops, checkpoints, and both orders of derivatives."""
+    data, weights, gather_ids, segment_ids = make_arrays(rng, BATCH)
+    data /= 60
+
+    def losses(function: Function) -> dict[str, Function]:
+        def of_one(data: Any, weights: Any, gather_ids: Any, segment_ids: Any) -> jax.Array:
+            return sum_of_squares(function(data, weights, gather_ids, segment_ids))
+
+        def of_all(data: Any, weights: Any) -> jax.Array:
+            return mapped(of_one)(data, weights, gather_ids, segment_ids).sum()
+
+        def looped(data: Any, weights: Any) -> jax.Array:
+            def step(carry: Any, _: Any) -> tuple[Any, None]:
+                output = mapped(function)(carry, weights, gather_ids, segment_ids)
+                return carry.at[:SEGMENTS].add(jnp.where(jnp.isfinite(output), output, 0).sum(0) / 8), None
+
+            return sum_of_squares(jax.lax.scan(step, data, length=2)[0])
+
+        def tangent(data: Any, weights: Any) -> Any:
+            return jax.jvp(jax.grad(of_all), (data, weights), (data % 5, weights))[1]
+
+        return {
+            "gradient for each": lambda x, w: mapped(jax.grad(of_one, (0, 1)))(x, w, gather_ids, segment_ids),
+            "gradient of a jit": jax.grad(jax.jit(of_all), (0, 1)),
+            "gradient of a checkpoint": jax.grad(jax.checkpoint(of_all), (0, 1)),
+            "gradient of a loop": jax.grad(looped, (0, 1)),
+            "tangent of the gradient": tangent,
+            "gradient of the gradient": jax.grad(lambda x, w: sum_of_squares(jax.grad(of_all)(x, w)), (0, 1)),
+        }
+
+    gather_ids, segment_ids = jnp.asarray(gather_ids), jnp.asarray(segment_ids)
+    expected = losses(plain_call(name))
+    for transformed, function in losses(call_of(name)).items():
+        actual, of_plain = jax.jit(lambda *x, f=function, g=expected[transformed]: (f(*x), g(*x)))(data, weights)
+        for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(of_plain), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max(), err_msg=transformed)
+
+
+@pytest.mark.parametrize("name", ["weighted sum", "mean", "first max"])
+def test_forward_mode(rng: np.random.Generator, name: str) -> None:
+    """The function itself refuses it, with JAX's own words, and its twin does not."""
+    data, *edges = make_arrays(rng, BATCH)
+    with pytest.raises(TypeError, match="can't apply forward-mode"):
+        jax.jvp(lambda x: mapped(call_of(name))(x, *edges), (data,), (data,))
+    twin_name = f"gather_segment_{name.split()[-1]}"
+    options = {"tie_break": "first"} if name == "first max" else {}
+    weights = {"weights": edges[0][0]} if name.startswith("weighted") else {}
+    twin = functools.partial(getattr(forward_mode, twin_name), num_segments=SEGMENTS, **options, **weights)
+    mapped_twin = jax.vmap(twin, (None, 0, 0))
+    _, tangent = jax.jvp(lambda x: mapped_twin(x, *edges[1:]), (data,), (data,))
+    value = mapped_twin(data, *edges[1:])
+    np.testing.assert_array_equal(tangent, np.where(np.isfinite(value), value, 0))  # all are homogeneous
+
+
+@pytest.mark.parametrize(("batch", "edges", "segments"), [(1, 5, 4), (3, 0, 4), (3, 5, 0)])
+@each_function
+def test_empty_and_single(rng: np.random.Generator, name: str, batch: int, edges: int, segments: int) -> None:
+    """A batch of one graph, graphs without edges, graphs without segments."""
+    data = rng.normal(size=(7, 2)).astype(np.float32)
+    weights = rng.normal(size=(batch, edges)).astype(np.float32)
+    gather_ids, segment_ids = rng.integers(0, 7, (batch, edges)), rng.integers(0, max(segments, 1), (batch, edges))
+    arrays = data, weights, gather_ids, segment_ids, np.ones((batch, segments, 2), np.float32)
+
+    def run(function: Function) -> Any:
+        return jax.jit(value_and_gradients(mapped(lambda *arrays: function(*arrays, segments))))(*arrays)
+
+    actual = run(FUNCTIONS[name])
+    if segments == 0:  # where jax.ops fails
+        expected = arrays[-1], np.zeros_like(data), np.zeros_like(weights)
+    else:
+        expected = run(functools.partial(plain, name))
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@each_function
+def test_any_plan_is_safe(rng: np.random.Generator, name: str) -> None:
+    """Arrays that are no orders give some result, and read nothing out of bounds."""
+    data, weights = rng.normal(size=(20, 6)).astype(np.float32), rng.normal(size=(BATCH, 400)).astype(np.float32)
+    arrays = [rng.integers(-(2**31), 2**31, (BATCH, 400)).astype(np.int32) for _ in range(8)]
+    plans = SegmentPlan(*map(jnp.asarray, arrays), num_segments=10, num_rows=20)
+
+    def call(data: Any, weights: Any) -> jax.Array:
+        return jax.vmap(lambda w, plan: FUNCTIONS[name](data, w, plan=plan))(weights, plans)
+
+    output, vjp = jax.vjp(call, data, weights)
+    jax.block_until_ready(vjp(output))
+
+
+@pytest.mark.parametrize("name", ["sum", "max"])
+@pytest.mark.parametrize(("segments", "is_joined"), [(2**30 - 1, True), (2**30, False)])
+def test_more_segments_than_32_bits_number(name: str, segments: int, is_joined: bool) -> None:
+    """Those of two graphs together: then each graph has a gradient of its own."""
+
+    def gradient(data: Any, gather_ids: Any, segment_ids: Any, d_output: Any) -> Any:
+        def call(data: Any) -> jax.Array:
+            return jax.vmap(lambda g, s: FUNCTIONS[name](data, None, g, s, segments))(gather_ids, segment_ids)
+
+        return jax.vjp(call, data)[1](d_output)
+
+    types = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((5, 1), np.float32),
+            ((2, 3), np.int32),
+            ((2, 3), np.int32),
+            ((2, segments, 1), np.float32),
+        )
+    ]
+    assert ("_of_graphs" in str(jax.make_jaxpr(gradient)(*types))) == is_joined
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Many devices.
+
+on_four_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="there are less than four devices")
+KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+
+
+@on_four_devices
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("x", "y")], ids=["graphs", "edges", "both"])
+@pytest.mark.parametrize("name", ["weighted sum", "mean", "max"])
+def test_split_batches(rng: np.random.Generator, name: str, spec: P, axis_type: AxisType) -> None:
+    """Graphs that are split over devices stay there: what is exchanged is one gradient of the rows."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), (axis_type,) * 2, devices=jax.devices()[:4])
+    data, *edges = make_arrays(rng, 4)
+    arrays = data, *edges, 60 * rng.integers(-9, 9, (4, SEGMENTS, 6)).astype(np.float32)
+    run = jax.jit(value_and_gradients(mapped(call_of(name))))
+    expected = run(*arrays)
+    with jax.set_mesh(mesh):
+        specs = P(), spec, spec, spec, P(spec[0])
+        placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
+        program = run.lower(*placed).compile()
+        jax.tree.map(np.testing.assert_array_equal, program(*placed), expected)
+    exchanged = re.findall(rf" = ([^=]*?) ({KINDS})(?:-start)?\(", program.as_text())
+    assert {kind for _, kind in exchanged} == {"all-reduce"}
+    shapes = re.findall(r"\w+\[([\d,]*)\]", " ".join(types for types, _ in exchanged))
+    of_rows = [shape for shape in shapes if str(NODES) in shape.split(",")]
+    assert of_rows in (["40,6"], ["40,1,6"])
+    assert spec != P("x") or shapes == of_rows
+
+
+@on_four_devices
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", ["weighted sum", "max"])
+def test_shard_map_over_graphs(rng: np.random.Generator, name: str, check_vma: bool) -> None:
+    """Rows are the same on all devices: their gradient is the sum over them."""
+    mesh = jax.make_mesh((4,), ("x",), (AxisType.Auto,), devices=jax.devices()[:4])
+    data, *edges = make_arrays(rng, 8)
+    sharded = jax.shard_map(
+        mapped(call_of(name)), mesh=mesh, in_specs=(P(), P("x"), P("x"), P("x")), out_specs=P("x"), check_vma=check_vma
+    )
+    d_output = 60 * rng.integers(-9, 9, (8, SEGMENTS, 6)).astype(np.float32)
+    ours, expected = (
+        jax.jit(value_and_gradients(function))(data, *edges, d_output) for function in (sharded, mapped(call_of(name)))
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours, expected)
