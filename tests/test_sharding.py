@@ -25,6 +25,7 @@ from segment.reference import (
     SUM,
     Options,
     Reduction,
+    errors_of_softmax,
     options_id,
 )
 from support import cases
@@ -81,19 +82,6 @@ def rounding_of_sums(num_terms: int) -> float:
     return (4 + 4 * math.sqrt(num_terms)) * EPS
 
 
-def errors_of_softmax(data: np.ndarray, ids: np.ndarray, cotangent: np.ndarray) -> list[np.ndarray]:
-    """What rounding may add to the probabilities, and to the gradient that comes of such probabilities."""
-    value = SOFTMAX.value(data, ids, NUM_SEGMENTS)
-    p, error = value.exact, value.error
-    own = cases.reference_softmax_gradient(cotangent, p.astype(np.float32), ids, NUM_SEGMENTS).error
-
-    def summed(rows: np.ndarray) -> np.ndarray:
-        return cases.take_cells(cases.segment_sum(rows, ids, NUM_SEGMENTS), ids)
-
-    d = np.abs(cotangent)
-    return [error, own + error * (d + summed(p * d)) + p * summed(error * d)]
-
-
 def assert_same(
     reduction: Reduction, actual: Sequence[jax.Array], expected: Sequence[jax.Array], *operands: jax.Array
 ) -> None:
@@ -103,12 +91,13 @@ def assert_same(
       operands: data, ids and cotangent, or batches of some of them.
     """
     if reduction is SOFTMAX:
+        errors_of = functools.partial(errors_of_softmax, segments=NUM_SEGMENTS)
         if np.ndim(operands[2]) == 3:
             shapes = [np.shape(x)[-rank:] for x, rank in zip(operands, (2, 1, 2), strict=True)]
             batches = (np.broadcast_to(x, (8, *shape)) for x, shape in zip(operands, shapes, strict=True))
-            errors = map(np.stack, zip(*(errors_of_softmax(*one) for one in zip(*batches, strict=True)), strict=True))
+            errors = map(np.stack, zip(*(errors_of(*one) for one in zip(*batches, strict=True)), strict=True))
         else:
-            errors = errors_of_softmax(*map(np.asarray, operands))
+            errors = errors_of(*map(np.asarray, operands))
         errors = [2 * error for error in errors]  # both answers have one
     else:
         errors = [EPS * np.abs(want) if reduction is MEAN else 0.0 for want in expected]

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,23 @@ def softmax_data(rng: np.random.Generator, shape: Shape, dtype: Any) -> np.ndarr
     data = _sprinkled(rng, data, (-np.inf,), 0.1)
     with np.errstate(over="ignore"):  # float16 has no numbers that large
         return _sprinkled(rng, data, (np.nan, np.inf), _rate(shape) / 4).astype(jnp.dtype(dtype))
+
+
+def exact_problem(rng: np.random.Generator, values: Literal["distinct", "ties"]) -> tuple[np.ndarray, np.ndarray]:
+    """Finite float64 data ``[10, 2]`` in 3 segments, all of them with rows; some rows dropped.
+
+    Numbers of rows and of ties are powers of two, and data have few bits: polynomials of means, extrema and products
+    of them, and the derivatives of these, are exact.
+    """
+    ids = np.array([0, 0, 0, 0, 1, 1, 2, 2, -1, 3])
+    if values == "distinct":
+        data = cases.make_data(rng, (10, 2), "float64", "distinct")
+    else:
+        data = np.repeat(rng.integers(-3, 4, (5, 2)).astype(np.float64), 2, axis=0)
+        data[7] = data[6] + [1, -1]  # a segment without ties
+        data *= rng.choice([-1.0, 1.0], data.shape) ** (data == 0)  # zeros of both signs
+    order = rng.permutation(10)
+    return data[order], ids[order]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -311,3 +328,16 @@ def extremum_gradient_of_rows(
     gradient = np.zeros(data.shape)
     gradient[order] = np.where(attains, np.repeat(d_output[present] / members, counts, axis=0), 0)
     return gradient
+
+
+def errors_of_softmax(data: np.ndarray, ids: np.ndarray, cotangent: np.ndarray, segments: int) -> list[np.ndarray]:
+    """What rounding may add to the probabilities, and to the gradient that comes of such probabilities."""
+    value = SOFTMAX.value(data, ids, segments)
+    p, error = value.exact, value.error
+    own = cases.reference_softmax_gradient(cotangent, p.astype(data.dtype), ids, segments).error
+
+    def summed(rows: np.ndarray) -> np.ndarray:
+        return cases.take_cells(cases.segment_sum(rows, ids, segments), ids)
+
+    d = np.abs(cotangent)
+    return [error, own + error * (d + summed(p * d)) + p * summed(error * d)]

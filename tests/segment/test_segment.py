@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 from jax.test_util import check_grads
+from segment.matrix import majorant_softmax
 from segment.reference import (
     ARGMAX,
     ARGMIN,
@@ -32,6 +33,8 @@ from segment.reference import (
     Options,
     Reduction,
     each_option,
+    errors_of_softmax,
+    exact_problem,
     kernels_in,
     options_id,
     value_and_pullback,
@@ -43,10 +46,13 @@ from support.cases import (
     INTEGERS,
     POWER_LAW_SHAPES,
     SHAPES,
+    Expected,
     Shape,
     assert_same_bits,
     assert_same_values,
 )
+from support.programs import small_integers
+from support.rounding import assert_within, roundings
 
 import jax_baracuda
 
@@ -161,15 +167,23 @@ def test_value_equals_jax(rng: np.random.Generator, reduction: Reduction, dtype:
 @each_differentiable
 def test_gradient_equals_plain_jax(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
     """On ordinary finite data, value and gradient are those of plain JAX up to rounding."""
-    data, ids = rng.normal(size=(60, 4)).astype(dtype), rng.integers(-1, 9, 60)
+    data, ids, options = rng.normal(size=(60, 4)).astype(dtype), rng.integers(-1, 9, 60), reduction.options[0]
     cotangent = rng.normal(size=reduction.result_shape(Shape(60, (4,), 8))).astype(dtype)
     with cases.x64_for(dtype):
         data = jnp.asarray(data)
-        ours = reduction.pullback(data, ids, 8, cotangent)
+        ours = reduction.pullback(data, ids, 8, cotangent, **options)
         plain = value_and_pullback(lambda x: reduction.plain(x, jnp.asarray(ids), 8), data, cotangent)
-    eps = jnp.finfo(dtype).eps
-    for actual, expected in zip(ours, plain, strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=50 * eps, atol=50 * eps)
+    data = np.asarray(data)
+    if reduction is SOFTMAX:
+        errors = errors_of_softmax(data, ids, cotangent, 8)
+    else:
+        errors = [
+            reduction.value(data, ids, 8).error,
+            np.asarray(reduction.gradient(cotangent, data, ids, 8, **options).error),
+        ]
+    for actual, expected, error in zip(ours, map(np.asarray, plain), errors, strict=True):
+        # Both have this error; and a quotient of XLA is rounded twice, as it may multiply with a reciprocal.
+        Expected(expected, expected.dtype, 2 * error + cases.eps_of(dtype) * np.abs(expected)).check(actual)
 
 
 @each_reduction
@@ -332,8 +346,9 @@ def test_broadcasting(rng: np.random.Generator, case: str) -> None:
         gradient = jax.grad(loss)(data, reduction)
         assert gradient.shape == np.shape(data)
         if reduction is not PROD:  # has no gradient in jax.ops
-            # The shares of ties are sums of at most 6 quotients of integers below 10.
-            np.testing.assert_allclose(gradient, jax.grad(loss)(data, reduction.by_jax), rtol=1e-6, atol=0)
+            # Sums of at most 6 positive shares. Either rounds a share twice and adds 5 times, each by half an eps.
+            by_jax = np.asarray(jax.grad(loss)(data, reduction.by_jax))
+            Expected(by_jax, by_jax.dtype, 7 * cases.eps_of(by_jax.dtype) * np.abs(by_jax)).check(gradient)
 
 
 def broadcast_rows(data: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -355,7 +370,9 @@ def test_broadcasting_where_jax_has_no_function(rng: np.random.Generator, reduct
         cotangent = rng.normal(size=reduction.result_shape(Shape(4, (3,), 3))).astype(np.float32)
         _, d_data = reduction.pullback(data, ids, 3, cotangent)
         _, d_rows = reduction.pullback(rows, ids, 3, cotangent)
-        np.testing.assert_allclose(d_data, d_rows.sum(axis=0, keepdims=True), rtol=1e-5, atol=1e-6)
+        rows = np.asarray(d_rows, np.float64)
+        error = 3 / 2 * cases.eps_of(np.float32) * np.abs(rows).sum(axis=0, keepdims=True)  # of 3 additions
+        Expected(rows.sum(axis=0, keepdims=True), np.float32, error).check(d_data)
 
 
 @pytest.mark.parametrize("x64", [False, True], ids=["x64 off", "x64 on"])
@@ -428,7 +445,7 @@ def test_bucket_size_gradient(rng: np.random.Generator, reduction: Reduction) ->
     for bucket_size in (1, 7, 64):
         _, d_data = reduction.pullback(data, ids, 9, cotangent, bucket_size=bucket_size)
         expected = reduction.gradient(cotangent, data, ids, 9, **reduction.options[0])
-        np.testing.assert_allclose(d_data, expected.exact.astype(np.float32), rtol=1e-6)
+        np.testing.assert_array_equal(d_data, expected.exact.astype(np.float32))  # zeros have either sign
 
 
 WITHOUT_KERNEL = [
@@ -582,16 +599,19 @@ def backward_function(reduction: Reduction) -> Callable[..., jax.Array]:
 
 @each_differentiable
 def test_derivatives_of_backward(rng: np.random.Generator, reduction: Reduction) -> None:
-    """The backward function has derivatives by everything that moves it: those of the plain gradient."""
+    """The backward function has derivatives by everything that moves it: those of the plain gradient, exactly.
+
+    All numbers are integers or, in place of probabilities, eighths; the segments have two or four rows.
+    """
     rows, segments = 12, 3
-    data = rng.permutation(24).reshape(rows, 2) / 7 - 1.5
+    data = rng.permutation(24).reshape(rows, 2) - 11.0
     ids = rng.permutation(np.array([0, 0, 0, 0, 1, 1, 2, 2, 2, 2, -1, 3]))
-    cotangent, direction = rng.normal(size=(2, *reduction.result_shape(Shape(rows, (2,), segments))))
-    row_direction = rng.normal(size=data.shape)
+    cotangent, direction = small_integers(rng, (2, *reduction.result_shape(Shape(rows, (2,), segments))), "float64")
+    row_direction = small_integers(rng, data.shape, "float64")
     options = reduction.options[0]
     with jax.enable_x64(True):
         data, ids = jnp.asarray(data), jnp.asarray(ids)
-        residual = reduction(data, ids, segments) if reduction.result_has_rows else data
+        residual = jnp.asarray(rng.integers(0, 9, data.shape) / 8) if reduction.result_has_rows else data
 
         def ours(cotangent: jax.Array, residual: jax.Array) -> jax.Array:
             return reduction.call_backward(cotangent, residual, ids, segments, **options)
@@ -619,7 +639,7 @@ def test_derivatives_of_backward(rng: np.random.Generator, reduction: Reduction)
         actual, expected = (derivatives(f)(jnp.asarray(cotangent), residual) for f in (ours, plain))
         for name, values in actual.items():
             for got, want in zip(jax.tree.leaves(values), jax.tree.leaves(expected[name]), strict=True):
-                np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12, err_msg=name)
+                np.testing.assert_array_equal(got, want, name)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -904,30 +924,23 @@ def test_kernels(reduction: Reduction) -> None:
 # Higher derivatives and forward mode, against plain JAX in float64.
 
 
-def smooth_problem(rng: np.random.Generator, values: cases.Values) -> tuple[np.ndarray, np.ndarray]:
-    """Finite float64 data [10, 2] in 3 segments, all of them with rows; some rows dropped."""
-    data = cases.make_data(rng, (10, 2), "float64", values)
-    return data, rng.permutation(np.array([0, 0, 0, 1, 1, 2, 2, 2, -1, 3]))
-
-
 @pytest.mark.parametrize("values", ["distinct", "ties"])
 @each_differentiable
 def test_higher_derivatives(rng: np.random.Generator, reduction: Reduction, values: cases.Values) -> None:
-    """Derivatives of a smooth loss up to the third, in every way, are those of plain JAX; zeros in products, too."""
-    data, ids = smooth_problem(rng, values)
-    u, v = rng.normal(size=(2, *data.shape))
-    weights = rng.normal(size=reduction.result_shape(Shape(10, (2,), 3)))
-
-    def close(actual: Any, expected: Any) -> None:
-        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-11)
+    """Derivatives of a polynomial up to the third, in every way, are those of plain JAX; zeros in products, too."""
+    data, ids = exact_problem(rng, values)
+    u, v = small_integers(rng, (2, *data.shape), "float64")
+    weights = small_integers(rng, reduction.result_shape(Shape(10, (2,), 3)), "float64")
 
     with jax.enable_x64(True):
         x, ids = jnp.asarray(data), jnp.asarray(ids)
 
-        def derivatives(reduce: Callable[..., jax.Array], **options: Any) -> dict[str, Callable[..., jax.Array]]:
+        def derivatives(
+            reduce: Callable[..., jax.Array], u: Any = u, v: Any = v, weights: Any = weights, **options: Any
+        ) -> dict[str, Callable[..., jax.Array]]:
             def loss(x: jax.Array) -> jax.Array:
                 output = reduce(x, ids, 3, **options)
-                return (weights * output**2 + jnp.sin(output)).sum()
+                return (weights * output**2 + output**3).sum()
 
             gradient = jax.grad(loss)
             hvp_reverse = jax.grad(lambda x: jnp.vdot(gradient(x), v))
@@ -948,32 +961,41 @@ def test_higher_derivatives(rng: np.random.Generator, reduction: Reduction, valu
         def evaluated(named: dict[str, Callable[..., jax.Array]]) -> dict[str, jax.Array]:
             return jax.jit(lambda x: {name: f(x) for name, f in named.items()})(x)
 
-        # Plain JAX need not go every way: the others have the same values, or products of them.
+        def in_every_way(plain: dict[str, Callable[..., jax.Array]], u: np.ndarray, v: np.ndarray) -> dict[str, Any]:
+            """Plain JAX need not go every way: the others have the same values, or products of them."""
+            found = evaluated({name: plain[name] for name in ("gradient", "hessian", "third")})
+            of_u, of_v = (np.tensordot(found["hessian"], direction) for direction in (u, v))
+            found |= dict.fromkeys(("forward over reverse", "reverse over reverse", "checkpointed"), of_v)
+            return found | {
+                "jacrev of jacrev": found["hessian"],
+                "vmap of forward over reverse": np.stack([of_u, of_v]),
+                "jvp of second": found["third"],
+            }
+
         plain = derivatives(reduction.plain)
-        expected = evaluated({name: plain[name] for name in ("gradient", "hessian", "third")})
-        of_u, of_v = (np.tensordot(expected["hessian"], direction) for direction in (u, v))
-        expected |= dict.fromkeys(("forward over reverse", "reverse over reverse", "checkpointed"), of_v)
-        expected |= {
-            "jacrev of jacrev": expected["hessian"],
-            "vmap of forward over reverse": np.stack([of_u, of_v]),
-            "jvp of second": expected["third"],
-        }
+        expected = in_every_way(plain, u, v)
+        if reduction is SOFTMAX:
+            positive = [np.abs(array) for array in (u, v, weights)]
+            magnitudes = in_every_way(derivatives(majorant_softmax, *positive), *positive[:2])
+            # In plain JAX and in ours; ours takes no more.
+            num_roundings = {name: 2 * roundings(plain[name], x) for name in plain}
         for options in reduction.options:
             if options.get("tie_break") == "first" and values == "ties":
                 continue  # has a test of its own
             for name, actual in evaluated(derivatives(reduction, **options)).items():
-                try:
-                    close(actual, expected[name])
-                except AssertionError as error:
-                    raise AssertionError(f"{name} {options}") from error
+                where = f"{name} {options}"
+                if reduction is SOFTMAX:
+                    assert_within(actual, expected[name], magnitudes[name], num_roundings[name], where=where)
+                else:
+                    np.testing.assert_array_equal(actual, expected[name], where)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @each_differentiable
 def test_forward_mode(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
-    """jvp, jacfwd, linearize of the forward-mode function, and grad of its jvp, are those of plain JAX."""
-    data, ids = smooth_problem(rng, "ties")
-    data, tangent = data.astype(dtype), rng.normal(size=data.shape).astype(dtype)
+    """jvp, jacfwd, linearize of the forward-mode function, and grad of its jvp, are those of plain JAX in float64."""
+    data, ids = exact_problem(rng, "ties")
+    data, tangent = data.astype(dtype), small_integers(rng, data.shape, dtype)
 
     def pushed(reduce: Callable[..., jax.Array], **options: Any) -> Callable[..., dict[str, Any]]:
         def all_of(x: jax.Array, t: jax.Array, ids: jax.Array) -> dict[str, Any]:
@@ -984,7 +1006,7 @@ def test_forward_mode(rng: np.random.Generator, reduction: Reduction, dtype: str
                 "jvp": jvp(x, t),
                 "linearize": (primal, linear(t)),
                 "jacfwd": jax.jacfwd(f)(x),
-                "vmap of tangents": jax.vmap(lambda t: jvp(x, t)[1])(jnp.stack([t, -t])),
+                "vmap of tangents": jax.vmap(lambda t: jvp(x, t)[1])(jnp.stack([t, 2 * t])),
                 "grad": jax.grad(lambda x: f(x).sum())(x),
                 "grad of jvp": jax.grad(lambda x: jax.jvp(lambda x: f(x) ** 2, (x,), (t,))[1].sum())(x),
                 "jvp of jvp": jax.jvp(lambda x: jvp(x, t)[1], (x,), (t,))[1],
@@ -992,18 +1014,30 @@ def test_forward_mode(rng: np.random.Generator, reduction: Reduction, dtype: str
 
         return jax.jit(all_of)
 
-    eps = float(jnp.finfo(dtype).eps)
+    with jax.enable_x64(True):
+        wide = tuple(jnp.asarray(x) for x in (data.astype(np.float64), tangent.astype(np.float64), ids))
+        plain = pushed(reduction.plain)
+        expected = plain(*wide)
+        if reduction is SOFTMAX:
+            magnitudes = pushed(majorant_softmax)(wide[0], jnp.abs(wide[1]), ids)
+            num_roundings = 2 * roundings(plain, *wide)  # in plain JAX and in ours, which takes no more
     with cases.x64_for(dtype):
         operands = tuple(jnp.asarray(x) for x in (data, tangent, ids))
-        expected = pushed(reduction.plain)(*operands)
         for options in reduction.options:
             if options.get("tie_break") == "first":
                 continue  # has a test of its own
             call = pushed(reduction.in_forward_mode, **options)
             assert kernels_in(call.lower(*operands).as_text())[0] == reduction.name
             for name, actual in call(*operands).items():
-                for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected[name]), strict=True):
-                    np.testing.assert_allclose(got, want, rtol=100 * eps, atol=500 * eps, err_msg=f"{name} {options}")
+                where = f"{name} {options}"
+                if reduction is SOFTMAX:
+                    check = lambda got, want, magnitude, where=where: assert_within(  # noqa: E731
+                        got, want, magnitude, num_roundings, dtype, where
+                    )
+                    jax.tree.map(check, actual, expected[name], magnitudes[name])
+                else:
+                    check = functools.partial(np.testing.assert_array_equal, err_msg=where)
+                    jax.tree.map(check, actual, expected[name])
 
 
 @each_reduction
@@ -1039,7 +1073,7 @@ def test_forward_mode_is_confined(reduction: Reduction) -> None:
 @each_differentiable
 def test_check_grads(rng: np.random.Generator, reduction: Reduction) -> None:
     """Finite differences agree to second order, on data without ties."""
-    data, ids = smooth_problem(rng, "distinct")
+    data, ids = exact_problem(rng, "distinct")
     with jax.enable_x64(True):
         x = jnp.asarray(data)
         options = reduction.options[-1]

@@ -10,9 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from segment.reference import MAX, MIN, Batch, Reduction, extremum_gradient_of_rows, value_and_pullback
+from segment.reference import (
+    MAX,
+    MIN,
+    Batch,
+    Reduction,
+    exact_problem,
+    extremum_gradient_of_rows,
+    value_and_pullback,
+)
 from support import cases
 from support.cases import FLOATING, TIE_BREAKS, Shape, assert_same_bits
+from support.programs import small_integers
 
 from jax_baracuda import segment_max_backward, unsorted_segment_max_backward
 from jax_baracuda._core.op import OPS
@@ -286,12 +295,12 @@ def test_gradient_of_dtypes_without_kernel(rng: np.random.Generator, extremum: R
 @each_extremum
 def test_backward_with_broadcast_data(rng: np.random.Generator, extremum: Reduction) -> None:
     """Where data broadcast over the ids, their cotangent is summed back to their shape."""
-    data, ids = rng.normal(size=(1, 3)).astype(np.float32), np.array([0, 2, 2, 2])
+    data, ids = rng.normal(size=(1, 3)).astype(np.float32), np.array([0, 2, 2, 2, 2])
     d_output = rng.integers(1, 9, (3, 3)).astype(np.float32)
     for options in extremum.options:
         d_data = extremum.call_backward(d_output, data, ids, 3, **options)
-        # All rows are equal: each segment with rows gives its cotangent in shares that sum to it.
-        np.testing.assert_allclose(d_data, (d_output[0] + d_output[2])[None], rtol=1e-6)
+        # All rows are equal: each segment with rows gives its cotangent in quarters, or whole, that sum to it.
+        assert_same_bits(d_data, (d_output[0] + d_output[2])[None])
 
 
 @pytest.mark.parametrize("mapped", ["data", "ids", "both"])
@@ -355,22 +364,16 @@ def jacobian(data: np.ndarray, ids: np.ndarray, segments: int, tie_break: str) -
     return matrix.reshape(segments * features, rows * features)
 
 
-def tied_problem(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Finite float64 data [10, 2] with ties in 3 segments, all of them with rows; some rows dropped."""
-    data = cases.make_data(rng, (10, 2), "float64", "ties")
-    return data, rng.permutation(np.array([0, 0, 0, 1, 1, 2, 2, 2, -1, 3]))
-
-
 @each_tie_break
 @each_extremum
 def test_higher_derivatives_at_ties(rng: np.random.Generator, extremum: Reduction, tie_break: str) -> None:
     """Derivatives of sum(output ** 3) up to the third against their closed forms, and every way to the second."""
-    data, ids = tied_problem(rng)
+    data, ids = exact_problem(rng, "ties")
     a = jacobian(data, ids, 3, tie_break)
     data = flip(extremum, data)
     output = extremum.value(data, ids, 3).exact.reshape(-1)
     hessian = a.T @ np.diag(6 * output) @ a
-    u, v = rng.normal(size=(2, *data.shape))
+    u, v = small_integers(rng, (2, *data.shape), "float64")
 
     def loss(x: jax.Array) -> jax.Array:
         return (extremum(x, ids, 3, tie_break=tie_break) ** 3).sum()
@@ -393,16 +396,15 @@ def test_higher_derivatives_at_ties(rng: np.random.Generator, extremum: Reductio
     expected = (a.T @ (3 * output**2), hessian, hessian, hvp, hvp, hvp, third)
     with jax.enable_x64(True):
         for k, (actual, want) in enumerate(zip(derivatives(data, u, v), expected, strict=True)):
-            got = np.asarray(actual).reshape(want.shape)
-            np.testing.assert_allclose(got, want, rtol=1e-13, atol=1e-12, err_msg=str(k))
+            np.testing.assert_array_equal(np.asarray(actual).reshape(want.shape), want, str(k))
 
 
 @each_tie_break
 @each_extremum
 def test_forward_mode_at_ties(rng: np.random.Generator, extremum: Reduction, tie_break: str) -> None:
     """jvp, jacfwd, linearize of the forward-mode function, and grad of its jvp, against the matrix of shares."""
-    data, ids = tied_problem(rng)
-    tangent = rng.normal(size=data.shape)
+    data, ids = exact_problem(rng, "ties")
+    tangent = small_integers(rng, data.shape, "float64")
     a = jacobian(data, ids, 3, tie_break)
     data = flip(extremum, data)
     pushed = a @ tangent.reshape(-1)
@@ -421,7 +423,7 @@ def test_forward_mode_at_ties(rng: np.random.Generator, extremum: Reduction, tie
     expected = (pushed, pushed, a, a.sum(0), a.T @ (2 * pushed))
     with jax.enable_x64(True):
         for actual, want in zip(derivatives(data, tangent), expected, strict=True):
-            np.testing.assert_allclose(np.asarray(actual).reshape(want.shape), want, rtol=1e-14, atol=1e-14)
+            np.testing.assert_array_equal(np.asarray(actual).reshape(want.shape), want)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from segment.reference import PROD, Batch, plain_prod
 from support import cases
 from support.cases import FLOATING, WIDE_INTEGERS, Shape, assert_same_bits
+from support.programs import small_integers
 
 from jax_baracuda import segment_prod, segment_prod_backward
 
@@ -135,7 +136,9 @@ def test_float16_products_and_gradients_have_the_range_of_float32() -> None:
     output, d_data = PROD.pullback(data, ids, 1, cotangent)
     value.check(output)
     gradient.check(d_data)
-    np.testing.assert_allclose(np.asarray(d_data, np.float32), [0.03, 0.03, 900], rtol=2e-3)
+    # At most two numbers of 0.01 and the result are rounded to float16.
+    rounding = 3 * float(jnp.finfo(np.float16).eps) / 2
+    np.testing.assert_allclose(np.asarray(d_data, np.float64), [0.03, 0.03, 900], rtol=rounding)
 
 
 @pytest.mark.newest_jax_alone
@@ -200,11 +203,14 @@ def test_integers_wrap(dtype: str) -> None:
 
 
 def test_higher_derivatives_with_zeros(rng: np.random.Generator) -> None:
-    """Derivatives up to the third, with 0 to 3 zeros in a segment, are those of a written-out product."""
-    data, ids = rng.normal(size=(8, 4)), np.array([0, 0, 0, 0, 1, 1, 1, -1])
+    """Derivatives up to the third, with 0 to 3 zeros in a segment, are those of a written-out product.
+
+    They are exact, since they are polynomials of small integers.
+    """
+    data, ids = rng.choice([-3.0, -2.0, -1.0, 1.0, 2.0, 3.0], (8, 4)), np.array([0, 0, 0, 0, 1, 1, 1, -1])
     for segment, num_zeros in np.ndindex(2, 4):
         data[rng.choice(np.flatnonzero(ids == segment), num_zeros, replace=False), num_zeros] = 0
-    u, v, w = rng.normal(size=(3, 8, 4))
+    u, v, w = small_integers(rng, (3, 8, 4), "float64")
 
     def derivatives(reduce):
         loss = lambda x: jnp.vdot(reduce(x, jnp.asarray(ids), 2), jnp.arange(1.0, 9.0).reshape(2, 4))  # noqa: E731
@@ -216,7 +222,7 @@ def test_higher_derivatives_with_zeros(rng: np.random.Generator) -> None:
 
     with jax.enable_x64(True):
         for actual, expected in zip(derivatives(segment_prod)(data), derivatives(plain_prod)(data), strict=True):
-            np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-12)
+            np.testing.assert_array_equal(actual, expected)
 
 
 def test_gradient_of_dropped_and_lone_rows() -> None:
@@ -231,9 +237,9 @@ def test_gradient_of_dropped_and_lone_rows() -> None:
 
 def test_gradient_equals_jax_where_it_has_one(rng: np.random.Generator) -> None:
     """jax.ops.segment_prod has a gradient for unique ids."""
-    data, ids = rng.normal(size=(6, 2)).astype(np.float32), rng.permutation(6)
+    data, ids = rng.integers(1, 9, (6, 2)).astype(np.float32), rng.permutation(6)
     gradients = [
         jax.grad(lambda x, f=f: (f(x, ids, 6, unique_indices=True) ** 2).sum())(data)
         for f in (segment_prod, jax.ops.segment_prod)
     ]
-    np.testing.assert_allclose(*gradients, rtol=1e-6)
+    np.testing.assert_array_equal(*gradients)
