@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks import causal_conv1d, graph, grid, programs, rope, segment, where, write_slice
+from benchmarks import causal_conv1d, decoding, graph, grid, programs, rope, segment, where, write_slice
 from benchmarks.harness import QUICK, Case, copy_bytes_per_second, environment, measure, summary_of
 from benchmarks.record import OURS, PROGRAMS, RESULTS, XLA, CaseRecord, Measurement, Run, milliseconds_text
 
@@ -20,7 +20,7 @@ try:
 except ImportError:
     Console = track = None
 
-FAMILIES = (segment, graph, causal_conv1d, rope, where, write_slice, programs)
+FAMILIES = (segment, graph, causal_conv1d, rope, where, write_slice, programs, decoding)
 """Modules with a function ``cases(backend, quick)`` that yields :class:`Case`."""
 
 

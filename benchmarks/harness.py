@@ -86,19 +86,31 @@ class JaxContender(Contender):
         *operands: jax.Array | None,
         repetitions: int = 1,
         tolerance: float = 0.0,
+        carries_first: bool = False,
     ):
+        """
+        Args:
+          carries_first: the first operand is donated, and the first result is that of the next call.
+        """
         super().__init__(library, formulation, repetitions, tolerance)
         self._function, self._operands = function, operands
+        self._carries_first = carries_first
 
     def prepare(self) -> None:
-        self._compiled = jax.jit(self._function).lower(*self._operands).compile()
+        donated = (0,) if self._carries_first else ()
+        self._compiled = jax.jit(self._function, donate_argnums=donated).lower(*self._operands).compile()
         if self.library == OURS and f'"{OURS}.' not in self._compiled.as_text():
             self.formulation = "plain JAX, no kernel"
         analysis = self._compiled.memory_analysis()
         self.temporary_bytes = None if analysis is None else int(analysis.temp_size_in_bytes)
 
     def enqueue(self) -> Any:
-        return self._compiled(*self._operands)
+        results = self._compiled(*self._operands)
+        if not self._carries_first:
+            return results
+        first, results = results
+        self._operands = (first, *self._operands[1:])
+        return results
 
     def wait(self, results: Any) -> None:
         jax.block_until_ready(results)

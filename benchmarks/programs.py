@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import jax_baracuda as jb
 from benchmarks.graph import Graph, make_edges
 from benchmarks.harness import Case, Contender, JaxContender, TorchContender, torch
 from benchmarks.record import OURS, PROGRAMS, WITH_GRADIENT, XLA
-from jax_baracuda._examples.segment import gather, gathered_sum, softmax
+from jax_baracuda._examples.graph_networks import SLOPE, Model, Ours, Plain, gat, sage, training_step
 
 try:
     import torch_geometric.utils as geometric
@@ -23,11 +23,11 @@ except ImportError:
     geometric = None
 
 SAGE_MAX, SAGE_SUM, GAT = "GraphSAGE-max", "GraphSAGE-sum", "GAT"
-SLOPE = 0.2
-"""Of the leaky ReLU of GAT's logits."""
-
-Edges = dict[str, Any]
-"""A plan, or the ids of senders and receivers, under the names that this package's functions give them."""
+MODELS: dict[str, Model] = {
+    SAGE_MAX: functools.partial(sage, "max"),
+    SAGE_SUM: functools.partial(sage, "sum"),
+    GAT: gat,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,86 +115,12 @@ def contenders(program: Program) -> Iterator[Contender]:
         yield TorchContender("torch_geometric", formulation, function, *operands, cotangent=one, compiles=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Ours:
-    """What models need of this package."""
-
-    num_segments: int | None = None
-    """None with a plan."""
-
-    def max(self, h: jax.Array, edges: Edges) -> jax.Array:
-        return jb.gather_segment_max(h, num_segments=self.num_segments, **edges)
-
-    def sum(self, h: jax.Array, edges: Edges) -> jax.Array:
-        return jb.gather_segment_sum(h, num_segments=self.num_segments, **edges)
-
-    def of_senders(self, values: jax.Array, edges: Edges) -> jax.Array:
-        plan = edges.get("plan")
-        return jb.take_rows(values, edges["gather_ids"]) if plan is None else jb.take_rows(values, plan=plan.transposed)
-
-    def of_receivers(self, values: jax.Array, edges: Edges) -> jax.Array:
-        plan = edges.get("plan")
-        return jb.take_rows(values, edges["segment_ids"]) if plan is None else jb.take_rows(values, plan=plan)
-
-    def attention(self, logits: jax.Array, h: jax.Array, edges: Edges) -> jax.Array:
-        return jb.segment_attention(logits, h, num_segments=self.num_segments, **edges)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plain:
-    """The same in plain JAX: ids are in range, and no gradient goes through the softmax's maximum."""
-
-    num_segments: int
-
-    def max(self, h: jax.Array, edges: Edges) -> jax.Array:
-        return jax.ops.segment_max(gather(h, edges["gather_ids"]), edges["segment_ids"], self.num_segments)
-
-    def sum(self, h: jax.Array, edges: Edges) -> jax.Array:
-        return gathered_sum(h, num_segments=self.num_segments, **edges)
-
-    def of_senders(self, values: jax.Array, edges: Edges) -> jax.Array:
-        return gather(values, edges["gather_ids"])
-
-    def of_receivers(self, values: jax.Array, edges: Edges) -> jax.Array:
-        return gather(values, edges["segment_ids"])
-
-    def attention(self, logits: jax.Array, h: jax.Array, edges: Edges) -> jax.Array:
-        weights = softmax(logits, edges["segment_ids"], self.num_segments)
-        return gathered_sum(h, num_segments=self.num_segments, weights=weights, **edges)
-
-
 def of_jax(
     library: str, formulation: str, program: Program, ops: Ours | Plain, weights: list[jax.Array], *operands: Any
 ) -> JaxContender:
     """The step of a program with some library's operations."""
-    model = gat if program.model == GAT else functools.partial(sage, program.model)
-
-    def loss(weights: Sequence[jax.Array], x: jax.Array, edges: Edges) -> jax.Array:
-        return jnp.mean(model(ops, weights, x, edges) ** 2)
-
-    step: Any = jax.value_and_grad(loss)
     untyped: Any = weights
-    return JaxContender(library, formulation, step, untyped, *operands)
-
-
-def sage(model: str, ops: Ours | Plain, weights: Sequence[jax.Array], h: jax.Array, edges: Edges) -> jax.Array:
-    """GraphSAGE; nodes without edges aggregate to 0."""
-    for w in weights:
-        if model == SAGE_MAX:
-            messages = ops.max(h, edges)
-            messages = jnp.where(messages == -jnp.inf, 0, messages)
-        else:
-            messages = ops.sum(h, edges)
-        h = jax.nn.relu(jnp.concatenate([h, messages], axis=-1) @ w)
-    return h
-
-
-def gat(ops: Ours | Plain, weights: Sequence[jax.Array], x: jax.Array, edges: Edges) -> jax.Array:
-    """A layer of graph attention."""
-    w, of_sender, of_receiver = weights
-    h = (x @ w).reshape(-1, *of_sender.shape)
-    logits = ops.of_senders((h * of_sender).sum(-1), edges) + ops.of_receivers((h * of_receiver).sum(-1), edges)
-    return ops.attention(jax.nn.leaky_relu(logits, SLOPE), h, edges)
+    return JaxContender(library, formulation, training_step(MODELS[program.model], ops), untyped, *operands)
 
 
 def torch_step(program: Program, x: Any, senders: Any, receivers: Any) -> Callable[..., Any]:

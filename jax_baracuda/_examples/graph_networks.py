@@ -1,0 +1,107 @@
+"""Graph neural networks: GraphSAGE and graph attention, with this package's functions or in plain JAX.
+
+The benchmarks time their training steps, the tests look at what XLA makes of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+import jax_baracuda as jb
+from jax_baracuda._examples.segment import gather, gathered_sum, softmax
+
+Reduction = Literal["max", "sum"]
+
+SLOPE = 0.2
+"""Of the leaky ReLU of GAT's logits."""
+
+Edges = dict[str, Any]
+"""A plan, or the ids of senders and receivers, under the names that this package's functions give them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ours:
+    """What models need of this package."""
+
+    num_segments: int | None = None
+    """None with a plan."""
+
+    def max(self, h: jax.Array, edges: Edges) -> jax.Array:
+        return jb.gather_segment_max(h, num_segments=self.num_segments, **edges)
+
+    def sum(self, h: jax.Array, edges: Edges) -> jax.Array:
+        return jb.gather_segment_sum(h, num_segments=self.num_segments, **edges)
+
+    def of_senders(self, values: jax.Array, edges: Edges) -> jax.Array:
+        plan = edges.get("plan")
+        return jb.take_rows(values, edges["gather_ids"]) if plan is None else jb.take_rows(values, plan=plan.transposed)
+
+    def of_receivers(self, values: jax.Array, edges: Edges) -> jax.Array:
+        plan = edges.get("plan")
+        return jb.take_rows(values, edges["segment_ids"]) if plan is None else jb.take_rows(values, plan=plan)
+
+    def attention(self, logits: jax.Array, h: jax.Array, edges: Edges) -> jax.Array:
+        return jb.segment_attention(logits, h, num_segments=self.num_segments, **edges)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """The same in plain JAX: ids are in range, and no gradient goes through the softmax's maximum."""
+
+    num_segments: int
+
+    def max(self, h: jax.Array, edges: Edges) -> jax.Array:
+        return jax.ops.segment_max(gather(h, edges["gather_ids"]), edges["segment_ids"], self.num_segments)
+
+    def sum(self, h: jax.Array, edges: Edges) -> jax.Array:
+        return gathered_sum(h, num_segments=self.num_segments, **edges)
+
+    def of_senders(self, values: jax.Array, edges: Edges) -> jax.Array:
+        return gather(values, edges["gather_ids"])
+
+    def of_receivers(self, values: jax.Array, edges: Edges) -> jax.Array:
+        return gather(values, edges["segment_ids"])
+
+    def attention(self, logits: jax.Array, h: jax.Array, edges: Edges) -> jax.Array:
+        weights = softmax(logits, edges["segment_ids"], self.num_segments)
+        return gathered_sum(h, num_segments=self.num_segments, weights=weights, **edges)
+
+
+Model = Callable[[Ours | Plain, Sequence[jax.Array], jax.Array, Edges], jax.Array]
+"""``(functions, weights, features of nodes, edges) -> features of nodes``"""
+
+
+def training_step(model: Model, ops: Ours | Plain) -> Callable[..., Any]:
+    """``(weights, features of nodes, edges) -> (loss, gradients of the weights)``"""
+
+    def loss(weights: Sequence[jax.Array], x: jax.Array, edges: Edges) -> jax.Array:
+        return jnp.mean(model(ops, weights, x, edges) ** 2)
+
+    return jax.value_and_grad(loss)
+
+
+def sage(
+    reduction: Reduction, ops: Ours | Plain, weights: Sequence[jax.Array], h: jax.Array, edges: Edges
+) -> jax.Array:
+    """GraphSAGE; nodes without edges aggregate to 0."""
+    for w in weights:
+        if reduction == "max":
+            messages = ops.max(h, edges)
+            messages = jnp.where(messages == -jnp.inf, 0, messages)
+        else:
+            messages = ops.sum(h, edges)
+        h = jax.nn.relu(jnp.concatenate([h, messages], axis=-1) @ w)
+    return h
+
+
+def gat(ops: Ours | Plain, weights: Sequence[jax.Array], x: jax.Array, edges: Edges) -> jax.Array:
+    """A layer of graph attention."""
+    w, of_sender, of_receiver = weights
+    h = (x @ w).reshape(-1, *of_sender.shape)
+    logits = ops.of_senders((h * of_sender).sum(-1), edges) + ops.of_receivers((h * of_receiver).sum(-1), edges)
+    return ops.attention(jax.nn.leaky_relu(logits, SLOPE), h, edges)

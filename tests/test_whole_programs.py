@@ -1,0 +1,247 @@
+"""What XLA makes of whole programs around our ops: it moves no operand first, and no cache that it would not anyway."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_baracuda as jb
+from jax_baracuda._core import selection
+from jax_baracuda._core.selection import TuningTable
+from jax_baracuda._examples import decoding, graph_networks
+from jax_baracuda._examples.decoding import Decoder
+from jax_baracuda._examples.graph_networks import Model, gat, sage, training_step
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Compiled programs, as XLA prints them.
+
+FREE = ("bitcast", "reshape", "get-tuple-element", "optimization-barrier", "copy-done")
+"""What passes an array on."""
+MOVING = ("copy", "copy-start", "transpose")
+MIN_ELEMENTS = 1024
+"""Less than that is no array that a model is slowed down by; XLA copies counters that a loop carries, for instance."""
+
+INSTRUCTION = re.compile(
+    r"\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<type>\((?:[^()]|\([^()]*\))*\)|\S+) (?P<opcode>[\w\-]+)\((?P<rest>.*)"
+)
+ATTRIBUTES = re.compile(r"\), \w+=.*")
+SHAPE = re.compile(r"\w+\[([\d,]*)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """Of a computation."""
+
+    name: str
+    opcode: str
+    elements: int
+    """Of the result; of several results, those of the largest."""
+    operands: tuple[str, ...]
+    text: str
+
+    def called(self) -> str:
+        """The computation that a fusion consists of."""
+        match = re.search(r"calls=%([\w.\-]+)", self.text)
+        assert match is not None, self.text
+        return match[1]
+
+
+Computation = dict[str, Instruction]
+
+
+def parsed(text: str) -> dict[str, Computation]:
+    """The computations of a module, and the instructions of each."""
+    computations: dict[str, Computation] = {}
+    for line in text.splitlines():
+        if heading := re.match(r"(?:ENTRY )?%([\w.\-]+) \(.*\{$", line):
+            computation = computations[heading[1]] = {}
+        elif match := INSTRUCTION.match(line):
+            elements = max(
+                (math.prod(map(int, filter(None, x.split(",")))) for x in SHAPE.findall(match["type"])), default=0
+            )
+            operands = tuple(re.findall(r"%([\w.\-]+)", ATTRIBUTES.sub("", match["rest"])))
+            computation[match["name"]] = Instruction(match["name"], match["opcode"], elements, operands, line.strip())
+    return computations
+
+
+def only_moves(computation: Computation) -> bool:
+    """Whether what is fused is nothing but a change of layout."""
+    opcodes = {instruction.opcode for instruction in computation.values()}
+    return bool(opcodes & {*MOVING}) and opcodes <= {*MOVING, *FREE, "parameter", "tuple"}
+
+
+def moves(computations: dict[str, Computation]) -> Iterator[Instruction]:
+    """All instructions that write an array elsewhere or in another layout, and do nothing else."""
+    fused = {x.called() for computation in computations.values() for x in computation.values() if x.opcode == "fusion"}
+    for name, computation in computations.items():
+        if name not in fused:
+            yield from (x for x in computation.values() if is_move(x, computations))
+
+
+def is_move(instruction: Instruction, computations: dict[str, Computation]) -> bool:
+    if instruction.opcode == "fusion":
+        return only_moves(computations[instruction.called()])
+    return instruction.opcode in MOVING
+
+
+def moved_operands(computations: dict[str, Computation]) -> Iterator[str]:
+    """Of our ops: those that XLA writes in another layout, or copies, for them alone."""
+    for computation in computations.values():
+        for call in our_calls(computation):
+            for operand in call.operands:
+                source = computation[operand]
+                while source.opcode in FREE:
+                    source = computation[source.operands[0]]
+                if source.elements >= MIN_ELEMENTS and is_move(source, computations):
+                    yield f"{call.text[:200]} takes {source.text}"
+
+
+def our_calls(computation: Computation) -> list[Instruction]:
+    return [x for x in computation.values() if 'custom_call_target="jax_baracuda.' in x.text]
+
+
+def compiled(program: Callable[..., Any], *operands: Any, donated: Sequence[int] = ()) -> dict[str, Computation]:
+    text = jax.jit(lambda *x: program(*x), donate_argnums=donated).lower(*operands).compile().as_text()
+    computations = parsed(text)
+    assert sum(len(x) for x in computations.values()) > 3, text
+    return computations
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Programs.
+
+
+@pytest.fixture(autouse=True)
+def table_of_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packaged table's rows of all GPUs, which know of layouts. The others would leave small arrays to XLA."""
+    packaged = TuningTable.read(Path(selection.__file__).with_name("tuning.json"))
+    table = TuningTable(tuple(row for row in packaged.rows if row.device == "cuda"))
+    monkeypatch.setattr(selection, "packaged_table", lambda: table)
+
+
+DECODERS = {
+    layout: Decoder(layout, examples=4, length=64, heads=8, kv_heads=2, features=16, layers=2, steps=3, dtype=dtype)
+    for layout, dtype in (("BSHD", "float32"), ("BHSD", "bfloat16"))
+}
+NODES, EDGES, WIDTH = 500, 4000, 32
+
+
+def decoding_program(decoder: Decoder, functions: decoding.Functions) -> dict[str, Computation]:
+    operands = decoder.make_caches(), decoder.make_weights(), *decoder.make_inputs()
+    return compiled(functools.partial(decoder.decode, functions), *operands, donated=[0])
+
+
+def graph_program(model: Model, weights: Sequence[tuple[int, ...]], with_plan: bool) -> dict[str, Computation]:
+    rng = np.random.default_rng(0)
+    senders, receivers = (jnp.asarray(rng.integers(0, NODES, EDGES), jnp.int32) for _ in range(2))
+    ids = {"gather_ids": senders, "segment_ids": receivers}
+    edges = {"plan": jb.segment_plan(receivers, NODES, senders, NODES)} if with_plan else ids
+    step = training_step(model, graph_networks.Ours(None if with_plan else NODES))
+    arrays = [jax.ShapeDtypeStruct(shape, np.float32) for shape in weights]
+    return compiled(step, arrays, jax.ShapeDtypeStruct((NODES, WIDTH), np.float32), edges)
+
+
+def mamba_block(parameters: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Projection, convolution along time, a gate, and the projection back; x is ``[example, time, feature]``."""
+    u, gate = jnp.split(x @ parameters["in"], 2, axis=-1)
+    u = jb.causal_conv1d(u, parameters["weight"], parameters["bias"], activation="silu", channels_last=True)
+    return x + (u * jax.nn.silu(gate)) @ parameters["out"]
+
+
+def mamba_program() -> dict[str, Computation]:
+    shapes = {"in": (WIDTH, 4 * WIDTH), "weight": (2 * WIDTH, 4), "bias": (2 * WIDTH,), "out": (2 * WIDTH, WIDTH)}
+    parameters = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+    loss = lambda *x: (mamba_block(*x) ** 2).sum()  # noqa: E731
+    return compiled(jax.value_and_grad(loss), parameters, jax.ShapeDtypeStruct((3, 130, WIDTH), np.float32))
+
+
+def attention(weights: dict[str, jax.Array], x: jax.Array, layout: str) -> jax.Array:
+    """Causal, with rotated queries and keys; x is ``[example, position, feature]``."""
+    axes = "bshd" if layout == "BSHD" else "bhsd"
+    q, k, v = (jnp.einsum(f"bsf,fhd->{axes}", x, weights[name]) for name in ("q", "k", "v"))
+    q, k = jb.rope_qk(q, k, layout=layout)
+    of_keys = axes.replace("s", "t")
+    scores = jnp.einsum(f"{axes},{of_keys}->bhst", q, k) * q.shape[-1] ** -0.5
+    is_before = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    probabilities = jax.nn.softmax(jb.where(is_before, scores, -jnp.inf))
+    return jnp.einsum(f"bhst,{of_keys},hdf->bsf", probabilities, v, weights["o"])
+
+
+def attention_program(layout: str) -> dict[str, Computation]:
+    shapes = {**dict.fromkeys("qkv", (WIDTH, 4, 16)), "o": (4, 16, WIDTH)}
+    weights = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+    loss = lambda *x: (attention(*x, layout=layout) ** 2).sum()  # noqa: E731
+    return compiled(jax.value_and_grad(loss), weights, jax.ShapeDtypeStruct((2, 66, WIDTH), np.float32))
+
+
+SAGE_WEIGHTS, GAT_WEIGHTS = [(2 * WIDTH, WIDTH)] * 2, [(WIDTH, WIDTH), *[(4, WIDTH // 4)] * 2]
+PROGRAMS: dict[str, Callable[[], dict[str, Computation]]] = {
+    **{
+        f"decoding, {layout}": functools.partial(decoding_program, decoder, decoding.Ours())
+        for layout, decoder in DECODERS.items()
+    },
+    **{
+        f"{name}, {'plan' if with_plan else 'no plan'}": functools.partial(graph_program, model, weights, with_plan)
+        for name, model, weights in (
+            ("GraphSAGE-max", functools.partial(sage, "max"), SAGE_WEIGHTS),
+            ("GraphSAGE-sum", functools.partial(sage, "sum"), SAGE_WEIGHTS),
+            ("GAT", gat, GAT_WEIGHTS),
+        )
+        for with_plan in (True, False)
+    },
+    "Mamba block": mamba_program,
+    **{f"attention, {layout}": functools.partial(attention_program, layout) for layout in DECODERS},
+}
+
+
+OWN_MOVES = {f"attention, {layout}": 2 for layout in DECODERS}
+"""Operands whose axes a program itself puts into another order. Products over heads have the order BHSD and projections
+BSHD: in BSHD the cotangents of queries and keys change it before the gradient of the rotation, in BHSD they themselves
+before the rotation."""
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_operand_is_moved(name: str) -> None:
+    computations = PROGRAMS[name]()
+    assert any(our_calls(computation) for computation in computations.values())
+    moved = list(moved_operands(computations))
+    assert len(moved) <= OWN_MOVES.get(name, 0), moved
+
+
+@pytest.mark.parametrize("layout", DECODERS)
+def test_no_cache_is_copied_that_plain_jax_leaves_alone(layout: str) -> None:
+    decoder = DECODERS[layout]
+    ours, plain = (
+        [x.text for x in moves(decoding_program(decoder, functions)) if x.elements == math.prod(decoder.cache_shape())]
+        for functions in (decoding.Ours(), decoding.Plain())
+    )
+    assert len(ours) <= len(plain), ours
+
+
+def test_moves_are_found() -> None:
+    """An operand in another order of its axes, alone and in a loop, and an array that is written but needed again."""
+    x = jax.ShapeDtypeStruct((4, 50, 6, 32), np.float32)
+
+    def rotate(x: Any) -> Any:
+        return jb.rope(jnp.swapaxes(x, 1, 2), implementation="kernel")
+
+    def rotate_often(x: Any) -> Any:
+        return jax.lax.fori_loop(0, 3, lambda _, x: jnp.swapaxes(rotate(x), 1, 2), x)
+
+    def write(x: Any) -> Any:
+        return jb.write_slice(x, x[:1], (0, 0, 0, 0), implementation="kernel") + x
+
+    for program in (rotate, rotate_often, write):
+        computations = compiled(program, x)
+        assert list(moved_operands(computations)), program
+        assert any(instruction.elements == math.prod(x.shape) for instruction in moves(computations))
