@@ -51,7 +51,14 @@ enum class EdgeInput {
   kNumber,
   kWeights,    // of its heads, by which the row is multiplied
   kWinners,    // of each element of the row: those whose winner is another edge do not take part
+  kExtrema,    // likewise: those whose extremum is not what the row that is reduced to holds do not take part
 };
+
+template <EdgeInput kInput>
+inline constexpr bool kSelects = kInput == EdgeInput::kWinners || kInput == EdgeInput::kExtrema;
+
+template <EdgeInput kInput>
+inline constexpr bool kTakesNumber = kInput != EdgeInput::kNothing && kInput != EdgeInput::kExtrema;
 
 template <typename Reduction>
 inline constexpr EdgeInput kEdgeInput = EdgeInput::kNothing;
@@ -69,11 +76,11 @@ struct Gathering {
   const T* weights;  // [batch or 1, rows, heads], or nullptr
   bool weights_are_shared;
   int64_t heads, features_per_head;
-  // Of each element of the rows that are gathered, which edge won it, and, where edges tie, its value: those with the
-  // same value in `tied`, in the row of their segment, won it. No element of the batch shares any of these.
+  // Of each element of the rows that are gathered, which edge won it, or its value: an edge whose segment has the same
+  // value in `reduced` won it. No element of the batch shares any of these.
   const int32_t* winners;  // [batch, num_rows, features]
-  const T* extrema;        // likewise, or nullptr where there are no ties
-  const T* tied;           // [batch, segments, features], likewise
+  const T* extrema;        // likewise
+  const T* reduced;        // [batch, segments, features]
 
   // The same from an element of the batch on.
   Gathering From(int64_t element, int64_t rows, int64_t features) const {
@@ -152,7 +159,7 @@ struct TileShared {
 
   static constexpr int kSlotBytes = RoundUp(kMaxTileThreads * sizeof(Cells), kVectorBytes);
   static constexpr bool kWithOrder = kSource == RowSource::kOrdered || kSource == RowSource::kGathered;
-  static constexpr bool kWithEdges = kSource == RowSource::kGathered && kEdgeInput<Reduction> != EdgeInput::kNothing;
+  static constexpr bool kWithEdges = kSource == RowSource::kGathered && kTakesNumber<kEdgeInput<Reduction>>;
   static constexpr int kArrays = 1 + kWithOrder + kWithEdges;
 
   static int Bytes(int groups, int64_t features) {
@@ -266,7 +273,7 @@ __device__ __forceinline__ SourceRow GatheredRow(const TileArguments<Reduction>&
   const bool exists = static_cast<uint64_t>(id) < static_cast<uint64_t>(gathering.num_rows);
   SourceRow source{};
   source.row = exists ? static_cast<uint32_t>((a.problem.data_is_shared ? 0 : b * gathering.num_rows) + id) : kDropped;
-  if constexpr (kEdgeInput<Reduction> != EdgeInput::kNothing) {
+  if constexpr (kTakesNumber<kEdgeInput<Reduction>>) {
     if (gathering.edge_order != nullptr) {
       row = __ldg(gathering.edge_order + (gathering.edge_order_is_shared ? 0 : b * rows) + row);
       row = min(max(row, int64_t{0}), rows - 1);  // whatever a caller passes, nothing out of bounds is read
@@ -374,8 +381,9 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
       Packed<T, kVec> values[kInFlight];
       int32_t row[kInFlight];
       T weights[kInput == EdgeInput::kWeights ? kInFlight : 1];
-      constexpr int kWinnerRows = kInput == EdgeInput::kWinners ? kInFlight : 1;
-      Vector<int32_t, kVec> winners[kWinnerRows];
+      Vector<int32_t, kVec> winners[kInput == EdgeInput::kWinners ? kInFlight : 1];
+      Vector<T, kVec> extrema[kInput == EdgeInput::kExtrema ? kInFlight : 1];
+      Vector<T, kVec> reduced[kInput == EdgeInput::kExtrema ? kInFlight : 1];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         const int tile_offset = i + u;
@@ -407,43 +415,21 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
             winners[u] = Repeat<kVec>(int32_t{-1});
             if (exists) winners[u] = LoadVector<kVec>(a.gathering.winners + data_row * features + column);
           }
-          if constexpr (kInput == EdgeInput::kNumber || kInput == EdgeInput::kWinners) row[u] = static_cast<int32_t>(shared.edges[place]);
+          if constexpr (kInput == EdgeInput::kExtrema) {
+            const uint32_t own = segments[tile_offset < kTileRows ? tile_offset : kTileRows - 1];
+            extrema[u] = Repeat<kVec>(static_cast<T>(ComputeType<T>{0}));
+            reduced[u] = Repeat<kVec>(static_cast<T>(ComputeType<T>{1}));
+            if (exists && own != kDropped) {
+              extrema[u] = LoadVector<kVec>(a.gathering.extrema + data_row * features + column);
+              reduced[u] = LoadVector<kVec>(a.gathering.reduced + (first_segment + own) * features + column);
+            }
+          }
+          if constexpr (kInput == EdgeInput::kNumber || kInput == EdgeInput::kWinners) {
+            row[u] = static_cast<int32_t>(shared.edges[place]);
+          }
         } else {
           values[u] = LoadPackedStreaming<kVec>(next_row);
           next_row += features;
-        }
-      }
-      uint32_t won[kWinnerRows];
-      if constexpr (kInput == EdgeInput::kWinners) {
-        // The ties of all rows first, so that what they read is under way together.
-        Vector<T, kVec> tied[kInFlight], extrema[kInFlight];
-#pragma unroll
-        for (int u = 0; u < kInFlight; ++u) {
-          won[u] = 0;
-          if (i + u >= end) continue;
-          bool has_tie = false;
-#pragma unroll
-          for (int k = 0; k < kVec; ++k) {
-            won[u] |= static_cast<uint32_t>(winners[u].lane[k] == row[u]) << k;
-            has_tie |= winners[u].lane[k] < -1;
-          }
-          tied[u] = Repeat<kVec>(static_cast<T>(ComputeType<T>{0}));
-          extrema[u] = Repeat<kVec>(static_cast<T>(ComputeType<T>{1}));
-          const uint32_t own = segments[i + u < kTileRows ? i + u : kTileRows - 1];
-          if (has_tie && a.gathering.tied != nullptr && own != kDropped) {
-            const int place = group * kPaddedTileRows + i + u + (i + u) / kTileRows;
-            tied[u] = LoadVector<kVec>(a.gathering.tied + (first_segment + own) * features + column);
-            extrema[u] = LoadVector<kVec>(a.gathering.extrema + shared.order[place] * features + column);
-          }
-        }
-#pragma unroll
-        for (int u = 0; u < kInFlight; ++u) {
-#pragma unroll
-          for (int k = 0; k < kVec; ++k) {
-            const bool attains = static_cast<ComputeType<T>>(tied[u].lane[k]) ==
-                                 static_cast<ComputeType<T>>(extrema[u].lane[k]);
-            won[u] |= static_cast<uint32_t>(winners[u].lane[k] < -1 && attains) << k;
-          }
         }
       }
 #pragma unroll
@@ -458,8 +444,17 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
         }
         if constexpr (kInput == EdgeInput::kWeights) {
           cells.AddScaled(Unpack<T, kVec>(values[u]), weights[u]);
-        } else if constexpr (kInput == EdgeInput::kWinners) {
-          cells.AddSelected(Unpack<T, kVec>(values[u]), won[u]);
+        } else if constexpr (kSelects<kInput>) {
+          uint32_t won = 0;
+#pragma unroll
+          for (int k = 0; k < kVec; ++k) {
+            const bool wins = kInput == EdgeInput::kWinners
+                                  ? winners[u].lane[k] == row[u]
+                                  : static_cast<ComputeType<T>>(extrema[u].lane[k]) ==
+                                        static_cast<ComputeType<T>>(reduced[u].lane[k]);
+            won |= static_cast<uint32_t>(wins) << k;
+          }
+          cells.AddSelected(Unpack<T, kVec>(values[u]), won);
         } else {
           cells.Add(Unpack<T, kVec>(values[u]), row[u], a.outputs);
         }

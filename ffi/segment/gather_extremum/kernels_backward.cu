@@ -10,14 +10,22 @@ GatherGrid MakeGrid(const GatherExtremumBackwardCall& call) {
   return MakeGatherGrid(call.problem, call.indices_are_sorted, call.num_rows, call.problem.features);
 }
 
-template <typename T>
+template <typename T, EdgeInput kInput>
 CudaStatus SumOfWinners(const GatherExtremumBackwardCall& call, cudaStream_t stream) {
   Gathering<T> gathering = GatheringOf<T>(call, /*clips=*/false);
   gathering.winners = call.winner;
   gathering.extrema = static_cast<const T*>(call.extrema);
-  gathering.tied = static_cast<const T*>(call.gathered);
-  return ReduceGathered<GatherSumReduction<T, EdgeInput::kWinners>>(
-      call, MakeGrid(call), gathering, SumStateBytes(call.type), {call.d_data, /*is_wide=*/false}, stream);
+  gathering.reduced = static_cast<const T*>(call.gathered);
+  return ReduceGathered<GatherSumReduction<T, kInput>>(call, MakeGrid(call), gathering, SumStateBytes(call.type),
+                                                       {call.d_data, /*is_wide=*/false}, stream);
+}
+
+// Where tied edges share, the row of an edge tells what it won: all that it has in common with the extrema. One extremum
+// that no other edge attains is no exception, and a NaN is equal to nothing.
+template <typename T>
+CudaStatus SumOfWinners(const GatherExtremumBackwardCall& call, cudaStream_t stream) {
+  return call.shares_ties ? SumOfWinners<T, EdgeInput::kExtrema>(call, stream)
+                          : SumOfWinners<T, EdgeInput::kWinners>(call, stream);
 }
 
 // One element of the batch.

@@ -14,11 +14,9 @@ namespace jax_baracuda::segment {
 template <typename T, EdgeInput kInput>
 struct GatherSumReduction {
   using Element = T;
-  // With winners there is twice as much to load of a row, and to hold.
-  static constexpr int kRowsInFlight = SumReduction<T>::kRowsInFlight / (kInput == EdgeInput::kWinners ? 2 : 1);
-  static constexpr int kTileBlocks = kInput != EdgeInput::kWinners ? SumReduction<T>::kTileBlocks
-                                     : sizeof(T) < 4               ? 6
-                                                                   : 8;
+  // To select, there is twice as much to load of a row, and to hold.
+  static constexpr int kRowsInFlight = SumReduction<T>::kRowsInFlight / (kSelects<kInput> ? 2 : 1);
+  static constexpr int kTileBlocks = !kSelects<kInput> ? SumReduction<T>::kTileBlocks : sizeof(T) < 4 ? 6 : 8;
   using C = ComputeType<T>;
 
   struct Outputs {
