@@ -353,7 +353,8 @@ def test_gradient_through_shard_map_of_replicated_data(reduction: Reduction, che
     def error_of(ids: jax.Array) -> Any:
         """Of the gradient of one device, whose cotangent is a cosine: at most 1."""
         if reduction is SOFTMAX:
-            return 2 * errors_of_softmax(np.asarray(data), np.asarray(ids), np.ones(data.shape, np.float32))[1]
+            ones = np.ones(data.shape, np.float32)
+            return 2 * errors_of_softmax(np.asarray(data), np.asarray(ids), ones, NUM_SEGMENTS)[1]
         ones = jnp.ones((NUM_SEGMENTS, data.shape[1]), data.dtype)
         return rounding_of_sums(MESH_SHAPE[0]) * np.abs(reduction.pullback(data, ids, NUM_SEGMENTS, ones)[1])
 
