@@ -94,8 +94,8 @@ def _largest_error(actual: Any, expected: Any) -> float:
     return max((_largest_error_of_array(*pair) for pair in pairs), default=0.0)
 
 
-def _largest_error_of_array(actual: jax.Array, expected: jax.Array) -> float:
-    actual, expected = (np.asarray(_wide(x)).astype(np.float64) for x in (actual, expected))
+def _largest_error_of_array(actual_array: jax.Array, expected_array: jax.Array) -> float:
+    actual, expected = (np.asarray(_wide(x)).astype(np.float64) for x in (actual_array, expected_array))
     finite = np.isfinite(expected)
     if actual.shape != expected.shape or not np.array_equal(actual[~finite], expected[~finite], equal_nan=True):
         return math.inf

@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -238,10 +238,12 @@ def features_of(measurements: Sequence[Measurement]) -> tuple[list[str], list[st
     params = [m.call.params for m in measurements]
     sizes = [m.call.sizes() for m in measurements]
     flags = [name for name, value in params[0].items() if isinstance(value, bool)]
-    return tuple(
-        [name for name in names if all(name in call for call in calls) and len({call[name] for call in calls}) > 1]
-        for names, calls in ((flags, params), (list(sizes[0]), sizes))
-    )
+
+    def differing(names: Sequence[str], calls: Sequence[Mapping[str, Any]]) -> list[str]:
+        of_all = [name for name in names if all(name in call for call in calls)]
+        return [name for name in of_all if len({call[name] for call in calls}) > 1]
+
+    return differing(flags, params), differing(list(sizes[0]), sizes)
 
 
 def leaves_of(tree: Any, names: Sequence[str]) -> Iterator[tuple[int, dict[str, Interval]]]:
