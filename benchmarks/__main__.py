@@ -11,7 +11,7 @@ import jax
 from benchmarks import causal_conv1d, decoding, graph, grid, programs, rope, segment, where, write_slice
 from benchmarks.harness import QUICK, Case, copy_bytes_per_second, environment, measure, summary_of
 from benchmarks.record import OURS, PROGRAMS, RESULTS, XLA, CaseRecord, Measurement, Run, milliseconds_text
-from jax_baracuda._tools.command_line import INTERRUPTED, exit_status, parser_of
+from jax_baracuda._tools.command_line import INTERRUPTED, parser_of, run
 from jax_baracuda._tools.platforms import default_devices
 from jax_baracuda._tools.progress import Progress
 
@@ -104,4 +104,4 @@ def describe(case: CaseRecord) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(exit_status(main))
+    run(main)

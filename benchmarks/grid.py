@@ -25,7 +25,7 @@ from jax_baracuda._core.selection import choose
 from jax_baracuda._examples.example import value_and_gradient
 from jax_baracuda._tools import grid
 from jax_baracuda._tools.calls import traced_calls
-from jax_baracuda._tools.command_line import INTERRUPTED, exit_status, parser_of, positive_number
+from jax_baracuda._tools.command_line import INTERRUPTED, parser_of, positive_number, run
 from jax_baracuda._tools.timing import Arrays, Loop, num_steps, prepared, race, workers_for
 from jax_baracuda._tools.tune import operands_of
 
@@ -158,4 +158,4 @@ def line_of(name: str, ratios: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(exit_status(main))
+    run(main)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from jax_baracuda._tools.command_line import CANNOT_RUN, INTERRUPTED, exit_status
+from jax_baracuda._tools.command_line import CANNOT_RUN, INTERRUPTED, run
 
 TOOLS = {
     "report": "what is installed, and what serves each op on each device here, and why",
@@ -33,4 +33,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(exit_status(main))
+    run(main)

@@ -344,14 +344,32 @@ def test_exit_status_of_a_tool(capsys: pytest.CaptureFixture[str]) -> None:
 
 WRITE_UNTIL_CLOSED = """
 import sys
-from jax_baracuda._tools.command_line import exit_status
+from jax_baracuda._tools.command_line import run
 def main():
     print("first", flush=True)
     sys.stdin.readline()
     print("second")
     return 0
-raise SystemExit(exit_status(main))
+run(main)
 """
+
+
+INTERRUPT_BESIDE_A_THREAD = """
+import threading
+from jax_baracuda._tools.command_line import run
+def main():
+    threading.Thread(target=threading.Event().wait).start()
+    print("row")
+    raise KeyboardInterrupt
+run(main)
+"""
+
+
+def test_an_interrupted_tool_waits_for_no_thread() -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", INTERRUPT_BESIDE_A_THREAD], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (child.returncode, child.stdout, child.stderr) == (130, "row\n", "interrupted\n")
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from jax_baracuda._core.selection import KERNEL_IF_ANY, selecting
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
-from jax_baracuda._tools.command_line import exit_status, parser_of
+from jax_baracuda._tools.command_line import parser_of, run
 from jax_baracuda._tools.platforms import devices_by_platform
 from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.table import ProgressiveTable
@@ -109,4 +109,4 @@ def _largest_error_of_array(actual_array: jax.Array, expected_array: jax.Array) 
 
 
 if __name__ == "__main__":
-    raise SystemExit(exit_status(main))
+    run(main)

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 from jax_baracuda._tools.platforms import BackendError
 
@@ -69,3 +70,14 @@ def exit_status(main: Callable[[], int]) -> int:
         # What is left in the buffer would raise once more when the interpreter flushes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Runs a tool, and ends the process with its exit status."""
+    status = exit_status(main)
+    if status == INTERRUPTED:
+        # Threads may still be compiling: Python would wait for them, and those of JAX may crash as Python ends.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    raise SystemExit(status)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
-from jax_baracuda._tools.command_line import exit_status, parser_of, positive_number
+from jax_baracuda._tools.command_line import parser_of, positive_number, run
 from jax_baracuda._tools.platforms import devices_by_platform
 from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.table import ProgressiveTable
@@ -95,4 +95,4 @@ def _median_seconds(function: Callable[..., Any], operands: Sequence[Any], repea
 
 
 if __name__ == "__main__":
-    raise SystemExit(exit_status(main))
+    run(main)

@@ -18,7 +18,7 @@ from jax_baracuda._core.selection import choose
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import value_and_gradient
 from jax_baracuda._tools.calls import traced_calls
-from jax_baracuda._tools.command_line import exit_status, parser_of
+from jax_baracuda._tools.command_line import parser_of, run
 from jax_baracuda._tools.platforms import BackendError, default_devices, devices_by_platform
 from jax_baracuda._tools.table import format_table
 
@@ -125,4 +125,4 @@ def _choices() -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(exit_status(main))
+    run(main)

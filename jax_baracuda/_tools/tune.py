@@ -26,10 +26,10 @@ from jax_baracuda._tools.calls import equations_of, run_calls
 from jax_baracuda._tools.command_line import (
     CANNOT_RUN,
     INTERRUPTED,
-    exit_status,
     missing_packages,
     parser_of,
     positive_number,
+    run,
 )
 from jax_baracuda._tools.platforms import devices_by_platform
 from jax_baracuda._tools.progress import Progress
@@ -264,4 +264,4 @@ def leaves_of(tree: Any, names: Sequence[str]) -> Iterator[tuple[int, dict[str, 
 
 
 if __name__ == "__main__":
-    raise SystemExit(exit_status(main))
+    run(main)
