@@ -68,8 +68,11 @@ bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks
 
 lint: $(VENV)/installed
-	$(BIN)/pip install --quiet ruff
-	$(BIN)/ruff check . && $(BIN)/ruff format --check jax_baracuda tests benchmarks
+	$(BIN)/pip install --quiet codespell mypy ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check jax_baracuda tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/codespell *.md *.txt Makefile pyproject.toml .ci cmake docs ffi jax_baracuda tests benchmarks/*.py
 
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

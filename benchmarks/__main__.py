@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -13,20 +11,19 @@ import jax
 from benchmarks import causal_conv1d, decoding, graph, grid, programs, rope, segment, where, write_slice
 from benchmarks.harness import QUICK, Case, copy_bytes_per_second, environment, measure, summary_of
 from benchmarks.record import OURS, PROGRAMS, RESULTS, XLA, CaseRecord, Measurement, Run, milliseconds_text
-
-try:
-    from rich.console import Console
-    from rich.progress import track
-except ImportError:
-    Console = track = None
+from jax_baracuda._tools.command_line import INTERRUPTED, parser_of, run
+from jax_baracuda._tools.platforms import default_devices
+from jax_baracuda._tools.progress import Progress
 
 FAMILIES = (segment, graph, causal_conv1d, rope, where, write_slice, programs, decoding)
 """Modules with a function ``cases(backend, quick)`` that yields :class:`Case`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 1 if this package failed, if XLA computed something else, or if the run was interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    """Returns the exit status; of an interrupted run, what was measured is recorded."""
+    default_devices()
+    statuses = {0: "all cases were measured", 1: "this package failed, or XLA computed something else"}
+    parser = parser_of("benchmarks", __doc__, statuses)
     default = RESULTS / f"{jax.default_backend()}.json"
     parser.add_argument(
         "--output", type=Path, help=f"the JSON record (default: {default} if all cases are run in full)"
@@ -53,14 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     output = options.output or (None if options.only or options.quick else default)
 
-    with_progress, say = progress()
+    progress = Progress()
+    say = progress.print
     bandwidth = copy_bytes_per_second()
     say(f"{len(cases)} cases; copy: {bandwidth / 1e12:.3f} TB/s on {jax.devices()[0].device_kind}")
     run = Run(environment(), bandwidth / 1e12, options.quick)
     start = time.perf_counter()
     is_serious, failures = False, []
     try:
-        for case in with_progress(cases):
+        for case in progress.track(cases, len(cases), lambda case: case.name):
             try:
                 result = measure(case, bandwidth, QUICK if options.quick else case.effort)
             except Exception as error:  # A case that cannot even be set up shall not cost the others.
@@ -79,11 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     # XLA is the judge; a peer that disagrees with both is a finding about the peer.
                     is_serious |= m.library == OURS or (m.library == XLA and m.disagreement is not None)
     except KeyboardInterrupt:
-        say("interrupted")
+        say(f"interrupted after {len(run.cases)} of {len(cases)} cases")
     if failures:
         say("\n    ".join(["Failed:", *failures]))
     say(f"{run.seconds:.0f} s" + (f", wrote {output}" if output is not None else ", no record written"))
-    return 1 if is_serious or not run.is_complete else 0
+    if not run.is_complete:
+        return INTERRUPTED
+    return 1 if is_serious else 0
 
 
 def select_cases(backend: str, only: Sequence[str] = (), quick: bool = False) -> Iterator[Case]:
@@ -103,16 +103,5 @@ def describe(case: CaseRecord) -> str:
     )
 
 
-def progress() -> tuple[Callable[[Iterable[Case]], Iterable[Case]], Callable[[str], None]]:
-    """Something that wraps the cases, and how to print beside it: a bar on a terminal where rich is installed."""
-    if Console is None or not sys.stdout.isatty():
-        return iter, lambda text: print(text, flush=True)
-    console = Console()
-    return (
-        lambda cases: track(cases, description="", console=console),
-        lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
-    )
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

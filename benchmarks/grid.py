@@ -6,7 +6,6 @@ inside ``jax.jit``: forward, and forward with gradient.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -26,6 +25,7 @@ from jax_baracuda._core.selection import choose
 from jax_baracuda._examples.example import value_and_gradient
 from jax_baracuda._tools import grid
 from jax_baracuda._tools.calls import traced_calls
+from jax_baracuda._tools.command_line import INTERRUPTED, parser_of, positive_number, run
 from jax_baracuda._tools.timing import Arrays, Loop, num_steps, prepared, race, workers_for
 from jax_baracuda._tools.tune import operands_of
 
@@ -66,11 +66,11 @@ class Ratio:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Times the sample, writes the record and prints a summary; returns 1 if it was interrupted."""
+    """Times the sample, writes the record and prints a summary; returns the exit status."""
     backend = jax.default_backend()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.grid", description=__doc__)
+    parser = parser_of("benchmarks.grid", __doc__, {0: "all calls were timed"})
     parser.add_argument("--output", type=Path, default=RESULTS / f"{backend}_grid.json", help="the JSON record")
-    parser.add_argument("--cases", type=int, default=400, help="sampled calls (default: 400)")
+    parser.add_argument("--cases", type=positive_number, default=400, help="sampled calls (default: 400)")
     parser.add_argument("--seed", type=int, default=SEED, help="of the sample")
     parser.add_argument("--functions", nargs="+", default=(), help="public functions (default: all)")
     options = parser.parse_args(arguments)
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record["ratios"] = [dataclasses.asdict(ratio) for ratio in ratios]
     options.output.write_text(json.dumps(record, indent=1) + "\n")
     print(summary(ratios), f"{seconds:.0f} s, wrote {options.output}", sep="\n")
-    return 0 if is_complete else 1
+    return 0 if is_complete else INTERRUPTED
 
 
 def timed(cases: Sequence[grid.Case], platform: str) -> Iterator[list[Ratio]]:
@@ -158,4 +158,4 @@ def line_of(name: str, ratios: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

@@ -1,7 +1,9 @@
 """Hand-written CUDA and CPU kernels for JAX, differentiable and shardable."""
 
 from jax_baracuda import forward_mode
+from jax_baracuda._core.export import disabled_checks as _disabled_checks
 from jax_baracuda._core.guarantees import Guarantee
+from jax_baracuda._core.op import OPS as _OPS
 from jax_baracuda._core.op import precision_guarantee
 from jax_baracuda._core.selection import Implementation, implementation
 from jax_baracuda._core.version import VERSION as _version
@@ -39,8 +41,13 @@ from jax_baracuda.ops.write_slice import WriteMode, write_slice, write_slices
 
 __version__ = _version
 
+DISABLE_JAX_EXPORT_CHECKS = _disabled_checks(_OPS)
+"""For ``jax.export.export(..., disabled_checks=DISABLE_JAX_EXPORT_CHECKS)`` of a program that calls functions of this
+package. Where the program runs, the same version of this package must have been imported before."""
+
 __all__ = [
     "Activation",
+    "DISABLE_JAX_EXPORT_CHECKS",
     "Guarantee",
     "HeadLayout",
     "Implementation",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 
+from jax_baracuda._tools.command_line import CANNOT_RUN, INTERRUPTED, run
+
 TOOLS = {
     "report": "what is installed, and what serves each op on each device here, and why",
     "check": "each op against plain JAX on the devices here, value and gradient",
@@ -20,6 +22,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m jax_baracuda",
         description=f"Tools of jax_baracuda:\n{tools}",
+        epilog="Exit status: 0 if all is well; 1 if a tool finds that it is not (a wrong result, no device);\n"
+        f"{CANNOT_RUN} if the tool could not run, and says why; {INTERRUPTED} if Ctrl-C interrupted it.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("tool", choices=TOOLS, metavar="tool", help="one of " + ", ".join(TOOLS))
@@ -29,4 +33,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

@@ -54,4 +54,4 @@ def test_a_missing_package_is_named(tmp_path, capsys, monkeypatch):
     assert not plot.exists()
     message = capsys.readouterr().err
     assert "sklearn" in message
-    assert "pip install 'jax_baracuda[demo]'" in message
+    assert "pip install '.[demo]'" in message

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
+import io
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +20,7 @@ import jax
 import numpy as np
 import pytest
 
+import benchmarks.__main__ as benchmarks_main
 import jax_baracuda as jb
 from jax_baracuda._core import selection
 from jax_baracuda._core.native import NativeModule
@@ -25,6 +30,9 @@ from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example
 from jax_baracuda._tools import check, grid, race, report, tune
 from jax_baracuda._tools.calls import traced_calls
+from jax_baracuda._tools.command_line import exit_status
+from jax_baracuda._tools.platforms import BackendError
+from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.table import format_table
 from jax_baracuda._tools.timing import prepared
 
@@ -136,8 +144,8 @@ def test_race_prints_forward_and_gradient_of_each_example(
     text = capsys.readouterr().out
     timed = [example for platform in race.devices_by_platform() for example in examples if platform in example.sizes]
     with_gradient = [example for example in timed if example.differentiated("float32")]
-    assert text.count(" ms ") == 2 * (len(timed) + len(with_gradient))
-    assert text.count("forward + gradient") == len(with_gradient)
+    assert text.count("  forward  ") == len(timed)
+    assert text.count("  + gradient  ") == len(with_gradient)
 
 
 def test_tables_grow_row_by_row(examples: list[Example], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,16 +154,16 @@ def test_tables_grow_row_by_row(examples: list[Example], monkeypatch: pytest.Mon
     printed: list[str] = []
     monkeypatch.setattr("builtins.print", lambda *texts, **options: printed.append((*texts, options)))
     monkeypatch.setattr(race, "race", lambda *_: num_lines.append(len(printed)) or [("forward", 1.0, 2.0)])
+    monkeypatch.setattr(race, "devices_by_platform", lambda: {"cpu": jax.devices()[0]})
     race.main([])
-    assert num_lines == list(range(2, 2 + len(num_lines)))
-    assert all(options == {"flush": True} for *_, options in printed[: len(num_lines) + 2])
+    assert num_lines == list(range(3, 3 + len(num_lines)))  # after the device, the heading and its rule
+    assert all(options == {"flush": True} for *_, options in printed[: len(num_lines) + 3])
 
 
 def test_tune_writes_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the ops of sampled calls and their gradients; rows of other devices are kept."""
-    pytest.importorskip("rich")
     pytest.importorskip("sklearn")
     kept = Row("tpu", "write_slice", "xla", 0.5)
     monkeypatch.setattr(tune, "packaged_table", lambda: TuningTable((kept,)))
@@ -250,13 +258,174 @@ def test_format_table_aligns_columns() -> None:
     assert lines == ["a    bb", "---  --", "xxx  y"]
 
 
-def test_command_line_lists_the_tools() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "jax_baracuda", "--help"], capture_output=True, text=True, check=True, cwd="/"
+def test_tables_fit_100_columns() -> None:
+    """The widest column is wrapped, nothing is lost; and a cell may have lines of its own."""
+    words = [f"word{number}" for number in range(60)]
+    lines = format_table(("short", "long"), [("a\nb", " ".join(words))]).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert [line[:1] for line in lines[2:4]] == ["a", "b"]
+    assert " ".join(line[len("short  ") :] for line in lines[2:]).split() == words
+
+
+def test_no_tool_prints_a_line_of_more_than_100_columns(
+    examples: list[Example], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the names and the sizes of all examples; without a terminal, no control characters either."""
+    monkeypatch.setattr(check, "errors", lambda *_: [("bfloat16", 0.0, 0.0)])
+    monkeypatch.setattr(race, "all_examples", all_examples)
+    monkeypatch.setattr(race, "race", lambda *_: [("forward", 1e-3, 1e-3), ("+ gradient", 1.0, 1.0)])
+    for platform in ("cpu", "cuda"):
+        for tool in (check, race):
+            monkeypatch.setattr(tool, "devices_by_platform", lambda platform=platform: {platform: jax.devices()[0]})
+            assert tool.main([]) == 0
+    assert report.main([]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.replace("\n", "").isprintable()
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    return terminal
+
+
+def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    terminal = on_terminal(monkeypatch)
+    progress = Progress()
+    for item in progress.track(range(3), 3, lambda number: f"[item] {number}"):
+        progress.print(f"[row] {item} " + "x" * 150)
+    text = terminal.getvalue()
+    assert "\x1b[" in text and "3/3" in text and "[item] 2" in text
+    assert all(f"[row] {item} " + "x" * 150 + "\n" in text for item in range(3))
+
+
+def test_check_fails_without_a_device_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so, and does not pass for want of failures."""
+    monkeypatch.setattr(jax, "devices", lambda *_: (_ for _ in ()).throw(AssertionError()))
+    with pytest.raises(BackendError, match=r"^JAX cannot start a backend \(JAX_PLATFORMS is .*AssertionError$"):
+        check.main([])
+    monkeypatch.setattr(jax, "devices", lambda platform=None: (_ for _ in ()).throw(RuntimeError()) if platform else [])
+    with pytest.raises(BackendError, match="There are kernels for cpu and cuda; JAX has"):
+        check.main([])
+
+
+def run_tool(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *arguments]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_report_where_jax_cannot_start() -> None:
+    """That is when it is needed: versions and modules are there, and the reason."""
+    result = run_tool("jax_baracuda", "report", JAX_PLATFORMS="nonsense")
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    for expected in (jb.__version__, jax.__version__, "native module", "JAX_PLATFORMS is 'nonsense'"):
+        assert expected in result.stdout
+
+
+def test_exit_status_of_a_tool(capsys: pytest.CaptureFixture[str]) -> None:
+    def raising(error: BaseException) -> Callable[[], int]:
+        def main() -> int:
+            raise error
+
+        return main
+
+    assert [exit_status(lambda status=status: status) for status in (0, 1)] == [0, 1]
+    assert exit_status(raising(KeyboardInterrupt())) == 130
+    assert exit_status(raising(BackendError("no device"))) == 2
+    assert capsys.readouterr().err == "interrupted\nno device\n"
+    with pytest.raises(ZeroDivisionError):  # what is wrong with a tool itself is not hidden
+        exit_status(raising(ZeroDivisionError()))
+
+
+WRITE_UNTIL_CLOSED = """
+import sys
+from jax_baracuda._tools.command_line import run
+def main():
+    print("first", flush=True)
+    sys.stdin.readline()
+    print("second")
+    return 0
+run(main)
+"""
+
+
+INTERRUPT_BESIDE_A_THREAD = """
+import threading
+from jax_baracuda._tools.command_line import run
+def main():
+    threading.Thread(target=threading.Event().wait).start()
+    print("row")
+    raise KeyboardInterrupt
+run(main)
+"""
+
+
+def test_an_interrupted_tool_waits_for_no_thread() -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", INTERRUPT_BESIDE_A_THREAD], capture_output=True, text=True, check=False, timeout=60
     )
+    assert (child.returncode, child.stdout, child.stderr) == (130, "row\n", "interrupted\n")
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITE_UNTIL_CLOSED],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout.readline() == "first\n"
+        child.stdout.close()
+        child.stdin.write("go on\n")
+        child.stdin.close()
+        assert child.stderr.read() == ""
+        assert child.wait() == 128 + signal.SIGPIPE
+
+
+def test_interrupted_tune_and_benchmarks_keep_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr(tune, "prepared_calls", interrupted)
+    table = tmp_path / "tuning.json"
+    assert tune.main(["--output", str(table), "--cases", "2"]) == 130
+    assert table.exists()
+    monkeypatch.setattr(benchmarks_main, "measure", interrupted)
+    monkeypatch.setattr(benchmarks_main, "copy_bytes_per_second", lambda: 1e12)
+    assert benchmarks_main.main(["--quick", "--only", "rope"]) == 130
+    assert "interrupted after 0 of " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tool", [race, tune])
+@pytest.mark.parametrize("repeats", ["0", "-1", "many"])
+def test_repeats_must_be_positive(tool: Any, repeats: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        tool.main(["--repeats", repeats])
+    assert stop.value.code == 2
+    assert "argument --repeats: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tool", ["report", "check", "race", "tune", "demo"])
+def test_help_names_the_exit_statuses(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module(f"jax_baracuda._tools.{tool}").main(["--help"])
+    assert stop.value.code == 0
+    assert "Exit status: 0 if " in (text := capsys.readouterr().out) and "130 if Ctrl-C" in text.replace("\n", " ")
+
+
+def test_command_line_lists_the_tools() -> None:
+    result = run_tool("jax_baracuda", "--help")
     for tool in ("report", "check", "race", "tune", "demo"):
         assert tool in result.stdout
-    unknown = subprocess.run(
-        [sys.executable, "-m", "jax_baracuda", "nonsense"], capture_output=True, text=True, check=False, cwd="/"
-    )
+    assert result.returncode == 0
+    unknown = run_tool("jax_baracuda", "nonsense")
     assert unknown.returncode == 2 and "nonsense" in unknown.stderr

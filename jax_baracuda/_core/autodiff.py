@@ -84,7 +84,7 @@ class KernelVjp:
     def __call__(self, params: Hashable, **arrays: Any) -> Any:
         # custom_vjp wants the cotangents to vary over the same manual axes as the primals, so the cast comes first.
         leaves, structure = jax.tree.flatten(arrays)
-        leaves = jax_versions.unify_varying(*leaves)
+        leaves = list(jax_versions.unify_varying(*leaves))
         arrays = jax.tree.unflatten(structure, leaves)
         has_tangents = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves)
         if is_in_forward_mode() or not has_tangents:

@@ -102,7 +102,9 @@ class OpCall:
         """Shapes by the names of dimensions, and dtypes."""
         op, operands, params = self.op, self.own_operands, self.params
         shapes = [tuple(x.shape) for x in operands]
-        sizes = joint_sizes(self._dimensions(op.operands, shapes), shapes) | (op.sizes(**params) if op.sizes else {})
+        sizes = joint_sizes(self._dimensions(op.operands, shapes), shapes) | dict(
+            op.sizes(**params) if op.sizes else {}
+        )
         results = self.resolve(op.results).values()
         rest = tuple(name for name in sizes if name.startswith("..."))
         dtypes = op.result_dtypes(*operands, **params) if op.result_dtypes else [operands[0].dtype] * len(results)

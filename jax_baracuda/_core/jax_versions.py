@@ -15,6 +15,7 @@ import jax
 
 if TYPE_CHECKING:
     from jax._src.lib.mlir import ir
+    from jax.extend.core import Primitive
 
 __all__ = [
     "apply_primitive",
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 
-def apply_primitive(primitive: jax.extend.core.Primitive, *operands: Any, **params: Any) -> Any:
+def apply_primitive(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     """What a primitive does outside of ``jax.jit``: it is compiled, and run."""
     from jax._src import dispatch
 
@@ -58,7 +59,7 @@ def canonicalize_sharding(sharding: Any, name: str) -> Any:
     return canonicalize_sharding(sharding, name)
 
 
-def require_devices_during_lowering(primitive: jax.extend.core.Primitive) -> None:
+def require_devices_during_lowering(primitive: Primitive) -> None:
     """Tells JAX that the primitive's lowering must know its devices, as ``custom_partitioning`` does."""
     from jax._src import dispatch
 

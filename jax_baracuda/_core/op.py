@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -96,9 +97,11 @@ class Op:
     operand has one and the results tell more than the reference; those of integers are ignored."""
 
     def __post_init__(self) -> None:
-        if not any(map(callable, (self.operands, self.results, self.replicated_dims, self.reduction_dims))):
-            dimensions = {d for names in (*self.operands.values(), *self.results.values()) for d in names}
-            for name in (*self.replicated_dims, *self.reduction_dims):
+        named = [of for of in (self.operands, self.results) if not callable(of)]
+        listed = [of for of in (self.replicated_dims, self.reduction_dims) if not callable(of)]
+        if len(named) == len(listed) == 2:
+            dimensions = {d for of in named for names in of.values() for d in names}
+            for name in itertools.chain(*listed):
                 if name not in dimensions:
                     raise ValueError(f"Op {self.name}: {name!r} is no dimension of an operand or a result")
         if self.program is None:

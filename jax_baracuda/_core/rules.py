@@ -98,11 +98,11 @@ def jvp(
             for primal, tangent in zip(primals[:num_linear], tangents[:num_linear], strict=True)
         ]
         result_tangents = primitive.bind(*linear, *primals[num_linear:], **params)
-    elif op.tangent is not None and nonzero_tangents == [0]:
+    elif (tangent_of := op.tangent) is not None and nonzero_tangents == [0]:
         arrays = (tangents[0], *primals, *results)
 
         def tangent(first: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
-            return op.tangent(first, arrays[: len(primals)], arrays[len(primals) :], **call.params)
+            return tangent_of(first, arrays[: len(primals)], arrays[len(primals) :], **call.params)
 
         with selecting(call.selection):
             result_tangents = map_over_batch(tangent, mapped_dims(arrays, call.num_batch_dims), *arrays)
@@ -125,11 +125,11 @@ def transpose(op: Op, cotangents: Sequence[Any], *operands: Any, **params: Any) 
     avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands]
     call = OpCall(op, avals, params)
     num_linear = call.resolve(op.num_linear)
-    if op.transpose is not None and all(i < num_linear for i in linear):
+    if (transpose_of := op.transpose) is not None and all(i < num_linear for i in linear):
 
         def transpose(*arrays: jax.Array) -> Sequence[jax.Array]:
             own_avals = call.own_operands[:num_linear]
-            return op.transpose(own_avals, arrays[: len(cotangents)], *arrays[len(cotangents) :], **call.params)
+            return transpose_of(own_avals, arrays[: len(cotangents)], *arrays[len(cotangents) :], **call.params)
 
         arrays = (*cotangents, *operands[num_linear:])
         with selecting(call.selection):

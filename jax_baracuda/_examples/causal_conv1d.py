@@ -47,7 +47,7 @@ def causal_conv1d(
         inputs = jnp.concatenate([state, x], axis=time)
         if ids is not None:
             ids = jnp.concatenate([jnp.repeat(ids[:, :1], kept, axis=1), ids], axis=1)
-    z = 0 if bias is None else along_channels(bias, channels_last)
+    z = jnp.zeros((), x.dtype) if bias is None else along_channels(bias, channels_last)
     for steps in range(kept + 1):
         tap = shifted(inputs, steps, time)
         if ids is not None:
@@ -97,8 +97,15 @@ def causal_conv1d_update(
 ) -> tuple[Array, Array]:
     """Of a state that holds no more than the filter reaches."""
     if x.ndim == 3:
-        options = {"activation": activation, "channels_last": channels_last}
-        return causal_conv1d(x, weight, bias, initial_state=state, return_final_state=True, **options)
+        return causal_conv1d(
+            x,
+            weight,
+            bias,
+            initial_state=state,
+            activation=activation,
+            return_final_state=True,
+            channels_last=channels_last,
+        )
     z = weight[:, -1] * x + (0 if bias is None else bias)
     for steps in range(1, weight.shape[1]):
         z = z + weight[:, -1 - steps] * state[:, :, -steps]

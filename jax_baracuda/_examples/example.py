@@ -124,7 +124,7 @@ class Example:
         of_options = (
             dim for value in self.options.values() if isinstance(value, SizeOf | ShapeOf) for dim in value.dims
         )
-        return {*of_operands, *of_options, self.mapped}
+        return {*of_operands, *of_options, *filter(None, [self.mapped])}
 
     def differentiated(self, dtype: str) -> tuple[str, ...]:
         """The names of the operands that gradients are taken of: none of a function that is a gradient already.

@@ -21,7 +21,7 @@ def write_slice(dest: Array, source: Array, start_indices: Sequence[Any], mode: 
     padded = jnp.pad(dest, [(size, size) for size in source.shape])
     start_indices = [start + size for start, size in zip(start_indices, source.shape, strict=True)]
     written = jax.lax.dynamic_update_slice(padded, source, start_indices)
-    return jax.lax.slice(written, source.shape, np.add(source.shape, dest.shape))
+    return jax.lax.slice(written, source.shape, np.add(source.shape, dest.shape).tolist())
 
 
 def write_slices(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,42 +13,48 @@ import numpy as np
 from jax_baracuda._core.selection import KERNEL_IF_ANY, selecting
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
+from jax_baracuda._tools.command_line import parser_of, run
 from jax_baracuda._tools.platforms import devices_by_platform
+from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.table import ProgressiveTable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a table with the largest errors; returns 0 if all are within tolerance, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m jax_baracuda check", description=__doc__)
+    statuses = {0: "all errors are within tolerance", 1: "any is not"}
+    parser = parser_of("jax_baracuda check", __doc__, statuses)
     parser.add_argument("--seed", type=int, default=None, help="seed of the random operands (default: a fresh one)")
     seed = parser.parse_args(arguments).seed
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
+    devices = devices_by_platform()
     examples = all_examples()
+    progress = Progress()
     table = ProgressiveTable(
+        progress.print,
         ("op", *(example.name for example in examples)),
         ("dtype", "bfloat16"),
-        ("on", *devices_by_platform()),
+        ("on", *devices),
         ("error of value",),
         ("allowed", "1.0e-06"),
         ("of gradient",),
         ("allowed", "1.0e-06"),
         ("", "FAILED"),
     )
+    to_check = [(example, platform) for platform in devices for example in examples]
     num_checks = num_failures = 0
-    for platform, device in devices_by_platform().items():
-        for example in examples:
-            with selecting(KERNEL_IF_ANY):
-                errors_by_dtype = list(errors(example, device, seed))
-            for dtype, value_error, gradient_error in errors_by_dtype:
-                value_allowed, gradient_allowed = example.tolerance[dtype]
-                passed = value_error <= value_allowed and (gradient_error or 0) <= gradient_allowed
-                num_checks, num_failures = num_checks + 1, num_failures + (not passed)
-                of_gradient = ("none", "") if gradient_error is None else (gradient_error, gradient_allowed)
-                texts = (x if isinstance(x, str) else f"{x:.1e}" for x in (value_error, value_allowed, *of_gradient))
-                table.print_row(example.name, dtype, platform, *texts, "ok" if passed else "FAILED")
+    for example, platform in progress.track(to_check, len(to_check), lambda pair: f"{pair[0].name} on {pair[1]}"):
+        with selecting(KERNEL_IF_ANY):
+            errors_by_dtype = list(errors(example, devices[platform], seed))
+        for dtype, value_error, gradient_error in errors_by_dtype:
+            value_allowed, gradient_allowed = example.tolerance[dtype]
+            passed = value_error <= value_allowed and (gradient_error or 0) <= gradient_allowed
+            num_checks, num_failures = num_checks + 1, num_failures + (not passed)
+            of_gradient = ("none", "") if gradient_error is None else (gradient_error, gradient_allowed)
+            texts = (x if isinstance(x, str) else f"{x:.1e}" for x in (value_error, value_allowed, *of_gradient))
+            table.print_row(example.name, dtype, platform, *texts, "ok" if passed else "FAILED")
     print(
-        "\nErrors are the largest of any element: |jax_baracuda - plain JAX| / max(|plain JAX|, its root mean square)."
-        f" Seed: {seed}."
+        "\nErrors are the largest of any element:\n"
+        f"|jax_baracuda - plain JAX| / max(|plain JAX|, its root mean square). Seed: {seed}."
     )
     print(f"{num_failures} of {num_checks} checks failed." if num_failures else f"All {num_checks} checks passed.")
     return 1 if num_failures else 0
@@ -89,8 +94,8 @@ def _largest_error(actual: Any, expected: Any) -> float:
     return max((_largest_error_of_array(*pair) for pair in pairs), default=0.0)
 
 
-def _largest_error_of_array(actual: jax.Array, expected: jax.Array) -> float:
-    actual, expected = (np.asarray(_wide(x)).astype(np.float64) for x in (actual, expected))
+def _largest_error_of_array(actual_array: jax.Array, expected_array: jax.Array) -> float:
+    actual, expected = (np.asarray(_wide(x)).astype(np.float64) for x in (actual_array, expected_array))
     finite = np.isfinite(expected)
     if actual.shape != expected.shape or not np.array_equal(actual[~finite], expected[~finite], equal_nan=True):
         return math.inf
@@ -104,4 +109,4 @@ def _largest_error_of_array(actual: jax.Array, expected: jax.Array) -> float:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

@@ -18,7 +18,6 @@ Two runs train side by side from the same initial parameters, one with `jax_bara
 
 import argparse
 import functools
-import importlib.util
 import statistics
 import sys
 import time
@@ -32,6 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_baracuda
+from jax_baracuda._tools.command_line import CANNOT_RUN, missing_packages, parser_of
+from jax_baracuda._tools.platforms import default_devices
 
 NEIGHBOURS = 10
 LABELLED_FRACTION = 0.3
@@ -342,12 +343,13 @@ def number_of_steps(text: str) -> int:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line of the demo."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jax_baracuda demo",
-        description="Trains a graph network with jax_baracuda.gather_segment_max and with jax.ops.segment_max, "
-        "checks that both learn the same, and compares their speed.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = parser_of(
+        "jax_baracuda demo",
+        "Trains a graph network with jax_baracuda.gather_segment_max and with jax.ops.segment_max, checks that both "
+        "learn the same, and compares their speed.",
+        {0: "both learn the same", 1: "they do not"},
     )
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--output", type=Path, default=Path("demo.png"), help="PNG file for the plot")
     parser.add_argument("--steps", type=number_of_steps, default=200, help="training steps of each run")
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial parameters and of the labelled nodes")
@@ -360,12 +362,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the demo. Returns 0, or 1 if the two runs disagree, or 2 if a package that it needs is missing."""
     options = parse_arguments(arguments)
-    missing = [name for name in ("sklearn", "matplotlib", "rich") if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"The demo needs {', '.join(missing)}: pip install 'jax_baracuda[demo]'", file=sys.stderr)
-        return 2
+    if problem := missing_packages("The demo", ("sklearn", "matplotlib", "rich"), "demo"):
+        print(problem, file=sys.stderr)
+        return CANNOT_RUN
 
-    device = jax.devices()[0]
+    device = default_devices()[0]
     graph = load_digits_graph(options.seed)
     ours, reference = start_runs(options.seed)
 

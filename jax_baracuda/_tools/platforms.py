@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 
 from jax_baracuda._core.native import KERNEL_PLATFORMS
 
 
+class BackendError(RuntimeError):
+    """There is no device that a tool could run on."""
+
+
+def default_devices() -> list[jax.Device]:
+    """Those that JAX uses by default.
+
+    Raises:
+      BackendError: JAX cannot start a backend.
+    """
+    try:
+        return jax.devices()
+    except Exception as error:  # A RuntimeError, an AssertionError where a plug-in finds no device, or a plug-in's own
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        platforms = os.environ.get("JAX_PLATFORMS")
+        asked = "JAX_PLATFORMS is not set" if platforms is None else f"JAX_PLATFORMS is {platforms!r}"
+        raise BackendError(f"JAX cannot start a backend ({asked}): {reason}") from error
+
+
 def devices_by_platform() -> dict[str, jax.Device]:
-    """The first device of each platform here that has kernels, "cpu" or "cuda"."""
+    """The first device of each platform here that has kernels, "cpu" or "cuda".
+
+    Raises:
+      BackendError: there is none.
+    """
+    default = default_devices()
     devices = {}
     for platform in KERNEL_PLATFORMS:
         try:
             devices[platform] = jax.devices(platform)[0]
         except RuntimeError:  # JAX's way to say that there is no such backend
             continue
+    if not devices:
+        raise BackendError(f"There are kernels for {' and '.join(KERNEL_PLATFORMS)}; JAX has {default} only.")
     return devices

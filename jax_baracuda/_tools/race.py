@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,37 +14,48 @@ import numpy as np
 
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
+from jax_baracuda._tools.command_line import parser_of, positive_number, run
 from jax_baracuda._tools.platforms import devices_by_platform
+from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.table import ProgressiveTable
+
+FORWARD, WITH_GRADIENT = "forward", "+ gradient"
+"""What is timed: the forward pass alone, and with the gradients."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a table of times; returns 0."""
-    parser = argparse.ArgumentParser(prog="python -m jax_baracuda race", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="timed calls per function, after one to warm up")
-    repeats = parser.parse_args(arguments).repeats
-    devices = devices_by_platform()
-    races = [(example, platform) for platform in devices for example in all_examples() if platform in example.sizes]
-    table = ProgressiveTable(
-        ("op", *(example.name for example, _ in races)),
-        ("float32", *(sizes_text(example, platform) for example, platform in races)),
-        ("on", *(device.device_kind for device in devices.values())),
-        ("", "forward + gradient"),
-        ("jax_baracuda",),
-        ("XLA", "1.23e+03 ms"),
-        ("speed-up",),
+    """Prints a table of times for each platform; returns 0."""
+    parser = parser_of("jax_baracuda race", __doc__, {0: "everything was timed"})
+    parser.add_argument(
+        "--repeats",
+        type=positive_number,
+        default=5,
+        metavar="N",
+        help="timed calls per function, after one to warm up (default: 5)",
     )
-    for example, platform in races:
-        for what, ours, xla in race(example, platform, devices[platform], repeats):
-            table.print_row(
-                example.name,
-                sizes_text(example, platform),
-                devices[platform].device_kind,
-                what,
-                *(f"{seconds * 1e3:.3g} ms" for seconds in (ours, xla)),
-                f"{xla / ours:.1f}x",
-            )
-    print(f"\nMedians of {repeats} calls.")
+    repeats = parser.parse_args(arguments).repeats
+    progress = Progress()
+    for platform, device in devices_by_platform().items():
+        examples = [example for example in all_examples() if platform in example.sizes]
+        progress.print(f"{platform}: {device.device_kind}")
+        table = ProgressiveTable(
+            progress.print,
+            ("op", *(example.name for example in examples)),
+            ("float32", *(sizes_text(example, platform) for example in examples)),
+            ("", FORWARD, WITH_GRADIENT),
+            ("ours [ms]", "1.23e+03"),
+            ("XLA [ms]", "1.23e+03"),
+            ("speed-up",),
+        )
+        for example in progress.track(examples, len(examples), lambda example: example.name):
+            passes = [
+                (what, f"{ours * 1e3:.3g}", f"{xla * 1e3:.3g}", f"{xla / ours:.1f}x")
+                for what, ours, xla in race(example, platform, device, repeats)
+            ]
+            cells = map("\n".join, zip(*passes, strict=True))
+            table.print_row(example.name, sizes_text(example, platform), *cells)
+        progress.print("")
+    print(f"Medians of {repeats} calls.")
     return 0
 
 
@@ -64,7 +74,7 @@ def race(example: Example, platform: str, device: jax.Device, repeats: int) -> I
     types = jax.eval_shape(calls[0], **operands)
     cotangents = jax.device_put(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), types), device)
     differentiated = example.differentiated("float32")
-    passes = {"forward": ()} | ({"forward + gradient": differentiated} if differentiated else {})
+    passes = {FORWARD: ()} | ({WITH_GRADIENT: differentiated} if differentiated else {})
     functions = [value_and_gradient(call, names) for names in passes.values() for call in calls]
     lowered = [jax.jit(function).lower(operands, cotangents) for function in functions]
     with ThreadPoolExecutor() as pool:
@@ -85,4 +95,4 @@ def _median_seconds(function: Callable[..., Any], operands: Sequence[Any], repea
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
+import importlib.metadata
 import itertools
+import os
 import platform as python_platform
 from collections.abc import Sequence
 
@@ -17,29 +18,55 @@ from jax_baracuda._core.selection import choose
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import value_and_gradient
 from jax_baracuda._tools.calls import traced_calls
-from jax_baracuda._tools.platforms import devices_by_platform
-from jax_baracuda._tools.race import sizes_text
+from jax_baracuda._tools.command_line import parser_of, run
+from jax_baracuda._tools.platforms import BackendError, default_devices, devices_by_platform
 from jax_baracuda._tools.table import format_table
+
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+VARIABLES = ("JAX_PLATFORMS", "JAX_ENABLE_X64", "XLA_FLAGS", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
+"""Those that decide which devices JAX finds and what it loads."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the report; returns 0."""
-    argparse.ArgumentParser(prog="python -m jax_baracuda report", description=__doc__).parse_args(arguments)
-    print("\n\n".join([_versions(), _modules(), _devices(), _ops(), _choices()]))
+    """Prints the report; returns 0, or 1 if JAX has no device to report on."""
+    statuses = {0: "JAX has a device that there are kernels for", 1: "it has none, or cannot start"}
+    parser_of("jax_baracuda report", __doc__, statuses).parse_args(arguments)
+    # What needs no device comes first: where JAX cannot start, it may say why.
+    print("\n\n".join(filter(None, (_versions(), _variables(), _modules()))), flush=True)
+    try:
+        print(f"\n{_devices()}\n\n{_ops()}\n\n{_choices()}")
+    except BackendError as error:
+        print(f"\n{error}")
+        return 1
     return 0
 
 
 def _versions() -> str:
     major, minor = runtime_ffi_api_version()
+    plugins = {name: _installed_version(name) for name in PLUGINS}
     return format_table(
         ("package", "version"),
         [
             ("jax_baracuda", jax_baracuda.__version__),
             ("jax", jax.__version__),
             ("jaxlib", f"{jaxlib.__version__} (XLA FFI API {major}.{minor})"),
+            *((name, version) for name, version in plugins.items() if version is not None),
             ("Python", python_platform.python_version()),
         ],
     )
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _variables() -> str:
+    names = (*VARIABLES, *sorted(name for name in os.environ if name.startswith("JAX_BARACUDA_")))
+    rows = [(name, os.environ[name]) for name in names if name in os.environ]
+    return format_table(("variable", "value"), rows) if rows else ""
 
 
 def _modules() -> str:
@@ -60,14 +87,15 @@ def _module_state(native: NativeModule) -> str:
 
 
 def _devices() -> str:
-    rows = [(str(device), device.device_kind, device.platform) for device in jax.devices()]
+    rows = [(str(device), device.device_kind, device.platform) for device in default_devices()]
     return format_table(("device", "kind", "platform"), rows)
 
 
 def _ops() -> str:
     here = devices_by_platform()
-    if "gpu" in {device.platform for device in jax.devices()} and "cuda" not in here:
-        here["rocm"] = jax.devices()[0]
+    default = default_devices()
+    if "gpu" in {device.platform for device in default} and "cuda" not in here:
+        here["rocm"] = default[0]
     rows = []
     for op in OPS.values():
         for platform in here:
@@ -91,10 +119,10 @@ def _choices() -> str:
                 if call.op.name not in found:
                     found.add(call.op.name)
                     choice = choose(call, platform)
-                    of_call = f"{example.name} {sizes_text(example, use)}"
-                    rows.append((call.op.name, platform, of_call, choice.implementation, choice.reason))
-    return format_table(("op", "on", "in the example", "picked", "because"), rows)
+                    rows.append((call.op.name, platform, choice.implementation, choice.reason))
+    table = format_table(("op", "on", "picked", "because"), rows)
+    return f"{table}\n\nPicked for float32 calls of the sizes that race times; other calls may get another choice."
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

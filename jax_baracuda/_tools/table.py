@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import textwrap
+from collections.abc import Callable, Sequence
+
+MAX_WIDTH = 100
+"""Of a line. Cells that would make a longer one are wrapped; a cell may have several lines of its own, too."""
+GAP = "  "
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns of left-aligned text under a header and a rule."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    widths = _fitting([max(map(len, column)) for column in zip(header, *rows, strict=True)])
     return "\n".join(_format_row(row, widths) for row in (header, ["-" * width for width in widths], *rows))
 
 
 class ProgressiveTable:
     """The same, row by row as they become known."""
 
-    def __init__(self, *columns: Sequence[str]):
+    def __init__(self, show: Callable[[str], None], *columns: Sequence[str]):
         """Prints the header.
 
         Args:
+          show: prints a line.
           columns: the heading of each column, and texts as long as those that will stand below it.
         """
-        self._widths = [max(map(len, column)) for column in columns]
+        self._show = show
+        self._widths = _fitting([max(map(len, column)) for column in columns])
         self.print_row(*(column[0] for column in columns))
         self.print_row(*("-" * width for width in self._widths))
 
     def print_row(self, *texts: str) -> None:
-        print(_format_row(texts, self._widths), flush=True)
+        self._show(_format_row(texts, self._widths))
+
+
+def _fitting(widths: Sequence[int]) -> list[int]:
+    """The widths of columns, the widest of them narrowed until a line fits."""
+    fitting = list(widths)
+    while sum(fitting) + len(GAP) * (len(fitting) - 1) > MAX_WIDTH:
+        fitting[fitting.index(max(fitting))] -= 1
+    return fitting
 
 
 def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    cells = (
+        [part for line in text.splitlines() for part in textwrap.wrap(line, width)]
+        for text, width in zip(row, widths, strict=True)
+    )
+    lines = itertools.zip_longest(*cells, fillvalue="")
+    return "\n".join(GAP.join(map(str.ljust, line, widths)).rstrip() for line in lines)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
-import importlib.util
 import math
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +23,16 @@ from jax_baracuda._core.selection import Implementation, Interval, Row, TuningTa
 from jax_baracuda._examples.example import Example, value_and_gradient
 from jax_baracuda._tools import grid
 from jax_baracuda._tools.calls import equations_of, run_calls
+from jax_baracuda._tools.command_line import (
+    CANNOT_RUN,
+    INTERRUPTED,
+    missing_packages,
+    parser_of,
+    positive_number,
+    run,
+)
 from jax_baracuda._tools.platforms import devices_by_platform
+from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.timing import Arrays, Loop, Step, num_steps, prepared, race, workers_for
 
 MAX_RATIO_FOR_XLA = 0.95
@@ -46,39 +53,46 @@ class Measurement(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the table; returns 0, or 2 if a package that it needs is missing."""
-    parser = argparse.ArgumentParser(prog="python -m jax_baracuda tune", description=__doc__)
+    """Writes the table of what was timed, also if that was interrupted; returns the exit status."""
+    parser = parser_of("jax_baracuda tune", __doc__, {0: "all calls were timed"})
     parser.add_argument("--output", type=Path, default=Path("tuning.json"), help="the file (default: tuning.json)")
-    parser.add_argument("--cases", type=int, default=400, help="sampled calls of public functions (default: 400)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed loops of each call, after one to warm up")
+    parser.add_argument(
+        "--cases", type=positive_number, default=400, help="sampled calls of public functions (default: 400)"
+    )
+    parser.add_argument(
+        "--repeats", type=positive_number, default=5, help="timed loops of each call, after one to warm up (default: 5)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument(
         "--functions", nargs="+", default=(), help="public functions whose ops are timed (default: all)"
     )
     options = parser.parse_args(arguments)
-    missing = [package for package in ("rich", "sklearn") if importlib.util.find_spec(package) is None]
-    if missing:
-        print(f"tune needs {' and '.join(missing)}: pip install 'jax_baracuda[bench]'", file=sys.stderr)
-        return 2
-    from rich.progress import track
+    if problem := missing_packages("tune", ("sklearn",), "bench"):
+        print(problem, file=sys.stderr)
+        return CANNOT_RUN
 
     table = packaged_table()
+    progress = Progress()
+    is_interrupted = False
     for platform, device in devices_by_platform().items():
         measurements: list[Measurement] = []
         cases = list(grid.sample(platform, options.cases, options.seed, options.functions))
-        prepare = functools.partial(prepared_calls, platform, device)
+        coming = prepared(functools.partial(prepared_calls, platform, device), cases, workers_for(platform))
+        progress.print(f"{platform}: {device.device_kind}")
         try:
-            for _, calls in track(prepared(prepare, cases, workers_for(platform)), f"timing on {platform}", len(cases)):
+            for _, calls in progress.track(coming, len(cases), lambda item: item[0].example.name):
                 for call, operands, loops in calls():
                     kernel, xla = race(loops, [jnp.copy(x) for x in operands], options.repeats)
                     measurements.append(Measurement(call, xla / kernel))
         except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
+            is_interrupted = True
         print(f"{platform}: {len(measurements)} calls were timed")
         table = updated(table, measurements, platform, device)
         table.write(options.output)
+        if is_interrupted:
+            break
     print(f"{options.output}: {len(table.rows)} rows. Use it by jax_baracuda.implementation(table=...).")
-    return 0
+    return INTERRUPTED if is_interrupted else 0
 
 
 def prepared_calls(
@@ -224,10 +238,12 @@ def features_of(measurements: Sequence[Measurement]) -> tuple[list[str], list[st
     params = [m.call.params for m in measurements]
     sizes = [m.call.sizes() for m in measurements]
     flags = [name for name, value in params[0].items() if isinstance(value, bool)]
-    return tuple(
-        [name for name in names if all(name in call for call in calls) and len({call[name] for call in calls}) > 1]
-        for names, calls in ((flags, params), (list(sizes[0]), sizes))
-    )
+
+    def differing(names: Sequence[str], calls: Sequence[Mapping[str, Any]]) -> list[str]:
+        of_all = [name for name in names if all(name in call for call in calls)]
+        return [name for name in of_all if len({call[name] for call in calls}) > 1]
+
+    return differing(flags, params), differing(list(sizes[0]), sizes)
 
 
 def leaves_of(tree: Any, names: Sequence[str]) -> Iterator[tuple[int, dict[str, Interval]]]:
@@ -248,4 +264,4 @@ def leaves_of(tree: Any, names: Sequence[str]) -> Iterator[tuple[int, dict[str, 
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

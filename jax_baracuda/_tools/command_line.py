@@ -1,0 +1,83 @@
+"""What the command lines of the tools have in common: their arguments, and how they end."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+from jax_baracuda._tools.platforms import BackendError
+
+CANNOT_RUN = 2
+"""The exit status of a tool whose arguments are wrong, that lacks a package, or that finds no device."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit statuses as shells have them for a program that a signal ends."""
+PIPE_CLOSED = 128 + signal.SIGPIPE
+
+
+def parser_of(program: str, description: str | None, statuses: Mapping[int, str]) -> argparse.ArgumentParser:
+    """A parser whose help says which exit statuses there are: those of the tool, and those of all tools.
+
+    Args:
+      program: what follows "python -m".
+    """
+    all_statuses = {**statuses, CANNOT_RUN: "it could not run, and says why", INTERRUPTED: "Ctrl-C interrupted it"}
+    texts = (f"{status} if {meaning}" for status, meaning in all_statuses.items())
+    return argparse.ArgumentParser(
+        prog=f"python -m {program}",
+        description=description and description.replace("`", ""),
+        epilog=f"Exit status: {'; '.join(texts)}.",
+    )
+
+
+def positive_number(text: str) -> int:
+    """Parses an argument that counts something of which there must be one at least."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+positive_number.__name__ = "whole number"  # argparse's messages name the type
+
+
+def missing_packages(tool: str, modules: Sequence[str], extra: str) -> str | None:
+    """What to do about modules that are not installed; None if all are."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if not missing:
+        return None
+    return f"{tool} needs {' and '.join(missing)}: pip install '.[{extra}]' in a clone of the repository"
+
+
+def exit_status(main: Callable[[], int]) -> int:
+    """Runs a tool; returns its exit status, also where it is interrupted, or nobody reads any more what it prints."""
+    try:
+        try:
+            return main()
+        finally:
+            sys.stdout.flush()
+    except BackendError as error:
+        print(error, file=sys.stderr)
+        return CANNOT_RUN
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # What is left in the buffer would raise once more when the interpreter flushes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Runs a tool, and ends the process with its exit status."""
+    status = exit_status(main)
+    if status == INTERRUPTED:
+        # Threads may still be compiling: Python would wait for them, and those of JAX may crash as Python ends.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    raise SystemExit(status)

@@ -1,0 +1,65 @@
+"""Programs that ``jax.export`` has written run in another process, by the kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from support import programs
+
+import jax_baracuda as jb
+from jax_baracuda._core.native import NATIVE_MODULES
+from jax_baracuda._examples import examples_of
+
+FUNCTIONS = ("segment_max", "segment_sum", "gather_segment_max", "causal_conv1d", "rope_qk", "where", "write_slice")
+
+RUN_WHAT_WAS_EXPORTED = """
+import sys
+from pathlib import Path
+import jax
+import numpy as np
+import jax_baracuda
+
+for path in Path(sys.argv[1]).glob("*.exported"):
+    operands = np.load(path.with_suffix(".operands.npz")).values()
+    results = jax.export.deserialize(bytearray(path.read_bytes())).call(*operands)
+    np.savez(path.with_suffix(".results.npz"), *jax.tree.leaves(results))
+"""
+
+
+def test_exported_programs_run_in_another_process(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Value and gradient, the same bits as in this process."""
+    pytest.importorskip("flatbuffers", reason="JAX serializes programs with it, and does not install it")
+    expected = {}
+    for name in FUNCTIONS:
+        program = programs.program_of(rng, examples_of(name)[0])
+        expected[name] = program.results()
+        function = jax.jit(program.function)
+        exported = jax.export.export(function, disabled_checks=jb.DISABLE_JAX_EXPORT_CHECKS)(*program.operands)
+        assert "@jax_baracuda." in exported.mlir_module(), f"{name}: no kernel is called"
+        (tmp_path / f"{name}.exported").write_bytes(exported.serialize())
+        np.savez(tmp_path / f"{name}.operands.npz", *program.operands)
+    child = subprocess.run(
+        [sys.executable, "-c", RUN_WHAT_WAS_EXPORTED, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    for name, arrays in expected.items():
+        results = np.load(tmp_path / f"{name}.results.npz").values()
+        for result, array in zip(results, arrays, strict=True):
+            np.testing.assert_array_equal(result, array, err_msg=name)
+
+
+def test_all_native_targets_may_be_exported() -> None:
+    allowed = {str(check) for check in jb.DISABLE_JAX_EXPORT_CHECKS}
+    for native in NATIVE_MODULES.values():
+        if native.module is not None:
+            assert allowed == {f"custom_call:jax_baracuda.{target}" for target in native.targets}
