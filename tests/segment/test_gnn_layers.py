@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -213,6 +213,13 @@ def make_features(rng: np.random.Generator, *batch: int) -> np.ndarray:
 
 Network = Callable[..., jax.Array]
 """``(graph, weights, x, edge_features) -> output``"""
+
+
+@pytest.fixture(autouse=True)
+def products_in_float32() -> Iterator[None]:
+    """GPUs would round the factors of matrix products to TF32."""
+    with jax.default_matmul_precision("float32"):
+        yield
 
 
 def value_and_gradients(network: Callable[..., jax.Array], arrays: Any, d_output: Any, *others: Any) -> Any:
