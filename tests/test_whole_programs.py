@@ -99,11 +99,24 @@ def moved_operands(computations: dict[str, Computation]) -> Iterator[str]:
     for computation in computations.values():
         for call in our_calls(computation):
             for operand in call.operands:
-                source = computation[operand]
-                while source.opcode in FREE:
-                    source = computation[source.operands[0]]
+                source = source_of(operand, computation, computations)
                 if source.elements >= MIN_ELEMENTS and is_move(source, computations):
                     yield f"{call.text[:200]} takes {source.text}"
+
+
+def source_of(name: str, computation: Computation, computations: dict[str, Computation]) -> Instruction:
+    """What makes an array. XLA fuses slices of operands with a call of ours: that goes on outside of the fusion."""
+    source = computation[name]
+    while source.opcode in FREE:
+        source = computation[source.operands[0]]
+    if source.opcode == "parameter":
+        for caller in computations.values():
+            for fusion in caller.values():
+                if fusion.opcode == "fusion" and computations[fusion.called()] is computation:
+                    number = re.search(r"parameter\((\d+)\)", source.text)
+                    assert number is not None, source.text
+                    return source_of(fusion.operands[int(number[1])], caller, computations)
+    return source
 
 
 def our_calls(computation: Computation) -> list[Instruction]:

@@ -14,9 +14,9 @@ namespace jax_baracuda::segment {
 template <typename T, EdgeInput kInput>
 struct GatherSumReduction {
   using Element = T;
-  // To select, there is twice as much to load of a row, and to hold.
-  static constexpr int kRowsInFlight = SumReduction<T>::kRowsInFlight / (kSelects<kInput> ? 2 : 1);
-  static constexpr int kTileBlocks = !kSelects<kInput> ? SumReduction<T>::kTileBlocks : sizeof(T) < 4 ? 6 : 8;
+  // To select, there is twice as much to load of a row, and to hold: more blocks hide more than more rows in flight.
+  static constexpr int kRowsInFlight = !kSelects<kInput> ? SumReduction<T>::kRowsInFlight : sizeof(T) == 4 ? 2 : 1;
+  static constexpr int kTileBlocks = SumReduction<T>::kTileBlocks;
   using C = ComputeType<T>;
 
   struct Outputs {
