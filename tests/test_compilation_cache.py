@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import cases
+from support.processes import run_python
 
 from jax_baracuda import segment_max, segment_min, segment_prod, segment_sum
 
@@ -37,21 +36,14 @@ for name, expected in (("max", [2, 2]), ("min", [1, -1]), ("sum", [24, 8]), ("pr
     np.testing.assert_array_equal(result[:, 0], np.float32(expected), err_msg=name)
 """
 
-pytestmark = pytest.mark.skipif(len(jax.devices()) == 1, reason="there is only one device")
+pytestmark = cases.on_two_devices
 
 
 def test_two_processes_share_the_entries_of_a_cache(tmp_path: Path) -> None:
     """Each op's answer is its own, compiled or read, and the second process compiles nothing again."""
     entries = []
     for _ in range(2):
-        child = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(tmp_path)],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert child.returncode == 0, child.stderr
+        run_python(PROGRAM, tmp_path)
         entries.append({path.name for path in tmp_path.iterdir() if path.name.endswith("-cache")})
     assert len(entries[0]) >= 4, "an entry for each op"
     assert entries[0] == entries[1]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from rope import reference as rotations
 from segment.reference import REDUCTIONS, Reduction
 from support import cases
 from support.cases import Shape
+from support.processes import run_python
 
 from jax_baracuda import rope_qk
 
@@ -162,23 +160,9 @@ def test_all_kernels_run_inside_command_buffers(tmp_path: Path) -> None:
     """On a GPU, XLA captures every op in a CUDA graph, and replays with other inputs give the right results."""
     if cases.PLATFORM != "cuda":
         cases.skip_for_lack_of("cuda", "command buffers are a feature of GPUs")
-    tests = Path(__file__).parent
     flags = f"--xla_gpu_graph_min_graph_size=1 --xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
-    result = subprocess.run(
-        [sys.executable, "-c", COMMAND_BUFFER_PROGRAM],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ
-        | {
-            "XLA_FLAGS": flags,
-            "JAX_PLATFORMS": "cuda,cpu",
-            "PYTHONPATH": os.pathsep.join(path for path in [str(tests), *sys.path] if path),
-        },
-        cwd=tmp_path,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    printed = run_python(COMMAND_BUFFER_PROGRAM, cwd=tmp_path, XLA_FLAGS=flags, JAX_PLATFORMS="cuda,cpu")
     [thunks] = tmp_path.glob("*jit_program*thunk_sequence_after_thunk_passes.txt")
     calls = [line for line in thunks.read_text().splitlines() if "kCustomCall" in line]
-    assert len(calls) == int(result.stdout) >= 119
+    assert len(calls) == int(printed) >= 119
     assert all(line.startswith(" ") for line in calls), f"not inside a command buffer:\n{thunks.read_text()}"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from support import programs
+from support.processes import run_python
 
 import jax_baracuda as jb
 from jax_baracuda._core.native import NATIVE_MODULES
@@ -44,14 +42,7 @@ def test_exported_programs_run_in_another_process(tmp_path: Path, rng: np.random
         assert "@jax_baracuda." in exported.mlir_module(), f"{name}: no kernel is called"
         (tmp_path / f"{name}.exported").write_bytes(exported.serialize())
         np.savez(tmp_path / f"{name}.operands.npz", *program.operands)
-    child = subprocess.run(
-        [sys.executable, "-c", RUN_WHAT_WAS_EXPORTED, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr
+    run_python(RUN_WHAT_WAS_EXPORTED, tmp_path)
     for name, arrays in expected.items():
         results = np.load(tmp_path / f"{name}.results.npz").values()
         for result, array in zip(results, arrays, strict=True):

@@ -435,7 +435,7 @@ def test_zeros_are_exact(asked_for: str) -> None:
     np.testing.assert_array_equal(d_source, np.concatenate([ONES_AND_NANS[:, 1:], np.zeros((2, 1))], axis=1))
 
 
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="there is only one device")
+@cases.on_two_devices
 class TestSharding:
     """Plain JAX exchanges no more between devices than a kernel does."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from rope.reference import Rotation
 from segment.reference import MAX, PROD, SOFTMAX, SUM, extremum_gradient_of_rows
 from support import cases
+from support.processes import run_python
 from write_slice.reference import reference_write
 
 from jax_baracuda import (
@@ -127,17 +126,10 @@ def call_from_many_threads() -> None:
 def test_many_threads(devices: int, cores: str) -> None:
     """All results are right, and nothing waits for ever: a child process, so that a hang fails and does not spread."""
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
-    environment = os.environ | {
-        "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
     pin = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); " if cores == "one core" else ""
     code = f"{pin}import test_threads; test_threads.call_from_many_threads()"
-    child = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert child.returncode == 0, child.stderr
-    assert child.stdout.strip() == f"{NUM_THREADS * CALLS_PER_THREAD * OPS_PER_PROGRAM} calls agree"
+    printed = run_python(code, XLA_FLAGS=f"{flags} --xla_force_host_platform_device_count={devices}")
+    assert printed.strip() == f"{NUM_THREADS * CALLS_PER_THREAD * OPS_PER_PROGRAM} calls agree"
 
 
 def test_two_threads_with_tables_of_two_sizes() -> None:

@@ -164,6 +164,11 @@ def graph_program(model: Model, weights: Sequence[tuple[int, ...]], with_plan: b
     return compiled(step, arrays, jax.ShapeDtypeStruct((NODES, WIDTH), np.float32), edges)
 
 
+def gradient_program(model: Callable[..., jax.Array], *operands: Any) -> dict[str, Computation]:
+    """Of the first operand."""
+    return compiled(jax.value_and_grad(lambda *x: (model(*x) ** 2).sum()), *operands)
+
+
 def mamba_block(parameters: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     """Projection, convolution along time, a gate, and the projection back; x is ``[example, time, feature]``."""
     u, gate = jnp.split(x @ parameters["in"], 2, axis=-1)
@@ -174,8 +179,7 @@ def mamba_block(parameters: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 def mamba_program() -> dict[str, Computation]:
     shapes = {"in": (WIDTH, 4 * WIDTH), "weight": (2 * WIDTH, 4), "bias": (2 * WIDTH,), "out": (2 * WIDTH, WIDTH)}
     parameters = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
-    loss = lambda *x: (mamba_block(*x) ** 2).sum()  # noqa: E731
-    return compiled(jax.value_and_grad(loss), parameters, jax.ShapeDtypeStruct((3, 130, WIDTH), np.float32))
+    return gradient_program(mamba_block, parameters, jax.ShapeDtypeStruct((3, 130, WIDTH), np.float32))
 
 
 def attention(weights: dict[str, jax.Array], x: jax.Array, layout: str) -> jax.Array:
@@ -193,8 +197,9 @@ def attention(weights: dict[str, jax.Array], x: jax.Array, layout: str) -> jax.A
 def attention_program(layout: str) -> dict[str, Computation]:
     shapes = {**dict.fromkeys("qkv", (WIDTH, 4, 16)), "o": (4, 16, WIDTH)}
     weights = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
-    loss = lambda *x: (attention(*x, layout=layout) ** 2).sum()  # noqa: E731
-    return compiled(jax.value_and_grad(loss), weights, jax.ShapeDtypeStruct((2, 66, WIDTH), np.float32))
+    return gradient_program(
+        functools.partial(attention, layout=layout), weights, jax.ShapeDtypeStruct((2, 66, WIDTH), np.float32)
+    )
 
 
 SAGE_WEIGHTS, GAT_WEIGHTS = [(2 * WIDTH, WIDTH)] * 2, [(WIDTH, WIDTH), *[(4, WIDTH // 4)] * 2]

@@ -145,9 +145,10 @@ def _call_target(
             scratch = jax.core.ShapedArray((scratch_bytes,), np.dtype(np.uint8))
             ctx = ctx.replace(avals_out=[*ctx.avals_out, scratch])
     in_place = dict(call.resolve(op.in_place)) | {i: op.in_place_if_donated[i] for i in donated}
-    avals: tuple[Sequence[Any], Sequence[Any]] = (ctx.avals_in, ctx.avals_out)
+    avals_in: Sequence[Any] = ctx.avals_in
+    avals_out: Sequence[Any] = ctx.avals_out
     aliases = {
-        operand: result for operand, result in in_place.items() if avals[0][operand].shape == avals[1][result].shape
+        operand: result for operand, result in in_place.items() if avals_in[operand].shape == avals_out[result].shape
     }
     rule = jax.ffi.ffi_lowering(target_name(op.name), operand_output_aliases=aliases)
     return rule(ctx, *operands, **call.attributes())[:num_results]
@@ -173,7 +174,7 @@ def _with_whole_batch(
         return ctx, operands
     avals: list[Any] = list(ctx.avals_in)
     values = list(operands)
-    for i, aval in enumerate(tuple(avals)):
+    for i, aval in enumerate(avals):
         if aval.shape[:num_batch_dims] != call.batch and not is_shared(aval.shape, num_batch_dims):
             # Without the shardings of explicit mode: the arrays are those of one device.
             own = jax.core.ShapedArray(aval.shape, aval.dtype)

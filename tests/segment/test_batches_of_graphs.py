@@ -357,12 +357,10 @@ def test_more_segments_than_32_bits_number(name: str, segments: int, is_joined: 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Many devices.
-
-on_four_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="there are less than four devices")
 KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
 
 
-@on_four_devices
+@cases.on_four_devices
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("x", "y")], ids=["graphs", "edges", "both"])
 @pytest.mark.parametrize("name", ["weighted sum", "mean", "max"])
@@ -386,7 +384,7 @@ def test_split_batches(rng: np.random.Generator, name: str, spec: P, axis_type: 
     assert spec != P("x") or shapes == of_rows
 
 
-@on_four_devices
+@cases.on_four_devices
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", ["weighted sum", "max"])
 def test_shard_map_over_graphs(rng: np.random.Generator, name: str, check_vma: bool) -> None:

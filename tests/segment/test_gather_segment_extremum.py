@@ -316,10 +316,8 @@ def test_any_plan_is_safe(rng: np.random.Generator, kind: str) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # Sharding.
 
-on_two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="there is only one device")
 
-
-@on_two_devices
+@cases.on_two_devices
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
 @pytest.mark.parametrize("split", ["edges", "features"])
 @pytest.mark.parametrize("tie_break", ["split", "first"])
@@ -353,7 +351,7 @@ def test_sharding(rng: np.random.Generator, kind: str, tie_break: str, split: st
     np.testing.assert_array_equal(d_data, one_device[1])
 
 
-@on_two_devices
+@cases.on_two_devices
 @pytest.mark.parametrize("mode", ["automatic", "explicit", "shard_map", "shard_map without check_vma"])
 @pytest.mark.parametrize("tie_break", ["split", "first"])
 def test_second_derivatives_of_split_graphs(rng: np.random.Generator, tie_break: str, mode: str) -> None:
@@ -387,7 +385,7 @@ def test_second_derivatives_of_split_graphs(rng: np.random.Generator, tie_break:
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
 
 
-@on_two_devices
+@cases.on_two_devices
 @pytest.mark.parametrize("check_vma", [True, False])
 @each_kind
 def test_shard_map_over_edges(rng: np.random.Generator, kind: str, check_vma: bool) -> None:

@@ -273,10 +273,8 @@ def test_any_plan_is_safe(rng: np.random.Generator) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # Sharding.
 
-on_two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="there is only one device")
 
-
-@on_two_devices
+@cases.on_two_devices
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
 @pytest.mark.parametrize("split", ["edges", "heads", "features"])
 def test_sharding(rng: np.random.Generator, split: str, axis_type: AxisType) -> None:
@@ -311,7 +309,7 @@ def test_sharding(rng: np.random.Generator, split: str, axis_type: AxisType) -> 
     jax.tree.map(np.testing.assert_array_equal, gradient, expected)
 
 
-@on_two_devices
+@cases.on_two_devices
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_over_edges(rng: np.random.Generator, check_vma: bool) -> None:
     nodes, edges, segments = 30, 64, 20

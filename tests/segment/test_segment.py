@@ -1031,9 +1031,7 @@ def test_forward_mode(rng: np.random.Generator, reduction: Reduction, dtype: str
             for name, actual in call(*operands).items():
                 where = f"{name} {options}"
                 if reduction is SOFTMAX:
-                    check = lambda got, want, magnitude, where=where: assert_within(  # noqa: E731
-                        got, want, magnitude, num_roundings, dtype, where
-                    )
+                    check = functools.partial(assert_within, num_roundings=num_roundings, dtype=dtype, where=where)
                     jax.tree.map(check, actual, expected[name], magnitudes[name])
                 else:
                     check = functools.partial(np.testing.assert_array_equal, err_msg=where)

@@ -141,10 +141,7 @@ def test_transformations(rng: np.random.Generator, reduction: Reduction) -> None
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-on_two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="there is only one device")
-
-
-@on_two_devices
+@cases.on_two_devices
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
 @each_differentiable
 def test_sharding_of_features(rng: np.random.Generator, reduction: Reduction, axis_type: AxisType) -> None:

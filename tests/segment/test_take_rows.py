@@ -415,11 +415,8 @@ def test_in_loops_and_checkpoint(rng: np.random.Generator) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # Sharding.
 
-on_four_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="there are less than four devices")
-on_two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="there is only one device")
 
-
-@on_four_devices
+@cases.on_four_devices
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
 @pytest.mark.parametrize("ids_shape", [(64,), (16, 4)], ids=str)
 def test_split_ids(rng: np.random.Generator, ids_shape: tuple[int, ...], axis_type: AxisType) -> None:
@@ -454,7 +451,7 @@ def collectives_of(program: Any) -> list[tuple[str, str]]:
     return re.findall(rf" = \(?(\w+\[[\d,]*\])[^=]*? ({kinds})(?:-start)?\(", program.as_text())
 
 
-@on_four_devices
+@cases.on_four_devices
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
 @pytest.mark.parametrize("ids_spec", [P("x"), P(None, "x"), P("x", "y"), P("y", "x"), P(None, ("x", "y"))], ids=str)
 @pytest.mark.parametrize("data_spec", [P(None, None), P(None, "y"), P("x", None)], ids=str)
@@ -487,7 +484,7 @@ def test_collectives_of_the_gradient(rng: np.random.Generator, data_spec: P, ids
             assert {kind for _, kind in of_ours} <= {kind for _, kind in of_jax}
 
 
-@on_four_devices
+@cases.on_four_devices
 @pytest.mark.parametrize("ids_spec", [P(), P("x"), P(None, "x"), P("x", "y"), P(("x", "y"))], ids=str)
 @pytest.mark.parametrize("data_spec", [P(None, None), P(None, "y"), P("x", None), P("x", "y")], ids=str)
 def test_explicit_types(rng: np.random.Generator, data_spec: P, ids_spec: P) -> None:
@@ -514,7 +511,7 @@ def test_explicit_types(rng: np.random.Generator, data_spec: P, ids_spec: P) -> 
             np.testing.assert_array_equal(gradient, expected[1])
 
 
-@on_two_devices
+@cases.on_two_devices
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_over_ids(rng: np.random.Generator, check_vma: bool) -> None:
     """Inside, data are the same on all devices: the gradient is the sum over them."""

@@ -30,6 +30,9 @@ KERNEL_DTYPES = ("bool", *INTEGERS, *FLOATING)
 WIDE_INTEGERS = ("int32", "uint32", "int64", "uint64")
 TIE_BREAKS = ("split", "first")
 
+on_two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="there is only one device")
+on_four_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="there are less than four devices")
+
 Values = Literal["special", "distinct", "ties"]
 
 

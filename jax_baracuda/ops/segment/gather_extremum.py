@@ -1,7 +1,7 @@
 """Maximum and minimum of gathered rows over segments: message passing on graphs without an array of messages.
 
 The forward kernel notes which edge wins each cell. The gradient adds up, for each row, the cotangents of the cells that
-its edges won, and looks at the rows again only where edges tie.
+its edges won. Where tied edges share, the rows tell, too: what a row has in common with the extremum won it.
 """
 
 from __future__ import annotations
