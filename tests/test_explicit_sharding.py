@@ -18,6 +18,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rope.reference import Rotation
 from segment.reference import SOFTMAX
+from support import cases
+from support.meshes import MESH_SHAPE
 
 import jax_baracuda
 from jax_baracuda import (
@@ -37,9 +39,7 @@ from jax_baracuda import (
 )
 
 NUM_SEGMENTS = 8
-MESH_SHAPE = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (4, 2)}[1 << min(len(jax.devices()), 8).bit_length() - 1]
-
-pytestmark = pytest.mark.skipif(MESH_SHAPE == (1, 1), reason="there is only one device")
+pytestmark = cases.on_two_devices
 
 Function = Callable[..., Any]
 Call = tuple[Function, dict[str, P]]

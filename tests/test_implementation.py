@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import cases
 from support.matrix.calls import load_all
-from test_sharding import collectives
+from support.meshes import collectives
 
 import jax_baracuda as jb
 from jax_baracuda._core import selection

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.cases import PLATFORM, assert_same_bits
-from test_sharding import COLLECTIVES
+from support.meshes import COLLECTIVES
 
 import jax_baracuda
 from jax_baracuda import (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,14 +29,12 @@ from segment.reference import (
 )
 from support import cases
 from support.cases import Expected, Shape
+from support.meshes import MESH_SHAPE, collectives
 
 from jax_baracuda import forward_mode
 
 NUM_SEGMENTS = 12
-# (devices along rows, devices along features): 8 on CPUs, where they are simulated; as many as there are on GPUs.
-MESH_SHAPE = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (4, 2)}[1 << min(len(jax.devices()), 8).bit_length() - 1]
-
-pytestmark = pytest.mark.skipif(MESH_SHAPE == (1, 1), reason="there is only one device")
+pytestmark = cases.on_two_devices
 
 each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
 each_differentiable = pytest.mark.parametrize("reduction", DIFFERENTIABLE, ids=str)
@@ -111,29 +108,6 @@ def assert_same(
 def cells_or_rows(reduction: Reduction, spec: P) -> P:
     """How the result is split where rows and features of the data are split like this."""
     return spec if reduction.result_has_rows else P(None, *spec[1:])
-
-
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
-
-
-def collectives(function: Callable[..., object], *operands: jax.Array) -> dict[str, int]:
-    """How often each collective occurs in the compiled program."""
-    text = jax.jit(function).lower(*operands).compile().as_text()
-    return {
-        name: len(re.findall(rf"= \S+ {name}(?:-start)?\(|= \(.*\) {name}(?:-start)?\(", text)) for name in COLLECTIVES
-    }
-
-
-def exchanged_elements(function: Callable[..., object], *operands: jax.Array) -> list[int]:
-    """How many elements the arrays have that the collectives of the compiled program return."""
-    text = jax.jit(function).lower(*operands).compile().as_text()
-    collective = "|".join(COLLECTIVES)
-    shapes = [
-        shape
-        for results in re.findall(rf"= (\S+|\(.*?\)) (?:{collective})(?:-start)?\(", text)
-        for shape in re.findall(r"\[([\d,]*)\]", results)
-    ]
-    return [math.prod(int(size) for size in shape.split(",") if size) for shape in shapes]
 
 
 # Partition specs of data [rows, features].

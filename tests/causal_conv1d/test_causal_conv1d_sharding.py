@@ -21,12 +21,13 @@ from causal_conv1d.reference import (
 )
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import cases
 from support.cases import assert_same_bits
-from test_sharding import MESH_SHAPE, collectives, exchanged_elements
+from support.meshes import MESH_SHAPE, collectives, exchanged_elements
 
 from jax_baracuda import causal_conv1d, causal_conv1d_update
 
-pytestmark = pytest.mark.skipif(MESH_SHAPE == (1, 1), reason="there is only one device")
+pytestmark = cases.on_two_devices
 
 WIDTH = 4
 ARRAYS = ("x", "weight", "bias", "initial_state")

@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 from rope.reference import FAR, LAYOUTS, Rotation, copies_in, features_shape, make_features
 from support import cases
 from support.cases import Expected, assert_same_bits
-from test_sharding import MESH_SHAPE, collectives
+from support.meshes import MESH_SHAPE, collectives
 
 from jax_baracuda import rope, rope_qk
 
-pytestmark = pytest.mark.skipif(MESH_SHAPE == (1, 1), reason="there is only one device")
+pytestmark = cases.on_two_devices
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 each_axis_type = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)

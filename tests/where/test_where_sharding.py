@@ -13,12 +13,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import cases
 from support.cases import assert_same_memory
-from test_sharding import MESH_SHAPE, collectives
+from support.meshes import MESH_SHAPE, collectives
 from where.reference import make_condition
 
 from jax_baracuda import where, where_backward
 
-pytestmark = pytest.mark.skipif(MESH_SHAPE == (1, 1), reason="there is only one device")
+pytestmark = cases.on_two_devices
 
 SHAPE = (8, 6, 4)
 

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import cases
 from support.cases import assert_same_memory
-from test_sharding import MESH_SHAPE, collectives
+from support.meshes import MESH_SHAPE, collectives
 from write_slice.reference import MODES, of_batch, random_bits, reference_take, reference_write
 
 from jax_baracuda import write_slice, write_slices
 
-pytestmark = pytest.mark.skipif(MESH_SHAPE == (1, 1), reason="there is only one device")
+pytestmark = cases.on_two_devices
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 
