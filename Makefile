@@ -26,7 +26,7 @@ SANITIZERS ?= address thread
 SANITIZED_TESTS ?= tests/sanitizers/workload.py tests/test_load.py $(wildcard tests/*/*_handlers.py)
 SANITIZED_GPU_FAMILIES ?=
 
-.PHONY: demo test matrix fuzz sanitize sanitize-gpu check race report tune bench lint clean $(SANITIZERS:%=sanitize-%)
+.PHONY: demo test matrix fuzz sanitize sanitize-gpu check race report tune bench bench-multi lint clean $(SANITIZERS:%=sanitize-%)
 
 demo: $(VENV)/installed
 	$(BIN)/python -m jax_baracuda demo
@@ -63,6 +63,9 @@ sanitize-gpu: $(VENV)/installed
 
 check race report tune: $(VENV)/installed
 	$(BIN)/python -m jax_baracuda $@
+
+bench-multi: $(VENV)/installed
+	$(BIN)/python -m benchmarks.many_devices
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks

@@ -249,7 +249,7 @@ def measure(case: Case, copy_bandwidth: float, effort: Effort) -> CaseRecord:
             results = contender.first_call()
             seconds = time.perf_counter() - start
             expected = results if expected is None else expected
-            measurement.disagreement = _largest_disagreement(expected, results)
+            measurement.disagreement = largest_disagreement(expected, results)
             measurement.temporary_bytes = contender.temporary_bytes
         except Exception as error:  # Whatever a peer cannot do is a finding, and the others go on.
             measurement.failure = summary_of(error)
@@ -260,7 +260,7 @@ def measure(case: Case, copy_bandwidth: float, effort: Effort) -> CaseRecord:
                 measurement.failure = f"MISMATCH: differs by {measurement.disagreement:.2g} of the magnitude"
         results = None
     del expected
-    samples = _samples([contenders[i] for i in first_seconds], list(first_seconds.values()), effort)
+    samples = sample([contenders[i] for i in first_seconds], list(first_seconds.values()), effort)
     for index, seconds_per_call in zip(first_seconds, samples, strict=True):
         seconds = [of_call / contenders[index].repetitions for of_call in seconds_per_call]
         median = statistics.median(seconds)
@@ -272,7 +272,7 @@ def measure(case: Case, copy_bandwidth: float, effort: Effort) -> CaseRecord:
     return CaseRecord(case.op, case.size, case.variant, case.what, case.floor_bytes, measurements)
 
 
-def _samples(contenders: Sequence[Contender], first_seconds: Sequence[float], effort: Effort) -> list[list[float]]:
+def sample(contenders: Sequence[Contender], first_seconds: Sequence[float], effort: Effort) -> list[list[float]]:
     """Seconds per call of each contender, several times. What else the machine does then meets all of them alike."""
     seconds: list[list[float]] = []
     plans = []
@@ -303,7 +303,7 @@ def _seconds_per_call(contender: Contender, calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def _largest_disagreement(expected: Sequence[jax.Array], actual: Sequence[jax.Array]) -> float:
+def largest_disagreement(expected: Sequence[jax.Array], actual: Sequence[jax.Array]) -> float:
     # JSON has no infinity.
     return min(1e30, max(float(_disagreement(e, a)) for e, a in zip(expected, actual, strict=True)))
 
@@ -341,7 +341,7 @@ def copy_bytes_per_second() -> float:
     copy = JaxContender("XLA", "copy", jnp.copy, jnp.arange(1 << 29, dtype=jnp.float32))
     copy.prepare()
     [result] = copy.first_call()
-    [seconds] = _samples([copy], [0.0], Effort(seconds_per_sample=0.05))
+    [seconds] = sample([copy], [0.0], Effort(seconds_per_sample=0.05))
     return 2 * result.nbytes / statistics.median(seconds)
 
 

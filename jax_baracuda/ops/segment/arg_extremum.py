@@ -18,17 +18,10 @@ from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode, OutSharding, canonicalize
 from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, same_value, xla_min
-from jax_baracuda.ops.segment.definitions import (
-    CELLS,
-    WIDE_DTYPES,
-    Params,
-    first_result,
-    index_of_first_row,
-    reduction_op,
-    row_axes_of,
-)
+from jax_baracuda.ops.segment.definitions import CELLS, WIDE_DTYPES, Params, first_result, reduction_op
 from jax_baracuda.ops.segment.extrema import MAXIMUM, MINIMUM, Extremum
 from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.shards import index_of_first_row, row_axes_of
 
 
 @selectable

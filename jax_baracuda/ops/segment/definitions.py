@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -15,6 +14,7 @@ from jax import Array
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda.ops.segment.shards import ShardProgram, of_split_segments
 
 ORDERED_DTYPES = FLOATING_DTYPES | INTEGER_DTYPES | {"bool"}
 WIDE_DTYPES = FLOATING_DTYPES | {"int32", "uint32", "int64", "uint64"}
@@ -85,18 +85,27 @@ def limit_of_32_bits(num_rows: int, num_segments: int) -> str | None:
     return "it has 2^32 - 1 segments or more" if num_segments >= np.iinfo(np.uint32).max else None
 
 
-def reduction_op(name: str, *, attributes: tuple[str, ...] = (), **fields: Any) -> Op:
-    """An op of (data, segment_ids) whose results are cells."""
+def reduction_op(
+    name: str,
+    *,
+    results: NamedDimensions | Callable[..., NamedDimensions],
+    shard_program: ShardProgram,
+    attributes: tuple[str, ...] = (),
+    **fields: Any,
+) -> Op:
+    """An op of (data, segment_ids) whose results are cells; `shard_program` is that of a shard of rows."""
+    row_dims = ("row",)
     defaults = {
         "sizes": lambda *, num_segments, **_: {"segment": num_segments},
         "plan_parameters": plan_parameters,
-        "replicated_dims": ("segment",),
-        "reduction_dims": ("row",),
+        "reduction_dims": row_dims,
+        "shard_program": of_split_segments(shard_program, results=results, row_dims=row_dims, ids_operand=1),
         "limit": lambda data, segment_ids, *, num_segments, **_: limit_of_32_bits(segment_ids.shape[0], num_segments),
     }
     return Op(
         name=name,
         operands={"data": ROWS, "segment_ids": IDS},
+        results=results,
         attributes=("indices_are_sorted", *attributes),
         **(defaults | fields),
     )
@@ -124,13 +133,3 @@ def first_result(op: Op) -> Callable[..., Array]:
         return op(data, segment_ids, **vars(params))[0]
 
     return primal
-
-
-def row_axes_of(axes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """The mesh axes that split the rows, in the program of one shard."""
-    return axes.get("row", ())
-
-
-def index_of_first_row(segment_ids: Array, row_axes: Sequence[str]) -> Array:
-    """The number, among all rows, of this shard's first row."""
-    return (jax.lax.axis_index(row_axes) * segment_ids.shape[0]).astype(jnp.int32)

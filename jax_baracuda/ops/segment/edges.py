@@ -120,6 +120,11 @@ def as_gather_ids(segment_ids: Array, num_segments: int) -> Array:
     return jnp.where((segment_ids >= 0) & (segment_ids < num_segments), segment_ids, -1).astype(jnp.int32)
 
 
+def replicated_dims_of_cells(*, has_edge_order: bool, **_: Any) -> tuple[str, ...]:
+    """Of an op whose results are cells, which each device may compute for segments of its own."""
+    return ("gathered", "segment", "edge") if has_edge_order else ("gathered",)
+
+
 def replicated_dims(*, has_edge_order: bool, **_: Any) -> tuple[str, ...]:
     """An order numbers all edges."""
     return ("gathered", "segment", "edge") if has_edge_order else ("gathered", "segment")

@@ -40,10 +40,8 @@ from jax_baracuda.ops.segment.definitions import (
     ROWS,
     Params,
     gradient_op,
-    index_of_first_row,
     plan_parameters,
     reduction_op,
-    row_axes_of,
 )
 from jax_baracuda.ops.segment.extrema import (
     MAXIMUM,
@@ -63,6 +61,7 @@ from jax_baracuda.ops.segment.gather_extremum import (
     GATHER_SEGMENT_MIN_WITH_WINNER,
 )
 from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.shards import index_of_first_row, row_axes_of
 
 
 @selectable

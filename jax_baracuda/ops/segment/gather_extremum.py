@@ -25,7 +25,7 @@ from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode, TieBreak
 from jax_baracuda.ops.segment.cells import gather_segments, put_back, xla_sum
-from jax_baracuda.ops.segment.definitions import index_of_first_row, limit_of_32_bits, plan_parameters
+from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
 from jax_baracuda.ops.segment.edges import (
     GatherParams,
     as_gather_ids,
@@ -34,6 +34,7 @@ from jax_baracuda.ops.segment.edges import (
     gather_rows,
     limit_of_edges,
     replicated_dims,
+    replicated_dims_of_cells,
 )
 from jax_baracuda.ops.segment.extrema import (
     MAXIMUM,
@@ -54,6 +55,7 @@ from jax_baracuda.ops.segment.graphs import (
     whole_batch,
 )
 from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.shards import index_of_first_row, of_split_segments
 
 
 @selectable
@@ -475,24 +477,26 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         "reduction_dims": ("edge",),
         "limit": limit_of_edges,
     }
+    extrema, extrema_and_winners = {"output": _CELLS}, {"output": _CELLS, "winner": _CELLS}
+    of_split_edges = functools.partial(of_split_segments, row_dims=("edge",), ids_operand=2)
     reduction = Op(
         name=f"gather_segment_{name}",
-        results={"output": _CELLS},
+        results=extrema,
         reference=functools.partial(_reference, extremum),
         attributes=("indices_are_sorted",),
-        replicated_dims=("gathered", "segment"),
-        shard_program=functools.partial(_shard_reduce, extremum),
+        replicated_dims=("gathered",),
+        shard_program=of_split_edges(functools.partial(_shard_reduce, extremum), results=extrema),
         tangent=tangent,
         **of_edges,
     )
     with_winner = Op(
         name=f"gather_segment_{name}_with_winner",
-        results={"output": _CELLS, "winner": _CELLS},
+        results=extrema_and_winners,
         result_dtypes=lambda data, *_, **__: [data.dtype, np.int32],
         reference=functools.partial(_reference_with_winner, extremum),
         attributes=("indices_are_sorted", "first_wins", "has_edge_order"),
-        replicated_dims=replicated_dims,
-        shard_program=functools.partial(_shard_with_winner, extremum),
+        replicated_dims=replicated_dims_of_cells,
+        shard_program=of_split_edges(functools.partial(_shard_with_winner, extremum), results=extrema_and_winners),
         tangent=tangent_with_winner,
         **of_edges,
     )
@@ -524,7 +528,11 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         transpose=transpose_winners,
     )
     of_graphs = op_of_graphs(
-        backward, _join, shared=_SHARED, shard_program=functools.partial(_shard_backward, lambda: backward)
+        backward,
+        _join,
+        shared=_SHARED,
+        replicated_dims=backward.replicated_dims,
+        shard_program=functools.partial(_shard_backward, lambda: backward),
     )
     return reduction, with_winner, backward, of_graphs
 

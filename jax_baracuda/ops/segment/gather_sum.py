@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
@@ -30,6 +29,7 @@ from jax_baracuda.ops.segment.edges import (
     gather_rows,
     limit_of_edges,
     replicated_dims,
+    replicated_dims_of_cells,
 )
 from jax_baracuda.ops.segment.graphs import (
     graph_axes,
@@ -40,6 +40,7 @@ from jax_baracuda.ops.segment.graphs import (
     whole_batch,
 )
 from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.shards import of_split_segments, sum_over_axes
 
 
 @selectable
@@ -211,7 +212,7 @@ def _sum_of_shards(
     if not dim_axes:
         return kernel(*operands)
     [local] = op().kernel(*operands, is_wide=True, **params)
-    output = jax.lax.psum(local, dim_axes)
+    output = sum_over_axes(local, dim_axes, axes.get("segment", ()))
     return (output if is_wide else output.astype(operands[0].dtype),)
 
 
@@ -295,12 +296,14 @@ def _transpose_dot(
     )
 
 
+def _results(*, has_weights: bool, **_: Any) -> NamedDimensions:
+    return {"output": ("segment", "head", "feature") if has_weights else ("segment", "...")}
+
+
 GATHER_SEGMENT_SUM = Op(
     name="gather_segment_sum",
     operands=_operands,
-    results=lambda *, has_weights, **_: {
-        "output": ("segment", "head", "feature") if has_weights else ("segment", "...")
-    },
+    results=_results,
     sizes=lambda *, num_segments, **_: {"segment": num_segments},
     result_dtypes=lambda data, *_, is_wide, **__: [accumulation_dtype(data.dtype) if is_wide else data.dtype],
     reference=_reference,
@@ -308,9 +311,14 @@ GATHER_SEGMENT_SUM = Op(
     guarantee=accumulated,
     attributes=("indices_are_sorted", "clips_gather_ids", "is_wide", "has_weights", "has_edge_order"),
     plan_parameters=_plan_parameters,
-    replicated_dims=replicated_dims,
+    replicated_dims=replicated_dims_of_cells,
     reduction_dims=("edge",),
-    shard_program=functools.partial(_sum_of_shards, lambda: GATHER_SEGMENT_SUM, "edge"),
+    shard_program=of_split_segments(
+        functools.partial(_sum_of_shards, lambda: GATHER_SEGMENT_SUM, "edge"),
+        results=_results,
+        row_dims=("edge",),
+        ids_operand=2,
+    ),
     limit=limit_of_edges,
     transpose=_transpose,
 )
@@ -367,7 +375,9 @@ def _shard_of_graphs(
     )
 
 
-GATHER_SEGMENT_SUM_OF_GRAPHS = op_of_graphs(GATHER_SEGMENT_SUM, _join, shard_program=_shard_of_graphs)
+GATHER_SEGMENT_SUM_OF_GRAPHS = op_of_graphs(
+    GATHER_SEGMENT_SUM, _join, replicated_dims=replicated_dims, shard_program=_shard_of_graphs
+)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

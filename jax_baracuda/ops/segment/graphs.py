@@ -66,7 +66,6 @@ def op_of_graphs(op: Op, join: Callable[..., Sequence[Array]], *, shared: Sequen
         program=functools.partial(run, op.kernel),
         dtypes=op.dtypes,
         guarantee=op.guarantee,
-        replicated_dims=op.replicated_dims,
         reduction_dims=lambda *, num_graph_dims, **_: (*_graph_dims(num_graph_dims), "edge"),
         transpose=transpose,
         **fields,

@@ -96,7 +96,11 @@ def flat_ids(ids: Array, num_segments: int, clamps_ids: bool) -> Array:
     """Ids as int32 or int64 ``[N]``. What does not fit stays out of range, and ascending ids stay ascending."""
     if clamps_ids and num_segments > 0:
         ids = jnp.clip(ids, 0, min(num_segments - 1, int(jnp.iinfo(ids.dtype).max)))
-    ids = ids.reshape(-1) if ids.ndim != 1 else ids
+    return signed_ids(ids.reshape(-1) if ids.ndim != 1 else ids, num_segments)
+
+
+def signed_ids(ids: Array, num_segments: int) -> Array:
+    """Ids as int32 or int64. What does not fit stays out of range, and ascending ids stay ascending."""
     signed = jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32
     most = jnp.iinfo(signed).max
     if jnp.iinfo(ids.dtype).max > most and num_segments <= most:

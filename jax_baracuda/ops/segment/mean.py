@@ -29,11 +29,11 @@ from jax_baracuda.ops.segment.definitions import (
     SumParams,
     gradient_op,
     reduction_op,
-    row_axes_of,
     sum_guarantee,
 )
 from jax_baracuda.ops.segment.gather_sum import sum_edges
 from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.shards import row_axes_of
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, count_rows, gradient_params, sum_over_shards, sum_params
 
 
@@ -176,11 +176,10 @@ def _reference_backward(d_output: Array, count: Array, ids: Array, **_: Any) -> 
 def _shard_program(
     kernel: Callable[..., Sequence[Array]], axes: Mapping[str, tuple[str, ...]], data: Array, ids: Array, **params: Any
 ) -> Sequence[Array]:
-    row_axes = row_axes_of(axes)
-    if not row_axes:
+    if not row_axes_of(axes):
         return kernel(data, ids)
-    total = sum_over_shards(row_axes, data, ids, **params)
-    count = sum_over_shards(row_axes, jnp.ones(ids.shape, jnp.int32), ids, **params)
+    total = sum_over_shards(axes, data, ids, **params)
+    count = sum_over_shards(axes, jnp.ones(ids.shape, jnp.int32), ids, **params)
     return over_counts(total, count).astype(data.dtype), count
 
 

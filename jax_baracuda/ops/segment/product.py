@@ -34,7 +34,6 @@ from jax_baracuda.ops.segment.definitions import (
     gradient_op,
     product_guarantee,
     reduction_op,
-    row_axes_of,
 )
 from jax_baracuda.ops.segment.extended_product import (
     ExtendedProduct,
@@ -44,6 +43,7 @@ from jax_baracuda.ops.segment.extended_product import (
     product_value,
 )
 from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.shards import row_axes_of
 
 
 @selectable

@@ -28,12 +28,12 @@ from jax_baracuda.ops.segment.definitions import (
     first_result,
     limit_of_32_bits,
     plan_parameters,
-    row_axes_of,
     sum_guarantee,
 )
 from jax_baracuda.ops.segment.extrema import MAXIMUM
 from jax_baracuda.ops.segment.extremum import SEGMENT_MAX
 from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.shards import row_axes_of
 from jax_baracuda.ops.segment.sum import sum_over_shards
 
 
@@ -239,7 +239,7 @@ def _shard_program(
     call = {"num_segments": num_segments, "indices_are_sorted": indices_are_sorted}
     [maxima] = SEGMENT_MAX.kernel(logits, ids, first_wins=False, **call)
     exponentials = _exponentials(logits, ids, MAXIMUM.over_axes(maxima, row_axes))
-    denominators = sum_over_shards(row_axes, exponentials, ids, deterministic=deterministic, **call)
+    denominators = sum_over_shards(axes, exponentials, ids, deterministic=deterministic, **call)
     return (_normalized(exponentials, ids, denominators, logits.dtype),)
 
 
@@ -251,10 +251,9 @@ def _shard_backward(
     ids: Array,
     **params: Any,
 ) -> Sequence[Array]:
-    row_axes = row_axes_of(axes)
-    if not row_axes:
+    if not row_axes_of(axes):
         return kernel(probabilities, d_output, ids)
-    means = sum_over_shards(row_axes, _weighted_cotangents(probabilities, d_output), ids, **params)
+    means = sum_over_shards(axes, _weighted_cotangents(probabilities, d_output), ids, **params)
     return (_softmax_gradient(probabilities, d_output, ids, means),)
 
 

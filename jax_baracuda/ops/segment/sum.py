@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
@@ -14,6 +13,7 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.sharding import MeshAxes
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
@@ -30,11 +30,11 @@ from jax_baracuda.ops.segment.definitions import (
     SumParams,
     gradient_op,
     reduction_op,
-    row_axes_of,
     sum_guarantee,
 )
 from jax_baracuda.ops.segment.gather_sum import sum_edges
 from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.shards import row_axes_of, sum_over_axes
 
 
 @selectable
@@ -176,14 +176,16 @@ def _reference_backward(d_output: Array, ids: Array, **_: Any) -> tuple[Array]:
 def _shard_program(
     kernel: Callable[..., Sequence[Array]], axes: Mapping[str, tuple[str, ...]], data: Array, ids: Array, **params: Any
 ) -> Sequence[Array]:
-    row_axes = row_axes_of(axes)
-    return (sum_over_shards(row_axes, data, ids, **params).astype(data.dtype),) if row_axes else kernel(data, ids)
+    return (sum_over_shards(axes, data, ids, **params).astype(data.dtype),) if row_axes_of(axes) else kernel(data, ids)
 
 
-def sum_over_shards(row_axes: Sequence[str], data: Array, ids: Array, **params: Any) -> Array:
-    """The sums of all rows. Wide, because the sum of a shard may overflow where that of all rows does not."""
+def sum_over_shards(axes: Mapping[str, MeshAxes], data: Array, ids: Array, **params: Any) -> Array:
+    """The sums of all rows, where these are split.
+
+    Wide, because the sum of a shard may overflow where that of all rows does not.
+    """
     [local] = SEGMENT_SUM.kernel(data.astype(accumulation_dtype(data.dtype)), ids, **params)
-    return jax.lax.psum(local, row_axes)
+    return sum_over_axes(local, row_axes_of(axes), axes.get("segment", ()))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from jax_baracuda.ops.segment.definitions import sum_guarantee
 from jax_baracuda.ops.segment.gather_sum import sum_edges
 from jax_baracuda.ops.segment.ids import checked_ids, index_dtype, wrapped_ids
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan
+from jax_baracuda.ops.segment.shards import of_split_segments
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_over_shards
 
 
@@ -298,7 +299,8 @@ def _shard_program(
     row_axes = tuple(axis for dim in _row_dims(ids_ndim) for axis in axes.get(dim, ()))
     if not row_axes:
         return kernel(d_output, ids)
-    d_data = sum_over_shards(row_axes, *_flat(d_output, ids), num_segments=num_rows, **params)
+    axes_of_flat = {"row": row_axes, "segment": axes.get("segment", ())}
+    d_data = sum_over_shards(axes_of_flat, *_flat(d_output, ids), num_segments=num_rows, **params)
     return (d_data.astype(d_output.dtype),)
 
 
@@ -308,17 +310,24 @@ def _transpose(
     return (_gather(d_results[0], ids, fills=True, **params),)
 
 
+_RESULTS = {"d_data": ("segment", "...")}
+
 TAKE_ROWS_BACKWARD = Op(
     name="take_rows_backward",
     operands=_operands,
-    results={"d_data": ("segment", "...")},
+    results=_RESULTS,
     sizes=lambda *, num_rows, **_: {"segment": num_rows},
     reference=_reference,
     dtypes=SEGMENT_SUM.dtypes,
     guarantee=sum_guarantee,
-    replicated_dims=("segment",),
     reduction_dims=lambda *, ids_ndim, **_: _row_dims(ids_ndim),
-    shard_program=_shard_program,
+    shard_program=of_split_segments(
+        _shard_program,
+        results=_RESULTS,
+        row_dims=lambda *, ids_ndim, **_: _row_dims(ids_ndim),
+        ids_operand=1,
+        size="num_rows",
+    ),
     program=_program,
     transpose=_transpose,
 )

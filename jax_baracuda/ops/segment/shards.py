@@ -1,0 +1,83 @@
+"""The program of one shard, where rows (or edges) or segments are split over devices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jax_baracuda._core.op import NamedDimensions
+from jax_baracuda._core.sharding import MeshAxes
+from jax_baracuda.ops.segment.ids import signed_ids
+
+ShardProgram = Callable[..., Sequence[Array]]
+"""``(kernel, axes, *operands, **params) -> results``: see :attr:`jax_baracuda._core.op.Op.shard_program`."""
+
+
+def row_axes_of(axes: Mapping[str, MeshAxes]) -> MeshAxes:
+    """The mesh axes that split the rows, in the program of one shard."""
+    return axes.get("row", ())
+
+
+def index_of_first_row(segment_ids: Array, row_axes: Sequence[str]) -> Array:
+    """The number, among all rows, of this shard's first row."""
+    return (jax.lax.axis_index(row_axes) * segment_ids.shape[0]).astype(jnp.int32)
+
+
+def sum_over_axes(cells: Array, row_axes: MeshAxes, segment_axes: MeshAxes = ()) -> Array:
+    """The sum of the shards' cells: where segments are split as rows are, of the segments of each device."""
+    if segment_axes == row_axes:
+        return jax.lax.psum_scatter(cells, row_axes, tiled=True)
+    return jax.lax.psum(cells, row_axes)
+
+
+def of_split_segments(
+    shard_program: ShardProgram,
+    *,
+    results: NamedDimensions | Callable[..., NamedDimensions],
+    row_dims: tuple[str, ...] | Callable[..., tuple[str, ...]],
+    ids_operand: int,
+    size: str = "num_segments",
+) -> ShardProgram:
+    """The program of one shard of rows as one of a shard of rows and of segments.
+
+    Where other axes split the segments than the rows, each device reduces its segments alone: what the ids of others
+    are is out of its range. Where the same axes do, its rows have cells of all segments, and it takes its own from what
+    the devices exchange.
+
+    Args:
+      shard_program: may also return cells of this device's segments alone.
+      results: the dimensions of the results. Or ``(**params)`` -> these.
+      row_dims: the dimensions that are reduced. Or ``(**params)`` -> these.
+      ids_operand: the position of the operand that holds the ids of segments.
+      size: the name of the parameter that holds the number of segments.
+    """
+
+    def program(
+        kernel: Callable[..., Sequence[Array]], axes: Mapping[str, MeshAxes], *operands: Array, **params: Any
+    ) -> Sequence[Array]:
+        segment_axes = axes.get("segment", ())
+        if not segment_axes:
+            return shard_program(kernel, axes, *operands, **params)
+        num_own = params[size] // jax.lax.psum(1, segment_axes)
+        first = jax.lax.axis_index(segment_axes) * num_own
+        names_of_rows = row_dims(**params) if callable(row_dims) else row_dims
+        if {axis for name in names_of_rows for axis in axes.get(name, ())}.isdisjoint(segment_axes):
+            own = {size: num_own}
+            ids = signed_ids(operands[ids_operand], params[size])
+            ids = jnp.maximum(ids, -1) - first  # ascending ones stay ascending
+            operands = (*operands[:ids_operand], ids, *operands[ids_operand + 1 :])
+            return shard_program(functools.partial(kernel, **own), axes, *operands, **params | own)
+        names_of_results = (results(**params) if callable(results) else results).values()
+        return [
+            jax.lax.dynamic_slice_in_dim(result, first, num_own)
+            if names[0] == "segment" and result.shape[0] == params[size]
+            else result
+            for names, result in zip(names_of_results, shard_program(kernel, axes, *operands, **params), strict=True)
+        ]
+
+    return program

@@ -1,0 +1,185 @@
+"""Segments and gathered rows split over devices: the answer of one device, and what is exchanged for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from segment.reference import ARGMAX, ARGMIN, MAX, MEAN, MIN, PROD, SUM, Reduction, options_id
+from support import cases
+from support.cases import assert_same_values
+from support.meshes import MESH_SHAPE, collectives
+
+import jax_baracuda as jb
+from jax_baracuda import forward_mode
+
+pytestmark = cases.on_two_devices
+
+ROWS, SEGMENTS, NODES, EDGES = 64, 24, 16, 64
+
+PLACEMENTS = {
+    "segments alone": (P(), P("x")),
+    "segments alone, over both axes": (P(), P(("x", "y"))),
+    "over other axes than rows": (P("x"), P("y")),
+    "over the axes of rows": (P("x"), P("x")),
+    "over both axes, as rows": (P(("x", "y")), P(("x", "y"))),
+    "over some axes of rows": (P("x"), P(("x", "y"))),
+    "and features": (P("x", "y"), P("x", "y")),
+}
+"""Specs of the rows and of the cells."""
+
+each_placement = pytest.mark.parametrize("placement", PLACEMENTS)
+
+NUM_EXCHANGES = {"segment_sum": 1, "segment_mean": 2, "segment_max": 1, "segment_min": 1, "segment_prod": 2}
+NUM_EXCHANGES |= {"segment_argmax": 2, "segment_argmin": 2}
+"""How many arrays of cells devices exchange where rows are split."""
+
+
+def small_integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(-3, 4, shape).astype(np.float32)
+
+
+def exchanged(function: Callable[..., Any], *operands: Any) -> dict[str, int]:
+    return {name: count for name, count in collectives(function, *operands).items() if count}
+
+
+@pytest.mark.parametrize("options", [{}, {"indices_are_sorted": True}], ids=options_id)
+@pytest.mark.parametrize("reduction", [SUM, MEAN, MAX, MIN, PROD, ARGMAX, ARGMIN], ids=str)
+@each_placement
+def test_reductions(rng: np.random.Generator, placement: str, reduction: Reduction, options: dict[str, bool]) -> None:
+    of_rows, of_cells = PLACEMENTS[placement]
+    mesh = jax.make_mesh(MESH_SHAPE, ("x", "y"), (AxisType.Auto,) * 2)
+    data, ids = small_integers(rng, ROWS, 6), rng.integers(-2, SEGMENTS + 3, ROWS).astype(np.int32)
+    ids[:2] = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    if options:
+        ids.sort()
+
+    def reduce(data: jax.Array, ids: jax.Array) -> jax.Array:
+        cells = reduction(data, ids, SEGMENTS, **options)
+        return jax.lax.with_sharding_constraint(cells, NamedSharding(mesh, of_cells))
+
+    placed = [jax.device_put(x, NamedSharding(mesh, P(*of_rows[: x.ndim]))) for x in (data, ids)]
+    cells = jax.jit(reduce)(*placed)
+    assert cells.sharding.is_equivalent_to(NamedSharding(mesh, of_cells), cells.ndim)
+    assert_same_values(cells, reduction(data, ids, SEGMENTS, **options))
+    counts = exchanged(reduce, *placed)
+    if of_rows == P():
+        assert not counts
+    elif of_rows[0] == of_cells[0] and reduction in (SUM, MEAN):
+        assert counts == {"reduce-scatter": NUM_EXCHANGES[reduction.name]}
+    else:
+        assert sum(counts.values()) <= NUM_EXCHANGES[reduction.name]
+
+
+@pytest.mark.parametrize("function", [jb.segment_sum, jb.segment_max], ids=lambda f: f.__name__)
+def test_out_sharding(rng: np.random.Generator, function: Callable[..., jax.Array]) -> None:
+    """In explicit mode, where the types of results say how they are split."""
+    mesh = jax.make_mesh(MESH_SHAPE, ("x", "y"), (AxisType.Explicit,) * 2)
+    data, ids = small_integers(rng, ROWS, 6), rng.integers(0, SEGMENTS, ROWS).astype(np.int32)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(data, P("x")), jax.device_put(ids, P("x"))
+        cells = jax.jit(lambda data, ids: function(data, ids, SEGMENTS, out_sharding=P("x")))(*placed)
+        assert jax.typeof(cells).sharding.spec == P("x", None)
+    np.testing.assert_array_equal(cells, function(data, ids, SEGMENTS))
+
+
+def test_segments_that_do_not_divide(rng: np.random.Generator) -> None:
+    mesh = jax.make_mesh(MESH_SHAPE, ("x", "y"), (AxisType.Auto,) * 2)
+    data, ids = small_integers(rng, ROWS, 6), rng.integers(0, SEGMENTS, ROWS)
+
+    def loss(data: jax.Array) -> jax.Array:
+        cells = jb.segment_sum(data, ids, SEGMENTS - 1)
+        return (jax.lax.with_sharding_constraint(cells, NamedSharding(mesh, P("x"))) ** 2).sum()
+
+    actual = jax.jit(jax.value_and_grad(loss))(jax.device_put(data, NamedSharding(mesh, P("x"))))
+    cells = np.zeros((SEGMENTS, 6))
+    np.add.at(cells, ids, data)
+    expected = (cells[:-1] ** 2).sum(), np.where(ids[:, None] < SEGMENTS - 1, 2 * cells[ids], 0)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+GATHERS = {
+    "sum": jb.gather_segment_sum,
+    "weighted sum": lambda data, *ids: jb.gather_segment_sum(data, *ids, weights=WEIGHTS),
+    "mean": jb.gather_segment_mean,
+    "max": jb.gather_segment_max,
+    "min": functools.partial(jb.gather_segment_min, tie_break="first"),
+}
+WEIGHTS = np.resize(np.array([1, -2, 0, 3], np.float32), EDGES)
+
+GRAPHS = {
+    "nodes": (P("x"), P(), P("x")),
+    "edges and nodes": (P("x"), P("x"), P("x")),
+    "edges and other nodes": (P("y"), P("x"), P("y")),
+    "edges, and nodes of the result": (P(), P("x"), P("x", "y")),
+}
+"""Specs of the rows that edges gather, of the edges, and of the cells."""
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("function", GATHERS)
+def test_message_passing(rng: np.random.Generator, function: str, graph: str) -> None:
+    """Rows are gathered whole, in both passes; sums over split edges are scattered to the nodes' devices."""
+    of_rows, of_edges, of_cells = GRAPHS[graph]
+    mesh = jax.make_mesh(MESH_SHAPE, ("x", "y"), (AxisType.Auto,) * 2)
+    data, cotangent = small_integers(rng, NODES, 6), small_integers(rng, SEGMENTS, 6)
+    ids = rng.integers(0, NODES, EDGES).astype(np.int32), rng.integers(-1, SEGMENTS + 1, EDGES).astype(np.int32)
+
+    def split(x: Any, spec: P) -> Any:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def value(data: jax.Array, *ids: jax.Array) -> jax.Array:
+        return split(GATHERS[function](data, *ids, SEGMENTS), of_cells)
+
+    def both(data: jax.Array, cotangent: jax.Array, *ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cells, pullback = jax.vjp(lambda data: value(data, *ids), data)
+        return cells, split(pullback(cotangent)[0], of_rows)
+
+    def place(x: np.ndarray, spec: P) -> jax.Array:
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    placed_ids = [place(x, of_edges) for x in ids]
+    operands = (place(data, of_rows), place(cotangent, of_cells), *placed_ids)
+    cells, gradient = jax.jit(both)(*operands)
+    expected, pullback = jax.vjp(lambda data: GATHERS[function](data, *ids, SEGMENTS), data)
+    np.testing.assert_array_equal(cells, expected)
+    # Quotients by the sizes of segments are rounded before they are added, in an order that the devices have.
+    rounding = 0 if "sum" in function or "tie" in function else 8 * np.finfo(np.float32).eps
+    np.testing.assert_allclose(gradient, pullback(cotangent)[0], rtol=0, atol=rounding * np.abs(cotangent).sum())
+    counts = exchanged(value, operands[0], *placed_ids)
+    assert counts.pop("all-gather", 0) == (of_rows != P())
+    if of_edges == P():
+        assert not counts
+    elif of_edges[0] == of_cells[0] and "sum" in function:
+        assert counts == {"reduce-scatter": 1}
+    else:
+        assert sum(counts.values()) <= 2
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "uint32"])
+@pytest.mark.parametrize("of_ids", [P(), P("x"), P("y")], ids=str)
+def test_split_table_of_embeddings(rng: np.random.Generator, of_ids: P, dtype: str) -> None:
+    """Each device adds up the gradient of its own rows of the table."""
+    mesh = jax.make_mesh(MESH_SHAPE, ("x", "y"), (AxisType.Auto,) * 2)
+    table, ids = small_integers(rng, SEGMENTS, 6), rng.integers(0, SEGMENTS + 4, (8, 4)).astype(dtype)
+    cotangent = small_integers(rng, 8, 4, 6)
+
+    def gradient(table: jax.Array, ids: jax.Array, cotangent: jax.Array) -> jax.Array:
+        [d_table] = jax.vjp(lambda table: forward_mode.take_rows(table, ids), table)[1](cotangent)
+        return jax.lax.with_sharding_constraint(d_table, NamedSharding(mesh, P("x")))
+
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in ((table, P("x")), (ids, of_ids), (cotangent, of_ids))
+    ]
+    expected = jax.vjp(lambda table: table[ids], jnp.asarray(table))[1](cotangent)[0]
+    np.testing.assert_array_equal(jax.jit(gradient)(*placed), expected)
+    exchanges = {P(): {}, P("x"): {"reduce-scatter": 1}, P("y"): {"all-reduce": 1}}
+    assert exchanged(gradient, *placed) == exchanges[of_ids]
