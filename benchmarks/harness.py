@@ -277,7 +277,7 @@ def sample(contenders: Sequence[Contender], first_seconds: Sequence[float], effo
     seconds: list[list[float]] = []
     plans = []
     for contender, first in zip(contenders, first_seconds, strict=True):
-        once = first if first > effort.patience else _seconds_per_call(contender, 1)
+        once = first if first > effort.patience else min(_seconds_per_call(contender, 1) for _ in range(2))
         calls = max(1, int(effort.seconds_per_sample / once))
         plans.append((calls, max(1, min(effort.samples, int(effort.seconds_per_contender / (calls * once))))))
         seconds.append([once] if calls == 1 else [])

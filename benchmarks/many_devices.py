@@ -30,6 +30,7 @@ from jax_baracuda._tools.platforms import default_devices
 from jax_baracuda._tools.progress import Progress
 
 AXIS = "x"
+ALL_REDUCE = "all-reduce"
 FULL, QUICK = Effort(seconds_per_sample=0.05, seconds_per_contender=0.5), Effort(1, 0.001, 0.01)
 TOLERANCE, TOLERANCE_OF_16_BITS = 2e-3, 2e-2
 """Largest sum of absolute differences, relative to the sum of magnitudes: of sums in other orders and products in TF32,
@@ -57,6 +58,8 @@ class Program:
     result: P | None = None
     """How the result is split, where it is to be; None leaves that to XLA."""
     tolerance: float = TOLERANCE
+    reduced: tuple[int, ...] = ()
+    """The shape of the float32 array that devices add up to the result, where they do and it needs no more."""
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> Array:
@@ -84,14 +87,16 @@ def rows_of_segments(shares: int, *, rows: int, width: int, segments: int) -> Se
 
 def segment_programs(scale: int) -> Iterator[Program]:
     sizes = {"rows": 16_777_216 // scale, "width": 32, "segments": 1_179_648 // scale}
-    split_rows = P(AXIS), P(AXIS), P()
+    split_rows, cells = (P(AXIS), P(AXIS), P()), (sizes["segments"], sizes["width"])
     reductions = {
         "segment_max": (jb.segment_max, jax.ops.segment_max),
         "segment_sum": (jb.segment_sum, jax.ops.segment_sum),
     }
     for name, functions in reductions.items():
         ours, plain = (functools.partial(f, num_segments=sizes["segments"]) for f in functions)
-        yield Program(name, "rows", sizes, rows_of_segments, split_rows, ours=_drop(ours), plain=_drop(plain))
+        yield Program(
+            name, "rows", sizes, rows_of_segments, split_rows, ours=_drop(ours), plain=_drop(plain), reduced=cells
+        )
         yield Program(
             f"{name}, gradient",
             "rows",
@@ -100,6 +105,7 @@ def segment_programs(scale: int) -> Iterator[Program]:
             split_rows,
             ours=with_gradient(ours),
             plain=with_gradient(plain),
+            reduced=cells,
         )
         yield Program(
             name,
@@ -274,7 +280,7 @@ class Scaling:
     program: str
     split: str
     milliseconds: dict[str, dict[str, float]]
-    """By library: "share" and "all" on one device, "split" on all devices."""
+    """By library: "share" and "all" on one device, "split" on all devices. And of an all-reduce alone."""
     failure: str | None = None
 
     def weak(self, library: str) -> float:
@@ -290,8 +296,14 @@ class Scaling:
             f"{library} {milliseconds_text(times['split'])} ms (weak {self.weak(library):.2f}, "
             f"strong {self.strong(library):.2f})"
             for library, times in self.milliseconds.items()
+            if library != ALL_REDUCE
         )
-        return f"{self.program}, {self.split} split\n    " + "   ".join(of_each)
+        lines = [f"{self.program}, {self.split} split", "   ".join(of_each)]
+        if ALL_REDUCE in self.milliseconds:
+            alone = self.milliseconds[ALL_REDUCE]["split"]
+            over_parts = self.milliseconds[OURS]["split"] / (self.milliseconds[OURS]["share"] + alone)
+            lines.append(f"all-reduce alone {milliseconds_text(alone)} ms: {over_parts:.2f} of a share and it")
+        return "\n    ".join(lines)
 
 
 def measure(program: Program, num_devices: int, effort: Effort) -> Scaling:
@@ -312,18 +324,22 @@ def measure(program: Program, num_devices: int, effort: Effort) -> Scaling:
         for library, function in ((OURS, program.ours), (XLA, program.plain))
         for what, operands in (("share", share), ("all", everything), ("split", split))
     }
+    if program.reduced:
+        add = jax.shard_map(lambda x: jax.lax.psum(x, AXIS), mesh=mesh, in_specs=P(AXIS), out_specs=P())
+        parts = jax.device_put(normal(9, num_devices, *program.reduced), NamedSharding(mesh, P(AXIS)))
+        contenders[ALL_REDUCE, "split"] = JaxContender(ALL_REDUCE, "split", add, parts)
     for contender in contenders.values():
         contender.prepare()
     expected = contenders[XLA, "all"].first_call()
     for (library, what), contender in contenders.items():
         results = contender.first_call()
-        if what != "share":
+        if what != "share" and library != ALL_REDUCE:
             disagreement = largest_disagreement(expected, jax.device_put(results, jax.devices()[0]))
             if disagreement > program.tolerance:
                 raise ValueError(f"{library} {what} differs from plain JAX on one device by {disagreement:.2g}")
     del expected, results
     samples = sample(list(contenders.values()), [0.0] * len(contenders), effort)
-    milliseconds: dict[str, dict[str, float]] = {OURS: {}, XLA: {}}
+    milliseconds: dict[str, dict[str, float]] = {library: {} for library, _ in contenders}
     for (library, what), of_contender in zip(contenders, samples, strict=True):
         milliseconds[library][what] = statistics.median(of_contender) * 1e3
     return Scaling(program.name, program.split, milliseconds)

@@ -301,7 +301,12 @@ def test_transposed_gradient_in_shard_map(reduction: Reduction, check_vma: bool)
     mapped = jax.shard_map(
         transposed, mesh=make_mesh(AxisType.Auto), in_specs=(spec,) * 3, out_specs=spec, check_vma=check_vma
     )
-    cases.assert_same_bits(jax.jit(mapped)(*operands), np.asarray(transposed(*operands)))
+    actual, expected = jax.jit(mapped)(*operands), np.asarray(transposed(*operands))
+    if cases.PLATFORM == "cpu":
+        cases.assert_same_bits(actual, expected)
+    else:  # XLA adds what ties in the order in which threads come
+        magnitude = np.asarray(transposed(*operands[:2], jnp.abs(operands[2])))
+        Expected(expected, np.float32, rounding_of_sums(len(data)) * np.abs(magnitude)).check(actual)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

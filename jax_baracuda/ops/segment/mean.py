@@ -180,7 +180,7 @@ def _shard_program(
         return kernel(data, ids)
     total = sum_over_shards(axes, data, ids, **params)
     count = sum_over_shards(axes, jnp.ones(ids.shape, jnp.int32), ids, **params)
-    return over_counts(total, count).astype(data.dtype), count
+    return divided_by_counts(total, count, SEGMENT_MEAN_BACKWARD.kernel).astype(data.dtype), count
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -221,10 +221,16 @@ def _sum_over_counts(d_data: Array, count: Array, ids: Array, **params: Any) -> 
 # Derivative rules.
 
 
-def divided_by_counts(cells: Array, counts: Array) -> Array:
-    """Cells over the numbers of their rows, rounded once, as compilers of XLA do not promise of a division."""
+def divided_by_counts(
+    cells: Array, counts: Array, divide: Callable[..., Sequence[Array]] = SEGMENT_MEAN_BACKWARD
+) -> Array:
+    """Cells over the numbers of their rows, rounded once, as compilers of XLA do not promise of a division.
+
+    Args:
+      divide: the op of the gradient of means, or its kernel in the program of a shard.
+    """
     segments = jnp.arange(cells.shape[0], dtype=jnp.int32)
-    [quotients] = SEGMENT_MEAN_BACKWARD(cells, jnp.maximum(counts, 1), segments)
+    [quotients] = divide(cells, jnp.maximum(counts, 1), segments)
     return quotients
 
 
