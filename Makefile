@@ -26,7 +26,7 @@ SANITIZERS ?= address thread
 SANITIZED_TESTS ?= tests/sanitizers/workload.py tests/test_load.py $(wildcard tests/*/*_handlers.py)
 SANITIZED_GPU_FAMILIES ?=
 
-.PHONY: demo test matrix fuzz sanitize sanitize-gpu check race report tune bench bench-multi lint clean $(SANITIZERS:%=sanitize-%)
+.PHONY: demo test matrix fuzz sanitize sanitize-gpu check race report tune bench bench-multi docs lint clean $(SANITIZERS:%=sanitize-%)
 
 demo: $(VENV)/installed
 	$(BIN)/python -m jax_baracuda demo
@@ -69,6 +69,12 @@ bench-multi: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks
+
+# Warnings are errors; the pages are in build/docs.
+docs: $(VENV)/installed
+	$(BIN)/pip install --quiet $$($(BIN)/python -c "import tomllib; \
+	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -b html -W --keep-going docs build/docs
 
 lint: $(VENV)/installed
 	$(BIN)/pip install --quiet codespell mypy ruff

@@ -103,18 +103,17 @@ def draw_op(run: Run, op: str) -> Figure:
 
 
 def draw_overview(run: Run) -> Figure:
-    """Geometric means over the cases of each op."""
+    """Geometric means over those cases of each op in which everybody takes part, so that the bars can be compared."""
     whats = [what for what in (FORWARD, WITH_GRADIENT) if any(case.what == what for case in run.cases)]
     ops = run.ops()
     everyone = contestants(run.cases)
-    title = "Geometric mean over the cases of each op"
+    title = "Geometric mean over the cases in which all take part"
     figure, axes = _panels(run, everyone, title, whats, len(ops) - 0.2, left_inches=1.9)
     for panel, what in zip(axes, whats, strict=True):
         for position, op in enumerate(ops):
             of_what = [case for case in run.of_op(op) if case.what == what]
 
             def value_and_text(libraries: Sequence[str], cases: list[CaseRecord] = of_what) -> tuple[float, str]:
-                # Over the cases where everybody has a time, so that the bars can be compared.
                 common = [c for c in cases if all(c.fastest(*names) for _, names in everyone)]
                 mean = mean_over(common, lambda common_case: common_case.fastest(*libraries).fraction_of_copy)
                 return (0, "failed") if mean is None else (mean, f"{mean:.2f}")
@@ -125,6 +124,49 @@ def draw_overview(run: Run) -> Figure:
                 panel.text(0.01, position, "no gradient", color=FAINT, va="center", fontsize=8)
         panel.set_yticks(range(len(ops)), ops)
     _make_room_for_texts(axes)
+    return figure
+
+
+def draw_programs(run: Run) -> Figure:
+    """How many times as fast as plain JAX whole programs run."""
+    cases = run.of_op(PROGRAMS)
+    contenders = ((OURS, "plan"), (OURS, ""), ("torch_geometric", "compiled"))
+    labels = ("jax_baracuda, plain JAX = 1", "torch_geometric, compiled")
+    height, top, bottom = len(cases) - 0.2, 0.75, 0.62
+    inches = height * INCHES_PER_ROW + top + bottom
+    with plt.rc_context(STYLE):
+        figure, panel = plt.subplots(figsize=(10.0, inches))
+    figure.subplots_adjust(left=0.42, right=0.97, top=1 - top / inches, bottom=bottom / inches)
+    for position, case in enumerate(cases):
+        plain = case.fastest(XLA)
+        timed = [m for m in case.measurements if (m.library, m.formulation) in contenders and m.milliseconds]
+        for index, measurement in enumerate(timed):
+            ratio = plain.milliseconds / measurement.milliseconds
+            y = position + (index - (len(timed) - 1) / 2) * BAR
+            panel.barh(y, ratio, height=BAR * 0.92, color=COLORS[0 if measurement.library == OURS else 2])
+            text = f"{ratio:.2f}×   {milliseconds_text(measurement.milliseconds)} ms"
+            halo = [withStroke(linewidth=2, foreground="white")]
+            at = (ratio, y)
+            panel.annotate(text, at, (3, 0), textcoords="offset points", va="center", fontsize=7, path_effects=halo)
+    panel.set_yticks(range(len(cases)), [f"{case.size}\n{case.variant}" for case in cases], fontsize=7)
+    panel.set_ylim(height - 0.4, -0.5)
+    panel.axvline(1, color=FAINT, linewidth=1, linestyle=(0, (4, 3)), zorder=0.9)
+    panel.tick_params(axis="y", length=0)
+    panel.set_xlim(0, 1.15 * max(bar.get_width() for bar in panel.patches))
+    figure.text(0.97, 0.1 / inches, "times as fast as plain JAX (longer is better)", fontsize=8.5, ha="right")
+    figure.text(0.01, 1 - 0.12 / inches, "Whole programs", weight="bold", fontsize=13, va="top")
+    device = f"{run.environment['device']}, jax {run.environment['jax']}"
+    figure.text(0.97, 1 - 0.15 / inches, device, color=FAINT, fontsize=9, va="top", ha="right")
+    handles = [Patch(color=color, label=label) for color, label in zip(COLORS[::2], labels, strict=True)]
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(0.003, 1 - 0.36 / inches),
+        ncols=2,
+        frameon=False,
+        fontsize=9,
+        handlelength=1.2,
+    )
     return figure
 
 
@@ -202,12 +244,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="the folder to write to (default: that of the record)")
     options = parser.parse_args(arguments)
     run = load(options.record)
-    run.cases = [case for case in run.cases if case.op != PROGRAMS]
     if not run.cases:
         parser.error("no case to draw")
+    figures = {"programs": draw_programs(run)} if run.of_op(PROGRAMS) else {}
+    run.cases = [case for case in run.cases if case.op != PROGRAMS]
+    if run.cases:
+        figures |= {"overview": draw_overview(run), **{op: draw_op(run, op) for op in run.ops()}}
     folder = options.output or options.record.parent
     folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in {"overview": draw_overview(run), **{op: draw_op(run, op) for op in run.ops()}}.items():
+    for name, figure in figures.items():
         path = folder / f"{options.record.stem}_{name.replace(' ', '_')}.png"
         save(figure, path)
         plt.close(figure)

@@ -1,0 +1,13 @@
+"""The documentation site: ``make docs``."""
+
+from importlib.metadata import version as version_of
+
+project = "jax_baracuda"
+version = release = version_of(project)
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+html_theme = "furo"
+html_title = project
+myst_heading_anchors = 4
+autodoc_typehints = "none"  # the descriptions of arguments have shapes and dtypes
+autodoc_preserve_defaults = True
+napoleon_use_rtype = False
