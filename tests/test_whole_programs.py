@@ -246,6 +246,23 @@ def test_no_cache_is_copied_that_plain_jax_leaves_alone(layout: str) -> None:
     assert len(ours) <= len(plain), ours
 
 
+def test_final_state_leaves_the_signal_in_order() -> None:
+    """A state has its axes in another order than a signal with channels last: that shall not reorder the signal."""
+
+    def prefill(x: jax.Array, weight: jax.Array, taps: jax.Array) -> Any:
+        u, gate = jnp.split(x @ weight, 2, axis=-1)
+        y, state = jb.causal_conv1d(u, taps, channels_last=True, return_final_state=True, implementation="kernel")
+        return y * gate, state
+
+    shapes = (3, 130, WIDTH), (WIDTH, 4 * WIDTH), (2 * WIDTH, 4)
+    for computation in compiled(prefill, *(jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes)).values():
+        for instruction in computation.values():
+            for shape, layout in re.findall(r"\[([\d,]+)\]\{([\d,]+)", instruction.text):
+                if math.prod(map(int, shape.split(","))) >= 3 * 130 * 2 * WIDTH:
+                    axes = [int(axis) for axis in layout.split(",")]
+                    assert axes == sorted(axes, reverse=True), instruction.text
+
+
 def test_moves_are_found() -> None:
     """An operand in another order of its axes, alone and in a loop, and an array that is written but needed again."""
     x = jax.ShapeDtypeStruct((4, 50, 6, 32), np.float32)

@@ -315,6 +315,23 @@ def _in_layout(values: Array, channels_last: bool) -> Array:
     return jnp.swapaxes(values, -1, -2) if channels_last else values
 
 
+def _as_state(inputs: Array, channels_last: bool) -> Array:
+    """A few inputs as a state ``[..., C, K]``.
+
+    One by one: where a part of a signal is transposed, XLA would transpose all of it.
+    """
+    if not channels_last or inputs.shape[-2] == 0:
+        return _in_layout(inputs, channels_last)
+    return jnp.stack([inputs[..., i, :] for i in range(inputs.shape[-2])], axis=-1)
+
+
+def _as_inputs(state: Array, channels_last: bool) -> Array:
+    """The inverse of :func:`_as_state`."""
+    if not channels_last or state.shape[-1] == 0:
+        return _in_layout(state, channels_last)
+    return jnp.stack([state[..., i] for i in range(state.shape[-1])], axis=-2)
+
+
 def _optional(operands: Sequence[Array], *presence: bool) -> list[Array | None]:
     """The optional operands of a call, None in place of those that are left out."""
     remaining = iter(operands)
@@ -364,7 +381,7 @@ def _final_state(
         return (jax.lax.slice_in_dim(x, end - state_length, end, axis=time),)
 
     tail = _unsplit(last_inputs, time, x, *(() if initial_state is None else (initial_state,)))
-    tail = _in_layout(tail, channels_last)
+    tail = _as_state(tail, channels_last)
     if same_sequence is None or 0 in same_sequence.shape:
         return tail
     steps_back = np.arange(state_length - 1, -1, -1, dtype=np.uint8)[None]
@@ -556,7 +573,7 @@ def _shard_backward(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **pa
         history = _history(arrays, time_axes, channels_last)
         dx, dweight, dbias, d_history = _with_initial_state(kernel, names, arrays, history, params)
         from_next = jax.lax.ppermute(d_history, time_axes, [(i + 1, i) for i in range(_num_shards(time_axes) - 1)])
-        dx = _last_inputs(dx, from_next.shape[-1], channels_last).add(_in_layout(from_next, channels_last))
+        dx = _last_inputs(dx, from_next.shape[-1], channels_last).add(_as_inputs(from_next, channels_last))
         is_first = jax.lax.axis_index(time_axes) == 0
         d_states = [jax.lax.psum(jnp.where(is_first, d_history, 0), time_axes)] if params["has_initial_state"] else []
     if sum_axes := (*axes.get("example", ()), *time_axes):
@@ -580,7 +597,7 @@ def _last_inputs(x: Array, count: int, channels_last: bool) -> Any:
 def _history(arrays: Mapping[str, Array], time_axes: tuple[str, ...], channels_last: bool) -> Array:
     """The inputs ``[B, C, W - 1]`` before the first one of a shard: neighbours exchange no more than these."""
     last = _last_inputs(arrays["x"], arrays["weight"].shape[-1] - 1, channels_last).get()
-    return _from_shard_before(_in_layout(last, channels_last), arrays.get("initial_state", 0), time_axes)
+    return _from_shard_before(_as_state(last, channels_last), arrays.get("initial_state", 0), time_axes)
 
 
 def _from_shard_before(values: Array, of_first: ArrayLike, time_axes: tuple[str, ...]) -> Array:
