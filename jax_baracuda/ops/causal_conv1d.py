@@ -572,8 +572,9 @@ def _shard_backward(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **pa
             arrays["d_final_state"] = jnp.where(is_last, arrays["d_final_state"], 0)
         history = _history(arrays, time_axes, channels_last)
         dx, dweight, dbias, d_history = _with_initial_state(kernel, names, arrays, history, params)
-        from_next = jax.lax.ppermute(d_history, time_axes, [(i + 1, i) for i in range(_num_shards(time_axes) - 1)])
-        dx = _last_inputs(dx, from_next.shape[-1], channels_last).add(_as_inputs(from_next, channels_last))
+        to_previous = [(i + 1, i) for i in range(_num_shards(time_axes) - 1)]
+        from_next = jax.lax.ppermute(_as_inputs(d_history, channels_last), time_axes, to_previous)
+        dx = _last_inputs(dx, d_history.shape[-1], channels_last).add(from_next)
         is_first = jax.lax.axis_index(time_axes) == 0
         d_states = [jax.lax.psum(jnp.where(is_first, d_history, 0), time_axes)] if params["has_initial_state"] else []
     if sum_axes := (*axes.get("example", ()), *time_axes):
