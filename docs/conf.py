@@ -7,6 +7,9 @@ version = release = version_of(project)
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 html_theme = "furo"
 html_title = project
+html_static_path = ["_static"]
+html_css_files = ["width.css"]
+pygments_dark_style = "github-dark"
 myst_heading_anchors = 4
 autodoc_typehints = "none"  # the descriptions of arguments have shapes and dtypes
 autodoc_preserve_defaults = True
