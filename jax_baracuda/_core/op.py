@@ -153,8 +153,8 @@ def precision_guarantee(
     """What an op promises about its numbers.
 
     Args:
-      name: the name of a public function or of an op, as ``python -m jax_baracuda report`` lists them: "segment_max",
-        "segment_max_backward", ...
+      name: the name of an op, as ``python -m jax_baracuda report`` lists them: "segment_max", "segment_max_backward",
+        ... Functions that are made of other ones, such as `segment_attention`, have the guarantees of those.
       dtype: the element type.
       platform: "cpu" or "cuda".
       deterministic: whether the function is called with ``deterministic=True``.
