@@ -574,7 +574,9 @@ def _shard_backward(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **pa
         dx, dweight, dbias, d_history = _with_initial_state(kernel, names, arrays, history, params)
         to_previous = [(i + 1, i) for i in range(_num_shards(time_axes) - 1)]
         from_next = jax.lax.ppermute(_as_inputs(d_history, channels_last), time_axes, to_previous)
-        dx = _last_inputs(dx, d_history.shape[-1], channels_last).add(from_next)
+        last = _last_inputs(dx, d_history.shape[-1], channels_last)
+        # The sum by itself, so that it is written in place: as one fusion, XLA would copy the array.
+        dx = last.set(jax.lax.optimization_barrier(last.get() + from_next))
         is_first = jax.lax.axis_index(time_axes) == 0
         d_states = [jax.lax.psum(jnp.where(is_first, d_history, 0), time_axes)] if params["has_initial_state"] else []
     if sum_axes := (*axes.get("example", ()), *time_axes):
