@@ -1,10 +1,11 @@
-"""The functions of jax_baracuda, for forward-mode differentiation.
+"""The functions of jax_baracuda, for both modes of differentiation.
 
 JAX cannot apply forward mode to a function whose reverse mode is a kernel (``jax.custom_vjp``). Here are the same
-functions, bound straight to the primitives: use them under ``jax.jvp``, ``jax.jacfwd`` and ``jax.linearize``. Their
-value comes from the same kernels, and so does the tangent where the function is linear (sums, means, rotations,
-selections, written windows); other tangents come from plain JAX. For ``jax.grad``, ``jax.vjp``, ``jax.jacrev`` and
-``jax.hessian`` use the functions of :mod:`jax_baracuda`, whose backward pass is a kernel too. The ``..._backward``
+functions, bound with ``jax.custom_jvp``: ``jax.jvp``, ``jax.jacfwd``, ``jax.linearize`` and ``jax.hessian`` apply to
+them, and so do ``jax.grad``, ``jax.vjp`` and ``jax.jacrev``, which run the same backward kernels as for the functions
+of :mod:`jax_baracuda`. Values come from the same kernels; tangents are the transpose of the gradient, most of it in
+plain JAX. Under ``vmap``, rows that a batch of graphs shares get a gradient for each graph, which JAX then adds up:
+where only gradients are taken, the functions of :mod:`jax_baracuda` may take less memory. The ``..._backward``
 functions serve both modes as they are.
 
 Every other public function of an op has a twin here, made when it is first asked for.
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax_baracuda
-from jax_baracuda._core.autodiff import in_forward_mode
+from jax_baracuda._core.autodiff import in_both_modes
 
 if TYPE_CHECKING:  # type checkers and editors see the signatures and docstrings of the functions themselves
     from jax_baracuda import *  # noqa: F403
@@ -40,7 +41,7 @@ def __getattr__(name: str) -> Any:
         return names
     if name not in names:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    twin: Callable[..., Any] = in_forward_mode(getattr(jax_baracuda, name))
+    twin: Callable[..., Any] = in_both_modes(getattr(jax_baracuda, name), __name__)
     # Kept: pickle, and caches of compiled programs, want one function of a name.
     return globals().setdefault(name, twin)
 

@@ -11,12 +11,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import reshard_like
 from jax_baracuda._core.selection import Selection, current_selection, selecting
+from jax_baracuda._core.transposed import transposed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,6 +34,14 @@ class _Types:
     structure: Any
     of_leaves: tuple[Any, ...]
 
+    @staticmethod
+    def of(structure: Any, leaves: Sequence[Any], is_differentiated: Sequence[bool]) -> _Types:
+        types = (jax.typeof(x) if use else None for x, use in zip(leaves, is_differentiated, strict=True))
+        return _Types(structure, tuple(types))
+
+    def by_name(self) -> dict[str, Any]:
+        return jax.tree.unflatten(self.structure, self.of_leaves)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
@@ -44,9 +54,11 @@ class _Call:
 class KernelVjp:
     """A function of arrays whose reverse-mode derivative is a kernel.
 
-    Called as ``f(params, **arrays)`` with hashable static `params`; an array that a call omits is None. In forward mode
-    (see :func:`in_forward_mode`), and where no array has a tangent space, the primitives are called directly, without
-    ``jax.custom_vjp``.
+    Called as ``f(params, **arrays)`` with hashable static `params`; an array that a call omits is None.
+    ``jax.custom_vjp`` binds the kernels to each other. Where both modes are asked for (see :func:`in_both_modes`),
+    ``jax.custom_jvp`` does instead: the tangent is a linear map, the transpose of `backward` in plain JAX, and the
+    transpose of that map is `backward` again, with its kernels. Where no array has a tangent space, the primitives are
+    called directly.
     """
 
     def __init__(
@@ -64,7 +76,7 @@ class KernelVjp:
           primal: ``(params, **arrays) -> result``
           forward: ``(params, **arrays) -> (result, residuals)``
           backward: ``(params, residuals, cotangent) -> {name: cotangent}``, without arrays that have no tangent space.
-            The cotangents are cast and resharded to the types of their arrays.
+            Linear in the cotangent. The cotangents are cast and resharded to the types of their arrays.
           symbolic_zeros: whether `backward` takes one argument more, ``{name: type}`` of the arrays that are
             differentiated: the cotangents of others may be left out.
         """
@@ -73,53 +85,105 @@ class KernelVjp:
         self.backward = backward
         self._symbolic_zeros = symbolic_zeros
 
-        def reverse_mode(call: _Call, arrays: Mapping[str, Any]) -> Any:
+        def function(call: _Call, arrays: Mapping[str, Any]) -> Any:
             with selecting(call.selection):
                 return primal(call.params, **arrays)
 
-        reverse_mode.__name__ = name
-        self._reverse_mode = jax.custom_vjp(reverse_mode, nondiff_argnums=(0,))
-        self._reverse_mode.defvjp(self._forward_with_types, self._backward_with_types, symbolic_zeros=symbolic_zeros)
+        function.__name__ = name
+        self._in_reverse_mode = jax.custom_vjp(function, nondiff_argnums=(0,))
+        self._in_reverse_mode.defvjp(self._forward_with_types, self._backward_with_types, symbolic_zeros=symbolic_zeros)
+        self._in_both_modes = jax.custom_jvp(function, nondiff_argnums=(0,))
+        self._in_both_modes.defjvp(self._push_forward, symbolic_zeros=True)
 
     def __call__(self, params: Hashable, **arrays: Any) -> Any:
         # custom_vjp wants the cotangents to vary over the same manual axes as the primals, so the cast comes first.
         leaves, structure = jax.tree.flatten(arrays)
         leaves = list(jax_versions.unify_varying(*leaves))
         arrays = jax.tree.unflatten(structure, leaves)
-        has_tangents = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves)
-        if is_in_forward_mode() or not has_tangents:
+        if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves):
             return self._primal(params, **arrays)
-        return self._reverse_mode(_Call(params, current_selection()), arrays)
+        function = self._in_both_modes if is_in_both_modes() else self._in_reverse_mode
+        return function(_Call(params, current_selection()), arrays)
 
     def _forward_with_types(self, call: _Call, primals: Mapping[str, Any]) -> tuple[Any, tuple[_Types, Any]]:
         leaves, structure = jax.tree.flatten(primals)
         is_differentiated = [not self._symbolic_zeros or x.perturbed for x in leaves]
         arrays = [x.value if self._symbolic_zeros else x for x in leaves]
-        types = tuple(jax.typeof(x) if use else None for x, use in zip(arrays, is_differentiated, strict=True))
+        types = _Types.of(structure, arrays, is_differentiated)
         with selecting(call.selection):
             result, residuals = self.forward(call.params, **jax.tree.unflatten(structure, arrays))
-        return result, (_Types(structure, types), residuals)
+        return result, (types, residuals)
 
     def _backward_with_types(
         self, call: _Call, residuals: tuple[_Types, Any], cotangent: Any
     ) -> tuple[Mapping[str, Any]]:
-        types = jax.tree.unflatten(residuals[0].structure, residuals[0].of_leaves)
+        types = residuals[0].by_name()
         if self._symbolic_zeros:
             if all(isinstance(x, jax.custom_derivatives.SymbolicZero) for x in jax.tree.leaves(cotangent)):
                 return (dict.fromkeys(types),)
             cotangent = jax.tree.map(_instantiated, cotangent)
+        return (self._pull_back(call, types, residuals[1], cotangent),)
+
+    def _pull_back(self, call: _Call, types: Mapping[str, Any], residuals: Any, cotangent: Any) -> dict[str, Any]:
+        """The cotangents of all arrays, in their types."""
         of_types = (types,) if self._symbolic_zeros else ()
         with selecting(call.selection):
-            cotangents = self.backward(call.params, residuals[1], cotangent, *of_types)
-        return ({name: _like(cotangents.get(name), type_) for name, type_ in types.items()},)
+            cotangents = self.backward(call.params, residuals, cotangent, *of_types)
+        return {name: _like(cotangents.get(name), type_) for name, type_ in types.items()}
+
+    def _push_forward(
+        self, call: _Call, primals: tuple[Mapping[str, Any]], tangents: tuple[Mapping[str, Any]]
+    ) -> tuple[Any, Any]:
+        """The rule of ``jax.custom_jvp``: residuals are those of the reverse mode, and all that the tangent needs."""
+        leaves, structure = jax.tree.flatten(primals[0])
+        of_leaves = structure.flatten_up_to(tangents[0])
+        is_differentiated = [not isinstance(x, jax.custom_derivatives.SymbolicZero) for x in of_leaves]
+        types = _Types.of(structure, leaves, is_differentiated)
+        leaf_types = [jax.typeof(x) for x in leaves]
+        with selecting(call.selection):
+            result, residuals = self.forward(call.params, **primals[0])
+        results, result_structure = jax.tree.flatten(result)
+        has_tangent = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
+        result_types = [jax.typeof(x) for x in results]
+        residual_leaves, residual_structure = jax.tree.flatten(residuals)
+
+        def pull_back(*operands: jax.Array) -> list[jax.Array]:
+            own_residuals = jax.tree.unflatten(residual_structure, operands[: len(residual_leaves)])
+            of_inexact = iter(operands[len(residual_leaves) :])
+            cotangent = [
+                next(of_inexact) if use else np.zeros(type_.shape, jax.dtypes.float0)
+                for type_, use in zip(result_types, has_tangent, strict=True)
+            ]
+            cotangent = jax.tree.unflatten(result_structure, cotangent)
+            cotangents = structure.flatten_up_to(self._pull_back(call, types.by_name(), own_residuals, cotangent))
+            return [
+                jnp.zeros_like(leaf) if x is None else x
+                for x, leaf, use in zip(cotangents, leaf_types, is_differentiated, strict=True)
+                if use
+            ]
+
+        pushed = iter(
+            transposed(
+                pull_back,
+                residual_leaves,
+                [x for x, use in zip(of_leaves, is_differentiated, strict=True) if use],
+                [type_ for type_, use in zip(result_types, has_tangent, strict=True) if use],
+            )
+        )
+        result_tangents = [
+            next(pushed) if use else np.zeros(type_.shape, jax.dtypes.float0)
+            for type_, use in zip(result_types, has_tangent, strict=True)
+        ]
+        return result, jax.tree.unflatten(result_structure, result_tangents)
 
 
 def _like(cotangents: Any, types: Any) -> Any:
     """Cotangents in the types of their primals; both may be lists."""
+    if isinstance(types, list):
+        cotangents = [None] * len(types) if cotangents is None else cotangents
+        return [_like(cotangent, type_) for cotangent, type_ in zip(cotangents, types, strict=True)]
     if cotangents is None or types is None:
         return None
-    if isinstance(types, list):
-        return [_like(cotangent, type_) for cotangent, type_ in zip(cotangents, types, strict=True)]
     return reshard_like(cotangents.astype(types.dtype), types)
 
 
@@ -173,29 +237,51 @@ ad.primitive_jvps[_map_together] = _jvp
 mlir.register_lowering(_map_together, lambda ctx, *values, num_results: values[:num_results])
 
 
-def is_in_forward_mode() -> bool:
-    """Whether functions with rules are bound straight to the primitives."""
-    return getattr(_mode, "forward", False)
+def is_in_both_modes() -> bool:
+    """Whether functions with rules are bound so that forward and reverse mode apply to them."""
+    return getattr(_mode, "is_both", False)
 
 
 @contextlib.contextmanager
-def without_custom_vjp() -> Iterator[None]:
-    """In this context, functions with rules are bound straight to the primitives."""
-    previous = is_in_forward_mode()
-    _mode.forward = True
+def both_modes() -> Iterator[None]:
+    """In this context, functions with rules are bound so that forward and reverse mode apply to them."""
+    previous = is_in_both_modes()
+    _mode.is_both = True
     try:
         yield
     finally:
-        _mode.forward = previous
+        _mode.is_both = previous
 
 
-def in_forward_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """The public function `function`, bound straight to the primitives, so that ``jax.jvp`` applies to it."""
+def in_both_modes(function: Callable[P, R], module: str) -> Callable[P, R]:
+    """The public function `function`, as one of the module `module` to which forward mode applies, too."""
 
     @functools.wraps(function)
-    def forward_mode_function(*args: P.args, **kwargs: P.kwargs) -> R:
-        with without_custom_vjp():
+    def function_in_both_modes(*args: P.args, **kwargs: P.kwargs) -> R:
+        with both_modes():
             return function(*args, **kwargs)
 
-    forward_mode_function.__module__ = "jax_baracuda.forward_mode"  # where pickle looks for it
-    return forward_mode_function
+    function_in_both_modes.__module__ = module  # where pickle looks for it
+    return function_in_both_modes
+
+
+def with_twin(function: Callable[P, R]) -> Callable[P, R]:
+    """A public function that ``jax.custom_vjp`` binds: where JAX says that forward mode does not apply, name its twin.
+
+    JAX says so to the caller itself where the function is called with tangents. In a program that was traced before,
+    it does so when that runs, where the words are its own.
+    """
+
+    @functools.wraps(function)
+    def function_with_twin(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if "forward-mode" not in str(error) or "custom_vjp" not in str(error):
+                raise
+            raise TypeError(
+                f"{function.__name__}: JAX can't apply forward-mode autodiff (jvp, jacfwd, linearize) to a custom_vjp "
+                f"function; use jax_baracuda.forward_mode.{function.__name__}, to which both modes apply"
+            ) from error
+
+    return function_with_twin

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.autodiff import KernelVjp, is_in_forward_mode
+from jax_baracuda._core.autodiff import KernelVjp, is_in_both_modes
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.selection import Selection, current_selection, selecting
 
@@ -72,7 +72,7 @@ class BatchedVjp:
         return f"BatchedVjp({self.name})"
 
     def __call__(self, params: Hashable, **arrays: Array) -> Array:
-        if is_in_forward_mode() or not any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
+        if is_in_both_modes() or not any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
             return self.rules(_Batch(params), **arrays)
         call = _Call(self, tuple(arrays), params, current_selection())
         return call.bind(*jax_versions.unify_varying(*arrays.values()))[0]

@@ -39,21 +39,29 @@ def run_calls(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[t
 
     def collected(*leaves: jax.Array) -> list[list[jax.Array]]:
         calls.clear()
-        values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        values |= dict(zip(closed.jaxpr.invars, leaves, strict=True))
+        arrays: list[list[jax.Array]] = []
 
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, jax.extend.core.Literal) else values[atom]
+        def evaluate(closed: jax.extend.core.ClosedJaxpr, *given: jax.Array) -> list[jax.Array]:
+            values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+            values |= dict(zip(closed.jaxpr.invars, given, strict=True))
 
-        arrays = []
-        for equation in closed.jaxpr.eqns:
-            given = [read(x) for x in equation.invars]
-            if equation.primitive in ops:
-                calls.append(OpCall(ops[equation.primitive], [x.aval for x in equation.invars], equation.params))
-                arrays.append(given)
-            results = equation.primitive.bind(*given, **equation.params)
-            results = results if equation.primitive.multiple_results else [results]
-            values.update(zip(equation.outvars, results, strict=True))
+            def read(atom: Any) -> Any:
+                return atom.val if isinstance(atom, jax.extend.core.Literal) else values[atom]
+
+            for equation in closed.jaxpr.eqns:
+                operands = [read(x) for x in equation.invars]
+                if equation.primitive in ops:
+                    calls.append(OpCall(ops[equation.primitive], [x.aval for x in equation.invars], equation.params))
+                    arrays.append(operands)
+                if "call_jaxpr" in equation.params:  # of a function in both modes
+                    results = evaluate(equation.params["call_jaxpr"], *operands)
+                else:
+                    results = equation.primitive.bind(*operands, **equation.params)
+                results = results if equation.primitive.multiple_results else [results]
+                values.update(zip(equation.outvars, results, strict=True))
+            return [read(x) for x in closed.jaxpr.outvars]
+
+        evaluate(closed, *leaves)
         return arrays
 
     arrays = jax.jit(collected)(*jax.tree.leaves((args, kwargs)))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_baracuda._core.autodiff import without_custom_vjp
+from jax_baracuda._core.autodiff import both_modes
 from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.rules import reference_of_call
@@ -102,7 +102,7 @@ def prepared_calls(
     example, dtype = case.example, case.dtype
     operands, cotangents = operands_of(example, dtype, platform, device)
     call_of_function = example.call(platform)
-    with without_custom_vjp():
+    with both_modes():
         calls = run_calls(call_of_function, **operands)
     if names := example.differentiated(dtype):
         calls += run_calls(value_and_gradient(call_of_function, names), operands, cotangents)

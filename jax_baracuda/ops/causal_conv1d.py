@@ -31,7 +31,7 @@ from jax_baracuda._core.arrays import (
     in_automatic_mode,
     reshard_as,
 )
-from jax_baracuda._core.autodiff import KernelVjp, map_together
+from jax_baracuda._core.autodiff import KernelVjp, map_together, with_twin
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import Dimensions, NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -88,6 +88,7 @@ def causal_conv1d(
 
 
 @selectable
+@with_twin
 def causal_conv1d(
     x: ArrayLike,
     weight: ArrayLike,
@@ -233,6 +234,7 @@ def causal_conv1d_backward(
 
 
 @selectable
+@with_twin
 def causal_conv1d_update(
     x: ArrayLike,
     state: ArrayLike,

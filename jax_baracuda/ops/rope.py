@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arguments import real_number, whole_number
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, reshard_as, reshard_to
-from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -36,6 +36,7 @@ HeadLayout = Literal["BHSD", "BSHD"]
 
 
 @selectable
+@with_twin
 def rope(
     x: ArrayLike,
     positions: ArrayLike | None = None,
@@ -174,6 +175,7 @@ def rope_backward(
 
 
 @selectable
+@with_twin
 def rope_qk(
     q: ArrayLike,
     k: ArrayLike,

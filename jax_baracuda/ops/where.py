@@ -27,7 +27,7 @@ from jax_baracuda._core.arrays import (
     as_array,
     reshard_like,
 )
-from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.batch import joint_size
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
 from jax_baracuda._core.op import Op, Shape, ShapeAndDtype
@@ -35,6 +35,7 @@ from jax_baracuda._core.selection import Implementation, current_selection, sele
 
 
 @selectable
+@with_twin
 def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike, *, implementation: Implementation | None = None) -> Array:
     """Selects elements of `a` where `cond` holds, and of `b` elsewhere: ``jax.numpy.where`` with three arguments.
 

@@ -29,7 +29,7 @@ from jax_baracuda._core.arrays import (
     element_bits,
     reshard_as,
 )
-from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -42,6 +42,7 @@ StartIndices = Sequence[StartIndex] | Array | np.ndarray
 
 
 @selectable
+@with_twin
 def write_slice(
     dest: ArrayLike,
     source: ArrayLike,
@@ -107,6 +108,7 @@ def write_slice(
 
 
 @selectable
+@with_twin
 def write_slices(
     dests: Sequence[ArrayLike],
     sources: Sequence[ArrayLike],

@@ -1027,7 +1027,7 @@ def test_forward_mode(rng: np.random.Generator, reduction: Reduction, dtype: str
             if options.get("tie_break") == "first":
                 continue  # has a test of its own
             call = pushed(reduction.in_forward_mode, **options)
-            assert kernels_in(call.lower(*operands).as_text())[0] == reduction.name
+            assert kernels_in(call.lower(*operands).as_text())[0].startswith(reduction.name)  # its residuals too
             for name, actual in call(*operands).items():
                 where = f"{name} {options}"
                 if reduction is SOFTMAX:
@@ -1064,7 +1064,7 @@ def test_forward_mode_is_confined(reduction: Reduction) -> None:
         lambda: jax.jacfwd(plain)(data),
         lambda: jax.linearize(plain, data)[1](data),
     ):
-        with pytest.raises(TypeError, match="can't apply forward-mode autodiff .jvp. to a custom_vjp function"):
+        with pytest.raises(TypeError, match="can't apply forward-mode autodiff .*to a custom_vjp function"):
             call()
 
 

@@ -7,6 +7,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array
+from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.selection import Implementation, current_selection, selectable
 from jax_baracuda.ops.segment.arguments import Mode
 from jax_baracuda.ops.segment.cells import in_order
@@ -17,6 +18,7 @@ from jax_baracuda.ops.segment.softmax import segment_softmax
 
 
 @selectable
+@with_twin
 def segment_attention(
     logits: ArrayLike,
     data: ArrayLike,

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES
-from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -65,6 +65,7 @@ from jax_baracuda.ops.segment.shards import index_of_first_row, row_axes_of
 
 
 @selectable
+@with_twin
 def segment_max(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -141,6 +142,7 @@ def segment_max(
 
 
 @selectable
+@with_twin
 def segment_min(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,

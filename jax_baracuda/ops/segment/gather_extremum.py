@@ -18,6 +18,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
+from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.guarantees import EXACT, accumulated
@@ -59,6 +60,7 @@ from jax_baracuda.ops.segment.shards import index_of_first_row, of_split_segment
 
 
 @selectable
+@with_twin
 def gather_segment_max(
     data: ArrayLike,
     gather_ids: ArrayLike | None = None,
@@ -133,6 +135,7 @@ def gather_segment_max(
 
 
 @selectable
+@with_twin
 def gather_segment_min(
     data: ArrayLike,
     gather_ids: ArrayLike | None = None,

@@ -8,6 +8,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import accumulation_dtype
+from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.selection import Implementation, selectable
@@ -20,6 +21,7 @@ from jax_baracuda.ops.segment.sum import count_rows
 
 
 @selectable
+@with_twin
 def gather_segment_mean(
     data: ArrayLike,
     gather_ids: ArrayLike | None = None,

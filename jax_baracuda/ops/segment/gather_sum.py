@@ -12,6 +12,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
+from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.guarantees import accumulated
@@ -44,6 +45,7 @@ from jax_baracuda.ops.segment.shards import of_split_segments, sum_over_axes
 
 
 @selectable
+@with_twin
 def gather_segment_sum(
     data: ArrayLike,
     gather_ids: ArrayLike | None = None,

@@ -11,7 +11,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
-from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -38,6 +38,7 @@ from jax_baracuda.ops.segment.sum import SEGMENT_SUM, count_rows, gradient_param
 
 
 @selectable
+@with_twin
 def segment_mean(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_automatic_mode
-from jax_baracuda._core.autodiff import KernelVjp, without_custom_vjp
+from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -47,6 +47,7 @@ from jax_baracuda.ops.segment.shards import row_axes_of
 
 
 @selectable
+@with_twin
 def segment_prod(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -167,7 +168,7 @@ def segment_prod_backward(
     d_output, call = canonicalize_backward(
         "segment_prod_backward", d_output, data, segment_ids, indices_are_sorted, mode, plan
     )
-    with without_custom_vjp():  # a gradient has derivatives of either mode
+    with both_modes():  # a gradient has derivatives of either mode
         ordered = call.in_order()
         d_data = ordered.gradient(_segment_prod, ordered.params(Params), d_output)
         if plan is None:

@@ -11,7 +11,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
-from jax_baracuda._core.autodiff import KernelVjp, without_custom_vjp
+from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import (
@@ -38,6 +38,7 @@ from jax_baracuda.ops.segment.sum import sum_over_shards
 
 
 @selectable
+@with_twin
 def segment_softmax(
     logits: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -169,7 +170,7 @@ def segment_softmax_backward(
     shape = (*call.ids_shape, *call.data.shape[1:])
     check_like(name, "d_output", d_output, "probabilities", call.data, shape)
     check_like(name, "probabilities", call.data, "d_output", d_output, shape)
-    with without_custom_vjp():  # a gradient has derivatives of either mode
+    with both_modes():  # a gradient has derivatives of either mode
         ordered = call.in_order()
         params = ordered.params(SumParams, deterministic=bool(deterministic))
         rows = (x.rows(x.data) for x in (ordered, call.with_data(d_output).in_order()))

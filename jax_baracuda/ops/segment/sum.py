@@ -10,7 +10,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
-from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import MeshAxes
@@ -38,6 +38,7 @@ from jax_baracuda.ops.segment.shards import row_axes_of, sum_over_axes
 
 
 @selectable
+@with_twin
 def segment_sum(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,

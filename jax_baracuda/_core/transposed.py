@@ -1,0 +1,120 @@
+"""A linear map that is given by its transpose: a primitive, whose own transpose is what was given."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from jax_baracuda._core import jax_versions
+
+PullBack = Callable[..., Sequence[jax.Array]]
+"""``(*residuals, *cotangents) -> cotangents of the tangents``, linear in the cotangents."""
+
+
+def transposed(
+    pull_back: PullBack, residuals: Sequence[jax.Array], tangents: Sequence[jax.Array], types: Sequence[Any]
+) -> list[jax.Array]:
+    """Applies the transpose of a linear function, without forgetting the function.
+
+    Reverse mode through the result runs `pull_back` as it is, with its kernels; forward mode runs its transpose.
+
+    Args:
+      pull_back: depends on arrays through its arguments alone.
+      residuals: any arrays.
+      tangents: as `pull_back` returns cotangents.
+      types: of the results, which are as the cotangents that `pull_back` takes.
+    """
+
+    def push_forward(*operands: jax.Array) -> Sequence[jax.Array]:
+        own_residuals, own_tangents = operands[: len(residuals)], operands[len(residuals) :]
+        return jax.linear_transpose(functools.partial(_listed, pull_back, own_residuals), *types)(list(own_tangents))
+
+    operands = [*residuals, *tangents]
+    jaxpr = jax.make_jaxpr(push_forward)(*operands)
+    return _transposed_p.bind(*operands, jaxpr=jaxpr, pull_back=pull_back, num_residuals=len(residuals))
+
+
+def _listed(pull_back: PullBack, residuals: Sequence[jax.Array], *cotangents: jax.Array) -> list[jax.Array]:
+    return list(pull_back(*residuals, *cotangents))
+
+
+def _evaluate(*operands: jax.Array, jaxpr: ClosedJaxpr, **_: Any) -> list[jax.Array]:
+    return jaxpr_as_fun(jaxpr)(*operands)
+
+
+def _batch(
+    operands: Sequence[jax.Array],
+    axes: Sequence[int | None],
+    *,
+    jaxpr: ClosedJaxpr,
+    pull_back: PullBack,
+    num_residuals: int,
+) -> tuple[list[jax.Array], list[int]]:
+    """Residuals may be shared by the batch; every tangent and cotangent is mapped, which keeps the two transposed."""
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    residuals = operands[:num_residuals]
+    tangents = [
+        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(operands[num_residuals:], axes[num_residuals:], strict=True)
+    ]
+
+    def mapped(function: Callable[..., Any], num_linear: int) -> Callable[..., Any]:
+        return jax.vmap(function, (*axes[:num_residuals], *[0] * num_linear), axis_size=size)
+
+    batched = mapped(jaxpr_as_fun(jaxpr), len(tangents))
+    results = _transposed_p.bind(
+        *residuals,
+        *tangents,
+        jaxpr=jax.make_jaxpr(batched)(*residuals, *tangents),
+        pull_back=mapped(pull_back, len(jaxpr.out_avals)),
+        num_residuals=num_residuals,
+    )
+    return results, [0] * len(results)
+
+
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Any], *, num_residuals: int, **params: Any
+) -> tuple[list[jax.Array], list[Any]]:
+    """The map is applied to the tangents of what it is linear in, and JAX differentiates it by its residuals."""
+    bind = functools.partial(_transposed_p.bind, **params, num_residuals=num_residuals)
+    results = bind(*primals)
+    result_tangents = [jax_versions.zero_tangent(x) for x in results]
+    if any(not isinstance(x, ad.Zero) for x in tangents[num_residuals:]):
+        result_tangents = bind(*primals[:num_residuals], *map(ad.instantiate_zeros, tangents[num_residuals:]))
+    moving = [i for i, x in enumerate(tangents[:num_residuals]) if not isinstance(x, ad.Zero)]
+    if moving:
+
+        def of_residuals(*moved: jax.Array) -> list[jax.Array]:
+            operands = list(primals)
+            for i, x in zip(moving, moved, strict=True):
+                operands[i] = x
+            return _evaluate(*operands, **params)
+
+        _, by_residuals = jax.jvp(of_residuals, [primals[i] for i in moving], [tangents[i] for i in moving])
+        result_tangents = list(map(ad.add_tangents, result_tangents, by_residuals))
+    return results, result_tangents
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, pull_back: PullBack, num_residuals: int, **_: Any) -> Any:
+    pulled = pull_back(*operands[:num_residuals], *map(ad.instantiate_zeros, cotangents))
+    of_tangents = [
+        x if ad.is_undefined_primal(tangent) else None
+        for x, tangent in zip(pulled, operands[num_residuals:], strict=True)
+    ]
+    return [None] * num_residuals + of_tangents
+
+
+_transposed_p = Primitive("baracuda_transposed")
+_transposed_p.multiple_results = True
+_transposed_p.def_impl(_evaluate)
+_transposed_p.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+batching.primitive_batchers[_transposed_p] = _batch
+ad.primitive_jvps[_transposed_p] = _jvp
+ad.primitive_transposes[_transposed_p] = _transpose
+mlir.register_lowering(_transposed_p, mlir.lower_fun(_evaluate, multiple_results=True))

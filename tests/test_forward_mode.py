@@ -1,0 +1,223 @@
+"""The functions of ``jax_baracuda.forward_mode`` under all transforms, against plain JAX in float64."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_baracuda
+from jax_baracuda import forward_mode
+from jax_baracuda._examples import all_examples
+from jax_baracuda._examples.example import Example
+from jax_baracuda._tools.calls import equations_of, traced_calls
+
+DIFFERENTIABLE = [x for x in all_examples() if x.differentiated("float32")]
+FIRST = list({x.function.__name__: x for x in reversed(DIFFERENTIABLE)}.values())
+LINEAR = {"segment_sum": "data", "segment_mean": "data", "gather_segment_sum": "data", "rope": "x"}
+MAPPED = [x for x in DIFFERENTIABLE if x.mapped is not None]
+each_example = pytest.mark.parametrize("example", [*FIRST, *MAPPED], ids=lambda x: x.name)
+each_function = pytest.mark.parametrize("example", FIRST, ids=lambda x: x.name)
+
+Arrays = Mapping[str, Any]
+
+
+def twin_of(example: Example) -> Callable[..., Any]:
+    return getattr(forward_mode, example.function.__name__)
+
+
+def bound(example: Example, function: Callable[..., Any], operands: Arrays) -> Callable[[Arrays], list[jax.Array]]:
+    """``{name: differentiated operand} -> results``"""
+    call = example._bound(function, "small")
+
+    def of_chosen(chosen: Arrays) -> list[jax.Array]:
+        results = jax.tree.leaves(call(**{**operands, **chosen}))
+        return [x for x in results if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    return of_chosen
+
+
+def problem_of(example: Example, rng: np.random.Generator) -> tuple[Arrays, Arrays, Arrays]:
+    """All operands, those that are differentiated, and their tangents."""
+    operands = jax.tree.map(jnp.asarray, example.make_operands(rng, "float32", "small"))
+    chosen = {name: operands[name] for name in example.differentiated("float32")}
+    return operands, chosen, {name: rng.normal(size=x.shape).astype(x.dtype) for name, x in chosen.items()}
+
+
+def in_float64(tree: Any) -> Any:
+    wide = {"f": np.float64, "i": np.int64}
+    return jax.tree.map(lambda x: np.asarray(x, wide.get(x.dtype.kind)), tree)
+
+
+def pushed(function: Callable[[Arrays], Any], chosen: Arrays, tangents: Arrays) -> Any:
+    """The tangent of a function that may have a reverse mode alone: the transpose of its gradient."""
+    results, vjp = jax.vjp(function, chosen)
+    return jax.linear_transpose(lambda cotangents: vjp(cotangents)[0], results)(tangents)[0]
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        y = np.asarray(y)
+        np.testing.assert_allclose(
+            np.asarray(x),
+            y,
+            rtol=1e-5,
+            atol=1e-5 * np.abs(y, where=np.isfinite(y), out=np.zeros_like(y)).max(initial=1),
+        )
+
+
+@each_example
+def test_tangent(rng: np.random.Generator, example: Example) -> None:
+    """By ``jvp``, ``linearize`` and a batch of tangents; and the gradient of the function itself, by its kernels."""
+    operands, chosen, tangents = problem_of(example, rng)
+    function, twin = (bound(example, x, operands) for x in (example.function, twin_of(example)))
+    cotangents = [rng.normal(size=x.shape).astype(x.dtype) for x in jax.eval_shape(twin, chosen)]
+
+    def gradient(of: Callable[..., Any], chosen: Arrays) -> Arrays:
+        return jax.vjp(of, chosen)[1](cotangents)[0]
+
+    @jax.jit
+    def transformed(chosen: Arrays, tangents: Arrays) -> Any:
+        push = functools.partial(jax.jvp, twin, (chosen,))
+        batch = jax.tree.map(lambda x: jnp.stack([x, -2 * x]), tangents)
+        return (
+            push((tangents,)),
+            jax.linearize(twin, chosen)[1](tangents),
+            jax.vmap(lambda x: push((x,))[1])(batch),
+            gradient(twin, chosen),
+            gradient(function, chosen),
+        )
+
+    (value, tangent), linearized, batched, of_twin, of_function = transformed(chosen, tangents)
+    with jax.enable_x64(True):
+        plain = bound(example, example.plain_jax, in_float64(operands))
+        expected = pushed(plain, in_float64(chosen), in_float64(tangents))
+    assert_close(tangent, expected)
+    assert_close(linearized, expected)
+    assert_close(batched, [np.stack([x, -2 * np.asarray(x)]) for x in expected])
+    assert_close(value, function(chosen))
+    jax.tree.map(np.testing.assert_array_equal, of_twin, of_function)  # to the bit
+    of_calls = (traced_calls(functools.partial(gradient, of), chosen) for of in (twin, function))
+    kernels_of_twin, kernels_of_function = (collections.Counter(call.op.name for call in calls) for calls in of_calls)
+    assert kernels_of_twin == kernels_of_function
+
+
+@each_function
+def test_second_derivatives(rng: np.random.Generator, example: Example) -> None:
+    """Forward over reverse and reverse over forward give the same product of a Hessian and a tangent."""
+    operands, chosen, tangents = problem_of(example, rng)
+
+    def loss(function: Callable[..., Any], operands: Arrays, chosen: Arrays) -> jax.Array:
+        results = bound(example, function, operands)(chosen)
+        return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0) ** 3) for x in results)
+
+    twin = functools.partial(loss, twin_of(example), operands)
+
+    @jax.jit
+    def products(chosen: Arrays, tangents: Arrays) -> Any:
+        forward_over_reverse = jax.jvp(jax.grad(twin), (chosen,), (tangents,))[1]
+        reverse_over_forward = jax.grad(lambda x: jax.jvp(twin, (x,), (tangents,))[1])(chosen)
+        return forward_over_reverse, reverse_over_forward
+
+    with jax.enable_x64(True):
+        plain = jax.grad(functools.partial(loss, example.plain_jax, in_float64(operands)))
+        expected = pushed(plain, in_float64(chosen), in_float64(tangents))
+    for actual in products(chosen, tangents):
+        assert_close(actual, expected)
+
+
+DATA = np.asarray([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0], [2.0, 2.5]], np.float32)
+IDS = np.asarray([2, 0, 2, 0], np.int32)
+
+
+def cube(of: Callable[..., jax.Array], data: jax.Array) -> jax.Array:
+    return jnp.sum(of(data, IDS, 3, mode="drop")[jnp.asarray([0, 2])] ** 3)
+
+
+@pytest.mark.parametrize("name", ["segment_max", "segment_sum", "segment_prod"])
+def test_other_transforms(name: str) -> None:
+    """Whole Jacobians and Hessians, inner programs, checkpoints and loops."""
+    twin = functools.partial(cube, getattr(forward_mode, name))
+    plain = functools.partial(cube, getattr(jax.ops, name if name != "segment_prod" else "segment_sum"))
+    if name == "segment_prod":  # whose gradient JAX does not have
+
+        def plain(data: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.stack([data[1] * data[3], data[0] * data[2]]) ** 3)
+
+    def looped(function: Callable[..., jax.Array], data: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (x + 0.01 * function(x), None), data, None, length=2)[0].sum()
+
+    transforms = [
+        jax.jacfwd,
+        jax.jacrev,
+        jax.hessian,
+        lambda f: jax.jacfwd(jax.jit(f)),
+        lambda f: jax.jacfwd(jax.checkpoint(f)),
+        lambda f: jax.grad(jax.checkpoint(f)),
+        lambda f: jax.jacfwd(functools.partial(looped, f)),
+        lambda f: jax.grad(functools.partial(looped, f)),
+    ]
+    with jax.enable_x64(True):
+        expected = jax.jit(lambda x: [transform(plain)(x) for transform in transforms])(DATA.astype(np.float64))
+    assert_close(jax.jit(lambda x: [transform(twin)(x) for transform in transforms])(DATA), expected)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_transpose(rng: np.random.Generator, name: str) -> None:
+    """Of a twin that is linear in an operand: its gradient."""
+    example = next(x for x in FIRST if x.function.__name__ == name)
+    operands, chosen, _ = problem_of(example, rng)
+    chosen = {LINEAR[name]: chosen[LINEAR[name]]}
+    twin = bound(example, twin_of(example), operands)
+    types = jax.eval_shape(twin, chosen)
+    cotangents = [rng.normal(size=x.shape).astype(x.dtype) for x in types]
+    actual = jax.linear_transpose(twin, chosen)(cotangents)
+    assert_close(actual, jax.vjp(bound(example, example.function, operands), chosen)[1](cotangents))
+
+
+def test_a_program_is_traced_once() -> None:
+    """Tangents are closures of a trace; JAX keeps them with it."""
+    traces = []
+
+    @jax.jit
+    def program(data: jax.Array) -> jax.Array:
+        traces.append(data)
+        return cube(forward_mode.segment_max, data)
+
+    for _ in range(3):
+        jax.jvp(program, (DATA,), (DATA,))
+        jax.grad(program)(DATA)
+    assert len(traces) == 1
+    for _ in range(3):
+        jax.linearize(program, DATA)
+    assert len(traces) == 1
+
+
+def test_integers_have_no_tangent() -> None:
+    """Of data without a tangent space."""
+    data = np.arange(8).reshape(4, 2)
+    tangent = jax.jvp(
+        lambda x: forward_mode.segment_max(x, IDS, 3), (data,), (np.zeros(data.shape, jax.dtypes.float0),)
+    )[1]
+    assert tangent.dtype == jax.dtypes.float0
+
+
+def test_words_of_the_error() -> None:
+    """A function without forward mode names its twin; its own errors pass as they are."""
+    with pytest.raises(TypeError, match=r"can't apply forward-mode.*use jax_baracuda\.forward_mode\.segment_max"):
+        jax.jvp(lambda x: jax_baracuda.segment_max(x, IDS, 3), (DATA,), (DATA,))
+    with pytest.raises(TypeError, match="segment_ids must have an integer dtype"):
+        jax_baracuda.segment_max(DATA, IDS + 0.5, 3)
+
+
+def test_tangents_are_parts_of_the_program() -> None:
+    """The map that has the kernels as its transpose is inlined where a program is lowered."""
+    program = functools.partial(jax.jvp, functools.partial(cube, forward_mode.segment_max))
+    names = {x.primitive.name for x in equations_of(jax.make_jaxpr(lambda x: program((x,), (x,)))(DATA))}
+    assert "baracuda_transposed" in names
