@@ -140,7 +140,7 @@ class KernelVjp:
         is_differentiated = [not isinstance(x, jax.custom_derivatives.SymbolicZero) for x in of_leaves]
         types = _Types.of(structure, leaves, is_differentiated)
         leaf_types = [jax.typeof(x) for x in leaves]
-        with selecting(call.selection):
+        with selecting(call.selection), both_modes():  # JAX may call this outside of the context of the call
             result, residuals = self.forward(call.params, **primals[0])
         results, result_structure = jax.tree.flatten(result)
         has_tangent = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
@@ -155,7 +155,9 @@ class KernelVjp:
                 for type_, use in zip(result_types, has_tangent, strict=True)
             ]
             cotangent = jax.tree.unflatten(result_structure, cotangent)
-            cotangents = structure.flatten_up_to(self._pull_back(call, types.by_name(), own_residuals, cotangent))
+            with both_modes():
+                of_names = self._pull_back(call, types.by_name(), own_residuals, cotangent)
+            cotangents = structure.flatten_up_to(of_names)
             return [
                 jnp.zeros_like(leaf) if x is None else x
                 for x, leaf, use in zip(cotangents, leaf_types, is_differentiated, strict=True)

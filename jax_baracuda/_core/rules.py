@@ -78,7 +78,9 @@ def _reference_of(
         all_operands = list(operands)
         for i, x in zip(free, free_operands, strict=True):
             all_operands[i] = x
-        return reference_of_call(op, *all_operands, **params)
+        results = reference_of_call(op, *all_operands, **params)
+        # A result that depends on no operand varies over their manual axes, too, as the op's does.
+        return list(jax_versions.unify_varying(*all_operands, *results)[len(all_operands) :])
 
     return reference
 

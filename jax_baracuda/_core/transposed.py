@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
@@ -59,10 +58,8 @@ def _batch(
     """Residuals may be shared by the batch; every tangent and cotangent is mapped, which keeps the two transposed."""
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     residuals = operands[:num_residuals]
-    tangents = [
-        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-        for x, axis in zip(operands[num_residuals:], axes[num_residuals:], strict=True)
-    ]
+    # By vmap, which splits what it broadcasts as the batch is split.
+    tangents = jax.vmap(lambda *own: own[num_residuals:], tuple(axes), axis_size=size)(*operands)
 
     def mapped(function: Callable[..., Any], num_linear: int) -> Callable[..., Any]:
         return jax.vmap(function, (*axes[:num_residuals], *[0] * num_linear), axis_size=size)
