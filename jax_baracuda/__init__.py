@@ -7,6 +7,7 @@ from jax_baracuda._core.op import OPS as _OPS
 from jax_baracuda._core.op import precision_guarantee
 from jax_baracuda._core.selection import Implementation, implementation
 from jax_baracuda._core.version import VERSION as _version
+from jax_baracuda._redirect import RedirectReport, redirect
 from jax_baracuda.ops.causal_conv1d import Activation, causal_conv1d, causal_conv1d_backward, causal_conv1d_update
 from jax_baracuda.ops.rope import HeadLayout, rope, rope_backward, rope_qk, rope_qk_backward
 from jax_baracuda.ops.rope_frequencies import rope_frequencies
@@ -51,6 +52,7 @@ __all__ = [
     "Guarantee",
     "HeadLayout",
     "Implementation",
+    "RedirectReport",
     "SegmentPlan",
     "TieBreak",
     "WriteMode",
@@ -64,6 +66,7 @@ __all__ = [
     "gather_segment_sum",
     "implementation",
     "precision_guarantee",
+    "redirect",
     "rope",
     "rope_backward",
     "rope_frequencies",

@@ -33,8 +33,17 @@ STRIDE = int(os.environ.get("JAX_BARACUDA_MATRIX_STRIDE", "4"))
 """Beside the bare calls every so many of the cases run; ``make matrix`` runs all of them."""
 LINEAR = {"take_rows"}  # a primitive, whose transpose is the backward kernel
 CONSTANTS = {"DISABLE_JAX_EXPORT_CHECKS"}
-TYPES = {"Activation", "Guarantee", "HeadLayout", "Implementation", "SegmentPlan", "TieBreak", "WriteMode"}
-NOT_OPS = {"forward_mode", "implementation", "precision_guarantee", "rope_frequencies", "segment_plan"}
+TYPES = {
+    "Activation",
+    "Guarantee",
+    "HeadLayout",
+    "Implementation",
+    "RedirectReport",
+    "SegmentPlan",
+    "TieBreak",
+    "WriteMode",
+}
+NOT_OPS = {"forward_mode", "implementation", "precision_guarantee", "redirect", "rope_frequencies", "segment_plan"}
 """Frequencies are constants of NumPy, made before a program is traced; plans are operands of other calls."""
 
 OPS = sorted(load_all())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -34,6 +34,9 @@ __all__ = [
     "unify_varying",
     "varying_axes",
     "without_abstract_mesh",
+    "wrap_scatter_update",
+    "wrap_segment_update",
+    "wrap_transpose_of_gather",
     "zero_tangent",
 ]
 
@@ -202,3 +205,58 @@ def zero_tangent(primal: jax.Array) -> Any:
     if hasattr(ad_util, "p2tz"):  # jax >= 0.11
         return ad_util.p2tz(primal)
     return ad_util.Zero.from_primal_value(primal)
+
+
+def wrap_segment_update(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Puts `wrap` of it in the place of the one function that all of ``jax.ops.segment_*`` call.
+
+    Raises:
+      ImportError, AttributeError: this JAX has no such function.
+    """
+    from jax._src.ops import scatter
+
+    scatter._segment_update = wrap(scatter._segment_update)
+
+
+def wrap_scatter_update(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """The same for the function of all indexed updates, ``x.at[ids].add(y)`` and so on."""
+    from jax._src.ops import scatter
+
+    scatter._scatter_update = wrap(scatter._scatter_update)
+
+
+def wrap_transpose_of_gather(sum_taken: Callable[..., jax.Array | None]) -> None:
+    """Makes `sum_taken` the gradient of gathers, and JAX's own where it returns None.
+
+    Args:
+      sum_taken: ``(cotangent, type of the operand, indices, **params of jax.lax.gather_p) -> cotangent of the operand``
+
+    Raises:
+      ImportError, AttributeError, KeyError: this JAX has no rule where it is looked for.
+    """
+    from jax._src.interpreters import ad
+
+    gather_p = jax.lax.gather_p
+    if gather_p in ad.primitive_transposes:  # jax < 0.11
+        own_rule = ad.primitive_transposes[gather_p]
+
+        def rule(cotangent: Any, operand: Any, indices: Any, **params: Any) -> Any:
+            result = None
+            if not isinstance(cotangent, ad.Zero) and ad.is_undefined_primal(operand):
+                result = sum_taken(cotangent, operand.aval, indices, **params)
+            return own_rule(cotangent, operand, indices, **params) if result is None else [result, None]
+
+        ad.primitive_transposes[gather_p] = rule
+        return
+    own_accumulation, accumulator = ad.fancy_transposes[gather_p], ad.ValAccum
+
+    def accumulate(cotangent: Any, operand: Any, indices: Any, **params: Any) -> None:
+        result = None
+        if not isinstance(cotangent, ad.Zero) and isinstance(operand, accumulator):
+            result = sum_taken(cotangent, operand.aval, indices, **params)
+        if result is None:
+            own_accumulation(cotangent, operand, indices, **params)
+        else:
+            operand.accum(result)
+
+    ad.fancy_transposes[gather_p] = accumulate

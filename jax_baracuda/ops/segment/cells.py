@@ -11,13 +11,15 @@ from jax import Array
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import in_automatic_mode
 from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.redirection import not_redirected
 
 
 def _dropping(reduction: Callable[..., Array]) -> Callable[[Array, Array, int], Array]:
     """A reduction of ``jax.ops`` that drops every id out of range: XLA takes them modulo 2^32 on CPUs."""
 
     def reduce(data: Array, ids: Array, num_segments: int) -> Array:
-        return reduction(data, jnp.where((ids >= 0) & (ids < num_segments), ids, -1), num_segments)
+        with not_redirected():  # the references are what a redirected call may end in
+            return reduction(data, jnp.where((ids >= 0) & (ids < num_segments), ids, -1), num_segments)
 
     return reduce
 

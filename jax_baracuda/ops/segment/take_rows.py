@@ -233,14 +233,12 @@ def _transpose_gather(
     implementation: Selection,
     **params: Any,
 ) -> list[Array | None]:
-    num_rows, ids_ndim = data.aval.shape[num_batch_dims], ids.ndim - num_batch_dims
+    num_rows = data.aval.shape[num_batch_dims]
 
     def transpose(d_taken: Array, ids: Array, *order: Array) -> Array:
         if order:
             return sum_edges(d_taken, *order, num_segments=num_rows, indices_are_sorted=True)
-        if ids_ndim == 1:
-            return SEGMENT_SUM(d_taken, ids, num_segments=num_rows, **params)[0]
-        return TAKE_ROWS_BACKWARD(d_taken, ids, num_rows=num_rows, ids_ndim=ids_ndim, **params)[0]
+        return sum_taken_rows(d_taken, ids, num_rows=num_rows, **params)
 
     arrays = ad.instantiate_zeros(d_taken), ids, *order
     with selecting(implementation):
@@ -260,6 +258,13 @@ mlir.register_lowering(_gather_p, _lower_gather)
 # ----------------------------------------------------------------------------------------------------------------------
 # Its transpose: a segment sum by ids of any rank. For a vector it is SEGMENT_SUM; else dimensions are made one on each
 # device only, because XLA would gather whole arrays where any but the first of these dimensions is split.
+
+
+def sum_taken_rows(d_taken: Array, ids: Array, *, num_rows: int, **params: bool) -> Array:
+    """The gradient of taken rows ``[*ids.shape, ...]``, by ids counted from the front."""
+    if ids.ndim == 1:
+        return SEGMENT_SUM(d_taken, ids, num_segments=num_rows, **params)[0]
+    return TAKE_ROWS_BACKWARD(d_taken, ids, num_rows=num_rows, ids_ndim=ids.ndim, **params)[0]
 
 
 def _row_dims(ids_ndim: int) -> tuple[str, ...]:

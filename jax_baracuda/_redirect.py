@@ -1,0 +1,349 @@
+"""Programs that call JAX's own functions run on ours, unchanged."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jax_baracuda import forward_mode
+from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, reshard_like
+from jax_baracuda._core.redirection import (
+    NOTHING,
+    Redirection,
+    current_redirection,
+    not_redirected,
+    redirect_process,
+    redirecting,
+)
+from jax_baracuda.ops.segment.definitions import ORDERED_DTYPES
+from jax_baracuda.ops.segment.take_rows import sum_taken_rows
+
+_NUMBERS = FLOATING_DTYPES | INTEGER_DTYPES
+_DTYPES = {
+    "segment_sum": _NUMBERS,
+    "segment_prod": _NUMBERS,
+    "segment_max": ORDERED_DTYPES,
+    "segment_min": ORDERED_DTYPES,
+}
+_UPDATES: dict[str, tuple[str, Callable[[Array, Array], Array]]] = {
+    "scatter_add": ("segment_sum", jnp.add),
+    "scatter_mul": ("segment_prod", jnp.multiply),
+    "scatter_max": ("segment_max", jnp.maximum),
+    "scatter_min": ("segment_min", jnp.minimum),
+}
+"""By the name of JAX's scatter: the reduction of the updates of each row, and how it is joined with the row."""
+
+
+class RedirectReport:
+    """What was redirected, and what was not, while programs were traced or run without ``jax.jit``.
+
+    A call in a compiled program counts once for every trace. Printed, it is a list.
+
+    Attributes:
+      redirected: the number of calls by function, such as ``"jax.ops.segment_sum"``.
+      kept: the number of calls that JAX kept, by function and reason.
+    """
+
+    def __init__(self) -> None:
+        self.redirected: collections.Counter[str] = collections.Counter()
+        self.kept: collections.Counter[tuple[str, str]] = collections.Counter()
+
+    def __str__(self) -> str:
+        lines = [f"{count} x {name}: redirected" for name, count in sorted(self.redirected.items())]
+        lines += [f"{count} x {name}: left to JAX, {reason}" for (name, reason), count in sorted(self.kept.items())]
+        return "\n".join(lines) or "no calls"
+
+
+class _Unserved(Exception):
+    """Why a call is left to JAX."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The calls. Each function has the signature of JAX's internal function in whose place it is.
+
+
+def _segment_update(
+    name: str,
+    data: Any,
+    segment_ids: Any,
+    scatter_op: Any,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    reducer: Any = None,
+    mode: Any = None,
+    **out_sharding: Any,
+) -> Array:
+    if name not in _DTYPES:
+        raise _Unserved("there is no such function")
+    dtype = jnp.result_type(data)
+    if dtype.name not in _DTYPES[name]:
+        raise _Unserved(f"there is no kernel for dtype {dtype}")
+    options = {"bucket_size": bucket_size, "mode": mode, **out_sharding}
+    return getattr(forward_mode, name)(data, segment_ids, num_segments, indices_are_sorted, unique_indices, **options)
+
+
+def _scatter_update(
+    x: Any,
+    idx: Any,
+    y: Any,
+    scatter_op: Any,
+    indices_are_sorted: bool,
+    unique_indices: bool,
+    mode: Any = None,
+    normalize_indices: bool = True,
+    out_sharding: Any = None,
+) -> Array:
+    name, join = _UPDATES[scatter_op.__name__]
+    [ids] = idx if isinstance(idx, tuple) and len(idx) == 1 else (idx,)
+    if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.signedinteger) or ids.ndim != 1:
+        raise _Unserved("the index is not one vector of signed integers")
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    if jnp.result_type(x, y) != x.dtype:
+        raise _Unserved(f"updates of dtype {y.dtype} of an array of dtype {x.dtype}")
+    if x.dtype.name not in _DTYPES[name]:
+        raise _Unserved(f"there is no kernel for dtype {x.dtype}")
+    if name in ("segment_max", "segment_min") and jnp.issubdtype(x.dtype, jnp.floating):
+        raise _Unserved("in the gradient of JAX, a row and the updates that are equal to it have equal shares")
+    if x.ndim == 0 or out_sharding is not None:
+        raise _Unserved("the array is a scalar" if x.ndim == 0 else "an out_sharding is asked for")
+    num_rows = x.shape[0]
+    if num_rows > jnp.iinfo(ids.dtype).max:
+        raise _Unserved(f"ids of dtype {ids.dtype} for {num_rows} rows")
+    if normalize_indices:
+        ids = jnp.where(ids < 0, ids + ids.dtype.type(num_rows), ids)  # it is these that are promised to be sorted
+    rows = jnp.broadcast_to(y.astype(x.dtype), (*ids.shape, *x.shape[1:]))
+    return join(x, getattr(forward_mode, name)(rows, ids, num_rows, indices_are_sorted, mode=mode))
+
+
+def _sum_taken(
+    cotangent: Array,
+    operand: Any,
+    indices: Array,
+    *,
+    dimension_numbers: Any,
+    slice_sizes: tuple[int, ...],
+    unique_indices: bool,
+    indices_are_sorted: bool,
+    mode: Any,
+    fill_value: Any,
+) -> Array:
+    takes_rows = (
+        indices.shape[-1] == 1
+        and slice_sizes == (1, *operand.shape[1:])
+        and dimension_numbers.start_index_map == dimension_numbers.collapsed_slice_dims == (0,)
+        and not dimension_numbers.operand_batching_dims
+        and dimension_numbers.offset_dims == tuple(range(indices.ndim - 1, cotangent.ndim))
+        and indices.ndim > 1
+    )
+    if not takes_rows:
+        raise _Unserved("it takes other parts than rows by an array of ids")
+    if cotangent.dtype.name not in FLOATING_DTYPES:
+        raise _Unserved(f"there is no kernel for dtype {cotangent.dtype}")
+    if indices.dtype.name not in ("int32", "int64"):
+        raise _Unserved(f"ids of dtype {indices.dtype}")
+    ids = jax.lax.squeeze(indices, (indices.ndim - 1,))
+    num_rows = operand.shape[0]
+    if mode == jax.lax.GatherScatterMode.CLIP:
+        ids = jnp.clip(ids, 0, num_rows - 1)
+    params = {"indices_are_sorted": indices_are_sorted and ids.ndim == 1, "deterministic": False}
+    d_data = sum_taken_rows(*jax_versions.unify_varying(cotangent, ids), num_rows=num_rows, **params)
+    return reshard_like(d_data, operand)
+
+
+def _or_else(
+    name: str, own: Callable[..., Array] | None, function: Callable[..., Array], *args: Any, **kwargs: Any
+) -> Array | None:
+    """The call by our function, or JAX's own where that does not serve it; None where that is None."""
+    try:
+        with not_redirected():
+            result = function(*args, **kwargs)
+    except _Unserved as reason:
+        _count(lambda report: report.kept, (name, str(reason)))
+    except (TypeError, ValueError, IndexError, NotImplementedError) as error:  # of JAX's own, in its words, if it fails
+        _count(lambda report: report.kept, (name, str(error)))
+    else:
+        _count(lambda report: report.redirected, name)
+        return result
+    if own is None:
+        return None
+    with not_redirected():  # JAX's functions call each other
+        return own(*args, **kwargs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The places in JAX: what stands there asks for each call whether it is to be redirected.
+
+
+def _wrap_segment_update(own: Callable[..., Array]) -> Callable[..., Array | None]:
+    @functools.wraps(own)
+    def segment_update(name: str, *args: Any, **kwargs: Any) -> Array | None:
+        if not current_redirection().segments:
+            return own(name, *args, **kwargs)
+        return _or_else(f"jax.ops.{name}", own, _segment_update, name, *args, **kwargs)
+
+    return segment_update
+
+
+def _wrap_scatter_update(own: Callable[..., Array]) -> Callable[..., Array | None]:
+    @functools.wraps(own)
+    def scatter_update(x: Any, idx: Any, y: Any, scatter_op: Any, *args: Any, **kwargs: Any) -> Array | None:
+        scatter_name = getattr(scatter_op, "__name__", "")
+        if not current_redirection().indexed_updates or scatter_name not in _UPDATES:
+            return own(x, idx, y, scatter_op, *args, **kwargs)
+        name = {"scatter_mul": "multiply"}.get(scatter_name, scatter_name.removeprefix("scatter_"))
+        return _or_else(f"x.at[ids].{name}", own, _scatter_update, x, idx, y, scatter_op, *args, **kwargs)
+
+    return scatter_update
+
+
+def _transpose_of_gather(*args: Any, **params: Any) -> Array | None:
+    if not current_redirection().gather_gradients:
+        return None
+    return _or_else("gradient of a gather", None, _sum_taken, *args, **params)
+
+
+_PLACES: dict[str, Callable[[], None]] = {
+    "segments": functools.partial(jax_versions.wrap_segment_update, _wrap_segment_update),
+    "indexed_updates": functools.partial(jax_versions.wrap_scatter_update, _wrap_scatter_update),
+    "gather_gradients": functools.partial(jax_versions.wrap_transpose_of_gather, _transpose_of_gather),
+}
+_wrapped: set[str] = set()
+_lock = threading.Lock()
+
+
+def _wrap(redirection: Redirection) -> None:
+    """Once in a process: what is wrapped passes calls on to JAX wherever nothing is redirected."""
+    with _lock:
+        for name, wrap in _PLACES.items():
+            if getattr(redirection, name) and name not in _wrapped:
+                try:
+                    wrap()
+                except (ImportError, AttributeError, KeyError) as error:
+                    raise NotImplementedError(
+                        f"redirect: {name} cannot be redirected in jax {jax.__version__}, where they are not done at "
+                        f"the place that this version of jax_baracuda knows: {error}"
+                    ) from error
+                _wrapped.add(name)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The reports that count: those of the contexts of this thread, and that of the process.
+
+_reports = threading.local()
+_report_of_process: RedirectReport | None = None
+
+
+def _count(counter: Callable[[RedirectReport], collections.Counter[Any]], key: Any) -> None:
+    reports = getattr(_reports, "active", []) or [_report_of_process]
+    for report in {id(x): x for x in reports if x is not None}.values():
+        with _lock:
+            counter(report)[key] += 1
+
+
+class redirect(contextlib.ContextDecorator):  # noqa: N801 (used as a function)
+    """Calls of JAX's own functions run on the functions of this package, in code that stays as it is.
+
+    A context manager, a decorator, and with :meth:`install` a setting of the process. Inside, these calls are
+    redirected wherever our functions serve them; JAX keeps the others:
+
+    - ``jax.ops.segment_sum``, ``segment_max``, ``segment_min`` and ``segment_prod``, however they were imported.
+    - `gather_gradients`: the gradient of rows that an array of ids gathers, as in ``x[ids]`` or
+      ``jnp.take(x, ids, axis=0)``: the kernel of :func:`segment_sum`. The gather itself stays XLA's.
+    - `indexed_updates`: ``x.at[ids].add`` and ``.multiply`` of rows by a vector of ids, for integers also ``.max`` and
+      ``.min``: the updates of each row are reduced by a kernel and joined with it.
+
+    Forward and reverse mode apply, as to :mod:`jax_baracuda.forward_mode`. What counts is where code is traced:
+    ``jax.jit`` keeps one trace for each context, so that programs that were traced outside are traced again inside, and
+    the other way round. The context belongs to the thread that enters it; an inner context goes before an outer one and
+    before what is installed. As in other contexts of JAX, what the thread runs at a ``yield`` or ``await`` is inside.
+
+    Args:
+      segments: whether calls of ``jax.ops`` are redirected.
+      gather_gradients: whether gradients of gathers are.
+      indexed_updates: whether indexed updates are.
+
+    Returns:
+      The context manager. Entered, it gives its :class:`RedirectReport`, which is also its attribute `report`.
+
+    Raises:
+      NotImplementedError: the version of JAX has no place where such calls can be redirected.
+      TypeError: a generator or a coroutine function is decorated: its body runs after the call.
+
+    Numerical guarantees: of the functions of this package. Sums of 16 bits are added in float32.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_baracuda as jb
+      >>> def mean_of_two(data, ids):
+      ...     return jax.ops.segment_sum(data, ids, num_segments=2) / 2
+      >>> with jb.redirect() as report:
+      ...     print(mean_of_two(jnp.array([1.0, 2.0, 3.0]), jnp.array([0, 1, 1])))
+      [0.5 2.5]
+      >>> print(report)
+      1 x jax.ops.segment_sum: redirected
+    """
+
+    def __init__(self, *, segments: bool = True, gather_gradients: bool = False, indexed_updates: bool = False) -> None:
+        self._redirection = Redirection(bool(segments), bool(gather_gradients), bool(indexed_updates))
+        self.report = RedirectReport()
+        self._entered = threading.local()
+        _wrap(self._redirection)
+
+    def __enter__(self) -> RedirectReport:
+        stack = self._entered.__dict__.setdefault("contexts", [])
+        context = self._active()
+        context.__enter__()
+        stack.append(context)
+        return self.report
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._entered.contexts.pop().__exit__(kind, error, traceback)
+
+    @contextlib.contextmanager
+    def _active(self) -> Iterator[None]:
+        reports = _reports.__dict__.setdefault("active", [])
+        reports.append(self.report)
+        try:
+            with redirecting(self._redirection):
+                yield
+        finally:
+            reports.pop()
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if any(test(function) for test in (inspect.isgeneratorfunction, inspect.iscoroutinefunction)):
+            raise TypeError(
+                f"redirect: function must be no generator or coroutine function, whose body runs after the call, got "
+                f"{function!r}; enter the context inside it"
+            )
+        return super().__call__(function)
+
+    def install(self) -> RedirectReport:
+        """Redirects these calls in the whole process, in every thread, until :meth:`uninstall`.
+
+        JAX's caches are cleared, because traces that are there were made without it.
+        """
+        global _report_of_process
+        _report_of_process = self.report
+        redirect_process(self._redirection)
+        return self.report
+
+    @staticmethod
+    def uninstall() -> None:
+        """Ends what :meth:`install` began; JAX's caches are cleared again."""
+        global _report_of_process
+        _report_of_process = None
+        redirect_process(NOTHING)

@@ -1,0 +1,275 @@
+"""Programs that call JAX's own functions, inside and outside of ``redirect``."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+
+from jax.ops import segment_max as imported_segment_max  # isort: skip  (as clients do, before anything is redirected)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_baracuda import redirect
+from jax_baracuda._tools.calls import traced_calls
+
+NUM_SEGMENTS = 5
+REDUCTIONS = ("segment_sum", "segment_prod", "segment_max", "segment_min")
+UPDATES = ("add", "multiply", "max", "min")
+
+
+def problem(rng: np.random.Generator, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
+    """Rows, and ids of which some are out of range."""
+    return (3 * rng.normal(size=(12, 3))).astype(dtype), rng.integers(-1, NUM_SEGMENTS + 1, 12)
+
+
+def kernels(function: Callable[..., jax.Array], *operands: np.ndarray) -> list[str]:
+    return [call.op.name for call in traced_calls(function, *operands)]
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_values_and_both_modes(rng: np.random.Generator, name: str) -> None:
+    """As JAX has them outside, in float64 where it has them."""
+    data, ids = problem(rng)
+    tangent = rng.normal(size=data.shape).astype(np.float32)
+
+    def loss(data: jax.Array) -> jax.Array:
+        sums = getattr(jax.ops, name)(data, ids, NUM_SEGMENTS)
+        return jnp.sum(jnp.where(jnp.isfinite(sums), sums, 0) ** 2)
+
+    with redirect() as report:
+        assert name in kernels(loss, data)
+        value, pushed = jax.jvp(loss, (data,), (tangent,))
+        pulled = jax.jit(jax.grad(loss))(data)
+    assert report.redirected.keys() == {f"jax.ops.{name}"}
+    assert not report.kept
+    if name == "segment_prod":  # no gradient in JAX
+        plain = [[data[i] for i in np.flatnonzero(ids == s)] for s in range(NUM_SEGMENTS)]
+        products = np.stack([np.prod(np.asarray(x, np.float64).reshape(-1, 3), axis=0) for x in plain])
+        expected = np.zeros(data.shape)
+        for i in np.flatnonzero((ids >= 0) & (ids < NUM_SEGMENTS)):
+            expected[i] = 2 * products[ids[i]] ** 2 / data[i].astype(np.float64)
+        np.testing.assert_allclose(value, np.sum(products**2), rtol=1e-5)
+    else:
+        with jax.enable_x64(True):
+            assert kernels(loss, data.astype(np.float64)) == []
+            expected = np.asarray(jax.grad(loss)(data.astype(np.float64)))
+            np.testing.assert_allclose(value, loss(data.astype(np.float64)), rtol=1e-5)
+    np.testing.assert_allclose(pulled, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(pushed, np.sum(expected * tangent), rtol=1e-4)
+
+
+@pytest.mark.parametrize("arguments", [{"mode": "clip"}, {"bucket_size": 4}, {"num_segments": None}])
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_arguments_of_jax_ops(rng: np.random.Generator, name: str, arguments: dict[str, object]) -> None:
+    data, ids = problem(rng, "int32")
+    call = functools.partial(getattr(jax.ops, name), data, ids, **{"num_segments": NUM_SEGMENTS, **arguments})
+    expected = call()
+    with redirect() as report:
+        np.testing.assert_array_equal(call(), expected)
+    assert report.redirected == {f"jax.ops.{name}": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "int32") for name in UPDATES), ("add", "float32"), ("multiply", "float32")]
+)
+def test_indexed_updates(rng: np.random.Generator, name: str, dtype: str) -> None:
+    """Negative ids count from the end, and those out of range are dropped or clamped."""
+    rows, _ = problem(rng, dtype)
+    x = np.asarray(3 * rng.normal(size=(4, 3)), dtype)
+    ids = rng.integers(-6, 6, 12)
+
+    def updated(x: jax.Array, mode: str | None) -> jax.Array:
+        return getattr(jnp.asarray(x).at[ids], name)(rows, mode=mode)
+
+    for mode in (None, "clip"):
+        expected = updated(x.astype(np.float64) if dtype == "float32" else x, mode)
+        with redirect(indexed_updates=True) as report:
+            actual = updated(x, mode)
+        assert report.redirected == {f"x.at[ids].{name}": 1}
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+        with redirect() as report:
+            updated(x, mode)
+        assert not report.redirected
+
+
+TAKES: dict[str, Callable[[jax.Array, np.ndarray], jax.Array]] = {
+    "index": lambda x, ids: x[ids],
+    "take": lambda x, ids: jnp.take(x, ids, axis=0),
+    "clip": lambda x, ids: jnp.take(x, ids, axis=0, mode="clip"),
+    "matrix": lambda x, ids: x[ids.reshape(3, 4)],
+    "vmap": lambda x, ids: jax.vmap(lambda row_ids: x[row_ids])(ids.reshape(3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", TAKES)
+def test_gradients_of_gathers(rng: np.random.Generator, name: str) -> None:
+    x = rng.normal(size=(5, 3)).astype(np.float32)
+    ids = rng.integers(0, 8, 12) - 2
+
+    def loss(x: jax.Array) -> jax.Array:
+        taken = TAKES[name](x, ids)
+        return jnp.sum(jnp.where(jnp.isfinite(taken), taken, 0) ** 3)
+
+    gradient = jax.grad(loss)
+    with jax.enable_x64(True):
+        expected = gradient(x.astype(np.float64)), jax.jvp(gradient, (x.astype(np.float64),), (np.ones((5, 3)),))[1]
+    with redirect(gather_gradients=True) as report:
+        program = str(jax.make_jaxpr(gradient)(x))
+        assert ("take_rows_backward" if name in ("matrix", "vmap") else "segment_sum") in program
+        assert "scatter" not in program
+        actual = jax.jit(gradient)(x), jax.jvp(gradient, (x,), (np.ones_like(x),))[1]
+    assert report.redirected.keys() == {"gradient of a gather"}
+    for got, want in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_indexed_updates(rng: np.random.Generator) -> None:
+    """Those of maxima, whose ties JAX shares equally with the row, are left to it."""
+    rows, ids = problem(rng)
+    x = rng.normal(size=(NUM_SEGMENTS, 3)).astype(np.float32)
+
+    def loss(name: str, x: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.sum(getattr(jnp.asarray(x).at[ids], name)(rows) ** 2)
+
+    for name in ("add", "max"):
+        gradient = jax.grad(functools.partial(loss, name), (0, 1))
+        expected = gradient(x, rows)
+        with redirect(indexed_updates=True) as report:
+            actual = gradient(x, rows)
+        assert report.redirected == ({"x.at[ids].add": 1} if name == "add" else {})
+        for got, want in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_not_served_is_left_to_jax(rng: np.random.Generator) -> None:
+    data, ids = problem(rng)
+    with redirect(gather_gradients=True, indexed_updates=True) as report:
+        jax.ops.segment_sum(data.astype(np.complex64), ids, NUM_SEGMENTS)
+        jnp.asarray(data).at[ids, 0].add(1.0)
+        jax.grad(lambda x: jnp.sum(x[:, jnp.asarray([0, 0])]))(data)
+        with pytest.raises(TypeError, match="segment_sum requires ndarray"):  # JAX's own words
+            jax.ops.segment_sum(data, ids.tolist(), NUM_SEGMENTS)
+    assert not report.redirected
+    names = [name for name, _ in report.kept]
+    assert names == ["jax.ops.segment_sum", "x.at[ids].add", "gradient of a gather", "jax.ops.segment_sum"]
+    assert "left to JAX, there is no kernel for dtype complex64" in str(report)
+
+
+def test_traces_belong_to_their_context(rng: np.random.Generator) -> None:
+    """Inner programs that were traced before are reached, by a name that was imported before, and not used outside."""
+    data, ids = problem(rng)
+    traces = []
+
+    @jax.jit
+    def inner(data: jax.Array) -> jax.Array:
+        traces.append(data)
+        return imported_segment_max(data, ids, NUM_SEGMENTS)
+
+    outer = jax.jit(lambda data: 2 * inner(data))
+    gradient = jax.jit(jax.grad(lambda data: jnp.sum(inner(data)[jnp.asarray([1, 2])])))
+
+    def names() -> list[list[str]]:
+        outer(data), gradient(data)
+        return [kernels(outer, data), kernels(gradient, data)]
+
+    assert names() == [[], []]
+    for _ in range(2):
+        with redirect():
+            of_value, of_gradient = names()
+        assert of_value == ["segment_max"]
+        assert any(name.startswith("segment_max_backward") for name in of_gradient)
+        assert names() == [[], []]
+    num_traces = len(traces)
+    with redirect():
+        names()
+    names()
+    assert len(traces) == num_traces
+
+
+def is_redirected() -> bool:
+    data, ids = np.ones((2, 1), np.float32), np.zeros(2, np.int32)
+    return kernels(lambda x: jax.ops.segment_sum(x, ids, 1), data) == ["segment_sum"]
+
+
+def test_nesting_and_exceptions() -> None:
+    outer = redirect()
+    with outer, redirect(segments=False), outer:
+        assert is_redirected()
+    with outer, redirect(segments=False):
+        assert not is_redirected()
+    with pytest.raises(KeyError), outer:
+        raise KeyError
+    assert not is_redirected()
+
+
+def test_decorator() -> None:
+    context = redirect()
+    assert context(is_redirected)()
+    assert not is_redirected()
+    assert context.report.redirected == {"jax.ops.segment_sum": 1}
+
+    def generator() -> Iterator[bool]:
+        yield is_redirected()
+
+    with pytest.raises(TypeError, match="redirect: function must be no generator"):
+        context(generator)
+
+
+def of_other_thread(function: Callable[[], bool]) -> bool:
+    results: list[bool] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_the_context_belongs_to_its_thread() -> None:
+    with redirect() as report:
+        assert not of_other_thread(is_redirected)
+        assert of_other_thread(redirect()(is_redirected))
+    assert not report.redirected
+
+
+def test_a_whole_process() -> None:
+    program = jax.jit(lambda x: jax.ops.segment_sum(x, np.zeros(2, np.int32), 1))
+    program(np.ones(2, np.float32))
+    context = redirect()
+    report = context.install()
+    try:
+        assert is_redirected()
+        assert of_other_thread(is_redirected)
+        program(np.ones(2, np.float32))
+        assert report.redirected == {"jax.ops.segment_sum": 3}
+        with redirect(segments=False):
+            assert not is_redirected()
+    finally:
+        context.uninstall()
+    assert not is_redirected()
+
+
+def test_calls_without_a_kernel_end(rng: np.random.Generator) -> None:
+    """What a redirected call ends in is plain JAX where there is no kernel, and is not redirected again."""
+    import jax_baracuda  # noqa: PLC0415
+
+    data, ids = problem(rng)
+    with redirect(indexed_updates=True, gather_gradients=True), jax_baracuda.implementation("xla"):
+        actual = jax.jit(lambda x: jax.ops.segment_sum(x, ids, NUM_SEGMENTS))(data)
+        jax.jit(jax.grad(lambda x: jax.ops.segment_max(x, ids, NUM_SEGMENTS)[1:3].sum()))(data)
+    np.testing.assert_allclose(actual, jax.ops.segment_sum(data, ids, NUM_SEGMENTS), rtol=1e-5, atol=1e-5)
+
+
+def test_a_missing_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax_baracuda._redirect as module  # noqa: PLC0415
+
+    monkeypatch.setattr(module, "_wrapped", set())
+
+    def missing() -> None:
+        raise AttributeError("no attribute '_segment_update'")
+
+    monkeypatch.setattr(module, "_PLACES", {**module._PLACES, "segments": missing})
+    with pytest.raises(NotImplementedError, match=r"redirect: segments cannot be redirected in jax .*_segment_update"):
+        redirect()
