@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -240,14 +240,20 @@ def _wrap(redirection: Redirection) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The reports that count: those of the contexts of this thread, and that of the process.
+# The contexts of this thread, whose reports count, and the report of the process.
 
-_reports = threading.local()
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.contexts: list[tuple[redirect, contextlib.AbstractContextManager[Any]]] = []
+
+
+_entered = _Entered()
 _report_of_process: RedirectReport | None = None
 
 
 def _count(counter: Callable[[RedirectReport], collections.Counter[Any]], key: Any) -> None:
-    reports = getattr(_reports, "active", []) or [_report_of_process]
+    reports = [owner.report for owner, _ in _entered.contexts] or [_report_of_process]
     for report in {id(x): x for x in reports if x is not None}.values():
         with _lock:
             counter(report)[key] += 1
@@ -298,30 +304,26 @@ class redirect(contextlib.ContextDecorator):  # noqa: N801 (used as a function)
     def __init__(self, *, segments: bool = True, gather_gradients: bool = False, indexed_updates: bool = False) -> None:
         self._redirection = Redirection(bool(segments), bool(gather_gradients), bool(indexed_updates))
         self.report = RedirectReport()
-        self._entered = threading.local()
         _wrap(self._redirection)
 
     def __enter__(self) -> RedirectReport:
-        stack = self._entered.__dict__.setdefault("contexts", [])
-        context = self._active()
+        context = redirecting(self._redirection)
         context.__enter__()
-        stack.append(context)
+        _entered.contexts.append((self, context))
         return self.report
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._entered.contexts.pop().__exit__(kind, error, traceback)
-
-    @contextlib.contextmanager
-    def _active(self) -> Iterator[None]:
-        reports = _reports.__dict__.setdefault("active", [])
-        reports.append(self.report)
-        try:
-            with redirecting(self._redirection):
-                yield
-        finally:
-            reports.pop()
+        # Tasks and generators may leave theirs in any order: what was entered later is left, too, and entered again.
+        later: list[redirect] = []
+        owner = None
+        while owner is not self:
+            owner, context = _entered.contexts.pop()
+            context.__exit__(None, None, None)
+            later.append(owner)
+        for owner in reversed(later[:-1]):
+            owner.__enter__()
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if any(test(function) for test in (inspect.isgeneratorfunction, inspect.iscoroutinefunction)):

@@ -206,6 +206,26 @@ def test_nesting_and_exceptions() -> None:
     assert not is_redirected()
 
 
+def test_contexts_left_in_the_order_of_entering() -> None:
+    """As tasks and generators that take turns do."""
+
+    def inside(context: redirect) -> Iterator[bool]:
+        with context:
+            while True:
+                yield is_redirected()
+
+    first, second = redirect(), redirect(segments=False)
+    generators = inside(first), inside(second)
+    assert [next(generator) for generator in generators] == [True, False]
+    generators[0].close()
+    assert not is_redirected()
+    assert not next(generators[1])
+    generators[1].close()
+    assert not is_redirected()
+    assert first.report.redirected == {"jax.ops.segment_sum": 1}
+    assert not second.report.redirected
+
+
 def test_decorator() -> None:
     context = redirect()
     assert context(is_redirected)()
