@@ -9,7 +9,7 @@ from jax_baracuda._tools.command_line import CANNOT_RUN, INTERRUPTED, run
 
 TOOLS = {
     "report": "what is installed, and what serves each op on each device here, and why",
-    "check": "each op against plain JAX on the devices here, value and gradient",
+    "check": "examples of every function against plain JAX on the devices here, value and gradient",
     "race": "time of this package against XLA on the devices here",
     "tune": "kernels against plain JAX on the devices here, as a table of what to pick",
     "demo": "train a small graph network through gather_segment_max and compare with jax.ops",
