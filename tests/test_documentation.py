@@ -12,6 +12,7 @@ import jax_baracuda
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FOR_DEVELOPERS = [ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")]
 WITH_EXAMPLES = [page for page in PAGES if "```python\n" in page.read_text() and page.name != "adding_an_op.md"]
 """But for the page that adds an op, which tests/test_adding_an_op.py follows."""
 
@@ -36,7 +37,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 @pytest.mark.newest_jax_alone
-@pytest.mark.parametrize("page", [*PAGES, *(ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY"))], ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, *FOR_DEVELOPERS], ids=name_of)
 def test_links(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):

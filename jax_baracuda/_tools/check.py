@@ -1,4 +1,4 @@
-"""``python -m jax_baracuda check``: examples of every function against plain JAX on the devices here, value and gradient."""
+"""``python -m jax_baracuda check``: examples of every function against plain JAX on the devices here."""
 
 from __future__ import annotations
 
