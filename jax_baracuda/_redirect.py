@@ -9,7 +9,7 @@ import inspect
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ from jax_baracuda._core.redirection import (
 )
 from jax_baracuda.ops.segment.definitions import ORDERED_DTYPES
 from jax_baracuda.ops.segment.take_rows import sum_taken_rows
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _NUMBERS = FLOATING_DTYPES | INTEGER_DTYPES
 _DTYPES = {
@@ -158,8 +160,9 @@ def _sum_taken(
     num_rows = operand.shape[0]
     if mode == jax.lax.GatherScatterMode.CLIP:
         ids = jnp.clip(ids, 0, num_rows - 1)
-    params = {"indices_are_sorted": indices_are_sorted and ids.ndim == 1, "deterministic": False}
-    d_data = sum_taken_rows(*jax_versions.unify_varying(cotangent, ids), num_rows=num_rows, **params)
+    cotangent, ids = jax_versions.unify_varying(cotangent, ids)
+    is_sorted = indices_are_sorted and ids.ndim == 1
+    d_data = sum_taken_rows(cotangent, ids, num_rows=num_rows, indices_are_sorted=is_sorted, deterministic=False)
     return reshard_like(d_data, operand)
 
 
@@ -253,7 +256,8 @@ _report_of_process: RedirectReport | None = None
 
 
 def _count(counter: Callable[[RedirectReport], collections.Counter[Any]], key: Any) -> None:
-    reports = [owner.report for owner, _ in _entered.contexts] or [_report_of_process]
+    reports: list[RedirectReport | None] = [owner.report for owner, _ in _entered.contexts]
+    reports = reports or [_report_of_process]
     for report in {id(x): x for x in reports if x is not None}.values():
         with _lock:
             counter(report)[key] += 1
@@ -325,7 +329,7 @@ class redirect(contextlib.ContextDecorator):  # noqa: N801 (used as a function)
         for owner in reversed(later[:-1]):
             owner.__enter__()
 
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, function: _Function) -> _Function:
         if any(test(function) for test in (inspect.isgeneratorfunction, inspect.iscoroutinefunction)):
             raise TypeError(
                 f"redirect: function must be no generator or coroutine function, whose body runs after the call, got "

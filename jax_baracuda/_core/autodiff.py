@@ -135,6 +135,7 @@ class KernelVjp:
         self, call: _Call, primals: tuple[Mapping[str, Any]], tangents: tuple[Mapping[str, Any]]
     ) -> tuple[Any, Any]:
         """The rule of ``jax.custom_jvp``: residuals are those of the reverse mode, and all that the tangent needs."""
+        structure: Any
         leaves, structure = jax.tree.flatten(primals[0])
         of_leaves = structure.flatten_up_to(tangents[0])
         is_differentiated = [not isinstance(x, jax.custom_derivatives.SymbolicZero) for x in of_leaves]

@@ -53,6 +53,7 @@ def run_calls(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[t
                 if equation.primitive in ops:
                     calls.append(OpCall(ops[equation.primitive], [x.aval for x in equation.invars], equation.params))
                     arrays.append(operands)
+                results: Any
                 if "call_jaxpr" in equation.params:  # of a function in both modes
                     results = evaluate(equation.params["call_jaxpr"], *operands)
                 else:
