@@ -91,7 +91,7 @@ def floor_bytes(program: Program) -> int:
 
 
 def contenders(program: Program) -> Iterator[Contender]:
-    """This package with a plan and without, plain JAX, and torch_geometric, eager and compiled."""
+    """This package with a plan and without, plain JAX, as it is and redirected, and torch_geometric, eager and compiled."""
     graph, nodes = program.graph, program.graph.nodes
     senders, receivers = make_edges(graph)
     x = jax.random.normal(jax.random.key(1), (nodes, graph.features), jnp.float32)
@@ -104,6 +104,9 @@ def contenders(program: Program) -> Iterator[Contender]:
     yield of_jax(OURS, "plan", program, Ours(), weights, x, {"plan": plan})
     yield of_jax(OURS, "no plan", program, Ours(nodes), weights, x, ids)
     yield of_jax(XLA, "", program, Plain(nodes), weights, x, ids)
+    untyped: Any = weights
+    redirected = jb.redirect(gather_gradients=True)(training_step(MODELS[program.model], Plain(nodes)))
+    yield JaxContender(OURS, "plain JAX, redirected", redirected, untyped, x, ids)
     if geometric is None or not torch.cuda.is_available():
         return
     torch.set_float32_matmul_precision("high")  # TF32, which is JAX's default.
