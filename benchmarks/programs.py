@@ -91,7 +91,7 @@ def floor_bytes(program: Program) -> int:
 
 
 def contenders(program: Program) -> Iterator[Contender]:
-    """This package with a plan and without, plain JAX, as it is and redirected, and torch_geometric, eager and compiled."""
+    """This package with a plan and without, plain JAX as it is and redirected, torch_geometric eager and compiled."""
     graph, nodes = program.graph, program.graph.nodes
     senders, receivers = make_edges(graph)
     x = jax.random.normal(jax.random.key(1), (nodes, graph.features), jnp.float32)
