@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
@@ -204,7 +203,7 @@ def map_together(results: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> t
     return tuple(_map_together.bind(*results, *arrays, num_results=len(results)))
 
 
-_map_together = Primitive("baracuda_map_together")
+_map_together = jax_versions.new_primitive("baracuda_map_together")
 _map_together.multiple_results = True
 
 

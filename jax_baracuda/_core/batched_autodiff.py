@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
@@ -160,7 +159,7 @@ class _Call:
         return _Batch(self.params, tuple(names))
 
 
-_call_p = Primitive("baracuda_batched_vjp")
+_call_p = jax_versions.new_primitive("baracuda_batched_vjp")
 _call_p.multiple_results = True
 
 
@@ -197,7 +196,7 @@ def _jvp_of_call(
 
 
 def _lower_call(ctx: mlir.LoweringRuleContext, *arrays: Any, call: _Call, jaxpr: Any) -> Any:
-    return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *arrays)
+    return mlir.lower_fun(jax_versions.jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *arrays)
 
 
 batching.primitive_batchers[_call_p] = _batch_call

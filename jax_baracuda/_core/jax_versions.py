@@ -15,7 +15,7 @@ import jax
 
 if TYPE_CHECKING:
     from jax._src.lib.mlir import ir
-    from jax.extend.core import Primitive
+    from jax.extend.core import ClosedJaxpr, Primitive
 
 __all__ = [
     "apply_primitive",
@@ -26,7 +26,9 @@ __all__ = [
     "is_in_shard_map",
     "is_static_shape",
     "lower_with_sharding_in_types",
+    "jaxpr_as_fun",
     "name_partitioned_call",
+    "new_primitive",
     "partitioner_splits",
     "platforms_of",
     "require_devices_during_lowering",
@@ -39,6 +41,23 @@ __all__ = [
     "wrap_transpose_of_gather",
     "zero_tangent",
 ]
+
+
+def new_primitive(name: str) -> Primitive:
+    """A primitive of this name. ``jax.extend``, whose class it is in public, imports Pallas, which takes long."""
+    try:
+        from jax._src.core import Primitive
+    except ImportError:
+        from jax.extend.core import Primitive
+
+    return Primitive(name)
+
+
+def jaxpr_as_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
+    """A traced program as a function. ``jax.extend`` is imported here, for the reason above."""
+    from jax.extend.core import jaxpr_as_fun
+
+    return jaxpr_as_fun(jaxpr)
 
 
 def apply_primitive(primitive: Primitive, *operands: Any, **params: Any) -> Any:

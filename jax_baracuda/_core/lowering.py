@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_baracuda._core import jax_versions
@@ -24,6 +23,8 @@ from jax_baracuda._core.sharding import MeshAxes, partitioned
 from jax_baracuda._core.version import VERSION
 
 if TYPE_CHECKING:
+    from jax.extend.core import Primitive
+
     from jax_baracuda._core.op import Op
 
 

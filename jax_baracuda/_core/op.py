@@ -6,11 +6,10 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.call import Dimensions
@@ -18,6 +17,9 @@ from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES
 from jax_baracuda._core.primitive import primitives_of
 from jax_baracuda._core.selection import current_selection
+
+if TYPE_CHECKING:
+    from jax.extend.core import Primitive
 
 Shape = tuple[int, ...]
 ShapeAndDtype = tuple[Shape, Any]

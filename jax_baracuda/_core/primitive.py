@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
@@ -14,6 +13,8 @@ from jax_baracuda._core.native import KERNEL_PLATFORMS
 from jax_baracuda._core.rules import abstract_eval, batch, jvp, transpose
 
 if TYPE_CHECKING:
+    from jax.extend.core import Primitive
+
     from jax_baracuda._core.op import Op
 
 
@@ -42,7 +43,7 @@ def primitives_of(op: Op) -> tuple[Primitive, Primitive]:
 
 
 def _declare(op: Op, name: str) -> Primitive:
-    primitive = Primitive(name)
+    primitive = jax_versions.new_primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(functools.partial(abstract_eval, op))
     return primitive

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from jax_baracuda._core import jax_versions
@@ -18,6 +17,8 @@ from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.selection import selecting
 
 if TYPE_CHECKING:
+    from jax.extend.core import Primitive
+
     from jax_baracuda._core.op import Op
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr
 
 PullBack = Callable[..., Sequence[jax.Array]]
 """``(*residuals, *cotangents) -> cotangents of the tangents``, linear in the cotangents."""
@@ -44,7 +46,7 @@ def _listed(pull_back: PullBack, residuals: Sequence[jax.Array], *cotangents: ja
 
 
 def _evaluate(*operands: jax.Array, jaxpr: ClosedJaxpr, **_: Any) -> list[jax.Array]:
-    return jaxpr_as_fun(jaxpr)(*operands)
+    return jax_versions.jaxpr_as_fun(jaxpr)(*operands)
 
 
 def _batch(
@@ -64,7 +66,7 @@ def _batch(
     def mapped(function: Callable[..., Any], num_linear: int) -> Callable[..., Any]:
         return jax.vmap(function, (*axes[:num_residuals], *[0] * num_linear), axis_size=size)
 
-    batched = mapped(jaxpr_as_fun(jaxpr), len(tangents))
+    batched = mapped(jax_versions.jaxpr_as_fun(jaxpr), len(tangents))
     results = _transposed_p.bind(
         *residuals,
         *tangents,
@@ -107,7 +109,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, pull_back: PullBack, n
     return [None] * num_residuals + of_tangents
 
 
-_transposed_p = Primitive("baracuda_transposed")
+_transposed_p = jax_versions.new_primitive("baracuda_transposed")
 _transposed_p.multiple_results = True
 _transposed_p.def_impl(_evaluate)
 _transposed_p.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)

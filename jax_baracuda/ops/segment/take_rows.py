@@ -9,7 +9,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.typing import ArrayLike
 
@@ -246,7 +245,7 @@ def _transpose_gather(
     return [reshard_like(d_data, data.aval), *(None for _ in arrays[1:])]
 
 
-_gather_p = Primitive("baracuda_take_rows")
+_gather_p = jax_versions.new_primitive("baracuda_take_rows")
 _gather_p.def_impl(functools.partial(jax_versions.apply_primitive, _gather_p))
 _gather_p.def_abstract_eval(_gathered_type)
 batching.primitive_batchers[_gather_p] = _batch_gather
