@@ -26,7 +26,7 @@ SANITIZERS ?= address thread
 SANITIZED_TESTS ?= tests/sanitizers/workload.py tests/test_load.py $(wildcard tests/*/*_handlers.py)
 SANITIZED_GPU_FAMILIES ?=
 
-.PHONY: demo test matrix fuzz sanitize sanitize-gpu check race report tune bench bench-multi docs lint clean $(SANITIZERS:%=sanitize-%)
+.PHONY: demo test matrix fuzz sanitize sanitize-gpu check race report tune bench bench-multi clients docs lint clean $(SANITIZERS:%=sanitize-%)
 
 demo: $(VENV)/installed
 	$(BIN)/python -m jax_baracuda demo
@@ -69,6 +69,13 @@ bench-multi: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks
+
+# Programs of other packages, in an environment of their own, with what make test leaves out of compilation.
+clients:
+	$(MAKE) .venv-clients/installed VENV=.venv-clients
+	.venv-clients/bin/pip install --quiet --requirement tests/programs/requirements.txt
+	JAX_BARACUDA_POISON=0 XLA_FLAGS="--xla_backend_optimization_level=3 --xla_llvm_disable_expensive_passes=false" \
+	  .venv-clients/bin/pytest tests/programs
 
 # Warnings are errors; the pages are in build/docs.
 docs: $(VENV)/installed

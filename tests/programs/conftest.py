@@ -1,0 +1,72 @@
+"""Programs of other packages, which `make clients` installs in an environment of their own."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jax_baracuda as jb
+from jax_baracuda._tools.table import format_table
+
+Timings = Callable[[str, Callable[[], Any], Callable[[], Any]], None]
+
+CALLS = 7
+_rows: list[tuple[str, str, str, str]] = []
+
+
+def seconds_of_a_call(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(function())
+    return time.perf_counter() - start
+
+
+@pytest.fixture(scope="session")
+def timings() -> Timings:
+    """``timings(name, patched, unpatched)``: adds the median times of both, which take turns, to the last table."""
+
+    def add(name: str, patched: Callable[[], Any], unpatched: Callable[[], Any]) -> None:
+        rounds = [(seconds_of_a_call(patched), seconds_of_a_call(unpatched)) for _ in range(CALLS + 1)]
+        ours, theirs = (statistics.median(times) for times in zip(*rounds[1:], strict=True))  # the first one compiles
+        _rows.append((name, f"{ours * 1e3:.2f} ms", f"{theirs * 1e3:.2f} ms", f"{theirs / ours:.2f}"))
+
+    return add
+
+
+@pytest.fixture
+def compare_redirected(timings: Timings) -> Callable[..., Any]:
+    """``compare_redirected(name, step, *arguments, calls=(...))``: results with and without, beside each other.
+
+    Both are compiled. At least one call of each function in `calls` must have been redirected.
+    """
+
+    def compare(
+        name: str,
+        step: Callable[..., Any],
+        *arguments: Any,
+        calls: Sequence[str] = ("jax.ops.segment_sum",),
+        rtol: float = 2e-4,
+        atol: float = 1e-6,
+    ) -> Any:
+        jax.clear_caches()  # calls are counted while they are traced, inner jits too
+        redirect = jb.redirect(gather_gradients=True, indexed_updates=True)
+        plain, redirected = jax.jit(step), jax.jit(redirect(step))
+        expected, results = plain(*arguments), redirected(*arguments)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol, atol, err_msg=name), results, expected)
+        for call in calls:
+            assert redirect.report.redirected[call] > 0, f"{call} in\n{redirect.report}"
+        timings(name, lambda: redirected(*arguments), lambda: plain(*arguments))
+        return results
+
+    return compare
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if _rows:
+        terminalreporter.section(f"times on {jax.devices()[0].device_kind}")
+        terminalreporter.write_line(format_table(("program", "with jax_baracuda", "as it is", "ratio"), _rows))
