@@ -50,20 +50,22 @@ def train_layer(rng: np.random.Generator, compare_redirected: Callable[..., Any]
     target = jnp.asarray(rng.normal(size=(5, WIDTH)))
     optimiser = optax.adam(1e-2)
 
-    def loss(state: Any) -> jax.Array:
+    def loss(state: Any, edge_index: jax.Array) -> jax.Array:
         layer, normalise = nnx.merge(graph, state, others)
         hidden = normalise(layer(nodes, edge_index), batch, 5)
         return jnp.mean((pool.global_mean_pool(hidden, batch, 5) - target) ** 2)
 
-    def train(state: Any) -> Any:
+    def train(state: Any, edge_index: jax.Array) -> Any:
         def step(carry: Any, _: None) -> Any:
             state, moments = carry
-            value, gradient = jax.value_and_grad(loss)(state)
+            value, gradient = jax.value_and_grad(loss)(state, edge_index)
             updates, moments = optimiser.update(gradient, moments)
             return (optax.apply_updates(state, updates), moments), value
 
         (state, _), losses = jax.lax.scan(step, (state, optimiser.init(state)), length=STEPS)
-        return losses, jax.grad(loss)(state)
+        return losses, jax.grad(loss)(state, edge_index)
 
-    losses, _ = compare_redirected(f"jraphx, {name}", train, state, calls=CALLS[name], rtol=1e-8, atol=1e-10)
+    losses, _ = compare_redirected(
+        f"jraphx, {name}", train, state, edge_index, calls=CALLS[name], rtol=1e-8, atol=1e-10
+    )
     assert losses[-1] < losses[0]
