@@ -105,7 +105,7 @@ def contenders(program: Program) -> Iterator[Contender]:
     yield of_jax(OURS, "no plan", program, Ours(nodes), weights, x, ids)
     yield of_jax(XLA, "", program, Plain(nodes), weights, x, ids)
     untyped: Any = weights
-    redirected = jb.redirect(gather_gradients=True)(training_step(MODELS[program.model], Plain(nodes)))
+    redirected = jb.redirect()(training_step(MODELS[program.model], Plain(nodes)))
     yield JaxContender(OURS, "plain JAX, redirected", redirected, untyped, x, ids)
     if geometric is None or not torch.cuda.is_available():
         return

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jax_baracuda import forward_mode
@@ -45,6 +46,13 @@ _UPDATES: dict[str, tuple[str, Callable[[Array, Array], Array]]] = {
     "scatter_min": ("segment_min", jnp.minimum),
 }
 """By the name of JAX's scatter: the reduction of the updates of each row, and how it is joined with the row."""
+
+
+_FEW_SEGMENTS = 64
+_MANY_ROWS_OF_A_SEGMENT = 2048
+"""On GPUs, XLA adds rows of 32 and 64 bits to segments as it computes them, by atomics of the processor; a kernel reads
+them from memory, where they must be written first. What is left to XLA was faster there in whole programs (H200):
+unsorted rows of more segments than these few, sorted ones unless segments have so many rows on average."""
 
 
 class RedirectReport:
@@ -93,8 +101,19 @@ def _segment_update(
     dtype = jnp.result_type(data)
     if dtype.name not in _DTYPES[name]:
         raise _Unserved(f"there is no kernel for dtype {dtype}")
+    if name == "segment_sum":
+        _require_kernel_is_faster(dtype, np.size(segment_ids), num_segments, indices_are_sorted)
     options = {"bucket_size": bucket_size, "mode": mode, **out_sharding}
     return getattr(forward_mode, name)(data, segment_ids, num_segments, indices_are_sorted, unique_indices, **options)
+
+
+def _require_kernel_is_faster(
+    dtype: jnp.dtype, num_rows: int, num_segments: int | None, indices_are_sorted: bool
+) -> None:
+    if jax.default_backend() != "gpu" or dtype.itemsize < 4 or num_segments is None or num_segments <= _FEW_SEGMENTS:
+        return
+    if not indices_are_sorted or num_rows < _MANY_ROWS_OF_A_SEGMENT * num_segments:
+        raise _Unserved(f"on GPUs XLA adds {dtype} as it computes the rows")
 
 
 def _scatter_update(
@@ -124,6 +143,8 @@ def _scatter_update(
     num_rows = x.shape[0]
     if num_rows > jnp.iinfo(ids.dtype).max:
         raise _Unserved(f"ids of dtype {ids.dtype} for {num_rows} rows")
+    if name == "segment_sum":
+        _require_kernel_is_faster(x.dtype, ids.size, num_rows, indices_are_sorted)
     if normalize_indices:
         ids = jnp.where(ids < 0, ids + ids.dtype.type(num_rows), ids)  # it is these that are promised to be sorted
     rows = jnp.broadcast_to(y.astype(x.dtype), (*ids.shape, *x.shape[1:]))
@@ -269,11 +290,15 @@ class redirect(contextlib.ContextDecorator):  # noqa: N801 (used as a function)
     A context manager, a decorator, and with :meth:`install` a setting of the process. Inside, these calls are
     redirected wherever our functions serve them; JAX keeps the others:
 
-    - ``jax.ops.segment_sum``, ``segment_max``, ``segment_min`` and ``segment_prod``, however they were imported.
+    - `segments`: ``jax.ops.segment_sum``, ``segment_max``, ``segment_min`` and ``segment_prod``, however they were
+      imported.
     - `gather_gradients`: the gradient of rows that an array of ids gathers, as in ``x[ids]`` or
       ``jnp.take(x, ids, axis=0)``: the kernel of :func:`segment_sum`. The gather itself stays XLA's.
     - `indexed_updates`: ``x.at[ids].add`` and ``.multiply`` of rows by a vector of ids, for integers also ``.max`` and
       ``.min``: the updates of each row are reduced by a kernel and joined with it.
+
+    On GPUs, sums of 32 and 64 bits over more than 64 segments are left to XLA, which adds rows as it computes them,
+    unless they are sorted and have 2048 rows a segment on average: in whole programs that was faster.
 
     Forward and reverse mode apply, as to :mod:`jax_baracuda.forward_mode`. What counts is where code is traced:
     ``jax.jit`` keeps one trace for each context, so that programs that were traced outside are traced again inside, and
@@ -305,7 +330,7 @@ class redirect(contextlib.ContextDecorator):  # noqa: N801 (used as a function)
       1 x jax.ops.segment_sum: redirected
     """
 
-    def __init__(self, *, segments: bool = True, gather_gradients: bool = False, indexed_updates: bool = False) -> None:
+    def __init__(self, *, segments: bool = True, gather_gradients: bool = True, indexed_updates: bool = False) -> None:
         self._redirection = Redirection(bool(segments), bool(gather_gradients), bool(indexed_updates))
         self.report = RedirectReport()
         _wrap(self._redirection)

@@ -117,7 +117,7 @@ def test_gradients_of_gathers(rng: np.random.Generator, name: str) -> None:
     gradient = jax.grad(loss)
     with jax.enable_x64(True):
         expected = gradient(x.astype(np.float64)), jax.jvp(gradient, (x.astype(np.float64),), (np.ones((5, 3)),))[1]
-    with redirect(gather_gradients=True) as report:
+    with redirect(segments=False) as report:
         program = str(jax.make_jaxpr(gradient)(x))
         assert ("take_rows_backward" if name in ("matrix", "vmap") else "segment_sum") in program
         assert "scatter" not in program
@@ -138,7 +138,7 @@ def test_gradients_of_indexed_updates(rng: np.random.Generator) -> None:
     for name in ("add", "max"):
         gradient = jax.grad(functools.partial(loss, name), (0, 1))
         expected = gradient(x, rows)
-        with redirect(indexed_updates=True) as report:
+        with redirect(indexed_updates=True, gather_gradients=False) as report:
             actual = gradient(x, rows)
         assert report.redirected == ({"x.at[ids].add": 1} if name == "add" else {})
         for got, want in zip(actual, expected, strict=True):
@@ -147,7 +147,7 @@ def test_gradients_of_indexed_updates(rng: np.random.Generator) -> None:
 
 def test_what_is_not_served_is_left_to_jax(rng: np.random.Generator) -> None:
     data, ids = problem(rng)
-    with redirect(gather_gradients=True, indexed_updates=True) as report:
+    with redirect(indexed_updates=True) as report:
         jax.ops.segment_sum(data.astype(np.complex64), ids, NUM_SEGMENTS)
         jnp.asarray(data).at[ids, 0].add(1.0)
         jax.grad(lambda x: jnp.sum(x[:, jnp.asarray([0, 0])]))(data)
@@ -214,7 +214,7 @@ def test_contexts_left_in_the_order_of_entering() -> None:
             while True:
                 yield is_redirected()
 
-    first, second = redirect(), redirect(segments=False)
+    first, second = redirect(), redirect(segments=False, gather_gradients=False)
     generators = inside(first), inside(second)
     assert [next(generator) for generator in generators] == [True, False]
     generators[0].close()
@@ -276,7 +276,7 @@ def test_calls_without_a_kernel_end(rng: np.random.Generator) -> None:
     import jax_baracuda  # noqa: PLC0415
 
     data, ids = problem(rng)
-    with redirect(indexed_updates=True, gather_gradients=True), jax_baracuda.implementation("xla"):
+    with redirect(indexed_updates=True), jax_baracuda.implementation("xla"):
         actual = jax.jit(lambda x: jax.ops.segment_sum(x, ids, NUM_SEGMENTS))(data)
         jax.jit(jax.grad(lambda x: jax.ops.segment_max(x, ids, NUM_SEGMENTS)[1:3].sum()))(data)
     np.testing.assert_allclose(actual, jax.ops.segment_sum(data, ids, NUM_SEGMENTS), rtol=1e-5, atol=1e-5)
@@ -293,3 +293,26 @@ def test_a_missing_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PLACES", {**module._PLACES, "segments": missing})
     with pytest.raises(NotImplementedError, match=r"redirect: segments cannot be redirected in jax .*_segment_update"):
         redirect()
+
+
+def test_sums_that_xla_fuses_are_left_to_it(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs: of 32 bits, unless segments are few, or sorted and long."""
+    data, ids = rng.normal(size=(300_000, 1)).astype(np.float32), np.zeros(300_000, np.int32)
+    sums = [
+        (data[:12], ids[:12], 65, False, "left"),
+        (data[:12], ids[:12], 64, False, "redirected"),
+        (data[:12].astype(jnp.bfloat16), ids[:12], 65, False, "redirected"),
+        (data[:12], ids[:12], 65, True, "left"),
+        (data, ids, 65, True, "redirected"),
+        (data, ids, 65, False, "left"),
+    ]
+    for backend in ("gpu", "cpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        for rows, of_rows, num_segments, are_sorted, what in sums:
+            with redirect(indexed_updates=True) as report:
+                jax.eval_shape(lambda x, i: jax.ops.segment_sum(x, i, num_segments, are_sorted), rows, of_rows)  # noqa: B023
+                zeros = jnp.zeros((num_segments, 1), rows.dtype)
+                jax.eval_shape(lambda x, i: zeros.at[i].add(x, indices_are_sorted=are_sorted), rows, of_rows)  # noqa: B023
+            calls = [] if (backend, what) == ("gpu", "left") else ["jax.ops.segment_sum", "x.at[ids].add"]
+            assert sorted(report.redirected) == calls, report
+            assert len(report.kept) == 2 - len(calls)

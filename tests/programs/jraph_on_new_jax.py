@@ -19,7 +19,7 @@ sys.modules[xla_bridge.__name__] = jax.lib.xla_bridge = xla_bridge
 if os.environ.get("REDIRECT"):
     import jax_baracuda
 
-    report = jax_baracuda.redirect(gather_gradients=True, indexed_updates=True).install()
+    report = jax_baracuda.redirect(indexed_updates=True).install()
 
     def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(str(report))

@@ -32,7 +32,7 @@ def ragged(rng: np.random.Generator) -> ak.Array:
 def in_both(function: Callable[[], Any]) -> tuple[Any, Any, jb.redirect]:
     """The result without and with a redirect, and the redirect."""
     jax.clear_caches()
-    redirect = jb.redirect(gather_gradients=True, indexed_updates=True)
+    redirect = jb.redirect(indexed_updates=True)
     expected = function()
     with redirect:
         return expected, function(), redirect

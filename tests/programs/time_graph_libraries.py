@@ -124,18 +124,18 @@ def main(scale: int) -> None:
     plan = jax.jit(jb.segment_plan, static_argnums=(1, 3))(receivers, nodes, senders, nodes)
     rows = []
     for name, step, weights, of_ours, our_weights in cases(nodes, edges):
-        redirects = [jb.redirect(), jb.redirect(gather_gradients=True)]
-        programs = [(program, (weights, h, edge_index)) for program in (step, *(r(step) for r in redirects))]
+        redirect = jb.redirect()
+        programs = [(program, (weights, h, edge_index)) for program in (step, redirect(step))]
         if of_ours is not None:
             programs.append((of_ours, (our_weights, h, {"plan": plan})))
         compiled = [(jax.jit(program).lower(*inputs).compile(), inputs) for program, inputs in programs]
         memory = [program.memory_analysis().temp_size_in_bytes / 2**20 for program, _ in compiled]
         times = milliseconds([functools.partial(program, *inputs) for program, inputs in compiled])
         texts = [f"{time:.2f} ms, {mib:.0f} MiB" for time, mib in zip(times, memory, strict=True)]
-        rows.append((name, *texts, *[""] * (4 - len(texts))))
-        print(f"{name}: {redirects[1].report}".replace("\n", "; "), file=sys.stderr)
+        rows.append((name, *texts, *[""] * (3 - len(texts))))
+        print(f"{name}: {redirect.report}".replace("\n", "; "), file=sys.stderr)
     print(f"{nodes} nodes, {edges} edges, {WIDTH} features, on {jax.devices()[0].device_kind}")
-    print(format_table(("layer", "as it is", "redirected", "with gather_gradients", "own functions, plan"), rows))
+    print(format_table(("layer", "as it is", "redirected", "own functions, plan"), rows))
 
 
 if __name__ == "__main__":
