@@ -352,6 +352,40 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen("float16", 257, "cpu") == "kernel"
 
 
+N = jax.ShapeDtypeStruct((2, 16), np.float32)
+OPERANDS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "an argument": (lambda x: x, False),
+    "a reshaped argument": (lambda x: x.reshape(1, 2, 16).reshape(2, 16), False),
+    "a product of matrices": (lambda x: x @ jnp.ones((16, 16)), False),
+    "a reduction": (lambda x: jnp.ones((3, 2, 16)).at[0].set(x).max(0), False),
+    "a sorted array": (lambda x: jnp.sort(x, axis=0), False),
+    "a gather": (lambda x: x[jnp.array([1, 0])], True),
+    "a function of JAX": (lambda x: jax.nn.relu(x), True),
+    "an inner function": (lambda x: jax.jit(lambda x: x.reshape(2, 16) * 2)(x), True),
+    "an inner function that returns its argument": (lambda x: jax.jit(lambda x: (x, x + 1))(x)[0], False),
+    "a product": (lambda x: x * x[:, :1], True),
+    "a reshaped product": (lambda x: (x * x).reshape(2, 16), True),
+    "a cotangent": (lambda x: jax.grad(lambda x: (x**3).sum())(x), True),
+}
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_rows_of_operands_that_xla_computes(operand: str) -> None:
+    """Some rows hold where a fusion of XLA would make the first operand as it is read."""
+    make, is_computed = OPERANDS[operand]
+    table = TuningTable((Row(cases.PLATFORM, "segment_sum", "xla", 0.5, fuses=True),))
+
+    def sums(x: Any) -> Any:
+        with selection.selecting(table):
+            return jb.segment_sum(make(x), IDS, 3)
+
+    assert runs_kernel(sums, N) != is_computed
+    assert runs_kernel(lambda x: jax.vmap(sums)(x[None]), N) != is_computed
+    assert runs_kernel(lambda x: jax.lax.map(sums, x[None]), N) != is_computed
+    assert runs_kernel(lambda x: jax.jit(lambda y: sums(y))(x), N) != is_computed
+    assert runs_kernel(jax.grad(lambda x: (sums(x) ** 2).sum()), N)  # the gradient has no such row
+
+
 def test_table_of_a_user(tmp_path: Path) -> None:
     row = Row(cases.PLATFORM, "rope", "xla", 0.5, "here", ("float32",), sizes=(("bytes", (None, 10**6)),))
     path = tmp_path / "tuning.json"

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -173,7 +174,7 @@ def test_tune_writes_a_table(
     assert tune.main(["--output", str(path), "--cases", "9", "--functions", "rope"]) == 0
     first, *rows = TuningTable.read(path).rows
     assert first == kept
-    assert {row.op for row in rows} == {"rope", "rope_backward"}
+    assert {row.op for row in rows} == {"rope", "rope_backward"} and {row.fuses for row in rows} == {False, True}
     assert all(row.implementation == "xla" and row.ratio == 0.5 for row in rows)
     assert f"{len(rows) + 1} rows" in capsys.readouterr().out
 
@@ -226,6 +227,20 @@ def test_plain_jax_that_breaks_a_promise_is_no_choice() -> None:
     assert not has_choice(jb.segment_sum, deterministic=True)
     assert not has_choice(jb.segment_sum, indices_are_sorted=True)
     assert has_choice(jb.segment_max, indices_are_sorted=True)
+
+
+def test_neighbours_of_a_timed_call(rng: np.random.Generator) -> None:
+    """They are part of both loops, and none stands where a step takes what the last one wrote."""
+    data, ids = jnp.asarray(rng.normal(size=(4, 2)), jnp.float32), jnp.array([0, 1, 1, 2])
+    [call] = traced_calls(lambda data, ids: jb.segment_sum(data, ids, num_segments=3), data, ids)
+    expected = jnp.sin(jax.ops.segment_sum(jnp.sin(data), ids, num_segments=3))
+    for implementation in ("kernel", "xla"):
+        next_operands, [result] = tune.step_of(call, True, implementation)([data, ids])
+        assert next_operands == [data, ids]
+        np.testing.assert_allclose(result, expected, rtol=1e-6)
+    [appends] = traced_calls(lambda x: jb.write_slice(x, x[:1], (1, 0)), data)
+    [of_integers] = traced_calls(lambda ids: jb.segment_sum(ids, ids, num_segments=3), ids)
+    assert tune.has_neighbours(call) and not tune.has_neighbours(appends) and not tune.has_neighbours(of_integers)
 
 
 def test_prepared_keeps_the_order() -> None:

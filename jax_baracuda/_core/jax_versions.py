@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +149,49 @@ def is_donated_argument(value: ir.Value) -> bool:
         return False
     attributes = ir.DictAttr(ir.ArrayAttr(owner.attributes["arg_attrs"])[value.arg_number])
     return "tf.aliasing_output" in attributes or "jax.buffer_donor" in attributes
+
+
+_IN_MEMORY = frozenset(
+    f"stablehlo.{name}"
+    for name in (
+        "all_gather all_to_all cholesky collective_broadcast collective_permute constant convolution custom_call dot "
+        "dot_general dynamic_update_slice fft optimization_barrier rng rng_bit_generator triangular_solve"
+    ).split()
+)
+"""Operations without a body whose results XLA writes, whatever reads them. So it does those of operations with one."""
+
+
+_VIEWS = ("stablehlo.broadcast_in_dim", "stablehlo.reshape", "sdy.sharding_constraint")
+"""What leaves an array as it is, where it keeps its number of elements."""
+
+
+def is_computed(ctx: Any, value: ir.Value) -> bool:
+    """Whether XLA may compute a value where it is read, in one fusion, instead of writing it.
+
+    What is known is the operation that makes it: a gather or an elementwise one. Of an argument of a function, which
+    may be called anywhere, nothing is known.
+    """
+    from jax._src.lib.mlir import ir
+
+    if isinstance(value, ir.BlockArgument):
+        return False
+    operation = value.owner
+    if operation.name == "func.call":
+        callee = ctx.module_context.symbol_table[ir.FlatSymbolRefAttr(operation.attributes["callee"]).value]
+        *_, end = callee.operation.regions[0].blocks[0]
+        result = end.operands[ir.OpResult(value).result_number]
+        return is_computed(
+            ctx, operation.operands[result.arg_number] if isinstance(result, ir.BlockArgument) else result
+        )
+    if operation.name in _VIEWS and _num_elements(operation.operands[0]) == _num_elements(value):
+        return is_computed(ctx, operation.operands[0])
+    return operation.name not in _IN_MEMORY and len(operation.regions) == 0
+
+
+def _num_elements(value: ir.Value) -> int:
+    from jax._src.lib.mlir import ir
+
+    return math.prod(ir.RankedTensorType(value.type).shape)
 
 
 def platforms_of(ctx: Any) -> Sequence[str]:

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 
 
 def register_lowerings(op: Op, primitive: Primitive, kernel: Primitive) -> None:
-    mlir.register_lowering(primitive, functools.partial(_lower_elsewhere, op))
+    # If they were cacheable, they would see arguments of a function of its own, never what makes the operands.
+    mlir.register_lowering(primitive, functools.partial(_lower_elsewhere, op), cacheable=False)
     for platform in KERNEL_PLATFORMS:
-        mlir.register_lowering(primitive, functools.partial(_lower, op, kernel, platform), platform=platform)
+        lower = functools.partial(_lower, op, kernel, platform)
+        mlir.register_lowering(primitive, lower, platform=platform, cacheable=False)
 
 
 def _lower_elsewhere(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
@@ -61,7 +63,8 @@ def _lower(
     op: Op, kernel: Primitive, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
 ) -> Any:
     call = OpCall(op, ctx.avals_in, params)
-    runs_kernel = choose(call, platform).implementation == "kernel"
+    fuses = jax_versions.is_computed(ctx, operands[0])
+    runs_kernel = choose(call, platform, fuses=fuses).implementation == "kernel"
     if call.selection != "xla" and (problem := op.missing_target(platform)) is not None:
         _warn_once(f"jax_baracuda: {op.name} runs as plain JAX on {platform}: {problem}")
     has_empty_array = any(0 in aval.shape for aval in [*ctx.avals_in, *ctx.avals_out])

@@ -34,7 +34,6 @@ def primitives_of(op: Op) -> tuple[Primitive, Primitive]:
         by_platform = _declare(op, f"baracuda_{op.name}_by_platform")
         jax_versions.require_devices_during_lowering(by_platform)
         register_lowerings(op, by_platform, kernel)
-        # If it were cacheable, it would see arguments of a function of its own, never those of the program.
         lower = functools.partial(lower_with_donation, op, kernel, by_platform)
         mlir.register_lowering(primitive, lower, cacheable=False)
     else:

@@ -48,10 +48,14 @@ class Row:
     """Params of the op and their values."""
     sizes: tuple[tuple[str, Interval], ...] = ()
     """Intervals of what :meth:`OpCall.sizes` names."""
+    fuses: bool = False
+    """Whether it holds only where XLA can compute the first operand in one fusion with plain JAX, as it can what a
+    gather or an elementwise operation makes: a kernel reads it from memory, where it must be written first."""
 
-    def holds_for(self, call: OpCall, sizes: Mapping[str, int]) -> bool:
+    def holds_for(self, call: OpCall, sizes: Mapping[str, int], fuses: bool) -> bool:
         return (
             self.op == call.op.name
+            and fuses >= self.fuses
             and (not self.dtypes or call.dtype.name in self.dtypes)
             and all(name in call.params and call.params[name] == value for name, value in self.options)
             and all(name in sizes and _contains(interval, sizes[name]) for name, interval in self.sizes)
@@ -102,13 +106,13 @@ class TuningTable:
     def __repr__(self) -> str:  # part of every printed jaxpr
         return f"TuningTable(<{len(self.rows)} rows>)"
 
-    def row_for(self, call: OpCall, device: str) -> Row | None:
+    def row_for(self, call: OpCall, device: str, fuses: bool = False) -> Row | None:
         """The row of the GPU generation, or else that of its platform."""
         rows = [row for row in self.rows if row.op == call.op.name]
         sizes = call.sizes() if rows else {}
         for name in dict.fromkeys((device, device.partition("-")[0])):
             for row in rows:
-                if row.device == name and row.holds_for(call, sizes):
+                if row.device == name and row.holds_for(call, sizes, fuses):
                     return row
         return None
 
@@ -231,11 +235,12 @@ class Choice:
     reason: str
 
 
-def choose(call: OpCall, platform: str, device: str | None = None) -> Choice:
+def choose(call: OpCall, platform: str, device: str | None = None, fuses: bool = False) -> Choice:
     """What serves a call on a platform.
 
     Args:
       device: as in the rows of tables; None: the one here.
+      fuses: whether XLA can compute the first operand in one fusion with plain JAX.
 
     Raises:
       ValueError: a kernel is asked for, and there is none; or plain JAX, which on GPUs adds up rows in an order that
@@ -257,7 +262,7 @@ def choose(call: OpCall, platform: str, device: str | None = None) -> Choice:
     if reason is not None:
         return Choice("xla", reason)
     table = packaged_table() if call.selection is None else call.selection
-    row = table.row_for(call, device or device_name(platform))
+    row = table.row_for(call, device or device_name(platform), fuses)
     if row is None:
         return Choice("kernel", "no row of the table says otherwise")
     if is_unordered_in_xla:

@@ -118,8 +118,13 @@ def _choices() -> str:
             for call in itertools.chain(*(traced_calls(program, operands, cotangents) for program in programs)):
                 if call.op.name not in found:
                     found.add(call.op.name)
-                    choice = choose(call, platform)
-                    rows.append((call.op.name, platform, choice.implementation, choice.reason))
+                    for fuses in (False, True):
+                        choice = choose(call, platform, fuses=fuses)
+                        row = (call.op.name, platform, choice.implementation, choice.reason)
+                        if not fuses:
+                            rows.append(row)
+                        elif choice.implementation != rows[-1][2]:
+                            rows.append((*row[:2], f"{row[2]} where its operand is computed", row[3]))
     table = format_table(("op", "on", "picked", "because"), rows)
     return f"{table}\n\nPicked for float32 calls of the sizes that race times; other calls may get another choice."
 

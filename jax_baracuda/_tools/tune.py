@@ -50,6 +50,8 @@ class Measurement(NamedTuple):
 
     call: OpCall
     ratio: float
+    fuses: bool = False
+    """Whether it was timed between elementwise operations, which XLA fuses with plain JAX."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,12 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         progress.print(f"{platform}: {device.device_kind}")
         try:
             for _, calls in progress.track(coming, len(cases), lambda item: item[0].example.name):
-                for call, operands, loops in calls():
+                for call, fuses, operands, loops in calls():
                     kernel, xla = race(loops, [jnp.copy(x) for x in operands], options.repeats)
-                    measurements.append(Measurement(call, xla / kernel))
+                    measurements.append(Measurement(call, xla / kernel, fuses))
         except KeyboardInterrupt:
             is_interrupted = True
-        print(f"{platform}: {len(measurements)} calls were timed")
+        print(f"{platform}: {len(measurements)} loops of calls were timed")
         table = updated(table, measurements, platform, device)
         table.write(options.output)
         if is_interrupted:
@@ -97,8 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def prepared_calls(
     platform: str, device: jax.Device, case: grid.Case
-) -> list[tuple[OpCall, Sequence[jax.Array], list[Loop]]]:
-    """The different ops that an example and its gradient call, where there is a choice, ready to be timed."""
+) -> list[tuple[OpCall, bool, Sequence[jax.Array], list[Loop]]]:
+    """The different ops that an example and its gradient call, where there is a choice, ready to be timed.
+
+    Each by itself and, where it can be, between elementwise operations.
+    """
     example, dtype = case.example, case.dtype
     operands, cotangents = operands_of(example, dtype, platform, device)
     call_of_function = example.call(platform)
@@ -108,8 +113,9 @@ def prepared_calls(
         calls += run_calls(value_and_gradient(call_of_function, names), operands, cotangents)
     by_op = {call.op.name: (call, arrays) for call, arrays in calls if has_choice(call, platform)}
     return [
-        (call, arrays, [loop_of(call, implementation, platform) for implementation in ("kernel", "xla")])
+        (call, fuses, arrays, [loop_of(call, fuses, implementation, platform) for implementation in ("kernel", "xla")])
         for call, arrays in by_op.values()
+        for fuses in ((False, True) if has_neighbours(call) else (False,))
     ]
 
 
@@ -146,20 +152,34 @@ def adds_by_scatter(call: OpCall) -> bool:
     )
 
 
-def loop_of(call: OpCall, implementation: Implementation, platform: str) -> Loop:
-    return Loop(step_of(call, implementation), call.operands, num_steps(call.sizes()["bytes"], platform))
+def has_neighbours(call: OpCall) -> bool:
+    """Whether elementwise operations can stand before and after: what a step writes in place is the next one's."""
+    return 0 not in call.resolve(call.op.in_place) and jnp.issubdtype(call.dtype, jnp.inexact)
 
 
-def step_of(call: OpCall, implementation: Implementation) -> Step:
+def loop_of(call: OpCall, fuses: bool, implementation: Implementation, platform: str) -> Loop:
+    step = step_of(call, fuses, implementation)
+    return Loop(step, call.operands, num_steps(call.sizes()["bytes"], platform))
+
+
+def step_of(call: OpCall, fuses: bool, implementation: Implementation) -> Step:
     """A call, in place where the op is: what a step writes, the next one takes."""
     written = dict(call.resolve(call.op.in_place))
 
     def step(operands: Arrays) -> tuple[Arrays, Arrays]:
-        results = call.op.primitive.bind(*operands, **{**call.all_params, "implementation": implementation})
+        own = [sine_of(operands[0]), *operands[1:]] if fuses else operands
+        results = call.op.primitive.bind(*own, **{**call.all_params, "implementation": implementation})
+        if fuses:
+            results = [sine_of(x) for x in results]
         next_operands = [results[written[i]] if i in written else x for i, x in enumerate(operands)]
         return next_operands, [x for i, x in enumerate(results) if i not in written.values()]
 
     return step
+
+
+def sine_of(x: jax.Array) -> jax.Array:
+    """Of floating numbers: an operation that XLA fuses, and does not simplify."""
+    return jnp.sin(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
 def updated(table: TuningTable, measurements: Sequence[Measurement], platform: str, device: jax.Device) -> TuningTable:
@@ -176,8 +196,9 @@ def updated(table: TuningTable, measurements: Sequence[Measurement], platform: s
             by_op.setdefault(measurement.call.op.name, []).append(measurement)
     rows = [row for row in table.rows if not (row.device == name and row.op in by_op)]
     for op, of_op in sorted(by_op.items()):
-        for options, sizes, ratio in boxes_for_xla(of_op):
-            rows.append(Row(name, op, "xla", round(ratio, 2), measured, (), options, sizes))
+        for fuses in (False, True):
+            for options, sizes, ratio in boxes_for_xla([m for m in of_op if m.fuses == fuses]):
+                rows.append(Row(name, op, "xla", round(ratio, 2), measured, (), options, sizes, fuses))
     return TuningTable(tuple(rows))
 
 
@@ -192,11 +213,13 @@ def boxes_for_xla(measurements: Sequence[Measurement]) -> Iterator[tuple[Options
     """
     from sklearn.tree import DecisionTreeClassifier
 
+    if len(measurements) < MIN_CALLS_OF_A_ROW:
+        return
     flags, sizes = features_of(measurements)
     names = [*flags, *sizes]
     ratios = np.array([m.ratio for m in measurements])
     is_xla = ratios < MAX_RATIO_FOR_XLA
-    if not names or len(ratios) < MIN_CALLS_OF_A_ROW or not is_xla.any():
+    if not names or not is_xla.any():
         return
     features = np.array(
         [
