@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -63,8 +64,7 @@ def _lower(
     op: Op, kernel: Primitive, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
 ) -> Any:
     call = OpCall(op, ctx.avals_in, params)
-    fuses = jax_versions.is_computed(ctx, operands[0])
-    runs_kernel = choose(call, platform, fuses=fuses).implementation == "kernel"
+    runs_kernel = choose(call, platform, fuses=_can_fuse(ctx, operands)).implementation == "kernel"
     if call.selection != "xla" and (problem := op.missing_target(platform)) is not None:
         _warn_once(f"jax_baracuda: {op.name} runs as plain JAX on {platform}: {problem}")
     has_empty_array = any(0 in aval.shape for aval in [*ctx.avals_in, *ctx.avals_out])
@@ -111,6 +111,15 @@ def _lower(
         jax_versions.lower_with_sharding_in_types(ctx, result, aval)
         for result, aval in zip(results, ctx.avals_out, strict=True)
     ]
+
+
+def _can_fuse(ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> bool:
+    """Whether XLA could compute an operand in one fusion with plain JAX: the first one, or another of the largest."""
+    avals: Sequence[Any] = ctx.avals_in
+    sizes = [math.prod(aval.shape) if jax_versions.is_static_shape(aval.shape) else 0 for aval in avals]
+    return any(
+        jax_versions.is_computed(ctx, operand) for i, operand in enumerate(operands) if i == 0 or sizes[i] == max(sizes)
+    )
 
 
 def lower_kernel(

@@ -124,8 +124,8 @@ def _choices() -> str:
                         rows.append((call.op.name, platform, f"{fused.implementation} if fused", fused.reason))
     table = format_table(("op", "on", "picked", "because"), rows)
     return (
-        f"{table}\n\nPicked for float32 calls of the sizes that race times; other calls may get another choice. If fused: where "
-        "an elementwise operation or a gather makes the first operand, which XLA can compute in one fusion with plain JAX."
+        f"{table}\n\nPicked for float32 calls of the sizes that race times; other calls may get another choice.\n"
+        "If fused: where an elementwise operation or a gather makes the first operand, and XLA fuses it with plain JAX."
     )
 
 
