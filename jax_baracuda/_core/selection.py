@@ -49,8 +49,8 @@ class Row:
     sizes: tuple[tuple[str, Interval], ...] = ()
     """Intervals of what :meth:`OpCall.sizes` names."""
     fuses: bool = False
-    """Whether it holds only where XLA can compute the first or a largest operand in one fusion with plain JAX, as it can
-    what a gather or an elementwise operation makes: a kernel reads it from memory, where it must be written first."""
+    """Whether it holds only where XLA can compute the first operand, or one of the largest, in one fusion with plain JAX,
+    as it can what a gather or an elementwise operation makes. A kernel reads it from memory: it must be written first."""
 
     def holds_for(self, call: OpCall, sizes: Mapping[str, int], fuses: bool) -> bool:
         return (
@@ -240,7 +240,7 @@ def choose(call: OpCall, platform: str, device: str | None = None, fuses: bool =
 
     Args:
       device: as in the rows of tables; None: the one here.
-      fuses: whether XLA can compute the first or a largest operand in one fusion with plain JAX.
+      fuses: whether XLA can compute the first operand, or one of the largest, in one fusion with it.
 
     Raises:
       ValueError: a kernel is asked for, and there is none; or plain JAX, which on GPUs adds up rows in an order that
