@@ -175,7 +175,7 @@ def is_computed(ctx: Any, value: ir.Value) -> bool:
 
     if isinstance(value, ir.BlockArgument):
         return False
-    operation = value.owner
+    operation: Any = value.owner
     if operation.name == "func.call":
         callee = ctx.module_context.symbol_table[ir.FlatSymbolRefAttr(operation.attributes["callee"]).value]
         *_, end = callee.operation.regions[0].blocks[0]

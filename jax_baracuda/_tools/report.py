@@ -119,8 +119,9 @@ def _choices() -> str:
                 if call.op.name not in found:
                     found.add(call.op.name)
                     choice, fused = (choose(call, platform, fuses=fuses) for fuses in (False, True))
-                    rows.append((call.op.name, platform, choice.implementation, choice.reason))
-                    if fused.implementation != choice.implementation:
+                    picked: str = choice.implementation
+                    rows.append((call.op.name, platform, picked, choice.reason))
+                    if fused.implementation != picked:
                         rows.append((call.op.name, platform, f"{fused.implementation} if fused", fused.reason))
     table = format_table(("op", "on", "picked", "because"), rows)
     return (
