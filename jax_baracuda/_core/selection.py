@@ -49,8 +49,8 @@ class Row:
     sizes: tuple[tuple[str, Interval], ...] = ()
     """Intervals of what :meth:`OpCall.sizes` names."""
     fuses: bool = False
-    """Whether it holds only where XLA can compute the first operand, or one of the largest, in one fusion with plain JAX,
-    as it can what a gather or an elementwise operation makes. A kernel reads it from memory: it must be written first."""
+    """Whether it holds only where XLA can compute the first operand, or one of the largest, in one fusion with plain
+    JAX, as it can what a gather or an elementwise operation makes. A kernel reads it from memory."""
 
     def holds_for(self, call: OpCall, sizes: Mapping[str, int], fuses: bool) -> bool:
         return (
