@@ -146,8 +146,10 @@ def _call_target(
 ) -> Any:
     """The call of the native target, or of those of an op's program."""
     op = call.op
-    if op.program is not None:
-        program = functools.partial(op.program, **call.params)
+    program = functools.partial(op.program, **call.params) if op.program is not None else None
+    if platform == "cuda" and op.program_on_gpu is not None:
+        program = op.program_on_gpu(**call.params)
+    if program is not None:
         mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
         return _lower_without_mesh(functools.partial(map_over_batch, program, mapped), ctx, operands)
     ctx, operands = _with_whole_batch(call, ctx, operands)

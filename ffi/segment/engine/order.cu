@@ -40,7 +40,8 @@ constexpr int kRowsPerBlock = 16 * kThreads;
 // which are in order as well, since the sort is stable.
 __global__ void __launch_bounds__(kThreads) RowOrderKernel(const SegmentOrder order, uint32_t rows, uint32_t total,
                                                            uint32_t segments, uint32_t dropped,
-                                                           uint32_t blocks_per_batch, int32_t* row_order) {
+                                                           uint32_t blocks_per_batch, int32_t* row_order,
+                                                           int32_t* sorted_ids) {
   const uint32_t b = blockIdx.x / blocks_per_batch;
   __shared__ uint32_t bounds[3];  // of the element's rows, and the first dropped one
   if (threadIdx.x < 3) {
@@ -63,6 +64,10 @@ __global__ void __launch_bounds__(kThreads) RowOrderKernel(const SegmentOrder or
   for (uint32_t i = first + threadIdx.x; i < min(rows, first + kRowsPerBlock); i += kThreads) {
     const uint32_t place = i < kept ? bounds[0] + i : bounds[2] + dropped_before + (i - kept);
     row_order[static_cast<int64_t>(first_row) + i] = static_cast<int32_t>(order.rows[place] - first_row);
+    if (sorted_ids != nullptr) {
+      const uint32_t segment = i < kept ? order.segments[place] - b * segments : segments;
+      sorted_ids[static_cast<int64_t>(first_row) + i] = static_cast<int32_t>(segment);
+    }
   }
 }
 
@@ -110,16 +115,21 @@ CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, b
   return {};
 }
 
-CudaStatus LaunchRowOrder(const Problem& problem, const SegmentOrder& order, int32_t* row_order, cudaStream_t stream) {
+CudaStatus LaunchRowOrder(const Problem& problem, const SegmentOrder& order, int32_t* row_order, int32_t* sorted_ids,
+                          cudaStream_t stream) {
   if (problem.batch == 1) {
-    return JB_CUDA_STATUS(cudaMemcpyAsync(row_order, order.rows, problem.rows * sizeof(int32_t),
-                                          cudaMemcpyDeviceToDevice, stream));
+    const auto copy = [&](int32_t* to, const uint32_t* from) {
+      return JB_CUDA_STATUS(
+          cudaMemcpyAsync(to, from, problem.rows * sizeof(int32_t), cudaMemcpyDeviceToDevice, stream));
+    };
+    JB_RETURN_IF_CUDA_ERROR(copy(row_order, order.rows));
+    return sorted_ids == nullptr ? CudaStatus{} : copy(sorted_ids, order.segments);
   }
   const uint32_t blocks_per_batch = static_cast<uint32_t>(CeilDivide(problem.rows, kRowsPerBlock));
   RowOrderKernel<<<static_cast<uint32_t>(problem.batch) * blocks_per_batch, kThreads, 0, stream>>>(
       order, static_cast<uint32_t>(problem.rows), static_cast<uint32_t>(problem.batch * problem.rows),
       static_cast<uint32_t>(problem.segments), static_cast<uint32_t>(problem.batch * problem.segments),
-      blocks_per_batch, row_order);
+      blocks_per_batch, row_order, sorted_ids);
   return JB_LAUNCH_STATUS(RowOrderKernel);
 }
 

@@ -232,7 +232,7 @@ struct Reducer {
       a.sorted_segments = segment_order.segments;
       a.order = segment_order.rows;
       if (order != nullptr) {
-        JB_RETURN_IF_CUDA_ERROR(LaunchRowOrder(part, segment_order, order + first * problem.rows, stream));
+        JB_RETURN_IF_CUDA_ERROR(LaunchRowOrder(part, segment_order, order + first * problem.rows, nullptr, stream));
       }
     }
     const RowGrid grid = MakeRowGrid(part, strategy, TileVector(strategy, part_features, sizeof(T)));

@@ -55,6 +55,7 @@ from jax_baracuda.ops.segment.graphs import (
     sum_over_graphs,
     whole_batch,
 )
+from jax_baracuda.ops.segment.order import sorted_by_segment
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import index_of_first_row, of_split_segments
 
@@ -471,6 +472,36 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         flags = {"has_plan": False, "shares_ties": shares_ties}
         return backward(d_results[0], *others, num_rows=avals[0].shape[0], **flags)
 
+    # On GPUs the edges are brought into order first.
+
+    def reduction_on_gpu(*, indices_are_sorted: bool, **params: Any) -> Callable[..., Sequence[Array]] | None:
+        def program(data: Array, gather_ids: Array, segment_ids: Array) -> Sequence[Array]:
+            order, sorted_ids = sorted_by_segment(segment_ids, params["num_segments"])
+            return reduction.kernel(data, gather_ids[order], sorted_ids, indices_are_sorted=True, **params)
+
+        return None if indices_are_sorted else program
+
+    def with_winner_on_gpu(
+        *, indices_are_sorted: bool, has_edge_order: bool, **params: Any
+    ) -> Callable[..., Sequence[Array]] | None:
+        def program(data: Array, gather_ids: Array, segment_ids: Array, *numbers: Array) -> Sequence[Array]:
+            order, sorted_ids = sorted_by_segment(segment_ids, params["num_segments"])
+            edges = gather_ids[order], sorted_ids, numbers[0][order] if has_edge_order else order
+            return with_winner.kernel(data, *edges, indices_are_sorted=True, has_edge_order=True, **params)
+
+        return None if indices_are_sorted else program
+
+    def backward_on_gpu(*, has_plan: bool, **params: Any) -> Callable[..., Sequence[Array]] | None:
+        def program(
+            d_winner: Array, winner: Array, gather_ids: Array, segment_ids: Array, *data_and_output: Array
+        ) -> Sequence[Array]:
+            order, sorted_rows = sorted_by_segment(gather_ids, params["num_rows"])
+            numbers = jnp.arange(order.shape[0], dtype=jnp.int32)
+            edges = gather_ids, segment_ids, numbers, order, segment_ids[order], sorted_rows
+            return backward.kernel(d_winner, winner, *edges, *data_and_output, has_plan=True, **params)
+
+        return None if has_plan else program
+
     of_edges: dict[str, Any] = {
         "operands": _operands,
         "sizes": lambda *, num_segments, **_: {"segment": num_segments},
@@ -486,6 +517,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         name=f"gather_segment_{name}",
         results=extrema,
         reference=functools.partial(_reference, extremum),
+        program_on_gpu=reduction_on_gpu,
         attributes=("indices_are_sorted",),
         replicated_dims=("gathered",),
         shard_program=of_split_edges(functools.partial(_shard_reduce, extremum), results=extrema),
@@ -497,6 +529,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         results=extrema_and_winners,
         result_dtypes=lambda data, *_, **__: [data.dtype, np.int32],
         reference=functools.partial(_reference_with_winner, extremum),
+        program_on_gpu=with_winner_on_gpu,
         attributes=("indices_are_sorted", "first_wins", "has_edge_order"),
         replicated_dims=replicated_dims_of_cells,
         shard_program=of_split_edges(functools.partial(_shard_with_winner, extremum), results=extrema_and_winners),
@@ -509,6 +542,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         results={"d_data": _ROWS},
         sizes=lambda *, num_rows, **_: {"gathered": num_rows},
         reference=_reference_backward,
+        program_on_gpu=backward_on_gpu,
         dtypes=FLOATING_DTYPES,
         guarantee=accumulated,
         attributes=("has_plan", "shares_ties"),

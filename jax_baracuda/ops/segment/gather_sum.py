@@ -40,6 +40,7 @@ from jax_baracuda.ops.segment.graphs import (
     sum_over_graphs,
     whole_batch,
 )
+from jax_baracuda.ops.segment.order import sorted_by_segment
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import of_split_segments, sum_over_axes
 
@@ -298,6 +299,25 @@ def _transpose_dot(
     )
 
 
+def _program_on_gpu(
+    *, indices_are_sorted: bool, has_weights: bool, has_edge_order: bool, **params: Any
+) -> Callable[..., Sequence[Array]] | None:
+    """The edges are brought into order first."""
+    if indices_are_sorted:
+        return None
+
+    def program(data: Array, gather_ids: Array, segment_ids: Array, *weights_and_order: Array) -> Sequence[Array]:
+        order, sorted_ids = sorted_by_segment(segment_ids, params["num_segments"])
+        edges: list[Array] = []
+        if has_weights:
+            weights, *numbers = weights_and_order
+            edges = [weights, numbers[0][order] if has_edge_order else order]
+        flags = {"indices_are_sorted": True, "has_weights": has_weights, "has_edge_order": has_weights}
+        return GATHER_SEGMENT_SUM.kernel(data, gather_ids[order], sorted_ids, *edges, **params, **flags)
+
+    return program
+
+
 def _results(*, has_weights: bool, **_: Any) -> NamedDimensions:
     return {"output": ("segment", "head", "feature") if has_weights else ("segment", "...")}
 
@@ -321,6 +341,7 @@ GATHER_SEGMENT_SUM = Op(
         row_dims=("edge",),
         ids_operand=2,
     ),
+    program_on_gpu=_program_on_gpu,
     limit=limit_of_edges,
     transpose=_transpose,
 )

@@ -6,12 +6,12 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda.ops.segment.ids import canonical_edges, check_num_segments, checked_ids, flat_ids, static_size
+from jax_baracuda.ops.segment.order import SEGMENT_ORDER, in_32_bits
 
 
 @jax.tree_util.register_dataclass
@@ -143,12 +143,12 @@ def _canonical_segments(name: str, segment_ids: ArrayLike, num_segments: int) ->
 
 
 def _plan_of_ids(segments: Array, num_segments: int, rows: Array | None, num_rows: int | None) -> SegmentPlan:
-    segments = _in_32_bits(segments, num_segments)
-    order, sorted_segments = _sorted(segments, num_segments)
+    segments = in_32_bits(segments, num_segments)
+    order, sorted_segments = SEGMENT_ORDER(segments, num_segments=num_segments)
     transposed_order = sorted_rows = None
     if rows is not None:
-        rows = _in_32_bits(rows, num_rows)
-        transposed_order, sorted_rows = _sorted(rows, num_rows)
+        rows = in_32_bits(rows, num_rows)
+        transposed_order, sorted_rows = SEGMENT_ORDER(rows, num_segments=num_rows)
     return SegmentPlan(
         edge_order=order,
         gather_ids=None if rows is None else rows[order],
@@ -163,20 +163,8 @@ def _plan_of_ids(segments: Array, num_segments: int, rows: Array | None, num_row
     )
 
 
-def _sorted(ids: Array, size: int) -> tuple[Array, Array]:
-    """The order of ids, those out of range last, and the ids in it."""
-    ids = jnp.where(ids < 0, size, ids)
-    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
-    return order, ids[order]
-
-
 def _host_value(value: Any) -> Any:
     return np.asarray(value) if isinstance(value, jax.Array) else value
-
-
-def _in_32_bits(ids: Array, size: int) -> Array:
-    """Ids as int32, those out of range by one: on the side where they are."""
-    return jnp.clip(ids, -1, size).astype(jnp.int32)
 
 
 def check_plan(name: str, plan: Any, **belonging: Any) -> None:

@@ -1,0 +1,15 @@
+// The CUDA target of segment_order.
+
+#include "ffi/segment/engine/run_cuda.h"
+#include "ffi/segment/order/handler.h"
+#include "ffi/segment/order/launch.cuh"
+
+namespace jax_baracuda::segment {
+namespace {
+
+JB_CUDA_TARGET("segment_order", (HandleOrder<cudaStream_t, RunOnCuda<OrderCall, PlanOrder, LaunchOrder>>),
+               (BindCall<Stream, 1, 2, OrderOptions>()), (PlanOf<PlanOrder, CallOf<OrderCall>>), kNothing,
+               "radix_sort");
+
+}  // namespace
+}  // namespace jax_baracuda::segment

@@ -1,0 +1,75 @@
+// The CPU kernel of segment_order.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <numeric>
+
+#include "ffi/segment/engine/rows_cpu.h"
+#include "ffi/segment/order/handler.h"
+
+namespace jax_baracuda::segment {
+namespace {
+
+// With more segments to a row, a table of all segments costs more than comparing rows.
+constexpr int64_t kMaxCountedSegmentsToRow = 16;
+
+bool IsCounted(const Problem& problem) { return problem.segments / kMaxCountedSegmentsToRow <= problem.rows; }
+
+const char* StrategyOf(const Problem& problem) {
+  if (problem.batch == 0 || problem.rows == 0) return kNothing;
+  return IsCounted(problem) ? "counting_sort" : "merge_sort";
+}
+
+Plan PlanOfOrder(const PlanParameters& parameters) { return {StrategyOf(CallOf<OrderCall>(parameters).problem)}; }
+
+// Dropped rows are in the segment after the last one.
+int32_t SegmentOf(int32_t id, int64_t segments) {
+  return static_cast<uint32_t>(id) < static_cast<uint64_t>(segments) ? id : static_cast<int32_t>(segments);
+}
+
+// Stable sorts of one element of the batch; false: there is no memory.
+bool CountingSort(const int32_t* ids, int64_t rows, int64_t segments, int32_t* order, int32_t* sorted_ids) {
+  const auto places = Allocate<int32_t>(segments + 2);  // of the next row of each segment
+  if (places == nullptr) return false;
+  WriteZeros(places.get(), segments + 2);
+  for (int64_t row = 0; row < rows; ++row) ++places[int64_t{SegmentOf(ids[row], segments)} + 1];
+  std::partial_sum(places.get(), places.get() + segments + 2, places.get());
+  for (int64_t row = 0; row < rows; ++row) {
+    const int32_t segment = SegmentOf(ids[row], segments);
+    const int32_t place = places[segment]++;
+    order[place] = static_cast<int32_t>(row);
+    sorted_ids[place] = segment;
+  }
+  return true;
+}
+
+void MergeSort(const int32_t* ids, int64_t rows, int64_t segments, int32_t* order, int32_t* sorted_ids) {
+  std::iota(order, order + rows, 0);
+  std::stable_sort(order, order + rows, [&](int32_t a, int32_t b) {
+    return SegmentOf(ids[a], segments) < SegmentOf(ids[b], segments);
+  });
+  for (int64_t place = 0; place < rows; ++place) sorted_ids[place] = SegmentOf(ids[order[place]], segments);
+}
+
+bool RunOrder(ffi::ThreadPool& pool, const OrderCall& call) {
+  const Problem& problem = call.problem;
+  std::atomic<bool> has_memory{true};
+  ParallelFor(pool, problem.rows == 0 ? 0 : problem.batch, [&](int64_t b) {
+    const int32_t* const ids = static_cast<const int32_t*>(call.segment_ids) + problem.IdIndex(b, 0);
+    int32_t* const order = call.order + b * problem.rows;
+    int32_t* const sorted_ids = call.sorted_ids + b * problem.rows;
+    if (!IsCounted(problem)) {
+      MergeSort(ids, problem.rows, problem.segments, order, sorted_ids);
+    } else if (!CountingSort(ids, problem.rows, problem.segments, order, sorted_ids)) {
+      has_memory = false;
+    }
+  });
+  return has_memory;
+}
+
+JB_CPU_TARGET("segment_order", (HandleOrder<ffi::ThreadPool, RunOnCpu<OrderCall, RunOrder>>),
+              (BindCall<ffi::ThreadPool, 1, 2, OrderOptions>()), PlanOfOrder, kNothing, "counting_sort", "merge_sort");
+
+}  // namespace
+}  // namespace jax_baracuda::segment

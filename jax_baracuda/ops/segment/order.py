@@ -1,0 +1,48 @@
+"""The order of rows by their segments, as an op of its own: XLA computes equal calls of it once in a program."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jax_baracuda._core.guarantees import EXACT
+from jax_baracuda._core.op import Op
+from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
+
+
+def in_32_bits(ids: Array, size: int) -> Array:
+    """Ids as int32, those out of range by one: on the side where they are."""
+    return jnp.clip(ids, -1, size).astype(jnp.int32)
+
+
+def sorted_by_segment(segment_ids: Array, num_segments: int) -> tuple[Array, Array]:
+    """The order of the rows, and their segments in it; those without one come last, as of `num_segments`.
+
+    By the kernel alone: for the programs that an op becomes.
+    """
+    order, sorted_ids = SEGMENT_ORDER.kernel(in_32_bits(segment_ids, num_segments), num_segments=num_segments)
+    return order, sorted_ids
+
+
+def _reference(segment_ids: Array, *, num_segments: int) -> tuple[Array, Array]:
+    is_member = (segment_ids >= 0) & (segment_ids < num_segments)
+    ids = jnp.where(is_member, segment_ids, num_segments)
+    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    return order, ids[order]
+
+
+SEGMENT_ORDER = Op(
+    name="segment_order",
+    operands={"segment_ids": ("edge",)},
+    results={"order": ("edge",), "sorted_ids": ("edge",)},
+    result_dtypes=lambda *_, **__: [np.int32, np.int32],
+    reference=_reference,
+    dtypes=frozenset({"int32"}),
+    guarantee=EXACT,
+    attributes=("num_segments",),
+    plan_parameters=lambda ids, *, num_segments: plan_parameters(ids, ids, num_segments=num_segments),
+    replicated_dims=("edge",),
+    limit=lambda ids, *, num_segments: limit_of_32_bits(ids.shape[0], num_segments),
+)
+"""``(segment_ids [E] of int32) -> (order [E], sorted_ids [E])``, a stable sort."""

@@ -1,0 +1,118 @@
+"""The order of rows by segments, and what sorts before it reduces on GPUs: XLA computes equal orders once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import cases
+
+import jax_baracuda as jb
+from jax_baracuda._core.call import OpCall
+from jax_baracuda._tools.calls import traced_calls
+from jax_baracuda.ops.segment.order import SEGMENT_ORDER
+
+NODES, EDGES, SEGMENTS = 30, 200, 17
+
+
+@pytest.mark.parametrize("segments", [1, 7, 300, 100_000])
+@pytest.mark.parametrize("rows", [0, 1, 500])
+def test_order(rng: np.random.Generator, rows: int, segments: int) -> None:
+    """That of a stable sort with what is out of range at the end, for each element of a batch."""
+    ids = rng.integers(-2, segments + 3, (3, rows)).astype(np.int32)
+    order, sorted_ids = jax.jit(jax.vmap(lambda ids: SEGMENT_ORDER(ids, num_segments=segments)))(ids)
+    is_member = (ids >= 0) & (ids < segments)
+    expected = np.argsort(np.where(is_member, ids, segments), axis=-1, kind="stable")
+    np.testing.assert_array_equal(order, expected)
+    in_order = np.take_along_axis(np.where(is_member, ids, segments), expected, axis=-1)
+    np.testing.assert_array_equal(sorted_ids, in_order)
+
+
+def graph(rng: np.random.Generator) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Rows with ties, ids of edges of which some are out of range, and weights."""
+    data = jnp.asarray(rng.integers(-2, 3, (NODES, 2, 3)), jnp.float32)
+    senders = jnp.asarray(rng.integers(-NODES - 2, NODES + 3, EDGES), jnp.int32)
+    receivers = jnp.asarray(rng.integers(-1, SEGMENTS + 2, EDGES), jnp.int32)
+    return data, senders, receivers, jnp.asarray(rng.integers(1, 4, (EDGES, 2)), jnp.float32)
+
+
+def message_passing(kind: str, *, tie_break: str = "split", is_weighted: bool = False) -> Any:
+    """The value and the gradients of a call without a plan."""
+
+    def call(data: Any, senders: Any, receivers: Any, weights: Any) -> Any:
+        options: dict[str, Any] = {"tie_break": tie_break} if kind in ("max", "min") else {}
+        if is_weighted:
+            options["weights"] = weights
+        return (getattr(jb, f"gather_segment_{kind}")(data, senders, receivers, SEGMENTS, **options) ** 2).sum()
+
+    return jax.value_and_grad(call, (0, 3))
+
+
+CALLS = {
+    "sum": message_passing("sum"),
+    "weighted sum": message_passing("sum", is_weighted=True),
+    "max": message_passing("max"),
+    "min, first": message_passing("min", tie_break="first"),
+}
+
+
+def unsorted_calls(name: str, *operands: Any) -> list[OpCall]:
+    return [call for call in traced_calls(CALLS[name], *operands) if call.op.program_on_gpu is not None]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_programs_on_gpu(rng: np.random.Generator, name: str) -> None:
+    """On any device, they compute what the op does, also where the edges have numbers of their own."""
+    calls = unsorted_calls(name, *graph(rng))
+    assert calls
+    for call in calls:
+        params: dict[str, Any] = dict(call.params)
+        operands = [_operand(rng, operand, of_name) for of_name, operand in _named(call).items()]
+        program = call.op.program_on_gpu(**params)
+        assert program is not None
+        expected = call.op(*operands, **params)
+        for actual, wanted in zip(jax.jit(program)(*operands), expected, strict=True):
+            np.testing.assert_array_equal(actual, wanted)
+        if "has_edge_order" in params and (params.get("has_weights") or "first_wins" in params):
+            order = jnp.asarray(rng.permutation(EDGES), jnp.int32)
+            flags = {**params, "has_edge_order": True}
+            ordered = jax.jit(call.op.program_on_gpu(**flags))(*operands, order)
+            for actual, wanted in zip(ordered, call.op(*operands, order, **flags), strict=True):
+                np.testing.assert_array_equal(actual, wanted)
+
+
+def _named(call: OpCall) -> dict[str, Any]:
+    return dict(zip(call.resolve(call.op.operands), call.operands, strict=True))
+
+
+def _operand(rng: np.random.Generator, aval: Any, name: str) -> jax.Array:
+    """Small integers, which add up exactly; ids and winners are in the range of both or out of it."""
+    low, high = (-2, EDGES // 4) if aval.dtype == np.int32 else (-2, 3)
+    return jnp.asarray(rng.integers(low, high, aval.shape), aval.dtype)
+
+
+def test_sorted_calls_are_not_sorted_again(rng: np.random.Generator) -> None:
+    data, senders, receivers, _ = graph(rng)
+    for call in traced_calls(
+        lambda *x: jb.gather_segment_sum(*x, SEGMENTS, indices_are_sorted=True), data, senders, receivers
+    ):
+        assert call.op.program_on_gpu is None or call.op.program_on_gpu(**call.params) is None
+
+
+@pytest.mark.skipif(cases.PLATFORM != "cuda", reason="only GPUs need an order")
+def test_a_program_sorts_once(rng: np.random.Generator) -> None:
+    """Two layers and their gradients: by receivers and by senders."""
+    data, senders, receivers, _ = graph(rng)
+
+    def loss(data: Any, senders: Any, receivers: Any) -> Any:
+        for _ in range(2):
+            messages = jb.gather_segment_max(data, senders, receivers, NODES)
+            data = data + jnp.where(jnp.isfinite(messages), messages, 0)
+            data = data + jb.gather_segment_sum(data, senders, receivers, NODES)
+        return (data**2).sum()
+
+    text = jax.jit(jax.grad(loss)).lower(data, senders, receivers).compile().as_text()
+    assert text.count('custom_call_target="jax_baracuda.segment_order"') == 2
