@@ -61,6 +61,7 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 X = jax.ShapeDtypeStruct((2, 3, 8, 16), np.float32)
 IDS = np.array([1, 0])
+PLAN = jb.segment_plan(IDS, 3)
 REDUCTIONS = tuple(f"segment_{kind}" for kind in ("max", "min", "sum", "mean", "prod", "softmax"))
 GATHERS = tuple(f"gather_segment_{kind}" for kind in ("max", "min", "sum", "mean"))
 
@@ -87,8 +88,8 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "causal_conv1d_update": (lambda x, **o: jb.causal_conv1d_update(x[0, :, :, 0], x[0], jnp.ones((8, 4)), **o), (X,)),
     **{name: (of_rows(name), (X,)) for name in (*REDUCTIONS, "segment_argmax", "segment_argmin")},
     **{name: (of_edges(name), (X,)) for name in GATHERS},
-    "segment_sum by a plan": (lambda x, **o: jb.segment_sum(x, plan=jb.segment_plan(IDS, 3), **o), (X,)),
-    "segment_max by a plan": (lambda x, **o: jb.segment_max(x, plan=jb.segment_plan(IDS, 3), **o), (X,)),
+    "segment_sum by a plan": (lambda x, **o: jb.segment_sum(x, plan=PLAN, **o), (X,)),
+    "segment_max by a plan": (lambda x, **o: jb.segment_max(x, plan=PLAN, **o), (X,)),
     "segment_attention": (lambda x, **o: jb.segment_attention(jnp.ones((2, 3)), x, IDS, IDS, 3, **o), (X,)),
     "segment_sum_backward": (lambda x, **o: jb.segment_sum_backward(x, IDS, **o), (X,)),
     "segment_mean_backward": (lambda x, **o: jb.segment_mean_backward(x, IDS, **o), (X,)),

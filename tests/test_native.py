@@ -168,6 +168,7 @@ USE_THE_OPS = """
                        jax_baracuda.gather_segment_mean):
             jax.grad(lambda x: reduce(x, ids, ids, 2).sum())(data)
             print(reduce.__name__, reduce(data, ids, ids, 2).tolist())
+        print("segment_order", jax_baracuda.segment_plan(ids, 2).edge_order.tolist())
         gathered = lambda x, w: jax_baracuda.gather_segment_sum(x, ids, ids, 2, weights=w).sum()
         jax.grad(gathered, (0, 1))(data, data)
         print("gather_segment_sum", jax_baracuda.gather_segment_sum(data, ids, ids, 2).tolist())
@@ -207,6 +208,7 @@ VALUES = {
     "segment_softmax": [0.26894142, 0.5, 0.5, 0.73105858],
     "segment_argmax": [3, 1],
     "segment_argmin": [0, 1],
+    "segment_order": [0, 3, 1, 2],
     "gather_segment_max": [1, 5],
     "gather_segment_min": [1, 5],
     "gather_segment_mean": [1, 5],

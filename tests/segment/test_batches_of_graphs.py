@@ -155,9 +155,9 @@ def test_memory(rng: np.random.Generator, name: str, form: str) -> None:
     text = lowered.as_text()
     launches = re.findall(rf"@jax_baracuda\.{kernel}(_with_winner|_backward|)\(", text)
     gradient = re.findall(rf"@jax_baracuda\.{kernel}[a-z_]*\(.*", text)[-1]
-    assert not re.search(
-        "(has_plan|indices_are_sorted) = true", gradient
-    )  # the orders of the graphs make none together
+    if cases.PLATFORM == "cpu":  # on GPUs the kernel comes after a sort of all graphs' edges
+        # The orders of the graphs make none together.
+        assert not re.search("(has_plan|indices_are_sorted) = true", gradient)
     assert launches == (["_with_winner", "_backward"] if kernel[-3:] in ("max", "min") else ["", ""])
     of_edges = 4 * batch * edges  # a number for each edge: ids, probabilities, orders
     assert 8 * of_edges < 4 * nodes * features * batch / 3

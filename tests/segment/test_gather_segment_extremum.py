@@ -285,9 +285,9 @@ def test_no_array_of_edges_times_features_in_second_derivatives(
         return [t(sum_of_cubes(lambda x: call(x, *ids)))(data, vector) for t in SECOND_DERIVATIVES.values()]
 
     program = jax.jit(product).lower(data, vector, *ids).compile()
-    assert program.memory_analysis().temp_size_in_bytes < edges * features * math.prod(
-        batch
-    )  # a quarter of the messages
+    part = 4 if cases.PLATFORM == "cpu" else 2  # scratch memory of GPUs is for sorts as well
+    messages = 4 * edges * features * math.prod(batch)
+    assert program.memory_analysis().temp_size_in_bytes < messages / part
 
 
 @pytest.mark.parametrize("kind", ["max", "min", "mean"])
