@@ -1,4 +1,4 @@
-"""Times of a cache that plain JAX writes in a loop, as it is and redirected: ``python tests/programs/time_slice_updates.py``."""
+"""Times of a cache that plain JAX writes in a loop, as it is and redirected."""
 
 from __future__ import annotations
 
