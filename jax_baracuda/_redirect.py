@@ -207,12 +207,13 @@ def _slice_update(operand: Any, update: Any, start_indices: Any, *, allow_negati
 
 def _start(start: Any, size: int, counts_from_end: bool) -> Any:
     """A start index as :func:`write_slice` takes it, of which a negative one counts from the end."""
-    if isinstance(start, int | np.integer):
+    dtype = jax.dtypes.canonicalize_dtype(getattr(start, "dtype", int))
+    is_known = isinstance(start, int | np.integer)
+    if max(size, abs(int(start)) if is_known else 0) > jnp.iinfo(dtype).max:
+        raise _Unserved(f"a start index {f'of {start} ' if is_known else ''}of dtype {dtype} for {size} elements")
+    if is_known or counts_from_end or jnp.issubdtype(dtype, jnp.unsignedinteger):
         return start
-    dtype = jnp.result_type(start)
-    if size > jnp.iinfo(dtype).max:
-        raise _Unserved(f"a start index of dtype {dtype} for {size} elements")
-    return start if counts_from_end or jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.maximum(start, 0)
+    return jnp.maximum(start, 0)
 
 
 def _or_else(

@@ -225,6 +225,7 @@ def test_slice_updates_that_are_left_to_jax() -> None:
     keys = jax.random.split(jax.random.key(0), 4)
     with redirect(slice_updates=True) as report:
         imported_update(x, x[:2], (start, start))  # where JAX adds 200 in 8 bits
+        imported_update(x, x[:2], (2**40, 0))  # which JAX takes modulo 2^32
         imported_update(keys, keys[:1], (2,))
         imported_update(jnp.asarray(0.0), 1.0, ())
         imported_update(jnp.zeros([1] * 9), jnp.ones([1] * 9), [0] * 9)
@@ -236,9 +237,10 @@ def test_slice_updates_that_are_left_to_jax() -> None:
     assert not report.redirected, report
     reasons = [reason for _, reason in report.kept]
     assert reasons[0] == "a start index of dtype int8 for 200 elements"
-    assert reasons[1].startswith("there is no kernel for dtype key")
-    assert reasons[2:4] == ["the result is weakly typed", "the array has more than 8 axes"]
-    assert len(reasons) == 8
+    assert reasons[1] == f"a start index of {2**40} of dtype int32 for 200 elements"
+    assert reasons[2].startswith("there is no kernel for dtype key")
+    assert reasons[3:5] == ["the result is weakly typed", "the array has more than 8 axes"]
+    assert len(reasons) == 9
 
 
 def test_what_is_not_served_is_left_to_jax(rng: np.random.Generator) -> None:
