@@ -72,7 +72,7 @@ bench: $(VENV)/installed
 
 # Programs of other packages, in an environment of their own, with what make test leaves out of compilation.
 clients:
-	$(MAKE) .venv-clients/installed VENV=.venv-clients
+	$(MAKE) .venv-clients/installed VENV=.venv-clients OLDEST_PYTHON=12 MAKECMDGOALS=clients
 	.venv-clients/bin/pip install --quiet --requirement tests/programs/requirements.txt
 	JAX_BARACUDA_POISON=0 XLA_FLAGS="--xla_backend_optimization_level=3 --xla_llvm_disable_expensive_passes=false" \
 	  .venv-clients/bin/pytest tests/programs
@@ -90,9 +90,11 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 	$(BIN)/codespell *.md *.txt Makefile pyproject.toml .ci cmake docs ffi jax_baracuda tests benchmarks/*.py
 
+# Of Python 3. The packages that make clients pins need a newer one than jax_baracuda.
+OLDEST_PYTHON := 11
 $(VENV)/bin/pip:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "jax_baracuda needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, $(OLDEST_PYTHON)))' || \
+	  { echo "This needs Python 3.$(OLDEST_PYTHON) or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
 	         "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip

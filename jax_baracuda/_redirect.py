@@ -29,6 +29,7 @@ from jax_baracuda._core.redirection import (
 )
 from jax_baracuda.ops.segment.definitions import ORDERED_DTYPES
 from jax_baracuda.ops.segment.take_rows import sum_taken_rows
+from jax_baracuda.ops.write_slice import MAX_AXES, WRITE_SLICE
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -187,6 +188,34 @@ def _sum_taken(
     return reshard_like(d_data, operand)
 
 
+def _slice_update(operand: Any, update: Any, start_indices: Any, *, allow_negative_indices: Any = True) -> Array:
+    own = functools.partial(jax.lax.dynamic_update_slice, allow_negative_indices=allow_negative_indices)
+    result = jax.eval_shape(lambda: own(operand, update, start_indices))  # JAX refuses what it does not take
+    if result.dtype.name not in WRITE_SLICE.dtypes:
+        raise _Unserved(f"there is no kernel for dtype {result.dtype}")
+    if result.ndim > MAX_AXES or not jax_versions.is_static_shape(result.shape):
+        raise _Unserved(f"the array has more than {MAX_AXES} axes" if result.ndim > MAX_AXES else "shapes are symbolic")
+    if result.weak_type:
+        raise _Unserved("the result is weakly typed")
+    may_be_negative = np.broadcast_to(allow_negative_indices, result.ndim)
+    starts = [
+        _start(start, size, counts_from_end)
+        for start, size, counts_from_end in zip(start_indices, result.shape, may_be_negative, strict=True)
+    ]
+    return forward_mode.write_slice(operand, update, starts)
+
+
+def _start(start: Any, size: int, counts_from_end: bool) -> Any:
+    """A start index as :func:`write_slice` takes it, of which a negative one counts from the end."""
+    dtype = jax.dtypes.canonicalize_dtype(getattr(start, "dtype", int))
+    is_known = isinstance(start, int | np.integer)
+    if max(size, abs(int(start)) if is_known else 0) > jnp.iinfo(dtype).max:
+        raise _Unserved(f"a start index {f'of {start} ' if is_known else ''}of dtype {dtype} for {size} elements")
+    if is_known or counts_from_end or jnp.issubdtype(dtype, jnp.unsignedinteger):
+        return start
+    return jnp.maximum(start, 0)
+
+
 def _or_else(
     name: str, own: Callable[..., Array] | None, function: Callable[..., Array], *args: Any, **kwargs: Any
 ) -> Array | None:
@@ -233,16 +262,31 @@ def _wrap_scatter_update(own: Callable[..., Array]) -> Callable[..., Array | Non
     return scatter_update
 
 
+def _wrap_slice_update(own: Callable[..., Array]) -> Callable[..., Array | None]:
+    def slice_update(*args: Any, **kwargs: Any) -> Array | None:
+        if not current_redirection().slice_updates:
+            return own(*args, **kwargs)
+        return _or_else("jax.lax.dynamic_update_slice", own, _slice_update, *args, **kwargs)
+
+    return slice_update
+
+
 def _transpose_of_gather(*args: Any, **params: Any) -> Array | None:
     if not current_redirection().gather_gradients:
         return None
     return _or_else("gradient of a gather", None, _sum_taken, *args, **params)
 
 
+def _redirect_slice_updates() -> None:
+    jax_versions.wrap_lowering(not_redirected)  # there, scan writes slices of its stacked results
+    jax_versions.wrap_slice_update(_wrap_slice_update)
+
+
 _PLACES: dict[str, Callable[[], None]] = {
     "segments": functools.partial(jax_versions.wrap_segment_update, _wrap_segment_update),
     "indexed_updates": functools.partial(jax_versions.wrap_scatter_update, _wrap_scatter_update),
     "gather_gradients": functools.partial(jax_versions.wrap_transpose_of_gather, _transpose_of_gather),
+    "slice_updates": _redirect_slice_updates,
 }
 _wrapped: set[str] = set()
 _lock = threading.Lock()
@@ -296,6 +340,9 @@ class redirect(contextlib.ContextDecorator):  # noqa: N801 (used as a function)
       ``jnp.take(x, ids, axis=0)``: the kernel of :func:`segment_sum`. The gather itself stays XLA's.
     - `indexed_updates`: ``x.at[ids].add`` and ``.multiply`` of rows by a vector of ids, for integers also ``.max`` and
       ``.min``: the updates of each row are reduced by a kernel and joined with it.
+    - `slice_updates`: ``jax.lax.dynamic_update_slice`` and the functions that call it, ``..._in_dim`` and
+      ``dynamic_update_index_in_dim``, as caches in loops do: :func:`write_slice`, which under ``jax.vmap`` writes the
+      windows of a whole batch at once.
 
     On GPUs, sums of 32 and 64 bits over more than 64 segments are left to XLA, which adds rows as it computes them,
     unless they are sorted and have 2048 rows a segment on average: in whole programs that was faster.
@@ -309,6 +356,7 @@ class redirect(contextlib.ContextDecorator):  # noqa: N801 (used as a function)
       segments: whether calls of ``jax.ops`` are redirected.
       gather_gradients: whether gradients of gathers are.
       indexed_updates: whether indexed updates are.
+      slice_updates: whether updates of slices are.
 
     Returns:
       The context manager. Entered, it gives its :class:`RedirectReport`, which is also its attribute `report`.
@@ -330,8 +378,17 @@ class redirect(contextlib.ContextDecorator):  # noqa: N801 (used as a function)
       1 x jax.ops.segment_sum: redirected
     """
 
-    def __init__(self, *, segments: bool = True, gather_gradients: bool = True, indexed_updates: bool = False) -> None:
-        self._redirection = Redirection(bool(segments), bool(gather_gradients), bool(indexed_updates))
+    def __init__(
+        self,
+        *,
+        segments: bool = True,
+        gather_gradients: bool = True,
+        indexed_updates: bool = False,
+        slice_updates: bool = False,
+    ) -> None:
+        self._redirection = Redirection(
+            bool(segments), bool(gather_gradients), bool(indexed_updates), bool(slice_updates)
+        )
         self.report = RedirectReport()
         _wrap(self._redirection)
 

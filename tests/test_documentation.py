@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.pages import run_examples
 
 import jax_baracuda
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOR_DEVELOPERS = [ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")]
-WITH_EXAMPLES = [page for page in PAGES if "```python\n" in page.read_text() and page.name != "adding_an_op.md"]
-"""But for the page that adds an op, which tests/test_adding_an_op.py follows."""
+RUN_ELSEWHERE = {"adding_an_op.md": "test_adding_an_op.py", "recipes_libraries.md": "programs/test_recipes.py"}
+WITH_EXAMPLES = [page for page in PAGES if "```python\n" in page.read_text() and page.name not in RUN_ELSEWHERE]
 
 
 def name_of(page: Path) -> str:
@@ -24,10 +24,13 @@ def name_of(page: Path) -> str:
 @pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=name_of)
 def test_examples(page: Path) -> None:
-    """The examples of a page run one after the other, as a reader's program."""
-    program: dict[str, Any] = {}
-    for block in re.finditer(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
-        exec(compile(block[1], name_of(page), "exec"), program)
+    run_examples(page)
+
+
+@pytest.mark.newest_jax_alone
+@pytest.mark.parametrize("page", RUN_ELSEWHERE)
+def test_examples_run_elsewhere(page: str) -> None:
+    assert page in (ROOT / "tests" / RUN_ELSEWHERE[page]).read_text()
 
 
 def anchors_of(page: Path) -> set[str]:

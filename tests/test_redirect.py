@@ -6,7 +6,8 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 
-from jax.ops import segment_max as imported_segment_max  # isort: skip  (as clients do, before anything is redirected)
+from jax.lax import dynamic_update_slice as imported_update  # isort: skip  (as clients do, before anything is redirected)
+from jax.ops import segment_max as imported_segment_max  # isort: skip
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +146,103 @@ def test_gradients_of_indexed_updates(rng: np.random.Generator) -> None:
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+SLICE_UPDATES: dict[str, Callable[..., jax.Array]] = {
+    "slice": lambda x, update, start: jax.lax.dynamic_update_slice(x, update, (start, 1, start - 1)),
+    "imported": lambda x, update, start: imported_update(x, update, jnp.stack([start, start, start])),
+    "static": lambda x, update, start: imported_update(x, update, (-3, np.int64(1), 9)),
+    "unsigned": lambda x, update, start: imported_update(x, update, [start.astype(jnp.uint32)] * 3),
+    "in_dim": lambda x, update, start: jax.lax.dynamic_update_slice_in_dim(x, update, start, axis=1),
+    "index": lambda x, update, start: jax.lax.dynamic_update_index_in_dim(x, update[:, 0], start, axis=1),
+    "not from the end": lambda x, update, start: imported_update(
+        x, update, (start, 1, start), allow_negative_indices=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SLICE_UPDATES)
+def test_slice_updates(rng: np.random.Generator, name: str) -> None:
+    """At starts inside and outside, by themselves and mapped: the same bits, and the same derivatives in both modes."""
+    x, update = (rng.normal(size=shape).astype(np.float32) for shape in ((4, 6, 4, 5), (4, 2, 3, 2)))
+    starts = jnp.asarray(rng.integers([-9, -5, 0, 5], [-5, 0, 5, 9], dtype=np.int32))
+    function = jax.vmap(SLICE_UPDATES[name])
+
+    def results(x: jax.Array, update: jax.Array) -> list[jax.Array]:
+        value, pull_back = jax.vjp(lambda x, update: function(x, update, starts), x, update)
+        pushed = jax.jvp(lambda x, update: function(x, update, starts), (x, update), (2 * x, 3 * update))
+        hessian = jax.jacfwd(jax.grad(lambda update: (function(x, update, starts) ** 3).sum()))(update)
+        one = SLICE_UPDATES[name](x[0], update[0], starts[0])
+        return [value, *pull_back(x), *pushed, hessian, one]
+
+    expected = jax.jit(results)(x, update)
+    with redirect(slice_updates=True) as report:
+        actual = jax.jit(results)(x, update)
+        assert kernels(lambda x, update: SLICE_UPDATES[name](x, update, starts[0]), x[0], update[0]) == ["write_slice"]
+    assert report.redirected.keys() == {"jax.lax.dynamic_update_slice"}
+    assert not report.kept
+    for got, want in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+    with redirect(indexed_updates=True) as report:
+        SLICE_UPDATES[name](jnp.asarray(x[0]), update[0], starts[0])
+    assert not report.redirected
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int4", "bfloat16", "complex64", "float8_e4m3fn"])
+def test_slice_updates_of_all_dtypes(rng: np.random.Generator, dtype: str) -> None:
+    x, update = (jnp.asarray(rng.integers(0, 2, shape), dtype) for shape in ((5, 7), (2, 3)))
+    expected = imported_update(x, update, (1, 3))
+    with redirect(slice_updates=True) as report:
+        actual = imported_update(x, update, (1, 3))
+    assert report.redirected == {"jax.lax.dynamic_update_slice": 1}
+    assert actual.dtype == expected.dtype
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_slices_that_a_loop_carries(rng: np.random.Generator) -> None:
+    """In place where the caches are donated. The loop's own stack of results is JAX's, as is all that it lowers."""
+    rows = rng.normal(size=(6, 3)).astype(np.float32)
+
+    def fill(cache: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def step(cache: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            position, row = at
+            return jax.lax.dynamic_update_index_in_dim(cache, row, position, 0), row.sum()
+
+        return jax.lax.scan(step, cache, (jnp.arange(6), rows))
+
+    with redirect(slice_updates=True) as report:
+        compiled = jax.jit(fill, donate_argnums=0)
+        assert compiled.lower(jnp.zeros((8, 3)), rows).as_text().count("write_slice") == 1
+        cache = jnp.zeros((8, 3))
+        memory = cache.unsafe_buffer_pointer()
+        filled, sums = compiled(cache, rows)
+    assert report.redirected == {"jax.lax.dynamic_update_slice": 1}
+    assert filled.unsafe_buffer_pointer() == memory
+    np.testing.assert_array_equal(filled, np.concatenate([rows, np.zeros((2, 3))]))
+    np.testing.assert_allclose(sums, rows.sum(1), rtol=1e-6)
+
+
+def test_slice_updates_that_are_left_to_jax() -> None:
+    x, start = jnp.zeros((200, 3)), jnp.int8(-1)
+    keys = jax.random.split(jax.random.key(0), 4)
+    with redirect(slice_updates=True) as report:
+        imported_update(x, x[:2], (start, start))  # where JAX adds 200 in 8 bits
+        imported_update(x, x[:2], (2**40, 0))  # which JAX takes modulo 2^32
+        imported_update(keys, keys[:1], (2,))
+        imported_update(jnp.asarray(0.0), 1.0, ())
+        imported_update(jnp.zeros([1] * 9), jnp.ones([1] * 9), [0] * 9)
+        for refused, words in ((x.astype(int), "same dtypes"), (x[0], "same rank"), (jnp.ones((3, 4)), "smaller")):
+            with pytest.raises(TypeError, match=words):  # JAX's own words
+                imported_update(x, refused, (0, 0))
+        with pytest.raises(TypeError, match="integers of the same type"):
+            imported_update(x, x[:2], (jnp.int32(0), jnp.uint32(0)))
+    assert not report.redirected, report
+    reasons = [reason for _, reason in report.kept]
+    assert reasons[0] == "a start index of dtype int8 for 200 elements"
+    assert reasons[1] == f"a start index of {2**40} of dtype int32 for 200 elements"
+    assert reasons[2].startswith("there is no kernel for dtype key")
+    assert reasons[3:5] == ["the result is weakly typed", "the array has more than 8 axes"]
+    assert len(reasons) == 9
+
+
 def test_what_is_not_served_is_left_to_jax(rng: np.random.Generator) -> None:
     data, ids = problem(rng)
     with redirect(indexed_updates=True) as report:
@@ -167,7 +265,7 @@ def test_traces_belong_to_their_context(rng: np.random.Generator) -> None:
     @jax.jit
     def inner(data: jax.Array) -> jax.Array:
         traces.append(data)
-        return imported_segment_max(data, ids, NUM_SEGMENTS)
+        return imported_update(imported_segment_max(data, ids, NUM_SEGMENTS), data[:2], (1, 0))
 
     outer = jax.jit(lambda data: 2 * inner(data))
     gradient = jax.jit(jax.grad(lambda data: jnp.sum(inner(data)[jnp.asarray([1, 2])])))
@@ -178,13 +276,14 @@ def test_traces_belong_to_their_context(rng: np.random.Generator) -> None:
 
     assert names() == [[], []]
     for _ in range(2):
-        with redirect():
+        with redirect(slice_updates=True):
             of_value, of_gradient = names()
-        assert of_value == ["segment_max"]
+        assert of_value == ["segment_max", "write_slice"]
         assert any(name.startswith("segment_max_backward") for name in of_gradient)
+        assert any(name.startswith("write_slice_backward") for name in of_gradient)
         assert names() == [[], []]
     num_traces = len(traces)
-    with redirect():
+    with redirect(slice_updates=True):
         names()
     names()
     assert len(traces) == num_traces
@@ -276,8 +375,9 @@ def test_calls_without_a_kernel_end(rng: np.random.Generator) -> None:
     import jax_baracuda  # noqa: PLC0415
 
     data, ids = problem(rng)
-    with redirect(indexed_updates=True), jax_baracuda.implementation("xla"):
+    with redirect(indexed_updates=True, slice_updates=True), jax_baracuda.implementation("xla"):
         actual = jax.jit(lambda x: jax.ops.segment_sum(x, ids, NUM_SEGMENTS))(data)
+        jax.jit(jax.jacfwd(jax.grad(lambda x: (imported_update(x, x[:2], (3, 0)) ** 3).sum())))(data)
         jax.jit(jax.grad(lambda x: jax.ops.segment_max(x, ids, NUM_SEGMENTS)[1:3].sum()))(data)
     np.testing.assert_allclose(actual, jax.ops.segment_sum(data, ids, NUM_SEGMENTS), rtol=1e-5, atol=1e-5)
 

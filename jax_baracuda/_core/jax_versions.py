@@ -7,8 +7,11 @@ What is private is imported where it is used: a name that a new JAX no longer ha
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import inspect
 import math
+import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +40,10 @@ __all__ = [
     "unify_varying",
     "varying_axes",
     "without_abstract_mesh",
+    "wrap_lowering",
     "wrap_scatter_update",
     "wrap_segment_update",
+    "wrap_slice_update",
     "wrap_transpose_of_gather",
     "zero_tangent",
 ]
@@ -323,3 +328,38 @@ def wrap_transpose_of_gather(sum_taken: Callable[..., jax.Array | None]) -> None
             operand.accum(result)
 
     ad.fancy_transposes[gather_p] = accumulate
+
+
+def wrap_slice_update(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """The same for ``jax.lax.dynamic_update_slice``, which programs may have imported before: its code is replaced.
+
+    The functions ``dynamic_update_slice_in_dim`` and ``dynamic_update_index_in_dim`` call it.
+    """
+    function = jax.lax.dynamic_update_slice
+    own = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    own.__kwdefaults__ = function.__kwdefaults__
+
+    def call(*args: Any, _wrapped: Callable[..., Any], **kwargs: Any) -> Any:
+        return _wrapped(*args, **kwargs)
+
+    function.__signature__ = inspect.signature(function)
+    function.__kwdefaults__ = {**(own.__kwdefaults__ or {}), "_wrapped": wrap(own)}
+    function.__code__ = call.__code__
+
+
+def wrap_lowering(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    """Has programs lowered inside of ``context()``. What is traced then is JAX's own, as how ``scan`` stacks results.
+
+    Raises:
+      ImportError, AttributeError: this JAX has no such function.
+    """
+    from jax._src.interpreters import mlir
+
+    own = mlir.lower_jaxpr_to_module
+
+    @functools.wraps(own)
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return own(*args, **kwargs)
+
+    mlir.lower_jaxpr_to_module = lower

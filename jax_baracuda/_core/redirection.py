@@ -16,6 +16,7 @@ class Redirection:
     segments: bool = False
     gather_gradients: bool = False
     indexed_updates: bool = False
+    slice_updates: bool = False
 
 
 NOTHING = Redirection()

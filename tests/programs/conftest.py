@@ -54,7 +54,7 @@ def compare_redirected(timings: Timings) -> Callable[..., Any]:
         atol: float = 1e-6,
     ) -> Any:
         jax.clear_caches()  # calls are counted while they are traced, inner jits too
-        redirect = jb.redirect(indexed_updates=True)
+        redirect = jb.redirect(indexed_updates=True, slice_updates=True)
         plain, redirected = jax.jit(step), jax.jit(redirect(step))
         with jax.default_matmul_precision("float32"):  # not TF32
             expected, results = plain(*arguments), redirected(*arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from support.pages import run_examples
 from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv, SoftmaxAggregation
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes_pyg.md"
-RECIPES: dict[str, Any] = {}
-for block in re.finditer(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE):
-    exec(compile(block[1], PAGE.name, "exec"), RECIPES)
+RECIPES = run_examples(PAGE)
 
 NODES, WIDTH, OUT = 40, 6, 5
 DTYPES = ["float32", "float64"]

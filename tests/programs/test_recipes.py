@@ -1,0 +1,13 @@
+"""The recipes whose packages only this environment has: they run, and assert what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.pages import run_examples
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_recipes() -> None:
+    run_examples(DOCS / "recipes_libraries.md")
