@@ -182,6 +182,8 @@ UNREACHABLE = (
     ("segment_*_backward", "flat_elements", NOT_ALONE),
     # JAX's own arithmetic, on the way to a derivative, lacks 8-bit numbers.
     ("write_slice_backward", "*1_byte*", "*"),
+    # With so many more segments than rows, it has a test of its own.
+    ("segment_order", "merge_sort", "*"),
     # A table so large that it is made in parts has rows enough for a cache.
     ("segment_softmax*", "atomics_in_parts", "*"),
     # The filter keeps what it has seen of one table.
