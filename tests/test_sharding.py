@@ -29,9 +29,10 @@ from segment.reference import (
 )
 from support import cases
 from support.cases import Expected, Shape
-from support.meshes import MESH_SHAPE, collectives
+from support.meshes import MESH_SHAPE, collectives, exchanges
 
 from jax_baracuda import forward_mode
+from jax_baracuda._core.sharding import mesh_axes
 
 NUM_SEGMENTS = 12
 pytestmark = cases.on_two_devices
@@ -118,18 +119,18 @@ SPLITS = {
     "rows over both axes": P(("rows", "features"), None),
 }
 
-# How many collectives the value may have where rows are split, and how many more its gradient. Products exchange cells.
-MAX_ALL_REDUCES = {
-    "segment_max": (1, 1),
-    "segment_min": (1, 1),
-    "segment_sum": (1, 0),
-    "segment_mean": (2, 0),
-    "segment_prod": (0, 0),
-    "segment_softmax": (2, 1),
-    "segment_argmax": (2, 0),
-    "segment_argmin": (2, 0),
+# How many arrays of cells are added up over devices where rows are split, in half arrays: of the value, and of both the
+# value and the gradient.
+HALVES = {
+    "segment_max": (2, 4),
+    "segment_min": (2, 4),
+    "segment_sum": (2, 2),
+    "segment_mean": (4, 4),
+    "segment_prod": (3, 4),
+    "segment_softmax": (4, 6),
+    "segment_argmax": (4, 4),
+    "segment_argmin": (4, 4),
 }
-MAX_ALL_GATHERS = {"segment_prod": 2}
 
 
 @pytest.mark.parametrize(
@@ -162,15 +163,16 @@ def test_sharded_operands_give_the_single_device_answer(
         for result, its_spec in zip(actual, (result_spec, spec), strict=False):
             assert result.sharding.is_equivalent_to(NamedSharding(mesh, its_spec), 2)
 
-        of_value = collectives(lambda data, ids: reduction(data, ids, NUM_SEGMENTS, **options), *operands[:2])
-        of_both = collectives(function, *operands)
-    rows_are_split = spec[0] is not None
-    max_of_value, max_of_gradient = MAX_ALL_REDUCES[reduction.name]
-    max_gathers = MAX_ALL_GATHERS.get(reduction.name, 0) * rows_are_split
-    for counts, max_reduces in ((of_value, max_of_value), (of_both, max_of_value + max_of_gradient)):
-        assert counts["all-reduce"] <= max_reduces * rows_are_split, counts
-        assert counts["all-gather"] <= max_gathers, counts
-        assert sum(counts.values()) == counts["all-reduce"] + counts["all-gather"], counts
+        of_value = exchanges(lambda data, ids: reduction(data, ids, NUM_SEGMENTS, **options), *operands[:2])
+        of_both = exchanges(function, *operands)
+    num_row_shards, num_feature_shards = (
+        math.prod(mesh.shape[axis] for axis in mesh_axes(entry)) for entry in (*spec, None)[:2]
+    )
+    num_segments = -(-NUM_SEGMENTS // num_row_shards) * num_row_shards
+    cells = num_segments * data.shape[1] // num_feature_shards
+    for exchanged, halves in zip((of_value, of_both), HALVES[reduction.name], strict=True):
+        assert not exchanged if num_row_shards == 1 else all(x.size <= cells for x in exchanged), exchanged
+        assert sum(x.traffic for x in exchanged) <= halves * 4 * cells, exchanged
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int32", "bfloat16", "float16"])
