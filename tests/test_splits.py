@@ -206,23 +206,28 @@ def bytes_of(text: str, example: Example) -> float:
     return total
 
 
+def compiled(function: Callable[..., Any], split: Split, is_mapped: bool = False) -> Any:
+    """The program of a function of operands and cotangents, where every array with this dimension is split."""
+    example, _, operands, cotangents = program(split.key, is_mapped)
+    front = () if example.mapped is None else (example.mapped,)
+    of_operands = {name: split_dim((*front, *x.dims), split.dim) for name, x in example.operands.items()}
+    size = example.sizes["split"][split.dim]
+    of_cotangents, of_results = (
+        jax.tree.map(lambda x: split_dim(x.shape, size), arrays)
+        for arrays in (cotangents, jax.eval_shape(function, operands, cotangents))
+    )
+    jitted = jax.jit(function, in_shardings=(of_operands, of_cotangents), out_shardings=of_results)
+    return jitted.lower(operands, cotangents).compile()
+
+
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_split_of_one_dimension(split: Split) -> None:
     is_mapped = split.dim == "batch" and EXAMPLES[split.key[:2]].mapped is None
     example, function, operands, cotangents = program(split.key, is_mapped)
-    front = () if example.mapped is None else (example.mapped,)
-    size = example.sizes["split"][split.dim]
-    of_operands = {name: split_dim((*front, *x.dims), split.dim) for name, x in example.operands.items()}
-    expected = expected_results(split.key, is_mapped)
-    of_cotangents, of_results = (
-        jax.tree.map(lambda x: split_dim(x.shape, size), arrays) for arrays in (cotangents, expected)
-    )
-    jitted = jax.jit(function, in_shardings=(of_operands, of_cotangents), out_shardings=of_results)
-    compiled = jitted.lower(operands, cotangents).compile()
-
+    run = compiled(function, split, is_mapped)
     phrases = dict(re.fullmatch(r"(\w+)(?:: (.*))?", phrase).groups() for phrase in split.cell.split(", "))
     by_kind: dict[str, list[Exchange]] = {}
-    for exchange in exchanges_in(compiled.as_text()):
+    for exchange in exchanges_in(run.as_text()):
         is_gather = exchange.collective == "all-gather" and "gathered" in phrases
         kind = "halo" if exchange.collective == "collective-permute" else "gathered" if is_gather else "reduction"
         by_kind.setdefault(kind, []).append(exchange)
@@ -234,9 +239,9 @@ def test_split_of_one_dimension(split: Split) -> None:
             traffic = bytes_of(phrases[kind], example) * (2 if kind == "reduction" else 1)
             assert sum(x.traffic for x in exchanged) == traffic, exchanged
 
-    tolerances = example.tolerance["float32"]
-    for results, wanted, tolerance in zip(compiled(operands, cotangents), expected, tolerances, strict=True):
-        for got, want in zip(jax.tree.leaves(results), jax.tree.leaves(wanted), strict=True):
+    results, expected = run(operands, cotangents), expected_results(split.key, is_mapped)
+    for got_all, want_all, tolerance in zip(results, expected, example.tolerance["float32"], strict=True):
+        for got, want in zip(jax.tree.leaves(got_all), jax.tree.leaves(want_all), strict=True):
             scale = np.sqrt(np.mean(np.square(want[np.isfinite(want)])))
             np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * scale)
 
@@ -245,3 +250,34 @@ def halo(example: Example) -> int:
     """The inputs before a shard's first that the taps reach."""
     x, sizes = example.operands["x"].dims, example.sizes["split"]
     return math.prod(sizes[dim] for dim in x) // sizes["time"] * (sizes["tap"] - 1)
+
+
+OF_VALUE_ALONE = {("segment_sum", "row"), ("gather_segment_sum", "node"), ("gather_segment_mean", "node")}
+OF_VALUE_ALONE |= {("take_rows", "node"), ("write_slice", "new"), ("write_slices", "new")}
+"""Functions and dimensions that the value has to exchange something for, and the gradient nothing."""
+
+EXCHANGES_MORE = {"segment_prod"}
+"""Plain JAX divides by what may be zero; here, the exponents of products are exchanged too."""
+
+
+GRADIENTS = [split for split in SPLITS if split.key[1:] == ("", True)]
+
+
+@pytest.mark.parametrize(
+    "split", [x for x in GRADIENTS if x.dim == "row" or (x.key[0], x.dim) in OF_VALUE_ALONE], ids=str
+)
+def test_gradient_alone(split: Split) -> None:
+    """A program that does not ask for the value exchanges nothing for it, and no more than in plain JAX."""
+    example, *_ = program(split.key, False)
+    names = example.differentiated("float32")
+
+    def traffic(call: Callable[..., Any]) -> int:
+        both = value_and_gradient(call, names)
+        gradient = compiled(lambda *arrays: both(*arrays)[1], split)
+        return sum(exchange.traffic for exchange in exchanges_in(gradient.as_text()))
+
+    ours = traffic(example.call("split"))
+    if (split.key[0], split.dim) in OF_VALUE_ALONE:
+        assert ours == 0
+    elif split.key[0] not in EXCHANGES_MORE:
+        assert 0 < ours <= traffic(example.plain_call("split"))
