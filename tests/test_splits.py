@@ -154,12 +154,12 @@ def test_every_dimension_has_a_cell(key: Key) -> None:
 
 
 @functools.cache
-def mesh() -> Mesh:
-    return jax.make_mesh((NUM_DEVICES,), ("x",), (AxisType.Auto,), devices=jax.devices()[:NUM_DEVICES])
+def mesh_of(**axes: int) -> Mesh:
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
 
 
-def split_dim(dims: tuple[str | int, ...], dim: str | int) -> NamedSharding:
-    return NamedSharding(mesh(), P(*("x" if name == dim else None for name in dims)))
+def split_dim(mesh: Mesh, dims: tuple[str | int, ...], dim: str | int) -> NamedSharding:
+    return NamedSharding(mesh, P(*("x" if name == dim else None for name in dims)))
 
 
 Program = tuple[Example, Callable[..., Any], dict[str, np.ndarray], Any]
@@ -206,14 +206,14 @@ def bytes_of(text: str, example: Example) -> float:
     return total
 
 
-def compiled(function: Callable[..., Any], split: Split, is_mapped: bool = False) -> Any:
+def compiled(function: Callable[..., Any], split: Split, mesh: Mesh, is_mapped: bool = False) -> Any:
     """The program of a function of operands and cotangents, where every array with this dimension is split."""
     example, _, operands, cotangents = program(split.key, is_mapped)
     front = () if example.mapped is None else (example.mapped,)
-    of_operands = {name: split_dim((*front, *x.dims), split.dim) for name, x in example.operands.items()}
+    of_operands = {name: split_dim(mesh, (*front, *x.dims), split.dim) for name, x in example.operands.items()}
     size = example.sizes["split"][split.dim]
     of_cotangents, of_results = (
-        jax.tree.map(lambda x: split_dim(x.shape, size), arrays)
+        jax.tree.map(lambda x: split_dim(mesh, x.shape, size), arrays)
         for arrays in (cotangents, jax.eval_shape(function, operands, cotangents))
     )
     jitted = jax.jit(function, in_shardings=(of_operands, of_cotangents), out_shardings=of_results)
@@ -223,8 +223,29 @@ def compiled(function: Callable[..., Any], split: Split, is_mapped: bool = False
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_split_of_one_dimension(split: Split) -> None:
     is_mapped = split.dim == "batch" and EXAMPLES[split.key[:2]].mapped is None
-    example, function, operands, cotangents = program(split.key, is_mapped)
-    run = compiled(function, split, is_mapped)
+    _, function, operands, cotangents = program(split.key, is_mapped)
+    run = compiled(function, split, mesh_of(x=NUM_DEVICES), is_mapped)
+    check_exchanges(run, split, is_mapped)
+    check_results(run(operands, cotangents), split, is_mapped)
+
+
+@pytest.mark.parametrize(
+    "split",
+    [x for x in SPLITS if not x.key[1] and (x.key[2] or x.key[0].endswith("_backward")) and x.dim != "batch"],
+    ids=str,
+)
+def test_split_over_an_automatic_axis(split: Split) -> None:
+    """Inside of a shard_map over another axis, devices exchange the same along the one that it leaves to JAX."""
+    _, function, operands, cotangents = program(split.key, False)
+    mesh = mesh_of(manual=2, x=NUM_DEVICES // 2)
+    options = {"in_specs": P(), "out_specs": P(), "axis_names": {"manual"}, "check_vma": False}
+    run = compiled(jax.shard_map(function, mesh=mesh, **options), split, mesh)
+    check_exchanges(run, split, False)
+    check_results(run(operands, cotangents), split, False)
+
+
+def check_exchanges(run: Any, split: Split, is_mapped: bool) -> None:
+    example, *_ = program(split.key, is_mapped)
     phrases = dict(re.fullmatch(r"(\w+)(?:: (.*))?", phrase).groups() for phrase in split.cell.split(", "))
     by_kind: dict[str, list[Exchange]] = {}
     for exchange in exchanges_in(run.as_text()):
@@ -239,7 +260,10 @@ def test_split_of_one_dimension(split: Split) -> None:
             traffic = bytes_of(phrases[kind], example) * (2 if kind == "reduction" else 1)
             assert sum(x.traffic for x in exchanged) == traffic, exchanged
 
-    results, expected = run(operands, cotangents), expected_results(split.key, is_mapped)
+
+def check_results(results: Any, split: Split, is_mapped: bool) -> None:
+    example, *_ = program(split.key, is_mapped)
+    expected = expected_results(split.key, is_mapped)
     for got_all, want_all, tolerance in zip(results, expected, example.tolerance["float32"], strict=True):
         for got, want in zip(jax.tree.leaves(got_all), jax.tree.leaves(want_all), strict=True):
             scale = np.sqrt(np.mean(np.square(want[np.isfinite(want)])))
@@ -273,7 +297,7 @@ def test_gradient_alone(split: Split) -> None:
 
     def traffic(call: Callable[..., Any]) -> int:
         both = value_and_gradient(call, names)
-        gradient = compiled(lambda *arrays: both(*arrays)[1], split)
+        gradient = compiled(lambda *arrays: both(*arrays)[1], split, mesh_of(x=NUM_DEVICES))
         return sum(exchange.traffic for exchange in exchanges_in(gradient.as_text()))
 
     ours = traffic(example.call("split"))
