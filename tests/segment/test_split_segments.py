@@ -193,3 +193,47 @@ def test_split_table_of_embeddings(rng: np.random.Generator, of_ids: P, dtype: s
     np.testing.assert_array_equal(jax.jit(gradient)(*placed), expected)
     exchange = {"reduce-scatter": 1} if of_ids == P("x") else {"all-reduce": 1}
     assert exchanged(gradient, *placed) == (exchange if splits(of_ids) else {})
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "min"])
+def test_features_with_a_plan(rng: np.random.Generator, name: str) -> None:
+    """A plan numbers all edges, which stay whole; features are split without a collective, in both passes."""
+    mesh, function = mesh_of(), getattr(jb, f"gather_segment_{name}")
+    data, cotangent = small_integers(rng, NODES, 8), 120 * small_integers(rng, SEGMENTS, 8)
+    plan = jb.segment_plan(rng.integers(-1, SEGMENTS + 1, EDGES), SEGMENTS, rng.integers(0, NODES, EDGES), NODES)
+
+    def run(data: jax.Array, cotangent: jax.Array, plan: jb.SegmentPlan) -> Any:
+        cells, pullback = jax.vjp(lambda data: function(data, plan=plan), data)
+        return cells, *pullback(cotangent)
+
+    features = NamedSharding(mesh, P(None, "x"))
+    placed = *jax.device_put((data, cotangent), features), jax.device_put(plan, NamedSharding(mesh, P()))
+    assert not exchanged(run, *placed)
+    for got, want in zip(jax.jit(run)(*placed), jax.jit(run)(data, cotangent, plan), strict=True):
+        assert got.sharding.is_equivalent_to(features, 2)
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_plan_of_each_shard(rng: np.random.Generator, check_vma: bool) -> None:
+    """Edges in equal parts, of which the last one is filled up with edges to no segment."""
+    mesh, num_edges = mesh_of(), EDGES - 3
+    data = small_integers(rng, NODES, 6)
+    gather_ids, segment_ids = rng.integers(0, NODES, num_edges), rng.integers(-1, SEGMENTS + 1, num_edges)
+    padded = np.pad(gather_ids, (0, 3)), np.pad(segment_ids, (0, 3), constant_values=SEGMENTS)
+    in_parts = functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma)
+
+    def plan_of_shard(gather_ids: jax.Array, segment_ids: jax.Array) -> jb.SegmentPlan:
+        return jb.segment_plan(segment_ids, SEGMENTS, gather_ids, NODES)
+
+    def sum_of_shards(data: jax.Array, plan: jb.SegmentPlan) -> jax.Array:
+        return jax.lax.psum(jb.gather_segment_sum(data, plan=plan), ("x", "y"))
+
+    edges = P(("x", "y"))
+    plans = jax.jit(in_parts(plan_of_shard, in_specs=edges, out_specs=edges))(*padded)
+    layer = in_parts(sum_of_shards, in_specs=(P(), edges), out_specs=P())
+    actual = jax.jit(jax.value_and_grad(lambda data: (layer(data, plans) ** 2).sum()))(data)
+    expected = jax.value_and_grad(
+        lambda data: (jb.gather_segment_sum(data, gather_ids, segment_ids, SEGMENTS) ** 2).sum()
+    )(data)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
