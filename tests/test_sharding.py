@@ -375,6 +375,25 @@ def test_shard_map_over_one_of_two_axes(reduction: Reduction) -> None:
     assert_same(reduction, jax.jit(function)(placed, ids, cotangent), expected, data, ids, cotangent)
 
 
+@pytest.mark.parametrize("of_rows", ["a", "b", ("a", "b"), ("b", "a")], ids=str)
+@each_reduction
+def test_shard_map_that_leaves_two_axes(reduction: Reduction, of_rows: str | tuple[str, ...]) -> None:
+    """The answer is right whichever splits the rows: the partitioner does not tell its axes apart."""
+    if len(jax.devices()) < 8:
+        pytest.skip("three axes of two devices each need 8")
+    data, ids, cotangent = make_operands(reduction, seed=12)
+    mesh = jax.make_mesh((2, 2, 2), ("features", "a", "b"), axis_types=(AxisType.Auto,) * 3)
+    mapped = functools.partial(value_and_gradient, reduction, reduction.options[0])
+    expected = mapped(data, ids, cotangent)
+    spec = P(None, "features")
+    function = jax.shard_map(
+        mapped, mesh=mesh, in_specs=(spec, P(), spec), out_specs=(spec,) * len(expected), axis_names={"features"}
+    )
+    specs = P(of_rows, "features"), P(of_rows), cells_or_rows(reduction, P(of_rows, "features"))
+    placed = [jax.device_put(x, NamedSharding(mesh, its)) for x, its in zip((data, ids, cotangent), specs, strict=True)]
+    assert_same(reduction, jax.jit(function)(*placed), expected, data, ids, cotangent)
+
+
 @pytest.mark.parametrize("data_spec", [P("rows", "features"), P(None, "features"), P()])
 @pytest.mark.parametrize("ids_spec", [P("rows"), P()])
 @each_reduction

@@ -165,15 +165,19 @@ def split_dim(mesh: Mesh, dims: tuple[str | int, ...], dim: str | int) -> NamedS
 Program = tuple[Example, Callable[..., Any], dict[str, np.ndarray], Any]
 
 
-@functools.cache
-def program(key: Key, is_mapped: bool) -> Program:
+def program_of(example: Example, with_gradient: bool) -> Program:
     """A function of operands and cotangents, and these."""
-    example = of_test_sizes(EXAMPLES[key[:2]], **({"mapped": "batch"} if is_mapped else {}))
     rng = np.random.default_rng(0)
     operands, call = example.make_operands(rng, "float32", "split"), example.call("split")
     results = jax.eval_shape(lambda operands: call(**operands), operands)
     cotangents = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), results)
-    return example, value_and_gradient(call, example.differentiated("float32") if key[2] else ()), operands, cotangents
+    names = example.differentiated("float32") if with_gradient else ()
+    return example, value_and_gradient(call, names), operands, cotangents
+
+
+@functools.cache
+def program(key: Key, is_mapped: bool) -> Program:
+    return program_of(of_test_sizes(EXAMPLES[key[:2]], **({"mapped": "batch"} if is_mapped else {})), key[2])
 
 
 @functools.cache
@@ -244,6 +248,54 @@ def test_split_over_an_automatic_axis(split: Split) -> None:
     check_results(run(operands, cotangents), split, False)
 
 
+MOST_DERIVED = [key for key in CELLS if not key[1] and (key[2] or key[0].endswith("_backward"))]
+"""Each function with its gradient."""
+
+
+@pytest.mark.parametrize("key", MOST_DERIVED, ids=str)
+def test_sizes_that_do_not_divide(key: Key) -> None:
+    """All arrays are split over both axes of a mesh, along their two longest dimensions."""
+    odd = {dim: size + 3 for dim, size in SIZES.items() if dim not in TOO_SHORT} | {"feature": 26}
+    example = EXAMPLES[key[:2]]
+    example = dataclasses.replace(example, sizes={"split": {**example.sizes["small"], **odd}})
+    longest = sorted(example.dims & odd.keys(), key=lambda dim: odd[dim])[:-3:-1]
+    axes = {odd[dim]: axis for dim, axis in zip(longest, ("x", "y"), strict=False)}
+    _, function, operands, cotangents = program_of(example, key[2])
+    mesh = mesh_of(x=4, y=2)
+
+    def constrained(arrays: Any) -> Any:
+        def constrain(x: Any) -> Any:
+            spec = P(*(axes.get(size) for size in np.shape(x)))
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+        return jax.tree.map(constrain, arrays)
+
+    def split(operands: Any, cotangents: Any) -> Any:
+        return constrained(function(constrained(operands), constrained(cotangents)))
+
+    compare(jax.jit(split)(operands, cotangents), jax.jit(function)(operands, cotangents), example)
+
+
+@pytest.mark.parametrize("key", MOST_DERIVED, ids=str)
+def test_spmd_axis_name(key: Key) -> None:
+    """A batch of ``vmap`` that is said to be split is split, without a collective."""
+    _, function, operands, cotangents = program(key, is_mapped=False)
+    mesh, num = mesh_of(x=NUM_DEVICES), NUM_DEVICES
+    operands, cotangents = jax.tree.map(
+        lambda x: np.stack([np.roll(x, i, -1) if x.ndim else x for i in range(num)]), (operands, cotangents)
+    )
+    mapped = jax.vmap(function, spmd_axis_name="x")
+    with jax.set_mesh(mesh):
+        run = jax.jit(mapped, in_shardings=NamedSharding(mesh, P("x"))).lower(operands, cotangents).compile()
+        results = run(operands, cotangents)
+    assert not exchanges_in(run.as_text())
+    for result in jax.tree.leaves(results):
+        assert result.sharding.spec[:1] == P("x")[:1]
+    expected = [jax.jit(function)(*jax.tree.map(lambda x, i=i: x[i], (operands, cotangents))) for i in (0, num - 1)]
+    for i, want in zip((0, num - 1), expected, strict=True):
+        compare(jax.tree.map(lambda x, i=i: x[i], results), want, EXAMPLES[key[:2]])
+
+
 def check_exchanges(run: Any, split: Split, is_mapped: bool) -> None:
     example, *_ = program(split.key, is_mapped)
     phrases = dict(re.fullmatch(r"(\w+)(?:: (.*))?", phrase).groups() for phrase in split.cell.split(", "))
@@ -262,8 +314,11 @@ def check_exchanges(run: Any, split: Split, is_mapped: bool) -> None:
 
 
 def check_results(results: Any, split: Split, is_mapped: bool) -> None:
-    example, *_ = program(split.key, is_mapped)
-    expected = expected_results(split.key, is_mapped)
+    compare(results, expected_results(split.key, is_mapped), EXAMPLES[split.key[:2]])
+
+
+def compare(results: Any, expected: Any, example: Example) -> None:
+    """Values and gradients with those of one device."""
     for got_all, want_all, tolerance in zip(results, expected, example.tolerance["float32"], strict=True):
         for got, want in zip(jax.tree.leaves(got_all), jax.tree.leaves(want_all), strict=True):
             scale = np.sqrt(np.mean(np.square(want[np.isfinite(want)])))
