@@ -124,6 +124,8 @@ def all_splits() -> Iterator[Split]:
 
 
 SPLITS = list(all_splits())
+MOST_DERIVED = [key for key in CELLS if not key[1] and (key[2] or key[0].endswith("_backward"))]
+"""Each function with its gradient."""
 
 
 def test_every_function_is_in_the_tables() -> None:
@@ -233,11 +235,7 @@ def test_split_of_one_dimension(split: Split) -> None:
     check_results(run(operands, cotangents), split, is_mapped)
 
 
-@pytest.mark.parametrize(
-    "split",
-    [x for x in SPLITS if not x.key[1] and (x.key[2] or x.key[0].endswith("_backward")) and x.dim != "batch"],
-    ids=str,
-)
+@pytest.mark.parametrize("split", [x for x in SPLITS if x.key in MOST_DERIVED and x.cell != "free"], ids=str)
 def test_split_over_an_automatic_axis(split: Split) -> None:
     """Inside of a shard_map over another axis, devices exchange the same along the one that it leaves to JAX."""
     _, function, operands, cotangents = program(split.key, False)
@@ -246,10 +244,6 @@ def test_split_over_an_automatic_axis(split: Split) -> None:
     run = compiled(jax.shard_map(function, mesh=mesh, **options), split, mesh)
     check_exchanges(run, split, False)
     check_results(run(operands, cotangents), split, False)
-
-
-MOST_DERIVED = [key for key in CELLS if not key[1] and (key[2] or key[0].endswith("_backward"))]
-"""Each function with its gradient."""
 
 
 @pytest.mark.parametrize("key", MOST_DERIVED, ids=str)

@@ -165,7 +165,7 @@ def extrema_over_shards(
     extremum: Extremum, local_output: Array, row_axes: MeshAxes, segment_axes: MeshAxes = ()
 ) -> Array:
     """The extrema of all rows: where segments are split as rows are, of the segments of each device."""
-    if segment_axes == row_axes:
+    if segment_axes == row_axes or local_output.dtype.itemsize < 4:  # an all-reduce would need wider numbers
         return merge_over_shards(lambda x: [extremum.of_shards(x)], [local_output], row_axes, segment_axes)[0]
     return extremum.over_axes(local_output, row_axes)
 
