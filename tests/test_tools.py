@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import io
+import json
 import os
 import signal
 import subprocess
@@ -20,9 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import cases
 
 import benchmarks.__main__ as benchmarks_main
 import jax_baracuda as jb
+from benchmarks import many_devices
 from jax_baracuda._core import selection
 from jax_baracuda._core.native import NativeModule
 from jax_baracuda._core.op import OPS
@@ -444,3 +447,17 @@ def test_command_line_lists_the_tools() -> None:
     assert result.returncode == 0
     unknown = run_tool("jax_baracuda", "nonsense")
     assert unknown.returncode == 2 and "nonsense" in unknown.stderr
+
+
+@pytest.mark.newest_jax_alone
+@cases.on_two_devices
+def test_scaling_over_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A share, all shares on one device, and the split program: with their results compared, of us and of plain JAX."""
+    path = tmp_path / "record.json"
+    assert many_devices.main(["--quick", "--only", "rope", "--output", str(path)]) == 0
+    [program] = json.loads(path.read_text())["programs"]
+    assert program["failure"] is None
+    for times in program["milliseconds"].values():
+        assert times.keys() == {"share", "all", "split"}
+        assert min(times.values()) > 0
+    assert capsys.readouterr().out.count("strong") == 2

@@ -12,10 +12,11 @@ import hashlib
 import inspect
 import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.sharding import Mesh
 
 if TYPE_CHECKING:
     from jax._src.lib.mlir import ir
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "apply_primitive",
+    "automatic_axis",
     "canonicalize_sharding",
     "concrete_or_error",
     "explicit_spec",
@@ -34,6 +36,7 @@ __all__ = [
     "name_partitioned_call",
     "new_primitive",
     "partitioner_splits",
+    "partitioning_over",
     "platforms_of",
     "require_devices_during_lowering",
     "result_aval",
@@ -214,13 +217,43 @@ def concrete_or_error(value: Any, context: str) -> Any:
 
 
 def partitioner_splits(axis_context: Any) -> bool:
-    """Whether JAX's partitioner splits the program of a lowering over devices, and can ask an op how.
+    """Whether JAX's partitioner splits the program of a lowering over all its devices, and asks ops how.
 
-    Not inside ``shard_map``, where nothing is left to split; or, if some of its axes are automatic, nobody can ask.
+    Not inside ``shard_map``: see :func:`automatic_axis`.
     """
     from jax._src.sharding_impls import ShardingContext
 
     return isinstance(axis_context, ShardingContext) and axis_context.num_devices > 1
+
+
+def automatic_axis(axis_context: Any) -> Mesh | None:
+    """The axis that a ``shard_map`` leaves to the partitioner, as a mesh of its own; None where that is not one axis.
+
+    The partitioner splits the program of each group of devices along the automatic axes, and numbers these devices as
+    it likes: with several axes, nobody can tell which of them splits an array.
+    """
+    mesh = axis_context.mesh if is_in_shard_map(axis_context) else None
+    if not isinstance(mesh, Mesh):
+        return None
+    is_automatic = [mesh.shape[name] > 1 and name not in axis_context.manual_axes for name in mesh.axis_names]
+    if sum(is_automatic) != 1:
+        return None
+    devices = mesh.devices[tuple(slice(None) if automatic else 0 for automatic in is_automatic)]
+    return Mesh(devices, mesh.axis_names[is_automatic.index(True)])
+
+
+@contextlib.contextmanager
+def partitioning_over(mesh: Mesh | None) -> Iterator[None]:
+    """What ``custom_partitioning`` becomes in this context is split over a mesh that is not that of the program."""
+    from jax._src.mesh import thread_resources
+
+    outer = thread_resources.env
+    if mesh is not None:
+        thread_resources.env = outer.with_mesh(mesh)
+    try:
+        yield
+    finally:
+        thread_resources.env = outer
 
 
 def name_partitioned_call(ctx: Any, call: Any, identity: str) -> None:
@@ -240,8 +273,13 @@ def name_partitioned_call(ctx: Any, call: Any, identity: str) -> None:
     if callbacks is None:  # the address stays: the program runs, and is compiled in every process
         return
     info = callbacks[call.attributes["backend_config"].value.encode()]
-    devices = ctx.module_context.axis_context.device_assignment
-    parts = identity, ctx.avals_in, ctx.avals_out, platforms_of(ctx), info.mesh, devices
+    axis_context = ctx.module_context.axis_context
+    program = (
+        (axis_context.mesh, sorted(axis_context.manual_axes), axis_context.mesh.devices.tolist())
+        if is_in_shard_map(axis_context)
+        else axis_context.device_assignment
+    )
+    parts = identity, ctx.avals_in, ctx.avals_out, platforms_of(ctx), info.mesh, program
     name = hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
     # JAX holds it weakly: whichever program is compiled last needs it.
     ctx.module_context.add_keepalive(callbacks.setdefault(name.encode(), info))

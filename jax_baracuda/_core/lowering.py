@@ -68,15 +68,17 @@ def _lower(
     if call.selection != "xla" and (problem := op.missing_target(platform)) is not None:
         _warn_once(f"jax_baracuda: {op.name} runs as plain JAX on {platform}: {problem}")
     has_empty_array = any(0 in aval.shape for aval in [*ctx.avals_in, *ctx.avals_out])
-    is_split = not has_empty_array and jax_versions.partitioner_splits(ctx.module_context.axis_context)
-    if has_empty_array and jax_versions.is_in_shard_map(ctx.module_context.axis_context):
+    axis_context: Any = ctx.module_context.axis_context
+    automatic_axis = jax_versions.automatic_axis(axis_context)
+    is_split = not has_empty_array and (automatic_axis is not None or jax_versions.partitioner_splits(axis_context))
+    if has_empty_array and jax_versions.is_in_shard_map(axis_context):
         runs_kernel = False  # XLA loses calls of empty arrays there
     if not runs_kernel and not (is_split and op.shards_reference and call.has_static_shapes()):
         return _lower_reference(op, ctx, *operands, **params)
 
     donated = tuple(i for i in op.in_place_if_donated if jax_versions.is_donated_argument(operands[i]))
     if not is_split:
-        # In a partially manual shard_map, the automatic axes then see whole arrays.
+        # Devices along several automatic axes of a shard_map then have whole arrays.
         return _call_target(call, platform, ctx, operands, donated)
 
     # Of the program of a shard nothing is to be chosen any more.
@@ -100,11 +102,12 @@ def _lower(
         call.resolve(op.replicated_dims),
         call.resolve(op.reduction_dims),
         op.min_shard_sizes(shapes.sizes, **call.params) if op.min_shard_sizes else {},
+        axis_context.mesh if automatic_axis is not None else None,
     )
     # A partitioned call holds no more than its shapes and the address of a Python object. With the op's name and its
     # params in its place, JAX's persistent compilation cache finds the program again, and takes no other one for it.
     identity = f"{op.name}({params | chosen}) of jax_baracuda {VERSION}"
-    with set_xla_metadata(jax_baracuda_op=identity):
+    with set_xla_metadata(jax_baracuda_op=identity), jax_versions.partitioning_over(automatic_axis):
         results = mlir.lower_fun(partitioned_call, multiple_results=True)(ctx, *operands)
     jax_versions.name_partitioned_call(ctx, results[0].owner, identity)
     return [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_baracuda._core import jax_versions
 
@@ -103,6 +103,7 @@ def partitioned(
     replicated_dims: Sequence[str],
     reduction_dims: Sequence[str],
     min_shard_sizes: Mapping[str, int],
+    whole_mesh: Mesh | None,
 ) -> Callable[..., Sequence[jax.Array]]:
     """`kernel` as a function that JAX's partitioner splits over devices instead of gathering its operands.
 
@@ -114,6 +115,7 @@ def partitioned(
       replicated_dims: dimensions that must not be split.
       reduction_dims: dimensions of the operands that results lack.
       min_shard_sizes: the least that a shard may have of dimensions along which neighbours exchange something.
+      whole_mesh: the mesh of the program, where the partitioner splits things over a part of it.
     """
 
     def can_be_split(mesh: Any, name: str, axes: MeshAxes) -> bool:
@@ -142,7 +144,7 @@ def partitioned(
                 return shard_program(assignment, *operands)
 
         return (
-            mesh,
+            whole_mesh or mesh,  # whose devices the collectives of the shard are among
             shard,
             shardings(shapes.results, shapes.result_shapes),
             shardings(shapes.operands, shapes.operand_shapes),

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import cases
 from support.cases import assert_same_bits
-from support.meshes import MESH_SHAPE, collectives, exchanged_elements
+from support.meshes import MESH_SHAPE, collectives, exchanges
 
 from jax_baracuda import causal_conv1d, causal_conv1d_update
 
@@ -127,7 +127,9 @@ def test_sharded_operands(rng: np.random.Generator, axis_type: AxisType, split: 
         if split == "time":
             # Neighbours exchange the inputs that one of them sees before its own: never as many as either has.
             most = 16 * 6 * WIDTH
-            assert max(exchanged_elements(function, placed)) <= most < operands["x"].size // mesh.shape["examples"]
+            assert (
+                max(x.size for x in exchanges(function, placed)) <= most < operands["x"].size // mesh.shape["examples"]
+            )
             return
     assert sum(of_value.values()) == 0, of_value
     examples_are_split = SPLITS[split][0] is not None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -14,21 +16,59 @@ MESH_SHAPE = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (4, 2)}[1 << min(len(jax.devic
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
-def collectives(function: Callable[..., object], *operands: jax.Array) -> dict[str, int]:
+_BITS = {"pred": 8, "bf16": 16} | {f"{kind}{bits}": bits for kind in "sufc" for bits in (8, 16, 32, 64, 128)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """One array that a collective of a compiled program exchanges."""
+
+    collective: str
+    dtype: str
+    size: int
+    """The number of elements that each device has afterwards, or, of a reduce-scatter, had before."""
+
+    @property
+    def bytes(self) -> int:
+        return self.size * _BITS[self.dtype] // 8
+
+    @property
+    def traffic(self) -> int:
+        """About how many bytes reach each device. An all-reduce is a reduce-scatter and an all-gather."""
+        return self.bytes * (2 if self.collective == "all-reduce" else 1)
+
+
+def exchanges(function: Callable[..., object], *operands: Any, **of_jit: Any) -> list[Exchange]:
+    """What the compiled program exchanges. Keyword arguments are those of ``jax.jit``."""
+    return exchanges_in(jax.jit(function, **of_jit).lower(*operands).compile().as_text())
+
+
+def exchanges_in(text: str) -> list[Exchange]:
+    """What a compiled program exchanges, of which this is the text."""
+    found = []
+    of_collectives = rf"= (\S+|\(.*?\)) ({'|'.join(COLLECTIVES)})(-start)?\(.*"
+    for match in re.finditer(of_collectives, text):
+        results, collective, starts = match.groups()
+        arrays = [
+            (dtype, math.prod(int(size) for size in shape.split(",") if size))
+            for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", results)
+        ]
+        if starts and collective in ("all-gather", "collective-permute"):  # operands come before results
+            arrays = [x for x in arrays if x != ("u32", 1)]
+            arrays = arrays[len(arrays) // 2 :]
+        if collective == "all-to-all" and len(set(arrays)) == 1:  # of one array, whose parts are listed
+            arrays = [(arrays[0][0], len(arrays) * arrays[0][1])]
+        group = 1
+        if collective == "reduce-scatter":
+            listed, counted = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", match[0]).groups()
+            group = int(counted) if counted else len(listed.split(","))
+        found += [Exchange(collective, dtype, size * group) for dtype, size in arrays]
+    return found
+
+
+def collectives(function: Callable[..., object], *operands: Any) -> dict[str, int]:
     """How often each collective occurs in the compiled program."""
     text = jax.jit(function).lower(*operands).compile().as_text()
     return {
         name: len(re.findall(rf"= \S+ {name}(?:-start)?\(|= \(.*\) {name}(?:-start)?\(", text)) for name in COLLECTIVES
     }
-
-
-def exchanged_elements(function: Callable[..., object], *operands: jax.Array) -> list[int]:
-    """How many elements the arrays have that the collectives of the compiled program return."""
-    text = jax.jit(function).lower(*operands).compile().as_text()
-    collective = "|".join(COLLECTIVES)
-    shapes = [
-        shape
-        for results in re.findall(rf"= (\S+|\(.*?\)) (?:{collective})(?:-start)?\(", text)
-        for shape in re.findall(r"\[([\d,]*)\]", results)
-    ]
-    return [math.prod(int(size) for size in shape.split(",") if size) for shape in shapes]

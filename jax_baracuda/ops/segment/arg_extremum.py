@@ -19,7 +19,7 @@ from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode, OutSharding, canonicalize
 from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, same_value, xla_min
 from jax_baracuda.ops.segment.definitions import CELLS, WIDE_DTYPES, Params, first_result, reduction_op
-from jax_baracuda.ops.segment.extrema import MAXIMUM, MINIMUM, Extremum
+from jax_baracuda.ops.segment.extrema import MAXIMUM, MINIMUM, Extremum, extrema_over_shards
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import index_of_first_row, row_axes_of
 
@@ -196,7 +196,7 @@ def _shard_program(
     is_found = row < num_rows
     value = jnp.take_along_axis(data, jnp.minimum(row, num_rows - 1), axis=0)
     value = jnp.where(is_found, value, extremum.identity(value.dtype))
-    attains = is_found & same_value(value, extremum.over_axes(value, row_axes))
+    attains = is_found & same_value(value, extrema_over_shards(extremum, value, row_axes))
     return (jax.lax.pmin(jnp.where(attains, row + index_of_first_row(ids, row_axes), num_all_rows), row_axes),)
 
 

@@ -14,7 +14,9 @@ import numpy as np
 from jax import Array
 
 from jax_baracuda._core.arrays import accumulation_dtype
+from jax_baracuda._core.sharding import MeshAxes
 from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, xla_max, xla_min, xla_sum
+from jax_baracuda.ops.segment.shards import merge_over_shards
 
 NO_WINNER = -1
 """A winner is the row that attains a cell's extremum, or NO_WINNER (the segment is empty or holds a NaN), or, where
@@ -29,6 +31,8 @@ class Extremum:
     """``(data, ids, num_segments)``"""
     over_axes: Callable[[Array, Sequence[str]], Array]
     """Over the axes of a mesh."""
+    of_shards: Callable[[Array], Array]
+    """Along the first axis of ``[shards, ...]``."""
     infinity: float
     integer_bound: str
 
@@ -80,6 +84,17 @@ def _all_max(x: Array, axes: Sequence[str]) -> Array:
     return jax.lax.pmax(_wide_integers(x), axes).astype(x.dtype)
 
 
+def _max_of_shards(x: Array) -> Array:
+    """The maximum along the first axis, with NaN propagated and -0 below +0 on every backend."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return _from_ordered(_ordered(x).max(0), x.dtype)
+    return x.max(0)
+
+
+def _min_of_shards(x: Array) -> Array:
+    return -_max_of_shards(-x) if jnp.issubdtype(x.dtype, jnp.inexact) else x.min(0)
+
+
 def _all_min(x: Array, axes: Sequence[str]) -> Array:
     """``jax.lax.pmin`` that propagates NaN and orders -0 below +0 on every backend."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
@@ -87,8 +102,8 @@ def _all_min(x: Array, axes: Sequence[str]) -> Array:
     return ~_all_max(~x, axes)
 
 
-MAXIMUM = Extremum(_max_of_segments, _all_max, -math.inf, "min")
-MINIMUM = Extremum(_min_of_segments, _all_min, math.inf, "max")
+MAXIMUM = Extremum(_max_of_segments, _all_max, _max_of_shards, -math.inf, "min")
+MINIMUM = Extremum(_min_of_segments, _all_min, _min_of_shards, math.inf, "max")
 
 
 def reference_winner(extremum: Extremum, data: Array, ids: Array, output: Array, first_wins: bool) -> Array:
@@ -146,28 +161,50 @@ def _reference_extremum_jvp(
     return output, d_output
 
 
+def extrema_over_shards(
+    extremum: Extremum, local_output: Array, row_axes: MeshAxes, segment_axes: MeshAxes = ()
+) -> Array:
+    """The extrema of all rows: where segments are split as rows are, of the segments of each device."""
+    if segment_axes == row_axes or local_output.dtype.itemsize < 4:  # an all-reduce would need wider numbers
+        return merge_over_shards(lambda x: [extremum.of_shards(x)], [local_output], row_axes, segment_axes)[0]
+    return extremum.over_axes(local_output, row_axes)
+
+
 def winners_over_shards(
     extremum: Extremum,
     local_output: Array,
     local_winner: Array,
     first_row: Array,
-    row_axes: Sequence[str],
+    row_axes: MeshAxes,
+    segment_axes: MeshAxes,
     first_wins: bool,
-) -> tuple[Array, Array]:
-    """The extrema and winners of all rows, given those of each shard's."""
-    output = extremum.over_axes(local_output, row_axes)
-    none = jnp.iinfo(jnp.int32).max
-    attains = (local_output == output) & (local_winner != NO_WINNER)
-    row = jnp.where(attains & (local_winner >= 0), local_winner + first_row, none)
-    if first_wins:
-        row = jax.lax.pmin(row, row_axes)
+) -> Sequence[Array]:
+    """The extrema and winners of all rows, given those of each shard's: where segments are split as rows are, of the
+    segments of each device."""
+    row = jnp.where(local_winner >= 0, local_winner + first_row, local_winner)
+    if first_wins and segment_axes != row_axes:
+        output = extremum.over_axes(local_output, row_axes)
+        none = jnp.iinfo(jnp.int32).max
+        row = jax.lax.pmin(jnp.where((local_output == output) & (row != NO_WINNER), row, none), row_axes)
         return output, jnp.where(row == none, NO_WINNER, row)
+    # All-reduces would exchange three arrays of cells: extrema, numbers of members, and the rows of sole ones.
+    merge = functools.partial(_merge_winners, extremum, first_wins)
+    return merge_over_shards(merge, [local_output, row], row_axes, segment_axes)
+
+
+def _merge_winners(extremum: Extremum, first_wins: bool, outputs: Array, winners: Array) -> tuple[Array, Array]:
+    output = extremum.of_shards(outputs)
+    attains = (outputs == output) & (winners != NO_WINNER)
+    none = jnp.iinfo(jnp.int32).max
+    first = jnp.where(attains & (winners >= 0), winners, none).min(0)
+    first = jnp.where(first == none, NO_WINNER, first)
+    if first_wins:
+        return output, first
     identity = (output == extremum.identity(output.dtype)).astype(jnp.int32)
-    local_members = jnp.where(local_winner >= 0, 1, -local_winner - identity)
-    # A sole winner's row number is the sum over the shards, of which one has it.
-    members, row = jax.lax.psum((jnp.where(attains, local_members, 0), jnp.where(row == none, 0, row)), row_axes)
-    sole = (members == 1) & (identity == 0)
-    return output, jnp.where(members == 0, NO_WINNER, jnp.where(sole, row, -members - identity))
+    of_shards = jnp.where(winners >= 0, 1, -winners - identity)
+    members = jnp.where(attains, of_shards, 0).sum(0, dtype=jnp.int32)
+    members = jnp.where(members > 0, members + identity, 0)
+    return output, jnp.where(members > 1, -members, first)
 
 
 def first_gets_all(name: str, tie_break: str) -> bool:

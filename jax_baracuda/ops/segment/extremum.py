@@ -48,6 +48,7 @@ from jax_baracuda.ops.segment.extrema import (
     MINIMUM,
     NO_WINNER,
     Extremum,
+    extrema_over_shards,
     first_gets_all,
     reference_extremum,
     reference_gradient,
@@ -447,7 +448,7 @@ def _shard_reduce(
 ) -> tuple[Array]:
     [output] = kernel(data, ids)
     row_axes = row_axes_of(axes)
-    return (extremum.over_axes(output, row_axes) if row_axes else output,)
+    return (extrema_over_shards(extremum, output, row_axes, axes.get("segment", ())) if row_axes else output,)
 
 
 def _shard_with_winner(
@@ -466,7 +467,8 @@ def _shard_with_winner(
     if not row_axes:
         return local_output, local_winner, order
     first_row = index_of_first_row(ids, row_axes)
-    output, winner = winners_over_shards(extremum, local_output, local_winner, first_row, row_axes, first_wins)
+    split_over = row_axes, axes.get("segment", ())
+    output, winner = winners_over_shards(extremum, local_output, local_winner, first_row, *split_over, first_wins)
     return output, winner, order + first_row if with_order else order
 
 

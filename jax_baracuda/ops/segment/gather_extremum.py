@@ -42,6 +42,7 @@ from jax_baracuda.ops.segment.extrema import (
     MINIMUM,
     NO_WINNER,
     Extremum,
+    extrema_over_shards,
     first_gets_all,
     reference_extremum,
     reference_winner,
@@ -330,7 +331,7 @@ def _shard_reduce(
 ) -> Sequence[Array]:
     [output] = kernel(*operands)
     edge_axes = _edge_axes(axes)
-    return (extremum.over_axes(output, edge_axes) if edge_axes else output,)
+    return (extrema_over_shards(extremum, output, edge_axes, axes.get("segment", ())) if edge_axes else output,)
 
 
 def _shard_with_winner(
@@ -346,7 +347,8 @@ def _shard_with_winner(
     if not edge_axes:
         return output, winner
     first_edge = index_of_first_row(operands[2], edge_axes)
-    return winners_over_shards(extremum, output, winner, first_edge, edge_axes, first_wins)
+    split_over = edge_axes, axes.get("segment", ())
+    return winners_over_shards(extremum, output, winner, first_edge, *split_over, first_wins)
 
 
 def _shard_backward(

@@ -43,7 +43,7 @@ from jax_baracuda.ops.segment.extended_product import (
     product_value,
 )
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.shards import row_axes_of
+from jax_baracuda.ops.segment.shards import merge_over_shards, row_axes_of
 
 
 @selectable
@@ -326,16 +326,17 @@ def _transpose_backward(
 # Programs of one shard, where the rows of a segment are split over devices. Only results of cells are exchanged.
 
 
+def _product_of_shards(mantissas: Array, packed: Array) -> ExtendedProduct:
+    return functools.reduce(product_of_both, map(ExtendedProduct, mantissas, packed))
+
+
 def _shard_with_residual(
     kernel: Callable[..., Sequence[Array]], axes: Mapping[str, tuple[str, ...]], data: Array, ids: Array, **params: Any
 ) -> Sequence[Array]:
     output, *residual = kernel(data, ids)
     if row_axes := row_axes_of(axes):
-        of_shards = jax.lax.all_gather(ExtendedProduct(*residual), row_axes)
-        num_shards = of_shards.packed.shape[0]
-        each = [jax.tree.map(lambda x, i=i: x[i], of_shards) for i in range(num_shards)]
-        residual = functools.reduce(product_of_both, each)
-        output = product_value(residual).astype(output.dtype)
+        residual = merge_over_shards(_product_of_shards, residual, row_axes, axes.get("segment", ()))
+        output = product_value(ExtendedProduct(*residual)).astype(output.dtype)
     return output, *residual
 
 
@@ -347,10 +348,16 @@ def _shard_program(
         return kernel(data, ids)
     if has_exponent(data.dtype):
         # The product of the shards may be in range where a shard's own is not.
-        with_residual = functools.partial(SEGMENT_PROD_WITH_RESIDUAL.kernel, **params)
-        return _shard_with_residual(with_residual, axes, data, ids)[:1]
-    [output] = kernel(data, ids)
-    return (jnp.prod(jax.lax.all_gather(output, row_axes), axis=0, dtype=output.dtype),)
+        _, *cells = SEGMENT_PROD_WITH_RESIDUAL.kernel(data, ids, **params)
+    else:
+        cells = kernel(data, ids)
+
+    def merge(*of_shards: Array) -> Sequence[Array]:
+        if has_exponent(data.dtype):
+            return [product_value(_product_of_shards(*of_shards)).astype(data.dtype)]
+        return [jnp.prod(*of_shards, axis=0, dtype=data.dtype)]
+
+    return merge_over_shards(merge, cells, row_axes, axes.get("segment", ()))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

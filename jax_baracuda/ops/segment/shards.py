@@ -35,6 +35,33 @@ def sum_over_axes(cells: Array, row_axes: MeshAxes, segment_axes: MeshAxes = ())
     return jax.lax.psum(cells, row_axes)
 
 
+def merge_over_shards(
+    merge: Callable[..., Sequence[Array]], cells: Sequence[Array], row_axes: MeshAxes, segment_axes: MeshAxes = ()
+) -> Sequence[Array]:
+    """What `merge` makes of the cells of all shards: where segments are split as rows are, of those of each device.
+
+    For what no all-reduce can do, or only with more arrays. Each device merges a part of the segments, which costs half
+    the exchange of an all-reduce of every array; the other half brings the results to all devices.
+
+    Args:
+      merge: ``(*cells of all shards [shards, segments, ...]) -> cells [segments, ...]``.
+      cells: those of this shard.
+    """
+    num_shards, num_segments = jax.lax.psum(1, row_axes), cells[0].shape[0]
+    lacking = -num_segments % num_shards
+
+    def part_of_all(x: Array) -> Array:
+        if lacking:
+            x = jnp.pad(x, [(0, lacking), *[(0, 0)] * (x.ndim - 1)])
+        parts = x.reshape(num_shards, x.shape[0] // num_shards, *x.shape[1:])
+        return jax.lax.all_to_all(parts, row_axes, split_axis=0, concat_axis=0)
+
+    results = merge(*map(part_of_all, cells))
+    if segment_axes == row_axes:
+        return results
+    return [jax.lax.all_gather(x, row_axes, tiled=True)[:num_segments] for x in results]
+
+
 def of_split_segments(
     shard_program: ShardProgram,
     *,

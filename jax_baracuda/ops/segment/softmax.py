@@ -30,7 +30,7 @@ from jax_baracuda.ops.segment.definitions import (
     plan_parameters,
     sum_guarantee,
 )
-from jax_baracuda.ops.segment.extrema import MAXIMUM
+from jax_baracuda.ops.segment.extrema import MAXIMUM, extrema_over_shards
 from jax_baracuda.ops.segment.extremum import SEGMENT_MAX
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import row_axes_of
@@ -239,7 +239,7 @@ def _shard_program(
         return kernel(logits, ids)
     call = {"num_segments": num_segments, "indices_are_sorted": indices_are_sorted}
     [maxima] = SEGMENT_MAX.kernel(logits, ids, first_wins=False, **call)
-    exponentials = _exponentials(logits, ids, MAXIMUM.over_axes(maxima, row_axes))
+    exponentials = _exponentials(logits, ids, extrema_over_shards(MAXIMUM, maxima, row_axes))
     denominators = sum_over_shards(axes, exponentials, ids, deterministic=deterministic, **call)
     return (_normalized(exponentials, ids, denominators, logits.dtype),)
 
