@@ -9,13 +9,13 @@ import re
 import types
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jaxlib
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """How a native kernel runs a call."""
 
     strategy: str
