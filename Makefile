@@ -86,11 +86,12 @@ docs: $(VENV)/installed
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -b html -W --keep-going docs build/docs
 
 lint: $(VENV)/installed
-	$(BIN)/pip install --quiet codespell mypy ruff
+	$(BIN)/pip install --quiet basedpyright codespell mypy ruff
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check jax_baracuda tests benchmarks
+	$(BIN)/ruff format --check jax_baracuda tests benchmarks release
 	$(BIN)/mypy
-	$(BIN)/codespell *.md *.txt Makefile pyproject.toml .ci cmake docs ffi jax_baracuda tests benchmarks/*.py
+	$(BIN)/basedpyright
+	$(BIN)/codespell *.md *.txt Makefile pyproject.toml .ci cmake docs ffi jax_baracuda release tests benchmarks/*.py
 
 # The distributions of a release, in dist: the source, a wheel for each Python before 3.12, and one for all from 3.12 on.
 # Each wheel is built from the source distribution; ccache, where it is installed, compiles what they share once. The C++

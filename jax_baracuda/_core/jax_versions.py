@@ -137,7 +137,7 @@ def is_static_shape(shape: Sequence[Any]) -> bool:
     return core.is_constant_shape(tuple(shape))
 
 
-def is_donated_argument(value: ir.Value) -> bool:
+def is_donated_argument(value: ir.Value[Any]) -> bool:
     """Whether a value of a program under lowering is an argument of the whole program whose memory is given up."""
     from jax._src.lib.mlir import ir
 

@@ -31,8 +31,9 @@ from jax_baracuda._core.arrays import (
     reshard_as,
 )
 from jax_baracuda._core.autodiff import KernelVjp, map_together, with_twin
+from jax_baracuda._core.call import Dimensions
 from jax_baracuda._core.guarantees import EXACT, accumulated
-from jax_baracuda._core.op import Dimensions, NamedDimensions, Op
+from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
 
 Activation = Literal["silu", "swish"] | None
