@@ -12,7 +12,8 @@ JAX ?=
 DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
 CUDA ?= $(if $(DRIVER),$(shell test "$(DRIVER)" -ge 580 && echo cuda13 || echo cuda12))
 # Without a GPU, CUDA kernels could not run here; ask for them with JAX_BARACUDA_CUDA=ON. Wheels have them.
-export JAX_BARACUDA_CUDA ?= $(if $(filter wheels,$(MAKECMDGOALS)),ON,$(if $(CUDA),$(if $(filter cuda13,$(CUDA)),ON,AUTO),OFF))
+export JAX_BARACUDA_CUDA ?= \
+  $(if $(filter wheels,$(MAKECMDGOALS)),ON,$(if $(CUDA),$(if $(filter cuda13,$(CUDA)),ON,AUTO),OFF))
 # Lets the build find a CUDA compiler that pip installed.
 export VIRTUAL_ENV := $(abspath $(VENV))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -27,8 +28,12 @@ PYTEST_ARGUMENTS ?= $(if $(DRIVER),,-n auto --dist worksteal)
 SANITIZERS ?= address thread
 SANITIZED_TESTS ?= tests/sanitizers/workload.py tests/test_load.py $(wildcard tests/*/*_handlers.py)
 SANITIZED_GPU_FAMILIES ?=
+INSTRUMENTATIONS := address thread coverage
+COVERED_TESTS ?= tests
 
-.PHONY: demo test matrix fuzz sanitize sanitize-gpu check race report tune bench bench-multi clients docs lint wheels wheels-test clean $(SANITIZERS:%=sanitize-%)
+.PHONY: demo test matrix coverage fuzz sanitize sanitize-gpu check race report tune bench bench-multi clients docs lint \
+  wheels wheels-test clean $(SANITIZERS:%=sanitize-%) \
+  $(INSTRUMENTATIONS:%=instrumented-%)
 
 demo: $(VENV)/installed
 	$(BIN)/python -m jax_baracuda demo
@@ -44,17 +49,30 @@ fuzz: $(VENV)/installed
 	PYTHONPATH=tests $(BIN)/python -m support.matrix.fuzz --seconds $(or $(SECONDS),60) --threads $(or $(THREADS),2) \
 	  $(if $(SEED),--seed $(SEED))
 
-# The CPU module is built once more for each sanitizer, in a folder of its own: the installed one stays as it is.
+# The CPU module once more, instrumented, in a folder of its own: the installed one stays as it is.
+$(INSTRUMENTATIONS:%=instrumented-%): instrumented-%: $(VENV)/installed
+	$(BIN)/pip install --quiet cmake nanobind ninja
+	$(BIN)/cmake -S . -B build/$(notdir $(VENV))-$* -G Ninja -D CMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -D CMAKE_BUILD_TYPE=RelWithDebInfo -D JAX_BARACUDA_INSTRUMENTATION=$* -D JAX_BARACUDA_CUDA=OFF \
+	  -D Python_EXECUTABLE=$(abspath $(BIN))/python -D nanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
+	$(BIN)/cmake --build build/$(notdir $(VENV))-$* --target _cpu
+
 # SANITIZERS, SANITIZED_TESTS and SANITIZED_GPU_FAMILIES choose what runs.
 sanitize: $(SANITIZERS:%=sanitize-%) $(if $(DRIVER),sanitize-gpu)
 
-$(SANITIZERS:%=sanitize-%): sanitize-%: $(VENV)/installed
-	$(BIN)/pip install --quiet cmake nanobind ninja
-	$(BIN)/cmake -S . -B build/$(notdir $(VENV))-$* -G Ninja -D CMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	  -D CMAKE_BUILD_TYPE=RelWithDebInfo -D JAX_BARACUDA_SANITIZER=$* -D JAX_BARACUDA_CUDA=OFF \
-	  -D Python_EXECUTABLE=$(abspath $(BIN))/python -D nanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
-	$(BIN)/cmake --build build/$(notdir $(VENV))-$* --target _cpu
+$(SANITIZERS:%=sanitize-%): sanitize-%: instrumented-%
 	$(BIN)/python tests/sanitizers/cpu.py build/$(notdir $(VENV))-$* -q $(SANITIZED_TESTS)
+
+# Which lines of the package and of the CPU module the tests reach; COVERED_TESTS chooses the tests. It takes an hour.
+coverage: instrumented-coverage
+	$(BIN)/pip install --quiet coverage gcovr
+	rm -rf build/coverage && mkdir -p build/coverage
+	find build/$(notdir $(VENV))-coverage -name "*.gcda" -delete
+	JAX_PLATFORMS=cpu $(BIN)/coverage run tests/sanitizers/cpu.py --loaded build/$(notdir $(VENV))-coverage -q \
+	  $(COVERED_TESTS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered --show-missing
+	$(BIN)/gcovr --filter ffi/ --object-directory build/$(notdir $(VENV))-coverage --sort uncovered-percent
 
 # A first run fills the cache: compilation would take most of the time under each tool.
 sanitize-gpu: $(VENV)/installed
