@@ -1,5 +1,6 @@
 # For tests of the CPU kernels: JAX_BARACUDA_INSTRUMENTATION instruments the CPU module, which tests/sanitizers/cpu.py
-# loads. A sanitizer needs its runtime in the process, which the same script puts there; coverage counts how often lines run.
+# loads. A sanitizer needs its runtime in the process, which the same script puts there; coverage counts the runs of
+# lines.
 set(JAX_BARACUDA_INSTRUMENTATION "" CACHE STRING
   "address (and undefined behaviour), thread, coverage, or empty for none")
 set_property(CACHE JAX_BARACUDA_INSTRUMENTATION PROPERTY STRINGS "" address thread coverage)
