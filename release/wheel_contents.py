@@ -6,9 +6,8 @@ Sizes of code for a GPU architecture are those of unpacked code; the module hold
 from __future__ import annotations
 
 import collections
-import os
+import importlib.metadata
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,15 +26,13 @@ def needed_libraries(module: Path) -> set[str]:
 
 def bytes_by_architecture(module: Path) -> dict[str, int]:
     """Bytes of machine code (sm_90) and of PTX (compute_80) in a CUDA module, unpacked."""
-    toolkits = [os.path.dirname(os.environ.get("CUDACXX", "")), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
-    cuobjdump = shutil.which("cuobjdump", path=os.pathsep.join(filter(None, toolkits)))
-    if cuobjdump is None:
-        raise SystemExit("cuobjdump, which comes with the CUDA toolkit, is not on the PATH")
+    files = importlib.metadata.files("nvidia-cuda-cuobjdump") or []
+    [cuobjdump] = [file.locate() for file in files if file.name == "cuobjdump"]
     sizes: collections.Counter[str] = collections.Counter()
     with tempfile.TemporaryDirectory() as folder:
         for kind, prefix in (("elf", "sm"), ("ptx", "compute")):
             extract = [cuobjdump, f"--extract-{kind}", "all", module]
-            subprocess.run(extract, cwd=folder, stdout=subprocess.DEVNULL, check=True)
+            subprocess.run(extract, cwd=folder, capture_output=True, check=True)
             for extracted in Path(folder).iterdir():
                 [architecture] = re.findall(r"\.sm_(\d+\w*)\.", extracted.name)
                 sizes[f"{prefix}_{architecture}"] += extracted.stat().st_size
