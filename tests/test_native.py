@@ -288,6 +288,23 @@ def test_import_has_no_side_effects() -> None:
     assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
 
 
+def test_import_adds_little_to_that_of_jax() -> None:
+    """Neither tools nor examples, and of other packages' modules few and small ones: of JAX, what splits programs."""
+    child = run_python(
+        """
+        import sys
+        import jax, jax.numpy
+        before = set(sys.modules)
+        import jax_baracuda
+        print(*(name for name in set(sys.modules) - before if name.split(".")[0] not in sys.stdlib_module_names))
+        """
+    )
+    added = {name for name in child.stdout.split() if not name.startswith(("jax_baracuda._core", "jax_baracuda.ops"))}
+    own = {"jax_baracuda", "jax_baracuda.forward_mode", "jax_baracuda._redirect"}
+    of_jax = {"jax.experimental.custom_partitioning", "jax.experimental.xla_metadata", "jax._src.xla_metadata"}
+    assert own <= added <= own | of_jax, child.stderr
+
+
 def test_import_needs_no_private_name_of_jax() -> None:
     """A new JAX that renames one breaks what needs it, not the import."""
     child = run_python(

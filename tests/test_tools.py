@@ -70,11 +70,6 @@ def test_every_function_of_arrays_has_an_example() -> None:
         assert {example.function.__name__ for example in examples if use in example.sizes} == expected, use
 
 
-def test_examples_are_not_imported_with_the_package() -> None:
-    code = "import sys, jax_baracuda; assert not any('_examples' in name for name in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_report_names_versions_modules_devices_and_ops(capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main([]) == 0
     text = capsys.readouterr().out

@@ -81,18 +81,18 @@ inline int64_t TrailingSize(const ffi::AnyBuffer& buffer, size_t first) {
 template <int kCount, typename Binding>
 auto BindOperands(Binding&& binding) {
   if constexpr (kCount == 1) {
-    return std::move(binding).template Arg<ffi::AnyBuffer>();
+    return std::forward<Binding>(binding).template Arg<ffi::AnyBuffer>();
   } else {
-    return BindOperands<kCount - 1>(std::move(binding).template Arg<ffi::AnyBuffer>());
+    return BindOperands<kCount - 1>(std::forward<Binding>(binding).template Arg<ffi::AnyBuffer>());
   }
 }
 
 template <int kCount, typename Binding>
 auto BindResults(Binding&& binding) {
   if constexpr (kCount == 1) {
-    return std::move(binding).template Ret<ffi::AnyBuffer>();
+    return std::forward<Binding>(binding).template Ret<ffi::AnyBuffer>();
   } else {
-    return BindResults<kCount - 1>(std::move(binding).template Ret<ffi::AnyBuffer>());
+    return BindResults<kCount - 1>(std::forward<Binding>(binding).template Ret<ffi::AnyBuffer>());
   }
 }
 

@@ -132,8 +132,8 @@ class OpCall:
 
     def sizes(self) -> dict[str, int]:
         """What rows of a tuning table may ask for: the sizes of the named dimensions, "bytes" (of all operands and
-        results), "element_bits" (of the narrowest operand), "rank" (of the first operand), "operands" and "batch_dims" (how
-        many there are)."""
+        results), "element_bits" (of the narrowest operand), "rank" (of the first operand), "operands" and "batch_dims"
+        (how many there are)."""
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.result_types()]
         num_bits = sum(math.prod(x.shape) * element_bits(x.dtype) for x in [*self.operands, *results])
         narrowest = min(element_bits(x.dtype) for x in self.operands)

@@ -146,7 +146,7 @@ def is_static_shape(shape: Sequence[Any]) -> bool:
     return core.is_constant_shape(tuple(shape))
 
 
-def is_donated_argument(value: ir.Value) -> bool:
+def is_donated_argument(value: ir.Value[Any]) -> bool:
     """Whether a value of a program under lowering is an argument of the whole program whose memory is given up."""
     from jax._src.lib.mlir import ir
 
@@ -173,7 +173,7 @@ _VIEWS = ("stablehlo.broadcast_in_dim", "stablehlo.reshape", "sdy.sharding_const
 """What leaves an array as it is, where it keeps its number of elements."""
 
 
-def is_computed(ctx: Any, value: ir.Value) -> bool:
+def is_computed(ctx: Any, value: ir.Value[Any]) -> bool:
     """Whether XLA may compute a value where it is read, in one fusion, instead of writing it.
 
     What is known is the operation that makes it: a gather or an elementwise one. Of an argument of a function, which
@@ -196,7 +196,7 @@ def is_computed(ctx: Any, value: ir.Value) -> bool:
     return operation.name not in _IN_MEMORY and len(operation.regions) == 0
 
 
-def _num_elements(value: ir.Value) -> int:
+def _num_elements(value: ir.Value[Any]) -> int:
     from jax._src.lib.mlir import ir
 
     return math.prod(ir.RankedTensorType(value.type).shape)

@@ -149,7 +149,9 @@ def _call_target(
 ) -> Any:
     """The call of the native target, or of those of an op's program."""
     op = call.op
-    program = functools.partial(op.program, **call.params) if op.program is not None else None
+    program: Callable[..., Sequence[jax.Array]] | None = None
+    if op.program is not None:
+        program = functools.partial(op.program, **call.params)
     if platform == "cuda" and op.program_on_gpu is not None:
         program = op.program_on_gpu(**call.params)
     if program is not None:

@@ -9,13 +9,13 @@ import re
 import types
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
-import jaxlib
+import jaxlib.version
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """How a native kernel runs a call."""
 
     strategy: str
@@ -75,8 +75,9 @@ def check_ffi_api_version(built: tuple[int, int], runtime: tuple[int, int], modu
     if built[0] != runtime[0] or built[1] > runtime[1]:
         raise ImportError(
             f"jax_baracuda: {module_name} was built for XLA FFI API {built[0]}.{built[1]}, but the installed jaxlib "
-            f"{jaxlib.__version__} has {runtime[0]}.{runtime[1]}. Install a newer jaxlib (pip install -U jax jaxlib) "
-            "or build jax_baracuda from source against this one. JAX itself is not affected."
+            f"{jaxlib.version.__version__} has {runtime[0]}.{runtime[1]}. Install a newer jaxlib "
+            "(pip install -U jax jaxlib) or build jax_baracuda from source against this one. "
+            "JAX itself is not affected."
         )
 
 

@@ -27,7 +27,7 @@ NamedDimensions = Mapping[str, Dimensions]
 """The dimensions of each operand or result, by its name and in its order."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Op:
     """One native kernel, and what JAX needs to know about it.
 

@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar, cast, get_args
 
 import jax
 
@@ -227,8 +227,7 @@ def implementation(
 # The choice.
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What serves a call, and why."""
 
     implementation: Implementation

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -24,8 +23,7 @@ def mesh_axes(entry: Any) -> MeshAxes:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-@dataclasses.dataclass(frozen=True)
-class NamedShapes:
+class NamedShapes(NamedTuple):
     """The named dimensions and the shapes of every operand and result of one call."""
 
     operands: tuple[Dimensions, ...]

@@ -9,7 +9,7 @@ import platform as python_platform
 from collections.abc import Sequence
 
 import jax
-import jaxlib
+import jaxlib.version
 
 import jax_baracuda
 from jax_baracuda._core.native import NATIVE_MODULES, NativeModule, runtime_ffi_api_version
@@ -49,7 +49,7 @@ def _versions() -> str:
         [
             ("jax_baracuda", jax_baracuda.__version__),
             ("jax", jax.__version__),
-            ("jaxlib", f"{jaxlib.__version__} (XLA FFI API {major}.{minor})"),
+            ("jaxlib", f"{jaxlib.version.__version__} (XLA FFI API {major}.{minor})"),
             *((name, version) for name, version in plugins.items() if version is not None),
             ("Python", python_platform.python_version()),
         ],

@@ -11,10 +11,9 @@ canonicalisation of arguments.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +31,9 @@ from jax_baracuda._core.arrays import (
     reshard_as,
 )
 from jax_baracuda._core.autodiff import KernelVjp, map_together, with_twin
+from jax_baracuda._core.call import Dimensions
 from jax_baracuda._core.guarantees import EXACT, accumulated
-from jax_baracuda._core.op import Dimensions, NamedDimensions, Op
+from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
 
 Activation = Literal["silu", "swish"] | None
@@ -737,8 +737,7 @@ CAUSAL_CONV1D_UPDATE = Op(
 # Derivative rules.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Params:
+class _Params(NamedTuple):
     """The static arguments of a convolution, under the names that the ops take them by."""
 
     channels_last: bool
@@ -748,7 +747,7 @@ class _Params:
 def _call(op: Op, params: _Params, *required: Array, **optional: Array | None) -> list[Array]:
     presence = {f"has_{name}": array is not None for name, array in optional.items()}
     given = [array for array in optional.values() if array is not None]
-    return op(*required, *given, **dataclasses.asdict(params), **presence)
+    return op(*required, *given, **params._asdict(), **presence)
 
 
 def _gradients(
@@ -842,8 +841,7 @@ _update = KernelVjp("causal_conv1d_update", _update_primal, _update_forward, _up
 # Canonicalisation of arguments, shared by the whole family.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Convolution:
+class _Convolution(NamedTuple):
     """Checked arguments of a convolution."""
 
     params: _Params

@@ -10,11 +10,10 @@ canonicalisation of arguments.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -508,8 +507,7 @@ ROPE_QK_BACKWARD = _rotation_op(
 # Derivative rules.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Params:
+class _Params(NamedTuple):
     """The static arguments of a rotation, under the names that the ops take them by."""
 
     heads_first: bool
@@ -523,7 +521,7 @@ def _rotated(
     op: Op, params: _Params, *, features: Sequence[Array], frequencies: Array, positions: Array | None
 ) -> list[Array]:
     others = (frequencies,) if positions is None else (frequencies, positions)
-    return op(*features, *others, **dataclasses.asdict(params))
+    return op(*features, *others, **params._asdict())
 
 
 def _rotation_rules(rotation: Op, rotation_backward: Op) -> KernelVjp:
@@ -548,8 +546,7 @@ _rope_qk = _rotation_rules(ROPE_QK, ROPE_QK_BACKWARD)
 # Canonicalisation of arguments, shared by the whole family.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rotation:
+class _Rotation(NamedTuple):
     """Checked arguments of a rotation."""
 
     params: _Params

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -97,8 +97,7 @@ def rope_frequencies(
     return inv_freq, float(scale)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Model:
+class _Model(NamedTuple):
     """What all schemes start from."""
 
     head_dim: int
@@ -273,14 +272,13 @@ def _longrope(model: _Model, parameters: _Parameters) -> Frequencies:
 
 
 def _proportional(model: _Model, parameters: _Parameters) -> Frequencies:
-    whole = dataclasses.replace(model, partial_rotary_factor=1.0).inv_freq()
+    whole = model._replace(partial_rotary_factor=1.0).inv_freq()
     num_turning = int(model.partial_rotary_factor * model.head_dim // 2)
     turns = np.arange(len(whole)) < num_turning
     return np.where(turns, whole / parameters.number("factor", 1.0), 0.0), 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Scheme:
+class _Scheme(NamedTuple):
     compute: Callable[[_Model, _Parameters], Frequencies]
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()

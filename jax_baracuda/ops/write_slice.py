@@ -9,7 +9,6 @@ canonicalisation of arguments.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -534,8 +533,7 @@ WRITE_SLICE_BACKWARD = Op(
 # Derivative rules.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Params:
+class _Params(NamedTuple):
     """The static arguments, under the names that the ops take them by."""
 
     ranks: tuple[int, ...]
@@ -546,7 +544,7 @@ class _Params:
 def _primal(
     params: _Params, *, dests: Sequence[Array], sources: Sequence[Array], starts: Sequence[Array]
 ) -> list[Array]:
-    return WRITE_SLICE(*dests, *sources, *starts, **vars(params))
+    return WRITE_SLICE(*dests, *sources, *starts, **params._asdict())
 
 
 def _forward(params: _Params, *, starts: list[Array], **arrays: Any) -> tuple[list[Array], list[Array]]:
@@ -555,7 +553,7 @@ def _forward(params: _Params, *, starts: list[Array], **arrays: Any) -> tuple[li
 
 def _backward(params: _Params, starts: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
     dtypes = [cotangent.dtype for cotangent in cotangents]
-    of_dests, of_sources = _cotangents(cotangents, dtypes, *starts, **vars(params))
+    of_dests, of_sources = _cotangents(cotangents, dtypes, *starts, **params._asdict())
     return {"dests": of_dests, "sources": of_sources}
 
 
@@ -566,8 +564,7 @@ _write_op = KernelVjp("write_slice", _primal, _forward, _backward)
 # Canonicalisation of arguments.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Update:
+class _Update(NamedTuple):
     """Checked arguments: what is written where."""
 
     dest: Array

@@ -1,4 +1,4 @@
-"""Runs pytest with the CPU module that a sanitizer instruments (``make sanitize`` builds it).
+"""Runs pytest with the CPU module that a sanitizer instruments (``make sanitize`` builds it), or ``make coverage``.
 
     python tests/sanitizers/cpu.py build/sanitize-address tests/sanitizers/workload.py
     python tests/sanitizers/cpu.py build/sanitize-thread tests/test_load.py -k rounds

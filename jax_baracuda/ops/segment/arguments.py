@@ -18,7 +18,8 @@ from jax_baracuda._core.arrays import as_array, reshard_as, reshard_like
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda.ops.segment.cells import in_order, put_back
 from jax_baracuda.ops.segment.definitions import Params
-from jax_baracuda.ops.segment.ids import Mode, checked_ids, clamps, flat_ids, static_size
+from jax_baracuda.ops.segment.ids import Mode as Mode
+from jax_baracuda.ops.segment.ids import checked_ids, clamps, flat_ids, static_size
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan
 
 TieBreak = Literal["split", "first"]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,7 @@ NO_WINNER = -1
 ties are shared, minus the number (2 or more) of members that attain it, the identity of the reduction included."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Extremum:
+class Extremum(NamedTuple):
     """What tells the maximum and the minimum apart."""
 
     of_segments: Callable[..., Array]
