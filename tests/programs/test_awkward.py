@@ -18,7 +18,9 @@ REDUCERS = ["sum", "max", "min", "prod", "any", "all", "argmax", "argmin"]
 
 @pytest.fixture(autouse=True)
 def on_jax() -> Iterator[None]:
+    before = jax.config.jax_enable_x64
     ak.jax.register_and_check()
+    jax.config.update("jax_enable_x64", before)  # which it sets for the whole process, and so for other packages
     with jax.enable_x64():
         yield
 
