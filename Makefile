@@ -105,11 +105,12 @@ docs: $(VENV)/installed
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -b html -W --keep-going docs build/docs
 
 lint: $(VENV)/installed
-	$(BIN)/pip install --quiet basedpyright codespell mypy ruff
+	$(BIN)/pip install --quiet basedpyright clang-format==23.1.5 codespell mypy ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check jax_baracuda tests benchmarks release
 	$(BIN)/mypy
 	$(BIN)/basedpyright
+	$(BIN)/clang-format --dry-run --Werror $(filter %.h %.cc %.cu %.cuh,$(SOURCES)) tests/sanitizers/thread_memory.cc
 	$(BIN)/codespell *.md *.txt Makefile pyproject.toml .ci cmake docs ffi jax_baracuda release tests benchmarks/*.py
 
 # What clang-tidy finds in the sources of the CPU module, in 40 seconds of one core.
