@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(kRowsThreads, Tuning::BackwardRowsBlocks(sizeo
 
   const unsigned step_bytes = lanes * kVectorBytes;
   int offset = (steps - 1) * at.step;
-  unsigned position = (steps - 1) * step_bytes + lane * kVectorBytes;  // in the stages
-  const T *x_prefetch = x_row + offset, *dy_prefetch = dy_row + offset;      // of the step whose loads come next
+  unsigned position = (steps - 1) * step_bytes + lane * kVectorBytes;    // in the stages
+  const T *x_prefetch = x_row + offset, *dy_prefetch = dy_row + offset;  // of the step whose loads come next
   // Of the step before the first, only inputs right before the tile count.
   const int first_x = lane >= lanes - kVectorsBefore ? max(at.first_readable, -at.step) : 0;
   const auto prefetch = [&](int steps_ahead) {
@@ -216,9 +216,8 @@ __global__ void __launch_bounds__(kMaxSumThreads)
   const int64_t channel = (block - band * static_cast<int64_t>(by_blocks_across.divisor)) * blockDim.x + threadIdx.x;
   const bool is_real = channel < channels;
   const int lane = threadIdx.y, lanes = blockDim.y, columns = blockDim.x;
-  const double sum = SumPartials(partials + (batch * parts * (width + 1) + k) * channels + channel,
-                                 is_real ? parts : 0, (width + 1) * channels, lane, lanes,
-                                 shared + lane * columns + threadIdx.x, columns);
+  const double sum = SumPartials(partials + (batch * parts * (width + 1) + k) * channels + channel, is_real ? parts : 0,
+                                 (width + 1) * channels, lane, lanes, shared + lane * columns + threadIdx.x, columns);
   if (lane != 0 || !is_real) return;
   if (k < width) {
     dweight[(batch * channels + channel) * width + k] = static_cast<C>(sum);

@@ -7,10 +7,9 @@ namespace {
 
 // Wide vectors, which are fewer to the byte, can afford a group of copies for each time.
 template <typename T, int kWidth, int kVec>
-using BackwardStages =
-    std::conditional_t<(sizeof(T) * kVec < kVectorBytes),
-                       TimeStages<T, kVec, Tuning::kBackwardNarrowStageTimes, kRowsOfCircle<kWidth>>,
-                       TimeStages<T, kVec, Tuning::kBackwardStageTimes, 1>>;
+using BackwardStages = std::conditional_t<(sizeof(T) * kVec < kVectorBytes),
+                                          TimeStages<T, kVec, Tuning::kBackwardNarrowStageTimes, kRowsOfCircle<kWidth>>,
+                                          TimeStages<T, kVec, Tuning::kBackwardStageTimes, 1>>;
 
 template <typename T, int kWidth, int kVec, bool kHasMasks>
 __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::BackwardChannelsLastBlocks(sizeof(T), kWidth))

@@ -51,9 +51,9 @@ constexpr int64_t kMaxParts = 128;  // times the elements of the batch, times th
 
 enum class Strategy {
   kNothing,
-  kRows,  // tiles are of one channel
+  kRows,                // tiles are of one channel
   kRowsWithSegmentIds,  // as well, with same_sequence
-  kTransposedRows,  // tiles are of several channels, and transposed
+  kTransposedRows,      // tiles are of several channels, and transposed
   kTransposedRowsWithSegmentIds,
   kChannelsLast,  // tiles are of several channels
   kChannelsLastWithSegmentIds,
@@ -273,14 +273,14 @@ JB_CPU_CLONES void AddTimes(const C* __restrict in, C weight, int64_t times, C* 
 
 template <typename C>
 JB_CPU_CLONES void AddMaskedTimes(const C* __restrict in, C weight, const uint8_t* masks, int bit, int64_t times,
-                               C* __restrict out) {
+                                  C* __restrict out) {
   JB_VECTORIZE
   for (int64_t t = 0; t < times; ++t) out[t] += (masks[t] >> bit & 1) != 0 ? weight * in[t] : C{0};
 }
 
 template <typename C>
 JB_CPU_CLONES void AddChannels(const C* __restrict in, const C* __restrict weights, int64_t channels,
-                                  C* __restrict out) {
+                               C* __restrict out) {
   JB_VECTORIZE
   for (int64_t c = 0; c < channels; ++c) out[c] += weights[c] * in[c];
 }
@@ -459,8 +459,7 @@ class Convolution {
       : problem_(call.problem),
         x_(static_cast<const T*>(call.x.data)),
         x_is_shared_(call.x.is_shared),
-        initial_state_{static_cast<const T*>(call.initial_state.data), call.initial_state.is_shared,
-                       call.state_length},
+        initial_state_{static_cast<const T*>(call.initial_state.data), call.initial_state.is_shared, call.state_length},
         same_sequence_(static_cast<const uint8_t*>(call.same_sequence.data)),
         same_sequence_is_shared_(call.same_sequence.is_shared),
         parameters_(parameters),
@@ -502,9 +501,8 @@ class Convolution {
 
   void StoreTile(const C* from, int64_t times, Channels channels, T* to) const {
     if (!is_transposed_) return StoreRuns(from, RunsOf(times, channels), to);
-    WithLength(times == problem_.length ? times : 0, [&](auto length) {
-      StoreColumns<length>(from, problem_.length, times, channels.count, to);
-    });
+    WithLength(times == problem_.length ? times : 0,
+               [&](auto length) { StoreColumns<length>(from, problem_.length, times, channels.count, to); });
   }
 
   // Turns z of a tile into its cotangent. The buffer is as large as the tile.
@@ -568,8 +566,8 @@ class Convolution {
 
   // dx of times from `time` on without the part of the final state, from dz of the same and of later times: of
   // `gradients` times, and zeros behind them up to the end of the last window.
-  void Transpose(Place place, Channels channels, const C* dz, int64_t time, int64_t gradients, int64_t times,
-                 C* dx, int64_t dx_stride) const {
+  void Transpose(Place place, Channels channels, const C* dz, int64_t time, int64_t gradients, int64_t times, C* dx,
+                 int64_t dx_stride) const {
     static constexpr C kZeros[kMaxChannels] = {};
     const C* const last_weights = Weights(place) + channels.begin + reach() * problem_.channels;
     Correlate<false>({last_weights, -problem_.channels, kZeros, SameSequence(place, time), true}, channels, dz,
@@ -583,37 +581,41 @@ class Convolution {
     sums += channels.begin;
     const int64_t stride = problem_.channels;
     double* const sums_of_dz = sums + problem_.width * stride;
-    ForEachRunOfTimes(masks, false, times, times, [&](int64_t begin, int64_t end) {
-      const C* const first_dz = dz + begin * channels.count;
-      for (int first = 0; first < problem_.width; first += kMaxConstantWidth) {
-        DispatchWidth(std::min(problem_.width - first, kMaxConstantWidth), [&](auto width) {
-          const C* const first_in = in + (begin + first) * in_stride;
-          double* const to = sums + first * stride;
-          double* const to_dz = first == 0 ? sums_of_dz : nullptr;
-          if (has_channels_) {
-            SumProductsChannels<width>(first_in, in_stride, first_dz, end - begin, channels.count, to, stride, to_dz);
-          } else {
-            SumProductsTimes<width>(first_in, first_dz, end - begin, to, stride, to_dz);
+    ForEachRunOfTimes(
+        masks, false, times, times,
+        [&](int64_t begin, int64_t end) {
+          const C* const first_dz = dz + begin * channels.count;
+          for (int first = 0; first < problem_.width; first += kMaxConstantWidth) {
+            DispatchWidth(std::min(problem_.width - first, kMaxConstantWidth), [&](auto width) {
+              const C* const first_in = in + (begin + first) * in_stride;
+              double* const to = sums + first * stride;
+              double* const to_dz = first == 0 ? sums_of_dz : nullptr;
+              if (has_channels_) {
+                SumProductsChannels<width>(first_in, in_stride, first_dz, end - begin, channels.count, to, stride,
+                                           to_dz);
+              } else {
+                SumProductsTimes<width>(first_in, first_dz, end - begin, to, stride, to_dz);
+              }
+            });
+          }
+        },
+        [&](int64_t begin, int64_t end) {
+          if (!has_channels_) {
+            for (int k = 0; k < problem_.width; ++k) {
+              SumMaskedTimes(in + begin + k, dz + begin, masks + begin, Bit(false, k), end - begin, sums + k * stride);
+            }
+            SumProductsTimes<0>(in, dz + begin, end - begin, sums, stride, sums_of_dz);
+            return;
+          }
+          for (int64_t t = begin; t < end; ++t) {
+            const C* const gradients = dz + t * channels.count;
+            for (int k = 0; k < problem_.width; ++k) {
+              if ((masks[t] >> Bit(false, k) & 1) == 0) continue;
+              SumProductsOfTime(in + (t + k) * in_stride, gradients, channels.count, sums + k * stride);
+            }
+            SumChannels(gradients, channels.count, sums_of_dz);
           }
         });
-      }
-    }, [&](int64_t begin, int64_t end) {
-      if (!has_channels_) {
-        for (int k = 0; k < problem_.width; ++k) {
-          SumMaskedTimes(in + begin + k, dz + begin, masks + begin, Bit(false, k), end - begin, sums + k * stride);
-        }
-        SumProductsTimes<0>(in, dz + begin, end - begin, sums, stride, sums_of_dz);
-        return;
-      }
-      for (int64_t t = begin; t < end; ++t) {
-        const C* const gradients = dz + t * channels.count;
-        for (int k = 0; k < problem_.width; ++k) {
-          if ((masks[t] >> Bit(false, k) & 1) == 0) continue;
-          SumProductsOfTime(in + (t + k) * in_stride, gradients, channels.count, sums + k * stride);
-        }
-        SumChannels(gradients, channels.count, sums_of_dz);
-      }
-    });
   }
 
  private:
@@ -636,43 +638,47 @@ class Convolution {
     const bool is_transposed = correlation.is_transposed;
     const C* const weights = correlation.weights;
     const int64_t weight_stride = correlation.weight_stride;
-    ForEachRunOfTimes(masks, is_transposed, num_masks, times, [&](int64_t begin, int64_t end) {
-      const C* const first_in = in + begin * in_stride;
-      C* const first_out = out + begin * out_stride;
-      if (problem_.width > kMaxConstantWidth) {
-        CorrelateWide<kSilu>(correlation, channels, first_in, in_stride, end - begin, first_out, out_stride);
-        return;
-      }
-      DispatchWidth(problem_.width, [&](auto width) {
-        if (has_channels_) {
-          CorrelateChannels<width, kSilu>(first_in, in_stride, weights, weight_stride, correlation.biases, end - begin,
-                                          channels.count, first_out, out_stride);
-        } else {
-          CorrelateTimes<width, kSilu>(first_in, weights, weight_stride, *correlation.biases, end - begin, first_out);
-        }
-      });
-    }, [&](int64_t begin, int64_t end) {
-      if (!has_channels_) {
-        std::fill(out + begin, out + end, *correlation.biases);
-        for (int k = 0; k < problem_.width; ++k) {
-          const int64_t first_mask = is_transposed ? begin + k : begin;
-          AddMaskedTimes(in + begin + k, weights[k * weight_stride], masks + first_mask, Bit(is_transposed, k),
-                      std::min(end - begin, num_masks - first_mask), out + begin);
-        }
-        if (kSilu) ApplySilu(end - begin, out + begin);
-        return;
-      }
-      for (int64_t t = begin; t < end; ++t) {
-        C* const to = out + t * out_stride;
-        std::copy_n(correlation.biases, channels.count, to);
-        for (int k = 0; k < problem_.width; ++k) {
-          const int64_t mask = is_transposed ? t + k : t;
-          if (mask >= num_masks || (masks[mask] >> Bit(is_transposed, k) & 1) == 0) continue;
-          AddChannels(in + (t + k) * in_stride, weights + k * weight_stride, channels.count, to);
-        }
-        if (kSilu) ApplySilu(channels.count, to);
-      }
-    });
+    ForEachRunOfTimes(
+        masks, is_transposed, num_masks, times,
+        [&](int64_t begin, int64_t end) {
+          const C* const first_in = in + begin * in_stride;
+          C* const first_out = out + begin * out_stride;
+          if (problem_.width > kMaxConstantWidth) {
+            CorrelateWide<kSilu>(correlation, channels, first_in, in_stride, end - begin, first_out, out_stride);
+            return;
+          }
+          DispatchWidth(problem_.width, [&](auto width) {
+            if (has_channels_) {
+              CorrelateChannels<width, kSilu>(first_in, in_stride, weights, weight_stride, correlation.biases,
+                                              end - begin, channels.count, first_out, out_stride);
+            } else {
+              CorrelateTimes<width, kSilu>(first_in, weights, weight_stride, *correlation.biases, end - begin,
+                                           first_out);
+            }
+          });
+        },
+        [&](int64_t begin, int64_t end) {
+          if (!has_channels_) {
+            std::fill(out + begin, out + end, *correlation.biases);
+            for (int k = 0; k < problem_.width; ++k) {
+              const int64_t first_mask = is_transposed ? begin + k : begin;
+              AddMaskedTimes(in + begin + k, weights[k * weight_stride], masks + first_mask, Bit(is_transposed, k),
+                             std::min(end - begin, num_masks - first_mask), out + begin);
+            }
+            if (kSilu) ApplySilu(end - begin, out + begin);
+            return;
+          }
+          for (int64_t t = begin; t < end; ++t) {
+            C* const to = out + t * out_stride;
+            std::copy_n(correlation.biases, channels.count, to);
+            for (int k = 0; k < problem_.width; ++k) {
+              const int64_t mask = is_transposed ? t + k : t;
+              if (mask >= num_masks || (masks[mask] >> Bit(is_transposed, k) & 1) == 0) continue;
+              AddChannels(in + (t + k) * in_stride, weights + k * weight_stride, channels.count, to);
+            }
+            if (kSilu) ApplySilu(channels.count, to);
+          }
+        });
   }
 
   // For widths that are no constant, where all masks are full: the first taps as a constant width, then one tap after
@@ -777,38 +783,38 @@ bool Forward(ffi::ThreadPool& pool, const ForwardCall& call, const Convolution<T
   std::atomic<bool> has_memory{true};
   ForEachRange(pool, problem.batch * problem.examples * time_tiles * channel_tiles, bytes,
                [&](int64_t tile_begin, int64_t tile_end) {
-    Lines<C> memory;
-    if (!memory.Allocate((times + convolution.reach() + times) * channels)) {
-      has_memory = false;
-      return;
-    }
-    C* const inputs = memory.get();
-    for (int64_t index = tile_begin; index < tile_end; ++index) {
-      const Tile tile = tile_of(index);
-      int64_t stride;
-      const C* const in = convolution.Inputs(tile.place, tile.channels, tile.time - convolution.reach(),
-                                             tile.time + tile.times, inputs, &stride);
-      T* const to = y + convolution.Index(/*is_shared=*/false, tile.place, tile.time, tile.channels.begin);
-      const auto compute = [&](C* out, int64_t out_stride) {
-        if (problem.silu) {
-          convolution.template Forward<true>(tile.place, tile.channels, in, stride, tile.time, tile.times, out,
-                                             out_stride);
-        } else {
-          convolution.template Forward<false>(tile.place, tile.channels, in, stride, tile.time, tile.times, out,
-                                              out_stride);
-        }
-      };
-      if constexpr (std::is_same_v<T, C>) {
-        if (convolution.is_in_place()) {
-          compute(to, convolution.time_stride());
-          continue;
-        }
-      }
-      C* const numbers = inputs + (times + convolution.reach()) * channels;
-      compute(numbers, tile.channels.count);
-      convolution.StoreTile(numbers, tile.times, tile.channels, to);
-    }
-  });
+                 Lines<C> memory;
+                 if (!memory.Allocate((times + convolution.reach() + times) * channels)) {
+                   has_memory = false;
+                   return;
+                 }
+                 C* const inputs = memory.get();
+                 for (int64_t index = tile_begin; index < tile_end; ++index) {
+                   const Tile tile = tile_of(index);
+                   int64_t stride;
+                   const C* const in = convolution.Inputs(tile.place, tile.channels, tile.time - convolution.reach(),
+                                                          tile.time + tile.times, inputs, &stride);
+                   T* const to = y + convolution.Index(/*is_shared=*/false, tile.place, tile.time, tile.channels.begin);
+                   const auto compute = [&](C* out, int64_t out_stride) {
+                     if (problem.silu) {
+                       convolution.template Forward<true>(tile.place, tile.channels, in, stride, tile.time, tile.times,
+                                                          out, out_stride);
+                     } else {
+                       convolution.template Forward<false>(tile.place, tile.channels, in, stride, tile.time, tile.times,
+                                                           out, out_stride);
+                     }
+                   };
+                   if constexpr (std::is_same_v<T, C>) {
+                     if (convolution.is_in_place()) {
+                       compute(to, convolution.time_stride());
+                       continue;
+                     }
+                   }
+                   C* const numbers = inputs + (times + convolution.reach()) * channels;
+                   compute(numbers, tile.channels.count);
+                   convolution.StoreTile(numbers, tile.times, tile.channels, to);
+                 }
+               });
   return has_memory;
 }
 
@@ -945,16 +951,16 @@ void WriteParameterGradients(ffi::ThreadPool& pool, const Problem& problem, int6
   const int64_t part_stride = rows * (width + 1);
   ForEachRange(pool, rows, parts * part_stride * static_cast<int64_t>(sizeof(double)),
                [&](int64_t row_begin, int64_t row_end) {
-    for (int64_t row = row_begin; row < row_end; ++row) {
-      const int64_t g = row / problem.channels, c = row % problem.channels;
-      for (int64_t k = 0; k <= width; ++k) {
-        const double* const first = sums + (g * (width + 1) + k) * problem.channels + c;
-        double sum = 0;
-        for (int64_t part = 0; part < parts; ++part) sum += first[part * part_stride];
-        (k < width ? dweight[row * width + k] : dbias[row]) = static_cast<C>(sum);
-      }
-    }
-  });
+                 for (int64_t row = row_begin; row < row_end; ++row) {
+                   const int64_t g = row / problem.channels, c = row % problem.channels;
+                   for (int64_t k = 0; k <= width; ++k) {
+                     const double* const first = sums + (g * (width + 1) + k) * problem.channels + c;
+                     double sum = 0;
+                     for (int64_t part = 0; part < parts; ++part) sum += first[part * part_stride];
+                     (k < width ? dweight[row * width + k] : dbias[row]) = static_cast<C>(sum);
+                   }
+                 }
+               });
 }
 
 // Returns false if there is no memory.
@@ -972,8 +978,7 @@ bool ComputeGradients(ffi::ThreadPool& pool, const BackwardCall& call, const Con
   const int64_t chunks_per_example = std::max<int64_t>(1, CeilDivide(problem.length, chunk_times));
   const int64_t chunks = problem.examples * chunks_per_example;
   const int64_t units = CeilDivide(problem.channels, convolution.has_channels() ? kMinChannels : 1);
-  const int64_t parts =
-      std::clamp<int64_t>(kMaxParts / (problem.batch * units), 1, std::max<int64_t>(1, chunks));
+  const int64_t parts = std::clamp<int64_t>(kMaxParts / (problem.batch * units), 1, std::max<int64_t>(1, chunks));
   const int64_t tile_channels =
       convolution.TileChannels(CeilDivide(4 * std::max<int64_t>(1, pool.num_threads()), problem.batch * parts));
   const int64_t channel_tiles = CeilDivide(problem.channels, tile_channels);
@@ -1041,8 +1046,7 @@ void WriteNewState(ffi::ThreadPool& pool, const UpdateCall& call, Strategy strat
       ++row;
       std::memmove(static_cast<void*>(to), old + (length - kept), static_cast<size_t>(kept) * sizeof(T));
       if (kept == length) continue;
-      const T* const from =
-          x + convolution.Index(call.x.is_shared, place, problem.length - (length - kept), channel);
+      const T* const from = x + convolution.Index(call.x.is_shared, place, problem.length - (length - kept), channel);
       for (int64_t i = kept; i < length; ++i) to[i] = from[(i - kept) * convolution.time_stride()];
     }
   });
@@ -1083,10 +1087,9 @@ ffi::Error RunBackward(ffi::ThreadPool pool, BackwardCall* backward_call, ffi::R
   }
   const Problem problem = WithBestLayout(backward_call->problem);
   const Strategy strategy = ChooseBackward(problem, ElementBytes(backward_call->type));
-  return RunCall(kBackwardName, pool, *backward_call, problem, strategy,
-                 [&](const BackwardCall& call, const auto& convolution) {
-    return ComputeGradients(pool, call, convolution);
-  });
+  return RunCall(
+      kBackwardName, pool, *backward_call, problem, strategy,
+      [&](const BackwardCall& call, const auto& convolution) { return ComputeGradients(pool, call, convolution); });
 }
 
 ffi::Error RunUpdate(ffi::ThreadPool pool, const UpdateCall& update_call) {
@@ -1094,25 +1097,25 @@ ffi::Error RunUpdate(ffi::ThreadPool pool, const UpdateCall& update_call) {
   const Strategy strategy = ChooseUpdate(problem, ElementBytes(update_call.type), update_call.state_length);
   return RunCall(kUpdateName, pool, update_call, problem, strategy,
                  [&](const UpdateCall& call, const auto& convolution) {
-    const bool has_memory = Forward(pool, call, convolution);
-    WriteNewState(pool, call, strategy, convolution);  // after all of the old state has been read
-    return has_memory;
-  });
+                   const bool has_memory = Forward(pool, call, convolution);
+                   WriteNewState(pool, call, strategy, convolution);  // after all of the old state has been read
+                   return has_memory;
+                 });
 }
 
 Plan PlanForward(const PlanParameters& parameters) {
-  return Plan{NameOf(kStrategyNames,
-                     ChooseForward(WithBestLayout(ProblemOf(parameters)), parameters.at("element_bytes")))};
+  return Plan{
+      NameOf(kStrategyNames, ChooseForward(WithBestLayout(ProblemOf(parameters)), parameters.at("element_bytes")))};
 }
 
 Plan PlanBackward(const PlanParameters& parameters) {
-  return Plan{NameOf(kStrategyNames,
-                     ChooseBackward(WithBestLayout(ProblemOf(parameters)), parameters.at("element_bytes")))};
+  return Plan{
+      NameOf(kStrategyNames, ChooseBackward(WithBestLayout(ProblemOf(parameters)), parameters.at("element_bytes")))};
 }
 
 Plan PlanUpdate(const PlanParameters& parameters) {
-  return Plan{NameOf(kStrategyNames, ChooseUpdate(WithBestLayout(ProblemOf(parameters)),
-                                                  parameters.at("element_bytes"), parameters.at("state_length")))};
+  return Plan{NameOf(kStrategyNames, ChooseUpdate(WithBestLayout(ProblemOf(parameters)), parameters.at("element_bytes"),
+                                                  parameters.at("state_length")))};
 }
 
 JB_CPU_TARGET(kForwardName, (HandleForward<ffi::ThreadPool, RunForward>), BindForward<ffi::ThreadPool>(), PlanForward,

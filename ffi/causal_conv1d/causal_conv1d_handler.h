@@ -36,19 +36,17 @@ struct UpdateOptions {
 }  // namespace jax_baracuda::causal_conv1d
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::ForwardOptions,
-                                      StructMember<int64_t>("num_batch_dims"),
-                                      StructMember<bool>("channels_last"), StructMember<bool>("silu"),
-                                      StructMember<bool>("has_bias"), StructMember<bool>("has_initial_state"),
-                                      StructMember<bool>("has_same_sequence"));
+                                      StructMember<int64_t>("num_batch_dims"), StructMember<bool>("channels_last"),
+                                      StructMember<bool>("silu"), StructMember<bool>("has_bias"),
+                                      StructMember<bool>("has_initial_state"), StructMember<bool>("has_same_sequence"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::BackwardOptions,
-                                      StructMember<int64_t>("num_batch_dims"),
-                                      StructMember<bool>("channels_last"), StructMember<bool>("silu"),
-                                      StructMember<bool>("has_bias"), StructMember<bool>("has_initial_state"),
-                                      StructMember<bool>("has_same_sequence"), StructMember<bool>("has_d_final_state"));
+                                      StructMember<int64_t>("num_batch_dims"), StructMember<bool>("channels_last"),
+                                      StructMember<bool>("silu"), StructMember<bool>("has_bias"),
+                                      StructMember<bool>("has_initial_state"), StructMember<bool>("has_same_sequence"),
+                                      StructMember<bool>("has_d_final_state"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::UpdateOptions,
-                                      StructMember<int64_t>("num_batch_dims"),
-                                      StructMember<bool>("channels_last"), StructMember<bool>("silu"),
-                                      StructMember<bool>("has_bias"));
+                                      StructMember<int64_t>("num_batch_dims"), StructMember<bool>("channels_last"),
+                                      StructMember<bool>("silu"), StructMember<bool>("has_bias"));
 
 namespace jax_baracuda::causal_conv1d {
 
@@ -78,8 +76,7 @@ class Decoder {
 
   // The result that is shaped as x tells all dimensions but the width, and the element type.
   ffi::Error Output(const char* name, const ffi::AnyBuffer& buffer, ElementType* type) {
-    const char* const trailing =
-        problem_.channels_last ? "examples, length, channels" : "examples, channels, length";
+    const char* const trailing = problem_.channels_last ? "examples, length, channels" : "examples, channels, length";
     JB_RETURN_IF_ERROR(batch_.Decode(name, buffer, num_batch_dims_, trailing));
     const BatchedBuffer view = *batch_.View(buffer, /*may_be_shared=*/false);
     if (view.dims.size() != 3) return batch_.WrongRank(name, buffer, trailing);
@@ -183,9 +180,8 @@ class Decoder {
 template <typename Options>
 ffi::Error DecodeOptional(const Decoder& decoder, const Options& options, OptionalOperands* optional,
                           ConvolutionCall* call) {
-  JB_RETURN_IF_ERROR(optional->Next("bias", options.has_bias, [&](const ffi::AnyBuffer& buffer) {
-    return decoder.Bias(buffer, &call->bias);
-  }));
+  JB_RETURN_IF_ERROR(optional->Next("bias", options.has_bias,
+                                    [&](const ffi::AnyBuffer& buffer) { return decoder.Bias(buffer, &call->bias); }));
   JB_RETURN_IF_ERROR(optional->Next("initial_state", options.has_initial_state, [&](const ffi::AnyBuffer& buffer) {
     call->state_length = call->problem.width - 1;
     return decoder.State("initial_state", buffer, &call->initial_state);
@@ -227,8 +223,8 @@ inline ffi::Error DecodeBackward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& 
     return decoder.State("d_final_state", buffer, &call->d_final_state);
   }));
   JB_RETURN_IF_ERROR(optional.End());
-  JB_RETURN_IF_ERROR(decoder.Result("dweight", dweight, decoder.compute_type(), {problem.channels, problem.width},
-                                    &call->dweight));
+  JB_RETURN_IF_ERROR(
+      decoder.Result("dweight", dweight, decoder.compute_type(), {problem.channels, problem.width}, &call->dweight));
   JB_RETURN_IF_ERROR(decoder.Result("dbias", dbias, decoder.compute_type(), {problem.channels}, &call->dbias));
   call->dx = dx.untyped_data();
   call->d_initial_state = nullptr;
@@ -250,9 +246,8 @@ inline ffi::Error DecodeUpdate(const ffi::AnyBuffer& x, const ffi::AnyBuffer& st
   JB_RETURN_IF_ERROR(decoder.Sequences("x", x, &call->x));
   JB_RETURN_IF_ERROR(decoder.LongState(state, &call->state_length, &call->initial_state));
   OptionalOperands optional(kUpdateName, optional_operands);
-  JB_RETURN_IF_ERROR(optional.Next("bias", options.has_bias, [&](const ffi::AnyBuffer& buffer) {
-    return decoder.Bias(buffer, &call->bias);
-  }));
+  JB_RETURN_IF_ERROR(optional.Next("bias", options.has_bias,
+                                   [&](const ffi::AnyBuffer& buffer) { return decoder.Bias(buffer, &call->bias); }));
   JB_RETURN_IF_ERROR(optional.End());
   call->y = y.untyped_data();
   return decoder.Result("new_state", new_state, decoder.type(),
@@ -263,8 +258,8 @@ inline ffi::Error DecodeUpdate(const ffi::AnyBuffer& x, const ffi::AnyBuffer& st
 // functions that run calls.
 
 template <typename Context, ffi::Error (*kRun)(Context, const ForwardCall&)>
-ffi::Error HandleForward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weight,
-                         ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> y, ForwardOptions options) {
+ffi::Error HandleForward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::RemainingArgs optional_operands,
+                         ffi::Result<ffi::AnyBuffer> y, ForwardOptions options) {
   ForwardCall call;
   JB_RETURN_IF_ERROR(DecodeForward(x, weight, optional_operands, *y, options, &call));
   return kRun(context, call);
@@ -278,8 +273,8 @@ ffi::Error HandleBackward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weig
                           ffi::Result<ffi::AnyBuffer> dweight, ffi::Result<ffi::AnyBuffer> dbias,
                           ffi::RemainingRets more_results, BackwardOptions options) {
   BackwardCall call;
-  JB_RETURN_IF_ERROR(DecodeBackward(x, weight, dy, optional_operands, *dx, *dweight, *dbias, more_results, options,
-                                    &call));
+  JB_RETURN_IF_ERROR(
+      DecodeBackward(x, weight, dy, optional_operands, *dx, *dweight, *dbias, more_results, options, &call));
   return kRun(context, &call, more_results, options.has_initial_state ? 1 : 0);
 }
 

@@ -183,8 +183,8 @@ struct Weights {
   }
 
   template <typename P, int kCount, int kChannels>
-  static constexpr int kUnit = kChannels == 1 ? 1 : (kCount * sizeof(P) % kVectorBytes == 0 ? kVectorBytes : 8) /
-                                                        sizeof(P);
+  static constexpr int kUnit =
+      kChannels == 1 ? 1 : (kCount * sizeof(P) % kVectorBytes == 0 ? kVectorBytes : 8) / sizeof(P);
   template <int kCount, int kChannels, typename Address, typename P = std::decay_t<decltype(*Address{})>>
   using PackedNumbersAt = PackedNumbers<P, kCount, kUnit<P, kCount, kChannels>>;
 };

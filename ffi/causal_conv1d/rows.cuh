@@ -23,9 +23,9 @@ inline constexpr int kMaxSteps = 32;  // of a tile: as many as a word has bits
 
 // Depends on shapes alone, not on addresses or the device, so that the number of partial sums does too.
 struct RowsPlan {
-  int lanes;          // threads of a group: a power of two, 4 to 32
+  int lanes;  // threads of a group: a power of two, 4 to 32
   int log_lanes;
-  int steps;          // of a tile
+  int steps;      // of a tile
   int64_t tiles;  // of a row
   int64_t warps;
 
@@ -45,8 +45,7 @@ struct RowsPlan {
         const int64_t candidate_tiles = CeilDivide(row_steps, wanted);
         const int64_t candidate_steps = CeilDivide(row_steps, candidate_tiles);
         const double time = (static_cast<double>(row_warps * candidate_tiles) + Tuning::kTailOfLaunch * warps_at_once) *
-                            (static_cast<double>(candidate_steps) + choice.steps_to_start) *
-                            choice.slowness[narrowing];
+                            (static_cast<double>(candidate_steps) + choice.steps_to_start) * choice.slowness[narrowing];
         if (time < least) {
           least = time;
           lanes = kWarpThreads >> narrowing;

@@ -36,8 +36,8 @@ inline ffi::Error DecodeScratch(const char* op, ffi::RemainingRets results, int6
     *scratch = ScratchBuffer{(*buffer)->untyped_data(), static_cast<int64_t>((*buffer)->element_count())};
   }
   if (scratch->bytes < needed_bytes) {
-    return InvalidArgument(op, "scratch has " + std::to_string(scratch->bytes) + " bytes, expected " +
-                                   std::to_string(needed_bytes));
+    return InvalidArgument(
+        op, "scratch has " + std::to_string(scratch->bytes) + " bytes, expected " + std::to_string(needed_bytes));
   }
   return ffi::Error::Success();
 }

@@ -37,14 +37,14 @@ inline CudaStatus TakeStatus(const CudaStatus& status, const char*, int, const c
   ::jax_baracuda::internal::TakeStatus(cudaGetLastError(), __FILE__, __LINE__, "launch of " #__VA_ARGS__)
 
 // Returns the status of the expression from the function around it, unless it succeeded.
-#define JB_RETURN_IF_CUDA_ERROR(...)                                               \
-  do {                                                                             \
-    const ::jax_baracuda::CudaStatus jb_status = JB_CUDA_STATUS(__VA_ARGS__);      \
-    if (!jb_status.ok()) return jb_status;                                         \
+#define JB_RETURN_IF_CUDA_ERROR(...)                                          \
+  do {                                                                        \
+    const ::jax_baracuda::CudaStatus jb_status = JB_CUDA_STATUS(__VA_ARGS__); \
+    if (!jb_status.ok()) return jb_status;                                    \
   } while (false)
 
-#define JB_RETURN_IF_LAUNCH_ERROR(...)                                             \
-  do {                                                                             \
-    const ::jax_baracuda::CudaStatus jb_status = JB_LAUNCH_STATUS(__VA_ARGS__);    \
-    if (!jb_status.ok()) return jb_status;                                         \
+#define JB_RETURN_IF_LAUNCH_ERROR(...)                                          \
+  do {                                                                          \
+    const ::jax_baracuda::CudaStatus jb_status = JB_LAUNCH_STATUS(__VA_ARGS__); \
+    if (!jb_status.ok()) return jb_status;                                      \
   } while (false)

@@ -1,8 +1,8 @@
-#include "ffi/core/device_attributes.h"
-
 #include <map>
 #include <mutex>
 #include <utility>
+
+#include "ffi/core/device_attributes.h"
 
 namespace jax_baracuda {
 namespace {
@@ -29,8 +29,7 @@ CudaStatus GetDeviceAttributes(DeviceAttributes* attributes) {
   int device = 0;
   JB_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
   return GetOnce(known, mutex, device, attributes, [&](DeviceAttributes* fresh) -> CudaStatus {
-    JB_RETURN_IF_CUDA_ERROR(
-        cudaDeviceGetAttribute(&fresh->multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    JB_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&fresh->multiprocessors, cudaDevAttrMultiProcessorCount, device));
     JB_RETURN_IF_CUDA_ERROR(
         cudaDeviceGetAttribute(&fresh->max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     return {};

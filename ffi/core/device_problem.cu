@@ -1,8 +1,8 @@
-#include "ffi/core/device_problem.h"
-
 #include <cuda_runtime_api.h>
 
 #include <thread>
+
+#include "ffi/core/device_problem.h"
 
 namespace jax_baracuda {
 namespace {

@@ -11,7 +11,7 @@ namespace jax_baracuda {
 
 // exp(x) for x <= 0 or NaN, within 1.01 units in the last place for every x; vectorises.
 __attribute__((always_inline)) inline float Exp(float x) {
-  constexpr float kShift = 0x1.8p23f;  // adding it rounds to an integer, in the lowest bits
+  constexpr float kShift = 0x1.8p23f;               // adding it rounds to an integer, in the lowest bits
   const float clamped = x < -104.0f ? -104.0f : x;  // whose exponential is 0
   const float shifted = clamped * 0x1.715476p0f + kShift, n = shifted - kShift;
   const float r = (clamped - n * 0x1.63p-1f) - n * -0x1.bd0106p-13f;  // ln 2 in two parts; n times the first is exact

@@ -60,14 +60,14 @@ inline ffi::Error InvalidArgument(const char* op, const std::string& message) {
 }
 
 inline ffi::Error UnsupportedType(const char* op, const char* argument, ffi::DataType type) {
-  return InvalidArgument(op, std::string(argument) + " has XLA element type " +
-                                 std::to_string(static_cast<int>(type)) + ", for which there is no kernel");
+  return InvalidArgument(op, std::string(argument) + " has XLA element type " + std::to_string(static_cast<int>(type)) +
+                                 ", for which there is no kernel");
 }
 
 inline ffi::Error WrongShape(const char* op, const char* argument, const ffi::AnyBuffer& buffer,
                              const std::string& expected) {
-  return InvalidArgument(op, std::string(argument) + " has shape " + ShapeString(buffer.dimensions()) +
-                                 ", expected " + expected);
+  return InvalidArgument(
+      op, std::string(argument) + " has shape " + ShapeString(buffer.dimensions()) + ", expected " + expected);
 }
 
 // The product of the dimensions from `first` on.
@@ -104,8 +104,8 @@ auto BindBuffers() {
 
 }  // namespace jax_baracuda
 
-#define JB_RETURN_IF_ERROR(expression)                  \
-  do {                                                  \
-    ::xla::ffi::Error jb_error = (expression);          \
-    if (jb_error.failure()) return jb_error;            \
+#define JB_RETURN_IF_ERROR(expression)         \
+  do {                                         \
+    ::xla::ffi::Error jb_error = (expression); \
+    if (jb_error.failure()) return jb_error;   \
   } while (false)

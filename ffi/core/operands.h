@@ -21,8 +21,8 @@ inline std::string TypeName(ffi::DataType type) {
 inline ffi::Error CheckType(const char* op, const char* name, const ffi::AnyBuffer& buffer, const std::string& expected,
                             bool fits) {
   if (fits) return ffi::Error::Success();
-  return InvalidArgument(op, std::string(name) + " has element type " + TypeName(buffer.element_type()) +
-                                 ", expected " + expected);
+  return InvalidArgument(
+      op, std::string(name) + " has element type " + TypeName(buffer.element_type()) + ", expected " + expected);
 }
 
 inline ffi::Error CheckType(const char* op, const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type) {

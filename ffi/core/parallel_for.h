@@ -99,9 +99,8 @@ inline int64_t ChunkBegin(int64_t total, int64_t num_chunks, int64_t i) {
 template <typename Body>
 void ForEachRange(xla::ffi::ThreadPool& pool, int64_t count, int64_t total_bytes, const Body& body) {
   const int64_t chunks = std::min(count, ChunksFor(pool, total_bytes));
-  ParallelFor(pool, chunks, [&](int64_t chunk) {
-    body(ChunkBegin(count, chunks, chunk), ChunkBegin(count, chunks, chunk + 1));
-  });
+  ParallelFor(pool, chunks,
+              [&](int64_t chunk) { body(ChunkBegin(count, chunks, chunk), ChunkBegin(count, chunks, chunk + 1)); });
 }
 
 }  // namespace jax_baracuda

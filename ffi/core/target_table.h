@@ -41,12 +41,12 @@ struct TargetRegistration {
 
 // Defines the op `name`, served by the function `handler` with this binding, and adds it to the table of this module,
 // which is the CPU's; names of its strategies follow.
-#define JB_CPU_TARGET(name, handler, binding, plan, ...)                            \
+#define JB_CPU_TARGET(name, handler, binding, plan, ...)                        \
   XLA_FFI_DEFINE_HANDLER(JB_CONCATENATE(handler_, __LINE__), handler, binding); \
   JB_REGISTER_HANDLER_(JB_CONCATENATE(handler_, __LINE__), name, plan, __VA_ARGS__)
 
 // The same for the CUDA module. Handlers may be captured into CUDA graphs: they launch the same kernels on every call.
-#define JB_CUDA_TARGET(name, handler, binding, plan, ...)                           \
-  XLA_FFI_DEFINE_HANDLER(JB_CONCATENATE(handler_, __LINE__), handler, binding,  \
-                         {::xla::ffi::Traits::kCmdBufferCompatible});           \
+#define JB_CUDA_TARGET(name, handler, binding, plan, ...)                      \
+  XLA_FFI_DEFINE_HANDLER(JB_CONCATENATE(handler_, __LINE__), handler, binding, \
+                         {::xla::ffi::Traits::kCmdBufferCompatible});          \
   JB_REGISTER_HANDLER_(JB_CONCATENATE(handler_, __LINE__), name, plan, __VA_ARGS__)

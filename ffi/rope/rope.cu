@@ -194,9 +194,9 @@ int64_t UnitsOfRow(const Problem& problem, int elements_of_vector, bool has_pair
 }
 
 int64_t UnitsOfThread(const Problem& problem, int64_t all_heads, int64_t units, int64_t multiprocessors) {
-  return std::min(units * problem.batch * problem.examples * all_heads * problem.length /
-                      (multiprocessors * Tuning::kMinThreads),
-                  Tuning::kMaxUnits);
+  return std::min(
+      units * problem.batch * problem.examples * all_heads * problem.length / (multiprocessors * Tuning::kMinThreads),
+      Tuning::kMaxUnits);
 }
 
 template <typename T, int kCount, bool kInterleaved>
@@ -258,7 +258,7 @@ template <typename T>
 CudaStatus LaunchBy(int bytes, const Call& call, Strategy strategy, int64_t multiprocessors, cudaStream_t stream) {
   if (bytes == 16) {
     const auto launch = call.problem.interleaved ? Launch<T, kVectorBytes / sizeof(T), true>
-                                                : Launch<T, kVectorBytes / sizeof(T), false>;
+                                                 : Launch<T, kVectorBytes / sizeof(T), false>;
     return launch(call, strategy, multiprocessors, stream);
   }
   if constexpr (sizeof(T) < 8) {
@@ -283,8 +283,8 @@ Strategy ChooseStrategy(const Problem& problem, int64_t all_heads, int64_t eleme
                           SuitsVectors(problem, element_bytes, 8);
   const int64_t bytes = by_16_bytes ? 16 : by_8_bytes ? 8 : element_bytes;
   // As if all features were written, which of operands in place are only those that are rotated.
-  const int64_t units = UnitsOfRow(problem, static_cast<int>(bytes / element_bytes),
-                                   by_16_bytes && problem.interleaved, /*are_all_written=*/true);
+  const int64_t units = UnitsOfRow(problem, static_cast<int>(bytes / element_bytes), by_16_bytes && problem.interleaved,
+                                   /*are_all_written=*/true);
   const bool has_few_rows = UnitsOfThread(problem, all_heads, units, multiprocessors) < Tuning::kMaxUnits &&
                             SuitsFewRows(problem, all_heads, element_bytes, units);
   if (by_16_bytes) return has_few_rows ? Strategy::kFewRowsBy16Bytes : Strategy::kManyRowsBy16Bytes;

@@ -28,7 +28,7 @@ constexpr int64_t kTableBytes = 32 * 1024;
 
 enum class Strategy {
   kNothing,
-  kHeadsOfPosition,   // the rows that lie one after another are the heads at one position, which share their angles
+  kHeadsOfPosition,  // the rows that lie one after another are the heads at one position, which share their angles
   kPositionsOfHead,  // they are the positions of one head
 };
 
@@ -254,9 +254,11 @@ class Kernel {
       const int64_t rows_of_example = tensor->heads * problem_.length;
       const int64_t x_row = x_example * rows_of_example + row_of_example;
       const int64_t y_row = example * rows_of_example + row_of_example;
-      (problem_.interleaved ? RotateRows<true, T, C> : RotateRows<false, T, C>)(
-          static_cast<const T*>(tensor->x) + x_row * problem_.features, rows, problem_.features, problem_.pairs,
-          angles.CosOf(i), angles.SinOf(i), angle_stride, static_cast<T*>(tensor->y) + y_row * problem_.features);
+      (problem_.interleaved ? RotateRows<true, T, C>
+                            : RotateRows<false, T, C>)(static_cast<const T*>(tensor->x) + x_row * problem_.features,
+                                                       rows, problem_.features, problem_.pairs, angles.CosOf(i),
+                                                       angles.SinOf(i), angle_stride,
+                                                       static_cast<T*>(tensor->y) + y_row * problem_.features);
     };
     if (!heads_are_rows_) return rotate(run * problem_.length + begin, length, 0, angles.stride());
     for (int64_t i = 0; i < length; ++i) rotate((begin + i) * tensor->heads, tensor->heads, i, 0);
@@ -274,9 +276,8 @@ ffi::Error Run(ffi::ThreadPool pool, const char* op, const Call& call) {
   const Strategy strategy = ChooseStrategy(call.problem, call.AllHeads());
   if (strategy == Strategy::kNothing) return ffi::Error::Success();
   bool has_memory = true;
-  DispatchFloating(call.type, [&](auto tag) {
-    has_memory = Kernel<typename decltype(tag)::type>(call, strategy).Run(pool);
-  });
+  DispatchFloating(call.type,
+                   [&](auto tag) { has_memory = Kernel<typename decltype(tag)::type>(call, strategy).Run(pool); });
   return MemoryStatus(op, has_memory);
 }
 

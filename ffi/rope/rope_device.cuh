@@ -70,8 +70,8 @@ struct RawFrequency {
 
   template <typename Int>
   __device__ __forceinline__ void Load(const Frequencies& frequencies, Int batch, Int pairs, Int pair) {
-    const auto* const from = static_cast<const ComputeType<T>*>(frequencies.data) +
-                             (frequencies.are_shared ? 0 : batch * 2 * pairs) + pair;
+    const auto* const from =
+        static_cast<const ComputeType<T>*>(frequencies.data) + (frequencies.are_shared ? 0 : batch * 2 * pairs) + pair;
     frequency = __ldg(from);
     remainder = __ldg(from + pairs);
   }

@@ -31,12 +31,8 @@ namespace jax_baracuda::rope {
 
 // The problem that the parameters of a plan describe; `heads` are those of all tensors.
 inline Problem ProblemOf(const PlanParameters& parameters) {
-  return Problem{parameters.at("batch"),
-                 parameters.at("examples"),
-                 parameters.at("length"),
-                 parameters.at("features"),
-                 parameters.at("rotary_dim") / 2,
-                 parameters.at("heads_first") != 0,
+  return Problem{parameters.at("batch"),           parameters.at("examples"),       parameters.at("length"),
+                 parameters.at("features"),        parameters.at("rotary_dim") / 2, parameters.at("heads_first") != 0,
                  parameters.at("interleaved") != 0};
 }
 
@@ -68,8 +64,8 @@ class Decoder {
 
   ffi::Error SetFrequencies(const ffi::AnyBuffer& frequencies) {
     constexpr const char* kName = "frequencies";
-    JB_RETURN_IF_ERROR(CheckType(op_, kName, frequencies,
-                                 type_ == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32));
+    JB_RETURN_IF_ERROR(
+        CheckType(op_, kName, frequencies, type_ == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32));
     BatchedBuffer view;
     JB_RETURN_IF_ERROR(batch_.Check(kName, frequencies, /*may_be_shared=*/true, {2, call_.problem.pairs}, &view));
     call_.frequencies = {view.data, view.is_shared};

@@ -80,12 +80,9 @@ inline bool ValuesAreShared(const PlanParameters& parameters) {
 template <typename Call>
 Call CallOf(const PlanParameters& parameters) {
   Call call;
-  call.problem = Problem{parameters.at("batch"),
-                         parameters.at("rows"),
-                         parameters.at("segments"),
-                         parameters.at("features"),
-                         ValuesAreShared(parameters),
-                         parameters.at("segment_ids_is_shared") != 0};
+  call.problem =
+      Problem{parameters.at("batch"),    parameters.at("rows"),       parameters.at("segments"),
+              parameters.at("features"), ValuesAreShared(parameters), parameters.at("segment_ids_is_shared") != 0};
   call.type = TypeOfWidth(parameters.at("element_bytes"), parameters.at("is_floating") != 0);
   call.indices_are_sorted = parameters.at("indices_are_sorted") != 0;
   call.deterministic = parameters.at("deterministic") != 0;
@@ -137,8 +134,8 @@ class Decoder {
       return UnsupportedType(op_, name, view->type);
     }
     if (view->dims[0] >= std::numeric_limits<int32_t>::max()) {
-      return InvalidArgument(op_, std::string(name) + " has " + std::to_string(view->dims[0]) +
-                                      " rows; at most 2147483646 are supported");
+      return InvalidArgument(
+          op_, std::string(name) + " has " + std::to_string(view->dims[0]) + " rows; at most 2147483646 are supported");
     }
     call_.segment_ids = view->data;
     call_.ids_are_64_bit = view->type == ffi::DataType::S64;

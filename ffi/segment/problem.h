@@ -62,8 +62,8 @@ struct GatheringCall : SegmentCall {
 
 // True where T has NaN, infinities and a negative zero (std::is_floating_point leaves out the 16-bit types).
 template <typename T>
-inline constexpr bool kIsFloating = std::is_floating_point_v<T> || std::is_same_v<T, Float16> ||
-                                    std::is_same_v<T, BFloat16>;
+inline constexpr bool kIsFloating =
+    std::is_floating_point_v<T> || std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>;
 
 template <typename T>
 JB_HOST_DEVICE bool IsNan(T x) {

@@ -83,8 +83,7 @@ class Accumulator {
 
   __device__ __forceinline__ explicit Accumulator(const Arguments<T, kVec>& a) : a_(a) {}
 
-  __device__ __forceinline__ void Add(int64_t element, const Packed<uint8_t, kVec>& flags,
-                                      const Packed<T, kVec>& dy) {
+  __device__ __forceinline__ void Add(int64_t element, const Packed<uint8_t, kVec>& flags, const Packed<T, kVec>& dy) {
     Mask<kVec> mask(flags);
 #pragma unroll
     for (uint32_t& word : mask.words) word ^= a_.inverted;
@@ -293,14 +292,14 @@ SplitStrategy ChooseSumStrategy(const SplitCall& call, bool are_aligned) {
   const int vec = are_vectors ? kVectorBytes / call.element_bytes : 1;
   const SumPlan plan(sum, vec, call.element_bytes);
   const bool has_tail = sum.rows * sum.inner % vec != 0;
-  SplitStrategy first = sum.inner == 1            ? !are_vectors ? SplitStrategy::kSumNumbersByElement
-                                                    : has_tail   ? SplitStrategy::kSumNumbersWithTail
-                                                                 : SplitStrategy::kSumNumbers
-                        : plan.rows_of_step == 1 ? !are_vectors ? SplitStrategy::kSumLongRowsByElement
-                                                                : SplitStrategy::kSumLongRows
-                        : !are_vectors           ? SplitStrategy::kSumShortRowsByElement
-                        : has_tail               ? SplitStrategy::kSumShortRowsWithTail
-                                                 : SplitStrategy::kSumShortRows;
+  SplitStrategy first = sum.inner == 1 ? !are_vectors ? SplitStrategy::kSumNumbersByElement
+                                         : has_tail   ? SplitStrategy::kSumNumbersWithTail
+                                                      : SplitStrategy::kSumNumbers
+                        : plan.rows_of_step == 1
+                            ? !are_vectors ? SplitStrategy::kSumLongRowsByElement : SplitStrategy::kSumLongRows
+                        : !are_vectors ? SplitStrategy::kSumShortRowsByElement
+                        : has_tail     ? SplitStrategy::kSumShortRowsWithTail
+                                       : SplitStrategy::kSumShortRows;
   return static_cast<SplitStrategy>(static_cast<int>(first) + (plan.parts > 1 ? 1 : 0));
 }
 

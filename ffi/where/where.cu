@@ -25,9 +25,8 @@ __device__ __forceinline__ void ForVector(int64_t size, const OfVector& of_vecto
 }
 
 template <typename T, int kVec, typename A, typename B, typename Cond>
-__global__ void __launch_bounds__(kThreads)
-    Select(const __grid_constant__ A a, const __grid_constant__ B b, const __grid_constant__ Cond cond, T* output,
-           int64_t size) {
+__global__ void __launch_bounds__(kThreads) Select(const __grid_constant__ A a, const __grid_constant__ B b,
+                                                   const __grid_constant__ Cond cond, T* output, int64_t size) {
   ForVector<kVec>(
       size,
       [&](int64_t first) {
@@ -59,9 +58,8 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T, int kVec, template <typename, int> class A, template <typename, int> class B,
           template <typename, int> class Cond>
 CudaStatus LaunchSelectOf(const SelectCall& call, cudaStream_t stream) {
-  Select<T, kVec><<<Blocks<kVec>(call.size), kThreads, 0, stream>>>(A<T, kVec>(call.a), B<T, kVec>(call.b),
-                                                                    Cond<uint8_t, kVec>(call.cond),
-                                                                    static_cast<T*>(call.output), call.size);
+  Select<T, kVec><<<Blocks<kVec>(call.size), kThreads, 0, stream>>>(
+      A<T, kVec>(call.a), B<T, kVec>(call.b), Cond<uint8_t, kVec>(call.cond), static_cast<T*>(call.output), call.size);
   return JB_LAUNCH_STATUS(Select);
 }
 

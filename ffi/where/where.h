@@ -91,9 +91,7 @@ struct Sum {
   int64_t outer, rows, inner;
 
   int64_t results() const { return outer * inner; }
-  bool operator==(const Sum& other) const {
-    return outer == other.outer && rows == other.rows && inner == other.inner;
-  }
+  bool operator==(const Sum& other) const { return outer == other.outer && rows == other.rows && inner == other.inner; }
 };
 
 // The sum that leaves the dimensions `own` of the dimensions `whole`, of the same number. False if what is summed does

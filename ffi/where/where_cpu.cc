@@ -47,9 +47,9 @@ enum class Strategy {
   kSumPartsOfLines  // as well, in parts that are added up in the end
 };
 
-constexpr const char* kStrategyNames[] = {"dense",    "periodic",        "rows",        "filled_rows",
-                                          "filled_short_rows", "nothing", "sum_few_numbers", "sum_numbers",
-                                          "sum_rows", "sum_lines",       "sum_parts_of_lines"};
+constexpr const char* kStrategyNames[] = {
+    "dense",           "periodic",    "rows",     "filled_rows", "filled_short_rows", "nothing",
+    "sum_few_numbers", "sum_numbers", "sum_rows", "sum_lines",   "sum_parts_of_lines"};
 constexpr int kSelectStrategies = 6;  // the first ones
 
 // Of the sum of numbers that lie together.
@@ -273,7 +273,7 @@ class Blocks {
   const Strategy strategy_;
   int64_t period_ = 0;              // of an operand that is one row again and again, or one number
   int64_t next_ = -1, offset_ = 0;  // of the row of the innermost dimension
-  int64_t index_[kMaxDimensions];  // of the next element
+  int64_t index_[kMaxDimensions];   // of the next element
   alignas(64) T buffer_[2 * kBlockElements<T>];
 };
 
@@ -360,7 +360,9 @@ class Sums {
         both_are_summed_(call.num_sums() == 2),
         first_sums_(static_cast<C*>(call.a_is_summed ? call.da : call.db)),
         second_sums_(both_are_summed_ ? static_cast<C*>(call.db) : nullptr),
-        other_(static_cast<T*>(both_are_summed_ ? nullptr : call.a_is_summed ? call.db : call.da)),
+        other_(static_cast<T*>(both_are_summed_   ? nullptr
+                               : call.a_is_summed ? call.db
+                                                  : call.da)),
         lines_(call.sum) {}
 
   // Returns false if there is no memory.

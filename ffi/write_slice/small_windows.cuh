@@ -53,9 +53,7 @@ __global__ void __launch_bounds__(kSmallThreads)
   const uint32_t number = blockIdx.x * kSmallThreads + threadIdx.x;
   if (number >= window.num_words) return;
   const uint32_t source_number =
-      window.source_is_shared
-          ? window.source_words.Remainder(number, window.source_words.Quotient(number))
-          : number;
+      window.source_is_shared ? window.source_words.Remainder(number, window.source_words.Quotient(number)) : number;
   const SmallWord word = LoadNow(window.source + source_number);
   uint32_t row = window.words_of_row.Quotient(number);
   const uint32_t batch = window.has_batch ? window.rows_of_batch_element.Quotient(row) : 0;

@@ -149,8 +149,7 @@ __device__ __forceinline__ void WriteVectorOfArray(const Update& update, const R
   const int64_t first_unit = row.begin + row.first, last_unit = row.begin + row.last;
   const int64_t row_begin = first_unit >> shift, row_end = (last_unit + (1 << shift) - 1) >> shift;
   const int64_t misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(update.dest) % kVectorBytes);
-  const int64_t vector =
-      ((row_begin + misaligned) & ~(kVectorBytes - 1)) - misaligned + item * kVectorBytes;
+  const int64_t vector = ((row_begin + misaligned) & ~(kVectorBytes - 1)) - misaligned + item * kVectorBytes;
   int64_t begin = max(vector, row_begin), end = min(vector + kVectorBytes, row_end);
   if (begin >= end) return;
   if (has_bits) {
@@ -224,8 +223,8 @@ Tiling TilingOf(const Update& update, bool takes) {
   tiling.items_of_row = ItemsOfRow(update, takes);
   tiling.num_items = update.num_rows * tiling.items_of_row;
   const int64_t blocks_of_row = CeilDivide(tiling.items_of_row, kItemsOfBlock);
-  const bool has_long_rows = Tuning::kMinFillDenominator * tiling.items_of_row >=
-                             Tuning::kMinFillNumerator * blocks_of_row * kItemsOfBlock;
+  const bool has_long_rows =
+      Tuning::kMinFillDenominator * tiling.items_of_row >= Tuning::kMinFillNumerator * blocks_of_row * kItemsOfBlock;
   tiling.blocks_of_row = has_long_rows && tiling.num_items >= Tuning::kMinSharedItems ? blocks_of_row : 0;
   return tiling;
 }
@@ -239,8 +238,8 @@ CudaStatus LaunchSome(const Update* updates, int count, cudaStream_t stream) {
     const Update& update = launch.updates[i] = updates[i];
     Tiling& tiling = launch.tilings[i] = TilingOf(update, kTake);
     tiling.first_block = static_cast<unsigned>(num_blocks);
-    num_blocks += tiling.blocks_of_row > 0 ? update.num_rows * tiling.blocks_of_row
-                                         : CeilDivide(tiling.num_items, kThreads);
+    num_blocks +=
+        tiling.blocks_of_row > 0 ? update.num_rows * tiling.blocks_of_row : CeilDivide(tiling.num_items, kThreads);
   }
   MoveWindows<kMaxUpdates, kTake><<<static_cast<unsigned>(num_blocks), kThreads, 0, stream>>>(launch);
   return JB_LAUNCH_STATUS(MoveWindows);
@@ -319,8 +318,7 @@ CudaStatus LaunchWrite(const std::vector<Update>& updates, cudaStream_t stream) 
 CudaStatus LaunchTake(const std::vector<Update>& updates, cudaStream_t stream) {
   for (const Update& update : updates) {
     if (!update.may_be_outside) continue;
-    JB_RETURN_IF_CUDA_ERROR(
-        cudaMemsetAsync(update.source, 0, static_cast<size_t>(update.source_bytes), stream));
+    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(update.source, 0, static_cast<size_t>(update.source_bytes), stream));
   }
   return LaunchAll</*kTake=*/true>(updates, stream);
 }

@@ -89,10 +89,10 @@ struct Update {
   void* dest = nullptr;
   void* source = nullptr;  // the window's content: what is written, or where to put what is taken out
   int64_t source_bytes = 0;
-  int64_t num_rows = 0;     // of all axes but the last
-  int64_t source_rows = 0;  // as many, or the rows of one element of a batch that shares the source
+  int64_t num_rows = 0;               // of all axes but the last
+  int64_t source_rows = 0;            // as many, or the rows of one element of a batch that shares the source
   int64_t rows_of_batch_element = 0;  // where the first axis is the batch
-  int64_t run_units = 0;  // of a row
+  int64_t run_units = 0;              // of a row
   int32_t num_axes = 0;
   int32_t bit_width = 8;  // of an element
   int32_t word = 1;       // all rows begin and end at multiples of so many bytes, in both arrays: 1, 2, 4, 8 or 16
@@ -168,9 +168,7 @@ JB_HOST_DEVICE int64_t SourceOf(const Update& update, int64_t element) {
 }
 
 // Where units are elements: how many bytes a row can touch at most.
-JB_HOST_DEVICE int64_t MaxBytesOfRow(const Update& update) {
-  return (update.run_units * update.bit_width + 14) / 8;
-}
+JB_HOST_DEVICE int64_t MaxBytesOfRow(const Update& update) { return (update.run_units * update.bit_width + 14) / 8; }
 
 // Where units are elements: writes number `byte` of the bytes that a row touches, unless a row before it touches it,
 // too. So each byte is written once, by the first row in it, with the elements of all rows.

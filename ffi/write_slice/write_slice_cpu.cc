@@ -95,14 +95,12 @@ void WriteBytesOfRow(const Update& update, int64_t number, int64_t begin, int64_
 
 void Write(ffi::ThreadPool& pool, const Update& update) {
   if (StrategyOf(update) == Strategy::kRowsOfBits) {
-    ForEachRangeOfRow(pool, update, MaxBytesOfRow(update), [&](int64_t number, int64_t begin, int64_t end) {
-      WriteBytesOfRow(update, number, begin, end);
-    });
+    ForEachRangeOfRow(pool, update, MaxBytesOfRow(update),
+                      [&](int64_t number, int64_t begin, int64_t end) { WriteBytesOfRow(update, number, begin, end); });
     return;
   }
-  ForEachRangeInside(pool, update, [](char* dest, const char* source, size_t bytes) {
-    std::memcpy(dest, source, bytes);
-  });
+  ForEachRangeInside(pool, update,
+                     [](char* dest, const char* source, size_t bytes) { std::memcpy(dest, source, bytes); });
 }
 
 void Take(ffi::ThreadPool& pool, const Update& update) {
@@ -127,8 +125,8 @@ ffi::Error WriteHandler(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::
 ffi::Error TakeHandler(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
                        ffi::Span<const int64_t> windows, bool drop, int64_t num_batch_dims) {
   Call call;
-  JB_RETURN_IF_ERROR(Decoder("write_slice_backward", operands, results, windows, drop, num_batch_dims)
-      .DecodeTake(&call));
+  JB_RETURN_IF_ERROR(
+      Decoder("write_slice_backward", operands, results, windows, drop, num_batch_dims).DecodeTake(&call));
   CopyArrays(pool, call.copies);
   for (const Update& update : call.updates) Take(pool, update);
   return ffi::Error::Success();

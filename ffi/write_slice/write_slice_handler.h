@@ -136,8 +136,9 @@ class Decoder {
     if (is_valid) return ffi::Error::Success();
     std::string text;
     for (const int64_t number : numbers_) text += " " + std::to_string(number);
-    return InvalidArgument(op_, "windows are" + text + ", expected 5 numbers (array, axis, start, size, shards) each, "
-                                "none negative, in the order of arrays and axes");
+    return InvalidArgument(op_, "windows are" + text +
+                                    ", expected 5 numbers (array, axis, start, size, shards) each, "
+                                    "none negative, in the order of arrays and axes");
   }
 
   // The axes of an array, all of them written whole.
@@ -194,8 +195,8 @@ class Decoder {
                                       ", times the number of shards, " + std::to_string(window.num_shards));
     }
     if (static_cast<uint64_t>(window.start) >= first_part_ - first_start_) {
-      return InvalidArgument(op_, name.Text() + " has start " + std::to_string(window.start) +
-                                      ", expected less than " + std::to_string(first_part_ - first_start_));
+      return InvalidArgument(op_, name.Text() + " has start " + std::to_string(window.start) + ", expected less than " +
+                                      std::to_string(first_part_ - first_start_));
     }
     const Name start_name{"start", static_cast<size_t>(window.start)};
     auto start = operands_.get<ffi::AnyBuffer>(first_start_ + start_name.number);

@@ -36,7 +36,7 @@ struct GatheredRows {
   static constexpr bool kSplitsFeatures = false;  // a thread's part of a row would begin inside a head
 
   GatheringCall call;
-  bool clips;  // gather ids out of range name the nearest row; else those edges add nothing
+  bool clips;                  // gather ids out of range name the nearest row; else those edges add nothing
   const T* weights = nullptr;  // [batch or 1, edges, heads]
   bool weights_are_shared = false;
   int64_t heads = 1;
@@ -88,16 +88,17 @@ struct GatheredRows {
 
   JB_INLINE Element At(const Problem& problem, int64_t batch, int64_t feature) const {
     const int64_t edges = problem.rows;
-    return {OfElement(static_cast<const T*>(call.data), problem.data_is_shared, batch,
-                      call.num_rows * problem.features) + feature,
-            OfElement(call.gather_ids, call.gather_ids_are_shared, batch, edges),
-            call.num_rows,
-            clips,
-            OfElement(weights, weights_are_shared, batch, edges * heads),
-            heads,
-            OfElement(selection, /*is_shared=*/false, batch, edges * selection_words),
-            selection_words,
-            EdgeNumbers(call.edge_order, call.edge_order_is_shared, batch, edges)};
+    return {
+        OfElement(static_cast<const T*>(call.data), problem.data_is_shared, batch, call.num_rows * problem.features) +
+            feature,
+        OfElement(call.gather_ids, call.gather_ids_are_shared, batch, edges),
+        call.num_rows,
+        clips,
+        OfElement(weights, weights_are_shared, batch, edges * heads),
+        heads,
+        OfElement(selection, /*is_shared=*/false, batch, edges * selection_words),
+        selection_words,
+        EdgeNumbers(call.edge_order, call.edge_order_is_shared, batch, edges)};
   }
 };
 

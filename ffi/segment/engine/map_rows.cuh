@@ -123,8 +123,8 @@ inline Plan PlanMapRows(const Problem& problem, int64_t element_bytes) {
 }
 
 template <typename T, typename Function>
-CudaStatus LaunchMapRows(const Problem& problem, const void* segment_ids, bool ids_are_64_bit,
-                          const Function& function, T* rows, cudaStream_t stream) {
+CudaStatus LaunchMapRows(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, const Function& function,
+                         T* rows, cudaStream_t stream) {
   const std::string_view strategy = PlanMapRows(problem, sizeof(T)).strategy;
   if (strategy == kNothing) return {};
   if (!SegmentsFit(problem.segments)) return JB_CUDA_STATUS(cudaErrorInvalidValue);

@@ -26,8 +26,8 @@ struct JoinedRows {
 // An upper bound of what CUB asks for, known without a GPU; checked against CUB's answer at launch.
 int64_t CubSortBytes(int64_t items) { return (int64_t{1} << 20) + items / 4; }
 
-__global__ void __launch_bounds__(kThreads) NumberRowsKernel(const __grid_constant__ JoinedRows joined,
-                                                             SegmentOrder order) {
+__global__ void __launch_bounds__(kThreads)
+    NumberRowsKernel(const __grid_constant__ JoinedRows joined, SegmentOrder order) {
   const uint32_t row = blockIdx.x * kThreads + threadIdx.x;
   if (row >= joined.total) return;
   order.segments[row] = joined.Segment(row);
@@ -38,10 +38,9 @@ constexpr int kRowsPerBlock = 16 * kThreads;
 
 // The rows of an element lie in two places: those of its segments, and those of it among the dropped ones at the end,
 // which are in order as well, since the sort is stable.
-__global__ void __launch_bounds__(kThreads) RowOrderKernel(const SegmentOrder order, uint32_t rows, uint32_t total,
-                                                           uint32_t segments, uint32_t dropped,
-                                                           uint32_t blocks_per_batch, int32_t* row_order,
-                                                           int32_t* sorted_ids) {
+__global__ void __launch_bounds__(kThreads)
+    RowOrderKernel(const SegmentOrder order, uint32_t rows, uint32_t total, uint32_t segments, uint32_t dropped,
+                   uint32_t blocks_per_batch, int32_t* row_order, int32_t* sorted_ids) {
   const uint32_t b = blockIdx.x / blocks_per_batch;
   __shared__ uint32_t bounds[3];  // of the element's rows, and the first dropped one
   if (threadIdx.x < 3) {
@@ -87,7 +86,7 @@ int64_t SegmentOrderScratchBytes(const Problem& problem) {
 }
 
 CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, char* scratch,
-                               SegmentOrder* order, cudaStream_t stream) {
+                              SegmentOrder* order, cudaStream_t stream) {
   const int64_t rows = problem.batch * problem.rows;
   const JoinedRows joined{{segment_ids, ids_are_64_bit, problem.segments},
                           static_cast<uint32_t>(problem.rows),
@@ -137,7 +136,7 @@ CudaStatus LaunchNaturalOrder(const Problem& problem, int32_t* order, cudaStream
   const int64_t total = problem.batch * problem.rows;
   if (total == 0) return {};
   NaturalOrderKernel<<<static_cast<uint32_t>(CeilDivide(total, kThreads)), kThreads, 0, stream>>>(order, problem.rows,
-                                                                                                total);
+                                                                                                  total);
   return JB_LAUNCH_STATUS(NaturalOrderKernel);
 }
 

@@ -21,7 +21,7 @@ int64_t SegmentOrderScratchBytes(const Problem& problem);
 
 // `scratch` is 256-byte aligned and holds SegmentOrderScratchBytes; the order returned lies in it.
 CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, char* scratch,
-                               SegmentOrder* order, cudaStream_t stream);
+                              SegmentOrder* order, cudaStream_t stream);
 
 // Writes the order of each element's own rows, numbered within the element, [batch, rows]: a permutation of them that
 // brings segments together, those that are dropped last. And the segments in this order, unless `sorted_ids` is nullptr,

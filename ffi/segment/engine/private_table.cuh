@@ -17,7 +17,7 @@ inline constexpr int kMinPrivateWarps = 4;
 inline constexpr int kMaxPrivateWarps = 24;
 inline constexpr int kMaxPrivateBlocks = 256;
 inline constexpr int kMaxPrivateFeatures = 32;  // a row is no wider than a warp
-inline constexpr int kPrivateInFlight = 16;      // steps of a warp whose rows are loaded before the first is folded
+inline constexpr int kPrivateInFlight = 16;     // steps of a warp whose rows are loaded before the first is folded
 
 // A warp's table, and the segments of the rows that it has at hand.
 inline int64_t PrivateWarpBytes(int64_t segments, int64_t accumulator_bytes) {

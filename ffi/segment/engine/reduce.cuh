@@ -256,9 +256,8 @@ struct Reducer {
     a.blocks_per_batch = grid.blocks_per_batch;
     a.gap_blocks = GapBlocks(a.problem, strategy == Strategy::kRuns ? kRunThreads : TileThreads(grid.features.lanes));
     if constexpr (kGathers) {
-      return DispatchRowVector<T>(part_features, [&](auto vector) {
-        return Tiles<decltype(vector)::value, RowSource::kGathered>(a, grid);
-      });
+      return DispatchRowVector<T>(
+          part_features, [&](auto vector) { return Tiles<decltype(vector)::value, RowSource::kGathered>(a, grid); });
     } else {
       if (strategy == Strategy::kRuns) return Runs(a, grid);
       if (strategy == Strategy::kStagedTiles) return Tiles<1, RowSource::kStaged>(a, grid);
@@ -317,7 +316,7 @@ struct Reducer {
 // `arguments` are those of an op, `order` as in Reducer.
 template <typename Reduction, typename Arguments>
 CudaStatus LaunchReduction(const Arguments& arguments, Strategy strategy, int64_t state_bytes,
-                            const typename Reduction::Outputs& outputs, int32_t* order, cudaStream_t stream) {
+                           const typename Reduction::Outputs& outputs, int32_t* order, cudaStream_t stream) {
   using T = typename Reduction::Element;
   const Problem& problem = arguments.problem;
   if (!SegmentsFit(problem.segments) ||
@@ -352,7 +351,7 @@ inline Plan PlanPairReduction(const SegmentCall& call) {
 
 template <typename Reduction, typename Arguments>
 CudaStatus LaunchPairReduction(const Arguments& arguments, const typename Reduction::Outputs& outputs,
-                                cudaStream_t stream) {
+                               cudaStream_t stream) {
   constexpr int64_t kElementBytes = sizeof(typename Reduction::Element);
   const int64_t state_bytes = PairStateBytes(kElementBytes);
   const Strategy strategy = ChooseStrategy(arguments.problem, kElementBytes, state_bytes, arguments.indices_are_sorted);

@@ -233,7 +233,7 @@ class CellMemory {
 // As they are.
 template <typename T>
 struct DirectRows {
-  const T* data;  // [batch or 1, rows, features]
+  const T* data;                                 // [batch or 1, rows, features]
   static constexpr bool kSplitsFeatures = true;  // whether threads may take parts of a row
 
   struct Element {
@@ -327,14 +327,13 @@ struct Blocking {
   Blocking(const Problem& problem, int64_t item_size, int64_t num_threads) {
     const int64_t blocks = (num_threads + problem.batch - 1) / std::max<int64_t>(1, problem.batch);
     segment_ranges = std::clamp<int64_t>(problem.segments / kMinSegmentsPerBlock, 1, blocks);
-    feature_ranges = std::clamp<int64_t>(problem.features * item_size / kMinFeatureBytesPerBlock, 1,
-                                         blocks / segment_ranges);
+    feature_ranges =
+        std::clamp<int64_t>(problem.features * item_size / kMinFeatureBytesPerBlock, 1, blocks / segment_ranges);
   }
 
   Block Get(const Problem& problem, int64_t group, int64_t feature_range) const {
     const int64_t segment_range = group % segment_ranges;
-    return Block{group / segment_ranges,
-                 ChunkBegin(problem.segments, segment_ranges, segment_range),
+    return Block{group / segment_ranges, ChunkBegin(problem.segments, segment_ranges, segment_range),
                  ChunkBegin(problem.segments, segment_ranges, segment_range + 1),
                  ChunkBegin(problem.features, feature_ranges, feature_range),
                  ChunkBegin(problem.features, feature_ranges, feature_range + 1)};
@@ -343,8 +342,8 @@ struct Blocking {
 
 // Groups all rows and calls body(block, grouped rows of its segments) for every block; body returns false if it has no
 // memory, and so does this function.
-inline bool ForEachGroupedBlock(ffi::ThreadPool& pool, const Problem& problem, const Blocking& blocking,
-                                SegmentIds ids, FunctionRef<bool(const Block&, const GroupedRows&)> body) {
+inline bool ForEachGroupedBlock(ffi::ThreadPool& pool, const Problem& problem, const Blocking& blocking, SegmentIds ids,
+                                FunctionRef<bool(const Block&, const GroupedRows&)> body) {
   const bool ids_are_sorted = EachBatchIsSorted(problem, ids);
   const int64_t num_groups = problem.batch * blocking.segment_ranges, feature_ranges = blocking.feature_ranges;
   const std::unique_ptr<GroupedRows[]> groups(new (std::nothrow) GroupedRows[num_groups]);
@@ -430,11 +429,11 @@ JB_INLINE void ForEachMember(const Problem& problem, SegmentIds ids, int64_t bat
   ForEachBlockOfIds(problem, ids, batch, row_begin, row_end,
                     [&](int64_t begin, int64_t end, const int32_t* row_ids, int64_t first_segment)
                         __attribute__((always_inline)) {
-    for (int64_t row = begin; row < end; ++row) {
-      const int64_t segment = row_ids[row - begin];
-      if (static_cast<uint64_t>(segment) < segments) body(row, first_segment + segment);
-    }
-  });
+                          for (int64_t row = begin; row < end; ++row) {
+                            const int64_t segment = row_ids[row - begin];
+                            if (static_cast<uint64_t>(segment) < segments) body(row, first_segment + segment);
+                          }
+                        });
 }
 
 // The cell of the segment that rows of one feature are folded into at the moment, held in registers.
@@ -477,27 +476,27 @@ class HeldCell {
 // Folds the rows [row_begin, row_end) of a batch element, in order, into cells [segments, features].
 template <typename Reduction, typename Rows>
 JB_CPU_CLONES void FoldInOrder(const Problem problem, SegmentIds ids, const Rows all_rows, const Reduction reduction,
-                               int64_t batch, int64_t row_begin, int64_t row_end,
-                               CellsOf<Reduction> cells, int32_t* row_counts) {
+                               int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<Reduction> cells,
+                               int32_t* row_counts) {
   reduction.Start(problem.segments * problem.features, cells);
   if (row_counts != nullptr) std::fill_n(row_counts, problem.segments, 0);
   const auto rows = all_rows.At(problem, batch, 0);
   if (Reduction::kHoldsRuns && problem.features == 1) {
     HeldCell<Reduction> held(cells, row_counts);
-    ForEachMember(problem, ids, batch, row_begin, row_end, [&](int64_t row, int64_t segment)
-                                                               __attribute__((always_inline)) {
-      held.MoveTo(segment);
-      rows.Fold(reduction, static_cast<int32_t>(row), 1, 1, held.cells());
-    });
+    ForEachMember(problem, ids, batch, row_begin, row_end,
+                  [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
+                    held.MoveTo(segment);
+                    rows.Fold(reduction, static_cast<int32_t>(row), 1, 1, held.cells());
+                  });
     held.Release();
     return;
   }
   WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
-    ForEachMember(problem, ids, batch, row_begin, row_end, [&](int64_t row, int64_t segment)
-                                                               __attribute__((always_inline)) {
-      rows.Fold(reduction, static_cast<int32_t>(row), width, width, cells + segment * width);
-      if (row_counts != nullptr) ++row_counts[segment];
-    });
+    ForEachMember(problem, ids, batch, row_begin, row_end,
+                  [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
+                    rows.Fold(reduction, static_cast<int32_t>(row), width, width, cells + segment * width);
+                    if (row_counts != nullptr) ++row_counts[segment];
+                  });
   });
 }
 
@@ -625,8 +624,8 @@ bool ReduceAll(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, co
                           int32_t* counts) {
       FoldInOrder(problem, ids, rows, reduction, batch, row_begin, row_end, cells, counts);
     };
-    return ReduceInOrder(pool, problem, NumRanges<Reduction>(problem, row_bytes, num_threads), reduction,
-                         row_counts, fold);
+    return ReduceInOrder(pool, problem, NumRanges<Reduction>(problem, row_bytes, num_threads), reduction, row_counts,
+                         fold);
   }
   const Blocking blocking(problem, Rows::kSplitsFeatures ? sizeof(typename Reduction::Element) : 0, num_threads);
   return ForEachGroupedBlock(pool, problem, blocking, ids, [&](const Block& block, const GroupedRows& grouped) {
@@ -710,19 +709,19 @@ JB_INLINE void WriteRowsOfSegments(const Problem& problem, SegmentIds ids, int64
   ForEachBlockOfIds(problem, ids, batch, row_begin, row_end,
                     [&](int64_t begin, int64_t end, const int32_t* row_ids, int64_t first_segment)
                         __attribute__((always_inline)) {
-    for (int64_t row = begin; row < end; ++row, to += width) {
-      if (row + kPrefetchDistance < end) {
-        const int64_t coming = row_ids[row - begin + kPrefetchDistance];
-        if (static_cast<uint64_t>(coming) < segments) prefetch(first_segment + coming);
-      }
-      const int64_t segment = row_ids[row - begin];
-      if (static_cast<uint64_t>(segment) < segments) {
-        write(row, first_segment + segment, to);
-      } else {
-        WriteZeros(to, width);
-      }
-    }
-  });
+                          for (int64_t row = begin; row < end; ++row, to += width) {
+                            if (row + kPrefetchDistance < end) {
+                              const int64_t coming = row_ids[row - begin + kPrefetchDistance];
+                              if (static_cast<uint64_t>(coming) < segments) prefetch(first_segment + coming);
+                            }
+                            const int64_t segment = row_ids[row - begin];
+                            if (static_cast<uint64_t>(segment) < segments) {
+                              write(row, first_segment + segment, to);
+                            } else {
+                              WriteZeros(to, width);
+                            }
+                          }
+                        });
 }
 
 }  // namespace jax_baracuda::segment

@@ -33,9 +33,9 @@ static_assert(2 * kTileRows - 1 <= kMaxRowsBetweenNormalize);
 
 // How a thread gets at the rows of its tile.
 enum class RowSource {
-  kDirect,   // as they lie
-  kOrdered,  // through the order that brings them together by segment
-  kStaged,   // as they lie, through shared memory: rows too narrow for whole-vector loads
+  kDirect,    // as they lie
+  kOrdered,   // through the order that brings them together by segment
+  kStaged,    // as they lie, through shared memory: rows too narrow for whole-vector loads
   kGathered,  // from another array, at the row that the gather id of each names
 };
 
@@ -49,9 +49,9 @@ inline int TileThreads(int lanes) { return lanes > 16 ? kMaxTileThreads : 32; }
 enum class EdgeInput {
   kNothing,
   kNumber,
-  kWeights,    // of its heads, by which the row is multiplied
-  kWinners,    // of each element of the row: those whose winner is another edge do not take part
-  kExtrema,    // likewise: those whose extremum is not what the row that is reduced to holds do not take part
+  kWeights,  // of its heads, by which the row is multiplied
+  kWinners,  // of each element of the row: those whose winner is another edge do not take part
+  kExtrema,  // likewise: those whose extremum is not what the row that is reduced to holds do not take part
 };
 
 template <EdgeInput kInput>
@@ -97,7 +97,7 @@ struct Gathering {
 template <typename Reduction>
 struct TileArguments {
   const typename Reduction::Element* data;
-  SegmentIds ids;                  // of the rows as they lie; not used with `sorted_segments`
+  SegmentIds ids;                   // of the rows as they lie; not used with `sorted_segments`
   const uint32_t* sorted_segments;  // nullptr, or the segments in order, with `order` the rows they come from
   const uint32_t* order;
   Problem problem;     // with an order: the batch joined into one element, whose rows and segments are numbered through
@@ -108,7 +108,7 @@ struct TileArguments {
   Carries carries;
   uint32_t* merge_counters;  // of the blocks of MergeKernel, and of those whose slots a run enters
   FeatureLanes features;
-  int groups;               // tiles of a block
+  int groups;                // tiles of a block
   int64_t blocks_per_batch;  // blocks along the rows of one element of the batch
   uint32_t gap_blocks;       // the first blocks of the grid, which fill wide gaps
 };
@@ -285,8 +285,8 @@ __device__ __forceinline__ SourceRow GatheredRow(const TileArguments<Reduction>&
 }
 
 template <typename Reduction, int kVec, RowSource kSource>
-__global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSource>)) TileKernel(
-    const __grid_constant__ TileArguments<Reduction> a) {
+__global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSource>))
+    TileKernel(const __grid_constant__ TileArguments<Reduction> a) {
   using T = typename Reduction::Element;
   using Cells = typename Reduction::template Accumulator<kVec>;
   constexpr int kInFlight = Reduction::kRowsInFlight;
@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   Cells cells;
   const int64_t first_segment = a.first_segment + b * a.problem.segments;
   uint32_t carry_in_segment = kDropped;
-  int64_t run_segment = -1;  // of the run under reduction; below 0 its rows are dropped
+  int64_t run_segment = -1;                    // of the run under reduction; below 0 its rows are dropped
   bool has_carry_in = false, goes_on = false;  // goes_on: into the next group's tile
   bool owns_long_run = false;
 
@@ -448,10 +448,9 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
           uint32_t won = 0;
 #pragma unroll
           for (int k = 0; k < kVec; ++k) {
-            const bool wins = kInput == EdgeInput::kWinners
-                                  ? winners[u].lane[k] == row[u]
-                                  : static_cast<ComputeType<T>>(extrema[u].lane[k]) ==
-                                        static_cast<ComputeType<T>>(reduced[u].lane[k]);
+            const bool wins = kInput == EdgeInput::kWinners ? winners[u].lane[k] == row[u]
+                                                            : static_cast<ComputeType<T>>(extrema[u].lane[k]) ==
+                                                                  static_cast<ComputeType<T>>(reduced[u].lane[k]);
             won |= static_cast<uint32_t>(wins) << k;
           }
           cells.AddSelected(Unpack<T, kVec>(values[u]), won);
@@ -541,7 +540,7 @@ struct MergeShared {
 // one.
 template <typename Reduction, int kVec, int kLevel>
 __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, int64_t slots, int64_t block,
-                                            MergeShared<typename Reduction::template Accumulator<kVec>>& shared) {
+                                             MergeShared<typename Reduction::template Accumulator<kVec>>& shared) {
   using Cells = typename Reduction::template Accumulator<kVec>;
 
   constexpr int kSlotStep = kLevel == 1 ? 1 : kMergeSlots;
@@ -550,8 +549,7 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
   const int64_t limit = kLevel == 1 ? min(count, first_slot + kMergeSlots) : count;
   const int groups = kMergeThreads / a.features.lanes;
   const int group = threadIdx.x / a.features.lanes;
-  const int64_t column =
-      (block % a.features.columns * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
+  const int64_t column = (block % a.features.columns * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
   const bool is_active = group < groups && column < a.problem.features;
   const uint32_t* const segments = a.carries.in_segment;
   Cells* const carry_ins = static_cast<Cells*>(a.carries.in) + column / kVec;
@@ -573,8 +571,7 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
   __syncthreads();
   const int64_t own = first_slot + threadIdx.x;
   const int64_t own_run = own < min(limit, first_slot + kMergeSlots) ? run_at(own) : kNoRun;
-  const bool is_bound =
-      own >= limit || own == 0 || (kLevel == 1 && threadIdx.x == 0) || run_at(own - 1) != own_run;
+  const bool is_bound = own >= limit || own == 0 || (kLevel == 1 && threadIdx.x == 0) || run_at(own - 1) != own_run;
   const uint32_t bounds = __ballot_sync(kFullWarp, is_bound);
   if (threadIdx.x < kMergeSlots && threadIdx.x % 32 == 0) shared.run_bounds[threadIdx.x / 32] = bounds;
   if (own_run != kNoRun && is_bound) shared.run_starts[atomicAdd(&shared.runs, 1)] = threadIdx.x;

@@ -1,8 +1,7 @@
 // Maxima and minima, with or without winners: the choice of a kernel, and the tables of atomic maxima.
-#include "ffi/segment/extremum/launch.cuh"
-
 #include "ffi/segment/engine/reduce.cuh"
 #include "ffi/segment/engine/tuning.h"
+#include "ffi/segment/extremum/launch.cuh"
 #include "ffi/segment/extremum/reduce.cuh"
 #include "ffi/segment/extremum/table.cuh"
 
@@ -28,8 +27,8 @@ constexpr int64_t kSharedTableBytes = 48 * 1024;
 bool FiltersRows(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
   const int64_t cells = problem.segments * problem.features;
   const bool outgrows_l1 = cells >= Tuning::kMinFilteredCells;
-  const bool has_many_rows = problem.rows >= Tuning::kMinFilteredRows &&
-                             problem.rows / Tuning::kMinFilteredRowsToSegment >= problem.segments;
+  const bool has_many_rows =
+      problem.rows >= Tuning::kMinFilteredRows && problem.rows / Tuning::kMinFilteredRowsToSegment >= problem.segments;
   return KeyBytes(element_bytes) == sizeof(uint32_t) && !indices_are_sorted && problem.batch == 1 &&
          problem.features <= 8 && outgrows_l1 && cells < (int64_t{1} << 31) && has_many_rows;
 }
@@ -82,8 +81,7 @@ const char* NameOf(const Problem& problem, const Choice& choice) {
 Plan PlanOf(const Problem& problem, const Choice& choice, int64_t element_bytes, bool with_winner) {
   const char* const name = NameOf(problem, choice);
   if (choice.algorithm == Algorithm::kReduce) {
-    return {name,
-            ReduceScratchBytes(problem, choice.strategy, element_bytes, StateBytes(element_bytes, with_winner))};
+    return {name, ReduceScratchBytes(problem, choice.strategy, element_bytes, StateBytes(element_bytes, with_winner))};
   }
   const int64_t cells = problem.batch * problem.segments * problem.features;
   ScratchSizes sizes;
@@ -133,14 +131,14 @@ struct Launcher {
     a.winner = arguments.winner;
     // Vectors are cut from an element of the batch as a whole, so only its beginning has to be aligned.
     constexpr int kWidest = sizeof(T) == 8 ? 2 : 4;
-    const bool is_aligned = problem.batch == 1 || problem.data_is_shared ||
-                            problem.rows * problem.features % kWidest == 0;
+    const bool is_aligned =
+        problem.batch == 1 || problem.data_is_shared || problem.rows * problem.features % kWidest == 0;
     JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.table, 0, cells * sizeof(TableKey<T>), stream));
     JB_RETURN_IF_CUDA_ERROR(choice.filters_rows ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
                             : is_aligned        ? TableMax<kWidest>(a)
                                                 : TableMax<1>(a));
-    DecodeTableKernel<T><<<static_cast<uint32_t>(CeilDivide(cells, 256)), 256, 0, stream>>>(a.table, cells, flip,
-                                                                                              output);
+    DecodeTableKernel<T>
+        <<<static_cast<uint32_t>(CeilDivide(cells, 256)), 256, 0, stream>>>(a.table, cells, flip, output);
     JB_RETURN_IF_LAUNCH_ERROR(DecodeTableKernel);
     if constexpr (kWithWinner) {
       // Every byte of kNoWinner is 0xff.
@@ -207,8 +205,8 @@ struct Launcher {
     if (choice.algorithm == Algorithm::kSharedTable) {
       JB_RETURN_IF_CUDA_ERROR(SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch));
       const size_t shared_bytes = problem.segments * problem.features * sizeof(TableKey<T>);
-      SharedTableMaxKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kSharedTableThreads,
-                                      shared_bytes, stream>>>(a);
+      SharedTableMaxKernel<T, kVec>
+          <<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kSharedTableThreads, shared_bytes, stream>>>(a);
       return JB_LAUNCH_STATUS(SharedTableMaxKernel);
     } else if (problem.features == 1) {
       a.blocks_per_batch = CeilDivide(vectors, kSingleFeatureThreads);
@@ -227,10 +225,9 @@ struct Launcher {
     const int64_t vectors = CeilDivide(problem.rows * problem.features, kVec);
     if (choice.algorithm == Algorithm::kSharedTable) {
       JB_RETURN_IF_CUDA_ERROR(SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch));
-      const size_t shared_bytes =
-          problem.segments * problem.features * (sizeof(ComputeType<T>) + sizeof(int32_t));
-      SharedTableWinnerKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch),
-                                         kSharedTableThreads, shared_bytes, stream>>>(a);
+      const size_t shared_bytes = problem.segments * problem.features * (sizeof(ComputeType<T>) + sizeof(int32_t));
+      SharedTableWinnerKernel<T, kVec>
+          <<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kSharedTableThreads, shared_bytes, stream>>>(a);
       return JB_LAUNCH_STATUS(SharedTableWinnerKernel);
     } else {
       a.blocks_per_batch = TableBlocksPerBatch(vectors, 256, int64_t{1} << 20);

@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRowsInFlight = 2;
 constexpr int kMaxBlockRows = 4096;  // which take 32 KB of shared memory
-constexpr int32_t kNoRow = -2;  // no winner either
+constexpr int32_t kNoRow = -2;       // no winner either
 
 // Rows of a block: 32 for each group of threads, or fewer.
 __host__ __device__ __forceinline__ int BlockRows(const FeatureLanes& features) {
@@ -119,8 +119,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid
   const int64_t features = a.problem.features;
   const int64_t winner_offset = (a.winner_is_shared ? 0 : b * a.problem.segments) * features + column;
   const int32_t* const winner = a.winner + winner_offset;
-  const T* const d_output =
-      a.d_output + (a.d_output_is_shared ? 0 : b * a.problem.segments) * features + column;
+  const T* const d_output = a.d_output + (a.d_output_is_shared ? 0 : b * a.problem.segments) * features + column;
   const int64_t first_data = (a.problem.data_is_shared ? 0 : b * a.problem.rows) * features + column;
   T* const d_data = a.d_data + b * a.problem.rows * features + column;
   const T zero = static_cast<T>(ComputeType<T>{0});

@@ -56,8 +56,7 @@ struct ArgExtremum {
     for (int64_t i = 0; i < count; ++i) MergeOne(cells, i, later.first[i], later.second[i]);
   }
 
-  JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/,
-                       CellsOf<ArgExtremum> cells) const {
+  JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, CellsOf<ArgExtremum> cells) const {
     int32_t* const to = winner + first_cell;
     JB_VECTORIZE
     for (int64_t i = 0; i < count; ++i) to[i] = cells.second[i] == kNoWinner ? no_row : cells.second[i];
@@ -69,8 +68,8 @@ struct BackwardArrays {
   SegmentIds ids;
   const T* d_output;
   const int32_t* winner;
-  const T* data;         // absent when no winner can be a tie
-  const T* output;       // likewise
+  const T* data;    // absent when no winner can be a tie
+  const T* output;  // likewise
   T* d_data;
   bool d_output_is_shared;
   bool winner_is_shared;
@@ -132,9 +131,9 @@ JB_CPU_CLONES void GradientInOrder(const Problem problem, int64_t batch, int64_t
   WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
     WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, arrays.d_data, prefetch,
                         [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
-      GradientOfRow(cells.OfSegment(segment, width), DataOfRow(problem, arrays, batch, row),
-                    static_cast<int32_t>(row), width, d_row);
-    });
+                          GradientOfRow(cells.OfSegment(segment, width), DataOfRow(problem, arrays, batch, row),
+                                        static_cast<int32_t>(row), width, d_row);
+                        });
   });
 }
 
@@ -183,10 +182,9 @@ bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const Backward
                                  return GradientGrouped(problem, block, grouped, arrays);
                                });
   }
-  ForEachChunkOfRows(pool, problem, arrays.d_data, sizeof(T),
-                     [&](int64_t batch, int64_t row_begin, int64_t row_end) {
-                       GradientInOrder(problem, batch, row_begin, row_end, arrays);
-                     });
+  ForEachChunkOfRows(pool, problem, arrays.d_data, sizeof(T), [&](int64_t batch, int64_t row_begin, int64_t row_end) {
+    GradientInOrder(problem, batch, row_begin, row_end, arrays);
+  });
   return true;
 }
 
@@ -211,7 +209,8 @@ bool RunExtremum(ffi::ThreadPool& pool, const ExtremumCall& call) {
     using T = typename decltype(tag)::type;
     const Extremum<T> reduction{FlipMask<T>(call.type, call.is_minimum), static_cast<T*>(call.output)};
     AdviseHugePages(reduction.output, NumCells(call.problem) * sizeof(T));
-    has_memory = ReduceAll(pool, call.problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction);
+    has_memory =
+        ReduceAll(pool, call.problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction);
   });
   return has_memory;
 }
@@ -225,7 +224,8 @@ bool RunWithWinner(ffi::ThreadPool& pool, const ExtremumCall& call) {
                                           static_cast<T*>(call.output), call.winner};
     AdviseHugePages(reduction.output, NumCells(call.problem) * sizeof(T));
     AdviseHugePages(reduction.winner, NumCells(call.problem) * sizeof(int32_t));
-    has_memory = ReduceAll(pool, call.problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction);
+    has_memory =
+        ReduceAll(pool, call.problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction);
   });
   return has_memory;
 }
@@ -255,7 +255,8 @@ bool RunArg(ffi::ThreadPool& pool, const ArgCall& call) {
     const ArgExtremum<T> reduction{FlipMask<T>(call.type, call.is_minimum), static_cast<int32_t>(call.problem.rows),
                                    call.row};
     AdviseHugePages(reduction.winner, NumCells(call.problem) * sizeof(int32_t));
-    has_memory = ReduceAll(pool, call.problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction);
+    has_memory =
+        ReduceAll(pool, call.problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction);
   });
   return has_memory;
 }

@@ -4,8 +4,7 @@
 
 namespace jax_baracuda::segment {
 
-CudaStatus ReduceMaximum(const ExtremumCall& arguments, Strategy strategy, int64_t state_bytes,
-                         cudaStream_t stream) {
+CudaStatus ReduceMaximum(const ExtremumCall& arguments, Strategy strategy, int64_t state_bytes, cudaStream_t stream) {
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchOrdered(arguments.type, [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -6,10 +6,8 @@
 
 namespace jax_baracuda::segment {
 
-CudaStatus ReduceMaximum(const ExtremumCall& arguments, Strategy strategy, int64_t state_bytes,
-                         cudaStream_t stream);
+CudaStatus ReduceMaximum(const ExtremumCall& arguments, Strategy strategy, int64_t state_bytes, cudaStream_t stream);
 
-CudaStatus ReduceWithWinner(const ExtremumCall& arguments, Strategy strategy, int64_t state_bytes,
-                            cudaStream_t stream);
+CudaStatus ReduceWithWinner(const ExtremumCall& arguments, Strategy strategy, int64_t state_bytes, cudaStream_t stream);
 
 }  // namespace jax_baracuda::segment

@@ -92,8 +92,9 @@ __device__ __forceinline__ void ForEachElements(const TableArguments<T>& a, int6
   const int64_t thread = (blockIdx.x - b * a.blocks_per_batch) * blockDim.x + threadIdx.x;
   const int64_t threads = a.blocks_per_batch * blockDim.x;
   const auto cell = [&](uint32_t segment, int64_t feature) {
-    return segment == kDropped ? Index{-1} : static_cast<Index>(segment) * static_cast<Index>(features) +
-                                                 static_cast<Index>(feature);
+    return segment == kDropped
+               ? Index{-1}
+               : static_cast<Index>(segment) * static_cast<Index>(features) + static_cast<Index>(feature);
   };
 
   const int64_t row_vectors = features / kVec;

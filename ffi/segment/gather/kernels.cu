@@ -38,7 +38,7 @@ CudaStatus LaunchGather(const GatherCall& arguments, cudaStream_t stream) {
                                   arguments.cells_are_shared ? 0 : problem.segments * problem.features,
                                   arguments.count_is_shared ? 0 : problem.segments, problem.features};
     status = LaunchMapRows(problem, arguments.segment_ids, arguments.ids_are_64_bit, function,
-                          static_cast<T*>(arguments.rows), stream);
+                           static_cast<T*>(arguments.rows), stream);
   });
   return status;
 }

@@ -57,12 +57,12 @@ JB_CPU_CLONES void Gather(const Problem problem, int64_t batch, int64_t row_begi
   const int32_t* const counts = arrays.count + (arrays.count_is_shared ? 0 : batch * problem.segments);
   const auto gather_narrow = [&](auto width) __attribute__((always_inline)) {
     T* const to = arrays.d_data + batch * problem.rows * width;
-    ForEachBlockOfIds(problem, arrays.ids, batch, row_begin, row_end,
-                      [&](int64_t begin, int64_t end, const int32_t* row_ids, int64_t first_segment)
-                          __attribute__((always_inline)) {
-      GatherNarrow<kIsMean, width()>(cells + first_segment * width, kIsMean ? counts + first_segment : nullptr, row_ids,
-                                     end - begin, problem.segments, to + begin * width);
-    });
+    ForEachBlockOfIds(
+        problem, arrays.ids, batch, row_begin, row_end,
+        [&](int64_t begin, int64_t end, const int32_t* row_ids, int64_t first_segment) __attribute__((always_inline)) {
+          GatherNarrow<kIsMean, width()>(cells + first_segment * width, kIsMean ? counts + first_segment : nullptr,
+                                         row_ids, end - begin, problem.segments, to + begin * width);
+        });
   };
   switch (features) {
     case 1:
@@ -84,26 +84,24 @@ JB_CPU_CLONES void Gather(const Problem problem, int64_t batch, int64_t row_begi
     default:
       break;
   }
-  const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
-    PrefetchRow(cells + segment * features, features);
-  };
+  const auto prefetch = [&](int64_t segment)
+                            __attribute__((always_inline)) { PrefetchRow(cells + segment * features, features); };
   WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, features, arrays.d_data, prefetch,
                       [&](int64_t, int64_t segment, T* to) __attribute__((always_inline)) {
-    const T* const from = cells + segment * features;
-    if constexpr (kIsMean) {
-      DivideRow(from, counts[segment], features, to);
-    } else {
-      std::memcpy(static_cast<void*>(to), from, static_cast<size_t>(features) * sizeof(T));
-    }
-  });
+                        const T* const from = cells + segment * features;
+                        if constexpr (kIsMean) {
+                          DivideRow(from, counts[segment], features, to);
+                        } else {
+                          std::memcpy(static_cast<void*>(to), from, static_cast<size_t>(features) * sizeof(T));
+                        }
+                      });
 }
 
 template <bool kIsMean, typename T>
 void GatherAll(ffi::ThreadPool& pool, const Problem& problem, const GatherArrays<T>& arrays) {
-  ForEachChunkOfRows(pool, problem, arrays.d_data, sizeof(T),
-                     [&](int64_t batch, int64_t row_begin, int64_t row_end) {
-                       Gather<kIsMean>(problem, batch, row_begin, row_end, arrays);
-                     });
+  ForEachChunkOfRows(pool, problem, arrays.d_data, sizeof(T), [&](int64_t batch, int64_t row_begin, int64_t row_end) {
+    Gather<kIsMean>(problem, batch, row_begin, row_end, arrays);
+  });
 }
 
 bool RunGather(ffi::ThreadPool& pool, const GatherCall& call) {

@@ -20,8 +20,8 @@ namespace jax_baracuda::segment {
 
 template <typename Context, Run<Context, GatherDotCall> kRun>
 ffi::Error HandleGatherDot(Context context, ffi::AnyBuffer cells, ffi::AnyBuffer data, ffi::AnyBuffer gather_ids,
-                           ffi::AnyBuffer segment_ids, ffi::RemainingArgs optional,
-                           ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets scratch, GatherDotOptions options) {
+                           ffi::AnyBuffer segment_ids, ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> output,
+                           ffi::RemainingRets scratch, GatherDotOptions options) {
   constexpr const char* kOp = "gather_segment_dot";
   GatherDotCall call;
   Decoder decoder(kOp, options.num_batch_dims, &call);
@@ -32,8 +32,7 @@ ffi::Error HandleGatherDot(Context context, ffi::AnyBuffer cells, ffi::AnyBuffer
   call.head_features = decoder.features()[1];
   JB_RETURN_IF_ERROR(decoder.FirstCells("d_output", cells, decoder.type(), &call.cells, &call.cells_are_shared));
   const ffi::DataType type = options.is_wide ? ComputeDataType(decoder.type()) : decoder.type();
-  JB_RETURN_IF_ERROR(
-      decoder.Array("output", *output, type, problem.rows, decoder.features().first(1), &call.output));
+  JB_RETURN_IF_ERROR(decoder.Array("output", *output, type, problem.rows, decoder.features().first(1), &call.output));
   OptionalOperands operands(kOp, optional);
   JB_RETURN_IF_ERROR(operands.Next("edge_order", options.has_edge_order, [&](const ffi::AnyBuffer& edge_order) {
     return decoder.EdgeIds("edge_order", edge_order, &call.edge_order, &call.edge_order_is_shared);

@@ -31,17 +31,16 @@ JB_CPU_CLONES void DotEdges(const GatherDotCall call, int64_t batch, int64_t edg
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
   const int64_t heads = call.heads, head_features = call.head_features, features = heads * head_features;
-  const T* const cells = OfElement(static_cast<const T*>(call.cells), call.cells_are_shared, batch,
-                                   problem.segments * features);
+  const T* const cells =
+      OfElement(static_cast<const T*>(call.cells), call.cells_are_shared, batch, problem.segments * features);
   const T* const data =
       OfElement(static_cast<const T*>(call.data), problem.data_is_shared, batch, call.num_rows * features);
   const int32_t* const gather_ids = OfElement(call.gather_ids, call.gather_ids_are_shared, batch, problem.rows);
   const EdgeNumbers numbers(call.edge_order, call.edge_order_is_shared, batch, problem.rows);
   const SegmentIds ids(call);
   const int64_t first_id = problem.IdIndex(batch, 0);
-  const auto row_of = [&](int64_t edge) __attribute__((always_inline)) {
-    return NearestRow(gather_ids[edge], call.num_rows);
-  };
+  const auto row_of = [&](int64_t edge)
+                          __attribute__((always_inline)) { return NearestRow(gather_ids[edge], call.num_rows); };
   for (int64_t edge = edge_begin; edge < edge_end; ++edge) {
     const int64_t segment = ids[first_id + edge];
     const bool is_member =

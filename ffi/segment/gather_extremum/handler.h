@@ -110,8 +110,7 @@ ffi::Error HandleGatherExtremumBackward(Context context, ffi::AnyBuffer d_winner
   JB_RETURN_IF_ERROR(
       decoder.EdgeIds("segment_ids", segment_ids, &call.segment_ids_of_edges, &call.segment_ids_of_edges_are_shared));
   if (options.has_plan) {
-    JB_RETURN_IF_ERROR(
-        decoder.EdgeIds("edge_order", edge_order, &call.forward_order, &call.forward_order_is_shared));
+    JB_RETURN_IF_ERROR(decoder.EdgeIds("edge_order", edge_order, &call.forward_order, &call.forward_order_is_shared));
     JB_RETURN_IF_ERROR(
         decoder.EdgeIds("transposed_order", transposed_order, &call.edge_order, &call.edge_order_is_shared));
   }
@@ -121,8 +120,8 @@ ffi::Error HandleGatherExtremumBackward(Context context, ffi::AnyBuffer d_winner
   }));
   JB_RETURN_IF_ERROR(operands.Next("output", options.shares_ties, [&](const ffi::AnyBuffer& output) {
     bool is_shared = false;
-    JB_RETURN_IF_ERROR(decoder.Array("output", output, decoder.type(), call.num_rows, decoder.features(),
-                                     &call.extrema, &is_shared));
+    JB_RETURN_IF_ERROR(
+        decoder.Array("output", output, decoder.type(), call.num_rows, decoder.features(), &call.extrema, &is_shared));
     if (is_shared == call.winner_is_shared) return ffi::Error::Success();
     return WrongShape(kOp, "output", output, "that of winner " + ShapeString(winner.dimensions()));
   }));

@@ -20,9 +20,9 @@ CudaStatus GatherMaximum(const GatherExtremumCall& call, const GatherGrid& grid,
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    status = ReduceGathered<MaxReduction<T>>(call, grid, GatheringOf<T>(call, /*clips=*/true), state_bytes,
-                                             {static_cast<T*>(call.output), FlipWordMask<T>(call.type, call.is_minimum)},
-                                             stream);
+    status = ReduceGathered<MaxReduction<T>>(
+        call, grid, GatheringOf<T>(call, /*clips=*/true), state_bytes,
+        {static_cast<T*>(call.output), FlipWordMask<T>(call.type, call.is_minimum)}, stream);
   });
   return status;
 }

@@ -64,8 +64,8 @@ CudaStatus LaunchGatherExtremumBackward(const GatherExtremumBackwardCall& call, 
       call.scratch_bytes < PlanGatherExtremumBackward(call).scratch_bytes) {
     return JB_CUDA_STATUS(cudaErrorInvalidValue);
   }
-  const bool is_shared = problem.data_is_shared || call.winner_is_shared ||
-                         (call.gathered != nullptr && call.gathered_is_shared);
+  const bool is_shared =
+      problem.data_is_shared || call.winner_is_shared || (call.gathered != nullptr && call.gathered_is_shared);
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;

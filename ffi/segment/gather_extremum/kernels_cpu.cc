@@ -56,8 +56,8 @@ JB_CPU_CLONES void SelectWon(const GatherExtremumBackwardCall call, int64_t batc
   const int64_t cells = call.num_rows * features;
   const int32_t* const winners = OfElement(call.winner, call.winner_is_shared, batch, cells);
   const T* const extrema = OfElement(static_cast<const T*>(call.extrema), call.winner_is_shared, batch, cells);
-  const T* const gathered = OfElement(static_cast<const T*>(call.gathered), call.gathered_is_shared, batch,
-                                      call.problem.segments * features);
+  const T* const gathered =
+      OfElement(static_cast<const T*>(call.gathered), call.gathered_is_shared, batch, call.problem.segments * features);
   const int32_t* const segment_ids =
       OfElement(call.segment_ids_of_edges, call.segment_ids_of_edges_are_shared, batch, edges);
   const int32_t* const gather_ids =

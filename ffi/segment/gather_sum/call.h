@@ -13,7 +13,7 @@ struct GatherSumCall : GatheringCall {
   bool has_weights = false;
   const void* weights = nullptr;  // [batch or 1, edges, heads]
   bool weights_are_shared = false;
-  int64_t heads = 1;  // of equally many features
+  int64_t heads = 1;       // of equally many features
   bool is_wide = false;    // whether sums are returned as they are accumulated, unrounded
   void* output = nullptr;  // [batch, segments, features]
 

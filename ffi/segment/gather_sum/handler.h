@@ -23,8 +23,8 @@ namespace jax_baracuda::segment {
 // With weights [.., edges, heads], data is [.., rows, heads, features of a head].
 template <typename Context, Run<Context, GatherSumCall> kRun>
 ffi::Error HandleGatherSum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer gather_ids, ffi::AnyBuffer segment_ids,
-                           ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> output,
-                           ffi::RemainingRets scratch, GatherSumOptions options) {
+                           ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets scratch,
+                           GatherSumOptions options) {
   constexpr const char* kOp = "gather_segment_sum";
   GatherSumCall call;
   Decoder decoder(kOp, options.num_batch_dims, &call);
@@ -35,8 +35,8 @@ ffi::Error HandleGatherSum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer 
   OptionalOperands operands(kOp, optional);
   JB_RETURN_IF_ERROR(operands.Next("weights", options.has_weights, [&](const ffi::AnyBuffer& weights) {
     JB_RETURN_IF_ERROR(decoder.Heads(&call.heads));
-    return decoder.Array("weights", weights, decoder.type(), call.problem.rows, decoder.features().first(1), &call.weights,
-                         &call.weights_are_shared);
+    return decoder.Array("weights", weights, decoder.type(), call.problem.rows, decoder.features().first(1),
+                         &call.weights, &call.weights_are_shared);
   }));
   JB_RETURN_IF_ERROR(operands.Next("edge_order", options.has_edge_order, [&](const ffi::AnyBuffer& edge_order) {
     return decoder.EdgeIds("edge_order", edge_order, &call.edge_order, &call.edge_order_is_shared);

@@ -32,8 +32,8 @@ ffi::Error HandleOrder(Context context, ffi::AnyBuffer segment_ids, ffi::Result<
   JB_RETURN_IF_ERROR(decoder.Vector("sorted_ids", *sorted_ids, ffi::DataType::S32, rows, &call.sorted_ids));
   JB_RETURN_IF_ERROR(decoder.Segments(options.num_segments));
   if (options.num_segments > std::numeric_limits<int32_t>::max()) {
-    return InvalidArgument(kOp, "num_segments is " + std::to_string(options.num_segments) +
-                                    ", expected at most 2147483647");
+    return InvalidArgument(kOp,
+                           "num_segments is " + std::to_string(options.num_segments) + ", expected at most 2147483647");
   }
   return kRun(context, kOp, scratch, &call);
 }

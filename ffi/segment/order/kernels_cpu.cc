@@ -46,9 +46,8 @@ bool CountingSort(const int32_t* ids, int64_t rows, int64_t segments, int32_t* o
 
 void MergeSort(const int32_t* ids, int64_t rows, int64_t segments, int32_t* order, int32_t* sorted_ids) {
   std::iota(order, order + rows, 0);
-  std::stable_sort(order, order + rows, [&](int32_t a, int32_t b) {
-    return SegmentOf(ids[a], segments) < SegmentOf(ids[b], segments);
-  });
+  std::stable_sort(order, order + rows,
+                   [&](int32_t a, int32_t b) { return SegmentOf(ids[a], segments) < SegmentOf(ids[b], segments); });
   for (int64_t place = 0; place < rows; ++place) sorted_ids[place] = SegmentOf(ids[order[place]], segments);
 }
 

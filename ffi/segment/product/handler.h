@@ -49,8 +49,8 @@ ffi::Error HandleProductBackward(Context context, ffi::AnyBuffer d_output, ffi::
   JB_RETURN_IF_ERROR(
       decoder.FirstCells("d_output", d_output, decoder.type(), &call.d_output, &call.d_output_is_shared));
   bool packed_is_shared;
-  JB_RETURN_IF_ERROR(decoder.Cells("mantissa", mantissa, ComputeDataType(decoder.type()), &call.mantissa,
-                                   &call.product_is_shared));
+  JB_RETURN_IF_ERROR(
+      decoder.Cells("mantissa", mantissa, ComputeDataType(decoder.type()), &call.mantissa, &call.product_is_shared));
   JB_RETURN_IF_ERROR(decoder.Cells("packed", packed, ffi::DataType::S32, &call.packed, &packed_is_shared));
   if (packed_is_shared != call.product_is_shared) {
     return WrongShape(kOp, "packed", packed, "that of mantissa " + ShapeString(mantissa.dimensions()));

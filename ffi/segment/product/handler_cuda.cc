@@ -11,8 +11,8 @@ constexpr auto kRun = RunOnCuda<ProductCall, PlanProduct, LaunchProduct>;
 constexpr auto kRunBackward = RunOnCuda<ProductBackwardCall, PlanProductBackward, LaunchProductBackward>;
 constexpr auto kPlan = PlanOf<PlanProduct, CallOf<ProductCall>>;
 
-JB_CUDA_TARGET("segment_prod", (HandleProduct<cudaStream_t, kRun>), (BindCall<Stream, 2, 1, ReductionOptions>()),
-               kPlan, kNothing, JB_REDUCE_STRATEGIES);
+JB_CUDA_TARGET("segment_prod", (HandleProduct<cudaStream_t, kRun>), (BindCall<Stream, 2, 1, ReductionOptions>()), kPlan,
+               kNothing, JB_REDUCE_STRATEGIES);
 JB_CUDA_TARGET("segment_prod_with_residual", (HandleProductWithResidual<cudaStream_t, kRun>),
                (BindCall<Stream, 2, 3, ReductionOptions>()), kPlan, kNothing, JB_REDUCE_STRATEGIES);
 JB_CUDA_TARGET("segment_prod_backward", (HandleProductBackward<cudaStream_t, kRunBackward>),

@@ -36,8 +36,8 @@ struct ProductGradient {
     for (int i = 0; i < kVec; ++i) {
       if (are_plain) {
         const FloatingBits<C> bits(wide.lane[i]);
-        const C others = Quotient(mantissas.lane[i], bits.Mantissa()) *
-                         PowerOfTwo<C>((packeds.lane[i] >> 6) - bits.Exponent());
+        const C others =
+            Quotient(mantissas.lane[i], bits.Mantissa()) * PowerOfTwo<C>((packeds.lane[i] >> 6) - bits.Exponent());
         gradient.lane[i] = static_cast<T>(d_wide.lane[i] * others);
       } else {
         const Product<C> product{mantissas.lane[i], packeds.lane[i]};
@@ -62,17 +62,15 @@ struct ProductGradient {
 
 Plan PlanProduct(const ProductCall& call) { return PlanPairReduction(call); }
 
-Plan PlanProductBackward(const ProductBackwardCall& call) {
-  return PlanMapRows(call.problem, ElementBytes(call.type));
-}
+Plan PlanProductBackward(const ProductBackwardCall& call) { return PlanMapRows(call.problem, ElementBytes(call.type)); }
 
 CudaStatus LaunchProduct(const ProductCall& arguments, cudaStream_t stream) {
   if (arguments.problem.HasNoResult()) return {};
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchWrapping(arguments.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const ProductOutputs<T> outputs{static_cast<T*>(arguments.output),
-                                    static_cast<ComputeType<T>*>(arguments.mantissa), arguments.packed};
+    const ProductOutputs<T> outputs{static_cast<T*>(arguments.output), static_cast<ComputeType<T>*>(arguments.mantissa),
+                                    arguments.packed};
     status = LaunchPairReduction<ProductReduction<T>>(arguments, outputs, stream);
   });
   return status;
@@ -93,7 +91,7 @@ CudaStatus LaunchProductBackward(const ProductBackwardCall& arguments, cudaStrea
                                       problem.data_is_shared ? 0 : problem.rows * problem.features,
                                       problem.features};
     status = LaunchMapRows(problem, arguments.segment_ids, arguments.ids_are_64_bit, function,
-                          static_cast<T*>(arguments.d_data), stream);
+                           static_cast<T*>(arguments.d_data), stream);
   });
   return status;
 }

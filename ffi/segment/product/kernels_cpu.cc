@@ -280,9 +280,10 @@ JB_CPU_CLONES void Gradient(const Problem problem, int64_t batch, int64_t row_be
   WithWidth(features, [&](auto width) __attribute__((always_inline)) {
     WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, arrays.d_data, prefetch,
                         [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
-      const int64_t first = segment * width;
-      GradientOfRow(d_output + first, mantissa + first, packed + first, data + row * width, width, d_row);
-    });
+                          const int64_t first = segment * width;
+                          GradientOfRow(d_output + first, mantissa + first, packed + first, data + row * width, width,
+                                        d_row);
+                        });
   });
 }
 
@@ -294,7 +295,8 @@ bool RunProduct(ffi::ThreadPool& pool, const ProductCall& call) {
     using T = typename decltype(tag)::type;
     const auto reduce = [&](const auto& reduction) {
       AdviseHugePages(reduction.output, cells * sizeof(T));
-      has_memory = ReduceAll(pool, problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction);
+      has_memory =
+          ReduceAll(pool, problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction);
     };
     T* const to = static_cast<T*>(call.output);
     if constexpr (kIsFloating<T>) {

@@ -9,7 +9,7 @@ namespace {
 
 constexpr auto kRun = RunOnCuda<SoftmaxCall, PlanSoftmax, LaunchSoftmax>;
 
-#define JB_SOFTMAX_STRATEGIES                                                                                   \
+#define JB_SOFTMAX_STRATEGIES                                                                                  \
   kNothing, "fill", "one_launch", "tiles", "sort_then_tiles", "atomics", "cached_atomics", "atomics_in_parts", \
       "cached_atomics_in_parts"
 

@@ -1,12 +1,11 @@
 // Softmax and its gradient: the choice of a kernel.
-#include "ffi/segment/softmax/launch.cuh"
-
 #include <numeric>
 
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/scratch.h"
 #include "ffi/segment/engine/order.cuh"
 #include "ffi/segment/engine/tuning.h"
+#include "ffi/segment/softmax/launch.cuh"
 #include "ffi/segment/softmax/long_runs.cuh"
 #include "ffi/segment/softmax/small.cuh"
 #include "ffi/segment/softmax/table.cuh"
@@ -16,11 +15,11 @@ namespace jax_baracuda::segment {
 namespace {
 
 enum class Strategy {
-  kFill,             // there are no segments, so that all rows are dropped
-  kSmall,            // few rows in any order, in one launch: see small.cuh
-  kTiles,     // rows in order: see tiles.cuh
+  kFill,           // there are no segments, so that all rows are dropped
+  kSmall,          // few rows in any order, in one launch: see small.cuh
+  kTiles,          // rows in order: see tiles.cuh
   kSortThenTiles,  // rows brought into order first
-  kTable,            // rows in any order: see table.cuh
+  kTable,          // rows in any order: see table.cuh
 };
 
 // Blocks for a small problem, unless it has so many segments that they need more: one to a multiprocessor, or two where
@@ -419,8 +418,8 @@ CudaStatus LaunchSoftmax(const SoftmaxCall& softmax_call, cudaStream_t stream) {
   const Problem& problem = softmax_call.problem;
   if (IsEmpty(problem)) return {};
   if (!SegmentsFit(problem.segments)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
-  const Call call{softmax_call,
-                  ChooseStrategy(problem, softmax_call.indices_are_sorted, softmax_call.deterministic), stream};
+  const Call call{softmax_call, ChooseStrategy(problem, softmax_call.indices_are_sorted, softmax_call.deterministic),
+                  stream};
   return call.is_backward ? Launch<true>(call) : Launch<false>(call);
 }
 

@@ -19,8 +19,8 @@
 namespace jax_baracuda::segment {
 namespace {
 
-constexpr int64_t kNarrowFeatures = 16;     // below this, rows are too short to vectorise each by itself
-constexpr int64_t kBlockNumbers = 1024;     // of a block of such rows
+constexpr int64_t kNarrowFeatures = 16;       // below this, rows are too short to vectorise each by itself
+constexpr int64_t kBlockNumbers = 1024;       // of a block of such rows
 constexpr int64_t kSegmentNumbers = 1 << 15;  // of the rows of a segment whose weights are kept
 
 // The maximum of each cell, NaN where a member is NaN.
@@ -76,8 +76,7 @@ struct ComputedSum {
     for (int64_t i = 0; i < count; ++i) cells.first[i] += later.first[i];
   }
 
-  JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/,
-                       CellsOf<ComputedSum> cells) const {
+  JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, CellsOf<ComputedSum> cells) const {
     std::copy_n(cells.first, count, output + first_cell);
   }
 };
@@ -129,34 +128,35 @@ JB_INLINE void ForEachWeighedRow(const Problem& problem, const SoftmaxArrays<T>&
   const T* const logits = arrays.logits + problem.DataRow(batch, 0) * width;
   const int64_t rows_per_block = std::max<int64_t>(1, kBlockNumbers / width);
   ForEachBlockOfIds(problem, arrays.ids, batch, row_begin, row_end,
-                    [&](int64_t ids_begin, int64_t ids_end, const int32_t* row_ids, int64_t first_segment)
-                        __attribute__((always_inline)) {
-    const auto segment_of = [&](int64_t row) __attribute__((always_inline)) {
-      const int64_t segment = row_ids[row - ids_begin];
-      const bool is_member = static_cast<uint64_t>(segment) < static_cast<uint64_t>(problem.segments);
-      return is_member ? first_segment + segment : int64_t{-1};
-    };
-    if (width >= kNarrowFeatures) {
-      for (int64_t row = ids_begin; row < ids_end; ++row) {
-        const int64_t segment = segment_of(row);
-        if (segment >= 0) WeighRow(logits + row * width, maxima + segment * width, width, block);
-        use(row, segment, block);
-      }
-      return;
-    }
-    for (int64_t begin = ids_begin; begin < ids_end; begin += rows_per_block) {
-      const int64_t end = std::min(begin + rows_per_block, ids_end), count = (end - begin) * width;
-      C* difference = block;
-      for (int64_t row = begin; row < end; ++row, difference += width) {
-        const int64_t segment = segment_of(row);
-        const C* const of_segment = maxima + std::max<int64_t>(segment, 0) * width;
-        Subtract(logits + row * width, of_segment, width, difference);
-      }
-      ExpAll(count, block);
-      const C* weights = block;
-      for (int64_t row = begin; row < end; ++row, weights += width) use(row, segment_of(row), weights);
-    }
-  });
+                    [&](int64_t ids_begin, int64_t ids_end, const int32_t* row_ids,
+                        int64_t first_segment) __attribute__((always_inline)) {
+                      const auto segment_of = [&](int64_t row) __attribute__((always_inline)) {
+                        const int64_t segment = row_ids[row - ids_begin];
+                        const bool is_member = static_cast<uint64_t>(segment) < static_cast<uint64_t>(problem.segments);
+                        return is_member ? first_segment + segment : int64_t{-1};
+                      };
+                      if (width >= kNarrowFeatures) {
+                        for (int64_t row = ids_begin; row < ids_end; ++row) {
+                          const int64_t segment = segment_of(row);
+                          if (segment >= 0) WeighRow(logits + row * width, maxima + segment * width, width, block);
+                          use(row, segment, block);
+                        }
+                        return;
+                      }
+                      for (int64_t begin = ids_begin; begin < ids_end; begin += rows_per_block) {
+                        const int64_t end = std::min(begin + rows_per_block, ids_end), count = (end - begin) * width;
+                        C* difference = block;
+                        for (int64_t row = begin; row < end; ++row, difference += width) {
+                          const int64_t segment = segment_of(row);
+                          const C* const of_segment = maxima + std::max<int64_t>(segment, 0) * width;
+                          Subtract(logits + row * width, of_segment, width, difference);
+                        }
+                        ExpAll(count, block);
+                        const C* weights = block;
+                        for (int64_t row = begin; row < end; ++row, weights += width)
+                          use(row, segment_of(row), weights);
+                      }
+                    });
 }
 
 template <typename T, typename C>
@@ -166,8 +166,8 @@ JB_CPU_CLONES void SumWeightsInOrder(const Problem problem, const SoftmaxArrays<
   WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
     ForEachWeighedRow(problem, arrays, batch, row_begin, row_end, width, maxima, block,
                       [&](int64_t, int64_t segment, const C* weights) __attribute__((always_inline)) {
-      if (segment >= 0) AddTo(sums + segment * width, weights, width);
-    });
+                        if (segment >= 0) AddTo(sums + segment * width, weights, width);
+                      });
   });
 }
 
@@ -179,13 +179,13 @@ JB_CPU_CLONES void WriteProbabilitiesInOrder(const Problem problem, const Softma
   WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
     ForEachWeighedRow(problem, arrays, batch, row_begin, row_end, width, maxima, block,
                       [&](int64_t row, int64_t segment, const C* weights) __attribute__((always_inline)) {
-      T* const to = probabilities + row * width;
-      if (segment >= 0) {
-        WriteQuotients(weights, sums + segment * width, width, to);
-      } else {
-        WriteZeros(to, width);
-      }
-    });
+                        T* const to = probabilities + row * width;
+                        if (segment >= 0) {
+                          WriteQuotients(weights, sums + segment * width, width, to);
+                        } else {
+                          WriteZeros(to, width);
+                        }
+                      });
   });
 }
 
@@ -222,9 +222,8 @@ JB_CPU_CLONES bool SoftmaxGrouped(const Problem problem, const Block block, cons
   T* const results = arrays.probabilities + block.batch * problem.rows * features + block.feature_begin;
   const ScatteredRows<T> scattered(width, is_streamed);
   const Maximum<T> maximum{};
-  const auto prefetch = [&](int32_t row) __attribute__((always_inline)) {
-    PrefetchRow(logits + row * features, width);
-  };
+  const auto prefetch = [&](int32_t row)
+                            __attribute__((always_inline)) { PrefetchRow(logits + row * features, width); };
   for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
     const int64_t group = segment - block.segment_begin;
     const int32_t begin = grouped.Begin(group), end = grouped.End(group);
@@ -244,9 +243,8 @@ JB_CPU_CLONES bool SoftmaxGrouped(const Problem problem, const Block block, cons
     for (int32_t place = begin; place < end; ++place) {
       const int64_t first = grouped[place] * features;
       if (!are_kept) WeighRow(logits + first, maxima, width, next);
-      scattered.Put(results + first, [&](T* to) __attribute__((always_inline)) {
-        WriteQuotients(next, sums, width, to);
-      });
+      scattered.Put(results + first,
+                    [&](T* to) __attribute__((always_inline)) { WriteQuotients(next, sums, width, to); });
       if (are_kept) next += width;
     }
   }
@@ -294,10 +292,11 @@ JB_CPU_CLONES void SumProductsInOrder(const Problem problem, const GradientArray
   const T* const probabilities = arrays.RowsOfProbabilities(problem, batch);
   const T* const d_probabilities = arrays.RowsOfCotangents(problem, batch);
   WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
-    ForEachMember(problem, arrays.ids, batch, row_begin, row_end, [&](int64_t row, int64_t segment)
-                                                                      __attribute__((always_inline)) {
-      AddProducts(probabilities + row * width, d_probabilities + row * width, width, sums + segment * width);
-    });
+    ForEachMember(problem, arrays.ids, batch, row_begin, row_end,
+                  [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
+                    AddProducts(probabilities + row * width, d_probabilities + row * width, width,
+                                sums + segment * width);
+                  });
   });
 }
 
@@ -312,8 +311,9 @@ JB_CPU_CLONES void WriteGradientInOrder(const Problem problem, const GradientArr
   WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
     WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, arrays.d_logits, prefetch,
                         [&](int64_t row, int64_t segment, T* to) __attribute__((always_inline)) {
-      GradientOfRow(probabilities + row * width, d_probabilities + row * width, sums + segment * width, width, to);
-    });
+                          GradientOfRow(probabilities + row * width, d_probabilities + row * width,
+                                        sums + segment * width, width, to);
+                        });
   });
 }
 
@@ -398,7 +398,8 @@ bool Softmax(ffi::ThreadPool& pool, const Problem& problem, const SoftmaxArrays<
     const int64_t num_threads = NumThreads(pool, problem.batch * problem.rows * row_bytes);
     const auto fold_maximum = [&](int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<Maximum<T>> cells,
                                   int32_t*) {
-      FoldInOrder(problem, arrays.ids, DirectRows<T>{arrays.logits}, maximum, batch, row_begin, row_end, cells, nullptr);
+      FoldInOrder(problem, arrays.ids, DirectRows<T>{arrays.logits}, maximum, batch, row_begin, row_end, cells,
+                  nullptr);
     };
     if (!ReduceInOrder(pool, problem, NumRanges<Maximum<T>>(problem, row_bytes, num_threads), maximum, nullptr,
                        fold_maximum)) {
@@ -413,8 +414,8 @@ bool Softmax(ffi::ThreadPool& pool, const Problem& problem, const SoftmaxArrays<
         body(block.get());
       }
     };
-    const auto fold_weights = [&](int64_t batch, int64_t row_begin, int64_t row_end,
-                                  CellsOf<ComputedSum<C>> cells, int32_t*) {
+    const auto fold_weights = [&](int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<ComputedSum<C>> cells,
+                                  int32_t*) {
       with_block([&](C* block) {
         SumWeightsInOrder(problem, arrays, batch, row_begin, row_end, maxima.get() + batch * cells_per_batch, block,
                           cells.first);
@@ -426,12 +427,12 @@ bool Softmax(ffi::ThreadPool& pool, const Problem& problem, const SoftmaxArrays<
     }
     ForEachChunkOfRows(pool, problem, arrays.probabilities, sizeof(T),
                        [&](int64_t batch, int64_t row_begin, int64_t row_end) {
-      const int64_t first_cell = batch * cells_per_batch;
-      with_block([&](C* block) {
-        WriteProbabilitiesInOrder(problem, arrays, batch, row_begin, row_end, maxima.get() + first_cell,
-                                  sums.get() + first_cell, block);
-      });
-    });
+                         const int64_t first_cell = batch * cells_per_batch;
+                         with_block([&](C* block) {
+                           WriteProbabilitiesInOrder(problem, arrays, batch, row_begin, row_end,
+                                                     maxima.get() + first_cell, sums.get() + first_cell, block);
+                         });
+                       });
     return has_memory.load();
   };
   return ForEachSegment(pool, problem, arrays.ids, kForwardStates, arrays.probabilities, in_order,
@@ -447,17 +448,16 @@ bool SoftmaxGradients(ffi::ThreadPool& pool, const Problem& problem, const Gradi
     const int64_t cells_per_batch = problem.segments * problem.features;
     const auto sums = Allocate<C>(problem.batch * cells_per_batch);
     if (sums == nullptr) return false;
-    const auto fold_products = [&](int64_t batch, int64_t row_begin, int64_t row_end,
-                                   CellsOf<ComputedSum<C>> cells, int32_t*) {
+    const auto fold_products = [&](int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<ComputedSum<C>> cells,
+                                   int32_t*) {
       SumProductsInOrder(problem, arrays, batch, row_begin, row_end, cells.first);
     };
     const int64_t num_ranges = NumRanges<ComputedSum<C>>(problem, row_bytes, 1);
     if (!ReduceInOrder(pool, problem, num_ranges, ComputedSum<C>{sums.get()}, nullptr, fold_products)) return false;
-    ForEachChunkOfRows(pool, problem, arrays.d_logits, sizeof(T),
-                       [&](int64_t batch, int64_t row_begin, int64_t row_end) {
-      WriteGradientInOrder(problem, arrays, batch, row_begin, row_end,
-                           sums.get() + batch * cells_per_batch);
-    });
+    ForEachChunkOfRows(
+        pool, problem, arrays.d_logits, sizeof(T), [&](int64_t batch, int64_t row_begin, int64_t row_end) {
+          WriteGradientInOrder(problem, arrays, batch, row_begin, row_end, sums.get() + batch * cells_per_batch);
+        });
     return true;
   };
   return ForEachSegment(pool, problem, arrays.ids, kBackwardStates, arrays.d_logits, in_order,
@@ -491,8 +491,7 @@ Plan PlanSoftmax(const SoftmaxCall& call) {
 
 constexpr auto kRun = RunOnCpu<SoftmaxCall, RunSoftmax>;
 
-#define JB_SOFTMAX_STRATEGIES \
-  kNothing, "fill", "scan", "split_scan", "group_by_segment", "group_by_segment_streamed"
+#define JB_SOFTMAX_STRATEGIES kNothing, "fill", "scan", "split_scan", "group_by_segment", "group_by_segment_streamed"
 
 JB_CPU_TARGET("segment_softmax", (HandleSoftmax<ffi::ThreadPool, kRun>),
               (BindCall<ffi::ThreadPool, 2, 1, SoftmaxOptions>()), (PlanOf<PlanSoftmax, SoftmaxCallOf<false>>),

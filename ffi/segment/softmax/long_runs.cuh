@@ -153,8 +153,8 @@ class CarryFinder {
 // Writes the rows of long runs. Every warp has as many carries, or shares of them if they are few, and merges all those
 // of the runs that it meets. A block whose carries are all of one run merges them once.
 template <typename T, int kVec, bool kBackward>
-__global__ void __launch_bounds__(kLongRunThreads, LongRunBlocks(sizeof(T))) LongRunsKernel(
-    const __grid_constant__ SoftmaxTileArguments<T> a) {
+__global__ void __launch_bounds__(kLongRunThreads, LongRunBlocks(sizeof(T)))
+    LongRunsKernel(const __grid_constant__ SoftmaxTileArguments<T> a) {
   using C = ComputeType<T>;
   using State = CarryState<C, kVec, kBackward>;
   constexpr int kStates = kBackward ? 1 : 2, kInFlight = kBackward ? 2 : 4;

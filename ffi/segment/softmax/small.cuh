@@ -13,7 +13,7 @@ inline constexpr int kSmallThreads = 512;
 inline constexpr int kSmallWarps = kSmallThreads / 32;
 inline constexpr int kMaxSmallRows = 16384;    // of the whole batch
 inline constexpr int kMaxSmallSegments = 128;  // of a block
-inline constexpr int kMaxWarpSteps = 32;  // in which a warp goes through a segment's rows alone
+inline constexpr int kMaxWarpSteps = 32;       // in which a warp goes through a segment's rows alone
 
 // Threads that take a row together.
 constexpr int MaxSmallLanes(int vector) { return vector > 1 ? 8 : 32; }
@@ -25,7 +25,7 @@ struct SmallArguments {
   bool is_shared[2];   // by a batch of more than one
   T* output;
   int features;
-  int lanes;  // that take a row together, a power of two
+  int lanes;    // that take a row together, a power of two
   int columns;  // of `lanes` vectors
   int block_segments;
 };
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallKernel(const __grid_con
   __shared__ uint16_t own_rows[kMaxSmallRows];
   __shared__ int next_places[kSmallWarps][kMaxSmallSegments];  // in own_rows
   __shared__ int starts[kMaxSmallSegments + 1];                // of the segments, in own_rows
-  __shared__ bool has_long;  // segments, that the whole block takes
+  __shared__ bool has_long;                                    // segments, that the whole block takes
   __shared__ Cells partials[kSmallWarps][MaxSmallLanes(kVec)];
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

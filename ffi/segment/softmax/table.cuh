@@ -25,11 +25,11 @@ struct SoftmaxTableArguments {
   const T* inputs[2];  // logits; or probabilities and their cotangents
   bool is_shared[2];   // by the batch
   T* output;
-  C* sums;                // [batch, segments, features]: of ScaledExp, or of products; 0 before
-  TableKey<C>* maxima;    // the same shape, of cells that are taken again; 0 where there are none
-  C* sums_from_maximum;   // the same shape
+  C* sums;                   // [batch, segments, features]: of ScaledExp, or of products; 0 before
+  TableKey<C>* maxima;       // the same shape, of cells that are taken again; 0 where there are none
+  C* sums_from_maximum;      // the same shape
   uint32_t* needs_max_pass;  // whether there are any, 0 before
-  uint32_t row_vectors;   // features / kVec
+  uint32_t row_vectors;      // features / kVec
   int64_t blocks_per_batch;
   uint32_t first_segment, part_segments;  // the segments that are summed up at a time
   int cache_slots;                        // a power of two
@@ -224,8 +224,8 @@ __global__ void __launch_bounds__(kSoftmaxTableThreads, MinBlocks(kSoftmaxTableT
 
 // For the cells that are taken again: adds up exp(x - maximum), or, with kDivides, divides by these sums.
 template <typename T, int kVec, bool kDivides>
-__global__ void __launch_bounds__(kSoftmaxTableThreads) MaxPassKernel(
-    const __grid_constant__ SoftmaxTableArguments<T> a) {
+__global__ void __launch_bounds__(kSoftmaxTableThreads)
+    MaxPassKernel(const __grid_constant__ SoftmaxTableArguments<T> a) {
   using C = ComputeType<T>;
   if (*a.needs_max_pass == 0) return;
   ForEachRows<kVec, kSoftmaxRowsInFlight>(a, [&](const auto& rows) {
@@ -277,8 +277,8 @@ __global__ void __launch_bounds__(kSoftmaxTableThreads, MinBlocks(kSoftmaxTableT
       if (rows.segment[u] != kDropped) {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
-          result.lane[i] = static_cast<T>(SoftmaxGradient(static_cast<C>(values[u].lane[i]),
-                                                          static_cast<C>(d_values[u].lane[i]), sums[u].lane[i]));
+          result.lane[i] = static_cast<T>(
+              SoftmaxGradient(static_cast<C>(values[u].lane[i]), static_cast<C>(d_values[u].lane[i]), sums[u].lane[i]));
         }
       }
       StoreStreaming(OutputOf(a, rows, u), result);

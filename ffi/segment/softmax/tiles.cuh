@@ -94,7 +94,7 @@ struct SoftmaxTileArguments {
   T* output;
   int64_t features;
   FeatureLanes lanes;
-  uint32_t lanes_inverse;  // 2^16 / lanes, rounded up
+  uint32_t lanes_inverse;   // 2^16 / lanes, rounded up
   int own_rows, tile_rows;  // of a tile: its own, and all that it reaches
   int64_t tiles;
   bool is_flat;          // a tile is contiguous in every operand, and aligned to 16 bytes
@@ -113,9 +113,9 @@ struct ThreadRuns {
   int last_lane;               // the first lane of the warp's last group
   int reach;                   // lanes to the left up to which the thread's last run goes at least
   uint32_t groups_with_start;  // bits of their first lanes
-  int first_row;      // the thread's first row in the tile
-  int head_start;     // where the run begins that goes on from the rows before it, or 0
-  bool is_left_over;  // more lanes than whole groups: no rows
+  int first_row;               // the thread's first row in the tile
+  int head_start;              // where the run begins that goes on from the rows before it, or 0
+  bool is_left_over;           // more lanes than whole groups: no rows
 
   __device__ __forceinline__ bool HasStart() const { return starts != 0; }
   __device__ __forceinline__ int GroupLane() const { return lane - row_lane; }
@@ -221,7 +221,7 @@ struct SoftmaxTileShared {
   bool carries_in;   // a long run enters the tile
   bool is_cut;       // the run across the end of the tile's own rows is long
   bool carries_out;  // and starts among them
-  int begin, end;     // the rows that the block writes
+  int begin, end;    // the rows that the block writes
   bool warp_has_start[kSoftmaxTileWarps];
 };
 
@@ -242,7 +242,7 @@ __device__ __forceinline__ int LastStart(const uint32_t* words, int row) {
 // Finds the starts of runs. The last warp finds whether runs that cross the ends of the tile's own rows are long.
 template <typename T, int kRows>
 __device__ __forceinline__ void ReadTile(const SoftmaxTileArguments<T>& a, int64_t tile, bool writes_carries,
-                                           SoftmaxTileShared<kRows>& shared) {
+                                         SoftmaxTileShared<kRows>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t first_row = tile * a.own_rows;
   constexpr RunKey kOutside = -2;
@@ -350,7 +350,7 @@ __device__ __forceinline__ void FindOwnRows(int own_rows, int rows, SoftmaxTileS
 
 template <typename T, int kVec, int kRows>
 __device__ __forceinline__ void StageTile(const SoftmaxTileArguments<T>& a, int input, int64_t first_row, int rows,
-                                            int64_t column, int row_lanes, T* staged) {
+                                          int64_t column, int row_lanes, T* staged) {
   const T* const source = a.inputs[input];
   if (a.is_flat) {
     const int features = static_cast<int>(a.features);
@@ -401,9 +401,8 @@ __global__ void __launch_bounds__(kSoftmaxTileThreads, sizeof(T) == 8 ? kSoftmax
   const int column_block = static_cast<int>(blockIdx.x - tile_of_block * a.lanes.columns);
   const int64_t tile = tile_of_block;
   const int64_t column = static_cast<int64_t>(column_block) * lanes * kVec;
-  const int row_lanes = a.lanes.columns == 1
-                            ? lanes
-                            : static_cast<int>(min(static_cast<int64_t>(lanes), (a.features - column) / kVec));
+  const int row_lanes =
+      a.lanes.columns == 1 ? lanes : static_cast<int>(min(static_cast<int64_t>(lanes), (a.features - column) / kVec));
   const int64_t first_row = tile * a.own_rows;
   const int rows = static_cast<int>(min(static_cast<int64_t>(a.tile_rows), a.rows.count - first_row));
 
@@ -545,9 +544,10 @@ __global__ void __launch_bounds__(kSoftmaxTileThreads, sizeof(T) == 8 ? kSoftmax
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[k].lane[i] = static_cast<C>(x.lane[i]);
       }
-      TotalRuns(runs, values, -std::numeric_limits<C>::infinity(), own_table, row_step, tails[0], shared.warp_has_start,
-                [](C x, C y) { return HardwareLarger(x, y); },
-                [&](int run_start, const Vector<C, kVec>& maximum) { store_carry(0, run_start, maximum); });
+      TotalRuns(
+          runs, values, -std::numeric_limits<C>::infinity(), own_table, row_step, tails[0], shared.warp_has_start,
+          [](C x, C y) { return HardwareLarger(x, y); },
+          [&](int run_start, const Vector<C, kVec>& maximum) { store_carry(0, run_start, maximum); });
       for_each_row([&](int k, const Vector<C, kVec>& maximum) {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[k].lane[i] = exp(values[k].lane[i] - maximum.lane[i]);

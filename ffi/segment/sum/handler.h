@@ -26,8 +26,8 @@ ffi::Error HandleSum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segmen
 
 template <typename Context, Run<Context, SumCall> kRun>
 ffi::Error HandleMean(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                      ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> count,
-                      ffi::RemainingRets scratch, SumOptions options) {
+                      ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> count, ffi::RemainingRets scratch,
+                      SumOptions options) {
   constexpr const char* kOp = "segment_mean";
   SumCall call;
   Decoder decoder(kOp, options.num_batch_dims, &call);

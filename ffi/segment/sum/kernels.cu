@@ -1,8 +1,7 @@
 // Sums and means: the choice of a kernel.
-#include "ffi/segment/sum/launch.cuh"
-
 #include "ffi/segment/engine/reduce.cuh"
 #include "ffi/segment/engine/tuning.h"
+#include "ffi/segment/sum/launch.cuh"
 #include "ffi/segment/sum/reduce.cuh"
 #include "ffi/segment/sum/reduction.cuh"
 #include "ffi/segment/sum/table.cuh"
@@ -136,8 +135,7 @@ CudaStatus LaunchSum(const SumCall& arguments, cudaStream_t stream) {
   if (!SegmentsFit(problem.segments)) return status;
   DispatchWrapping(arguments.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const Choice choice =
-        Choose(problem, sizeof(T), arguments.indices_are_sorted, arguments.deterministic, is_mean);
+    const Choice choice = Choose(problem, sizeof(T), arguments.indices_are_sorted, arguments.deterministic, is_mean);
     status = Launcher<T>{arguments, choice, stream}.Launch();
   });
   return status;

@@ -63,7 +63,8 @@ bool RunSum(ffi::ThreadPool& pool, const SumCall& call) {
     using T = typename decltype(tag)::type;
     const Sum<T> reduction{static_cast<T*>(call.output), problem.features, call.is_mean};
     AdviseHugePages(reduction.output, problem.batch * problem.segments * problem.features * sizeof(T));
-    has_memory = ReduceAll(pool, problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction, call.count);
+    has_memory = ReduceAll(pool, problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction,
+                           call.count);
   });
   return has_memory;
 }

@@ -68,9 +68,8 @@ __global__ void __launch_bounds__(kSumTableThreads) SumTableKernel(const __grid_
     if (vector < vectors) {
       values[u] = LoadStreaming<kVec>(data + vector * kVec);
       // Numbers of vectors fit in 32 bits more often than not, where a division costs a quarter.
-      const int64_t row = vectors <= 0xffffffff
-                              ? static_cast<uint32_t>(vector) / static_cast<uint32_t>(row_vectors)
-                              : vector / row_vectors;
+      const int64_t row = vectors <= 0xffffffff ? static_cast<uint32_t>(vector) / static_cast<uint32_t>(row_vectors)
+                                                : vector / row_vectors;
       feature[u] = (vector - row * row_vectors) * kVec;
       segment[u] = a.ids[ids_offset + row];
     }
