@@ -126,7 +126,7 @@ def test_sharded_operands(rng: np.random.Generator, axis_type: AxisType, split: 
             assert result.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), result.ndim), name
         if split == "time":
             # Neighbours exchange the inputs that one of them sees before its own: never as many as either has.
-            most = 16 * 6 * WIDTH
+            most = 16 * 6 * WIDTH * (1 if cases.PLATFORM == "cpu" else 2)  # some of GPUs are joined
             assert (
                 max(x.size for x in exchanges(function, placed)) <= most < operands["x"].size // mesh.shape["examples"]
             )

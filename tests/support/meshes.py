@@ -53,14 +53,15 @@ def exchanges_in(text: str) -> list[Exchange]:
             (dtype, math.prod(int(size) for size in shape.split(",") if size))
             for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", results)
         ]
-        if starts and collective in ("all-gather", "collective-permute"):  # operands come before results
+        if starts and collective != "all-reduce":  # operands come before results
             arrays = [x for x in arrays if x != ("u32", 1)]
             arrays = arrays[len(arrays) // 2 :]
         if collective == "all-to-all" and len(set(arrays)) == 1:  # of one array, whose parts are listed
             arrays = [(arrays[0][0], len(arrays) * arrays[0][1])]
         group = 1
         if collective == "reduce-scatter":
-            listed, counted = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", match[0]).groups()
+            of_group = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", match[0])
+            listed, counted = of_group.groups() if of_group else (None, jax.device_count())  # of all devices
             group = int(counted) if counted else len(listed.split(","))
         found += [Exchange(collective, dtype, size * group) for dtype, size in arrays]
     return found

@@ -90,7 +90,12 @@ def _max_of_shards(x: Array) -> Array:
 
 
 def _min_of_shards(x: Array) -> Array:
-    return -_max_of_shards(-x) if jnp.issubdtype(x.dtype, jnp.inexact) else x.min(0)
+    """Without a negation: in some fusions XLA computes it as ``0 - x``, which has no -0."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        ordered = _ordered(x)
+        lowest = jnp.iinfo(ordered.dtype).min  # a NaN, below all numbers
+        return _from_ordered(jnp.where(jnp.isnan(x), lowest, ordered).min(0), x.dtype)
+    return x.min(0)
 
 
 def _all_min(x: Array, axes: Sequence[str]) -> Array:
