@@ -181,16 +181,16 @@ def is_computed(ctx: Any, value: ir.Value[Any]) -> bool:
     """
     from jax._src.lib.mlir import ir
 
-    if isinstance(value, ir.BlockArgument):
-        return False
     operation: Any = value.owner
+    if isinstance(operation, ir.Block):
+        return False
     if operation.name == "func.call":
         callee = ctx.module_context.symbol_table[ir.FlatSymbolRefAttr(operation.attributes["callee"]).value]
         *_, end = callee.operation.regions[0].blocks[0]
         result = end.operands[ir.OpResult(value).result_number]
-        return is_computed(
-            ctx, operation.operands[result.arg_number] if isinstance(result, ir.BlockArgument) else result
-        )
+        if isinstance(result.owner, ir.Block):
+            result = operation.operands[ir.BlockArgument(result).arg_number]
+        return is_computed(ctx, result)
     if operation.name in _VIEWS and _num_elements(operation.operands[0]) == _num_elements(value):
         return is_computed(ctx, operation.operands[0])
     return operation.name not in _IN_MEMORY and len(operation.regions) == 0
