@@ -126,7 +126,7 @@ def _choices() -> str:
     table = format_table(("op", "on", "picked", "because"), rows)
     return (
         f"{table}\n\nPicked for float32 calls of the sizes that race times; other calls may get another choice.\n"
-        "If fused: where an elementwise operation or a gather makes the first operand, and XLA fuses it with plain JAX."
+        "If fused: where an elementwise operation or a gather makes the first operand, which XLA fuses."
     )
 
 
