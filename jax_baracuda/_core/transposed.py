@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
-
-if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr
 
 PullBack = Callable[..., Sequence[jax.Array]]
 """``(*residuals, *cotangents) -> cotangents of the tangents``, linear in the cotangents."""
@@ -45,7 +42,7 @@ def _listed(pull_back: PullBack, residuals: Sequence[jax.Array], *cotangents: ja
     return list(pull_back(*residuals, *cotangents))
 
 
-def _evaluate(*operands: jax.Array, jaxpr: ClosedJaxpr, **_: Any) -> list[jax.Array]:
+def _evaluate(*operands: jax.Array, jaxpr: Any, **_: Any) -> list[jax.Array]:
     return jax_versions.jaxpr_as_fun(jaxpr)(*operands)
 
 
@@ -53,7 +50,7 @@ def _batch(
     operands: Sequence[jax.Array],
     axes: Sequence[int | None],
     *,
-    jaxpr: ClosedJaxpr,
+    jaxpr: Any,
     pull_back: PullBack,
     num_residuals: int,
 ) -> tuple[list[jax.Array], list[int]]:

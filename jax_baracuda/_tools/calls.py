@@ -41,7 +41,7 @@ def run_calls(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[t
         calls.clear()
         arrays: list[list[jax.Array]] = []
 
-        def evaluate(closed: jax.extend.core.ClosedJaxpr, *given: jax.Array) -> list[jax.Array]:
+        def evaluate(closed: Any, *given: jax.Array) -> list[jax.Array]:
             values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
             values |= dict(zip(closed.jaxpr.invars, given, strict=True))
 
