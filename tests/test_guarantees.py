@@ -151,6 +151,17 @@ def gather_call(reduction: Reduction) -> Callable[..., Call]:
     return call
 
 
+def order_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
+    """With ids that are out of range."""
+    segments = 30
+    ids = rng.integers(-2, segments + 2, (2, 3000)).astype(dtype)
+    in_range = np.where((ids >= 0) & (ids < segments), ids, segments)
+    orders = [np.argsort(x, kind="stable").astype(dtype) for x in in_range]
+    sorted_ids = [x[order] for x, order in zip(in_range, orders, strict=True)]
+    expected = tuple(tuple(Expected(x, x.dtype) for x in of_result) for of_result in (orders, sorted_ids))
+    return Call((ids,), expected, {"num_segments": segments})
+
+
 def gathered_sum_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
     """With a weight for each head, and gather ids that are out of range."""
     problem = make_problem(rng, dtype, is_sorted, adds=True)
@@ -417,6 +428,7 @@ CALLS: dict[str, Callable[..., Call]] = {
     **{f"{r.name}_with_winner": with_winner_call(r) for r in (MAX, MIN)},
     **{f"{r.name}_backward": extremum_backward_call(r) for r in (MAX, MIN)},
     **{f"{r.name}_backward": gather_call(r) for r in (SUM, MEAN)},
+    "segment_order": order_call,
     "gather_segment_sum": gathered_sum_call,
     "gather_segment_dot": gathered_dot_call,
     **{

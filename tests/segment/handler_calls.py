@@ -39,6 +39,7 @@ TARGETS: dict[str, tuple[tuple[Array, ...], tuple[Array, ...]]] = {
     "segment_prod": ((DATA, IDS), (OUTPUT,)),
     "segment_prod_with_residual": ((DATA, IDS), (OUTPUT, MANTISSA, PACKED)),
     "segment_prod_backward": ((D_OUTPUT, MANTISSA, PACKED, DATA, IDS), (D_DATA,)),
+    "segment_order": ((IDS,), (ORDER, Array("sorted_ids", (BATCH, ROWS), "int32"))),
     "segment_softmax": ((Array("logits", ROW_SHAPE), IDS), (PROBABILITIES,)),
     "segment_softmax_backward": ((PROBABILITIES, D_PROBABILITIES, IDS), (Array("d_logits", ROW_SHAPE),)),
 }
@@ -50,7 +51,9 @@ def good_call(target: str, shared: tuple[int, ...] = (), batch: int = BATCH) -> 
         [dataclasses.replace(x, shape=(batch, *x.shape[1:])) for x in arrays] for arrays in TARGETS[target]
     )
     params = {"num_segments": SEGMENTS, "indices_are_sorted": False, "deterministic": False, "first_wins": False}
-    taken = {"num_segments", "indices_are_sorted", *OPS[target].attributes}
+    taken = {"num_segments", *OPS[target].attributes}
+    if target != "segment_order":
+        taken.add("indices_are_sorted")
     return handlers.good_call(
         target,
         [x.shared() if i in shared else x for i, x in enumerate(operands)],

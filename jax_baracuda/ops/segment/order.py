@@ -8,7 +8,7 @@ from jax import Array
 
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
-from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
+from jax_baracuda.ops.segment.definitions import IDS, limit_of_32_bits, plan_parameters
 
 
 def in_32_bits(ids: Array, size: int) -> Array:
@@ -34,15 +34,15 @@ def _reference(segment_ids: Array, *, num_segments: int) -> tuple[Array, Array]:
 
 SEGMENT_ORDER = Op(
     name="segment_order",
-    operands={"segment_ids": ("edge",)},
-    results={"order": ("edge",), "sorted_ids": ("edge",)},
+    operands={"segment_ids": IDS},
+    results={"order": IDS, "sorted_ids": IDS},
     result_dtypes=lambda *_, **__: [np.int32, np.int32],
     reference=_reference,
     dtypes=frozenset({"int32"}),
     guarantee=EXACT,
     attributes=("num_segments",),
-    plan_parameters=lambda ids, *, num_segments: plan_parameters(ids, ids, num_segments=num_segments),
-    replicated_dims=("edge",),
+    plan_parameters=lambda ids, *, num_segments, **_: plan_parameters(ids, ids, num_segments=num_segments),
+    replicated_dims=IDS,
     limit=lambda ids, *, num_segments: limit_of_32_bits(ids.shape[0], num_segments),
 )
-"""``(segment_ids [E] of int32) -> (order [E], sorted_ids [E])``, a stable sort."""
+"""``(segment_ids [N] of int32) -> (order [N], sorted_ids [N])``, a stable sort."""
