@@ -377,7 +377,9 @@ def test_split_batches(rng: np.random.Generator, name: str, spec: P, axis_type: 
         program = run.lower(*placed).compile()
         jax.tree.map(np.testing.assert_array_equal, program(*placed), expected)
     exchanged = re.findall(rf" = ([^=]*?) ({KINDS})(?:-start)?\(", program.as_text())
-    assert {kind for _, kind in exchanged} == {"all-reduce"}
+    # Extrema and winners of split edges are merged in parts, each by one device.
+    merges = {"all-to-all", "all-gather"} if name == "max" and spec != P("x") else set()
+    assert {kind for _, kind in exchanged} == {"all-reduce"} | merges
     shapes = re.findall(r"\w+\[([\d,]*)\]", " ".join(types for types, _ in exchanged))
     of_rows = [shape for shape in shapes if str(NODES) in shape.split(",")]
     assert of_rows in (["40,6"], ["40,1,6"])
