@@ -73,6 +73,11 @@ class OpCall:
         return self.all_params.get("implementation")
 
     @property
+    def asks_table(self) -> bool:
+        """Whether a table of measured calls picks the implementation."""
+        return not isinstance(self.selection, str)
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         """That of the first operand."""
         return np.dtype(self.operands[0].dtype)

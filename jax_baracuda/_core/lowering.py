@@ -64,7 +64,8 @@ def _lower(
     op: Op, kernel: Primitive, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
 ) -> Any:
     call = OpCall(op, ctx.avals_in, params)
-    runs_kernel = choose(call, platform, fuses=_can_fuse(ctx, operands)).implementation == "kernel"
+    fuses = call.asks_table and _can_fuse(ctx, operands)
+    runs_kernel = choose(call, platform, fuses=fuses).implementation == "kernel"
     if call.selection != "xla" and (problem := op.missing_target(platform)) is not None:
         _warn_once(f"jax_baracuda: {op.name} runs as plain JAX on {platform}: {problem}")
     has_empty_array = any(0 in aval.shape for aval in [*ctx.avals_in, *ctx.avals_out])
@@ -120,8 +121,9 @@ def _can_fuse(ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> bool:
     """Whether XLA could compute an operand in one fusion with plain JAX: the first one, or another of the largest."""
     avals: Sequence[Any] = ctx.avals_in
     sizes = [math.prod(aval.shape) if jax_versions.is_static_shape(aval.shape) else 0 for aval in avals]
+    largest = max(sizes)
     return any(
-        jax_versions.is_computed(ctx, operand) for i, operand in enumerate(operands) if i == 0 or sizes[i] == max(sizes)
+        jax_versions.is_computed(ctx, operand) for i, operand in enumerate(operands) if i == 0 or sizes[i] == largest
     )
 
 

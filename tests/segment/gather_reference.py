@@ -85,6 +85,17 @@ def make_graph(
     return Graph(data, gather_ids, segment_ids, segments, weights)
 
 
+def hot_graph(rng: np.random.Generator, row_shape: tuple[int, ...], form: str) -> Graph:
+    """Where three quarters of the edges have one segment, and gather one row."""
+    graph = make_graph(rng, 90, 6000, 200, row_shape)
+    is_hot = rng.random((2, 6000)) < 0.75
+    segment_ids = np.where(is_hot[0], 7, graph.segment_ids).astype(np.int32)
+    gather_ids = np.where(is_hot[1], 80, graph.gather_ids).astype(np.int32)
+    return dataclasses.replace(
+        graph, gather_ids=gather_ids, segment_ids=np.sort(segment_ids) if form == "sorted" else segment_ids
+    )
+
+
 def good_dot_call(*, has_edge_order: bool = False, shared: Collection[int] = ()) -> Call:
     """The same of the gradient of weights."""
     operands = [
@@ -122,7 +133,7 @@ def good_extremum_call(target: str, *, has_plan: bool = False, shared: Collectio
         has_order = has_plan and target.endswith("_with_winner")
         operands = [Array("data", rows), *of_edges("gather_ids", "segment_ids", *(["edge_order"] if has_order else []))]
         results = [Array("output", cells)]
-        params = {"num_segments": SEGMENTS, "indices_are_sorted": False, "first_wins": False}
+        params = {"num_segments": SEGMENTS, "indices_are_sorted": True, "first_wins": False}
         if target.endswith("_with_winner"):
             results.append(Array("winner", cells, "int32"))
             params["has_edge_order"] = has_order
@@ -143,7 +154,7 @@ def good_call(*, has_weights: bool = True, has_edge_order: bool = False, shared:
     ]
     params = {
         "num_segments": SEGMENTS,
-        "indices_are_sorted": False,
+        "indices_are_sorted": True,
         "clips_gather_ids": True,
         "is_wide": False,
         "has_weights": has_weights,

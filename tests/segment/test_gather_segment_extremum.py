@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from segment.gather_reference import Graph, gathered, make_graph, sum_of_edges
+from segment.gather_reference import Graph, gathered, hot_graph, make_graph, sum_of_edges
 from support import cases
 from support.cases import Expected
 from support.meshes import exchanges_in
@@ -109,6 +109,19 @@ def test_extremum(rng: np.random.Generator, sizes: Any, dtype: str, kind: str, f
         output, "value"
     )
     extremum_gradient(kind, graph, d_output, tie_break).check(d_data, "gradient")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tie_break", ["split", "first"])
+@pytest.mark.parametrize("features", [1, 33, 64, 300])
+def test_hot_segment_among_few_edges(rng: np.random.Generator, features: int, tie_break: str, form: str) -> None:
+    graph = hot_graph(rng, (features,), form)
+    graph = dataclasses.replace(graph, data=np.round(graph.data))  # with ties
+    d_output = cases.cotangent(rng, (graph.num_segments, features), "float32")
+    output, d_data = run_twice(lambda edges: call_of("max", edges, form, tie_break=tie_break), graph, d_output)
+    rows, _ = gathered(graph.data, graph.gather_ids)
+    Expected(cases.reference_max(rows, graph.segment_ids, graph.num_segments), graph.data.dtype).check(output, "value")
+    extremum_gradient("max", graph, d_output, tie_break).check(d_data, "gradient")
 
 
 @pytest.mark.parametrize("form", FORMS)

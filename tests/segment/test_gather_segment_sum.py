@@ -25,6 +25,7 @@ from segment.gather_reference import (
     good_call,
     good_dot_call,
     good_extremum_call,
+    hot_graph,
     make_graph,
 )
 from support import cases, handlers
@@ -103,6 +104,17 @@ def test_value_and_gradients(rng: np.random.Generator, sizes: Any, dtype: str, f
         graph.gradient_of_weights(d_output).check(gradients[1], "gradient of weights")
     for first, second in zip(jax.tree.leaves((output, gradients)), jax.tree.leaves(again), strict=True):
         assert np.asarray(first).tobytes() == np.asarray(second).tobytes()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("features", [1, 33, 64, 300])
+def test_hot_segment_among_few_edges(rng: np.random.Generator, features: int, form: str) -> None:
+    """Most edges have one segment and gather one row: on GPUs, these are more than a block takes at once."""
+    graph = hot_graph(rng, (features,), form)
+    d_output = cases.cotangent(rng, (graph.num_segments, features), "float32")
+    output, vjp = jax.vjp(jax.jit(call_of(graph, form)), graph.data)
+    graph.value().check(output, "value")
+    graph.gradient_of_data(d_output).check(vjp(d_output)[0], "gradient")
 
 
 @pytest.mark.parametrize("ids_dtype", cases.INTEGERS)
@@ -401,6 +413,8 @@ GOOD_CALLS = {
         f"{target}{' with plan' if has_plan else ''}": functools.partial(good_extremum_call, target, has_plan=has_plan)
         for target in ("gather_segment_max", "gather_segment_min_with_winner", "gather_segment_max_backward")
         for has_plan in (False, True)
+        # On GPUs, edges are brought into order by an op of its own.
+        if has_plan or cases.PLATFORM == "cpu" or not target.endswith("_backward")
     },
 }
 each_call = pytest.mark.parametrize("make", GOOD_CALLS.values(), ids=GOOD_CALLS)
@@ -464,8 +478,22 @@ def test_batch_dims_count_as_one(rng: np.random.Generator, make: Callable[..., C
         else rng.normal(size=x.shape).astype(np.float32)
         for x in good.operands
     }
+    reduced_to = "transposed_segment_ids" if good.target.endswith("_backward") else "segment_ids"
+    if reduced_to in operands and "gather_segment_dot" != good.target:
+        operands[reduced_to].sort(axis=1)
     for sizes in ((3, 1), (1, 3, 1)):
         handlers.assert_batch_dims_count_as_one(good, operands, sizes)
+
+
+@pytest.mark.skipif(cases.PLATFORM == "cpu", reason="the CPU kernels take edges in any order")
+@pytest.mark.parametrize(
+    "call",
+    [good_call(), *map(good_extremum_call, ("gather_segment_max", "gather_segment_min_with_winner"))],
+    ids=lambda call: call.target,
+)
+def test_unsorted_edges_are_refused(call: Call) -> None:
+    unsorted = dataclasses.replace(call, attributes={**call.attributes, "indices_are_sorted": False})
+    handlers.assert_refused(unsorted, "unsorted", ["indices_are_sorted"])
 
 
 @pytest.mark.parametrize("platform", KERNEL_PLATFORMS)

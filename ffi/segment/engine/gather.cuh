@@ -7,7 +7,7 @@
 
 namespace jax_baracuda::segment {
 
-// How edges are brought into order, and how many elements of the batch are taken at once.
+// How edges in order of their segments are reduced, and how many elements of the batch are taken at once.
 struct GatherGrid {
   Strategy strategy;
   int64_t elements_at_once;
@@ -15,11 +15,10 @@ struct GatherGrid {
 };
 
 // Rows are in tiles always: a gathered row is read by neighbouring threads, as whole vectors of it.
-inline GatherGrid MakeGatherGrid(const Problem& problem, bool indices_are_sorted, int64_t num_rows,
-                                 int64_t part_features) {
-  const Strategy strategy = problem.rows == 0    ? Strategy::kFill
-                            : indices_are_sorted ? Strategy::kTiles
-                                                 : Strategy::kSortThenTiles;
+inline GatherGrid MakeGatherGrid(const Problem& problem, int64_t num_rows, int64_t part_features) {
+  const Strategy strategy = problem.rows == 0          ? Strategy::kFill
+                            : TakesSmallTiles(problem) ? Strategy::kSmallTiles
+                                                       : Strategy::kTiles;
   // Edges and gathered rows are numbered through the batch in 32 bits.
   const bool fits = OrderFits(problem) && problem.batch * num_rows < static_cast<int64_t>(kDropped);
   return {strategy, fits ? problem.batch : 1, part_features};
@@ -28,10 +27,7 @@ inline GatherGrid MakeGatherGrid(const Problem& problem, bool indices_are_sorted
 inline Plan PlanGather(Problem problem, const GatherGrid& grid, int64_t element_bytes, int64_t state_bytes) {
   problem.batch = grid.elements_at_once;
   const int vector = TileVector(grid.strategy, grid.part_features, element_bytes);
-  const char* const name = grid.strategy == Strategy::kFill    ? "fill"
-                           : grid.strategy == Strategy::kTiles ? "gather_tiles"
-                                                               : "sort_then_gather_tiles";
-  return {name, ScratchBytesAtOnce(problem, grid.strategy, vector, state_bytes)};
+  return {StrategyName(grid.strategy), ScratchBytesAtOnce(problem, grid.strategy, vector, state_bytes)};
 }
 
 // The edges of a call whose gather ids name the nearest row, or none, where they are out of range.

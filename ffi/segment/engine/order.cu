@@ -1,5 +1,7 @@
+#include <cub/block/block_radix_sort.cuh>
 #include <cub/device/device_radix_sort.cuh>
 
+#include "ffi/core/device_attributes.h"
 #include "ffi/core/scratch.h"
 #include "ffi/segment/engine/order.cuh"
 
@@ -32,6 +34,55 @@ __global__ void __launch_bounds__(kThreads)
   if (row >= joined.total) return;
   order.segments[row] = joined.Segment(row);
   order.rows[row] = row;
+}
+
+// Bits of the numbers up to this one.
+int BitsUpTo(uint64_t number) {
+  int bits = 1;
+  while ((number >> bits) != 0) ++bits;
+  return bits;
+}
+
+constexpr int kOneBlockThreads = 1024;
+
+template <int kItems>
+using OneBlockSort = cub::BlockRadixSort<uint32_t, kOneBlockThreads, kItems, uint32_t>;
+
+// Sorts the rows of one element of the batch: those that are dropped, and what fills the block up, come last.
+template <int kItems>
+__global__ void __launch_bounds__(kOneBlockThreads)
+    OneBlockOrderKernel(SegmentIds ids, bool ids_are_shared, uint32_t rows, int end_bit, int32_t* order,
+                        int32_t* sorted_ids) {
+  extern __shared__ uint4 shared[];
+  auto& storage = *reinterpret_cast<typename OneBlockSort<kItems>::TempStorage*>(shared);
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * rows;
+  uint32_t keys[kItems], numbers[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32_t row = threadIdx.x * kItems + i;
+    const uint32_t segment = row < rows ? ids[(ids_are_shared ? 0 : first) + row] : kDropped;
+    keys[i] = segment == kDropped ? static_cast<uint32_t>(ids.segments) : segment;
+    numbers[i] = row;
+  }
+  OneBlockSort<kItems>(storage).SortBlockedToStriped(keys, numbers, 0, end_bit);
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32_t place = threadIdx.x + i * kOneBlockThreads;
+    if (place >= rows) continue;
+    order[first + place] = static_cast<int32_t>(numbers[i]);
+    sorted_ids[first + place] = static_cast<int32_t>(keys[i]);
+  }
+}
+
+template <int kItems>
+CudaStatus OneBlockOrder(const Problem& problem, const SegmentIds& ids, int32_t* order, int32_t* sorted_ids,
+                         cudaStream_t stream) {
+  const auto kernel = OneBlockOrderKernel<kItems>;
+  JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel));
+  constexpr int kSharedBytes = sizeof(typename OneBlockSort<kItems>::TempStorage);
+  kernel<<<static_cast<uint32_t>(problem.batch), kOneBlockThreads, kSharedBytes, stream>>>(
+      ids, problem.ids_are_shared, static_cast<uint32_t>(problem.rows), BitsUpTo(problem.segments), order, sorted_ids);
+  return JB_LAUNCH_STATUS(OneBlockOrderKernel);
 }
 
 constexpr int kRowsPerBlock = 16 * kThreads;
@@ -85,6 +136,15 @@ int64_t SegmentOrderScratchBytes(const Problem& problem) {
   return sizes.total;
 }
 
+CudaStatus LaunchOneBlockOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, int32_t* order,
+                               int32_t* sorted_ids, cudaStream_t stream) {
+  const SegmentIds ids{segment_ids, ids_are_64_bit, problem.segments};
+  constexpr int kFewItems = 4, kItems = kMaxOneBlockRows / kOneBlockThreads;
+  return problem.rows <= kFewItems * kOneBlockThreads
+             ? OneBlockOrder<kFewItems>(problem, ids, order, sorted_ids, stream)
+             : OneBlockOrder<kItems>(problem, ids, order, sorted_ids, stream);
+}
+
 CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, char* scratch,
                               SegmentOrder* order, cudaStream_t stream) {
   const int64_t rows = problem.batch * problem.rows;
@@ -102,8 +162,7 @@ CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, b
   char* cub_scratch = carver.Take<char>(CubSortBytes(rows));
   NumberRowsKernel<<<blocks, kThreads, 0, stream>>>(joined, *order);
   JB_RETURN_IF_LAUNCH_ERROR(NumberRowsKernel);
-  int end_bit = 1;
-  while ((uint64_t{joined.dropped} >> end_bit) != 0) ++end_bit;
+  const int end_bit = BitsUpTo(joined.dropped);
   size_t needed = 0;
   const uint32_t items = joined.total;
   JB_RETURN_IF_CUDA_ERROR(cub::DeviceRadixSort::SortPairs(nullptr, needed, keys, values, items, 0, end_bit, stream));

@@ -17,6 +17,17 @@ inline bool OrderFits(const Problem& problem) {
   return problem.batch * problem.rows < kDropped && problem.batch * problem.segments < kDropped;
 }
 
+// Where each element of the batch has no more rows, blocks sort them for themselves, in one launch.
+inline constexpr int64_t kMaxOneBlockRows = int64_t{1} << 14;
+
+inline bool FitsOneBlock(const Problem& problem) {
+  return problem.rows <= kMaxOneBlockRows && problem.batch <= 0x7fffffff;
+}
+
+// Writes what LaunchRowOrder writes, of a problem that FitsOneBlock.
+CudaStatus LaunchOneBlockOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, int32_t* order,
+                               int32_t* sorted_ids, cudaStream_t stream);
+
 int64_t SegmentOrderScratchBytes(const Problem& problem);
 
 // `scratch` is 256-byte aligned and holds SegmentOrderScratchBytes; the order returned lies in it.

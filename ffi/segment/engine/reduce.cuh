@@ -9,6 +9,7 @@
 #include "ffi/segment/engine/order.cuh"
 #include "ffi/segment/engine/private_table.cuh"
 #include "ffi/segment/engine/runs.cuh"
+#include "ffi/segment/engine/small_tiles.cuh"
 #include "ffi/segment/engine/tiles.cuh"
 #include "ffi/segment/engine/tuning.h"
 
@@ -19,6 +20,7 @@ enum class Strategy {
   kPrivateTable,   // few segments: a table of them for each thread
   kRuns,           // narrow rows in order: whole rows to a thread
   kTiles,          // rows in order, by tiles
+  kSmallTiles,     // the same for few gathered rows, in one launch
   kStagedTiles,    // the same for rows too narrow for whole-vector loads, which pass through shared memory
   kSortThenTiles,  // rows brought into order first, then tiles
 };
@@ -33,6 +35,8 @@ inline const char* StrategyName(Strategy strategy) {
       return "runs";
     case Strategy::kTiles:
       return "tiles";
+    case Strategy::kSmallTiles:
+      return "small_tiles";
     case Strategy::kStagedTiles:
       return "staged_tiles";
     case Strategy::kSortThenTiles:
@@ -96,9 +100,11 @@ inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int vector
     grid.groups = 0;
     grid.blocks_per_batch = CeilDivide(problem.rows, RunBlockRows(problem.features));
   } else {
+    const bool is_small = strategy == Strategy::kSmallTiles;
     grid.features = AssignFeatures(problem.features / vector, 32);
-    grid.groups = TileThreads(grid.features.lanes) / grid.features.lanes;
-    grid.blocks_per_batch = CeilDivide(grid.problem.rows, static_cast<int64_t>(grid.groups) * kTileRows);
+    grid.groups = (is_small ? kSmallThreads : TileThreads(grid.features.lanes)) / grid.features.lanes;
+    const int64_t block_rows = static_cast<int64_t>(grid.groups) * (is_small ? kSmallTileRows : kTileRows);
+    grid.blocks_per_batch = CeilDivide(grid.problem.rows, block_rows);
   }
   grid.row_blocks = grid.problem.batch * grid.blocks_per_batch;
   return grid;
@@ -109,6 +115,7 @@ inline int64_t ScratchBytesAtOnce(const Problem& problem, Strategy strategy, int
   ScratchSizes sizes;
   switch (strategy) {
     case Strategy::kFill:
+    case Strategy::kSmallTiles:
       break;
     case Strategy::kPrivateTable:
       sizes.Add(int64_t{kMaxPrivateBlocks} * problem.segments * problem.features * state_bytes);
@@ -247,13 +254,16 @@ struct Reducer {
     a.batch_rows = problem.rows;
     a.first_segment = first * problem.segments;
     a.outputs = outputs;
+    a.features = grid.features;
+    a.groups = grid.groups;
+    a.blocks_per_batch = grid.blocks_per_batch;
+    if constexpr (kGathers) {
+      if (strategy == Strategy::kSmallTiles) return SmallTiles(a, grid);
+    }
     a.merge_counters = carver.Take<uint32_t>(2);
     a.carries.in_segment = carver.Take<uint32_t>(grid.row_blocks);
     a.carries.in = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
     a.carries.out = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
-    a.features = grid.features;
-    a.groups = grid.groups;
-    a.blocks_per_batch = grid.blocks_per_batch;
     a.gap_blocks = GapBlocks(a.problem, strategy == Strategy::kRuns ? kRunThreads : TileThreads(grid.features.lanes));
     if constexpr (kGathers) {
       return DispatchRowVector<T>(
@@ -302,6 +312,16 @@ struct Reducer {
     TileKernel<Reduction, kVec, kSource><<<static_cast<uint32_t>(blocks), threads, shared_bytes, stream>>>(a);
     JB_RETURN_IF_LAUNCH_ERROR(TileKernel);
     return LaunchMerge<kVec>(a, grid);
+  }
+
+  CudaStatus SmallTiles(TileArguments<Reduction> a, const RowGrid& grid) const {
+    a.gap_blocks = static_cast<uint32_t>(SmallGapBlocks(a.problem));
+    const auto blocks = static_cast<uint32_t>(a.gap_blocks + grid.row_blocks * grid.features.columns);
+    return DispatchRowVector<T>(part_features, [&](auto vector) {
+      constexpr int kVec = decltype(vector)::value;
+      SmallTileKernel<Reduction, kVec><<<blocks, kSmallThreads, 0, stream>>>(a);
+      return JB_LAUNCH_STATUS(SmallTileKernel);
+    });
   }
 
   template <int kVec>

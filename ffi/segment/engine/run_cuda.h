@@ -23,4 +23,13 @@ ffi::Error RunOnCuda(cudaStream_t stream, const char* op, ffi::RemainingRets scr
   return ToError(op, kLaunch(*call, stream));
 }
 
+// The same for edges, which come in the order of their segments.
+template <typename Call, Plan (*kPlan)(const Call&), CudaStatus (*kLaunch)(const Call&, cudaStream_t)>
+ffi::Error RunSortedOnCuda(cudaStream_t stream, const char* op, ffi::RemainingRets scratch_result, Call* call) {
+  if (!call->indices_are_sorted) {
+    return InvalidArgument(op, "indices_are_sorted is false, expected true: segment_order brings edges into order");
+  }
+  return RunOnCuda<Call, kPlan, kLaunch>(stream, op, scratch_result, call);
+}
+
 }  // namespace jax_baracuda::segment

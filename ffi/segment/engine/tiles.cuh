@@ -24,6 +24,7 @@
 #include "ffi/core/warp.cuh"
 #include "ffi/segment/engine/device.cuh"
 #include "ffi/segment/engine/gaps.cuh"
+#include "ffi/segment/engine/gathering.cuh"
 #include "ffi/segment/engine/reduction.cuh"
 
 namespace jax_baracuda::segment {
@@ -44,55 +45,6 @@ inline constexpr int kMaxTileThreads = 64;
 
 // Two tiles at least.
 inline int TileThreads(int lanes) { return lanes > 16 ? kMaxTileThreads : 32; }
-
-// What a reduction takes of an edge besides the row that it gathers.
-enum class EdgeInput {
-  kNothing,
-  kNumber,
-  kWeights,  // of its heads, by which the row is multiplied
-  kWinners,  // of each element of the row: those whose winner is another edge do not take part
-  kExtrema,  // likewise: those whose extremum is not what the row that is reduced to holds do not take part
-};
-
-template <EdgeInput kInput>
-inline constexpr bool kSelects = kInput == EdgeInput::kWinners || kInput == EdgeInput::kExtrema;
-
-template <EdgeInput kInput>
-inline constexpr bool kTakesNumber = kInput != EdgeInput::kNothing && kInput != EdgeInput::kExtrema;
-
-template <typename Reduction>
-inline constexpr EdgeInput kEdgeInput = EdgeInput::kNothing;
-
-// What the rows under reduction are gathered from: row i is row gather_ids[i] of an array of `num_rows`, with what edge
-// i, or edge_order[i], brings.
-template <typename T>
-struct Gathering {
-  const int32_t* gather_ids;  // [batch or 1, rows]
-  bool gather_ids_are_shared;
-  bool clips;  // ids out of range name the nearest row; else their rows are 0
-  int64_t num_rows;
-  const int32_t* edge_order;  // [batch or 1, rows], or nullptr
-  bool edge_order_is_shared;
-  const T* weights;  // [batch or 1, rows, heads], or nullptr
-  bool weights_are_shared;
-  int64_t heads, features_per_head;
-  // Of each element of the rows that are gathered, which edge won it, or its value: an edge whose segment has the same
-  // value in `reduced` won it. No element of the batch shares any of these.
-  const int32_t* winners;  // [batch, num_rows, features]
-  const T* extrema;        // likewise
-  const T* reduced;        // [batch, segments, features]
-
-  // The same from an element of the batch on.
-  Gathering From(int64_t element, int64_t rows, int64_t features) const {
-    Gathering from = *this;
-    if (!gather_ids_are_shared) from.gather_ids += element * rows;
-    if (edge_order != nullptr && !edge_order_is_shared) from.edge_order += element * rows;
-    if (weights != nullptr && !weights_are_shared) from.weights += element * rows * heads;
-    if (winners != nullptr) from.winners += element * num_rows * features;
-    if (extrema != nullptr) from.extrema += element * num_rows * features;
-    return from;
-  }
-};
 
 template <typename Reduction>
 struct TileArguments {
@@ -201,11 +153,6 @@ __device__ void StageRows(const T* first_row, int64_t rows_left, int tiles, int 
   __pipeline_commit();
 }
 
-// Where a row comes from, and the number of its edge.
-struct SourceRow {
-  uint32_t row, edge;
-};
-
 // The starts of the tiles of a block, the one before and the one after, its gaps and the rows' segments, into shared
 // memory.
 template <typename Shared, typename SegmentOf, typename SourceOf>
@@ -257,33 +204,6 @@ inline constexpr int kTileBlocks =
         ? 12
         : Reduction::kTileBlocks;
 
-// Where the row `place` of an element of the batch is gathered from; of element b if rows are not joined.
-template <typename Reduction>
-__device__ __forceinline__ SourceRow GatheredRow(const TileArguments<Reduction>& a, int64_t b, int64_t place) {
-  const auto& gathering = a.gathering;
-  const int64_t rows = a.batch_rows;
-  int64_t row = place;
-  if (a.order != nullptr) {
-    const uint32_t joined_row = __ldg(a.order + place), batch_rows = static_cast<uint32_t>(rows);
-    b = rows == a.problem.rows ? 0 : joined_row / batch_rows;
-    row = joined_row - b * rows;
-  }
-  int64_t id = __ldg(gathering.gather_ids + (gathering.gather_ids_are_shared ? 0 : b * rows) + row);
-  if (gathering.clips) id = min(max(id, int64_t{0}), gathering.num_rows - 1);
-  const bool exists = static_cast<uint64_t>(id) < static_cast<uint64_t>(gathering.num_rows);
-  SourceRow source{};
-  source.row = exists ? static_cast<uint32_t>((a.problem.data_is_shared ? 0 : b * gathering.num_rows) + id) : kDropped;
-  if constexpr (kTakesNumber<kEdgeInput<Reduction>>) {
-    if (gathering.edge_order != nullptr) {
-      row = __ldg(gathering.edge_order + (gathering.edge_order_is_shared ? 0 : b * rows) + row);
-      row = min(max(row, int64_t{0}), rows - 1);  // whatever a caller passes, nothing out of bounds is read
-    }
-    const bool is_numbered_through = kEdgeInput<Reduction> == EdgeInput::kWeights && !gathering.weights_are_shared;
-    source.edge = static_cast<uint32_t>((is_numbered_through ? b * rows : 0) + row);
-  }
-  return source;
-}
-
 template <typename Reduction, int kVec, RowSource kSource>
 __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSource>))
     TileKernel(const __grid_constant__ TileArguments<Reduction> a) {
@@ -291,7 +211,8 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   using Cells = typename Reduction::template Accumulator<kVec>;
   constexpr int kInFlight = Reduction::kRowsInFlight;
   extern __shared__ uint4 shared_memory[];
-  const TileShared<Reduction, kVec, kSource> shared(shared_memory, a.groups);
+  using Shared = TileShared<Reduction, kVec, kSource>;
+  const Shared shared(shared_memory, a.groups);
   PrepareMerge(a);
   if (blockIdx.x < a.gap_blocks) {
     FillWideGaps<Reduction, kVec>(a);
@@ -314,7 +235,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   const uint32_t batch_rows = static_cast<uint32_t>(a.batch_rows);
   const bool is_joined = a.batch_rows != rows;
   const auto segment_of = [&](int64_t row) {
-    if (kSource == RowSource::kOrdered || (kSource == RowSource::kGathered && a.sorted_segments != nullptr)) {
+    if (kSource == RowSource::kOrdered) {
       const uint32_t segment = __ldg(a.sorted_segments + row);
       return segment < a.problem.segments ? segment : kDropped;
     } else {
@@ -322,7 +243,9 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
     }
   };
   FindStarts(shared, a.groups, first_row, rows, segment_of, [&](int64_t row) -> SourceRow {
-    if constexpr (kSource == RowSource::kGathered) return GatheredRow(a, b, row);
+    if constexpr (kSource == RowSource::kGathered) {
+      return a.gathering.template Source<kEdgeInput<Reduction>>(b, row, rows, a.problem.data_is_shared);
+    }
     const uint32_t joined_row = __ldg(a.order + row);
     return {is_joined && a.problem.data_is_shared ? joined_row % batch_rows : joined_row, 0};
   });
@@ -378,57 +301,29 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
     const int64_t head = kInput == EdgeInput::kWeights ? column / a.gathering.features_per_head : 0;
 
     for (int i = begin; i < end; i += kInFlight) {
-      Packed<T, kVec> values[kInFlight];
-      int32_t row[kInFlight];
-      T weights[kInput == EdgeInput::kWeights ? kInFlight : 1];
-      Vector<int32_t, kVec> winners[kInput == EdgeInput::kWinners ? kInFlight : 1];
-      Vector<T, kVec> extrema[kInput == EdgeInput::kExtrema ? kInFlight : 1];
-      Vector<T, kVec> reduced[kInput == EdgeInput::kExtrema ? kInFlight : 1];
+      ComingRow<T, kVec, kInput> coming[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         const int tile_offset = i + u;
-        row[u] = static_cast<int32_t>(tile_row) + tile_offset;
+        coming[u].number = static_cast<int32_t>(tile_row) + tile_offset;
         if (tile_offset >= end) continue;
         if constexpr (kSource == RowSource::kStaged) {
           const char* tile =
               shared.rows + (group + tile_offset / kTileRows) * StagedTileBytes<T>(static_cast<int>(features));
           const int element = tile_offset % kTileRows * static_cast<int>(features) + static_cast<int>(column);
-          memcpy(&values[u], tile + element * sizeof(T), sizeof(values[u]));
+          memcpy(&coming[u].values, tile + element * sizeof(T), sizeof(coming[u].values));
         } else if constexpr (kSource == RowSource::kOrdered) {
           const uint32_t data_row = shared.order[group * kPaddedTileRows + tile_offset + tile_offset / kTileRows];
-          row[u] = is_joined ? data_row % batch_rows : data_row;
-          values[u] = LoadPackedStreaming<kVec>(data + data_row * features + column);
+          coming[u].number = is_joined ? data_row % batch_rows : data_row;
+          coming[u].values = LoadPackedStreaming<kVec>(data + data_row * features + column);
         } else if constexpr (kSource == RowSource::kGathered) {
           const int place = group * kPaddedTileRows + tile_offset + tile_offset / kTileRows;
-          const uint32_t data_row = shared.order[place];
-          const bool exists = data_row != kDropped;
-          if (exists) {
-            values[u] = LoadPacked<kVec>(data + data_row * features + column);
-          } else {
-            memset(&values[u], 0, sizeof(values[u]));
-          }
-          if constexpr (kInput == EdgeInput::kWeights) {
-            const int64_t weight = shared.edges[place] * a.gathering.heads + head;
-            weights[u] = exists ? __ldg(a.gathering.weights + weight) : static_cast<T>(ComputeType<T>{0});
-          }
-          if constexpr (kInput == EdgeInput::kWinners) {
-            winners[u] = Repeat<kVec>(int32_t{-1});
-            if (exists) winners[u] = LoadVector<kVec>(a.gathering.winners + data_row * features + column);
-          }
-          if constexpr (kInput == EdgeInput::kExtrema) {
-            const uint32_t own = segments[tile_offset < kTileRows ? tile_offset : kTileRows - 1];
-            extrema[u] = Repeat<kVec>(static_cast<T>(ComputeType<T>{0}));
-            reduced[u] = Repeat<kVec>(static_cast<T>(ComputeType<T>{1}));
-            if (exists && own != kDropped) {
-              extrema[u] = LoadVector<kVec>(a.gathering.extrema + data_row * features + column);
-              reduced[u] = LoadVector<kVec>(a.gathering.reduced + (first_segment + own) * features + column);
-            }
-          }
-          if constexpr (kInput == EdgeInput::kNumber || kInput == EdgeInput::kWinners) {
-            row[u] = static_cast<int32_t>(shared.edges[place]);
-          }
+          const SourceRow source{shared.order[place], Shared::kWithEdges ? shared.edges[place] : 0};
+          const uint32_t own = segments[tile_offset < kTileRows ? tile_offset : kTileRows - 1];
+          coming[u].Gather(a.gathering, data, source, own == kDropped ? -1 : first_segment + own, features, column,
+                           head);
         } else {
-          values[u] = LoadPackedStreaming<kVec>(next_row);
+          coming[u].values = LoadPackedStreaming<kVec>(next_row);
           next_row += features;
         }
       }
@@ -442,21 +337,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
           run_segment = segment == kDropped ? -1 : first_segment + segment;
           cells.Start();
         }
-        if constexpr (kInput == EdgeInput::kWeights) {
-          cells.AddScaled(Unpack<T, kVec>(values[u]), weights[u]);
-        } else if constexpr (kSelects<kInput>) {
-          uint32_t won = 0;
-#pragma unroll
-          for (int k = 0; k < kVec; ++k) {
-            const bool wins = kInput == EdgeInput::kWinners ? winners[u].lane[k] == row[u]
-                                                            : static_cast<ComputeType<T>>(extrema[u].lane[k]) ==
-                                                                  static_cast<ComputeType<T>>(reduced[u].lane[k]);
-            won |= static_cast<uint32_t>(wins) << k;
-          }
-          cells.AddSelected(Unpack<T, kVec>(values[u]), won);
-        } else {
-          cells.Add(Unpack<T, kVec>(values[u]), row[u], a.outputs);
-        }
+        coming[u].AddTo(cells, a.outputs);
       }
       coming_starts >>= kInFlight;
     }

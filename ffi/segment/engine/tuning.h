@@ -31,6 +31,11 @@ struct Tuning90 {
   // A small softmax takes one launch up to this size, and with at most so many rows to a segment.
   static constexpr int64_t kMaxSmallElements = int64_t{1} << 22, kMaxSmallRowsToSegment = 1024;
 
+  // Gathered rows are reduced in one launch where they are that few, on average so few to a segment, and data and result
+  // that small.
+  static constexpr int64_t kMaxRowsOfSmallTiles = int64_t{1} << 14, kMaxRowsToSegmentOfSmallTiles = 64;
+  static constexpr int64_t kMaxElementsOfSmallTiles = int64_t{1} << 21;
+
   // Products of an edge's rows: so many of each group of threads are under way at once, in so many steps of a block;
   // and so many blocks share a multiprocessor, which caps the registers.
   static constexpr int kDotsInFlight = 4, kDotSteps = 8, kDotBlocks = 6;

@@ -7,15 +7,15 @@
 namespace jax_baracuda::segment {
 namespace {
 
-constexpr auto kRun = RunOnCuda<GatherExtremumCall, PlanGatherExtremum, LaunchGatherExtremum>;
+constexpr auto kRun = RunSortedOnCuda<GatherExtremumCall, PlanGatherExtremum, LaunchGatherExtremum>;
 constexpr auto kRunBackward =
-    RunOnCuda<GatherExtremumBackwardCall, PlanGatherExtremumBackward, LaunchGatherExtremumBackward>;
+    RunSortedOnCuda<GatherExtremumBackwardCall, PlanGatherExtremumBackward, LaunchGatherExtremumBackward>;
 constexpr auto kPlan = PlanOf<PlanGatherExtremum, GatherExtremumCallOf<false>>;
 constexpr auto kPlanWithWinner = PlanOf<PlanGatherExtremum, GatherExtremumCallOf<true>>;
 constexpr auto kPlanBackward = PlanOf<PlanGatherExtremumBackward, GatherExtremumBackwardCallOf>;
 
 #define JB_BIND_EXTREMUM (BindCall<Stream, 3, 1, ReductionOptions>())
-#define JB_STRATEGIES kNothing, "fill", "gather_tiles", "sort_then_gather_tiles"
+#define JB_STRATEGIES kNothing, "fill", "tiles", "small_tiles"
 
 JB_CUDA_TARGET("gather_segment_max", (HandleGatherExtremum<cudaStream_t, kRun, false>), JB_BIND_EXTREMUM, kPlan,
                JB_STRATEGIES);

@@ -5,7 +5,7 @@ namespace jax_baracuda::segment {
 namespace {
 
 GatherGrid MakeGrid(const GatherExtremumCall& call) {
-  return MakeGatherGrid(call.problem, call.indices_are_sorted, call.num_rows, call.problem.features);
+  return MakeGatherGrid(call.problem, call.num_rows, call.problem.features);
 }
 
 int64_t StateBytes(const GatherExtremumCall& call) {

@@ -7,7 +7,7 @@ namespace jax_baracuda::segment {
 namespace {
 
 GatherGrid MakeGrid(const GatherExtremumBackwardCall& call) {
-  return MakeGatherGrid(call.problem, call.indices_are_sorted, call.num_rows, call.problem.features);
+  return MakeGatherGrid(call.problem, call.num_rows, call.problem.features);
 }
 
 template <typename T, EdgeInput kInput>

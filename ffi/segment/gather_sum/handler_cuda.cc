@@ -8,9 +8,9 @@ namespace jax_baracuda::segment {
 namespace {
 
 JB_CUDA_TARGET("gather_segment_sum",
-               (HandleGatherSum<cudaStream_t, RunOnCuda<GatherSumCall, PlanGatherSum, LaunchGatherSum>>),
-               BindGatherSum<Stream>(), (PlanOf<PlanGatherSum, GatherSumCallOf>), kNothing, "fill", "gather_tiles",
-               "sort_then_gather_tiles");
+               (HandleGatherSum<cudaStream_t, RunSortedOnCuda<GatherSumCall, PlanGatherSum, LaunchGatherSum>>),
+               BindGatherSum<Stream>(), (PlanOf<PlanGatherSum, GatherSumCallOf>), kNothing, "fill", "tiles",
+               "small_tiles");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -9,7 +9,7 @@ namespace {
 
 JB_CUDA_TARGET("segment_order", (HandleOrder<cudaStream_t, RunOnCuda<OrderCall, PlanOrder, LaunchOrder>>),
                (BindCall<Stream, 1, 2, OrderOptions>()), (PlanOf<PlanOrder, CallOf<OrderCall>>), kNothing,
-               "radix_sort");
+               "one_block", "radix_sort");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

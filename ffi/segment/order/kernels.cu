@@ -16,6 +16,7 @@ Problem PartOf(Problem problem) {
 
 Plan PlanOrder(const OrderCall& call) {
   if (call.problem.batch == 0 || call.problem.rows == 0) return {kNothing};
+  if (FitsOneBlock(call.problem)) return {"one_block"};
   return {"radix_sort", SegmentOrderScratchBytes(PartOf(call.problem))};
 }
 
@@ -24,6 +25,9 @@ CudaStatus LaunchOrder(const OrderCall& call, cudaStream_t stream) {
   if (problem.batch == 0 || problem.rows == 0) return {};
   if (!SegmentsFit(problem.segments) || call.scratch_bytes < PlanOrder(call).scratch_bytes) {
     return JB_CUDA_STATUS(cudaErrorInvalidValue);
+  }
+  if (FitsOneBlock(problem)) {
+    return LaunchOneBlockOrder(problem, call.segment_ids, call.ids_are_64_bit, call.order, call.sorted_ids, stream);
   }
   const Problem part = PartOf(problem);
   for (int64_t b = 0; b < problem.batch; b += part.batch) {
