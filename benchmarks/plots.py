@@ -1,8 +1,10 @@
-"""Draws a record: ``python -m benchmarks.plots benchmarks/results/gpu.json``, one PNG per op and one overview."""
+"""Draws a record: ``python -m benchmarks.plots benchmarks/results/gpu.json``, one PNG per op and one overview, or
+one PNG of a random sample of calls."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,11 +22,13 @@ from matplotlib.patheffects import withStroke  # noqa: E402
 
 from benchmarks.record import (  # noqa: E402
     FORWARD,
+    LOWEST_RATIO,
     OURS,
     PROGRAMS,
     WITH_GRADIENT,
     XLA,
     CaseRecord,
+    GridRun,
     Run,
     load,
     mean_over,
@@ -38,6 +42,7 @@ TEXT, FAINT = "#222222", "#777777"
 BAR = 0.26
 """Height of one bar, where the rows of a plot are 1 apart."""
 INCHES_PER_ROW = 0.46
+RATIO_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -155,8 +160,7 @@ def draw_programs(run: Run) -> Figure:
     panel.set_xlim(0, 1.15 * max(bar.get_width() for bar in panel.patches))
     figure.text(0.97, 0.1 / inches, "times as fast as plain JAX (longer is better)", fontsize=8.5, ha="right")
     figure.text(0.01, 1 - 0.12 / inches, "Whole programs", weight="bold", fontsize=13, va="top")
-    device = f"{run.environment['device']}, jax {run.environment['jax']}"
-    figure.text(0.97, 1 - 0.15 / inches, device, color=FAINT, fontsize=9, va="top", ha="right")
+    _name_device(figure, run, 1 - 0.15 / inches)
     handles = [Patch(color=color, label=label) for color, label in zip(COLORS[::2], labels, strict=True)]
     figure.legend(
         handles=handles,
@@ -168,6 +172,46 @@ def draw_programs(run: Run) -> Figure:
         handlelength=1.2,
     )
     return figure
+
+
+def draw_grid(run: GridRun) -> Figure:
+    """How the ratios of sampled calls are distributed."""
+    height, top, bottom = 4.2, 0.8, 0.55
+    with plt.rc_context(STYLE):
+        figure, panel = plt.subplots(figsize=(10.0, height))
+    figure.subplots_adjust(left=0.07, right=0.97, top=1 - top / height, bottom=bottom / height)
+    for what, color in zip((FORWARD, WITH_GRADIENT), COLORS, strict=False):
+        ratios = sorted(ratio.ratio for ratio in run.ratios if ratio.what == what)
+        if not ratios:
+            continue
+        edges = np.linspace(0, 100, len(ratios) + 1)
+        slower = 100 * sum(ratio < LOWEST_RATIO for ratio in ratios) / len(ratios)
+        label = f"{what}: median {np.median(ratios):.2f}, {slower:.0f}% of {len(ratios)} below {LOWEST_RATIO}"
+        panel.stairs(ratios, edges, baseline=None, color=color, linewidth=2, label=label)
+    panel.set_yscale("log")
+    low, high = panel.get_ylim()
+    panel.set_ylim(min(low, 0.45), max(high, 2.2))
+    ticks = [x for x in RATIO_TICKS if panel.get_ylim()[0] <= x <= panel.get_ylim()[1]]
+    panel.set_yticks(ticks, [f"{x:g}×" for x in ticks])
+    panel.minorticks_off()
+    panel.set_xlim(0, 100)
+    panel.xaxis.set_major_formatter("{x:.0f}%")
+    panel.grid(color="#E6E6E6", linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.axhline(1, color=FAINT, linewidth=1, linestyle=(0, (4, 3)), zorder=0.9)
+    panel.axhline(LOWEST_RATIO, color=FAINT, linewidth=1, linestyle=(0, (1, 2)), zorder=0.9)
+    figure.text(0.97, 0.1 / height, "share of calls, from the least gain to the greatest", fontsize=8.5, ha="right")
+    title = "Times as fast as plain JAX: a random sample of calls"
+    figure.text(0.01, 1 - 0.12 / height, title, weight="bold", fontsize=13, va="top")
+    _name_device(figure, run, 1 - 0.15 / height)
+    place = (0.003, 1 - 0.36 / height)
+    figure.legend(loc="upper left", bbox_to_anchor=place, ncols=2, frameon=False, fontsize=9, handlelength=1.2)
+    return figure
+
+
+def _name_device(figure: Figure, run: Run | GridRun, y: float) -> None:
+    device = f"{run.environment['device']}, jax {run.environment['jax']}"
+    figure.text(0.97, y, device, color=FAINT, fontsize=9, va="top", ha="right")
 
 
 def _panels(
@@ -192,8 +236,7 @@ def _panels(
     unit = "the fewest bytes that must move, over the time, as a fraction of the speed of a copy (longer is better)"
     figure.text(0.97, 0.1 / inches, unit, fontsize=8.5, ha="right")
     figure.text(0.01, 1 - 0.12 / inches, title, weight="bold", fontsize=13, va="top")
-    device = f"{run.environment['device']}, jax {run.environment['jax']}"
-    figure.text(0.97, 1 - 0.15 / inches, device, color=FAINT, fontsize=9, va="top", ha="right")
+    _name_device(figure, run, 1 - 0.15 / inches)
     labels = [label for label, _ in everyone]
     figure.legend(
         handles=[Patch(color=color, label=label) for color, label in zip(COLORS, labels, strict=False)],
@@ -238,22 +281,28 @@ def _variant_text(variant: str) -> str:
     return variant.replace("float32", "f32").replace("bfloat16", "bf16")
 
 
+def draw_cases(run: Run) -> dict[str, Figure]:
+    """By name: whole programs, an overview of the ops, and each op."""
+    figures = {"programs": draw_programs(run)} if run.of_op(PROGRAMS) else {}
+    of_ops = dataclasses.replace(run, cases=[case for case in run.cases if case.op != PROGRAMS])
+    if of_ops.cases:
+        figures |= {"overview": draw_overview(of_ops), **{op: draw_op(of_ops, op) for op in of_ops.ops()}}
+    return figures
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
     parser.add_argument("record", type=Path)
     parser.add_argument("--output", type=Path, help="the folder to write to (default: that of the record)")
     options = parser.parse_args(arguments)
     run = load(options.record)
-    if not run.cases:
+    figures = {"": draw_grid(run)} if isinstance(run, GridRun) else draw_cases(run)
+    if not figures:
         parser.error("no case to draw")
-    figures = {"programs": draw_programs(run)} if run.of_op(PROGRAMS) else {}
-    run.cases = [case for case in run.cases if case.op != PROGRAMS]
-    if run.cases:
-        figures |= {"overview": draw_overview(run), **{op: draw_op(run, op) for op in run.ops()}}
     folder = options.output or options.record.parent
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
-        path = folder / f"{options.record.stem}_{name.replace(' ', '_')}.png"
+        path = folder / f"{'_'.join([options.record.stem, *name.split()])}.png"
         save(figure, path)
         plt.close(figure)
         print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")

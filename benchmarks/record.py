@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 RESULTS = Path(__file__).parent / "results"
 OURS, XLA = "jax_baracuda", "XLA"
 TORCH_PEERS = ("torch_scatter", "torch_geometric", "causal_conv1d", "fla", "liger_kernel")
@@ -16,6 +18,8 @@ TORCH_PEERS = ("torch_scatter", "torch_geometric", "causal_conv1d", "fla", "lige
 UNSUPPORTED = "unsupported"
 """How a failure begins that means no more than that a library does not offer this."""
 FORWARD, WITH_GRADIENT = "forward", "forward + gradient"
+LOWEST_RATIO = 0.97
+"""A user who gets less of a sampled call loses more than what times scatter by."""
 PROGRAMS = "programs"
 """The op of whole training steps, where every contender and its memory counts, and no copy is the measure."""
 
@@ -110,11 +114,7 @@ class Run:
     cases: list[CaseRecord] = dataclasses.field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Replaces the file in one step, so that an interruption leaves the one before."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".partial")
-        temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-        temporary.replace(path)
+        _replace(path, self)
 
     def ops(self) -> list[str]:
         return list(dict.fromkeys(case.op for case in self.cases))
@@ -123,14 +123,75 @@ class Run:
         return [case for case in self.cases if case.op == op]
 
 
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """What one sampled call takes, and the same in plain JAX."""
+
+    function: str
+    """And its variant."""
+    dtype: str
+    sizes: str
+    what: str
+    """:data:`FORWARD` or :data:`WITH_GRADIENT`."""
+    kernels: list[str]
+    """Those of this package in the compiled program; none where all is left to XLA."""
+    milliseconds: float
+    xla_milliseconds: float
+
+    @property
+    def ratio(self) -> float:
+        """Plain JAX's time divided by ours."""
+        return self.xla_milliseconds / self.milliseconds
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ratio:.2f}: {self.function}, {self.dtype}, {self.sizes}, {self.what}: {self.milliseconds:.4f} ms, "
+            f"plain JAX {self.xla_milliseconds:.4f} ({', '.join(self.kernels) or 'no kernel'})"
+        )
+
+
+@dataclasses.dataclass
+class GridRun:
+    """All of a random sample of calls."""
+
+    environment: dict[str, Any]
+    seed: int
+    sampled_calls: int
+    """As many as were asked for, in random order."""
+    timed_calls: int = 0
+    """The first of them: those that there was time for, and that could run."""
+    seconds: float = 0.0
+    ratios: list[Ratio] = dataclasses.field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        _replace(path, self)
+
+    def by_function(self) -> dict[str, list[Ratio]]:
+        """All variants of a function together, in alphabetical order."""
+        functions: dict[str, list[Ratio]] = {}
+        for ratio in sorted(self.ratios, key=lambda ratio: ratio.function.split(",")[0]):
+            functions.setdefault(ratio.function.split(",")[0], []).append(ratio)
+        return functions
+
+
+def _replace(path: Path, record: Run | GridRun) -> None:
+    """In one step, so that an interruption leaves the file from before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
+    temporary.replace(path)
+
+
 def others(cases: Iterable[CaseRecord]) -> list[str]:
     """The libraries that take part beside this package and XLA."""
     libraries = dict.fromkeys(m.library for case in cases for m in case.measurements if not m.is_unsupported)
     return [library for library in libraries if library not in (OURS, XLA)]
 
 
-def load(path: Path) -> Run:
+def load(path: Path) -> Run | GridRun:
     content = json.loads(path.read_text())
+    if "ratios" in content:
+        return GridRun(**{**content, "ratios": [Ratio(**ratio) for ratio in content["ratios"]]})
     cases = [
         CaseRecord(**{**case, "measurements": [Measurement(**m) for m in case["measurements"]]})
         for case in content.pop("cases")
@@ -142,6 +203,12 @@ def mean_over(cases: Sequence[CaseRecord], value: Callable[[CaseRecord], float |
     """Geometric mean of a value of the cases that have it."""
     values = [v for v in map(value, cases) if v is not None]
     return statistics.geometric_mean(values) if values else None
+
+
+def distribution(ratios: Sequence[Ratio]) -> tuple[float, float, int]:
+    """The median, what a twentieth is below, and how many are below :data:`LOWEST_RATIO`."""
+    values = [ratio.ratio for ratio in ratios]
+    return statistics.median(values), float(np.quantile(values, 0.05)), sum(x < LOWEST_RATIO for x in values)
 
 
 def milliseconds_text(milliseconds: float) -> str:

@@ -8,13 +8,16 @@ from pathlib import Path
 
 from benchmarks.record import (
     FORWARD,
+    LOWEST_RATIO,
     OURS,
     PROGRAMS,
     TORCH_PEERS,
     WITH_GRADIENT,
     XLA,
     CaseRecord,
+    GridRun,
     Run,
+    distribution,
     load,
     mean_over,
     milliseconds_text,
@@ -38,6 +41,19 @@ def header(run: Run) -> str:
     return (
         text + (" (quick run: no real sizes)" if run.is_quick else "") + ("" if run.is_complete else " (interrupted)")
     )
+
+
+def grid_table(run: GridRun) -> str:
+    """One row per function, and one of all: how the ratios of the times are distributed."""
+    rows = [["function", "ratios", "median", "a twentieth below", f"below {LOWEST_RATIO}"]]
+    for name, ratios in [("all", run.ratios), *run.by_function().items()]:
+        median, twentieth, below = distribution(ratios)
+        rows.append([name, str(len(ratios)), f"{median:.2f}", f"{twentieth:.2f}", str(below)])
+    text = (
+        f"{run.environment['device']}, jax {run.environment['jax']}: {run.timed_calls} calls of a random sample (seed "
+        f"{run.seed}), forward and with gradient; time of plain JAX / time of this package"
+    )
+    return f"{text}\n\n{_markdown_table(rows)}"
 
 
 def overview(run: Run) -> str:
@@ -126,6 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--formulations", action="store_true", help="say which of XLA's formulations were the fastest")
     options = parser.parse_args(arguments)
     run = load(options.record)
+    if isinstance(run, GridRun):
+        print(grid_table(run))
+        return
     print(markdown(run, options.only))
     if options.formulations:
         print("\n" + "\n".join(f"{op}: {formulations(run.of_op(op))}" for op in run.ops()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -12,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,13 +34,12 @@ from jax_baracuda._core.op import OPS
 from jax_baracuda._core.selection import Row, TuningTable
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example
-from jax_baracuda._tools import check, grid, race, report, tune
+from jax_baracuda._tools import check, grid, race, report, timing, tune
 from jax_baracuda._tools.calls import traced_calls
 from jax_baracuda._tools.command_line import exit_status
 from jax_baracuda._tools.platforms import BackendError
 from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.table import format_table
-from jax_baracuda._tools.timing import prepared
 
 
 @pytest.fixture
@@ -166,7 +167,7 @@ def test_tune_writes_a_table(
     pytest.importorskip("sklearn")
     kept = Row("tpu", "write_slice", "xla", 0.5)
     monkeypatch.setattr(tune, "packaged_table", lambda: TuningTable((kept,)))
-    monkeypatch.setattr(tune, "race", lambda loops, operands, repeats: [2.0, 1.0])
+    monkeypatch.setattr(tune, "race", lambda loops, operands, repeats: ([2.0, 1.0], operands))
     monkeypatch.setattr(grid, "MAX_BYTES", dict.fromkeys(grid.MAX_BYTES, 2**16))
     path = tmp_path / "tuning.json"
     assert tune.main(["--output", str(path), "--cases", "9", "--functions", "rope"]) == 0
@@ -241,9 +242,90 @@ def test_neighbours_of_a_timed_call(rng: np.random.Generator) -> None:
     assert tune.has_neighbours(call) and not tune.has_neighbours(appends) and not tune.has_neighbours(of_integers)
 
 
-def test_prepared_keeps_the_order() -> None:
-    for workers in (0, 1, 3, 20):
-        assert [get() for _, get in prepared(lambda x: x * x, range(10), workers)] == [x * x for x in range(10)]
+def test_nothing_is_compiled_while_a_batch_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items come in order; what one of them cannot be compiled for is raised when it is asked for."""
+    compiled: list[int] = []
+    said: list[str] = []
+
+    def compile_item(item: int) -> int:
+        time.sleep(0.01)
+        compiled.append(item)
+        return 10 // (item - 3)
+
+    for threads in (1, 2):
+        compiled.clear()
+        monkeypatch.setattr(timing.os, "cpu_count", lambda threads=threads: threads)
+        size = threads * timing.ITEMS_PER_THREAD
+        items = range(2 * size + 1)
+        for item, result in timing.compiled_in_batches(compile_item, items, None, said.append):
+            assert len(compiled) == min((item // size + 1) * size, len(items))
+            time.sleep(0.02)
+            with pytest.raises(ZeroDivisionError) if item == 3 else contextlib.nullcontext():
+                assert result() == 10 // (item - 3)
+    assert sorted(compiled) == list(items)
+    assert said[-1] == "compiling 17 to 17 of 17 calls"
+
+
+def test_batches_end_in_time() -> None:
+    """Also where compiling takes longer than that; what was compiled before is there."""
+    items = range(1000)
+    assert list(timing.compiled_in_batches(lambda _: time.sleep(0.5), items, 0.1, lambda _: None)) == []
+    num_timed = 0
+    for _, result in timing.compiled_in_batches(lambda item: item, items, 0.2, lambda _: None):
+        assert result() == num_timed
+        num_timed += 1
+        time.sleep(0.01)
+    assert 0 < num_timed <= 20
+
+
+def test_a_race_repeats_what_is_short() -> None:
+    """Medians are without the first run, but of a loop that has no other."""
+
+    class Runs(NamedTuple):
+        seconds: list[float]
+        steps: int
+
+        def time(self, operands: list[int]) -> tuple[float, list[int]]:
+            return self.seconds.pop(0), [operands[0] + 1]
+
+    short, long, longer = Runs([9e-3, 1e-3, 2e-3, 3e-3, 4e-3], 10), Runs([0.4, 0.3, 0.2], 1), Runs([0.3, 0.2], 2)
+    seconds, operands = timing.race([short, long, longer], [0], 3)
+    assert seconds == [2e-3, 0.3, 0.3]
+    assert [len(loop.seconds) for loop in (short, long, longer)] == [1, 1, 1]
+    assert operands == [7]
+
+
+def test_kernels_of_a_compiled_loop() -> None:
+    call = jax.ShapeDtypeStruct((2, 1, 16, 8), np.float32)
+    for implementation, expected in (("kernel", ["rope"]), ("xla", [])):
+        step = functools.partial(jb.rope, implementation=implementation)
+        loop = timing.Loop(lambda x, step=step: (x, [step(*x)]), [call], 1, jax.devices("cpu")[0])
+        assert loop.kernels() == expected
+
+
+@pytest.mark.newest_jax_alone
+def test_sample_of_calls_beside_plain_jax(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The record has the distribution: as a table and as a plot, too."""
+    pytest.importorskip("matplotlib")
+    import benchmarks.grid as grid_benchmark
+    from benchmarks import plots, tables
+    from benchmarks.record import FORWARD, WITH_GRADIENT, load
+
+    monkeypatch.setattr(grid, "MAX_BYTES", dict.fromkeys(grid.MAX_BYTES, 2**16))
+    path = tmp_path / "cpu_grid.json"
+    assert grid_benchmark.main(["--output", str(path), "--cases", "2", "--functions", "rope"]) == 0
+    run = load(path)
+    assert (run.sampled_calls, run.timed_calls) == (2, 2)
+    assert [ratio.what for ratio in run.ratios] == [FORWARD, WITH_GRADIENT] * 2
+    for ratio in run.ratios:
+        assert ratio.ratio > 0 and set(ratio.kernels) <= {"rope", "rope_backward"}
+    assert "2 of 2 calls" in capsys.readouterr().out
+    tables.main([str(path)])
+    assert "\n| rope | 4 | " in capsys.readouterr().out
+    plots.main([str(path)])
+    assert path.with_suffix(".png").stat().st_size > 1000
 
 
 def test_sampled_calls_differ_and_fit() -> None:
@@ -367,22 +449,24 @@ run(main)
 """
 
 
-INTERRUPT_BESIDE_A_THREAD = """
+END_BESIDE_A_THREAD = """
 import threading
 from jax_baracuda._tools.command_line import run
 def main():
     threading.Thread(target=threading.Event().wait).start()
     print("row")
-    raise KeyboardInterrupt
+    {}
 run(main)
 """
 
 
-def test_an_interrupted_tool_waits_for_no_thread() -> None:
-    child = subprocess.run(
-        [sys.executable, "-c", INTERRUPT_BESIDE_A_THREAD], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert (child.returncode, child.stdout, child.stderr) == (130, "row\n", "interrupted\n")
+@pytest.mark.parametrize(
+    ("end", "status", "error"), [("raise KeyboardInterrupt", 130, "interrupted\n"), ("return 0", 0, "")]
+)
+def test_a_tool_that_ends_waits_for_no_thread(end: str, status: int, error: str) -> None:
+    command = [sys.executable, "-c", END_BESIDE_A_THREAD.format(end)]
+    child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (child.returncode, child.stdout, child.stderr) == (status, "row\n", error)
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:
@@ -408,7 +492,7 @@ def test_interrupted_tune_and_benchmarks_keep_what_there_is(
         raise KeyboardInterrupt
 
     pytest.importorskip("sklearn")
-    monkeypatch.setattr(tune, "prepared_calls", interrupted)
+    monkeypatch.setattr(tune, "compiled_case", interrupted)
     table = tmp_path / "tuning.json"
     assert tune.main(["--output", str(table), "--cases", "2"]) == 130
     assert table.exists()

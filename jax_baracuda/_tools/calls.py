@@ -31,10 +31,15 @@ def traced_calls(function: Callable[..., Any], *operands: Any) -> list[OpCall]:
     ]
 
 
-def run_calls(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[OpCall, list[jax.Array]]]:
-    """Runs a function in one compiled program; returns the calls that it makes, and their operands."""
+def calls_and_operands(
+    function: Callable[..., Any], *types: Any
+) -> tuple[list[OpCall], Callable[..., list[list[jax.Array]]]]:
+    """The calls that a function of arrays of these types makes, and a compiled program that runs it.
+
+    The program takes the leaves of the function's arguments, and returns the operands of each call.
+    """
     ops = {op.primitive: op for op in OPS.values()}
-    closed = jax.make_jaxpr(function)(*args, **kwargs)
+    closed = jax.make_jaxpr(function)(*types)
     calls: list[OpCall] = []
 
     def collected(*leaves: jax.Array) -> list[list[jax.Array]]:
@@ -65,5 +70,5 @@ def run_calls(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[t
         evaluate(closed, *leaves)
         return arrays
 
-    arrays = jax.jit(collected)(*jax.tree.leaves((args, kwargs)))
-    return list(zip(calls, arrays, strict=True))
+    program = jax.jit(collected).lower(*jax.tree.leaves(types)).compile()
+    return calls, program

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
@@ -75,7 +76,7 @@ def exit_status(main: Callable[[], int]) -> int:
 def run(main: Callable[[], int]) -> NoReturn:
     """Runs a tool, and ends the process with its exit status."""
     status = exit_status(main)
-    if status == INTERRUPTED:
+    if status == INTERRUPTED or threading.active_count() > 1:
         # Threads may still be compiling: Python would wait for them, and those of JAX may crash as Python ends.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import collections
-import functools
-import itertools
 import math
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+
+from jax_baracuda._core.native import target_name
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -27,8 +27,10 @@ SECONDS_OF_A_LOOP = 0.005
 ASSUMED_BYTES_PER_SECOND = {"cpu": 5e9, "cuda": 1e12}
 ASSUMED_SECONDS_TO_START = 1e-5
 MIN_STEPS, MAX_STEPS = 1, 200
-MAX_SECONDS_OF_A_RACE = 1.0
-"""Beyond that, loops are not repeated any more."""
+MAX_SECONDS_OF_A_LOOP = 0.5
+"""Of its runs together: beyond that, it is not repeated. More than what a first run loads, which is not of its time."""
+ITEMS_PER_THREAD = 4
+"""In a batch: enough that threads seldom wait for the slowest of them."""
 
 
 def num_steps(num_bytes: int, platform: str) -> int:
@@ -37,15 +39,21 @@ def num_steps(num_bytes: int, platform: str) -> int:
     return min(max(math.ceil(SECONDS_OF_A_LOOP / seconds), MIN_STEPS), MAX_STEPS)
 
 
+def on_device(device: jax.Device, x: Any) -> jax.ShapeDtypeStruct:
+    """The type of an array there."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+
+
 class Loop:
     """A compiled loop. Its operands are donated and come back: where a step works in place, nothing is copied."""
 
-    def __init__(self, step: Step, operands: Sequence[Any], steps: int):
+    def __init__(self, step: Step, operands: Sequence[Any], steps: int, device: jax.Device):
         """
         Args:
           operands: their types.
         """
-        others = jax.eval_shape(step, list(operands))[1]
+        types = [on_device(device, x) for x in operands]
+        others = jax.eval_shape(step, types)[1]
 
         def body(_: Any, carry: Any) -> Any:
             operands, _ = jax.lax.optimization_barrier(carry)  # else XLA would move what is the same out of the loop
@@ -55,47 +63,65 @@ class Loop:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), others)
             return jax.lax.fori_loop(0, steps, body, (operands, zeros))
 
-        self._steps = steps
-        self._program = jax.jit(run, donate_argnums=0).lower(list(operands)).compile()
+        self.steps = steps
+        self._program = jax.jit(run, donate_argnums=0).lower(types).compile()
+
+    def kernels(self) -> list[str]:
+        """Those of this package that the compiled program calls."""
+        pattern = rf'custom_call_target="{re.escape(target_name(""))}(\w+)"'
+        return sorted(set(re.findall(pattern, self._program.as_text() or "")))
 
     def time(self, operands: Arrays) -> tuple[float, Arrays]:
         """Seconds of a step, and the operands, which may have been written to."""
         start = time.perf_counter()
         operands, _ = jax.block_until_ready(self._program(operands))
-        return (time.perf_counter() - start) / self._steps, operands
+        return (time.perf_counter() - start) / self.steps, operands
 
 
-def race(loops: Sequence[Loop], operands: Arrays, repeats: int) -> list[float]:
-    """Median seconds of a step of each loop, after one run to warm up. They run in turn: all see the same noise."""
-    rounds: list[list[float]] = []
-    start = time.perf_counter()
+def race(loops: Sequence[Loop], operands: Arrays, repeats: int) -> tuple[list[float], Arrays]:
+    """Median seconds of a step of each loop, and the operands, which may have been written to.
+
+    The loops run in turn, so that all see the same noise. The first run of each warms up, and is all there is of a loop
+    that takes long.
+    """
+    operands = jax.block_until_ready(operands)
+    seconds: list[list[float]] = [[] for _ in loops]
     for _ in range(repeats + 1):
-        seconds = []
-        for loop in loops:
-            second, operands = loop.time(operands)
-            seconds.append(second)
-        rounds.append(seconds)
-        if time.perf_counter() - start > MAX_SECONDS_OF_A_RACE:
-            break
-    return [statistics.median(of_loop) for of_loop in zip(*(rounds[1:] or rounds), strict=True)]
+        for loop, of_loop in zip(loops, seconds, strict=True):
+            if sum(of_loop) * loop.steps < MAX_SECONDS_OF_A_LOOP:
+                second, operands = loop.time(operands)
+                of_loop.append(second)
+    return [statistics.median(of_loop[1:] or of_loop) for of_loop in seconds], operands
 
 
-def workers_for(platform: str) -> int:
-    """Threads that prepare what comes next: none where the processor is timed that they would run on."""
-    return 0 if platform == "cpu" else max((os.cpu_count() or 1) - 2, 1)
+def compiled_in_batches(
+    compiled: Callable[[T], R], items: Sequence[T], seconds: float | None, say: Callable[[str], None]
+) -> Iterator[tuple[T, Callable[[], R]]]:
+    """Yields each item, in order, and what returns its compiled programs or raises why there are none.
 
+    Threads compile a batch of items; nothing is compiled while the caller times them, as XLA, which times kernels of
+    its own on a GPU when it compiles, would disturb that.
 
-def prepared(prepare: Callable[[T], R], items: Sequence[T], workers: int) -> Iterator[tuple[T, Callable[[], R]]]:
-    """What is prepared of each item, in order, when it is called for: by threads that are a few items ahead."""
-    if workers == 0:
-        yield from ((item, functools.partial(prepare, item)) for item in items)
-        return
-    with ThreadPoolExecutor(workers) as pool:
-        coming = collections.deque(pool.submit(prepare, item) for item in items[:workers])
-        try:
-            for item, following in itertools.zip_longest(items, items[workers:]):
-                yield item, coming.popleft().result
-                if following is not None:
-                    coming.append(pool.submit(prepare, following))
-        finally:
-            pool.shutdown(cancel_futures=True)
+    Args:
+      seconds: ends after so many, whatever is left; None: at the end of the items.
+      say: is told what is compiled.
+    """
+    deadline = None if seconds is None else time.monotonic() + seconds
+
+    def seconds_left() -> float | None:
+        return None if deadline is None else max(deadline - time.monotonic(), 0)
+
+    threads = os.cpu_count() or 1
+    pool = ThreadPoolExecutor(threads)
+    try:
+        for first in range(0, len(items), threads * ITEMS_PER_THREAD):
+            batch = items[first : first + threads * ITEMS_PER_THREAD]
+            say(f"compiling {first + 1} to {first + len(batch)} of {len(items)} calls")
+            futures = [pool.submit(compiled, item) for item in batch]
+            wait(futures, seconds_left())
+            for item, future in zip(batch, futures, strict=True):
+                if seconds_left() == 0:
+                    return
+                yield item, future.result
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # who interrupts does not wait for what is being compiled

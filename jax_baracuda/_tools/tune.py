@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +20,9 @@ from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.rules import reference_of_call
 from jax_baracuda._core.selection import Implementation, Interval, Row, TuningTable, device_name, packaged_table
-from jax_baracuda._examples.example import Example, value_and_gradient
+from jax_baracuda._examples.example import value_and_gradient
 from jax_baracuda._tools import grid
-from jax_baracuda._tools.calls import equations_of, run_calls
+from jax_baracuda._tools.calls import calls_and_operands, equations_of
 from jax_baracuda._tools.command_line import (
     CANNOT_RUN,
     INTERRUPTED,
@@ -33,7 +33,7 @@ from jax_baracuda._tools.command_line import (
 )
 from jax_baracuda._tools.platforms import devices_by_platform
 from jax_baracuda._tools.progress import Progress
-from jax_baracuda._tools.timing import Arrays, Loop, Step, num_steps, prepared, race, workers_for
+from jax_baracuda._tools.timing import Arrays, Loop, Step, compiled_in_batches, num_steps, on_device, race
 
 MAX_RATIO_FOR_XLA = 0.95
 """Closer ones are noise, and a kernel needs no more memory than its results."""
@@ -56,7 +56,7 @@ class Measurement(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the table of what was timed, also if that was interrupted; returns the exit status."""
-    parser = parser_of("jax_baracuda tune", __doc__, {0: "all calls were timed"})
+    parser = parser_of("jax_baracuda tune", __doc__, {0: "all calls were timed, or those that --seconds allow"})
     parser.add_argument("--output", type=Path, default=Path("tuning.json"), help="the file (default: tuning.json)")
     parser.add_argument(
         "--cases", type=positive_number, default=400, help="sampled calls of public functions (default: 400)"
@@ -67,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument(
         "--functions", nargs="+", default=(), help="public functions whose ops are timed (default: all)"
+    )
+    parser.add_argument(
+        "--seconds", type=positive_number, help="stop after so many on each platform, with what was timed by then"
     )
     options = parser.parse_args(arguments)
     if problem := missing_packages("tune", ("sklearn",), "bench"):
@@ -79,16 +82,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for platform, device in devices_by_platform().items():
         measurements: list[Measurement] = []
         cases = list(grid.sample(platform, options.cases, options.seed, options.functions))
-        coming = prepared(functools.partial(prepared_calls, platform, device), cases, workers_for(platform))
         progress.print(f"{platform}: {device.device_kind}")
+        compiled = functools.partial(compiled_case, platform, device)
+        coming = compiled_in_batches(compiled, cases, options.seconds, progress.print)
+        num_timed = 0
         try:
-            for _, calls in progress.track(coming, len(cases), lambda item: item[0].example.name):
-                for call, fuses, operands, loops in calls():
-                    kernel, xla = race(loops, [jnp.copy(x) for x in operands], options.repeats)
-                    measurements.append(Measurement(call, xla / kernel, fuses))
+            for case, compiled_or_error in progress.track(coming, len(cases), lambda item: item[0].example.name):
+                measurements += timed(case, compiled_or_error(), platform, device, options.repeats)
+                num_timed += 1
         except KeyboardInterrupt:
             is_interrupted = True
-        print(f"{platform}: {len(measurements)} loops of calls were timed")
+        print(f"{platform}: {len(measurements)} loops of {num_timed} of {len(cases)} calls were timed")
         table = updated(table, measurements, platform, device)
         table.write(options.output)
         if is_interrupted:
@@ -97,33 +101,70 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return INTERRUPTED if is_interrupted else 0
 
 
-def prepared_calls(
-    platform: str, device: jax.Device, case: grid.Case
-) -> list[tuple[OpCall, bool, Sequence[jax.Array], list[Loop]]]:
-    """The different ops that an example and its gradient call, where there is a choice, ready to be timed.
+class CompiledCall(NamedTuple):
+    """A call of an op, in loops that are ready to be timed."""
 
-    Each by itself and, where it can be, between elementwise operations.
-    """
-    example, dtype = case.example, case.dtype
-    operands, cotangents = operands_of(example, dtype, platform, device)
-    call_of_function = example.call(platform)
-    with both_modes():
-        calls = run_calls(call_of_function, **operands)
-    if names := example.differentiated(dtype):
-        calls += run_calls(value_and_gradient(call_of_function, names), operands, cotangents)
-    by_op = {call.op.name: (call, arrays) for call, arrays in calls if has_choice(call, platform)}
-    return [
-        (call, fuses, arrays, [loop_of(call, fuses, implementation, platform) for implementation in ("kernel", "xla")])
-        for call, arrays in by_op.values()
-        for fuses in ((False, True) if has_neighbours(call) else (False,))
-    ]
+    call: OpCall
+    position: int
+    """Among all calls of ops in the example's program."""
+    loops: dict[bool, list[Loop]]
+    """The kernel's and plain JAX's, by whether the call stands between elementwise operations in them."""
 
 
-def operands_of(example: Example, dtype: str, platform: str, device: jax.Device) -> tuple[Any, Any]:
-    """Operands of an example's call, and cotangents of its results."""
-    operands = jax.device_put(example.make_operands(np.random.default_rng(0), dtype, platform), device)
-    types = jax.eval_shape(example.call(platform), **operands)
-    return operands, jax.device_put(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), types), device)
+class CompiledCase(NamedTuple):
+    """The different ops that an example and its gradient call, where there is a choice."""
+
+    types: tuple[Any, Any]
+    """Of operands and cotangents of the example."""
+    operands_of_calls: Callable[..., list[list[jax.Array]]]
+    """The example's program, from the leaves of operands and cotangents to the operands of each call in it."""
+    calls: list[CompiledCall]
+
+
+def compiled_case(platform: str, device: jax.Device, case: grid.Case) -> CompiledCase:
+    call_of_function, names = case.example.call(platform), case.example.differentiated(case.dtype)
+
+    def forward_and_gradient(operands: Any, cotangents: Any) -> Any:
+        with both_modes():
+            value = call_of_function(**operands)
+        return value, value_and_gradient(call_of_function, names)(operands, cotangents) if names else ()
+
+    types = types_of(case, platform, device)
+    calls, operands_of_calls = calls_and_operands(forward_and_gradient, *types)
+    by_op = {call.op.name: (call, position) for position, call in enumerate(calls) if has_choice(call, platform)}
+    compiled = []
+    for call, position in by_op.values():
+        loops = {
+            fuses: [loop_of(call, fuses, implementation, platform, device) for implementation in ("kernel", "xla")]
+            for fuses in ((False, True) if has_neighbours(call) else (False,))
+        }
+        compiled.append(CompiledCall(call, position, loops))
+    return CompiledCase(types, operands_of_calls, compiled)
+
+
+def timed(
+    case: grid.Case, compiled: CompiledCase, platform: str, device: jax.Device, repeats: int
+) -> Iterator[Measurement]:
+    arrays = compiled.operands_of_calls(*jax.tree.leaves(operands_of(case, compiled.types, platform, device)))
+    for call, position, loops_by_fuses in compiled.calls:
+        operands = arrays[position]
+        for fuses, loops in loops_by_fuses.items():
+            (kernel, xla), operands = race(loops, operands, repeats)
+            yield Measurement(call, xla / kernel, fuses)
+
+
+def types_of(case: grid.Case, platform: str, device: jax.Device) -> tuple[Any, Any]:
+    """Of the operands of an example's call, and of cotangents of its results."""
+    operands = case.example.operand_types(case.dtype, platform)
+    cotangents = jax.eval_shape(case.example.call(platform), **operands)
+    return jax.tree.map(functools.partial(on_device, device), (operands, cotangents))
+
+
+def operands_of(case: grid.Case, types: tuple[Any, Any], platform: str, device: jax.Device) -> tuple[Any, Any]:
+    """Operands and cotangents of these types, made by the host: nothing is compiled for them."""
+    operands = case.example.make_operands(np.random.default_rng(0), case.dtype, platform)
+    cotangents = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), types[1])
+    return jax.device_put((operands, cotangents), device)
 
 
 def has_choice(call: OpCall, platform: str) -> bool:
@@ -157,9 +198,9 @@ def has_neighbours(call: OpCall) -> bool:
     return 0 not in call.resolve(call.op.in_place) and jnp.issubdtype(call.dtype, jnp.inexact)
 
 
-def loop_of(call: OpCall, fuses: bool, implementation: Implementation, platform: str) -> Loop:
+def loop_of(call: OpCall, fuses: bool, implementation: Implementation, platform: str, device: jax.Device) -> Loop:
     step = step_of(call, fuses, implementation)
-    return Loop(step, call.operands, num_steps(call.sizes()["bytes"], platform))
+    return Loop(step, call.operands, num_steps(call.sizes()["bytes"], platform), device)
 
 
 def step_of(call: OpCall, fuses: bool, implementation: Implementation) -> Step:
