@@ -85,6 +85,8 @@ CudaStatus OneBlockOrder(const Problem& problem, const SegmentIds& ids, int32_t*
   return JB_LAUNCH_STATUS(OneBlockOrderKernel);
 }
 
+constexpr int kBitsOfSortPass = 8;  // of CUB's sort
+
 constexpr int kRowsPerBlock = 16 * kThreads;
 
 // The rows of an element lie in two places: those of its segments, and those of it among the dropped ones at the end,
@@ -139,10 +141,12 @@ int64_t SegmentOrderScratchBytes(const Problem& problem) {
 CudaStatus LaunchOneBlockOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, int32_t* order,
                                int32_t* sorted_ids, cudaStream_t stream) {
   const SegmentIds ids{segment_ids, ids_are_64_bit, problem.segments};
-  constexpr int kFewItems = 4, kItems = kMaxOneBlockRows / kOneBlockThreads;
-  return problem.rows <= kFewItems * kOneBlockThreads
-             ? OneBlockOrder<kFewItems>(problem, ids, order, sorted_ids, stream)
-             : OneBlockOrder<kItems>(problem, ids, order, sorted_ids, stream);
+  static_assert(kMaxOneBlockRows == 16 * kOneBlockThreads);
+  const int64_t items = CeilDivide(problem.rows, static_cast<int64_t>(kOneBlockThreads));
+  if (items <= 4) return OneBlockOrder<4>(problem, ids, order, sorted_ids, stream);
+  if (items <= 8) return OneBlockOrder<8>(problem, ids, order, sorted_ids, stream);
+  if (items <= 12) return OneBlockOrder<12>(problem, ids, order, sorted_ids, stream);
+  return OneBlockOrder<16>(problem, ids, order, sorted_ids, stream);
 }
 
 CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, char* scratch,
@@ -155,14 +159,18 @@ CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, b
                           problem.ids_are_shared};
   const uint32_t blocks = static_cast<uint32_t>(CeilDivide(rows, kThreads));
   ScratchCarver carver(scratch);
-  order->segments = carver.Take<uint32_t>(rows);
-  order->rows = carver.Take<uint32_t>(rows);
-  cub::DoubleBuffer<uint32_t> keys(order->segments, carver.Take<uint32_t>(rows));
-  cub::DoubleBuffer<uint32_t> values(order->rows, carver.Take<uint32_t>(rows));
+  const auto take = [&] { return carver.Take<uint32_t>(rows); };
+  const SegmentOrder wanted{order->segments != nullptr ? order->segments : take(),
+                            order->rows != nullptr ? order->rows : take()};
+  const SegmentOrder other{take(), take()};
   char* cub_scratch = carver.Take<char>(CubSortBytes(rows));
-  NumberRowsKernel<<<blocks, kThreads, 0, stream>>>(joined, *order);
-  JB_RETURN_IF_LAUNCH_ERROR(NumberRowsKernel);
   const int end_bit = BitsUpTo(joined.dropped);
+  // Each pass moves the rows to the other arrays: the last one, if there are as many as expected, to those that are wanted.
+  const bool starts_in_wanted = CeilDivide(end_bit, kBitsOfSortPass) % 2 == 0;
+  const SegmentOrder first = starts_in_wanted ? wanted : other, second = starts_in_wanted ? other : wanted;
+  cub::DoubleBuffer<uint32_t> keys(first.segments, second.segments), values(first.rows, second.rows);
+  NumberRowsKernel<<<blocks, kThreads, 0, stream>>>(joined, first);
+  JB_RETURN_IF_LAUNCH_ERROR(NumberRowsKernel);
   size_t needed = 0;
   const uint32_t items = joined.total;
   JB_RETURN_IF_CUDA_ERROR(cub::DeviceRadixSort::SortPairs(nullptr, needed, keys, values, items, 0, end_bit, stream));
@@ -177,6 +185,7 @@ CudaStatus LaunchRowOrder(const Problem& problem, const SegmentOrder& order, int
                           cudaStream_t stream) {
   if (problem.batch == 1) {
     const auto copy = [&](int32_t* to, const uint32_t* from) {
+      if (reinterpret_cast<uint32_t*>(to) == from) return CudaStatus{};
       return JB_CUDA_STATUS(
           cudaMemcpyAsync(to, from, problem.rows * sizeof(int32_t), cudaMemcpyDeviceToDevice, stream));
     };

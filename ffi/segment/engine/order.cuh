@@ -9,8 +9,8 @@ namespace jax_baracuda::segment {
 // Rows and segments of the whole batch, numbered through. The numbers are 32-bit: see OrderFits, which one element of a
 // batch always does if SegmentsFit.
 struct SegmentOrder {
-  uint32_t* segments;  // ascending; batch * segments for a dropped row: those of all elements come last
-  uint32_t* rows;
+  uint32_t* segments = nullptr;  // ascending; batch * segments for a dropped row: those of all elements come last
+  uint32_t* rows = nullptr;
 };
 
 inline bool OrderFits(const Problem& problem) {
@@ -30,12 +30,13 @@ CudaStatus LaunchOneBlockOrder(const Problem& problem, const void* segment_ids, 
 
 int64_t SegmentOrderScratchBytes(const Problem& problem);
 
-// `scratch` is 256-byte aligned and holds SegmentOrderScratchBytes; the order returned lies in it.
+// `scratch` is 256-byte aligned and holds SegmentOrderScratchBytes. The order mostly comes where `order` points to, or
+// else lies in the scratch: it tells where.
 CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, char* scratch,
                               SegmentOrder* order, cudaStream_t stream);
 
-// Writes the order of each element's own rows, numbered within the element, [batch, rows]: a permutation of them that
-// brings segments together, those that are dropped last. And the segments in this order, unless `sorted_ids` is nullptr,
+// Writes the order of each element's own rows, numbered within the element, [batch, rows], where it is not yet: a
+// permutation of them that brings segments together, those that are dropped last. And the segments in this order, unless `sorted_ids` is nullptr,
 // with the number of segments for rows that are dropped.
 CudaStatus LaunchRowOrder(const Problem& problem, const SegmentOrder& order, int32_t* row_order, int32_t* sorted_ids,
                           cudaStream_t stream);

@@ -1,6 +1,6 @@
 // Reduction of few gathered rows in order of their segments, in one launch that waits for memory a few times only.
 //
-// Rows are cut into tiles of kSmallTileRows, all of which a group of threads asks for at once. A run belongs to the
+// Rows are cut into tiles of kSmallTileRows, each for a group of threads. A run belongs to the
 // block in which it starts: the groups of the block bring together what they have of it, and where it leaves the block
 // they read on, as many rows at once as a block has, to its end. So nothing is left to merge for another kernel, but a
 // hot segment keeps one block busy: see TakesSmallTiles. Partial results are merged in an order that shapes and ids alone
@@ -17,9 +17,9 @@
 namespace jax_baracuda::segment {
 
 inline constexpr int kSmallThreads = 256;
-inline constexpr int kSmallTileRows = 8;
+inline constexpr int kSmallTileRows = 8, kSmallRowsInFlight = 4;
 inline constexpr int kSmallBlockRows = kSmallThreads * kSmallTileRows;  // at most
-inline constexpr int kFilledSegments = 1024;                          // of a block that fills
+inline constexpr int kFilledSegments = 256;                            // of a block that fills
 
 // Few rows, and on average so few to a segment that the hottest one can hardly have many.
 inline bool TakesSmallTiles(const Problem& problem) {
@@ -33,19 +33,31 @@ inline int64_t SmallGapBlocks(const Problem& problem) {
   return problem.batch * CeilDivide(problem.segments, static_cast<int64_t>(kFilledSegments));
 }
 
-// The first row whose id is not below `segment`, searched for by a whole block.
+// The first rows whose ids are not below `first` and `end`, searched for by a whole block: each step leaves a part of a
+// thread for each of them.
+struct RowRange {
+  int64_t begin, end;
+};
+
 template <typename IdOf>
-__device__ __forceinline__ int64_t FirstRowFrom(int64_t segment, int64_t rows, IdOf&& id_of) {
-  int64_t begin = 0, end = rows;
-  while (begin < end) {
-    const int64_t size = end - begin;
+__device__ __forceinline__ RowRange RowsOfSegments(int64_t first, int64_t end, int64_t rows, IdOf&& id_of) {
+  RowRange of_first{0, rows}, of_end{0, rows};
+  const auto is_below = [&](const RowRange& range, int64_t step, int64_t segment) {
+    const int64_t last = range.begin + (threadIdx.x + 1) * step - 1;  // of the thread's part
+    return last < range.end && id_of(last) < segment;
+  };
+  const auto narrow = [](RowRange& range, int64_t step, int parts_below) {
+    range.begin = min(range.begin + parts_below * step, range.end);
+    range.end = min(range.begin + step - 1, range.end);
+  };
+  for (int64_t size = rows; size > 0;) {
     const int64_t step = CeilDivide(size, static_cast<int64_t>(kSmallThreads));
-    const int64_t probe = begin + (threadIdx.x + 1) * step - 1;  // the last row of the thread's part
-    const int below = __syncthreads_count(probe < end && id_of(probe) < segment);
-    begin = min(begin + below * step, end);
-    end = min(begin + step - 1, end);
+    const bool below_first = is_below(of_first, step, first), below_end = is_below(of_end, step, end);
+    narrow(of_first, step, __syncthreads_count(below_first));
+    narrow(of_end, step, __syncthreads_count(below_end));
+    size = max(of_first.end - of_first.begin, of_end.end - of_end.begin);
   }
-  return begin;
+  return {of_first.begin, of_end.begin};
 }
 
 // Writes the reduction of nothing to the segments without rows among kFilledSegments of them.
@@ -60,23 +72,26 @@ __device__ __forceinline__ void FillEmptySegments(const TileArguments<Reduction>
   const auto id_of = [&](int64_t row) { return a.ids.Id(ids_offset + row); };
   __shared__ uint32_t has_rows[kWords];
   if (threadIdx.x < kWords) has_rows[threadIdx.x] = 0;
-  const int64_t begin_row = FirstRowFrom(first, a.problem.rows, id_of);
-  const int64_t end_row = FirstRowFrom(end, a.problem.rows, id_of);
+  const RowRange range = RowsOfSegments(first, end, a.problem.rows, id_of);
   __syncthreads();
 #pragma unroll 8
-  for (int64_t row = begin_row + threadIdx.x; row < end_row; row += kSmallThreads) {
-    const int64_t id = id_of(row), before = row > begin_row ? id_of(row - 1) : -1;
+  for (int64_t row = range.begin + threadIdx.x; row < range.end; row += kSmallThreads) {
+    const int64_t id = id_of(row), before = row > range.begin ? id_of(row - 1) : -1;
     if (id != before && id >= first && id < end) atomicOr(&has_rows[(id - first) / 32], 1u << ((id - first) % 32));
   }
   __syncthreads();
   typename Reduction::template Accumulator<kVec> nothing;
   nothing.Start();
-  const int64_t row_vectors = a.problem.features / kVec;
-  for (int64_t i = threadIdx.x; i < (end - first) * row_vectors; i += kSmallThreads) {
-    const int64_t segment = i / row_vectors;
-    if (has_rows[segment / 32] >> (segment % 32) & 1) continue;
-    nothing.Store(a.outputs, a.first_segment + b * a.problem.segments + first + segment, a.problem.features,
-                  (i - segment * row_vectors) * kVec);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t first_result = a.first_segment + b * a.problem.segments + first;
+  for (int word = warp; word * 32 < end - first; word += kSmallThreads / 32) {
+    const int count = static_cast<int>(min(end - first - word * 32, int64_t{32}));
+    for (uint32_t empty = ~has_rows[word] & (kFullWarp >> (32 - count)); empty != 0; empty &= empty - 1) {
+      const int64_t segment = first_result + word * 32 + __ffs(empty) - 1;
+      for (int64_t column = lane * kVec; column < a.problem.features; column += 32 * kVec) {
+        nothing.Store(a.outputs, segment, a.problem.features, column);
+      }
+    }
   }
 }
 
@@ -94,10 +109,10 @@ __global__ void __launch_bounds__(kSmallThreads)
   __shared__ uint32_t segments[kSmallBlockRows + 2];  // of the block's rows, the one before and the one after
   __shared__ SourceRow sources[kSmallBlockRows];
   __shared__ Cells slots[kSmallThreads];
-  const uint32_t block = blockIdx.x - a.gap_blocks;
-  const int64_t row_block = block / a.features.columns;
-  const int column_block = block % a.features.columns;
-  const int64_t b = row_block / a.blocks_per_batch;
+  const uint32_t block = blockIdx.x - a.gap_blocks, columns = a.features.columns;
+  const uint32_t row_block = block / columns, column_block = block % columns;
+  const uint32_t blocks_per_batch = static_cast<uint32_t>(a.blocks_per_batch);
+  const uint32_t b = row_block / blocks_per_batch;
   const int64_t rows = a.problem.rows, features = a.problem.features;
   const int block_rows = a.groups * kSmallTileRows;
   const int group = threadIdx.x / a.features.lanes;
@@ -111,25 +126,35 @@ __global__ void __launch_bounds__(kSmallThreads)
   // Rows that are not there are dropped ones.
   const auto load_ids = [&](int64_t first_row) {
     for (int i = threadIdx.x; i < block_rows + 2; i += kSmallThreads) {
-      const int64_t row = first_row - 1 + i;
-      segments[i] = row >= 0 && row < rows ? a.ids[ids_offset + row] : kDropped;
-      if (i < block_rows && row + 1 < rows) {
-        sources[i] = a.gathering.template Source<kInput>(b, row + 1, rows, a.problem.data_is_shared);
+      const int64_t row = first_row - 1 + i, next_row = row + 1;
+      const uint32_t segment = row >= 0 && row < rows ? a.ids[ids_offset + row] : kDropped;
+      SourceRow source{};
+      if (i < block_rows && next_row < rows) {
+        source = a.gathering.template Source<kInput>(b, next_row, rows, a.problem.data_is_shared);
       }
+      segments[i] = segment;
+      if (i < block_rows) sources[i] = source;
     }
   };
-  ComingRow<T, kVec, kInput> coming[kSmallTileRows];
   const uint32_t* const own_segments = segments + 1 + group * kSmallTileRows;
-  const auto ask_for_rows = [&] {
+  // Calls add(row, segment) for the rows of the tile, in order.
+  const auto take_rows = [&](auto&& add) {
+#pragma unroll 1
+    for (int i = 0; i < kSmallTileRows; i += kSmallRowsInFlight) {
+      ComingRow<T, kVec, kInput> coming[kSmallRowsInFlight];
 #pragma unroll
-    for (int u = 0; u < kSmallTileRows; ++u) {
-      if (own_segments[u] == kDropped) continue;
-      coming[u].Gather(a.gathering, a.data, sources[group * kSmallTileRows + u], first_segment + own_segments[u],
-                       features, column, head);
+      for (int u = 0; u < kSmallRowsInFlight; ++u) {
+        const uint32_t segment = own_segments[i + u];
+        if (segment == kDropped) continue;
+        coming[u].Gather(a.gathering, a.data, sources[group * kSmallTileRows + i + u], first_segment + segment,
+                         features, column, head);
+      }
+#pragma unroll
+      for (int u = 0; u < kSmallRowsInFlight; ++u) add(coming[u], own_segments[i + u]);
     }
   };
 
-  const int64_t first_row = (row_block - b * a.blocks_per_batch) * block_rows;
+  const int64_t first_row = static_cast<int64_t>(row_block - b * blocks_per_batch) * block_rows;
   load_ids(first_row);
   __syncthreads();
   Cells cells;
@@ -137,22 +162,20 @@ __global__ void __launch_bounds__(kSmallThreads)
   uint32_t segment = kDropped;  // of the run under reduction
   bool enters = true;           // whether it started in another tile
   if (is_active) {
-    ask_for_rows();
     segment = own_segments[-1];
-#pragma unroll
-    for (int u = 0; u < kSmallTileRows; ++u) {
-      if (own_segments[u] != segment) {
+    take_rows([&](const auto& row, uint32_t own_segment) {
+      if (own_segment != segment) {
         if (enters) {
           slots[threadIdx.x] = cells;
         } else if (segment != kDropped) {
           cells.Store(a.outputs, first_segment + segment, features, column);
         }
-        segment = own_segments[u];
+        segment = own_segment;
         enters = false;
         cells.Start();
       }
-      if (segment != kDropped) coming[u].AddTo(cells, a.outputs);
-    }
+      if (segment != kDropped) row.AddTo(cells, a.outputs);
+    });
     if (enters) slots[threadIdx.x] = cells;
   }
   __syncthreads();
@@ -186,11 +209,9 @@ __global__ void __launch_bounds__(kSmallThreads)
     __syncthreads();
     if (is_active && own_segments[0] == last_segment) {
       has_tail = true;
-      ask_for_rows();
-#pragma unroll
-      for (int u = 0; u < kSmallTileRows; ++u) {
-        if (own_segments[u] == last_segment) coming[u].AddTo(tail, a.outputs);
-      }
+      take_rows([&](const auto& row, uint32_t own_segment) {
+        if (own_segment == last_segment) row.AddTo(tail, a.outputs);
+      });
       tail.Normalize();
     }
     if (segments[block_rows] != last_segment || segments[block_rows + 1] != last_segment) break;
