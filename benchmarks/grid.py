@@ -89,7 +89,8 @@ def compiled_case(platform: str, device: jax.Device, case: grid.Case) -> tuple[t
     passes = {FORWARD: ()} | ({WITH_GRADIENT: differentiated} if differentiated else {})
     types = types_of(case, platform, device)
     leaves, structure = jax.tree.flatten(types)
-    steps = num_steps(TRAFFIC_PER_OPERAND_BYTE * sum(x.size * x.dtype.itemsize for x in leaves), platform)
+    num_bytes = TRAFFIC_PER_OPERAND_BYTE * sum(x.size * x.dtype.itemsize for x in leaves)
+    steps = num_steps(num_bytes, platform, case.contended_seconds)
     loops = {
         what: [
             Loop(step_of(value_and_gradient(call(platform), names), structure), leaves, steps, device)

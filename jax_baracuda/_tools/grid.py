@@ -24,6 +24,10 @@ MIN_SCALED_SIZE = 16
 MAX_HALVINGS = 5
 MAX_BYTES = {"cpu": 2**24, "cuda": 2**30}
 """Of the largest operand."""
+MAX_CONTENDED_ROWS = 50_000
+SECONDS_OF_A_CONTENDED_ROW = 5e-6
+"""On GPUs, XLA adds 16-bit numbers by comparing and swapping until nobody came between: a call takes so long, at most,
+for each row of the segment that has most of them."""
 
 
 def power_law_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
@@ -47,6 +51,13 @@ class Case:
     dtype: str
     ids: str
     """How ids are distributed; "" where there are none."""
+    contended_rows: int
+    """Of 16-bit numbers on GPUs, the rows of the segment that has most of them; else 0."""
+
+    @property
+    def contended_seconds(self) -> float:
+        """What plain JAX may take for them."""
+        return self.contended_rows * SECONDS_OF_A_CONTENDED_ROW
 
     def sizes_text(self, platform: str) -> str:
         """Sizes and distribution."""
@@ -79,8 +90,25 @@ def sample(platform: str, num_cases: int, seed: int, functions: Sequence[str] = 
             name: dataclasses.replace(operand, draw=replaced.get(operand.draw, operand.draw))
             for name, operand in example.operands.items()
         }
+        is_contended = platform == "cuda" and "row" in example.dims and np.dtype(dtype).itemsize == 2
+        if is_contended:
+            sizes = less_contended(sizes, is_power_law)
         drawn = dataclasses.replace(example, operands=operands, sizes={platform: sizes})
-        yield Case(drawn, dtype, ("power law" if is_power_law else "uniform") if has_ids else "")
+        ids = ("power law" if is_power_law else "uniform") if has_ids else ""
+        yield Case(drawn, dtype, ids, rows_of_largest_segment(sizes, is_power_law) if is_contended else 0)
+
+
+def rows_of_largest_segment(sizes: Mapping[str, int], is_power_law: bool) -> int:
+    """About as many."""
+    return round(sizes["row"] / sizes["segment"] ** (1 / POWER if is_power_law else 1))
+
+
+def less_contended(sizes: dict[str, int], is_power_law: bool) -> dict[str, int]:
+    """Rows, and segments where there are more than two, halved until no segment has too many rows."""
+    while rows_of_largest_segment(sizes, is_power_law) > MAX_CONTENDED_ROWS:
+        halved = {name: max(sizes[name] // 2, 2) for name in ("row", "segment", "node")}
+        sizes = sizes | halved
+    return sizes
 
 
 def draw_sizes(rng: np.random.Generator, example: Example, platform: str) -> dict[str, int]:

@@ -33,10 +33,15 @@ ITEMS_PER_THREAD = 4
 """In a batch: enough that threads seldom wait for the slowest of them."""
 
 
-def num_steps(num_bytes: int, platform: str) -> int:
-    """Of a loop of steps that move so many bytes. A static number: a GPU loops without asking the host."""
+def num_steps(num_bytes: int, platform: str, slowest: float = 0) -> int:
+    """Of a loop of steps that move so many bytes. A static number: a GPU loops without asking the host.
+
+    Args:
+      slowest: seconds that a step may take in a bad case, in which the loop shall still not take long.
+    """
     seconds = num_bytes / ASSUMED_BYTES_PER_SECOND[platform] + ASSUMED_SECONDS_TO_START
-    return min(max(math.ceil(SECONDS_OF_A_LOOP / seconds), MIN_STEPS), MAX_STEPS)
+    steps = min(math.ceil(SECONDS_OF_A_LOOP / seconds), MAX_STEPS)
+    return max(min(steps, int(MAX_SECONDS_OF_A_LOOP / slowest) if slowest > 0 else MAX_STEPS), MIN_STEPS)
 
 
 def on_device(device: jax.Device, x: Any) -> jax.ShapeDtypeStruct:

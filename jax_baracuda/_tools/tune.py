@@ -134,8 +134,9 @@ def compiled_case(platform: str, device: jax.Device, case: grid.Case) -> Compile
     by_op = {call.op.name: (call, position) for position, call in enumerate(calls) if has_choice(call, platform)}
     compiled = []
     for call, position in by_op.values():
+        steps = num_steps(call.sizes()["bytes"], platform, case.contended_seconds)
         loops = {
-            fuses: [loop_of(call, fuses, implementation, platform, device) for implementation in ("kernel", "xla")]
+            fuses: [loop_of(call, fuses, implementation, steps, device) for implementation in ("kernel", "xla")]
             for fuses in ((False, True) if has_neighbours(call) else (False,))
         }
         compiled.append(CompiledCall(call, position, loops))
@@ -198,9 +199,8 @@ def has_neighbours(call: OpCall) -> bool:
     return 0 not in call.resolve(call.op.in_place) and jnp.issubdtype(call.dtype, jnp.inexact)
 
 
-def loop_of(call: OpCall, fuses: bool, implementation: Implementation, platform: str, device: jax.Device) -> Loop:
-    step = step_of(call, fuses, implementation)
-    return Loop(step, call.operands, num_steps(call.sizes()["bytes"], platform), device)
+def loop_of(call: OpCall, fuses: bool, implementation: Implementation, steps: int, device: jax.Device) -> Loop:
+    return Loop(step_of(call, fuses, implementation), call.operands, steps, device)
 
 
 def step_of(call: OpCall, fuses: bool, implementation: Implementation) -> Step:
