@@ -53,6 +53,9 @@ class Program:
         return [(2 * width, width)] * self.layers
 
 
+SMALL_EDGES, SMALL_STEPS = 1_000_000, 20
+"""A step over fewer edges is timed in a loop of so many inside ``jax.jit``, as what Python takes to start a program is
+more than such a step."""
 SMALL = Graph("small", 30_000, 200_000, 64, 1.5)
 TINY = Graph("tiny", 2_708, 10_556, 64, 1.0)
 GPU_PROGRAMS = (
@@ -104,9 +107,8 @@ def contenders(program: Program) -> Iterator[Contender]:
     yield of_jax(OURS, "plan", program, Ours(), weights, x, {"plan": plan})
     yield of_jax(OURS, "no plan", program, Ours(nodes), weights, x, ids)
     yield of_jax(XLA, "", program, Plain(nodes), weights, x, ids)
-    untyped: Any = weights
     redirected = jb.redirect()(training_step(MODELS[program.model], Plain(nodes)))
-    yield JaxContender(OURS, "plain JAX, redirected", redirected, untyped, x, ids)
+    yield of_step(OURS, "plain JAX, redirected", program, redirected, weights, x, ids)
     if geometric is None or not torch.cuda.is_available():
         return
     torch.set_float32_matmul_precision("high")  # TF32, which is JAX's default.
@@ -122,8 +124,35 @@ def of_jax(
     library: str, formulation: str, program: Program, ops: Ours | Plain, weights: list[jax.Array], *operands: Any
 ) -> JaxContender:
     """The step of a program with some library's operations."""
+    return of_step(library, formulation, program, training_step(MODELS[program.model], ops), weights, *operands)
+
+
+def of_step(
+    library: str,
+    formulation: str,
+    program: Program,
+    step: Callable[..., Any],
+    weights: list[jax.Array],
+    *operands: Any,
+) -> JaxContender:
+    steps = SMALL_STEPS if program.graph.edges < SMALL_EDGES else 1
     untyped: Any = weights
-    return JaxContender(library, formulation, training_step(MODELS[program.model], ops), untyped, *operands)
+    return JaxContender(library, formulation, repeated(step, steps), untyped, *operands, repetitions=steps)
+
+
+def repeated(step: Callable[..., Any], steps: int) -> Callable[..., Any]:
+    """The results of so many equal steps, one after the other."""
+    if steps == 1:
+        return step
+
+    def run(*operands: Any) -> Any:
+        # Else XLA would move what is the same out of the loop.
+        def next_step(_: Any, results: Any) -> Any:
+            return step(*jax.lax.optimization_barrier((operands, results))[0])
+
+        return jax.lax.fori_loop(1, steps, next_step, step(*operands))
+
+    return run
 
 
 def torch_step(program: Program, x: Any, senders: Any, receivers: Any) -> Callable[..., Any]:
