@@ -46,8 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     cases = list(select_cases(jax.default_backend(), options.only, options.quick))
     if options.list:
-        print(*(case.name for case in cases), sep="\n")
+        for case in cases:
+            print(case.name)
         return 0
+    if not cases:
+        parser.error(f"no case on {jax.default_backend()} has a name with {' or '.join(options.only)}: see --list")
     output = options.output or (None if options.only or options.quick else default)
 
     progress = Progress()

@@ -364,6 +364,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for program in family(scale)
         if not options.only or any(text in program.name for text in options.only)
     ]
+    if not programs:
+        parser.error(f"no program has a name with {' or '.join(options.only)}")
     progress = Progress()
     progress.print(f"{len(programs)} programs on {num_devices} × {jax.devices()[0].device_kind}")
     scalings = []

@@ -15,4 +15,5 @@ myst_heading_anchors = 4
 smartquotes_action = "D"  # dashes; quoted messages and options are shown as they are typed
 autodoc_typehints = "none"  # the descriptions of arguments have shapes and dtypes
 autodoc_preserve_defaults = True
+autodoc_member_order = "bysource"  # the description of one attribute goes on from the last
 napoleon_use_rtype = False

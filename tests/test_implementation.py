@@ -322,6 +322,18 @@ def test_one_trace_serves_several_platforms(packaged_table: TuningTable, cuda_mo
             assert [name for name in ("rope", "where") if f"@jax_baracuda.{name}(" in text] == served
 
 
+def test_printed_programs_have_no_addresses(tmp_path: Path) -> None:
+    """So that equal programs of two processes are printed alike."""
+    path = tmp_path / "tuning.json"
+    TuningTable((Row("cpu", "rope", "xla", 0.5),)).write(path)
+    with jb.implementation(table=path):
+        text = str(jax.make_jaxpr(jb.rope)(X))
+    assert "TuningTable(<1 rows>)" in text and " at 0x" not in text
+    batch = jax.vmap(lambda data: jb.gather_segment_sum(data, jnp.arange(2), jnp.arange(2), 2))
+    text = str(jax.make_jaxpr(batch)(jnp.ones((3, 2, 4))))
+    assert "BatchedVjp(gather_segment_sum)" in text and " at 0x" not in text
+
+
 def call_of(op: str, *operands: Any, **params: Any) -> OpCall:
     return OpCall(OPS[op], operands, params)
 

@@ -257,6 +257,30 @@ def test_what_is_not_served_is_left_to_jax(rng: np.random.Generator) -> None:
     assert "left to JAX, there is no kernel for dtype complex64" in str(report)
 
 
+def test_reasons_of_updates_and_gathers_that_are_left_to_jax(rng: np.random.Generator) -> None:
+    data, ids = problem(rng)
+    x = jnp.asarray(data)
+    with redirect(indexed_updates=True) as report:
+        x.astype(complex).at[ids].add(1.0)
+        x.at[ids].max(1.0)
+        with pytest.warns(FutureWarning, match="scatter inputs have incompatible types"):
+            x.astype(jnp.bfloat16).at[ids].add(np.float32(1))
+        _, pull_back = jax.vjp(lambda x: x[ids], x.astype(complex))
+        pull_back(jnp.ones(data.shape, complex))
+    assert not report.redirected, report
+    for reason, kept in zip(
+        [
+            f"there is no kernel for dtype {x.astype(complex).dtype}",
+            "in the gradient of JAX, a row and the updates that are equal to it have equal shares",
+            "updates of dtype float32 of an array of dtype bfloat16",
+            f"there is no kernel for dtype {x.astype(complex).dtype}",
+        ],
+        [reason for _, reason in report.kept],
+        strict=True,
+    ):
+        assert kept.startswith(reason)
+
+
 def test_traces_belong_to_their_context(rng: np.random.Generator) -> None:
     """Inner programs that were traced before are reached, by a name that was imported before, and not used outside."""
     data, ids = problem(rng)

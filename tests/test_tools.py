@@ -502,6 +502,17 @@ def test_interrupted_tune_and_benchmarks_keep_what_there_is(
     assert "interrupted after 0 of " in capsys.readouterr().out
 
 
+@cases.on_two_devices
+@pytest.mark.parametrize("tool", [benchmarks_main, many_devices])
+def test_benchmarks_say_that_no_name_fits(tool: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "record.json"
+    with pytest.raises(SystemExit) as stop:
+        tool.main(["--quick", "--only", "nonsense", "--output", str(record)])
+    assert stop.value.code == 2
+    assert "has a name with nonsense" in capsys.readouterr().err
+    assert not record.exists()
+
+
 @pytest.mark.parametrize("tool", [race, tune])
 @pytest.mark.parametrize("repeats", ["0", "-1", "many"])
 def test_repeats_must_be_positive(tool: Any, repeats: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,7 @@ def rope(
       positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
         0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value, negative ones
         included. Other integers than int32 and int64 are converted to one of them.
-      base: finite and positive; the frequencies are ``base^(-2i/rotary_dim)``.
+      base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
       layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; it must be given
@@ -127,7 +127,7 @@ def rope_backward(
       positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
         0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value, negative ones
         included. Other integers than int32 and int64 are converted to one of them.
-      base: finite and positive; the frequencies are ``base^(-2i/rotary_dim)``.
+      base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
       layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; it must be given
@@ -197,7 +197,7 @@ def rope_qk(
       positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
         0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value, negative ones
         included. Other integers than int32 and int64 are converted to one of them.
-      base: finite and positive; the frequencies are ``base^(-2i/rotary_dim)``.
+      base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
       layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; it must be given
@@ -266,7 +266,7 @@ def rope_qk_backward(
       positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
         0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value, negative ones
         included. Other integers than int32 and int64 are converted to one of them.
-      base: finite and positive; the frequencies are ``base^(-2i/rotary_dim)``.
+      base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
       layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; it must be given

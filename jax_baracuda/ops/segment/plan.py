@@ -24,27 +24,27 @@ class SegmentPlan:
     """
 
     edge_order: Array
-    """``[E]``: edges by segment, in their own order within one, dropped edges last."""
+    """``[E]``, the edges by segment, in their own order within one, dropped edges last."""
     gather_ids: Array | None
-    """``[E]``: what each of these gathers; -1 or `num_rows` where the id is out of range."""
+    """``[E]``, what each of these gathers; -1 or `num_rows` where the id is out of range."""
     segment_ids: Array
-    """``[E]``: its segment, ascending; `num_segments` for a dropped edge."""
+    """``[E]``, its segment, ascending; `num_segments` for a dropped edge."""
     edge_segment_ids: Array
-    """``[E]``: the segment of each edge in their own order; -1 or `num_segments` for a dropped edge."""
+    """``[E]``, the segment of each edge in their own order; -1 or `num_segments` for a dropped edge."""
     transposed_order: Array | None
-    """``[E]``: edges by the row that they gather."""
+    """``[E]``, the edges by the row that they gather."""
     transposed_gather_ids: Array | None
-    """``[E]``: the segment of each of these; -1 or `num_segments` for a dropped edge."""
+    """``[E]``, the segment of each of these; -1 or `num_segments` for a dropped edge."""
     transposed_segment_ids: Array | None
-    """``[E]``: its row, ascending; `num_rows` where the id is out of range."""
+    """``[E]``, its row, ascending; `num_rows` where the id is out of range."""
     edge_gather_ids: Array | None
-    """``[E]``: what each edge gathers, in their own order; -1 or `num_rows` where the id is out of range."""
+    """``[E]``, what each edge gathers, in their own order; -1 or `num_rows` where the id is out of range."""
     num_segments: int = dataclasses.field(metadata={"static": True})
     num_rows: int | None = dataclasses.field(metadata={"static": True})
 
     @property
     def transposed(self) -> SegmentPlan:
-        """The plan of the edges in the other direction: from their segments to the rows that they gather."""
+        """The plan of the edges in the other direction, from their segments to the rows that they gather."""
         check_gathers("SegmentPlan.transposed", self)
         return SegmentPlan(
             edge_order=self.transposed_order,
