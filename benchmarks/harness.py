@@ -25,7 +25,15 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import jax_baracuda  # noqa: E402
-from benchmarks.record import OURS, TORCH_PEERS, UNSUPPORTED, CaseDescription, CaseRecord, Measurement  # noqa: E402
+from benchmarks.record import (  # noqa: E402
+    NO_KERNEL,
+    OURS,
+    TORCH_PEERS,
+    UNSUPPORTED,
+    CaseDescription,
+    CaseRecord,
+    Measurement,
+)
 
 try:
     import torch
@@ -100,7 +108,7 @@ class JaxContender(Contender):
         donated = (0,) if self._carries_first else ()
         self._compiled = jax.jit(self._function, donate_argnums=donated).lower(*self._operands).compile()
         if self.library == OURS and f'"{OURS}.' not in self._compiled.as_text():
-            self.formulation = "plain JAX, no kernel"
+            self.formulation = ", ".join(filter(None, (self.formulation, NO_KERNEL)))
         analysis = self._compiled.memory_analysis()
         self.temporary_bytes = None if analysis is None else int(analysis.temp_size_in_bytes)
 

@@ -17,6 +17,8 @@ TORCH_PEERS = ("torch_scatter", "torch_geometric", "causal_conv1d", "fla", "lige
 """Packages beside torch whose versions are recorded."""
 UNSUPPORTED = "unsupported"
 """How a failure begins that means no more than that a library does not offer this."""
+NO_KERNEL = "no kernel"
+"""The formulation, or the end of its name, of a program of this package that picks plain JAX for every op."""
 FORWARD, WITH_GRADIENT = "forward", "forward + gradient"
 LOWEST_RATIO = 0.97
 """A user who gets less of a sampled call loses more than what times scatter by."""

@@ -1,10 +1,9 @@
 // Reduction of few gathered rows in order of their segments, in one launch that waits for memory a few times only.
 //
-// Rows are cut into tiles of kSmallTileRows, each for a group of threads. A run belongs to the
-// block in which it starts: the groups of the block bring together what they have of it, and where it leaves the block
-// they read on, as many rows at once as a block has, to its end. So nothing is left to merge for another kernel, but a
-// hot segment keeps one block busy: see TakesSmallTiles. Partial results are merged in an order that shapes and ids alone
-// decide.
+// Rows are cut into tiles of kSmallTileRows, each for a group of threads. A run belongs to the block in which it starts:
+// the groups of the block bring together what they have of it, and where it leaves the block they read on to its end,
+// as many rows at once as a block has. So nothing is left to merge for another kernel, but a hot segment keeps one block
+// busy: see TakesSmallTiles. Partial results are merged in an order that shapes and ids alone decide.
 //
 // The first blocks of the grid fill the segments without rows. Ids that are not sorted after all give wrong results, but
 // no access out of bounds and no endless work.
@@ -19,7 +18,7 @@ namespace jax_baracuda::segment {
 inline constexpr int kSmallThreads = 256;
 inline constexpr int kSmallTileRows = 8, kSmallRowsInFlight = 4;
 inline constexpr int kSmallBlockRows = kSmallThreads * kSmallTileRows;  // at most
-inline constexpr int kFilledSegments = 256;                            // of a block that fills
+inline constexpr int kFilledSegments = 256;                             // of a block that fills
 
 // Few rows, and on average so few to a segment that the hottest one can hardly have many.
 inline bool TakesSmallTiles(const Problem& problem) {
@@ -96,8 +95,7 @@ __device__ __forceinline__ void FillEmptySegments(const TileArguments<Reduction>
 }
 
 template <typename Reduction, int kVec>
-__global__ void __launch_bounds__(kSmallThreads)
-    SmallTileKernel(const __grid_constant__ TileArguments<Reduction> a) {
+__global__ void __launch_bounds__(kSmallThreads) SmallTileKernel(const __grid_constant__ TileArguments<Reduction> a) {
   using T = typename Reduction::Element;
   using Cells = typename Reduction::template Accumulator<kVec>;
   constexpr EdgeInput kInput = kEdgeInput<Reduction>;

@@ -8,8 +8,8 @@ namespace jax_baracuda::segment {
 namespace {
 
 JB_CUDA_TARGET("segment_order", (HandleOrder<cudaStream_t, RunOnCuda<OrderCall, PlanOrder, LaunchOrder>>),
-               (BindCall<Stream, 1, 2, OrderOptions>()), (PlanOf<PlanOrder, CallOf<OrderCall>>), kNothing,
-               "one_block", "radix_sort");
+               (BindCall<Stream, 1, 2, OrderOptions>()), (PlanOf<PlanOrder, CallOf<OrderCall>>), kNothing, "one_block",
+               "radix_sort");
 
 }  // namespace
 }  // namespace jax_baracuda::segment
