@@ -296,7 +296,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("record", type=Path)
     parser.add_argument("--output", type=Path, help="the folder to write to (default: that of the record)")
     options = parser.parse_args(arguments)
-    run = load(options.record)
+    try:
+        run = load(options.record)
+    except ValueError as error:
+        parser.error(str(error))
     figures = {"": draw_grid(run)} if isinstance(run, GridRun) else draw_cases(run)
     if not figures:
         parser.error("no case to draw")

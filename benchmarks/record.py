@@ -191,9 +191,15 @@ def others(cases: Iterable[CaseRecord]) -> list[str]:
 
 
 def load(path: Path) -> Run | GridRun:
+    """
+    Raises:
+      ValueError: the file is no record of cases or of sampled calls.
+    """
     content = json.loads(path.read_text())
     if "ratios" in content:
         return GridRun(**{**content, "ratios": [Ratio(**ratio) for ratio in content["ratios"]]})
+    if "cases" not in content:
+        raise ValueError(f"{path}: expected a record with cases or with ratios, got one with {', '.join(content)}")
     cases = [
         CaseRecord(**{**case, "measurements": [Measurement(**m) for m in case["measurements"]]})
         for case in content.pop("cases")

@@ -141,7 +141,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="detail only cases whose name contains this text")
     parser.add_argument("--formulations", action="store_true", help="say which of XLA's formulations were the fastest")
     options = parser.parse_args(arguments)
-    run = load(options.record)
+    try:
+        run = load(options.record)
+    except ValueError as error:
+        parser.error(str(error))
     if isinstance(run, GridRun):
         print(grid_table(run))
         return

@@ -19,6 +19,7 @@ from jax import Array
 from jax_baracuda import forward_mode
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, reshard_like
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.redirection import (
     NOTHING,
     Redirection,
@@ -27,7 +28,9 @@ from jax_baracuda._core.redirection import (
     redirect_process,
     redirecting,
 )
+from jax_baracuda._core.selection import current_selection, device_name, packaged_table
 from jax_baracuda.ops.segment.definitions import ORDERED_DTYPES
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM
 from jax_baracuda.ops.segment.take_rows import sum_taken_rows
 from jax_baracuda.ops.write_slice import MAX_AXES, WRITE_SLICE
 
@@ -184,8 +187,22 @@ def _sum_taken(
         ids = jnp.clip(ids, 0, num_rows - 1)
     cotangent, ids = jax_versions.unify_varying(cotangent, ids)
     is_sorted = indices_are_sorted and ids.ndim == 1
+    _require_kernel_of_computed_rows(cotangent, ids, num_rows, is_sorted)
     d_data = sum_taken_rows(cotangent, ids, num_rows=num_rows, indices_are_sorted=is_sorted, deterministic=False)
     return reshard_like(d_data, operand)
+
+
+def _require_kernel_of_computed_rows(cotangent: Array, ids: Array, num_rows: int, is_sorted: bool) -> None:
+    """Cotangents are mostly computed where they are added up, often in an inner ``jit``, where a lowering cannot see what
+    makes them. Sums of 16-bit numbers in plain JAX are no alternative: they are rounded after each term."""
+    if jax.default_backend() != "gpu" or cotangent.dtype.itemsize < 4 or current_selection() is not None:
+        return
+    rows = jax.ShapeDtypeStruct((ids.size, *cotangent.shape[ids.ndim :]), cotangent.dtype)
+    params = {"num_segments": num_rows, "indices_are_sorted": is_sorted, "deterministic": False}
+    call = OpCall(SEGMENT_SUM, (rows, jax.ShapeDtypeStruct((ids.size,), ids.dtype)), params)
+    row = packaged_table().row_for(call, device_name("cuda"), fuses=True)
+    if row is not None and row.implementation == "xla":
+        raise _Unserved(f"XLA takes {row.ratio:.2f} of the kernel's time where it computes the rows")
 
 
 def _slice_update(operand: Any, update: Any, start_indices: Any, *, allow_negative_indices: Any = True) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Callable, Iterator
 
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_baracuda import redirect
+import jax_baracuda
+from jax_baracuda import _redirect, redirect
 from jax_baracuda._tools.calls import traced_calls
 
 NUM_SEGMENTS = 5
@@ -396,8 +398,6 @@ def test_a_whole_process() -> None:
 
 def test_calls_without_a_kernel_end(rng: np.random.Generator) -> None:
     """What a redirected call ends in is plain JAX where there is no kernel, and is not redirected again."""
-    import jax_baracuda  # noqa: PLC0415
-
     data, ids = problem(rng)
     with redirect(indexed_updates=True, slice_updates=True), jax_baracuda.implementation("xla"):
         actual = jax.jit(lambda x: jax.ops.segment_sum(x, ids, NUM_SEGMENTS))(data)
@@ -407,14 +407,12 @@ def test_calls_without_a_kernel_end(rng: np.random.Generator) -> None:
 
 
 def test_a_missing_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    import jax_baracuda._redirect as module  # noqa: PLC0415
-
-    monkeypatch.setattr(module, "_wrapped", set())
+    monkeypatch.setattr(_redirect, "_wrapped", set())
 
     def missing() -> None:
         raise AttributeError("no attribute '_segment_update'")
 
-    monkeypatch.setattr(module, "_PLACES", {**module._PLACES, "segments": missing})
+    monkeypatch.setattr(_redirect, "_PLACES", {**_redirect._PLACES, "segments": missing})
     with pytest.raises(NotImplementedError, match=r"redirect: segments cannot be redirected in jax .*_segment_update"):
         redirect()
 
@@ -440,3 +438,23 @@ def test_sums_that_xla_fuses_are_left_to_it(rng: np.random.Generator, monkeypatc
             calls = [] if (backend, what) == ("gpu", "left") else ["jax.ops.segment_sum", "x.at[ids].add"]
             assert sorted(report.redirected) == calls, report
             assert len(report.kept) == 2 - len(calls)
+
+
+def test_gradients_of_gathers_that_xla_fuses_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs, where a table of the device says so of rows of 32 bits that are computed on the way."""
+    kept = {"float32, 64 wide": ((64,), "float32")}
+    redirected = {"float32, 4 wide": ((4,), "float32"), "bfloat16": ((64,), "bfloat16")}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(_redirect, "device_name", lambda platform: f"{platform}-9.0")
+    ids = jnp.zeros(1 << 20, jnp.int32)
+    for name, (features, dtype) in (kept | redirected).items():
+        data = jax.ShapeDtypeStruct((100_000, *features), dtype)
+        with redirect() as report:
+            jax.eval_shape(jax.grad(lambda x: jnp.sum(jnp.sin(x[ids])).astype(jnp.float32)), data)
+        assert bool(report.kept) == (name in kept), report
+        assert bool(report.redirected) == (name in redirected), report
+        for _, reason in report.kept:
+            assert re.fullmatch(r"XLA takes 0\.\d\d of the kernel's time where it computes the rows", reason)
+        with redirect() as report, jax_baracuda.implementation("kernel"):
+            jax.eval_shape(jax.grad(lambda x: jnp.sum(jnp.sin(x[ids])).astype(jnp.float32)), data)
+        assert report.redirected and not report.kept, report

@@ -339,6 +339,18 @@ def test_sampled_calls_differ_and_fit() -> None:
     assert {case.ids for case in cases} == {"", "uniform", "power law"}
 
 
+def test_sampled_calls_leave_out_what_takes_minutes() -> None:
+    """On GPUs, plain JAX waits for each row of a segment where numbers have 16 bits."""
+    cases = list(grid.sample("cuda", 300, 0))
+    contended = [case for case in cases if case.contended_rows]
+    assert contended and all(np.dtype(case.dtype).itemsize == 2 for case in contended)
+    assert all(case.contended_rows <= grid.MAX_CONTENDED_ROWS for case in cases)
+    assert any(case.example.sizes["cuda"].get("segment") == 2 for case in contended)
+    slowest = max(case.contended_seconds for case in cases)
+    assert timing.num_steps(1000, "cuda", slowest) * slowest <= timing.MAX_SECONDS_OF_A_LOOP
+    assert timing.num_steps(1000, "cuda", 0.0) == timing.MAX_STEPS
+
+
 def test_report_says_what_is_picked_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     table = TuningTable((Row("cpu", "rope", "xla", 0.5, "2 cores"), Row("cuda", "rope", "xla", 0.5, "2 cores")))
     monkeypatch.setattr(selection, "packaged_table", lambda: table)
@@ -551,3 +563,15 @@ def test_scaling_over_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert times.keys() == {"share", "all", "split"}
         assert min(times.values()) > 0
     assert capsys.readouterr().out.count("strong") == 2
+
+
+@pytest.mark.newest_jax_alone
+@pytest.mark.parametrize("reader", ["tables", "plots"])
+def test_records_of_other_tools_are_refused(reader: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "record.json"
+    path.write_text('{"devices": 2, "programs": []}')
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(f"benchmarks.{reader}").main([str(path)])
+    assert end.value.code == 2
+    assert "expected a record with cases or with ratios, got one with devices, programs" in capsys.readouterr().err
