@@ -195,8 +195,8 @@ def _sum_taken(
 def _require_kernel_of_computed_rows(cotangent: Array, ids: Array, num_rows: int, is_sorted: bool) -> None:
     """Refuses what the table leaves to XLA where it computes the rows on the way, as it mostly can with cotangents.
 
-    The lowering cannot see what makes them where the gradient of a gather is in an inner ``jit``. Sums of 16-bit numbers
-    in plain JAX are no alternative: they are rounded after each term.
+    The lowering cannot see what makes them where the gradient of a gather is in an inner ``jit``. Sums of 16-bit
+    numbers in plain JAX are no alternative: they are rounded after each term.
     """
     if jax.default_backend() != "gpu" or cotangent.dtype.itemsize < 4 or current_selection() is not None:
         return
