@@ -26,8 +26,9 @@ MAX_BYTES = {"cpu": 2**24, "cuda": 2**30}
 """Of the largest operand."""
 MAX_CONTENDED_ROWS = 50_000
 SECONDS_OF_A_CONTENDED_ROW = 5e-6
-"""On GPUs, XLA adds 16-bit numbers by comparing and swapping until nobody came between: a call takes so long, at most,
-for each row of the segment that has most of them."""
+"""On GPUs, XLA adds 16-bit numbers by comparing and swapping until nobody came between. A call took so long for each
+row of the segment that has most of them where those are 1,400 of 33 features, and 36 microseconds where they are 36,000
+of 64."""
 
 
 def power_law_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
@@ -56,7 +57,7 @@ class Case:
 
     @property
     def contended_seconds(self) -> float:
-        """What plain JAX may take for them."""
+        """Of a call in plain JAX, about; several times as many in wide rows."""
         return self.contended_rows * SECONDS_OF_A_CONTENDED_ROW
 
     def sizes_text(self, platform: str) -> str:

@@ -165,7 +165,8 @@ CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, b
   const SegmentOrder other{take(), take()};
   char* cub_scratch = carver.Take<char>(CubSortBytes(rows));
   const int end_bit = BitsUpTo(joined.dropped);
-  // Each pass moves the rows to the other arrays: the last one, if there are as many as expected, to those that are wanted.
+  // Each pass moves the rows to the other arrays: the last one, if there are as many as expected, to those that are
+  // wanted.
   const bool starts_in_wanted = CeilDivide(end_bit, kBitsOfSortPass) % 2 == 0;
   const SegmentOrder first = starts_in_wanted ? wanted : other, second = starts_in_wanted ? other : wanted;
   cub::DoubleBuffer<uint32_t> keys(first.segments, second.segments), values(first.rows, second.rows);

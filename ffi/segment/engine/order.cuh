@@ -36,8 +36,8 @@ CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, b
                               SegmentOrder* order, cudaStream_t stream);
 
 // Writes the order of each element's own rows, numbered within the element, [batch, rows], where it is not yet: a
-// permutation of them that brings segments together, those that are dropped last. And the segments in this order, unless `sorted_ids` is nullptr,
-// with the number of segments for rows that are dropped.
+// permutation of them that brings segments together, those that are dropped last. And the segments in this order, unless
+// `sorted_ids` is nullptr, with the number of segments for rows that are dropped.
 CudaStatus LaunchRowOrder(const Problem& problem, const SegmentOrder& order, int32_t* row_order, int32_t* sorted_ids,
                           cudaStream_t stream);
 
