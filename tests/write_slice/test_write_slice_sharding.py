@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -236,3 +237,23 @@ def test_arrays_that_different_vmaps_map(rng: np.random.Generator) -> None:
     placed = jax.device_put(values, NamedSharding(mesh, P("inner")))
     for got, want in zip(of_all(keys, placed), of_all(keys, values), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("spec", [SPLITS["examples"], SPLITS["heads"], P(None, None, None)], ids=str)
+def test_plain_form_is_dynamic_update_slice(rng: np.random.Generator, spec: P) -> None:
+    """Where plain JAX is picked, as on GPUs, a loop that writes rows has the instructions of dynamic_update_slice."""
+    mesh = make_mesh(AxisType.Auto)
+    cache = put(mesh, random_bits(rng, CACHE, "int32"), spec)
+    rows = put(mesh, random_bits(rng, (CACHE[1], CACHE[0], 1, CACHE[2]), "int32"), P(None, *small(spec)))
+
+    def instructions(write: Any) -> list[str]:
+        def append(cache: Any, rows: Any) -> Any:
+            body = lambda step, cache: write(cache, rows[step], (0, step, 0))  # noqa: E731
+            return jax.lax.fori_loop(0, CACHE[1], body, cache)
+
+        text = jax.jit(append).lower(cache, rows).compile().as_text()
+        return sorted(re.findall(r" = (\S+ [\w-]+)\(", text))
+
+    assert instructions(functools.partial(write_slice, implementation="xla")) == instructions(
+        jax.lax.dynamic_update_slice
+    )
