@@ -130,10 +130,10 @@ __global__ void __launch_bounds__(kThreads) NaturalOrderKernel(int32_t* order, i
 
 }  // namespace
 
-int64_t SegmentOrderScratchBytes(const Problem& problem) {
+int64_t SegmentOrderScratchBytes(const Problem& problem, bool holds_order) {
   const int64_t rows = problem.batch * problem.rows;
   ScratchSizes sizes;
-  for (int i = 0; i < 4; ++i) sizes.Add(rows * sizeof(uint32_t));
+  for (int i = 0; i < (holds_order ? 4 : 2); ++i) sizes.Add(rows * sizeof(uint32_t));
   sizes.Add(CubSortBytes(rows));
   return sizes.total;
 }
@@ -160,8 +160,13 @@ CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, b
   const uint32_t blocks = static_cast<uint32_t>(CeilDivide(rows, kThreads));
   ScratchCarver carver(scratch);
   const auto take = [&] { return carver.Take<uint32_t>(rows); };
-  const SegmentOrder wanted{order->segments != nullptr ? order->segments : take(),
-                            order->rows != nullptr ? order->rows : take()};
+  const bool holds_order = order->segments == nullptr;
+  const SegmentOrder wanted = holds_order ? SegmentOrder{take(), take()} : *order;
+  if (problem.batch == 1 && FitsOneBlock(problem)) {
+    *order = wanted;
+    return LaunchOneBlockOrder(problem, segment_ids, ids_are_64_bit, reinterpret_cast<int32_t*>(wanted.rows),
+                               reinterpret_cast<int32_t*>(wanted.segments), stream);
+  }
   const SegmentOrder other{take(), take()};
   char* cub_scratch = carver.Take<char>(CubSortBytes(rows));
   const int end_bit = BitsUpTo(joined.dropped);

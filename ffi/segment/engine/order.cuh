@@ -28,10 +28,11 @@ inline bool FitsOneBlock(const Problem& problem) {
 CudaStatus LaunchOneBlockOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, int32_t* order,
                                int32_t* sorted_ids, cudaStream_t stream);
 
-int64_t SegmentOrderScratchBytes(const Problem& problem);
+// `holds_order` is whether the order itself lies in the scratch, too.
+int64_t SegmentOrderScratchBytes(const Problem& problem, bool holds_order);
 
-// `scratch` is 256-byte aligned and holds SegmentOrderScratchBytes. The order mostly comes where `order` points to, or
-// else lies in the scratch: it tells where.
+// `scratch` is 256-byte aligned and holds SegmentOrderScratchBytes. The order mostly comes where both pointers of `order`
+// point to, or else lies in the scratch: it tells where.
 CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, char* scratch,
                               SegmentOrder* order, cudaStream_t stream);
 

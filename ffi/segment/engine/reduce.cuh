@@ -121,7 +121,7 @@ inline int64_t ScratchBytesAtOnce(const Problem& problem, Strategy strategy, int
       sizes.Add(int64_t{kMaxPrivateBlocks} * problem.segments * problem.features * state_bytes);
       break;
     case Strategy::kSortThenTiles:
-      sizes.Add(SegmentOrderScratchBytes(problem));
+      sizes.Add(SegmentOrderScratchBytes(problem, /*holds_order=*/true));
       [[fallthrough]];
     default: {
       const RowGrid grid = MakeRowGrid(problem, strategy, vector);
@@ -233,7 +233,7 @@ struct Reducer {
     ScratchCarver carver(scratch);
     TileArguments<Reduction> a{};
     if (strategy == Strategy::kSortThenTiles) {
-      char* order_scratch = carver.Take<char>(SegmentOrderScratchBytes(part));
+      char* order_scratch = carver.Take<char>(SegmentOrderScratchBytes(part, /*holds_order=*/true));
       SegmentOrder segment_order;
       JB_RETURN_IF_CUDA_ERROR(LaunchSegmentOrder(part, ids, ids_are_64_bit, order_scratch, &segment_order, stream));
       a.sorted_segments = segment_order.segments;
@@ -315,7 +315,7 @@ struct Reducer {
   }
 
   CudaStatus SmallTiles(TileArguments<Reduction> a, const RowGrid& grid) const {
-    a.gap_blocks = static_cast<uint32_t>(SmallGapBlocks(a.problem));
+    a.gap_blocks = static_cast<uint32_t>(a.problem.batch * SmallGapBlocks(a.problem.segments));
     const auto blocks = static_cast<uint32_t>(a.gap_blocks + grid.row_blocks * grid.features.columns);
     return DispatchRowVector<T>(part_features, [&](auto vector) {
       constexpr int kVec = decltype(vector)::value;

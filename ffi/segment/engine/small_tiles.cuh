@@ -28,8 +28,9 @@ inline bool TakesSmallTiles(const Problem& problem) {
          problem.batch * problem.segments * problem.features <= Tuning::kMaxElementsOfSmallTiles;
 }
 
-inline int64_t SmallGapBlocks(const Problem& problem) {
-  return problem.batch * CeilDivide(problem.segments, static_cast<int64_t>(kFilledSegments));
+// Blocks that fill the segments without rows of one element of the batch.
+__host__ __device__ inline int64_t SmallGapBlocks(int64_t segments) {
+  return CeilDivide(segments, static_cast<int64_t>(kFilledSegments));
 }
 
 // The first rows whose ids are not below `first` and `end`, searched for by a whole block: each step leaves a part of a
@@ -63,7 +64,7 @@ __device__ __forceinline__ RowRange RowsOfSegments(int64_t first, int64_t end, i
 template <typename Reduction, int kVec>
 __device__ __forceinline__ void FillEmptySegments(const TileArguments<Reduction>& a, int64_t block) {
   constexpr int kWords = kFilledSegments / 32;
-  const int64_t blocks_per_batch = CeilDivide(a.problem.segments, static_cast<int64_t>(kFilledSegments));
+  const int64_t blocks_per_batch = SmallGapBlocks(a.problem.segments);
   const int64_t b = block / blocks_per_batch;
   const int64_t first = (block - b * blocks_per_batch) * kFilledSegments;
   const int64_t end = min(first + kFilledSegments, a.problem.segments);

@@ -17,7 +17,8 @@ Problem PartOf(Problem problem) {
 Plan PlanOrder(const OrderCall& call) {
   if (call.problem.batch == 0 || call.problem.rows == 0) return {kNothing};
   if (FitsOneBlock(call.problem)) return {"one_block"};
-  return {"radix_sort", SegmentOrderScratchBytes(PartOf(call.problem))};
+  const Problem part = PartOf(call.problem);
+  return {"radix_sort", SegmentOrderScratchBytes(part, /*holds_order=*/part.batch > 1)};
 }
 
 CudaStatus LaunchOrder(const OrderCall& call, cudaStream_t stream) {

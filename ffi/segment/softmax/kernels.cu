@@ -93,7 +93,7 @@ int64_t ScratchBytes(const Problem& problem, Strategy strategy, int64_t element_
     case Strategy::kTiles: {
       Problem at_once = problem;
       at_once.batch = ElementsAtOnce(problem, strategy);
-      if (strategy == Strategy::kSortThenTiles) sizes.Add(SegmentOrderScratchBytes(at_once));
+      if (strategy == Strategy::kSortThenTiles) sizes.Add(SegmentOrderScratchBytes(at_once, /*holds_order=*/true));
       const SoftmaxTileGrid grid =
           MakeSoftmaxTileGrid(at_once.batch * at_once.rows, problem.features, element_bytes, is_backward);
       sizes.Add(grid.tiles * 2 * sizeof(RunCarry));
@@ -258,7 +258,7 @@ struct Launcher {
     a.rows = RowsOf(first, batch);
     if (call.strategy == Strategy::kSortThenTiles) {
       SegmentOrder order;
-      char* const order_scratch = carver.Take<char>(SegmentOrderScratchBytes(at_once));
+      char* const order_scratch = carver.Take<char>(SegmentOrderScratchBytes(at_once, /*holds_order=*/true));
       JB_RETURN_IF_CUDA_ERROR(
           LaunchSegmentOrder(at_once, a.rows.ids.ids, call.ids_are_64_bit, order_scratch, &order, call.stream));
       a.rows.sorted_segments = order.segments;
