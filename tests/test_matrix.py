@@ -31,6 +31,8 @@ SEED = int(os.environ.get("JAX_BARACUDA_TEST_SEED", "0"))
 CHUNK = 12
 STRIDE = int(os.environ.get("JAX_BARACUDA_MATRIX_STRIDE", "4"))
 """Beside the bare calls every so many of the cases run; ``make matrix`` runs all of them."""
+BARE_STRIDE = max(STRIDE // 4, 1)
+"""Of bare calls on one device, which the tests of each op make, too."""
 LINEAR = {"take_rows"}  # a primitive, whose transpose is the backward kernel
 CONSTANTS = {"DISABLE_JAX_EXPORT_CHECKS"}
 TYPES = {
@@ -124,7 +126,10 @@ def test_every_value_and_every_bare_call_is_met(op: str) -> None:
 
 def _cases(op: str) -> list[Case]:
     cases = cover(op, num_devices() > 1, SEED)
-    return [case for i, case in enumerate(cases) if i % STRIDE == 0 or (not case.options and case.batch == "none")]
+    bare = [case for case in cases if not case.options and case.batch == "none"]
+    on_one_device = [case for case in bare if case.sharding == "single"]
+    left_out = [case for i, case in enumerate(on_one_device) if i % BARE_STRIDE]
+    return [case for i, case in enumerate(cases) if i % STRIDE == 0 or (case in bare and case not in left_out)]
 
 
 def _chunks() -> list[tuple[str, int]]:

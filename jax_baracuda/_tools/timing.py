@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_baracuda._core.native import target_name
 
@@ -29,6 +31,8 @@ ASSUMED_SECONDS_TO_START = 1e-5
 MIN_STEPS, MAX_STEPS = 1, 200
 MAX_SECONDS_OF_A_LOOP = 0.5
 """Of its runs together: beyond that, it is not repeated. More than what a first run loads, which is not of its time."""
+RUNS_TO_WARM_UP = 2
+"""The first one loads programs; the second one tells how long a loop takes."""
 ITEMS_PER_THREAD = 4
 """In a batch: enough that threads seldom wait for the slowest of them."""
 
@@ -64,39 +68,45 @@ class Loop:
             operands, _ = jax.lax.optimization_barrier(carry)  # else XLA would move what is the same out of the loop
             return step(operands)
 
-        def run(operands: Arrays) -> Any:
+        def run(operands: Arrays, times: jax.Array) -> Any:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), others)
-            return jax.lax.fori_loop(0, steps, body, (operands, zeros))
+            loop = functools.partial(jax.lax.fori_loop, 0, steps, body)
+            return jax.lax.fori_loop(0, times, lambda _, carry: loop(carry), (operands, zeros))
 
         self.steps = steps
-        self._program = jax.jit(run, donate_argnums=0).lower(types).compile()
+        self._program = jax.jit(run, donate_argnums=0).lower(types, jax.ShapeDtypeStruct((), jnp.int32)).compile()
 
     def kernels(self) -> list[str]:
         """Those of this package that the compiled program calls."""
         pattern = rf'custom_call_target="{re.escape(target_name(""))}(\w+)"'
         return sorted(set(re.findall(pattern, self._program.as_text() or "")))
 
-    def time(self, operands: Arrays) -> tuple[float, Arrays]:
-        """Seconds of a step, and the operands, which may have been written to."""
+    def time(self, operands: Arrays, times: int) -> tuple[float, Arrays]:
+        """Seconds of so many loops, one after the other, and the operands, which may have been written to."""
         start = time.perf_counter()
-        operands, _ = jax.block_until_ready(self._program(operands))
-        return (time.perf_counter() - start) / self.steps, operands
+        operands, _ = jax.block_until_ready(self._program(operands, np.int32(times)))
+        return time.perf_counter() - start, operands
 
 
 def race(loops: Sequence[Loop], operands: Arrays, repeats: int) -> tuple[list[float], Arrays]:
     """Median seconds of a step of each loop, and the operands, which may have been written to.
 
-    The loops run in turn, so that all see the same noise. The first run of each warms up, and is all there is of a loop
-    that takes long.
+    The loops run in turn, so that all see the same noise, and each as often as makes SECONDS_OF_A_LOOP. The first runs
+    of each warm up, and are all there is of a loop that takes long.
     """
     operands = jax.block_until_ready(operands)
     seconds: list[list[float]] = [[] for _ in loops]
-    for _ in range(repeats + 1):
-        for loop, of_loop in zip(loops, seconds, strict=True):
-            if sum(of_loop) * loop.steps < MAX_SECONDS_OF_A_LOOP:
-                second, operands = loop.time(operands)
-                of_loop.append(second)
-    return [statistics.median(of_loop[1:] or of_loop) for of_loop in seconds], operands
+    spent, times = [0.0] * len(loops), [1] * len(loops)
+    for number in range(RUNS_TO_WARM_UP + repeats):
+        for i, loop in enumerate(loops):
+            if spent[i] >= MAX_SECONDS_OF_A_LOOP:
+                continue
+            second, operands = loop.time(operands, times[i])
+            spent[i] += second
+            seconds[i].append(second / (loop.steps * times[i]))
+            if number < RUNS_TO_WARM_UP:
+                times[i] = max(round(SECONDS_OF_A_LOOP / second), 1)
+    return [statistics.median(of_loop[RUNS_TO_WARM_UP:] or of_loop[-1:]) for of_loop in seconds], operands
 
 
 def compiled_in_batches(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NoReturn
 
 import jax
@@ -169,7 +169,7 @@ def cotangent(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> np.
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# References: NumPy, one segment after the other, floating arithmetic in float64 or wider.
+# References: NumPy, floating arithmetic in float64 or wider.
 
 
 def is_floating(dtype: Any) -> bool:
@@ -241,49 +241,51 @@ def order_reversed(data: np.ndarray) -> np.ndarray:
 
 
 def in_mode(ids: np.ndarray, segments: int, mode: str | None) -> np.ndarray:
-    """The ids as Python integers, clamped for mode "clip"."""
-    ids = ids.astype(object)
-    return np.clip(ids, 0, segments - 1) if mode == "clip" and segments > 0 else ids
+    """The ids, clamped for mode "clip"."""
+    clamps = mode == "clip" and segments > 0
+    return np.clip(ids.astype(object), 0, segments - 1).astype(np.int64) if clamps else ids
 
 
-def _members(ids: np.ndarray, segments: int) -> list[tuple[int, np.ndarray]]:
-    """The segments that have rows, each with the numbers of its rows."""
+def _members(ids: np.ndarray, segments: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The segments [k] that have n rows, and the numbers of their rows [n, k], for each such n."""
     inside = np.flatnonzero((ids >= 0) & (ids < segments))
     of_row = ids[inside].astype(np.int64)
-    order = np.argsort(of_row, kind="stable")
-    numbers, starts = np.unique(of_row[order], return_index=True)
-    return list(zip(numbers.tolist(), np.split(inside[order], starts[1:]), strict=True)) if len(inside) else []
+    rows = inside[np.argsort(of_row, kind="stable")]
+    numbers, starts, lengths = np.unique(np.sort(of_row), return_index=True, return_counts=True)
+    for length in np.unique(lengths):
+        of_length = lengths == length
+        yield numbers[of_length], rows[starts[of_length] + np.arange(length)[:, None]]
 
 
 def counts(ids: np.ndarray, segments: int) -> np.ndarray:
     """The number of rows of each segment."""
     count = np.zeros(segments, np.int64)
-    for segment, rows in _members(ids, segments):
-        count[segment] = len(rows)
+    for numbers, rows in _members(ids, segments):
+        count[numbers] = len(rows)
     return count
 
 
 def take_cells(cells: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """The cells of each row's segment, 0 for dropped rows."""
     taken = np.zeros((len(ids), *cells.shape[1:]), cells.dtype)
-    for segment, rows in _members(ids, len(cells)):
-        taken[rows] = cells[segment]
+    for numbers, rows in _members(ids, len(cells)):
+        taken[rows] = cells[numbers]
     return taken
 
 
 def reference_max(data: np.ndarray, ids: np.ndarray, segments: int, mode: str | None = None) -> np.ndarray:
     """The maxima in the data's dtype."""
     output = np.full((segments, *data.shape[1:]), identity(data.dtype), data.dtype)
-    for segment, rows in _members(in_mode(ids, segments, mode), segments):
+    for numbers, rows in _members(in_mode(ids, segments, mode), segments):
         values = data[rows]
         if is_floating(data.dtype):
             wide = values.astype(np.float64)
             maxima = wide.max(axis=0)  # NaN where there is one
             only_minus_zero = (np.signbit(wide) | (wide != 0)).all(axis=0)
             maxima = np.where(maxima == 0, np.where(only_minus_zero, -0.0, 0.0), maxima)
-            output[segment] = maxima.astype(data.dtype)
+            output[numbers] = maxima.astype(data.dtype)
         else:
-            output[segment] = values.max(axis=0)
+            output[numbers] = values.max(axis=0)
     return output
 
 
@@ -298,7 +300,7 @@ def reference_max_gradient(
     """The cotangent of the data, each element rounded once from float64."""
     segments = d_output.shape[0]
     gradient = np.zeros(data.shape, np.float64)
-    for segment, rows in _members(in_mode(ids, segments, mode), segments):
+    for numbers, rows in _members(in_mode(ids, segments, mode), segments):
         values = data[rows].astype(np.float64)
         maxima = values.max(axis=0)
         gets_share = values == maxima  # nowhere if the maximum is NaN
@@ -307,7 +309,7 @@ def reference_max_gradient(
             members = np.ones(maxima.shape)
         else:
             members = gets_share.sum(axis=0) + (maxima == -np.inf)
-        shares = d_output[segment].astype(np.float64) / np.maximum(members, 1)
+        shares = d_output[numbers].astype(np.float64) / np.maximum(members, 1)
         gradient[rows] = np.where(gets_share, shares, 0.0)
     return gradient.astype(data.dtype)
 
@@ -327,9 +329,10 @@ def shares(data: np.ndarray, ids: np.ndarray, segments: int, tie_break: str, mod
 def reference_argmax(data: np.ndarray, ids: np.ndarray, segments: int) -> np.ndarray:
     """The lowest row that attains the maximum, of NaN the first; the number of rows where a segment is empty."""
     winner = np.full((segments, *data.shape[1:]), data.shape[0], np.int32)
-    for segment, rows in _members(ids, segments):
+    for numbers, rows in _members(ids, segments):
         values = data[rows].astype(np.float64) if is_floating(data.dtype) else data[rows]
-        winner[segment] = rows[values.argmax(axis=0)]
+        first = values.argmax(axis=0, keepdims=True)
+        winner[numbers] = np.take_along_axis(rows.reshape(*rows.shape, *(1 for _ in data.shape[1:])), first, 0)[0]
     return winner
 
 
@@ -342,8 +345,8 @@ def segment_sum(terms: np.ndarray, ids: np.ndarray, segments: int) -> np.ndarray
     wide = np.longdouble if is_floating(terms.dtype) else terms.dtype
     total = np.zeros((segments, *terms.shape[1:]), wide)
     with np.errstate(invalid="ignore"):  # the sum of opposite infinities is NaN
-        for segment, rows in _members(ids, segments):
-            total[segment] = terms[rows].astype(wide).sum(axis=0, dtype=wide) + np.dtype(wide).type(0)
+        for numbers, rows in _members(ids, segments):
+            total[numbers] = terms[rows].astype(wide).sum(axis=0, dtype=wide) + np.dtype(wide).type(0)
     return total
 
 
@@ -455,14 +458,14 @@ def reference_prod(data: np.ndarray, ids: np.ndarray, segments: int) -> Expected
     """The products of integers modulo their size, and of floating data as if in unbounded range."""
     if not is_floating(data.dtype):
         product = np.ones((segments, *data.shape[1:]), data.dtype)
-        for segment, rows in _members(ids, segments):
-            product[segment] = data[rows].prod(axis=0, dtype=data.dtype)
+        for numbers, rows in _members(ids, segments):
+            product[numbers] = data[rows].prod(axis=0, dtype=data.dtype)
         return Expected(product, data.dtype)
     product = np.ones((segments, *data.shape[1:]), np.longdouble)
     error = np.zeros(product.shape, np.longdouble)
-    for segment, rows in _members(ids, segments):
-        product[segment] = _Factors.of(data[rows]).product().value()
-        error[segment] = _product_error(data[rows], product[segment], data.dtype)
+    for numbers, rows in _members(ids, segments):
+        product[numbers] = _Factors.of(data[rows]).product().value()
+        error[numbers] = _product_error(data[rows], product[numbers], data.dtype)
     return Expected(product, data.dtype, error)
 
 
@@ -483,9 +486,9 @@ def reference_prod_gradient(d_output: np.ndarray, data: np.ndarray, ids: np.ndar
     gradient = np.zeros(data.shape, np.longdouble)
     error = np.zeros(data.shape, np.longdouble)
     wide = accumulator(data.dtype)
-    for segment, rows in _members(ids, len(d_output)):
+    for numbers, rows in _members(ids, len(d_output)):
         with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-            gradient[rows] = products_of_others(data[rows]) * d_output[segment].astype(np.longdouble)
+            gradient[rows] = products_of_others(data[rows]) * d_output[numbers].astype(np.longdouble)
             # The product of all rows, the division by one of them, the cotangent.
             relative = _product_error(np.concatenate([data[rows], data[rows][:2]]), gradient[rows], data.dtype)
             is_subnormal = (relative > 0) & (np.abs(gradient[rows]) < 2 * float(np.finfo(wide).tiny))
