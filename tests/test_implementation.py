@@ -256,6 +256,32 @@ def test_plain_jax_cannot_promise_an_order_on_gpus(cuda_module: None, name: str)
     assert not runs_kernel(deterministic, ROWS, IDS_OF_ROWS, platform="cpu")
 
 
+@pytest.mark.parametrize("name", ["gather_segment_sum", "gather_segment_mean", "gather_segment_max"])
+def test_sums_of_gathered_rows_keep_their_order(monkeypatch: pytest.MonkeyPatch, cuda_module: None, name: str) -> None:
+    """On GPUs a table can pick plain JAX for unsorted edges without a plan, unless an order is asked for; never else."""
+    ops = "gather_segment_sum", "gather_segment_max_backward", "segment_sum", "segment_order"
+    table = TuningTable(tuple(Row("cuda", op, "xla", 0.5) for op in ops))
+    monkeypatch.setattr(selection, "packaged_table", lambda: table)
+    sums = "gather_segment_max_backward" if name == "gather_segment_max" else "gather_segment_sum"
+
+    def sums_by_kernels(*edges: Any, **options: Any) -> bool:
+        def value_and_gradient(data: Any, cotangent: Any) -> Any:
+            value, pull_back = jax.vjp(lambda x: getattr(jb, name)(x, *edges, **options), data)
+            return value, pull_back(cotangent)
+
+        text = lowered(value_and_gradient, ROWS, jax.ShapeDtypeStruct((3, 2), np.float32), platform="cuda")
+        return f"@jax_baracuda.{sums}(" in text
+
+    edges = np.array([1, 0, 2, 1]), np.array([0, 1, 1, 2]), 3
+    assert not sums_by_kernels(*edges)
+    assert sums_by_kernels(*edges, deterministic=True)
+    assert sums_by_kernels(*edges, indices_are_sorted=True)
+    assert sums_by_kernels(plan=jb.segment_plan(edges[1], 3, edges[0], 4))
+    assert not sums_by_kernels(*edges, indices_are_sorted=True, implementation="xla")
+    with pytest.raises(ValueError, match="implementation='xla' is asked for and deterministic=True"):
+        sums_by_kernels(*edges, deterministic=True, implementation="xla")
+
+
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["vector", "matrix"])
 def test_plain_gradient_of_take_rows_on_gpus(cuda_module: None, shape: tuple[int, ...]) -> None:
     """What asks for an order by itself does not where plain JAX is asked for."""
@@ -527,6 +553,28 @@ class TestSharding:
             expected = program(dest, source, d_output, np.int32(start), "kernel")
             for got, want in zip(jax.tree.leaves(compiled(*operands, start)), jax.tree.leaves(expected), strict=True):
                 np.testing.assert_array_equal(got, want, str(start))
+
+    @pytest.mark.parametrize("name", ["segment_sum", "gather_segment_sum"])
+    def test_tables_leave_split_reductions_to_kernels(
+        self, monkeypatch: pytest.MonkeyPatch, mesh: jax.sharding.Mesh, name: str
+    ) -> None:
+        """XLA's partitioner might gather their operands."""
+        table = TuningTable((Row(cases.PLATFORM, name, "xla", 0.5),))
+        monkeypatch.setattr(selection, "packaged_table", lambda: table)
+        num = len(jax.devices())
+
+        rows = np.ones((2 * num, 2), np.float32), np.arange(2 * num, dtype=np.int32) % 3
+        data, ids = (jax.device_put(x, NamedSharding(mesh, P("a"))) for x in rows)
+        of_edges = (ids,) if name.startswith("gather") else ()
+
+        def has_kernel(asked_for: str | None) -> bool:
+            def call(data: Any, ids: Any) -> Any:
+                return getattr(jb, name)(data, *of_edges, ids, 3, implementation=asked_for)
+
+            return f'"jax_baracuda.{name}"' in jax.jit(call).lower(data, ids).compile().as_text()
+
+        assert has_kernel(None)
+        assert not has_kernel("xla")
 
     @pytest.mark.parametrize("name", ["rope", "causal_conv1d", "where"])
     def test_others_in_shard_map(self, rng: np.random.Generator, name: str) -> None:

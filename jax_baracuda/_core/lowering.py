@@ -74,6 +74,9 @@ def _lower(
     is_split = not has_empty_array and (automatic_axis is not None or jax_versions.partitioner_splits(axis_context))
     if has_empty_array and jax_versions.is_in_shard_map(axis_context):
         runs_kernel = False  # XLA loses calls of empty arrays there
+    elif is_split and call.asks_table and call.resolve(op.reduction_dims) and not op.shards_reference:
+        # XLA's partitioner might gather the operands of plain JAX, as it knows nothing of segments and edges.
+        runs_kernel = call.unsupported_reason(platform) is None
     if not runs_kernel and not (is_split and op.shards_reference and call.has_static_shapes()):
         return _lower_reference(op, ctx, *operands, **params)
 

@@ -170,7 +170,7 @@ def operands_of(case: grid.Case, types: tuple[Any, Any], platform: str, device: 
 
 def has_choice(call: OpCall, platform: str) -> bool:
     """Whether there is a kernel, and plain JAX keeps what the op promises of memory and of its results' bits."""
-    writes_messages = call.op.name.startswith("gather_")  # edges times features
+    writes_messages = call.op.name.startswith("gather_") and platform == "cpu"  # edges times features; GPUs fuse them
     if call.unsupported_reason(platform) is not None or writes_messages:
         return False
     return platform == "cpu" or not promises_bits(call, platform) or not adds_by_scatter(call)

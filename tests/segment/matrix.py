@@ -825,11 +825,11 @@ def _call_by_edges(
 ) -> Any:
     """With the ids of edges, or with their plan."""
     gather_ids, segment_ids = ids
-    tie_break = ("tie_break",) if "tie_break" in options else ()
+    own = [name for name in ("tie_break", "deterministic") if name in options]
     if options["plan"]:
         plan = jax_baracuda.segment_plan(segment_ids, num_segments, gather_ids, arrays[-1].shape[0])
-        return function(*arrays, plan=plan, **weighted, **passed(options, *tie_break))
-    keywords = ("indices_are_sorted", "mode", *tie_break)
+        return function(*arrays, plan=plan, **weighted, **passed(options, *own))
+    keywords = ("indices_are_sorted", "mode", *own)
     return function(*arrays, gather_ids, segment_ids, num_segments, **weighted, **passed(options, *keywords))
 
 
@@ -958,7 +958,7 @@ for _name, _reduction in (("gather_segment_sum", segment_sum), ("gather_segment_
         functools.partial(
             _gather_problem, lambda options, reduction=_reduction: reduction, lambda options, sizes: numbers
         ),
-        {"weights": (ABSENT, "edge", "head")},
+        {"weights": (ABSENT, "edge", "head"), "deterministic": (ABSENT, True)},
         ({}, {"indices_are_sorted": True}, {"weights": "head"}),
         (HEADS_ARE_FEATURES,),
     )
@@ -970,7 +970,7 @@ for _name, _is_max in (("gather_segment_max", True), ("gather_segment_min", Fals
             _selection(lambda options, is_max=_is_max: _extremum(is_max, options["tie_break"] == "first", None)),
             _ties_or_special,
         ),
-        {"tie_break": (ABSENT, "first"), **VALUES},
+        {"tie_break": (ABSENT, "first"), "deterministic": (ABSENT, True), **VALUES},
         ({}, {"indices_are_sorted": True}, {"tie_break": "first"}, {"plan": True}),
     )
 # Probabilities of 16 bits are rounded before they weight rows, which bounds of float32 arithmetic do not hold.

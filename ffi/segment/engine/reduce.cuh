@@ -141,7 +141,7 @@ inline int64_t ReduceScratchBytes(Problem problem, Strategy strategy, int64_t el
 
 // Blocks of the grid that fill wide gaps.
 inline uint32_t GapBlocks(const Problem& problem, int threads) {
-  return static_cast<uint32_t>(CeilDivide(problem.batch * GapWarpsPerBatch(problem.segments), threads / 32));
+  return static_cast<uint32_t>(CeilDivide(problem.batch * GapWarpsPerBatch(problem), threads / 32));
 }
 
 // Where `kGathers`, rows come from another array.

@@ -68,7 +68,7 @@ struct TileArguments {
 // The share of the block in filling wide gaps, if it is one of the grid's first `gap_blocks`.
 template <typename Reduction, int kVec>
 __device__ __forceinline__ void FillWideGaps(const TileArguments<Reduction>& a) {
-  const int64_t warps_per_batch = GapWarpsPerBatch(a.problem.segments);
+  const int64_t warps_per_batch = GapWarpsPerBatch(a.problem);
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   const int64_t b = warp / warps_per_batch;
   if (b >= a.problem.batch) return;

@@ -94,14 +94,15 @@ def segment_attention(
             f"{name}: logits must be [E] or [E, *dims], where dims are the first dimensions of a row of data; got "
             f"logits.shape = {logits.shape} for {num_edges} edges and data.shape = {data.shape}"
         )
-    params = GatherParams(**edges.params(data, indices_are_sorted))
+    deterministic = current_selection() != "xla"
+    params = GatherParams(**edges.params(data, indices_are_sorted, deterministic))
     if plan is None:
         weights = segment_softmax(
             logits,
             edges.segment_ids,
             edges.num_segments,
             indices_are_sorted=params.indices_are_sorted,
-            deterministic=current_selection() != "xla",
+            deterministic=deterministic,
         )
     else:
         # In the order of the plan, in which the sum takes the probabilities and its gradient gives theirs.

@@ -10,6 +10,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array
+from jax_baracuda._core.guarantees import Guarantee, accumulated
+from jax_baracuda._core.selection import current_selection
 from jax_baracuda.ops.segment.cells import per_row
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits
 from jax_baracuda.ops.segment.ids import Mode, canonical_edges, static_size
@@ -48,12 +50,14 @@ class Edges:
         transposed_order = place_of_edge.at[self.transposed_order].get(mode="clip")
         return dataclasses.replace(self, edge_order=None, transposed_order=transposed_order)
 
-    def params(self, data: Array, indices_are_sorted: bool) -> dict[str, Any]:
+    def params(self, data: Array, indices_are_sorted: bool, deterministic: bool) -> dict[str, Any]:
         """The fields of :class:`GatherParams`."""
+        in_order = bool(indices_are_sorted) or self.edge_order is not None
         return {
             "num_segments": self.num_segments,
             "num_rows": data.shape[0],
-            "indices_are_sorted": bool(indices_are_sorted) or self.edge_order is not None,
+            "indices_are_sorted": in_order,
+            "deterministic": bool(deterministic) or (in_order and current_selection() != "xla"),
         }
 
 
@@ -103,6 +107,22 @@ class GatherParams:
     num_segments: int
     num_rows: int
     indices_are_sorted: bool
+    deterministic: bool
+    """Also of the sums of the gradient, whose edges may be in no order."""
+
+
+def gathered_guarantee(
+    dtype: str,
+    platform: str,
+    *,
+    deterministic: bool = False,
+    indices_are_sorted: bool = False,
+    has_plan: bool = False,
+) -> Guarantee:
+    """Kernels add in a fixed order; plain JAX, which may be picked where none is asked for, does not on GPUs."""
+    is_stable = platform == "cpu" or deterministic or indices_are_sorted or has_plan
+    guarantee = accumulated(dtype, platform)
+    return dataclasses.replace(guarantee, deterministic=is_stable, bit_stable_on_same_hardware=is_stable)
 
 
 def gather_rows(data: Array, gather_ids: Array, clips_gather_ids: bool) -> Array:

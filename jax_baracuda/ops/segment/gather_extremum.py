@@ -23,7 +23,7 @@ from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.selection import Implementation, current_selection, selectable
 from jax_baracuda.ops.segment.arguments import Mode, TieBreak
 from jax_baracuda.ops.segment.cells import gather_segments, put_back, xla_sum
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
@@ -33,6 +33,7 @@ from jax_baracuda.ops.segment.edges import (
     as_rows,
     canonicalize_edges,
     gather_rows,
+    gathered_guarantee,
     limit_of_edges,
     replicated_dims,
     replicated_dims_of_cells,
@@ -72,6 +73,7 @@ def gather_segment_max(
     indices_are_sorted: bool = False,
     mode: Mode = None,
     tie_break: TieBreak = "split",
+    deterministic: bool = False,
     plan: SegmentPlan | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
@@ -97,6 +99,9 @@ def gather_segment_max(
       tie_break: who gets the gradient where several edges attain the maximum. "split": all of them, in equal shares,
         as in JAX; the identity of an empty segment (-inf) takes part where the maximum equals it. "first": the
         lowest of these edges, all of it; `data` is then not kept for the backward pass.
+      deterministic: on GPUs, the gradients of few unsorted edges without a plan are added in an order that varies from
+        run to run, where that was faster. True: bit-equal from run to run, by a sort. Sorted edges and plans are
+        bit-equal anyway. On CPUs everything is.
       plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
         `num_segments`. Neither this call nor its gradient sorts any more.
       implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
@@ -112,8 +117,8 @@ def gather_segment_max(
         given.
 
     Numerical guarantees: exact. NaN propagates; ``max(-0, +0)`` is ``+0`` in either order; subnormal numbers are
-    numbers, not zeros. The gradient adds up in float32 (float64 for float64), in an order that ids and shapes alone
-    decide. Bit-equal from run to run.
+    numbers, not zeros. The gradient adds up in float32 (float64 for float64). Bit-equal from run to run, except for
+    gradients on GPUs as said under `deterministic`.
 
     Gradient: ``d_data[n] = sum { d_out[segment_ids[e]] * share[e] : gather_ids[e] == n }``, where the share is
     ``1 / number of tied edges`` or 1 for the winner, and exactly 0 for every other edge. A segment that holds a NaN
@@ -133,7 +138,7 @@ def gather_segment_max(
     """
     name = "gather_segment_max"
     ids = gather_ids, segment_ids, num_segments
-    return _reduce(name, _gather_segment_max, data, *ids, indices_are_sorted, mode, tie_break, plan)
+    return _reduce(name, _gather_segment_max, data, *ids, indices_are_sorted, mode, tie_break, deterministic, plan)
 
 
 @selectable
@@ -147,6 +152,7 @@ def gather_segment_min(
     indices_are_sorted: bool = False,
     mode: Mode = None,
     tie_break: TieBreak = "split",
+    deterministic: bool = False,
     plan: SegmentPlan | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
@@ -172,6 +178,9 @@ def gather_segment_min(
       tie_break: who gets the gradient where several edges attain the minimum. "split": all of them, in equal shares,
         as in JAX; the identity of an empty segment (+inf) takes part where the minimum equals it. "first": the
         lowest of these edges, all of it; `data` is then not kept for the backward pass.
+      deterministic: on GPUs, the gradients of few unsorted edges without a plan are added in an order that varies from
+        run to run, where that was faster. True: bit-equal from run to run, by a sort. Sorted edges and plans are
+        bit-equal anyway. On CPUs everything is.
       plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
         `num_segments`. Neither this call nor its gradient sorts any more.
       implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
@@ -187,8 +196,8 @@ def gather_segment_min(
         given.
 
     Numerical guarantees: exact. NaN propagates; ``min(-0, +0)`` is ``-0`` in either order; subnormal numbers are
-    numbers, not zeros. The gradient adds up in float32 (float64 for float64), in an order that ids and shapes alone
-    decide. Bit-equal from run to run.
+    numbers, not zeros. The gradient adds up in float32 (float64 for float64). Bit-equal from run to run, except for
+    gradients on GPUs as said under `deterministic`.
 
     Gradient: as that of :func:`gather_segment_max`. Derivatives of any order exist. ``jax.jvp`` and
     ``jax.jacfwd`` of this function need its twin of the same name in :mod:`jax_baracuda.forward_mode`.
@@ -203,7 +212,7 @@ def gather_segment_min(
     """
     name = "gather_segment_min"
     ids = gather_ids, segment_ids, num_segments
-    return _reduce(name, _gather_segment_min, data, *ids, indices_are_sorted, mode, tie_break, plan)
+    return _reduce(name, _gather_segment_min, data, *ids, indices_are_sorted, mode, tie_break, deterministic, plan)
 
 
 def _reduce(
@@ -216,12 +225,13 @@ def _reduce(
     indices_are_sorted: bool,
     mode: Mode,
     tie_break: TieBreak,
+    deterministic: bool,
     plan: SegmentPlan | None,
 ) -> Array:
     first_wins = first_gets_all(name, tie_break)
     data = as_rows(name, data)
     edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    params = ExtremumParams(**edges.params(data, indices_are_sorted), first_wins=first_wins)
+    params = ExtremumParams(**edges.params(data, indices_are_sorted, deterministic), first_wins=first_wins)
     return rules(params, data=data, **edges.arrays())
 
 
@@ -270,6 +280,7 @@ def _reference_backward(
     num_rows: int,
     has_plan: bool,
     shares_ties: bool,
+    **_: Any,
 ) -> tuple[Array]:
     edge_order, transposed_order, _, transposed_rows = others[:4] if has_plan else (None, None, None, None)
     edges = jnp.arange(segment_ids.shape[0], dtype=jnp.int32) if edge_order is None else edge_order
@@ -471,7 +482,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
     def transpose_winners(
         avals: Sequence[Any], d_results: Sequence[Array], *others: Array, shares_ties: bool
     ) -> Sequence[Array]:
-        flags = {"has_plan": False, "shares_ties": shares_ties}
+        flags = {"has_plan": False, "shares_ties": shares_ties, "deterministic": current_selection() != "xla"}
         return backward(d_results[0], *others, num_rows=avals[0].shape[0], **flags)
 
     # On GPUs the edges are brought into order first.
@@ -546,7 +557,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         reference=_reference_backward,
         program_on_gpu=backward_on_gpu,
         dtypes=FLOATING_DTYPES,
-        guarantee=accumulated,
+        guarantee=gathered_guarantee,
         attributes=("has_plan", "shares_ties"),
         plan_parameters=_plan_parameters_of_backward,
         replicated_dims=lambda *, has_plan, **_: replicated_dims(has_edge_order=has_plan),
@@ -629,7 +640,11 @@ def _rules(reduction: Op, with_winner: Op, backward: Op, backward_of_graphs: Op)
         if not has_plan:
             operands["segment_ids"] = as_gather_ids(operands["segment_ids"], params.num_segments)
         operands["d_winner"] = d_output if params.first_wins else _shares(d_output, residuals["winner"])
-        flags = {"has_plan": has_plan, "shares_ties": not params.first_wins}
+        flags = {
+            "has_plan": has_plan,
+            "shares_ties": not params.first_wins,
+            "deterministic": params.deterministic,
+        }
         # Which edges win is constant almost everywhere, and the gradient linear in what is left.
         operands |= {name: jax.lax.stop_gradient(operands[name]) for name in ("data", "output") if name in operands}
         operands = {name: operands[name] for name in _operands_of_backward(**flags)}

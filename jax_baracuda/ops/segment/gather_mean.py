@@ -31,6 +31,7 @@ def gather_segment_mean(
     weights: ArrayLike | None = None,
     indices_are_sorted: bool = False,
     mode: Mode = None,
+    deterministic: bool = False,
     plan: SegmentPlan | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
@@ -56,6 +57,9 @@ def gather_segment_mean(
         false, the result may hold anything.
       mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
         is dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      deterministic: on GPUs, few unsorted edges without a plan are added in an order that varies from run to run, where
+        that was faster. True: bit-equal from run to run, by a sort. Sorted edges, also for the gradient, and plans are
+        bit-equal anyway. On CPUs everything is.
       plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
         `num_segments`. Neither this call nor its gradient sorts any more.
       implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
@@ -69,9 +73,8 @@ def gather_segment_mean(
       IndexError: ids are boolean.
       ValueError: shapes do not fit, there are no rows to gather from, or both a plan and ids are given.
 
-    Numerical guarantees: terms are added in float32 (float64 for float64), in an order that ids and shapes alone
-    decide, the sum is divided there by the exact number of edges, and rounded once to the dtype. Bit-equal from run to
-    run.
+    Numerical guarantees: terms are added in float32 (float64 for float64), the sum is divided there by the exact number
+    of edges, and rounded once to the dtype. Bit-equal from run to run, except on GPUs as said under `deterministic`.
 
     Gradient: that of :func:`gather_segment_sum`, also under ``jax.vmap``, for the cotangent divided by the number of
     edges, which is rounded to the dtype. No gradient of data goes through gather ids that are out of range. Derivatives
@@ -88,7 +91,9 @@ def gather_segment_mean(
     """
     edges = gather_ids, segment_ids, num_segments
     name = "gather_segment_mean"
-    return reduce_edges(name, _gather_segment_mean, data, *edges, weights, indices_are_sorted, mode, plan)
+    return reduce_edges(
+        name, _gather_segment_mean, data, *edges, weights, indices_are_sorted, mode, deterministic, plan
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

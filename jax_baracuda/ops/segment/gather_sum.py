@@ -28,6 +28,7 @@ from jax_baracuda.ops.segment.edges import (
     as_rows,
     canonicalize_edges,
     gather_rows,
+    gathered_guarantee,
     limit_of_edges,
     replicated_dims,
     replicated_dims_of_cells,
@@ -56,6 +57,7 @@ def gather_segment_sum(
     weights: ArrayLike | None = None,
     indices_are_sorted: bool = False,
     mode: Mode = None,
+    deterministic: bool = False,
     plan: SegmentPlan | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
@@ -80,6 +82,9 @@ def gather_segment_sum(
         false, the result may hold anything.
       mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
         is dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      deterministic: on GPUs, few unsorted edges without a plan are added in an order that varies from run to run, where
+        that was faster. True: bit-equal from run to run, by a sort. Sorted edges, also for the gradient, and plans are
+        bit-equal anyway. On CPUs everything is.
       plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
         `num_segments`. Neither this call nor its gradient sorts any more.
       implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
@@ -93,8 +98,8 @@ def gather_segment_sum(
       IndexError: ids are boolean.
       ValueError: shapes do not fit, there are no rows to gather from, or both a plan and ids are given.
 
-    Numerical guarantees: terms are added in float32 (float64 for float64), in an order that ids and shapes alone
-    decide, and the sum is rounded once to the dtype. Bit-equal from run to run.
+    Numerical guarantees: terms are added in float32 (float64 for float64), and the sum is rounded once to the dtype.
+    Bit-equal from run to run, except on GPUs as said under `deterministic`.
 
     Gradient: ``d_data[n] = sum { weights[e] * d_out[segment_ids[e]] : gather_ids[e] == n }``, which is the same kernel
     over the edges of each row, and ``d_weights[e] = sum(data[gather_ids[e]] * d_out[segment_ids[e]])`` over the
@@ -113,7 +118,7 @@ def gather_segment_sum(
     """
     edges = gather_ids, segment_ids, num_segments
     name = "gather_segment_sum"
-    return reduce_edges(name, gathered_sum, data, *edges, weights, indices_are_sorted, mode, plan)
+    return reduce_edges(name, gathered_sum, data, *edges, weights, indices_are_sorted, mode, deterministic, plan)
 
 
 def reduce_edges(
@@ -126,12 +131,13 @@ def reduce_edges(
     weights: ArrayLike | None,
     indices_are_sorted: bool,
     mode: Mode,
+    deterministic: bool,
     plan: SegmentPlan | None,
 ) -> Array:
     """Applies a weighted reduction to the rows that edges gather."""
     data = as_rows(name, data)
     edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    params = GatherParams(**edges.params(data, indices_are_sorted))
+    params = GatherParams(**edges.params(data, indices_are_sorted, deterministic))
     if weights is None:
         return rules(params, data=data, **edges.arrays())
     weights = as_array(name, "weights", weights)
@@ -288,12 +294,13 @@ def _transpose_dot(
     gather_ids: Array,
     segment_ids: Array,
     *edge_order: Array,
+    deterministic: bool,
     **_: Any,
 ) -> Sequence[Array]:
     """With respect to the cells: the weighted sum."""
     weights = d_outputs[0].astype(data.dtype)
     params = {"indices_are_sorted": False, "clips_gather_ids": True, "is_wide": False}
-    flags = {"has_weights": True, "has_edge_order": bool(edge_order)}
+    flags = {"has_weights": True, "has_edge_order": bool(edge_order), "deterministic": deterministic}
     return GATHER_SEGMENT_SUM(
         data, gather_ids, segment_ids, weights, *edge_order, num_segments=avals[0].shape[0], **params, **flags
     )
@@ -330,7 +337,7 @@ GATHER_SEGMENT_SUM = Op(
     result_dtypes=lambda data, *_, is_wide, **__: [accumulation_dtype(data.dtype) if is_wide else data.dtype],
     reference=_reference,
     dtypes=FLOATING_DTYPES,
-    guarantee=accumulated,
+    guarantee=gathered_guarantee,
     attributes=("indices_are_sorted", "clips_gather_ids", "is_wide", "has_weights", "has_edge_order"),
     plan_parameters=_plan_parameters,
     replicated_dims=replicated_dims_of_cells,
@@ -427,6 +434,7 @@ def sum_gathered(
         edge_order,
         num_segments=params.num_segments,
         indices_are_sorted=params.indices_are_sorted,
+        deterministic=params.deterministic,
         is_wide=is_wide,
     )
 
@@ -477,6 +485,7 @@ def gradient_of_sum(
         num_graph_dims=num_joined,
         num_segments=params.num_rows,
         indices_are_sorted=has_plan and num_joined == 0,  # the orders of several plans make none together
+        deterministic=params.deterministic,
         clips_gather_ids=False,
     )
     if weights is None:
@@ -485,7 +494,7 @@ def gradient_of_sum(
 
     def gradient_of_weights(*arrays: Array) -> Array:
         d_output, *edges = arrays
-        flags = {"is_wide": False, "has_edge_order": bool(orders)}
+        flags = {"is_wide": False, "has_edge_order": bool(orders), "deterministic": params.deterministic}
         return GATHER_SEGMENT_DOT(d_output, data, *edges, **flags)[0]
 
     arrays = d_output, gather_ids, segment_ids, *orders
