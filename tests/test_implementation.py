@@ -258,7 +258,7 @@ def test_plain_jax_cannot_promise_an_order_on_gpus(cuda_module: None, name: str)
 
 @pytest.mark.parametrize("name", ["gather_segment_sum", "gather_segment_mean", "gather_segment_max"])
 def test_sums_of_gathered_rows_keep_their_order(monkeypatch: pytest.MonkeyPatch, cuda_module: None, name: str) -> None:
-    """On GPUs a table can pick plain JAX for unsorted edges without a plan, unless an order is asked for; never else."""
+    """On GPUs tables pick plain JAX for no sums but of unsorted edges without a plan, where no order is asked for."""
     ops = "gather_segment_sum", "gather_segment_max_backward", "segment_sum", "segment_order"
     table = TuningTable(tuple(Row("cuda", op, "xla", 0.5) for op in ops))
     monkeypatch.setattr(selection, "packaged_table", lambda: table)
