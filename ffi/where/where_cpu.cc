@@ -194,7 +194,11 @@ class Blocks {
     if (strategy_ != Strategy::kPeriodic) return;
     period_ = repetition_.IsScalar() ? 1 : repetition_.size[0];
     if (period_ == 0) return;  // there is no element
-    for (int64_t i = 0; i < kBlockElements<T> + period_; ++i) buffer_[i] = data_[i % period_];
+    std::copy_n(data_, period_, buffer_);
+    const int64_t total = kBlockElements<T> + period_;
+    for (int64_t filled = period_; filled < total; filled *= 2) {
+      std::copy_n(buffer_, std::min(filled, total - filled), buffer_ + filled);
+    }
   }
 
   // `count` elements, at most kBlockElements<T>, from the element `first` of the output on.

@@ -182,6 +182,10 @@ JB_INLINE void WithWidth(int64_t width, const Body& body) {
   switch (width) {
     case 1:
       return body(std::integral_constant<int64_t, 1>{});
+    case 2:
+      return body(std::integral_constant<int64_t, 2>{});
+    case 3:
+      return body(std::integral_constant<int64_t, 3>{});
     case 4:
       return body(std::integral_constant<int64_t, 4>{});
     case 8:
