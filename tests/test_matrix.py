@@ -128,8 +128,9 @@ def _cases(op: str) -> list[Case]:
     cases = cover(op, num_devices() > 1, SEED)
     bare = [case for case in cases if not case.options and case.batch == "none"]
     on_one_device = [case for case in bare if case.sharding == "single"]
-    left_out = [case for i, case in enumerate(on_one_device) if i % BARE_STRIDE]
-    return [case for i, case in enumerate(cases) if i % STRIDE == 0 or (case in bare and case not in left_out)]
+    split = [case for case in bare if case.sharding != "single"]
+    drawn = {*cases[::STRIDE], *split, *on_one_device[::BARE_STRIDE]}
+    return [case for case in cases if case in drawn]
 
 
 def _chunks() -> list[tuple[str, int]]:

@@ -248,8 +248,10 @@ def test_plain_form_is_dynamic_update_slice(rng: np.random.Generator, spec: P) -
 
     def instructions(write: Any) -> list[str]:
         def append(cache: Any, rows: Any) -> Any:
-            body = lambda step, cache: write(cache, rows[step], (0, step, 0))  # noqa: E731
-            return jax.lax.fori_loop(0, CACHE[1], body, cache)
+            def write_row(step: Any, cache: Any) -> Any:
+                return write(cache, rows[step], (0, step, 0))
+
+            return jax.lax.fori_loop(0, CACHE[1], write_row, cache)
 
         text = jax.jit(append).lower(cache, rows).compile().as_text()
         return sorted(re.findall(r" = (\S+ [\w-]+)\(", text))

@@ -10,7 +10,6 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array
-from jax_baracuda._core.guarantees import Guarantee, accumulated
 from jax_baracuda._core.selection import current_selection
 from jax_baracuda.ops.segment.cells import per_row
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits
@@ -109,20 +108,6 @@ class GatherParams:
     indices_are_sorted: bool
     deterministic: bool
     """Also of the sums of the gradient, whose edges may be in no order."""
-
-
-def gathered_guarantee(
-    dtype: str,
-    platform: str,
-    *,
-    deterministic: bool = False,
-    indices_are_sorted: bool = False,
-    has_plan: bool = False,
-) -> Guarantee:
-    """Kernels add in a fixed order; plain JAX, which may be picked where none is asked for, does not on GPUs."""
-    is_stable = platform == "cpu" or deterministic or indices_are_sorted or has_plan
-    guarantee = accumulated(dtype, platform)
-    return dataclasses.replace(guarantee, deterministic=is_stable, bit_stable_on_same_hardware=is_stable)
 
 
 def gather_rows(data: Array, gather_ids: Array, clips_gather_ids: bool) -> Array:

@@ -26,14 +26,13 @@ from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, current_selection, selectable
 from jax_baracuda.ops.segment.arguments import Mode, TieBreak
 from jax_baracuda.ops.segment.cells import gather_segments, put_back, xla_sum
-from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
+from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters, sum_guarantee
 from jax_baracuda.ops.segment.edges import (
     GatherParams,
     as_gather_ids,
     as_rows,
     canonicalize_edges,
     gather_rows,
-    gathered_guarantee,
     limit_of_edges,
     replicated_dims,
     replicated_dims_of_cells,
@@ -557,7 +556,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         reference=_reference_backward,
         program_on_gpu=backward_on_gpu,
         dtypes=FLOATING_DTYPES,
-        guarantee=gathered_guarantee,
+        guarantee=sum_guarantee,
         attributes=("has_plan", "shares_ties"),
         plan_parameters=_plan_parameters_of_backward,
         replicated_dims=lambda *, has_plan, **_: replicated_dims(has_edge_order=has_plan),

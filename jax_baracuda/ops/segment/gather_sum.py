@@ -17,10 +17,10 @@ from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.selection import Implementation, current_selection, selectable
 from jax_baracuda.ops.segment.arguments import Mode
 from jax_baracuda.ops.segment.cells import gather_segments, per_row, xla_sum
-from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
+from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters, sum_guarantee
 from jax_baracuda.ops.segment.edges import (
     Edges,
     GatherParams,
@@ -28,7 +28,6 @@ from jax_baracuda.ops.segment.edges import (
     as_rows,
     canonicalize_edges,
     gather_rows,
-    gathered_guarantee,
     limit_of_edges,
     replicated_dims,
     replicated_dims_of_cells,
@@ -337,7 +336,7 @@ GATHER_SEGMENT_SUM = Op(
     result_dtypes=lambda data, *_, is_wide, **__: [accumulation_dtype(data.dtype) if is_wide else data.dtype],
     reference=_reference,
     dtypes=FLOATING_DTYPES,
-    guarantee=gathered_guarantee,
+    guarantee=sum_guarantee,
     attributes=("indices_are_sorted", "clips_gather_ids", "is_wide", "has_weights", "has_edge_order"),
     plan_parameters=_plan_parameters,
     replicated_dims=replicated_dims_of_cells,
@@ -447,16 +446,20 @@ def sum_edges(
     edge_order: Array | None = None,
     *,
     num_graph_dims: int = 0,
+    indices_are_sorted: bool,
+    deterministic: bool = False,
     clips_gather_ids: bool = True,
     is_wide: bool = False,
     **params: Any,
 ) -> Array:
     """Calls the kernel with the operands that there are, for one graph or for all that these dimensions number."""
+    deterministic = deterministic or (indices_are_sorted and current_selection() != "xla")
     edge_order = None if weights is None else edge_order  # edges differ by their weights alone
     operands = {"data": data, "gather_ids": gather_ids, "segment_ids": segment_ids}
     operands |= {name: x for name, x in (("weights", weights), ("edge_order", edge_order)) if x is not None}
     flags = {"has_weights": weights is not None, "has_edge_order": edge_order is not None}
     flags |= {"clips_gather_ids": clips_gather_ids, "is_wide": is_wide}
+    flags |= {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic}
     ops = GATHER_SEGMENT_SUM, GATHER_SEGMENT_SUM_OF_GRAPHS
     return sum_over_graphs(*ops, num_graph_dims, operands, **params, **flags)
 

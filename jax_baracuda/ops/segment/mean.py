@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.selection import Implementation, current_selection, selectable
+from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
@@ -247,9 +247,7 @@ def _mean_rows(
     if order is None:
         return SEGMENT_MEAN(data, segment_ids, **vars(params))
     sizes = {"num_segments": params.num_segments, "indices_are_sorted": True}
-    deterministic = current_selection() != "xla"
-    total = sum_edges(data, order, sorted_ids, is_wide=True, deterministic=deterministic, **sizes)
-    count = count_rows(sorted_ids, **sizes)
+    total, count = sum_edges(data, order, sorted_ids, is_wide=True, **sizes), count_rows(sorted_ids, **sizes)
     return divided_by_counts(total, count).astype(data.dtype), count
 
 

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.guarantees import EXACT
-from jax_baracuda._core.selection import Implementation, current_selection, selectable
+from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import MeshAxes
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -244,9 +244,7 @@ def _sum_rows(
     """The sums, in the order of a plan where there is one."""
     if order is None:
         return SEGMENT_SUM(data, segment_ids, **vars(params))[0]
-    sorted_edges = data, order, sorted_ids
-    flags = {"indices_are_sorted": True, "deterministic": current_selection() != "xla"}
-    return sum_edges(*sorted_edges, num_segments=params.num_segments, **flags)
+    return sum_edges(data, order, sorted_ids, num_segments=params.num_segments, indices_are_sorted=True)
 
 
 def _forward(params: SumParams, *, data: Array, segment_ids: Array, **order: Array) -> tuple[Array, Array]:

@@ -236,8 +236,7 @@ def _transpose_gather(
 
     def transpose(d_taken: Array, ids: Array, *order: Array) -> Array:
         if order:
-            flags = {"indices_are_sorted": True, "deterministic": implementation != "xla"}
-            return sum_edges(d_taken, *order, num_segments=num_rows, **flags)
+            return sum_edges(d_taken, *order, num_segments=num_rows, indices_are_sorted=True)
         return sum_taken_rows(d_taken, ids, num_rows=num_rows, **params)
 
     arrays = ad.instantiate_zeros(d_taken), ids, *order
