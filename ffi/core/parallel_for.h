@@ -83,9 +83,9 @@ __attribute__((noinline)) inline void ParallelFor(xla::ffi::ThreadPool& pool, in
 }
 
 // How many chunks to cut `total_bytes` of work into: enough to keep the pool busy, none so small that waking a thread
-// costs more than the work.
+// costs more than the work, which is about 20 microseconds.
 inline int64_t ChunksFor(const xla::ffi::ThreadPool& pool, int64_t total_bytes) {
-  constexpr int64_t kMinBytesPerChunk = 64 * 1024;
+  constexpr int64_t kMinBytesPerChunk = 256 * 1024;
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
   return std::clamp<int64_t>(total_bytes / kMinBytesPerChunk, 1, 4 * threads);
 }

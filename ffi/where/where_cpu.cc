@@ -294,7 +294,7 @@ void Select(ffi::ThreadPool& pool, const SelectCall& call) {
   T* const output = static_cast<T*>(call.output);
   const int64_t bytes = call.size * static_cast<int64_t>(sizeof(T));
   AdviseHugePages(output, bytes);
-  ForEachRange(pool, call.size, 2 * bytes, [&](int64_t begin, int64_t end) {
+  ForEachRange(pool, call.size, bytes, [&](int64_t begin, int64_t end) {
     Blocks<T> a(call.a), b(call.b);
     Blocks<uint8_t> cond(call.cond);
     ForEachBlock<T>(begin, end, [&](int64_t first, int64_t count) {

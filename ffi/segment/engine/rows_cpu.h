@@ -21,6 +21,8 @@
 //   Write(count, first_cell, counts, cells)   the results from cell `first_cell` of [batch, segments, features] on;
 //                                             counts[0] is the number of rows in the segment of that cell, counts[1] in
 //                                             the next one (only if the caller of ReduceAll asked for counts)
+//   ResultCells()                             the results as cells, if they can hold them until they are written;
+//                                             otherwise nullptr
 #pragma once
 
 #include <algorithm>
@@ -47,6 +49,7 @@
 namespace jax_baracuda::segment {
 
 inline constexpr int64_t kNarrowRowBytes = 64;
+inline constexpr int64_t kLeastWorkOfRow = 32;  // as many bytes, whatever its width
 inline constexpr int64_t kNearCacheBytes = 4 * 1024 * 1024;
 inline constexpr int64_t kMinRowsPerCellRow = 2;  // of a range's own cells, which must also be set up and merged
 inline constexpr int64_t kMinRowsPerRoundedCellRow = 8;
@@ -188,6 +191,12 @@ JB_INLINE void WithWidth(int64_t width, const Body& body) {
       return body(std::integral_constant<int64_t, 3>{});
     case 4:
       return body(std::integral_constant<int64_t, 4>{});
+    case 5:
+      return body(std::integral_constant<int64_t, 5>{});
+    case 6:
+      return body(std::integral_constant<int64_t, 6>{});
+    case 7:
+      return body(std::integral_constant<int64_t, 7>{});
     case 8:
       return body(std::integral_constant<int64_t, 8>{});
     default:
@@ -210,6 +219,12 @@ struct Cells {
 
 template <typename Reduction>
 using CellsOf = Cells<typename Reduction::First, typename Reduction::Second>;
+
+// Numbers of cells as results, which may be where they are already.
+template <typename Number>
+JB_INLINE void CopyNumbers(const Number* from, int64_t count, Number* to) {
+  if (from != to) std::copy_n(from, count, to);
+}
 
 template <typename Reduction>
 class CellMemory {
@@ -386,18 +401,20 @@ JB_CPU_CLONES bool ReduceGrouped(const Problem problem, const Block block, const
   const int64_t features = problem.features, width = block.feature_end - block.feature_begin;
   CellMemory<Reduction> memory;
   if (!memory.Allocate(width)) return false;
-  const CellsOf<Reduction> cells = memory.cells();
+  const CellsOf<Reduction> results = reduction.ResultCells();
   const auto rows = all_rows.At(problem, block.batch, block.feature_begin);
   const auto prefetch = [&](int32_t row) __attribute__((always_inline)) { rows.Prefetch(row, features, width); };
   for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
     const int64_t group = segment - block.segment_begin, segment_index = block.batch * problem.segments + segment;
     const int32_t begin = grouped.Begin(group), end = grouped.End(group), count = end - begin;
+    const int64_t first_cell = segment_index * features + block.feature_begin;
+    const CellsOf<Reduction> cells = results.first == nullptr ? memory.cells() : results + first_cell;
     reduction.Start(width, cells);
     ForEachGroupedRow(grouped, begin, end, prefetch, [&](int32_t row) __attribute__((always_inline)) {
       rows.Fold(reduction, row, features, width, cells);
     });
     if (row_counts != nullptr && block.feature_begin == 0) row_counts[segment_index] = count;
-    reduction.Write(width, segment_index * features + block.feature_begin, &count, cells);
+    reduction.Write(width, first_cell, &count, cells);
   }
   return true;
 }
@@ -543,15 +560,19 @@ template <typename Reduction>
 bool ReduceInOrder(ffi::ThreadPool& pool, const Problem& problem, int64_t num_ranges, const Reduction& reduction,
                    int32_t* row_counts, FoldRange<Reduction> fold) {
   const int64_t cells_per_batch = problem.segments * problem.features;
+  const CellsOf<Reduction> results = reduction.ResultCells();  // of the first range, if there are any
+  const int64_t ranges_in_memory = results.first == nullptr ? num_ranges : num_ranges - 1;
   CellMemory<Reduction> memory;
   std::unique_ptr<int32_t[]> later_counts;
-  if (!memory.Allocate(problem.batch * num_ranges * cells_per_batch)) return false;
+  if (!memory.Allocate(problem.batch * ranges_in_memory * cells_per_batch)) return false;
   if (row_counts != nullptr) {
     later_counts = Allocate<int32_t>(problem.batch * (num_ranges - 1) * problem.segments);
     if (later_counts == nullptr) return false;
   }
   const auto cells_of = [&](int64_t batch, int64_t range) {
-    return memory.cells() + (batch * num_ranges + range) * cells_per_batch;
+    const int64_t range_in_memory = range - (num_ranges - ranges_in_memory);
+    return range_in_memory < 0 ? results + batch * cells_per_batch
+                               : memory.cells() + (batch * ranges_in_memory + range_in_memory) * cells_per_batch;
   };
   const auto counts_of = [&](int64_t batch, int64_t range) -> int32_t* {
     if (row_counts == nullptr) return nullptr;
@@ -622,7 +643,8 @@ bool ReduceAll(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, co
   const Strategy strategy = ChooseStrategy<Reduction>(problem, row_counts != nullptr);
   if (strategy == Strategy::kNothing) return true;
   const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(typename Reduction::Element));
-  const int64_t num_threads = NumThreads(pool, problem.batch * (problem.rows + problem.segments) * row_bytes);
+  const int64_t work_of_row = std::max(row_bytes, kLeastWorkOfRow);
+  const int64_t num_threads = NumThreads(pool, problem.batch * (problem.rows + problem.segments) * work_of_row);
   if (strategy != Strategy::kGroupBySegment) {
     const auto fold = [&](int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<Reduction> cells,
                           int32_t* counts) {

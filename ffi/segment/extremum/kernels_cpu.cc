@@ -33,6 +33,8 @@ struct ArgExtremum {
   int32_t no_row;  // what an empty segment gets
   int32_t* winner;
 
+  JB_INLINE CellsOf<ArgExtremum> ResultCells() const { return {nullptr, nullptr}; }
+
   JB_INLINE void Start(int64_t count, CellsOf<ArgExtremum> cells) const {
     std::fill_n(cells.first, count, ArgCell<First>{}.best);
     std::fill_n(cells.second, count, ArgCell<First>{}.row);

@@ -52,6 +52,11 @@ struct Extremum {
   BitsOf<T> flip;
   T* output;
 
+  JB_INLINE CellsOf<Extremum> ResultCells() const {
+    if constexpr (std::is_same_v<T, First>) return {output, nullptr};
+    return {nullptr, nullptr};
+  }
+
   JB_INLINE void Start(int64_t count, CellsOf<Extremum> cells) const {
     std::fill_n(cells.first, count, MaxIdentity<First>());
   }
@@ -89,6 +94,11 @@ struct ExtremumWithWinner {
   bool first_wins;
   T* output;
   int32_t* winner;
+
+  JB_INLINE CellsOf<ExtremumWithWinner> ResultCells() const {
+    if constexpr (std::is_same_v<T, First>) return {output, winner};
+    return {nullptr, nullptr};
+  }
 
   JB_INLINE void Start(int64_t count, CellsOf<ExtremumWithWinner> cells) const {
     std::fill_n(cells.first, count, MaxIdentity<First>());

@@ -20,6 +20,10 @@ struct GatherSum {
   void* output;
   bool is_wide;
 
+  JB_INLINE CellsOf<GatherSum> ResultCells() const {
+    return {is_wide || std::is_same_v<T, First> ? static_cast<First*>(output) : nullptr, nullptr};
+  }
+
   JB_INLINE void Start(int64_t count, CellsOf<GatherSum> cells) const { std::fill_n(cells.first, count, First{0}); }
 
   JB_INLINE void Fold(const T* values, int32_t /*edge*/, int64_t width, CellsOf<GatherSum> cells) const {
@@ -58,8 +62,8 @@ struct GatherSum {
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t*, CellsOf<GatherSum> cells) const {
-    if (is_wide) {
-      std::copy_n(cells.first, count, static_cast<First*>(output) + first_cell);
+    if (is_wide || std::is_same_v<T, First>) {
+      CopyNumbers(cells.first, count, static_cast<First*>(output) + first_cell);
     } else {
       T* const to = static_cast<T*>(output) + first_cell;
       JB_VECTORIZE

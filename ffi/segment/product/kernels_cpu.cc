@@ -153,6 +153,8 @@ struct FloatingProduct {
   First* mantissa;  // with `packed` the residual, or nullptr
   int32_t* packed;
 
+  JB_INLINE CellsOf<FloatingProduct> ResultCells() const { return {mantissa, packed}; }
+
   JB_INLINE void Start(int64_t count, CellsOf<FloatingProduct> cells) const {
     std::fill_n(cells.first, count, First{1});
     std::fill_n(cells.second, count, 0);
@@ -188,8 +190,8 @@ struct FloatingProduct {
     JB_VECTORIZE
     for (int64_t i = 0; i < count; ++i) Store(Value(cells.first[i], cells.second[i]), to + i);
     if (mantissa == nullptr) return;
-    std::copy_n(cells.first, count, mantissa + first_cell);
-    std::copy_n(cells.second, count, packed + first_cell);
+    CopyNumbers(cells.first, count, mantissa + first_cell);
+    CopyNumbers(cells.second, count, packed + first_cell);
   }
 };
 
@@ -202,6 +204,8 @@ struct IntegerProduct {
   static constexpr bool kRounds = false, kHoldsRuns = true;
 
   T* output;
+
+  JB_INLINE CellsOf<IntegerProduct> ResultCells() const { return {output, nullptr}; }
 
   JB_INLINE void Start(int64_t count, CellsOf<IntegerProduct> cells) const { std::fill_n(cells.first, count, T{1}); }
 
@@ -217,7 +221,7 @@ struct IntegerProduct {
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/,
                        CellsOf<IntegerProduct> cells) const {
-    std::copy_n(cells.first, count, output + first_cell);
+    CopyNumbers(cells.first, count, output + first_cell);
   }
 };
 

@@ -33,6 +33,8 @@ struct Maximum {
 
   First* output;
 
+  JB_INLINE CellsOf<Maximum> ResultCells() const { return {output, nullptr}; }
+
   JB_INLINE void Start(int64_t count, CellsOf<Maximum> cells) const {
     std::fill_n(cells.first, count, -std::numeric_limits<First>::infinity());
   }
@@ -56,7 +58,7 @@ struct Maximum {
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, CellsOf<Maximum> cells) const {
-    std::copy_n(cells.first, count, output + first_cell);
+    CopyNumbers(cells.first, count, output + first_cell);
   }
 };
 
@@ -69,6 +71,8 @@ struct ComputedSum {
 
   C* output;
 
+  JB_INLINE CellsOf<ComputedSum> ResultCells() const { return {output, nullptr}; }
+
   JB_INLINE void Start(int64_t count, CellsOf<ComputedSum> cells) const { std::fill_n(cells.first, count, C{0}); }
 
   JB_INLINE void Merge(int64_t count, CellsOf<ComputedSum> later, CellsOf<ComputedSum> cells) const {
@@ -77,7 +81,7 @@ struct ComputedSum {
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, CellsOf<ComputedSum> cells) const {
-    std::copy_n(cells.first, count, output + first_cell);
+    CopyNumbers(cells.first, count, output + first_cell);
   }
 };
 

@@ -22,6 +22,13 @@ struct Sum {
   int64_t features;
   bool is_mean;
 
+  JB_INLINE CellsOf<Sum> ResultCells() const {
+    if constexpr (std::is_same_v<T, First>) {
+      if (!is_mean) return {output, nullptr};
+    }
+    return {nullptr, nullptr};
+  }
+
   JB_INLINE void Start(int64_t count, CellsOf<Sum> cells) const { std::fill_n(cells.first, count, First{0}); }
 
   JB_INLINE void Fold(const T* values, int32_t /*row*/, int64_t width, CellsOf<Sum> cells) const {
@@ -36,6 +43,9 @@ struct Sum {
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* counts, CellsOf<Sum> cells) const {
     T* const to = output + first_cell;
+    if constexpr (std::is_same_v<T, First>) {
+      if (!is_mean) return CopyNumbers(cells.first, count, to);
+    }
     if (!kIsFloating<T> || !is_mean) {
       JB_VECTORIZE
       for (int64_t i = 0; i < count; ++i) Store(cells.first[i], to + i);
@@ -45,13 +55,18 @@ struct Sum {
         Store(cells.first[i] / static_cast<First>(std::max(counts[i], 1)), to + i);
       }
     } else {
-      for (int64_t begin = 0; begin < count;) {
-        const int64_t end = std::min(count, begin + features - (first_cell + begin) % features);
-        const First rows = static_cast<First>(std::max(*counts++, 1));
-        JB_VECTORIZE
-        for (int64_t i = begin; i < end; ++i) Store(cells.first[i] / rows, to + i);
-        begin = end;
-      }
+      WithWidth(features, [&](auto width) __attribute__((always_inline)) {
+        int64_t done = 0;
+        const auto divide = [&](auto cells_of_segment) __attribute__((always_inline)) {
+          const First rows = static_cast<First>(std::max(*counts++, 1));
+          for (int64_t i = 0; i < cells_of_segment; ++i) Store(cells.first[done + i] / rows, to + done + i);
+          done += cells_of_segment;
+        };
+        const int64_t into_first = first_cell % width;
+        if (into_first > 0) divide(std::min<int64_t>(width - into_first, count));
+        while (done + width <= count) divide(width);
+        if (done < count) divide(count - done);
+      });
     }
   }
 };

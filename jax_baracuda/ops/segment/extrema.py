@@ -115,14 +115,16 @@ def reference_winner(extremum: Extremum, data: Array, ids: Array, output: Array,
         return jnp.full(output.shape, NO_WINNER, jnp.int32)
     extrema, is_member = gather_segments(output, ids)
     attains = is_member & (data == extrema)
-    none = jnp.iinfo(jnp.int32).max
-    first = xla_min(jnp.where(attains, row_numbers(data), none), ids, num_segments)
-    first = jnp.where(first == none, NO_WINNER, first)
     if first_wins:
-        return first
-    members = xla_sum(attains.astype(jnp.int32), ids, num_segments)
-    members += output == extremum.identity(output.dtype)
-    return jnp.where(members > 1, -members, first)
+        none = jnp.iinfo(jnp.int32).max
+        first = xla_min(jnp.where(attains, row_numbers(data), none), ids, num_segments)
+        return jnp.where(first == none, NO_WINNER, first)
+    # In one scatter: where one row attains the extremum, the sum of the numbers of such rows is its number.
+    of_rows = jnp.stack([attains.astype(jnp.int32), jnp.where(attains, row_numbers(data), 0)], axis=-1)
+    of_cells = xla_sum(of_rows, ids, num_segments)
+    attaining, sole = of_cells[..., 0], of_cells[..., 1]
+    members = attaining + (output == extremum.identity(output.dtype))
+    return jnp.where(members > 1, -members, jnp.where(attaining == 1, sole, NO_WINNER))
 
 
 def reference_gradient(d_output: Array, winner: Array, ids: Array, *data_and_output: Array) -> Array:
