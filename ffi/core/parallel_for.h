@@ -83,7 +83,7 @@ __attribute__((noinline)) inline void ParallelFor(xla::ffi::ThreadPool& pool, in
 }
 
 // How many chunks to cut `total_bytes` of work into: enough to keep the pool busy, none so small that waking a thread
-// costs more than the work, which is about 20 microseconds.
+// (some 20 microseconds) costs more than the work.
 inline int64_t ChunksFor(const xla::ffi::ThreadPool& pool, int64_t total_bytes) {
   constexpr int64_t kMinBytesPerChunk = 256 * 1024;
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());

@@ -220,10 +220,22 @@ struct Cells {
 template <typename Reduction>
 using CellsOf = Cells<typename Reduction::First, typename Reduction::Second>;
 
-// Numbers of cells as results, which may be where they are already.
-template <typename Number>
-JB_INLINE void CopyNumbers(const Number* from, int64_t count, Number* to) {
-  if (from != to) std::copy_n(from, count, to);
+// The cells that lie at results, where these have the type of a cell's first number; else none.
+template <typename Reduction, typename T>
+JB_INLINE CellsOf<Reduction> CellsAt(T* first, typename Reduction::Second* second = nullptr) {
+  if constexpr (std::is_same_v<T, typename Reduction::First>) return {first, second};
+  return {nullptr, nullptr};
+}
+
+// Writes numbers of cells as results, unless they lie there already.
+template <typename Number, typename T>
+JB_INLINE void WriteNumbers(const Number* from, int64_t count, T* to) {
+  if constexpr (std::is_same_v<Number, T>) {
+    if (from != to) std::copy_n(from, count, to);
+  } else {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) Store(from[i], to + i);
+  }
 }
 
 template <typename Reduction>

@@ -52,10 +52,7 @@ struct Extremum {
   BitsOf<T> flip;
   T* output;
 
-  JB_INLINE CellsOf<Extremum> ResultCells() const {
-    if constexpr (std::is_same_v<T, First>) return {output, nullptr};
-    return {nullptr, nullptr};
-  }
+  JB_INLINE CellsOf<Extremum> ResultCells() const { return CellsAt<Extremum>(output); }
 
   JB_INLINE void Start(int64_t count, CellsOf<Extremum> cells) const {
     std::fill_n(cells.first, count, MaxIdentity<First>());
@@ -95,10 +92,7 @@ struct ExtremumWithWinner {
   T* output;
   int32_t* winner;
 
-  JB_INLINE CellsOf<ExtremumWithWinner> ResultCells() const {
-    if constexpr (std::is_same_v<T, First>) return {output, winner};
-    return {nullptr, nullptr};
-  }
+  JB_INLINE CellsOf<ExtremumWithWinner> ResultCells() const { return CellsAt<ExtremumWithWinner>(output, winner); }
 
   JB_INLINE void Start(int64_t count, CellsOf<ExtremumWithWinner> cells) const {
     std::fill_n(cells.first, count, MaxIdentity<First>());

@@ -21,7 +21,7 @@ struct GatherSum {
   bool is_wide;
 
   JB_INLINE CellsOf<GatherSum> ResultCells() const {
-    return {is_wide || std::is_same_v<T, First> ? static_cast<First*>(output) : nullptr, nullptr};
+    return is_wide ? CellsAt<GatherSum>(static_cast<First*>(output)) : CellsAt<GatherSum>(static_cast<T*>(output));
   }
 
   JB_INLINE void Start(int64_t count, CellsOf<GatherSum> cells) const { std::fill_n(cells.first, count, First{0}); }
@@ -62,12 +62,10 @@ struct GatherSum {
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t*, CellsOf<GatherSum> cells) const {
-    if (is_wide || std::is_same_v<T, First>) {
-      CopyNumbers(cells.first, count, static_cast<First*>(output) + first_cell);
+    if (is_wide) {
+      WriteNumbers(cells.first, count, static_cast<First*>(output) + first_cell);
     } else {
-      T* const to = static_cast<T*>(output) + first_cell;
-      JB_VECTORIZE
-      for (int64_t i = 0; i < count; ++i) Store(cells.first[i], to + i);
+      WriteNumbers(cells.first, count, static_cast<T*>(output) + first_cell);
     }
   }
 };

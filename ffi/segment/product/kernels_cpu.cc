@@ -190,8 +190,8 @@ struct FloatingProduct {
     JB_VECTORIZE
     for (int64_t i = 0; i < count; ++i) Store(Value(cells.first[i], cells.second[i]), to + i);
     if (mantissa == nullptr) return;
-    CopyNumbers(cells.first, count, mantissa + first_cell);
-    CopyNumbers(cells.second, count, packed + first_cell);
+    WriteNumbers(cells.first, count, mantissa + first_cell);
+    WriteNumbers(cells.second, count, packed + first_cell);
   }
 };
 
@@ -221,7 +221,7 @@ struct IntegerProduct {
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/,
                        CellsOf<IntegerProduct> cells) const {
-    CopyNumbers(cells.first, count, output + first_cell);
+    WriteNumbers(cells.first, count, output + first_cell);
   }
 };
 

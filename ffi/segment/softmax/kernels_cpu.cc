@@ -58,7 +58,7 @@ struct Maximum {
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, CellsOf<Maximum> cells) const {
-    CopyNumbers(cells.first, count, output + first_cell);
+    WriteNumbers(cells.first, count, output + first_cell);
   }
 };
 
@@ -81,7 +81,7 @@ struct ComputedSum {
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, CellsOf<ComputedSum> cells) const {
-    CopyNumbers(cells.first, count, output + first_cell);
+    WriteNumbers(cells.first, count, output + first_cell);
   }
 };
 

@@ -22,12 +22,7 @@ struct Sum {
   int64_t features;
   bool is_mean;
 
-  JB_INLINE CellsOf<Sum> ResultCells() const {
-    if constexpr (std::is_same_v<T, First>) {
-      if (!is_mean) return {output, nullptr};
-    }
-    return {nullptr, nullptr};
-  }
+  JB_INLINE CellsOf<Sum> ResultCells() const { return is_mean ? CellsOf<Sum>{} : CellsAt<Sum>(output); }
 
   JB_INLINE void Start(int64_t count, CellsOf<Sum> cells) const { std::fill_n(cells.first, count, First{0}); }
 
@@ -43,12 +38,8 @@ struct Sum {
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* counts, CellsOf<Sum> cells) const {
     T* const to = output + first_cell;
-    if constexpr (std::is_same_v<T, First>) {
-      if (!is_mean) return CopyNumbers(cells.first, count, to);
-    }
     if (!kIsFloating<T> || !is_mean) {
-      JB_VECTORIZE
-      for (int64_t i = 0; i < count; ++i) Store(cells.first[i], to + i);
+      WriteNumbers(cells.first, count, to);
     } else if (features == 1) {
       JB_VECTORIZE
       for (int64_t i = 0; i < count; ++i) {
