@@ -98,9 +98,9 @@ def gather_segment_max(
       tie_break: who gets the gradient where several edges attain the maximum. "split": all of them, in equal shares,
         as in JAX; the identity of an empty segment (-inf) takes part where the maximum equals it. "first": the
         lowest of these edges, all of it; `data` is then not kept for the backward pass.
-      deterministic: on GPUs, the gradients of few unsorted edges without a plan are added in an order that varies from
-        run to run, where that was faster. True: bit-equal from run to run, by a sort. Sorted edges and plans are
-        bit-equal anyway. On CPUs everything is.
+      deterministic: on GPUs, the gradients of unsorted edges without a plan are added in an order that varies from run
+        to run, where that was faster: where they are few, or their rows narrow. True: bit-equal from run to run, by a
+        sort. Sorted edges and plans are bit-equal anyway. On CPUs everything is.
       plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
         `num_segments`. Neither this call nor its gradient sorts any more.
       implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
@@ -177,9 +177,9 @@ def gather_segment_min(
       tie_break: who gets the gradient where several edges attain the minimum. "split": all of them, in equal shares,
         as in JAX; the identity of an empty segment (+inf) takes part where the minimum equals it. "first": the
         lowest of these edges, all of it; `data` is then not kept for the backward pass.
-      deterministic: on GPUs, the gradients of few unsorted edges without a plan are added in an order that varies from
-        run to run, where that was faster. True: bit-equal from run to run, by a sort. Sorted edges and plans are
-        bit-equal anyway. On CPUs everything is.
+      deterministic: on GPUs, the gradients of unsorted edges without a plan are added in an order that varies from run
+        to run, where that was faster: where they are few, or their rows narrow. True: bit-equal from run to run, by a
+        sort. Sorted edges and plans are bit-equal anyway. On CPUs everything is.
       plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
         `num_segments`. Neither this call nor its gradient sorts any more.
       implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where

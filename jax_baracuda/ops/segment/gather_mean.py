@@ -57,9 +57,9 @@ def gather_segment_mean(
         false, the result may hold anything.
       mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
         is dropped. "clip": the id is clamped to ``[0, S - 1]``.
-      deterministic: on GPUs, few unsorted edges without a plan are added in an order that varies from run to run, where
-        that was faster. True: bit-equal from run to run, by a sort. Sorted edges, also for the gradient, and plans are
-        bit-equal anyway. On CPUs everything is.
+      deterministic: on GPUs, unsorted edges without a plan are added in an order that varies from run to run, where
+        that was faster: where they are few, or their rows narrow. True: bit-equal from run to run, by a sort. Sorted
+        edges, also for the gradient, and plans are bit-equal anyway. On CPUs everything is.
       plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
         `num_segments`. Neither this call nor its gradient sorts any more.
       implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
