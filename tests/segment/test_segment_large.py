@@ -13,7 +13,7 @@ from support import cases
 from support.cases import assert_same_bits
 from support.large import require_memory
 
-from jax_baracuda import segment_max, segment_sum, segment_sum_backward
+from jax_baracuda import gather_segment_max, gather_segment_sum, segment_max, segment_sum, segment_sum_backward
 
 LARGE_ROWS, LARGE_FEATURES, LARGE_SEGMENTS = 2**26 + 5, 33, 1009
 
@@ -130,3 +130,36 @@ def test_gather_of_more_than_2_31_elements() -> None:
         segment = int(ids[row])
         expected = np.asarray(d_output[segment]) if segment < LARGE_SEGMENTS else np.zeros(LARGE_FEATURES)
         np.testing.assert_array_equal(np.asarray(d_data[row]), expected)
+
+
+LARGE_EDGES, WIDE_FEATURES = 1_050_000, 2051
+"""Their product is more than 2^31, and nothing that large is in memory."""
+
+
+@pytest.mark.parametrize("name", ["sum", "max"])
+def test_more_than_2_31_products_of_edges_and_features(rng: np.random.Generator, name: str) -> None:
+    """Small integers, which are added without rounding; no two rows have the same number in a column."""
+    num_rows, num_segments = 67, 61
+    gather_ids, segment_ids = rng.integers(0, num_rows, LARGE_EDGES), rng.integers(0, num_segments - 1, LARGE_EDGES)
+    data = rng.permuted(np.tile(np.arange(num_rows) - 33.0, (WIDE_FEATURES, 1)), axis=1).T
+    d_output = rng.integers(-3, 4, (num_segments, WIDE_FEATURES)).astype(np.float64)
+    num_edges = np.zeros((num_segments, num_rows))
+    np.add.at(num_edges, (segment_ids, gather_ids), 1)
+    if name == "sum":
+        expected, d_expected = num_edges @ data, num_edges.T @ d_output
+    else:
+        candidates = np.where((num_edges > 0)[..., None], data, -np.inf)
+        expected, d_expected = candidates.max(axis=1), np.zeros_like(data)
+        segments, columns = np.ogrid[: num_segments - 1, :WIDE_FEATURES]  # the last segment is empty
+        np.add.at(d_expected, (candidates.argmax(axis=1)[:-1], columns), d_output[segments, columns])
+
+    def reduce(data: jax.Array) -> jax.Array:
+        ids = jnp.asarray(gather_ids, jnp.int32), jnp.asarray(segment_ids, jnp.int32)
+        if name == "sum":
+            return gather_segment_sum(data, *ids, num_segments, implementation="kernel")
+        return gather_segment_max(data, *ids, num_segments, tie_break="first", implementation="kernel")
+
+    output, vjp = jax.vjp(reduce, jnp.asarray(data, jnp.float32))
+    [d_data] = vjp(jnp.asarray(d_output, jnp.float32))
+    np.testing.assert_array_equal(output, expected)
+    np.testing.assert_array_equal(d_data, d_expected)
