@@ -245,9 +245,8 @@ def choose(call: OpCall, platform: str, device: str | None = None, fuses: bool =
       ValueError: a kernel is asked for, and there is none; or plain JAX, which on GPUs adds up rows in an order that
         varies from run to run, and that is forbidden.
     """
-    is_unordered_in_xla = platform == "cuda" and call.params.get("deterministic")
     if call.selection == "xla":
-        if is_unordered_in_xla:
+        if forbids_xla(call, platform):
             raise ValueError(
                 f"{call.op.name}: implementation='xla' is asked for and deterministic=True, but XLA adds up rows in an "
                 "order that varies from run to run; leave one of the two out"
@@ -264,9 +263,14 @@ def choose(call: OpCall, platform: str, device: str | None = None, fuses: bool =
     row = table.row_for(call, device or device_name(platform), fuses)
     if row is None:
         return Choice("kernel", "no row of the table says otherwise")
-    if is_unordered_in_xla:
+    if forbids_xla(call, platform):
         return Choice("kernel", "deterministic=True is asked for")
     return Choice(row.implementation, f"XLA takes {row.ratio:.2f} of the kernel's time ({row.device}: {row.measured})")
+
+
+def forbids_xla(call: OpCall, platform: str) -> bool:
+    """Whether an order of additions is asked for, which XLA on GPUs does not keep from run to run."""
+    return platform == "cuda" and bool(call.params.get("deterministic"))
 
 
 def missing_kernel(call: OpCall, platforms: Sequence[str], reason: str) -> ValueError:

@@ -19,7 +19,15 @@ from jax_baracuda._core.autodiff import both_modes
 from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.rules import reference_of_call
-from jax_baracuda._core.selection import Implementation, Interval, Row, TuningTable, device_name, packaged_table
+from jax_baracuda._core.selection import (
+    Implementation,
+    Interval,
+    Row,
+    TuningTable,
+    device_name,
+    forbids_xla,
+    packaged_table,
+)
 from jax_baracuda._examples.example import value_and_gradient
 from jax_baracuda._tools import grid
 from jax_baracuda._tools.calls import calls_and_operands, equations_of
@@ -171,7 +179,7 @@ def operands_of(case: grid.Case, types: tuple[Any, Any], platform: str, device: 
 def has_choice(call: OpCall, platform: str) -> bool:
     """Whether there is a kernel, and plain JAX keeps what the op promises of memory and of its results' bits."""
     writes_messages = call.op.name.startswith("gather_") and platform == "cpu"  # edges times features; GPUs fuse them
-    if call.unsupported_reason(platform) is not None or writes_messages:
+    if call.unsupported_reason(platform) is not None or writes_messages or forbids_xla(call, platform):
         return False
     return platform == "cpu" or not promises_bits(call, platform) or not adds_by_scatter(call)
 
@@ -238,36 +246,37 @@ def updated(table: TuningTable, measurements: Sequence[Measurement], platform: s
     rows = [row for row in table.rows if not (row.device == name and row.op in by_op)]
     for op, of_op in sorted(by_op.items()):
         for fuses in (False, True):
-            for options, sizes, ratio in boxes_for_xla([m for m in of_op if m.fuses == fuses]):
-                rows.append(Row(name, op, "xla", round(ratio, 2), measured, (), options, sizes, fuses))
+            for box in boxes_for_xla([m for m in of_op if m.fuses == fuses]):
+                ratio = round(box.ratio, 2)
+                rows.append(Row(name, op, "xla", ratio, measured, box.dtypes, box.options, box.sizes, fuses))
     return TuningTable(tuple(rows))
 
 
-Options = tuple[tuple[str, bool], ...]
-Sizes = tuple[tuple[str, Interval], ...]
+class Box(NamedTuple):
+    """Where plain JAX is faster."""
+
+    dtypes: tuple[str, ...]
+    """Empty: any."""
+    options: tuple[tuple[str, bool], ...]
+    sizes: tuple[tuple[str, Interval], ...]
+    ratio: float
+    """The geometric mean there."""
 
 
-def boxes_for_xla(measurements: Sequence[Measurement]) -> Iterator[tuple[Options, Sizes, float]]:
-    """Where plain JAX is faster: options and intervals of sizes, and the geometric mean of the ratios there.
-
-    They are leaves of a decision tree that asks for sizes and options.
-    """
+def boxes_for_xla(measurements: Sequence[Measurement]) -> Iterator[Box]:
+    """The leaves of a decision tree that asks for dtypes, options and sizes, in which plain JAX is faster."""
     from sklearn.tree import DecisionTreeClassifier
 
     if len(measurements) < MIN_CALLS_OF_A_ROW:
         return
     flags, sizes = features_of(measurements)
-    names = [*flags, *sizes]
+    dtypes = sorted({m.call.dtype.name for m in measurements})
+    names = [*dtypes, *flags, *sizes]
     ratios = np.array([m.ratio for m in measurements])
     is_xla = ratios < MAX_RATIO_FOR_XLA
-    if not names or not is_xla.any():
+    if not is_xla.any():
         return
-    features = np.array(
-        [
-            [float(m.call.params[name]) for name in flags] + [math.log2(max(m.call.sizes()[name], 1)) for name in sizes]
-            for m in measurements
-        ]
-    )
+    features = np.array([features_of_call(m.call, dtypes, flags, sizes) for m in measurements])
     tree = DecisionTreeClassifier(max_leaf_nodes=MAX_ROWS_OF_AN_OP, min_samples_leaf=MIN_CALLS_OF_A_ROW, random_state=0)
     tree.fit(features, is_xla, sample_weight=np.clip(np.abs(np.log(ratios)), MIN_WEIGHT, MAX_WEIGHT))
     leaves = tree.apply(features)
@@ -279,12 +288,26 @@ def boxes_for_xla(measurements: Sequence[Measurement]) -> Iterator[tuple[Options
             most = max(m.call.sizes()["bytes"] for m, of in zip(measurements, leaves, strict=True) if of == leaf)
             low, high = bounds.get("bytes", (None, None))
             bounds |= {"bytes": (low, most if high is None else min(most, high))}
-            options = {name: low is not None for name, (low, _) in bounds.items() if name in flags}
-            yield (
-                tuple((_promised_flags(measurements) | options).items()),
-                tuple((name, interval) for name, interval in bounds.items() if name in sizes or name == "bytes"),
-                mean,
-            )
+            is_set = {name: low is not None for name, (low, _) in bounds.items() if name in (*dtypes, *flags)}
+            options = _promised_flags(measurements) | {name: is_set[name] for name in flags if name in is_set}
+            intervals = tuple((name, interval) for name, interval in bounds.items() if name not in is_set)
+            yield Box(dtypes_of_leaf(dtypes, is_set), tuple(options.items()), intervals, mean)
+
+
+def dtypes_of_leaf(dtypes: Sequence[str], is_set: Mapping[str, bool]) -> tuple[str, ...]:
+    """The one that a leaf is of, or all but those that it is not of; empty if it asks for none."""
+    one = [name for name in dtypes if is_set.get(name)]
+    others = [name for name in dtypes if name not in is_set]
+    return tuple(one or (others if len(others) < len(dtypes) else ()))
+
+
+def features_of_call(call: OpCall, dtypes: Sequence[str], flags: Sequence[str], sizes: Sequence[str]) -> list[float]:
+    of_call = call.sizes()
+    return [
+        *(float(call.dtype.name == name) for name in dtypes),
+        *(float(call.params[name]) for name in flags),
+        *(math.log2(max(of_call[name], 1)) for name in sizes),
+    ]
 
 
 def _promised_flags(measurements: Sequence[Measurement]) -> dict[str, bool]:
