@@ -136,10 +136,13 @@ KERNEL_IF_ANY = TuningTable(())
 """Picks the kernel wherever there is one, faster or not."""
 
 
+PACKAGED_TABLE = Path(__file__).with_name("tuning.json")
+
+
 @functools.cache
 def packaged_table() -> TuningTable:
     """What ``python -m jax_baracuda tune`` found on the devices that the package was measured on."""
-    return TuningTable.read(Path(__file__).with_name("tuning.json"))
+    return TuningTable.read(PACKAGED_TABLE)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

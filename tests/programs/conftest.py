@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,14 +12,12 @@ import numpy as np
 import pytest
 
 import jax_baracuda as jb
-from jax_baracuda._core import selection
+from jax_baracuda._core.selection import PACKAGED_TABLE
 from jax_baracuda._tools.table import format_table
 
 Timings = Callable[[str, Callable[[], Any], Callable[[], Any]], None]
 
 CALLS = 7
-PACKAGED_TABLE = Path(selection.__file__).with_name("tuning.json")
-"""By which users' calls are picked; tests run kernels wherever there are some."""
 _rows: list[tuple[str, str, str, str]] = []
 
 
