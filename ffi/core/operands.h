@@ -26,7 +26,8 @@ inline ffi::Error CheckType(const char* op, const char* name, const ffi::AnyBuff
 }
 
 inline ffi::Error CheckType(const char* op, const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type) {
-  return CheckType(op, name, buffer, TypeName(type), buffer.element_type() == type);
+  const bool fits = buffer.element_type() == type;
+  return fits ? ffi::Error::Success() : CheckType(op, name, buffer, TypeName(type), fits);
 }
 
 // What a dimension must be. An operand that is shared along a dimension may have a size of 1 there.

@@ -1,5 +1,6 @@
-// The CUDA kernel of rope for few rows, as in decoding, where latency counts: a block takes rows of one position, and
-// its threads share their sines and cosines. Its arguments are short, since they are loaded as well.
+// The CUDA kernel of rope for few rows, as in decoding, where latency counts: a block takes rows of one position, or of a
+// few where those are short, and its threads share their sines and cosines. Its arguments are short, since they are
+// loaded as well.
 #pragma once
 
 #include <algorithm>
@@ -32,54 +33,67 @@ struct FewRowsArguments {
   FewRows<T> rows[kTensors];
   unsigned blocks_of_first_rows;
   bool has_batch;
-  ShortDivider length, examples;
+  bool positions_are_neighbours;  // in memory, rather than heads
+  int length;
+  ShortDivider tiles, examples;  // tiles: blocks along the positions of an example
   RowLayout<int> layout;
   Frequencies frequencies;
   Positions positions;
   Rotation<AngleType<T>> scale;
 };
 
-// Blocks are numbered by rows along x, by positions and examples along y; threads by units along x, by rows along y.
+// Blocks are numbered by rows along x, by tiles of positions and examples along y; threads by units along x, then by what
+// lies together: positions and rows, or rows and positions.
 template <typename T, int kCount, bool kInterleaved, int kTensors>
 __global__ void __launch_bounds__(kMaxSharingThreads)
     RotateFewRows(const __grid_constant__ FewRowsArguments<T, kTensors> a) {
   using UnitOfRow = Unit<T, kCount, kInterleaved>;
   using C = ComputeType<T>;
   extern __shared__ uint4 shared_memory[];
-  auto* const rotations = reinterpret_cast<Rotation<C>*>(shared_memory);
+
+  const unsigned rows_of_block = a.positions_are_neighbours ? blockDim.z : blockDim.y;
+  const unsigned positions_of_block = a.positions_are_neighbours ? blockDim.y : blockDim.z;
+  const unsigned row_of_block = a.positions_are_neighbours ? threadIdx.z : threadIdx.y;
+  const unsigned position_of_block = a.positions_are_neighbours ? threadIdx.y : threadIdx.z;
+  auto* const rotations = reinterpret_cast<Rotation<C>*>(shared_memory) + position_of_block * a.layout.pairs;
 
   const bool are_first = kTensors == 1 || blockIdx.x < a.blocks_of_first_rows;
   const FewRows<T>& rows = a.rows[are_first ? 0 : kTensors - 1];
   const unsigned block = are_first ? blockIdx.x : blockIdx.x - a.blocks_of_first_rows;
-  const unsigned unit = threadIdx.x, row = block * blockDim.y + threadIdx.y;
-  const unsigned example = a.length.Quotient(blockIdx.y);
-  const int position = a.length.Remainder(blockIdx.y, example);
+  const unsigned unit = threadIdx.x, row = block * rows_of_block + row_of_block;
+  const unsigned example = a.tiles.Quotient(blockIdx.y);
+  const int position = a.tiles.Remainder(blockIdx.y, example) * positions_of_block + position_of_block;
   const int batch = a.has_batch ? a.examples.Quotient(example) : 0;
   const int example_of_batch = a.examples.Remainder(example, batch);
+  const bool exists = position < a.length, has_row = exists && row < rows.heads;
 
   // All loads are under way before the first one is waited for.
-  int pair = threadIdx.y * blockDim.x + unit;
+  const int threads_of_position = blockDim.x * rows_of_block;
+  int pair = exists ? static_cast<int>(row_of_block * blockDim.x + unit) : a.layout.pairs;
   RawFrequency<T> raw_frequency{};
   if (pair < a.layout.pairs) raw_frequency.Load(a.frequencies, batch, a.layout.pairs, pair);
   const auto at = UnitOfRow::Locate(a.layout, unit);
   const int offset = row * rows.stride + position * rows.position_stride + at.feature;
   UnitOfRow values;
-  if (row < rows.heads) {
+  if (has_row) {
     values.Load(rows.x + (rows.x_is_shared ? example_of_batch : example) * rows.example_stride + offset,
                 at.partner_stride);
   }
-  RawPosition raw_position;
-  const int examples = a.examples.divisor, length = a.length.divisor;
-  raw_position.Load(a.positions, PositionsOf(a.positions, batch, examples, example_of_batch) * length, position);
+  RawPosition raw_position{};
+  if (exists) {
+    raw_position.Load(
+        a.positions, PositionsOf(a.positions, batch, static_cast<int>(a.examples.divisor), example_of_batch) * a.length,
+        position);
+  }
 
   while (pair < a.layout.pairs) {
     const double frequency = raw_frequency.Value();
     ComputeRotations<T, 1>(raw_position.Value(a.positions), &frequency, a.scale, rotations + pair);
-    pair += blockDim.x * blockDim.y;
+    pair += threads_of_position;
     if (pair < a.layout.pairs) raw_frequency.Load(a.frequencies, batch, a.layout.pairs, pair);
   }
   __syncthreads();
-  if (row >= rows.heads) return;
+  if (!has_row) return;
   if (unit < a.layout.rotated_units) {
     Rotation<C> of_unit[UnitOfRow::kPairs];
     const auto vector = reinterpret_cast<const Vector<C, 2 * UnitOfRow::kPairs>*>(rotations)[unit];
@@ -102,15 +116,29 @@ CudaStatus LaunchFewRows(const Call& call, int64_t units, cudaStream_t stream) {
   const Problem& problem = call.problem;
   FewRowsArguments<T, kTensors> a{};
   a.has_batch = problem.batch > 1;
-  a.length = ShortDivider(problem.length);
+  a.positions_are_neighbours = problem.heads_first;
+  a.length = static_cast<int>(problem.length);
   a.examples = ShortDivider(problem.examples);
   a.layout = RowLayout<int>(problem, Unit<T, kCount, kInterleaved>::kPairs);
   a.frequencies = call.frequencies;
   a.positions = call.positions;
   a.scale = ScaleOf<T>(call);
-  const int64_t rows_of_block = std::max<int64_t>(Tuning::kSharingThreads / units, 1);
-  const dim3 threads(static_cast<unsigned>(units), static_cast<unsigned>(rows_of_block));
-  dim3 blocks(0, static_cast<unsigned>(problem.batch * problem.examples * problem.length));
+  int64_t most_heads = 1;
+  for (int i = 0; i < kTensors; ++i) most_heads = std::max(most_heads, call.tensors[i].heads);
+  constexpr int64_t kMaxAlongZ = 64;
+  const int64_t rotation_bytes = problem.pairs * sizeof(Rotation<ComputeType<T>>);
+  const int64_t rows_of_block =
+      std::clamp<int64_t>(Tuning::kSharingThreads / units, 1, std::min(most_heads, kMaxAlongZ));
+  const int64_t positions_of_block =
+      std::clamp<int64_t>(std::min({Tuning::kSharingThreads / (units * rows_of_block), kMaxAlongZ,
+                                    Tuning::kMaxTableBytes / rotation_bytes}),
+                          1, problem.length);
+  const int64_t tiles = CeilDivide(problem.length, positions_of_block);
+  a.tiles = ShortDivider(tiles);
+  const int64_t along_y = problem.heads_first ? positions_of_block : rows_of_block;
+  const dim3 threads(static_cast<unsigned>(units), static_cast<unsigned>(along_y),
+                     static_cast<unsigned>(rows_of_block * positions_of_block / along_y));
+  dim3 blocks(0, static_cast<unsigned>(problem.batch * problem.examples * tiles));
   const int features = static_cast<int>(problem.features), length = static_cast<int>(problem.length);
   for (int i = 0; i < kTensors; ++i) {
     const Tensor& tensor = call.tensors[i];
@@ -125,7 +153,7 @@ CudaStatus LaunchFewRows(const Call& call, int64_t units, cudaStream_t stream) {
     blocks.x += static_cast<unsigned>(CeilDivide(heads, rows_of_block));
     if (i == 0) a.blocks_of_first_rows = blocks.x;
   }
-  const size_t table_bytes = problem.pairs * sizeof(Rotation<ComputeType<T>>);
+  const size_t table_bytes = positions_of_block * rotation_bytes;
   RotateFewRows<T, kCount, kInterleaved, kTensors><<<blocks, threads, table_bytes, stream>>>(a);
   return JB_LAUNCH_STATUS(RotateFewRows);
 }

@@ -74,43 +74,65 @@ JB_INLINE float ElementOf(uint32_t half_of_word) {
   return element;
 }
 
+// Calls body with `pairs`, as a constant where rows are so short that a loop over them would cost as much as its body.
+template <typename Body>
+JB_INLINE void WithPairs(int64_t pairs, const Body& body) {
+  switch (pairs) {
+    case 8:
+      return body(std::integral_constant<int64_t, 8>{});
+    case 16:
+      return body(std::integral_constant<int64_t, 16>{});
+    case 32:
+      return body(std::integral_constant<int64_t, 32>{});
+    default:
+      return body(pairs);
+  }
+}
+
+template <bool kInterleaved, typename T, typename C>
+JB_INLINE void RotateRow(const T* x, int64_t pairs, const C* cos, const C* sin, T* y) {
+  if constexpr (!kInterleaved) {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < pairs; ++i) {
+      const C a = static_cast<C>(x[i]), b = static_cast<C>(x[i + pairs]);
+      Store(a * cos[i] - b * sin[i], y + i);
+      Store(b * cos[i] + a * sin[i], y + i + pairs);
+    }
+  } else if constexpr (sizeof(T) == sizeof(uint16_t)) {
+    const PairWord* const from = reinterpret_cast<const PairWord*>(x);
+    PairWord* const to = reinterpret_cast<PairWord*>(y);
+    JB_VECTORIZE
+    for (int64_t i = 0; i < pairs; ++i) {
+      const uint32_t word = from[i];
+      const C a = ElementOf<T>(word & 0xffffu), b = ElementOf<T>(word >> 16);
+      const uint32_t low = static_cast<T>(a * cos[i] - b * sin[i]).bits;
+      const uint32_t high = static_cast<T>(b * cos[i] + a * sin[i]).bits;
+      to[i] = low | high << 16;
+    }
+  } else {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < pairs; ++i) {
+      const C a = x[2 * i], b = x[2 * i + 1];
+      y[2 * i] = a * cos[i] - b * sin[i];
+      y[2 * i + 1] = b * cos[i] + a * sin[i];
+    }
+  }
+}
+
 // Rotates rows that lie one after another; the next row's angles are angle_stride numbers further.
 template <bool kInterleaved, typename T, typename C>
 JB_CPU_CLONES void RotateRows(const T* x, int64_t rows, int64_t features, int64_t pairs, const C* cos, const C* sin,
                               int64_t angle_stride, T* y) {
-  for (int64_t row = 0; row < rows; ++row) {
-    if constexpr (!kInterleaved) {
-      JB_VECTORIZE
-      for (int64_t i = 0; i < pairs; ++i) {
-        const C a = static_cast<C>(x[i]), b = static_cast<C>(x[i + pairs]);
-        Store(a * cos[i] - b * sin[i], y + i);
-        Store(b * cos[i] + a * sin[i], y + i + pairs);
-      }
-    } else if constexpr (sizeof(T) == sizeof(uint16_t)) {
-      const PairWord* const from = reinterpret_cast<const PairWord*>(x);
-      PairWord* const to = reinterpret_cast<PairWord*>(y);
-      JB_VECTORIZE
-      for (int64_t i = 0; i < pairs; ++i) {
-        const uint32_t word = from[i];
-        const C a = ElementOf<T>(word & 0xffffu), b = ElementOf<T>(word >> 16);
-        const uint32_t low = static_cast<T>(a * cos[i] - b * sin[i]).bits;
-        const uint32_t high = static_cast<T>(b * cos[i] + a * sin[i]).bits;
-        to[i] = low | high << 16;
-      }
-    } else {
-      JB_VECTORIZE
-      for (int64_t i = 0; i < pairs; ++i) {
-        const C a = x[2 * i], b = x[2 * i + 1];
-        y[2 * i] = a * cos[i] - b * sin[i];
-        y[2 * i + 1] = b * cos[i] + a * sin[i];
-      }
+  WithPairs(pairs, [&](auto known_pairs) __attribute__((always_inline)) {
+    for (int64_t row = 0; row < rows; ++row) {
+      RotateRow<kInterleaved>(x, known_pairs, cos, sin, y);
+      if (features > 2 * pairs && y != x) std::memcpy(y + 2 * pairs, x + 2 * pairs, (features - 2 * pairs) * sizeof(T));
+      x += features;
+      y += features;
+      cos += angle_stride;
+      sin += angle_stride;
     }
-    if (features > 2 * pairs && y != x) std::memcpy(y + 2 * pairs, x + 2 * pairs, (features - 2 * pairs) * sizeof(T));
-    x += features;
-    y += features;
-    cos += angle_stride;
-    sin += angle_stride;
-  }
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -66,6 +66,14 @@ struct GatheredRows {
       if (selection != nullptr) PrefetchRow(selection + numbers[place] * selection_words, selection_words);
     }
 
+    // Both ends of a narrow row, which may lie on two lines.
+    JB_INLINE void PrefetchNarrow(int32_t place, int64_t width) const {
+      const int64_t row = Row(place);
+      if (!Exists(row)) return;
+      __builtin_prefetch(rows + row * width);
+      __builtin_prefetch(rows + row * width + width - 1);
+    }
+
     template <typename Reduction>
     JB_INLINE void Fold(const Reduction& reduction, int32_t place, int64_t stride, int64_t width,
                         CellsOf<Reduction> cells) const {

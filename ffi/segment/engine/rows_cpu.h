@@ -51,7 +51,8 @@ namespace jax_baracuda::segment {
 inline constexpr int64_t kNarrowRowBytes = 64;
 inline constexpr int64_t kLeastWorkOfRow = 32;  // as many bytes, whatever its width
 inline constexpr int64_t kNearCacheBytes = 4 * 1024 * 1024;
-inline constexpr int64_t kMinRowsPerCellRow = 2;  // of a range's own cells, which must also be set up and merged
+inline constexpr int64_t kFarCellBytes = 512 * 1024;  // of cells that are worth asking for ahead
+inline constexpr int64_t kMinRowsPerCellRow = 2;      // of a range's own cells, which must also be set up and merged
 inline constexpr int64_t kMinRowsPerRoundedCellRow = 8;
 inline constexpr int64_t kMaxRoundedRanges = 64;
 inline constexpr int64_t kMinBytesPerRoundedRange = 64 * 1024;
@@ -60,6 +61,7 @@ inline constexpr int64_t kMinFeatureBytesPerBlock = 256;
 inline constexpr int64_t kMinStreamedBytes = 32 * 1024 * 1024;
 inline constexpr int64_t kCacheLine = 64;
 inline constexpr int64_t kPrefetchDistance = 6;  // rows
+inline constexpr int64_t kScanPrefetchDistance = 16;
 
 enum class Strategy {
   kNothing,
@@ -220,6 +222,12 @@ struct Cells {
 template <typename Reduction>
 using CellsOf = Cells<typename Reduction::First, typename Reduction::Second>;
 
+template <typename Reduction>
+constexpr int64_t CellBytes() {
+  constexpr bool kHasSecond = !std::is_same_v<typename Reduction::Second, NoNumber>;
+  return sizeof(typename Reduction::First) + (kHasSecond ? sizeof(typename Reduction::Second) : 0);
+}
+
 // The cells that lie at results, where these have the type of a cell's first number; else none.
 template <typename Reduction, typename T>
 JB_INLINE CellsOf<Reduction> CellsAt(T* first, typename Reduction::Second* second = nullptr) {
@@ -235,6 +243,17 @@ JB_INLINE void WriteNumbers(const Number* from, int64_t count, T* to) {
   } else {
     JB_VECTORIZE
     for (int64_t i = 0; i < count; ++i) Store(from[i], to + i);
+  }
+}
+
+// Both ends of a narrow row of cells, which may lie on two lines.
+template <typename First, typename Second>
+JB_INLINE void PrefetchCells(Cells<First, Second> cells, int64_t width) {
+  __builtin_prefetch(cells.first, /*rw=*/1);
+  __builtin_prefetch(cells.first + width - 1, /*rw=*/1);
+  if constexpr (!std::is_same_v<Second, NoNumber>) {
+    __builtin_prefetch(cells.second, /*rw=*/1);
+    __builtin_prefetch(cells.second + width - 1, /*rw=*/1);
   }
 }
 
@@ -273,6 +292,8 @@ struct DirectRows {
     JB_INLINE void Prefetch(int32_t row, int64_t stride, int64_t width) const {
       PrefetchRow(rows + row * stride, width);
     }
+    // Rows in order, which the hardware foresees.
+    JB_INLINE void PrefetchNarrow(int32_t /*row*/, int64_t /*width*/) const {}
     template <typename Reduction>
     JB_INLINE void Fold(const Reduction& reduction, int32_t row, int64_t stride, int64_t width,
                         CellsOf<Reduction> cells) const {
@@ -454,15 +475,21 @@ JB_INLINE void ForEachBlockOfIds(const Problem& problem, SegmentIds ids, int64_t
   }
 }
 
-// Calls body(row, segment) for the rows [row_begin, row_end) of a batch element that belong to a segment.
-template <typename Body>
+// Calls body(row, segment) for the rows [row_begin, row_end) of a batch element that belong to a segment, and
+// prefetch(row, segment) for coming ones.
+template <typename Prefetch, typename Body>
 JB_INLINE void ForEachMember(const Problem& problem, SegmentIds ids, int64_t batch, int64_t row_begin, int64_t row_end,
-                             const Body& body) {
+                             const Prefetch& prefetch, const Body& body) {
   const uint64_t segments = static_cast<uint64_t>(problem.segments);
   ForEachBlockOfIds(problem, ids, batch, row_begin, row_end,
                     [&](int64_t begin, int64_t end, const int32_t* row_ids, int64_t first_segment)
                         __attribute__((always_inline)) {
                           for (int64_t row = begin; row < end; ++row) {
+                            const int64_t ahead = row + kScanPrefetchDistance;
+                            if (ahead < end) {
+                              const int64_t coming = row_ids[ahead - begin];
+                              if (static_cast<uint64_t>(coming) < segments) prefetch(ahead, first_segment + coming);
+                            }
                             const int64_t segment = row_ids[row - begin];
                             if (static_cast<uint64_t>(segment) < segments) body(row, first_segment + segment);
                           }
@@ -506,6 +533,11 @@ class HeldCell {
   typename Reduction::Second second_{};
 };
 
+// Whether all cells together are so many bytes that those of a row at random are worth asking for ahead.
+inline bool CellsAreFar(const Problem& problem, int64_t cell_bytes) {
+  return problem.segments * problem.features * cell_bytes > kFarCellBytes;
+}
+
 // Folds the rows [row_begin, row_end) of a batch element, in order, into cells [segments, features].
 template <typename Reduction, typename Rows>
 JB_CPU_CLONES void FoldInOrder(const Problem problem, SegmentIds ids, const Rows all_rows, const Reduction reduction,
@@ -514,9 +546,16 @@ JB_CPU_CLONES void FoldInOrder(const Problem problem, SegmentIds ids, const Rows
   reduction.Start(problem.segments * problem.features, cells);
   if (row_counts != nullptr) std::fill_n(row_counts, problem.segments, 0);
   const auto rows = all_rows.At(problem, batch, 0);
-  if (Reduction::kHoldsRuns && problem.features == 1) {
+  const int64_t features = problem.features;
+  const bool are_far = CellsAreFar(problem, CellBytes<Reduction>());
+  const auto prefetch = [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
+    if (!are_far) return;
+    PrefetchCells(cells + segment * features, features);
+    rows.PrefetchNarrow(static_cast<int32_t>(row), features);
+  };
+  if (Reduction::kHoldsRuns && features == 1) {
     HeldCell<Reduction> held(cells, row_counts);
-    ForEachMember(problem, ids, batch, row_begin, row_end,
+    ForEachMember(problem, ids, batch, row_begin, row_end, prefetch,
                   [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
                     held.MoveTo(segment);
                     rows.Fold(reduction, static_cast<int32_t>(row), 1, 1, held.cells());
@@ -524,8 +563,8 @@ JB_CPU_CLONES void FoldInOrder(const Problem problem, SegmentIds ids, const Rows
     held.Release();
     return;
   }
-  WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
-    ForEachMember(problem, ids, batch, row_begin, row_end,
+  WithWidth(features, [&](auto width) __attribute__((always_inline)) {
+    ForEachMember(problem, ids, batch, row_begin, row_end, prefetch,
                   [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
                     rows.Fold(reduction, static_cast<int32_t>(row), width, width, cells + segment * width);
                     if (row_counts != nullptr) ++row_counts[segment];
@@ -625,12 +664,6 @@ bool ReduceInOrder(ffi::ThreadPool& pool, const Problem& problem, int64_t num_ra
 inline bool ReducesInOrder(const Problem& problem, int64_t row_bytes, int64_t cell_bytes) {
   const bool cells_stay_near = problem.segments * problem.features * cell_bytes <= kNearCacheBytes;
   return row_bytes < kNarrowRowBytes || (cells_stay_near && problem.rows >= kMinRowsPerCellRow * problem.segments);
-}
-
-template <typename Reduction>
-constexpr int64_t CellBytes() {
-  constexpr bool kHasSecond = !std::is_same_v<typename Reduction::Second, NoNumber>;
-  return sizeof(typename Reduction::First) + (kHasSecond ? sizeof(typename Reduction::Second) : 0);
 }
 
 template <typename Reduction>

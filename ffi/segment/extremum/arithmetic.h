@@ -140,12 +140,19 @@ JB_HOST_DEVICE int32_t FinalWinner(const Cell<T>& cell) {
 // Whether the gradient of a cell depends on which rows attain its maximum: only then are data and output read again.
 JB_HOST_DEVICE bool IsTie(int32_t winner) { return winner < kNoWinner; }
 
-// The share of a tied cell's cotangent that a row with value `data` gets.
+// What each of those that attain a tied cell's maximum gets of its cotangent.
+template <typename T>
+JB_HOST_DEVICE T TiedShare(int32_t winner, T d_output) {
+  using C = ComputeType<T>;
+  return static_cast<T>(static_cast<C>(d_output) / static_cast<C>(-winner));
+}
+
+// What a row with value `data` gets.
 template <typename T>
 JB_HOST_DEVICE T TiedGradient(int32_t winner, T data, T output, T d_output) {
   using C = ComputeType<T>;
   const bool attains = static_cast<C>(data) == static_cast<C>(output);
-  return attains ? static_cast<T>(static_cast<C>(d_output) / static_cast<C>(-winner)) : static_cast<T>(C{0});
+  return attains ? TiedShare(winner, d_output) : static_cast<T>(C{0});
 }
 
 // Values as signed integers in the order of argmax: a NaN of either sign above everything and equal to any other, -0

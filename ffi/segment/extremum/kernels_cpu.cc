@@ -48,7 +48,7 @@ struct ArgExtremum {
   }
 
   JB_INLINE void Fold(const T* values, int32_t row, int64_t width, CellsOf<ArgExtremum> cells) const {
-    if (width == 1 && TakeScalar(ToOrderedKey(Flip(*values, flip)), row, cells.first, cells.second)) return;
+    if (width == 1 && TakeOne(ToOrderedKey(Flip(*values, flip)), row, *cells.first, *cells.second)) return;
     JB_VECTORIZE
     for (int64_t i = 0; i < width; ++i) MergeOne(cells, i, ToOrderedKey(Flip(values[i], flip)), row);
   }
@@ -113,7 +113,7 @@ JB_INLINE void GradientOfRow(const CellRows<T> cells, const T* data, int32_t row
   JB_VECTORIZE
   for (int64_t i = 0; i < width; ++i) {
     const int32_t winner = cells.winner[i];
-    if (IsTie(winner)) d_row[i] = TiedGradient(winner, data[i], cells.output[i], cells.d_output[i]);
+    if (IsTie(winner) && AreEqual(data[i], cells.output[i])) d_row[i] = TiedShare(winner, cells.d_output[i]);
   }
 }
 
@@ -209,7 +209,7 @@ bool RunExtremum(ffi::ThreadPool& pool, const ExtremumCall& call) {
   bool has_memory = true;
   DispatchOrdered(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const Extremum<T> reduction{FlipMask<T>(call.type, call.is_minimum), static_cast<T*>(call.output)};
+    const Extremum<T> reduction{FlipMask<T>(call.type, call.is_minimum), static_cast<MaxKey<T>*>(call.output)};
     AdviseHugePages(reduction.output, NumCells(call.problem) * sizeof(T));
     has_memory =
         ReduceAll(pool, call.problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction);
@@ -223,7 +223,7 @@ bool RunWithWinner(ffi::ThreadPool& pool, const ExtremumCall& call) {
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const ExtremumWithWinner<T> reduction{FlipMask<T>(call.type, call.is_minimum), call.first_wins,
-                                          static_cast<T*>(call.output), call.winner};
+                                          static_cast<MaxKey<T>*>(call.output), call.winner};
     AdviseHugePages(reduction.output, NumCells(call.problem) * sizeof(T));
     AdviseHugePages(reduction.winner, NumCells(call.problem) * sizeof(int32_t));
     has_memory =

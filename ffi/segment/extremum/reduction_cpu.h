@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "ffi/segment/engine/rows_cpu.h"
@@ -11,125 +12,168 @@
 
 namespace jax_baracuda::segment {
 
-// Larger in the fewest vector instructions, where subnormal numbers are not treated as zero. Of equal numbers it has
-// the bits that both have: those of +0, or of either.
-template <typename C>
-JB_INLINE C LargerOf(C best, C value) {
-  if constexpr (std::is_floating_point_v<C>) {
-    BitsOf<C> bits = BitCast<BitsOf<C>>(best), value_bits = BitCast<BitsOf<C>>(value);
-    bits &= value == best ? value_bits : static_cast<BitsOf<C>>(~BitsOf<C>{0});
-    const bool takes_value = !(value <= best) && best == best;
-    bits = takes_value ? value_bits : bits;
-    return BitCast<C>(bits);
-  } else {
-    return Larger(best, value);
-  }
+// A value as an integer of as many bits whose order is that of maxima: +0 above -0, and a NaN above everything.
+template <typename T>
+using MaxKey = std::make_signed_t<BitsOf<T>>;
+
+template <typename T>
+inline constexpr int kMantissaBits = std::is_same_v<T, Float16>    ? 10
+                                     : std::is_same_v<T, BFloat16> ? 7
+                                                                   : std::numeric_limits<T>::digits - 1;
+
+template <typename T>
+inline constexpr MaxKey<T> kInfinityKey = std::numeric_limits<MaxKey<T>>::max() >> kMantissaBits<T> << kMantissaBits<T>;
+
+// What keys of T are computed with: their own type, or a wider one, in which others are that they are selected with.
+template <typename T, typename Key>
+JB_INLINE Key WithReversedNegatives(Key bits) {
+  return static_cast<Key>(bits ^ ((bits >> (8 * sizeof(Key) - 1)) & std::numeric_limits<MaxKey<T>>::max()));
 }
 
-// Folds a single number that is neither NaN nor equal to the best one: one comparison and no branch on what is random.
-// Returns false, and does nothing, for others.
-template <typename C>
-JB_INLINE bool TakeScalar(C value, int32_t row, C* best, int32_t* winner) {
-  if constexpr (std::is_floating_point_v<C>) {
-    if (!__builtin_islessgreater(value, *best)) return false;
+template <typename T, typename Key = MaxKey<T>>
+JB_INLINE Key KeyOf(T value) {
+  const Key bits = BitCast<MaxKey<T>>(value);
+  if constexpr (kIsFloating<T>) {
+    const bool is_nan = static_cast<Key>(bits & std::numeric_limits<MaxKey<T>>::max()) > kInfinityKey<T>;
+    return is_nan ? kInfinityKey<T> | (kInfinityKey<T> >> 1) : WithReversedNegatives<T>(bits);
   } else {
-    if (value == *best) return false;
+    return bits;
   }
-  const bool is_above = value > *best;
-  *best = is_above ? value : *best;
-  *winner = is_above ? row : *winner;
-  return true;
 }
 
 template <typename T>
+JB_INLINE T OfKey(MaxKey<T> key) {
+  if constexpr (kIsFloating<T>) {
+    return BitCast<T>(WithReversedNegatives<T>(key));
+  } else {
+    return BitCast<T>(key);
+  }
+}
+
+// Keys whose numbers are equal become equal: those of -0 and +0, -1 and 0.
+template <typename Key>
+JB_INLINE auto WithOneZero(Key key) {
+  return key - (key >> (8 * sizeof(Key) - 1));
+}
+
+template <typename T>
+JB_INLINE bool AreEqual(T a, T b) {
+  return WithOneZero(KeyOf(a)) == WithOneZero(KeyOf(b));
+}
+
+// Folds a single key that differs from the best one by more than the sign of a zero: one comparison and no branch on what
+// is random. Returns false, and does nothing, for others.
+template <typename Key>
+JB_INLINE bool TakeOne(Key key, int32_t row, Key& best, int32_t& winner) {
+  if (WithOneZero(key) == WithOneZero(best)) return false;
+  const bool is_above = key > best;
+  best = is_above ? key : best;
+  winner = is_above ? row : winner;
+  return true;
+}
+
+// Of floating numbers, the maximum of keys: a comparison of integers, which takes as many numbers at once as there are in
+// a vector, of 16 bits too, and treats no subnormal number as zero.
+template <typename T>
 struct Extremum {
   using Element = T;
-  using First = ComputeType<T>;
+  using First = MaxKey<T>;
   using Second = NoNumber;
   static constexpr bool kRounds = false, kHoldsRuns = true;
   static constexpr bool kTakesWeights = false, kTakesSelection = false;
 
   BitsOf<T> flip;
-  T* output;
+  First* output;  // the bits of results
 
-  JB_INLINE CellsOf<Extremum> ResultCells() const { return CellsAt<Extremum>(output); }
+  JB_INLINE CellsOf<Extremum> ResultCells() const { return {output, nullptr}; }
 
   JB_INLINE void Start(int64_t count, CellsOf<Extremum> cells) const {
-    std::fill_n(cells.first, count, MaxIdentity<First>());
+    std::fill_n(cells.first, count, KeyOf(MaxIdentity<T>()));
   }
 
   JB_INLINE void Fold(const T* values, int32_t /*row*/, int64_t width, CellsOf<Extremum> cells) const {
-    int32_t any_row = 0;
-    if (width == 1 && TakeScalar(static_cast<First>(Flip(*values, flip)), 0, cells.first, &any_row)) return;
     JB_VECTORIZE
     for (int64_t i = 0; i < width; ++i) {
-      cells.first[i] = LargerOf(cells.first[i], static_cast<First>(Flip(values[i], flip)));
+      const First key = KeyOf(Flip(values[i], flip)), best = cells.first[i];
+      cells.first[i] = key > best ? key : best;
     }
   }
 
   JB_INLINE void Merge(int64_t count, CellsOf<Extremum> later, CellsOf<Extremum> cells) const {
     JB_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) cells.first[i] = LargerOf(cells.first[i], later.first[i]);
+    for (int64_t i = 0; i < count; ++i) cells.first[i] = std::max(cells.first[i], later.first[i]);
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, CellsOf<Extremum> cells) const {
-    T* const to = output + first_cell;
+    First* const to = output + first_cell;
     JB_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) to[i] = Flip(static_cast<T>(cells.first[i]), flip);
+    for (int64_t i = 0; i < count; ++i) to[i] = BitCast<First>(Flip(OfKey<T>(cells.first[i]), flip));
   }
 };
 
 template <typename T>
 struct ExtremumWithWinner {
   using Element = T;
-  using First = ComputeType<T>;
+  using First = std::common_type_t<MaxKey<T>, int32_t>;  // as wide as winners at least, so that no vector is repacked
   using Second = int32_t;
   static constexpr bool kRounds = false, kHoldsRuns = true;
   static constexpr bool kTakesWeights = false, kTakesSelection = false;
 
   BitsOf<T> flip;
   bool first_wins;
-  T* output;
+  MaxKey<T>* output;  // the bits of results
   int32_t* winner;
 
   JB_INLINE CellsOf<ExtremumWithWinner> ResultCells() const { return CellsAt<ExtremumWithWinner>(output, winner); }
 
+  JB_INLINE static T ValueOf(First key) { return OfKey<T>(static_cast<MaxKey<T>>(key)); }
+
   JB_INLINE void Start(int64_t count, CellsOf<ExtremumWithWinner> cells) const {
-    std::fill_n(cells.first, count, MaxIdentity<First>());
+    std::fill_n(cells.first, count, KeyOf<T, First>(MaxIdentity<T>()));
     std::fill_n(cells.second, count, kNoWinner);
   }
 
   JB_INLINE void Fold(const T* values, int32_t row, int64_t width, CellsOf<ExtremumWithWinner> cells) const {
-    if (width == 1 && TakeScalar(static_cast<First>(Flip(*values, flip)), row, cells.first, cells.second)) return;
+    if (width == 1 && TakeOne(KeyOf<T, First>(Flip(*values, flip)), row, *cells.first, *cells.second)) return;
     JB_VECTORIZE
     for (int64_t i = 0; i < width; ++i) {
       // AddRow without branches, and without stores that hang on a condition. The winner of a NaN does not matter.
-      const First value = static_cast<First>(Flip(values[i], flip)), best = cells.first[i];
+      const First key = KeyOf<T, First>(Flip(values[i], flip)), best = cells.first[i];
+      const First number = WithOneZero(key), best_number = WithOneZero(best);
       const int32_t winner_before = cells.second[i];
       const int32_t first = winner_before == kNoWinner ? row : winner_before, shared = -TieCount(winner_before) - 1;
-      const bool is_above = !(value <= best), is_equal = value == best;
-      cells.first[i] = LargerOf(best, value);
-      cells.second[i] = is_above ? row : is_equal ? (first_wins ? first : shared) : winner_before;
+      const int32_t of_equal = number == best_number ? (first_wins ? first : shared) : winner_before;
+      cells.first[i] = key > best ? key : best;
+      cells.second[i] = number > best_number ? row : of_equal;
     }
   }
 
+  // As MergeCell, likewise.
   JB_INLINE void Merge(int64_t count, CellsOf<ExtremumWithWinner> later, CellsOf<ExtremumWithWinner> cells) const {
+    const First identity = KeyOf<T, First>(MaxIdentity<T>());
+    JB_VECTORIZE
     for (int64_t i = 0; i < count; ++i) {
-      Cell<First> cell{cells.first[i], cells.second[i]};
-      MergeCell(cell, Cell<First>{later.first[i], later.second[i]}, first_wins);
-      cells.first[i] = cell.best;
-      cells.second[i] = cell.winner;
+      const First key = later.first[i], best = cells.first[i];
+      const First number = WithOneZero(key), best_number = WithOneZero(best);
+      const int32_t winner_before = cells.second[i], other = later.second[i];
+      const int32_t first = winner_before == kNoWinner ? other : winner_before;  // rows of later ranges are later
+      const int32_t shared = (best == identity ? 1 : 0) - TieCount(winner_before) - TieCount(other);
+      const int32_t of_equal = number == best_number ? (first_wins ? first : shared) : winner_before;
+      cells.first[i] = key > best ? key : best;
+      cells.second[i] = number > best_number ? other : of_equal;
     }
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/,
                        CellsOf<ExtremumWithWinner> cells) const {
-    T* const to = output + first_cell;
+    MaxKey<T>* const to = output + first_cell;
     int32_t* const to_winner = winner + first_cell;
     JB_VECTORIZE
     for (int64_t i = 0; i < count; ++i) {
-      to[i] = Flip(static_cast<T>(cells.first[i]), flip);
-      to_winner[i] = FinalWinner(Cell<First>{cells.first[i], cells.second[i]});
+      const First key = cells.first[i];
+      const int32_t of_number = cells.second[i];
+      to[i] = BitCast<MaxKey<T>>(Flip(ValueOf(key), flip));
+      to_winner[i] = key > kInfinityKey<T> ? kNoWinner : of_number;
     }
   }
 };

@@ -20,7 +20,7 @@ bool RunGatherExtremum(ffi::ThreadPool& pool, const GatherExtremumCall& call) {
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto flip = FlipMask<T>(call.type, call.is_minimum);
-    T* const output = static_cast<T*>(call.output);
+    auto* const output = static_cast<MaxKey<T>*>(call.output);
     const int64_t cells = problem.batch * problem.segments * problem.features;
     AdviseHugePages(output, cells * sizeof(T));
     const GatheredRows<T> rows{call, /*clips=*/true};
@@ -90,10 +90,9 @@ JB_CPU_CLONES void SelectWon(const GatherExtremumBackwardCall call, int64_t batc
       if (IsTie(lowest) && call.shares_ties) {
         const T* const row =
             gathered + NearestRow(gather_ids[place], call.problem.segments) * features + word * kWordBits;
-        using C = ComputeType<T>;
         JB_VECTORIZE
         for (int i = 0; i < count; ++i) {
-          const bool attains = static_cast<C>(row[i]) == static_cast<C>(extrema[first + i]);
+          const bool attains = AreEqual(row[i], extrema[first + i]);
           bits |= static_cast<uint32_t>(IsTie(winners[first + i]) && attains) << i;
         }
       }
