@@ -435,6 +435,10 @@ def test_table_of_a_user(tmp_path: Path) -> None:
         assert runs_kernel(jb.rope, jax.ShapeDtypeStruct((2, 3, 8, 2**17), np.float32))
         assert runs_kernel(lambda x: jb.rope(x, implementation="kernel"), X)
     assert runs_kernel(jb.rope, X)
+    assert selection.table_in(path) is selection.table_in(path)  # a step that enters the context reads no file
+    TuningTable(()).write(path)
+    with jb.implementation(table=path):
+        assert runs_kernel(jb.rope, X)
     for wrong in ({"devices": "cpu"}, {"implementation": "cuda"}):
         path.write_text(json.dumps({"rows": [{**row.to_json(), **wrong}]}))
         with pytest.raises(ValueError, match="row 0 is no row of a tuning table"):

@@ -132,6 +132,16 @@ class TuningTable:
         Path(path).write_text(f'{{\n  "rows": [\n{rows}\n  ]\n}}\n')
 
 
+@functools.lru_cache(maxsize=16)
+def _table_of(path: str, _modified: int) -> TuningTable:
+    return TuningTable.read(path)
+
+
+def table_in(path: str | os.PathLike[str]) -> TuningTable:
+    """That of a file, read once as long as it is not written to: programs may enter a context at every step."""
+    return _table_of(os.path.abspath(path), os.stat(path).st_mtime_ns)
+
+
 KERNEL_IF_ANY = TuningTable(())
 """Picks the kernel wherever there is one, faster or not."""
 
@@ -222,7 +232,7 @@ def implementation(
     if name is not None and table is not None:
         raise ValueError("implementation: one of name and table can be given, got both")
     if table is not None:
-        return _of_context(TuningTable.read(table))
+        return _of_context(table_in(table))
     return _of_context(None if name is None else _checked("implementation", name))
 
 
