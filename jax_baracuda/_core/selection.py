@@ -133,13 +133,14 @@ class TuningTable:
 
 
 @functools.lru_cache(maxsize=16)
-def _table_of(path: str, _modified: int) -> TuningTable:
+def _table_of(path: str, _modified: int, _size: int) -> TuningTable:
     return TuningTable.read(path)
 
 
 def table_in(path: str | os.PathLike[str]) -> TuningTable:
     """That of a file, read once as long as it is not written to: programs may enter a context at every step."""
-    return _table_of(os.path.abspath(path), os.stat(path).st_mtime_ns)
+    status = os.stat(path)
+    return _table_of(os.path.abspath(path), status.st_mtime_ns, status.st_size)
 
 
 KERNEL_IF_ANY = TuningTable(())

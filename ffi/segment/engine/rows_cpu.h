@@ -60,8 +60,8 @@ inline constexpr int64_t kMinSegmentsPerBlock = 64;
 inline constexpr int64_t kMinFeatureBytesPerBlock = 256;
 inline constexpr int64_t kMinStreamedBytes = 32 * 1024 * 1024;
 inline constexpr int64_t kCacheLine = 64;
-inline constexpr int64_t kPrefetchDistance = 6;  // rows
-inline constexpr int64_t kScanPrefetchDistance = 16;
+inline constexpr int64_t kPrefetchDistance = 6;       // rows
+inline constexpr int64_t kScanPrefetchDistance = 16;  // of narrow ones
 
 enum class Strategy {
   kNothing,
