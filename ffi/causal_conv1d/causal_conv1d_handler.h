@@ -161,8 +161,9 @@ class Decoder {
                            Parameter* parameter) const {
     const ffi::DataType type = buffer.element_type();
     const bool may_be_float32 = compute_type() == ffi::DataType::F32 && type_ != ffi::DataType::F32;
-    JB_RETURN_IF_ERROR(CheckType(op_, name, buffer, TypeName(type_) + (may_be_float32 ? " or F32" : ""),
-                                 type == type_ || (may_be_float32 && type == ffi::DataType::F32)));
+    JB_RETURN_IF_ERROR(CheckType(
+        op_, name, buffer, [&] { return TypeName(type_) + (may_be_float32 ? " or F32" : ""); },
+        type == type_ || (may_be_float32 && type == ffi::DataType::F32)));
     BatchedBuffer view;
     JB_RETURN_IF_ERROR(batch_.Check(name, buffer, /*may_be_shared=*/true, trailing, &view));
     *parameter = Parameter{view.data, view.is_shared, ElementTypeOf(type)};

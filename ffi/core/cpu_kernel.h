@@ -21,6 +21,12 @@
 
 namespace jax_baracuda {
 
+// Calls body with a number as a constant if it is one of kKnown; returns false, and calls nothing, for any other.
+template <int64_t... kKnown, typename Body>
+JB_INLINE bool DispatchConstant(int64_t number, const Body& body) {
+  return ((number == kKnown && (body(std::integral_constant<int64_t, kKnown>{}), true)) || ...);
+}
+
 inline ffi::Error MemoryStatus(const char* op, bool has_memory) {
   if (has_memory) return ffi::Error::Success();
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(op) + ": out of host memory");

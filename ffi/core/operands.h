@@ -17,17 +17,17 @@ inline std::string TypeName(ffi::DataType type) {
   return name.str();
 }
 
-// `expected` is what the error calls the types that would fit.
-inline ffi::Error CheckType(const char* op, const char* name, const ffi::AnyBuffer& buffer, const std::string& expected,
-                            bool fits) {
+// `expected()` is what the error calls the types that would fit: a text that no call needs but one that fails.
+template <typename Expected>
+ffi::Error CheckType(const char* op, const char* name, const ffi::AnyBuffer& buffer, const Expected& expected,
+                     bool fits) {
   if (fits) return ffi::Error::Success();
   return InvalidArgument(
-      op, std::string(name) + " has element type " + TypeName(buffer.element_type()) + ", expected " + expected);
+      op, std::string(name) + " has element type " + TypeName(buffer.element_type()) + ", expected " + expected());
 }
 
 inline ffi::Error CheckType(const char* op, const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type) {
-  const bool fits = buffer.element_type() == type;
-  return fits ? ffi::Error::Success() : CheckType(op, name, buffer, TypeName(type), fits);
+  return CheckType(op, name, buffer, [&] { return TypeName(type); }, buffer.element_type() == type);
 }
 
 // What a dimension must be. An operand that is shared along a dimension may have a size of 1 there.

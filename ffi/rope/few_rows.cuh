@@ -125,7 +125,7 @@ CudaStatus LaunchFewRows(const Call& call, int64_t units, cudaStream_t stream) {
   a.scale = ScaleOf<T>(call);
   int64_t most_heads = 1;
   for (int i = 0; i < kTensors; ++i) most_heads = std::max(most_heads, call.tensors[i].heads);
-  constexpr int64_t kMaxAlongZ = 64;
+  constexpr int64_t kMaxAlongZ = 64;  // threads that CUDA allows there
   const int64_t rotation_bytes = problem.pairs * sizeof(Rotation<ComputeType<T>>);
   const int64_t rows_of_block =
       std::clamp<int64_t>(Tuning::kSharingThreads / units, 1, std::min(most_heads, kMaxAlongZ));

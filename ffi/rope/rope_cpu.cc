@@ -74,21 +74,6 @@ JB_INLINE float ElementOf(uint32_t half_of_word) {
   return element;
 }
 
-// Calls body with `pairs`, as a constant where rows are so short that a loop over them would cost as much as its body.
-template <typename Body>
-JB_INLINE void WithPairs(int64_t pairs, const Body& body) {
-  switch (pairs) {
-    case 8:
-      return body(std::integral_constant<int64_t, 8>{});
-    case 16:
-      return body(std::integral_constant<int64_t, 16>{});
-    case 32:
-      return body(std::integral_constant<int64_t, 32>{});
-    default:
-      return body(pairs);
-  }
-}
-
 template <bool kInterleaved, typename T, typename C>
 JB_INLINE void RotateRow(const T* x, int64_t pairs, const C* cos, const C* sin, T* y) {
   if constexpr (!kInterleaved) {
@@ -123,16 +108,18 @@ JB_INLINE void RotateRow(const T* x, int64_t pairs, const C* cos, const C* sin, 
 template <bool kInterleaved, typename T, typename C>
 JB_CPU_CLONES void RotateRows(const T* x, int64_t rows, int64_t features, int64_t pairs, const C* cos, const C* sin,
                               int64_t angle_stride, T* y) {
-  WithPairs(pairs, [&](auto known_pairs) __attribute__((always_inline)) {
+  const auto rotate = [&](auto pairs_of_row) __attribute__((always_inline)) {
     for (int64_t row = 0; row < rows; ++row) {
-      RotateRow<kInterleaved>(x, known_pairs, cos, sin, y);
+      RotateRow<kInterleaved>(x, pairs_of_row, cos, sin, y);
       if (features > 2 * pairs && y != x) std::memcpy(y + 2 * pairs, x + 2 * pairs, (features - 2 * pairs) * sizeof(T));
       x += features;
       y += features;
       cos += angle_stride;
       sin += angle_stride;
     }
-  });
+  };
+  // Rows that are so short that a loop over them would cost as much as its body.
+  if (!DispatchConstant<8, 16, 32>(pairs, rotate)) rotate(pairs);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

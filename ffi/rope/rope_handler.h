@@ -77,8 +77,9 @@ class Decoder {
     OptionalOperands optional(op_, operands);
     JB_RETURN_IF_ERROR(optional.Next("positions", attributes_.has_positions, [&](const ffi::AnyBuffer& positions) {
       const ffi::DataType type = positions.element_type();
-      JB_RETURN_IF_ERROR(CheckType(op_, "positions", positions, "S32 or S64",
-                                   type == ffi::DataType::S32 || type == ffi::DataType::S64));
+      JB_RETURN_IF_ERROR(CheckType(
+          op_, "positions", positions, [] { return "S32 or S64"; },
+          type == ffi::DataType::S32 || type == ffi::DataType::S64));
       const Problem& problem = call_.problem;
       BatchedBuffer view;
       JB_RETURN_IF_ERROR(batch_.Check("positions", positions, /*may_be_shared=*/true,

@@ -30,8 +30,8 @@ inline ffi::Error TakeOperand(const char* op, const char* name, const ffi::AnyBu
 inline ffi::Error TakeCondition(const char* op, const ffi::AnyBuffer& cond, ffi::AnyBuffer::Dimensions output,
                                 Operand* operand) {
   const ffi::DataType type = cond.element_type();
-  JB_RETURN_IF_ERROR(
-      CheckType(op, "cond", cond, "PRED or U8", type == ffi::DataType::PRED || type == ffi::DataType::U8));
+  JB_RETURN_IF_ERROR(CheckType(
+      op, "cond", cond, [] { return "PRED or U8"; }, type == ffi::DataType::PRED || type == ffi::DataType::U8));
   return TakeOperand(op, "cond", cond, output, operand);
 }
 

@@ -181,29 +181,16 @@ JB_INLINE void PrefetchRow(const T* row, int64_t width) {
   }
 }
 
+// Calls body with the width of narrow rows as a constant; returns false, and calls nothing, for others.
+template <typename Body>
+JB_INLINE bool DispatchNarrow(int64_t width, const Body& body) {
+  return DispatchConstant<1, 2, 3, 4, 5, 6, 7, 8>(width, body);
+}
+
 // Calls body with `width`, as a constant where it is small: a loop over few features would cost more than its body.
 template <typename Body>
 JB_INLINE void WithWidth(int64_t width, const Body& body) {
-  switch (width) {
-    case 1:
-      return body(std::integral_constant<int64_t, 1>{});
-    case 2:
-      return body(std::integral_constant<int64_t, 2>{});
-    case 3:
-      return body(std::integral_constant<int64_t, 3>{});
-    case 4:
-      return body(std::integral_constant<int64_t, 4>{});
-    case 5:
-      return body(std::integral_constant<int64_t, 5>{});
-    case 6:
-      return body(std::integral_constant<int64_t, 6>{});
-    case 7:
-      return body(std::integral_constant<int64_t, 7>{});
-    case 8:
-      return body(std::integral_constant<int64_t, 8>{});
-    default:
-      return body(width);
-  }
+  if (!DispatchNarrow(width, body)) body(width);
 }
 
 // Pointers to the cells under reduction, a number of each kind per cell.

@@ -133,34 +133,30 @@ struct ExtremumWithWinner {
     std::fill_n(cells.second, count, kNoWinner);
   }
 
+  // AddRow or MergeCell of what comes later, without branches, and without stores that hang on a condition. The winner
+  // of a NaN does not matter. `counted_twice` is 1 where both tie counts hold the identity.
+  JB_INLINE void Take(First key, int32_t its_winner, int32_t counted_twice, CellsOf<ExtremumWithWinner> cells,
+                      int64_t i) const {
+    const First best = cells.first[i], number = WithOneZero(key), best_number = WithOneZero(best);
+    const int32_t winner_before = cells.second[i];
+    const int32_t first = winner_before == kNoWinner ? its_winner : winner_before;
+    const int32_t shared = counted_twice - TieCount(winner_before) - TieCount(its_winner);
+    const int32_t of_equal = number == best_number ? (first_wins ? first : shared) : winner_before;
+    cells.first[i] = key > best ? key : best;
+    cells.second[i] = number > best_number ? its_winner : of_equal;
+  }
+
   JB_INLINE void Fold(const T* values, int32_t row, int64_t width, CellsOf<ExtremumWithWinner> cells) const {
     if (width == 1 && TakeOne(KeyOf<T, First>(Flip(*values, flip)), row, *cells.first, *cells.second)) return;
     JB_VECTORIZE
-    for (int64_t i = 0; i < width; ++i) {
-      // AddRow without branches, and without stores that hang on a condition. The winner of a NaN does not matter.
-      const First key = KeyOf<T, First>(Flip(values[i], flip)), best = cells.first[i];
-      const First number = WithOneZero(key), best_number = WithOneZero(best);
-      const int32_t winner_before = cells.second[i];
-      const int32_t first = winner_before == kNoWinner ? row : winner_before, shared = -TieCount(winner_before) - 1;
-      const int32_t of_equal = number == best_number ? (first_wins ? first : shared) : winner_before;
-      cells.first[i] = key > best ? key : best;
-      cells.second[i] = number > best_number ? row : of_equal;
-    }
+    for (int64_t i = 0; i < width; ++i) Take(KeyOf<T, First>(Flip(values[i], flip)), row, 0, cells, i);
   }
 
-  // As MergeCell, likewise.
   JB_INLINE void Merge(int64_t count, CellsOf<ExtremumWithWinner> later, CellsOf<ExtremumWithWinner> cells) const {
     const First identity = KeyOf<T, First>(MaxIdentity<T>());
     JB_VECTORIZE
     for (int64_t i = 0; i < count; ++i) {
-      const First key = later.first[i], best = cells.first[i];
-      const First number = WithOneZero(key), best_number = WithOneZero(best);
-      const int32_t winner_before = cells.second[i], other = later.second[i];
-      const int32_t first = winner_before == kNoWinner ? other : winner_before;  // rows of later ranges are later
-      const int32_t shared = (best == identity ? 1 : 0) - TieCount(winner_before) - TieCount(other);
-      const int32_t of_equal = number == best_number ? (first_wins ? first : shared) : winner_before;
-      cells.first[i] = key > best ? key : best;
-      cells.second[i] = number > best_number ? other : of_equal;
+      Take(later.first[i], later.second[i], cells.first[i] == identity ? 1 : 0, cells, i);
     }
   }
 

@@ -64,26 +64,7 @@ JB_CPU_CLONES void Gather(const Problem problem, int64_t batch, int64_t row_begi
                                          row_ids, end - begin, problem.segments, to + begin * width);
         });
   };
-  switch (features) {
-    case 1:
-      return gather_narrow(std::integral_constant<int64_t, 1>{});
-    case 2:
-      return gather_narrow(std::integral_constant<int64_t, 2>{});
-    case 3:
-      return gather_narrow(std::integral_constant<int64_t, 3>{});
-    case 4:
-      return gather_narrow(std::integral_constant<int64_t, 4>{});
-    case 5:
-      return gather_narrow(std::integral_constant<int64_t, 5>{});
-    case 6:
-      return gather_narrow(std::integral_constant<int64_t, 6>{});
-    case 7:
-      return gather_narrow(std::integral_constant<int64_t, 7>{});
-    case 8:
-      return gather_narrow(std::integral_constant<int64_t, 8>{});
-    default:
-      break;
-  }
+  if (DispatchNarrow(features, gather_narrow)) return;
   const auto prefetch = [&](int64_t segment)
                             __attribute__((always_inline)) { PrefetchRow(cells + segment * features, features); };
   WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, features, arrays.d_data, prefetch,
