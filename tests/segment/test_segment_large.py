@@ -14,6 +14,7 @@ from support.cases import assert_same_bits
 from support.large import require_memory
 
 from jax_baracuda import gather_segment_max, gather_segment_sum, segment_max, segment_sum, segment_sum_backward
+from jax_baracuda.ops.segment.order import SEGMENT_ORDER
 
 LARGE_ROWS, LARGE_FEATURES, LARGE_SEGMENTS = 2**26 + 5, 33, 1009
 
@@ -163,3 +164,23 @@ def test_more_than_2_31_products_of_edges_and_features(rng: np.random.Generator,
     [d_data] = vjp(jnp.asarray(d_output, jnp.float32))
     np.testing.assert_array_equal(output, expected)
     np.testing.assert_array_equal(d_data, d_expected)
+
+
+def test_order_of_more_than_2_30_rows() -> None:
+    """Rows are counted in more than 30 bits: their order is ascending, and stable, and has each row once."""
+    if cases.PLATFORM == "cpu":
+        pytest.skip("takes 20 GB of memory: on GPUs only")
+    require_memory(40)
+    rows, segments = 2**30 + 12345, 1009
+
+    def counts_of_errors() -> tuple[jax.Array, ...]:
+        ids = (jnp.arange(rows, dtype=jnp.uint32) * jnp.uint32(2654435761) >> 8).astype(jnp.int32) % segments
+        order, sorted_ids = SEGMENT_ORDER(ids, num_segments=segments)
+        is_same = sorted_ids[1:] == sorted_ids[:-1]
+        return (
+            (ids[order] != sorted_ids).sum(),
+            (sorted_ids[1:] < sorted_ids[:-1]).sum(),
+            (is_same & (order[1:] <= order[:-1])).sum(),
+        )
+
+    assert [int(count) for count in jax.jit(counts_of_errors)()] == [0, 0, 0]

@@ -18,17 +18,30 @@ from jax_baracuda.ops.segment.order import SEGMENT_ORDER
 NODES, EDGES, SEGMENTS = 30, 200, 17
 
 
-@pytest.mark.parametrize("segments", [1, 7, 300, 100_000])
-@pytest.mark.parametrize("rows", [0, 1, 500])
-def test_order(rng: np.random.Generator, rows: int, segments: int) -> None:
-    """That of a stable sort with what is out of range at the end, for each element of a batch."""
-    ids = rng.integers(-2, segments + 3, (3, rows)).astype(np.int32)
+def assert_is_order(ids: np.ndarray, segments: int) -> None:
+    """SEGMENT_ORDER of each row of `ids` is that of a stable sort, with what is out of range at the end."""
     order, sorted_ids = jax.jit(jax.vmap(lambda ids: SEGMENT_ORDER(ids, num_segments=segments)))(ids)
     is_member = (ids >= 0) & (ids < segments)
     expected = np.argsort(np.where(is_member, ids, segments), axis=-1, kind="stable")
     np.testing.assert_array_equal(order, expected)
     in_order = np.take_along_axis(np.where(is_member, ids, segments), expected, axis=-1)
     np.testing.assert_array_equal(sorted_ids, in_order)
+
+
+@pytest.mark.parametrize("segments", [1, 7, 300, 100_000])
+@pytest.mark.parametrize("rows", [0, 1, 500])
+def test_order(rng: np.random.Generator, rows: int, segments: int) -> None:
+    assert_is_order(rng.integers(-2, segments + 3, (3, rows)).astype(np.int32), segments)
+
+
+@pytest.mark.parametrize("segments", [1, 600, 2**18, 2**31 - 1], ids=["1 digit", "2 digits", "3 digits", "4 digits"])
+@pytest.mark.parametrize(
+    ("batch", "rows"), [(1, 16_385), (3, 20_000), (1, 2**19 + 1), (1, 1_150_000)], ids=["few", "batch", "many", "wave"]
+)
+def test_order_of_many_rows(rng: np.random.Generator, batch: int, rows: int, segments: int) -> None:
+    """GPUs sort them digit by digit, in tiles of three sizes. A third of the rows has one segment."""
+    ids = rng.integers(-2, segments, (batch, rows)).astype(np.int32)
+    assert_is_order(np.where(rng.random((batch, rows)) < 0.3, np.int32(segments // 2), ids), segments)
 
 
 def graph(rng: np.random.Generator) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

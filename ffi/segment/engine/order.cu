@@ -1,5 +1,4 @@
 #include <cub/block/block_radix_sort.cuh>
-#include <cub/device/device_radix_sort.cuh>
 
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/scratch.h"
@@ -9,39 +8,6 @@ namespace jax_baracuda::segment {
 namespace {
 
 constexpr int kThreads = 256;
-
-struct JoinedRows {
-  SegmentIds ids;
-  uint32_t rows;   // of one element of the batch
-  uint32_t total;  // of the whole batch
-  uint32_t dropped;
-  bool ids_are_shared;
-
-  __device__ uint32_t Segment(uint32_t joined_row) const {
-    const bool is_batched = total != rows;
-    const uint32_t b = is_batched ? joined_row / rows : 0;
-    const uint32_t segment = ids[ids_are_shared ? joined_row - b * rows : joined_row];
-    return segment == kDropped ? dropped : b * static_cast<uint32_t>(ids.segments) + segment;
-  }
-};
-
-// An upper bound of what CUB asks for, known without a GPU; checked against CUB's answer at launch.
-int64_t CubSortBytes(int64_t items) { return (int64_t{1} << 20) + items / 4; }
-
-__global__ void __launch_bounds__(kThreads)
-    NumberRowsKernel(const __grid_constant__ JoinedRows joined, SegmentOrder order) {
-  const uint32_t row = blockIdx.x * kThreads + threadIdx.x;
-  if (row >= joined.total) return;
-  order.segments[row] = joined.Segment(row);
-  order.rows[row] = row;
-}
-
-// Bits of the numbers up to this one.
-int BitsUpTo(uint64_t number) {
-  int bits = 1;
-  while ((number >> bits) != 0) ++bits;
-  return bits;
-}
 
 constexpr int kOneBlockThreads = 1024;
 
@@ -84,8 +50,6 @@ CudaStatus OneBlockOrder(const Problem& problem, const SegmentIds& ids, int32_t*
       ids, problem.ids_are_shared, static_cast<uint32_t>(problem.rows), BitsUpTo(problem.segments), order, sorted_ids);
   return JB_LAUNCH_STATUS(OneBlockOrderKernel);
 }
-
-constexpr int kBitsOfSortPass = 8;  // of CUB's sort
 
 constexpr int kRowsPerBlock = 16 * kThreads;
 
@@ -134,7 +98,7 @@ int64_t SegmentOrderScratchBytes(const Problem& problem, bool holds_order) {
   const int64_t rows = problem.batch * problem.rows;
   ScratchSizes sizes;
   for (int i = 0; i < (holds_order ? 4 : 2); ++i) sizes.Add(rows * sizeof(uint32_t));
-  sizes.Add(CubSortBytes(rows));
+  sizes.Add(RadixSortScratchBytes(rows, static_cast<uint32_t>(problem.batch * problem.segments)));
   return sizes.total;
 }
 
@@ -157,34 +121,15 @@ CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, b
                           static_cast<uint32_t>(rows),
                           static_cast<uint32_t>(problem.batch * problem.segments),
                           problem.ids_are_shared};
-  const uint32_t blocks = static_cast<uint32_t>(CeilDivide(rows, kThreads));
   ScratchCarver carver(scratch);
   const auto take = [&] { return carver.Take<uint32_t>(rows); };
-  const bool holds_order = order->segments == nullptr;
-  const SegmentOrder wanted = holds_order ? SegmentOrder{take(), take()} : *order;
+  if (order->segments == nullptr) *order = {take(), take()};
   if (problem.batch == 1 && FitsOneBlock(problem)) {
-    *order = wanted;
-    return LaunchOneBlockOrder(problem, segment_ids, ids_are_64_bit, reinterpret_cast<int32_t*>(wanted.rows),
-                               reinterpret_cast<int32_t*>(wanted.segments), stream);
+    return LaunchOneBlockOrder(problem, segment_ids, ids_are_64_bit, reinterpret_cast<int32_t*>(order->rows),
+                               reinterpret_cast<int32_t*>(order->segments), stream);
   }
   const SegmentOrder other{take(), take()};
-  char* cub_scratch = carver.Take<char>(CubSortBytes(rows));
-  const int end_bit = BitsUpTo(joined.dropped);
-  // Each pass moves the rows to the other arrays: the last one, if there are as many as expected, to those that are
-  // wanted.
-  const bool starts_in_wanted = CeilDivide(end_bit, kBitsOfSortPass) % 2 == 0;
-  const SegmentOrder first = starts_in_wanted ? wanted : other, second = starts_in_wanted ? other : wanted;
-  cub::DoubleBuffer<uint32_t> keys(first.segments, second.segments), values(first.rows, second.rows);
-  NumberRowsKernel<<<blocks, kThreads, 0, stream>>>(joined, first);
-  JB_RETURN_IF_LAUNCH_ERROR(NumberRowsKernel);
-  size_t needed = 0;
-  const uint32_t items = joined.total;
-  JB_RETURN_IF_CUDA_ERROR(cub::DeviceRadixSort::SortPairs(nullptr, needed, keys, values, items, 0, end_bit, stream));
-  if (static_cast<int64_t>(needed) > CubSortBytes(rows)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
-  JB_RETURN_IF_CUDA_ERROR(
-      cub::DeviceRadixSort::SortPairs(cub_scratch, needed, keys, values, items, 0, end_bit, stream));
-  *order = {keys.Current(), values.Current()};
-  return {};
+  return LaunchRadixSort(joined, *order, other, carver.Take<char>(0), stream);
 }
 
 CudaStatus LaunchRowOrder(const Problem& problem, const SegmentOrder& order, int32_t* row_order, int32_t* sorted_ids,

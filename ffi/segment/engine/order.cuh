@@ -2,16 +2,9 @@
 #pragma once
 
 #include "ffi/core/cuda_status.h"
-#include "ffi/segment/engine/device.cuh"
+#include "ffi/segment/engine/radix_sort.cuh"
 
 namespace jax_baracuda::segment {
-
-// Rows and segments of the whole batch, numbered through. The numbers are 32-bit: see OrderFits, which one element of a
-// batch always does if SegmentsFit.
-struct SegmentOrder {
-  uint32_t* segments = nullptr;  // ascending; batch * segments for a dropped row: those of all elements come last
-  uint32_t* rows = nullptr;
-};
 
 inline bool OrderFits(const Problem& problem) {
   return problem.batch * problem.rows < kDropped && problem.batch * problem.segments < kDropped;
@@ -31,8 +24,8 @@ CudaStatus LaunchOneBlockOrder(const Problem& problem, const void* segment_ids, 
 // `holds_order` is whether the order itself lies in the scratch, too.
 int64_t SegmentOrderScratchBytes(const Problem& problem, bool holds_order);
 
-// `scratch` is 256-byte aligned and holds SegmentOrderScratchBytes. The order mostly comes where both pointers of `order`
-// point to, or else lies in the scratch: it tells where.
+// `scratch` is 256-byte aligned and holds SegmentOrderScratchBytes. The order comes where both pointers of `order` point
+// to, or lies in the scratch where they are nullptr: it tells where.
 CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, char* scratch,
                               SegmentOrder* order, cudaStream_t stream);
 
