@@ -18,7 +18,7 @@ struct Tuning90 {
   // Extrema of few segments, with at least so many rows each, go to a table in shared memory.
   static constexpr int64_t kMinRowsToSharedSegment = 4096;
   // Those in any order go to a table in global memory up to this size of the operand, with and without winners.
-  static constexpr int64_t kMaxTableBytesWithWinner = int64_t{1} << 23, kMaxTableBytes = int64_t{1} << 26;
+  static constexpr int64_t kMaxTableBytesWithWinner = int64_t{1} << 22, kMaxTableBytes = int64_t{24} << 20;
   // That table filters the rows from so many cells, rows, and rows to a segment on.
   static constexpr int64_t kMinFilteredCells = int64_t{1} << 16, kMinFilteredRows = int64_t{1} << 24;
   static constexpr int64_t kMinFilteredRowsToSegment = 32;
