@@ -135,6 +135,7 @@ __global__ void __launch_bounds__(kThreads, kItems > 16 ? 1 : 2)
     SortDigitKernel(const __grid_constant__ JoinedRows joined, SegmentOrder from, SegmentOrder to, Digit digit,
                     const uint32_t* rows_of_bins, Status* statuses, uint32_t* tiles_begun) {
   constexpr int kTileRows = kItems * kThreads;
+  static_assert(kTileRows < 1 << 16);  // as ranking counts them
   extern __shared__ uint4 dynamic_memory[];
   auto& memory = *reinterpret_cast<TileMemory<kItems>*>(dynamic_memory);
   auto& ranking = memory.ranking;
