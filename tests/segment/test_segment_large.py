@@ -11,7 +11,7 @@ import pytest
 from segment.reference import MAX
 from support import cases
 from support.cases import assert_same_bits
-from support.large import require_memory
+from support.large import require_gpu_memory, require_memory
 
 from jax_baracuda import gather_segment_max, gather_segment_sum, segment_max, segment_sum, segment_sum_backward
 from jax_baracuda.ops.segment.order import SEGMENT_ORDER
@@ -65,9 +65,7 @@ def test_more_than_2_31_elements_of_output() -> None:
 
 def test_gradient_of_more_than_2_31_elements() -> None:
     """The gradient of rows beyond element 2^31: the last row of a segment wins a feature, or the last but one."""
-    if cases.PLATFORM == "cpu":
-        pytest.skip("takes 20 GB of memory: on GPUs only")
-    require_memory(40)
+    require_gpu_memory(40)
     data = large_data(jnp.bfloat16)
     ids = jnp.arange(LARGE_ROWS, dtype=jnp.int32) % LARGE_SEGMENTS
     d_output = jnp.ones((LARGE_SEGMENTS, LARGE_FEATURES), jnp.bfloat16)
@@ -84,9 +82,7 @@ def test_gradient_of_more_than_2_31_elements() -> None:
 @pytest.mark.parametrize("is_sorted", [False, True], ids=["unsorted", "sorted"])
 def test_sum_of_more_than_2_31_elements(is_sorted: bool) -> None:
     """Each row is counted in its segment once, those beyond element 2^31 too: sums of ones and of row parities."""
-    if cases.PLATFORM == "cpu":
-        pytest.skip("takes 10 GB of memory: on GPUs only")
-    require_memory(20)
+    require_gpu_memory(20)
     rows = jnp.arange(LARGE_ROWS, dtype=jnp.int32)
     rows_per_segment = -(-LARGE_ROWS // LARGE_SEGMENTS)
     ids = rows // rows_per_segment if is_sorted else rows % LARGE_SEGMENTS
@@ -103,9 +99,7 @@ def test_sum_of_more_than_2_31_elements(is_sorted: bool) -> None:
 
 def test_sum_into_more_than_2_31_elements() -> None:
     """Sums of segments whose cells have numbers of 2^31 and more arrive there, and nowhere else."""
-    if cases.PLATFORM == "cpu":
-        pytest.skip("takes 10 GB of memory: on GPUs only")
-    require_memory(20)
+    require_gpu_memory(20)
     segments = np.array([0, 1, LARGE_ROWS // 2, LARGE_ROWS - 1, LARGE_ROWS - 1, LARGE_ROWS, LARGE_ROWS])
     data = np.arange(1, 1 + 7 * LARGE_FEATURES).reshape(7, LARGE_FEATURES).astype(np.float16)
     output = jax.jit(lambda data, ids: segment_sum(data, ids, LARGE_ROWS))(data, segments)
@@ -116,9 +110,7 @@ def test_sum_into_more_than_2_31_elements() -> None:
 
 def test_gather_of_more_than_2_31_elements() -> None:
     """The gradient of a sum writes each row's cotangent, also beyond element 2^31."""
-    if cases.PLATFORM == "cpu":
-        pytest.skip("takes 10 GB of memory: on GPUs only")
-    require_memory(20)
+    require_gpu_memory(20)
     ids = jnp.arange(LARGE_ROWS, dtype=jnp.int32) % (LARGE_SEGMENTS + 1)  # the last is dropped
     d_output = jnp.arange(LARGE_SEGMENTS, dtype=jnp.float32)[:, None] % 251 + jnp.arange(LARGE_FEATURES) % 5
     d_output = d_output.astype(jnp.bfloat16)
@@ -168,9 +160,7 @@ def test_more_than_2_31_products_of_edges_and_features(rng: np.random.Generator,
 
 def test_order_of_more_than_2_30_rows() -> None:
     """Rows are counted in more than 30 bits: their order is ascending, and stable, and has each row once."""
-    if cases.PLATFORM == "cpu":
-        pytest.skip("takes 20 GB of memory: on GPUs only")
-    require_memory(40)
+    require_gpu_memory(40)
     rows, segments = 2**30 + 12345, 1009
 
     def counts_of_errors() -> tuple[jax.Array, ...]:

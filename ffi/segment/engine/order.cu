@@ -134,14 +134,9 @@ CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, b
 
 CudaStatus LaunchRowOrder(const Problem& problem, const SegmentOrder& order, int32_t* row_order, int32_t* sorted_ids,
                           cudaStream_t stream) {
-  if (problem.batch == 1) {
-    const auto copy = [&](int32_t* to, const uint32_t* from) {
-      if (reinterpret_cast<uint32_t*>(to) == from) return CudaStatus{};
-      return JB_CUDA_STATUS(
-          cudaMemcpyAsync(to, from, problem.rows * sizeof(int32_t), cudaMemcpyDeviceToDevice, stream));
-    };
-    JB_RETURN_IF_CUDA_ERROR(copy(row_order, order.rows));
-    return sorted_ids == nullptr ? CudaStatus{} : copy(sorted_ids, order.segments);
+  if (problem.batch == 1 && sorted_ids == nullptr) {
+    return JB_CUDA_STATUS(
+        cudaMemcpyAsync(row_order, order.rows, problem.rows * sizeof(int32_t), cudaMemcpyDeviceToDevice, stream));
   }
   const uint32_t blocks_per_batch = static_cast<uint32_t>(CeilDivide(problem.rows, kRowsPerBlock));
   RowOrderKernel<<<static_cast<uint32_t>(problem.batch) * blocks_per_batch, kThreads, 0, stream>>>(

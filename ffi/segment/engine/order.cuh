@@ -29,9 +29,9 @@ int64_t SegmentOrderScratchBytes(const Problem& problem, bool holds_order);
 CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, char* scratch,
                               SegmentOrder* order, cudaStream_t stream);
 
-// Writes the order of each element's own rows, numbered within the element, [batch, rows], where it is not yet: a
-// permutation of them that brings segments together, those that are dropped last. And the segments in this order, unless
-// `sorted_ids` is nullptr, with the number of segments for rows that are dropped.
+// Writes the order of each element's own rows, numbered within the element, [batch, rows]: a permutation of them that
+// brings segments together, those that are dropped last. And the segments in this order, unless `sorted_ids` is nullptr,
+// with the number of segments for rows that are dropped.
 CudaStatus LaunchRowOrder(const Problem& problem, const SegmentOrder& order, int32_t* row_order, int32_t* sorted_ids,
                           cudaStream_t stream);
 

@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kThreads, kItems > 16 ? 1 : 2)
 // Rows of a thread: as many as let all tiles of few rows run at once, and fill the multiprocessors of an H200 evenly.
 int TileItems(int64_t rows) {
   if (rows <= int64_t{1} << 19) return 4;
-  constexpr int64_t kMultiprocessors = 132;
+  constexpr int64_t kMultiprocessors = DeviceAttributes{}.multiprocessors;
   return rows > kMultiprocessors * kThreads * 16 && rows <= kMultiprocessors * kThreads * 20 ? 20 : 16;
 }
 

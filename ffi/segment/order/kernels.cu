@@ -35,12 +35,14 @@ CudaStatus LaunchOrder(const OrderCall& call, cudaStream_t stream) {
     const int32_t* const ids = static_cast<const int32_t*>(call.segment_ids) + problem.IdIndex(b, 0);
     const int64_t first = b * problem.rows;
     SegmentOrder order;
-    if (part.batch == 1) {
+    if (part.batch == 1) {  // its order is that of the joined rows
       order = {reinterpret_cast<uint32_t*>(call.sorted_ids + first), reinterpret_cast<uint32_t*>(call.order + first)};
     }
     JB_RETURN_IF_CUDA_ERROR(
         LaunchSegmentOrder(part, ids, /*ids_are_64_bit=*/false, static_cast<char*>(call.scratch), &order, stream));
-    JB_RETURN_IF_CUDA_ERROR(LaunchRowOrder(part, order, call.order + first, call.sorted_ids + first, stream));
+    if (part.batch > 1) {
+      JB_RETURN_IF_CUDA_ERROR(LaunchRowOrder(part, order, call.order + first, call.sorted_ids + first, stream));
+    }
   }
   return {};
 }
