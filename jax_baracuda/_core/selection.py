@@ -241,6 +241,11 @@ def implementation(
 # The choice.
 
 
+def table_of(selection: TuningTable | None) -> TuningTable:
+    """The table to pick by."""
+    return packaged_table() if selection is None else selection
+
+
 class Choice(NamedTuple):
     """What serves a call, and why."""
 
@@ -273,8 +278,7 @@ def choose(call: OpCall, platform: str, device: str | None = None, fuses: bool =
         return Choice("kernel", "asked for")
     if reason is not None:
         return Choice("xla", reason)
-    table = packaged_table() if call.selection is None else call.selection
-    row = table.row_for(call, device or device_name(platform), fuses)
+    row = table_of(call.selection).row_for(call, device or device_name(platform), fuses)
     if row is None:
         return Choice("kernel", "no row of the table says otherwise")
     if forbids_xla(call, platform):
