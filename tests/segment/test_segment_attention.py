@@ -44,11 +44,11 @@ def plain(logits: Any, data: Any, gather_ids: Any, ids: Any, segments: int) -> j
     return jax.ops.segment_sum(weights.reshape(*weights.shape, *[1] * (rows.ndim - weights.ndim)) * rows, ids, segments)
 
 
-@pytest.mark.parametrize("form", ["ids", "plan"])
+@pytest.mark.parametrize("form", ["ids", "deterministic", "plan"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", cases.FLOATING)
 def test_value(rng: np.random.Generator, dtype: str, sizes: Any, form: str) -> None:
-    """Also with edges that are dropped, and the same bits twice."""
+    """Also with edges that are dropped, and the same bits twice where they are promised."""
     nodes, edges, segments, heads, features = sizes
     logits = (3 * rng.normal(size=(edges, *heads))).astype(jnp.dtype(dtype))
     data = rng.normal(size=(nodes, *heads, *features)).astype(jnp.dtype(dtype))
@@ -58,11 +58,13 @@ def test_value(rng: np.random.Generator, dtype: str, sizes: Any, form: str) -> N
     def run(logits: Any, data: Any) -> jax.Array:
         if form == "plan":
             return segment_attention(logits, data, plan=segment_plan(ids, segments, gather_ids, nodes))
-        return segment_attention(logits, data, gather_ids, ids, segments)
+        return segment_attention(logits, data, gather_ids, ids, segments, deterministic=form == "deterministic")
 
     with cases.x64_for(dtype):
         output, again = run(logits, data), run(logits, data)
-    assert output.dtype == data.dtype and np.asarray(output).tobytes() == np.asarray(again).tobytes()
+    assert output.dtype == data.dtype
+    if form != "ids" or cases.PLATFORM == "cpu":
+        assert np.asarray(output).tobytes() == np.asarray(again).tobytes()
     eps = float(jnp.finfo(data.dtype).eps)  # a probability beside a border may be rounded to its other side
     expected = reference(logits, data, gather_ids, ids, segments)
     bound = 4 * eps * reference(logits, np.abs(data), gather_ids, ids, segments) + 1e-6 * (eps > 1e-4)

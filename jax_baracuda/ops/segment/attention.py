@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array
 from jax_baracuda._core.autodiff import with_twin
-from jax_baracuda._core.selection import Implementation, current_selection, selectable
+from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode
 from jax_baracuda.ops.segment.cells import in_order
 from jax_baracuda.ops.segment.edges import GatherParams, as_rows, canonicalize_edges
@@ -28,6 +28,7 @@ def segment_attention(
     *,
     indices_are_sorted: bool = False,
     mode: Mode = None,
+    deterministic: bool = False,
     plan: SegmentPlan | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
@@ -52,6 +53,9 @@ def segment_attention(
         false, the result may hold anything.
       mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
         is dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      deterministic: on GPUs, the exponentials and the terms of unsorted edges without a plan are added in an order that
+        varies from run to run, where that was faster. True: bit-equal from run to run, by a sort. Sorted edges, also
+        for the gradient, and plans are bit-equal anyway. On CPUs everything is.
       plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
         `num_segments`. Neither this call nor its gradient sorts any more.
       implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
@@ -66,7 +70,7 @@ def segment_attention(
       ValueError: shapes do not fit, there are no rows to gather from, or both a plan and ids are given.
 
     Numerical guarantees: those of :func:`segment_softmax`, whose probabilities are rounded to the dtype of `logits`,
-    and of :func:`gather_segment_sum`. Bit-equal from run to run.
+    and of :func:`gather_segment_sum`. Bit-equal from run to run, except on GPUs as said under `deterministic`.
 
     Gradient: of `logits` by the gradients of the softmax and of the weights, which are products of cotangents and
     gathered rows, and of `data` by the weighted sum over the edges of each row, also under ``jax.vmap`` as in
@@ -94,7 +98,6 @@ def segment_attention(
             f"{name}: logits must be [E] or [E, *dims], where dims are the first dimensions of a row of data; got "
             f"logits.shape = {logits.shape} for {num_edges} edges and data.shape = {data.shape}"
         )
-    deterministic = current_selection() != "xla"
     params = GatherParams(**edges.params(data, indices_are_sorted, deterministic))
     if plan is None:
         weights = segment_softmax(
@@ -102,7 +105,7 @@ def segment_attention(
             edges.segment_ids,
             edges.num_segments,
             indices_are_sorted=params.indices_are_sorted,
-            deterministic=deterministic,
+            deterministic=params.deterministic,
         )
     else:
         # In the order of the plan, in which the sum takes the probabilities and its gradient gives theirs.
