@@ -335,6 +335,7 @@ MIDDLE_SIZES: dict[str, Sizes] = {
     "many narrow rows": {"row": 20_000, "features": (), "segment": 4000},
     "wide rows": {"row": 160, "features": (1500,), "segment": 100},
     "rows to group": {"row": 40_000, "features": (130,), "segment": 6000},
+    "mostly empty": {"row": 3001, "features": (33,), "segment": 9000},
 }
 LARGE_SIZES: dict[str, Sizes] = {
     **MIDDLE_SIZES,
@@ -975,7 +976,11 @@ for _name, _is_max in (("gather_segment_max", True), ("gather_segment_min", Fals
     )
 # Probabilities of 16 bits are rounded before they weight rows, which bounds of float32 arithmetic do not hold.
 _declare_gathered(
-    "segment_attention", _attention_problem, {}, ({}, {"indices_are_sorted": True}), dtypes=("float32", "float64")
+    "segment_attention",
+    _attention_problem,
+    {"deterministic": (ABSENT, True)},
+    ({}, {"indices_are_sorted": True}, {"deterministic": True}),
+    dtypes=("float32", "float64"),
 )
 
 

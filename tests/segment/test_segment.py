@@ -44,6 +44,7 @@ from support.cases import (
     BIG_SHAPE,
     FLOATING,
     INTEGERS,
+    MOSTLY_EMPTY_SHAPES,
     POWER_LAW_SHAPES,
     SHAPES,
     Expected,
@@ -133,6 +134,18 @@ def test_power_law(rng: np.random.Generator, reduction: Reduction, dtype: str) -
     batch = Batch()
     for shape, is_sorted in itertools.product(POWER_LAW_SHAPES, (False, True)):
         ids = cases.power_law_ids(rng, shape.rows, shape.segments, is_sorted)
+        add_calls(batch, rng, reduction, dtype, shape, ids, is_sorted)
+    batch.run()
+
+
+@pytest.mark.newest_jax_alone
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@each_reduction
+def test_mostly_empty_results(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
+    """As test_value_and_gradient, with two to 25 segments to a row."""
+    batch = Batch()
+    for shape, is_sorted in itertools.product(MOSTLY_EMPTY_SHAPES, (False, True)):
+        ids = cases.make_ids(rng, shape.rows, shape.segments, is_sorted=is_sorted)
         add_calls(batch, rng, reduction, dtype, shape, ids, is_sorted)
     batch.run()
 

@@ -99,6 +99,14 @@ that fit in a cache or in shared memory and cells that do not, narrow rows and w
 POWER_LAW_SHAPES = (Shape(20_000, (), 4000), Shape(20_000, (7,), 90), Shape(9000, (130,), 700))
 """For ids of which few are very frequent and most are rare: see :func:`power_law_ids`."""
 
+MOSTLY_EMPTY_SHAPES = (
+    Shape(90_000, (), 270_001),
+    Shape(30_000, (8,), 60_000),
+    Shape(5000, (33,), 10_001),
+    Shape(200, (130,), 5000),
+)
+"""Most segments have no rows: GPUs fill all results of such sizes before they reduce the rows."""
+
 BIG_SHAPE = Shape(66_000, (130,), 9000)
 """Big enough for a GPU to sort the ids first, and for a CPU to group the rows by segment, in every dtype."""
 

@@ -2,7 +2,7 @@
 // rows.
 //
 // Who sees both rows of a narrow gap fills it on the way. Wide gaps, and those before the first segment with a row and
-// after the last one, may be of any size; they are found by binary searches of the ids for every kGapChunk-th
+// after the last one, may be of any size; they are found by searches of the ids for every kGapChunk-th
 // segment, and filled by as many warps as there are segments to look after, and more where most segments must have no
 // rows. Both go by the ids alone, so that nobody has to wait for those who reduce.
 #pragma once
@@ -41,23 +41,39 @@ JB_HOST_DEVICE int64_t GapWarpsPerBatch(const Problem& problem) {
   return CeilDivide(CeilDivide(problem.segments, kGapChunk), GapWarpChunks(problem));
 }
 
+// The first of the rows with these ids whose id is not below `segment`. A step waits for memory once, for several ids at
+// the same time: they are loaded without a branch in between.
+template <typename Id>
+__device__ __forceinline__ int64_t FirstRowFrom(int64_t segment, int64_t rows, const Id* ids) {
+  constexpr int kParts = 8;
+  int64_t begin = 0, end = rows;
+  while (begin < end) {
+    const int64_t part = CeilDivide(end - begin, static_cast<int64_t>(kParts));
+    Id last_ids[kParts];
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) last_ids[i] = __ldg(ids + min(begin + (i + 1) * part, end) - 1);
+    int parts_below = 0;  // whole ones, whose last rows have ids below
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      parts_below += begin + (i + 1) * part <= end && static_cast<int64_t>(last_ids[i]) < segment;
+    }
+    begin += parts_below * part;
+    end = min(begin + part - 1, end);
+  }
+  return begin;
+}
+
 // Writes the reduction of nothing to the wide gaps of a warp's chunks. `id_of(row)` is the id of a row of an element
-// of the batch, `first_result` the place of its first segment among the results.
-template <typename Reduction, int kVec, typename IdOf>
+// of the batch, `first_row_from(segment)` the first row whose id is not below, `first_result` the place of the element's
+// first segment among the results.
+template <typename Reduction, int kVec, typename IdOf, typename FirstRowFromSegment>
 __device__ __forceinline__ void FillWideGaps(const Problem& problem, const typename Reduction::Outputs& outputs,
-                                             int64_t first_result, int64_t warp, IdOf&& id_of) {
+                                             int64_t first_result, int64_t warp, IdOf&& id_of,
+                                             FirstRowFromSegment&& first_row_from) {
   const int lane = threadIdx.x % 32;
   const int64_t segments = problem.segments, warp_chunks = GapWarpChunks(problem);
   const int64_t chunk = min((warp * warp_chunks + lane) * kGapChunk, segments);
-  int64_t begin = 0, end = problem.rows;  // of the rows among which the first of a segment from `chunk` on lies
-  while (begin < end) {
-    const int64_t middle = (begin + end) / 2;
-    if (id_of(middle) < chunk) {
-      begin = middle + 1;
-    } else {
-      end = middle;
-    }
-  }
+  const int64_t begin = first_row_from(chunk);
   // The gap around the end of the chunk.
   const int64_t before = begin > 0 ? max(id_of(begin - 1), int64_t{-1}) : -1;
   const int64_t after = begin < problem.rows ? min(id_of(begin), segments) : segments;

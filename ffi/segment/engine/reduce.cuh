@@ -6,6 +6,7 @@
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/plan.h"
 #include "ffi/core/scratch.h"
+#include "ffi/segment/engine/fill.cuh"
 #include "ffi/segment/engine/order.cuh"
 #include "ffi/segment/engine/private_table.cuh"
 #include "ffi/segment/engine/runs.cuh"
@@ -166,7 +167,7 @@ struct Reducer {
   CudaStatus Launch() const {
     switch (strategy) {
       case Strategy::kFill:
-        return FillAll();
+        return LaunchFill<Reduction>(outputs, 0, problem.batch * problem.segments, problem.features, stream);
       case Strategy::kPrivateTable:
         if constexpr (kTakesPrivateTable<Reduction>) return PrivateTable();
         return JB_CUDA_STATUS(cudaErrorInvalidValue);
@@ -177,19 +178,6 @@ struct Reducer {
 
  private:
   SegmentIds Ids() const { return {segment_ids, ids_are_64_bit, problem.segments}; }
-
-  CudaStatus FillAll() const {
-    return DispatchRowVector<T>(problem.features, [&](auto vector) {
-      constexpr int kVec = decltype(vector)::value;
-      TileArguments<Reduction> a{};
-      a.ids = Ids();
-      a.problem = problem;
-      a.outputs = outputs;
-      a.gap_blocks = GapBlocks(problem, kMergeThreads);
-      FillKernel<Reduction, kVec><<<a.gap_blocks, kMergeThreads, 0, stream>>>(a);
-      return JB_LAUNCH_STATUS(FillKernel);
-    });
-  }
 
   CudaStatus PrivateTable() const {
     using Cells = typename Reduction::template Accumulator<1>;
@@ -264,7 +252,12 @@ struct Reducer {
     a.carries.in_segment = carver.Take<uint32_t>(grid.row_blocks);
     a.carries.in = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
     a.carries.out = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
-    a.gap_blocks = GapBlocks(a.problem, strategy == Strategy::kRuns ? kRunThreads : TileThreads(grid.features.lanes));
+    if (FillsFirst(part)) {
+      JB_RETURN_IF_CUDA_ERROR(
+          LaunchFill<Reduction>(outputs, a.first_segment, batch * problem.segments, problem.features, stream));
+    } else {
+      a.gap_blocks = GapBlocks(a.problem, strategy == Strategy::kRuns ? kRunThreads : TileThreads(grid.features.lanes));
+    }
     if constexpr (kGathers) {
       return DispatchRowVector<T>(
           part_features, [&](auto vector) { return Tiles<decltype(vector)::value, RowSource::kGathered>(a, grid); });
@@ -326,6 +319,7 @@ struct Reducer {
 
   template <int kVec>
   CudaStatus LaunchMerge(const TileArguments<Reduction>& a, const RowGrid& grid) const {
+    if (grid.blocks_per_batch == 1) return {};  // no run leaves its block
     const int64_t blocks = CeilDivide(grid.row_blocks, kMergeSlots);
     MergeKernel<Reduction, kVec>
         <<<static_cast<uint32_t>(blocks * grid.features.columns), kMergeThreads, 0, stream>>>(a, grid.row_blocks);

@@ -24,6 +24,10 @@ namespace jax_baracuda::segment {
 template <typename Reduction>
 inline constexpr bool kTakesPrivateTable = true;
 
+// Whether a reduction writes nothing but an element for each cell to each of its results.
+template <typename Reduction>
+inline constexpr bool kStoresCellsAlone = true;
+
 // What a tile reduces at most: its own rows, and those of the next tile that go on with its last run.
 inline constexpr int kMaxRowsBetweenNormalize = 63;
 

@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
 
   // Here rather than in the loop over rows, which is unrolled and would outgrow the instruction cache; so the ids are
   // read again.
-  for (; gaps != 0; gaps &= gaps - 1) {
+  for (gaps = a.gap_blocks == 0 ? 0 : gaps; gaps != 0; gaps &= gaps - 1) {
     const int64_t id = first_id + first_own + __ffs(gaps) - 1;
     const int64_t begin = first_segment + a.ids[id - 1] + 1, end = first_segment + a.ids[id];
     FillGap<Reduction, kFeatures>(a.outputs, begin, end, kFeatures, 0);

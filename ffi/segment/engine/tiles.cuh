@@ -62,7 +62,7 @@ struct TileArguments {
   FeatureLanes features;
   int groups;                // tiles of a block
   int64_t blocks_per_batch;  // blocks along the rows of one element of the batch
-  uint32_t gap_blocks;       // the first blocks of the grid, which fill wide gaps
+  uint32_t gap_blocks;       // the first blocks of the grid, which fill wide gaps; 0 where all results are filled
 };
 
 // The share of the block in filling wide gaps, if it is one of the grid's first `gap_blocks`.
@@ -74,10 +74,17 @@ __device__ __forceinline__ void FillWideGaps(const TileArguments<Reduction>& a) 
   if (b >= a.problem.batch) return;
   const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
   const int64_t first_segment = a.first_segment + b * a.problem.segments;
-  FillWideGaps<Reduction, kVec>(a.problem, a.outputs, first_segment, warp - b * warps_per_batch, [&](int64_t row) {
+  const auto id_of = [&](int64_t row) {
     return a.sorted_segments != nullptr ? static_cast<int64_t>(__ldg(a.sorted_segments + row))
                                         : a.ids.Id(ids_offset + row);
-  });
+  };
+  const auto first_row_from = [&](int64_t segment) {
+    const int64_t rows = a.problem.rows;
+    if (a.sorted_segments != nullptr) return FirstRowFrom(segment, rows, a.sorted_segments);
+    if (a.ids.are_64_bit) return FirstRowFrom(segment, rows, static_cast<const long long*>(a.ids.ids) + ids_offset);
+    return FirstRowFrom(segment, rows, static_cast<const int*>(a.ids.ids) + ids_offset);
+  };
+  FillWideGaps<Reduction, kVec>(a.problem, a.outputs, first_segment, warp - b * warps_per_batch, id_of, first_row_from);
 }
 
 // What a kernel that reduces rows does for MergeKernel, which comes after it.
@@ -268,7 +275,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   if (is_active) {
     const uint32_t before = shared.starts[group], starts = shared.starts[group + 1], after = shared.starts[group + 2];
     const uint32_t* segments = shared.segments + (group + 1) * kPaddedTileRows;
-    for (uint32_t gaps = shared.gaps[group]; gaps != 0; gaps &= gaps - 1) {
+    for (uint32_t gaps = a.gap_blocks == 0 ? 0 : shared.gaps[group]; gaps != 0; gaps &= gaps - 1) {
       const int row = __ffs(gaps) - 1;
       // The array has a word of padding between tiles.
       const uint32_t segment_before = segments[row == 0 ? -2 : row - 1];
@@ -566,12 +573,6 @@ __global__ void __launch_bounds__(kMergeThreads)
     MergeCarries<Reduction, kVec, 2>(a, slots, block, shared);
     __syncthreads();
   }
-}
-
-// The reduction of nothing for every segment: there are no rows.
-template <typename Reduction, int kVec>
-__global__ void __launch_bounds__(kMergeThreads) FillKernel(const __grid_constant__ TileArguments<Reduction> a) {
-  FillWideGaps<Reduction, kVec>(a);
 }
 
 }  // namespace jax_baracuda::segment

@@ -15,10 +15,15 @@ struct Tuning90 {
   static constexpr int64_t kMaxAddedRowBytes = 64, kMaxAddedBytes = int64_t{1} << 24;
   static constexpr int64_t kMinContendedRowsToSegment = 2048;
 
+  // All results are filled before rows are reduced where there are so many segments to a row, and elements.
+  static constexpr int64_t kMinFilledSegmentsToRow = 2, kMinFilledElements = int64_t{1} << 18;
+
   // Extrema of few segments, with at least so many rows each, go to a table in shared memory.
   static constexpr int64_t kMinRowsToSharedSegment = 4096;
   // Those in any order go to a table in global memory up to this size of the operand, with and without winners.
   static constexpr int64_t kMaxTableBytesWithWinner = int64_t{1} << 22, kMaxTableBytes = int64_t{24} << 20;
+  // Where results are filled, with so many cells at most.
+  static constexpr int64_t kMaxFilledTableCells = int64_t{1} << 22;
   // That table filters the rows from so many cells, rows, and rows to a segment on.
   static constexpr int64_t kMinFilteredCells = int64_t{1} << 16, kMinFilteredRows = int64_t{1} << 24;
   static constexpr int64_t kMinFilteredRowsToSegment = 32;

@@ -63,8 +63,10 @@ Choice Choose(const Problem& problem, int64_t element_bytes, bool indices_are_so
     return {Algorithm::kSharedTable, Strategy::kFill, false};
   }
   if (strategy != Strategy::kSortThenTiles) return reduce;
+  const int64_t cells = problem.batch * problem.segments * problem.features;
   const bool is_small = problem.batch * problem.rows * row_bytes <=
-                        (with_winner ? Tuning::kMaxTableBytesWithWinner : Tuning::kMaxTableBytes);
+                            (with_winner ? Tuning::kMaxTableBytesWithWinner : Tuning::kMaxTableBytes) &&
+                        (!FillsFirst(problem) || cells <= Tuning::kMaxFilledTableCells);
   if (row_bytes <= kSectorBytes || is_small || !OrderFits(problem)) {
     return {Algorithm::kTable, Strategy::kFill, FiltersRows(problem, element_bytes, indices_are_sorted)};
   }

@@ -89,4 +89,8 @@ struct MeanReduction {
   };
 };
 
+// It counts the rows of each segment.
+template <typename T>
+inline constexpr bool kStoresCellsAlone<MeanReduction<T>> = false;
+
 }  // namespace jax_baracuda::segment

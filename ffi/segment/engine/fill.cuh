@@ -1,0 +1,53 @@
+// The results of segments without rows, written everywhere before any rows are reduced.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "ffi/core/cuda_status.h"
+#include "ffi/segment/engine/device.cuh"
+#include "ffi/segment/engine/reduction.cuh"
+#include "ffi/segment/engine/tuning.h"
+
+namespace jax_baracuda::segment {
+
+inline constexpr int kFillThreads = 256;
+
+// Where most segments have no rows, it is faster to write all results at the speed of memory, and those of segments with
+// rows once more, than to look for gaps and fill each of them.
+inline bool FillsFirst(const Problem& problem) {
+  return problem.segments / Tuning::kMinFilledSegmentsToRow >= problem.rows &&
+         problem.batch * problem.segments * problem.features >= Tuning::kMinFilledElements;
+}
+
+// Writes the reduction of nothing to `count` vectors for each of the segments from `first` on.
+template <typename Reduction, int kVec>
+__global__ void __launch_bounds__(kFillThreads)
+    FillKernel(const __grid_constant__ typename Reduction::Outputs outputs, int64_t first, int64_t features,
+               int64_t segments, int64_t count) {
+  typename Reduction::template Accumulator<kVec> nothing;
+  nothing.Start();
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kFillThreads + threadIdx.x;
+  if (i >= segments * count) return;
+  const int64_t segment = segments == 1 ? 0 : i / count;
+  nothing.Store(outputs, first + segment, features, (i - segment * count) * kVec);
+}
+
+// Writes the reduction of nothing to `segments` segments from `first` on.
+template <typename Reduction>
+CudaStatus LaunchFill(const typename Reduction::Outputs& outputs, int64_t first, int64_t segments, int64_t features,
+                      cudaStream_t stream) {
+  // Where a result has an element for each cell and no others, all cells are like those of one wide segment.
+  const bool is_flat = kStoresCellsAlone<Reduction>;
+  const int64_t width = is_flat ? segments * features : features, rows = is_flat ? 1 : segments;
+  // The widest vector that divides both the cells to fill and those before them.
+  return DispatchRowVector<typename Reduction::Element>(width | (first * features), [&](auto vector) {
+    constexpr int kVec = decltype(vector)::value;
+    const int64_t count = width / kVec;
+    FillKernel<Reduction, kVec>
+        <<<static_cast<uint32_t>(CeilDivide(rows * count, kFillThreads)), kFillThreads, 0, stream>>>(
+            outputs, first, features, rows, count);
+    return JB_LAUNCH_STATUS(FillKernel);
+  });
+}
+
+}  // namespace jax_baracuda::segment
