@@ -12,6 +12,10 @@ import pytest
 
 import jax_baracuda as jb
 
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="awkward's arrays of JAX are on CPUs: it refuses another default"
+)
+
 LISTS = 40
 REDUCERS = ["sum", "max", "min", "prod", "any", "all", "argmax", "argmin"]
 

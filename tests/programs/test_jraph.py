@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import importlib.util
 import os
 import re
@@ -36,13 +37,20 @@ def run_their_tests(**variables: str) -> str:
 
 
 def test_their_tests() -> None:
-    """All that pass without are to pass with it; the others are the same ones."""
+    """All that pass without are to pass with it; those that fail without may.
+
+    On GPUs, JAX's own sums come in another order in each run, which some of their comparisons do not allow for.
+    """
     of_jax, redirected = run_their_tests(), run_their_tests(REDIRECT="1")
-    failures = [sorted(re.findall(r"^(?:SUB)?FAILED.*?(\w+::\w+)", output, re.M)) for output in (of_jax, redirected)]
-    passed = [int(re.search(r"(\d+) passed", output)[1]) for output in (of_jax, redirected)]
-    assert failures[0] == failures[1], redirected
-    assert passed[0] == passed[1] > 90
-    assert len(failures[0]) <= 4, of_jax
+    failures = [
+        collections.Counter(re.findall(r"^(?:SUB)?FAILED.*?(\w+::\w+)", output, re.M))
+        for output in (of_jax, redirected)
+    ]
+    passed = [int(number) for output in (of_jax, redirected) for number in re.findall(r"(\d+) passed", output)]
+    assert failures[1] <= failures[0], redirected
+    assert len(passed) == 2 and passed[1] >= passed[0] > 90, f"{of_jax}\n{redirected}"
+    if jax.default_backend() == "cpu":
+        assert failures[0].total() <= 4, of_jax
     counts = dict((name, int(count)) for count, name in re.findall(r"^(\d+) x (\S+): redirected", redirected, re.M))
     assert counts["jax.ops.segment_sum"] > 300, redirected
     assert sum(counts.values()) > 500, redirected
