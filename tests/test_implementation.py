@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import threading
@@ -256,30 +257,42 @@ def test_plain_jax_cannot_promise_an_order_on_gpus(cuda_module: None, name: str)
     assert not runs_kernel(deterministic, ROWS, IDS_OF_ROWS, platform="cpu")
 
 
-@pytest.mark.parametrize("name", ["gather_segment_sum", "gather_segment_mean", "gather_segment_max"])
-def test_sums_of_gathered_rows_keep_their_order(monkeypatch: pytest.MonkeyPatch, cuda_module: None, name: str) -> None:
+EDGES = np.array([1, 0, 2, 1]), np.array([0, 1, 1, 2]), 3
+
+
+@pytest.mark.parametrize(
+    ("function", "sums"),
+    [
+        (jb.gather_segment_sum, "gather_segment_sum"),
+        (jb.gather_segment_mean, "gather_segment_sum"),
+        (jb.gather_segment_max, "gather_segment_max_backward"),
+        (functools.partial(jb.segment_attention, np.ones(4, np.float32)), "gather_segment_sum"),
+    ],
+    ids=["sum", "mean", "max", "attention"],
+)
+def test_sums_of_gathered_rows_keep_their_order(
+    monkeypatch: pytest.MonkeyPatch, cuda_module: None, function: Callable[..., Any], sums: str
+) -> None:
     """On GPUs tables pick plain JAX for no sums but of unsorted edges without a plan, where no order is asked for."""
     ops = "gather_segment_sum", "gather_segment_max_backward", "segment_sum", "segment_order"
     table = TuningTable(tuple(Row("cuda", op, "xla", 0.5) for op in ops))
     monkeypatch.setattr(selection, "packaged_table", lambda: table)
-    sums = "gather_segment_max_backward" if name == "gather_segment_max" else "gather_segment_sum"
 
     def sums_by_kernels(*edges: Any, **options: Any) -> bool:
         def value_and_gradient(data: Any, cotangent: Any) -> Any:
-            value, pull_back = jax.vjp(lambda x: getattr(jb, name)(x, *edges, **options), data)
+            value, pull_back = jax.vjp(lambda x: function(x, *edges, **options), data)
             return value, pull_back(cotangent)
 
         text = lowered(value_and_gradient, ROWS, jax.ShapeDtypeStruct((3, 2), np.float32), platform="cuda")
         return f"@jax_baracuda.{sums}(" in text
 
-    edges = np.array([1, 0, 2, 1]), np.array([0, 1, 1, 2]), 3
-    assert not sums_by_kernels(*edges)
-    assert sums_by_kernels(*edges, deterministic=True)
-    assert sums_by_kernels(*edges, indices_are_sorted=True)
-    assert sums_by_kernels(plan=jb.segment_plan(edges[1], 3, edges[0], 4))
-    assert not sums_by_kernels(*edges, indices_are_sorted=True, implementation="xla")
+    assert not sums_by_kernels(*EDGES)
+    assert sums_by_kernels(*EDGES, deterministic=True)
+    assert sums_by_kernels(*EDGES, indices_are_sorted=True)
+    assert sums_by_kernels(plan=jb.segment_plan(EDGES[1], 3, EDGES[0], 4))
+    assert not sums_by_kernels(*EDGES, indices_are_sorted=True, implementation="xla")
     with pytest.raises(ValueError, match="implementation='xla' is asked for and deterministic=True"):
-        sums_by_kernels(*edges, deterministic=True, implementation="xla")
+        sums_by_kernels(*EDGES, deterministic=True, implementation="xla")
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["vector", "matrix"])
@@ -389,6 +402,20 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen("float32", 257, "cuda-9.0", silu=False) == "kernel"
     assert chosen("float16", 257, "cuda-8.0") == chosen("float16", 257, "cuda") == "xla"
     assert chosen("float16", 257, "cpu") == "kernel"
+
+
+@pytest.mark.parametrize(
+    ("features", "implementation"),
+    [((), "xla"), ((16,), "xla"), ((17,), "kernel"), ((2, 8), "xla"), ((2, 9), "kernel")],
+)
+def test_rows_by_features(monkeypatch: pytest.MonkeyPatch, features: tuple[int, ...], implementation: str) -> None:
+    """What counts is how many elements a row has, whatever its rank."""
+    monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
+    table = TuningTable((Row("cuda", "segment_sum", "xla", 0.7, sizes=(("features", (None, 16)),)),))
+    operands = jax.ShapeDtypeStruct((5, *features), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32)
+    params = {"num_segments": 3, "indices_are_sorted": False, "deterministic": False}
+    call = call_of("segment_sum", *operands, **params, implementation=table)
+    assert choose(call, "cuda").implementation == implementation
 
 
 N = jax.ShapeDtypeStruct((2, 16), np.float32)

@@ -136,14 +136,17 @@ class OpCall:
         return NamedShapes(operand_names, result_names, operand_shapes, result_shapes, sizes)
 
     def sizes(self) -> dict[str, int]:
-        """What rows of a tuning table may ask for: the sizes of the named dimensions, "bytes" (of all operands and
-        results), "element_bits" (of the narrowest operand), "rank" (of the first operand), "operands" and "batch_dims"
-        (how many there are)."""
+        """What rows of a tuning table may ask for: the sizes of the named dimensions, "features" (the product of those
+        without names, 1 where there are none), "bytes" (of all operands and results), "element_bits" (of the narrowest
+        operand), "rank" (of the first operand), "operands" and "batch_dims" (how many there are)."""
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.result_types()]
         num_bits = sum(math.prod(x.shape) * element_bits(x.dtype) for x in [*self.operands, *results])
         narrowest = min(element_bits(x.dtype) for x in self.operands)
+        sizes = self.named_shapes(results).sizes
+        features = [size for name, size in sizes.items() if name.startswith("...")]
         return {
-            **self.named_shapes(results).sizes,
+            **{name: size for name, size in sizes.items() if not name.startswith("...")},
+            "features": math.prod(features),
             "bytes": num_bits // 8,
             "element_bits": narrowest,
             "rank": len(self.own_operands[0].shape),

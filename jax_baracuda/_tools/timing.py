@@ -37,6 +37,11 @@ ITEMS_PER_THREAD = 4
 """In a batch: enough that threads seldom wait for the slowest of them."""
 
 
+LAUNCHED_AS_A_GRAPH = {"xla_gpu_graph_min_graph_size": "1"}
+"""On GPUs. By itself XLA launches the body of a loop as one CUDA graph from five kernels on, as those of most programs
+are, and the few of a single call one by one, which takes longer than many of them run."""
+
+
 def num_steps(num_bytes: int, platform: str, slowest: float = 0) -> int:
     """Of a loop of steps that move so many bytes. A static number: a GPU loops without asking the host.
 
@@ -74,7 +79,9 @@ class Loop:
             return jax.lax.fori_loop(0, times, lambda _, carry: loop(carry), (operands, zeros))
 
         self.steps = steps
-        self._program = jax.jit(run, donate_argnums=0).lower(types, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+        options = LAUNCHED_AS_A_GRAPH if device.platform == "gpu" else None
+        lowered = jax.jit(run, donate_argnums=0).lower(types, jax.ShapeDtypeStruct((), jnp.int32))
+        self._program = lowered.compile(options)
 
     def kernels(self) -> list[str]:
         """Those of this package that the compiled program calls."""

@@ -343,15 +343,14 @@ def _units_per_position(frequencies: Array) -> tuple[Array, Array]:
     first_bits = jax.lax.bitcast_convert_type(
         jax.lax.bitcast_convert_type(high, jnp.int32) & ~np.int32(2**12 - 1), jnp.float32
     )
-    # Products of 12 bits by 12 bits are exact in float32, and so is what remains of them modulo a turn.
-    frequency = jnp.stack([first_bits, high - first_bits, low])[..., None]
+    # Products of 12 bits by 12 bits are exact in float32, and so is what remains of them modulo a turn. They are added
+    # up one by one, since XLA would have a kernel of its own for a reduction.
     factors = _twelve_bit_parts(TURN / (2 * math.pi), 5)
-    products = frequency * factors.reshape(*[1] * (frequency.ndim - 1), -1)
-    products -= jnp.round(products / TURN) * TURN
-    whole = jnp.round(products)
-    rest = jnp.sum(products - whole, axis=(0, -1))
+    products = [part * factor for part in (first_bits, high - first_bits, low) for factor in factors]
+    products = [product - jnp.round(product / TURN) * TURN for product in products]
+    units = sum(jnp.round(product).astype(jnp.int32) for product in products)
+    rest = sum(product - jnp.round(product) for product in products)
     carry = jnp.round(rest)
-    units = jnp.sum(whole.astype(jnp.int32), axis=(0, -1), dtype=jnp.int32)
     return units + carry.astype(jnp.int32), rest - carry
 
 
