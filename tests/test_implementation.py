@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,8 +29,9 @@ from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.native import NATIVE_MODULES, NativeModule
 from jax_baracuda._core.op import OPS
 from jax_baracuda._core.selection import Row, TuningTable, choose
-from jax_baracuda._examples import examples_of
+from jax_baracuda._examples import examples_of, graph_networks
 from jax_baracuda._examples.example import value_and_gradient
+from jax_baracuda._tools.calls import traced_calls
 
 PACKAGED = TuningTable.read(Path(selection.__file__).with_name("tuning.json"))
 
@@ -418,6 +420,15 @@ def test_rows_by_features(monkeypatch: pytest.MonkeyPatch, features: tuple[int, 
     assert choose(call, "cuda").implementation == implementation
 
 
+def test_sizes_of_heads() -> None:
+    """Rows of the table for narrow rows do not hold for rows of heads, whose features have a name."""
+    [call] = traced_calls(
+        lambda x: jb.gather_segment_sum(x, IDS, IDS, 3, weights=jnp.ones((2, 4))), jnp.ones((2, 4, 5))
+    )
+    assert call.sizes().items() >= {"head": 4, "feature": 5}.items()
+    assert "features" not in call.sizes()
+
+
 N = jax.ShapeDtypeStruct((2, 16), np.float32)
 OPERANDS: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "an argument": (lambda x: x, False),
@@ -477,6 +488,32 @@ def test_packaged_table_names_ops_and_dimensions() -> None:
         op = OPS[row.op]
         assert set(row.dtypes) <= op.dtypes and row.ratio > 0 and row.measured
         assert row.device.partition("-")[0] in ("cpu", "cuda")
+
+
+LARGE_GRAPHS: dict[str, tuple[graph_networks.Model, int, int, list[tuple[int, ...]]]] = {
+    "maxima": (functools.partial(graph_networks.sage, "max"), 169_343, 1_166_243, [(256, 128)] * 2),
+    "maxima, 30M edges": (functools.partial(graph_networks.sage, "max"), 2_449_029, 30_000_000, [(64, 32)] * 2),
+    "sums": (functools.partial(graph_networks.sage, "sum"), 169_343, 1_166_243, [(512, 256)] * 2),
+    "attention": (graph_networks.gat, 169_343, 1_166_243, [(128, 128), (8, 16), (8, 16)]),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_GRAPHS)
+def test_large_graphs_run_by_kernels(monkeypatch: pytest.MonkeyPatch, cuda_module: None, name: str) -> None:
+    """On GPUs like an H200, training steps that plain JAX takes several times as long for (docs/performance.md)."""
+    model, nodes, edges, weights = LARGE_GRAPHS[name]
+    monkeypatch.setattr(selection, "packaged_table", lambda: PACKAGED)
+    monkeypatch.setattr(selection, "device_name", lambda platform: f"{platform}-9.0")
+    step = graph_networks.training_step(model, graph_networks.Ours(nodes))
+    ids = jax.ShapeDtypeStruct((edges,), jnp.int32)
+    features = jax.ShapeDtypeStruct((nodes, weights[0][0] if name == "attention" else weights[0][1]), jnp.float32)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in weights]
+    text = lowered(step, arrays, features, {"gather_ids": ids, "segment_ids": ids}, platform="cuda")
+    kernels = set(re.findall(r"@jax_baracuda\.(\w+)\(", text))
+    gathers = {"maxima": {"gather_segment_max_with_winner", "gather_segment_max_backward"}}
+    expected = gathers.get(name.partition(",")[0], {"gather_segment_sum"})
+    assert kernels >= expected | {"segment_order"} | ({"segment_softmax"} if name == "attention" else set())
+    assert "stablehlo.scatter" not in text
 
 
 # ----------------------------------------------------------------------------------------------------------------------

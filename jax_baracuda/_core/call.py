@@ -137,16 +137,18 @@ class OpCall:
 
     def sizes(self) -> dict[str, int]:
         """What rows of a tuning table may ask for: the sizes of the named dimensions, "features" (the product of those
-        without names, 1 where there are none), "bytes" (of all operands and results), "element_bits" (of the narrowest
-        operand), "rank" (of the first operand), "operands" and "batch_dims" (how many there are)."""
+        without names, 1 where there are none; not where one is named "feature"), "bytes" (of all operands and results),
+        "element_bits" (of the narrowest operand), "rank" (of the first operand), "operands" and "batch_dims" (how many
+        there are)."""
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.result_types()]
         num_bits = sum(math.prod(x.shape) * element_bits(x.dtype) for x in [*self.operands, *results])
         narrowest = min(element_bits(x.dtype) for x in self.operands)
-        sizes = self.named_shapes(results).sizes
-        features = [size for name, size in sizes.items() if name.startswith("...")]
+        all_sizes = self.named_shapes(results).sizes
+        sizes = {name: size for name, size in all_sizes.items() if not name.startswith("...")}
+        if "feature" not in sizes:
+            sizes["features"] = math.prod(size for name, size in all_sizes.items() if name.startswith("..."))
         return {
-            **{name: size for name, size in sizes.items() if not name.startswith("...")},
-            "features": math.prod(features),
+            **sizes,
             "bytes": num_bits // 8,
             "element_bits": narrowest,
             "rank": len(self.own_operands[0].shape),
