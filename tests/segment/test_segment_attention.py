@@ -92,12 +92,12 @@ def test_gradients(rng: np.random.Generator, form: str) -> None:
             def squares(*arrays: Any) -> jax.Array:
                 return sum((g**2).sum() for g in jax.grad(loss(call), (0, 1))(*arrays))
 
-            return jax.grad(squares, (0, 1))(logits, data)
+            return jax.jit(jax.grad(squares, (0, 1)))(logits, data)
 
         def by_jax(logits: Any, data: Any) -> jax.Array:
             return plain(logits, data, *ids, 7)
 
-        for of in (lambda call: jax.grad(loss(call), (0, 1))(logits, data), gradient_of_gradient):
+        for of in (lambda call: jax.jit(jax.grad(loss(call), (0, 1)))(logits, data), gradient_of_gradient):
             jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-11), of(ours), of(by_jax))
 
 
