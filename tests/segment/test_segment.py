@@ -126,26 +126,22 @@ def test_value_and_gradient(rng: np.random.Generator, reduction: Reduction, dtyp
     assert called.keys() == kernels.keys()
 
 
-@pytest.mark.newest_jax_alone
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@each_reduction
-def test_power_law(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
-    """As test_value_and_gradient, where one segment has a third of all rows and most have few."""
-    batch = Batch()
-    for shape, is_sorted in itertools.product(POWER_LAW_SHAPES, (False, True)):
-        ids = cases.power_law_ids(rng, shape.rows, shape.segments, is_sorted)
-        add_calls(batch, rng, reduction, dtype, shape, ids, is_sorted)
-    batch.run()
+UNEVEN = {
+    "power law": (POWER_LAW_SHAPES, cases.power_law_ids),  # one segment has a third of all rows and most have few
+    "mostly empty": (MOSTLY_EMPTY_SHAPES, cases.make_ids),  # two to 25 segments to a row
+}
 
 
 @pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", UNEVEN)
 @each_reduction
-def test_mostly_empty_results(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
-    """As test_value_and_gradient, with two to 25 segments to a row."""
+def test_uneven_segments(rng: np.random.Generator, reduction: Reduction, name: str, dtype: str) -> None:
+    """As test_value_and_gradient, where most segments have few rows or none."""
     batch = Batch()
-    for shape, is_sorted in itertools.product(MOSTLY_EMPTY_SHAPES, (False, True)):
-        ids = cases.make_ids(rng, shape.rows, shape.segments, is_sorted=is_sorted)
+    shapes, make_ids = UNEVEN[name]
+    for shape, is_sorted in itertools.product(shapes, (False, True)):
+        ids = make_ids(rng, shape.rows, shape.segments, is_sorted=is_sorted)
         add_calls(batch, rng, reduction, dtype, shape, ids, is_sorted)
     batch.run()
 
