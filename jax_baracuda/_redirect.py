@@ -57,6 +57,8 @@ _MANY_ROWS_OF_A_SEGMENT = 2048
 """On GPUs, XLA adds rows of 32 and 64 bits to segments as it computes them, by atomics of the processor; a kernel reads
 them from memory, where they must be written first. What is left to XLA was faster there in whole programs (H200):
 unsorted rows of more segments than these few, sorted ones unless segments have so many rows on average."""
+_MAX_SMALL, _MAX_SMALL_NARROW, _MAX_NARROW = 1 << 22, 10_000_000, 32
+"""Likewise, with the gradients of both: maxima of so many elements, and of so many where a row has that few."""
 
 
 class RedirectReport:
@@ -105,19 +107,24 @@ def _segment_update(
     dtype = jnp.result_type(data)
     if dtype.name not in _DTYPES[name]:
         raise _Unserved(f"there is no kernel for dtype {dtype}")
-    if name == "segment_sum":
-        _require_kernel_is_faster(dtype, np.size(segment_ids), num_segments, indices_are_sorted)
+    if num_segments is not None and num_segments > _FEW_SEGMENTS and jax.default_backend() == "gpu":
+        if name == "segment_sum":
+            _require_long_sums(dtype, np.size(segment_ids), num_segments, indices_are_sorted)
+        elif name in ("segment_max", "segment_min"):
+            _require_many_rows(dtype, np.size(data), np.size(segment_ids))
     options = {"bucket_size": bucket_size, "mode": mode, **out_sharding}
     return getattr(forward_mode, name)(data, segment_ids, num_segments, indices_are_sorted, unique_indices, **options)
 
 
-def _require_kernel_is_faster(
-    dtype: jnp.dtype, num_rows: int, num_segments: int | None, indices_are_sorted: bool
-) -> None:
-    if jax.default_backend() != "gpu" or dtype.itemsize < 4 or num_segments is None or num_segments <= _FEW_SEGMENTS:
-        return
-    if not indices_are_sorted or num_rows < _MANY_ROWS_OF_A_SEGMENT * num_segments:
+def _require_long_sums(dtype: jnp.dtype, num_rows: int, num_segments: int, indices_are_sorted: bool) -> None:
+    if dtype.itemsize >= 4 and not (indices_are_sorted and num_rows >= _MANY_ROWS_OF_A_SEGMENT * num_segments):
         raise _Unserved(f"on GPUs XLA adds {dtype} as it computes the rows")
+
+
+def _require_many_rows(dtype: jnp.dtype, num_elements: int, num_rows: int) -> None:
+    limit = _MAX_SMALL_NARROW if num_elements <= _MAX_NARROW * num_rows else _MAX_SMALL
+    if dtype.itemsize >= 4 and num_elements <= limit and not isinstance(current_selection(), str):
+        raise _Unserved(f"on GPUs XLA takes {num_elements:,} elements of {dtype} as it computes them, which is faster")
 
 
 def _scatter_update(
@@ -147,8 +154,8 @@ def _scatter_update(
     num_rows = x.shape[0]
     if num_rows > jnp.iinfo(ids.dtype).max:
         raise _Unserved(f"ids of dtype {ids.dtype} for {num_rows} rows")
-    if name == "segment_sum":
-        _require_kernel_is_faster(x.dtype, ids.size, num_rows, indices_are_sorted)
+    if name == "segment_sum" and num_rows > _FEW_SEGMENTS and jax.default_backend() == "gpu":
+        _require_long_sums(x.dtype, ids.size, num_rows, indices_are_sorted)
     if normalize_indices:
         ids = jnp.where(ids < 0, ids + ids.dtype.type(num_rows), ids)  # it is these that are promised to be sorted
     rows = jnp.broadcast_to(y.astype(x.dtype), (*ids.shape, *x.shape[1:]))

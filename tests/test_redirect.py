@@ -441,6 +441,27 @@ def test_sums_that_xla_fuses_are_left_to_it(rng: np.random.Generator, monkeypatc
             assert len(report.kept) == 2 - len(calls)
 
 
+def test_small_maxima_are_left_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs: of 32 bits, unless segments are few or a kernel is asked for."""
+    maxima = [
+        (((1 << 16, 64), "float32"), 65, "left"),
+        (((1 << 16, 64), "float32"), 64, "redirected"),
+        (((1 << 16, 64), "bfloat16"), 65, "redirected"),
+        (((1 + (1 << 16), 64), "float32"), 65, "redirected"),
+        (((1 + (1 << 17), 32), "int32"), 65, "left"),
+        (((1 << 19, 32), "float32"), 65, "redirected"),
+    ]
+    for backend in ("gpu", "cpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        for (shape, dtype), num_segments, what in maxima:
+            data, ids = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:1], "int32")
+            for asked_for in (None, "kernel"):
+                with redirect() as report, jax_baracuda.implementation(asked_for):
+                    jax.eval_shape(lambda x, i: jax.ops.segment_max(x, i, num_segments), data, ids)  # noqa: B023
+                is_left = (backend, what, asked_for) == ("gpu", "left", None)
+                assert (report.redirected.total(), report.kept.total()) == ((0, 1) if is_left else (1, 0)), report
+
+
 def test_gradients_of_gathers_that_xla_fuses_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs, where a table of the device says so of rows of 32 bits that are computed on the way."""
     kept = {"float32, 64 wide": ((64,), "float32")}
