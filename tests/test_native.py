@@ -143,6 +143,19 @@ def test_module_that_is_too_new(tmp_path: Path) -> None:
     assert jax_works == "[] 6"
 
 
+USE_AN_OP = """
+    import warnings
+    with warnings.catch_warnings(record=True) as at_import:
+        warnings.simplefilter("always")
+        import jax_baracuda
+    import jax, numpy as np
+    print("import:", [f"{w.category.__name__}: {w.message}" for w in at_import])
+    call = jax.jit(lambda x: jax_baracuda.segment_max(x, np.array([0, 1, 1, 0]), 2))
+    data = np.array([1, 5, 5, 2], np.float32)
+    print("value:", call(data).tolist())
+    print("kernels:", call.lower(data).as_text().count("@jax_baracuda."))
+"""
+
 USE_THE_OPS = """
     import warnings
     with warnings.catch_warnings(record=True) as at_import:
@@ -263,13 +276,17 @@ def test_missing_cpu_module(tmp_path: Path) -> None:
 def test_broken_cpu_module(tmp_path: Path, content: bytes) -> None:
     """With a CPU module that does not load, the import warns, says why, and the ops run as plain JAX."""
     copy_of_package(tmp_path, content)
-    child = run_python(USE_THE_OPS, tmp_path, JAX_PLATFORMS="cpu")
+    # That every op does, garbage shows; it takes long.
+    child = run_python(USE_THE_OPS if content else USE_AN_OP, tmp_path, JAX_PLATFORMS="cpu")
     assert child.returncode == 0, child.stderr
     problem = "the native module jax_baracuda._core._cpu does not load ("
     assert f"RuntimeWarning: jax_baracuda: {problem}" in child.stdout.splitlines()[0]
     assert child.stdout.splitlines()[0].count("RuntimeWarning") == 1
     assert "reinstall jax_baracuda" in child.stdout.splitlines()[0]
-    check_ops_are_plain_jax(child.stdout, problem)
+    if content:
+        check_ops_are_plain_jax(child.stdout, problem)
+    else:
+        assert "value: [2.0, 5.0]\nkernels: 0\n" in child.stdout
 
 
 def test_import_has_no_side_effects() -> None:

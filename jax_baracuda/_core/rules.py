@@ -55,6 +55,8 @@ def batch(
 
 def reference_of_call(op: Op, *operands: jax.Array, **params: Any) -> list[jax.Array]:
     """Calls the reference. Under explicit sharding its axes are automatic, and only its results have a sharding."""
+    # Constants of a jitted function are NumPy's where JAX differentiates it, and NumPy takes no tracer as an index.
+    operands = tuple(map(jnp.asarray, operands))
     call = OpCall(op, operands, params)
     mapped = mapped_dims(operands, call.num_batch_dims)
     own_reference = functools.partial(op.reference, **call.params)

@@ -929,11 +929,11 @@ def test_check_grads(rng: np.random.Generator) -> None:
     with jax.enable_x64(True):
         for function, mode in ((causal_conv1d, "rev"), (forward_mode.causal_conv1d, "fwd")):
             call = functools.partial(problem.call, channels_last=False, function=function)
-            check_grads(call, (problem.arrays,), order=2, modes=[mode])
-        check_grads(backward, (x, weight, bias, dy, initial_state, d_state), order=1, modes=["rev", "fwd"])
+            check_grads(jax.jit(call), (problem.arrays,), order=2, modes=[mode])
+        check_grads(jax.jit(backward), (x, weight, bias, dy, initial_state, d_state), order=1, modes=["rev", "fwd"])
         for function, mode in ((causal_conv1d_update, "rev"), (forward_mode.causal_conv1d_update, "fwd")):
             update = functools.partial(function, activation="silu")
-            check_grads(update, (x, state, weight, bias), order=2, modes=[mode])
+            check_grads(jax.jit(update), (x, state, weight, bias), order=2, modes=[mode])
 
 
 def test_forward_mode_is_confined(rng: np.random.Generator) -> None:
