@@ -141,6 +141,26 @@ def reference_gradient(d_output: Array, winner: Array, ids: Array, *data_and_out
     return gradient.astype(d_output.dtype)
 
 
+def of_winners(
+    d_rows: Array, winner: Array, row: Array, is_won: Array, sums_of_ties: Callable[[], Array] | None
+) -> Array:
+    """For each cell, what its winner has of `d_rows`, 0 where there is none: the transpose of the gradient.
+
+    Args:
+      row: of `d_rows`, which each cell takes where no rows tie.
+      is_won: which cells have one.
+      sums_of_ties: the cells where rows do tie, of which no winner tells; None: the first of tied rows wins.
+    """
+
+    def of_rows() -> Array:
+        taken = jnp.take_along_axis(d_rows, jnp.clip(row, 0, d_rows.shape[0] - 1), axis=0, mode="promise_in_bounds")
+        return jnp.where(is_won, taken, 0)
+
+    if sums_of_ties is None:
+        return of_rows()
+    return jax.lax.cond((winner < NO_WINNER).any(), sums_of_ties, of_rows)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 3, 4))
 def reference_extremum(extremum: Extremum, data: Array, ids: Array, num_segments: int, first_wins: bool) -> Array:
     return extremum.of_segments(data, ids, num_segments)

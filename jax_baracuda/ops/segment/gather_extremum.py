@@ -44,6 +44,7 @@ from jax_baracuda.ops.segment.extrema import (
     Extremum,
     extrema_over_shards,
     first_gets_all,
+    of_winners,
     reference_extremum,
     reference_winner,
     winners_over_shards,
@@ -59,6 +60,7 @@ from jax_baracuda.ops.segment.graphs import (
 from jax_baracuda.ops.segment.order import sorted_by_segment
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import index_of_first_row, of_split_segments
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM
 
 
 @selectable
@@ -296,7 +298,8 @@ def _reference_backward(
     return (xla_sum(jnp.where(is_member & wins, cotangents, 0), rows, num_rows).astype(d_winner.dtype),)
 
 
-def _reference_of_winners(
+def _of_winners(
+    sum_rows: Callable[..., Sequence[Array]],
     d_data: Array,
     winner: Array,
     gather_ids: Array,
@@ -308,20 +311,17 @@ def _reference_of_winners(
     if 0 in winner.shape or 0 in d_data.shape or 0 in gather_ids.shape:
         return (jnp.zeros(winner.shape, d_data.dtype),)
     row = gather_ids.at[winner].get(mode="clip")
-    gathered = jnp.take_along_axis(d_data, jnp.clip(row, 0, num_rows - 1), axis=0, mode="promise_in_bounds")
-    cells = jnp.where((winner >= 0) & (row >= 0) & (row < num_rows), gathered, 0)
-    if not shares_ties:
-        return (cells,)
-    data, output = data_and_output
-    is_tie = winner < NO_WINNER
+    is_won = (winner >= 0) & (row >= 0) & (row < num_rows)
 
-    def with_ties() -> Array:
-        of_edges = gather_rows(d_data, gather_ids, clips_gather_ids=False).astype(accumulation_dtype(d_data.dtype))
+    def sums_of_ties() -> Array:
+        data, output = data_and_output
+        of_edges = gather_rows(d_data, gather_ids, clips_gather_ids=False)
         attains = gather_rows(data, gather_ids, clips_gather_ids=True) == gather_segments(output, segment_ids)[0]
-        total = xla_sum(jnp.where(attains, of_edges, 0), segment_ids, num_segments)
-        return jnp.where(is_tie, total.astype(cells.dtype), cells)
+        flags = {"indices_are_sorted": False, "deterministic": True}
+        [sums] = sum_rows(jnp.where(attains, of_edges, 0), segment_ids, num_segments=num_segments, **flags)
+        return jnp.where(winner != NO_WINNER, sums, 0)
 
-    return (jax.lax.cond(is_tie.any(), with_ties, lambda: cells),)
+    return (of_winners(d_data, winner, row, is_won, sums_of_ties if shares_ties else None),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
     # Winners are constant almost everywhere: the tangent of the extremum, and the transpose of the gradient, are linear
     # functions of what the winners gather.
 
-    def of_winners(d_data: Array, winner: Array, ids: Sequence[Array], data_and_output: Sequence[Array]) -> Array:
+    def cells_of_winners(d_data: Array, winner: Array, ids: Sequence[Array], data_and_output: Sequence[Array]) -> Array:
         """For each cell, what its winner gathers, or the sum over the edges that tie."""
         constants = [winner, *ids, *map(jax.lax.stop_gradient, data_and_output)]
         return winners(d_data, *constants, shares_ties=bool(data_and_output))[0]
@@ -462,7 +462,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         data, gather_ids, segment_ids, *order = operands
         output, winner = results
         ids = _in_own_order([gather_ids, as_gather_ids(segment_ids, num_segments)], *order)
-        total = of_winners(d_data, winner, ids, [] if first_wins else [data, output])
+        total = cells_of_winners(d_data, winner, ids, [] if first_wins else [data, output])
         return _shares(total, winner), winner
 
     def tangent(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) -> Sequence[Array]:
@@ -476,7 +476,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         ids, order, data_and_output = others[:2], others[2:3], others[6:]
         if not has_plan:
             order, data_and_output = (), others[2:]
-        return [of_winners(d_results[0], winner, _in_own_order(ids, *order), data_and_output)]
+        return [cells_of_winners(d_results[0], winner, _in_own_order(ids, *order), data_and_output)]
 
     def transpose_winners(
         avals: Sequence[Any], d_results: Sequence[Array], *others: Array, shares_ties: bool
@@ -569,8 +569,8 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         name=f"gather_segment_{name}_of_winners",
         operands=_operands_of_winners,
         results={"cells": _CELLS},
-        reference=_reference_of_winners,
-        program=_reference_of_winners,  # plain JAX, too, on each device
+        reference=functools.partial(_of_winners, SEGMENT_SUM.reference),
+        program=functools.partial(_of_winners, SEGMENT_SUM.kernel),
         dtypes=FLOATING_DTYPES,
         guarantee=accumulated,
         replicated_dims=("gathered", "segment", "edge"),

@@ -13,9 +13,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_automatic_mode
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, reshard_like
 from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.selection import Implementation, current_selection, selectable
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
@@ -44,6 +44,7 @@ from jax_baracuda.ops.segment.extended_product import (
 )
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import merge_over_shards, row_axes_of
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_params
 
 
 @selectable
@@ -300,26 +301,32 @@ def _reference_product_gradient_jvp(primals: Sequence[Array], tangents: Sequence
     return gradient, jax.jvp(of_both, (d_output, data), (tangents[0], tangents[3]))[1]
 
 
-def _reference_backward(d_output: Array, mantissa: Array, packed: Array, data: Array, ids: Array) -> tuple[Array]:
+def _reference_backward(
+    d_output: Array, mantissa: Array, packed: Array, data: Array, ids: Array, **_: Any
+) -> tuple[Array]:
     if has_exponent(data.dtype):
         return (_reference_product_gradient(d_output, mantissa, packed, data, ids),)
     return (_product_gradient_in_pairs(d_output, data, ids),)
 
 
 def _transpose_backward(
-    d_outputs: Sequence[Any], d_data: Sequence[Array], mantissa: Array, packed: Array, data: Array, ids: Array
+    d_outputs: Sequence[Any],
+    d_data: Sequence[Array],
+    mantissa: Array,
+    packed: Array,
+    data: Array,
+    ids: Array,
+    *,
+    indices_are_sorted: bool = False,
 ) -> list[Array]:
-    [d_output] = d_outputs
-
-    def transpose(d_data: Array, data: Array, ids: Array) -> tuple[Array]:
-        # The gradient is a product with the transposed Jacobian of the segments' products.
-        products = functools.partial(_product_in_pairs, ids=ids, num_segments=d_output.shape[0])
-        return (jax.jvp(products, (data,), (d_data,))[1].astype(d_output.dtype),)
-
-    spec = jax_versions.explicit_spec(jax.typeof(d_data[0]))
-    if spec is not None:
-        transpose = in_automatic_mode(transpose, jax.typeof(d_data[0]), (None, *spec[1:]))
-    return list(transpose(*d_data, data, ids))
+    """The sums of rows times the products of all others, which are the gradient of ones."""
+    [d_output], [d_rows] = d_outputs, d_data
+    dtype = accumulation_dtype(data.dtype)
+    ones = jnp.ones(d_output.shape, dtype)
+    [others] = SEGMENT_PROD_BACKWARD(ones, mantissa, packed, data.astype(dtype), ids)
+    terms = others * reshard_like(d_rows.astype(dtype), jax.typeof(others))
+    params = sum_params(d_output.shape[0], indices_are_sorted, deterministic=current_selection() != "xla")
+    return [x.astype(d_output.dtype) for x in SEGMENT_SUM(terms, ids, **params)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -402,7 +409,7 @@ def _forward(params: Params, *, data: Array, segment_ids: Array) -> tuple[Array,
 
 
 def _backward(params: Params, residuals: tuple[Array, ...], d_output: Array) -> dict[str, Array]:
-    [d_data] = SEGMENT_PROD_BACKWARD(d_output, *residuals)
+    [d_data] = SEGMENT_PROD_BACKWARD(d_output, *residuals, indices_are_sorted=params.indices_are_sorted)
     return {"data": d_data}
 
 

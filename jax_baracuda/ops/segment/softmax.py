@@ -20,7 +20,7 @@ from jax_baracuda.ops.segment.arguments import (
     canonicalize,
     check_like,
 )
-from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
+from jax_baracuda.ops.segment.cells import gather_segments, per_row, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import (
     IDS,
     ROWS,
@@ -34,7 +34,7 @@ from jax_baracuda.ops.segment.extrema import MAXIMUM, extrema_over_shards
 from jax_baracuda.ops.segment.extremum import SEGMENT_MAX
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import row_axes_of
-from jax_baracuda.ops.segment.sum import sum_over_shards
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD, sum_over_shards
 
 
 @selectable
@@ -259,6 +259,38 @@ def _shard_backward(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Derivatives of the ops, by kernels.
+
+
+def _tangent(d_logits: Array, operands: Sequence[Array], results: Sequence[Array], **params: Any) -> Sequence[Array]:
+    """The Jacobian is symmetric: the tangent is the gradient of the tangent."""
+    return SEGMENT_SOFTMAX_BACKWARD(*results, d_logits, operands[1], **params)
+
+
+def _transpose_backward(
+    _: Any, d_results: Sequence[Array], probabilities: Array, ids: Array, **params: Any
+) -> Sequence[Array]:
+    return SEGMENT_SOFTMAX_BACKWARD(probabilities, *d_results, ids, **params)
+
+
+def _tangent_backward(
+    t: Array, operands: Sequence[Array], _: Any, *, num_segments: int, **params: Any
+) -> Sequence[Array]:
+    """Of ``p * (d - sum of p * d)`` by p, whose tangent is `t`: ``t * (d - sum of p * d) - p * sum of t * d``."""
+    probabilities, d_output, ids = operands
+
+    def sums(weights: Array) -> Array:
+        """Of each row's segment."""
+        [of_segments] = SEGMENT_SUM(_weighted_cotangents(weights, d_output), ids, num_segments=num_segments, **params)
+        return SEGMENT_SUM_BACKWARD(of_segments, ids, **params)[0]
+
+    means = sums(probabilities)
+    t, p, d = (x.astype(means.dtype) for x in (t, probabilities, d_output))
+    is_member = per_row((ids >= 0) & (ids < num_segments), t)
+    return [jnp.where(is_member, t * (d - means) - p * sums(t), 0).astype(probabilities.dtype)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
 SEGMENT_SOFTMAX, SEGMENT_SOFTMAX_BACKWARD = (
@@ -273,10 +305,18 @@ SEGMENT_SOFTMAX, SEGMENT_SOFTMAX_BACKWARD = (
         plan_parameters=lambda *arrays, **params: plan_parameters(arrays[0], arrays[-1], **params),
         shard_program=shard_program,
         limit=lambda *arrays, num_segments, **_: limit_of_32_bits(arrays[-1].shape[0], num_segments),
+        **derivatives,
     )
-    for name, rows, result, reference, shard_program in (
-        ("segment_softmax", ("logits",), "probabilities", _reference, _shard_program),
-        ("segment_softmax_backward", ("probabilities", "d_output"), "d_logits", _reference_backward, _shard_backward),
+    for name, rows, result, reference, shard_program, derivatives in (
+        ("segment_softmax", ("logits",), "probabilities", _reference, _shard_program, {"tangent": _tangent}),
+        (
+            "segment_softmax_backward",
+            ("probabilities", "d_output"),
+            "d_logits",
+            _reference_backward,
+            _shard_backward,
+            {"first_linear": 1, "transpose": _transpose_backward, "tangent": _tangent_backward},
+        ),
     )
 )
 
