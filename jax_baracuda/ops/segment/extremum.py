@@ -51,7 +51,6 @@ from jax_baracuda.ops.segment.extrema import (
     extrema_over_shards,
     first_gets_all,
     of_winners,
-    reference_extremum,
     reference_gradient,
     reference_winner,
     winners_over_shards,
@@ -409,10 +408,8 @@ def _over_buckets(reduce: Callable[..., Array]) -> Callable[..., Array]:
 # Reference in plain JAX.
 
 
-def _reference_reduce(
-    extremum: Extremum, data: Array, ids: Array, *, num_segments: int, first_wins: bool, **_: Any
-) -> tuple[Array]:
-    return (reference_extremum(extremum, data, ids, num_segments, first_wins),)
+def _reference_reduce(extremum: Extremum, data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
+    return (extremum.of_segments(data, ids, num_segments),)
 
 
 def _reference_with_winner(
@@ -425,7 +422,7 @@ def _reference_with_winner(
     with_order: bool,
     **_: Any,
 ) -> tuple[Array, Array, Array]:
-    output = reference_extremum(extremum, data, ids, num_segments, first_wins)
+    output = extremum.of_segments(data, ids, num_segments)
     order = jnp.arange(ids.shape[0] if with_order else 1, dtype=jnp.int32)
     return output, reference_winner(extremum, data, ids, output, first_wins), order
 

@@ -45,7 +45,6 @@ from jax_baracuda.ops.segment.extrema import (
     extrema_over_shards,
     first_gets_all,
     of_winners,
-    reference_extremum,
     reference_winner,
     winners_over_shards,
 )
@@ -251,7 +250,7 @@ def _reference(
     **_: Any,
 ) -> tuple[Array]:
     rows = gather_rows(data, gather_ids, clips_gather_ids=True)
-    return (reference_extremum(extremum, rows, segment_ids, num_segments, first_wins),)
+    return (extremum.of_segments(rows, segment_ids, num_segments),)
 
 
 def _reference_with_winner(
@@ -265,7 +264,7 @@ def _reference_with_winner(
     **_: Any,
 ) -> tuple[Array, Array]:
     rows = gather_rows(data, gather_ids, clips_gather_ids=True)
-    output = reference_extremum(extremum, rows, segment_ids, num_segments, first_wins)
+    output = extremum.of_segments(rows, segment_ids, num_segments)
     winner = reference_winner(extremum, rows, segment_ids, output, first_wins)
     if edge_order and winner.size > 0 and edge_order[0].size > 0:
         winner = jnp.where(winner >= 0, jnp.take(edge_order[0], winner, axis=0, mode="clip"), winner)

@@ -235,24 +235,9 @@ def _product_in_pairs(data: Array, ids: Array, num_segments: int) -> Array:
 
 
 def _reference_residual(data: Array, ids: Array, num_segments: int) -> ExtendedProduct:
-    """The product as mantissa and exponent, without a derivative."""
-    wide = jax.lax.stop_gradient(data).astype(accumulation_dtype(data.dtype))
+    """The product as mantissa and exponent."""
+    wide = data.astype(accumulation_dtype(data.dtype))
     return _reduce_in_pairs(product_of_both, ExtendedProduct(1, 0), product_of_one(wide), ids, num_segments)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _reference_product(data: Array, ids: Array, num_segments: int) -> Array:
-    return product_value(_reference_residual(data, ids, num_segments)).astype(data.dtype)
-
-
-@_reference_product.defjvp
-def _reference_product_jvp(
-    num_segments: int, primals: tuple[Array, Array], tangents: tuple[Array, Array]
-) -> tuple[Array, Array]:
-    data, ids = primals
-    return _reference_product(data, ids, num_segments), jax.jvp(
-        lambda data: _product_in_pairs(data, ids, num_segments), (data,), (tangents[0],)
-    )[1]
 
 
 def has_exponent(dtype: Any) -> bool:
@@ -261,7 +246,7 @@ def has_exponent(dtype: Any) -> bool:
 
 def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
     if has_exponent(data.dtype):
-        return (_reference_product(data, ids, num_segments),)
+        return (product_value(_reference_residual(data, ids, num_segments)).astype(data.dtype),)
     if jnp.issubdtype(data.dtype, jnp.inexact):
         return (_product_in_pairs(data, ids, num_segments),)
     return (xla_prod(data, ids, num_segments),)
@@ -269,7 +254,8 @@ def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple
 
 def _reference_with_residual(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array, Array, Array]:
     if has_exponent(data.dtype):
-        return _reference_product(data, ids, num_segments), *_reference_residual(data, ids, num_segments)
+        residual = _reference_residual(data, ids, num_segments)
+        return product_value(residual).astype(data.dtype), *residual
     output = _product_in_pairs(data, ids, num_segments)
     return output, jnp.zeros_like(output), jnp.zeros(output.shape, jnp.int32)  # not used for complex numbers
 
@@ -319,7 +305,7 @@ def _transpose_backward(
     *,
     indices_are_sorted: bool = False,
 ) -> list[Array]:
-    """The sums of rows times the products of all others, which are the gradient of ones."""
+    """The sums of rows times the products of all others, which are the gradient of ones: the tangent of the product."""
     [d_output], [d_rows] = d_outputs, d_data
     dtype = accumulation_dtype(data.dtype)
     ones = jnp.ones(d_output.shape, dtype)
@@ -327,6 +313,21 @@ def _transpose_backward(
     terms = others * reshard_like(d_rows.astype(dtype), jax.typeof(others))
     params = sum_params(d_output.shape[0], indices_are_sorted, deterministic=current_selection() != "xla")
     return [x.astype(d_output.dtype) for x in SEGMENT_SUM(terms, ids, **params)]
+
+
+def _tangent_with_residual(
+    d_data: Array, operands: Sequence[Array], results: Sequence[Array], *, indices_are_sorted: bool, **_: Any
+) -> list[Array]:
+    """Rules take no derivative of the residual."""
+    data, ids = operands
+    output, *residual = results
+    tangents = _transpose_backward([output], [d_data], *residual, data, ids, indices_are_sorted=indices_are_sorted)
+    return [*tangents, *map(jnp.zeros_like, residual)]
+
+
+def _tangent(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) -> list[Array]:
+    results = SEGMENT_PROD_WITH_RESIDUAL(*operands, **params)
+    return _tangent_with_residual(d_data, operands, results, **params)[:1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -377,6 +378,7 @@ SEGMENT_PROD = reduction_op(
     dtypes=WIDE_DTYPES,
     guarantee=product_guarantee,
     shard_program=_shard_program,
+    tangent=_tangent,
 )
 
 SEGMENT_PROD_WITH_RESIDUAL = reduction_op(
@@ -387,6 +389,7 @@ SEGMENT_PROD_WITH_RESIDUAL = reduction_op(
     dtypes=FLOATING_DTYPES,
     guarantee=product_guarantee,
     shard_program=_shard_with_residual,
+    tangent=_tangent_with_residual,
 )
 
 SEGMENT_PROD_BACKWARD = gradient_op(
