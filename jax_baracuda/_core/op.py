@@ -94,16 +94,14 @@ class Op:
     num_linear: int | Callable[..., int] = 1
     """See `transpose`. Or ``(**params)`` -> the number."""
     transpose: Callable[..., Sequence[jax.Array]] | None = None
-    """For an op that is linear in `num_linear` operands from `first_linear` on together, and constant in the others or
-    with a rule for the `tangent` of them:
+    """For an op that is linear in `num_linear` operands together, from `first_linear` on, where no other has a tangent:
     ``(avals of the linear operands, cotangents of the results, *other operands, **params) -> their cotangents``.
 
     Then derivatives are calls of kernels too: the tangent is the op of the tangent.
     """
     tangent: Callable[..., Sequence[jax.Array]] | None = None
     """``(tangent of the first operand, operands, results, **params)`` -> the tangents of the results, where no other
-    operand has one, or they are added to those of a `transpose`; those of integers are ignored. For ops of which the
-    results tell more than the reference, or which are kernels of the tangent."""
+    operand has one and the results tell more than the reference; those of integers are ignored."""
 
     def __post_init__(self) -> None:
         named = [of for of in (self.operands, self.results) if not callable(of)]

@@ -93,42 +93,30 @@ def jvp(
     results = primitive.bind(*primals, **params)
     nonzero_tangents = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
     call = OpCall(op, primals, params)
-    linear = call.linear if op.transpose is not None else range(0)
-    others = [i for i in nonzero_tangents if i not in linear]
-    if others == [0] and op.tangent is not None:
-        result_tangents = _tangents_by_first(op.tangent, call, tangents[0], results)
-    elif others:
-        linear, others = range(0), nonzero_tangents
-        _, result_tangents = jax.jvp(
-            _reference_of(op, primals, others, params), [primals[i] for i in others], [tangents[i] for i in others]
-        )
-    else:
-        result_tangents = [jax_versions.zero_tangent(result) for result in results]
-    if any(i in linear for i in nonzero_tangents):
+    if op.transpose is not None and all(i in call.linear for i in nonzero_tangents):
         operands = list(primals)
-        for i in linear:
+        for i in call.linear:
             # An integer has no tangent. Itself in its place fits as well as any, since its result has none either.
             if jnp.issubdtype(primals[i].dtype, jnp.inexact):
                 operands[i] = ad.instantiate_zeros(tangents[i])
-        result_tangents = list(map(ad.add_tangents, result_tangents, primitive.bind(*operands, **params)))
+        result_tangents = primitive.bind(*operands, **params)
+    elif (tangent_of := op.tangent) is not None and nonzero_tangents == [0]:
+        arrays = (tangents[0], *primals, *results)
+
+        def tangent(first: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
+            return tangent_of(first, arrays[: len(primals)], arrays[len(primals) :], **call.params)
+
+        with selecting(call.selection):
+            result_tangents = map_over_batch(tangent, mapped_dims(arrays, call.num_batch_dims), *arrays)
+    else:
+        reference = _reference_of(op, primals, nonzero_tangents, params)
+        _, result_tangents = jax.jvp(
+            reference, [primals[i] for i in nonzero_tangents], [tangents[i] for i in nonzero_tangents]
+        )
     return results, [
         tangent if jnp.issubdtype(result.dtype, jnp.inexact) else jax_versions.zero_tangent(result)
         for result, tangent in zip(results, result_tangents, strict=True)
     ]
-
-
-def _tangents_by_first(
-    tangent_of: Callable[..., Sequence[jax.Array]], call: OpCall, tangent: jax.Array, results: Sequence[jax.Array]
-) -> Sequence[jax.Array]:
-    """The tangents of the results, of which the first operand is the cause."""
-    num_operands = len(call.operands)
-
-    def tangents(first: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
-        return tangent_of(first, arrays[:num_operands], arrays[num_operands:], **call.params)
-
-    arrays = (tangent, *call.operands, *results)
-    with selecting(call.selection):
-        return map_over_batch(tangents, mapped_dims(arrays, call.num_batch_dims), *arrays)
 
 
 def transpose(op: Op, cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from jax_baracuda.ops.segment.arguments import (
     canonicalize,
     check_like,
 )
-from jax_baracuda.ops.segment.cells import gather_segments, per_row, xla_max, xla_sum
+from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import (
     IDS,
     ROWS,
@@ -34,7 +34,7 @@ from jax_baracuda.ops.segment.extrema import MAXIMUM, extrema_over_shards
 from jax_baracuda.ops.segment.extremum import SEGMENT_MAX
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import row_axes_of
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD, sum_over_shards
+from jax_baracuda.ops.segment.sum import sum_over_shards
 
 
 @selectable
@@ -273,23 +273,6 @@ def _transpose_backward(
     return SEGMENT_SOFTMAX_BACKWARD(probabilities, *d_results, ids, **params)
 
 
-def _tangent_backward(
-    t: Array, operands: Sequence[Array], _: Any, *, num_segments: int, **params: Any
-) -> Sequence[Array]:
-    """Of ``p * (d - sum of p * d)`` by p, whose tangent is `t`: ``t * (d - sum of p * d) - p * sum of t * d``."""
-    probabilities, d_output, ids = operands
-
-    def sums(weights: Array) -> Array:
-        """Of each row's segment."""
-        [of_segments] = SEGMENT_SUM(_weighted_cotangents(weights, d_output), ids, num_segments=num_segments, **params)
-        return SEGMENT_SUM_BACKWARD(of_segments, ids, **params)[0]
-
-    means = sums(probabilities)
-    t, p, d = (x.astype(means.dtype) for x in (t, probabilities, d_output))
-    is_member = per_row((ids >= 0) & (ids < num_segments), t)
-    return [jnp.where(is_member, t * (d - means) - p * sums(t), 0).astype(probabilities.dtype)]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
@@ -315,7 +298,7 @@ SEGMENT_SOFTMAX, SEGMENT_SOFTMAX_BACKWARD = (
             "d_logits",
             _reference_backward,
             _shard_backward,
-            {"first_linear": 1, "transpose": _transpose_backward, "tangent": _tangent_backward},
+            {"first_linear": 1, "transpose": _transpose_backward},
         ),
     )
 )
