@@ -59,7 +59,6 @@ from jax_baracuda.ops.segment.graphs import (
 from jax_baracuda.ops.segment.order import sorted_by_segment
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import index_of_first_row, of_split_segments
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM
 
 
 @selectable
@@ -297,8 +296,7 @@ def _reference_backward(
     return (xla_sum(jnp.where(is_member & wins, cotangents, 0), rows, num_rows).astype(d_winner.dtype),)
 
 
-def _of_winners(
-    sum_rows: Callable[..., Sequence[Array]],
+def _reference_of_winners(
     d_data: Array,
     winner: Array,
     gather_ids: Array,
@@ -314,11 +312,10 @@ def _of_winners(
 
     def sums_of_ties() -> Array:
         data, output = data_and_output
-        of_edges = gather_rows(d_data, gather_ids, clips_gather_ids=False)
+        of_edges = gather_rows(d_data, gather_ids, clips_gather_ids=False).astype(accumulation_dtype(d_data.dtype))
         attains = gather_rows(data, gather_ids, clips_gather_ids=True) == gather_segments(output, segment_ids)[0]
-        flags = {"indices_are_sorted": False, "deterministic": True}
-        [sums] = sum_rows(jnp.where(attains, of_edges, 0), segment_ids, num_segments=num_segments, **flags)
-        return jnp.where(winner != NO_WINNER, sums, 0)
+        sums = xla_sum(jnp.where(attains, of_edges, 0), segment_ids, num_segments)
+        return jnp.where(winner != NO_WINNER, sums, 0).astype(d_data.dtype)
 
     return (of_winners(d_data, winner, row, is_won, sums_of_ties if shares_ties else None),)
 
@@ -568,8 +565,8 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         name=f"gather_segment_{name}_of_winners",
         operands=_operands_of_winners,
         results={"cells": _CELLS},
-        reference=functools.partial(_of_winners, SEGMENT_SUM.reference),
-        program=functools.partial(_of_winners, SEGMENT_SUM.kernel),
+        reference=_reference_of_winners,
+        program=_reference_of_winners,  # plain JAX, too, on each device: XLA adds up rows as it gathers them
         dtypes=FLOATING_DTYPES,
         guarantee=accumulated,
         replicated_dims=("gathered", "segment", "edge"),
