@@ -272,22 +272,25 @@ def test_shard_map_over_features(reduction: Reduction, options: Options, check_v
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @each_differentiable
 def test_tangents_of_split_rows(reduction: Reduction, axis_type: AxisType) -> None:
-    """Also where XLA's maximum over devices would lose a NaN: they are those of one device."""
+    """Also where XLA's maximum over devices would lose a NaN: they are those of one device, which exchange cells."""
     data, ids, _ = make_operands(reduction, seed=11)
     tangent = jnp.asarray(np.random.default_rng(0).integers(-9, 10, data.shape).astype(np.float32))
     function = getattr(forward_mode, reduction.name)
 
-    def value_and_tangent(data: jax.Array, tangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def value_and_tangent(data: jax.Array, tangent: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.jvp(lambda x: function(x, ids, NUM_SEGMENTS), (data,), (tangent,))
 
-    expected = jax.jit(value_and_tangent)(data, tangent)
+    expected = jax.jit(value_and_tangent)(data, tangent, ids)
     mesh = make_mesh(axis_type)
     with jax.set_mesh(mesh):
-        placed = jax.device_put((data, tangent), NamedSharding(mesh, P("rows", "features")))
-        actual = jax.jit(value_and_tangent)(*placed)
+        specs = P("rows", "features"), P("rows", "features"), P("rows")
+        placed = jax.device_put((data, tangent, ids), tuple(NamedSharding(mesh, spec) for spec in specs))
+        program = jax.jit(value_and_tangent).lower(*placed).compile()
+        actual = program(*placed)
+    assert all(x.size <= NUM_SEGMENTS * data.shape[1] for x in exchanges_in(program.as_text()))
     if reduction in (MAX, MIN):  # several devices add the shares of ties in another order
         assert_same(reduction, actual[:1], expected[:1])
-        magnitude = np.asarray(value_and_tangent(data, jnp.abs(tangent))[1])
+        magnitude = np.asarray(value_and_tangent(data, jnp.abs(tangent), ids)[1])
         Expected(np.asarray(expected[1]), np.float32, rounding_of_sums(len(data)) * magnitude).check(actual[1])
     else:  # the Jacobian of softmax is symmetric: a tangent is rounded like a gradient
         assert_same(reduction, actual, expected, data, ids, tangent)

@@ -55,9 +55,9 @@ class KernelVjp:
 
     Called as ``f(params, **arrays)`` with hashable static `params`; an array that a call omits is None.
     ``jax.custom_vjp`` binds the kernels to each other. Where both modes are asked for (see :func:`in_both_modes`),
-    ``jax.custom_jvp`` does instead: the tangent is a linear map, the transpose of `backward` in plain JAX, and the
-    transpose of that map is `backward` again, with its kernels. Where no array has a tangent space, the primitives are
-    called directly.
+    ``jax.custom_jvp`` does instead: the tangent is a linear map, the transpose of `backward`, by kernels where its ops
+    have a `transpose`, else in plain JAX, and the transpose of that map is `backward` again, with its kernels. Where no
+    array has a tangent space, the primitives are called directly.
     """
 
     def __init__(

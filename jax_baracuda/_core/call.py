@@ -68,6 +68,12 @@ class OpCall:
         return {name: value for name, value in self.all_params.items() if name not in of_core}
 
     @functools.cached_property
+    def linear(self) -> range:
+        """The positions of the operands that an op with a transpose is linear in."""
+        first = self.op.first_linear
+        return range(first, first + self.resolve(self.op.num_linear))
+
+    @functools.cached_property
     def selection(self) -> Selection:
         """What implementation the call asks for."""
         return self.all_params.get("implementation")

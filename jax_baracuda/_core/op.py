@@ -89,10 +89,12 @@ class Op:
     broadcasts: bool = False
     """Whether operands broadcast against each other along every dimension, as in ``jax.numpy``. What ``vmap`` adds is
     then one dimension more of the same kind, for the functions of the definition and for the handler."""
+    first_linear: int = 0
+    """See `transpose`."""
     num_linear: int | Callable[..., int] = 1
     """See `transpose`. Or ``(**params)`` -> the number."""
     transpose: Callable[..., Sequence[jax.Array]] | None = None
-    """For an op that is linear in its first `num_linear` operands together and constant in the others:
+    """For an op that is linear in `num_linear` operands together, from `first_linear` on, where no other has a tangent:
     ``(avals of the linear operands, cotangents of the results, *other operands, **params) -> their cotangents``.
 
     Then derivatives are calls of kernels too: the tangent is the op of the tangent.

@@ -95,14 +95,13 @@ def jvp(
     results = primitive.bind(*primals, **params)
     nonzero_tangents = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
     call = OpCall(op, primals, params)
-    num_linear = call.resolve(op.num_linear)
-    if op.transpose is not None and all(i < num_linear for i in nonzero_tangents):
-        linear = [
+    if op.transpose is not None and all(i in call.linear for i in nonzero_tangents):
+        operands = list(primals)
+        for i in call.linear:
             # An integer has no tangent. Itself in its place fits as well as any, since its result has none either.
-            ad.instantiate_zeros(tangent) if jnp.issubdtype(primal.dtype, jnp.inexact) else primal
-            for primal, tangent in zip(primals[:num_linear], tangents[:num_linear], strict=True)
-        ]
-        result_tangents = primitive.bind(*linear, *primals[num_linear:], **params)
+            if jnp.issubdtype(primals[i].dtype, jnp.inexact):
+                operands[i] = ad.instantiate_zeros(tangents[i])
+        result_tangents = primitive.bind(*operands, **params)
     elif (tangent_of := op.tangent) is not None and nonzero_tangents == [0]:
         arrays = (tangents[0], *primals, *results)
 
@@ -129,18 +128,17 @@ def transpose(op: Op, cotangents: Sequence[Any], *operands: Any, **params: Any) 
     results: list[Any] = [None] * len(operands)
     avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands]
     call = OpCall(op, avals, params)
-    num_linear = call.resolve(op.num_linear)
-    if (transpose_of := op.transpose) is not None and all(i < num_linear for i in linear):
+    if (transpose_of := op.transpose) is not None and all(i in call.linear for i in linear):
 
         def transpose(*arrays: jax.Array) -> Sequence[jax.Array]:
-            own_avals = call.own_operands[:num_linear]
+            own_avals = [call.own_operands[i] for i in call.linear]
             return transpose_of(own_avals, arrays[: len(cotangents)], *arrays[len(cotangents) :], **call.params)
 
-        arrays = (*cotangents, *operands[num_linear:])
+        arrays = (*cotangents, *(x for i, x in enumerate(operands) if i not in call.linear))
         with selecting(call.selection):
             transposed = map_over_batch(transpose, mapped_dims(arrays, call.num_batch_dims), *arrays)
         for i in linear:
-            results[i] = _sum_over_shared_batch(transposed[i], avals[i])
+            results[i] = _sum_over_shared_batch(transposed[i - op.first_linear], avals[i])
         return results
     reference = _reference_of(op, operands, linear, params)
     transpose = jax.linear_transpose(reference, *(avals[i] for i in linear))

@@ -1047,6 +1047,98 @@ def test_forward_mode(rng: np.random.Generator, reduction: Reduction, dtype: str
                     jax.tree.map(check, actual, expected[name])
 
 
+KERNELS_OF_TANGENTS = {
+    "segment_max": ["segment_max_with_winner", "segment_sum", "segment_sum_backward"],
+    "segment_min": ["segment_min_with_winner", "segment_sum", "segment_sum_backward"],
+    "segment_sum": ["segment_sum", "segment_sum"],
+    "segment_mean": ["segment_mean", "segment_mean_backward", "segment_sum"],
+    "segment_prod": ["segment_prod_backward", "segment_prod_with_residual", "segment_sum"],
+    "segment_softmax": ["segment_softmax", "segment_softmax_backward"],
+}
+
+
+@pytest.mark.parametrize(
+    ("reduction", "options"), [(r, r.options[0]) for r in DIFFERENTIABLE] + [(MAX, {"tie_break": "first"})], ids=str
+)
+def test_tangents_are_kernels(rng: np.random.Generator, reduction: Reduction, options: Options) -> None:
+    """Those of a value, and of a gradient where it is linear in all that has a tangent: plain JAX scatters no rows."""
+    data, ids = jnp.asarray(rng.normal(size=(2, 30, 3)), jnp.float32), cases.make_ids(rng, 30, 4)
+
+    def call(function: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+        return function(x, ids, 4, **options)
+
+    def lowered(function: Callable[..., jax.Array]) -> str:
+        with jax_baracuda.implementation("kernel"):
+            text = jax.jit(lambda x, t: jax.jvp(function, (x,), (t,))).lower(*data).as_text()
+        assert "stablehlo.scatter" not in text
+        return text
+
+    kernels = sorted(kernels_in(lowered(functools.partial(call, reduction.in_forward_mode))))
+    if options.get("tie_break") == "first":
+        assert kernels == ["segment_max_with_winner"]  # the winners tell which tangents to take
+    else:
+        assert kernels == KERNELS_OF_TANGENTS[reduction.name]
+    if reduction not in (PROD, SOFTMAX):  # whose gradients are products of what depends on the data
+        of_gradient = kernels_in(lowered(jax.grad(lambda x: (call(reduction, x) ** 2).sum())))
+        assert set(of_gradient) >= set(reduction.kernels)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("reduction", [MAX, MIN, PROD, SOFTMAX], ids=str)
+def test_tangents_against_gradients(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
+    """Of any data, in batches, too: sums over rows, weighted by the gradient of ones. Those of losers may be NaN."""
+    shape, batch = Shape(40, (3,), 12), Batch()
+    ids = np.stack([cases.make_ids(rng, shape.rows, shape.segments) for _ in range(2)])
+    data = np.stack([reduction.make_data(rng, shape, dtype) for _ in range(2)])
+    if reduction is PROD:  # with products of others in the range of the dtype
+        data = rng.choice([0.5, -1.0, 1.0, 2.0, 0.0, np.inf, np.nan], data.shape, p=[0.2] * 4 + [0.1, 0.05, 0.05])
+    data, tangents = data.astype(dtype), small_integers(rng, data.shape, dtype)
+
+    def weights_of(i: int, options: Options) -> np.ndarray:
+        ones, wide = np.ones((shape.segments, *shape.row_shape)), data[i].astype(np.float64)
+        return np.asarray(reduction.gradient(ones, wide, ids[i], shape.segments, **options).exact, np.float64)
+
+    def add(maps: tuple[bool, bool], options: Options, implementation: str = "kernel") -> None:
+        is_shared = [not is_mapped for is_mapped in maps]
+        elements = [tuple(0 if shared else i for shared in is_shared) for i in range(2)]
+
+        def jvp(data: jax.Array, ids: jax.Array, tangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+            call = functools.partial(reduction.in_forward_mode, **options, implementation=implementation)
+            return jax.jvp(lambda x: call(x, ids, shape.segments), (data,), (tangent,))
+
+        own_tangents = tangents
+        if reduction in (MAX, MIN):
+            loses = np.stack([weights_of(i, options) == 0 for i in range(2)])
+            any_number = rng.choice([np.nan, np.inf, -np.inf], tangents.shape).astype(dtype)
+            if not maps[0]:
+                loses[1] = loses[0]
+            own_tangents = np.where(loses, any_number, tangents)
+
+        def check(values: jax.Array, actual: jax.Array) -> None:
+            for i, (of_data, of_ids) in enumerate(elements):
+                where, own_ids, t = f"{maps} {options} {implementation} {i}", ids[of_ids], own_tangents[i]
+                if reduction is SOFTMAX:
+                    residual = np.asarray(values[i])
+                    reduction.gradient(t, residual, own_ids, shape.segments, **options).check(actual[i], where)
+                    continue
+                weights = weights_of(of_data, options)
+                with np.errstate(invalid="ignore"):  # no tangent of a product that is infinite
+                    terms = np.where(weights != 0, weights * t.astype(np.float64), 0)
+                sums = cases.segment_sum(terms, own_ids, shape.segments)
+                Expected(sums, dtype, cases.sum_error(terms, own_ids, shape.segments, dtype)).check(actual[i], where)
+
+        axes = tuple(0 if is_mapped else None for is_mapped in maps)
+        operands = [x if is_mapped else x[0] for x, is_mapped in zip((data, ids), maps, strict=True)]
+        batch.add(jax.vmap(jvp, (*axes, 0)), (*operands, own_tangents), check)
+
+    for options in reduction.options:
+        add((True, True), options)
+        add((False, False), options)
+    add((False, False), reduction.options[0], "xla")
+    with cases.x64_for(dtype), np.errstate(invalid="ignore"):
+        batch.run()
+
+
 @each_reduction
 def test_forward_mode_values(rng: np.random.Generator, reduction: Reduction) -> None:
     """The forward-mode function has the plain function's values, for dtypes with and without a tangent space."""

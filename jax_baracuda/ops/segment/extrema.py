@@ -130,7 +130,7 @@ def reference_winner(extremum: Extremum, data: Array, ids: Array, output: Array,
 def reference_gradient(d_output: Array, winner: Array, ids: Array, *data_and_output: Array) -> Array:
     """What the gradient kernels of maximum and minimum compute."""
     winners, is_member = gather_segments(winner, ids)
-    # Wide, because the transpose adds up the cotangents of a segment's rows.
+    # Wide, so that shares are rounded once.
     cotangents, _ = gather_segments(d_output.astype(accumulation_dtype(d_output.dtype)), ids)
     wins = is_member & (winners == row_numbers(winners))
     gradient = jnp.where(wins, cotangents, 0)
@@ -141,29 +141,24 @@ def reference_gradient(d_output: Array, winner: Array, ids: Array, *data_and_out
     return gradient.astype(d_output.dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 3, 4))
-def reference_extremum(extremum: Extremum, data: Array, ids: Array, num_segments: int, first_wins: bool) -> Array:
-    return extremum.of_segments(data, ids, num_segments)
+def of_winners(
+    d_rows: Array, winner: Array, row: Array, is_won: Array, sums_of_ties: Callable[[], Array] | None
+) -> Array:
+    """For each cell, what its winner has of `d_rows`, 0 where there is none: the transpose of the gradient.
 
+    Args:
+      row: of `d_rows`, which each cell takes where no rows tie.
+      is_won: which cells have one.
+      sums_of_ties: the cells where rows do tie, of which no winner tells; None: the first of tied rows wins.
+    """
 
-@reference_extremum.defjvp
-def _reference_extremum_jvp(
-    extremum: Extremum,
-    num_segments: int,
-    first_wins: bool,
-    primals: tuple[Array, Array],
-    tangents: tuple[Array, Array],
-) -> tuple[Array, Array]:
-    data, ids = primals
-    output = reference_extremum(extremum, data, ids, num_segments, first_wins)
-    winner = reference_winner(extremum, data, ids, output, first_wins)
+    def of_rows() -> Array:
+        taken = jnp.take_along_axis(d_rows, jnp.clip(row, 0, d_rows.shape[0] - 1), axis=0, mode="promise_in_bounds")
+        return jnp.where(is_won, taken, 0)
 
-    def gradient(d_output: Array) -> Array:
-        return reference_gradient(d_output, winner, ids, *(() if first_wins else (data, output)))
-
-    # The tangent is the transpose of the gradient, which keeps the two consistent by construction.
-    [d_output] = jax.linear_transpose(gradient, output)(tangents[0])
-    return output, d_output
+    if sums_of_ties is None:
+        return of_rows()
+    return jax.lax.cond((winner < NO_WINNER).any(), sums_of_ties, of_rows)
 
 
 def extrema_over_shards(

@@ -19,9 +19,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import FLOATING_DTYPES
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.guarantees import EXACT
+from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import (
@@ -50,7 +50,7 @@ from jax_baracuda.ops.segment.extrema import (
     Extremum,
     extrema_over_shards,
     first_gets_all,
-    reference_extremum,
+    of_winners,
     reference_gradient,
     reference_winner,
     winners_over_shards,
@@ -63,6 +63,7 @@ from jax_baracuda.ops.segment.gather_extremum import (
 )
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import index_of_first_row, row_axes_of
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD
 
 
 @selectable
@@ -407,10 +408,8 @@ def _over_buckets(reduce: Callable[..., Array]) -> Callable[..., Array]:
 # Reference in plain JAX.
 
 
-def _reference_reduce(
-    extremum: Extremum, data: Array, ids: Array, *, num_segments: int, first_wins: bool, **_: Any
-) -> tuple[Array]:
-    return (reference_extremum(extremum, data, ids, num_segments, first_wins),)
+def _reference_reduce(extremum: Extremum, data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
+    return (extremum.of_segments(data, ids, num_segments),)
 
 
 def _reference_with_winner(
@@ -423,15 +422,40 @@ def _reference_with_winner(
     with_order: bool,
     **_: Any,
 ) -> tuple[Array, Array, Array]:
-    output = reference_extremum(extremum, data, ids, num_segments, first_wins)
+    output = extremum.of_segments(data, ids, num_segments)
     order = jnp.arange(ids.shape[0] if with_order else 1, dtype=jnp.int32)
     return output, reference_winner(extremum, data, ids, output, first_wins), order
 
 
 def _reference_backward(
-    d_output: Array, winner: Array, ids: Array, order: Array, *data_and_output: Array
+    d_output: Array, winner: Array, ids: Array, order: Array, *data_and_output: Array, **_: Any
 ) -> tuple[Array]:
     return (reference_gradient(d_output, winner, ids, *data_and_output),)
+
+
+def _of_winners(
+    take_cells: Callable[..., Sequence[Array]],
+    sum_rows: Callable[..., Sequence[Array]],
+    d_data: Array,
+    winner: Array,
+    ids: Array,
+    *data_and_output: Array,
+    indices_are_sorted: bool,
+) -> tuple[Array]:
+    """For each cell, what its winner has of `d_data`, or the mean over the members that tie."""
+    if 0 in winner.shape or 0 in d_data.shape:
+        return (jnp.zeros(winner.shape, d_data.dtype),)
+
+    def means_of_ties() -> Array:
+        data, output = data_and_output
+        [extrema] = take_cells(output, ids)
+        wide = d_data.astype(accumulation_dtype(d_data.dtype))
+        flags = {"indices_are_sorted": indices_are_sorted, "deterministic": True}
+        [sums] = sum_rows(jnp.where(data == extrema, wide, 0), ids, num_segments=winner.shape[0], **flags)
+        means = sums / jnp.where(winner < NO_WINNER, -winner, 1).astype(sums.dtype)
+        return jnp.where(winner != NO_WINNER, means, 0).astype(d_data.dtype)
+
+    return (of_winners(d_data, winner, winner, winner >= 0, means_of_ties if data_and_output else None),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -480,18 +504,44 @@ def _shard_backward(
     ids: Array,
     order: Array,
     *data_and_output: Array,
+    **_: Any,
 ) -> Sequence[Array]:
     if row_axes := row_axes_of(axes):
         num_rows, first_row = ids.shape[0], index_of_first_row(ids, row_axes)
-        row = winner - first_row
-        row = jnp.where((row >= 0) & (row < num_rows), row, NO_WINNER)
-        winner = jnp.where(winner >= 0, row, winner)
+        winner = _own_winners(winner, first_row, num_rows)
         if order.shape[0] == num_rows:
             # The order of this shard's rows, if the forward pass was split as this one is.
             local = order - first_row
             is_local = jnp.all((local >= 0) & (local < num_rows))
             order = jnp.where(is_local, local, jnp.arange(num_rows, dtype=jnp.int32))
     return kernel(d_output, winner, ids, order, *data_and_output)
+
+
+def _own_winners(winner: Array, first_row: Array, num_rows: int) -> Array:
+    """The winners among the rows of this shard, by their number in it."""
+    row = winner - first_row
+    row = jnp.where((row >= 0) & (row < num_rows), row, NO_WINNER)
+    return jnp.where(winner >= 0, row, winner)
+
+
+def _shard_of_winners(
+    op: Callable[[], Op],
+    kernel: Callable[..., Sequence[Array]],
+    axes: Mapping[str, tuple[str, ...]],
+    d_data: Array,
+    winner: Array,
+    ids: Array,
+    *data_and_output: Array,
+    **params: Any,
+) -> Sequence[Array]:
+    """Adds up the shards' parts, unrounded."""
+    row_axes = row_axes_of(axes)
+    if not row_axes:
+        return kernel(d_data, winner, ids, *data_and_output)
+    winner = _own_winners(winner, index_of_first_row(ids, row_axes), ids.shape[0])
+    wide = d_data.astype(accumulation_dtype(d_data.dtype))
+    [local] = op().kernel(wide, winner, ids, *data_and_output, **params)
+    return (jax.lax.psum(local, row_axes).astype(d_data.dtype),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -512,6 +562,46 @@ def _backward_plan_parameters(
 
 def _ops(name: str, extremum: Extremum, aliases_of_backward: tuple[str, ...]) -> tuple[Op, Op, Op]:
     """The ops ``segment_<name>``, ``segment_<name>_with_winner`` and ``segment_<name>_backward``."""
+
+    # Winners are constant almost everywhere: the tangent of the extremum, and the transpose of the gradient, are what
+    # the winners have.
+
+    def tangent_with_winner(
+        d_data: Array,
+        operands: Sequence[Array],
+        results: Sequence[Array],
+        *,
+        first_wins: bool,
+        indices_are_sorted: bool,
+        **_: Any,
+    ) -> Sequence[Array]:
+        data, ids = operands
+        output, *winner_and_order = results
+        data_and_output = () if first_wins else (data, output)
+        operands = (winner_and_order[0], ids, *map(jax.lax.stop_gradient, data_and_output))
+        return *winners(d_data, *operands, indices_are_sorted=indices_are_sorted), *winner_and_order
+
+    def tangent(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) -> Sequence[Array]:
+        """Of the extrema alone, which do not tell what won."""
+        results = with_winner(*operands, **params, with_order=False)
+        return tangent_with_winner(d_data, operands, results, **params)[:1]
+
+    def transpose_backward(
+        _: Any,
+        d_results: Sequence[Array],
+        winner: Array,
+        ids: Array,
+        order: Array,
+        *data_and_output: Array,
+        indices_are_sorted: bool = False,
+    ) -> Sequence[Array]:
+        return winners(*d_results, winner, ids, *data_and_output, indices_are_sorted=indices_are_sorted)
+
+    def transpose_winners(
+        _: Any, d_results: Sequence[Array], winner: Array, ids: Array, *data_and_output: Array, **params: Any
+    ) -> Sequence[Array]:
+        return backward(*d_results, winner, ids, jnp.zeros(1, jnp.int32), *data_and_output, **params)
+
     reduction = reduction_op(
         f"segment_{name}",
         results={"output": CELLS},
@@ -519,6 +609,7 @@ def _ops(name: str, extremum: Extremum, aliases_of_backward: tuple[str, ...]) ->
         dtypes=ORDERED_DTYPES,
         guarantee=EXACT,
         shard_program=functools.partial(_shard_reduce, extremum),
+        tangent=tangent,
     )
     with_winner = reduction_op(
         f"segment_{name}_with_winner",
@@ -534,6 +625,7 @@ def _ops(name: str, extremum: Extremum, aliases_of_backward: tuple[str, ...]) ->
         guarantee=EXACT,
         attributes=("first_wins",),
         shard_program=functools.partial(_shard_with_winner, extremum),
+        tangent=tangent_with_winner,
     )
     backward = gradient_op(
         f"segment_{name}_backward",
@@ -550,6 +642,20 @@ def _ops(name: str, extremum: Extremum, aliases_of_backward: tuple[str, ...]) ->
         guarantee=ROUNDED_ONCE,
         aliases=aliases_of_backward,
         shard_program=_shard_backward,
+        transpose=transpose_backward,
+    )
+    winners = Op(
+        name=f"segment_{name}_of_winners",
+        operands={"d_data": ROWS, "winner": CELLS, "segment_ids": IDS, "data": ROWS, "output": CELLS},
+        results={"cells": CELLS},
+        reference=functools.partial(_of_winners, SEGMENT_SUM_BACKWARD.reference, SEGMENT_SUM.reference),
+        program=functools.partial(_of_winners, SEGMENT_SUM_BACKWARD.kernel, SEGMENT_SUM.kernel),
+        dtypes=FLOATING_DTYPES,
+        guarantee=accumulated,
+        replicated_dims=("segment",),
+        reduction_dims=("row",),
+        shard_program=functools.partial(_shard_of_winners, lambda: winners),
+        transpose=transpose_winners,
     )
     return reduction, with_winner, backward
 
@@ -616,7 +722,10 @@ def _rules(reduction: Op, with_winner: Op, backward: Op, of_edges: Op, of_edges_
         return output, residuals if params.first_wins else (*residuals, data, output)
 
     def gradient(params: ExtremumParams, residuals: tuple[Array, ...], d_output: Array) -> dict[str, Array]:
-        [d_data] = backward(d_output, *residuals)
+        winner, ids, order, *data_and_output = residuals
+        # Which rows win is constant almost everywhere, and the gradient linear in what is left.
+        constants = map(jax.lax.stop_gradient, data_and_output)
+        [d_data] = backward(d_output, winner, ids, order, *constants, indices_are_sorted=params.indices_are_sorted)
         return {"data": d_data}
 
     return KernelVjp(reduction.name, primal, forward, gradient)

@@ -44,7 +44,7 @@ from jax_baracuda.ops.segment.extrema import (
     Extremum,
     extrema_over_shards,
     first_gets_all,
-    reference_extremum,
+    of_winners,
     reference_winner,
     winners_over_shards,
 )
@@ -249,7 +249,7 @@ def _reference(
     **_: Any,
 ) -> tuple[Array]:
     rows = gather_rows(data, gather_ids, clips_gather_ids=True)
-    return (reference_extremum(extremum, rows, segment_ids, num_segments, first_wins),)
+    return (extremum.of_segments(rows, segment_ids, num_segments),)
 
 
 def _reference_with_winner(
@@ -263,7 +263,7 @@ def _reference_with_winner(
     **_: Any,
 ) -> tuple[Array, Array]:
     rows = gather_rows(data, gather_ids, clips_gather_ids=True)
-    output = reference_extremum(extremum, rows, segment_ids, num_segments, first_wins)
+    output = extremum.of_segments(rows, segment_ids, num_segments)
     winner = reference_winner(extremum, rows, segment_ids, output, first_wins)
     if edge_order and winner.size > 0 and edge_order[0].size > 0:
         winner = jnp.where(winner >= 0, jnp.take(edge_order[0], winner, axis=0, mode="clip"), winner)
@@ -308,20 +308,16 @@ def _reference_of_winners(
     if 0 in winner.shape or 0 in d_data.shape or 0 in gather_ids.shape:
         return (jnp.zeros(winner.shape, d_data.dtype),)
     row = gather_ids.at[winner].get(mode="clip")
-    gathered = jnp.take_along_axis(d_data, jnp.clip(row, 0, num_rows - 1), axis=0, mode="promise_in_bounds")
-    cells = jnp.where((winner >= 0) & (row >= 0) & (row < num_rows), gathered, 0)
-    if not shares_ties:
-        return (cells,)
-    data, output = data_and_output
-    is_tie = winner < NO_WINNER
+    is_won = (winner >= 0) & (row >= 0) & (row < num_rows)
 
-    def with_ties() -> Array:
+    def sums_of_ties() -> Array:
+        data, output = data_and_output
         of_edges = gather_rows(d_data, gather_ids, clips_gather_ids=False).astype(accumulation_dtype(d_data.dtype))
         attains = gather_rows(data, gather_ids, clips_gather_ids=True) == gather_segments(output, segment_ids)[0]
-        total = xla_sum(jnp.where(attains, of_edges, 0), segment_ids, num_segments)
-        return jnp.where(is_tie, total.astype(cells.dtype), cells)
+        sums = xla_sum(jnp.where(attains, of_edges, 0), segment_ids, num_segments)
+        return jnp.where(winner != NO_WINNER, sums, 0).astype(d_data.dtype)
 
-    return (jax.lax.cond(is_tie.any(), with_ties, lambda: cells),)
+    return (of_winners(d_data, winner, row, is_won, sums_of_ties if shares_ties else None),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -445,7 +441,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
     # Winners are constant almost everywhere: the tangent of the extremum, and the transpose of the gradient, are linear
     # functions of what the winners gather.
 
-    def of_winners(d_data: Array, winner: Array, ids: Sequence[Array], data_and_output: Sequence[Array]) -> Array:
+    def cells_of_winners(d_data: Array, winner: Array, ids: Sequence[Array], data_and_output: Sequence[Array]) -> Array:
         """For each cell, what its winner gathers, or the sum over the edges that tie."""
         constants = [winner, *ids, *map(jax.lax.stop_gradient, data_and_output)]
         return winners(d_data, *constants, shares_ties=bool(data_and_output))[0]
@@ -462,7 +458,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         data, gather_ids, segment_ids, *order = operands
         output, winner = results
         ids = _in_own_order([gather_ids, as_gather_ids(segment_ids, num_segments)], *order)
-        total = of_winners(d_data, winner, ids, [] if first_wins else [data, output])
+        total = cells_of_winners(d_data, winner, ids, [] if first_wins else [data, output])
         return _shares(total, winner), winner
 
     def tangent(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) -> Sequence[Array]:
@@ -476,7 +472,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         ids, order, data_and_output = others[:2], others[2:3], others[6:]
         if not has_plan:
             order, data_and_output = (), others[2:]
-        return [of_winners(d_results[0], winner, _in_own_order(ids, *order), data_and_output)]
+        return [cells_of_winners(d_results[0], winner, _in_own_order(ids, *order), data_and_output)]
 
     def transpose_winners(
         avals: Sequence[Any], d_results: Sequence[Array], *others: Array, shares_ties: bool
@@ -570,7 +566,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         operands=_operands_of_winners,
         results={"cells": _CELLS},
         reference=_reference_of_winners,
-        program=_reference_of_winners,  # plain JAX, too, on each device
+        program=_reference_of_winners,  # plain JAX, too, on each device: XLA adds up rows as it gathers them
         dtypes=FLOATING_DTYPES,
         guarantee=accumulated,
         replicated_dims=("gathered", "segment", "edge"),

@@ -13,9 +13,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_automatic_mode
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, reshard_like
 from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.selection import Implementation, current_selection, selectable
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
@@ -44,6 +44,7 @@ from jax_baracuda.ops.segment.extended_product import (
 )
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import merge_over_shards, row_axes_of
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_params
 
 
 @selectable
@@ -234,24 +235,9 @@ def _product_in_pairs(data: Array, ids: Array, num_segments: int) -> Array:
 
 
 def _reference_residual(data: Array, ids: Array, num_segments: int) -> ExtendedProduct:
-    """The product as mantissa and exponent, without a derivative."""
-    wide = jax.lax.stop_gradient(data).astype(accumulation_dtype(data.dtype))
+    """The product as mantissa and exponent."""
+    wide = data.astype(accumulation_dtype(data.dtype))
     return _reduce_in_pairs(product_of_both, ExtendedProduct(1, 0), product_of_one(wide), ids, num_segments)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _reference_product(data: Array, ids: Array, num_segments: int) -> Array:
-    return product_value(_reference_residual(data, ids, num_segments)).astype(data.dtype)
-
-
-@_reference_product.defjvp
-def _reference_product_jvp(
-    num_segments: int, primals: tuple[Array, Array], tangents: tuple[Array, Array]
-) -> tuple[Array, Array]:
-    data, ids = primals
-    return _reference_product(data, ids, num_segments), jax.jvp(
-        lambda data: _product_in_pairs(data, ids, num_segments), (data,), (tangents[0],)
-    )[1]
 
 
 def has_exponent(dtype: Any) -> bool:
@@ -260,7 +246,7 @@ def has_exponent(dtype: Any) -> bool:
 
 def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
     if has_exponent(data.dtype):
-        return (_reference_product(data, ids, num_segments),)
+        return (product_value(_reference_residual(data, ids, num_segments)).astype(data.dtype),)
     if jnp.issubdtype(data.dtype, jnp.inexact):
         return (_product_in_pairs(data, ids, num_segments),)
     return (xla_prod(data, ids, num_segments),)
@@ -268,7 +254,8 @@ def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple
 
 def _reference_with_residual(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array, Array, Array]:
     if has_exponent(data.dtype):
-        return _reference_product(data, ids, num_segments), *_reference_residual(data, ids, num_segments)
+        residual = _reference_residual(data, ids, num_segments)
+        return product_value(residual).astype(data.dtype), *residual
     output = _product_in_pairs(data, ids, num_segments)
     return output, jnp.zeros_like(output), jnp.zeros(output.shape, jnp.int32)  # not used for complex numbers
 
@@ -300,26 +287,47 @@ def _reference_product_gradient_jvp(primals: Sequence[Array], tangents: Sequence
     return gradient, jax.jvp(of_both, (d_output, data), (tangents[0], tangents[3]))[1]
 
 
-def _reference_backward(d_output: Array, mantissa: Array, packed: Array, data: Array, ids: Array) -> tuple[Array]:
+def _reference_backward(
+    d_output: Array, mantissa: Array, packed: Array, data: Array, ids: Array, **_: Any
+) -> tuple[Array]:
     if has_exponent(data.dtype):
         return (_reference_product_gradient(d_output, mantissa, packed, data, ids),)
     return (_product_gradient_in_pairs(d_output, data, ids),)
 
 
 def _transpose_backward(
-    d_outputs: Sequence[Any], d_data: Sequence[Array], mantissa: Array, packed: Array, data: Array, ids: Array
+    d_outputs: Sequence[Any],
+    d_data: Sequence[Array],
+    mantissa: Array,
+    packed: Array,
+    data: Array,
+    ids: Array,
+    *,
+    indices_are_sorted: bool = False,
 ) -> list[Array]:
-    [d_output] = d_outputs
+    """The sums of rows times the products of all others, which are the gradient of ones: the tangent of the product."""
+    [d_output], [d_rows] = d_outputs, d_data
+    dtype = accumulation_dtype(data.dtype)
+    ones = jnp.ones(d_output.shape, dtype)
+    [others] = SEGMENT_PROD_BACKWARD(ones, mantissa, packed, data.astype(dtype), ids)
+    terms = others * reshard_like(d_rows.astype(dtype), jax.typeof(others))
+    params = sum_params(d_output.shape[0], indices_are_sorted, deterministic=current_selection() != "xla")
+    return [x.astype(d_output.dtype) for x in SEGMENT_SUM(terms, ids, **params)]
 
-    def transpose(d_data: Array, data: Array, ids: Array) -> tuple[Array]:
-        # The gradient is a product with the transposed Jacobian of the segments' products.
-        products = functools.partial(_product_in_pairs, ids=ids, num_segments=d_output.shape[0])
-        return (jax.jvp(products, (data,), (d_data,))[1].astype(d_output.dtype),)
 
-    spec = jax_versions.explicit_spec(jax.typeof(d_data[0]))
-    if spec is not None:
-        transpose = in_automatic_mode(transpose, jax.typeof(d_data[0]), (None, *spec[1:]))
-    return list(transpose(*d_data, data, ids))
+def _tangent_with_residual(
+    d_data: Array, operands: Sequence[Array], results: Sequence[Array], *, indices_are_sorted: bool, **_: Any
+) -> list[Array]:
+    """Rules take no derivative of the residual."""
+    data, ids = operands
+    output, *residual = results
+    tangents = _transpose_backward([output], [d_data], *residual, data, ids, indices_are_sorted=indices_are_sorted)
+    return [*tangents, *map(jnp.zeros_like, residual)]
+
+
+def _tangent(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) -> list[Array]:
+    results = SEGMENT_PROD_WITH_RESIDUAL(*operands, **params)
+    return _tangent_with_residual(d_data, operands, results, **params)[:1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -370,6 +378,7 @@ SEGMENT_PROD = reduction_op(
     dtypes=WIDE_DTYPES,
     guarantee=product_guarantee,
     shard_program=_shard_program,
+    tangent=_tangent,
 )
 
 SEGMENT_PROD_WITH_RESIDUAL = reduction_op(
@@ -380,6 +389,7 @@ SEGMENT_PROD_WITH_RESIDUAL = reduction_op(
     dtypes=FLOATING_DTYPES,
     guarantee=product_guarantee,
     shard_program=_shard_with_residual,
+    tangent=_tangent_with_residual,
 )
 
 SEGMENT_PROD_BACKWARD = gradient_op(
@@ -402,7 +412,7 @@ def _forward(params: Params, *, data: Array, segment_ids: Array) -> tuple[Array,
 
 
 def _backward(params: Params, residuals: tuple[Array, ...], d_output: Array) -> dict[str, Array]:
-    [d_data] = SEGMENT_PROD_BACKWARD(d_output, *residuals)
+    [d_data] = SEGMENT_PROD_BACKWARD(d_output, *residuals, indices_are_sorted=params.indices_are_sorted)
     return {"data": d_data}
 
 

@@ -259,6 +259,21 @@ def _shard_backward(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Derivatives of the ops, by kernels.
+
+
+def _tangent(d_logits: Array, operands: Sequence[Array], results: Sequence[Array], **params: Any) -> Sequence[Array]:
+    """The Jacobian is symmetric: the tangent is the gradient of the tangent."""
+    return SEGMENT_SOFTMAX_BACKWARD(*results, d_logits, operands[1], **params)
+
+
+def _transpose_backward(
+    _: Any, d_results: Sequence[Array], probabilities: Array, ids: Array, **params: Any
+) -> Sequence[Array]:
+    return SEGMENT_SOFTMAX_BACKWARD(probabilities, *d_results, ids, **params)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
 SEGMENT_SOFTMAX, SEGMENT_SOFTMAX_BACKWARD = (
@@ -273,10 +288,18 @@ SEGMENT_SOFTMAX, SEGMENT_SOFTMAX_BACKWARD = (
         plan_parameters=lambda *arrays, **params: plan_parameters(arrays[0], arrays[-1], **params),
         shard_program=shard_program,
         limit=lambda *arrays, num_segments, **_: limit_of_32_bits(arrays[-1].shape[0], num_segments),
+        **derivatives,
     )
-    for name, rows, result, reference, shard_program in (
-        ("segment_softmax", ("logits",), "probabilities", _reference, _shard_program),
-        ("segment_softmax_backward", ("probabilities", "d_output"), "d_logits", _reference_backward, _shard_backward),
+    for name, rows, result, reference, shard_program, derivatives in (
+        ("segment_softmax", ("logits",), "probabilities", _reference, _shard_program, {"tangent": _tangent}),
+        (
+            "segment_softmax_backward",
+            ("probabilities", "d_output"),
+            "d_logits",
+            _reference_backward,
+            _shard_backward,
+            {"first_linear": 1, "transpose": _transpose_backward},
+        ),
     )
 )
 
