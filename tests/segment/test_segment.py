@@ -1134,7 +1134,8 @@ def test_tangents_against_gradients(rng: np.random.Generator, reduction: Reducti
     for options in reduction.options:
         add((True, True), options)
         add((False, False), options)
-    add((False, False), reduction.options[0], "xla")
+    if dtype == "float64":  # XLA need not round what it computes on the way in narrower ones, such as probabilities
+        add((False, False), reduction.options[0], "xla")
     with cases.x64_for(dtype), np.errstate(invalid="ignore"):
         batch.run()
 

@@ -10,7 +10,7 @@
 #include "ffi/segment/engine/order.cuh"
 #include "ffi/segment/engine/private_table.cuh"
 #include "ffi/segment/engine/runs.cuh"
-#include "ffi/segment/engine/small_tiles.cuh"
+#include "ffi/segment/engine/small_rows.cuh"
 #include "ffi/segment/engine/tiles.cuh"
 #include "ffi/segment/engine/tuning.h"
 
@@ -19,9 +19,9 @@ namespace jax_baracuda::segment {
 enum class Strategy {
   kFill,           // there are no rows
   kPrivateTable,   // few segments: a table of them for each thread
+  kSmallRows,      // few rows in order, in one launch
   kRuns,           // narrow rows in order: whole rows to a thread
   kTiles,          // rows in order, by tiles
-  kSmallTiles,     // the same for few gathered rows, in one launch
   kStagedTiles,    // the same for rows too narrow for whole-vector loads, which pass through shared memory
   kSortThenTiles,  // rows brought into order first, then tiles
 };
@@ -32,12 +32,12 @@ inline const char* StrategyName(Strategy strategy) {
       return "fill";
     case Strategy::kPrivateTable:
       return "private_table";
+    case Strategy::kSmallRows:
+      return "small_rows";
     case Strategy::kRuns:
       return "runs";
     case Strategy::kTiles:
       return "tiles";
-    case Strategy::kSmallTiles:
-      return "small_tiles";
     case Strategy::kStagedTiles:
       return "staged_tiles";
     case Strategy::kSortThenTiles:
@@ -52,6 +52,8 @@ inline constexpr int64_t kSectorBytes = 32;
 inline Strategy ChooseOrderedStrategy(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
   if (problem.rows == 0) return Strategy::kFill;
   if (!indices_are_sorted) return Strategy::kSortThenTiles;
+  const int64_t row_vectors = problem.features / RowVector(problem.features, element_bytes);
+  if (TakesSmallRows(problem, row_vectors, Tuning::kMaxStepsOfFewRows)) return Strategy::kSmallRows;
   if (TakesRuns(problem, element_bytes)) return Strategy::kRuns;
   return problem.features * element_bytes < kSectorBytes ? Strategy::kStagedTiles : Strategy::kTiles;
 }
@@ -100,12 +102,15 @@ inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int vector
     grid.features = {1, 1};
     grid.groups = 0;
     grid.blocks_per_batch = CeilDivide(problem.rows, RunBlockRows(problem.features));
+  } else if (strategy == Strategy::kSmallRows) {
+    const SmallRowGrid small(problem.features / vector);
+    grid.features = small.features;
+    grid.groups = small.groups;
+    grid.blocks_per_batch = small.BlocksPerBatch(problem.rows);
   } else {
-    const bool is_small = strategy == Strategy::kSmallTiles;
     grid.features = AssignFeatures(problem.features / vector, 32);
-    grid.groups = (is_small ? kSmallThreads : TileThreads(grid.features.lanes)) / grid.features.lanes;
-    const int64_t block_rows = static_cast<int64_t>(grid.groups) * (is_small ? kSmallTileRows : kTileRows);
-    grid.blocks_per_batch = CeilDivide(grid.problem.rows, block_rows);
+    grid.groups = TileThreads(grid.features.lanes) / grid.features.lanes;
+    grid.blocks_per_batch = CeilDivide(grid.problem.rows, static_cast<int64_t>(grid.groups) * kTileRows);
   }
   grid.row_blocks = grid.problem.batch * grid.blocks_per_batch;
   return grid;
@@ -116,7 +121,7 @@ inline int64_t ScratchBytesAtOnce(const Problem& problem, Strategy strategy, int
   ScratchSizes sizes;
   switch (strategy) {
     case Strategy::kFill:
-    case Strategy::kSmallTiles:
+    case Strategy::kSmallRows:
       break;
     case Strategy::kPrivateTable:
       sizes.Add(int64_t{kMaxPrivateBlocks} * problem.segments * problem.features * state_bytes);
@@ -245,9 +250,7 @@ struct Reducer {
     a.features = grid.features;
     a.groups = grid.groups;
     a.blocks_per_batch = grid.blocks_per_batch;
-    if constexpr (kGathers) {
-      if (strategy == Strategy::kSmallTiles) return SmallTiles(a, grid);
-    }
+    if (strategy == Strategy::kSmallRows) return SmallRows(a, grid);
     a.merge_counters = carver.Take<uint32_t>(2);
     a.carries.in_segment = carver.Take<uint32_t>(grid.row_blocks);
     a.carries.in = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
@@ -307,13 +310,14 @@ struct Reducer {
     return LaunchMerge<kVec>(a, grid);
   }
 
-  CudaStatus SmallTiles(TileArguments<Reduction> a, const RowGrid& grid) const {
-    a.gap_blocks = static_cast<uint32_t>(a.problem.batch * SmallGapBlocks(a.problem.segments));
-    const auto blocks = static_cast<uint32_t>(a.gap_blocks + grid.row_blocks * grid.features.columns);
+  CudaStatus SmallRows(const TileArguments<Reduction>& a, const RowGrid& grid) const {
+    const auto blocks = static_cast<uint32_t>(grid.row_blocks * grid.features.columns);
     return DispatchRowVector<T>(part_features, [&](auto vector) {
       constexpr int kVec = decltype(vector)::value;
-      SmallTileKernel<Reduction, kVec><<<blocks, kSmallThreads, 0, stream>>>(a);
-      return JB_LAUNCH_STATUS(SmallTileKernel);
+      constexpr RowSource kSource = kGathers ? RowSource::kGathered : RowSource::kDirect;
+      SmallRowKernel<Reduction, kVec, kSource>
+          <<<blocks, kSmallRowThreads, 0, stream>>>(a, SmallRowGrid(problem.features / kVec));
+      return JB_LAUNCH_STATUS(SmallRowKernel);
     });
   }
 

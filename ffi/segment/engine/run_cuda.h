@@ -8,7 +8,7 @@
 #include "ffi/segment/decoding.h"
 
 // The names that StrategyName of reduce.cuh and PlanMapRows of map_rows.cuh give.
-#define JB_REDUCE_STRATEGIES "fill", "private_table", "runs", "tiles", "staged_tiles", "sort_then_tiles"
+#define JB_REDUCE_STRATEGIES "fill", "private_table", "small_rows", "runs", "tiles", "staged_tiles", "sort_then_tiles"
 #define JB_MAP_ROWS_STRATEGIES "row_vectors", "flat_vectors", "flat_elements"
 
 namespace jax_baracuda::segment {

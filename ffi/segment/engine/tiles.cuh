@@ -551,6 +551,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   __shared__ MergeShared<typename Reduction::template Accumulator<kVec>> shared;
   __shared__ bool has_second_level;
   MergeCarries<Reduction, kVec, 1>(a, slots, blockIdx.x, shared);
+  if (slots <= kMergeSlots) return;  // no run enters the slots of another block
 
   __threadfence();
   __syncthreads();

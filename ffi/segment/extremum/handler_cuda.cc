@@ -32,7 +32,7 @@ constexpr auto kPlanArg = PlanOf<PlanArg, CallOf<ArgCall>>;
 #define JB_TABLE_STRATEGIES "shared_table", "filtered_atomics", "atomics", "atomics_single_feature"
 // Winners are not kept in private tables, which leaves few segments in any order to the shared one.
 #define JB_WITH_WINNER_STRATEGIES \
-  kNothing, "fill", "runs", "tiles", "staged_tiles", "sort_then_tiles", JB_TABLE_STRATEGIES
+  kNothing, "fill", "small_rows", "runs", "tiles", "staged_tiles", "sort_then_tiles", JB_TABLE_STRATEGIES
 #define JB_BACKWARD_STRATEGIES                                                                          \
   kNothing, "winners", "winners_in_order", "winners_and_ties", "winners_and_ties_in_order", "all_rows", \
       "all_rows_in_order"

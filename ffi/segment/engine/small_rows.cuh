@@ -1,0 +1,196 @@
+// Reduction of few rows in order of their segments, in one launch that mostly waits for memory once, or twice where rows
+// are gathered.
+//
+// A group of threads takes one row, and looks at the ids before and after it. A scan over the groups of a block puts
+// runs together. The last groups of a block look ahead: their rows are the first of the next block, so that runs which
+// leave the block mostly end in sight. Where one does not, the block in which it starts reads on to its end, by many
+// rows at once. So nothing is left to merge for another kernel, but a hot segment keeps one block busy: see
+// TakesSmallRows. Partial results are merged in an order that shapes and ids alone decide. The code is short, since a
+// kernel that runs once waits for its instructions, too.
+//
+// The segments without rows are the gaps between runs, those before the first row and after the last one included.
+// Ids that are not sorted after all give wrong results, but no access out of bounds and no endless work.
+#pragma once
+
+#include <algorithm>
+
+#include "ffi/segment/engine/fill.cuh"
+#include "ffi/segment/engine/gathering.cuh"
+#include "ffi/segment/engine/tiles.cuh"
+#include "ffi/segment/engine/tuning.h"
+
+namespace jax_baracuda::segment {
+
+inline constexpr int kSmallRowThreads = 256;
+inline constexpr int kRowsOfTail = 8;   // of a group, in each step beyond the block
+inline constexpr int kGapOfGroup = 64;  // segments; a block fills wider gaps together
+
+// How features and rows are assigned to the threads of a block: a row, or a part of it, to a group.
+struct SmallRowGrid {
+  FeatureLanes features;
+  int groups;
+  int own_groups;  // the others look ahead
+
+  explicit SmallRowGrid(int64_t row_vectors)
+      : features(AssignFeatures(row_vectors, 32)),
+        groups(kSmallRowThreads / features.lanes),
+        own_groups(groups - groups / 4) {}
+
+  // With a place after the last row, where the last gap ends.
+  int64_t BlocksPerBatch(int64_t rows) const { return CeilDivide(rows + 1, static_cast<int64_t>(own_groups)); }
+  int64_t RowsOfStep() const { return static_cast<int64_t>(groups) * kRowsOfTail; }
+};
+
+// Few rows, which a block can read on its own in so many steps if it must, and on average few to a segment.
+inline bool TakesSmallRows(const Problem& problem, int64_t row_vectors, int64_t max_steps) {
+  const int64_t rows_of_step = SmallRowGrid(row_vectors).RowsOfStep();
+  return problem.rows <= Tuning::kMaxFewRows && problem.rows <= max_steps * rows_of_step &&
+         problem.rows / std::max(rows_of_step, Tuning::kMaxFewRowsToSegment) <= problem.segments &&
+         problem.batch * problem.rows * problem.features <= Tuning::kMaxElementsOfFewRows &&
+         problem.batch * problem.segments * problem.features <= Tuning::kMaxElementsOfFewRows && !FillsFirst(problem);
+}
+
+template <typename Reduction, int kVec, RowSource kSource>
+__global__ void __launch_bounds__(kSmallRowThreads)
+    SmallRowKernel(const __grid_constant__ TileArguments<Reduction> a, const __grid_constant__ SmallRowGrid grid) {
+  static_assert(kSource == RowSource::kDirect || kSource == RowSource::kGathered);
+  using T = typename Reduction::Element;
+  using Cells = typename Reduction::template Accumulator<kVec>;
+  constexpr EdgeInput kInput = kSource == RowSource::kGathered ? kEdgeInput<Reduction> : EdgeInput::kNothing;
+  using Coming = ComingRow<T, kVec, kInput>;
+  struct Gap {
+    int begin, end;
+  };
+  __shared__ Cells slots[2][kSmallRowThreads];
+  __shared__ int slot_starts[2][kSmallRowThreads];
+  __shared__ Gap wide_gaps[kSmallRowThreads];
+  __shared__ int wide_gap_count, leaving_segment;
+
+  constexpr int kNoStart = -1;
+  const uint32_t columns = grid.features.columns, lanes = grid.features.lanes;
+  const uint32_t row_block = blockIdx.x / columns, column_block = blockIdx.x - row_block * columns;
+  const uint32_t blocks_per_batch = static_cast<uint32_t>(a.blocks_per_batch);
+  const uint32_t b = row_block / blocks_per_batch;
+  const int features = static_cast<int>(a.problem.features);
+  const int rows = static_cast<int>(a.problem.rows), segments = static_cast<int>(a.problem.segments);
+  const int group = threadIdx.x / lanes, lane = threadIdx.x - group * lanes;
+  const int first_row = static_cast<int>(row_block - b * blocks_per_batch) * grid.own_groups;
+  const int column = static_cast<int>(column_block * lanes + lane) * kVec;
+  const int head = kInput == EdgeInput::kWeights ? column / static_cast<int>(a.gathering.features_per_head) : 0;
+  const bool has_row = group < grid.groups, has_column = has_row && column < features;
+  const int64_t first_segment = a.first_segment + b * a.problem.segments;
+  const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
+
+  // The segment of a row: -1 for what lies before all of them, `segments` for what lies behind.
+  const auto segment_of = [&](int row) {
+    const int64_t id = a.ids.Id(ids_offset + min(max(row, 0), rows - 1));
+    const int segment = static_cast<int>(min(max(id, int64_t{-1}), static_cast<int64_t>(segments)));
+    return row < 0 ? -1 : row < rows ? segment : segments;
+  };
+  const auto is_member = [&](int segment) { return segment >= 0 && segment < segments; };
+  const auto load = [&](int row, int segment) {
+    SourceRow source{kDropped, 0};
+    if (has_column && row < rows) {
+      if constexpr (kSource == RowSource::kGathered) {
+        source = a.gathering.template Source<kInput>(b, row, rows, a.problem.data_is_shared);
+      } else {
+        source.row = a.problem.data_is_shared ? row : b * rows + row;
+      }
+    }
+    Coming coming;
+    coming.Gather(a.gathering, a.data, source, is_member(segment) ? first_segment + segment : -1, features, column,
+                  head);
+    if constexpr (kSource == RowSource::kDirect) coming.number = row;
+    return coming;
+  };
+  const auto store = [&](const Cells& cells, int segment) {
+    if (has_column) cells.Store(a.outputs, first_segment + segment, features, column);
+  };
+  Cells nothing;
+  nothing.Start();
+
+  const int row = first_row + group;
+  const int before = has_row ? segment_of(row - 1) : segments, own = has_row ? segment_of(row) : segments;
+  const int after = has_row ? segment_of(row + 1) : segments;
+  const Coming coming = load(row, own);
+  if (threadIdx.x == 0) wide_gap_count = 0;
+  __syncthreads();
+
+  // The gap before the row.
+  if (group < grid.own_groups) {
+    if (own - before > kGapOfGroup + 1) {
+      if (lane == 0) wide_gaps[atomicAdd(&wide_gap_count, 1)] = {before + 1, own};
+    } else {
+#pragma unroll 1
+      for (int empty = before + 1; empty < own; ++empty) store(nothing, empty);
+    }
+  }
+
+  // What the row's run has of the block up to the row, and the group with which it starts.
+  Cells cells = nothing;
+  if (is_member(own)) coming.AddTo(cells, a.outputs);
+  int start = own != before ? group : kNoStart;
+  int buffer = 0;
+#pragma unroll 1
+  for (int step = 1;; step *= 2, buffer ^= 1) {
+    slots[buffer][threadIdx.x] = cells;
+    slot_starts[buffer][threadIdx.x] = start;
+    const bool goes_back = has_row && start == kNoStart && group >= step;
+    if (!__syncthreads_or(goes_back)) break;
+    if (goes_back) {
+      const int other = threadIdx.x - step * lanes;
+      Cells earlier = slots[buffer][other];
+      earlier.Merge(cells, a.outputs);
+      cells = earlier;
+      start = slot_starts[buffer][other];
+    }
+  }
+
+  const bool ends_here = own != after, is_last = group == grid.groups - 1;
+  const bool is_own = has_row && start != kNoStart && start < grid.own_groups && is_member(own);
+  if (is_last && lane == 0) leaving_segment = is_own && !ends_here ? own : -1;
+  __syncthreads();
+  if (leaving_segment >= 0) {
+    // The run that leaves the block, to its end.
+    Cells tail = nothing;
+    bool goes_on = true;
+#pragma unroll 1
+    for (int first = first_row + grid.groups; __syncthreads_and(goes_on); first += kRowsOfTail * grid.groups) {
+      if (!has_row) continue;
+      Coming of_tail[kRowsOfTail];
+      bool belongs[kRowsOfTail];
+#pragma unroll
+      for (int u = 0; u < kRowsOfTail; ++u) {
+        const int tail_row = first + u * grid.groups + group;
+        belongs[u] = segment_of(tail_row) == leaving_segment;
+        of_tail[u] = load(tail_row, leaving_segment);
+      }
+#pragma unroll
+      for (int u = 0; u < kRowsOfTail; ++u) {
+        if (belongs[u]) of_tail[u].AddTo(tail, a.outputs);
+        goes_on = goes_on && belongs[u];
+      }
+      tail.Normalize();
+    }
+    slots[0][threadIdx.x] = tail;
+#pragma unroll 1
+    for (int left = grid.groups, half; left > 1; left = half) {
+      half = (left + 1) / 2;
+      __syncthreads();
+      if (group + half < left) {
+        tail.Merge(slots[0][threadIdx.x + half * lanes], a.outputs);
+        slots[0][threadIdx.x] = tail;
+      }
+    }
+    __syncthreads();
+    if (is_last) cells.Merge(slots[0][lane], a.outputs);
+  }
+  if (is_own && (ends_here || is_last)) store(cells, own);
+#pragma unroll 1
+  for (int i = 0; has_row && i < wide_gap_count; ++i) {
+#pragma unroll 1
+    for (int empty = wide_gaps[i].begin + group; empty < wide_gaps[i].end; empty += grid.groups) store(nothing, empty);
+  }
+}
+
+}  // namespace jax_baracuda::segment
