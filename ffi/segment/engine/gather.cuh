@@ -15,13 +15,12 @@ struct GatherGrid {
 };
 
 // Rows are in tiles always: a gathered row is read by neighbouring threads, as whole vectors of it.
-inline GatherGrid MakeGatherGrid(const GatheringCall& call, int64_t part_features) {
-  const Problem& problem = call.problem;
-  const int64_t row_vectors = problem.features / RowVector(part_features, ElementBytes(call.type));
-  const bool is_small = TakesSmallRows(problem, row_vectors, Tuning::kMaxStepsOfFewGatheredRows);
-  const Strategy strategy = problem.rows == 0 ? Strategy::kFill : is_small ? Strategy::kSmallRows : Strategy::kTiles;
+inline GatherGrid MakeGatherGrid(const Problem& problem, int64_t num_rows, int64_t part_features) {
+  const Strategy strategy = problem.rows == 0          ? Strategy::kFill
+                            : TakesSmallTiles(problem) ? Strategy::kSmallTiles
+                                                       : Strategy::kTiles;
   // Edges and gathered rows are numbered through the batch in 32 bits.
-  const bool fits = OrderFits(problem) && problem.batch * call.num_rows < static_cast<int64_t>(kDropped);
+  const bool fits = OrderFits(problem) && problem.batch * num_rows < static_cast<int64_t>(kDropped);
   return {strategy, fits ? problem.batch : 1, part_features};
 }
 

@@ -11,6 +11,7 @@
 #include "ffi/segment/engine/private_table.cuh"
 #include "ffi/segment/engine/runs.cuh"
 #include "ffi/segment/engine/small_rows.cuh"
+#include "ffi/segment/engine/small_tiles.cuh"
 #include "ffi/segment/engine/tiles.cuh"
 #include "ffi/segment/engine/tuning.h"
 
@@ -22,6 +23,7 @@ enum class Strategy {
   kSmallRows,      // few rows in order, in one launch
   kRuns,           // narrow rows in order: whole rows to a thread
   kTiles,          // rows in order, by tiles
+  kSmallTiles,     // the same for few gathered rows, in one launch
   kStagedTiles,    // the same for rows too narrow for whole-vector loads, which pass through shared memory
   kSortThenTiles,  // rows brought into order first, then tiles
 };
@@ -38,6 +40,8 @@ inline const char* StrategyName(Strategy strategy) {
       return "runs";
     case Strategy::kTiles:
       return "tiles";
+    case Strategy::kSmallTiles:
+      return "small_tiles";
     case Strategy::kStagedTiles:
       return "staged_tiles";
     case Strategy::kSortThenTiles:
@@ -52,8 +56,7 @@ inline constexpr int64_t kSectorBytes = 32;
 inline Strategy ChooseOrderedStrategy(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
   if (problem.rows == 0) return Strategy::kFill;
   if (!indices_are_sorted) return Strategy::kSortThenTiles;
-  const int64_t row_vectors = problem.features / RowVector(problem.features, element_bytes);
-  if (TakesSmallRows(problem, row_vectors, Tuning::kMaxStepsOfFewRows)) return Strategy::kSmallRows;
+  if (TakesSmallRows(problem, element_bytes)) return Strategy::kSmallRows;
   if (TakesRuns(problem, element_bytes)) return Strategy::kRuns;
   return problem.features * element_bytes < kSectorBytes ? Strategy::kStagedTiles : Strategy::kTiles;
 }
@@ -108,9 +111,11 @@ inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int vector
     grid.groups = small.groups;
     grid.blocks_per_batch = small.BlocksPerBatch(problem.rows);
   } else {
+    const bool is_small = strategy == Strategy::kSmallTiles;
     grid.features = AssignFeatures(problem.features / vector, 32);
-    grid.groups = TileThreads(grid.features.lanes) / grid.features.lanes;
-    grid.blocks_per_batch = CeilDivide(grid.problem.rows, static_cast<int64_t>(grid.groups) * kTileRows);
+    grid.groups = (is_small ? kSmallThreads : TileThreads(grid.features.lanes)) / grid.features.lanes;
+    const int64_t block_rows = static_cast<int64_t>(grid.groups) * (is_small ? kSmallTileRows : kTileRows);
+    grid.blocks_per_batch = CeilDivide(grid.problem.rows, block_rows);
   }
   grid.row_blocks = grid.problem.batch * grid.blocks_per_batch;
   return grid;
@@ -122,6 +127,7 @@ inline int64_t ScratchBytesAtOnce(const Problem& problem, Strategy strategy, int
   switch (strategy) {
     case Strategy::kFill:
     case Strategy::kSmallRows:
+    case Strategy::kSmallTiles:
       break;
     case Strategy::kPrivateTable:
       sizes.Add(int64_t{kMaxPrivateBlocks} * problem.segments * problem.features * state_bytes);
@@ -250,7 +256,11 @@ struct Reducer {
     a.features = grid.features;
     a.groups = grid.groups;
     a.blocks_per_batch = grid.blocks_per_batch;
-    if (strategy == Strategy::kSmallRows) return SmallRows(a, grid);
+    if constexpr (kGathers) {
+      if (strategy == Strategy::kSmallTiles) return SmallTiles(a, grid);
+    } else {
+      if (strategy == Strategy::kSmallRows) return SmallRows(a, grid);
+    }
     a.merge_counters = carver.Take<uint32_t>(2);
     a.carries.in_segment = carver.Take<uint32_t>(grid.row_blocks);
     a.carries.in = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
@@ -314,10 +324,19 @@ struct Reducer {
     const auto blocks = static_cast<uint32_t>(grid.row_blocks * grid.features.columns);
     return DispatchRowVector<T>(part_features, [&](auto vector) {
       constexpr int kVec = decltype(vector)::value;
-      constexpr RowSource kSource = kGathers ? RowSource::kGathered : RowSource::kDirect;
-      SmallRowKernel<Reduction, kVec, kSource>
+      SmallRowKernel<Reduction, kVec>
           <<<blocks, kSmallRowThreads, 0, stream>>>(a, SmallRowGrid(problem.features / kVec));
       return JB_LAUNCH_STATUS(SmallRowKernel);
+    });
+  }
+
+  CudaStatus SmallTiles(TileArguments<Reduction> a, const RowGrid& grid) const {
+    a.gap_blocks = static_cast<uint32_t>(a.problem.batch * SmallGapBlocks(a.problem.segments));
+    const auto blocks = static_cast<uint32_t>(a.gap_blocks + grid.row_blocks * grid.features.columns);
+    return DispatchRowVector<T>(part_features, [&](auto vector) {
+      constexpr int kVec = decltype(vector)::value;
+      SmallTileKernel<Reduction, kVec><<<blocks, kSmallThreads, 0, stream>>>(a);
+      return JB_LAUNCH_STATUS(SmallTileKernel);
     });
   }
 

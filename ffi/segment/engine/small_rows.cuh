@@ -1,5 +1,4 @@
-// Reduction of few rows in order of their segments, in one launch that mostly waits for memory once, or twice where rows
-// are gathered.
+// Reduction of few rows in order of their segments, as they lie, in one launch that mostly waits for memory once.
 //
 // A group of threads takes one row, and looks at the ids before and after it. A scan over the groups of a block puts
 // runs together. The last groups of a block look ahead: their rows are the first of the next block, so that runs which
@@ -15,14 +14,13 @@
 #include <algorithm>
 
 #include "ffi/segment/engine/fill.cuh"
-#include "ffi/segment/engine/gathering.cuh"
 #include "ffi/segment/engine/tiles.cuh"
 #include "ffi/segment/engine/tuning.h"
 
 namespace jax_baracuda::segment {
 
 inline constexpr int kSmallRowThreads = 256;
-inline constexpr int kRowsOfTail = 8;   // of a group, in each step beyond the block
+inline constexpr int kRowsOfTail = 4;   // of a group, in each step beyond the block
 inline constexpr int kGapOfGroup = 64;  // segments; a block fills wider gaps together
 
 // How features and rows are assigned to the threads of a block: a row, or a part of it, to a group.
@@ -41,23 +39,21 @@ struct SmallRowGrid {
   int64_t RowsOfStep() const { return static_cast<int64_t>(groups) * kRowsOfTail; }
 };
 
-// Few rows, which a block can read on its own in so many steps if it must, and on average few to a segment.
-inline bool TakesSmallRows(const Problem& problem, int64_t row_vectors, int64_t max_steps) {
+// Few rows, which a block can read on its own if it must, and on average few to a segment.
+inline bool TakesSmallRows(const Problem& problem, int64_t element_bytes) {
+  const int64_t row_vectors = problem.features / RowVector(problem.features, element_bytes);
   const int64_t rows_of_step = SmallRowGrid(row_vectors).RowsOfStep();
-  return problem.rows <= Tuning::kMaxFewRows && problem.rows <= max_steps * rows_of_step &&
+  return problem.rows <= Tuning::kMaxFewRows && problem.rows <= Tuning::kMaxStepsOfFewRows * rows_of_step &&
          problem.rows / std::max(rows_of_step, Tuning::kMaxFewRowsToSegment) <= problem.segments &&
          problem.batch * problem.rows * problem.features <= Tuning::kMaxElementsOfFewRows &&
          problem.batch * problem.segments * problem.features <= Tuning::kMaxElementsOfFewRows && !FillsFirst(problem);
 }
 
-template <typename Reduction, int kVec, RowSource kSource>
+template <typename Reduction, int kVec>
 __global__ void __launch_bounds__(kSmallRowThreads)
     SmallRowKernel(const __grid_constant__ TileArguments<Reduction> a, const __grid_constant__ SmallRowGrid grid) {
-  static_assert(kSource == RowSource::kDirect || kSource == RowSource::kGathered);
   using T = typename Reduction::Element;
   using Cells = typename Reduction::template Accumulator<kVec>;
-  constexpr EdgeInput kInput = kSource == RowSource::kGathered ? kEdgeInput<Reduction> : EdgeInput::kNothing;
-  using Coming = ComingRow<T, kVec, kInput>;
   struct Gap {
     int begin, end;
   };
@@ -76,10 +72,10 @@ __global__ void __launch_bounds__(kSmallRowThreads)
   const int group = threadIdx.x / lanes, lane = threadIdx.x - group * lanes;
   const int first_row = static_cast<int>(row_block - b * blocks_per_batch) * grid.own_groups;
   const int column = static_cast<int>(column_block * lanes + lane) * kVec;
-  const int head = kInput == EdgeInput::kWeights ? column / static_cast<int>(a.gathering.features_per_head) : 0;
   const bool has_row = group < grid.groups, has_column = has_row && column < features;
   const int64_t first_segment = a.first_segment + b * a.problem.segments;
   const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
+  const T* const data = a.data + (a.problem.data_is_shared ? 0 : static_cast<int64_t>(b) * rows * features) + column;
 
   // The segment of a row: -1 for what lies before all of them, `segments` for what lies behind.
   const auto segment_of = [&](int row) {
@@ -88,20 +84,10 @@ __global__ void __launch_bounds__(kSmallRowThreads)
     return row < 0 ? -1 : row < rows ? segment : segments;
   };
   const auto is_member = [&](int segment) { return segment >= 0 && segment < segments; };
-  const auto load = [&](int row, int segment) {
-    SourceRow source{kDropped, 0};
-    if (has_column && row < rows) {
-      if constexpr (kSource == RowSource::kGathered) {
-        source = a.gathering.template Source<kInput>(b, row, rows, a.problem.data_is_shared);
-      } else {
-        source.row = a.problem.data_is_shared ? row : b * rows + row;
-      }
-    }
-    Coming coming;
-    coming.Gather(a.gathering, a.data, source, is_member(segment) ? first_segment + segment : -1, features, column,
-                  head);
-    if constexpr (kSource == RowSource::kDirect) coming.number = row;
-    return coming;
+  const auto load = [&](int row) {
+    Packed<T, kVec> values{};
+    if (has_column) values = LoadPacked<kVec>(data + min(row, rows - 1) * features);
+    return values;
   };
   const auto store = [&](const Cells& cells, int segment) {
     if (has_column) cells.Store(a.outputs, first_segment + segment, features, column);
@@ -112,7 +98,7 @@ __global__ void __launch_bounds__(kSmallRowThreads)
   const int row = first_row + group;
   const int before = has_row ? segment_of(row - 1) : segments, own = has_row ? segment_of(row) : segments;
   const int after = has_row ? segment_of(row + 1) : segments;
-  const Coming coming = load(row, own);
+  const Packed<T, kVec> values = load(row);
   if (threadIdx.x == 0) wide_gap_count = 0;
   __syncthreads();
 
@@ -128,7 +114,7 @@ __global__ void __launch_bounds__(kSmallRowThreads)
 
   // What the row's run has of the block up to the row, and the group with which it starts.
   Cells cells = nothing;
-  if (is_member(own)) coming.AddTo(cells, a.outputs);
+  if (is_member(own)) cells.Add(Unpack<T, kVec>(values), row, a.outputs);
   int start = own != before ? group : kNoStart;
   int buffer = 0;
 #pragma unroll 1
@@ -157,17 +143,17 @@ __global__ void __launch_bounds__(kSmallRowThreads)
 #pragma unroll 1
     for (int first = first_row + grid.groups; __syncthreads_and(goes_on); first += kRowsOfTail * grid.groups) {
       if (!has_row) continue;
-      Coming of_tail[kRowsOfTail];
+      Packed<T, kVec> of_tail[kRowsOfTail];
       bool belongs[kRowsOfTail];
 #pragma unroll
       for (int u = 0; u < kRowsOfTail; ++u) {
         const int tail_row = first + u * grid.groups + group;
         belongs[u] = segment_of(tail_row) == leaving_segment;
-        of_tail[u] = load(tail_row, leaving_segment);
+        of_tail[u] = load(tail_row);
       }
 #pragma unroll
       for (int u = 0; u < kRowsOfTail; ++u) {
-        if (belongs[u]) of_tail[u].AddTo(tail, a.outputs);
+        if (belongs[u]) tail.Add(Unpack<T, kVec>(of_tail[u]), first + u * grid.groups + group, a.outputs);
         goes_on = goes_on && belongs[u];
       }
       tail.Normalize();

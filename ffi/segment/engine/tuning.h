@@ -36,11 +36,13 @@ struct Tuning90 {
   // A small softmax takes one launch up to this size, and with at most so many rows to a segment.
   static constexpr int64_t kMaxSmallElements = int64_t{1} << 22, kMaxSmallRowsToSegment = 1024;
 
-  // Rows in order are reduced in one launch where there are so many at most, on average to a segment, too, and elements
-  // of data and result; and where a block could read them in so many steps, as they lie or gathered.
-  static constexpr int64_t kMaxFewRows = int64_t{1} << 16, kMaxFewRowsToSegment = 64;
+  // Gathered rows are reduced in one launch where they are that few, on average so few to a segment, and data and result
+  // that small.
+  static constexpr int64_t kMaxRowsOfSmallTiles = int64_t{1} << 14, kMaxRowsToSegmentOfSmallTiles = 64;
+  static constexpr int64_t kMaxElementsOfSmallTiles = int64_t{1} << 21;
+  // Likewise rows as they lie, where a block could read them in so many steps.
+  static constexpr int64_t kMaxFewRows = int64_t{1} << 16, kMaxFewRowsToSegment = 64, kMaxStepsOfFewRows = 128;
   static constexpr int64_t kMaxElementsOfFewRows = int64_t{1} << 21;
-  static constexpr int64_t kMaxStepsOfFewRows = 64, kMaxStepsOfFewGatheredRows = 128;
 
   // Products of an edge's rows: so many of each group of threads are under way at once, in so many steps of a block;
   // and so many blocks share a multiprocessor, which caps the registers.

@@ -15,7 +15,7 @@ constexpr auto kPlanWithWinner = PlanOf<PlanGatherExtremum, GatherExtremumCallOf
 constexpr auto kPlanBackward = PlanOf<PlanGatherExtremumBackward, GatherExtremumBackwardCallOf>;
 
 #define JB_BIND_EXTREMUM (BindCall<Stream, 3, 1, ReductionOptions>())
-#define JB_STRATEGIES kNothing, "fill", "tiles", "small_rows"
+#define JB_STRATEGIES kNothing, "fill", "tiles", "small_tiles"
 
 JB_CUDA_TARGET("gather_segment_max", (HandleGatherExtremum<cudaStream_t, kRun, false>), JB_BIND_EXTREMUM, kPlan,
                JB_STRATEGIES);

@@ -4,7 +4,9 @@
 namespace jax_baracuda::segment {
 namespace {
 
-GatherGrid MakeGrid(const GatherExtremumCall& call) { return MakeGatherGrid(call, call.problem.features); }
+GatherGrid MakeGrid(const GatherExtremumCall& call) {
+  return MakeGatherGrid(call.problem, call.num_rows, call.problem.features);
+}
 
 int64_t StateBytes(const GatherExtremumCall& call) {
   const int64_t element_bytes = ElementBytes(call.type);

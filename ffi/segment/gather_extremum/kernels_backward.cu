@@ -6,7 +6,9 @@
 namespace jax_baracuda::segment {
 namespace {
 
-GatherGrid MakeGrid(const GatherExtremumBackwardCall& call) { return MakeGatherGrid(call, call.problem.features); }
+GatherGrid MakeGrid(const GatherExtremumBackwardCall& call) {
+  return MakeGatherGrid(call.problem, call.num_rows, call.problem.features);
+}
 
 template <typename T, EdgeInput kInput>
 CudaStatus SumOfWinners(const GatherExtremumBackwardCall& call, cudaStream_t stream) {

@@ -10,7 +10,7 @@ namespace {
 JB_CUDA_TARGET("gather_segment_sum",
                (HandleGatherSum<cudaStream_t, RunSortedOnCuda<GatherSumCall, PlanGatherSum, LaunchGatherSum>>),
                BindGatherSum<Stream>(), (PlanOf<PlanGatherSum, GatherSumCallOf>), kNothing, "fill", "tiles",
-               "small_rows");
+               "small_tiles");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -6,7 +6,7 @@ namespace jax_baracuda::segment {
 namespace {
 
 GatherGrid MakeGrid(const GatherSumCall& call) {
-  return MakeGatherGrid(call, call.has_weights ? call.FeaturesPerHead() : call.problem.features);
+  return MakeGatherGrid(call.problem, call.num_rows, call.has_weights ? call.FeaturesPerHead() : call.problem.features);
 }
 
 }  // namespace

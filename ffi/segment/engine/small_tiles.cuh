@@ -1,0 +1,230 @@
+// Reduction of few gathered rows in order of their segments, in one launch that waits for memory a few times only.
+//
+// Rows are cut into tiles of kSmallTileRows, each for a group of threads. A run belongs to the block in which it starts:
+// the groups of the block bring together what they have of it, and where it leaves the block they read on to its end,
+// as many rows at once as a block has. So nothing is left to merge for another kernel, but a hot segment keeps one block
+// busy: see TakesSmallTiles. Partial results are merged in an order that shapes and ids alone decide.
+//
+// The first blocks of the grid fill the segments without rows. Ids that are not sorted after all give wrong results, but
+// no access out of bounds and no endless work.
+#pragma once
+
+#include "ffi/segment/engine/gathering.cuh"
+#include "ffi/segment/engine/tiles.cuh"
+#include "ffi/segment/engine/tuning.h"
+
+namespace jax_baracuda::segment {
+
+inline constexpr int kSmallThreads = 256;
+inline constexpr int kSmallTileRows = 8, kSmallRowsInFlight = 4;
+inline constexpr int kSmallBlockRows = kSmallThreads * kSmallTileRows;  // at most
+inline constexpr int kFilledSegments = 256;                             // of a block that fills
+
+// Few rows, and on average so few to a segment that the hottest one can hardly have many.
+inline bool TakesSmallTiles(const Problem& problem) {
+  return problem.rows <= Tuning::kMaxRowsOfSmallTiles &&
+         problem.rows / Tuning::kMaxRowsToSegmentOfSmallTiles <= problem.segments &&
+         problem.batch * problem.rows * problem.features <= Tuning::kMaxElementsOfSmallTiles &&
+         problem.batch * problem.segments * problem.features <= Tuning::kMaxElementsOfSmallTiles;
+}
+
+// Blocks that fill the segments without rows of one element of the batch.
+__host__ __device__ inline int64_t SmallGapBlocks(int64_t segments) {
+  return CeilDivide(segments, static_cast<int64_t>(kFilledSegments));
+}
+
+// The first rows whose ids are not below `first` and `end`, searched for by a whole block: each step leaves a part of a
+// thread for each of them.
+struct RowRange {
+  int64_t begin, end;
+};
+
+template <typename IdOf>
+__device__ __forceinline__ RowRange RowsOfSegments(int64_t first, int64_t end, int64_t rows, IdOf&& id_of) {
+  RowRange of_first{0, rows}, of_end{0, rows};
+  const auto is_below = [&](const RowRange& range, int64_t step, int64_t segment) {
+    const int64_t last = range.begin + (threadIdx.x + 1) * step - 1;  // of the thread's part
+    return last < range.end && id_of(last) < segment;
+  };
+  const auto narrow = [](RowRange& range, int64_t step, int parts_below) {
+    range.begin = min(range.begin + parts_below * step, range.end);
+    range.end = min(range.begin + step - 1, range.end);
+  };
+  for (int64_t size = rows; size > 0;) {
+    const int64_t step = CeilDivide(size, static_cast<int64_t>(kSmallThreads));
+    const bool below_first = is_below(of_first, step, first), below_end = is_below(of_end, step, end);
+    narrow(of_first, step, __syncthreads_count(below_first));
+    narrow(of_end, step, __syncthreads_count(below_end));
+    size = max(of_first.end - of_first.begin, of_end.end - of_end.begin);
+  }
+  return {of_first.begin, of_end.begin};
+}
+
+// Writes the reduction of nothing to the segments without rows among kFilledSegments of them.
+template <typename Reduction, int kVec>
+__device__ __forceinline__ void FillEmptySegments(const TileArguments<Reduction>& a, int64_t block) {
+  constexpr int kWords = kFilledSegments / 32;
+  const int64_t blocks_per_batch = SmallGapBlocks(a.problem.segments);
+  const int64_t b = block / blocks_per_batch;
+  const int64_t first = (block - b * blocks_per_batch) * kFilledSegments;
+  const int64_t end = min(first + kFilledSegments, a.problem.segments);
+  const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
+  const auto id_of = [&](int64_t row) { return a.ids.Id(ids_offset + row); };
+  __shared__ uint32_t has_rows[kWords];
+  if (threadIdx.x < kWords) has_rows[threadIdx.x] = 0;
+  const RowRange range = RowsOfSegments(first, end, a.problem.rows, id_of);
+  __syncthreads();
+#pragma unroll 8
+  for (int64_t row = range.begin + threadIdx.x; row < range.end; row += kSmallThreads) {
+    const int64_t id = id_of(row), before = row > range.begin ? id_of(row - 1) : -1;
+    if (id != before && id >= first && id < end) atomicOr(&has_rows[(id - first) / 32], 1u << ((id - first) % 32));
+  }
+  __syncthreads();
+  typename Reduction::template Accumulator<kVec> nothing;
+  nothing.Start();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t first_result = a.first_segment + b * a.problem.segments + first;
+  for (int word = warp; word * 32 < end - first; word += kSmallThreads / 32) {
+    const int count = static_cast<int>(min(end - first - word * 32, int64_t{32}));
+    for (uint32_t empty = ~has_rows[word] & (kFullWarp >> (32 - count)); empty != 0; empty &= empty - 1) {
+      const int64_t segment = first_result + word * 32 + __ffs(empty) - 1;
+      for (int64_t column = lane * kVec; column < a.problem.features; column += 32 * kVec) {
+        nothing.Store(a.outputs, segment, a.problem.features, column);
+      }
+    }
+  }
+}
+
+template <typename Reduction, int kVec>
+__global__ void __launch_bounds__(kSmallThreads) SmallTileKernel(const __grid_constant__ TileArguments<Reduction> a) {
+  using T = typename Reduction::Element;
+  using Cells = typename Reduction::template Accumulator<kVec>;
+  constexpr EdgeInput kInput = kEdgeInput<Reduction>;
+  if (blockIdx.x < a.gap_blocks) {
+    FillEmptySegments<Reduction, kVec>(a, blockIdx.x);
+    return;
+  }
+
+  __shared__ uint32_t segments[kSmallBlockRows + 2];  // of the block's rows, the one before and the one after
+  __shared__ SourceRow sources[kSmallBlockRows];
+  __shared__ Cells slots[kSmallThreads];
+  const uint32_t block = blockIdx.x - a.gap_blocks, columns = a.features.columns;
+  const uint32_t row_block = block / columns, column_block = block % columns;
+  const uint32_t blocks_per_batch = static_cast<uint32_t>(a.blocks_per_batch);
+  const uint32_t b = row_block / blocks_per_batch;
+  const int64_t rows = a.problem.rows, features = a.problem.features;
+  const int block_rows = a.groups * kSmallTileRows;
+  const int group = threadIdx.x / a.features.lanes;
+  const int64_t column =
+      (static_cast<int64_t>(column_block) * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
+  const bool is_active = group < a.groups && column < features;
+  const int64_t head = kInput == EdgeInput::kWeights ? column / a.gathering.features_per_head : 0;
+  const int64_t first_segment = a.first_segment + b * a.problem.segments;
+  const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * rows;
+
+  // Rows that are not there are dropped ones.
+  const auto load_ids = [&](int64_t first_row) {
+    for (int i = threadIdx.x; i < block_rows + 2; i += kSmallThreads) {
+      const int64_t row = first_row - 1 + i, next_row = row + 1;
+      const uint32_t segment = row >= 0 && row < rows ? a.ids[ids_offset + row] : kDropped;
+      SourceRow source{};
+      if (i < block_rows && next_row < rows) {
+        source = a.gathering.template Source<kInput>(b, next_row, rows, a.problem.data_is_shared);
+      }
+      segments[i] = segment;
+      if (i < block_rows) sources[i] = source;
+    }
+  };
+  const uint32_t* const own_segments = segments + 1 + group * kSmallTileRows;
+  // Calls add(row, segment) for the rows of the tile, in order.
+  const auto take_rows = [&](auto&& add) {
+#pragma unroll 1
+    for (int i = 0; i < kSmallTileRows; i += kSmallRowsInFlight) {
+      ComingRow<T, kVec, kInput> coming[kSmallRowsInFlight];
+#pragma unroll
+      for (int u = 0; u < kSmallRowsInFlight; ++u) {
+        const uint32_t segment = own_segments[i + u];
+        if (segment == kDropped) continue;
+        coming[u].Gather(a.gathering, a.data, sources[group * kSmallTileRows + i + u], first_segment + segment,
+                         features, column, head);
+      }
+#pragma unroll
+      for (int u = 0; u < kSmallRowsInFlight; ++u) add(coming[u], own_segments[i + u]);
+    }
+  };
+
+  const int64_t first_row = static_cast<int64_t>(row_block - b * blocks_per_batch) * block_rows;
+  load_ids(first_row);
+  __syncthreads();
+  Cells cells;
+  cells.Start();
+  uint32_t segment = kDropped;  // of the run under reduction
+  bool enters = true;           // whether it started in another tile
+  if (is_active) {
+    segment = own_segments[-1];
+    take_rows([&](const auto& row, uint32_t own_segment) {
+      if (own_segment != segment) {
+        if (enters) {
+          slots[threadIdx.x] = cells;
+        } else if (segment != kDropped) {
+          cells.Store(a.outputs, first_segment + segment, features, column);
+        }
+        segment = own_segment;
+        enters = false;
+        cells.Start();
+      }
+      if (segment != kDropped) row.AddTo(cells, a.outputs);
+    });
+    if (enters) slots[threadIdx.x] = cells;
+  }
+  __syncthreads();
+
+  // The tile in which a run starts gets what the next ones have of it.
+  const uint32_t last_segment = segments[block_rows], before_block = segments[0];
+  const bool leaves_block =
+      last_segment != kDropped && segments[block_rows + 1] == last_segment && before_block != last_segment;
+  bool owns_leaving_run = false;
+  if (is_active && !enters && segment != kDropped) {
+    int next = group + 1;
+    bool goes_on = true;
+    for (; next < a.groups && goes_on; ++next) {
+      const uint32_t* const of_next = segments + 1 + next * kSmallTileRows;
+      if (of_next[0] != segment) break;
+      cells.Merge(slots[threadIdx.x + (next - group) * a.features.lanes], a.outputs);
+      goes_on = of_next[kSmallTileRows - 1] == segment;
+    }
+    owns_leaving_run = leaves_block && segment == last_segment && next == a.groups && goes_on;
+    if (!owns_leaving_run) cells.Store(a.outputs, first_segment + segment, features, column);
+  }
+  if (!leaves_block) return;
+
+  // The run that leaves the block, to its end.
+  Cells tail;
+  tail.Start();
+  bool has_tail = false;
+  for (int64_t next_row = first_row + block_rows;; next_row += block_rows) {
+    __syncthreads();
+    load_ids(next_row);
+    __syncthreads();
+    if (is_active && own_segments[0] == last_segment) {
+      has_tail = true;
+      take_rows([&](const auto& row, uint32_t own_segment) {
+        if (own_segment == last_segment) row.AddTo(tail, a.outputs);
+      });
+      tail.Normalize();
+    }
+    if (segments[block_rows] != last_segment || segments[block_rows + 1] != last_segment) break;
+  }
+  __shared__ bool group_has_tail[kSmallThreads];
+  slots[threadIdx.x] = tail;
+  if (threadIdx.x % a.features.lanes == 0) group_has_tail[group] = has_tail;
+  __syncthreads();
+  if (owns_leaving_run) {
+    for (int other = 0; other < a.groups && group_has_tail[other]; ++other) {
+      cells.Merge(slots[threadIdx.x + (other - group) * a.features.lanes], a.outputs);
+    }
+    cells.Store(a.outputs, first_segment + segment, features, column);
+  }
+}
+
+}  // namespace jax_baracuda::segment
