@@ -96,7 +96,7 @@ SHAPES = (
 """Small enough for NumPy, and such that every way through a kernel is taken: one thread or block and several, cells
 that fit in a cache or in shared memory and cells that do not, narrow rows and wide ones, few segments and many."""
 
-POWER_LAW_SHAPES = (Shape(20_000, (), 4000), Shape(20_000, (7,), 90), Shape(9000, (130,), 700))
+POWER_LAW_SHAPES = (Shape(70_000, (), 4000), Shape(70_000, (7,), 90), Shape(20_000, (7,), 90), Shape(9000, (130,), 700))
 """For ids of which few are very frequent and most are rare: see :func:`power_law_ids`."""
 
 MOSTLY_EMPTY_SHAPES = (
