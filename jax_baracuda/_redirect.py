@@ -107,7 +107,7 @@ def _segment_update(
     dtype = jnp.result_type(data)
     if dtype.name not in _DTYPES[name]:
         raise _Unserved(f"there is no kernel for dtype {dtype}")
-    if num_segments is not None and num_segments > _FEW_SEGMENTS and jax.default_backend() == "gpu":
+    if num_segments is not None and _xla_may_be_faster(dtype, num_segments):
         if name == "segment_sum":
             _require_long_sums(dtype, np.size(segment_ids), num_segments, indices_are_sorted)
         elif name in ("segment_max", "segment_min"):
@@ -116,14 +116,18 @@ def _segment_update(
     return getattr(forward_mode, name)(data, segment_ids, num_segments, indices_are_sorted, unique_indices, **options)
 
 
+def _xla_may_be_faster(dtype: jnp.dtype, num_segments: int) -> bool:
+    return dtype.itemsize >= 4 and num_segments > _FEW_SEGMENTS and jax.default_backend() == "gpu"
+
+
 def _require_long_sums(dtype: jnp.dtype, num_rows: int, num_segments: int, indices_are_sorted: bool) -> None:
-    if dtype.itemsize >= 4 and not (indices_are_sorted and num_rows >= _MANY_ROWS_OF_A_SEGMENT * num_segments):
+    if not indices_are_sorted or num_rows < _MANY_ROWS_OF_A_SEGMENT * num_segments:
         raise _Unserved(f"on GPUs XLA adds {dtype} as it computes the rows")
 
 
 def _require_many_rows(dtype: jnp.dtype, num_elements: int, num_rows: int) -> None:
     limit = _MAX_SMALL_NARROW if num_elements <= _MAX_NARROW * num_rows else _MAX_SMALL
-    if dtype.itemsize >= 4 and num_elements <= limit and not isinstance(current_selection(), str):
+    if num_elements <= limit and not isinstance(current_selection(), str):
         raise _Unserved(f"on GPUs XLA takes {num_elements:,} elements of {dtype} as it computes them, which is faster")
 
 
@@ -154,7 +158,7 @@ def _scatter_update(
     num_rows = x.shape[0]
     if num_rows > jnp.iinfo(ids.dtype).max:
         raise _Unserved(f"ids of dtype {ids.dtype} for {num_rows} rows")
-    if name == "segment_sum" and num_rows > _FEW_SEGMENTS and jax.default_backend() == "gpu":
+    if name == "segment_sum" and _xla_may_be_faster(x.dtype, num_rows):
         _require_long_sums(x.dtype, ids.size, num_rows, indices_are_sorted)
     if normalize_indices:
         ids = jnp.where(ids < 0, ids + ids.dtype.type(num_rows), ids)  # it is these that are promised to be sorted

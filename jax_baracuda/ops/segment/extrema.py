@@ -161,6 +161,19 @@ def of_winners(
     return jax.lax.cond((winner < NO_WINNER).any(), sums_of_ties, of_rows)
 
 
+def shares_of_ties(cells: Array, winner: Array) -> Array:
+    """The cells divided by the number of members that attain the extremum of each, rounded once."""
+    wide = cells.astype(accumulation_dtype(cells.dtype))
+    return (wide / jnp.where(winner < NO_WINNER, -winner, 1).astype(wide.dtype)).astype(cells.dtype)
+
+
+def own_winners(winner: Array, first_row: Array, num_rows: int) -> Array:
+    """The winners among the rows of this shard, by their number in it."""
+    row = winner - first_row
+    row = jnp.where((row >= 0) & (row < num_rows), row, NO_WINNER)
+    return jnp.where(winner >= 0, row, winner)
+
+
 def extrema_over_shards(
     extremum: Extremum, local_output: Array, row_axes: MeshAxes, segment_axes: MeshAxes = ()
 ) -> Array:

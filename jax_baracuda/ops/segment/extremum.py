@@ -51,8 +51,10 @@ from jax_baracuda.ops.segment.extrema import (
     extrema_over_shards,
     first_gets_all,
     of_winners,
+    own_winners,
     reference_gradient,
     reference_winner,
+    shares_of_ties,
     winners_over_shards,
 )
 from jax_baracuda.ops.segment.gather_extremum import (
@@ -452,8 +454,7 @@ def _of_winners(
         wide = d_data.astype(accumulation_dtype(d_data.dtype))
         flags = {"indices_are_sorted": indices_are_sorted, "deterministic": True}
         [sums] = sum_rows(jnp.where(data == extrema, wide, 0), ids, num_segments=winner.shape[0], **flags)
-        means = sums / jnp.where(winner < NO_WINNER, -winner, 1).astype(sums.dtype)
-        return jnp.where(winner != NO_WINNER, means, 0).astype(d_data.dtype)
+        return jnp.where(winner != NO_WINNER, shares_of_ties(sums, winner), 0).astype(d_data.dtype)
 
     return (of_winners(d_data, winner, winner, winner >= 0, means_of_ties if data_and_output else None),)
 
@@ -508,20 +509,13 @@ def _shard_backward(
 ) -> Sequence[Array]:
     if row_axes := row_axes_of(axes):
         num_rows, first_row = ids.shape[0], index_of_first_row(ids, row_axes)
-        winner = _own_winners(winner, first_row, num_rows)
+        winner = own_winners(winner, first_row, num_rows)
         if order.shape[0] == num_rows:
             # The order of this shard's rows, if the forward pass was split as this one is.
             local = order - first_row
             is_local = jnp.all((local >= 0) & (local < num_rows))
             order = jnp.where(is_local, local, jnp.arange(num_rows, dtype=jnp.int32))
     return kernel(d_output, winner, ids, order, *data_and_output)
-
-
-def _own_winners(winner: Array, first_row: Array, num_rows: int) -> Array:
-    """The winners among the rows of this shard, by their number in it."""
-    row = winner - first_row
-    row = jnp.where((row >= 0) & (row < num_rows), row, NO_WINNER)
-    return jnp.where(winner >= 0, row, winner)
 
 
 def _shard_of_winners(
@@ -538,7 +532,7 @@ def _shard_of_winners(
     row_axes = row_axes_of(axes)
     if not row_axes:
         return kernel(d_data, winner, ids, *data_and_output)
-    winner = _own_winners(winner, index_of_first_row(ids, row_axes), ids.shape[0])
+    winner = own_winners(winner, index_of_first_row(ids, row_axes), ids.shape[0])
     wide = d_data.astype(accumulation_dtype(d_data.dtype))
     [local] = op().kernel(wide, winner, ids, *data_and_output, **params)
     return (jax.lax.psum(local, row_axes).astype(d_data.dtype),)

@@ -45,7 +45,9 @@ from jax_baracuda.ops.segment.extrema import (
     extrema_over_shards,
     first_gets_all,
     of_winners,
+    own_winners,
     reference_winner,
+    shares_of_ties,
     winners_over_shards,
 )
 from jax_baracuda.ops.segment.graphs import (
@@ -376,8 +378,8 @@ def _shard_backward(
         return kernel(d_winner, winner, gather_ids, segment_ids, *data_and_output)
     if edge_axes:
         num_edges = segment_ids.shape[-1]
-        edge = winner - index_of_first_row(segment_ids.reshape(-1, num_edges)[0], edge_axes)
-        winner = jnp.where(winner < 0, winner, jnp.where((edge >= 0) & (edge < num_edges), edge, NO_WINNER))
+        first_edge = index_of_first_row(segment_ids.reshape(-1, num_edges)[0], edge_axes)
+        winner = own_winners(winner, first_edge, num_edges)
     wide = [x.astype(accumulation_dtype(d_winner.dtype)) for x in (d_winner, *data_and_output)]
     operands = _join(num_graph_dims, wide[0], winner, gather_ids, segment_ids, *wide[1:])
     [local] = op().kernel(*operands, **params)
@@ -459,7 +461,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         output, winner = results
         ids = _in_own_order([gather_ids, as_gather_ids(segment_ids, num_segments)], *order)
         total = cells_of_winners(d_data, winner, ids, [] if first_wins else [data, output])
-        return _shares(total, winner), winner
+        return shares_of_ties(total, winner), winner
 
     def tangent(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) -> Sequence[Array]:
         """Of the extrema alone, which do not tell what won."""
@@ -634,7 +636,7 @@ def _rules(reduction: Op, with_winner: Op, backward: Op, backward_of_graphs: Op)
             has_plan = False
         if not has_plan:
             operands["segment_ids"] = as_gather_ids(operands["segment_ids"], params.num_segments)
-        operands["d_winner"] = d_output if params.first_wins else _shares(d_output, residuals["winner"])
+        operands["d_winner"] = d_output if params.first_wins else shares_of_ties(d_output, residuals["winner"])
         flags = {
             "has_plan": has_plan,
             "shares_ties": not params.first_wins,
@@ -661,12 +663,6 @@ def _rules(reduction: Op, with_winner: Op, backward: Op, backward_of_graphs: Op)
 def _in_own_order(ids: Sequence[Array], order: Array | None = None) -> Sequence[Array]:
     """The ids of edges that a plan has sorted, in the order that winners are numbered in."""
     return ids if order is None else tuple(put_back(x, order) for x in ids)
-
-
-def _shares(d_output: Array, winner: Array) -> Array:
-    """What each winner of a cell gets of its cotangent."""
-    wide = d_output.astype(accumulation_dtype(d_output.dtype))
-    return (wide / jnp.where(winner < NO_WINNER, -winner, 1).astype(wide.dtype)).astype(d_output.dtype)
 
 
 _gather_segment_max, _gather_segment_min = _rules(*_OPS_OF_MAX), _rules(*_OPS_OF_MIN)
