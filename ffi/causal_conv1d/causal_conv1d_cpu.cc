@@ -18,6 +18,7 @@
 #include "ffi/core/cpu_clones.h"
 #include "ffi/core/cpu_kernel.h"
 #include "ffi/core/exp_cpu.h"
+#include "ffi/core/float16_cpu.h"
 #include "ffi/core/huge_pages.h"
 #include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
@@ -126,16 +127,24 @@ struct Runs {
 template <typename T, typename C>
 JB_CPU_CLONES void Load(const T* from, Runs runs, C* to) {
   for (int64_t run = 0; run < runs.count; ++run, from += runs.stride, to += runs.length) {
-    JB_VECTORIZE
-    for (int64_t i = 0; i < runs.length; ++i) to[i] = static_cast<C>(from[i]);
+    if constexpr (kIsWidenedAtOnce<T>) {
+      Widen(from, runs.length, to);
+    } else {
+      JB_VECTORIZE
+      for (int64_t i = 0; i < runs.length; ++i) to[i] = static_cast<C>(from[i]);
+    }
   }
 }
 
 template <typename T, typename C>
 JB_CPU_CLONES void StoreRuns(const C* from, Runs runs, T* to) {
   for (int64_t run = 0; run < runs.count; ++run, from += runs.length, to += runs.stride) {
-    JB_VECTORIZE
-    for (int64_t i = 0; i < runs.length; ++i) Store(from[i], to + i);
+    if constexpr (kIsWidenedAtOnce<T>) {
+      Narrow(from, runs.length, to);
+    } else {
+      JB_VECTORIZE
+      for (int64_t i = 0; i < runs.length; ++i) Store(from[i], to + i);
+    }
   }
 }
 
@@ -149,12 +158,15 @@ JB_CPU_CLONES void ApplySilu(int64_t count, C* z) {
 template <typename T, typename C>
 JB_CPU_CLONES void SiluGradient(const T* dy, Runs runs, C* z) {
   for (int64_t run = 0; run < runs.count; ++run, dy += runs.stride, z += runs.length) {
-    JB_VECTORIZE
-    for (int64_t i = 0; i < runs.length; ++i) {
-      const C exponential = ExpOrZero(-z[i]), sigmoid = C{1} / (C{1} + exponential);
-      const C of_negative = z[i] < C{0} ? C{1} - sigmoid : exponential * sigmoid;  // sigmoid(-z)
-      z[i] = static_cast<C>(dy[i]) * (sigmoid * (C{1} + z[i] * of_negative));
-    }
+    ForEachPart(dy, runs.length, [&](int64_t begin, int64_t count, const auto* numbers) __attribute__((always_inline)) {
+      C* const part = z + begin;
+      JB_VECTORIZE
+      for (int64_t i = 0; i < count; ++i) {
+        const C exponential = ExpOrZero(-part[i]), sigmoid = C{1} / (C{1} + exponential);
+        const C of_negative = part[i] < C{0} ? C{1} - sigmoid : exponential * sigmoid;  // sigmoid(-z)
+        part[i] = static_cast<C>(numbers[i]) * (sigmoid * (C{1} + part[i] * of_negative));
+      }
+    });
   }
 }
 

@@ -13,6 +13,7 @@
 
 #include "ffi/core/cpu_clones.h"
 #include "ffi/core/cpu_kernel.h"
+#include "ffi/core/float16_cpu.h"
 #include "ffi/core/huge_pages.h"
 #include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
@@ -120,6 +121,21 @@ JB_CPU_CLONES void RotateRows(const T* x, int64_t rows, int64_t features, int64_
   };
   // Rows that are so short that a loop over them would cost as much as its body.
   if (!DispatchConstant<8, 16, 32>(pairs, rotate)) rotate(pairs);
+}
+
+// The same of rows that are rotated whole, by conversions of many numbers at once.
+template <bool kInterleaved>
+void RotateWidenedRows(const Float16* x, int64_t rows, int64_t features, int64_t pairs, const float* cos,
+                       const float* sin, int64_t angle_stride, Float16* y) {
+  float numbers[kWidenedAtOnce];
+  const int64_t rows_at_once = std::max<int64_t>(kWidenedAtOnce / features, 1);
+  for (int64_t begin = 0; begin < rows; begin += rows_at_once) {
+    const int64_t count = std::min(rows_at_once, rows - begin), first = begin * features;
+    Widen(x + first, count * features, numbers);
+    RotateRows<kInterleaved>(numbers, count, features, pairs, cos + begin * angle_stride, sin + begin * angle_stride,
+                             angle_stride, numbers);
+    Narrow(numbers, count * features, y + first);
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -263,11 +279,17 @@ class Kernel {
       const int64_t rows_of_example = tensor->heads * problem_.length;
       const int64_t x_row = x_example * rows_of_example + row_of_example;
       const int64_t y_row = example * rows_of_example + row_of_example;
-      (problem_.interleaved ? RotateRows<true, T, C>
-                            : RotateRows<false, T, C>)(static_cast<const T*>(tensor->x) + x_row * problem_.features,
-                                                       rows, problem_.features, problem_.pairs, angles.CosOf(i),
-                                                       angles.SinOf(i), angle_stride,
-                                                       static_cast<T*>(tensor->y) + y_row * problem_.features);
+      const T* const x = static_cast<const T*>(tensor->x) + x_row * problem_.features;
+      T* const y = static_cast<T*>(tensor->y) + y_row * problem_.features;
+      const auto by = [&](auto kernel) {
+        kernel(x, rows, problem_.features, problem_.pairs, angles.CosOf(i), angles.SinOf(i), angle_stride, y);
+      };
+      if constexpr (kIsWidenedAtOnce<T>) {
+        if (problem_.features == 2 * problem_.pairs && problem_.features <= kWidenedAtOnce) {
+          return by(problem_.interleaved ? RotateWidenedRows<true> : RotateWidenedRows<false>);
+        }
+      }
+      by(problem_.interleaved ? RotateRows<true, T, C> : RotateRows<false, T, C>);
     };
     if (!heads_are_rows_) return rotate(run * problem_.length + begin, length, 0, angles.stride());
     for (int64_t i = 0; i < length; ++i) rotate((begin + i) * tensor->heads, tensor->heads, i, 0);

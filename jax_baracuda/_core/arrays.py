@@ -39,6 +39,20 @@ def accumulation_dtype(dtype: Any) -> Any:
     return jnp.float32 if is_narrow else dtype
 
 
+def as_bits(array: Array) -> Array:
+    """Floating numbers of 8 bits as integers: moved as numbers, XLA converts them to wider ones and back on CPUs."""
+    return jax.lax.bitcast_convert_type(array, jnp.uint8) if _is_float8(array.dtype) else array
+
+
+def of_bits(array: Array, dtype: Any) -> Array:
+    """What :func:`as_bits` took."""
+    return jax.lax.bitcast_convert_type(array, dtype) if _is_float8(dtype) else array
+
+
+def _is_float8(dtype: Any) -> bool:
+    return np.dtype(dtype).itemsize == 1 and jnp.issubdtype(dtype, jnp.floating) and element_bits(dtype) == 8
+
+
 def as_array(function: str, argument: str, value: ArrayLike) -> Array:
     """An argument of a public function as an array; lists are refused, as JAX does."""
     is_array = hasattr(value, "__jax_array__") or hasattr(value, "__array__")

@@ -25,6 +25,8 @@ from jax_baracuda._core.arrays import (
     INTEGER_DTYPES,
     accumulation_dtype,
     as_array,
+    as_bits,
+    of_bits,
     reshard_like,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
@@ -153,14 +155,18 @@ def where_backward(
 
 
 def _reference_where(a: Array, b: Array, cond: Array) -> tuple[Array]:
-    return (jnp.where(cond, a, b),)
+    return (_select(cond, a, b),)
+
+
+def _select(cond: Array, a: Array, b: Array) -> Array:
+    return of_bits(jnp.where(cond, as_bits(a), as_bits(b)), a.dtype)
 
 
 def _reference_backward(
     d_output: Array, cond: Array, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]
 ) -> tuple[Array, Array]:
     zero = jnp.zeros((), d_output.dtype)
-    pairs = (jnp.where(cond, d_output, zero), a_axes), (jnp.where(cond, zero, d_output), b_axes)
+    pairs = (_select(cond, d_output, zero), a_axes), (_select(cond, zero, d_output), b_axes)
     da, db = (jnp.sum(x, axes, accumulation_dtype(x.dtype), keepdims=True) if axes else x for x, axes in pairs)
     return da, db
 

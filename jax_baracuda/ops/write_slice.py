@@ -25,7 +25,9 @@ from jax_baracuda._core.arrays import (
     FLOATING_DTYPES,
     INTEGER_DTYPES,
     as_array,
+    as_bits,
     element_bits,
+    of_bits,
     reshard_as,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
@@ -308,7 +310,7 @@ def _reference_write(*operands: Array, ranks: Sequence[int], windows: Sequence[W
     num = len(ranks)
     dests, sources, starts = operands[:num], operands[num : 2 * num], operands[2 * num :]
     return [
-        _write_one(dest, source, starts, own_windows, drop)
+        of_bits(_write_one(as_bits(dest), as_bits(source), starts, own_windows, drop), dest.dtype)
         for dest, source, own_windows in zip(dests, sources, _windows_of_each(ranks, windows, starts), strict=True)
     ]
 
@@ -316,8 +318,9 @@ def _reference_write(*operands: Array, ranks: Sequence[int], windows: Sequence[W
 def _reference_extract(*operands: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool) -> list[Array]:
     cotangents, starts = operands[: len(ranks)], operands[len(ranks) :]
     windows_of_each = _windows_of_each(ranks, windows, starts)
-    pairs = [_extract_one(x, starts, own, drop) for x, own in zip(cotangents, windows_of_each, strict=True)]
-    return [*(rest for rest, _ in pairs), *(extracted for _, extracted in pairs)]
+    pairs = [_extract_one(as_bits(x), starts, own, drop) for x, own in zip(cotangents, windows_of_each, strict=True)]
+    results = [*(rest for rest, _ in pairs), *(extracted for _, extracted in pairs)]
+    return [of_bits(x, of.dtype) for x, of in zip(results, [*cotangents, *cotangents], strict=True)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -281,6 +281,26 @@ def test_no_data(reduction: Reduction) -> None:
             reduction.gradient(cotangent, residual, ids, segments, **reduction.options[0]).check(d_data, f"{shape}")
 
 
+@pytest.mark.newest_jax_alone
+@pytest.mark.parametrize("hot", ["no segment", "one segment", "all in one"])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("reduction", [r for r in REDUCTIONS if r is not SOFTMAX], ids=str)
+def test_many_narrow_sorted_rows(rng: np.random.Generator, reduction: Reduction, width: int, hot: str) -> None:
+    """Results of cells: threads take whole segments, many of them empty, whatever their rows; ids out of range at ends."""
+    rows, segments = 200_000, 150_000
+    ids = np.sort(rng.integers(-segments // 10, segments + segments // 10, rows)).astype(np.int32)
+    if hot == "one segment":
+        ids[rows // 3 : 3 * rows // 4] = ids[rows // 3]
+        ids = np.sort(ids)
+    elif hot == "all in one":
+        ids[:] = segments // 2
+        ids[-1] = segments
+    data = rng.choice([-2, -1, -0.5, 0.5, 1, 2], (rows, width)).astype(np.float32)
+    expected = reduction.value(data, ids, segments)
+    for is_sorted in (False, True):
+        expected.check(reduction(data, ids, segments, indices_are_sorted=is_sorted), f"promised: {is_sorted}")
+
+
 @each_reduction
 def test_number_of_segments_from_ids(reduction: Reduction) -> None:
     """num_segments=None takes the greatest id plus one, eagerly; NumPy integers and 0-d arrays are numbers, too."""

@@ -52,6 +52,19 @@ def test_rounding(rng: np.random.Generator, reduction: Reduction, dtype: str, si
         batch.run()
 
 
+@pytest.mark.parametrize("width", [1, 3, 8, 40, 513])
+def test_every_float16_number_is_its_own_sum(width: int) -> None:
+    """Numbers are converted for the sum and back, subnormal ones, infinities and NaN among them, at any width."""
+    numbers = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    rows = -(-len(numbers) // width)
+    data = np.resize(numbers, (rows, width))
+    expected = np.where(data == 0, np.float16(0), data)  # a sum that starts at +0 is +0
+    for ids in (np.arange(rows), np.arange(rows)[::-1]):
+        order = slice(None) if ids[0] == 0 else slice(None, None, -1)
+        assert_same_bits(segment_sum(data, ids, rows), expected[order], f"{width} sum")
+        assert_same_bits(segment_mean(data, ids, rows), expected[order], f"{width} mean")
+
+
 def test_counts_are_wider_than_16_bits() -> None:
     """A sum of many 16-bit ones or halves is right, where 16-bit accumulators stop at 256 and 2048."""
     for dtype, count in (("bfloat16", 70_001), ("float16", 30_001)):

@@ -44,6 +44,8 @@ struct GatheredRows {
   int64_t selection_words = 0;
 
   struct Element {
+    static constexpr bool kAreInOrder = false;
+
     const T* rows;
     const int32_t* gather_ids;
     int64_t num_rows;
@@ -80,16 +82,21 @@ struct GatheredRows {
       const int64_t row = Row(place);
       if (!Exists(row)) return;
       const int64_t edge = numbers[place];
+      const T* const values = rows + row * stride;
       if constexpr (Reduction::kTakesWeights) {
         if (weights != nullptr) {
-          reduction.FoldScaled(rows + row * stride, weights + edge * heads, heads, width, cells);
+          WithNumbers(values, width, [&](const auto* row_numbers) __attribute__((always_inline)) {
+            reduction.FoldScaled(row_numbers, weights + edge * heads, heads, width, cells);
+          });
           return;
         }
       }
       if constexpr (Reduction::kTakesSelection) {
-        reduction.FoldSelected(rows + row * stride, selection + edge * selection_words, width, cells);
+        WithNumbers(values, width, [&](const auto* row_numbers) __attribute__((always_inline)) {
+          reduction.FoldSelected(row_numbers, selection + edge * selection_words, width, cells);
+        });
       } else {
-        reduction.Fold(rows + row * stride, static_cast<int32_t>(edge), width, cells);
+        FoldRow(reduction, values, static_cast<int32_t>(edge), width, cells);
       }
     }
   };

@@ -3,7 +3,8 @@
 //
 // A reduction has two strategies, both accumulating in ComputeType (so that 16-bit types vectorise):
 // - Scan: each range of rows is folded into cells of its own; the ranges' cells are merged in order. For rows so
-//   narrow, or cells so few, that the cells stay in a near cache.
+//   narrow, or cells so few, that the cells stay in a near cache. Where it would be one range, and the ids turn out to
+//   be sorted, threads take the rows of some segments after another instead, with the same result.
 // - Group by segment: each thread takes a range of segments (or of features, where segments are few), whose rows are
 //   grouped by segment with a counting sort of row numbers. A segment's cells then stay in the nearest cache while its
 //   rows stream by, and are written once.
@@ -16,13 +17,15 @@
 // grouping gives other bits) and kHoldsRuns (whether every row changes its cell, so that the cell of a run of rows of
 // one segment is better held in registers), and the functions
 //   Start(count, cells)                       `count` cells of no rows
-//   Fold(values, row, width, cells)           a row into `width` cells; rows of a cell come in ascending order
+//   Fold(values, row, width, cells)           a row into `width` cells; rows of a cell come in ascending order; where
+//                                             kFoldsWidened, the values may be of First (kFoldsBoth) or always are
 //   Merge(count, later, cells)                the cells of a later range of rows into those of the ranges before it
 //   Write(count, first_cell, counts, cells)   the results from cell `first_cell` of [batch, segments, features] on;
 //                                             counts[0] is the number of rows in the segment of that cell, counts[1] in
 //                                             the next one (only if the caller of ReduceAll asked for counts)
 //   ResultCells()                             the results as cells, if they can hold them until they are written;
 //                                             otherwise nullptr
+//   WriteEmpty(count, first_cell)             as Start and Write do for cells of no rows; only if it is cheaper
 #pragma once
 
 #include <algorithm>
@@ -37,6 +40,7 @@
 #include "ffi/core/alignment.h"
 #include "ffi/core/cpu_clones.h"
 #include "ffi/core/cpu_kernel.h"
+#include "ffi/core/float16_cpu.h"
 #include "ffi/core/function_ref.h"
 #include "ffi/core/huge_pages.h"
 #include "ffi/core/integers.h"
@@ -58,10 +62,13 @@ inline constexpr int64_t kMaxRoundedRanges = 64;
 inline constexpr int64_t kMinBytesPerRoundedRange = 64 * 1024;
 inline constexpr int64_t kMinSegmentsPerBlock = 64;
 inline constexpr int64_t kMinFeatureBytesPerBlock = 256;
+inline constexpr int64_t kSortedBlockBytes = 16 * 1024;  // of the cells of segments that are reduced together
+inline constexpr int64_t kMinBytesPerSortedPart = 1024 * 1024;
 inline constexpr int64_t kMinStreamedBytes = 32 * 1024 * 1024;
 inline constexpr int64_t kCacheLine = 64;
 inline constexpr int64_t kPrefetchDistance = 6;       // rows
 inline constexpr int64_t kScanPrefetchDistance = 16;  // of narrow ones
+inline constexpr int64_t kMaxWidenedWidth = 64;       // of rows that are converted together
 
 enum class Strategy {
   kNothing,
@@ -209,6 +216,19 @@ struct Cells {
 template <typename Reduction>
 using CellsOf = Cells<typename Reduction::First, typename Reduction::Second>;
 
+template <typename Reduction, typename = void>
+inline constexpr bool kWritesEmpty = false;
+template <typename Reduction>
+inline constexpr bool
+    kWritesEmpty<Reduction, std::void_t<decltype(std::declval<const Reduction&>().WriteEmpty(int64_t{}, int64_t{}))>> =
+        true;
+
+// Whether rows are converted before they are folded.
+template <typename Reduction>
+inline constexpr bool kFoldsWidened =
+    kIsWidenedAtOnce<typename Reduction::Element> &&
+    std::is_same_v<typename Reduction::First, ComputeType<typename Reduction::Element>>;
+
 template <typename Reduction>
 constexpr int64_t CellBytes() {
   constexpr bool kHasSecond = !std::is_same_v<typename Reduction::Second, NoNumber>;
@@ -227,9 +247,30 @@ template <typename Number, typename T>
 JB_INLINE void WriteNumbers(const Number* from, int64_t count, T* to) {
   if constexpr (std::is_same_v<Number, T>) {
     if (from != to) std::copy_n(from, count, to);
+  } else if constexpr (kIsWidenedAtOnce<T>) {
+    Narrow(from, count, to);
   } else {
     JB_VECTORIZE
     for (int64_t i = 0; i < count; ++i) Store(from[i], to + i);
+  }
+}
+
+template <typename Reduction>
+constexpr bool FoldsBoth() {
+  if constexpr (kFoldsWidened<Reduction>) return Reduction::kFoldsBoth;
+  return false;
+}
+
+// Folds a row, converted first where that is better.
+template <typename Reduction>
+JB_INLINE void FoldRow(const Reduction& reduction, const typename Reduction::Element* values, int32_t row,
+                       int64_t width, CellsOf<Reduction> cells) {
+  if constexpr (kFoldsWidened<Reduction> && !FoldsBoth<Reduction>()) {
+    ForEachPart(values, width, [&](int64_t begin, int64_t count, const auto* part) __attribute__((always_inline)) {
+      reduction.Fold(part, row, count, cells + begin);
+    });
+  } else {
+    reduction.Fold(values, row, width, cells);
   }
 }
 
@@ -242,6 +283,15 @@ JB_INLINE void PrefetchCells(Cells<First, Second> cells, int64_t width) {
     __builtin_prefetch(cells.second, /*rw=*/1);
     __builtin_prefetch(cells.second + width - 1, /*rw=*/1);
   }
+}
+
+// The distance between cells that different threads write to: no cache line has some of both.
+template <typename Reduction>
+constexpr int64_t PaddedCells(int64_t count) {
+  using Second = std::conditional_t<std::is_same_v<typename Reduction::Second, NoNumber>, typename Reduction::First,
+                                    typename Reduction::Second>;
+  constexpr int64_t kCellsOfLine = kCacheLine / std::min(sizeof(typename Reduction::First), sizeof(Second));
+  return CeilDivide(count, kCellsOfLine) * kCellsOfLine + kCellsOfLine;
 }
 
 template <typename Reduction>
@@ -274,6 +324,8 @@ struct DirectRows {
   static constexpr bool kSplitsFeatures = true;  // whether threads may take parts of a row
 
   struct Element {
+    static constexpr bool kAreInOrder = true;
+
     const T* rows;
 
     JB_INLINE void Prefetch(int32_t row, int64_t stride, int64_t width) const {
@@ -284,12 +336,25 @@ struct DirectRows {
     template <typename Reduction>
     JB_INLINE void Fold(const Reduction& reduction, int32_t row, int64_t stride, int64_t width,
                         CellsOf<Reduction> cells) const {
-      reduction.Fold(rows + row * stride, row, width, cells);
+      FoldRow(reduction, rows + row * stride, row, width, cells);
     }
   };
 
   JB_INLINE Element At(const Problem& problem, int64_t batch, int64_t feature) const {
     return {data + problem.DataRow(batch, 0) * problem.features + feature};
+  }
+};
+
+// Some of them, whole, that were converted together.
+struct WidenedRows {
+  const float* numbers;
+  int64_t first_row;
+
+  JB_INLINE void PrefetchNarrow(int32_t /*row*/, int64_t /*width*/) const {}
+  template <typename Reduction>
+  JB_INLINE void Fold(const Reduction& reduction, int32_t row, int64_t stride, int64_t width,
+                      CellsOf<Reduction> cells) const {
+    reduction.Fold(numbers + (row - first_row) * stride, row, width, cells);
   }
 };
 
@@ -428,6 +493,13 @@ JB_CPU_CLONES bool ReduceGrouped(const Problem problem, const Block block, const
     const int64_t group = segment - block.segment_begin, segment_index = block.batch * problem.segments + segment;
     const int32_t begin = grouped.Begin(group), end = grouped.End(group), count = end - begin;
     const int64_t first_cell = segment_index * features + block.feature_begin;
+    if constexpr (kWritesEmpty<Reduction>) {
+      if (count == 0) {
+        if (row_counts != nullptr && block.feature_begin == 0) row_counts[segment_index] = 0;
+        reduction.WriteEmpty(width, first_cell);
+        continue;
+      }
+    }
     const CellsOf<Reduction> cells = results.first == nullptr ? memory.cells() : results + first_cell;
     reduction.Start(width, cells);
     ForEachGroupedRow(grouped, begin, end, prefetch, [&](int32_t row) __attribute__((always_inline)) {
@@ -483,6 +555,26 @@ JB_INLINE void ForEachMember(const Problem& problem, SegmentIds ids, int64_t bat
                         });
 }
 
+// Calls fold(rows, begin, end) for parts of the rows [row_begin, row_end), which are converted together where they are
+// narrow and that is better.
+template <typename Reduction, typename RowsOfElement, typename Fold>
+JB_INLINE void ForWidened(const RowsOfElement& rows, int64_t features, int64_t row_begin, int64_t row_end,
+                          const Fold& fold) {
+  if constexpr (RowsOfElement::kAreInOrder && kFoldsWidened<Reduction>) {
+    if (features > 0 && features <= kMaxWidenedWidth) {
+      float numbers[kWidenedAtOnce];
+      const int64_t rows_at_once = kWidenedAtOnce / features;
+      for (int64_t begin = row_begin; begin < row_end; begin += rows_at_once) {
+        const int64_t end = std::min(begin + rows_at_once, row_end);
+        Widen(rows.rows + begin * features, (end - begin) * features, numbers);
+        fold(WidenedRows{numbers, begin}, begin, end);
+      }
+      return;
+    }
+  }
+  fold(rows, row_begin, row_end);
+}
+
 // The cell of the segment that rows of one feature are folded into at the moment, held in registers.
 template <typename Reduction>
 class HeldCell {
@@ -525,38 +617,43 @@ inline bool CellsAreFar(const Problem& problem, int64_t cell_bytes) {
   return problem.segments * problem.features * cell_bytes > kFarCellBytes;
 }
 
-// Folds the rows [row_begin, row_end) of a batch element, in order, into cells [segments, features].
+// Folds the rows [row_begin, row_end) of a batch element, in order, into cells [segment_end - segment_begin, features].
+// They are all in these segments, or in none.
 template <typename Reduction, typename Rows>
 JB_CPU_CLONES void FoldInOrder(const Problem problem, SegmentIds ids, const Rows all_rows, const Reduction reduction,
-                               int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<Reduction> cells,
-                               int32_t* row_counts) {
-  reduction.Start(problem.segments * problem.features, cells);
-  if (row_counts != nullptr) std::fill_n(row_counts, problem.segments, 0);
+                               int64_t batch, int64_t row_begin, int64_t row_end, int64_t segment_begin,
+                               int64_t segment_end, CellsOf<Reduction> cells, int32_t* row_counts) {
+  reduction.Start((segment_end - segment_begin) * problem.features, cells);
+  if (row_counts != nullptr) std::fill_n(row_counts, segment_end - segment_begin, 0);
   const auto rows = all_rows.At(problem, batch, 0);
   const int64_t features = problem.features;
-  const bool are_far = CellsAreFar(problem, CellBytes<Reduction>());
-  const auto prefetch = [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
-    if (!are_far) return;
-    PrefetchCells(cells + segment * features, features);
-    rows.PrefetchNarrow(static_cast<int32_t>(row), features);
+  const bool are_far = (segment_end - segment_begin) * features * CellBytes<Reduction>() > kFarCellBytes;
+  HeldCell<Reduction> held(cells, row_counts);
+  const auto fold = [&](const auto& some_rows, int64_t begin, int64_t end) __attribute__((always_inline)) {
+    const auto prefetch = [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
+      if (!are_far) return;
+      PrefetchCells(cells + (segment - segment_begin) * features, features);
+      some_rows.PrefetchNarrow(static_cast<int32_t>(row), features);
+    };
+    if (Reduction::kHoldsRuns && features == 1) {
+      ForEachMember(problem, ids, batch, begin, end, prefetch,
+                    [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
+                      held.MoveTo(segment - segment_begin);
+                      some_rows.Fold(reduction, static_cast<int32_t>(row), 1, 1, held.cells());
+                    });
+      return;
+    }
+    WithWidth(features, [&](auto width) __attribute__((always_inline)) {
+      ForEachMember(problem, ids, batch, begin, end, prefetch,
+                    [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
+                      const int64_t i = segment - segment_begin;
+                      some_rows.Fold(reduction, static_cast<int32_t>(row), width, width, cells + i * width);
+                      if (row_counts != nullptr) ++row_counts[i];
+                    });
+    });
   };
-  if (Reduction::kHoldsRuns && features == 1) {
-    HeldCell<Reduction> held(cells, row_counts);
-    ForEachMember(problem, ids, batch, row_begin, row_end, prefetch,
-                  [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
-                    held.MoveTo(segment);
-                    rows.Fold(reduction, static_cast<int32_t>(row), 1, 1, held.cells());
-                  });
-    held.Release();
-    return;
-  }
-  WithWidth(features, [&](auto width) __attribute__((always_inline)) {
-    ForEachMember(problem, ids, batch, row_begin, row_end, prefetch,
-                  [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
-                    rows.Fold(reduction, static_cast<int32_t>(row), width, width, cells + segment * width);
-                    if (row_counts != nullptr) ++row_counts[segment];
-                  });
-  });
+  ForWidened<Reduction>(rows, features, row_begin, row_end, fold);
+  held.Release();
 }
 
 template <typename Reduction>
@@ -600,9 +697,10 @@ bool ReduceInOrder(ffi::ThreadPool& pool, const Problem& problem, int64_t num_ra
   const int64_t cells_per_batch = problem.segments * problem.features;
   const CellsOf<Reduction> results = reduction.ResultCells();  // of the first range, if there are any
   const int64_t ranges_in_memory = results.first == nullptr ? num_ranges : num_ranges - 1;
+  const int64_t padded_cells = PaddedCells<Reduction>(cells_per_batch);
   CellMemory<Reduction> memory;
   std::unique_ptr<int32_t[]> later_counts;
-  if (!memory.Allocate(problem.batch * ranges_in_memory * cells_per_batch)) return false;
+  if (!memory.Allocate(problem.batch * ranges_in_memory * padded_cells)) return false;
   if (row_counts != nullptr) {
     later_counts = Allocate<int32_t>(problem.batch * (num_ranges - 1) * problem.segments);
     if (later_counts == nullptr) return false;
@@ -610,7 +708,7 @@ bool ReduceInOrder(ffi::ThreadPool& pool, const Problem& problem, int64_t num_ra
   const auto cells_of = [&](int64_t batch, int64_t range) {
     const int64_t range_in_memory = range - (num_ranges - ranges_in_memory);
     return range_in_memory < 0 ? results + batch * cells_per_batch
-                               : memory.cells() + (batch * ranges_in_memory + range_in_memory) * cells_per_batch;
+                               : memory.cells() + (batch * ranges_in_memory + range_in_memory) * padded_cells;
   };
   const auto counts_of = [&](int64_t batch, int64_t range) -> int32_t* {
     if (row_counts == nullptr) return nullptr;
@@ -647,6 +745,49 @@ bool ReduceInOrder(ffi::ThreadPool& pool, const Problem& problem, int64_t num_ra
   return true;
 }
 
+// Reduces rows that are sorted by segment: some segments after another, whose cells stay in the nearest cache.
+template <typename Reduction, typename Rows>
+bool ReduceSorted(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, const Rows& rows,
+                  const Reduction& reduction, int64_t total_bytes, int64_t num_threads, int32_t* row_counts) {
+  const int64_t features = problem.features;
+  const int64_t parts = CeilDivide(std::min(num_threads, total_bytes / kMinBytesPerSortedPart + 1), problem.batch);
+  const int64_t block_segments = std::clamp<int64_t>(
+      kSortedBlockBytes / (std::max<int64_t>(features, 1) * CellBytes<Reduction>()), 1, problem.segments);
+  const CellsOf<Reduction> results = reduction.ResultCells();
+  std::atomic<bool> has_memory{true};
+  ParallelFor(pool, problem.batch * parts, [&](int64_t index) {
+    const int64_t batch = index / parts, part = index % parts, first_id = problem.IdIndex(batch, 0);
+    // A part ends with the segment of its last row.
+    const auto bound = [&](int64_t i) {
+      if (i == 0) return int64_t{0};
+      if (i == parts || problem.rows == 0) return problem.segments;
+      const int64_t last_row = ChunkBegin(problem.rows, parts, i);
+      return std::clamp<int64_t>(ids[first_id + last_row], -1, problem.segments - 1) + 1;
+    };
+    const auto first_row = [&](int64_t segment) {
+      return ids.LowerBound(first_id, first_id + problem.rows, segment) - first_id;
+    };
+    CellMemory<Reduction> memory;
+    if (results.first == nullptr && !memory.Allocate(block_segments * features)) {
+      has_memory = false;
+      return;
+    }
+    const int64_t part_end = bound(part + 1);
+    int64_t begin = bound(part), row_begin = first_row(begin);
+    while (begin < part_end) {
+      const int64_t end = std::min(begin + block_segments, part_end), row_end = first_row(end);
+      const int64_t first_segment = batch * problem.segments + begin, first_cell = first_segment * features;
+      const CellsOf<Reduction> cells = results.first == nullptr ? memory.cells() : results + first_cell;
+      int32_t* const counts = row_counts == nullptr ? nullptr : row_counts + first_segment;
+      FoldInOrder(problem, ids, rows, reduction, batch, row_begin, row_end, begin, end, cells, counts);
+      if (features > 0) WriteCells(reduction, (end - begin) * features, first_cell, counts, cells);
+      begin = end;
+      row_begin = row_end;
+    }
+  });
+  return has_memory;
+}
+
 // Whether to reduce in order rather than grouped.
 inline bool ReducesInOrder(const Problem& problem, int64_t row_bytes, int64_t cell_bytes) {
   const bool cells_stay_near = problem.segments * problem.features * cell_bytes <= kNearCacheBytes;
@@ -676,11 +817,15 @@ bool ReduceAll(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, co
   if (strategy == Strategy::kNothing) return true;
   const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(typename Reduction::Element));
   const int64_t work_of_row = std::max(row_bytes, kLeastWorkOfRow);
-  const int64_t num_threads = NumThreads(pool, problem.batch * (problem.rows + problem.segments) * work_of_row);
+  const int64_t total_bytes = problem.batch * (problem.rows + problem.segments) * work_of_row;
+  const int64_t num_threads = NumThreads(pool, total_bytes);
+  if (strategy == Strategy::kScan && EachBatchIsSorted(problem, ids)) {
+    return ReduceSorted(pool, problem, ids, rows, reduction, total_bytes, num_threads, row_counts);
+  }
   if (strategy != Strategy::kGroupBySegment) {
     const auto fold = [&](int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<Reduction> cells,
                           int32_t* counts) {
-      FoldInOrder(problem, ids, rows, reduction, batch, row_begin, row_end, cells, counts);
+      FoldInOrder(problem, ids, rows, reduction, batch, row_begin, row_end, 0, problem.segments, cells, counts);
     };
     return ReduceInOrder(pool, problem, NumRanges<Reduction>(problem, row_bytes, num_threads), reduction, row_counts,
                          fold);

@@ -24,8 +24,10 @@ template <typename T>
 JB_INLINE void DivideRow(const T* from, int32_t count, int64_t width, T* to) {
   using C = ComputeType<T>;
   const C rows = static_cast<C>(std::max(count, 1));
-  JB_VECTORIZE
-  for (int64_t i = 0; i < width; ++i) Store(static_cast<C>(from[i]) / rows, to + i);
+  ForEachPart(from, width, [&](int64_t begin, int64_t count, const auto* numbers) __attribute__((always_inline)) {
+    StoreEach(count, to + begin,
+              [&](int64_t i) __attribute__((always_inline)) { return static_cast<C>(numbers[i]) / rows; });
+  });
 }
 
 // Rows of so few features that a loop over them costs more than its body: cells are in a near cache more often than not,

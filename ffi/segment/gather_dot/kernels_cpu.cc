@@ -9,20 +9,24 @@
 namespace jax_baracuda::segment {
 namespace {
 
-// In as many partial sums as vectorise.
-template <typename T>
-JB_INLINE ComputeType<T> Dot(const T* x, const T* y, int64_t count) {
-  using C = ComputeType<T>;
+// In as many partial sums as vectorise, which are added up in pairs.
+template <typename C, typename X, typename Y>
+JB_INLINE C Dot(const X* x, const Y* y, int64_t count) {
   constexpr int kSums = 16;
-  C sums[kSums] = {};
-  int64_t i = 0;
-  for (; i + kSums <= count; i += kSums) {
-    JB_VECTORIZE
-    for (int k = 0; k < kSums; ++k) sums[k] += static_cast<C>(x[i + k]) * static_cast<C>(y[i + k]);
-  }
   C sum{0};
+  int64_t i = 0;
+  if (count >= kSums) {
+    C sums[kSums] = {};
+    for (; i + kSums <= count; i += kSums) {
+      JB_VECTORIZE
+      for (int k = 0; k < kSums; ++k) sums[k] += static_cast<C>(x[i + k]) * static_cast<C>(y[i + k]);
+    }
+    for (int half = kSums / 2; half > 0; half /= 2) {
+      for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
+    }
+    sum = sums[0];
+  }
   for (; i < count; ++i) sum += static_cast<C>(x[i]) * static_cast<C>(y[i]);
-  for (const C partial : sums) sum += partial;
   return sum;
 }
 
@@ -52,17 +56,25 @@ JB_CPU_CLONES void DotEdges(const GatherDotCall call, int64_t batch, int64_t edg
         PrefetchRow(cells + coming * features, features);
       }
     }
-    for (int64_t head = 0; head < heads; ++head) {
-      const C sum = is_member ? Dot(cells + segment * features + head * head_features,
-                                    data + row_of(edge) * features + head * head_features, head_features)
-                              : C{0};
-      const int64_t target = (batch * problem.rows + numbers[edge]) * heads + head;
+    const int64_t first = (batch * problem.rows + numbers[edge]) * heads;
+    const auto store = [&](int64_t head, C sum) __attribute__((always_inline)) {
       if (call.is_wide) {
-        static_cast<C*>(call.output)[target] = sum;
+        static_cast<C*>(call.output)[first + head] = sum;
       } else {
-        Store(sum, static_cast<T*>(call.output) + target);
+        Store(sum, static_cast<T*>(call.output) + first + head);
       }
+    };
+    if (!is_member) {
+      for (int64_t head = 0; head < heads; ++head) store(head, C{0});
+      continue;
     }
+    WithNumbers(cells + segment * features, features, [&](const auto* x) __attribute__((always_inline)) {
+      WithNumbers(data + row_of(edge) * features, features, [&](const auto* y) __attribute__((always_inline)) {
+        for (int64_t head = 0; head < heads; ++head) {
+          store(head, Dot<C>(x + head * head_features, y + head * head_features, head_features));
+        }
+      });
+    });
   }
 }
 

@@ -14,7 +14,7 @@ struct GatherSum {
   using Element = T;
   using First = ComputeType<T>;
   using Second = NoNumber;
-  static constexpr bool kRounds = true, kHoldsRuns = true;
+  static constexpr bool kRounds = true, kHoldsRuns = true, kFoldsBoth = true;
   static constexpr bool kTakesWeights = !kSelects, kTakesSelection = kSelects;
 
   void* output;
@@ -26,29 +26,36 @@ struct GatherSum {
 
   JB_INLINE void Start(int64_t count, CellsOf<GatherSum> cells) const { std::fill_n(cells.first, count, First{0}); }
 
-  JB_INLINE void Fold(const T* values, int32_t /*edge*/, int64_t width, CellsOf<GatherSum> cells) const {
-    JB_VECTORIZE
-    for (int64_t i = 0; i < width; ++i) cells.first[i] += static_cast<First>(values[i]);
+  template <typename Value>
+  JB_INLINE void Fold(const Value* values, int32_t /*edge*/, int64_t width, CellsOf<GatherSum> cells) const {
+    if constexpr (kIsWidenedAtOnce<Value>) {
+      AddWidened(values, width, cells.first);
+    } else {
+      JB_VECTORIZE
+      for (int64_t i = 0; i < width; ++i) cells.first[i] += static_cast<First>(values[i]);
+    }
   }
 
-  JB_INLINE void FoldScaled(const T* values, const T* weights, int64_t heads, int64_t width,
+  template <typename Value>
+  JB_INLINE void FoldScaled(const Value* values, const T* weights, int64_t heads, int64_t width,
                             CellsOf<GatherSum> cells) const {
     const int64_t features = width / heads;
     for (int64_t head = 0; head < heads; ++head) {
       const First weight = static_cast<First>(weights[head]);
-      const T* const from = values + head * features;
+      const Value* const from = values + head * features;
       First* const to = cells.first + head * features;
       JB_VECTORIZE
       for (int64_t i = 0; i < features; ++i) to[i] += weight * static_cast<First>(from[i]);
     }
   }
 
-  JB_INLINE void FoldSelected(const T* values, const uint32_t* selected, int64_t width,
+  template <typename Value>
+  JB_INLINE void FoldSelected(const Value* values, const uint32_t* selected, int64_t width,
                               CellsOf<GatherSum> cells) const {
     constexpr int64_t kWordBits = 32;
     for (int64_t begin = 0; begin < width; begin += kWordBits) {
       const uint32_t bits = selected[begin / kWordBits];
-      const T* const from = values + begin;
+      const Value* const from = values + begin;
       First* const to = cells.first + begin;
       const int count = static_cast<int>(std::min(kWordBits, width - begin));
       JB_VECTORIZE
@@ -59,6 +66,14 @@ struct GatherSum {
   JB_INLINE void Merge(int64_t count, CellsOf<GatherSum> later, CellsOf<GatherSum> cells) const {
     JB_VECTORIZE
     for (int64_t i = 0; i < count; ++i) cells.first[i] += later.first[i];
+  }
+
+  JB_INLINE void WriteEmpty(int64_t count, int64_t first_cell) const {
+    if (is_wide) {
+      WriteZeros(static_cast<First*>(output) + first_cell, count);
+    } else {
+      WriteZeros(static_cast<T*>(output) + first_cell, count);
+    }
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t*, CellsOf<GatherSum> cells) const {

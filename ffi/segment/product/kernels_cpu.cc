@@ -82,24 +82,33 @@ JB_INLINE void Multiply(C value, C& mantissa, int32_t& packed) {
   packed = next + (one_more << factor.kind);
 }
 
-// Multiply for a number that is not unusual (by a margin of 2, so that the product with a mantissa is normal).
+// A mantissa under reduction is within 2^-kHeldExponent and 2^kHeldExponent, and brought back to [1, 2) only where it
+// would leave them. In between a row is one product a cell, which rounds as that of mantissas in [1, 2) does.
 template <typename C>
-JB_INLINE void MultiplyOrdinary(C value, C& mantissa, int32_t& packed) {
-  using F = Format<C>;
-  const C product = mantissa * value;
-  const auto bits = BitCast<typename F::Bits>(product);
-  mantissa = BitCast<C>((bits & (F::kSign | F::kMantissa)) | F::kOne);
-  const int32_t next = packed + static_cast<int32_t>(FieldOf(product) - F::kExponentBias) * 64;
-  packed = std::abs(next >> 6) > kMaxExponent ? packed : next;
+inline constexpr int kHeldExponent = FloatingFormat<C>::kExponentBias / 2 - 3;
+
+// 0 if a mantissa may be held like that, else 1; products with a zero, an infinity, a NaN or a subnormal number may not.
+template <typename C>
+JB_INLINE typename Format<C>::Bits LeavesHeldRange(C mantissa) {
+  return std::abs(FieldOf(mantissa) - Format<C>::kExponentBias) > kHeldExponent<C> ? 1 : 0;
 }
 
-// The number that a mantissa of magnitude in [1/2, 4) and a packed product stand for.
+// Brings a mantissa that is held back to [1, 2).
+template <typename C>
+JB_INLINE void Normalize(C& mantissa, int32_t& packed) {
+  using F = Format<C>;
+  const auto bits = BitCast<typename F::Bits>(mantissa);
+  packed = AddExponentAndClamp(packed, static_cast<int32_t>(FieldOf(mantissa) - F::kExponentBias));
+  mantissa = BitCast<C>((bits & (F::kSign | F::kMantissa)) | F::kOne);
+}
+
+// The number that a mantissa which is held and a packed product stand for.
 template <typename C>
 JB_INLINE C Value(C mantissa, int32_t packed) {
   using F = Format<C>;
   using Bits = typename F::Bits;
   // Two steps of which only the last one can round. Beyond the bounds the number is zero or infinite.
-  constexpr int32_t kMax = F::kExponentBias + F::kMantissaBits + 4;
+  constexpr int32_t kMax = F::kExponentBias + F::kMantissaBits + 4 + kHeldExponent<C>;
   const int32_t exponent = std::min(std::max(packed >> 6, -kMax), kMax), half = exponent >> 1;
   const auto power = [](int32_t e) __attribute__((always_inline)) {
     return BitCast<C>(static_cast<Bits>(e + F::kExponentBias) << F::kMantissaBits);
@@ -147,7 +156,7 @@ struct FloatingProduct {
   using Element = T;
   using First = ComputeType<T>;
   using Second = int32_t;
-  static constexpr bool kRounds = true, kHoldsRuns = true;
+  static constexpr bool kRounds = true, kHoldsRuns = true, kFoldsBoth = false;
 
   T* output;
   First* mantissa;  // with `packed` the residual, or nullptr
@@ -160,23 +169,27 @@ struct FloatingProduct {
     std::fill_n(cells.second, count, 0);
   }
 
-  JB_INLINE void Fold(const T* values, int32_t /*row*/, int64_t width, CellsOf<FloatingProduct> cells) const {
-    SignedBits<First> unusual = 0;
+  template <typename Number>
+  JB_INLINE void Fold(const Number* values, int32_t /*row*/, int64_t width, CellsOf<FloatingProduct> cells) const {
+    SignedBits<First> leaves = 0;
     JB_VECTORIZE
-    for (int64_t i = 0; i < width; ++i) unusual |= IsUnusual(static_cast<First>(values[i]), 2);
-    if (unusual == 0) {
+    for (int64_t i = 0; i < width; ++i) leaves |= LeavesHeldRange(cells.first[i] * static_cast<First>(values[i]));
+    if (leaves == 0) {
       JB_VECTORIZE
-      for (int64_t i = 0; i < width; ++i) {
-        MultiplyOrdinary(static_cast<First>(values[i]), cells.first[i], cells.second[i]);
-      }
+      for (int64_t i = 0; i < width; ++i) cells.first[i] *= static_cast<First>(values[i]);
     } else {
       JB_VECTORIZE
-      for (int64_t i = 0; i < width; ++i) Multiply(static_cast<First>(values[i]), cells.first[i], cells.second[i]);
+      for (int64_t i = 0; i < width; ++i) {
+        Normalize(cells.first[i], cells.second[i]);
+        Multiply(static_cast<First>(values[i]), cells.first[i], cells.second[i]);
+      }
     }
   }
 
   JB_INLINE void Merge(int64_t count, CellsOf<FloatingProduct> later, CellsOf<FloatingProduct> cells) const {
     for (int64_t i = 0; i < count; ++i) {
+      Normalize(cells.first[i], cells.second[i]);
+      Normalize(later.first[i], later.second[i]);
       Product<First> product{cells.first[i], cells.second[i]};
       MergeProduct(product, Product<First>{later.first[i], later.second[i]});
       cells.first[i] = product.mantissa;
@@ -184,12 +197,26 @@ struct FloatingProduct {
     }
   }
 
+  JB_INLINE void WriteEmpty(int64_t count, int64_t first_cell) const {
+    std::fill_n(output + first_cell, count, static_cast<T>(First{1}));
+    if (mantissa != nullptr) Start(count, ResultCells() + first_cell);
+  }
+
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/,
                        CellsOf<FloatingProduct> cells) const {
     T* const to = output + first_cell;
+    int32_t are_packed = 0;
     JB_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) Store(Value(cells.first[i], cells.second[i]), to + i);
+    for (int64_t i = 0; i < count; ++i) are_packed |= cells.second[i];
+    if (are_packed == 0) {
+      WriteNumbers(cells.first, count, to);  // what Value is of these
+    } else {
+      StoreEach(count, to,
+                [&](int64_t i) __attribute__((always_inline)) { return Value(cells.first[i], cells.second[i]); });
+    }
     if (mantissa == nullptr) return;
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) Normalize(cells.first[i], cells.second[i]);
     WriteNumbers(cells.first, count, mantissa + first_cell);
     WriteNumbers(cells.second, count, packed + first_cell);
   }
@@ -225,6 +252,8 @@ struct IntegerProduct {
   }
 };
 
+constexpr int64_t kBlockNumbers = 128;  // of a block of narrow rows: one number that is not ordinary makes all slower
+
 template <typename T>
 struct GradientArrays {
   SegmentIds ids;
@@ -247,26 +276,44 @@ JB_CPU_CLONES void GradientOfAnyRow(const T* d_output, const C* mantissa, const 
   }
 }
 
-template <typename T, typename C>
-JB_INLINE void GradientOfRow(const T* d_output, const C* mantissa, const int32_t* packed, const T* data, int64_t width,
-                             T* d_row) {
+template <typename T, typename C, typename Number>
+JB_INLINE void GradientOfPart(const T* d_output, const C* mantissa, const int32_t* packed, const T* data,
+                              const Number* d_numbers, const Number* numbers, int64_t width, T* d_row) {
   SignedBits<C> unusual = 0;
   int32_t extreme = 0;
   JB_VECTORIZE
   for (int64_t i = 0; i < width; ++i) {
-    unusual |= IsUnusual(static_cast<C>(data[i]), 4);
-    extreme |= IsExtreme(packed[i], static_cast<C>(data[i]));
+    unusual |= IsUnusual(static_cast<C>(numbers[i]), 4);
+    extreme |= IsExtreme(packed[i], static_cast<C>(numbers[i]));
   }
   if (unusual == 0 && extreme == 0) {
-    JB_VECTORIZE
-    for (int64_t i = 0; i < width; ++i) {
-      const C others = ValueWithoutOrdinary(static_cast<C>(data[i]), mantissa[i], packed[i]);
-      Store(static_cast<C>(d_output[i]) * others, d_row + i);
-    }
+    StoreEach(width, d_row, [&](int64_t i) __attribute__((always_inline)) {
+      const C others = ValueWithoutOrdinary(static_cast<C>(numbers[i]), mantissa[i], packed[i]);
+      return static_cast<C>(d_numbers[i]) * others;
+    });
   } else {
     GradientOfAnyRow(d_output, mantissa, packed, data, width, d_row);
   }
 }
+
+template <typename T, typename C>
+JB_INLINE void GradientOfRow(const T* d_output, const C* mantissa, const int32_t* packed, const T* data, int64_t width,
+                             T* d_row) {
+  ForEachPart(d_output, data, width,
+              [&](int64_t begin, int64_t count, const auto* d_numbers, const auto* numbers)
+                  __attribute__((always_inline)) {
+                    GradientOfPart(d_output + begin, mantissa + begin, packed + begin, data + begin, d_numbers, numbers,
+                                   count, d_row + begin);
+                  });
+}
+
+// The product, and its cotangent, of the segment of each row of a block, so that a loop over narrow rows vectorises.
+template <typename T>
+struct ProductsOfRows {
+  T d_output[kBlockNumbers];
+  ComputeType<T> mantissa[kBlockNumbers];
+  int32_t packed[kBlockNumbers];
+};
 
 template <typename T>
 JB_CPU_CLONES void Gradient(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
@@ -276,19 +323,49 @@ JB_CPU_CLONES void Gradient(const Problem problem, int64_t batch, int64_t row_be
   const auto* const mantissa = arrays.mantissa + (arrays.product_is_shared ? 0 : of_batch);
   const int32_t* const packed = arrays.packed + (arrays.product_is_shared ? 0 : of_batch);
   const T* const data = arrays.data + problem.DataRow(batch, 0) * features;
+  const auto of_narrow_rows = [&](auto width) __attribute__((always_inline)) {
+    T* const d_data = arrays.d_data + batch * problem.rows * width;
+    const auto of_ids = [&](int64_t ids_begin, int64_t ids_end, const int32_t* row_ids,
+                            int64_t first_segment) __attribute__((always_inline)) {
+      ProductsOfRows<T> of_rows;
+      for (int64_t begin = ids_begin; begin < ids_end; begin += kBlockNumbers / width) {
+        const int64_t end = std::min(begin + kBlockNumbers / width, ids_end);
+        bool has_dropped = false;
+        for (int64_t row = begin; row < end; ++row) {
+          const int64_t segment = row_ids[row - ids_begin], first = (row - begin) * width;
+          const bool is_member = static_cast<uint64_t>(segment) < static_cast<uint64_t>(problem.segments);
+          const int64_t cell = is_member ? (first_segment + segment) * width : 0;
+          has_dropped = has_dropped || !is_member;
+          for (int64_t i = 0; i < width; ++i) {
+            of_rows.d_output[first + i] = d_output[cell + i];
+            of_rows.mantissa[first + i] = mantissa[cell + i];
+            of_rows.packed[first + i] = packed[cell + i];
+          }
+        }
+        GradientOfRow(of_rows.d_output, of_rows.mantissa, of_rows.packed, data + begin * width, (end - begin) * width,
+                      d_data + begin * width);
+        for (int64_t row = begin; has_dropped && row < end; ++row) {
+          const int64_t segment = row_ids[row - ids_begin];
+          if (static_cast<uint64_t>(segment) >= static_cast<uint64_t>(problem.segments)) {
+            WriteZeros(d_data + row * width, width);
+          }
+        }
+      }
+    };
+    ForEachBlockOfIds(problem, arrays.ids, batch, row_begin, row_end, of_ids);
+  };
+  if (problem.segments > 0 && DispatchNarrow(features, of_narrow_rows)) return;
   const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
     PrefetchRow(d_output + segment * features, features);
     PrefetchRow(mantissa + segment * features, features);
     PrefetchRow(packed + segment * features, features);
   };
-  WithWidth(features, [&](auto width) __attribute__((always_inline)) {
-    WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, arrays.d_data, prefetch,
-                        [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
-                          const int64_t first = segment * width;
-                          GradientOfRow(d_output + first, mantissa + first, packed + first, data + row * width, width,
-                                        d_row);
-                        });
-  });
+  WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, features, arrays.d_data, prefetch,
+                      [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
+                        const int64_t first = segment * features;
+                        GradientOfRow(d_output + first, mantissa + first, packed + first, data + row * features,
+                                      features, d_row);
+                      });
 }
 
 bool RunProduct(ffi::ThreadPool& pool, const ProductCall& call) {

@@ -29,7 +29,7 @@ struct Maximum {
   using Element = T;
   using First = ComputeType<T>;
   using Second = NoNumber;
-  static constexpr bool kRounds = false, kHoldsRuns = false;
+  static constexpr bool kRounds = false, kHoldsRuns = false, kFoldsBoth = false;
 
   First* output;
 
@@ -48,7 +48,8 @@ struct Maximum {
     }
   }
 
-  JB_INLINE void Fold(const T* values, int32_t /*row*/, int64_t width, CellsOf<Maximum> cells) const {
+  template <typename U>
+  JB_INLINE void Fold(const U* values, int32_t /*row*/, int64_t width, CellsOf<Maximum> cells) const {
     if (width == 1 && static_cast<First>(*values) <= *cells.first) return;
     Take(values, width, cells.first);
   }
@@ -94,8 +95,12 @@ JB_INLINE void Subtract(const T* values, const C* subtrahends, int64_t width, C*
 // exp(logit - maximum) for one row.
 template <typename T, typename C>
 JB_INLINE void WeighRow(const T* logits, const C* maxima, int64_t width, C* weights) {
-  JB_VECTORIZE
-  for (int64_t i = 0; i < width; ++i) weights[i] = Exp(static_cast<C>(logits[i]) - maxima[i]);
+  ForEachPart(logits, width, [&](int64_t begin, int64_t count, const auto* numbers) __attribute__((always_inline)) {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) {
+      weights[begin + i] = Exp(static_cast<C>(numbers[i]) - maxima[begin + i]);
+    }
+  });
 }
 
 // For blocks of rows of any width, so that it is compiled once.
@@ -112,8 +117,7 @@ JB_INLINE void AddTo(C* sums, const C* numbers, int64_t width) {
 
 template <typename T, typename C>
 JB_INLINE void WriteQuotients(const C* weights, const C* sums, int64_t width, T* to) {
-  JB_VECTORIZE
-  for (int64_t i = 0; i < width; ++i) Store(weights[i] / sums[i], to + i);
+  StoreEach(width, to, [&](int64_t i) __attribute__((always_inline)) { return weights[i] / sums[i]; });
 }
 
 template <typename T>
@@ -234,7 +238,7 @@ JB_CPU_CLONES bool SoftmaxGrouped(const Problem problem, const Block block, cons
     const bool are_kept = (end - begin) * width <= kSegmentNumbers;
     maximum.Start(width, {maxima, nullptr});
     ForEachGroupedRow(grouped, begin, end, prefetch, [&](int32_t row) __attribute__((always_inline)) {
-      Maximum<T>::Take(logits + row * features, width, maxima);
+      FoldRow(maximum, logits + row * features, row, width, {maxima, nullptr});
     });
     std::fill_n(sums, width, C{0});
     C* next = weights.get();
@@ -275,18 +279,21 @@ struct GradientArrays {
 
 template <typename T, typename C>
 JB_INLINE void AddProducts(const T* probabilities, const T* d_probabilities, int64_t width, C* sums) {
-  JB_VECTORIZE
-  for (int64_t i = 0; i < width; ++i) {
-    sums[i] += static_cast<C>(probabilities[i]) * static_cast<C>(d_probabilities[i]);
-  }
+  ForEachPart(probabilities, d_probabilities, width,
+              [&](int64_t begin, int64_t count, const auto* x, const auto* y) __attribute__((always_inline)) {
+                JB_VECTORIZE
+                for (int64_t i = 0; i < count; ++i) sums[begin + i] += static_cast<C>(x[i]) * static_cast<C>(y[i]);
+              });
 }
 
 template <typename T, typename C>
 JB_INLINE void GradientOfRow(const T* probabilities, const T* d_probabilities, const C* sums, int64_t width, T* to) {
-  JB_VECTORIZE
-  for (int64_t i = 0; i < width; ++i) {
-    Store(SoftmaxGradient(static_cast<C>(probabilities[i]), static_cast<C>(d_probabilities[i]), sums[i]), to + i);
-  }
+  ForEachPart(probabilities, d_probabilities, width,
+              [&](int64_t begin, int64_t count, const auto* x, const auto* y) __attribute__((always_inline)) {
+                StoreEach(count, to + begin, [&](int64_t i) __attribute__((always_inline)) {
+                  return SoftmaxGradient(static_cast<C>(x[i]), static_cast<C>(y[i]), sums[begin + i]);
+                });
+              });
 }
 
 template <typename T, typename C>
@@ -406,8 +413,8 @@ bool Softmax(ffi::ThreadPool& pool, const Problem& problem, const SoftmaxArrays<
     const int64_t num_threads = NumThreads(pool, problem.batch * problem.rows * row_bytes);
     const auto fold_maximum = [&](int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<Maximum<T>> cells,
                                   int32_t*) {
-      FoldInOrder(problem, arrays.ids, DirectRows<T>{arrays.logits}, maximum, batch, row_begin, row_end, cells,
-                  nullptr);
+      FoldInOrder(problem, arrays.ids, DirectRows<T>{arrays.logits}, maximum, batch, row_begin, row_end, 0,
+                  problem.segments, cells, nullptr);
     };
     if (!ReduceInOrder(pool, problem, NumRanges<Maximum<T>>(problem, row_bytes, num_threads), maximum, nullptr,
                        fold_maximum)) {

@@ -16,7 +16,7 @@ struct Sum {
   using Element = T;
   using First = ComputeType<T>;
   using Second = NoNumber;
-  static constexpr bool kRounds = kIsFloating<T>, kHoldsRuns = true;
+  static constexpr bool kRounds = kIsFloating<T>, kHoldsRuns = true, kFoldsBoth = true;
 
   T* output;
   int64_t features;
@@ -26,9 +26,14 @@ struct Sum {
 
   JB_INLINE void Start(int64_t count, CellsOf<Sum> cells) const { std::fill_n(cells.first, count, First{0}); }
 
-  JB_INLINE void Fold(const T* values, int32_t /*row*/, int64_t width, CellsOf<Sum> cells) const {
-    JB_VECTORIZE
-    for (int64_t i = 0; i < width; ++i) cells.first[i] += static_cast<First>(values[i]);
+  template <typename Value>
+  JB_INLINE void Fold(const Value* values, int32_t /*row*/, int64_t width, CellsOf<Sum> cells) const {
+    if constexpr (kIsWidenedAtOnce<Value>) {
+      AddWidened(values, width, cells.first);
+    } else {
+      JB_VECTORIZE
+      for (int64_t i = 0; i < width; ++i) cells.first[i] += static_cast<First>(values[i]);
+    }
   }
 
   JB_INLINE void Merge(int64_t count, CellsOf<Sum> later, CellsOf<Sum> cells) const {
@@ -36,21 +41,23 @@ struct Sum {
     for (int64_t i = 0; i < count; ++i) cells.first[i] += later.first[i];
   }
 
+  JB_INLINE void WriteEmpty(int64_t count, int64_t first_cell) const { WriteZeros(output + first_cell, count); }
+
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* counts, CellsOf<Sum> cells) const {
     T* const to = output + first_cell;
     if (!kIsFloating<T> || !is_mean) {
       WriteNumbers(cells.first, count, to);
     } else if (features == 1) {
-      JB_VECTORIZE
-      for (int64_t i = 0; i < count; ++i) {
-        Store(cells.first[i] / static_cast<First>(std::max(counts[i], 1)), to + i);
-      }
+      StoreEach(count, to, [&](int64_t i) __attribute__((always_inline)) {
+        return cells.first[i] / static_cast<First>(std::max(counts[i], 1));
+      });
     } else {
       WithWidth(features, [&](auto width) __attribute__((always_inline)) {
         int64_t done = 0;
         const auto divide = [&](auto cells_of_segment) __attribute__((always_inline)) {
           const First rows = static_cast<First>(std::max(*counts++, 1));
-          for (int64_t i = 0; i < cells_of_segment; ++i) Store(cells.first[done + i] / rows, to + done + i);
+          StoreEach(cells_of_segment, to + done,
+                    [&](int64_t i) __attribute__((always_inline)) { return cells.first[done + i] / rows; });
           done += cells_of_segment;
         };
         const int64_t into_first = first_cell % width;

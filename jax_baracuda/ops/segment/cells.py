@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jax_baracuda._core import jax_versions
@@ -15,11 +16,13 @@ from jax_baracuda._core.redirection import not_redirected
 
 
 def _dropping(reduction: Callable[..., Array]) -> Callable[[Array, Array, int], Array]:
-    """A reduction of ``jax.ops`` that drops every id out of range: XLA takes them modulo 2^32 on CPUs."""
+    """A reduction of ``jax.ops`` that drops every id out of range: XLA takes wide ones modulo 2^32 on CPUs."""
 
     def reduce(data: Array, ids: Array, num_segments: int) -> Array:
+        if ids.dtype.itemsize > np.dtype(np.int32).itemsize:
+            ids = jnp.where((ids >= 0) & (ids < num_segments), ids, -1)
         with not_redirected():  # the references are what a redirected call may end in
-            return reduction(data, jnp.where((ids >= 0) & (ids < num_segments), ids, -1), num_segments)
+            return reduction(data, ids, num_segments)
 
     return reduce
 
@@ -55,9 +58,8 @@ def same_value(x: Array, y: Array) -> Array:
 def over_counts(total: Array, counts: Array) -> Array:
     """Totals divided by the numbers of their rows, ``[S]``, rounded once; those of no rows are 0 and stay so."""
     divisors = per_row(jnp.maximum(counts, 1), total).astype(total.dtype)
-    # By a divisor that it broadcasts, XLA multiplies with the reciprocal, which rounds twice.
-    cell_divisors = jnp.where(total == total, divisors, jax.lax.optimization_barrier(divisors))
-    return total / cell_divisors
+    # By a divisor that it broadcasts, XLA would multiply with the reciprocal, which rounds twice.
+    return total / jnp.where(total == total, divisors, 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.selection import Implementation, selectable
@@ -157,6 +159,9 @@ def segment_mean_backward(
 # ----------------------------------------------------------------------------------------------------------------------
 # Reference in plain JAX.
 
+_MIN_ROWS_TO_DIVIDE_FIRST = 4
+"""To a segment: then it pays to write the quotients of segments before they are gathered."""
+
 
 def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array, Array]:
     total = xla_sum(data.astype(accumulation_dtype(data.dtype)), ids, num_segments)
@@ -165,9 +170,12 @@ def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple
 
 
 def _reference_backward(d_output: Array, count: Array, ids: Array, **_: Any) -> tuple[Array]:
-    cotangents, is_member = gather_segments(d_output.astype(accumulation_dtype(d_output.dtype)), ids)
-    count, _ = gather_segments(count, ids)
-    return (jnp.where(is_member, over_counts(cotangents, count), 0).astype(d_output.dtype),)
+    quotients = over_counts(d_output.astype(accumulation_dtype(d_output.dtype)), count).astype(d_output.dtype)
+    shapes = (*ids.shape, d_output.shape[0])
+    if jax_versions.is_static_shape(shapes) and ids.shape[0] >= _MIN_ROWS_TO_DIVIDE_FIRST * d_output.shape[0]:
+        quotients = jax.lax.optimization_barrier(quotients)  # fused with the gather, rows would be divided
+    d_rows, is_member = gather_segments(quotients, ids)
+    return (jnp.where(is_member, d_rows, 0),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -166,8 +166,8 @@ def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple
 
 
 def _reference_backward(d_output: Array, ids: Array, **_: Any) -> tuple[Array]:
-    cotangents, is_member = gather_segments(d_output.astype(accumulation_dtype(d_output.dtype)), ids)
-    return (jnp.where(is_member, cotangents, 0).astype(d_output.dtype),)
+    d_rows, is_member = gather_segments(d_output, ids)
+    return (jnp.where(is_member, d_rows, 0),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,85 @@
+// Many float16 numbers as float32 and back, by the instructions that processors have for it. The conversions of Float16
+// vectorise on all of them, but take several times as long, and GCC does not find these instructions for a function
+// that is compiled for several instruction sets (cpu_clones.h).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "ffi/core/cpu_kernel.h"
+#include "ffi/core/element_type.h"
+
+namespace jax_baracuda {
+
+void Widen(const Float16* from, int64_t count, float* to);
+
+// Adds the numbers to sums.
+void AddWidened(const Float16* from, int64_t count, float* sums);
+
+// Rounds to nearest, ties to even.
+void Narrow(const float* from, int64_t count, Float16* to);
+
+// Whether numbers of this type are better converted many at once.
+template <typename T>
+inline constexpr bool kIsWidenedAtOnce = std::is_same_v<T, Float16>;
+
+inline constexpr int64_t kWidenedAtOnce = 512;
+
+// Calls body(begin, count, numbers) for parts that make up an array: all of it as it is, or some numbers that were
+// converted.
+template <typename T, typename Body>
+JB_INLINE void ForEachPart(const T* values, int64_t count, const Body& body) {
+  if constexpr (kIsWidenedAtOnce<T>) {
+    float numbers[kWidenedAtOnce];
+    for (int64_t begin = 0; begin < count; begin += kWidenedAtOnce) {
+      const int64_t part = std::min(count - begin, kWidenedAtOnce);
+      Widen(values + begin, part, numbers);
+      body(begin, part, static_cast<const float*>(numbers));
+    }
+  } else {
+    body(int64_t{0}, count, values);
+  }
+}
+
+// Calls body with an array, converted where that is better and it has not too many numbers for that.
+template <typename T, typename Body>
+JB_INLINE void WithNumbers(const T* values, int64_t count, const Body& body) {
+  if constexpr (kIsWidenedAtOnce<T>) {
+    if (count <= kWidenedAtOnce) {
+      float numbers[kWidenedAtOnce];
+      Widen(values, count, numbers);
+      return body(static_cast<const float*>(numbers));
+    }
+  }
+  body(values);
+}
+
+// As ForEachPart, for two arrays of as many elements: body(begin, count, x, y).
+template <typename T, typename Body>
+JB_INLINE void ForEachPart(const T* x_values, const T* y_values, int64_t count, const Body& body) {
+  ForEachPart(x_values, count, [&](int64_t x_begin, int64_t x_count, const auto* x) __attribute__((always_inline)) {
+    ForEachPart(y_values + x_begin, x_count, [&](int64_t, int64_t part, const auto* y) __attribute__((always_inline)) {
+      body(x_begin, part, x, y);
+    });
+  });
+}
+
+// Stores compute(i) for each i below `count`.
+template <typename T, typename Compute>
+JB_INLINE void StoreEach(int64_t count, T* to, const Compute& compute) {
+  if constexpr (kIsWidenedAtOnce<T>) {
+    float numbers[kWidenedAtOnce];
+    for (int64_t begin = 0; begin < count; begin += kWidenedAtOnce) {
+      const int64_t part = std::min(count - begin, kWidenedAtOnce);
+      JB_VECTORIZE
+      for (int64_t i = 0; i < part; ++i) numbers[i] = compute(begin + i);
+      Narrow(numbers, part, to + begin);
+    }
+  } else {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) Store(compute(i), to + i);
+  }
+}
+
+}  // namespace jax_baracuda
