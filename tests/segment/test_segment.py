@@ -286,7 +286,7 @@ def test_no_data(reduction: Reduction) -> None:
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("reduction", [r for r in REDUCTIONS if r is not SOFTMAX], ids=str)
 def test_many_narrow_sorted_rows(rng: np.random.Generator, reduction: Reduction, width: int, hot: str) -> None:
-    """Results of cells: threads take whole segments, many of them empty, whatever their rows; ids out of range at ends."""
+    """Threads take whole segments, many of them empty, whatever their rows. Ids are out of range at both ends."""
     rows, segments = 200_000, 150_000
     ids = np.sort(rng.integers(-segments // 10, segments + segments // 10, rows)).astype(np.int32)
     if hot == "one segment":

@@ -56,8 +56,8 @@ inline constexpr int64_t kNarrowRowBytes = 64;
 inline constexpr int64_t kLeastWorkOfRow = 32;  // as many bytes, whatever its width
 inline constexpr int64_t kNearCacheBytes = 4 * 1024 * 1024;
 inline constexpr int64_t kFarCellBytes = 512 * 1024;  // of cells that are worth asking for ahead
-inline constexpr int64_t kMinRowsPerCellRow = 2;      // of a range's own cells, which must also be set up and merged
-inline constexpr int64_t kMinRowsPerRoundedCellRow = 8;
+inline constexpr int64_t kMinRowsPerCellRow = 2;
+inline constexpr int64_t kMinRowsPerRangeCellRow = 8;  // of a range's own cells, which must also be set up and merged
 inline constexpr int64_t kMaxRoundedRanges = 64;
 inline constexpr int64_t kMinBytesPerRoundedRange = 64 * 1024;
 inline constexpr int64_t kMinSegmentsPerBlock = 64;
@@ -285,13 +285,21 @@ JB_INLINE void PrefetchCells(Cells<First, Second> cells, int64_t width) {
   }
 }
 
-// The distance between cells that different threads write to: no cache line has some of both.
+// The distance between `count` numbers that one thread writes to and those of the next: no cache line has some of both.
+template <typename Number>
+constexpr int64_t Padded(int64_t count) {
+  constexpr int64_t kNumbersOfLine = kCacheLine / sizeof(Number);
+  return RoundUp(count, kNumbersOfLine) + kNumbersOfLine;
+}
+
 template <typename Reduction>
 constexpr int64_t PaddedCells(int64_t count) {
-  using Second = std::conditional_t<std::is_same_v<typename Reduction::Second, NoNumber>, typename Reduction::First,
-                                    typename Reduction::Second>;
-  constexpr int64_t kCellsOfLine = kCacheLine / std::min(sizeof(typename Reduction::First), sizeof(Second));
-  return CeilDivide(count, kCellsOfLine) * kCellsOfLine + kCellsOfLine;
+  const int64_t of_first = Padded<typename Reduction::First>(count);
+  if constexpr (std::is_same_v<typename Reduction::Second, NoNumber>) {
+    return of_first;
+  } else {
+    return std::max(of_first, Padded<typename Reduction::Second>(count));
+  }
 }
 
 template <typename Reduction>
@@ -677,11 +685,11 @@ inline int64_t NumThreads(ffi::ThreadPool& pool, int64_t total_bytes) {
 template <typename Reduction>
 int64_t NumRanges(const Problem& problem, int64_t row_bytes, int64_t num_threads) {
   if constexpr (Reduction::kRounds) {
-    const int64_t most = std::min(problem.rows / (kMinRowsPerRoundedCellRow * problem.segments),
+    const int64_t most = std::min(problem.rows / (kMinRowsPerRangeCellRow * problem.segments),
                                   problem.rows * row_bytes / kMinBytesPerRoundedRange);
     return std::clamp<int64_t>(most, 1, std::max<int64_t>(1, kMaxRoundedRanges / problem.batch));
   } else {
-    return std::clamp<int64_t>(problem.rows / (kMinRowsPerCellRow * problem.segments), 1,
+    return std::clamp<int64_t>(problem.rows / (kMinRowsPerRangeCellRow * problem.segments), 1,
                                CeilDivide(num_threads, problem.batch));
   }
 }
@@ -698,11 +706,12 @@ bool ReduceInOrder(ffi::ThreadPool& pool, const Problem& problem, int64_t num_ra
   const CellsOf<Reduction> results = reduction.ResultCells();  // of the first range, if there are any
   const int64_t ranges_in_memory = results.first == nullptr ? num_ranges : num_ranges - 1;
   const int64_t padded_cells = PaddedCells<Reduction>(cells_per_batch);
+  const int64_t padded_counts = Padded<int32_t>(problem.segments);
   CellMemory<Reduction> memory;
   std::unique_ptr<int32_t[]> later_counts;
   if (!memory.Allocate(problem.batch * ranges_in_memory * padded_cells)) return false;
   if (row_counts != nullptr) {
-    later_counts = Allocate<int32_t>(problem.batch * (num_ranges - 1) * problem.segments);
+    later_counts = Allocate<int32_t>(problem.batch * (num_ranges - 1) * padded_counts);
     if (later_counts == nullptr) return false;
   }
   const auto cells_of = [&](int64_t batch, int64_t range) {
@@ -713,13 +722,18 @@ bool ReduceInOrder(ffi::ThreadPool& pool, const Problem& problem, int64_t num_ra
   const auto counts_of = [&](int64_t batch, int64_t range) -> int32_t* {
     if (row_counts == nullptr) return nullptr;
     return range == 0 ? row_counts + batch * problem.segments
-                      : later_counts.get() + (batch * (num_ranges - 1) + range - 1) * problem.segments;
+                      : later_counts.get() + (batch * (num_ranges - 1) + range - 1) * padded_counts;
   };
-  ParallelFor(pool, problem.batch * num_ranges, [&](int64_t index) {
-    const int64_t batch = index / num_ranges, range = index % num_ranges;
-    fold(batch, ChunkBegin(problem.rows, num_ranges, range), ChunkBegin(problem.rows, num_ranges, range + 1),
-         cells_of(batch, range), counts_of(batch, range));
-  });
+  const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(typename Reduction::First));
+  ForEachRange(pool, problem.batch * num_ranges, problem.batch * problem.rows * std::max(row_bytes, kLeastWorkOfRow),
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t index = begin; index < end; ++index) {
+                   const int64_t batch = index / num_ranges, range = index % num_ranges;
+                   fold(batch, ChunkBegin(problem.rows, num_ranges, range),
+                        ChunkBegin(problem.rows, num_ranges, range + 1), cells_of(batch, range),
+                        counts_of(batch, range));
+                 }
+               });
   if (row_counts != nullptr) {
     ParallelFor(pool, problem.batch, [&](int64_t batch) {
       int32_t* const counts = counts_of(batch, 0);
