@@ -5,6 +5,7 @@
 #include "ffi/core/cpu_clones.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
 #include <immintrin.h>
 #define JB_HAS_F16C_INTRINSICS 1
 #endif
@@ -65,8 +66,9 @@ JB_F16C void NarrowByF16c(const float* from, int64_t count, Float16* to) {
 }
 
 bool HasF16c() {
+  unsigned eax, ebx, ecx, edx;  // not every compiler knows "f16c" by name
   __builtin_cpu_init();
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  return __builtin_cpu_supports("avx2") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
 }
 
 const auto kWiden = HasF16c() ? WidenByF16c : WidenOnAny;

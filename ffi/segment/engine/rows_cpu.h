@@ -620,10 +620,8 @@ class HeldCell {
   typename Reduction::Second second_{};
 };
 
-// Whether all cells together are so many bytes that those of a row at random are worth asking for ahead.
-inline bool CellsAreFar(const Problem& problem, int64_t cell_bytes) {
-  return problem.segments * problem.features * cell_bytes > kFarCellBytes;
-}
+// Whether cells are so many bytes together that those of a row at random are worth asking for ahead.
+inline bool AreFar(int64_t cells, int64_t cell_bytes) { return cells * cell_bytes > kFarCellBytes; }
 
 // Folds the rows [row_begin, row_end) of a batch element, in order, into cells [segment_end - segment_begin, features].
 // They are all in these segments, or in none.
@@ -635,13 +633,13 @@ JB_CPU_CLONES void FoldInOrder(const Problem problem, SegmentIds ids, const Rows
   if (row_counts != nullptr) std::fill_n(row_counts, segment_end - segment_begin, 0);
   const auto rows = all_rows.At(problem, batch, 0);
   const int64_t features = problem.features;
-  const bool are_far = (segment_end - segment_begin) * features * CellBytes<Reduction>() > kFarCellBytes;
+  const bool cells_are_far = AreFar((segment_end - segment_begin) * features, CellBytes<Reduction>());
+  const bool rows_are_far = AreFar(problem.segments * features, CellBytes<Reduction>());  // if they are gathered
   HeldCell<Reduction> held(cells, row_counts);
   const auto fold = [&](const auto& some_rows, int64_t begin, int64_t end) __attribute__((always_inline)) {
     const auto prefetch = [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
-      if (!are_far) return;
-      PrefetchCells(cells + (segment - segment_begin) * features, features);
-      some_rows.PrefetchNarrow(static_cast<int32_t>(row), features);
+      if (cells_are_far) PrefetchCells(cells + (segment - segment_begin) * features, features);
+      if (rows_are_far) some_rows.PrefetchNarrow(static_cast<int32_t>(row), features);
     };
     if (Reduction::kHoldsRuns && features == 1) {
       ForEachMember(problem, ids, batch, begin, end, prefetch,

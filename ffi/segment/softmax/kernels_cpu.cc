@@ -302,7 +302,7 @@ JB_CPU_CLONES void SumProductsInOrder(const Problem problem, const GradientArray
   std::fill_n(sums, problem.segments * problem.features, C{0});
   const T* const probabilities = arrays.RowsOfProbabilities(problem, batch);
   const T* const d_probabilities = arrays.RowsOfCotangents(problem, batch);
-  const bool are_far = CellsAreFar(problem, sizeof(C));
+  const bool are_far = AreFar(problem.segments * problem.features, sizeof(C));
   const auto prefetch = [&](int64_t /*row*/, int64_t segment) __attribute__((always_inline)) {
     if (are_far) __builtin_prefetch(sums + segment * problem.features, /*rw=*/1);
   };
