@@ -26,6 +26,17 @@ inline constexpr bool kIsWidenedAtOnce = std::is_same_v<T, Float16>;
 
 inline constexpr int64_t kWidenedAtOnce = 512;
 
+// Adds numbers of any type to sums of what they are computed with.
+template <typename T>
+JB_INLINE void AddNumbers(const T* numbers, int64_t count, ComputeType<T>* sums) {
+  if constexpr (kIsWidenedAtOnce<T>) {
+    AddWidened(numbers, count, sums);
+  } else {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) sums[i] += static_cast<ComputeType<T>>(numbers[i]);
+  }
+}
+
 // Calls body(begin, count, numbers) for parts that make up an array: all of it as it is, or some numbers that were
 // converted.
 template <typename T, typename Body>

@@ -28,12 +28,7 @@ struct GatherSum {
 
   template <typename Value>
   JB_INLINE void Fold(const Value* values, int32_t /*edge*/, int64_t width, CellsOf<GatherSum> cells) const {
-    if constexpr (kIsWidenedAtOnce<Value>) {
-      AddWidened(values, width, cells.first);
-    } else {
-      JB_VECTORIZE
-      for (int64_t i = 0; i < width; ++i) cells.first[i] += static_cast<First>(values[i]);
-    }
+    AddNumbers(values, width, cells.first);
   }
 
   template <typename Value>
@@ -64,8 +59,7 @@ struct GatherSum {
   }
 
   JB_INLINE void Merge(int64_t count, CellsOf<GatherSum> later, CellsOf<GatherSum> cells) const {
-    JB_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) cells.first[i] += later.first[i];
+    AddNumbers(later.first, count, cells.first);
   }
 
   JB_INLINE void WriteEmpty(int64_t count, int64_t first_cell) const {

@@ -32,12 +32,13 @@ JB_INLINE typename Format<C>::Bits FieldOf(C value) {
   return (BitCast<typename Format<C>::Bits>(value) >> Format<C>::kMantissaBits) & Format<C>::kExponentMask;
 }
 
-// 0 if a number is normal and its exponent field at least `margin` away from those of zero and infinity, else 1. (An
+// 0 if a number is normal and its exponent field kMargin away at least from those of zero and infinity, else 1. (An
 // integer, so that a loop can gather it for many numbers.)
 template <typename C>
-JB_INLINE typename Format<C>::Bits IsUnusual(C value, int margin) {
+JB_INLINE typename Format<C>::Bits IsUnusual(C value) {
+  constexpr int kMargin = 4;
   const auto field = FieldOf(value);
-  return field < margin || field > Format<C>::kExponentMask - margin ? 1 : 0;
+  return field < kMargin || field > Format<C>::kExponentMask - kMargin ? 1 : 0;
 }
 
 // A number as the factor that it is to a mantissa, and what it adds to a packed product.
@@ -134,7 +135,7 @@ JB_INLINE C ValueWithout(C value, C mantissa, int32_t packed, C by) {
   return Value(mantissa / factor.mantissa * other.mantissa, others + (one_more << other.kind));
 }
 
-// The product of all members but one, where the number is not unusual (by a margin of 4) and the product not extreme.
+// The product of all members but one, where the number is not unusual and the product not extreme.
 template <typename C>
 JB_INLINE C ValueWithoutOrdinary(C value, C mantissa, int32_t packed) {
   using F = Format<C>;
@@ -283,7 +284,7 @@ JB_INLINE void GradientOfPart(const T* d_output, const C* mantissa, const int32_
   int32_t extreme = 0;
   JB_VECTORIZE
   for (int64_t i = 0; i < width; ++i) {
-    unusual |= IsUnusual(static_cast<C>(numbers[i]), 4);
+    unusual |= IsUnusual(static_cast<C>(numbers[i]));
     extreme |= IsExtreme(packed[i], static_cast<C>(numbers[i]));
   }
   if (unusual == 0 && extreme == 0) {

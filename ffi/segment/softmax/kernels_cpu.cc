@@ -77,8 +77,7 @@ struct ComputedSum {
   JB_INLINE void Start(int64_t count, CellsOf<ComputedSum> cells) const { std::fill_n(cells.first, count, C{0}); }
 
   JB_INLINE void Merge(int64_t count, CellsOf<ComputedSum> later, CellsOf<ComputedSum> cells) const {
-    JB_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) cells.first[i] += later.first[i];
+    AddNumbers(later.first, count, cells.first);
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, CellsOf<ComputedSum> cells) const {
@@ -107,12 +106,6 @@ JB_INLINE void WeighRow(const T* logits, const C* maxima, int64_t width, C* weig
 template <typename C>
 JB_CPU_CLONES void ExpAll(int64_t count, C* numbers) {
   for (int64_t i = 0; i < count; ++i) numbers[i] = Exp(numbers[i]);
-}
-
-template <typename C>
-JB_INLINE void AddTo(C* sums, const C* numbers, int64_t width) {
-  JB_VECTORIZE
-  for (int64_t i = 0; i < width; ++i) sums[i] += numbers[i];
 }
 
 template <typename T, typename C>
@@ -174,7 +167,7 @@ JB_CPU_CLONES void SumWeightsInOrder(const Problem problem, const SoftmaxArrays<
   WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
     ForEachWeighedRow(problem, arrays, batch, row_begin, row_end, width, maxima, block,
                       [&](int64_t, int64_t segment, const C* weights) __attribute__((always_inline)) {
-                        if (segment >= 0) AddTo(sums + segment * width, weights, width);
+                        if (segment >= 0) AddNumbers(weights, width, sums + segment * width);
                       });
   });
 }
@@ -244,7 +237,7 @@ JB_CPU_CLONES bool SoftmaxGrouped(const Problem problem, const Block block, cons
     C* next = weights.get();
     for (int32_t place = begin; place < end; ++place) {
       WeighRow(logits + grouped[place] * features, maxima, width, next);
-      AddTo(sums, next, width);
+      AddNumbers(next, width, sums);
       if (are_kept) next += width;
     }
     next = weights.get();

@@ -28,17 +28,11 @@ struct Sum {
 
   template <typename Value>
   JB_INLINE void Fold(const Value* values, int32_t /*row*/, int64_t width, CellsOf<Sum> cells) const {
-    if constexpr (kIsWidenedAtOnce<Value>) {
-      AddWidened(values, width, cells.first);
-    } else {
-      JB_VECTORIZE
-      for (int64_t i = 0; i < width; ++i) cells.first[i] += static_cast<First>(values[i]);
-    }
+    AddNumbers(values, width, cells.first);
   }
 
   JB_INLINE void Merge(int64_t count, CellsOf<Sum> later, CellsOf<Sum> cells) const {
-    JB_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) cells.first[i] += later.first[i];
+    AddNumbers(later.first, count, cells.first);
   }
 
   JB_INLINE void WriteEmpty(int64_t count, int64_t first_cell) const { WriteZeros(output + first_cell, count); }
