@@ -144,10 +144,15 @@ class OpCall:
     def sizes(self) -> dict[str, int]:
         """What rows of a tuning table may ask for: the sizes of the named dimensions, "features" (the product of those
         without names, 1 where there are none; not where one is named "feature"), "bytes" (of all operands and results),
-        "element_bits" (of the narrowest operand), "rank" (of the first operand), "operands" and "batch_dims" (how many
-        there are)."""
+        "bytes_elsewhere" (of those that are not updated in place), "element_bits" (of the narrowest operand), "rank"
+        (of the first operand), "operands" and "batch_dims" (how many there are)."""
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.result_types()]
-        num_bits = sum(math.prod(x.shape) * element_bits(x.dtype) for x in [*self.operands, *results])
+        bits_of_operands, bits_of_results = (
+            [math.prod(x.shape) * element_bits(x.dtype) for x in arrays] for arrays in (self.operands, results)
+        )
+        num_bits = sum(bits_of_operands) + sum(bits_of_results)
+        in_place = self.resolve(self.op.in_place)
+        bits_in_place = sum(bits_of_operands[i] + bits_of_results[result] for i, result in in_place.items())
         narrowest = min(element_bits(x.dtype) for x in self.operands)
         all_sizes = self.named_shapes(results).sizes
         sizes = {name: size for name, size in all_sizes.items() if not name.startswith("...")}
@@ -156,6 +161,7 @@ class OpCall:
         return {
             **sizes,
             "bytes": num_bits // 8,
+            "bytes_elsewhere": (num_bits - bits_in_place) // 8,
             "element_bits": narrowest,
             "rank": len(self.own_operands[0].shape),
             "operands": len(self.operands),

@@ -17,7 +17,8 @@ from jax_baracuda._tools.table import format_table
 
 Timings = Callable[[str, Callable[[], Any], Callable[[], Any]], None]
 
-CALLS = 7
+LEAST_ROUNDS, MOST_ROUNDS, SECONDS_OF_ROUNDS = 7, 500, 1.0
+"""How often a program is timed: steps of a tenth of a millisecond vary by a fifth from call to call."""
 _rows: list[tuple[str, str, str, str]] = []
 
 
@@ -38,16 +39,15 @@ def timings() -> Timings:
     """``timings(name, patched, unpatched)``: adds the median times of both, which take turns, to the last table.
 
     Results that tests compare are those of kernels; what is timed is what the packaged table picks, for which
-    ``jax.jit`` traces the patched program once more.
+    ``jax.jit`` traces both programs once more. A change of the context costs a call some time, so that both have it.
     """
 
-    def seconds_of_users(patched: Callable[[], Any]) -> float:
-        with jb.implementation(table=PACKAGED_TABLE):
-            return seconds_of_a_call(patched)
-
     def add(name: str, patched: Callable[[], Any], unpatched: Callable[[], Any]) -> None:
-        rounds = [(seconds_of_users(patched), seconds_of_a_call(unpatched)) for _ in range(CALLS + 1)]
-        ours, theirs = (statistics.median(times) for times in zip(*rounds[1:], strict=True))  # the first one compiles
+        with jb.implementation(table=PACKAGED_TABLE):
+            compiled = [seconds_of_a_call(program) for program in (patched, unpatched) for _ in range(2)]
+            rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, round(SECONDS_OF_ROUNDS / (compiled[1] + compiled[3]))))
+            times = [(seconds_of_a_call(patched), seconds_of_a_call(unpatched)) for _ in range(rounds)]
+        ours, theirs = map(statistics.median, zip(*times, strict=True))
         _rows.append((name, f"{ours * 1e3:.2f} ms", f"{theirs * 1e3:.2f} ms", f"{theirs / ours:.2f}"))
 
     return add
