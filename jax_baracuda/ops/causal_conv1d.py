@@ -602,13 +602,13 @@ def _last_inputs(x: Array, count: int, channels_last: bool) -> Any:
 def _history(arrays: Mapping[str, Array], time_axes: tuple[str, ...], channels_last: bool) -> Array:
     """The inputs ``[B, C, W - 1]`` before the first one of a shard: neighbours exchange no more than these."""
     last = _last_inputs(arrays["x"], arrays["weight"].shape[-1] - 1, channels_last).get()
-    return _from_shard_before(_as_state(last, channels_last), arrays.get("initial_state", 0), time_axes)
+    return _from_shard_before(_as_state(last, channels_last), arrays.get("initial_state"), time_axes)
 
 
-def _from_shard_before(values: Array, of_first: ArrayLike, time_axes: tuple[str, ...]) -> Array:
-    """What the shard before has, and `of_first` in the first one."""
+def _from_shard_before(values: Array, of_first: Array | None, time_axes: tuple[str, ...]) -> Array:
+    """What the shard before has, and `of_first`, zeros for None, in the first one."""
     received = jax.lax.ppermute(values, time_axes, [(i, i + 1) for i in range(_num_shards(time_axes) - 1)])
-    return jnp.where(jax.lax.axis_index(time_axes) == 0, of_first, received)
+    return received if of_first is None else jnp.where(jax.lax.axis_index(time_axes) == 0, of_first, received)
 
 
 def _shard_same_sequence(kernel: ShardKernel, axes: ShardAxes, segment_ids: Array, *, width: int) -> Sequence[Array]:
