@@ -199,6 +199,7 @@ def units(example: Example) -> dict[str, tuple[str, ...]]:
         "logit cells": ("segment", "feature"),
         "rows": ("row", *features),
         "row": ("key",),
+        "number": (),
     }
 
 
@@ -329,8 +330,9 @@ OF_VALUE_ALONE = {("segment_sum", "row"), ("gather_segment_sum", "node"), ("gath
 OF_VALUE_ALONE |= {("take_rows", "node"), ("write_slice", "new"), ("write_slices", "new")}
 """Functions and dimensions that the value has to exchange something for, and the gradient nothing."""
 
-EXCHANGES_MORE = {"segment_prod"}
-"""Plain JAX divides by what may be zero; here, the exponents of products are exchanged too."""
+EXCHANGES_MORE = {"segment_prod", "segment_softmax", "segment_attention"}
+"""Plain JAX divides a product by what may be zero; here, the exponents of products are exchanged too. A softmax has two
+branches, and one array of cells is exchanged in one of them, two in the other."""
 
 
 GRADIENTS = [split for split in SPLITS if split.key[1:] == ("", True)]

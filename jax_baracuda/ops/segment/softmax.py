@@ -190,8 +190,9 @@ def _exponentials(logits: Array, ids: Array, maxima: Array) -> Array:
 
 
 def _normalized(exponentials: Array, ids: Array, denominators: Array, dtype: Any) -> Array:
+    """0 for dropped rows."""
     denominators, is_member = gather_segments(denominators, ids)
-    return (exponentials / jnp.where(is_member, denominators, 1)).astype(dtype)
+    return jnp.where(is_member, exponentials / jnp.where(is_member, denominators, 1), 0).astype(dtype)
 
 
 def _reference(logits: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
@@ -238,10 +239,33 @@ def _shard_program(
     if not row_axes:
         return kernel(logits, ids)
     call = {"num_segments": num_segments, "indices_are_sorted": indices_are_sorted}
-    [maxima] = SEGMENT_MAX.kernel(logits, ids, first_wins=False, **call)
-    exponentials = _exponentials(logits, ids, extrema_over_shards(MAXIMUM, maxima, row_axes))
-    denominators = sum_over_shards(axes, exponentials, ids, deterministic=deterministic, **call)
-    return (_normalized(exponentials, ids, denominators, logits.dtype),)
+    wide = logits.astype(accumulation_dtype(logits.dtype))
+    least_term, least, most = _RANGES[wide.dtype.itemsize]
+
+    def sum_of(exponentials: Array) -> Array:
+        return sum_over_shards(axes, exponentials, ids, deterministic=deterministic, **call)
+
+    def by_maxima() -> Array:
+        [maxima] = SEGMENT_MAX.kernel(logits, ids, first_wins=False, **call)
+        exponentials = _exponentials(logits, ids, extrema_over_shards(MAXIMUM, maxima, row_axes))
+        return _normalized(exponentials, ids, sum_of(exponentials), logits.dtype)
+
+    sums = sum_of(jnp.maximum(jnp.exp(wide), least_term))  # 0 where there are no rows alone
+    is_in_range = ((sums == 0) | ((least <= sums) & (sums <= most))).all()
+    needs_maxima = jax.lax.pmax(jnp.where(is_in_range, 0, 1), row_axes) > 0
+    # Each branch computes all of its result: one that is handed on would be copied.
+    return (
+        jax.lax.cond(
+            needs_maxima,
+            by_maxima,
+            lambda: _normalized(jnp.exp(wide), ids, sums, logits.dtype),
+        ),
+    )
+
+
+_RANGES = {4: (2.0**-120, 2.0**-50, 2.0**64), 8: (2.0**-1000, 2.0**-64, 2.0**1000)}
+"""By the bytes of a number: the least term of sums of exponentials, which is nothing beside others, and between what
+values such a sum without a maximum is as good as one with it. Mostly all are, and no maxima are found and exchanged."""
 
 
 def _shard_backward(
