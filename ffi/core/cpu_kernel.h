@@ -11,6 +11,7 @@
 
 #include "ffi/core/element_type.h"
 #include "ffi/core/handler.h"
+#include "ffi/core/huge_pages.h"
 #include "ffi/core/parallel_for.h"
 
 #define JB_INLINE __attribute__((always_inline)) inline
@@ -42,7 +43,9 @@ inline ffi::Error Status(const char* op, bool is_supported, bool has_memory, con
 // Memory that is not initialised; nullptr if there is none.
 template <typename T>
 std::unique_ptr<T[]> Allocate(int64_t count) {
-  return std::unique_ptr<T[]>(new (std::nothrow) T[std::max<int64_t>(1, count)]);
+  T* const memory = new (std::nothrow) T[std::max<int64_t>(1, count)];
+  if (memory != nullptr) AdviseHugePages(memory, count * static_cast<int64_t>(sizeof(T)));
+  return std::unique_ptr<T[]>(memory);
 }
 
 // Zeros, which are +0 for floating types: all bits are zero.

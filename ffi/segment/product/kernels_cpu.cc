@@ -163,7 +163,7 @@ struct FloatingProduct {
   First* mantissa;  // with `packed` the residual, or nullptr
   int32_t* packed;
 
-  JB_INLINE CellsOf<FloatingProduct> ResultCells() const { return {mantissa, packed}; }
+  JB_INLINE CellsOf<FloatingProduct> ResultCells() const { return {mantissa, packed}; }  // if there is a residual
 
   JB_INLINE void Start(int64_t count, CellsOf<FloatingProduct> cells) const {
     std::fill_n(cells.first, count, First{1});
