@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import jax
 
 from benchmarks import causal_conv1d, decoding, graph, grid, programs, rope, segment, where, write_slice
 from benchmarks.harness import QUICK, Case, copy_bytes_per_second, environment, measure, summary_of
 from benchmarks.record import OURS, PROGRAMS, RESULTS, XLA, CaseRecord, Measurement, Run, milliseconds_text
-from jax_baracuda._tools.command_line import INTERRUPTED, parser_of, run
+from jax_baracuda._tools.command_line import INTERRUPTED, output_file, parser_of, run
 from jax_baracuda._tools.platforms import default_devices
 from jax_baracuda._tools.progress import Progress
 
@@ -21,12 +20,12 @@ FAMILIES = (segment, graph, causal_conv1d, rope, where, write_slice, programs, d
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status; of an interrupted run, what was measured is recorded."""
-    default_devices()
     statuses = {0: "all cases were measured", 1: "this package failed, or XLA computed something else"}
     parser = parser_of("benchmarks", __doc__, statuses)
-    default = RESULTS / f"{jax.default_backend()}.json"
     parser.add_argument(
-        "--output", type=Path, help=f"the JSON record (default: {default} if all cases are run in full)"
+        "--output",
+        type=output_file,
+        help=f"the JSON record (default: cpu.json or gpu.json in {RESULTS} if all cases are run in full)",
     )
     parser.add_argument(
         "--only",
@@ -37,21 +36,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes and few samples, to see that everything runs")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     options = parser.parse_args(arguments)
-    if options.only == ["grid"]:
+    backend = default_devices()[0].platform
+    if options.only == ["grid"] and not options.list:
         return grid.main(
             [
                 *(["--output", str(options.output)] if options.output else []),
                 *(["--cases", "20"] if options.quick else []),
             ]
         )
-    cases = list(select_cases(jax.default_backend(), options.only, options.quick))
+    cases = list(select_cases(backend, options.only, options.quick))
+    if not cases:
+        parser.error(f"no case on {backend} has a name with {' or '.join(options.only)}: see --list")
     if options.list:
         for case in cases:
             print(case.name)
         return 0
-    if not cases:
-        parser.error(f"no case on {jax.default_backend()} has a name with {' or '.join(options.only)}: see --list")
-    output = options.output or (None if options.only or options.quick else default)
+    output = options.output or (None if options.only or options.quick else RESULTS / f"{backend}.json")
 
     progress = Progress()
     say = progress.print

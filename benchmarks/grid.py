@@ -10,7 +10,6 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +18,8 @@ from benchmarks.harness import environment
 from benchmarks.record import FORWARD, LOWEST_RATIO, RESULTS, WITH_GRADIENT, GridRun, Ratio, distribution
 from jax_baracuda._examples.example import value_and_gradient
 from jax_baracuda._tools import grid
-from jax_baracuda._tools.command_line import INTERRUPTED, parser_of, positive_number, run
+from jax_baracuda._tools.command_line import INTERRUPTED, output_file, parser_of, positive_number, run
+from jax_baracuda._tools.platforms import default_devices
 from jax_baracuda._tools.timing import Arrays, Loop, compiled_in_batches, num_steps, race
 from jax_baracuda._tools.tune import operands_of, types_of
 
@@ -32,14 +32,24 @@ TRAFFIC_PER_OPERAND_BYTE = 3
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Times the sample, writes the record and prints a summary; returns the exit status."""
-    backend = jax.default_backend()
     parser = parser_of("benchmarks.grid", __doc__, {0: "all calls were timed, or those that --seconds allow"})
-    parser.add_argument("--output", type=Path, default=RESULTS / f"{backend}_grid.json", help="the JSON record")
+    parser.add_argument(
+        "--output", type=output_file, help=f"the JSON record (default: cpu_grid.json or gpu_grid.json in {RESULTS})"
+    )
     parser.add_argument("--cases", type=positive_number, default=400, help="sampled calls (default: 400)")
     parser.add_argument("--seed", type=int, default=SEED, help="of the sample")
-    parser.add_argument("--functions", nargs="+", default=(), help="public functions (default: all)")
+    parser.add_argument(
+        "--functions",
+        nargs="+",
+        default=(),
+        choices=grid.function_names(),
+        metavar="FUNCTION",
+        help="public functions (default: all)",
+    )
     parser.add_argument("--seconds", type=positive_number, help="stop after so many, with what was timed by then")
     options = parser.parse_args(arguments)
+    backend = default_devices()[0].platform
+    output = options.output or RESULTS / f"{backend}_grid.json"
     platform = "cuda" if backend == "gpu" else backend
     cases = list(grid.sample(platform, options.cases, options.seed, options.functions))
     grid_run = GridRun(environment(), options.seed, len(cases))
@@ -54,10 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_interrupted = True
         print("interrupted", file=sys.stderr)
     grid_run.seconds = round(time.perf_counter() - start, 1)
-    grid_run.save(options.output)
+    grid_run.save(output)
     print(
         summary(grid_run),
-        f"{grid_run.timed_calls} of {len(cases)} calls in {grid_run.seconds:.0f} s, wrote {options.output}",
+        f"{grid_run.timed_calls} of {len(cases)} calls in {grid_run.seconds:.0f} s, wrote {output}",
         sep="\n",
     )
     return INTERRUPTED if is_interrupted else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
 import tempfile
@@ -15,6 +14,8 @@ import jax
 from benchmarks.__main__ import select_cases
 from benchmarks.harness import Contender, JaxContender, copy_bytes_per_second
 from benchmarks.record import Measurement
+from jax_baracuda._tools.command_line import parser_of, run
+from jax_baracuda._tools.platforms import default_devices
 
 CALLS = 10
 """Of every contender, of which the median counts for each kernel."""
@@ -22,11 +23,11 @@ CALLS = 10
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 where there is no GPU to profile."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    parser = parser_of("benchmarks.kernels", __doc__, {0: "the kernels were profiled", 1: "there is no GPU"})
     parser.add_argument("--only", nargs="+", default=[], help="only cases whose name contains one of these texts")
     options = parser.parse_args(arguments)
-    if jax.default_backend() != "gpu":
-        print(f"kernels are profiled on GPUs only, and JAX runs on {jax.default_backend()}")
+    if (backend := default_devices()[0].platform) != "gpu":
+        print(f"kernels are profiled on GPUs only, and JAX runs on {backend}")
         return 1
     bandwidth = copy_bytes_per_second()
     print(f"copy: {bandwidth / 1e12:.3f} TB/s on {jax.devices()[0].device_kind}")
@@ -81,4 +82,4 @@ def short_name(kernel: str) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

@@ -12,7 +12,6 @@ import functools
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from benchmarks.harness import Effort, JaxContender, environment, largest_disagr
 from benchmarks.record import OURS, XLA, milliseconds_text
 from jax_baracuda._examples import causal_conv1d, graph_networks, rope
 from jax_baracuda._examples import segment as plain_segment
-from jax_baracuda._tools.command_line import parser_of, run
+from jax_baracuda._tools.command_line import output_file, parser_of, run
 from jax_baracuda._tools.platforms import default_devices
 from jax_baracuda._tools.progress import Progress
 
@@ -347,14 +346,13 @@ def measure(program: Program, num_devices: int, effort: Effort) -> Scaling:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    default_devices()
     statuses = {0: "all programs were measured", 1: "a program failed, or its results differ"}
     parser = parser_of("benchmarks.many_devices", __doc__, statuses)
-    parser.add_argument("--output", type=Path, help="the JSON record")
+    parser.add_argument("--output", type=output_file, help="the JSON record")
     parser.add_argument("--only", nargs="+", default=[], help="run programs whose name has one of these texts")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
     options = parser.parse_args(arguments)
-    num_devices = len(jax.devices())
+    num_devices = len(default_devices())
     if num_devices < 2:
         parser.error("there is only one device; on CPUs, XLA_FLAGS=--xla_force_host_platform_device_count=2 makes two")
     scale = 128 if options.quick else 1 if jax.default_backend() == "gpu" else 64

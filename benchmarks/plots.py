@@ -3,7 +3,6 @@ one PNG of a random sample of calls."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +35,7 @@ from benchmarks.record import (  # noqa: E402
     milliseconds_text,
     others,
 )
+from jax_baracuda._tools.command_line import parser_of, run  # noqa: E402
 
 # Okabe and Ito's palette: told apart by colour-blind readers and in grey.
 COLORS = ("#0072B2", "#E69F00", "#999999")
@@ -291,16 +291,17 @@ def draw_cases(run: Run) -> dict[str, Figure]:
     return figures
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes the plots; returns the exit status."""
+    parser = parser_of("benchmarks.plots", __doc__, {0: "the plots were drawn"})
     parser.add_argument("record", type=Path)
     parser.add_argument("--output", type=Path, help="the folder to write to (default: that of the record)")
     options = parser.parse_args(arguments)
     try:
-        run = load(options.record)
+        record = load(options.record)
     except ValueError as error:
         parser.error(str(error))
-    figures = {"": draw_grid(run)} if isinstance(run, GridRun) else draw_cases(run)
+    figures = {"": draw_grid(record)} if isinstance(record, GridRun) else draw_cases(record)
     if not figures:
         parser.error("no case to draw")
     folder = options.output or options.record.parent
@@ -310,6 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         save(figure, path)
         plt.close(figure)
         print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
+    return 0
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -319,4 +321,4 @@ def save(figure: Figure, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from benchmarks.record import (
     milliseconds_text,
     others,
 )
+from jax_baracuda._tools.command_line import parser_of, run
 
 
 def markdown(run: Run, only: str = "") -> str:
@@ -135,23 +135,25 @@ def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *body))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the tables; returns the exit status."""
+    parser = parser_of("benchmarks.tables", __doc__, {0: "the tables were printed"})
     parser.add_argument("record", type=Path)
     parser.add_argument("--only", default="", help="detail only cases whose name contains this text")
     parser.add_argument("--formulations", action="store_true", help="say which of XLA's formulations were the fastest")
     options = parser.parse_args(arguments)
     try:
-        run = load(options.record)
+        record = load(options.record)
     except ValueError as error:
         parser.error(str(error))
-    if isinstance(run, GridRun):
-        print(grid_table(run))
-        return
-    print(markdown(run, options.only))
+    if isinstance(record, GridRun):
+        print(grid_table(record))
+        return 0
+    print(markdown(record, options.only))
     if options.formulations:
-        print("\n" + "\n".join(f"{op}: {formulations(run.of_op(op))}" for op in run.ops()))
+        print("\n" + "\n".join(f"{op}: {formulations(record.of_op(op))}" for op in record.ops()))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

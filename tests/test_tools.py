@@ -26,15 +26,16 @@ import pytest
 from support import cases
 
 import benchmarks.__main__ as benchmarks_main
+import benchmarks.grid as grid_benchmark
 import jax_baracuda as jb
-from benchmarks import many_devices
+from benchmarks import kernels, many_devices
 from jax_baracuda._core import selection
 from jax_baracuda._core.native import NativeModule
 from jax_baracuda._core.op import OPS
 from jax_baracuda._core.selection import Row, TuningTable
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example
-from jax_baracuda._tools import check, grid, race, report, timing, tune
+from jax_baracuda._tools import check, demo, grid, race, report, timing, tune
 from jax_baracuda._tools.calls import traced_calls
 from jax_baracuda._tools.command_line import exit_status
 from jax_baracuda._tools.platforms import BackendError
@@ -342,7 +343,6 @@ def test_sample_of_calls_beside_plain_jax(
 ) -> None:
     """The record has the distribution: as a table and as a plot, too."""
     pytest.importorskip("matplotlib")
-    import benchmarks.grid as grid_benchmark
     from benchmarks import plots, tables
     from benchmarks.record import FORWARD, WITH_GRADIENT, load
 
@@ -567,6 +567,46 @@ def test_repeats_must_be_positive(tool: Any, repeats: str, capsys: pytest.Captur
         tool.main(["--repeats", repeats])
     assert stop.value.code == 2
     assert "argument --repeats: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tool", [demo, tune, benchmarks_main, grid_benchmark, many_devices])
+def test_what_cannot_be_written_is_said_first(tool: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, problem in ((tmp_path / "missing" / "file", "there is no folder"), (tmp_path, "is a folder")):
+        with pytest.raises(SystemExit) as stop:
+            tool.main(["--output", str(path)])
+        assert stop.value.code == 2
+        assert "argument --output: " in (text := capsys.readouterr().err) and problem in text
+
+
+@pytest.mark.parametrize("tool", [tune, grid_benchmark])
+def test_functions_to_sample_must_exist(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        tool.main(["--functions", "rope", "nonsense"])
+    assert stop.value.code == 2
+    assert "argument --functions: invalid choice: 'nonsense'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tool", [benchmarks_main, grid_benchmark, many_devices, kernels])
+def test_help_of_benchmarks_needs_no_device(
+    tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without which they say that there is none."""
+    monkeypatch.setattr(jax, "devices", lambda *_: (_ for _ in ()).throw(RuntimeError("none")))
+    with pytest.raises(BackendError, match="JAX cannot start a backend"):
+        tool.main([])
+    with pytest.raises(SystemExit) as stop:
+        tool.main(["--help"])
+    assert stop.value.code == 0 and "Exit status: 0 if " in capsys.readouterr().out
+
+
+def test_files_that_cannot_be_used_are_no_traceback(tmp_path: Path) -> None:
+    missing = run_tool("benchmarks.tables", str(tmp_path / "missing.json"))
+    assert missing.returncode == 2
+    assert missing.stderr == f"[Errno 2] No such file or directory: '{tmp_path / 'missing.json'}'\n"
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "jax_baracuda", "report"]
+        child = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (child.returncode, child.stderr) == (2, "[Errno 28] No space left on device\n")
 
 
 @pytest.mark.parametrize("tool", ["report", "check", "race", "tune", "demo"])

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from jax_baracuda._tools.platforms import BackendError
@@ -46,6 +47,16 @@ def positive_number(text: str) -> int:
 positive_number.__name__ = "whole number"  # argparse's messages name the type
 
 
+def output_file(text: str) -> Path:
+    """Parses an argument that names a file to write: what is wrong with it is said before anything is computed."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder")
+    return path
+
+
 def missing_packages(tool: str, modules: Sequence[str], extra: str) -> str | None:
     """What to do about modules that are not installed; None if all are."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
@@ -68,9 +79,17 @@ def exit_status(main: Callable[[], int]) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # What is left in the buffer would raise once more when the interpreter flushes it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return PIPE_CLOSED
+    except OSError as error:  # A file that cannot be read, or a full disk
+        _discard_output()
+        print(error, file=sys.stderr)
+        return CANNOT_RUN
+
+
+def _discard_output() -> None:
+    """What is left in the buffer would raise once more when the interpreter flushes it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run(main: Callable[[], int]) -> NoReturn:

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_baracuda
-from jax_baracuda._tools.command_line import CANNOT_RUN, missing_packages, parser_of
+from jax_baracuda._tools.command_line import CANNOT_RUN, missing_packages, output_file, parser_of
 from jax_baracuda._tools.platforms import default_devices
 
 NEIGHBOURS = 10
@@ -350,13 +350,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         {0: "both learn the same", 1: "they do not"},
     )
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    parser.add_argument("--output", type=Path, default=Path("demo.png"), help="PNG file for the plot")
+    parser.add_argument("--output", type=output_file, default=Path("demo.png"), help="PNG file for the plot")
     parser.add_argument("--steps", type=number_of_steps, default=200, help="training steps of each run")
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial parameters and of the labelled nodes")
-    options = parser.parse_args(arguments)
-    if not options.output.parent.is_dir():
-        parser.error(f"--output: there is no folder {options.output.parent}")
-    return options
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -68,6 +68,11 @@ class Case:
         return ", ".join(filter(None, (text, self.ids)))
 
 
+def function_names() -> list[str]:
+    """The public functions that may be sampled."""
+    return sorted({example.function.__name__ for example in all_examples()})
+
+
 def sample(platform: str, num_cases: int, seed: int, functions: Sequence[str] = ()) -> Iterator[Case]:
     """Cases in random order: every example call and dtype as often as any other.
 

@@ -35,6 +35,7 @@ from jax_baracuda._tools.command_line import (
     CANNOT_RUN,
     INTERRUPTED,
     missing_packages,
+    output_file,
     parser_of,
     positive_number,
     run,
@@ -65,7 +66,9 @@ class Measurement(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the table of what was timed, also if that was interrupted; returns the exit status."""
     parser = parser_of("jax_baracuda tune", __doc__, {0: "all calls were timed, or those that --seconds allow"})
-    parser.add_argument("--output", type=Path, default=Path("tuning.json"), help="the file (default: tuning.json)")
+    parser.add_argument(
+        "--output", type=output_file, default=Path("tuning.json"), help="the file (default: tuning.json)"
+    )
     parser.add_argument(
         "--cases", type=positive_number, default=400, help="sampled calls of public functions (default: 400)"
     )
@@ -74,7 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument(
-        "--functions", nargs="+", default=(), help="public functions whose ops are timed (default: all)"
+        "--functions",
+        nargs="+",
+        default=(),
+        choices=grid.function_names(),
+        metavar="FUNCTION",
+        help="public functions whose ops are timed (default: all)",
     )
     parser.add_argument(
         "--seconds", type=positive_number, help="stop after so many on each platform, with what was timed by then"
