@@ -1,19 +1,27 @@
-"""The README and the pages of docs: their examples run, their links lead somewhere, and every public name is on one."""
+"""The README and the pages of docs: their examples run, their links and commands lead somewhere, their tables are those
+of the records, and every public name is on one."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 from support.pages import run_examples
 
 import jax_baracuda
+from benchmarks import tables
+from benchmarks.__main__ import select_cases
+from benchmarks.record import RESULTS, GridRun, load
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOR_DEVELOPERS = [ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")]
 RUN_ELSEWHERE = {"adding_an_op.md": "test_adding_an_op.py", "recipes_libraries.md": "programs/test_recipes.py"}
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 WITH_EXAMPLES = [page for page in PAGES if "```python\n" in page.read_text() and page.name not in RUN_ELSEWHERE]
 
 
@@ -42,7 +50,7 @@ def anchors_of(page: Path) -> set[str]:
 @pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("page", [*PAGES, *FOR_DEVELOPERS], ids=name_of)
 def test_links(page: Path) -> None:
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = BLOCK.sub("", page.read_text())
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" in link:
             continue
@@ -51,6 +59,71 @@ def test_links(page: Path) -> None:
         assert target.exists(), f"{name_of(page)} links to {link}"
         if anchor:
             assert anchor in anchors_of(target), f"{name_of(page)} links to {link}"
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """The words of what a reader may type: code within lines, and blocks of no language, without their comments."""
+    text = page.read_text()
+    lines = "".join(code for language, code in BLOCK.findall(text) if not language).splitlines()
+    lines += re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
+    commands = (line for line in lines if line.startswith(("make ", "python ", "pip install ")))
+    return [words for words in (shlex.split(line, comments=True) for line in commands) if len(words) > 1]
+
+
+COMMANDS = sorted({tuple(command) for page in [*PAGES, *FOR_DEVELOPERS] for command in commands_of(page)})
+
+
+@pytest.mark.newest_jax_alone
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_commands_exist(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """Targets of make, modules with their options and the cases that these name, files, and extras."""
+    program, *arguments = command
+    if program == "make":
+        rules = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        targets = {target for rule in rules for target in rule.split()}
+        assert all(word in targets or "=" in word for word in arguments)
+    elif program == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        asked_for = [extra for word in arguments for extra in re.findall(r"^\.\[(.*)\]$", word)]
+        assert all(extra in extras for extra in asked_for)
+    elif arguments[0] != "-m":
+        assert (ROOT / arguments[0]).exists()
+    else:
+        module, *options = arguments[1:]
+        if module == "jax_baracuda":
+            module = f"jax_baracuda._tools.{options.pop(0)}"
+        is_package = (ROOT / module / "__main__.py").exists()
+        with pytest.raises(SystemExit) as stop:
+            importlib.import_module(f"{module}.__main__" if is_package else module).main(["--help"])
+        assert stop.value.code == 0
+        known = capsys.readouterr().out
+        assert all(re.search(rf"{option}\b", known) for option in options if option.startswith("--"))
+        if options[:1] == ["--only"] and options[1:] != ["grid"]:
+            assert all(any(select_cases("gpu", [text])) for text in options[1:])
+
+
+def cells_of(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+@pytest.mark.newest_jax_alone
+def test_tables_are_those_of_the_records() -> None:
+    """The overviews of the page on performance, and every case of the numbers; a cell may be left out."""
+    runs = [load(path) for path in RESULTS.glob("*.json") if path.name != "two_gpus.json"]
+    printed = [tables.markdown(run).splitlines() for run in runs if not isinstance(run, GridRun)]
+    known = [cells_of(row) for lines in printed for row in lines if row.startswith("|")]
+    overviews = re.findall(
+        r"^\| op \|  \| cases .*\n(?:\|.*\n)*", (ROOT / "docs/performance.md").read_text(), re.MULTILINE
+    )
+    numbers = (ROOT / "docs/numbers.md").read_text()
+    rows = re.findall(r"^\|.*", "".join([*overviews, numbers]), re.MULTILINE)
+    assert len(overviews) > 3 and len(rows) > 300
+
+    def is_known(row: list[str]) -> bool:
+        of_length = (cells for cells in known if len(cells) == len(row))
+        return any(all(cell in ("", other) for cell, other in zip(row, cells, strict=True)) for cells in of_length)
+
+    assert [row for row in rows if not is_known(cells_of(row))] == []
 
 
 @pytest.mark.newest_jax_alone
