@@ -113,7 +113,7 @@ lint: $(VENV)/installed
 	$(BIN)/clang-format --dry-run --Werror $(filter %.h %.cc %.cu %.cuh,$(SOURCES)) tests/sanitizers/thread_memory.cc
 	$(BIN)/codespell *.md *.txt Makefile pyproject.toml .ci cmake docs ffi jax_baracuda release tests benchmarks/*.py
 
-# What clang-tidy finds in the sources of the CPU module, in 40 seconds of one core.
+# What clang-tidy finds in the sources of the CPU module, in half a minute of one core.
 lint-native: $(VENV)/installed
 	$(BIN)/pip install --quiet clang-tidy==23.1.4 cmake nanobind ninja
 	$(CONFIGURE) -B build/$(notdir $(VENV))-tidy -D CMAKE_EXPORT_COMPILE_COMMANDS=ON
