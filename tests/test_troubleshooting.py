@@ -1,9 +1,10 @@
-"""What docs/troubleshooting.md quotes is what the package says."""
+"""What docs/troubleshooting.md quotes is what the package says, and every reason that the report can print is there."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,19 +19,43 @@ OF_JAX = (
 pytestmark = pytest.mark.newest_jax_alone
 
 
-def messages() -> str:
-    """Every string of the Python files, with dots for what is filled in, and of the file that looks for GPUs."""
-    found = []
+def nodes_of_package() -> Iterator[ast.AST]:
     for path in (ROOT / "jax_baracuda").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
-                found.append("".join(map(str, parts)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
+        yield from ast.walk(ast.parse(path.read_text()))
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """Those in a tree, with dots for what is filled in."""
+    if isinstance(tree, ast.JoinedStr):
+        yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in tree.values)
+    elif isinstance(tree, ast.Constant) and isinstance(tree.value, str):
+        yield tree.value
+    else:
+        for child in ast.iter_child_nodes(tree):
+            yield from strings(child)
+
+
+def messages() -> str:
+    """Every string of the Python files, and of the file that looks for GPUs."""
+    found = [text for node in nodes_of_package() if isinstance(node, ast.Module) for text in strings(node)]
     source = (ROOT / "ffi" / "core" / "device_problem.cu").read_text()
     found.extend(re.findall(r'"([^"\n]*)"', source))
     return "\n".join(found)
+
+
+def reasons() -> set[str]:
+    """Why there is no kernel for a call, what the table says of it, and what is wrong with a module; what to do about it
+    may follow a semicolon."""
+    texts = set()
+    for node in nodes_of_package():
+        if isinstance(node, ast.FunctionDef) and re.search("limit|unsupported_reason|missing_target", node.name):
+            returned = [part for part in ast.walk(node) if isinstance(part, ast.Return)]
+            texts |= {text for value in returned for text in strings(value)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Choice":
+            texts |= set(strings(node.args[1]))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "_load":
+            texts |= set(strings(node.args[2]))
+    return texts
 
 
 def quotations() -> list[str]:
@@ -45,3 +70,10 @@ def test_quotations_are_of_the_package() -> None:
     assert len(quotations()) > 30
     text = messages()
     assert [part for part in quotations() if part not in OF_JAX and part not in text] == []
+
+
+def test_reasons_are_on_the_page() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert len(reasons()) > 12
+    parts = {text: [part.strip(" ,.:()") for part in text.split(";")[0].split("…")] for text in reasons()}
+    assert [text for text, of_text in parts.items() if not all(part in page for part in of_text)] == []
