@@ -44,8 +44,10 @@ def messages() -> str:
 
 
 def reasons() -> set[str]:
-    """Why there is no kernel for a call, what the table says of it, and what is wrong with a module; what to do about it
-    may follow a semicolon."""
+    """Why there is no kernel for a call, what the table says, and what is wrong with a module.
+
+    What to do about it may follow a semicolon.
+    """
     texts = set()
     for node in nodes_of_package():
         if isinstance(node, ast.FunctionDef) and re.search("limit|unsupported_reason|missing_target", node.name):
