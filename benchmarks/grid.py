@@ -18,7 +18,7 @@ from benchmarks.harness import environment
 from benchmarks.record import FORWARD, LOWEST_RATIO, RESULTS, WITH_GRADIENT, GridRun, Ratio, distribution
 from jax_baracuda._examples.example import value_and_gradient
 from jax_baracuda._tools import grid
-from jax_baracuda._tools.command_line import INTERRUPTED, output_file, parser_of, positive_number, run
+from jax_baracuda._tools.command_line import INTERRUPTED, output_file, parser_of, run, whole_number
 from jax_baracuda._tools.platforms import default_devices
 from jax_baracuda._tools.timing import Arrays, Loop, compiled_in_batches, num_steps, race
 from jax_baracuda._tools.tune import operands_of, types_of
@@ -36,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=output_file, help=f"the JSON record (default: cpu_grid.json or gpu_grid.json in {RESULTS})"
     )
-    parser.add_argument("--cases", type=positive_number, default=400, help="sampled calls (default: 400)")
-    parser.add_argument("--seed", type=int, default=SEED, help="of the sample")
+    parser.add_argument("--cases", type=whole_number(1), default=400, help="sampled calls (default: 400)")
+    parser.add_argument("--seed", type=whole_number(0), default=SEED, help="of the sample")
     parser.add_argument(
         "--functions",
         nargs="+",
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FUNCTION",
         help="public functions (default: all)",
     )
-    parser.add_argument("--seconds", type=positive_number, help="stop after so many, with what was timed by then")
+    parser.add_argument("--seconds", type=whole_number(1), help="stop after so many, with what was timed by then")
     options = parser.parse_args(arguments)
     backend = default_devices()[0].platform
     output = options.output or RESULTS / f"{backend}_grid.json"

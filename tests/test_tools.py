@@ -569,6 +569,14 @@ def test_repeats_must_be_positive(tool: Any, repeats: str, capsys: pytest.Captur
     assert "argument --repeats: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("tool", [check, demo, tune, grid_benchmark])
+def test_seeds_must_not_be_negative(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        tool.main(["--seed", "-1"])
+    assert stop.value.code == 2
+    assert "argument --seed: must be at least 0, got -1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("tool", [demo, tune, benchmarks_main, grid_benchmark, many_devices])
 def test_what_cannot_be_written_is_said_first(tool: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path, problem in ((tmp_path / "missing" / "file", "there is no folder"), (tmp_path, "is a folder")):

@@ -36,15 +36,17 @@ def parser_of(program: str, description: str | None, statuses: Mapping[int, str]
     )
 
 
-def positive_number(text: str) -> int:
-    """Parses an argument that counts something of which there must be one at least."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
+def whole_number(least: int) -> Callable[[str], int]:
+    """What parses an argument that is a whole number, of `least` at least."""
 
+    def parse(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {number}")
+        return number
 
-positive_number.__name__ = "whole number"  # argparse's messages name the type
+    parse.__name__ = "whole number"  # argparse's messages name the type
+    return parse
 
 
 def output_file(text: str) -> Path:

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_baracuda
-from jax_baracuda._tools.command_line import CANNOT_RUN, missing_packages, output_file, parser_of
+from jax_baracuda._tools.command_line import CANNOT_RUN, missing_packages, output_file, parser_of, whole_number
 from jax_baracuda._tools.platforms import default_devices
 
 NEIGHBOURS = 10
@@ -333,14 +333,6 @@ def report_agreement(quantity: str, difference: float, tolerance: float) -> bool
     return agree
 
 
-def number_of_steps(text: str) -> int:
-    """Parses `--steps`: the timings need some steps beyond those of the warm-up."""
-    steps = int(text)
-    if steps <= WARM_UP_STEPS:
-        raise argparse.ArgumentTypeError(f"at least {WARM_UP_STEPS + 1} steps, of which {WARM_UP_STEPS} warm up")
-    return steps
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line of the demo."""
     parser = parser_of(
@@ -351,8 +343,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--output", type=output_file, default=Path("demo.png"), help="PNG file for the plot")
-    parser.add_argument("--steps", type=number_of_steps, default=200, help="training steps of each run")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the initial parameters and of the labelled nodes")
+    parser.add_argument(
+        "--steps",
+        type=whole_number(WARM_UP_STEPS + 1),
+        default=200,
+        help=f"training steps of each run, of which {WARM_UP_STEPS} warm up",
+    )
+    parser.add_argument(
+        "--seed", type=whole_number(0), default=0, help="seed of the initial parameters and of the labelled nodes"
+    )
     return parser.parse_args(arguments)
 
 

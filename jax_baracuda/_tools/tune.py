@@ -37,8 +37,8 @@ from jax_baracuda._tools.command_line import (
     missing_packages,
     output_file,
     parser_of,
-    positive_number,
     run,
+    whole_number,
 )
 from jax_baracuda._tools.platforms import devices_by_platform
 from jax_baracuda._tools.progress import Progress
@@ -70,12 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--output", type=output_file, default=Path("tuning.json"), help="the file (default: tuning.json)"
     )
     parser.add_argument(
-        "--cases", type=positive_number, default=400, help="sampled calls of public functions (default: 400)"
+        "--cases", type=whole_number(1), default=400, help="sampled calls of public functions (default: 400)"
     )
     parser.add_argument(
-        "--repeats", type=positive_number, default=5, help="timed loops of each call, after one to warm up (default: 5)"
+        "--repeats", type=whole_number(1), default=5, help="timed loops of each call, after one to warm up (default: 5)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--seed", type=whole_number(0), default=0, help="of the sample")
     parser.add_argument(
         "--functions",
         nargs="+",
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="public functions whose ops are timed (default: all)",
     )
     parser.add_argument(
-        "--seconds", type=positive_number, help="stop after so many on each platform, with what was timed by then"
+        "--seconds", type=whole_number(1), help="stop after so many on each platform, with what was timed by then"
     )
     options = parser.parse_args(arguments)
     if problem := missing_packages("tune", ("sklearn",), "bench"):
