@@ -125,6 +125,7 @@ def segment_programs(scale: int) -> Iterator[Program]:
         split_rows,
         ours=_drop(functools.partial(jb.segment_softmax, num_segments=sizes["segments"])),
         plain=_drop(functools.partial(plain_segment.softmax, num_segments=sizes["segments"])),
+        reduced=(softmax_sizes["segments"], softmax_sizes["width"]),
     )
 
 
