@@ -269,6 +269,12 @@ def prod_backward_call(rng: np.random.Generator, dtype: str, is_sorted: bool) ->
     return Call((d_output, mantissa, packed, problem.data, problem.ids[None]), (tuple(gradient),))
 
 
+def sum_of_exponentials_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
+    problem = make_problem(rng, dtype, is_sorted, adds=True)
+    expected = problem.of_each(cases.reference_sum_of_exponentials)
+    return Call((problem.data, problem.ids[None]), (expected,), {"num_segments": problem.segments})
+
+
 def softmax_backward_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
     problem = make_problem(rng, dtype, is_sorted, adds=True)
     p, d = rng.normal(size=(2, *problem.data.shape)).astype(problem.data.dtype)
@@ -444,6 +450,7 @@ CALLS: dict[str, Callable[..., Call]] = {
     },
     "segment_prod_with_residual": prod_with_residual_call,
     "segment_prod_backward": prod_backward_call,
+    "segment_sum_of_exponentials": sum_of_exponentials_call,
     "segment_softmax_backward": softmax_backward_call,
     "causal_conv1d": convolution_call,
     "causal_conv1d_backward": convolution_backward_call,
@@ -533,7 +540,8 @@ def test_guarantee(rng: np.random.Generator, name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_which_ops_claim_to_be_deterministic(name: str) -> None:
     """Everything but unsorted floating sums on GPUs, and those too if so asked."""
-    adds = name in ("segment_sum", "segment_mean", "segment_softmax", "segment_softmax_backward", *GATHERED_SUMS)
+    sums = ("segment_sum", "segment_sum_of_exponentials", "segment_mean")
+    adds = name in (*sums, "segment_softmax", "segment_softmax_backward", *GATHERED_SUMS)
     for dtype, platform, flags in itertools.product(sorted(OPS[name].dtypes), KERNEL_PLATFORMS, flags_of(name)):
         guarantee = precision_guarantee(name, dtype, platform, **flags)
         may_vary = adds and platform == "cuda" and cases.is_floating(jnp.dtype(dtype)) and not any(flags.values())

@@ -33,6 +33,7 @@ TARGETS: dict[str, tuple[tuple[Array, ...], tuple[Array, ...]]] = {
     "segment_argmax": ((DATA, IDS), (WINNER,)),
     "segment_argmin": ((DATA, IDS), (WINNER,)),
     "segment_sum": ((DATA, IDS), (OUTPUT,)),
+    "segment_sum_of_exponentials": ((DATA, IDS), (OUTPUT,)),
     "segment_sum_backward": ((D_OUTPUT, IDS), (D_DATA,)),
     "segment_mean": ((DATA, IDS), (OUTPUT, COUNT)),
     "segment_mean_backward": ((D_OUTPUT, COUNT, IDS), (D_DATA,)),

@@ -76,7 +76,11 @@ def assert_same(target: str, actual: np.ndarray, expected: np.ndarray, what: str
 
     The largest terms are at most 1, and those of its gradient at most ROWS.
     """
-    magnitude = {"segment_softmax": 1, "segment_softmax_backward": ROWS}.get(target, 0)
+    magnitude = {
+        "segment_softmax": 1,
+        "segment_sum_of_exponentials": ROWS * math.e**2,
+        "segment_softmax_backward": ROWS,
+    }.get(target, 0)
     Expected(expected, expected.dtype, ROWS * cases.eps_of(np.float32) * magnitude).check(actual, what)
 
 

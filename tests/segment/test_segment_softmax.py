@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ from segment.reference import SOFTMAX, Batch, plain_softmax
 from support import cases
 from support.cases import FLOATING, Expected, Shape, assert_same_bits
 
-from jax_baracuda import segment_softmax, segment_softmax_backward
+from jax_baracuda import implementation, segment_softmax, segment_softmax_backward
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM_OF_EXPONENTIALS
 
 each_dtype = pytest.mark.parametrize("dtype", FLOATING)
 
@@ -120,6 +122,35 @@ def test_shift_invariance(rng: np.random.Generator, dtype: str) -> None:
                 assert_same_bits(moved, np.asarray(plain))
             SOFTMAX.value(shifted, ids, 9).check(plain)
             SOFTMAX.value(shifted, ids, 9).check(moved)
+
+
+@pytest.mark.parametrize("is_sorted", [False, True], ids=["unsorted", "sorted"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_sum_of_exponentials(rng: np.random.Generator, dtype: str, is_sorted: bool) -> None:
+    """What devices with parts of the rows exchange; of one batch element, and of two that share their ids."""
+    batch = Batch()
+    for shape, deterministic in itertools.product((*cases.SHAPES, Shape(20_000, (4,), 3000)), (False, True)):
+        ids = cases.make_ids(rng, shape.rows, shape.segments, is_sorted=is_sorted)
+        data = rng.choice([1.0, 30.0, 2e3], (2, shape.rows, *shape.row_shape)) * rng.normal(
+            size=(2, shape.rows, *shape.row_shape)
+        )
+        data[rng.random(data.shape) < 0.01] = -np.inf
+        data[rng.random(data.shape) < 0.01] = np.nan
+        both = data.astype(dtype)
+        expected = [cases.reference_sum_of_exponentials(x, ids, shape.segments) for x in both]
+        params = {"num_segments": shape.segments, "indices_are_sorted": is_sorted, "deterministic": deterministic}
+
+        def sums(x: jax.Array, i: np.ndarray = ids, params: dict[str, Any] = params) -> jax.Array:
+            return SEGMENT_SUM_OF_EXPONENTIALS(x, i, **params)[0]
+
+        def check_both(actual: jax.Array, of_each: list[Expected] = expected, where: str = str(shape)) -> None:
+            for result, expectation in zip(actual, of_each, strict=True):
+                expectation.check(result, where)
+
+        batch.add(sums, (both[0],), lambda actual, e=expected[0], where=str(shape): e.check(actual, where))
+        batch.add(jax.vmap(sums), (both,), check_both)
+    with cases.x64_for(dtype), implementation("kernel"):
+        batch.run()
 
 
 def gradient_error(logits: np.ndarray, cotangent: np.ndarray, ids: np.ndarray, segments: int) -> np.ndarray:

@@ -521,6 +521,22 @@ def reference_softmax(logits: np.ndarray, ids: np.ndarray, segments: int) -> Exp
     return Expected(probabilities, logits.dtype, error)
 
 
+def reference_sum_of_exponentials(data: np.ndarray, ids: np.ndarray, segments: int) -> Expected:
+    """Infinite where it overflows; a term too small for the dtype's range still counts as more than nothing."""
+    wide = wider(data.dtype)
+    sums, error = np.zeros((2, segments, *data.shape[1:]), wide)
+    least = 2.0**-120 if data.dtype.itemsize == 4 else 2.0**-1000
+    for segment, rows in _members(ids, segments):
+        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+            x = data[rows].astype(wide)
+            terms = np.maximum(np.exp(x), least)
+            terms = np.where(terms > np.finfo(data.dtype).max, np.inf, terms)
+            sums[segment] = terms.sum(axis=0)
+            # Each term has an error of few units, and so have the sums.
+            error[segment] = eps_of(data.dtype) * (4 + np.sqrt(len(rows))) * sums[segment]
+    return Expected(sums, data.dtype, error)
+
+
 def reference_softmax_gradient(
     d_probabilities: np.ndarray, probabilities: np.ndarray, ids: np.ndarray, segments: int
 ) -> Expected:

@@ -1,4 +1,4 @@
-// The CUDA targets of segment_sum and segment_mean.
+// The CUDA targets of segment_sum, segment_mean and segment_sum_of_exponentials.
 
 #include "ffi/segment/engine/run_cuda.h"
 #include "ffi/segment/sum/handler.h"
@@ -15,6 +15,9 @@ JB_CUDA_TARGET("segment_sum", (HandleSum<cudaStream_t, kRun>), (BindCall<Stream,
 JB_CUDA_TARGET("segment_mean", (HandleMean<cudaStream_t, kRun>), (BindCall<Stream, 2, 2, SumOptions>()),
                (PlanOf<PlanSum, SumCallOf<true>>), kNothing, "fill_counts", JB_REDUCE_STRATEGIES, "atomics",
                "atomics_single_feature");
+JB_CUDA_TARGET("segment_sum_of_exponentials", (HandleSumOfExponentials<cudaStream_t, kRun>),
+               (BindCall<Stream, 2, 1, SumOptions>()), (PlanOf<PlanSum, SumCallOf<false>>), kNothing,
+               JB_REDUCE_STRATEGIES, "atomics", "atomics_single_feature");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

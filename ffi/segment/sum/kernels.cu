@@ -50,9 +50,10 @@ Plan PlanOf(const Problem& problem, const Choice& choice, int64_t element_bytes,
   return {TakesSingleFeatures(problem, element_bytes) ? "atomics_single_feature" : "atomics", sizes.total};
 }
 
-template <typename T>
+template <typename T, bool kIsOfExponentials>
 struct Launcher {
   using C = ComputeType<T>;
+  using Reduction = SumReduction<T, kIsOfExponentials>;
   const SumCall& arguments;
   const Choice choice;
   cudaStream_t stream;
@@ -67,7 +68,7 @@ struct Launcher {
     }
     const int64_t state_bytes = StateBytes(sizeof(T), arguments.is_mean);
     if (arguments.is_mean) return ReduceMean(arguments, choice.strategy, state_bytes, stream);
-    return LaunchReduction<SumReduction<T>>(arguments, choice.strategy, state_bytes, {output}, nullptr, stream);
+    return LaunchReduction<Reduction>(arguments, choice.strategy, state_bytes, {output}, nullptr, stream);
   }
 
  private:
@@ -99,13 +100,13 @@ struct Launcher {
     constexpr int kWidest = 16 / sizeof(C);
     if (TakesSingleFeatures(problem, sizeof(T))) {
       a.blocks_per_batch = CeilDivide(problem.rows, int64_t{kSumTableThreads} * kWidest);
-      SingleFeatureSumKernel<T, kWidest>
+      SingleFeatureSumKernel<T, kWidest, kIsOfExponentials>
           <<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kSumTableThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(SingleFeatureSumKernel);
     } else {
       a.blocks_per_batch =
           CeilDivide(problem.rows * (problem.features / kVec), int64_t{kSumTableThreads} * kSumVectorsInFlight);
-      SumTableKernel<T, kVec>
+      SumTableKernel<T, kVec, kIsOfExponentials>
           <<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kSumTableThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(SumTableKernel);
     }
@@ -136,7 +137,11 @@ CudaStatus LaunchSum(const SumCall& arguments, cudaStream_t stream) {
   DispatchWrapping(arguments.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const Choice choice = Choose(problem, sizeof(T), arguments.indices_are_sorted, arguments.deterministic, is_mean);
-    status = Launcher<T>{arguments, choice, stream}.Launch();
+    if (!arguments.is_of_exponentials) {
+      status = Launcher<T, false>{arguments, choice, stream}.Launch();
+    } else if constexpr (std::is_floating_point_v<T>) {
+      status = Launcher<T, true>{arguments, choice, stream}.Launch();
+    }
   });
   return status;
 }

@@ -1,9 +1,10 @@
-// The CPU kernels of segment_sum and segment_mean.
+// The CPU kernels of segment_sum, segment_mean and segment_sum_of_exponentials.
 
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
+#include "ffi/core/exp_cpu.h"
 #include "ffi/segment/engine/rows_cpu.h"
 #include "ffi/segment/sum/handler.h"
 
@@ -63,15 +64,54 @@ struct Sum {
   }
 };
 
+// Of exponentials; C is float or double.
+template <typename C>
+struct SumOfExponentials {
+  using Element = C;
+  using First = C;
+  using Second = NoNumber;
+  static constexpr bool kRounds = true, kHoldsRuns = true;
+
+  C* output;
+
+  JB_INLINE CellsOf<SumOfExponentials> ResultCells() const { return {output, nullptr}; }
+
+  JB_INLINE void Start(int64_t count, CellsOf<SumOfExponentials> cells) const { std::fill_n(cells.first, count, C{0}); }
+
+  JB_INLINE void Fold(const C* values, int32_t /*row*/, int64_t width, CellsOf<SumOfExponentials> cells) const {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < width; ++i) {
+      const C term = std::max(ExpOrZero(values[i]), kLeastExponential<C>);
+      cells.first[i] += values[i] == values[i] ? term : values[i];
+    }
+  }
+
+  JB_INLINE void Merge(int64_t count, CellsOf<SumOfExponentials> later, CellsOf<SumOfExponentials> cells) const {
+    AddNumbers(later.first, count, cells.first);
+  }
+
+  JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/,
+                       CellsOf<SumOfExponentials> cells) const {
+    WriteNumbers(cells.first, count, output + first_cell);
+  }
+};
+
 bool RunSum(ffi::ThreadPool& pool, const SumCall& call) {
   const Problem& problem = call.problem;
   bool has_memory = true;
   DispatchWrapping(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const Sum<T> reduction{static_cast<T*>(call.output), problem.features, call.is_mean};
-    AdviseHugePages(reduction.output, problem.batch * problem.segments * problem.features * sizeof(T));
-    has_memory = ReduceAll(pool, problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction,
-                           call.count);
+    T* const output = static_cast<T*>(call.output);
+    AdviseHugePages(output, problem.batch * problem.segments * problem.features * sizeof(T));
+    const auto reduce = [&](const auto& reduction) {
+      has_memory = ReduceAll(pool, problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)},
+                             reduction, call.count);
+    };
+    if (!call.is_of_exponentials) {
+      reduce(Sum<T>{output, problem.features, call.is_mean});
+    } else if constexpr (std::is_floating_point_v<T>) {
+      reduce(SumOfExponentials<T>{output});
+    }
   });
   return has_memory;
 }
@@ -88,6 +128,9 @@ JB_CPU_TARGET("segment_sum", (HandleSum<ffi::ThreadPool, kRun>), (BindCall<ffi::
               (PlanOf<PlanSum, SumCallOf<false>>), kNothing, "scan", "split_scan", "group_by_segment");
 JB_CPU_TARGET("segment_mean", (HandleMean<ffi::ThreadPool, kRun>), (BindCall<ffi::ThreadPool, 2, 2, SumOptions>()),
               (PlanOf<PlanSum, SumCallOf<true>>), kNothing, "scan", "split_scan", "group_by_segment");
+JB_CPU_TARGET("segment_sum_of_exponentials", (HandleSumOfExponentials<ffi::ThreadPool, kRun>),
+              (BindCall<ffi::ThreadPool, 2, 1, SumOptions>()), (PlanOf<PlanSum, SumCallOf<false>>), kNothing, "scan",
+              "split_scan", "group_by_segment");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

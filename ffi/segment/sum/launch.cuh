@@ -1,4 +1,4 @@
-// Launchers of the CUDA kernels of segment_sum and segment_mean,
+// Launchers of the CUDA kernels of segment_sum, segment_mean and segment_sum_of_exponentials,
 // callable from plain C++. They write every element of the results and enqueue work on `stream` only: no allocation, no
 // synchronisation, the same launches whenever the problem is the same.
 #pragma once

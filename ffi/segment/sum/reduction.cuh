@@ -4,11 +4,23 @@
 #include <cstdint>
 
 #include "ffi/segment/engine/device.cuh"
+#include "ffi/segment/sum/call.h"
 
 namespace jax_baracuda::segment {
 
+// What a number adds to a sum.
+template <bool kIsExponential, typename C>
+__device__ __forceinline__ C TermOf(C value) {
+  if constexpr (kIsExponential) {
+    const C term = exp(value);
+    return term <= kLeastExponential<C> ? kLeastExponential<C> : term;
+  } else {
+    return value;
+  }
+}
+
 // Terms are added in ComputeType, in an order that shapes and ids alone decide; the result is rounded once.
-template <typename T>
+template <typename T, bool kIsOfExponentials = false>
 struct SumReduction {
   using Element = T;
   static constexpr int kRowsInFlight = sizeof(T) == 8 ? 4 : 8;
@@ -30,7 +42,7 @@ struct SumReduction {
     __device__ __forceinline__ void Add(const Vector<T, kCount>& values, int32_t, const Outputs&) {
       const Vector<C, kCount> wide = Widen(values);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) sum[i] += wide.lane[i];
+      for (int i = 0; i < kCount; ++i) sum[i] += TermOf<kIsOfExponentials>(wide.lane[i]);
     }
     __device__ __forceinline__ void Normalize() {}
     __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ffi/segment/engine/device.cuh"
+#include "ffi/segment/sum/reduction.cuh"
 
 namespace jax_baracuda::segment {
 
@@ -48,7 +49,7 @@ inline constexpr int kSumTableThreads = 256;
 inline constexpr int kSumVectorsInFlight = 4;
 
 // Whole vectors of a row: features are a multiple of kVec.
-template <typename T, int kVec>
+template <typename T, int kVec, bool kIsOfExponentials>
 __global__ void __launch_bounds__(kSumTableThreads) SumTableKernel(const __grid_constant__ SumTableArguments<T> a) {
   using C = ComputeType<T>;
   const int64_t b = blockIdx.x / a.blocks_per_batch;
@@ -79,14 +80,14 @@ __global__ void __launch_bounds__(kSumTableThreads) SumTableKernel(const __grid_
     if (segment[u] == kDropped) continue;
     Vector<C, kVec> terms;
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) terms.lane[i] = static_cast<C>(values[u].lane[i]);
+    for (int i = 0; i < kVec; ++i) terms.lane[i] = TermOf<kIsOfExponentials>(static_cast<C>(values[u].lane[i]));
     AtomicAddVector(table + segment[u] * features + feature[u], terms);
     if (a.count != nullptr && feature[u] == 0) atomicAdd(a.count + b * a.problem.segments + segment[u], 1);
   }
 }
 
 // Rows of one element, kVec neighbouring ones to a thread.
-template <typename T, int kVec>
+template <typename T, int kVec, bool kIsOfExponentials>
 __global__ void __launch_bounds__(kSumTableThreads)
     SingleFeatureSumKernel(const __grid_constant__ SumTableArguments<T> a) {
   using C = ComputeType<T>;
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(kSumTableThreads)
   }
   a.ids.template LoadRun<kVec>((a.problem.ids_are_shared ? 0 : b * rows) + row, count, [&](int i, uint32_t segment) {
     if (i >= count || segment == kDropped) return;
-    AtomicAdd(table + segment, static_cast<C>(values.lane[i]));
+    AtomicAdd(table + segment, TermOf<kIsOfExponentials>(static_cast<C>(values.lane[i])));
     if (a.count != nullptr) atomicAdd(a.count + b * a.problem.segments + segment, 1);
   });
 }

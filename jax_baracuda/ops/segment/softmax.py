@@ -33,8 +33,8 @@ from jax_baracuda.ops.segment.definitions import (
 from jax_baracuda.ops.segment.extrema import MAXIMUM, extrema_over_shards
 from jax_baracuda.ops.segment.extremum import SEGMENT_MAX
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.shards import row_axes_of
-from jax_baracuda.ops.segment.sum import sum_over_shards
+from jax_baracuda.ops.segment.shards import row_axes_of, sum_over_axes
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM_OF_EXPONENTIALS, sum_over_shards
 
 
 @selectable
@@ -240,32 +240,25 @@ def _shard_program(
         return kernel(logits, ids)
     call = {"num_segments": num_segments, "indices_are_sorted": indices_are_sorted}
     wide = logits.astype(accumulation_dtype(logits.dtype))
-    least_term, least, most = _RANGES[wide.dtype.itemsize]
-
-    def sum_of(exponentials: Array) -> Array:
-        return sum_over_shards(axes, exponentials, ids, deterministic=deterministic, **call)
+    least, most = _RANGES_OF_SUMS[wide.dtype.itemsize]
 
     def by_maxima() -> Array:
         [maxima] = SEGMENT_MAX.kernel(logits, ids, first_wins=False, **call)
         exponentials = _exponentials(logits, ids, extrema_over_shards(MAXIMUM, maxima, row_axes))
-        return _normalized(exponentials, ids, sum_of(exponentials), logits.dtype)
+        denominators = sum_over_shards(axes, exponentials, ids, deterministic=deterministic, **call)
+        return _normalized(exponentials, ids, denominators, logits.dtype)
 
-    sums = sum_of(jnp.maximum(jnp.exp(wide), least_term))  # 0 where there are no rows alone
+    [own_sums] = SEGMENT_SUM_OF_EXPONENTIALS.kernel(wide, ids, deterministic=deterministic, **call)
+    sums = sum_over_axes(own_sums, row_axes)  # 0 where there are no rows alone
     is_in_range = ((sums == 0) | ((least <= sums) & (sums <= most))).all()
     needs_maxima = jax.lax.pmax(jnp.where(is_in_range, 0, 1), row_axes) > 0
     # Each branch computes all of its result: one that is handed on would be copied.
-    return (
-        jax.lax.cond(
-            needs_maxima,
-            by_maxima,
-            lambda: _normalized(jnp.exp(wide), ids, sums, logits.dtype),
-        ),
-    )
+    return (jax.lax.cond(needs_maxima, by_maxima, lambda: _normalized(jnp.exp(wide), ids, sums, logits.dtype)),)
 
 
-_RANGES = {4: (2.0**-120, 2.0**-50, 2.0**64), 8: (2.0**-1000, 2.0**-64, 2.0**1000)}
-"""By the bytes of a number: the least term of sums of exponentials, which is nothing beside others, and between what
-values such a sum without a maximum is as good as one with it. Mostly all are, and no maxima are found and exchanged."""
+_RANGES_OF_SUMS = {4: (2.0**-50, 2.0**64), 8: (2.0**-64, 2.0**1000)}
+"""By the bytes of a number: between these, a sum of exponentials without a maximum is as good as one with it. Mostly
+all sums are, and no maxima are found and exchanged."""
 
 
 def _shard_backward(

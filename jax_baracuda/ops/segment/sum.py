@@ -165,6 +165,15 @@ def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple
     return (xla_sum(wide, ids, num_segments).astype(data.dtype),)
 
 
+LEAST_EXPONENTIAL = {4: 2.0**-120, 8: 2.0**-1000}
+"""By the bytes of a number: what exponentials are raised to where they are summed, so that a sum of 0 is one of no
+rows."""
+
+
+def _reference_of_exponentials(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
+    return (xla_sum(jnp.maximum(jnp.exp(data), LEAST_EXPONENTIAL[data.dtype.itemsize]), ids, num_segments),)
+
+
 def _reference_backward(d_output: Array, ids: Array, **_: Any) -> tuple[Array]:
     d_rows, is_member = gather_segments(d_output, ids)
     return (jnp.where(is_member, d_rows, 0),)
@@ -189,6 +198,13 @@ def sum_over_shards(axes: Mapping[str, MeshAxes], data: Array, ids: Array, **par
     return sum_over_axes(local, row_axes_of(axes), axes.get("segment", ()))
 
 
+def _shard_program_of_exponentials(
+    kernel: Callable[..., Sequence[Array]], axes: Mapping[str, tuple[str, ...]], data: Array, ids: Array, **_: Any
+) -> Sequence[Array]:
+    [local] = kernel(data, ids)
+    return (sum_over_axes(local, row_axes_of(axes), axes.get("segment", ())) if row_axes_of(axes) else local,)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
@@ -201,6 +217,16 @@ SEGMENT_SUM = reduction_op(
     attributes=("deterministic",),
     shard_program=_shard_program,
     transpose=lambda _, d_outputs, ids, *, num_segments, **params: SEGMENT_SUM_BACKWARD(d_outputs[0], ids, **params),
+)
+
+SEGMENT_SUM_OF_EXPONENTIALS = reduction_op(
+    "segment_sum_of_exponentials",
+    results={"output": CELLS},
+    reference=_reference_of_exponentials,
+    dtypes=frozenset({"float32", "float64"}),
+    guarantee=sum_guarantee,
+    attributes=("deterministic",),
+    shard_program=_shard_program_of_exponentials,
 )
 
 SEGMENT_SUM_BACKWARD = gradient_op(
