@@ -33,6 +33,8 @@ struct Tuning90 {
   // A table beyond this size is summed up in parts, which stay in L2, if there are few parts and many rows to a
   // segment: each part reads all rows.
   static constexpr int64_t kPartBytes = int64_t{24} << 20, kMaxParts = 4, kMinRowsToPartSegment = 8;
+  // Rows of softmax that wide are brought into order, though nobody asks for it, from this size of a table on.
+  static constexpr int64_t kMinFarRowBytes = 64, kMinFarTableBytes = int64_t{32} << 20;
   // A small softmax takes one launch up to this size, and with at most so many rows to a segment.
   static constexpr int64_t kMaxSmallElements = int64_t{1} << 22, kMaxSmallRowsToSegment = 1024;
 

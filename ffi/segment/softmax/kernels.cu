@@ -40,13 +40,22 @@ bool IsSmall(const Problem& problem) {
 // Slots of the cache of hot cells of a block, each used by at least kCacheUses of the block's vectors on average.
 constexpr int kMinCacheSlots = 512, kMaxCacheSlots = 4096, kCacheUses = 64;
 
-// The rule, from shapes and flags alone. Bringing rows into order costs more than the table's passes, but atomic
-// additions come in the order of time.
-Strategy ChooseStrategy(const Problem& problem, bool indices_are_sorted, bool deterministic) {
+int64_t ComputeBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
+
+int64_t TableBytes(const Problem& problem, int64_t element_bytes) {
+  return problem.batch * problem.segments * problem.features * ComputeBytes(element_bytes);
+}
+
+// The rule, from shapes and flags alone. Bringing rows into order costs more than the table's passes, unless rows are
+// wide and the table of a batch element, of which one follows another, does not fit in L2. But atomic additions come in
+// the order of time.
+Strategy ChooseStrategy(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic) {
   if (problem.segments == 0) return Strategy::kFill;
   if (IsSmall(problem)) return Strategy::kSmall;
   if (indices_are_sorted) return Strategy::kTiles;
-  return deterministic ? Strategy::kSortThenTiles : Strategy::kTable;
+  const bool is_far = problem.features * element_bytes >= Tuning::kMinFarRowBytes &&
+                      TableBytes(problem, element_bytes) / problem.batch >= Tuning::kMinFarTableBytes;
+  return deterministic || is_far ? Strategy::kSortThenTiles : Strategy::kTable;
 }
 
 bool IsEmpty(const Problem& problem) { return problem.batch == 0 || problem.rows == 0 || problem.features == 0; }
@@ -77,8 +86,6 @@ SoftmaxTileGrid MakeSoftmaxTileGrid(int64_t rows, int64_t features, int64_t elem
   return grid;
 }
 
-int64_t ComputeBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
-
 int64_t CarryElements(int64_t tiles, int64_t features, bool is_backward) {
   return tiles * 2 * (is_backward ? 1 : 2) * features;
 }
@@ -102,7 +109,7 @@ int64_t ScratchBytes(const Problem& problem, Strategy strategy, int64_t element_
       break;
     }
     case Strategy::kTable: {
-      const int64_t table_bytes = problem.batch * problem.segments * problem.features * ComputeBytes(element_bytes);
+      const int64_t table_bytes = TableBytes(problem, element_bytes);
       if (!is_backward) {
         sizes.Add(sizeof(uint32_t));
         sizes.Add(table_bytes);
@@ -143,7 +150,7 @@ int TableVector(const Problem& problem, int64_t element_bytes) {
 
 // Parts of the segments whose sums are formed one after another.
 int64_t TableParts(const Problem& problem, int64_t element_bytes) {
-  const int64_t table_bytes = problem.batch * problem.segments * problem.features * ComputeBytes(element_bytes);
+  const int64_t table_bytes = TableBytes(problem, element_bytes);
   const bool is_split = problem.rows / Tuning::kMinRowsToPartSegment >= problem.segments &&
                         table_bytes <= Tuning::kMaxParts * Tuning::kPartBytes;
   return is_split ? CeilDivide(table_bytes, Tuning::kPartBytes) : 1;
@@ -408,8 +415,8 @@ CudaStatus Launch(const Call& call) {
 
 Plan PlanSoftmax(const SoftmaxCall& call) {
   if (IsEmpty(call.problem)) return {kNothing};
-  const Strategy strategy = ChooseStrategy(call.problem, call.indices_are_sorted, call.deterministic);
   const int64_t element_bytes = ElementBytes(call.type);
+  const Strategy strategy = ChooseStrategy(call.problem, element_bytes, call.indices_are_sorted, call.deterministic);
   return {NameOf(call.problem, strategy, element_bytes),
           ScratchBytes(call.problem, strategy, element_bytes, call.is_backward)};
 }
@@ -418,7 +425,9 @@ CudaStatus LaunchSoftmax(const SoftmaxCall& softmax_call, cudaStream_t stream) {
   const Problem& problem = softmax_call.problem;
   if (IsEmpty(problem)) return {};
   if (!SegmentsFit(problem.segments)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
-  const Call call{softmax_call, ChooseStrategy(problem, softmax_call.indices_are_sorted, softmax_call.deterministic),
+  const int64_t element_bytes = ElementBytes(softmax_call.type);
+  const Call call{softmax_call,
+                  ChooseStrategy(problem, element_bytes, softmax_call.indices_are_sorted, softmax_call.deterministic),
                   stream};
   return call.is_backward ? Launch<true>(call) : Launch<false>(call);
 }
