@@ -38,14 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--cases", type=whole_number(1), default=400, help="sampled calls (default: 400)")
     parser.add_argument("--seed", type=whole_number(0), default=SEED, help="of the sample")
-    parser.add_argument(
-        "--functions",
-        nargs="+",
-        default=(),
-        choices=grid.function_names(),
-        metavar="FUNCTION",
-        help="public functions (default: all)",
-    )
+    grid.add_functions_option(parser, "public functions (default: all)")
     parser.add_argument("--seconds", type=whole_number(1), help="stop after so many, with what was timed by then")
     options = parser.parse_args(arguments)
     backend = default_devices()[0].platform

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import math
@@ -68,9 +69,10 @@ class Case:
         return ", ".join(filter(None, (text, self.ids)))
 
 
-def function_names() -> list[str]:
-    """The public functions that may be sampled."""
-    return sorted({example.function.__name__ for example in all_examples()})
+def add_functions_option(parser: argparse.ArgumentParser, help_text: str) -> None:
+    """``--functions``: names of public functions that may be sampled."""
+    names = sorted({example.function.__name__ for example in all_examples()})
+    parser.add_argument("--functions", nargs="+", default=(), choices=names, metavar="FUNCTION", help=help_text)
 
 
 def sample(platform: str, num_cases: int, seed: int, functions: Sequence[str] = ()) -> Iterator[Case]:

@@ -76,14 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--repeats", type=whole_number(1), default=5, help="timed loops of each call, after one to warm up (default: 5)"
     )
     parser.add_argument("--seed", type=whole_number(0), default=0, help="of the sample")
-    parser.add_argument(
-        "--functions",
-        nargs="+",
-        default=(),
-        choices=grid.function_names(),
-        metavar="FUNCTION",
-        help="public functions whose ops are timed (default: all)",
-    )
+    grid.add_functions_option(parser, "public functions whose ops are timed (default: all)")
     parser.add_argument(
         "--seconds", type=whole_number(1), help="stop after so many on each platform, with what was timed by then"
     )
