@@ -3,8 +3,9 @@
 //
 // A reduction has two strategies, both accumulating in ComputeType (so that 16-bit types vectorise):
 // - Scan: each range of rows is folded into cells of its own; the ranges' cells are merged in order. For rows so
-//   narrow, or cells so few, that the cells stay in a near cache. Where it would be one range, and the ids turn out to
-//   be sorted, threads take the rows of some segments after another instead, with the same result.
+//   narrow, or cells so few, that the cells stay in a near cache. Where it would be one range, each thread takes the
+//   rows of its own segments instead, with the same result; where the ids turn out to be sorted, of some segments after
+//   another.
 // - Group by segment: each thread takes a range of segments (or of features, where segments are few), whose rows are
 //   grouped by segment with a counting sort of row numbers. A segment's cells then stay in the nearest cache while its
 //   rows stream by, and are written once.
@@ -15,7 +16,8 @@
 // A Reduction says what is folded and written. It has the types Element (of a row), First and Second (of the one or two
 // numbers of a cell under reduction; Second may be NoNumber), the constants kRounds (whether merging in another
 // grouping gives other bits) and kHoldsRuns (whether every row changes its cell, so that the cell of a run of rows of
-// one segment is better held in registers), and the functions
+// one segment is better held in registers), optionally kSecondIsRare (whether few cells have a second number, so that it
+// is not asked for ahead), and the functions
 //   Start(count, cells)                       `count` cells of no rows
 //   Fold(values, row, width, cells)           a row into `width` cells; rows of a cell come in ascending order; where
 //                                             kFoldsWidened, the values may be of First (kFoldsBoth) or always are
@@ -23,8 +25,8 @@
 //   Write(count, first_cell, counts, cells)   the results from cell `first_cell` of [batch, segments, features] on;
 //                                             counts[0] is the number of rows in the segment of that cell, counts[1] in
 //                                             the next one (only if the caller of ReduceAll asked for counts)
-//   ResultCells()                             the results as cells, if they can hold them until they are written;
-//                                             otherwise nullptr
+//   ResultCells()                             the results as cells, as far as they can hold these until they are
+//                                             written; otherwise nullptr
 //   WriteEmpty(count, first_cell)             as Start and Write do for cells of no rows; only if it is cheaper
 #pragma once
 
@@ -48,6 +50,7 @@
 #include "ffi/core/streaming_store.h"
 #include "ffi/core/target_table.h"
 #include "ffi/segment/decoding.h"
+#include "ffi/segment/engine/list_rows_cpu.h"
 #include "ffi/segment/problem.h"
 
 namespace jax_baracuda::segment {
@@ -62,8 +65,9 @@ inline constexpr int64_t kMaxRoundedRanges = 64;
 inline constexpr int64_t kMinBytesPerRoundedRange = 64 * 1024;
 inline constexpr int64_t kMinSegmentsPerBlock = 64;
 inline constexpr int64_t kMinFeatureBytesPerBlock = 256;
-inline constexpr int64_t kSortedBlockBytes = 16 * 1024;  // of the cells of segments that are reduced together
-inline constexpr int64_t kMinBytesPerSortedPart = 1024 * 1024;
+inline constexpr int64_t kSortedBlockBytes = 16 * 1024;   // of the cells of segments that are reduced together
+inline constexpr int64_t kMinBytesPerPart = 1024 * 1024;  // of segments that a thread reduces alone
+inline constexpr int64_t kMaxSegmentParts = 16;           // each of which reads all ids
 inline constexpr int64_t kMinStreamedBytes = 32 * 1024 * 1024;
 inline constexpr int64_t kCacheLine = 64;
 inline constexpr int64_t kPrefetchDistance = 6;       // rows
@@ -188,6 +192,8 @@ JB_INLINE void PrefetchRow(const T* row, int64_t width) {
   }
 }
 
+inline constexpr int64_t kMaxNarrowWidth = 8;
+
 // Calls body with the width of narrow rows as a constant; returns false, and calls nothing, for others.
 template <typename Body>
 JB_INLINE bool DispatchNarrow(int64_t width, const Body& body) {
@@ -198,6 +204,16 @@ JB_INLINE bool DispatchNarrow(int64_t width, const Body& body) {
 template <typename Body>
 JB_INLINE void WithWidth(int64_t width, const Body& body) {
   if (!DispatchNarrow(width, body)) body(width);
+}
+
+// Calls body with a boolean as a constant.
+template <typename Body>
+JB_INLINE void WithConstant(bool value, const Body& body) {
+  if (value) {
+    body(std::true_type{});
+  } else {
+    body(std::false_type{});
+  }
 }
 
 // Pointers to the cells under reduction, a number of each kind per cell.
@@ -230,9 +246,17 @@ inline constexpr bool kFoldsWidened =
     std::is_same_v<typename Reduction::First, ComputeType<typename Reduction::Element>>;
 
 template <typename Reduction>
+inline constexpr bool kHasSecond = !std::is_same_v<typename Reduction::Second, NoNumber>;
+
+template <typename Reduction, typename = void>
+inline constexpr bool kSecondIsRare = false;
+template <typename Reduction>
+inline constexpr bool kSecondIsRare<Reduction, std::void_t<decltype(Reduction::kSecondIsRare)>> =
+    Reduction::kSecondIsRare;
+
+template <typename Reduction>
 constexpr int64_t CellBytes() {
-  constexpr bool kHasSecond = !std::is_same_v<typename Reduction::Second, NoNumber>;
-  return sizeof(typename Reduction::First) + (kHasSecond ? sizeof(typename Reduction::Second) : 0);
+  return sizeof(typename Reduction::First) + (kHasSecond<Reduction> ? sizeof(typename Reduction::Second) : 0);
 }
 
 // The cells that lie at results, where these have the type of a cell's first number; else none.
@@ -275,11 +299,11 @@ JB_INLINE void FoldRow(const Reduction& reduction, const typename Reduction::Ele
 }
 
 // Both ends of a narrow row of cells, which may lie on two lines.
-template <typename First, typename Second>
-JB_INLINE void PrefetchCells(Cells<First, Second> cells, int64_t width) {
+template <typename Reduction>
+JB_INLINE void PrefetchCells(CellsOf<Reduction> cells, int64_t width) {
   __builtin_prefetch(cells.first, /*rw=*/1);
   __builtin_prefetch(cells.first + width - 1, /*rw=*/1);
-  if constexpr (!std::is_same_v<Second, NoNumber>) {
+  if constexpr (kHasSecond<Reduction> && !kSecondIsRare<Reduction>) {
     __builtin_prefetch(cells.second, /*rw=*/1);
     __builtin_prefetch(cells.second + width - 1, /*rw=*/1);
   }
@@ -302,22 +326,37 @@ constexpr int64_t PaddedCells(int64_t count) {
   }
 }
 
+// Memory for those numbers of cells that `results`, if they are any, do not hold.
 template <typename Reduction>
 class CellMemory {
  public:
   // Returns false if there is no memory.
-  bool Allocate(int64_t count) {
-    first_ = jax_baracuda::Allocate<typename Reduction::First>(count);
-    if constexpr (!std::is_same_v<typename Reduction::Second, NoNumber>) {
-      second_ = jax_baracuda::Allocate<typename Reduction::Second>(count);
-      if (second_ == nullptr) return false;
+  bool Allocate(int64_t count, CellsOf<Reduction> results) {
+    results_ = results;
+    if (results.first == nullptr) {
+      first_ = jax_baracuda::Allocate<typename Reduction::First>(count);
+      if (first_ == nullptr) return false;
     }
-    return first_ != nullptr;
+    if constexpr (kHasSecond<Reduction>) {
+      if (results.second == nullptr) {
+        second_ = jax_baracuda::Allocate<typename Reduction::Second>(count);
+        if (second_ == nullptr) return false;
+      }
+    }
+    return true;
   }
 
-  CellsOf<Reduction> cells() const { return {first_.get(), second_.get()}; }
+  // Those at a place of the memory or of the results.
+  CellsOf<Reduction> At(int64_t place, int64_t result_place) const {
+    CellsOf<Reduction> cells{first_ == nullptr ? results_.first + result_place : first_.get() + place, nullptr};
+    if constexpr (kHasSecond<Reduction>) {
+      cells.second = second_ == nullptr ? results_.second + result_place : second_.get() + place;
+    }
+    return cells;
+  }
 
  private:
+  CellsOf<Reduction> results_;
   std::unique_ptr<typename Reduction::First[]> first_;
   std::unique_ptr<typename Reduction::Second[]> second_;
 };
@@ -493,8 +532,7 @@ JB_CPU_CLONES bool ReduceGrouped(const Problem problem, const Block block, const
                                  const Rows all_rows, const Reduction reduction, int32_t* row_counts) {
   const int64_t features = problem.features, width = block.feature_end - block.feature_begin;
   CellMemory<Reduction> memory;
-  if (!memory.Allocate(width)) return false;
-  const CellsOf<Reduction> results = reduction.ResultCells();
+  if (!memory.Allocate(width, reduction.ResultCells())) return false;
   const auto rows = all_rows.At(problem, block.batch, block.feature_begin);
   const auto prefetch = [&](int32_t row) __attribute__((always_inline)) { rows.Prefetch(row, features, width); };
   for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
@@ -508,7 +546,7 @@ JB_CPU_CLONES bool ReduceGrouped(const Problem problem, const Block block, const
         continue;
       }
     }
-    const CellsOf<Reduction> cells = results.first == nullptr ? memory.cells() : results + first_cell;
+    const CellsOf<Reduction> cells = memory.At(0, first_cell);
     reduction.Start(width, cells);
     ForEachGroupedRow(grouped, begin, end, prefetch, [&](int32_t row) __attribute__((always_inline)) {
       rows.Fold(reduction, row, features, width, cells);
@@ -542,12 +580,62 @@ JB_INLINE void ForEachBlockOfIds(const Problem& problem, SegmentIds ids, int64_t
   }
 }
 
-// Calls body(row, segment) for the rows [row_begin, row_end) of a batch element that belong to a segment, and
-// prefetch(row, segment) for coming ones.
-template <typename Prefetch, typename Body>
+struct SegmentRange {
+  int64_t begin, end;
+};
+
+// Calls body(count, row, segment) for blocks that together are the rows [row_begin, row_end) of a batch element: row(i) is
+// the i-th of `count` rows and segment(i) its segment, -1 if that is none. If kAreListed, they are those of `segments`
+// alone.
+template <bool kAreListed, typename Body>
+JB_INLINE void ForEachBlockOfRows(const Problem& problem, SegmentIds ids, int64_t batch, int64_t row_begin,
+                                  int64_t row_end, SegmentRange segments, const Body& body) {
+  int32_t listed[kAreListed ? kConvertedIds + kListSlack : 1];
+  const auto of_ids = [&](int64_t begin, int64_t end, const int32_t* row_ids,
+                          int64_t first_segment) __attribute__((always_inline)) {
+    if constexpr (kAreListed) {
+      const auto id_of = [&](int64_t segment) {
+        return static_cast<int32_t>(
+            std::clamp<int64_t>(segment - first_segment, 0, std::numeric_limits<int32_t>::max()));
+      };
+      const int32_t first = id_of(segments.begin);
+      const uint32_t size = static_cast<uint32_t>(id_of(segments.end) - first);
+      for (; begin < end; begin += kConvertedIds, row_ids += kConvertedIds) {
+        const int64_t count = ListRows(row_ids, std::min(kConvertedIds, end - begin), first, size, listed);
+        body(
+            count, [&](int64_t i) __attribute__((always_inline)) { return begin + listed[i]; },
+            [&](int64_t i) __attribute__((always_inline)) { return first_segment + row_ids[listed[i]]; });
+      }
+    } else {
+      body(
+          end - begin, [&](int64_t i) __attribute__((always_inline)) { return begin + i; },
+          [&](int64_t i) __attribute__((always_inline)) {
+            const int64_t id = row_ids[i];
+            const bool is_member = static_cast<uint64_t>(id) < static_cast<uint64_t>(problem.segments);
+            return is_member ? first_segment + id : int64_t{-1};
+          });
+    }
+  };
+  ForEachBlockOfIds(problem, ids, batch, row_begin, row_end, of_ids);
+}
+
+// Calls body(row, segment) for the rows of these blocks that belong to a segment, and prefetch(row, segment) for coming
+// ones.
+template <bool kAreListed, typename Prefetch, typename Body>
 JB_INLINE void ForEachMember(const Problem& problem, SegmentIds ids, int64_t batch, int64_t row_begin, int64_t row_end,
-                             const Prefetch& prefetch, const Body& body) {
-  const uint64_t segments = static_cast<uint64_t>(problem.segments);
+                             SegmentRange segments, const Prefetch& prefetch, const Body& body) {
+  const auto of_listed = [&](int64_t count, const auto& row, const auto& segment) __attribute__((always_inline)) {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t ahead = i + kScanPrefetchDistance;
+      if (ahead < count) prefetch(row(ahead), segment(ahead));
+      body(row(i), segment(i));
+    }
+  };
+  if constexpr (kAreListed) {
+    ForEachBlockOfRows<true>(problem, ids, batch, row_begin, row_end, segments, of_listed);
+    return;
+  }
+  const uint64_t num_segments = static_cast<uint64_t>(problem.segments);
   ForEachBlockOfIds(problem, ids, batch, row_begin, row_end,
                     [&](int64_t begin, int64_t end, const int32_t* row_ids, int64_t first_segment)
                         __attribute__((always_inline)) {
@@ -555,10 +643,10 @@ JB_INLINE void ForEachMember(const Problem& problem, SegmentIds ids, int64_t bat
                             const int64_t ahead = row + kScanPrefetchDistance;
                             if (ahead < end) {
                               const int64_t coming = row_ids[ahead - begin];
-                              if (static_cast<uint64_t>(coming) < segments) prefetch(ahead, first_segment + coming);
+                              if (static_cast<uint64_t>(coming) < num_segments) prefetch(ahead, first_segment + coming);
                             }
                             const int64_t segment = row_ids[row - begin];
-                            if (static_cast<uint64_t>(segment) < segments) body(row, first_segment + segment);
+                            if (static_cast<uint64_t>(segment) < num_segments) body(row, first_segment + segment);
                           }
                         });
 }
@@ -594,7 +682,7 @@ class HeldCell {
       Release();
       segment_ = segment;
       first_ = all_.first[segment];
-      if constexpr (kHasSecond) second_ = all_.second[segment];
+      if constexpr (kHoldsSecond) second_ = all_.second[segment];
     }
     ++rows_;
   }
@@ -602,15 +690,18 @@ class HeldCell {
   JB_INLINE void Release() {
     if (rows_ == 0) return;
     all_.first[segment_] = first_;
-    if constexpr (kHasSecond) all_.second[segment_] = second_;
+    if constexpr (kHoldsSecond) all_.second[segment_] = second_;
     if (row_counts_ != nullptr) row_counts_[segment_] += rows_;
     rows_ = 0;
   }
 
-  JB_INLINE CellsOf<Reduction> cells() { return {&first_, &second_}; }
+  JB_INLINE CellsOf<Reduction> cells() {
+    if constexpr (kSecondIsRare<Reduction>) return {&first_, all_.second + segment_};
+    return {&first_, &second_};
+  }
 
  private:
-  static constexpr bool kHasSecond = !std::is_same_v<typename Reduction::Second, NoNumber>;
+  static constexpr bool kHoldsSecond = kHasSecond<Reduction> && !kSecondIsRare<Reduction>;
 
   CellsOf<Reduction> all_;
   int32_t* row_counts_;
@@ -624,38 +715,39 @@ class HeldCell {
 inline bool AreFar(int64_t cells, int64_t cell_bytes) { return cells * cell_bytes > kFarCellBytes; }
 
 // Folds the rows [row_begin, row_end) of a batch element, in order, into cells [segment_end - segment_begin, features].
-// They are all in these segments, or in none.
-template <typename Reduction, typename Rows>
+// They are all in these segments, or in none, unless kAreListed: then the rows of other segments are passed over.
+template <bool kAreListed, typename Reduction, typename Rows>
 JB_CPU_CLONES void FoldInOrder(const Problem problem, SegmentIds ids, const Rows all_rows, const Reduction reduction,
-                               int64_t batch, int64_t row_begin, int64_t row_end, int64_t segment_begin,
-                               int64_t segment_end, CellsOf<Reduction> cells, int32_t* row_counts) {
-  reduction.Start((segment_end - segment_begin) * problem.features, cells);
-  if (row_counts != nullptr) std::fill_n(row_counts, segment_end - segment_begin, 0);
+                               int64_t batch, int64_t row_begin, int64_t row_end, SegmentRange segments,
+                               CellsOf<Reduction> cells, int32_t* row_counts) {
+  const int64_t segment_begin = segments.begin, num_segments = segments.end - segment_begin;
+  reduction.Start(num_segments * problem.features, cells);
+  if (row_counts != nullptr) std::fill_n(row_counts, num_segments, 0);
   const auto rows = all_rows.At(problem, batch, 0);
   const int64_t features = problem.features;
-  const bool cells_are_far = AreFar((segment_end - segment_begin) * features, CellBytes<Reduction>());
+  const bool cells_are_far = AreFar(num_segments * features, CellBytes<Reduction>());
   const bool rows_are_far = AreFar(problem.segments * features, CellBytes<Reduction>());  // if they are gathered
   HeldCell<Reduction> held(cells, row_counts);
   const auto fold = [&](const auto& some_rows, int64_t begin, int64_t end) __attribute__((always_inline)) {
     const auto prefetch = [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
-      if (cells_are_far) PrefetchCells(cells + (segment - segment_begin) * features, features);
+      if (cells_are_far) PrefetchCells<Reduction>(cells + (segment - segment_begin) * features, features);
       if (rows_are_far) some_rows.PrefetchNarrow(static_cast<int32_t>(row), features);
     };
     if (Reduction::kHoldsRuns && features == 1) {
-      ForEachMember(problem, ids, batch, begin, end, prefetch,
-                    [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
-                      held.MoveTo(segment - segment_begin);
-                      some_rows.Fold(reduction, static_cast<int32_t>(row), 1, 1, held.cells());
-                    });
+      ForEachMember<kAreListed>(problem, ids, batch, begin, end, segments, prefetch,
+                                [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
+                                  held.MoveTo(segment - segment_begin);
+                                  some_rows.Fold(reduction, static_cast<int32_t>(row), 1, 1, held.cells());
+                                });
       return;
     }
     WithWidth(features, [&](auto width) __attribute__((always_inline)) {
-      ForEachMember(problem, ids, batch, begin, end, prefetch,
-                    [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
-                      const int64_t i = segment - segment_begin;
-                      some_rows.Fold(reduction, static_cast<int32_t>(row), width, width, cells + i * width);
-                      if (row_counts != nullptr) ++row_counts[i];
-                    });
+      ForEachMember<kAreListed>(problem, ids, batch, begin, end, segments, prefetch,
+                                [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
+                                  const int64_t i = segment - segment_begin;
+                                  some_rows.Fold(reduction, static_cast<int32_t>(row), width, width, cells + i * width);
+                                  if (row_counts != nullptr) ++row_counts[i];
+                                });
     });
   };
   ForWidened<Reduction>(rows, features, row_begin, row_end, fold);
@@ -692,30 +784,31 @@ int64_t NumRanges(const Problem& problem, int64_t row_bytes, int64_t num_threads
   }
 }
 
-// Starts and folds the cells of a range of rows: (batch, row_begin, row_end, cells, row_counts).
+// Starts the cells of `segments` of a batch element and folds the rows [row_begin, row_end) of these into them: (batch,
+// row_begin, row_end, segments, are_listed, cells, row_counts); unless `are_listed`, none of them is of another segment.
 template <typename Reduction>
-using FoldRange = FunctionRef<void(int64_t, int64_t, int64_t, CellsOf<Reduction>, int32_t*)>;
+using FoldRows = FunctionRef<void(int64_t, int64_t, int64_t, SegmentRange, bool, CellsOf<Reduction>, int32_t*)>;
 
-// Reduces in order.
+// Reduces ranges of rows, whose cells are merged.
 template <typename Reduction>
-bool ReduceInOrder(ffi::ThreadPool& pool, const Problem& problem, int64_t num_ranges, const Reduction& reduction,
-                   int32_t* row_counts, FoldRange<Reduction> fold) {
+bool ReduceRanges(ffi::ThreadPool& pool, const Problem& problem, int64_t num_ranges, const Reduction& reduction,
+                  int32_t* row_counts, FoldRows<Reduction> fold) {
   const int64_t cells_per_batch = problem.segments * problem.features;
-  const CellsOf<Reduction> results = reduction.ResultCells();  // of the first range, if there are any
-  const int64_t ranges_in_memory = results.first == nullptr ? num_ranges : num_ranges - 1;
   const int64_t padded_cells = PaddedCells<Reduction>(cells_per_batch);
   const int64_t padded_counts = Padded<int32_t>(problem.segments);
-  CellMemory<Reduction> memory;
+  CellMemory<Reduction> first_memory, later_memory;  // of the first range, and of others
   std::unique_ptr<int32_t[]> later_counts;
-  if (!memory.Allocate(problem.batch * ranges_in_memory * padded_cells)) return false;
+  if (!first_memory.Allocate(problem.batch * padded_cells, reduction.ResultCells()) ||
+      !later_memory.Allocate(problem.batch * (num_ranges - 1) * padded_cells, {})) {
+    return false;
+  }
   if (row_counts != nullptr) {
     later_counts = Allocate<int32_t>(problem.batch * (num_ranges - 1) * padded_counts);
     if (later_counts == nullptr) return false;
   }
   const auto cells_of = [&](int64_t batch, int64_t range) {
-    const int64_t range_in_memory = range - (num_ranges - ranges_in_memory);
-    return range_in_memory < 0 ? results + batch * cells_per_batch
-                               : memory.cells() + (batch * ranges_in_memory + range_in_memory) * padded_cells;
+    return range == 0 ? first_memory.At(batch * padded_cells, batch * cells_per_batch)
+                      : later_memory.At((batch * (num_ranges - 1) + range - 1) * padded_cells, 0);
   };
   const auto counts_of = [&](int64_t batch, int64_t range) -> int32_t* {
     if (row_counts == nullptr) return nullptr;
@@ -728,8 +821,8 @@ bool ReduceInOrder(ffi::ThreadPool& pool, const Problem& problem, int64_t num_ra
                  for (int64_t index = begin; index < end; ++index) {
                    const int64_t batch = index / num_ranges, range = index % num_ranges;
                    fold(batch, ChunkBegin(problem.rows, num_ranges, range),
-                        ChunkBegin(problem.rows, num_ranges, range + 1), cells_of(batch, range),
-                        counts_of(batch, range));
+                        ChunkBegin(problem.rows, num_ranges, range + 1), SegmentRange{0, problem.segments},
+                        /*are_listed=*/false, cells_of(batch, range), counts_of(batch, range));
                  }
                });
   if (row_counts != nullptr) {
@@ -757,18 +850,40 @@ bool ReduceInOrder(ffi::ThreadPool& pool, const Problem& problem, int64_t num_ra
   return true;
 }
 
-// Reduces rows that are sorted by segment: some segments after another, whose cells stay in the nearest cache.
-template <typename Reduction, typename Rows>
-bool ReduceSorted(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, const Rows& rows,
-                  const Reduction& reduction, int64_t total_bytes, int64_t num_threads, int32_t* row_counts) {
+// Reduces each segment by one thread. reduce(batch, part, reduce_segments) is called for each of `parts` parts of a batch
+// element and calls reduce_segments(row_begin, row_end, segments, are_listed) for its segments, up to max_segments at
+// once. Returns false if there is no memory.
+template <typename Reduction, typename Reduce>
+bool ReduceParts(ffi::ThreadPool& pool, const Problem& problem, const Reduction& reduction, int64_t parts,
+                 int64_t max_segments, int32_t* row_counts, FoldRows<Reduction> fold, const Reduce& reduce) {
   const int64_t features = problem.features;
-  const int64_t parts = CeilDivide(std::min(num_threads, total_bytes / kMinBytesPerSortedPart + 1), problem.batch);
-  const int64_t block_segments = std::clamp<int64_t>(
-      kSortedBlockBytes / (std::max<int64_t>(features, 1) * CellBytes<Reduction>()), 1, problem.segments);
-  const CellsOf<Reduction> results = reduction.ResultCells();
   std::atomic<bool> has_memory{true};
   ParallelFor(pool, problem.batch * parts, [&](int64_t index) {
-    const int64_t batch = index / parts, part = index % parts, first_id = problem.IdIndex(batch, 0);
+    const int64_t batch = index / parts;
+    CellMemory<Reduction> memory;
+    if (!memory.Allocate(max_segments * features, reduction.ResultCells())) {
+      has_memory = false;
+      return;
+    }
+    reduce(batch, index % parts, [&](int64_t row_begin, int64_t row_end, SegmentRange segments, bool are_listed) {
+      const int64_t first_segment = batch * problem.segments + segments.begin, first_cell = first_segment * features;
+      const CellsOf<Reduction> cells = memory.At(0, first_cell);
+      int32_t* const counts = row_counts == nullptr ? nullptr : row_counts + first_segment;
+      fold(batch, row_begin, row_end, segments, are_listed, cells, counts);
+      if (features > 0) WriteCells(reduction, (segments.end - segments.begin) * features, first_cell, counts, cells);
+    });
+  });
+  return has_memory;
+}
+
+// Reduces rows that are sorted by segment: some segments after another, whose cells stay in the nearest cache.
+template <typename Reduction>
+bool ReduceSorted(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, const Reduction& reduction,
+                  int64_t parts, int32_t* row_counts, FoldRows<Reduction> fold) {
+  const int64_t block_segments = std::clamp<int64_t>(
+      kSortedBlockBytes / (std::max<int64_t>(problem.features, 1) * CellBytes<Reduction>()), 1, problem.segments);
+  const auto reduce = [&](int64_t batch, int64_t part, const auto& reduce_segments) {
+    const int64_t first_id = problem.IdIndex(batch, 0);
     // A part ends with the segment of its last row.
     const auto bound = [&](int64_t i) {
       if (i == 0) return int64_t{0};
@@ -779,25 +894,28 @@ bool ReduceSorted(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids,
     const auto first_row = [&](int64_t segment) {
       return ids.LowerBound(first_id, first_id + problem.rows, segment) - first_id;
     };
-    CellMemory<Reduction> memory;
-    if (results.first == nullptr && !memory.Allocate(block_segments * features)) {
-      has_memory = false;
-      return;
-    }
     const int64_t part_end = bound(part + 1);
     int64_t begin = bound(part), row_begin = first_row(begin);
     while (begin < part_end) {
       const int64_t end = std::min(begin + block_segments, part_end), row_end = first_row(end);
-      const int64_t first_segment = batch * problem.segments + begin, first_cell = first_segment * features;
-      const CellsOf<Reduction> cells = results.first == nullptr ? memory.cells() : results + first_cell;
-      int32_t* const counts = row_counts == nullptr ? nullptr : row_counts + first_segment;
-      FoldInOrder(problem, ids, rows, reduction, batch, row_begin, row_end, begin, end, cells, counts);
-      if (features > 0) WriteCells(reduction, (end - begin) * features, first_cell, counts, cells);
+      reduce_segments(row_begin, row_end, SegmentRange{begin, end}, /*are_listed=*/false);
       begin = end;
       row_begin = row_end;
     }
-  });
-  return has_memory;
+  };
+  return ReduceParts(pool, problem, reduction, parts, block_segments, row_counts, fold, reduce);
+}
+
+// Reduces the rows in order, each part of the segments by a thread that passes over the rows of others.
+template <typename Reduction>
+bool ReduceSegmentParts(ffi::ThreadPool& pool, const Problem& problem, const Reduction& reduction, int64_t parts,
+                        int32_t* row_counts, FoldRows<Reduction> fold) {
+  const auto reduce = [&](int64_t /*batch*/, int64_t part, const auto& reduce_segments) {
+    const SegmentRange segments{ChunkBegin(problem.segments, parts, part),
+                                ChunkBegin(problem.segments, parts, part + 1)};
+    reduce_segments(0, problem.rows, segments, /*are_listed=*/true);
+  };
+  return ReduceParts(pool, problem, reduction, parts, CeilDivide(problem.segments, parts), row_counts, fold, reduce);
 }
 
 // Whether to reduce in order rather than grouped.
@@ -820,6 +938,48 @@ Strategy ChooseStrategy(const Problem& problem, bool has_counts) {
                                                                     : Strategy::kGroupBySegment;
 }
 
+inline int64_t BytesOfWork(const Problem& problem, int64_t row_bytes) {
+  return problem.batch * (problem.rows + problem.segments) * std::max(row_bytes, kLeastWorkOfRow);
+}
+
+// Reduces all rows in order; returns false if there is no memory. `fold` takes listed rows if max_segment_parts > 1.
+template <typename Reduction>
+bool Scan(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, int64_t row_bytes, int64_t max_segment_parts,
+          const Reduction& reduction, int32_t* row_counts, FoldRows<Reduction> fold) {
+  const int64_t total_bytes = BytesOfWork(problem, row_bytes), num_threads = NumThreads(pool, total_bytes);
+  const int64_t parts = CeilDivide(std::min(num_threads, total_bytes / kMinBytesPerPart + 1), problem.batch);
+  if (ChooseScan<Reduction>(problem, row_bytes) == Strategy::kScan) {
+    if (EachBatchIsSorted(problem, ids)) {
+      return ReduceSorted(pool, problem, ids, reduction, parts, row_counts, fold);
+    }
+    const int64_t segment_parts = std::min({parts, problem.segments, max_segment_parts});
+    if (segment_parts > 1 && total_bytes >= 2 * kMinBytesPerPart &&
+        NumRanges<Reduction>(problem, row_bytes, num_threads) == 1) {
+      return ReduceSegmentParts(pool, problem, reduction, segment_parts, row_counts, fold);
+    }
+  }
+  return ReduceRanges(pool, problem, NumRanges<Reduction>(problem, row_bytes, num_threads), reduction, row_counts,
+                      fold);
+}
+
+template <typename Reduction, typename Rows>
+bool Scan(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, const Rows& rows, const Reduction& reduction,
+          int32_t* row_counts = nullptr) {
+  constexpr bool kListsRows = kIsFloating<typename Reduction::Element>;  // a choice of what is worth its code
+  const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(typename Reduction::Element));
+  const auto fold = [&](int64_t batch, int64_t row_begin, int64_t row_end, SegmentRange segments, bool are_listed,
+                        CellsOf<Reduction> cells, int32_t* counts) {
+    if constexpr (kListsRows) {
+      if (are_listed) {
+        FoldInOrder<true>(problem, ids, rows, reduction, batch, row_begin, row_end, segments, cells, counts);
+        return;
+      }
+    }
+    FoldInOrder<false>(problem, ids, rows, reduction, batch, row_begin, row_end, segments, cells, counts);
+  };
+  return Scan<Reduction>(pool, problem, ids, row_bytes, kListsRows ? kMaxSegmentParts : 1, reduction, row_counts, fold);
+}
+
 // Reduces all rows; returns false if there is no memory. `row_counts`, if not nullptr, gets the number of rows of each
 // segment [batch, segments].
 template <typename Reduction, typename Rows>
@@ -827,22 +987,10 @@ bool ReduceAll(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, co
                const Reduction& reduction, int32_t* row_counts = nullptr) {
   const Strategy strategy = ChooseStrategy<Reduction>(problem, row_counts != nullptr);
   if (strategy == Strategy::kNothing) return true;
-  const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(typename Reduction::Element));
-  const int64_t work_of_row = std::max(row_bytes, kLeastWorkOfRow);
-  const int64_t total_bytes = problem.batch * (problem.rows + problem.segments) * work_of_row;
-  const int64_t num_threads = NumThreads(pool, total_bytes);
-  if (strategy == Strategy::kScan && EachBatchIsSorted(problem, ids)) {
-    return ReduceSorted(pool, problem, ids, rows, reduction, total_bytes, num_threads, row_counts);
-  }
-  if (strategy != Strategy::kGroupBySegment) {
-    const auto fold = [&](int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<Reduction> cells,
-                          int32_t* counts) {
-      FoldInOrder(problem, ids, rows, reduction, batch, row_begin, row_end, 0, problem.segments, cells, counts);
-    };
-    return ReduceInOrder(pool, problem, NumRanges<Reduction>(problem, row_bytes, num_threads), reduction, row_counts,
-                         fold);
-  }
-  const Blocking blocking(problem, Rows::kSplitsFeatures ? sizeof(typename Reduction::Element) : 0, num_threads);
+  if (strategy != Strategy::kGroupBySegment) return Scan(pool, problem, ids, rows, reduction, row_counts);
+  const int64_t item_size = sizeof(typename Reduction::Element);
+  const int64_t num_threads = NumThreads(pool, BytesOfWork(problem, problem.features * item_size));
+  const Blocking blocking(problem, Rows::kSplitsFeatures ? item_size : 0, num_threads);
   return ForEachGroupedBlock(pool, problem, blocking, ids, [&](const Block& block, const GroupedRows& grouped) {
     return ReduceGrouped(problem, block, grouped, rows, reduction, row_counts);
   });

@@ -83,33 +83,55 @@ JB_INLINE void Multiply(C value, C& mantissa, int32_t& packed) {
   packed = next + (one_more << factor.kind);
 }
 
-// A mantissa under reduction is within 2^-kHeldExponent and 2^kHeldExponent, and brought back to [1, 2) only where it
-// would leave them. In between a row is one product a cell, which rounds as that of mantissas in [1, 2) does.
+// A cell under reduction is the product itself, without an exponent apart, until that would be no normal number or one
+// of kFirstShiftedField. Then its exponent is kept apart, and the number is a mantissa times 2^kShift: the exponent field
+// tells which of both it is. A row is one product a cell either way, which rounds as that of mantissas in [1, 2) does,
+// as long as the field stays on its side.
 template <typename C>
-inline constexpr int kHeldExponent = FloatingFormat<C>::kExponentBias / 2 - 3;
+inline constexpr int kFirstShiftedField = FloatingFormat<C>::kExponentBias + FloatingFormat<C>::kExponentMask / 8;
+template <typename C>
+inline constexpr int kShiftedField = (kFirstShiftedField<C> + FloatingFormat<C>::kExponentMask) / 2;
 
-// 0 if a mantissa may be held like that, else 1; products with a zero, an infinity, a NaN or a subnormal number may not.
 template <typename C>
-JB_INLINE typename Format<C>::Bits LeavesHeldRange(C mantissa) {
-  return std::abs(FieldOf(mantissa) - Format<C>::kExponentBias) > kHeldExponent<C> ? 1 : 0;
+JB_INLINE bool IsShifted(C cell) {
+  return FieldOf(cell) >= kFirstShiftedField<C>;
 }
 
-// Brings a mantissa that is held back to [1, 2).
+// 0 if a cell may become this product of it, else 1.
 template <typename C>
-JB_INLINE void Normalize(C& mantissa, int32_t& packed) {
+JB_INLINE typename Format<C>::Bits LeavesSide(C cell, C product) {
+  const auto field = FieldOf(product);
+  return field == 0 || field == Format<C>::kExponentMask || IsShifted(cell) != IsShifted(product) ? 1 : 0;
+}
+
+// A number of [1, 2), with its sign, that differs from this one by its exponent alone.
+template <typename C>
+JB_INLINE C MantissaOf(C cell) {
   using F = Format<C>;
-  const auto bits = BitCast<typename F::Bits>(mantissa);
-  packed = AddExponentAndClamp(packed, static_cast<int32_t>(FieldOf(mantissa) - F::kExponentBias));
-  mantissa = BitCast<C>((bits & (F::kSign | F::kMantissa)) | F::kOne);
+  return BitCast<C>((BitCast<typename F::Bits>(cell) & (F::kSign | F::kMantissa)) | F::kOne);
 }
 
-// The number that a mantissa which is held and a packed product stand for.
+// The packed product of a cell whose mantissa is MantissaOf(cell). `packed` is that of a shifted one, else anything.
+template <typename C>
+JB_INLINE int32_t PackedOf(C cell, int32_t packed) {
+  const bool is_shifted = IsShifted(cell);
+  const int32_t exponent =
+      static_cast<int32_t>(FieldOf(cell)) - (is_shifted ? kShiftedField<C> : Format<C>::kExponentBias);
+  return AddExponentAndClamp(is_shifted ? packed : 0, exponent);
+}
+
+template <typename C>
+JB_INLINE C Shifted(C mantissa) {
+  return mantissa * PowerOfTwo<C>(kShiftedField<C> - Format<C>::kExponentBias);
+}
+
+// The number that a mantissa and a packed product stand for.
 template <typename C>
 JB_INLINE C Value(C mantissa, int32_t packed) {
   using F = Format<C>;
   using Bits = typename F::Bits;
   // Two steps of which only the last one can round. Beyond the bounds the number is zero or infinite.
-  constexpr int32_t kMax = F::kExponentBias + F::kMantissaBits + 4 + kHeldExponent<C>;
+  constexpr int32_t kMax = F::kExponentBias + F::kMantissaBits + 4;
   const int32_t exponent = std::min(std::max(packed >> 6, -kMax), kMax), half = exponent >> 1;
   const auto power = [](int32_t e) __attribute__((always_inline)) {
     return BitCast<C>(static_cast<Bits>(e + F::kExponentBias) << F::kMantissaBits);
@@ -158,68 +180,93 @@ struct FloatingProduct {
   using First = ComputeType<T>;
   using Second = int32_t;
   static constexpr bool kRounds = true, kHoldsRuns = true, kFoldsBoth = false;
+  static constexpr bool kSecondIsRare = true;  // packed products are those of shifted cells alone
 
   T* output;
   First* mantissa;  // with `packed` the residual, or nullptr
   int32_t* packed;
 
-  JB_INLINE CellsOf<FloatingProduct> ResultCells() const { return {mantissa, packed}; }  // if there is a residual
+  JB_INLINE CellsOf<FloatingProduct> ResultCells() const {
+    return mantissa == nullptr ? CellsAt<FloatingProduct>(output) : CellsOf<FloatingProduct>{mantissa, packed};
+  }
 
   JB_INLINE void Start(int64_t count, CellsOf<FloatingProduct> cells) const {
     std::fill_n(cells.first, count, First{1});
-    std::fill_n(cells.second, count, 0);
   }
 
   template <typename Number>
   JB_INLINE void Fold(const Number* values, int32_t /*row*/, int64_t width, CellsOf<FloatingProduct> cells) const {
     SignedBits<First> leaves = 0;
     JB_VECTORIZE
-    for (int64_t i = 0; i < width; ++i) leaves |= LeavesHeldRange(cells.first[i] * static_cast<First>(values[i]));
+    for (int64_t i = 0; i < width; ++i) {
+      leaves |= LeavesSide(cells.first[i], cells.first[i] * static_cast<First>(values[i]));
+    }
     if (leaves == 0) {
       JB_VECTORIZE
       for (int64_t i = 0; i < width; ++i) cells.first[i] *= static_cast<First>(values[i]);
     } else {
       JB_VECTORIZE
       for (int64_t i = 0; i < width; ++i) {
-        Normalize(cells.first[i], cells.second[i]);
-        Multiply(static_cast<First>(values[i]), cells.first[i], cells.second[i]);
+        First number = MantissaOf(cells.first[i]);
+        int32_t of_number = PackedOf(cells.first[i], cells.second[i]);
+        Multiply(static_cast<First>(values[i]), number, of_number);
+        cells.first[i] = Shifted(number);
+        cells.second[i] = of_number;
       }
     }
   }
 
   JB_INLINE void Merge(int64_t count, CellsOf<FloatingProduct> later, CellsOf<FloatingProduct> cells) const {
+    SignedBits<First> leaves = 0;
+    JB_VECTORIZE
     for (int64_t i = 0; i < count; ++i) {
-      Normalize(cells.first[i], cells.second[i]);
-      Normalize(later.first[i], later.second[i]);
-      Product<First> product{cells.first[i], cells.second[i]};
-      MergeProduct(product, Product<First>{later.first[i], later.second[i]});
-      cells.first[i] = product.mantissa;
+      leaves |= LeavesSide(cells.first[i], cells.first[i] * later.first[i]) | (IsShifted(later.first[i]) ? 1 : 0);
+    }
+    if (leaves == 0) {
+      JB_VECTORIZE
+      for (int64_t i = 0; i < count; ++i) cells.first[i] *= later.first[i];
+      return;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      Product<First> product = ProductOf(cells, i);
+      MergeProduct(product, ProductOf(later, i));
+      cells.first[i] = Shifted(product.mantissa);
       cells.second[i] = product.packed;
     }
   }
 
+  JB_INLINE static Product<First> ProductOf(CellsOf<FloatingProduct> cells, int64_t i) {
+    return {MantissaOf(cells.first[i]), PackedOf(cells.first[i], cells.second[i])};
+  }
+
   JB_INLINE void WriteEmpty(int64_t count, int64_t first_cell) const {
     std::fill_n(output + first_cell, count, static_cast<T>(First{1}));
-    if (mantissa != nullptr) Start(count, ResultCells() + first_cell);
+    if (mantissa == nullptr) return;
+    std::fill_n(mantissa + first_cell, count, First{1});
+    std::fill_n(packed + first_cell, count, 0);
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/,
                        CellsOf<FloatingProduct> cells) const {
     T* const to = output + first_cell;
-    int32_t are_packed = 0;
+    SignedBits<First> are_shifted = 0;
     JB_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) are_packed |= cells.second[i];
-    if (are_packed == 0) {
-      WriteNumbers(cells.first, count, to);  // what Value is of these
+    for (int64_t i = 0; i < count; ++i) are_shifted |= IsShifted(cells.first[i]) ? 1 : 0;
+    if (are_shifted == 0) {
+      WriteNumbers(cells.first, count, to);
     } else {
-      StoreEach(count, to,
-                [&](int64_t i) __attribute__((always_inline)) { return Value(cells.first[i], cells.second[i]); });
+      StoreEach(count, to, [&](int64_t i) __attribute__((always_inline)) {
+        const Product<First> product = ProductOf(cells, i);
+        return Value(product.mantissa, product.packed);
+      });
     }
     if (mantissa == nullptr) return;
     JB_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) Normalize(cells.first[i], cells.second[i]);
-    WriteNumbers(cells.first, count, mantissa + first_cell);
-    WriteNumbers(cells.second, count, packed + first_cell);
+    for (int64_t i = 0; i < count; ++i) {
+      const First cell = cells.first[i];
+      packed[first_cell + i] = PackedOf(cell, cells.second[i]);
+      mantissa[first_cell + i] = MantissaOf(cell);
+    }
   }
 };
 
@@ -308,65 +355,171 @@ JB_INLINE void GradientOfRow(const T* d_output, const C* mantissa, const int32_t
                   });
 }
 
-// The product, and its cotangent, of the segment of each row of a block, so that a loop over narrow rows vectorises.
 template <typename T>
-struct ProductsOfRows {
-  T d_output[kBlockNumbers];
-  ComputeType<T> mantissa[kBlockNumbers];
-  int32_t packed[kBlockNumbers];
+struct CellsOfGradient {
+  const T* d_output;
+  const ComputeType<T>* mantissa;
+  const int32_t* packed;
+
+  JB_INLINE static CellsOfGradient OfBatch(const Problem& problem, const GradientArrays<T>& arrays, int64_t batch) {
+    const int64_t first = batch * problem.segments * problem.features, product = arrays.product_is_shared ? 0 : first;
+    return {arrays.d_output + (arrays.d_output_is_shared ? 0 : first), arrays.mantissa + product,
+            arrays.packed + product};
+  }
 };
 
-template <typename T>
-JB_CPU_CLONES void Gradient(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
-                            const GradientArrays<T> arrays) {
-  const int64_t features = problem.features, of_batch = batch * problem.segments * features;
-  const T* const d_output = arrays.d_output + (arrays.d_output_is_shared ? 0 : of_batch);
-  const auto* const mantissa = arrays.mantissa + (arrays.product_is_shared ? 0 : of_batch);
-  const int32_t* const packed = arrays.packed + (arrays.product_is_shared ? 0 : of_batch);
+// Bounds of exponents, so that (product * cotangent) / number neither overflows nor underflows on the way.
+template <typename C>
+inline constexpr int kMaxProduct = FloatingFormat<C>::kExponentBias / 2;
+template <typename C>
+inline constexpr int kMaxOther = kMaxProduct<C> / 2 - 1;
+
+// The product of each cell of [begin, end) times its cotangent; NaN where that is not enough for the gradient.
+template <typename T, typename C>
+JB_CPU_CLONES void WriteNumerators(const CellsOfGradient<T> cells, int64_t begin, int64_t end, C* to) {
+  using F = Format<C>;
+  using Bits = typename F::Bits;
+  JB_VECTORIZE
+  for (int64_t i = begin; i < end; ++i) {
+    const C d_output = static_cast<C>(cells.d_output[i]);
+    const int32_t packed = cells.packed[i], exponent = packed >> 6;
+    const C product =
+        cells.mantissa[i] * BitCast<C>(static_cast<Bits>(exponent + F::kExponentBias) << F::kMantissaBits);
+    const bool is_enough = (packed & 63) == 0 && std::abs(exponent) <= kMaxProduct<C> &&
+                           (d_output == 0 || std::abs(FieldOf(d_output) - F::kExponentBias) <= kMaxOther<C>);
+    to[i] = is_enough ? product * d_output : std::numeric_limits<C>::quiet_NaN();
+  }
+}
+
+// Returns whether `width` numbers and numerators are enough for the gradient, and writes it if so.
+template <typename T, typename C, typename Number>
+JB_INLINE bool Divide(const C* numerators, const Number* numbers, int64_t width, T* d_row) {
+  SignedBits<C> unusual = 0;
+  JB_VECTORIZE
+  for (int64_t i = 0; i < width; ++i) {
+    const auto exponent = FieldOf(static_cast<C>(numbers[i])) - Format<C>::kExponentBias;
+    unusual |= numerators[i] != numerators[i] || std::abs(exponent) > kMaxOther<C> ? 1 : 0;
+  }
+  if (unusual != 0) return false;
+  StoreEach(width, d_row,
+            [&](int64_t i) __attribute__((always_inline)) { return numerators[i] / static_cast<C>(numbers[i]); });
+  return true;
+}
+
+// Whether to multiply products and cotangents once a cell, so that a row reads one array at random.
+inline bool UsesNumerators(const Problem& problem) {
+  return problem.rows >= (problem.features <= kMaxNarrowWidth ? 1 : kMinRowsPerCellRow) * problem.segments;
+}
+
+// `numerators` are those of a batch element.
+template <typename T, typename C>
+JB_CPU_CLONES void GradientOfNumerators(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
+                                        const GradientArrays<T> arrays, const C* numerators) {
+  const int64_t features = problem.features;
+  const auto cells = CellsOfGradient<T>::OfBatch(problem, arrays, batch);
   const T* const data = arrays.data + problem.DataRow(batch, 0) * features;
+  const auto by_parts = [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
+    const int64_t first = segment * features;
+    GradientOfAnyRow(cells.d_output + first, cells.mantissa + first, cells.packed + first, data + row * features,
+                     features, d_row);
+  };
   const auto of_narrow_rows = [&](auto width) __attribute__((always_inline)) {
     T* const d_data = arrays.d_data + batch * problem.rows * width;
     const auto of_ids = [&](int64_t ids_begin, int64_t ids_end, const int32_t* row_ids,
                             int64_t first_segment) __attribute__((always_inline)) {
-      ProductsOfRows<T> of_rows;
+      C of_rows[kBlockNumbers];
+      const auto is_member = [&](int64_t row) __attribute__((always_inline)) {
+        return static_cast<uint64_t>(row_ids[row - ids_begin]) < static_cast<uint64_t>(problem.segments);
+      };
       for (int64_t begin = ids_begin; begin < ids_end; begin += kBlockNumbers / width) {
-        const int64_t end = std::min(begin + kBlockNumbers / width, ids_end);
+        const int64_t end = std::min(begin + kBlockNumbers / width, ids_end), numbers = (end - begin) * width;
         bool has_dropped = false;
         for (int64_t row = begin; row < end; ++row) {
-          const int64_t segment = row_ids[row - ids_begin], first = (row - begin) * width;
-          const bool is_member = static_cast<uint64_t>(segment) < static_cast<uint64_t>(problem.segments);
-          const int64_t cell = is_member ? (first_segment + segment) * width : 0;
-          has_dropped = has_dropped || !is_member;
-          for (int64_t i = 0; i < width; ++i) {
-            of_rows.d_output[first + i] = d_output[cell + i];
-            of_rows.mantissa[first + i] = mantissa[cell + i];
-            of_rows.packed[first + i] = packed[cell + i];
+          const int64_t coming = row + kScanPrefetchDistance;
+          if (coming < ids_end && is_member(coming)) {
+            __builtin_prefetch(numerators + (first_segment + row_ids[coming - ids_begin]) * width);
           }
+          has_dropped = has_dropped || !is_member(row);
+          const int64_t cell = is_member(row) ? (first_segment + row_ids[row - ids_begin]) * width : 0;
+          for (int64_t i = 0; i < width; ++i) of_rows[(row - begin) * width + i] = numerators[cell + i];
         }
-        GradientOfRow(of_rows.d_output, of_rows.mantissa, of_rows.packed, data + begin * width, (end - begin) * width,
-                      d_data + begin * width);
-        for (int64_t row = begin; has_dropped && row < end; ++row) {
-          const int64_t segment = row_ids[row - ids_begin];
-          if (static_cast<uint64_t>(segment) >= static_cast<uint64_t>(problem.segments)) {
+        bool is_done = true;
+        ForEachPart(data + begin * width, numbers,
+                    [&](int64_t first, int64_t count, const auto* part) __attribute__((always_inline)) {
+                      is_done = Divide(of_rows + first, part, count, d_data + begin * width + first) && is_done;
+                    });
+        if (is_done && !has_dropped) continue;
+        for (int64_t row = begin; row < end; ++row) {
+          if (!is_member(row)) {
             WriteZeros(d_data + row * width, width);
+          } else if (!is_done) {
+            by_parts(row, first_segment + row_ids[row - ids_begin], d_data + row * width);
           }
         }
       }
     };
     ForEachBlockOfIds(problem, arrays.ids, batch, row_begin, row_end, of_ids);
   };
-  if (problem.segments > 0 && DispatchNarrow(features, of_narrow_rows)) return;
+  if (DispatchNarrow(features, of_narrow_rows)) return;
+  const auto prefetch = [&](int64_t segment)
+                            __attribute__((always_inline)) { PrefetchRow(numerators + segment * features, features); };
+  WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, features, arrays.d_data, prefetch,
+                      [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
+                        bool is_done = true;
+                        ForEachPart(data + row * features, features,
+                                    [&](int64_t first, int64_t count, const auto* part) __attribute__((always_inline)) {
+                                      is_done = is_done && Divide(numerators + segment * features + first, part, count,
+                                                                  d_row + first);
+                                    });
+                        if (!is_done) by_parts(row, segment, d_row);
+                      });
+}
+
+template <typename T>
+JB_CPU_CLONES void Gradient(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
+                            const GradientArrays<T> arrays) {
+  const int64_t features = problem.features;
+  const auto cells = CellsOfGradient<T>::OfBatch(problem, arrays, batch);
+  const T* const data = arrays.data + problem.DataRow(batch, 0) * features;
   const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
-    PrefetchRow(d_output + segment * features, features);
-    PrefetchRow(mantissa + segment * features, features);
-    PrefetchRow(packed + segment * features, features);
+    PrefetchRow(cells.d_output + segment * features, features);
+    PrefetchRow(cells.mantissa + segment * features, features);
+    PrefetchRow(cells.packed + segment * features, features);
   };
   WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, features, arrays.d_data, prefetch,
                       [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
                         const int64_t first = segment * features;
-                        GradientOfRow(d_output + first, mantissa + first, packed + first, data + row * features,
-                                      features, d_row);
+                        GradientOfRow(cells.d_output + first, cells.mantissa + first, cells.packed + first,
+                                      data + row * features, features, d_row);
                       });
+}
+
+// Returns false if there is no memory.
+template <typename T>
+bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const GradientArrays<T>& arrays) {
+  using C = ComputeType<T>;
+  const auto for_each_chunk = [&](const auto& body) {
+    ForEachChunkOfRows(pool, problem, arrays.d_data, sizeof(T), body);
+  };
+  if (!UsesNumerators(problem) || problem.segments == 0) {
+    for_each_chunk([&](int64_t batch, int64_t row_begin, int64_t row_end) {
+      Gradient(problem, batch, row_begin, row_end, arrays);
+    });
+    return true;
+  }
+  const int64_t cells_per_batch = problem.segments * problem.features;
+  const auto numerators = Allocate<C>(problem.batch * cells_per_batch);
+  if (numerators == nullptr) return false;
+  const int64_t chunks = ChunksFor(pool, cells_per_batch * sizeof(C));
+  ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
+    const int64_t batch = index / chunks, chunk = index % chunks;
+    WriteNumerators(CellsOfGradient<T>::OfBatch(problem, arrays, batch), ChunkBegin(cells_per_batch, chunks, chunk),
+                    ChunkBegin(cells_per_batch, chunks, chunk + 1), numerators.get() + batch * cells_per_batch);
+  });
+  for_each_chunk([&](int64_t batch, int64_t row_begin, int64_t row_end) {
+    GradientOfNumerators(problem, batch, row_begin, row_end, arrays, numerators.get() + batch * cells_per_batch);
+  });
+  return true;
 }
 
 bool RunProduct(ffi::ThreadPool& pool, const ProductCall& call) {
@@ -396,6 +549,7 @@ bool RunProduct(ffi::ThreadPool& pool, const ProductCall& call) {
 }
 
 bool RunProductBackward(ffi::ThreadPool& pool, const ProductBackwardCall& call) {
+  bool has_memory = true;
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const GradientArrays<T> arrays{SegmentIds(call),
@@ -406,12 +560,9 @@ bool RunProductBackward(ffi::ThreadPool& pool, const ProductBackwardCall& call) 
                                    static_cast<T*>(call.d_data),
                                    call.d_output_is_shared,
                                    call.product_is_shared};
-    ForEachChunkOfRows(pool, call.problem, arrays.d_data, sizeof(T),
-                       [&](int64_t batch, int64_t row_begin, int64_t row_end) {
-                         Gradient(call.problem, batch, row_begin, row_end, arrays);
-                       });
+    has_memory = GradientOfAll(pool, call.problem, arrays);
   });
-  return true;
+  return has_memory;
 }
 
 Plan PlanProduct(const ProductCall& call) {

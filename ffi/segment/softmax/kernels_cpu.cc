@@ -120,55 +120,51 @@ struct SoftmaxArrays {
   T* probabilities;
 };
 
-// Calls use(row, segment, weights) for the rows [row_begin, row_end) of a batch element; segment is -1, and the weights
-// mean nothing, where a row is in none.
-template <typename T, typename C, typename Use>
+// Calls use(row, segment, weights) for the rows of ForEachBlockOfRows; segment is -1, and the weights mean nothing, where
+// a row is in none of `segments`. `maxima` are those of a batch element.
+template <bool kAreListed, typename T, typename C, typename Use>
 JB_INLINE void ForEachWeighedRow(const Problem& problem, const SoftmaxArrays<T>& arrays, int64_t batch,
-                                 int64_t row_begin, int64_t row_end, int64_t width, const C* maxima, C* block,
-                                 const Use& use) {
+                                 int64_t row_begin, int64_t row_end, SegmentRange segments, int64_t width,
+                                 const C* maxima, C* block, const Use& use) {
   const T* const logits = arrays.logits + problem.DataRow(batch, 0) * width;
-  const int64_t rows_per_block = std::max<int64_t>(1, kBlockNumbers / width);
-  ForEachBlockOfIds(problem, arrays.ids, batch, row_begin, row_end,
-                    [&](int64_t ids_begin, int64_t ids_end, const int32_t* row_ids,
-                        int64_t first_segment) __attribute__((always_inline)) {
-                      const auto segment_of = [&](int64_t row) __attribute__((always_inline)) {
-                        const int64_t segment = row_ids[row - ids_begin];
-                        const bool is_member = static_cast<uint64_t>(segment) < static_cast<uint64_t>(problem.segments);
-                        return is_member ? first_segment + segment : int64_t{-1};
-                      };
-                      if (width >= kNarrowFeatures) {
-                        for (int64_t row = ids_begin; row < ids_end; ++row) {
-                          const int64_t segment = segment_of(row);
-                          if (segment >= 0) WeighRow(logits + row * width, maxima + segment * width, width, block);
-                          use(row, segment, block);
-                        }
-                        return;
-                      }
-                      for (int64_t begin = ids_begin; begin < ids_end; begin += rows_per_block) {
-                        const int64_t end = std::min(begin + rows_per_block, ids_end), count = (end - begin) * width;
-                        C* difference = block;
-                        for (int64_t row = begin; row < end; ++row, difference += width) {
-                          const int64_t segment = segment_of(row);
-                          const C* const of_segment = maxima + std::max<int64_t>(segment, 0) * width;
-                          Subtract(logits + row * width, of_segment, width, difference);
-                        }
-                        ExpAll(count, block);
-                        const C* weights = block;
-                        for (int64_t row = begin; row < end; ++row, weights += width)
-                          use(row, segment_of(row), weights);
-                      }
-                    });
+  const int64_t rows_at_once = std::max<int64_t>(1, kBlockNumbers / width);
+  ForEachBlockOfRows<kAreListed>(
+      problem, arrays.ids, batch, row_begin, row_end, segments,
+      [&](int64_t num_rows, const auto& row, const auto& segment) __attribute__((always_inline)) {
+        if (width >= kNarrowFeatures) {
+          for (int64_t i = 0; i < num_rows; ++i) {
+            const C* const of_segment = maxima + segment(i) * width;
+            if (segment(i) >= 0) WeighRow(logits + row(i) * width, of_segment, width, block);
+            use(row(i), segment(i), block);
+          }
+          return;
+        }
+        for (int64_t begin = 0; begin < num_rows; begin += rows_at_once) {
+          const int64_t end = std::min(begin + rows_at_once, num_rows);
+          C* difference = block;
+          for (int64_t i = begin; i < end; ++i, difference += width) {
+            const C* const of_segment = maxima + std::max<int64_t>(segment(i), 0) * width;
+            Subtract(logits + row(i) * width, of_segment, width, difference);
+          }
+          ExpAll((end - begin) * width, block);
+          const C* weights = block;
+          for (int64_t i = begin; i < end; ++i, weights += width) use(row(i), segment(i), weights);
+        }
+      });
 }
 
-template <typename T, typename C>
+// Into the cells of `segments`.
+template <bool kAreListed, typename T, typename C>
 JB_CPU_CLONES void SumWeightsInOrder(const Problem problem, const SoftmaxArrays<T> arrays, int64_t batch,
-                                     int64_t row_begin, int64_t row_end, const C* maxima, C* block, C* sums) {
-  std::fill_n(sums, problem.segments * problem.features, C{0});
+                                     int64_t row_begin, int64_t row_end, SegmentRange segments, const C* maxima,
+                                     C* block, C* sums) {
+  std::fill_n(sums, (segments.end - segments.begin) * problem.features, C{0});
   WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
-    ForEachWeighedRow(problem, arrays, batch, row_begin, row_end, width, maxima, block,
-                      [&](int64_t, int64_t segment, const C* weights) __attribute__((always_inline)) {
-                        if (segment >= 0) AddNumbers(weights, width, sums + segment * width);
-                      });
+    ForEachWeighedRow<kAreListed>(problem, arrays, batch, row_begin, row_end, segments, width, maxima, block,
+                                  [&](int64_t, int64_t segment, const C* weights) __attribute__((always_inline)) {
+                                    if (segment >= 0)
+                                      AddNumbers(weights, width, sums + (segment - segments.begin) * width);
+                                  });
   });
 }
 
@@ -178,15 +174,16 @@ JB_CPU_CLONES void WriteProbabilitiesInOrder(const Problem problem, const Softma
                                              C* block) {
   T* const probabilities = arrays.probabilities + batch * problem.rows * problem.features;
   WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
-    ForEachWeighedRow(problem, arrays, batch, row_begin, row_end, width, maxima, block,
-                      [&](int64_t row, int64_t segment, const C* weights) __attribute__((always_inline)) {
-                        T* const to = probabilities + row * width;
-                        if (segment >= 0) {
-                          WriteQuotients(weights, sums + segment * width, width, to);
-                        } else {
-                          WriteZeros(to, width);
-                        }
-                      });
+    ForEachWeighedRow<false>(problem, arrays, batch, row_begin, row_end, SegmentRange{0, problem.segments}, width,
+                             maxima, block,
+                             [&](int64_t row, int64_t segment, const C* weights) __attribute__((always_inline)) {
+                               T* const to = probabilities + row * width;
+                               if (segment >= 0) {
+                                 WriteQuotients(weights, sums + segment * width, width, to);
+                               } else {
+                                 WriteZeros(to, width);
+                               }
+                             });
   });
 }
 
@@ -289,22 +286,23 @@ JB_INLINE void GradientOfRow(const T* probabilities, const T* d_probabilities, c
               });
 }
 
-template <typename T, typename C>
+template <bool kAreListed, typename T, typename C>
 JB_CPU_CLONES void SumProductsInOrder(const Problem problem, const GradientArrays<T> arrays, int64_t batch,
-                                      int64_t row_begin, int64_t row_end, C* sums) {
-  std::fill_n(sums, problem.segments * problem.features, C{0});
+                                      int64_t row_begin, int64_t row_end, SegmentRange segments, C* sums) {
+  const int64_t num_cells = (segments.end - segments.begin) * problem.features;
+  std::fill_n(sums, num_cells, C{0});
   const T* const probabilities = arrays.RowsOfProbabilities(problem, batch);
   const T* const d_probabilities = arrays.RowsOfCotangents(problem, batch);
-  const bool are_far = AreFar(problem.segments * problem.features, sizeof(C));
+  const bool are_far = AreFar(num_cells, sizeof(C));
   const auto prefetch = [&](int64_t /*row*/, int64_t segment) __attribute__((always_inline)) {
-    if (are_far) __builtin_prefetch(sums + segment * problem.features, /*rw=*/1);
+    if (are_far) __builtin_prefetch(sums + (segment - segments.begin) * problem.features, /*rw=*/1);
   };
   WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
-    ForEachMember(problem, arrays.ids, batch, row_begin, row_end, prefetch,
-                  [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
-                    AddProducts(probabilities + row * width, d_probabilities + row * width, width,
-                                sums + segment * width);
-                  });
+    ForEachMember<kAreListed>(problem, arrays.ids, batch, row_begin, row_end, segments, prefetch,
+                              [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
+                                AddProducts(probabilities + row * width, d_probabilities + row * width, width,
+                                            sums + (segment - segments.begin) * width);
+                              });
   });
 }
 
@@ -403,16 +401,7 @@ bool Softmax(ffi::ThreadPool& pool, const Problem& problem, const SoftmaxArrays<
     const auto sums = Allocate<C>(problem.batch * cells_per_batch);
     if (maxima == nullptr || sums == nullptr) return false;
     const Maximum<T> maximum{maxima.get()};
-    const int64_t num_threads = NumThreads(pool, problem.batch * problem.rows * row_bytes);
-    const auto fold_maximum = [&](int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<Maximum<T>> cells,
-                                  int32_t*) {
-      FoldInOrder(problem, arrays.ids, DirectRows<T>{arrays.logits}, maximum, batch, row_begin, row_end, 0,
-                  problem.segments, cells, nullptr);
-    };
-    if (!ReduceInOrder(pool, problem, NumRanges<Maximum<T>>(problem, row_bytes, num_threads), maximum, nullptr,
-                       fold_maximum)) {
-      return false;
-    }
+    if (!Scan(pool, problem, arrays.ids, DirectRows<T>{arrays.logits}, maximum)) return false;
     std::atomic<bool> has_memory{true};
     const auto with_block = [&](const auto& body) {
       const auto block = Allocate<C>(std::max(kBlockNumbers, problem.features));
@@ -422,17 +411,18 @@ bool Softmax(ffi::ThreadPool& pool, const Problem& problem, const SoftmaxArrays<
         body(block.get());
       }
     };
-    const auto fold_weights = [&](int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<ComputedSum<C>> cells,
-                                  int32_t*) {
+    const auto fold_weights = [&](int64_t batch, int64_t row_begin, int64_t row_end, SegmentRange segments,
+                                  bool are_listed, CellsOf<ComputedSum<C>> cells, int32_t*) {
       with_block([&](C* block) {
-        SumWeightsInOrder(problem, arrays, batch, row_begin, row_end, maxima.get() + batch * cells_per_batch, block,
-                          cells.first);
+        WithConstant(are_listed, [&](auto listed) {
+          SumWeightsInOrder<listed>(problem, arrays, batch, row_begin, row_end, segments,
+                                    maxima.get() + batch * cells_per_batch, block, cells.first);
+        });
       });
     };
-    if (!ReduceInOrder(pool, problem, NumRanges<ComputedSum<C>>(problem, row_bytes, num_threads),
-                       ComputedSum<C>{sums.get()}, nullptr, fold_weights)) {
+    const ComputedSum<C> sum{sums.get()};
+    if (!Scan<ComputedSum<C>>(pool, problem, arrays.ids, row_bytes, kMaxSegmentParts, sum, nullptr, fold_weights))
       return false;
-    }
     ForEachChunkOfRows(pool, problem, arrays.probabilities, sizeof(T),
                        [&](int64_t batch, int64_t row_begin, int64_t row_end) {
                          const int64_t first_cell = batch * cells_per_batch;
@@ -456,12 +446,15 @@ bool SoftmaxGradients(ffi::ThreadPool& pool, const Problem& problem, const Gradi
     const int64_t cells_per_batch = problem.segments * problem.features;
     const auto sums = Allocate<C>(problem.batch * cells_per_batch);
     if (sums == nullptr) return false;
-    const auto fold_products = [&](int64_t batch, int64_t row_begin, int64_t row_end, CellsOf<ComputedSum<C>> cells,
-                                   int32_t*) {
-      SumProductsInOrder(problem, arrays, batch, row_begin, row_end, cells.first);
+    const auto fold_products = [&](int64_t batch, int64_t row_begin, int64_t row_end, SegmentRange segments,
+                                   bool are_listed, CellsOf<ComputedSum<C>> cells, int32_t*) {
+      WithConstant(are_listed, [&](auto listed) {
+        SumProductsInOrder<listed>(problem, arrays, batch, row_begin, row_end, segments, cells.first);
+      });
     };
-    const int64_t num_ranges = NumRanges<ComputedSum<C>>(problem, row_bytes, 1);
-    if (!ReduceInOrder(pool, problem, num_ranges, ComputedSum<C>{sums.get()}, nullptr, fold_products)) return false;
+    const ComputedSum<C> sum{sums.get()};
+    if (!Scan<ComputedSum<C>>(pool, problem, arrays.ids, row_bytes, kMaxSegmentParts, sum, nullptr, fold_products))
+      return false;
     ForEachChunkOfRows(
         pool, problem, arrays.d_logits, sizeof(T), [&](int64_t batch, int64_t row_begin, int64_t row_end) {
           WriteGradientInOrder(problem, arrays, batch, row_begin, row_end, sums.get() + batch * cells_per_batch);
