@@ -472,9 +472,13 @@ def _reference_backward(
         optional, has_bias, has_initial_state, has_same_sequence, has_d_final_state
     )
     bias = jnp.zeros(weight.shape[:1], weight.dtype) if bias is None else bias
+    dtype = accumulation_dtype(x.dtype)
+    if initial_state is not None and same_sequence is None and x.shape[_time_axis(channels_last)] == 1:
+        operands = _widened(dtype, x, weight, bias, initial_state, d_output, d_final_state)
+        dx, dweight, dbias, d_state = _gradients_of_one_step(*operands, channels_last=channels_last, silu=silu)
+        return dx.astype(x.dtype), dweight, dbias, d_state.astype(x.dtype)
     primals = [x, weight, bias] if initial_state is None else [x, weight, bias, initial_state]
     cotangents = [d_output] if d_final_state is None else [d_output, d_final_state]
-    dtype = accumulation_dtype(x.dtype)
 
     def outputs(x: Array, weight: Array, bias: Array, initial_state: Array | None = None) -> list[Array]:
         y = _plain_convolution(x, weight, bias, initial_state, same_sequence, channels_last=channels_last, silu=silu)
@@ -491,12 +495,51 @@ def _reference_backward(
     return dx.astype(x.dtype), dweight, dbias, *(d_state.astype(x.dtype) for d_state in d_states)
 
 
+def _one_step(x: Array, weight: Array, bias: Array | None, state: Array) -> Array:
+    """The convolution ``[B, C]`` at one time, before the activation, of its input ``[B, C]`` and the ones before it."""
+    z = weight[:, -1] * x if bias is None else bias + weight[:, -1] * x
+    for step in range(state.shape[2]):
+        z = z + weight[:, step] * state[:, :, step]
+    return z
+
+
+def _gradients_of_one_step(
+    x: Array,
+    weight: Array,
+    bias: Array,
+    state: Array,
+    d_output: Array,
+    d_final_state: Array | None,
+    *,
+    channels_last: bool,
+    silu: bool,
+) -> tuple[Array, Array, Array, Array]:
+    """Of a signal of length 1: written out, as XLA would shift and pad arrays for the general formula."""
+    time = _time_axis(channels_last)
+    state_length = state.shape[2]
+    x, d_z = jnp.squeeze(x, time), jnp.squeeze(d_output, time)
+    if silu:
+        z = _one_step(x, weight, bias, state)
+        sigmoid = jax.nn.sigmoid(z)
+        d_z = d_z * (sigmoid * (1 + z * (1 - sigmoid)))
+    dx, d_state = d_z * weight[:, -1], d_z[:, :, None] * weight[:, :-1]
+    if d_final_state is not None and state_length > 0:
+        dx = dx + d_final_state[:, :, -1]
+        d_state = d_state + jnp.pad(d_final_state[:, :, :-1], [(0, 0), (0, 0), (1, 0)])
+    dweight = [jnp.sum(d_z[:, :, None] * state, axis=0), jnp.sum(d_z * x, axis=0)[:, None]]
+    return jnp.expand_dims(dx, time), jnp.concatenate(dweight, axis=-1), jnp.sum(d_z, axis=0), d_state
+
+
 def _reference_update(
     x: Array, state: Array, weight: Array, *optional: Array, channels_last: bool, silu: bool, has_bias: bool
 ) -> tuple[Array, Array]:
     recent = state[..., state.shape[-1] - (weight.shape[-1] - 1) :]
     operands = _widened(accumulation_dtype(x.dtype), x, weight, *_optional(optional, has_bias), recent)
-    y = _plain_convolution(*operands, None, channels_last=channels_last, silu=silu).astype(x.dtype)
+    if x.shape[time := _time_axis(channels_last)] == 1:
+        z = jnp.expand_dims(_one_step(jnp.squeeze(operands[0], time), *operands[1:]), time)
+        y = (z * jax.nn.sigmoid(z) if silu else z).astype(x.dtype)
+    else:
+        y = _plain_convolution(*operands, None, channels_last=channels_last, silu=silu).astype(x.dtype)
     new_state = jnp.concatenate([state, _in_layout(x, channels_last)], axis=-1)
     return y, new_state[..., new_state.shape[-1] - state.shape[-1] :]
 
