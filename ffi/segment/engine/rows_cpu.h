@@ -55,7 +55,6 @@
 
 namespace jax_baracuda::segment {
 
-inline constexpr int64_t kNarrowRowBytes = 64;
 inline constexpr int64_t kLeastWorkOfRow = 32;  // as many bytes, whatever its width
 inline constexpr int64_t kNearCacheBytes = 4 * 1024 * 1024;
 inline constexpr int64_t kFarCellBytes = 512 * 1024;  // of cells that are worth asking for ahead
@@ -733,7 +732,7 @@ JB_CPU_CLONES void FoldInOrder(const Problem problem, SegmentIds ids, const Rows
       if (cells_are_far) PrefetchCells<Reduction>(cells + (segment - segment_begin) * features, features);
       if (rows_are_far) some_rows.PrefetchNarrow(static_cast<int32_t>(row), features);
     };
-    if (Reduction::kHoldsRuns && features == 1) {
+    if (Reduction::kHoldsRuns && !kAreListed && features == 1) {  // unsorted ids have few runs
       ForEachMember<kAreListed>(problem, ids, batch, begin, end, segments, prefetch,
                                 [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
                                   held.MoveTo(segment - segment_begin);
@@ -918,10 +917,17 @@ bool ReduceSegmentParts(ffi::ThreadPool& pool, const Problem& problem, const Red
   return ReduceParts(pool, problem, reduction, parts, CeilDivide(problem.segments, parts), row_counts, fold, reduce);
 }
 
+// Whether threads may pass over rows of others: a choice of types that are worth its code.
+template <typename T>
+inline constexpr bool kListsRows = kIsFloating<T>;
+template <typename T>
+inline constexpr int64_t kNarrowRowBytes = kListsRows<T> ? 128 : 64;
+
 // Whether to reduce in order rather than grouped.
-inline bool ReducesInOrder(const Problem& problem, int64_t row_bytes, int64_t cell_bytes) {
+template <typename T>
+bool ReducesInOrder(const Problem& problem, int64_t row_bytes, int64_t cell_bytes) {
   const bool cells_stay_near = problem.segments * problem.features * cell_bytes <= kNearCacheBytes;
-  return row_bytes < kNarrowRowBytes || (cells_stay_near && problem.rows >= kMinRowsPerCellRow * problem.segments);
+  return row_bytes < kNarrowRowBytes<T> || (cells_stay_near && problem.rows >= kMinRowsPerCellRow * problem.segments);
 }
 
 template <typename Reduction>
@@ -934,8 +940,9 @@ template <typename Reduction>
 Strategy ChooseStrategy(const Problem& problem, bool has_counts) {
   if (problem.batch * problem.segments == 0 || (problem.features == 0 && !has_counts)) return Strategy::kNothing;
   const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(typename Reduction::Element));
-  return ReducesInOrder(problem, row_bytes, CellBytes<Reduction>()) ? ChooseScan<Reduction>(problem, row_bytes)
-                                                                    : Strategy::kGroupBySegment;
+  return ReducesInOrder<typename Reduction::Element>(problem, row_bytes, CellBytes<Reduction>())
+             ? ChooseScan<Reduction>(problem, row_bytes)
+             : Strategy::kGroupBySegment;
 }
 
 inline int64_t BytesOfWork(const Problem& problem, int64_t row_bytes) {
@@ -965,11 +972,11 @@ bool Scan(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, int64_t
 template <typename Reduction, typename Rows>
 bool Scan(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, const Rows& rows, const Reduction& reduction,
           int32_t* row_counts = nullptr) {
-  constexpr bool kListsRows = kIsFloating<typename Reduction::Element>;  // a choice of what is worth its code
+  constexpr bool kLists = kListsRows<typename Reduction::Element>;
   const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(typename Reduction::Element));
   const auto fold = [&](int64_t batch, int64_t row_begin, int64_t row_end, SegmentRange segments, bool are_listed,
                         CellsOf<Reduction> cells, int32_t* counts) {
-    if constexpr (kListsRows) {
+    if constexpr (kLists) {
       if (are_listed) {
         FoldInOrder<true>(problem, ids, rows, reduction, batch, row_begin, row_end, segments, cells, counts);
         return;
@@ -977,7 +984,7 @@ bool Scan(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, const R
     }
     FoldInOrder<false>(problem, ids, rows, reduction, batch, row_begin, row_end, segments, cells, counts);
   };
-  return Scan<Reduction>(pool, problem, ids, row_bytes, kListsRows ? kMaxSegmentParts : 1, reduction, row_counts, fold);
+  return Scan<Reduction>(pool, problem, ids, row_bytes, kLists ? kMaxSegmentParts : 1, reduction, row_counts, fold);
 }
 
 // Reduces all rows; returns false if there is no memory. `row_counts`, if not nullptr, gets the number of rows of each

@@ -66,9 +66,9 @@ JB_INLINE bool AreEqual(T a, T b) {
 template <typename Key>
 JB_INLINE bool TakeOne(Key key, int32_t row, Key& best, int32_t& winner) {
   if (WithOneZero(key) == WithOneZero(best)) return false;
-  const bool is_above = key > best;
-  best = is_above ? key : best;
-  winner = is_above ? row : winner;
+  const int32_t if_above = -static_cast<int32_t>(key > best);  // a mask, of which no compiler makes a branch
+  best = std::max(best, key);
+  winner ^= (winner ^ row) & if_above;
   return true;
 }
 

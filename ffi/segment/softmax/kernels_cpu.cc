@@ -23,7 +23,7 @@ constexpr int64_t kNarrowFeatures = 16;       // below this, rows are too short 
 constexpr int64_t kBlockNumbers = 1024;       // of a block of such rows
 constexpr int64_t kSegmentNumbers = 1 << 15;  // of the rows of a segment whose weights are kept
 
-// The maximum of each cell, NaN where a member is NaN.
+// The maximum of each cell, or anything where a member is NaN: then the sum of its weights is NaN all the same.
 template <typename T>
 struct Maximum {
   using Element = T;
@@ -43,14 +43,13 @@ struct Maximum {
   JB_INLINE static void Take(const U* values, int64_t width, First* maxima) {
     JB_VECTORIZE
     for (int64_t i = 0; i < width; ++i) {
-      const First value = static_cast<First>(values[i]);
-      maxima[i] = value > maxima[i] || value != value ? value : maxima[i];
+      const First value = static_cast<First>(values[i]), maximum = maxima[i];
+      maxima[i] = maximum > value ? maximum : value;
     }
   }
 
   template <typename U>
   JB_INLINE void Fold(const U* values, int32_t /*row*/, int64_t width, CellsOf<Maximum> cells) const {
-    if (width == 1 && static_cast<First>(*values) <= *cells.first) return;
     Take(values, width, cells.first);
   }
 
@@ -365,7 +364,7 @@ Strategy ChooseStrategy(const Problem& problem, int64_t states) {
   const int64_t result_bytes = problem.batch * problem.rows * row_bytes;
   if (result_bytes == 0) return Strategy::kNothing;
   if (problem.segments == 0) return Strategy::kFill;
-  if (ReducesInOrder(problem, row_bytes, states * sizeof(C))) return ChooseScan<ComputedSum<C>>(problem, row_bytes);
+  if (ReducesInOrder<T>(problem, row_bytes, states * sizeof(C))) return ChooseScan<ComputedSum<C>>(problem, row_bytes);
   return result_bytes >= kMinStreamedBytes ? Strategy::kStreamedGroups : Strategy::kGroupBySegment;
 }
 
