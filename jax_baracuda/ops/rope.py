@@ -391,7 +391,7 @@ def _rotate(x: Array, cos: Array, sin: Array, *, heads_first: bool, interleaved:
     head_axis = _sequence_axis(not heads_first)
     cos, sin = jnp.expand_dims(cos, head_axis), jnp.expand_dims(sin, head_axis)
     rotated, passthrough = x[..., :rotary_dim].astype(cos.dtype), x[..., rotary_dim:]
-    pairs = rotated.reshape(*x.shape[:-1], *((-1, 2) if interleaved else (2, rotary_dim // 2)))
+    pairs = rotated.reshape(*x.shape[:-1], *((rotary_dim // 2, 2) if interleaved else (2, rotary_dim // 2)))
     pair_axis = -1 if interleaved else -2
     first, second = (jax.lax.index_in_dim(pairs, i, pair_axis, keepdims=False) for i in (0, 1))
     rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=pair_axis)
