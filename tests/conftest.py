@@ -4,6 +4,7 @@ Variables:
   JAX_PLATFORMS=cuda: run the same tests on a GPU.
   JAX_BARACUDA_REQUIRE=cuda (or cpu): fail where the tests would run on another platform, or skip for lack of it.
   JAX_BARACUDA_TEST_SEED=<int>: other random inputs than those of seed 0.
+  JAX_BARACUDA_INSTRUMENTED=<folder>: the CPU module that is there, instrumented, instead of the installed one.
   JAX_BARACUDA_TEST_LARGE=1: also run, on a CPU, the tests of arrays with more than 2^31 elements.
 """
 
@@ -33,6 +34,10 @@ os.environ.setdefault("JAX_BARACUDA_POISON", "1")
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from support import instrumented  # noqa: E402
+
+if folder := os.environ.get("JAX_BARACUDA_INSTRUMENTED"):
+    instrumented.load(folder)
 from support import cases  # noqa: E402  (after the environment is set)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from support import programs
+from support import instrumented, programs
 from support.processes import run_python
 
 import jax_baracuda as jb
@@ -42,7 +42,7 @@ def test_exported_programs_run_in_another_process(tmp_path: Path, rng: np.random
         assert "@jax_baracuda." in exported.mlir_module(), f"{name}: no kernel is called"
         (tmp_path / f"{name}.exported").write_bytes(exported.serialize())
         np.savez(tmp_path / f"{name}.operands.npz", *program.operands)
-    run_python(RUN_WHAT_WAS_EXPORTED, tmp_path)
+    run_python(instrumented.first_lines() + RUN_WHAT_WAS_EXPORTED, tmp_path)
     for name, arrays in expected.items():
         results = np.load(tmp_path / f"{name}.results.npz").values()
         for result, array in zip(results, arrays, strict=True):

@@ -1,4 +1,4 @@
-"""Runs pytest with the CPU module that a sanitizer instruments (``make sanitize`` builds it), or ``make coverage``.
+"""Runs pytest with the CPU module that a sanitizer instruments (``make sanitize`` builds it).
 
     python tests/sanitizers/cpu.py build/sanitize-address tests/sanitizers/workload.py
     python tests/sanitizers/cpu.py build/sanitize-thread tests/test_load.py -k rounds
@@ -13,7 +13,6 @@ The folder's name ends in the sanitizer's. Only that module is instrumented, nei
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -30,7 +29,8 @@ OPTIONS = {
     },
     "thread": {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=1:die_after_fork=0:history_size=5"},
 }
-NATIVE_MODULE = "jax_baracuda._core._cpu"
+# Not pytest's handler of signals, but the sanitizer's, whose report is not captured; and in one process.
+PYTEST = ["-m", "pytest", "-p", "no:faulthandler", "-p", "no:xdist", "-p", "no:cacheprovider", "--capture=sys"]
 
 
 def library(name: str) -> str:
@@ -43,13 +43,13 @@ def library(name: str) -> str:
     return path
 
 
-def command(folder: Path, arguments: list[str]) -> list[str]:
-    """This script again, with addresses that are not random: ThreadSanitizer needs its part of them free."""
-    again = [sys.executable, __file__, "--loaded", str(folder), *arguments]
+def command(arguments: list[str]) -> list[str]:
+    """Of pytest, with addresses that are not random: ThreadSanitizer needs its part of them free."""
+    pytest = [sys.executable, *PYTEST, *arguments]
     setarch = shutil.which("setarch")
     if setarch and subprocess.run([setarch, "-R", "true"], capture_output=True, check=False).returncode == 0:
-        return [setarch, platform.machine(), "-R", *again]
-    return again
+        return [setarch, platform.machine(), "-R", *pytest]
+    return pytest
 
 
 def run(folder: Path, arguments: list[str]) -> int:
@@ -60,28 +60,13 @@ def run(folder: Path, arguments: list[str]) -> int:
     # The C++ library too: a runtime that starts before it is there does not see its exceptions.
     runtimes = [library(RUNTIMES[sanitizer]), library("libstdc++.so")]
     environment = os.environ | OPTIONS[sanitizer] | {"LD_PRELOAD": " ".join(runtimes), "JAX_PLATFORMS": "cpu"}
+    environment["JAX_BARACUDA_INSTRUMENTED"] = str(folder.absolute())
     # Of XLA's thread pool, whatever the machine has.
     environment.setdefault("NPROC", "4")
-    return subprocess.run(command(folder, arguments), env=environment, check=False).returncode
-
-
-def run_with_module(folder: Path, arguments: list[str]) -> int:
-    import pytest
-
-    [path] = folder.glob("_cpu.*.so")
-    spec = importlib.util.spec_from_file_location(NATIVE_MODULE, path)
-    assert spec is not None and spec.loader is not None
-    # Whoever imports it by this name from now on gets it.
-    sys.modules[NATIVE_MODULE] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[NATIVE_MODULE])
-    # Not pytest's handler of signals, but the sanitizer's, whose report is not captured; and in one process.
-    plain = ["-p", "no:faulthandler", "-p", "no:xdist", "-p", "no:cacheprovider", "--capture=sys"]
-    return pytest.main([*plain, *arguments])
+    return subprocess.run(command(arguments), env=environment, check=False).returncode
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--loaded"]:
-        sys.exit(run_with_module(Path(sys.argv[2]), sys.argv[3:]))
     if len(sys.argv) < 3:
         sys.exit(__doc__)
     sys.exit(run(Path(sys.argv[1]), sys.argv[2:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -17,3 +18,9 @@ def load(folder: str) -> None:
     assert spec is not None and spec.loader is not None
     sys.modules[NATIVE_MODULE] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[NATIVE_MODULE])
+
+
+def first_lines() -> str:
+    """Of a program whose results shall have the bits of those here; others take the installed module, a faster one."""
+    folder = os.environ.get("JAX_BARACUDA_INSTRUMENTED")
+    return f"from support import instrumented\ninstrumented.load({folder!r})\n" if folder else ""
