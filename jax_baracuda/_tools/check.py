@@ -13,7 +13,7 @@ import numpy as np
 from jax_baracuda._core.selection import KERNEL_IF_ANY, selecting
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
-from jax_baracuda._tools.command_line import parser_of, run, whole_number
+from jax_baracuda._tools.command_line import parser_of, whole_number
 from jax_baracuda._tools.platforms import devices_by_platform
 from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.table import ProgressiveTable
@@ -108,7 +108,3 @@ def _largest_error_of_array(actual_array: jax.Array, expected_array: jax.Array) 
     scale = np.maximum(np.abs(expected), np.sqrt(np.mean(expected**2)))
     largest = np.max(difference / np.where(scale > 0, scale, 1))
     return math.inf if np.isnan(largest) else float(largest)
-
-
-if __name__ == "__main__":
-    run(main)

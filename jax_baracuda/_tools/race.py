@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
-from jax_baracuda._tools.command_line import parser_of, run, whole_number
+from jax_baracuda._tools.command_line import parser_of, whole_number
 from jax_baracuda._tools.platforms import devices_by_platform
 from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.table import ProgressiveTable
@@ -92,7 +92,3 @@ def _median_seconds(function: Callable[..., Any], operands: Sequence[Any], repea
         jax.block_until_ready(function(*operands))
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
-
-
-if __name__ == "__main__":
-    run(main)

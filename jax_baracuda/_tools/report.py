@@ -18,7 +18,7 @@ from jax_baracuda._core.selection import choose
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import value_and_gradient
 from jax_baracuda._tools.calls import traced_calls
-from jax_baracuda._tools.command_line import parser_of, run
+from jax_baracuda._tools.command_line import parser_of
 from jax_baracuda._tools.platforms import BackendError, default_devices, devices_by_platform
 from jax_baracuda._tools.table import format_table
 
@@ -128,7 +128,3 @@ def _choices() -> str:
         f"{table}\n\nPicked for float32 calls of the sizes that race times; other calls may get another choice.\n"
         "If fused: where an elementwise operation or a gather makes the first operand, which XLA fuses."
     )
-
-
-if __name__ == "__main__":
-    run(main)

@@ -37,7 +37,6 @@ from jax_baracuda._tools.command_line import (
     missing_packages,
     output_file,
     parser_of,
-    run,
     whole_number,
 )
 from jax_baracuda._tools.platforms import devices_by_platform
@@ -349,7 +348,3 @@ def leaves_of(tree: Any, names: Sequence[str]) -> Iterator[tuple[int, dict[str, 
         yield from below(right, bounds | {name: (greatest + 1, high)})
 
     yield from below(0, {})
-
-
-if __name__ == "__main__":
-    run(main)
