@@ -209,3 +209,12 @@ def test_operands_split_differently(rng: np.random.Generator, axis_type: AxisTyp
         assert not is_wrong.any(), (
             f"{is_wrong.sum()} of {is_wrong.size} elements are wrong: {got[is_wrong][:5]}, not {want[is_wrong][:5]}"
         )
+
+
+def test_sums_that_are_not_reduced_are_refused() -> None:
+    mesh = jax.make_mesh(MESH_SHAPE, ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    spec = P(None, unreduced={"x"})
+    for name in ("segment_sum", "segment_max", "segment_mean"):
+        message = f"{name}: out_sharding must not be unreduced"
+        with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=message):
+            getattr(jax_baracuda, name)(np.ones(4, np.float32), np.zeros(4, int), 2, out_sharding=spec)

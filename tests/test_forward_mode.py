@@ -199,6 +199,15 @@ def test_a_program_is_traced_once() -> None:
     assert len(traces) == 1
 
 
+def test_names_of_the_twins() -> None:
+    """Of all functions with a derivative, but the gradients."""
+    assert dir(forward_mode) == forward_mode.__all__
+    functions = {name for name in jax_baracuda.__all__ if not name.endswith("_backward")}
+    assert {"segment_max", "rope", "where", "write_slice"} < set(dir(forward_mode)) < functions
+    with pytest.raises(AttributeError, match="has no attribute 'segment_max_backward'"):
+        _ = forward_mode.segment_max_backward
+
+
 def test_integers_have_no_tangent() -> None:
     """Of data without a tangent space."""
     data = np.arange(8).reshape(4, 2)

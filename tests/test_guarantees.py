@@ -590,6 +590,7 @@ ERRORS = {
     "op": (("no_such_op", "float32", "cpu"), r"name must be one of \[.*'segment_max'.*got 'no_such_op'"),
     "platform": (("segment_max", "float32", "tpu"), r"platform must be one of .*'cpu', 'cuda'.*got 'tpu'"),
     "dtype": (("segment_max", "complex64", "cpu"), r"segment_max has kernels for dtype \[.*got 'complex64'"),
+    "no dtype": (("segment_max", "no such dtype", "cpu"), r"segment_max has kernels for dtype \[.*got 'no such dtype'"),
     "dtype of another op": (("segment_max_backward", "int32", "cpu"), r"segment_max_backward has kernels for dtype"),
 }
 

@@ -232,6 +232,9 @@ def test_missing_kernel_is_an_error(cuda_module: None) -> None:
     with pytest.raises(ValueError, match="rope: .* dtype float32 on tpu: there are kernels for cpu and cuda only"):
         lowered(lambda x: jb.rope(x, implementation="kernel"), X, platform="tpu")
     assert runs_kernel(lambda x: jb.rope(x, implementation="kernel"), X, platform="cuda")
+    long, ids = (jax.ShapeDtypeStruct((2**31,), dtype) for dtype in (np.float32, np.int8))
+    with pytest.raises(ValueError, match=r"segment_sum: .* on cpu: it has 2\^31 - 1 rows or more"):
+        lowered(lambda x, ids: jb.segment_sum(x, ids, 2, implementation="kernel"), long, ids, platform="cpu")
     with pytest.raises(ValueError, match=f"write_slice: .* on {cases.PLATFORM}: an array has more than 8 axes"):
         d = jnp.ones((2,) * 9)
         jb.write_slice(d, d[:1], (1,) + (0,) * 8, implementation="kernel")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import threading
@@ -270,6 +271,16 @@ def test_reasons_of_updates_and_gathers_that_are_left_to_jax(rng: np.random.Gene
             x.astype(jnp.bfloat16).at[ids].add(np.float32(1))
         _, pull_back = jax.vjp(lambda x: x[ids], x.astype(complex))
         pull_back(jnp.ones(data.shape, complex))
+        rows, small = jnp.ones((300, 3)), jnp.zeros(4, jnp.int8)
+        with contextlib.suppress(OverflowError):  # some versions of JAX cannot add 300 in 8 bits
+            rows.at[small].add(1.0)
+        with pytest.raises(IndexError, match="Too many indices"):  # JAX's own words
+            jnp.float32(1).at[ids].add(1.0)
+        of_rows = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
+        starts = jnp.zeros((4, 1), jnp.int16)
+        _, pull_back = jax.vjp(lambda x: jax.lax.gather(x, starts, of_rows, (1, 3)), rows)
+        [gradient] = pull_back(jnp.ones((4, 3)))
+        np.testing.assert_array_equal(gradient, 4 * (np.arange(300) == 0)[:, None] * np.ones(3))
     assert not report.redirected, report
     for reason, kept in zip(
         [
@@ -277,6 +288,9 @@ def test_reasons_of_updates_and_gathers_that_are_left_to_jax(rng: np.random.Gene
             "in the gradient of JAX, a row and the updates that are equal to it have equal shares",
             "updates of dtype float32 of an array of dtype bfloat16",
             f"there is no kernel for dtype {x.astype(complex).dtype}",
+            "ids of dtype int8 for 300 rows",
+            "the array is a scalar",
+            "ids of dtype int16",
         ],
         [reason for _, reason in report.kept],
         strict=True,

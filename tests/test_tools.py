@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import inspect
 import io
 import json
@@ -37,7 +37,7 @@ from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example
 from jax_baracuda._tools import check, demo, grid, race, report, timing, tune
 from jax_baracuda._tools.calls import traced_calls
-from jax_baracuda._tools.command_line import exit_status
+from jax_baracuda._tools.command_line import CANNOT_RUN, exit_status
 from jax_baracuda._tools.platforms import BackendError
 from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.table import format_table
@@ -90,6 +90,15 @@ def test_report_says_why_a_module_is_not_used() -> None:
     assert state.startswith("loaded") and state.endswith("but not used: the driver is too old")
 
 
+def test_report_names_a_platform_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is not one of CUDA's."""
+    monkeypatch.setattr(report, "devices_by_platform", dict)
+    monkeypatch.setattr(report, "default_devices", lambda: [SimpleNamespace(platform="gpu")])
+    rows = [line for line in report._ops().splitlines() if " rocm " in line]
+    assert len(rows) == len(OPS)
+    assert all("there are kernels for cpu and cuda only" in row for row in rows)
+
+
 @pytest.mark.newest_jax_alone
 def test_check_passes_and_prints_one_row_per_example(
     examples: list[Example], capsys: pytest.CaptureFixture[str]
@@ -131,6 +140,11 @@ def test_check_sees_an_error_in_the_gradient_alone(examples: list[Example]) -> N
 def test_check_sees_one_wrong_element(examples: list[Example]) -> None:
     wrong = replaced(examples[0], lambda f, data, **others: f(data, **others).at[0, 0].add(0.01))
     assert errors_of(wrong)[0] > 1e-3
+
+
+def test_check_sees_another_shape() -> None:
+    assert check._largest_error(jnp.ones((2, 3)), jnp.ones((2, 3))) == 0
+    assert check._largest_error(jnp.ones((1, 3)), jnp.ones((2, 3))) == np.inf
 
 
 def test_check_sees_a_value_that_is_not_finite_by_mistake(examples: list[Example]) -> None:
@@ -222,6 +236,22 @@ def test_rows_are_where_plain_jax_is_faster(rng: np.random.Generator) -> None:
 
     wrong = [m for m in measurements if picks_xla(m.call) != (m.ratio < 1)]
     assert len(wrong) <= 2  # the tree cuts between calls
+
+
+def test_no_rows_where_plain_jax_is_not_faster() -> None:
+    """Nor where too few calls say that it is."""
+    pytest.importorskip("sklearn")
+    call = Timed({"indices_are_sorted": True}, {"row": 10, "bytes": 40}, np.dtype("float32"))
+    slower, faster = (tune.Measurement(call, ratio) for ratio in (2.0, 0.5))
+    assert list(tune.boxes_for_xla([slower] * 400)) == []
+    assert list(tune.boxes_for_xla([faster] * (tune.MIN_CALLS_OF_A_ROW - 1))) == []
+    assert list(tune.boxes_for_xla([faster] * 400)) != []
+
+
+def test_tune_names_what_it_lacks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert tune.main([]) == CANNOT_RUN
+    assert capsys.readouterr().err == "tune needs sklearn: pip install '.[bench]' in a clone of the repository\n"
 
 
 def test_plain_jax_that_breaks_a_promise_is_no_choice() -> None:
@@ -384,6 +414,17 @@ def test_sampled_calls_leave_out_what_takes_minutes() -> None:
     slowest = max(case.contended_seconds for case in cases)
     assert timing.num_steps(1000, "cuda", slowest) * slowest <= timing.MAX_SECONDS_OF_A_LOOP
     assert timing.num_steps(1000, "cuda", 0.0) == timing.MAX_STEPS
+
+
+def test_ids_by_a_power_law(rng: np.random.Generator) -> None:
+    """A segment has about as many of the ids as the law says, and all are in range."""
+    sizes = {"segment": 100}
+    ids = grid.power_law_ids(rng, (100_000,), np.dtype(np.int32), sizes)
+    assert ids.dtype == np.int32 and ids.min() >= 0 and ids.max() < 100
+    below = np.arange(1, 100)
+    np.testing.assert_allclose([(ids < i).mean() for i in below], (below / 100) ** (1 / grid.POWER), atol=0.01)
+    ordered = grid.sorted_power_law_ids(rng, (4, 1000), np.dtype(np.int64), sizes)
+    assert ordered.dtype == np.int64 and (np.diff(ordered, axis=1) >= 0).all()
 
 
 def test_report_says_what_is_picked_and_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,3 +281,23 @@ def test_moves_are_found() -> None:
         if program is not rotate_often:  # GPUs carry the array in the other order through the loop
             assert list(moved_operands(computations)), program
         assert any(instruction.elements == math.prod(x.shape) for instruction in moves(computations))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [functools.partial(sage, "max"), functools.partial(sage, "sum"), gat],
+    ids=["GraphSAGE-max", "GraphSAGE-sum", "GAT"],
+)
+def test_graph_networks_learn_as_in_plain_jax(rng: np.random.Generator, model: Model) -> None:
+    """Loss and gradients of the two sides that benchmarks compare, on a graph without edges to its last node."""
+    nodes, edges, width, heads = 40, 300, 12, 3
+    graph = {"gather_ids": rng.integers(0, nodes, edges), "segment_ids": rng.integers(0, nodes - 1, edges)}
+    shapes = [(width, width), (heads, 4), (heads, 4)] if model is gat else [(2 * width, width)] * 2
+    weights = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    x = rng.normal(size=(nodes, width)).astype(np.float32)
+    ours, plain = (
+        jax.jit(training_step(model, functions(nodes)))(weights, x, graph)
+        for functions in (graph_networks.Ours, graph_networks.Plain)
+    )
+    for ours_of_it, plain_of_it in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(ours_of_it, plain_of_it, rtol=1e-4, atol=1e-4)

@@ -111,6 +111,20 @@ def test_extremum(rng: np.random.Generator, sizes: Any, dtype: str, kind: str, f
     extremum_gradient(kind, graph, d_output, tie_break).check(d_data, "gradient")
 
 
+@pytest.mark.parametrize("tie_break", ["split", "first"])
+@each_kind
+def test_plan_in_plain_jax(rng: np.random.Generator, kind: str, tie_break: str) -> None:
+    """The gradient of plain JAX counts the rows of a plan's edges, some of which are out of range, as the ids do."""
+    graph = make_graph(rng, 50, 400, 41, (3,), "float32", is_sorted=False)
+    graph = dataclasses.replace(graph, data=rng.integers(-3, 4, graph.data.shape).astype(np.float32))
+    d_output = small_integers(rng, (41, 3), "float32")
+    call = call_of(kind, graph, "plan", tie_break=tie_break, implementation="xla")
+    output, pull_back = jax.vjp(call, jnp.asarray(graph.data))
+    rows, _ = gathered(graph.data, graph.gather_ids)
+    np.testing.assert_array_equal(output, getattr(cases, f"reference_{kind}")(rows, graph.segment_ids, 41))
+    extremum_gradient(kind, graph, d_output, tie_break).check(pull_back(d_output)[0], "gradient")
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tie_break", ["split", "first"])
 @pytest.mark.parametrize("features", [1, 33, 64, 300])

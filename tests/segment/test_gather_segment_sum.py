@@ -272,6 +272,25 @@ def test_plan_passes_through_transformations(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(donated(jnp.array(data), plan), expected)
 
 
+def test_weights_and_a_plan_in_plain_jax(rng: np.random.Generator) -> None:
+    """Weights, and their gradient, are in the order of the ids that the plan was made of."""
+    data, weights = small_integers(rng, 20, 3), small_integers(rng, 400)
+    gather_ids, segment_ids = rng.integers(0, 20, 400), rng.integers(0, 11, 400)  # those of 10 are out of range
+    cotangent = small_integers(rng, 10, 3)
+    plan = segment_plan(segment_ids, 10, gather_ids, 20)
+    output, pull_back = jax.vjp(
+        lambda x, w: gather_segment_sum(x, weights=w, plan=plan, implementation="xla"), data, weights
+    )
+    expected, d_data, of_segment = np.zeros((10, 3)), np.zeros((20, 3)), np.concatenate([cotangent, np.zeros((1, 3))])
+    inside = segment_ids < 10
+    np.add.at(expected, segment_ids[inside], (weights[:, None] * data[gather_ids])[inside])
+    np.add.at(d_data, gather_ids, weights[:, None] * of_segment[segment_ids])
+    np.testing.assert_array_equal(output, expected)
+    gradients = pull_back(cotangent)
+    np.testing.assert_array_equal(gradients[0], d_data)
+    np.testing.assert_array_equal(gradients[1], (data[gather_ids] * of_segment[segment_ids]).sum(axis=1))
+
+
 def test_any_plan_is_safe(rng: np.random.Generator) -> None:
     """Arrays that are no orders give some result, and read nothing out of bounds."""
     data, weights = small_integers(rng, 20, 2, 3), small_integers(rng, 400, 2)
@@ -371,6 +390,13 @@ PLAN = dict(segment_ids=IDS, num_segments=2, gather_ids=IDS, num_rows=4)
             ValueError,
             r"num_segments must be at most 2\^31 - 1, got 2147483648",
             lambda: gather_segment_sum(DATA, IDS, IDS, 2**31),
+        ),
+        (
+            ValueError,
+            r"at most 2\^31 - 1 rows can be gathered from, got 2147483648",
+            lambda: jax.eval_shape(
+                lambda data: gather_segment_sum(data, IDS, IDS, 2), jax.ShapeDtypeStruct((2**31,), np.float32)
+            ),
         ),
         (ValueError, "must have rows for 5 edges", lambda: gather_segment_sum(DATA[:0], IDS, IDS, 2)),
         (ValueError, r"weights must be \[E\]", lambda: gather_segment_sum(DATA, IDS, IDS, 2, weights=np.ones(4))),

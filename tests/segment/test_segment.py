@@ -1252,6 +1252,11 @@ ERRORS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "bucket_size zero": (lambda f: f(ROWS, IDS, 2, bucket_size=0), ZeroDivisionError, "bucket_size .*got 0"),
     "bucket_size negative": (lambda f: f(ROWS, IDS, 2, bucket_size=-2), TypeError, "bucket_size .*got -2"),
     "bucket_size float": (lambda f: f(ROWS, IDS, 2, bucket_size=2.0), TypeError, "bucket_size .*got 2.0"),
+    "bucket_size of ids of two dimensions": (
+        lambda f: f(np.ones(3, np.float32), np.zeros((2, 3), np.int32), 2, bucket_size=2),
+        ValueError,
+        r"bucket_size needs segment_ids of shape \[N\], got shape \(2, 3\)",
+    ),
     "bucket_size without rows": (
         lambda f: f(ROWS[:0], IDS[:0], 2, bucket_size=2),
         ValueError,

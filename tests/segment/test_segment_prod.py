@@ -243,3 +243,15 @@ def test_gradient_equals_jax_where_it_has_one(rng: np.random.Generator) -> None:
         for f in (segment_prod, jax.ops.segment_prod)
     ]
     np.testing.assert_array_equal(*gradients)
+
+
+def test_complex_numbers(rng: np.random.Generator) -> None:
+    """Plain JAX; the gradient of a row is the product of the others of its segment."""
+    data = (rng.normal(size=(6, 3)) + 1j * rng.normal(size=(6, 3))).astype(np.complex64)
+    data[1, 0] = 0
+    ids, cotangent = np.array([0, 0, 2, 2, 2, 5]), rng.normal(size=(3, 3)).astype(np.complex64)
+    output, pull_back = jax.vjp(lambda x: segment_prod(x, ids, 3), data)
+    np.testing.assert_allclose(output, [data[ids == i].prod(axis=0) for i in range(3)], rtol=1e-5)
+    others = [data[(ids == ids[i]) & (np.arange(6) != i)].prod(axis=0) * (ids[i] < 3) for i in range(6)]
+    expected = np.array(others) * cotangent[np.minimum(ids, 2)]
+    np.testing.assert_allclose(pull_back(cotangent)[0], expected, rtol=1e-5)

@@ -594,6 +594,11 @@ def test_errors_of_plans() -> None:
         (TypeError, "ids must be given, or a plan", lambda: take_rows(np.ones((2, 3)))),
         (ValueError, "ids belong to the plan", lambda: take_rows(np.ones((2, 3)), ids, plan=plan)),
         (ValueError, "for 2 segments, got data.shape", lambda: take_rows(np.ones((4, 3)), plan=plan)),
+        (
+            ValueError,
+            r"must have rows for 5 edges to take, got shape \(0, 3\)",
+            lambda: take_rows(np.ones((0, 3)), plan=segment_plan(ids, 0)),
+        ),
     ):
         with pytest.raises(error, match=f"take_rows: .*{message}"):
             call()

@@ -648,6 +648,20 @@ def test_errors(case: str) -> None:
         write_slice(*arguments, **options)
 
 
+def test_integers_beyond_32_bits_as_starts() -> None:
+    """They need 64-bit integers, but where 32 bits without a sign hold them."""
+    dest, source = (jax.ShapeDtypeStruct((size,), np.int8) for size in (2**34, 2))
+
+    def shape_with_start(start: int) -> tuple[int, ...]:
+        return jax.eval_shape(lambda dest, source: write_slice(dest, source, (start,)), dest, source).shape
+
+    assert shape_with_start(2**32 - 1) == dest.shape
+    with pytest.raises(ValueError, match=f"write_slice: a start of {2**33} needs jax_enable_x64"):
+        shape_with_start(2**33)
+    with jax.enable_x64(True):
+        assert shape_with_start(2**33) == dest.shape
+
+
 def test_traced_pairs_are_refused() -> None:
     with pytest.raises(
         TypeError, match=r"start_indices\[0\] must be a pair \(start, end\) of Python integers or a start alone"
