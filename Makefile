@@ -66,7 +66,7 @@ $(SANITIZERS:%=sanitize-%): sanitize-%: instrumented-%
 
 # Which lines of the package and of the CPU module the tests reach; all of them must reach 95% of the one and
 # 90% of the other. COVERED_TESTS chooses the tests. Large arrays reach nothing that others do not, and take minutes.
-# All take 10 minutes of 16 cores. Lines run more than 2^32 times, which gcovr takes for an error.
+# All take about 10 minutes of 16 cores. Lines run more than 2^32 times, which gcovr takes for an error.
 coverage: OF_ALL_TESTS := $(filter tests,$(COVERED_TESTS))
 coverage: instrumented-coverage
 	$(BIN)/pip install --quiet coverage gcovr
