@@ -921,7 +921,7 @@ bool ReduceSegmentParts(ffi::ThreadPool& pool, const Problem& problem, const Red
 template <typename T>
 inline constexpr bool kListsRows = kIsFloating<T>;
 template <typename T>
-inline constexpr int64_t kNarrowRowBytes = kListsRows<T> ? 128 : 64;
+inline constexpr int64_t kNarrowRowBytes = kListsRows<T> && sizeof(T) >= 4 ? 128 : 64;
 
 // Whether to reduce in order rather than grouped.
 template <typename T>

@@ -368,6 +368,22 @@ struct CellsOfGradient {
   }
 };
 
+// Those of the segment of each row of a block.
+template <typename T>
+struct CellsOfBlock {
+  T d_output[kBlockNumbers];
+  ComputeType<T> mantissa[kBlockNumbers];
+  int32_t packed[kBlockNumbers];
+
+  JB_INLINE void Copy(const CellsOfGradient<T>& cells, int64_t from, int64_t count, int64_t to) {
+    for (int64_t i = 0; i < count; ++i) {
+      d_output[to + i] = cells.d_output[from + i];
+      mantissa[to + i] = cells.mantissa[from + i];
+      packed[to + i] = cells.packed[from + i];
+    }
+  }
+};
+
 // Bounds of exponents, so that (product * cotangent) / number neither overflows nor underflows on the way.
 template <typename C>
 inline constexpr int kMaxProduct = FloatingFormat<C>::kExponentBias / 2;
@@ -408,7 +424,8 @@ JB_INLINE bool Divide(const C* numerators, const Number* numbers, int64_t width,
 
 // Whether to multiply products and cotangents once a cell, so that a row reads one array at random.
 inline bool UsesNumerators(const Problem& problem) {
-  return problem.rows >= (problem.features <= kMaxNarrowWidth ? 1 : kMinRowsPerCellRow) * problem.segments;
+  return problem.features <= kMaxNarrowWidth ? 4 * problem.rows >= problem.segments
+                                             : problem.rows >= kMinRowsPerCellRow * problem.segments;
 }
 
 // `numerators` are those of a batch element.
@@ -418,11 +435,6 @@ JB_CPU_CLONES void GradientOfNumerators(const Problem problem, int64_t batch, in
   const int64_t features = problem.features;
   const auto cells = CellsOfGradient<T>::OfBatch(problem, arrays, batch);
   const T* const data = arrays.data + problem.DataRow(batch, 0) * features;
-  const auto by_parts = [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
-    const int64_t first = segment * features;
-    GradientOfAnyRow(cells.d_output + first, cells.mantissa + first, cells.packed + first, data + row * features,
-                     features, d_row);
-  };
   const auto of_narrow_rows = [&](auto width) __attribute__((always_inline)) {
     T* const d_data = arrays.d_data + batch * problem.rows * width;
     const auto of_ids = [&](int64_t ids_begin, int64_t ids_end, const int32_t* row_ids,
@@ -448,13 +460,17 @@ JB_CPU_CLONES void GradientOfNumerators(const Problem problem, int64_t batch, in
                     [&](int64_t first, int64_t count, const auto* part) __attribute__((always_inline)) {
                       is_done = Divide(of_rows + first, part, count, d_data + begin * width + first) && is_done;
                     });
-        if (is_done && !has_dropped) continue;
-        for (int64_t row = begin; row < end; ++row) {
-          if (!is_member(row)) {
-            WriteZeros(d_data + row * width, width);
-          } else if (!is_done) {
-            by_parts(row, first_segment + row_ids[row - ids_begin], d_data + row * width);
+        if (!is_done) {
+          CellsOfBlock<T> block;
+          for (int64_t row = begin; row < end; ++row) {
+            const int64_t cell = is_member(row) ? (first_segment + row_ids[row - ids_begin]) * width : 0;
+            block.Copy(cells, cell, width, (row - begin) * width);
           }
+          GradientOfAnyRow(block.d_output, block.mantissa, block.packed, data + begin * width, numbers,
+                           d_data + begin * width);
+        }
+        for (int64_t row = begin; has_dropped && row < end; ++row) {
+          if (!is_member(row)) WriteZeros(d_data + row * width, width);
         }
       }
     };
@@ -471,7 +487,10 @@ JB_CPU_CLONES void GradientOfNumerators(const Problem problem, int64_t batch, in
                                       is_done = is_done && Divide(numerators + segment * features + first, part, count,
                                                                   d_row + first);
                                     });
-                        if (!is_done) by_parts(row, segment, d_row);
+                        if (is_done) return;
+                        const int64_t cell = segment * features;
+                        GradientOfAnyRow(cells.d_output + cell, cells.mantissa + cell, cells.packed + cell,
+                                         data + row * features, features, d_row);
                       });
 }
 
