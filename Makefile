@@ -76,8 +76,8 @@ coverage: instrumented-coverage
 	  $(BIN)/coverage run -m pytest -q -n auto --dist worksteal --ignore-glob="*_large.py" $(COVERED_TESTS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered --show-missing $(if $(OF_ALL_TESTS),--fail-under=95)
-	$(BIN)/gcovr --merge-lines --gcov-suspicious-hits-threshold 0 --filter ffi/ --object-directory build/$(notdir $(VENV))-coverage --sort uncovered-percent \
-	  $(if $(OF_ALL_TESTS),--fail-under-line 90)
+	$(BIN)/gcovr --merge-lines --gcov-suspicious-hits-threshold 0 --filter ffi/ --sort uncovered-percent \
+	  --object-directory build/$(notdir $(VENV))-coverage $(if $(OF_ALL_TESTS),--fail-under-line 90)
 
 # A first run fills the cache: compilation would take most of the time under each tool.
 sanitize-gpu: $(VENV)/installed

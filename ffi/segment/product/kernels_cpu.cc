@@ -83,10 +83,10 @@ JB_INLINE void Multiply(C value, C& mantissa, int32_t& packed) {
   packed = next + (one_more << factor.kind);
 }
 
-// A cell under reduction is the product itself, without an exponent apart, until that would be no normal number or one
-// of kFirstShiftedField. Then its exponent is kept apart, and the number is a mantissa times 2^kShift: the exponent field
-// tells which of both it is. A row is one product a cell either way, which rounds as that of mantissas in [1, 2) does,
-// as long as the field stays on its side.
+// A cell under reduction is the product itself, without an exponent apart, until that would be no normal number or have
+// an exponent field of kFirstShiftedField or more. Then its exponent is kept apart, and the number is a mantissa whose
+// field starts as kShiftedField: the field tells which of both a cell is. A row is one product a cell either way, which
+// rounds as that of mantissas in [1, 2) does, as long as the field stays on its side.
 template <typename C>
 inline constexpr int kFirstShiftedField = FloatingFormat<C>::kExponentBias + FloatingFormat<C>::kExponentMask / 8;
 template <typename C>
