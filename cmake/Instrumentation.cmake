@@ -5,7 +5,10 @@ set(JAX_BARACUDA_INSTRUMENTATION "" CACHE STRING
   "address (and undefined behaviour), thread, coverage, or empty for none")
 set_property(CACHE JAX_BARACUDA_INSTRUMENTATION PROPERTY STRINGS "" address thread coverage)
 
+set(optimization -O1)
 if(JAX_BARACUDA_INSTRUMENTATION STREQUAL "address")
+  # Optimising all the checks of undefined behaviour would take most of the time of the build.
+  set(optimization -O0)
   set(instrumentation_options -fsanitize=address,undefined -fno-sanitize-recover=all -D_GLIBCXX_ASSERTIONS)
 elseif(JAX_BARACUDA_INSTRUMENTATION STREQUAL "thread")
   set(instrumentation_options -fsanitize=thread)
@@ -23,5 +26,6 @@ if(JAX_BARACUDA_INSTRUMENTATION)
   target_compile_options(_cpu PRIVATE ${instrumentation_options} -g1 -fno-omit-frame-pointer "-Dtarget_clones(...)=")
   target_link_options(_cpu PRIVATE ${instrumentation_options})
   # What the source accesses and reaches counts, whatever the compiler makes of it.
-  set_source_files_properties(${CPU_SOURCES} PROPERTIES COMPILE_OPTIONS "-O1;-fno-trapping-math;-fno-math-errno")
+  set_source_files_properties(${CPU_SOURCES} PROPERTIES COMPILE_OPTIONS
+    "${optimization};-fno-trapping-math;-fno-math-errno")
 endif()

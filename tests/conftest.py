@@ -6,6 +6,7 @@ Variables:
   JAX_BARACUDA_TEST_SEED=<int>: other random inputs than those of seed 0.
   JAX_BARACUDA_INSTRUMENTED=<folder>: the CPU module that is there, instrumented, instead of the installed one.
   JAX_BARACUDA_TEST_LARGE=1: also run, on a CPU, the tests of arrays with more than 2^31 elements.
+  JAX_BARACUDA_TEST_STRIDE=<int>: of the cases of a test, run about one in so many, always the same ones.
 """
 
 from __future__ import annotations
@@ -39,6 +40,23 @@ from support import instrumented  # noqa: E402
 if folder := os.environ.get("JAX_BARACUDA_INSTRUMENTED"):
     instrumented.load(folder)
 from support import cases  # noqa: E402  (after the environment is set)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Every test keeps a case; which others, a hash says, so that no value of a parameter is always left out."""
+    stride = int(os.environ.get("JAX_BARACUDA_TEST_STRIDE", "1"))
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    tests: set[str] = set()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        is_drawn = zlib.crc32(item.nodeid.encode()) % stride == 0
+        keeps = is_drawn or test not in tests or item.get_closest_marker("every_case") is not None
+        (kept if keeps else left_out).append(item)
+        tests.add(test)
+    if left_out:
+        items[:] = kept
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture
