@@ -158,7 +158,7 @@ def _call_target(
     if op.program is not None:
         program = functools.partial(op.program, **call.params)
     if platform == "cuda" and op.program_on_gpu is not None:
-        program = op.program_on_gpu(**call.params)
+        program = op.program_on_gpu(*call.own_operands, **call.params)
     if program is not None:
         mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
         return _lower_without_mesh(functools.partial(map_over_batch, program, mapped), ctx, operands)

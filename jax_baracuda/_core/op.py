@@ -74,8 +74,8 @@ class Op:
     program: Callable[..., Sequence[jax.Array]] | None = None
     """``(*operands, **params)``: calls of other ops' kernels, for an op that has no native target of its own."""
     program_on_gpu: Callable[..., Callable[..., Sequence[jax.Array]] | None] | None = None
-    """``(**params)`` -> the program ``(*operands)`` of kernels that a call becomes on GPUs, such as one of other params
-    after an op that prepares its operands, for XLA to share between calls; None: the kernel."""
+    """``(*operand avals, **params)`` -> the program ``(*operands)`` of kernels that a call becomes on GPUs, such as one
+    of other params after an op that prepares its operands, for XLA to share between calls; None: the kernel."""
     shards_reference: bool = False
     """Whether plain JAX runs shard by shard, too, in `shard_program`: where XLA's partitioner would gather operands."""
     limit: Callable[..., str | None] | None = None

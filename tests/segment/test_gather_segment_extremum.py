@@ -42,16 +42,14 @@ GRAPHS = (
 )
 SMALL_GRAPHS = GRAPHS[:7]
 """Of every dtype; the others of two."""
-each_graph_and_dtype = pytest.mark.parametrize(
-    ("sizes", "dtype"),
-    [
-        pytest.param(sizes, dtype, id=f"{'-'.join(map(str, sizes[:3]))}-{'x'.join(map(str, sizes[3]))}-{dtype}")
-        for sizes in GRAPHS
-        for dtype in (cases.FLOATING if sizes in SMALL_GRAPHS else ("float32", "bfloat16"))
-    ],
-)
+GRAPHS_AND_DTYPES = [
+    (sizes, dtype)
+    for sizes in GRAPHS
+    for dtype in (cases.FLOATING if sizes in SMALL_GRAPHS else ("float32", "bfloat16"))
+]
 each_kind = pytest.mark.parametrize("kind", ["max", "min"])
 FORMS = ("ids", "plan", "sorted")
+KINDS_AND_TIE_BREAKS = (("max", "split"), ("max", "first"), ("min", "split"))
 
 
 def function_of(kind: str) -> Callable[..., jax.Array]:
@@ -94,12 +92,13 @@ def extremum_gradient(kind: str, graph: Graph, d_output: np.ndarray, tie_break: 
     return sum_of_edges(terms, row, len(graph.data), d_output.dtype)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("kind", "tie_break"), [("max", "split"), ("max", "first"), ("min", "split")])
-@each_graph_and_dtype
-def test_extremum(rng: np.random.Generator, sizes: Any, dtype: str, kind: str, form: str, tie_break: str) -> None:
+@cases.each_pair(graph_and_dtype=GRAPHS_AND_DTYPES, form=FORMS, kind_and_tie_break=KINDS_AND_TIE_BREAKS)
+def test_extremum(
+    rng: np.random.Generator, graph_and_dtype: tuple[Any, str], form: str, kind_and_tie_break: tuple[str, str]
+) -> None:
     """Exact values, also with NaN, infinities, zeros of both signs and ties; gradients of every size and dtype."""
-    *counts, row_shape = sizes
+    (*counts, row_shape), dtype = graph_and_dtype
+    kind, tie_break = kind_and_tie_break
     graph = make_graph(rng, *counts, row_shape, dtype, is_sorted=form == "sorted")
     graph = dataclasses.replace(graph, data=cases.make_data(rng, graph.data.shape, dtype))
     d_output = cases.cotangent(rng, (graph.num_segments, *row_shape), dtype)
@@ -138,9 +137,8 @@ def test_hot_segment_among_few_edges(rng: np.random.Generator, features: int, ti
     extremum_gradient("max", graph, d_output, tie_break).check(d_data, "gradient")
 
 
-@pytest.mark.parametrize("form", FORMS)
-@each_graph_and_dtype
-def test_mean(rng: np.random.Generator, sizes: Any, dtype: str, form: str) -> None:
+@cases.each_pair(sizes=GRAPHS, form=FORMS, dtype=cases.FLOATING)
+def test_mean(rng: np.random.Generator, sizes: Any, form: str, dtype: str) -> None:
     *counts, row_shape = sizes
     graph = make_graph(rng, *counts, row_shape, dtype, is_sorted=form == "sorted")
     d_output = cases.cotangent(rng, (graph.num_segments, *row_shape), dtype)

@@ -58,10 +58,6 @@ GRAPHS = (
     (700, 5000, 600, (7, 20), 1),
     (40, 3000, 50, (1100,), None),
 )
-each_graph = pytest.mark.parametrize(
-    "sizes", GRAPHS, ids=lambda s: f"{s[0]}-{s[1]}-{s[2]}-{'x'.join(map(str, s[3]))}-{s[4]}"
-)
-each_dtype = pytest.mark.parametrize("dtype", cases.FLOATING)
 FORMS = ("ids", "plan", "sorted")
 
 
@@ -79,9 +75,7 @@ def call_of(graph: Graph, form: str) -> Callable[..., jax.Array]:
 
 
 @pytest.mark.newest_jax_alone
-@pytest.mark.parametrize("form", FORMS)
-@each_graph
-@each_dtype
+@cases.each_pair(sizes=GRAPHS, dtype=cases.FLOATING, form=FORMS)
 def test_value_and_gradients(rng: np.random.Generator, sizes: Any, dtype: str, form: str) -> None:
     """Of every size and dtype, unsorted, sorted and by a plan; and once more with the same bits."""
     *counts, row_shape, weight_dims = sizes

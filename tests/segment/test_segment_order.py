@@ -84,7 +84,7 @@ def test_programs_on_gpu(rng: np.random.Generator, name: str) -> None:
     for call in calls:
         params: dict[str, Any] = dict(call.params)
         operands = [_operand(rng, operand, of_name) for of_name, operand in _named(call).items()]
-        program = call.op.program_on_gpu(**params)
+        program = call.op.program_on_gpu(*operands, **params)
         assert program is not None
         expected = call.op(*operands, **params)
         for actual, wanted in zip(jax.jit(program)(*operands), expected, strict=True):
@@ -92,7 +92,7 @@ def test_programs_on_gpu(rng: np.random.Generator, name: str) -> None:
         if "has_edge_order" in params and (params.get("has_weights") or "first_wins" in params):
             order = jnp.asarray(rng.permutation(EDGES), jnp.int32)
             flags = {**params, "has_edge_order": True}
-            ordered = jax.jit(call.op.program_on_gpu(**flags))(*operands, order)
+            ordered = jax.jit(call.op.program_on_gpu(*operands, order, **flags))(*operands, order)
             for actual, wanted in zip(ordered, call.op(*operands, order, **flags), strict=True):
                 np.testing.assert_array_equal(actual, wanted)
 
@@ -107,12 +107,51 @@ def _operand(rng: np.random.Generator, aval: Any, name: str) -> jax.Array:
     return jnp.asarray(rng.integers(low, high, aval.shape), aval.dtype)
 
 
-def test_sorted_calls_are_not_sorted_again(rng: np.random.Generator) -> None:
+def sorted_sum(data: Any, gather_ids: Any, segment_ids: Any) -> jax.Array:
+    return jb.gather_segment_sum(data, gather_ids, segment_ids, SEGMENTS, indices_are_sorted=True)
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("clips_gather_ids", [False, True])
+@pytest.mark.parametrize("features", [1, 3, 16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_narrow_rows_of_sorted_edges(
+    rng: np.random.Generator, dtype: str, features: int, clips_gather_ids: bool, is_wide: bool
+) -> None:
+    """On GPUs they are written out and added up, and not sorted again; on any device that gives what the op does."""
     data, senders, receivers, _ = graph(rng)
-    for call in traced_calls(
-        lambda *x: jb.gather_segment_sum(*x, SEGMENTS, indices_are_sorted=True), data, senders, receivers
-    ):
-        assert call.op.program_on_gpu is None or call.op.program_on_gpu(**call.params) is None
+    data, receivers = jnp.tile(data[:, 0, :1], features).astype(dtype), jnp.sort(receivers)
+    [call, *_] = traced_calls(sorted_sum, data, senders, receivers)
+    params = call.params | {"is_wide": is_wide, "clips_gather_ids": clips_gather_ids}
+    program = call.op.program_on_gpu(data, senders, receivers, **params)
+    assert "segment_order" not in str(jax.make_jaxpr(program)(data, senders, receivers))
+    [actual] = jax.jit(program)(data, senders, receivers)
+    [expected] = call.op(data, senders, receivers, **params)
+    assert actual.dtype == expected.dtype
+    np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("edges", "features", "dtype", "gathers_first"),
+    [
+        (2**14, 16, "float32", True),
+        (2**14, 17, "float32", False),
+        (2**14 + 1, 16, "float32", False),
+        (2**26, 4, "float32", True),
+        (2**26 + 1, 4, "float32", False),
+        (2**20, 3, "float32", False),
+        (2**18, 8, "float32", True),
+        (2**18 + 1, 8, "float32", False),
+        (2**18, 16, "bfloat16", True),
+        (2**20, 8, "bfloat16", True),
+        (0, 1, "float32", False),
+        (10, 0, "float32", False),
+    ],
+)
+def test_which_sorted_edges_take_two_steps(edges: int, features: int, dtype: str, gathers_first: bool) -> None:
+    types = [jax.ShapeDtypeStruct(shape, of) for shape, of in (((5, features), dtype), ((edges,), "int32"))]
+    [call, *_] = traced_calls(sorted_sum, *types, types[1])
+    assert (call.op.program_on_gpu(*call.own_operands, **call.params) is not None) == gathers_first
 
 
 @pytest.mark.skipif(cases.PLATFORM != "cuda", reason="only GPUs need an order")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NoReturn
 
 import jax
@@ -34,6 +35,16 @@ on_two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="there is onl
 on_four_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="there are less than four devices")
 
 Values = Literal["special", "distinct", "ties"]
+
+
+def each_pair(**values: Iterable[Any]) -> pytest.MarkDecorator:
+    """Three parameters: every pair of values of the first two, and with them the values of the third in turn.
+
+    So few cases have every pair of values of any two, where the third has no more values than the others.
+    """
+    first, second, third = (tuple(of) for of in values.values())
+    drawn = [(a, b, third[(i + j) % len(third)]) for i, a in enumerate(first) for j, b in enumerate(second)]
+    return pytest.mark.parametrize(list(values), drawn, ids=lambda value: re.sub(r"\W+", "-", str(value)).strip("-"))
 
 
 def native_problem(platform: str) -> str | None:

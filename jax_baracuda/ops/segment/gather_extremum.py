@@ -484,7 +484,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
 
     # On GPUs the edges are brought into order first.
 
-    def reduction_on_gpu(*, indices_are_sorted: bool, **params: Any) -> Callable[..., Sequence[Array]] | None:
+    def reduction_on_gpu(*_: Any, indices_are_sorted: bool, **params: Any) -> Callable[..., Sequence[Array]] | None:
         def program(data: Array, gather_ids: Array, segment_ids: Array) -> Sequence[Array]:
             order, sorted_ids = sorted_by_segment(segment_ids, params["num_segments"])
             return reduction.kernel(data, gather_ids[order], sorted_ids, indices_are_sorted=True, **params)
@@ -492,7 +492,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         return None if indices_are_sorted else program
 
     def with_winner_on_gpu(
-        *, indices_are_sorted: bool, has_edge_order: bool, **params: Any
+        *_: Any, indices_are_sorted: bool, has_edge_order: bool, **params: Any
     ) -> Callable[..., Sequence[Array]] | None:
         def program(data: Array, gather_ids: Array, segment_ids: Array, *numbers: Array) -> Sequence[Array]:
             order, sorted_ids = sorted_by_segment(segment_ids, params["num_segments"])
@@ -501,7 +501,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
 
         return None if indices_are_sorted else program
 
-    def backward_on_gpu(*, has_plan: bool, **params: Any) -> Callable[..., Sequence[Array]] | None:
+    def backward_on_gpu(*_: Any, has_plan: bool, **params: Any) -> Callable[..., Sequence[Array]] | None:
         def program(
             d_winner: Array, winner: Array, gather_ids: Array, segment_ids: Array, *data_and_output: Array
         ) -> Sequence[Array]:
