@@ -268,8 +268,8 @@ EDGES = np.array([1, 0, 2, 1]), np.array([0, 1, 1, 2]), 3
 @pytest.mark.parametrize(
     ("function", "sums"),
     [
-        (jb.gather_segment_sum, "gather_segment_sum"),
-        (jb.gather_segment_mean, "gather_segment_sum"),
+        (jb.gather_segment_sum, "segment_sum"),  # of so few rows, which are gathered first
+        (jb.gather_segment_mean, "segment_sum"),
         (jb.gather_segment_max, "gather_segment_max_backward"),
         (functools.partial(jb.segment_attention, np.ones(4, np.float32)), "gather_segment_sum"),
     ],
