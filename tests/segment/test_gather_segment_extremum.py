@@ -137,8 +137,8 @@ def test_hot_segment_among_few_edges(rng: np.random.Generator, features: int, ti
     extremum_gradient("max", graph, d_output, tie_break).check(d_data, "gradient")
 
 
-@cases.each_pair(sizes=GRAPHS, form=FORMS, dtype=cases.FLOATING)
-def test_mean(rng: np.random.Generator, sizes: Any, form: str, dtype: str) -> None:
+@cases.each_pair(sizes=GRAPHS, dtype=cases.FLOATING, form=FORMS)
+def test_mean(rng: np.random.Generator, sizes: Any, dtype: str, form: str) -> None:
     *counts, row_shape = sizes
     graph = make_graph(rng, *counts, row_shape, dtype, is_sorted=form == "sorted")
     d_output = cases.cotangent(rng, (graph.num_segments, *row_shape), dtype)

@@ -66,8 +66,8 @@ def gather_segment_sum(
     ``out[s, ...] = sum { weights[e] * data[gather_ids[e], ...] : segment_ids[e] == s }``
 
     The same as ``segment_sum(weights * data[gather_ids], segment_ids, num_segments)``, but no array of edges times
-    features is written or read, neither here nor by the gradient. (On GPUs, where rows have less than some 16 bytes and
-    no weights, it is written after all, as that is faster.)
+    features is written or read, neither here nor by the gradient. (On GPUs, for rows of up to 16 bytes or few edges,
+    and without weights, it is written after all, as that is faster.)
 
     Args:
       data: ``[N, ...]``, the rows (features of nodes), a floating dtype. float16, bfloat16, float32 and float64 have
