@@ -384,6 +384,7 @@ def rotation_call(*heads: int, direction: int) -> Callable[..., Call]:
             "rotary_dim": 32,
             "scale": 0.5,
             "has_positions": True,
+            "constant_angles": None,
         }
         return Call((*features, frequencies[None], positions), expected, params)
 

@@ -10,8 +10,10 @@ canonicalisation of arguments.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -386,17 +388,46 @@ def _cos_and_sin_of_product(positions: Array, frequencies: Array) -> tuple[Array
     return _cos_and_sin_of_units(angle)
 
 
+MAX_CONSTANT_BYTES = 1 << 22
+"""Of sines and cosines that are constants of a program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstantAngles:
+    """Those of the positions from 0 on and of frequencies that are known when a program is traced.
+
+    Plain JAX takes their sines and cosines from constants of the program, which costs next to nothing.
+    """
+
+    frequencies: bytes
+    """float64 numbers."""
+
+    def __repr__(self) -> str:  # part of every printed jaxpr
+        return f"ConstantAngles({zlib.crc32(self.frequencies):08x})"
+
+
+@functools.lru_cache(maxsize=16)
+def _constant_cos_and_sin(angles: ConstantAngles, length: int, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Cosine and sine, ``[1, S, P]``; the layers of a model share them."""
+    with np.errstate(invalid="ignore"):  # frequencies that are not finite give NaN
+        products = np.outer(np.arange(length), np.frombuffer(angles.frequencies))[None]
+        return np.cos(products).astype(dtype), np.sin(products).astype(dtype)
+
+
 def _rotate(x: Array, cos: Array, sin: Array, *, heads_first: bool, interleaved: bool, rotary_dim: int) -> Array:
     """The features with their pairs rotated, cosine and sine ``[B, S, P]``."""
     head_axis = _sequence_axis(not heads_first)
     cos, sin = jnp.expand_dims(cos, head_axis), jnp.expand_dims(sin, head_axis)
     rotated, passthrough = x[..., :rotary_dim].astype(cos.dtype), x[..., rotary_dim:]
-    pairs = rotated.reshape(*x.shape[:-1], *((rotary_dim // 2, 2) if interleaved else (2, rotary_dim // 2)))
-    pair_axis = -1 if interleaved else -2
-    first, second = (jax.lax.index_in_dim(pairs, i, pair_axis, keepdims=False) for i in (0, 1))
-    rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=pair_axis)
-    rotated = rotated.reshape(*rotated.shape[:-2], rotary_dim).astype(x.dtype)
-    return jnp.concatenate([rotated, passthrough], axis=-1)
+    if interleaved:
+        # Every feature and its partner: XLA has no fast way to put every other feature together.
+        partners = jnp.flip(rotated.reshape(*rotated.shape[:-1], -1, 2), axis=-1).reshape(rotated.shape)
+        cos, sin = (jnp.stack(of_pair, axis=-1).reshape(*sin.shape[:-1], -1) for of_pair in ((cos, cos), (-sin, sin)))
+        results = [rotated * cos + partners * sin]
+    else:
+        first, second = jnp.split(rotated, 2, axis=-1)
+        results = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*(result.astype(x.dtype) for result in results), passthrough], axis=-1)
 
 
 def _reference(
@@ -408,12 +439,16 @@ def _reference(
     rotary_dim: int,
     scale: float,
     has_positions: bool,
+    constant_angles: ConstantAngles | None,
 ) -> list[Array]:
     """Rotation of the first operands, forward (direction 1) or backward (-1)."""
     features, (frequencies, *positions) = operands[:num_rotated], operands[num_rotated:]
     length = features[0].shape[_sequence_axis(heads_first)]
-    [positions] = positions if has_positions else [jnp.arange(length, dtype=jnp.int32)[None]]
-    cos, sin = _cos_and_sin_of_product(positions, frequencies)
+    if constant_angles is not None:
+        cos, sin = map(jnp.asarray, _constant_cos_and_sin(constant_angles, length, np.dtype(frequencies.dtype)))
+    else:
+        [positions] = positions if has_positions else [jnp.arange(length, dtype=jnp.int32)[None]]
+        cos, sin = _cos_and_sin_of_product(positions, frequencies)
     cos, sin = scale * cos, direction * scale * sin
     rotate = functools.partial(_rotate, heads_first=heads_first, interleaved=interleaved, rotary_dim=rotary_dim)
     return [rotate(x, cos, sin) for x in features]
@@ -441,7 +476,7 @@ def _shard_rotation(
     length = operands[0].shape[_sequence_axis(heads_first)]
     start = (jax.lax.axis_index(sequence_axes) * length).astype(jnp.int32)
     positions = start + jnp.arange(length, dtype=jnp.int32)
-    return kernel(*operands, positions[None], has_positions=True)
+    return kernel(*operands, positions[None], has_positions=True, constant_angles=None)
 
 
 def _rotation_op(name: str, features: Mapping[str, str], direction: int, transpose: Callable[[], Op]) -> Op:
@@ -514,6 +549,7 @@ class _Params(NamedTuple):
     rotary_dim: int
     scale: float
     has_positions: bool
+    constant_angles: ConstantAngles | None
 
 
 def _rotated(
@@ -587,12 +623,14 @@ def _canonicalize(
     examples, length, size = (first.shape[axis] for axis in (0, sequence_axis, 3))
     rotary_dim = _checked_rotary_dim(name, first_name, size, rotary_dim)
     base, scale = real_number(name, "base", base, positive=True), real_number(name, "scale", scale)
-    frequencies = _frequencies(name, inv_freq, base, rotary_dim, np.dtype(accumulation_dtype(first.dtype)))
+    dtype = np.dtype(accumulation_dtype(first.dtype))
+    frequencies, constants = _frequencies(name, inv_freq, base, rotary_dim, dtype)
+    constant_angles = None if positions is not None else _constant_angles(constants, length, dtype)
     if positions is not None:
         positions = _checked_positions(name, positions, examples, length, heads_first)
         example_axis = 0 if positions.shape[0] == examples else None
         positions = reshard_as(positions, first, (example_axis, sequence_axis))
-    params = _Params(heads_first, bool(interleaved), rotary_dim, scale, positions is not None)
+    params = _Params(heads_first, bool(interleaved), rotary_dim, scale, positions is not None, constant_angles)
     return _Rotation(
         params,
         {
@@ -635,8 +673,13 @@ def _checked_rotary_dim(name: str, argument: str, size: int, rotary_dim: int | N
     return rotary_dim
 
 
-def _frequencies(name: str, inv_freq: ArrayLike | None, base: float, rotary_dim: int, dtype: np.dtype[Any]) -> Array:
-    """The inverse frequencies rounded to the dtype, and what was rounded off: ``[2, rotary_dim / 2]``."""
+def _frequencies(
+    name: str, inv_freq: ArrayLike | None, base: float, rotary_dim: int, dtype: np.dtype[Any]
+) -> tuple[Array, np.ndarray | None]:
+    """The inverse frequencies rounded to the dtype, and what was rounded off: ``[2, rotary_dim / 2]``.
+
+    Beside them in float64, ``[rotary_dim / 2]``, where they are constants.
+    """
     num_pairs = rotary_dim // 2
     if inv_freq is None:
         inv_freq, _ = rope_frequencies(rotary_dim, base)
@@ -663,11 +706,19 @@ def _frequencies(name: str, inv_freq: ArrayLike | None, base: float, rotary_dim:
         inv_freq = inv_freq if inv_freq.ndim == 1 else inv_freq.sum(axis=0)
         with np.errstate(over="ignore", invalid="ignore"):  # frequencies that are not finite give NaN
             rounded = inv_freq.astype(dtype)
-            return jnp.asarray(np.stack([rounded, (inv_freq - rounded).astype(dtype)]))
+            return jnp.asarray(np.stack([rounded, (inv_freq - rounded).astype(dtype)])), inv_freq
     if inv_freq.ndim == 2:
         inv_freq = reshard_to(inv_freq, (None, None))
-        return _two_parts(inv_freq[0], inv_freq[1], dtype)
-    return _two_parts(inv_freq, jnp.zeros_like(inv_freq), dtype)
+        return _two_parts(inv_freq[0], inv_freq[1], dtype), None
+    return _two_parts(inv_freq, jnp.zeros_like(inv_freq), dtype), None
+
+
+def _constant_angles(frequencies: np.ndarray | None, length: Any, dtype: np.dtype[Any]) -> ConstantAngles | None:
+    """The angles at the first positions, where they are known and not too many."""
+    if frequencies is None or not jax_versions.is_static_shape((length,)):
+        return None
+    is_small = 2 * length * frequencies.size * dtype.itemsize <= MAX_CONSTANT_BYTES
+    return ConstantAngles(frequencies.tobytes()) if is_small else None
 
 
 def _two_parts(high: Array, low: Array, dtype: np.dtype[Any]) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -30,6 +31,7 @@ from segment.reference import Batch, kernels_in
 from support import cases
 from support.cases import FLOATING, INTEGERS, assert_same_bits
 
+import jax_baracuda as jb
 from jax_baracuda import forward_mode, rope, rope_backward, rope_frequencies, rope_qk, rope_qk_backward
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -127,6 +129,38 @@ def test_value_and_gradient(rng: np.random.Generator, dtype: str, layout: str) -
     with cases.x64_for(dtype):
         called = batch.run()
     assert called == dict.fromkeys(("rope", "rope_backward", "rope_qk", "rope_qk_backward"), 24)
+
+
+@each_layout
+@each_dtype
+def test_plain_jax_with_constant_angles(rng: np.random.Generator, dtype: str, layout: str) -> None:
+    """Without positions, plain JAX has tables, which are as exact as kernels."""
+    with cases.x64_for(dtype), jb.implementation("xla"):
+        for variant, interleaved in itertools.product(range(0, 12, 2), PAIRINGS):
+            size = (2, 3, 17, 20)
+            rotation = dataclasses.replace(make_rotation(rng, variant, size, layout, interleaved), positions=None)
+            shape = features_shape(layout, 2, 3, 17, 20)
+            x, cotangent = (make_features(rng, shape, dtype) for _ in range(2))
+            call = functools.partial(value_and_pullback, rope, rotation)
+            program = jax.jit(lambda x, cotangent, call=call: call((x,), (cotangent,), None))
+            assert "cosine" not in program.lower(x, cotangent).as_text()
+            [[output], [gradient]] = program(x, cotangent)
+            rotation.of(x).check(output, f"{rotation}")
+            rotation.of(cotangent, -1).check(gradient, f"{rotation} backward")
+
+
+def test_which_angles_are_constant() -> None:
+    def has_constant_angles(length: int, *positions: Any, **options: Any) -> bool:
+        x = jax.ShapeDtypeStruct((1, 2, length, 128), np.float32)
+        return "constant_angles=ConstantAngles" in str(
+            jax.make_jaxpr(functools.partial(rope, **options))(x, *positions)
+        )
+
+    assert has_constant_angles(8192)
+    assert has_constant_angles(8, inv_freq=np.ones(64))
+    assert not has_constant_angles(8193)  # more than 4 MB
+    assert not has_constant_angles(8, np.arange(8))
+    assert not has_constant_angles(8, inv_freq=jnp.ones((2, 64)))
 
 
 @pytest.mark.newest_jax_alone

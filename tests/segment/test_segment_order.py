@@ -149,7 +149,7 @@ def test_narrow_rows_of_sorted_edges(
     ],
 )
 def test_which_sorted_edges_take_two_steps(edges: int, features: int, dtype: str, gathers_first: bool) -> None:
-    types = [jax.ShapeDtypeStruct(shape, of) for shape, of in (((5, features), dtype), ((edges,), "int32"))]
+    types = [jax.ShapeDtypeStruct(shape, of) for shape, of in (((edges + 1, features), dtype), ((edges,), "int32"))]
     [call, *_] = traced_calls(sorted_sum, *types, types[1])
     assert (call.op.program_on_gpu(*call.own_operands, **call.params) is not None) == gathers_first
 

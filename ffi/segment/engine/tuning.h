@@ -37,6 +37,9 @@ struct Tuning90 {
   static constexpr int64_t kMinFarRowBytes = 64, kMinFarTableBytes = int64_t{32} << 20;
   // A small softmax takes one launch up to this size, and with at most so many rows to a segment.
   static constexpr int64_t kMaxSmallElements = int64_t{1} << 22, kMaxSmallRowsToSegment = 1024;
+  // Of sorted rows, tiles are as fast from so many on, or from so many elements on with so few rows to a segment.
+  static constexpr int64_t kMinRowsOfSortedTiles = int64_t{1} << 12;
+  static constexpr int64_t kMinElementsOfSortedTiles = int64_t{1} << 18, kMaxRowsToSegmentOfSortedTiles = 32;
 
   // Gathered rows are reduced in one launch where they are that few, on average so few to a segment, and data and result
   // that small.

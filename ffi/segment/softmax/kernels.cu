@@ -30,9 +30,13 @@ int64_t SmallBlocks(int64_t segments, int64_t columns) {
 }
 
 // Every block of a small problem reads all ids, which pays while the launches of other strategies cost more. A block
-// takes whole segments, so there should be enough of them, but not many more than rows.
-bool IsSmall(const Problem& problem) {
+// takes whole segments, so there should be enough of them, but not many more than rows. Sorted rows are cut into tiles
+// where they are more, or wide and few to a segment: a block would walk down a long segment alone.
+bool IsSmall(const Problem& problem, bool indices_are_sorted) {
   const int64_t rows = problem.batch * problem.rows, segments = problem.batch * problem.segments;
+  const bool is_wide = rows * problem.features >= Tuning::kMinElementsOfSortedTiles &&
+                       rows <= Tuning::kMaxRowsToSegmentOfSortedTiles * segments;
+  if (indices_are_sorted && (rows >= Tuning::kMinRowsOfSortedTiles || is_wide)) return false;
   return rows <= kMaxSmallRows && rows * problem.features <= Tuning::kMaxSmallElements &&
          rows <= Tuning::kMaxSmallRowsToSegment * segments && segments <= kMaxSmallRows;
 }
@@ -51,7 +55,7 @@ int64_t TableBytes(const Problem& problem, int64_t element_bytes) {
 // the order of time.
 Strategy ChooseStrategy(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic) {
   if (problem.segments == 0) return Strategy::kFill;
-  if (IsSmall(problem)) return Strategy::kSmall;
+  if (IsSmall(problem, indices_are_sorted)) return Strategy::kSmall;
   if (indices_are_sorted) return Strategy::kTiles;
   const bool is_far = problem.features * element_bytes >= Tuning::kMinFarRowBytes &&
                       TableBytes(problem, element_bytes) / problem.batch >= Tuning::kMinFarTableBytes;

@@ -59,6 +59,7 @@ from jax_baracuda.ops.segment.graphs import (
     whole_batch,
 )
 from jax_baracuda.ops.segment.order import sorted_by_segment
+from jax_baracuda.ops.segment.padding import features_to_add, with_features
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import index_of_first_row, of_split_segments
 
@@ -482,35 +483,66 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         flags = {"has_plan": False, "shares_ties": shares_ties, "deterministic": current_selection() != "xla"}
         return backward(d_results[0], *others, num_rows=avals[0].shape[0], **flags)
 
-    # On GPUs the edges are brought into order first.
+    # On GPUs the edges are brought into order first, and odd rows made longer.
 
-    def reduction_on_gpu(*_: Any, indices_are_sorted: bool, **params: Any) -> Callable[..., Sequence[Array]] | None:
+    def with_longer_rows(
+        kernel: Callable[..., Sequence[Array]], data: Any, num_edges: int, num_segments: int, rows: Sequence[int] = (0,)
+    ) -> Callable[..., Sequence[Array]] | None:
+        added = features_to_add(data, num_edges, num_segments)
+        return with_features(kernel, added, rows=rows) if added else None
+
+    def reduction_on_gpu(
+        data: Any, gather_ids: Any, segment_ids: Any, *, indices_are_sorted: bool, num_segments: int, **params: Any
+    ) -> Callable[..., Sequence[Array]] | None:
+        kernel = functools.partial(reduction.kernel, num_segments=num_segments, indices_are_sorted=True, **params)
+
         def program(data: Array, gather_ids: Array, segment_ids: Array) -> Sequence[Array]:
-            order, sorted_ids = sorted_by_segment(segment_ids, params["num_segments"])
-            return reduction.kernel(data, gather_ids[order], sorted_ids, indices_are_sorted=True, **params)
+            order, sorted_ids = sorted_by_segment(segment_ids, num_segments)
+            return kernel(data, gather_ids[order], sorted_ids)
 
-        return None if indices_are_sorted else program
+        if not indices_are_sorted:
+            return program
+        return with_longer_rows(kernel, data, gather_ids.shape[0], num_segments)
 
     def with_winner_on_gpu(
-        *_: Any, indices_are_sorted: bool, has_edge_order: bool, **params: Any
+        data: Any,
+        gather_ids: Any,
+        *_: Any,
+        indices_are_sorted: bool,
+        has_edge_order: bool,
+        num_segments: int,
+        **params: Any,
     ) -> Callable[..., Sequence[Array]] | None:
+        kernel = functools.partial(with_winner.kernel, num_segments=num_segments, indices_are_sorted=True, **params)
+
         def program(data: Array, gather_ids: Array, segment_ids: Array, *numbers: Array) -> Sequence[Array]:
-            order, sorted_ids = sorted_by_segment(segment_ids, params["num_segments"])
+            order, sorted_ids = sorted_by_segment(segment_ids, num_segments)
             edges = gather_ids[order], sorted_ids, numbers[0][order] if has_edge_order else order
-            return with_winner.kernel(data, *edges, indices_are_sorted=True, has_edge_order=True, **params)
+            return kernel(data, *edges, has_edge_order=True)
 
-        return None if indices_are_sorted else program
+        if not indices_are_sorted:
+            return program
+        kernel_of_sorted = functools.partial(kernel, has_edge_order=has_edge_order)
+        return with_longer_rows(kernel_of_sorted, data, gather_ids.shape[0], num_segments)
 
-    def backward_on_gpu(*_: Any, has_plan: bool, **params: Any) -> Callable[..., Sequence[Array]] | None:
+    def backward_on_gpu(
+        d_winner: Any, winner: Any, gather_ids: Any, *_: Any, has_plan: bool, num_rows: int, **params: Any
+    ) -> Callable[..., Sequence[Array]] | None:
+        kernel = functools.partial(backward.kernel, num_rows=num_rows, has_plan=True, **params)
+
         def program(
             d_winner: Array, winner: Array, gather_ids: Array, segment_ids: Array, *data_and_output: Array
         ) -> Sequence[Array]:
-            order, sorted_rows = sorted_by_segment(gather_ids, params["num_rows"])
+            order, sorted_rows = sorted_by_segment(gather_ids, num_rows)
             numbers = jnp.arange(order.shape[0], dtype=jnp.int32)
             edges = gather_ids, segment_ids, numbers, order, segment_ids[order], sorted_rows
-            return backward.kernel(d_winner, winner, *edges, *data_and_output, has_plan=True, **params)
+            return kernel(d_winner, winner, *edges, *data_and_output)
 
-        return None if has_plan else program
+        if not has_plan:
+            return program
+        names = list(_operands_of_backward(has_plan=True, shares_ties=True))
+        rows = [names.index(name) for name in ("d_winner", "winner", "data", "output")]
+        return with_longer_rows(kernel, d_winner, gather_ids.shape[0], num_rows, rows)
 
     of_edges: dict[str, Any] = {
         "operands": _operands,

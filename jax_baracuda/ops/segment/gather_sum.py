@@ -42,6 +42,7 @@ from jax_baracuda.ops.segment.graphs import (
     whole_batch,
 )
 from jax_baracuda.ops.segment.order import sorted_by_segment
+from jax_baracuda.ops.segment.padding import features_to_add, with_features
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import of_split_segments, sum_over_axes
 
@@ -336,9 +337,16 @@ def _program_on_gpu(
     is_wide: bool,
     **params: Any,
 ) -> Callable[..., Sequence[Array]] | None:
-    """Edges in any order are brought into order first, and narrow rows without weights written out."""
-    if indices_are_sorted and (has_weights or not _gathers_first(data, gather_ids.shape[0], is_wide)):
-        return None
+    """Edges in any order are sorted first, narrow rows without weights written out, and odd ones made longer."""
+    shared = {"clips_gather_ids": clips_gather_ids, "is_wide": is_wide, "has_weights": has_weights}
+    if indices_are_sorted:
+        first_dim = 2 if has_weights else 1
+        if added := features_to_add(data, gather_ids.shape[0], params["num_segments"], first_dim=first_dim):
+            flags = {"indices_are_sorted": True, "has_edge_order": has_edge_order}
+            kernel = functools.partial(GATHER_SEGMENT_SUM.kernel, **params, **shared, **flags)
+            return with_features(kernel, added, first_dim=first_dim)
+        if has_weights or not _gathers_first(data, gather_ids.shape[0], is_wide):
+            return None
 
     def two_steps(data: Array, gather_ids: Array, segment_ids: Array) -> Sequence[Array]:
         rows = gather_rows(data, gather_ids, clips_gather_ids)
@@ -351,9 +359,8 @@ def _program_on_gpu(
         if has_weights:
             weights, *numbers = weights_and_order
             edges = [weights, numbers[0][order] if has_edge_order else order]
-        flags = {"indices_are_sorted": True, "has_weights": has_weights, "has_edge_order": has_weights}
-        flags |= {"clips_gather_ids": clips_gather_ids, "is_wide": is_wide}
-        return GATHER_SEGMENT_SUM.kernel(data, gather_ids[order], sorted_ids, *edges, **params, **flags)
+        flags = {"indices_are_sorted": True, "has_edge_order": has_weights}
+        return GATHER_SEGMENT_SUM.kernel(data, gather_ids[order], sorted_ids, *edges, **params, **shared, **flags)
 
     return two_steps if indices_are_sorted else sort_first
 
