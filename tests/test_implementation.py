@@ -475,6 +475,14 @@ def test_rows_of_operands_that_xla_computes(operand: str) -> None:
     assert runs_kernel(jax.grad(lambda x: (sums(x) ** 2).sum()), N)  # the gradient has no such row
 
 
+def test_donated_arguments_are_written_to() -> None:
+    """Whatever a table says: plain JAX would rotate into an array of its own, and copy that."""
+    with selection.selecting(TuningTable((Row(cases.PLATFORM, "rope", "xla", 0.5),))):
+        for donated, is_kernel in (((), False), ((0,), True)):
+            text = jax.jit(lambda x: jb.rope(x), donate_argnums=donated).lower(X).as_text()
+            assert ("@jax_baracuda." in text) == is_kernel
+
+
 def test_table_of_a_user(tmp_path: Path) -> None:
     row = Row(cases.PLATFORM, "rope", "xla", 0.5, "here", ("float32",), sizes=(("bytes", (None, 10**6)),))
     path = tmp_path / "tuning.json"

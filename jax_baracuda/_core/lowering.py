@@ -68,19 +68,20 @@ def _lower(
     runs_kernel = choose(call, platform, fuses=fuses).implementation == "kernel"
     if call.selection != "xla" and (problem := op.missing_target(platform)) is not None:
         _warn_once(f"jax_baracuda: {op.name} runs as plain JAX on {platform}: {problem}")
+    donated = tuple(i for i in op.in_place_if_donated if jax_versions.is_donated_argument(operands[i]))
     has_empty_array = any(0 in aval.shape for aval in [*ctx.avals_in, *ctx.avals_out])
     axis_context: Any = ctx.module_context.axis_context
     automatic_axis = jax_versions.automatic_axis(axis_context)
     is_split = not has_empty_array and (automatic_axis is not None or jax_versions.partitioner_splits(axis_context))
     if has_empty_array and jax_versions.is_in_shard_map(axis_context):
         runs_kernel = False  # XLA loses calls of empty arrays there
-    elif is_split and call.asks_table and call.resolve(op.reduction_dims) and not op.shards_reference:
-        # XLA's partitioner might gather the operands of plain JAX, as it knows nothing of segments and edges.
+    elif call.asks_table and (donated or (is_split and call.resolve(op.reduction_dims) and not op.shards_reference)):
+        # Plain JAX might need more memory than what is donated. XLA's partitioner might gather its operands, as it knows
+        # nothing of segments and edges.
         runs_kernel = call.unsupported_reason(platform) is None
     if not runs_kernel and not (is_split and op.shards_reference and call.has_static_shapes()):
         return _lower_reference(op, ctx, *operands, **params)
 
-    donated = tuple(i for i in op.in_place_if_donated if jax_versions.is_donated_argument(operands[i]))
     if not is_split:
         # Devices along several automatic axes of a shard_map then have whole arrays.
         return _call_target(call, platform, ctx, operands, donated)

@@ -531,7 +531,7 @@ def _gradients_of_one_step(
 
 
 def _reference_update(
-    x: Array, state: Array, weight: Array, *optional: Array, channels_last: bool, silu: bool, has_bias: bool
+    x: Array, state: Array, weight: Array, *optional: Array, channels_last: bool, silu: bool, has_bias: bool, **_: Any
 ) -> tuple[Array, Array]:
     recent = state[..., state.shape[-1] - (weight.shape[-1] - 1) :]
     operands = _widened(accumulation_dtype(x.dtype), x, weight, *_optional(optional, has_bias), recent)
@@ -787,10 +787,12 @@ class _Params(NamedTuple):
     silu: bool
 
 
-def _call(op: Op, params: _Params, *required: Array, **optional: Array | None) -> list[Array]:
+def _call(
+    op: Op, params: _Params, *required: Array, flags: Mapping[str, bool] | None = None, **optional: Array | None
+) -> list[Array]:
     presence = {f"has_{name}": array is not None for name, array in optional.items()}
     given = [array for array in optional.values() if array is not None]
-    return op(*required, *given, **params._asdict(), **presence)
+    return op(*required, *given, **params._asdict(), **presence, **(flags or {}))
 
 
 def _gradients(
@@ -841,15 +843,20 @@ _convolution = _convolution_rules(with_final_state=False)
 _convolution_and_state = _convolution_rules(with_final_state=True)
 
 
-def _update_primal(
-    params: _Params, *, x: Array, state: Array, weight: Array, bias: Array | None
+def _updated(
+    keeps_state: bool, params: _Params, *, x: Array, state: Array, weight: Array, bias: Array | None
 ) -> tuple[Array, Array]:
-    y, new_state = _call(CAUSAL_CONV1D_UPDATE, params, x, state, weight, bias=bias)
+    flags = {"keeps_state": keeps_state}
+    y, new_state = _call(CAUSAL_CONV1D_UPDATE, params, x, state, weight, flags=flags, bias=bias)
     return y, new_state
 
 
-def _update_forward(params: _Params, **arrays: Array | None) -> tuple[tuple[Array, Array], dict[str, Any]]:
-    return _update_primal(params, **arrays), arrays
+_update_primal = functools.partial(_updated, False)
+
+
+def _update_forward(params: _Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
+    """The backward pass needs the state, which so cannot become the new one."""
+    return _updated(True, params, **arrays), arrays
 
 
 def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:

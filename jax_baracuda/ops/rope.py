@@ -1,7 +1,8 @@
 """Rotary position embedding (Su et al., 2021): pairs of features turn by an angle that grows with the position.
 
 The angle is computed where it is needed, from the position and the pair's frequency, with more bits than the result
-has: there are no tables, and a position of a million is as exact as position one. The transpose of a rotation is the
+has: a position of a million is as exact as position one. Kernels have no tables; plain JAX, which XLA fuses with its
+neighbours, has constants where positions and frequencies are known. The transpose of a rotation is the
 rotation the other way round, so the gradient is the same kernel, and nothing but the positions is kept for it.
 
 The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,

@@ -36,6 +36,8 @@ from support import cases
 from support.cases import FLOATING, Expected, assert_same_bits
 
 from jax_baracuda import causal_conv1d, causal_conv1d_backward, causal_conv1d_update, forward_mode
+from jax_baracuda._core.selection import PACKAGED_TABLE, TuningTable
+from jax_baracuda._tools.calls import traced_calls
 
 WIDTHS = range(1, 9)
 OPTIONS = tuple(
@@ -587,6 +589,20 @@ def copies_of_state(text: str) -> list[str]:
     """The instructions of a compiled program that copy an array of the shape of the state."""
     shape = ",".join(map(str, STATE_SHAPE))
     return re.findall(rf"= \(?f32\[(?:1,)?{shape}\]\S* copy(?:-start)?\(.*", text)
+
+
+def test_a_gradient_keeps_the_state() -> None:
+    """Then a step does not write in place, for which plain JAX is faster on an H200."""
+    x, state, weight = jnp.ones((2, 5)), jnp.ones((2, 5, 3)), jnp.ones((5, 4))
+
+    def step_and_gradient(*operands: Any) -> Any:
+        return jax.vjp(causal_conv1d_update, *operands)[0]
+
+    for function, keeps_state in ((causal_conv1d_update, False), (step_and_gradient, True)):
+        [call] = traced_calls(function, x, state, weight)
+        assert call.params["keeps_state"] == keeps_state
+        row = TuningTable.read(PACKAGED_TABLE).row_for(call, "cuda-9.0")
+        assert (row is not None and row.implementation == "xla") == keeps_state
 
 
 @pytest.mark.parametrize("loop", ["step", "scan", "fori_loop"])
