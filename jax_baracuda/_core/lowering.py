@@ -76,8 +76,8 @@ def _lower(
     if has_empty_array and jax_versions.is_in_shard_map(axis_context):
         runs_kernel = False  # XLA loses calls of empty arrays there
     elif call.asks_table and (donated or (is_split and call.resolve(op.reduction_dims) and not op.shards_reference)):
-        # Plain JAX might need more memory than what is donated. XLA's partitioner might gather its operands, as it knows
-        # nothing of segments and edges.
+        # Plain JAX might need more memory than what is donated, and XLA's partitioner might gather its operands: it
+        # knows nothing of segments and edges.
         runs_kernel = call.unsupported_reason(platform) is None
     if not runs_kernel and not (is_split and op.shards_reference and call.has_static_shapes()):
         return _lower_reference(op, ctx, *operands, **params)
