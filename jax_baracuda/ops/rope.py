@@ -389,7 +389,7 @@ def _cos_and_sin_of_product(positions: Array, frequencies: Array) -> tuple[Array
     return _cos_and_sin_of_units(angle)
 
 
-MAX_CONSTANT_BYTES = 1 << 22
+MAX_CONSTANT_BYTES = 1 << 23
 """Of sines and cosines that are constants of a program."""
 
 

@@ -156,9 +156,9 @@ def test_which_angles_are_constant() -> None:
             jax.make_jaxpr(functools.partial(rope, **options))(x, *positions)
         )
 
-    assert has_constant_angles(8192)
+    assert has_constant_angles(16384)
     assert has_constant_angles(8, inv_freq=np.ones(64))
-    assert not has_constant_angles(8193)  # more than 4 MB
+    assert not has_constant_angles(16385)  # more than 8 MB
     assert not has_constant_angles(8, np.arange(8))
     assert not has_constant_angles(8, inv_freq=jnp.ones((2, 64)))
 
