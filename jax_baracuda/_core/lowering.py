@@ -46,11 +46,8 @@ def _lower_elsewhere(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **pa
     return _lower_reference(op, ctx, *operands, **params)
 
 
-def _lower_reference(
-    op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, platform: str | None = None, **params: Any
-) -> Any:
-    reference = functools.partial(reference_of_call, op, platform=platform, **params)
-    return mlir.lower_fun(reference, multiple_results=True)(ctx, *operands)
+def _lower_reference(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+    return mlir.lower_fun(functools.partial(reference_of_call, op, **params), multiple_results=True)(ctx, *operands)
 
 
 def lower_with_donation(
@@ -83,7 +80,7 @@ def _lower(
         # knows nothing of segments and edges.
         runs_kernel = call.unsupported_reason(platform) is None
     if not runs_kernel and not (is_split and op.shards_reference and call.has_static_shapes()):
-        return _lower_reference(op, ctx, *operands, platform=platform, **params)
+        return _lower_reference(op, ctx, *operands, **params)
 
     if not is_split:
         # Devices along several automatic axes of a shard_map then have whole arrays.
@@ -145,11 +142,11 @@ def lower_kernel(
     """In the program of a shard, whose shapes the kernel may not support where it does the whole's."""
     call = OpCall(op, ctx.avals_in, params)
     if call.selection == "xla":
-        return _lower_reference(op, ctx, *operands, platform=platform, **params)
+        return _lower_reference(op, ctx, *operands, **params)
     if (reason := call.unsupported_reason(platform)) is not None:
         if call.selection == "kernel":
             raise missing_kernel(call, [platform], reason)
-        return _lower_reference(op, ctx, *operands, platform=platform, **params)
+        return _lower_reference(op, ctx, *operands, **params)
     return _call_target(call, platform, ctx, operands, donated)
 
 

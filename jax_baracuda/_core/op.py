@@ -48,8 +48,6 @@ class Op:
     """The element types of the first operand for which there is a kernel."""
     guarantee: Guarantee | Callable[..., Guarantee]
     """Or ``(dtype name, platform, *, deterministic, indices_are_sorted) -> Guarantee`` where it depends on these."""
-    reference_on_gpu: Callable[..., Sequence[jax.Array]] | None = None
-    """A form of it that XLA compiles to a faster program on GPUs; None: the same."""
     sizes: Callable[..., Mapping[str, int]] | None = None
     """``(**params)`` -> the sizes of dimensions of the results that no operand has."""
     result_dtypes: Callable[..., Sequence[Any]] | None = None

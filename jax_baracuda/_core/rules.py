@@ -53,17 +53,13 @@ def batch(
     return results, [0] * len(results)
 
 
-def reference_of_call(op: Op, *operands: jax.Array, platform: str | None = None, **params: Any) -> list[jax.Array]:
-    """Calls the reference, that of a platform if one is named.
-
-    Under explicit sharding its axes are automatic, and only its results have a sharding.
-    """
+def reference_of_call(op: Op, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """Calls the reference. Under explicit sharding its axes are automatic, and only its results have a sharding."""
     # Constants of a jitted function are NumPy's where JAX differentiates it, and NumPy takes no tracer as an index.
     operands = tuple(map(jnp.asarray, operands))
     call = OpCall(op, operands, params)
     mapped = mapped_dims(operands, call.num_batch_dims)
-    on_platform = op.reference_on_gpu if platform == "cuda" else None
-    own_reference = functools.partial(on_platform or op.reference, **call.params)
+    own_reference = functools.partial(op.reference, **call.params)
 
     def reference(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(map_over_batch(own_reference, mapped, *operands))

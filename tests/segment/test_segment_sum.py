@@ -12,8 +12,6 @@ from support.cases import FLOATING, WIDE_INTEGERS, Shape, assert_same_bits
 
 import jax_baracuda as jb
 from jax_baracuda import segment_mean, segment_mean_backward, segment_sum, segment_sum_backward
-from jax_baracuda._core.rules import reference_of_call
-from jax_baracuda._tools.calls import traced_calls
 
 each_sum = pytest.mark.parametrize("reduction", [SUM, MEAN], ids=str)
 
@@ -178,25 +176,17 @@ def test_mean_without_rows() -> None:
 @pytest.mark.parametrize("ids_dtype", ["int8", "int32", "uint32"])
 @pytest.mark.parametrize("segments", [0, 1, 300])
 @each_sum
-def test_plain_jax_of_gradients_on_gpus(
-    rng: np.random.Generator, reduction: Reduction, segments: int, ids_dtype: str
-) -> None:
-    """A row of zeros behind the cells gives what a selection does, on any device."""
-    ids = jnp.asarray(rng.integers(0 if ids_dtype == "uint32" else -3, 100, 500), ids_dtype)
-    cells, data = jnp.asarray(rng.normal(size=(segments, 3)), jnp.float32), jnp.ones((500, 3))
-
-    def gradient(cells: jax.Array, ids: jax.Array) -> jax.Array:
-        _, vjp = jax.vjp(lambda data: getattr(jb, reduction.name)(data, ids, segments), data)
-        return vjp(cells)[0]
-
-    *_, call = traced_calls(gradient, cells, ids)
-    operands = [jnp.asarray(rng.integers(1, 5, x.shape), x.dtype) for x in call.operands[:-1]]
-    expected, actual = (
-        reference_of_call(call.op, *operands, ids.astype(call.operands[-1].dtype), platform=platform, **call.all_params)
-        for platform in (None, "cuda")
-    )
-    assert call.op.reference_on_gpu is not None
-    np.testing.assert_array_equal(actual[0], expected[0])
+def test_plain_jax_of_gradients(rng: np.random.Generator, reduction: Reduction, segments: int, ids_dtype: str) -> None:
+    """Ids out of range have zeros, also where they are too narrow for the number of segments."""
+    ids = rng.integers(0 if ids_dtype == "uint32" else -3, 100, 500).astype(ids_dtype)
+    cells = rng.normal(size=(segments, 3)).astype(np.float32)
+    function = getattr(jb, reduction.name)
+    _, vjp = jax.vjp(lambda data: function(data, ids, segments, implementation="xla"), jnp.ones((500, 3)))
+    is_member = (ids.astype(int) >= 0) & (ids.astype(int) < segments)
+    counts = np.bincount(ids[is_member], minlength=segments) if reduction is MEAN else np.ones(segments, int)
+    expected = np.zeros((500, 3), np.float32)
+    expected[is_member] = (cells / np.maximum(counts, 1)[:, None].astype(np.float32))[ids[is_member]]
+    np.testing.assert_array_equal(vjp(cells)[0], expected)
 
 
 @each_sum

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array
 from jax_baracuda._core.selection import current_selection
-from jax_baracuda.ops.segment.cells import per_row
+from jax_baracuda.ops.segment.cells import gather_or_zeros
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits
 from jax_baracuda.ops.segment.ids import Mode, canonical_edges, static_size
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_gathers, check_plan
@@ -114,10 +114,9 @@ def gather_rows(data: Array, gather_ids: Array, clips_gather_ids: bool) -> Array
     """The rows that ids name; where they name none, the nearest one or zeros. No gradient goes through those."""
     if data.shape[0] == 0:
         return jnp.zeros((*gather_ids.shape, *data.shape[1:]), data.dtype)
-    rows = data.at[gather_ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
     if clips_gather_ids:
-        return rows
-    return jnp.where(per_row((gather_ids >= 0) & (gather_ids < data.shape[0]), rows), rows, 0)
+        return data.at[gather_ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return gather_or_zeros(data, gather_ids)
 
 
 def as_gather_ids(segment_ids: Array, num_segments: int) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from jax_baracuda.ops.segment.arguments import (
     canonicalize_without_data,
     shaped_as_ids,
 )
-from jax_baracuda.ops.segment.cells import gather_from_zeros, gather_or_zeros, over_counts, xla_sum
+from jax_baracuda.ops.segment.cells import gather_or_zeros, over_counts, xla_sum
 from jax_baracuda.ops.segment.definitions import (
     CELLS,
     COUNTS,
@@ -170,14 +169,12 @@ def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple
     return over_counts(total, count).astype(data.dtype), count
 
 
-def _reference_backward(
-    d_output: Array, count: Array, ids: Array, *, gather: Callable[..., Array] = gather_or_zeros, **_: Any
-) -> tuple[Array]:
+def _reference_backward(d_output: Array, count: Array, ids: Array, **_: Any) -> tuple[Array]:
     quotients = over_counts(d_output.astype(accumulation_dtype(d_output.dtype)), count).astype(d_output.dtype)
     shapes = (*ids.shape, d_output.shape[0])
     if jax_versions.is_static_shape(shapes) and ids.shape[0] >= _MIN_ROWS_TO_DIVIDE_FIRST * d_output.shape[0]:
         quotients = jax.lax.optimization_barrier(quotients)  # fused with the gather, rows would be divided
-    return (gather(quotients, ids),)
+    return (gather_or_zeros(quotients, ids),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -215,7 +212,6 @@ SEGMENT_MEAN_BACKWARD = gradient_op(
     "segment_mean_backward",
     operands={"d_output": CELLS, "count": COUNTS, "segment_ids": IDS},
     reference=_reference_backward,
-    reference_on_gpu=functools.partial(_reference_backward, gather=gather_from_zeros),
     guarantee=ROUNDED_ONCE,
     transpose=lambda d_outputs, d_data, count, ids, **params: (
         _sum_over_counts(d_data[0], count, ids, **sum_params(d_outputs[0].shape[0], **params)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from jax_baracuda.ops.segment.arguments import (
     reduce_numbers,
     shaped_as_ids,
 )
-from jax_baracuda.ops.segment.cells import gather_from_zeros, gather_or_zeros, xla_sum
+from jax_baracuda.ops.segment.cells import gather_or_zeros, xla_sum
 from jax_baracuda.ops.segment.definitions import (
     CELLS,
     IDS,
@@ -175,10 +174,8 @@ def _reference_of_exponentials(data: Array, ids: Array, *, num_segments: int, **
     return (xla_sum(jnp.maximum(jnp.exp(data), LEAST_EXPONENTIAL[data.dtype.itemsize]), ids, num_segments),)
 
 
-def _reference_backward(
-    d_output: Array, ids: Array, *, gather: Callable[..., Array] = gather_or_zeros, **_: Any
-) -> tuple[Array]:
-    return (gather(d_output, ids),)
+def _reference_backward(d_output: Array, ids: Array, **_: Any) -> tuple[Array]:
+    return (gather_or_zeros(d_output, ids),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -235,7 +232,6 @@ SEGMENT_SUM_BACKWARD = gradient_op(
     "segment_sum_backward",
     operands={"d_output": CELLS, "segment_ids": IDS},
     reference=_reference_backward,
-    reference_on_gpu=functools.partial(_reference_backward, gather=gather_from_zeros),
     guarantee=EXACT,
     transpose=lambda d_outputs, d_data, ids, **params: SEGMENT_SUM(
         *d_data, ids, **sum_params(d_outputs[0].shape[0], **params)
