@@ -422,8 +422,9 @@ def _rotate(x: Array, cos: Array, sin: Array, *, heads_first: bool, interleaved:
     rotated, passthrough = x[..., :rotary_dim].astype(cos.dtype), x[..., rotary_dim:]
     if interleaved:
         # Every feature and its partner: XLA has no fast way to put every other feature together.
-        partners = jnp.flip(rotated.reshape(*rotated.shape[:-1], -1, 2), axis=-1).reshape(rotated.shape)
-        cos, sin = (jnp.stack(of_pair, axis=-1).reshape(*sin.shape[:-1], -1) for of_pair in ((cos, cos), (-sin, sin)))
+        partners = jnp.flip(rotated.reshape(*x.shape[:-1], rotary_dim // 2, 2), axis=-1).reshape(rotated.shape)
+        features = (*cos.shape[:-1], rotary_dim)
+        cos, sin = (jnp.stack(of_pair, axis=-1).reshape(features) for of_pair in ((cos, cos), (-sin, sin)))
         results = [rotated * cos + partners * sin]
     else:
         first, second = jnp.split(rotated, 2, axis=-1)
