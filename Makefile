@@ -31,7 +31,7 @@ SANITIZED_GPU_FAMILIES ?=
 INSTRUMENTATIONS := address thread coverage
 COVERED_TESTS ?= tests
 
-.PHONY: demo test matrix coverage fuzz sanitize sanitize-gpu check race report tune bench bench-multi clients docs \
+.PHONY: demo test matrix coverage fuzz sanitize sanitize-gpu check race report bench bench-multi clients docs \
   lint lint-native wheels wheels-test clean $(SANITIZERS:%=sanitize-%) \
   $(INSTRUMENTATIONS:%=instrumented-%)
 
@@ -86,7 +86,7 @@ sanitize-gpu: $(VENV)/installed
 	run="$(BIN)/python tests/sanitizers/gpu.py $(SANITIZED_GPU_FAMILIES) --programs $$cache/programs.json"; $$run || exit 1; \
 	for tool in memcheck racecheck synccheck; do compute-sanitizer --tool $$tool --error-exitcode 1 $$run || exit 1; done
 
-check race report tune: $(VENV)/installed
+check race report: $(VENV)/installed
 	$(BIN)/python -m jax_baracuda $@
 
 bench-multi: $(VENV)/installed

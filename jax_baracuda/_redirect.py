@@ -20,6 +20,7 @@ from jax_baracuda import forward_mode
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, reshard_like
 from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.dispatch import Site, decide
 from jax_baracuda._core.redirection import (
     NOTHING,
     Redirection,
@@ -28,7 +29,7 @@ from jax_baracuda._core.redirection import (
     redirect_process,
     redirecting,
 )
-from jax_baracuda._core.selection import current_selection, device_name, table_of
+from jax_baracuda._core.selection import current_selection
 from jax_baracuda.ops.segment.definitions import ORDERED_DTYPES
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM
 from jax_baracuda.ops.segment.take_rows import sum_taken_rows
@@ -209,15 +210,15 @@ def _require_kernel_of_computed_rows(cotangent: Array, ids: Array, num_rows: int
     The lowering cannot see what makes them where the gradient of a gather is in an inner ``jit``. Sums of 16-bit
     numbers in plain JAX are no alternative: they are rounded after each term.
     """
-    selection = current_selection()
-    if jax.default_backend() != "gpu" or cotangent.dtype.itemsize < 4 or isinstance(selection, str):
+    if jax.default_backend() != "gpu" or cotangent.dtype.itemsize < 4:
         return
     rows = jax.ShapeDtypeStruct((ids.size, *cotangent.shape[ids.ndim :]), cotangent.dtype)
     params = {"num_segments": num_rows, "indices_are_sorted": is_sorted, "deterministic": False}
+    params["implementation"] = current_selection()
     call = OpCall(SEGMENT_SUM, (rows, jax.ShapeDtypeStruct((ids.size,), ids.dtype)), params)
-    row = table_of(selection).row_for(call, device_name("cuda"), fuses=True)
-    if row is not None and row.implementation == "xla":
-        raise _Unserved(f"XLA takes {row.ratio:.2f} of the kernel's time where it computes the rows")
+    decision = decide(call, Site("cuda", fuses=True))
+    if decision.implementation == "xla":
+        raise _Unserved(decision.reason)
 
 
 def _slice_update(operand: Any, update: Any, start_indices: Any, *, allow_negative_indices: Any = True) -> Array:

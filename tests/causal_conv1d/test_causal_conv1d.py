@@ -36,7 +36,6 @@ from support import cases
 from support.cases import FLOATING, Expected, assert_same_bits
 
 from jax_baracuda import causal_conv1d, causal_conv1d_backward, causal_conv1d_update, forward_mode
-from jax_baracuda._core.selection import PACKAGED_TABLE, TuningTable
 from jax_baracuda._tools.calls import traced_calls
 
 WIDTHS = range(1, 9)
@@ -592,7 +591,7 @@ def copies_of_state(text: str) -> list[str]:
 
 
 def test_a_gradient_keeps_the_state() -> None:
-    """Then a step does not write in place, for which plain JAX is faster on an H200."""
+    """Then a step does not write in place, for which a rule has plain JAX on GPUs."""
     x, state, weight = jnp.ones((2, 5)), jnp.ones((2, 5, 3)), jnp.ones((5, 4))
 
     def step_and_gradient(*operands: Any) -> Any:
@@ -601,8 +600,6 @@ def test_a_gradient_keeps_the_state() -> None:
     for function, keeps_state in ((causal_conv1d_update, False), (step_and_gradient, True)):
         [call] = traced_calls(function, x, state, weight)
         assert call.params["keeps_state"] == keeps_state
-        row = TuningTable.read(PACKAGED_TABLE).row_for(call, "cuda-9.0")
-        assert (row is not None and row.implementation == "xla") == keeps_state
 
 
 @pytest.mark.parametrize("loop", ["step", "scan", "fori_loop"])

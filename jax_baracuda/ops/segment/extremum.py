@@ -21,6 +21,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.dispatch import MB, at_most, on_gpu, uncontended
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -554,6 +555,10 @@ def _backward_plan_parameters(
     )
 
 
+# H100, time of plain JAX / kernel: 0.7 (188 loops, with and without winners).
+_RULES = (on_gpu("launch-bound: few rows", uncontended, at_most(rows=1 << 14, bytes=16 * MB)),)
+
+
 def _ops(name: str, extremum: Extremum, aliases_of_backward: tuple[str, ...]) -> tuple[Op, Op, Op]:
     """The ops ``segment_<name>``, ``segment_<name>_with_winner`` and ``segment_<name>_backward``."""
 
@@ -602,6 +607,7 @@ def _ops(name: str, extremum: Extremum, aliases_of_backward: tuple[str, ...]) ->
         reference=functools.partial(_reference_reduce, extremum),
         dtypes=ORDERED_DTYPES,
         guarantee=EXACT,
+        xla_rules=_RULES,
         shard_program=functools.partial(_shard_reduce, extremum),
         tangent=tangent,
     )
@@ -618,6 +624,7 @@ def _ops(name: str, extremum: Extremum, aliases_of_backward: tuple[str, ...]) ->
         dtypes=FLOATING_DTYPES,
         guarantee=EXACT,
         attributes=("first_wins",),
+        xla_rules=_RULES,
         shard_program=functools.partial(_shard_with_winner, extremum),
         tangent=tangent_with_winner,
     )
@@ -633,6 +640,8 @@ def _ops(name: str, extremum: Extremum, aliases_of_backward: tuple[str, ...]) ->
         },
         plan_parameters=_backward_plan_parameters,
         reference=_reference_backward,
+        # H100, time of plain JAX / kernel: 0.54, between elementwise operations 0.45 (60 loops each).
+        xla_rules=(on_gpu("gathers and comparisons, which XLA fuses"),),
         guarantee=ROUNDED_ONCE,
         aliases=aliases_of_backward,
         shard_program=_shard_backward,

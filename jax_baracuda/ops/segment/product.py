@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, reshard_like
 from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
+from jax_baracuda._core.dispatch import MB, at_most, fused, on_gpu
 from jax_baracuda._core.selection import Implementation, current_selection, selectable
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -392,10 +393,15 @@ SEGMENT_PROD_WITH_RESIDUAL = reduction_op(
     tangent=_tangent_with_residual,
 )
 
+# H100, time of plain JAX / kernel: 0.8 between elementwise operations, 0.7 alone up to 4 MB (21 loops each).
 SEGMENT_PROD_BACKWARD = gradient_op(
     "segment_prod_backward",
     operands={"d_output": CELLS, "mantissa": CELLS, "packed": CELLS, "data": ROWS, "segment_ids": IDS},
     reference=_reference_backward,
+    xla_rules=(
+        on_gpu("XLA fuses the gathers with their neighbours", fused),
+        on_gpu("launch-bound", at_most(bytes=4 * MB)),
+    ),
     guarantee=product_guarantee,
     transpose=_transpose_backward,
 )
