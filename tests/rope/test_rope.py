@@ -163,7 +163,6 @@ def test_which_angles_are_constant() -> None:
     assert not has_constant_angles(8, inv_freq=jnp.ones((2, 64)))
 
 
-@pytest.mark.newest_jax_alone
 @each_layout
 @each_pairing
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -198,7 +197,6 @@ def test_backward_functions(rng: np.random.Generator, interleaved: bool, layout:
     assert batch.run() == {"rope_backward": 8, "rope_qk_backward": 8}
 
 
-@pytest.mark.newest_jax_alone
 @settings(deadline=None, max_examples=25)
 @given(
     size=st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 40), st.integers(1, 40).map(lambda d: 2 * d)),
@@ -225,7 +223,6 @@ def test_any_small_problem(
     batch.run()
 
 
-@pytest.mark.newest_jax_alone
 def test_reference_itself(rng: np.random.Generator) -> None:
     """The NumPy reference is the product of complex numbers, for each pair by itself."""
     for layout, interleaved in itertools.product(LAYOUTS, PAIRINGS):
@@ -286,7 +283,6 @@ def test_decoding(rng: np.random.Generator, interleaved: bool) -> None:
             rotation.of(x).check(rope(x, shared, **rotation.options()))
 
 
-@pytest.mark.newest_jax_alone
 @each_layout
 @each_dtype
 def test_rope_qk_equals_two_ropes(rng: np.random.Generator, dtype: str, layout: str) -> None:
@@ -363,7 +359,6 @@ def units_off(expected: ExpectedRotation, actual: Any) -> np.ndarray:
     return (error / expected.units()).astype(np.float64)
 
 
-@pytest.mark.newest_jax_alone
 @each_pairing
 @each_dtype
 def test_precision_to_a_million_positions(rng: np.random.Generator, dtype: str, interleaved: bool) -> None:
@@ -386,7 +381,6 @@ def test_precision_to_a_million_positions(rng: np.random.Generator, dtype: str, 
                 assert right.mean() >= 0.99, f"{right.mean():.4f}"
 
 
-@pytest.mark.newest_jax_alone
 @each_pairing
 @each_dtype
 def test_precision_beyond_a_million_positions(rng: np.random.Generator, dtype: str, interleaved: bool) -> None:
@@ -402,7 +396,6 @@ def test_precision_beyond_a_million_positions(rng: np.random.Generator, dtype: s
     rotation.of(x).check(y)
 
 
-@pytest.mark.newest_jax_alone
 def test_precision_of_long_positions(rng: np.random.Generator) -> None:
     """Positions beyond int32 count with all of the bits that float64 has; any others still turn, and no more."""
     positions = np.array([2**32, 2**32 + 1, -(2**33) - 7, 2**40 + 12345, 2**52 + 1])
@@ -498,7 +491,6 @@ def test_64_bit_numpy_inputs_with_x64_off(rng: np.random.Generator) -> None:
 # Special values.
 
 
-@pytest.mark.newest_jax_alone
 @each_layout
 @each_pairing
 @each_dtype
@@ -518,7 +510,6 @@ def test_nan_and_infinity_stay_in_their_pair(
     expected.check(y)
 
 
-@pytest.mark.newest_jax_alone
 @each_layout
 @each_pairing
 @each_dtype
@@ -535,7 +526,6 @@ def test_passthrough_features_keep_their_bits(
         np.testing.assert_array_equal(np.asarray(y).view(unsigned)[..., rotary_dim:], bits[..., rotary_dim:])
 
 
-@pytest.mark.newest_jax_alone
 @each_dtype
 def test_position_zero_is_the_identity(rng: np.random.Generator, dtype: str) -> None:
     x = make_features(rng, (2, 3, 5, 16), dtype)

@@ -17,7 +17,6 @@ each_arg = pytest.mark.parametrize("reduction", [ARGMAX, ARGMIN], ids=str)
 SPECIALS = (np.nan, np.copysign(np.nan, -1), np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("layout", ["wide rows", "scalar rows", "far apart"])
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_arg
@@ -47,7 +46,6 @@ def test_special_values_exhaustively(reduction: Reduction, dtype: str, layout: s
         batch.run()
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("is_sorted", [False, True], ids=["unsorted", "sorted"])
 @each_arg
 def test_first_of_many_ties(rng: np.random.Generator, reduction: Reduction, is_sorted: bool) -> None:
@@ -68,7 +66,6 @@ def test_first_of_many_ties(rng: np.random.Generator, reduction: Reduction, is_s
     batch.run()
 
 
-@pytest.mark.newest_jax_alone
 @each_arg
 def test_infinite_data(reduction: Reduction) -> None:
     """Rows at the identity of the maximum still win over no rows."""

@@ -62,7 +62,6 @@ def add_value_and_gradients(
         batch.add(lambda x, d, f=pullback: f(x, cotangent=d), (data, cotangent), check)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("filler", [2.0, np.inf])
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_extremum
@@ -78,7 +77,6 @@ def test_special_values_far_apart(extremum: Reduction, dtype: str, filler: float
         batch.run()
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("layout", ["wide rows", "scalar rows", "narrow rows"])
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_extremum
@@ -102,7 +100,6 @@ def test_special_values_exhaustively(extremum: Reduction, dtype: str, layout: st
         batch.run()
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_extremum
 def test_subnormal_numbers(rng: np.random.Generator, extremum: Reduction, dtype: str) -> None:
@@ -126,7 +123,6 @@ NARROW_ROWS = (
 )
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize(("extremum", "dtype", "row_shape"), NARROW_ROWS, ids=str)
 def test_many_narrow_rows(
     rng: np.random.Generator, extremum: Reduction, dtype: str, row_shape: tuple[int, ...]
@@ -177,7 +173,6 @@ def test_gradient_of_ties_equals_jax(rng: np.random.Generator, extremum: Reducti
         np.testing.assert_allclose(ours, expected, rtol=rtol, atol=0)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_extremum
 def test_losers_get_exact_zeros(rng: np.random.Generator, extremum: Reduction, dtype: str) -> None:
@@ -192,7 +187,6 @@ def test_losers_get_exact_zeros(rng: np.random.Generator, extremum: Reduction, d
         assert_same_bits(d_data, np.where(gets_share, bad, 0).astype(data.dtype))
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_extremum
 def test_many_ties(extremum: Reduction, dtype: str) -> None:
@@ -209,7 +203,6 @@ def test_many_ties(extremum: Reduction, dtype: str) -> None:
         assert_same_bits(d_data, expected)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_extremum
 def test_ties_by_hand(extremum: Reduction, dtype: str) -> None:
@@ -444,7 +437,6 @@ def orders(rng: np.random.Generator, ids: np.ndarray, by_kernel: np.ndarray) -> 
 ORDERED_SHAPES = (Shape(1, (3,), 2), Shape(500, (9,), 40), Shape(33_000, (130,), 4500))
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("shape", ORDERED_SHAPES, ids=str)
 @each_tie_break
 @each_extremum
@@ -476,7 +468,6 @@ def test_order_is_a_hint(rng: np.random.Generator, extremum: Reduction, tie_brea
         jax.block_until_ready(gradient(winner, garbage, output))
 
 
-@pytest.mark.newest_jax_alone
 @each_extremum
 def test_order_of_a_batch(rng: np.random.Generator, extremum: Reduction) -> None:
     """Orders that the batch shares or has one each of, for cells and ids that it shares or has one each of."""

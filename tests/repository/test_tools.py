@@ -97,7 +97,6 @@ def test_report_names_a_platform_without_kernels(monkeypatch: pytest.MonkeyPatch
     assert all("there are kernels for cpu and cuda only" in row for row in rows)
 
 
-@pytest.mark.newest_jax_alone
 def test_check_passes_and_prints_one_row_per_example(
     examples: list[Example], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,7 +150,6 @@ def test_check_sees_a_value_that_is_not_finite_by_mistake(examples: list[Example
         assert errors_of(wrong)[0] > 1
 
 
-@pytest.mark.newest_jax_alone
 def test_race_prints_forward_and_gradient_of_each_example(
     examples: list[Example], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,7 +244,6 @@ def test_kernels_of_a_compiled_loop() -> None:
         assert loop.kernels() == expected
 
 
-@pytest.mark.newest_jax_alone
 def test_sample_of_calls_beside_plain_jax(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -549,7 +546,6 @@ def test_command_line_lists_the_tools() -> None:
     assert unknown.returncode == 2 and "nonsense" in unknown.stderr
 
 
-@pytest.mark.newest_jax_alone
 @cases.on_two_devices
 def test_scaling_over_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A share, all shares on one device, and the split program: with their results compared, of us and of plain JAX."""
@@ -563,7 +559,6 @@ def test_scaling_over_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.count("strong") == 2
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("reader", ["tables", "plots"])
 def test_records_of_other_tools_are_refused(reader: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
