@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import inspect
 import math
 import types
@@ -17,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
+
+from jax_baracuda._core.identity import digest
 
 if TYPE_CHECKING:
     from jax._src.lib.mlir import ir
@@ -28,12 +29,13 @@ __all__ = [
     "canonicalize_sharding",
     "concrete_or_error",
     "explicit_spec",
+    "finish_partitioned_call",
     "is_donated_argument",
     "is_in_shard_map",
     "is_static_shape",
+    "lower_by_platform",
     "lower_with_sharding_in_types",
     "jaxpr_as_fun",
-    "name_partitioned_call",
     "new_primitive",
     "partitioner_splits",
     "partitioning_over",
@@ -209,6 +211,20 @@ def platforms_of(ctx: Any) -> Sequence[str]:
     return mlir._platforms_for_eqn(ctx)
 
 
+def lower_by_platform(
+    name: str, rules: dict[str, Callable[..., Any]], default: Callable[..., Any], ctx: Any, /, *operands: Any, **params: Any
+) -> Any:
+    """What ``register_lowering`` with these rules of platforms does, in programs for several platforms as well.
+
+    There, JAX fails in lowerings that are not cacheable (0.8.0 to 0.12): it adds a list to a tuple of their results.
+    """
+    from jax._src import effects
+    from jax._src.interpreters import mlir
+
+    ctx = ctx.replace(avals_out=list(ctx.avals_out))
+    return mlir.lower_per_platform(ctx, name, rules, default, effects.no_effects, *operands, **params)
+
+
 def concrete_or_error(value: Any, context: str) -> Any:
     """`value` as an index, or ``ConcretizationTypeError`` where it is traced."""
     from jax._src import core
@@ -256,34 +272,95 @@ def partitioning_over(mesh: Mesh | None) -> Iterator[None]:
         thread_resources.env = outer
 
 
-def name_partitioned_call(ctx: Any, call: Any, identity: str) -> None:
-    """Lets the partitioner find what to do for a call by a name, in place of the address of a Python object.
+PARTITIONED_CALL = "jax_baracuda.partitioned"
+"""The name by which XLA's partitioner finds the callbacks of :func:`_register_partitioner`."""
 
-    Two processes then lower a program to the same module, which JAX's persistent compilation cache finds again.
+
+def finish_partitioned_call(ctx: Any, call: Any, name: str, *content: Any) -> None:
+    """Makes a call of ``custom_partitioning`` one that is split under the settings of now, and that caches find again.
+
+    The call holds the address of a Python object. A name in its place, of what the call is, lets two processes lower a
+    program to the same module, which JAX's persistent compilation cache finds again.
 
     Args:
       ctx: the lowering's context.
       call: the operation that ``custom_partitioning`` became.
-      identity: calls with the same one, of the same types on the same devices, are split alike.
+      name: for whoever reads the program.
+      content: what is run follows from these values, the types of operands and results, and the devices.
     """
-    from jax._src import custom_partitioning
+    from jax._src import config, custom_partitioning
     from jax._src.lib.mlir import ir
 
     callbacks = getattr(custom_partitioning, "_sharding_callbacks", None)
-    if callbacks is None:  # the address stays: the program runs, and is compiled in every process
+    if callbacks is None:  # the program runs under the settings of its compilation, and every process compiles it
         return
+    _register_partitioner()
+    call.attributes["call_target_name"] = ir.StringAttr.get(PARTITIONED_CALL)
     info = callbacks[call.attributes["backend_config"].value.encode()]
+    info.settings = _settings_in_force()
     axis_context = ctx.module_context.axis_context
     program = (
-        (axis_context.mesh, sorted(axis_context.manual_axes), axis_context.mesh.devices.tolist())
+        (_mesh_content(axis_context.mesh), sorted(axis_context.manual_axes))
         if is_in_shard_map(axis_context)
-        else axis_context.device_assignment
+        else [device.id for device in axis_context.device_assignment]
     )
-    parts = identity, ctx.avals_in, ctx.avals_out, platforms_of(ctx), info.mesh, program
-    name = hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
-    # JAX holds it weakly: whichever program is compiled last needs it.
-    ctx.module_context.add_keepalive(callbacks.setdefault(name.encode(), info))
-    call.attributes["backend_config"] = ir.StringAttr.get(name)
+    types_of_arrays = [(x.shape, x.dtype) for x in (*ctx.avals_in, *ctx.avals_out)]
+    settings = [x for x in config.trace_context() if x is None or isinstance(x, bool | int | float | str)]
+    identity = digest(content, types_of_arrays, platforms_of(ctx), _mesh_content(info.mesh), program, settings)
+    if identity is None:
+        return
+    full_name = f"{name} {identity}"
+    # JAX holds it weakly, and programs of one name are the same: whichever of them is compiled last needs it.
+    ctx.module_context.add_keepalive(callbacks.setdefault(full_name.encode(), info))
+    call.attributes["backend_config"] = ir.StringAttr.get(full_name)
+
+
+def _mesh_content(mesh: Mesh) -> tuple[Any, ...]:
+    types_of_axes = [str(axis_type) for axis_type in mesh.axis_types]
+    return mesh.axis_names, types_of_axes, mesh.devices.shape, [device.id for device in mesh.devices.flat]
+
+
+@functools.cache
+def _register_partitioner() -> None:
+    """Has XLA split :data:`PARTITIONED_CALL` as JAX does, under the settings that were in force at the lowering.
+
+    XLA compiles later, and jax 0.10 has it split programs in a thread of its own: a context of the user's, such as
+    ``jax.enable_x64``, may be over, or that of another thread.
+    """
+    from jax._src import custom_partitioning, xla_bridge
+    from jax._src.lib import xla_client
+
+    def partition(*arguments: Any) -> Any:
+        with custom_partitioning._sharding_callbacks[arguments[-1]].settings():
+            return custom_partitioning._custom_partitioning_partition(*arguments)
+
+    register = functools.partial(
+        xla_client.register_custom_call_partitioner,
+        name=PARTITIONED_CALL,
+        prop_user_sharding=custom_partitioning._custom_partitioning_propagate_user_sharding,
+        partition=partition,
+        infer_sharding_from_operands=custom_partitioning._custom_partitioning_infer_sharding_from_operands,
+        can_side_effecting_have_replicated_sharding=True,
+    )
+    register()
+    xla_bridge.register_plugin_callbacks(register)
+
+
+def _settings_in_force() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """All settings of JAX as they are here and now, as a context for another time or thread."""
+    from jax._src import config
+
+    values = [(setting, setting.value) for setting in config.config_states.values()]
+
+    @contextlib.contextmanager
+    def in_force() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for setting, value in values:
+                if setting.value is not value:
+                    stack.enter_context(setting(value))
+            yield
+
+    return in_force
 
 
 def is_in_shard_map(axis_context: Any) -> bool:
