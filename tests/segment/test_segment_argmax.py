@@ -76,6 +76,18 @@ def test_infinite_data(reduction: Reduction) -> None:
         )
 
 
+@pytest.mark.parametrize("implementation", ["kernel", "xla"])
+@pytest.mark.parametrize("dtype", FLOATING)
+@each_arg
+def test_subnormal_numbers(rng: np.random.Generator, reduction: Reduction, dtype: str, implementation: str) -> None:
+    """Numbers below the smallest normal one differ from zero and from each other; zeros of both signs do not."""
+    magnitudes = rng.integers(0, 4, (60, 5)).astype(f"uint{8 * jnp.dtype(dtype).itemsize}").view(jnp.dtype(dtype))
+    data = np.where(rng.random((60, 5)) < 0.5, -magnitudes, magnitudes)
+    ids = cases.make_ids(rng, 60, 20)
+    with cases.x64_for(dtype):
+        reduction.value(data, ids, 20).check(reduction(data, ids, 20, implementation=implementation))
+
+
 @each_arg
 def test_result_is_int32(rng: np.random.Generator, reduction: Reduction) -> None:
     """Whatever the dtype of data and ids, with 64-bit types on and off, and one kernel serves every dtype."""

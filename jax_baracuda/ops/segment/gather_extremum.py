@@ -35,7 +35,7 @@ from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, current_selection, selectable
 from jax_baracuda.ops.segment.arguments import Mode, TieBreak
-from jax_baracuda.ops.segment.cells import gather_segments, put_back, xla_sum
+from jax_baracuda.ops.segment.cells import equal_numbers, gather_segments, put_back, xla_sum
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters, sum_guarantee
 from jax_baracuda.ops.segment.edges import (
     GatherParams,
@@ -283,6 +283,12 @@ def _reference_with_winner(
     return output, winner
 
 
+def _attains(data: Array, gather_ids: Array, output: Array, segment_ids: Array) -> Array:
+    """Whether the row that an edge gathers has the extremum of its segment."""
+    rows = gather_rows(data, gather_ids, clips_gather_ids=True)
+    return equal_numbers(rows, gather_segments(output, segment_ids)[0])
+
+
 def _reference_backward(
     d_winner: Array,
     winner: Array,
@@ -304,7 +310,7 @@ def _reference_backward(
     wins = winners == edges.reshape(-1, *[1] * (winners.ndim - 1))
     if shares_ties:
         data, output = others[-2:]
-        attains = gather_rows(data, gather_ids, clips_gather_ids=True) == gather_segments(output, segment_ids)[0]
+        attains = _attains(data, gather_ids, output, segment_ids)
         wins |= (winners < NO_WINNER) & attains
     return (xla_sum(jnp.where(is_member & wins, cotangents, 0), rows, num_rows).astype(d_winner.dtype),)
 
@@ -326,7 +332,7 @@ def _reference_of_winners(
     def sums_of_ties() -> Array:
         data, output = data_and_output
         of_edges = gather_rows(d_data, gather_ids, clips_gather_ids=False).astype(accumulation_dtype(d_data.dtype))
-        attains = gather_rows(data, gather_ids, clips_gather_ids=True) == gather_segments(output, segment_ids)[0]
+        attains = _attains(data, gather_ids, output, segment_ids)
         sums = xla_sum(jnp.where(attains, of_edges, 0), segment_ids, num_segments)
         return jnp.where(winner != NO_WINNER, sums, 0).astype(d_data.dtype)
 

@@ -274,9 +274,7 @@ def _reference_product_gradient(d_output: Array, mantissa: Array, packed: Array,
     )
     dtype = mantissa.dtype
     others = product_of_others(ExtendedProduct(mantissa, packed), data.astype(dtype))
-    # As cotangents * others, but for subnormal numbers, which XLA flushes to zero on CPUs.
-    factors = (product_of_one(x) for x in (cotangents.astype(dtype), others))
-    gradient = product_value(product_of_both(*factors))
+    gradient = product_value(product_of_both(product_of_one(cotangents.astype(dtype)), others))
     return jnp.where(is_member, gradient, 0).astype(data.dtype)
 
 
