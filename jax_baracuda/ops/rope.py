@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -404,28 +405,54 @@ class ConstantAngles:
     frequencies: bytes
     """float64 numbers."""
 
-    def __repr__(self) -> str:  # part of every printed jaxpr
-        return f"ConstantAngles({zlib.crc32(self.frequencies):08x})"
+    def __repr__(self) -> str:  # part of every printed jaxpr, and of the names of programs in caches
+        return f"ConstantAngles({hashlib.sha256(self.frequencies).hexdigest()})"
 
 
 @functools.lru_cache(maxsize=16)
-def _constant_cos_and_sin(angles: ConstantAngles, length: int, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine, ``[1, S, P]``; the layers of a model share them."""
+def _constant_table(
+    angles: ConstantAngles, length: int, dtype: np.dtype[Any], scale: float, interleaved: bool
+) -> Callable[[], tuple[Array, Array]]:
+    """Returns the tables of the positions from 0 on: see :func:`_table`. A program has them once.
+
+    A jitted function, since JAX lowers that once per program, however many rotations call it. The barrier keeps XLA
+    from computing anything of these constants while it compiles, and from a copy of them in each kernel.
+    """
     with np.errstate(invalid="ignore"):  # frequencies that are not finite give NaN
         products = np.outer(np.arange(length), np.frombuffer(angles.frequencies))[None]
-        return np.cos(products).astype(dtype), np.sin(products).astype(dtype)
+        cos, sin = (
+            x.astype(dtype) for x in _table(np, scale * np.cos(products), scale * np.sin(products), interleaved)
+        )
+
+    @jax.jit
+    def rope_table() -> tuple[Array, Array]:
+        table: tuple[Array, Array] = jax.lax.optimization_barrier((jnp.asarray(cos), jnp.asarray(sin)))
+        return table
+
+    return rope_table
 
 
-def _rotate(x: Array, cos: Array, sin: Array, *, heads_first: bool, interleaved: bool, rotary_dim: int) -> Array:
-    """The features with their pairs rotated, cosine and sine ``[B, S, P]``."""
+def _table(numpy: ModuleType, cos: Any, sin: Any, interleaved: bool) -> tuple[Any, Any]:
+    """What features and their partners are multiplied by, from cosine and sine ``[B, S, P]``.
+
+    Interleaved, that is a number per feature, ``[B, S, 2 P]``: XLA has no fast way to put every other feature together.
+    """
+    if not interleaved:
+        return cos, sin
+    shape = (*cos.shape[:-1], 2 * cos.shape[-1])
+    of_features = (numpy.stack(of_pair, axis=-1).reshape(shape) for of_pair in ((cos, cos), (-sin, sin)))
+    return tuple(of_features)
+
+
+def _rotate(
+    x: Array, cos: Array, sin: Array, *, direction: int, heads_first: bool, interleaved: bool, rotary_dim: int
+) -> Array:
+    """The features with their pairs rotated by the angles of a table, or (direction -1) by the negative ones."""
     head_axis = _sequence_axis(not heads_first)
-    cos, sin = jnp.expand_dims(cos, head_axis), jnp.expand_dims(sin, head_axis)
+    cos, sin = jnp.expand_dims(cos, head_axis), direction * jnp.expand_dims(sin, head_axis)
     rotated, passthrough = x[..., :rotary_dim].astype(cos.dtype), x[..., rotary_dim:]
     if interleaved:
-        # Every feature and its partner: XLA has no fast way to put every other feature together.
         partners = jnp.flip(rotated.reshape(*x.shape[:-1], rotary_dim // 2, 2), axis=-1).reshape(rotated.shape)
-        features = (*cos.shape[:-1], rotary_dim)
-        cos, sin = (jnp.stack(of_pair, axis=-1).reshape(features) for of_pair in ((cos, cos), (-sin, sin)))
         results = [rotated * cos + partners * sin]
     else:
         first, second = jnp.split(rotated, 2, axis=-1)
@@ -448,12 +475,14 @@ def _reference(
     features, (frequencies, *positions) = operands[:num_rotated], operands[num_rotated:]
     length = features[0].shape[_sequence_axis(heads_first)]
     if constant_angles is not None:
-        cos, sin = map(jnp.asarray, _constant_cos_and_sin(constant_angles, length, np.dtype(frequencies.dtype)))
+        cos, sin = _constant_table(constant_angles, length, np.dtype(frequencies.dtype), scale, interleaved)()
     else:
         [positions] = positions if has_positions else [jnp.arange(length, dtype=jnp.int32)[None]]
         cos, sin = _cos_and_sin_of_product(positions, frequencies)
-    cos, sin = scale * cos, direction * scale * sin
-    rotate = functools.partial(_rotate, heads_first=heads_first, interleaved=interleaved, rotary_dim=rotary_dim)
+        cos, sin = _table(jnp, scale * cos, scale * sin, interleaved)
+    rotate = functools.partial(
+        _rotate, direction=direction, heads_first=heads_first, interleaved=interleaved, rotary_dim=rotary_dim
+    )
     return [rotate(x, cos, sin) for x in features]
 
 

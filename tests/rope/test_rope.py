@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +148,39 @@ def test_plain_jax_with_constant_angles(rng: np.random.Generator, dtype: str, la
             [[output], [gradient]] = program(x, cotangent)
             rotation.of(x).check(output, f"{rotation}")
             rotation.of(cotangent, -1).check(gradient, f"{rotation} backward")
+
+
+@each_pairing
+def test_rotations_share_one_table(interleaved: bool) -> None:
+    """A program has the sines and cosines of its rotations once, before XLA compiles it and after."""
+    x = jnp.ones((2, 3, 64, 32))
+
+    def rotate_often(x: Any) -> Any:
+        for _ in range(3):
+            x = rope(x + 1, interleaved=interleaved, scale=0.5)
+        return rope_qk(x, 2 * x, interleaved=interleaved, scale=0.5)[1]
+
+    def loss(x: Any) -> Any:
+        return (jax.jit(rotate_often)(x) ** 2).sum() + (rotate_often(-x) ** 2).sum()
+
+    def loss_of_both(x: Any) -> Any:
+        return loss(x) + jax.vmap(loss)(jnp.stack([x, 2 * x])).sum()
+
+    with jb.implementation("xla"):
+        assert jax.jit(jax.value_and_grad(loss)).lower(x).as_text().count('dense<"0x') == 2  # literals of many numbers
+        lowered = jax.jit(jax.value_and_grad(loss_of_both)).lower(x)
+    assert len(re.findall(r"= f32\[\d[\d,]*\]\S* constant\(", lowered.compile().as_text())) == 2
+
+
+def test_tables_are_told_apart_by_their_contents() -> None:
+    """Names of programs, in caches as well, tell tables of equal checksum apart."""
+    inv_freq = np.ones(4)
+    polynomial = int(f"{0x104C11DB7:b}"[::-1], 2)  # of CRC-32: a difference that it does not see
+    other = (inv_freq.view(np.uint64) ^ np.array([polynomial, 0, 0, 0], np.uint64)).view(np.float64)
+    assert zlib.crc32(inv_freq) == zlib.crc32(other) and (inv_freq != other).any()
+    x = jnp.ones((1, 2, 8, 8))
+    jaxprs = {str(jax.make_jaxpr(functools.partial(rope, inv_freq=f))(x)) for f in (inv_freq, other, inv_freq.copy())}
+    assert len(jaxprs) == 2
 
 
 def test_which_angles_are_constant() -> None:
