@@ -376,11 +376,6 @@ PLAN_HAS_MODE = Rule(
     ("plan", "mode"),
     lambda plan, mode: plan is not ABSENT and mode is not ABSENT,
 )
-NO_EXPLICIT_PLAN = Rule(
-    "explicit mode does not sort arrays that are split",
-    ("plan", "sharding"),
-    lambda plan, sharding: plan is not ABSENT and sharding == "explicit",
-)
 PLAN_HAS_NUMBER = Rule(
     "a plan has a number of segments of its own",
     ("plan", "num_segments"),
@@ -425,7 +420,7 @@ COMMON = {
     "mode": (ABSENT, "clip", "drop"),
     "ids_dtype": ("int32", "int64", "uint8", "int16", "uint32"),
     "data_rows": ("own", "shared"),
-    "plan": (ABSENT, True),
+    "plan": (ABSENT, "of rows", "of edges"),
 }
 COMMON_RULES = (
     FROM_IDS,
@@ -436,7 +431,6 @@ COMMON_RULES = (
     NARROW_IDS,
     PLAN_HAS_MODE,
     PLAN_HAS_NUMBER,
-    NO_EXPLICIT_PLAN,
 )
 
 
@@ -463,7 +457,11 @@ def _call_of_rows(
     *others, ids = arrays
     if options["plan"]:
         keywords = [key for key in keywords if key != "mode"]
-        return function(*others, plan=jax_baracuda.segment_plan(ids, num_segments), **passed(options, *keywords))
+        # What edges gather is nothing to functions of rows.
+        num_rows = ids.shape[0]
+        gather = (jnp.arange(num_rows)[::-1], num_rows) if options["plan"] == "of edges" else ()
+        plan = jax_baracuda.segment_plan(ids, num_segments, *gather)
+        return function(*others, plan=plan, **passed(options, *keywords))
     kwargs = {"num_segments": num_segments} if options.get("num_segments", ABSENT) is not ABSENT else {}
     return function(*others, ids, **kwargs, **passed(options, *keywords))
 
@@ -566,7 +564,7 @@ def _declare_reduction(
                 for is_sorted in (ABSENT, True)
                 for chosen in ({}, {"deterministic": True} if "deterministic" in options else {"dtype": dtypes[3]})
             )
-            + ({"plan": True},),
+            + ({"plan": "of rows"},),
             problem=functools.partial(
                 _reduction_problem, reference_of, majorant_of, draw_of, keywords, properties, has_rows, data_name
             ),
@@ -705,7 +703,7 @@ def _declare_gradient(
             large_sizes=LARGE_SIZES,
             options=options,
             problem=problem,
-            rules=(NO_CLIP_TO_NOTHING, NARROW_IDS, PLAN_HAS_MODE, NO_EXPLICIT_PLAN),
+            rules=(NO_CLIP_TO_NOTHING, NARROW_IDS, PLAN_HAS_MODE),
         )
     )
 
@@ -942,7 +940,6 @@ def _declare_gathered(
                 NO_CLIP_TO_NOTHING,
                 NARROW_IDS,
                 PLAN_HAS_MODE,
-                NO_EXPLICIT_PLAN,
                 *rules,
             ),
         )
