@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.matrix.calls import Dims, Draw, Operand, Problem, as_tuple, is_floating, is_inexact, numbers
+from support.matrix.calls import Dims, Draw, Operand, Problem, as_tuple, is_floating, is_inexact
 from support.matrix.generator import DERIVATIVES, FORWARD, JACOBIANS, SHARD_MAPS, Case
 
 import jax_baracuda
@@ -208,7 +208,7 @@ class Plan:
         if case.transformation not in DERIVATIVES:
             return (), values
         cotangents = [
-            self._array(f"d_{k}", dims, first, dtype or case.dtype, numbers)
+            self._array(f"d_{k}", dims, first, dtype or case.dtype, problem.draw_cotangents)
             for k, (dims, dtype) in enumerate(zip(problem.results, self.result_dtypes, strict=True))
             if is_inexact(self._dtype_of_result(k))
         ]
@@ -217,7 +217,9 @@ class Plan:
             return (), (Output("gradient", (*batch, *problem.results[0], *primals[0].element), primals[0].dtype),)
         if case.transformation == "hessian":
             return tuple(cotangents), (Output("gradient", (*batch, *primals[0].element * 2), primals[0].dtype),)
-        tangents = [dataclasses.replace(x, name=f"t_{x.name}", draw=numbers, has_sign=False) for x in primals]
+        tangents = [
+            dataclasses.replace(x, name=f"t_{x.name}", draw=problem.draw_cotangents, has_sign=False) for x in primals
+        ]
         if case.transformation in ("jvp", "linearize"):
             of_results = [dataclasses.replace(x, kind="tangent") for x, _ in zip(values, cotangents, strict=False)]
             return tuple(tangents), (*values, *of_results)
@@ -225,7 +227,7 @@ class Plan:
             return tuple(cotangents), (*values, *(Output("gradient", x.dims, x.dtype) for x in primals))
         gradients = [Output("gradient", (*batch, *x.element), x.dtype) for x in primals]
         if case.transformation == "grad of grad":
-            second = [self._array(f"dd_{x.name}", x.element, first, x.dtype, numbers) for x in primals]
+            second = [self._array(f"dd_{x.name}", x.element, first, x.dtype, problem.draw_cotangents) for x in primals]
             of_cotangents = [Output("gradient", x.dims, x.dtype) for x in cotangents]
             return (*cotangents, *second), (*gradients, *gradients, *of_cotangents)
         if case.transformation == "jvp of grad":
