@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import re
-import threading
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from jax.lax import dynamic_update_slice as imported_update  # isort: skip  (as clients do, before anything is redirected)
 from jax.ops import segment_max as imported_segment_max  # isort: skip
@@ -298,6 +300,83 @@ def test_reasons_of_updates_and_gathers_that_are_left_to_jax(rng: np.random.Gene
         assert kept.startswith(reason)
 
 
+IDS = np.array([0, 1, 1, 5])
+REFUSED: dict[str, Callable[[jax.Array], object]] = {
+    "list of data": lambda x: jax.ops.segment_sum([1.0] * 4, IDS, 3),
+    "list of ids": lambda x: jax.ops.segment_max(x, IDS.tolist(), 3),
+    "object": lambda x: jax.ops.segment_max(np.array([None] * 4), IDS, 3),
+    "floating ids": lambda x: jax.ops.segment_prod(x, IDS.astype(np.float32), 3),
+    "boolean ids": lambda x: jax.ops.segment_min(x, IDS > 0, 3),
+    "fewer ids": lambda x: jax.ops.segment_sum(x, IDS[:3], 3),
+    "ids of another shape": lambda x: jax.ops.segment_sum(x, IDS.reshape(2, 2), 3),
+    "negative number": lambda x: jax.ops.segment_sum(x, IDS, -1),
+    "negative maximum": lambda x: jax.ops.segment_sum(x, np.full(4, -3)),
+    "no number": lambda x: jax.ops.segment_sum(x, IDS, 3.5),
+    "traced number": lambda x: jax.jit(lambda n: jax.ops.segment_sum(x, IDS, n))(3),
+    "traced ids": lambda x: jax.jit(lambda ids: jax.ops.segment_sum(x, ids))(IDS),
+    "no ids": lambda x: jax.ops.segment_sum(x[:0], IDS[:0]),
+    "mode": lambda x: jax.ops.segment_sum(x, IDS, 3, mode="wrap"),
+    "bucket size": lambda x: jax.ops.segment_sum(x, IDS, 3, bucket_size=0),
+    "part of a bucket": lambda x: jax.ops.segment_sum(x, IDS, 3, bucket_size=0.5),
+    "updates of another shape": lambda x: x.at[IDS].add(jnp.ones((3, 3))),
+    "updates of more axes": lambda x: x.at[IDS].add(jnp.ones((2, 4, 3))),
+    "text as update": lambda x: x.at[IDS].multiply("a"),
+    "mode of an update": lambda x: x.at[IDS].add(1.0, mode="wrap"),
+    "index of a scalar": lambda x: x[0, 0].at[IDS].add(1.0),
+    "window of another dtype": lambda x: imported_update(x, jnp.ones((1, 1), int), (0, 0)),
+    "window of another rank": lambda x: imported_update(x, x[0], (0, 0)),
+    "larger window": lambda x: imported_update(x, jnp.ones((5, 3)), (0, 0)),
+    "list as window": lambda x: imported_update(x, [[1.0]], (0, 0)),
+    "one start": lambda x: imported_update(x, x[:1], (0,)),
+    "starts of two dtypes": lambda x: imported_update(x, x[:1], (jnp.int32(0), jnp.uint32(0))),
+    "floating start": lambda x: imported_update(x, x[:1], (0.0, 0.0)),
+    "matrix of starts": lambda x: imported_update(x, x[:1], np.zeros((2, 1), int)),
+    "vector as start": lambda x: imported_update(x, x[:1], (np.zeros(1, int), 0)),
+    "start before the first": lambda x: imported_update(x, x[:1], (-1, 0), allow_negative_indices=False),
+    "start of no axis": lambda x: jax.lax.dynamic_update_slice_in_dim(x, x[:1], 0, axis=5),
+}
+"""Calls with an argument that JAX takes in no function of its own, or in one alone."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_errors_of_arguments_are_those_of_jax(name: str) -> None:
+    x = jnp.ones((4, 3))
+
+    def outcome() -> tuple[object, str]:
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                return None, str(REFUSED[name](x))
+        except Exception as error:
+            return type(error), re.sub(r"0x\w+|id=\d+|:\d+", "", str(error))
+
+    expected = outcome()
+    with EVERYTHING() as report:
+        assert outcome() == expected
+    assert not report.redirected
+
+
+@pytest.mark.parametrize("kind", [TypeError, ValueError, IndexError, NotImplementedError, AssertionError])
+def test_errors_of_our_functions_are_raised(monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
+    def wrong(*_: object, **__: object) -> jax.Array:
+        raise kind("a mistake of ours")
+
+    for name in (*REDUCTIONS, "write_slice"):
+        monkeypatch.setattr(jax_baracuda.forward_mode, name, wrong)
+    monkeypatch.setattr(_redirect, "sum_taken_rows", wrong)
+    x, ids = jnp.ones((4, 3)), jnp.asarray([0, 1])
+    calls: list[Callable[[], object]] = [
+        *(functools.partial(getattr(jax.ops, name), x[:2], ids, 3) for name in REDUCTIONS),
+        lambda: x.at[ids].add(1.0),
+        lambda: imported_update(x, x[:1], (0, 0)),
+        lambda: jax.grad(lambda x: x[ids].sum())(x),
+    ]
+    for call in calls:
+        call()
+        with EVERYTHING() as report, pytest.raises(kind, match="a mistake of ours"):
+            call()
+        assert not report.kept
+
+
 def test_traces_belong_to_their_context(rng: np.random.Generator) -> None:
     """Inner programs that were traced before are reached, by a name that was imported before, and not used outside."""
     data, ids = problem(rng)
@@ -346,14 +425,14 @@ def test_nesting_and_exceptions() -> None:
     assert not is_redirected()
 
 
+def inside(context: contextlib.AbstractContextManager[object]) -> Iterator[bool]:
+    with context:
+        while True:
+            yield is_redirected()
+
+
 def test_contexts_left_in_the_order_of_entering() -> None:
     """As tasks and generators that take turns do."""
-
-    def inside(context: redirect) -> Iterator[bool]:
-        with context:
-            while True:
-                yield is_redirected()
-
     first, second = redirect(), redirect(segments=False, gather_gradients=False)
     generators = inside(first), inside(second)
     assert [next(generator) for generator in generators] == [True, False]
@@ -366,25 +445,152 @@ def test_contexts_left_in_the_order_of_entering() -> None:
     assert not second.report.redirected
 
 
+def test_leaving_too_often_is_an_error() -> None:
+    context = redirect()
+    message = "redirect: the context is left in a thread that is not in it"
+    with pytest.raises(RuntimeError, match=message):
+        context.__exit__(None, None, None)
+    with context:
+        with pytest.raises(RuntimeError, match=message):
+            of_other_thread(lambda: bool(context.__exit__(None, None, None)))
+        assert is_redirected()
+    with pytest.raises(RuntimeError, match=message):
+        context.__exit__(None, None, None)
+    with context:
+        assert is_redirected()
+    assert not is_redirected()
+
+
+def places_in_jax() -> list[object]:
+    """What stands where calls are redirected."""
+    from jax._src.interpreters import ad, mlir
+    from jax._src.ops import scatter
+
+    update = jax.lax.dynamic_update_slice
+    rules = {**ad.primitive_transposes, **getattr(ad, "fancy_transposes", {})}
+    of_update = [update.__code__, update.__kwdefaults__, vars(update).copy()]
+    of_modules = [scatter._segment_update, scatter._scatter_update, mlir.lower_jaxpr_to_module]
+    return [*of_modules, rules[jax.lax.gather_p], *of_update]
+
+
+EVERYTHING = functools.partial(redirect, indexed_updates=True, slice_updates=True)
+
+
+def test_jax_is_as_it_was_outside_of_contexts() -> None:
+    own = places_in_jax()
+    context = EVERYTHING()
+    assert places_in_jax() == own
+
+    with context, redirect(segments=False), context:
+        assert all(x != y for x, y in zip(places_in_jax()[:6], own[:6], strict=True))
+    assert places_in_jax() == own
+
+    with pytest.raises(KeyError), context:
+        raise KeyError
+    assert places_in_jax() == own
+
+    assert context(is_redirected)()
+    assert places_in_jax() == own
+
+    generators = inside(EVERYTHING()), inside(redirect())
+    assert all(map(next, generators))
+    generators[0].close()
+    assert next(generators[1])
+    assert places_in_jax()[1:3] == own[1:3]
+    generators[1].close()
+    assert places_in_jax() == own
+
+    context.install()
+    redirect().install()
+    try:
+        assert is_redirected()
+        with EVERYTHING():
+            pass
+        assert places_in_jax()[1:3] == own[1:3]
+    finally:
+        redirect.uninstall()
+    redirect.uninstall()
+    assert not is_redirected()
+    assert places_in_jax() == own
+
+
+def test_jax_is_as_it_was_after_tasks_and_threads(rng: np.random.Generator) -> None:
+    """Those that are inside see their own calls redirected all the time, others never."""
+    own = places_in_jax()
+    x = rng.normal(size=(4, 3)).astype(np.float32)
+
+    def redirects() -> bool:
+        return kernels(lambda x: imported_update(x, x[:2], (1, 0)), x) == ["write_slice"]
+
+    async def task(turns: int) -> list[bool]:
+        seen = []
+        with redirect(slice_updates=True):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+                seen.append(redirects())
+        return seen
+
+    async def tasks() -> list[list[bool]]:
+        return await asyncio.gather(*(task(turns) for turns in (1, 3, 2)))
+
+    assert asyncio.run(tasks()) == [[True], [True] * 3, [True] * 2]
+    assert places_in_jax() == own
+
+    def in_and_out(inside: bool) -> list[bool]:
+        context = redirect(slice_updates=True) if inside else contextlib.nullcontext()
+        seen = []
+        for _ in range(10):
+            with context:
+                seen.append(redirects())
+        return seen
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(in_and_out, [True, False, True, False])) == [[True] * 10, [False] * 10] * 2
+    assert places_in_jax() == own
+
+
 def test_decorator() -> None:
     context = redirect()
     assert context(is_redirected)()
     assert not is_redirected()
     assert context.report.redirected == {"jax.ops.segment_sum": 1}
 
-    def generator() -> Iterator[bool]:
-        yield is_redirected()
 
+def _generator() -> Iterator[bool]:
+    yield is_redirected()
+
+
+async def _coroutine() -> bool:
+    return is_redirected()
+
+
+async def _async_generator() -> AsyncIterator[bool]:
+    yield is_redirected()
+
+
+class _Callable:
+    async def __call__(self) -> bool:
+        return is_redirected()
+
+
+BODY_RUNS_LATER: dict[str, Callable[..., object]] = {
+    "generator": _generator,
+    "coroutine": _coroutine,
+    "async generator": _async_generator,
+    "partial": functools.partial(_async_generator),
+    "callable": _Callable(),
+}
+
+
+@pytest.mark.parametrize("kind", BODY_RUNS_LATER)
+def test_functions_whose_body_runs_later_are_refused(kind: str) -> None:
     with pytest.raises(TypeError, match="redirect: function must be no generator"):
-        context(generator)
+        redirect()(BODY_RUNS_LATER[kind])
 
 
 def of_other_thread(function: Callable[[], bool]) -> bool:
-    results: list[bool] = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join()
-    return results[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
 def test_the_context_belongs_to_its_thread() -> None:
@@ -422,14 +628,17 @@ def test_calls_without_a_kernel_end(rng: np.random.Generator) -> None:
 
 
 def test_a_missing_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_redirect, "_wrapped", set())
+    def missing() -> contextlib.AbstractContextManager[None]:
+        raise AttributeError("no attribute '_scatter_update'")
 
-    def missing() -> None:
-        raise AttributeError("no attribute '_segment_update'")
-
-    monkeypatch.setattr(_redirect, "_PLACES", {**_redirect._PLACES, "segments": missing})
-    with pytest.raises(NotImplementedError, match=r"redirect: segments cannot be redirected in jax .*_segment_update"):
-        redirect()
+    own = places_in_jax()
+    monkeypatch.setattr(_redirect, "_PLACES", {**_redirect._PLACES, "indexed_updates": missing})
+    message = r"redirect: indexed_updates cannot be redirected in jax .*_scatter_update"
+    for enter in (EVERYTHING().__enter__, EVERYTHING().install):
+        with pytest.raises(NotImplementedError, match=message):
+            enter()
+        assert places_in_jax() == own
+        assert not is_redirected()
 
 
 def test_sums_that_xla_fuses_are_left_to_it(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar, 
 
 import jax
 
+from jax_baracuda._core.scopes import Scope, ScopedValue
+
 if TYPE_CHECKING:
     from jax_baracuda._core.call import OpCall
 
@@ -162,7 +164,7 @@ def packaged_table() -> TuningTable:
 Selection = Implementation | TuningTable | None
 """An implementation, or the table to pick by; None: the packaged table."""
 
-_of_context = jax.make_user_context(None)  # part of the keys of JAX's caches
+_of_context: ScopedValue[Selection] = ScopedValue("implementation", None)
 _of_call = threading.local()
 
 
@@ -209,8 +211,9 @@ def implementation(
     """Context in which all functions of this package use one implementation, or pick it by another table.
 
     An argument ``implementation=`` of a function goes before the context, and an inner context before an outer one. The
-    context belongs to the thread that enters it. What counts is where a function is called, that is, traced; its
-    gradient uses what the function itself was called with. ``jax.jit`` keeps one trace for each context.
+    context belongs to the thread that enters it, and can be left in any order with others. What counts is where a
+    function is called, that is, traced; its gradient uses what the function itself was called with. ``jax.jit`` keeps
+    one trace for each context.
 
     Args:
       name: "kernel": the kernels of this package, and an error where there is none for a call. "xla": plain JAX, which
@@ -222,6 +225,7 @@ def implementation(
 
     Raises:
       ValueError: the name is unknown, or both arguments are given, or the file is no tuning table.
+      RuntimeError: the context is left more often than it was entered in the thread.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_baracuda as jb
@@ -233,8 +237,8 @@ def implementation(
     if name is not None and table is not None:
         raise ValueError("implementation: one of name and table can be given, got both")
     if table is not None:
-        return _of_context(table_in(table))
-    return _of_context(None if name is None else _checked("implementation", name))
+        return Scope(_of_context, table_in(table))
+    return Scope(_of_context, None if name is None else _checked("implementation", name))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
