@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import inspect
 import re
@@ -45,12 +47,12 @@ def runs_kernel(function: Callable[..., Any], *operands: Any, **options: Any) ->
 @pytest.fixture
 def users_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the ops, as users have them."""
-    monkeypatch.setattr(dispatch, "rules_of", lambda op: op.xla_rules)
+    cases.use_rules(monkeypatch)
 
 
 def set_rules(monkeypatch: pytest.MonkeyPatch, **rules: Rule) -> None:
     """One rule for each of these ops, and none for others."""
-    monkeypatch.setattr(dispatch, "rules_of", lambda op: (rules[op.name],) if op.name in rules else ())
+    cases.use_rules(monkeypatch, lambda op: (rules[op.name],) if op.name in rules else ())
 
 
 def plain_jax(platform: str, *conditions: dispatch.Condition) -> Rule:
@@ -196,6 +198,63 @@ def test_context_belongs_to_a_thread() -> None:
         thread.join()
         assert not runs_kernel(jb.rope, X)
     assert seen == [True]
+
+
+def test_contexts_left_in_the_order_of_entering() -> None:
+    """As tasks and generators that take turns do: the context that was entered last counts, and none in the end."""
+
+    def inside(context: contextlib.AbstractContextManager[Any]) -> Iterator[bool]:
+        with context:
+            while True:
+                yield runs_kernel(jb.rope, X)
+
+    generators = [inside(jb.implementation(name)) for name in ("xla", "kernel", "xla")]
+    assert [next(generator) for generator in generators] == [False, True, False]
+    generators[1].close()
+    assert not runs_kernel(jb.rope, X)
+    generators[0].close()
+    assert not next(generators[2])
+    generators[2].close()
+    assert runs_kernel(jb.rope, X)
+
+    async def task(name: str, turns: int) -> None:
+        with jb.implementation(name):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+    async def tasks() -> None:
+        await asyncio.gather(task("xla", 1), task("kernel", 2), task("xla", 3))
+
+    asyncio.run(tasks())
+    assert runs_kernel(jb.rope, X)
+
+
+def test_one_context_entered_several_times() -> None:
+    plain, kernel = jb.implementation("xla"), jb.implementation("kernel")
+    with plain, kernel, plain:
+        assert not runs_kernel(jb.rope, X)
+    assert runs_kernel(jb.rope, X)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="implementation: the context is left in a thread that is not in it"):
+            plain.__exit__(None, None, None)
+    assert runs_kernel(jb.rope, X)
+
+
+def test_leaving_brings_back_the_traces_of_before() -> None:
+    traces = []
+
+    @jax.jit
+    def program(x: Any) -> Any:
+        traces.append(x)
+        return jb.rope(x)
+
+    x = np.ones(X.shape, X.dtype)
+    program(x)
+    for _ in range(2):
+        with jb.implementation("xla"), jb.implementation("kernel"):
+            program(x)
+        program(x)
+    assert len(traces) == 2
 
 
 def test_gradient_uses_what_the_function_was_called_with() -> None:

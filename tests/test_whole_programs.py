@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import cases
 
 import jax_baracuda as jb
-from jax_baracuda._core import dispatch
 from jax_baracuda._examples import decoding, graph_networks
 from jax_baracuda._examples.decoding import Decoder
 from jax_baracuda._examples.graph_networks import Model, gat, sage, training_step
@@ -136,7 +136,7 @@ def compiled(program: Callable[..., Any], *operands: Any, donated: Sequence[int]
 def only_windows_have_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of windows are about layouts. Others would leave small arrays to XLA."""
     windows = ("write_slice", "write_slice_backward")
-    monkeypatch.setattr(dispatch, "rules_of", lambda op: op.xla_rules if op.name in windows else ())
+    cases.use_rules(monkeypatch, lambda op: op.xla_rules if op.name in windows else ())
 
 
 DECODERS = {

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal, ParamSpec, TypeVar, cast, get_args
 
-import jax
+from jax_baracuda._core.scopes import Scope, ScopedValue
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,7 +24,7 @@ KERNEL_IF_ANY: Final = "kernel if any"
 Selection = Implementation | Literal["kernel if any"] | None
 """None: what the rules of the op say."""
 
-_of_context = jax.make_user_context(None)  # part of the keys of JAX's caches
+_of_context: ScopedValue[Selection] = ScopedValue("implementation", None)
 _of_call = threading.local()
 
 
@@ -69,8 +69,9 @@ def implementation(name: Implementation | None = None) -> contextlib.AbstractCon
     """Context in which all functions of this package use one implementation.
 
     An argument ``implementation=`` of a function goes before the context, and an inner context before an outer one. The
-    context belongs to the thread that enters it. What counts is where a function is called, that is, traced; its
-    gradient uses what the function itself was called with. ``jax.jit`` keeps one trace for each context.
+    context belongs to the thread that enters it, and can be left in any order with others. What counts is where a
+    function is called, that is, traced; its gradient uses what the function itself was called with. ``jax.jit`` keeps
+    one trace for each context.
 
     Args:
       name: "kernel": the kernels of this package, and an error where there is none for a call. "xla": plain JAX, which
@@ -81,6 +82,7 @@ def implementation(name: Implementation | None = None) -> contextlib.AbstractCon
 
     Raises:
       ValueError: the name is unknown.
+      RuntimeError: the context is left more often than it was entered in the thread.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_baracuda as jb
@@ -89,4 +91,4 @@ def implementation(name: Implementation | None = None) -> contextlib.AbstractCon
       >>> print("implementation=xla" in str(program))
       True
     """
-    return _of_context(None if name is None else _checked("implementation", name))
+    return Scope(_of_context, None if name is None else _checked("implementation", name))

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from support import cases
 
 import jax_baracuda as jb
-from jax_baracuda._core import dispatch
 from jax_baracuda._tools.table import format_table
 
 Timings = Callable[[str, Callable[[], Any], Callable[[], Any]], None]
@@ -44,7 +44,7 @@ def timings() -> Timings:
 
     def add(name: str, patched: Callable[[], Any], unpatched: Callable[[], Any]) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "rules_of", lambda op: op.xla_rules)
+            cases.use_rules(patch)
             jax.clear_caches()
             compiled = [seconds_of_a_call(program) for program in (patched, unpatched) for _ in range(2)]
             rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, round(SECONDS_OF_ROUNDS / (compiled[1] + compiled[3]))))

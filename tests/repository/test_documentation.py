@@ -24,9 +24,6 @@ RUN_ELSEWHERE = {
     "adding_an_op.md": "repository/test_adding_an_op.py",
     "recipes_libraries.md": "programs/test_recipes.py",
 }
-    "adding_an_op.md": "repository/test_adding_an_op.py",
-    "recipes_libraries.md": "programs/test_recipes.py",
-}
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 WITH_EXAMPLES = [page for page in PAGES if "```python\n" in page.read_text() and page.name not in RUN_ELSEWHERE]
 

@@ -294,8 +294,8 @@ def _transpose_backward(
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
-# H100, time of plain JAX / kernel: 0.8 up to 256 KB (2 of 13 loops), gradients up to 32 MB 0.8 (26 loops). Two cores: 0.5
-# for single features, gradients 0.66.
+# H100, time of plain JAX / kernel: 0.8 up to 256 KB (2 of 13 loops), gradients up to 32 MB 0.8 (26 loops). Two cores:
+# 0.5 for single features, gradients 0.66.
 _CPU_RULE = on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1))
 
 SEGMENT_SOFTMAX, SEGMENT_SOFTMAX_BACKWARD = (

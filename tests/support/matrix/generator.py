@@ -43,7 +43,7 @@ SHARD_MAPS = SHARDINGS[3:]
 
 FACTORS = ("dtype", "size", "transformation", "batch", "sharding", "implementation")
 
-IMPLEMENTATIONS = ("kernel", "xla", "table")
+IMPLEMENTATIONS = ("kernel", "xla", "rules")
 """The kernel wherever there is one, plain JAX, and what the packaged table picks: also one of each in one program."""
 
 Values = Mapping[str, Any]

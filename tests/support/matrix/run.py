@@ -27,9 +27,10 @@ from support.matrix.calls import Dims, Draw, Operand, Problem, as_tuple, is_floa
 from support.matrix.generator import DERIVATIVES, FORWARD, JACOBIANS, SHARD_MAPS, Case
 
 import jax_baracuda
-from jax_baracuda._core import dispatch
+from jax_baracuda._core import selection
+from jax_baracuda._core.scopes import ScopedValue
 
-dispatch.rules_of = lambda op: ()
+selection._of_context = ScopedValue("implementation", selection.KERNEL_IF_ANY)
 
 AXES = ("a", "b")
 WIDE = ("int64", "uint64", "float64", "complex128")
@@ -652,8 +653,8 @@ class Compiled:
         stack.enter_context(jax.enable_x64(self.plan.is_x64))
         if self.case.implementation == "xla":
             stack.enter_context(jax_baracuda.implementation("xla"))
-        elif self.case.implementation == "table":
-            stack.enter_context(jax_baracuda.implementation(table=selection.PACKAGED_TABLE))
+        elif self.case.implementation == "rules":
+            stack.enter_context(jax_baracuda.implementation(None))
         if self.case.sharding == "explicit":
             stack.enter_context(jax.set_mesh(self.plan.mesh))
         return stack
