@@ -434,8 +434,8 @@ class redirect(contextlib.ContextDecorator, Scope[Redirection | None]):  # noqa:
       ``dynamic_update_index_in_dim``, as caches in loops do: :func:`write_slice`, which under ``jax.vmap`` writes the
       windows of a whole batch at once.
 
-    On GPUs, reductions of 32 and 64 bits are left to XLA where the rules of the op have it so for rows that XLA computes
-    as it reduces them: mostly sums of wide rows, and small calls.
+    On GPUs, reductions of 32 and 64 bits are left to XLA where the rules of the op have it so for rows that XLA
+    computes as it reduces them: mostly sums of wide rows, and small calls.
 
     Forward and reverse mode apply, as to :mod:`jax_baracuda.forward_mode`. What counts is where code is traced:
     ``jax.jit`` keeps one trace for each context, so that programs that were traced outside are traced again inside, and
