@@ -515,21 +515,28 @@ def _has_known_angles(traits: Traits) -> bool:
     return traits.params["constant_angles"] is not None
 
 
-# H100, time of plain JAX / kernel: 0.8 between elementwise operations (52 loops); halves by known angles 0.9 (300 loops
-# of 1 to 540 MB); a whole decoding step 0.98. Two cores: float32 halves by known angles 0.7; small arrays that it fuses
-# 0.7.
+def _has_halves_or_32_bits(traits: Traits) -> bool:
+    return not traits.params["interleaved"] or traits.sizes["element_bits"] == 32
+
+
+# H100, time of plain JAX / kernel: 0.8 between elementwise operations (52 loops); halves, and float32, by known angles
+# 0.9 (300 loops of 1 to 540 MB); a whole decoding step 0.98. Two cores: float32 halves by known angles 0.7; small arrays
+# that it fuses 0.7.
 _RULES = (
     on_gpu("XLA fuses a rotation with its neighbours", fused, at_most(element_bits=32)),
     on_gpu("one new position: XLA fuses the rotation with the products around it", at_most(sequence=1, bytes=MB)),
     on_gpu(
-        "XLA reads known angles from a table", _has_known_angles, param("interleaved", False), at_most(bytes=64 * MB)
+        "XLA reads known angles from a table, and moves no 16-bit numbers between lanes",
+        _has_known_angles,
+        _has_halves_or_32_bits,
+        at_most(bytes=64 * MB),
     ),
     on_cpu("XLA fuses a small rotation with its neighbours", fused, at_most(bytes=256 * KB)),
     on_cpu(
         "XLA vectorises halves by known angles",
         _has_known_angles,
         param("interleaved", False),
-        at_least(pair=32),
+        at_least(pair=32, element_bits=32),
         at_most(bytes=4 * MB),
     ),
 )

@@ -564,6 +564,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
     # features 0.33.
     rules = (
         on_gpu("launch-bound: XLA sorts no edges", unsorted, uncontended, at_most(rows=1 << 14)),
+        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unsorted, uncontended, at_most(features=2)),
         on_gpu("XLA sorts no edges of mostly empty segments", unsorted, mostly_empty_segments, at_most(rows=1 << 16)),
     )
     rules_of_backward = (

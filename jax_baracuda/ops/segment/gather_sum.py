@@ -392,8 +392,8 @@ GATHER_SEGMENT_SUM = Op(
         ids_operand=2,
     ),
     xla_rules=(
-        on_gpu("XLA sorts no edges, which takes longer than the sum", unordered, uncontended, at_most(bytes=4 * MB)),
-        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most(features=8)),
+        on_gpu("XLA sorts no edges, which takes longer than the sum", unordered, uncontended, at_most(rows=1 << 18)),
+        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most(features=16)),
     ),
     program_on_gpu=_program_on_gpu,
     limit=limit_of_edges,

@@ -209,10 +209,17 @@ def _shard_program_of_exponentials(
 # Ops: one per native kernel.
 
 # H100, time of plain JAX / kernel: 0.8 up to 4 MB, 0.85 for wide rows up to 32 MB, 0.8 for wide rows that it computes
-# (48 loops). It is 4 for 1.3M computed rows of 8 numbers, and up to 80 for two segments.
+# (48 loops). It is 4 for 1.3M computed rows of 8 numbers, 7 for computed rows of heads, and up to 80 for two segments.
 SUM_RULES = (
     on_gpu("launch-bound: XLA takes one launch", unordered, uncontended, at_most(bytes=4 * MB)),
-    on_gpu("XLA adds wide rows as it computes them", unordered, uncontended, fused, at_least(features=32)),
+    on_gpu(
+        "XLA adds wide rows as it computes them",
+        unordered,
+        uncontended,
+        fused,
+        at_least(features=32),
+        at_most(rank=2, bytes=1 << 30),
+    ),
     on_gpu("rows in the L2 cache", unordered, uncontended, at_least(features=32), at_most(bytes=32 * MB)),
 )
 
