@@ -520,8 +520,8 @@ def _has_halves_or_32_bits(traits: Traits) -> bool:
 
 
 # H100, time of plain JAX / kernel: 0.8 between elementwise operations (52 loops); halves, and float32, by known angles
-# 0.9 (300 loops of 1 to 540 MB); a whole decoding step 0.98. Two cores: float32 halves by known angles 0.7; small arrays
-# that it fuses 0.7.
+# 0.9 (300 loops of 1 to 540 MB); a whole decoding step 0.98. Two cores: float32 halves by known angles 0.7; small
+# arrays that it fuses 0.7.
 _RULES = (
     on_gpu("XLA fuses a rotation with its neighbours", fused, at_most(element_bits=32)),
     on_gpu("one new position: XLA fuses the rotation with the products around it", at_most(sequence=1, bytes=MB)),
