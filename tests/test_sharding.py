@@ -33,6 +33,8 @@ from support.meshes import MESH_SHAPE, collectives, exchanges, exchanges_in
 
 from jax_baracuda import forward_mode
 from jax_baracuda._core.sharding import mesh_axes
+from jax_baracuda._examples import all_examples
+from jax_baracuda._examples import example as an_example
 
 NUM_SEGMENTS = 12
 pytestmark = cases.on_two_devices
@@ -472,3 +474,48 @@ def test_out_sharding(reduction: Reduction) -> None:
             return output
 
         assert_same(reduction, [function(placed)], [expected], data, ids, cotangent)
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize(
+    "example", {x.function.__name__: x for x in reversed(all_examples())}.values(), ids=lambda example: example.name
+)
+def test_program_is_split_under_the_settings_of_its_lowering(
+    example: an_example.Example, rng: np.random.Generator
+) -> None:
+    """XLA asks for the program of a shard when it compiles: here, after the context of 64-bit types."""
+    call = example.call("small")
+    run = an_example.value_and_gradient(call, example.differentiated("float64"))
+
+    def function(operands: dict[str, Any]) -> Any:
+        return run(operands, jax.tree.map(lambda y: jnp.ones(y.shape, y.dtype), jax.eval_shape(call, **operands)))
+
+    operands = example.make_operands(rng, "float64", "small")
+    all_dims = [dim for operand in example.operands.values() for dim in operand.dims]
+    split = next((dim for dim in all_dims if example.sizes["small"].get(dim, 1) % 2 == 0), None)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("devices",))
+    with jax.enable_x64(True):
+        expected = jax.jit(function)(operands)
+        placed = {
+            name: jax.device_put(x, NamedSharding(mesh, P(*("devices" if dim == split else None for dim in dims))))
+            for (name, x), dims in zip(operands.items(), (x.dims for x in example.operands.values()), strict=True)
+        }
+        lowered = jax.jit(function).lower(placed)
+    program = lowered.compile()
+    with jax.enable_x64(True):
+        actual = program(placed)
+    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.versions
+def test_partitioner_leaves_settings_as_they_were(rng: np.random.Generator) -> None:
+    """Settings at the lowering differ from those where the program is compiled, and stay apart."""
+    data, ids, _ = make_operands(SUM, seed=13)
+    placed = jax.device_put((data, ids), NamedSharding(make_mesh(AxisType.Auto), P("rows")))
+    with jax.numpy_dtype_promotion("strict"):
+        lowered = jax.jit(lambda data, ids: SUM(data, ids, NUM_SEGMENTS)).lower(*placed)
+    before = dict(jax.config.values)
+    lowered.compile()
+    assert jax.config.values == before

@@ -353,10 +353,12 @@ def _register_partitioner() -> None:
 
 
 def _settings_in_force() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """All settings of JAX as they are here and now, as a context for another time or thread."""
+    """The user's settings of JAX as they are here and now, as a context for another time or thread."""
     from jax._src import config
 
-    values = [(setting, setting.value) for setting in config.config_states.values()]
+    # Other names, such as check_vma, are of what JAX is doing at the moment.
+    settings = [setting for name, setting in config.config_states.items() if name.startswith("jax_")]
+    values = [(setting, setting.value) for setting in settings]
 
     @contextlib.contextmanager
     def in_force() -> Iterator[None]:
