@@ -422,7 +422,6 @@ def as_published(dim: int, base: float, scaling: dict[str, Any], seq_len: int = 
     return np.array([frequency(pair) for pair in range(dim // 2)])
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_published_configurations(model: str) -> None:
     arguments, expected_scale = PUBLISHED[model]
