@@ -232,7 +232,9 @@ def gathered_extremum_call(extremum: Reduction, kind: str) -> Callable[..., Call
 
 
 def product_residual(data: np.ndarray, ids: np.ndarray, segments: int) -> tuple[np.ndarray, np.ndarray]:
-    """The product of powers of two: its mantissa, 1 or -1, and its exponent and counts of special values, packed."""
+    """The product of powers of two as mantissa, units of its exponent and counts of special values, packed."""
+    dtype = cases.accumulator(data.dtype)
+    unit = 512 if dtype == np.float64 else 64
     mantissa = np.ones((segments, *data.shape[1:]))
     packed = np.zeros(mantissa.shape, np.int32)
     for segment in range(segments):
@@ -242,8 +244,10 @@ def product_residual(data: np.ndarray, ids: np.ndarray, segments: int) -> tuple[
         exponents = np.log2(np.abs(np.where(is_ordinary, values, 1))).sum(axis=0)
         kinds = (values == 0, np.isinf(values), np.isnan(values))
         counts = sum(np.minimum(kind.sum(axis=0), 2) << (2 * i) for i, kind in enumerate(kinds))
-        packed[segment] = exponents.astype(np.int32) * 64 + counts
-    return mantissa.astype(cases.accumulator(data.dtype)), packed
+        units = (exponents + unit / 2) // unit
+        mantissa[segment] *= np.exp2(exponents - units * unit)
+        packed[segment] = units.astype(np.int32) * 64 + counts
+    return mantissa.astype(dtype), packed
 
 
 def product_problem(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Problem:

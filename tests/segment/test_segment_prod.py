@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from segment.reference import PROD, Batch, plain_prod
 from support import cases
 from support.cases import FLOATING, WIDE_INTEGERS, Shape, assert_same_bits
 from support.programs import small_integers
 
-from jax_baracuda import segment_prod, segment_prod_backward
+from jax_baracuda import Implementation, segment_prod, segment_prod_backward
 
 SPECIALS = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -2.0, 0.5)
 
@@ -95,6 +98,61 @@ def test_intermediate_products_out_of_range(rng: np.random.Generator, dtype: str
         check_value_and_gradient(data, ids, 1, cotangent, f"{half} {order}")
         with cases.x64_for(dtype):
             assert_same_bits(np.abs(segment_prod(data, ids, 1)), np.full((1, 5), 8, data.dtype))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "order"), [("kernel", "large first"), ("kernel", "small first"), ("xla", "large first")]
+)
+@pytest.mark.parametrize(("dtype", "exponent", "half"), [("float64", 1000, 40_000), ("float32", 120, 290_000)])
+def test_exponents_of_partial_products_beyond_25_bits(
+    dtype: str, exponent: int, half: int, order: str, implementation: Implementation
+) -> None:
+    """Of so many extreme factors that the exponent of a partial product is wide itself; of one column, and of more."""
+    exponents = np.repeat([exponent, -exponent] if order == "large first" else [-exponent, exponent], half)
+    column = np.exp2(np.append(exponents, 3).astype(np.float64)).astype(dtype)
+    ids = np.zeros(len(column), np.int32)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def pullback(data: jax.Array, is_sorted: bool) -> tuple[jax.Array, jax.Array]:
+        reduce = functools.partial(segment_prod, indices_are_sorted=is_sorted, implementation=implementation)
+        output, pull_back = jax.vjp(lambda x: reduce(x, ids, 1), data)
+        return output, pull_back(jnp.ones_like(output))[0]
+
+    for width, is_sorted in [(1, False)] if implementation == "xla" else itertools.product((1, 2, 9), (False, True)):
+        data = np.repeat(column[:, None], width, axis=1)
+        with cases.x64_for(dtype):
+            output, d_data = pullback(data, is_sorted)
+            assert_same_bits(output, np.full((1, width), 8, dtype))
+            assert_same_bits(d_data, 8 / data)
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_exponents_of_partial_products_beyond_32_bits(is_sorted: bool) -> None:
+    """Of kernels: the product of the large factors alone is about 2^(2^31)."""
+    half = 17_500_000
+    data = np.repeat(np.array([2.0**126, 2.0**-126], jnp.bfloat16), half)
+    data[-1] *= 2
+    product = segment_prod(data, np.zeros(len(data), np.int32), 1, is_sorted, implementation="kernel")
+    assert_same_bits(product, np.array([2], jnp.bfloat16))
+
+
+@cases.on_two_devices
+@pytest.mark.parametrize("of_cells", [P(), P("x")], ids=str)
+def test_products_of_shards_out_of_range(of_cells: P) -> None:
+    """One device has the large factors of a segment, another the small ones."""
+    half, mesh = 40_000, jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.enable_x64(True):
+        data = np.repeat(np.exp2([1000.0, -1000.0]), half)[:, None] * np.ones(3)
+        placed = jax.device_put(data, NamedSharding(mesh, P("x")))
+
+        def pullback(data: jax.Array) -> tuple[jax.Array, jax.Array]:
+            output, pull_back = jax.vjp(lambda x: segment_prod(x, np.zeros(2 * half, np.int32), 2), data)
+            output = jax.lax.with_sharding_constraint(output, NamedSharding(mesh, of_cells))
+            return output, pull_back(jnp.ones_like(output))[0]
+
+        output, d_data = jax.jit(pullback)(placed)
+        np.testing.assert_array_equal(output, np.ones((2, 3)))
+        np.testing.assert_array_equal(d_data, 1 / data)
 
 
 @pytest.mark.parametrize("dtype", FLOATING)

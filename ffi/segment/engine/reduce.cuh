@@ -376,21 +376,21 @@ CudaStatus LaunchReduction(const Arguments& arguments, Strategy strategy, int64_
   return reducer.Launch();
 }
 
-// The same for ops that always go by ChooseStrategy, whose cells are an element of 32 or 64 bits and a 32-bit word.
+// Of ops whose cells are an element of 32 or 64 bits and a 32-bit word.
 inline int64_t PairStateBytes(int64_t element_bytes) { return element_bytes == 8 ? 16 : 8; }
 
-inline Plan PlanPairReduction(const SegmentCall& call) {
+// The same for ops that always go by ChooseStrategy.
+inline Plan PlanByRule(const SegmentCall& call, int64_t state_bytes) {
   if (call.problem.HasNoResult()) return {kNothing};
-  const int64_t element_bytes = ElementBytes(call.type), state_bytes = PairStateBytes(element_bytes);
+  const int64_t element_bytes = ElementBytes(call.type);
   const Strategy strategy = ChooseStrategy(call.problem, element_bytes, state_bytes, call.indices_are_sorted);
   return {StrategyName(strategy), ReduceScratchBytes(call.problem, strategy, element_bytes, state_bytes)};
 }
 
 template <typename Reduction, typename Arguments>
-CudaStatus LaunchPairReduction(const Arguments& arguments, const typename Reduction::Outputs& outputs,
-                               cudaStream_t stream) {
+CudaStatus LaunchByRule(const Arguments& arguments, int64_t state_bytes, const typename Reduction::Outputs& outputs,
+                        cudaStream_t stream) {
   constexpr int64_t kElementBytes = sizeof(typename Reduction::Element);
-  const int64_t state_bytes = PairStateBytes(kElementBytes);
   const Strategy strategy = ChooseStrategy(arguments.problem, kElementBytes, state_bytes, arguments.indices_are_sorted);
   return LaunchReduction<Reduction>(arguments, strategy, state_bytes, outputs, nullptr, stream);
 }

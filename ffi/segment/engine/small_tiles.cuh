@@ -211,7 +211,6 @@ __global__ void __launch_bounds__(kSmallThreads) SmallTileKernel(const __grid_co
       take_rows([&](const auto& row, uint32_t own_segment) {
         if (own_segment == last_segment) row.AddTo(tail, a.outputs);
       });
-      tail.Normalize();
     }
     if (segments[block_rows] != last_segment || segments[block_rows + 1] != last_segment) break;
   }
