@@ -204,8 +204,6 @@ class Placement(NamedTuple):
     """Where along an axis a window lies: inside, after it has been moved there by so many elements."""
 
     start: Array
-    """As JAX's functions take it that read or write slices: they count a negative one from the end, and move what still
-    is outside inside."""
     moved: Array | int
     cut: Array | int = 0
     """How much of the beginning of a window lies outside of the array anyway, where it is longer than the array."""
@@ -219,7 +217,8 @@ def _placement(start: Array, size: int, dim: int, drop: bool) -> Placement:
     info, bounds = jnp.iinfo(start.dtype), jnp.iinfo(_index_dtype())
     index = jnp.clip(start, max(info.min, bounds.min), min(info.max, bounds.max)).astype(_index_dtype())
     if not drop:
-        return Placement(index, 0)
+        # XLA adds up the starts of a slice of a slice, which is wrong where it clamps them itself.
+        return Placement(jnp.clip(jnp.where(index < 0, index + dim, index), 0, dim - size), 0)
     index = jnp.clip(index, -size, dim)  # beyond these, nothing is inside anyway
     inside = jnp.clip(index, 0, dim - size)
     return Placement(inside, inside - index)
@@ -227,10 +226,7 @@ def _placement(start: Array, size: int, dim: int, drop: bool) -> Placement:
 
 def _of_part(placement: Placement, part: Array, window: Window, dim: int) -> Placement:
     """The placement in one of the parts of `dim` elements that an axis is split into."""
-    whole_dim = dim * window.num_shards
-    start = jnp.where(placement.start < 0, placement.start + whole_dim, placement.start)
-    start = jnp.clip(start, 0, whole_dim - window.size)
-    index = start - placement.moved - part.astype(_index_dtype()) * dim
+    index = placement.start - placement.moved - part.astype(_index_dtype()) * dim
     cut = jnp.clip(-index, 0, max(window.size - dim, 0))
     size = min(window.size, dim)
     index = jnp.clip(index + cut, -size, dim)
