@@ -37,6 +37,7 @@ __all__ = [
     "lower_with_sharding_in_types",
     "jaxpr_as_fun",
     "lowering_inside",
+    "may_read",
     "new_primitive",
     "partitioner_splits",
     "partitioning_over",
@@ -44,6 +45,7 @@ __all__ = [
     "require_devices_during_lowering",
     "result_aval",
     "unify_varying",
+    "updated_argument",
     "varying_axes",
     "without_abstract_mesh",
     "wrapped_scatter_update",
@@ -202,6 +204,63 @@ def _num_elements(value: ir.Value[Any]) -> int:
     from jax._src.lib.mlir import ir
 
     return math.prod(ir.RankedTensorType(value.type).shape)
+
+
+_MAX_VISITED = 500
+
+
+def may_read(ctx: Any, value: ir.Value[Any], array: ir.Value[Any]) -> bool:
+    """Whether XLA might compute a value from `array` in the fusion that overwrites `array`.
+
+    Not where `array` is an argument of the whole program or of a loop, after updates at most, and the value is computed
+    from others. Anything else counts as possible: what looks like two arrays may be one after XLA's simplifications.
+    """
+    from jax._src.lib.mlir import ir
+
+    argument = updated_argument(array)
+    if argument is None or not _has_own_memory(ctx, argument):
+        return True
+    seen: set[Any] = set()
+    pending = [value]
+    while pending:
+        current = pending.pop()
+        if current == argument or len(seen) > _MAX_VISITED:
+            return True
+        if current in seen or isinstance(current.owner, ir.Block):
+            continue
+        if current.owner.name in ("stablehlo.case", "stablehlo.if"):  # their branches read more than their operands
+            return True
+        seen.add(current)
+        pending += current.owner.operands
+    return False
+
+
+def updated_argument(array: ir.Value[Any]) -> ir.Value[Any] | None:
+    """The argument of a program, function or loop that an array is, after updates at most; None if there is none."""
+    from jax._src.lib.mlir import ir
+
+    operation: Any = array.owner
+    while not isinstance(operation, ir.Block):
+        if operation.name not in (*_VIEWS, "stablehlo.dynamic_update_slice", "stablehlo.optimization_barrier"):
+            return None
+        result = ir.OpResult(array).result_number
+        array = operation.operands[result if operation.name == "stablehlo.optimization_barrier" else 0]
+        operation = array.owner
+    return array
+
+
+_LOOP_BODIES = ("closed_call", "eval_jaxpr")
+"""What JAX calls the function that is the body of a ``scan``, in its older and its newer versions."""
+
+
+def _has_own_memory(ctx: Any, argument: ir.Value[Any]) -> bool:
+    """Whether no other argument of its block can be the same array, or computed from it, when XLA has inlined calls."""
+    owner = argument.owner.owner.operation
+    if owner.name != "func.func":
+        return bool(owner.name == "stablehlo.while")
+    name = owner.attributes["sym_name"].value
+    is_called_elsewhere = ctx.module_context.lowering_parameters.for_export
+    return name.startswith(_LOOP_BODIES) or (name == "main" and not is_called_elsewhere)
 
 
 def platforms_of(ctx: Any) -> Sequence[str]:

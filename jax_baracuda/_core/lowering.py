@@ -14,6 +14,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import element_bits
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims
 from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.dispatch import Site, decide, missing_kernel
@@ -45,7 +46,32 @@ def _lower_elsewhere(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **pa
 
 
 def _lower_reference(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    return mlir.lower_fun(functools.partial(reference_of_call, op, **params), multiple_results=True)(ctx, *operands)
+    """Plain JAX, kept apart from its neighbours where XLA would fuse an update in place with them and lose by it."""
+    call = OpCall(op, ctx.avals_in, params)
+    in_place = call.resolve(op.in_place)
+    written = [i for i in call.linear if i not in in_place] if op.transpose is not None and in_place else []
+    # Through a reshape, XLA misses that the update reads the array that it overwrites.
+    unfused_operands = {i for i in written if any(jax_versions.may_read(ctx, operands[i], operands[j]) for j in in_place)}
+    unfused_results: set[int] = set()
+    if list(jax_versions.platforms_of(ctx)) == ["cpu"] and call.has_static_shapes():
+        num_bytes = sum(math.prod(ctx.avals_in[i].shape) * element_bits(ctx.avals_in[i].dtype) // 8 for i in written)
+        if num_bytes >= _MIN_UNFUSED_BYTES:
+            # On CPUs, XLA fuses the update with what reads a part of it as well, and then copies the whole array.
+            unfused_results = {r for i, r in in_place.items() if jax_versions.updated_argument(operands[i]) is not None}
+
+    def reference(*operands: jax.Array) -> list[jax.Array]:
+        results = reference_of_call(op, *_unfused(operands, unfused_operands), **params)
+        return _unfused(results, unfused_results)
+
+    return mlir.lower_fun(reference, multiple_results=True)(ctx, *operands)
+
+
+_MIN_UNFUSED_BYTES = 256
+"""XLA compiles loops as one function if their steps access less than 1 KB, in which a barrier counts the whole array."""
+
+
+def _unfused(arrays: Sequence[jax.Array], chosen: set[int]) -> list[jax.Array]:
+    return [jax.lax.optimization_barrier(x) if i in chosen else x for i, x in enumerate(arrays)]
 
 
 def _lower(
