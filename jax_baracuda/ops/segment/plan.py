@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from jax_baracuda.ops.segment.cells import in_order
 from jax_baracuda.ops.segment.ids import canonical_edges, check_num_segments, checked_ids, flat_ids, static_size
 from jax_baracuda.ops.segment.order import SEGMENT_ORDER, in_32_bits
 
@@ -163,11 +164,11 @@ def _plan_of_ids(segments: Array, num_segments: int, rows: Array | None, num_row
         transposed_order, sorted_rows = SEGMENT_ORDER(rows, num_segments=num_rows)
     return SegmentPlan(
         edge_order=order,
-        gather_ids=None if rows is None else rows[order],
+        gather_ids=None if rows is None else in_order(rows, order),
         segment_ids=sorted_segments,
         edge_segment_ids=segments,
         transposed_order=transposed_order,
-        transposed_gather_ids=None if transposed_order is None else segments[transposed_order],
+        transposed_gather_ids=None if transposed_order is None else in_order(segments, transposed_order),
         transposed_segment_ids=sorted_rows,
         edge_gather_ids=rows,
         num_segments=num_segments,
