@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +15,7 @@ from support.processes import run_python
 import jax_baracuda as jb
 from jax_baracuda._core.native import NATIVE_MODULES
 from jax_baracuda._examples import all_examples, examples_of
-from jax_baracuda._examples.example import Example
+from jax_baracuda._examples.example import Example, value_and_gradient
 
 FUNCTIONS = ("segment_max", "segment_sum", "gather_segment_max", "causal_conv1d", "rope_qk", "where", "write_slice")
 
@@ -88,3 +90,40 @@ def test_all_native_targets_may_be_exported() -> None:
     for native in NATIVE_MODULES.values():
         if native.module is not None:
             assert allowed == {f"custom_call:jax_baracuda.{target}" for target in native.targets}
+
+
+KNOWN_DIMS = {"tap", "state", "half", "two"}
+"""Those whose sizes must be known; of rotations, also the features."""
+CONSTRAINTS = ("new <= time", "part <= example")
+
+
+@pytest.mark.parametrize("example", all_examples(), ids=lambda example: example.name)
+def test_symbolic_sizes(rng: np.random.Generator, example: Example) -> None:
+    """A program that is exported once is plain JAX, and agrees with kernels at other sizes: value and gradient."""
+    known = KNOWN_DIMS | ({"feature"} if example.name.startswith("rope") else set())
+    small = example.sizes["small"]
+    names = sorted(example.dims & small.keys() - known)
+    constraints = [text for text in CONSTRAINTS if set(names).issuperset(text.split(" <= "))]
+    dims = jax.export.symbolic_shape(", ".join(names), constraints=constraints)
+    symbolic = {**small, **dict(zip(names, dims, strict=True))}
+    large = {name: 2 * size + 1 if name in names else size for name, size in small.items()}
+    example = dataclasses.replace(example, sizes={"symbolic": symbolic, "large": large})
+    differentiated = example.differentiated("float32")
+
+    def program(operands: Any, cotangents: Any, of_dims: Any) -> Any:
+        return value_and_gradient(example.call("symbolic"), differentiated)(operands, cotangents)
+
+    types = example.operand_types("float32", "symbolic")
+    of_dims = [jax.ShapeDtypeStruct((dim,), np.float32) for dim in dims]  # a program knows them by shapes alone
+    cotangents = jax.eval_shape(example.call("symbolic"), **types)
+    exported = jax.export.export(jax.jit(program))(types, cotangents, of_dims)
+
+    operands = example.make_operands(rng, "float32", "large")
+    call = example.call("large")
+    cotangents = jax.tree.map(lambda x: rng.normal(1, size=x.shape).astype(x.dtype), jax.eval_shape(call, **operands))
+    of_dims = [np.zeros(large[name], np.float32) for name in names]
+    actual = jax.tree.leaves(exported.call(operands, cotangents, of_dims))
+    expected = jax.tree.leaves(jax.jit(value_and_gradient(call, differentiated))(operands, cotangents))
+    for got, want in zip(actual, expected, strict=True):
+        scale = np.sqrt(np.mean(np.square(np.asarray(want, np.float64))))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * scale)

@@ -178,7 +178,9 @@ class OpCall:
         return NATIVE_MODULES[platform].plan(op.name, fitting)
 
     def has_static_shapes(self) -> bool:
-        return all(jax_versions.is_static_shape(x.shape) for x in self.operands)
+        """Whether no size is symbolic, neither of the operands nor among the params."""
+        is_symbolic = any(map(jax_versions.is_symbolic, self.params.values()))
+        return not is_symbolic and all(jax_versions.is_static_shape(x.shape) for x in self.operands)
 
     def unsupported_reason(self, platform: str) -> str | None:
         """Why this call has no kernel on the platform and runs as plain JAX instead; None where it has one."""

@@ -33,6 +33,7 @@ __all__ = [
     "is_donated_argument",
     "is_in_shard_map",
     "is_static_shape",
+    "is_symbolic",
     "lower_by_platform",
     "lower_with_sharding_in_types",
     "jaxpr_as_fun",
@@ -148,6 +149,13 @@ def is_static_shape(shape: Sequence[Any]) -> bool:
     from jax._src import core
 
     return core.is_constant_shape(tuple(shape))
+
+
+def is_symbolic(size: Any) -> bool:
+    """Whether a size is symbolic."""
+    from jax._src import core
+
+    return core.is_symbolic_dim(size)
 
 
 def is_donated_argument(value: ir.Value[Any]) -> bool:

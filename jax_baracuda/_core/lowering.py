@@ -51,7 +51,9 @@ def _lower_reference(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **pa
     in_place = call.resolve(op.in_place)
     written = [i for i in call.linear if i not in in_place] if op.transpose is not None and in_place else []
     # Through a reshape, XLA misses that the update reads the array that it overwrites.
-    unfused_operands = {i for i in written if any(jax_versions.may_read(ctx, operands[i], operands[j]) for j in in_place)}
+    unfused_operands = {
+        i for i in written if any(jax_versions.may_read(ctx, operands[i], operands[j]) for j in in_place)
+    }
     unfused_results: set[int] = set()
     if list(jax_versions.platforms_of(ctx)) == ["cpu"] and call.has_static_shapes():
         num_bytes = sum(math.prod(ctx.avals_in[i].shape) * element_bits(ctx.avals_in[i].dtype) // 8 for i in written)

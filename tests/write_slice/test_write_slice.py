@@ -579,7 +579,9 @@ def test_loops_of_plain_jax(rng: np.random.Generator) -> None:
     cache, rows = random_bits(rng, CACHE, "float32"), random_bits(rng, (30, *ROW), "float32")
     program = jax.jit(lambda c, rows: jax.lax.scan(step, c, (jnp.arange(30), rows)), donate_argnums=0)
     text = program.lower(cache, rows).compile().as_text()
-    assert not [line for line in text.splitlines() if f"= f32[{','.join(map(str, CACHE))}]" in line and " copy(" in line]
+    assert not [
+        line for line in text.splitlines() if f"= f32[{','.join(map(str, CACHE))}]" in line and " copy(" in line
+    ]
 
 
 def test_donated_steps_stay_in_place(rng: np.random.Generator) -> None:

@@ -71,7 +71,7 @@ def canonicalize_edges(
 ) -> Edges:
     """The edges that gather rows of `data`, which has been checked by :func:`as_rows`."""
     edges = _edges_of(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    if edges.segment_ids.shape[0] > 0 and data.shape[0] == 0:
+    if data.shape[0] == 0 and edges.segment_ids.shape[0] != 0:
         raise ValueError(
             f"{name}: data must have rows for {edges.segment_ids.shape[0]} edges to gather, got shape {data.shape}"
         )

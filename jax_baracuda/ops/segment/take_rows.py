@@ -20,7 +20,7 @@ from jax_baracuda._core.selection import Implementation, Selection, current_sele
 from jax_baracuda._core.sharding import mesh_axes
 from jax_baracuda.ops.segment.definitions import sum_guarantee
 from jax_baracuda.ops.segment.gather_sum import sum_edges
-from jax_baracuda.ops.segment.ids import checked_ids, index_dtype, wrapped_ids
+from jax_baracuda.ops.segment.ids import checked_ids, clamped_ids, index_dtype, wrapped_ids
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan
 from jax_baracuda.ops.segment.shards import of_split_segments
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_over_shards
@@ -120,8 +120,8 @@ def _take_by_plan(name: str, data: Array, ids: ArrayLike | None, plan: SegmentPl
 def _row_numbers(ids: Array, num_rows: int) -> Array:
     """What JAX makes of ids: from the front, and those of arrays modulo 2^32, where the rows are not more."""
     ids = wrapped_ids(ids, num_rows)
-    if ids.ndim == 0 and num_rows > 0:
-        ids = jnp.clip(ids, 0, min(num_rows - 1, int(jnp.iinfo(ids.dtype).max)))
+    if ids.ndim == 0 and num_rows != 0:
+        ids = clamped_ids(ids, num_rows)
     return ids.astype(index_dtype(num_rows))
 
 
