@@ -69,7 +69,7 @@ def _lower_reference(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **pa
 
 
 _MIN_UNFUSED_BYTES = 256
-"""XLA compiles loops as one function if their steps access less than 1 KB, in which a barrier counts the whole array."""
+"""XLA compiles a loop as one function if a step accesses less than 1 KB, and counts all of the array at a barrier."""
 
 
 def _unfused(arrays: Sequence[jax.Array], chosen: set[int]) -> list[jax.Array]:
