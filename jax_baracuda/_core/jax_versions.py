@@ -36,6 +36,7 @@ __all__ = [
     "lower_by_platform",
     "lower_with_sharding_in_types",
     "jaxpr_as_fun",
+    "lowering_inside",
     "new_primitive",
     "partitioner_splits",
     "partitioning_over",
@@ -45,11 +46,10 @@ __all__ = [
     "unify_varying",
     "varying_axes",
     "without_abstract_mesh",
-    "wrap_lowering",
-    "wrap_scatter_update",
-    "wrap_segment_update",
-    "wrap_slice_update",
-    "wrap_transpose_of_gather",
+    "wrapped_scatter_update",
+    "wrapped_segment_update",
+    "wrapped_slice_update",
+    "wrapped_transpose_of_gather",
     "zero_tangent",
 ]
 
@@ -212,7 +212,13 @@ def platforms_of(ctx: Any) -> Sequence[str]:
 
 
 def lower_by_platform(
-    name: str, rules: dict[str, Callable[..., Any]], default: Callable[..., Any], ctx: Any, /, *operands: Any, **params: Any
+    name: str,
+    rules: dict[str, Callable[..., Any]],
+    default: Callable[..., Any],
+    ctx: Any,
+    /,
+    *operands: Any,
+    **params: Any,
 ) -> Any:
     """What ``register_lowering`` with these rules of platforms does, in programs for several platforms as well.
 
@@ -392,26 +398,41 @@ def zero_tangent(primal: jax.Array) -> Any:
     return ad_util.Zero.from_primal_value(primal)
 
 
-def wrap_segment_update(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Puts `wrap` of it in the place of the one function that all of ``jax.ops.segment_*`` call.
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""What makes the function that stands in the place of one of JAX's."""
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, wrap: Wrap) -> Iterator[None]:
+    own = getattr(module, name)
+    setattr(module, name, wrap(own))
+    try:
+        yield
+    finally:
+        setattr(module, name, own)
+
+
+def wrapped_segment_update(wrap: Wrap) -> contextlib.AbstractContextManager[None]:
+    """Context in which `wrap` of it stands in the place of the one function that all of ``jax.ops.segment_*`` call.
 
     Raises:
       ImportError, AttributeError: this JAX has no such function.
     """
     from jax._src.ops import scatter
 
-    scatter._segment_update = wrap(scatter._segment_update)
+    return _replaced(scatter, "_segment_update", wrap)
 
 
-def wrap_scatter_update(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def wrapped_scatter_update(wrap: Wrap) -> contextlib.AbstractContextManager[None]:
     """The same for the function of all indexed updates, ``x.at[ids].add(y)`` and so on."""
     from jax._src.ops import scatter
 
-    scatter._scatter_update = wrap(scatter._scatter_update)
+    return _replaced(scatter, "_scatter_update", wrap)
 
 
-def wrap_transpose_of_gather(sum_taken: Callable[..., jax.Array | None]) -> None:
-    """Makes `sum_taken` the gradient of gathers, and JAX's own where it returns None.
+@contextlib.contextmanager
+def wrapped_transpose_of_gather(sum_taken: Callable[..., jax.Array | None]) -> Iterator[None]:
+    """Context in which `sum_taken` is the gradient of gathers, and JAX's own where it returns None.
 
     Args:
       sum_taken: ``(cotangent, type of the operand, indices, **params of jax.lax.gather_p) -> cotangent of the operand``
@@ -422,61 +443,75 @@ def wrap_transpose_of_gather(sum_taken: Callable[..., jax.Array | None]) -> None
     from jax._src.interpreters import ad
 
     gather_p = jax.lax.gather_p
-    if gather_p in ad.primitive_transposes:  # jax < 0.11
-        own_rule = ad.primitive_transposes[gather_p]
+    rules: Any = ad.primitive_transposes if gather_p in ad.primitive_transposes else ad.fancy_transposes  # jax >= 0.11
+    own_rule = rules[gather_p]
 
-        def rule(cotangent: Any, operand: Any, indices: Any, **params: Any) -> Any:
-            result = None
-            if not isinstance(cotangent, ad.Zero) and ad.is_undefined_primal(operand):
-                result = sum_taken(cotangent, operand.aval, indices, **params)
-            return own_rule(cotangent, operand, indices, **params) if result is None else [result, None]
-
-        ad.primitive_transposes[gather_p] = rule
-        return
-    own_accumulation, accumulator = ad.fancy_transposes[gather_p], ad.ValAccum
+    def rule(cotangent: Any, operand: Any, indices: Any, **params: Any) -> Any:
+        result = None
+        if not isinstance(cotangent, ad.Zero) and ad.is_undefined_primal(operand):
+            result = sum_taken(cotangent, operand.aval, indices, **params)
+        return own_rule(cotangent, operand, indices, **params) if result is None else [result, None]
 
     def accumulate(cotangent: Any, operand: Any, indices: Any, **params: Any) -> None:
         result = None
-        if not isinstance(cotangent, ad.Zero) and isinstance(operand, accumulator):
+        if not isinstance(cotangent, ad.Zero) and isinstance(operand, ad.ValAccum):
             result = sum_taken(cotangent, operand.aval, indices, **params)
         if result is None:
-            own_accumulation(cotangent, operand, indices, **params)
+            own_rule(cotangent, operand, indices, **params)
         else:
             operand.accum(result)
 
-    ad.fancy_transposes[gather_p] = accumulate
+    rules[gather_p] = rule if rules is ad.primitive_transposes else accumulate
+    try:
+        yield
+    finally:
+        rules[gather_p] = own_rule
 
 
-def wrap_slice_update(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+@contextlib.contextmanager
+def wrapped_slice_update(wrap: Wrap) -> Iterator[None]:
     """The same for ``jax.lax.dynamic_update_slice``, which programs may have imported before: its code is replaced.
 
     The functions ``dynamic_update_slice_in_dim`` and ``dynamic_update_index_in_dim`` call it.
     """
     function = jax.lax.dynamic_update_slice
-    own = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
-    own.__kwdefaults__ = function.__kwdefaults__
+    code, defaults = function.__code__, function.__kwdefaults__
+    own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+    own.__kwdefaults__ = defaults
 
     def call(*args: Any, _wrapped: Callable[..., Any], **kwargs: Any) -> Any:
         return _wrapped(*args, **kwargs)
 
     function.__signature__ = inspect.signature(function)
-    function.__kwdefaults__ = {**(own.__kwdefaults__ or {}), "_wrapped": wrap(own)}
+    # Another thread may call it at any time: its own code ignores a default that it does not know.
+    function.__kwdefaults__ = {**(defaults or {}), "_wrapped": wrap(own)}
     function.__code__ = call.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
+        function.__kwdefaults__ = defaults
+        del function.__signature__
 
 
-def wrap_lowering(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-    """Has programs lowered inside of ``context()``. What is traced then is JAX's own, as how ``scan`` stacks results.
+def lowering_inside(
+    context: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> contextlib.AbstractContextManager[None]:
+    """Context in which JAX lowers programs inside of ``context()``: code that it traces then is its own.
+
+    An example is how ``scan`` stacks its results.
 
     Raises:
       ImportError, AttributeError: this JAX has no such function.
     """
     from jax._src.interpreters import mlir
 
-    own = mlir.lower_jaxpr_to_module
+    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def lower(*args: Any, **kwargs: Any) -> Any:
+            with context():
+                return own(*args, **kwargs)
 
-    @functools.wraps(own)
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        with context():
-            return own(*args, **kwargs)
+        return lower
 
-    mlir.lower_jaxpr_to_module = lower
+    return _replaced(mlir, "lower_jaxpr_to_module", wrap)

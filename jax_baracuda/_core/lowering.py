@@ -16,9 +16,9 @@ from jax.interpreters import mlir
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims
 from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.dispatch import Site, decide, missing_kernel
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
 from jax_baracuda._core.rules import reference_of_call
-from jax_baracuda._core.selection import choose, missing_kernel
 from jax_baracuda._core.sharding import MeshAxes, partitioned
 
 if TYPE_CHECKING:
@@ -52,10 +52,6 @@ def _lower(
     op: Op, kernel: Primitive, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
 ) -> Any:
     call = OpCall(op, ctx.avals_in, params)
-    fuses = call.asks_table and _can_fuse(ctx, operands)
-    runs_kernel = choose(call, platform, fuses=fuses).implementation == "kernel"
-    if call.selection != "xla" and (problem := op.missing_target(platform)) is not None:
-        _warn_once(f"jax_baracuda: {op.name} runs as plain JAX on {platform}: {problem}")
     is_for_one_platform = len(ctx.module_context.platforms) == 1  # a branch for one of several would copy the array
     donated = tuple(
         i for i in op.in_place_if_donated if is_for_one_platform and jax_versions.is_donated_argument(operands[i])
@@ -64,12 +60,11 @@ def _lower(
     axis_context: Any = ctx.module_context.axis_context
     automatic_axis = jax_versions.automatic_axis(axis_context)
     is_split = not has_empty_array and (automatic_axis is not None or jax_versions.partitioner_splits(axis_context))
-    if has_empty_array and jax_versions.is_in_shard_map(axis_context):
-        runs_kernel = False  # XLA loses calls of empty arrays there
-    elif call.asks_table and (donated or (is_split and call.resolve(op.reduction_dims) and not op.shards_reference)):
-        # Plain JAX might need more memory than what is donated, and XLA's partitioner might gather its operands: it
-        # knows nothing of segments and edges.
-        runs_kernel = call.unsupported_reason(platform) is None
+    loses_empty_calls = has_empty_array and jax_versions.is_in_shard_map(axis_context)
+    site = Site(platform, _can_fuse(ctx, operands), donated, is_split, loses_empty_calls)
+    runs_kernel = decide(call, site).implementation == "kernel"
+    if call.selection != "xla" and (problem := op.missing_target(platform)) is not None:
+        _warn_once(f"jax_baracuda: {op.name} runs as plain JAX on {platform}: {problem}")
     if not runs_kernel and not (is_split and op.shards_reference and call.has_static_shapes()):
         return _lower_reference(op, ctx, *operands, **params)
 
@@ -77,7 +72,7 @@ def _lower(
         # Devices along several automatic axes of a shard_map then have whole arrays.
         return _call_target(call, platform, ctx, operands, donated)
 
-    # Of the program of a shard nothing is to be chosen any more.
+    # The choice is made once, for the whole program.
     chosen = {"donated": donated, "implementation": "kernel" if call.selection == "kernel" else None}
     chosen = chosen if runs_kernel else {"implementation": "xla"}
     mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)

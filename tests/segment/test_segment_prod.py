@@ -32,7 +32,6 @@ def check_value_and_gradient(
             gradient.check(d_data, f"{where} gradient")
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("layout", ["wide rows", "scalar rows", "narrow rows"])
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_special_values_exhaustively(dtype: str, layout: str) -> None:
@@ -61,7 +60,6 @@ def test_special_values_exhaustively(dtype: str, layout: str) -> None:
         batch.run()
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("num_zeros", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("special", [0.0, -0.0, np.inf, -np.inf, np.nan])
 def test_counts_of_special_values(rng: np.random.Generator, special: float, num_zeros: int) -> None:
@@ -75,7 +73,6 @@ def test_counts_of_special_values(rng: np.random.Generator, special: float, num_
     check_value_and_gradient(data[shuffled], ids[shuffled], 2)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("order", ["large first", "small first", "alternating", "random"])
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_intermediate_products_out_of_range(rng: np.random.Generator, dtype: str, order: str) -> None:
@@ -100,7 +97,6 @@ def test_intermediate_products_out_of_range(rng: np.random.Generator, dtype: str
             assert_same_bits(np.abs(segment_prod(data, ids, 1)), np.full((1, 5), 8, data.dtype))
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_subnormal_factors_and_products(rng: np.random.Generator, dtype: str) -> None:
     """Factors and products below the smallest normal number are neither zero nor less precise than they are."""
@@ -141,7 +137,6 @@ def test_float16_products_and_gradients_have_the_range_of_float32() -> None:
     np.testing.assert_allclose(np.asarray(d_data, np.float64), [0.03, 0.03, 900], rtol=rounding)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_cotangents_bring_gradients_back_into_range(dtype: str) -> None:
     """The product of the other rows is out of range, times the cotangent it is not; and the other way round."""
@@ -158,7 +153,6 @@ def test_cotangents_bring_gradients_back_into_range(dtype: str) -> None:
             check_value_and_gradient(rows, np.zeros(count, np.int32), 1, cotangent, f"{first} {count}")
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_rounding(rng: np.random.Generator, dtype: str) -> None:
     """Products of any numbers have at most one rounding of the accumulator per factor, and one of the result."""
@@ -192,7 +186,6 @@ def test_rounding(rng: np.random.Generator, dtype: str) -> None:
         batch.run()
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", WIDE_INTEGERS)
 def test_integers_wrap(dtype: str) -> None:
     info = np.iinfo(dtype)

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, reshard_like
 from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
+from jax_baracuda._core.dispatch import MB, at_most, fused, on_gpu
 from jax_baracuda._core.selection import Implementation, current_selection, selectable
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -273,9 +274,7 @@ def _reference_product_gradient(d_output: Array, mantissa: Array, packed: Array,
     )
     dtype = mantissa.dtype
     others = product_of_others(ExtendedProduct(mantissa, packed), data.astype(dtype))
-    # As cotangents * others, but for subnormal numbers, which XLA flushes to zero on CPUs.
-    factors = (product_of_one(x) for x in (cotangents.astype(dtype), others))
-    gradient = product_value(product_of_both(*factors))
+    gradient = product_value(product_of_both(product_of_one(cotangents.astype(dtype)), others))
     return jnp.where(is_member, gradient, 0).astype(data.dtype)
 
 
@@ -392,10 +391,15 @@ SEGMENT_PROD_WITH_RESIDUAL = reduction_op(
     tangent=_tangent_with_residual,
 )
 
+# H100, time of plain JAX / kernel: 0.8 between elementwise operations, 0.7 alone up to 4 MB (21 loops each).
 SEGMENT_PROD_BACKWARD = gradient_op(
     "segment_prod_backward",
     operands={"d_output": CELLS, "mantissa": CELLS, "packed": CELLS, "data": ROWS, "segment_ids": IDS},
     reference=_reference_backward,
+    xla_rules=(
+        on_gpu("XLA fuses the gathers with their neighbours", fused),
+        on_gpu("launch-bound", at_most(bytes=4 * MB)),
+    ),
     guarantee=product_guarantee,
     transpose=_transpose_backward,
 )
