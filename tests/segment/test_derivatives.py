@@ -108,9 +108,8 @@ def test_forward_over_reverse(rng: np.random.Generator, name: str, form: str) ->
         hessian = jax.jacrev(gradient(plain), argnums=(0, 1))
 
         def product(*x: jax.Array) -> Any:
-            return tuple(
-                sum(jnp.tensordot(h, v, v.ndim) for h, v in zip(row, tangents, strict=True)) for row in hessian(*x)
-            )
+            rows = (zip(row, tangents, strict=True) for row in hessian(*x))
+            return tuple(sum(jnp.tensordot(h, v, v.ndim) for h, v in row) for row in rows)
 
         return hessian(*arrays), product(*arrays), jax.vmap(product)(*batch)
 

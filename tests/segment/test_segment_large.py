@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +15,15 @@ from support import cases
 from support.cases import assert_same_bits
 from support.large import require_gpu_memory, require_memory
 
-from jax_baracuda import gather_segment_max, gather_segment_sum, segment_max, segment_sum, segment_sum_backward
+import jax_baracuda
+from jax_baracuda import (
+    Implementation,
+    gather_segment_max,
+    gather_segment_sum,
+    segment_max,
+    segment_sum,
+    segment_sum_backward,
+)
 from jax_baracuda.ops.segment.order import SEGMENT_ORDER
 
 LARGE_ROWS, LARGE_FEATURES, LARGE_SEGMENTS = 2**26 + 5, 33, 1009
@@ -156,6 +166,41 @@ def test_more_than_2_31_products_of_edges_and_features(rng: np.random.Generator,
     [d_data] = vjp(jnp.asarray(d_output, jnp.float32))
     np.testing.assert_array_equal(output, expected)
     np.testing.assert_array_equal(d_data, d_expected)
+
+
+NUM_TERMS = 2**23
+TENTHS = np.full(NUM_TERMS, 0.1, np.float32)
+ONE_SEGMENT = np.zeros(NUM_TERMS, np.int32)
+SUMS_OF_TENTHS: dict[str, Callable[..., Any]] = {
+    "segment_sum": lambda x, ids, **options: jax_baracuda.segment_sum(x, ids, 1, **options),
+    "segment_mean": lambda x, ids, **options: NUM_TERMS * jax_baracuda.segment_mean(x, ids, 1, **options),
+    "segment_softmax": lambda x, ids, **options: (
+        0.1 * NUM_TERMS**2 * jax_baracuda.segment_softmax(jnp.log(x.at[0].set(1)), ids, 1, **options)[1:2]
+    ),
+    "gather_segment_sum": lambda x, ids, **options: jax_baracuda.gather_segment_sum(x[:1], ids, ids, 1, **options),
+    "segment_attention": lambda x, ids, **options: (
+        NUM_TERMS * jax_baracuda.segment_attention(jnp.log(x.at[0].set(1)), x[:1], ids, ids, 1, **options)
+    ),
+    "take_rows": lambda x, ids, **options: jax.grad(lambda y: x @ jax_baracuda.take_rows(y, ids, **options))(x[:1]),
+    "take_rows by a matrix": lambda x, ids, **options: jax.grad(
+        lambda y: x @ jax_baracuda.take_rows(y, ids.reshape(2, -1), **options).reshape(-1)
+    )(x[:1]),
+    "gather_segment_max": lambda x, ids, **options: jax.grad(
+        lambda y: x @ jax_baracuda.gather_segment_max(y, ids, jnp.arange(NUM_TERMS), NUM_TERMS, **options)
+    )(x[:1]),
+}
+"""Sums of many tenths, in values and gradients."""
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("name", SUMS_OF_TENTHS)
+def test_sums_of_so_many_terms_that_a_running_sum_loses_digits(
+    name: str, implementation: Implementation | None
+) -> None:
+    """A running sum in float32 is off by some percent, and at 2^24 times the terms does not grow any more."""
+    function = functools.partial(SUMS_OF_TENTHS[name], implementation=implementation)
+    actual = jax.jit(function)(TENTHS, ONE_SEGMENT)
+    np.testing.assert_allclose(actual, [0.1 * NUM_TERMS], rtol=5e-3)  # blocks of 2^16 rows are off by 1e-3
 
 
 def test_order_of_more_than_2_30_rows() -> None:

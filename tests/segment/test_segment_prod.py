@@ -16,7 +16,7 @@ from support import cases
 from support.cases import FLOATING, WIDE_INTEGERS, Shape, assert_same_bits
 from support.programs import small_integers
 
-from jax_baracuda import Implementation, segment_prod, segment_prod_backward
+from jax_baracuda import Implementation, forward_mode, segment_prod, segment_prod_backward
 
 SPECIALS = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -2.0, 0.5)
 
@@ -209,6 +209,28 @@ def test_cotangents_bring_gradients_back_into_range(dtype: str) -> None:
             rows = np.roll(scaled, first)[:count].astype(jnp.dtype(dtype))[:, None] * np.ones(37, jnp.dtype(dtype))
             cotangent = np.ldexp(np.linspace(-1.5, 1.5, 37), exponents[first]).astype(jnp.dtype(dtype))[None]
             check_value_and_gradient(rows, np.zeros(count, np.int32), 1, cotangent, f"{first} {count}")
+
+
+@pytest.mark.parametrize("implementation", ["kernel", "xla"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_derivatives_whose_products_of_others_leave_the_range(dtype: str, implementation: Implementation) -> None:
+    """What they are multiplied with brings them back: the cotangent of the gradient, the tangents of the others."""
+    power = int(jnp.finfo(dtype).maxexp) - 28
+    ids = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 3])
+    exponents = np.array([0, -power, -power, 0, power, power, power, power, -power, 5])
+    of_tangents = np.array([power, -power, -power, -power, 0, 0, -power, -power, -power, 3])
+    data, tangent = (np.ldexp(1.5, x).astype(jnp.dtype(dtype)) for x in (exponents, of_tangents))
+    cotangent = np.ldexp(1.5, [power, -power, -power, 2]).astype(jnp.dtype(dtype))
+    with cases.x64_for(dtype):
+        gradient = segment_prod_backward(cotangent, data, ids, implementation=implementation)
+        PROD.gradient(cotangent, data, ids, 4).check(gradient)
+        output, pushed = jax.jvp(
+            lambda x: forward_mode.segment_prod(x, ids, 4, implementation=implementation), (data,), (tangent,)
+        )
+        PROD.value(data, ids, 4).check(output)
+        others = np.array([np.prod(np.longdouble(data)[(ids == ids[i]) & (np.arange(10) != i)]) for i in range(10)])
+        expected = cases.segment_sum(others * tangent.astype(np.longdouble), ids, 4).astype(jnp.dtype(dtype))
+        np.testing.assert_allclose(np.asarray(pushed), expected, 4 * float(jnp.finfo(dtype).eps))
 
 
 @pytest.mark.parametrize("dtype", FLOATING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,10 +29,46 @@ def _dropping(reduction: Callable[..., Array]) -> Callable[[Array, Array, int], 
     return reduce
 
 
-xla_max, xla_min, xla_sum, xla_prod = (
+xla_max, xla_min, xla_prod, _running_sum = (
     _dropping(reduction)
-    for reduction in (jax.ops.segment_max, jax.ops.segment_min, jax.ops.segment_sum, jax.ops.segment_prod)
+    for reduction in (jax.ops.segment_max, jax.ops.segment_min, jax.ops.segment_prod, jax.ops.segment_sum)
 )
+
+MAX_ROWS_OF_RUNNING_SUM = 2**22
+"""XLA adds up a cell in one number, which at last no longer grows: in float32, a sum of ones stays at 2^24."""
+BLOCK_ROWS = 2**16
+MIN_ROWS_PER_CELL = 8
+"""So that the cells of all blocks are few beside the rows."""
+
+
+def sum_in_blocks(add: Callable[[Array, int], Array], ids: Array, num_segments: int) -> Array:
+    """Sums of floating numbers: of many rows by blocks, and then over the blocks.
+
+    Where segments are many, blocks are longer, so that a segment that has most of the rows may be added up in one.
+
+    Args:
+      add: ``(ids, number of cells) -> sums of rows by their ids [number of cells, ...]``, without those out of range.
+      ids: of any rank.
+    """
+    num_blocks = 1
+    if jax_versions.is_static_shape((*ids.shape, num_segments)) and num_segments > 0:
+        num_rows = math.prod(ids.shape)
+        if num_rows > MAX_ROWS_OF_RUNNING_SUM:
+            max_cells = min(num_rows // MIN_ROWS_PER_CELL, int(jnp.iinfo(ids.dtype).max))
+            num_blocks = min(num_rows // BLOCK_ROWS, max_cells // num_segments)
+    if num_blocks < 2:
+        return add(ids, num_segments)
+    numbers = jnp.repeat(jnp.arange(num_blocks, dtype=ids.dtype), -(-num_rows // num_blocks))
+    block = numbers[:num_rows].reshape(ids.shape)
+    is_member = (ids >= 0) & (ids < num_segments)
+    cells = add(jnp.where(is_member, ids + block * num_segments, -1), num_blocks * num_segments)
+    return cells.reshape(num_blocks, num_segments, *cells.shape[1:]).sum(0)
+
+
+def xla_sum(rows: Array, ids: Array, num_segments: int) -> Array:
+    if not jnp.issubdtype(rows.dtype, jnp.inexact):
+        return _running_sum(rows, ids, num_segments)
+    return sum_in_blocks(lambda ids, num_cells: _running_sum(rows, ids, num_cells), ids, num_segments)
 
 
 def per_row(values: Array, like: Array) -> Array:

@@ -18,6 +18,7 @@ from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, Selection, current_selection, selectable, selecting
 from jax_baracuda._core.sharding import mesh_axes
+from jax_baracuda.ops.segment.cells import sum_in_blocks
 from jax_baracuda.ops.segment.definitions import sum_guarantee
 from jax_baracuda.ops.segment.gather_sum import sum_edges
 from jax_baracuda.ops.segment.ids import checked_ids, clamped_ids, index_dtype, wrapped_ids
@@ -275,11 +276,14 @@ def _operands(*, ids_ndim: int, **_: Any) -> NamedDimensions:
 
 
 def _reference(d_output: Array, ids: Array, *, num_rows: int, ids_ndim: int, **_: Any) -> tuple[Array]:
-    wide = accumulation_dtype(d_output.dtype)
-    cells = jnp.zeros((num_rows, *d_output.shape[ids_ndim:]), wide)
-    is_row = (ids >= 0) & (ids < num_rows)
-    cells = cells.at[jnp.where(is_row, ids, num_rows)].add(d_output.astype(wide), mode="drop")
-    return (cells.astype(d_output.dtype),)
+    wide = d_output.astype(accumulation_dtype(d_output.dtype))
+
+    def add(ids: Array, num_cells: int) -> Array:
+        cells = jnp.zeros((num_cells, *d_output.shape[ids_ndim:]), wide.dtype)
+        is_cell = (ids >= 0) & (ids < num_cells)
+        return cells.at[jnp.where(is_cell, ids, num_cells)].add(wide, mode="drop")
+
+    return (sum_in_blocks(add, ids, num_rows).astype(d_output.dtype),)
 
 
 def _flat(d_output: Array, ids: Array) -> tuple[Array, Array]:
