@@ -12,7 +12,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import accumulation_dtype
+from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import accumulation_dtype, in_automatic_mode
 from jax_baracuda._core.dispatch import MB, at_most, mostly_empty_segments, on_gpu, unsorted
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
@@ -161,7 +162,16 @@ def _arg_extremum(op: Op, *arguments: Any, plan: SegmentPlan | None) -> Array:
         return rows
     # The first row in the order is the lowest: within a segment, the order ascends.
     num_rows = plan.edge_order.shape[0]
-    return plan.edge_order.at[rows].get(mode="fill", fill_value=num_rows) if num_rows else rows
+    if num_rows == 0:
+        return rows
+
+    def in_own_order(order: Array, rows: Array) -> tuple[Array]:
+        return (order.at[rows].get(mode="fill", fill_value=num_rows),)
+
+    spec = jax_versions.explicit_spec(jax.typeof(rows))
+    if spec is not None:
+        in_own_order = in_automatic_mode(in_own_order, jax.typeof(rows), spec)
+    return in_own_order(plan.edge_order, rows)[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array
 from jax_baracuda._core.selection import current_selection
-from jax_baracuda.ops.segment.cells import gather_or_zeros
+from jax_baracuda.ops.segment.cells import gather_or_zeros, in_order, put_back
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits
 from jax_baracuda.ops.segment.ids import Mode, canonical_edges, static_size
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_gathers, check_plan
@@ -45,8 +45,7 @@ class Edges:
     def in_order(self) -> Edges:
         """The same edges, numbered in the order of their plan."""
         places = jnp.arange(self.edge_order.shape[0], dtype=jnp.int32)
-        place_of_edge = jnp.zeros_like(places).at[self.edge_order].set(places, mode="drop", unique_indices=True)
-        transposed_order = place_of_edge.at[self.transposed_order].get(mode="clip")
+        transposed_order = in_order(put_back(places, self.edge_order), self.transposed_order)
         return dataclasses.replace(self, edge_order=None, transposed_order=transposed_order)
 
     def params(self, data: Array, indices_are_sorted: bool, deterministic: bool) -> dict[str, Any]:
