@@ -179,6 +179,7 @@ struct FloatingProduct {
   using Element = T;
   using First = ComputeType<T>;
   using Second = int32_t;
+  using Widened = FloatingProduct<First>;
   static constexpr bool kRounds = true, kHoldsRuns = true, kFoldsBoth = false;
   static constexpr bool kSecondIsRare = true;  // packed products are those of shifted cells alone
 
