@@ -6,6 +6,9 @@
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define JB_CPU_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+// For rows of so few features that longer vectors would stay empty.
+#define JB_CPU_CLONES_OF_NARROW __attribute__((target_clones("arch=x86-64-v3", "default")))
 #else
 #define JB_CPU_CLONES
+#define JB_CPU_CLONES_OF_NARROW
 #endif

@@ -87,8 +87,18 @@ constexpr auto kNarrow = NarrowOnAny;
 
 void Widen(const Float16* from, int64_t count, float* to) { kWiden(from, count, to); }
 
+JB_CPU_CLONES void Widen(const BFloat16* from, int64_t count, float* to) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+}
+
 void AddWidened(const Float16* from, int64_t count, float* sums) { kAddWidened(from, count, sums); }
 
 void Narrow(const float* from, int64_t count, Float16* to) { kNarrow(from, count, to); }
+
+JB_CPU_CLONES void Narrow(const float* from, int64_t count, BFloat16* to) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < count; ++i) Store(from[i], to + i);
+}
 
 }  // namespace jax_baracuda

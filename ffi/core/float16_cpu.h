@@ -13,12 +13,14 @@
 namespace jax_baracuda {
 
 void Widen(const Float16* from, int64_t count, float* to);
+void Widen(const BFloat16* from, int64_t count, float* to);
 
 // Adds the numbers to sums.
 void AddWidened(const Float16* from, int64_t count, float* sums);
 
 // Rounds to nearest, ties to even.
 void Narrow(const float* from, int64_t count, Float16* to);
+void Narrow(const float* from, int64_t count, BFloat16* to);
 
 // Whether numbers of this type are better converted many at once.
 template <typename T>

@@ -71,7 +71,11 @@ inline constexpr int64_t kMinStreamedBytes = 32 * 1024 * 1024;
 inline constexpr int64_t kCacheLine = 64;
 inline constexpr int64_t kPrefetchDistance = 6;       // rows
 inline constexpr int64_t kScanPrefetchDistance = 16;  // of narrow ones
-inline constexpr int64_t kMaxWidenedWidth = 64;       // of rows that are converted together
+inline constexpr int64_t kWidenedNumbers = 2048;      // that are converted together
+
+// The width of rows that are better converted together than each by itself.
+template <typename T>
+inline constexpr int64_t kMaxWidenedWidth = kIsWidenedAtOnce<T> ? 64 : 8;
 
 enum class Strategy {
   kNothing,
@@ -238,10 +242,10 @@ inline constexpr bool
     kWritesEmpty<Reduction, std::void_t<decltype(std::declval<const Reduction&>().WriteEmpty(int64_t{}, int64_t{}))>> =
         true;
 
-// Whether rows are converted before they are folded.
+// Whether rows may be converted before they are folded.
 template <typename Reduction>
 inline constexpr bool kFoldsWidened =
-    kIsWidenedAtOnce<typename Reduction::Element> &&
+    !std::is_same_v<typename Reduction::Element, ComputeType<typename Reduction::Element>> &&
     std::is_same_v<typename Reduction::First, ComputeType<typename Reduction::Element>>;
 
 template <typename Reduction>
@@ -280,7 +284,7 @@ JB_INLINE void WriteNumbers(const Number* from, int64_t count, T* to) {
 
 template <typename Reduction>
 constexpr bool FoldsBoth() {
-  if constexpr (kFoldsWidened<Reduction>) return Reduction::kFoldsBoth;
+  if constexpr (kFoldsWidened<Reduction>) return Reduction::kFoldsBoth || !kIsWidenedAtOnce<typename Reduction::Element>;
   return false;
 }
 
@@ -370,7 +374,7 @@ struct DirectRows {
   static constexpr bool kSplitsFeatures = true;  // whether threads may take parts of a row
 
   struct Element {
-    static constexpr bool kAreInOrder = true;
+    static constexpr bool kAreInOrder = true;  // of memory
 
     const T* rows;
 
@@ -388,19 +392,6 @@ struct DirectRows {
 
   JB_INLINE Element At(const Problem& problem, int64_t batch, int64_t feature) const {
     return {data + problem.DataRow(batch, 0) * problem.features + feature};
-  }
-};
-
-// Some of them, whole, that were converted together.
-struct WidenedRows {
-  const float* numbers;
-  int64_t first_row;
-
-  JB_INLINE void PrefetchNarrow(int32_t /*row*/, int64_t /*width*/) const {}
-  template <typename Reduction>
-  JB_INLINE void Fold(const Reduction& reduction, int32_t row, int64_t stride, int64_t width,
-                      CellsOf<Reduction> cells) const {
-    reduction.Fold(numbers + (row - first_row) * stride, row, width, cells);
   }
 };
 
@@ -583,92 +574,63 @@ struct SegmentRange {
   int64_t begin, end;
 };
 
-// Calls body(count, row, segment) for blocks that together are the rows [row_begin, row_end) of a batch element: row(i) is
-// the i-th of `count` rows and segment(i) its segment, -1 if that is none. If kAreListed, they are those of `segments`
-// alone.
-template <bool kAreListed, typename Body>
-JB_INLINE void ForEachBlockOfRows(const Problem& problem, SegmentIds ids, int64_t batch, int64_t row_begin,
-                                  int64_t row_end, SegmentRange segments, const Body& body) {
-  int32_t listed[kAreListed ? kConvertedIds + kListSlack : 1];
-  const auto of_ids = [&](int64_t begin, int64_t end, const int32_t* row_ids,
-                          int64_t first_segment) __attribute__((always_inline)) {
-    if constexpr (kAreListed) {
-      const auto id_of = [&](int64_t segment) {
-        return static_cast<int32_t>(
-            std::clamp<int64_t>(segment - first_segment, 0, std::numeric_limits<int32_t>::max()));
-      };
-      const int32_t first = id_of(segments.begin);
-      const uint32_t size = static_cast<uint32_t>(id_of(segments.end) - first);
-      for (; begin < end; begin += kConvertedIds, row_ids += kConvertedIds) {
-        const int64_t count = ListRows(row_ids, std::min(kConvertedIds, end - begin), first, size, listed);
-        body(
-            count, [&](int64_t i) __attribute__((always_inline)) { return begin + listed[i]; },
-            [&](int64_t i) __attribute__((always_inline)) { return first_segment + row_ids[listed[i]]; });
+// Up to kConvertedIds rows of a batch element, in order: row Row(i) belongs to segment first_segment + ids[i], or to none
+// where ids[i] is not in [0, segments). `known` of them may be looked at ahead of their use: those of the block, and, as
+// far as there are any, the next ones.
+struct RowBlock {
+  int64_t count, known;
+  int64_t first_row, first_segment;
+  const int32_t* offsets;
+  const int32_t* ids;
+
+  JB_INLINE int64_t Row(int64_t i) const { return first_row + offsets[i]; }
+
+  // The same rows where those from the offset 0 on are the rows from `row` on.
+  RowBlock From(int64_t row) const { return {count, known, row, first_segment, offsets, ids}; }
+  // The same members where they are the rows from 0 on.
+  RowBlock OfAll() const;
+};
+
+// 0, 1, 2, ...: the offsets of rows none of which is left out. Through them all loops are compiled once, though those of a
+// block of all rows have a load more.
+struct AllOffsets {
+  int32_t values[kConvertedIds + kScanPrefetchDistance];
+
+  constexpr AllOffsets() : values() {
+    for (int32_t i = 0; i < kConvertedIds + kScanPrefetchDistance; ++i) values[i] = i;
+  }
+};
+inline constexpr AllOffsets kAllOffsets;
+
+inline RowBlock RowBlock::OfAll() const { return {count, known, 0, first_segment, kAllOffsets.values, ids}; }
+
+// Calls body(block) for blocks of up to `most_rows` rows that together are the rows [row_begin, row_end) of a batch
+// element; if `are_listed`, those of `segments` alone.
+__attribute__((noinline)) inline void ForEachBlockOfRows(const Problem& problem, SegmentIds ids, int64_t batch,
+                                                         int64_t row_begin, int64_t row_end, SegmentRange segments,
+                                                         bool are_listed, int64_t most_rows,
+                                                         FunctionRef<void(const RowBlock&)> body) {
+  most_rows = std::min(most_rows, kConvertedIds);
+  int32_t listed[kConvertedIds + kListSlack], listed_ids[kConvertedIds];
+  const auto of_ids = [&](int64_t begin, int64_t end, const int32_t* row_ids, int64_t first_segment) {
+    const auto id_of = [&](int64_t segment) {
+      return static_cast<int32_t>(std::clamp<int64_t>(segment - first_segment, 0, std::numeric_limits<int32_t>::max()));
+    };
+    const int32_t first = id_of(segments.begin);
+    const uint32_t size = static_cast<uint32_t>(id_of(segments.end) - first);
+    for (; begin < end; begin += most_rows, row_ids += most_rows) {
+      const int64_t count = std::min(most_rows, end - begin);
+      if (are_listed) {
+        const int64_t num_listed = ListRows(row_ids, count, first, size, listed);
+        for (int64_t i = 0; i < num_listed; ++i) listed_ids[i] = row_ids[listed[i]];
+        body({num_listed, num_listed, begin, first_segment, listed, listed_ids});
+      } else {
+        const int64_t known = std::min(count + kScanPrefetchDistance, end - begin);
+        body({count, known, begin, first_segment, kAllOffsets.values, row_ids});
       }
-    } else {
-      body(
-          end - begin, [&](int64_t i) __attribute__((always_inline)) { return begin + i; },
-          [&](int64_t i) __attribute__((always_inline)) {
-            const int64_t id = row_ids[i];
-            const bool is_member = static_cast<uint64_t>(id) < static_cast<uint64_t>(problem.segments);
-            return is_member ? first_segment + id : int64_t{-1};
-          });
     }
   };
   ForEachBlockOfIds(problem, ids, batch, row_begin, row_end, of_ids);
-}
-
-// Calls body(row, segment) for the rows of these blocks that belong to a segment, and prefetch(row, segment) for coming
-// ones. Where they are not listed, the loop is written out: through ForEachBlockOfRows, which hands on -1 for no segment,
-// single columns took up to half as long again.
-template <bool kAreListed, typename Prefetch, typename Body>
-JB_INLINE void ForEachMember(const Problem& problem, SegmentIds ids, int64_t batch, int64_t row_begin, int64_t row_end,
-                             SegmentRange segments, const Prefetch& prefetch, const Body& body) {
-  const auto of_listed = [&](int64_t count, const auto& row, const auto& segment) __attribute__((always_inline)) {
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t ahead = i + kScanPrefetchDistance;
-      if (ahead < count) prefetch(row(ahead), segment(ahead));
-      body(row(i), segment(i));
-    }
-  };
-  if constexpr (kAreListed) {
-    ForEachBlockOfRows<true>(problem, ids, batch, row_begin, row_end, segments, of_listed);
-    return;
-  }
-  const uint64_t num_segments = static_cast<uint64_t>(problem.segments);
-  ForEachBlockOfIds(problem, ids, batch, row_begin, row_end,
-                    [&](int64_t begin, int64_t end, const int32_t* row_ids, int64_t first_segment)
-                        __attribute__((always_inline)) {
-                          for (int64_t row = begin; row < end; ++row) {
-                            const int64_t ahead = row + kScanPrefetchDistance;
-                            if (ahead < end) {
-                              const int64_t coming = row_ids[ahead - begin];
-                              if (static_cast<uint64_t>(coming) < num_segments) prefetch(ahead, first_segment + coming);
-                            }
-                            const int64_t segment = row_ids[row - begin];
-                            if (static_cast<uint64_t>(segment) < num_segments) body(row, first_segment + segment);
-                          }
-                        });
-}
-
-// Calls fold(rows, begin, end) for parts of the rows [row_begin, row_end), which are converted together where they are
-// narrow and that is better.
-template <typename Reduction, typename RowsOfElement, typename Fold>
-JB_INLINE void ForWidened(const RowsOfElement& rows, int64_t features, int64_t row_begin, int64_t row_end,
-                          const Fold& fold) {
-  if constexpr (RowsOfElement::kAreInOrder && kFoldsWidened<Reduction>) {
-    if (features > 0 && features <= kMaxWidenedWidth) {
-      float numbers[kWidenedAtOnce];
-      const int64_t rows_at_once = kWidenedAtOnce / features;
-      for (int64_t begin = row_begin; begin < row_end; begin += rows_at_once) {
-        const int64_t end = std::min(begin + rows_at_once, row_end);
-        Widen(rows.rows + begin * features, (end - begin) * features, numbers);
-        fold(WidenedRows{numbers, begin}, begin, end);
-      }
-      return;
-    }
-  }
-  fold(rows, row_begin, row_end);
 }
 
 // The cell of the segment that rows of one feature are folded into at the moment, held in registers.
@@ -714,44 +676,146 @@ class HeldCell {
 // Whether cells are so many bytes together that those of a row at random are worth asking for ahead.
 inline bool AreFar(int64_t cells, int64_t cell_bytes) { return cells * cell_bytes > kFarCellBytes; }
 
-// Folds the rows [row_begin, row_end) of a batch element, in order, into the cells of `segments`.
-// They are all in these segments, or in none, unless kAreListed: then the rows of other segments are passed over.
-template <bool kAreListed, typename Reduction, typename Rows>
-JB_CPU_CLONES void FoldInOrder(const Problem problem, SegmentIds ids, const Rows all_rows, const Reduction reduction,
-                               int64_t batch, int64_t row_begin, int64_t row_end, SegmentRange segments,
-                               CellsOf<Reduction> cells, int32_t* row_counts) {
-  const int64_t segment_begin = segments.begin, num_segments = segments.end - segment_begin;
-  reduction.Start(num_segments * problem.features, cells);
-  if (row_counts != nullptr) std::fill_n(row_counts, num_segments, 0);
-  const auto rows = all_rows.At(problem, batch, 0);
-  const int64_t features = problem.features;
-  const bool cells_are_far = AreFar(num_segments * features, CellBytes<Reduction>());
-  const bool rows_are_far = AreFar(problem.segments * features, CellBytes<Reduction>());  // if they are gathered
-  HeldCell<Reduction> held(cells, row_counts);
-  const auto fold = [&](const auto& some_rows, int64_t begin, int64_t end) __attribute__((always_inline)) {
-    const auto prefetch = [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
-      if (cells_are_far) PrefetchCells<Reduction>(cells + (segment - segment_begin) * features, features);
-      if (rows_are_far) some_rows.PrefetchNarrow(static_cast<int32_t>(row), features);
-    };
-    if (Reduction::kHoldsRuns && !kAreListed && features == 1) {  // unsorted ids have few runs
-      ForEachMember<kAreListed>(problem, ids, batch, begin, end, segments, prefetch,
-                                [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
-                                  held.MoveTo(segment - segment_begin);
-                                  some_rows.Fold(reduction, static_cast<int32_t>(row), 1, 1, held.cells());
-                                });
-      return;
+// The first of as many rows as the offsets of a block reach, of type ComputeType<T>: where they lie, or converted into
+// memory for them.
+template <typename T>
+const ComputeType<T>* NumbersOf(const RowBlock& block, const T* rows, int64_t features, ComputeType<T>* memory) {
+  const T* const first = rows + block.first_row * features;
+  if constexpr (std::is_same_v<T, ComputeType<T>>) {
+    return first;
+  } else {
+    const bool are_all = block.offsets == kAllOffsets.values;
+    if (are_all || features <= kMaxNarrowWidth) {
+      if (block.count > 0) Widen(first, (block.offsets[block.count - 1] + 1) * features, memory);
+    } else {
+      for (int64_t i = 0; i < block.count; ++i) {
+        const int64_t number = block.offsets[i] * features;
+        Widen(first + number, features, memory + number);
+      }
     }
-    WithWidth(features, [&](auto width) __attribute__((always_inline)) {
-      ForEachMember<kAreListed>(problem, ids, batch, begin, end, segments, prefetch,
-                                [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
-                                  const int64_t i = segment - segment_begin;
-                                  some_rows.Fold(reduction, static_cast<int32_t>(row), width, width, cells + i * width);
-                                  if (row_counts != nullptr) ++row_counts[i];
-                                });
+    return memory;
+  }
+}
+
+// Where the rows of a block are folded to: the cells of `segments`, in which those that are members are.
+template <typename Reduction>
+struct FoldTarget {
+  CellsOf<Reduction> cells;
+  int32_t* row_counts;
+  int64_t segment_begin;
+  uint64_t num_segments;  // of the problem
+  int64_t features;
+  bool cells_are_far;
+  bool rows_are_far;  // if they are gathered
+  bool holds_runs;
+};
+
+// Calls fold(row, segment - segment_begin) for the members of a block.
+template <typename Reduction, typename RowsOfElement, typename Fold>
+JB_INLINE void ForEachMember(const RowBlock& block, const RowsOfElement& rows, const FoldTarget<Reduction>& target,
+                             int64_t width, const Fold& fold) {
+  const int64_t first = block.first_segment - target.segment_begin;
+  const bool looks_ahead = target.cells_are_far || (!RowsOfElement::kAreInOrder && target.rows_are_far);
+  for (int64_t i = 0; i < block.count; ++i) {
+    const int64_t ahead = i + kScanPrefetchDistance;
+    if (looks_ahead && ahead < block.known) {
+      const int64_t coming = block.ids[ahead];
+      if (static_cast<uint64_t>(coming) < target.num_segments) {
+        if (target.cells_are_far) PrefetchCells<Reduction>(target.cells + (first + coming) * width, width);
+        if (!RowsOfElement::kAreInOrder && target.rows_are_far) rows.PrefetchNarrow(static_cast<int32_t>(block.Row(ahead)), width);
+      }
+    }
+    const int64_t id = block.ids[i];
+    if (static_cast<uint64_t>(id) < target.num_segments) fold(static_cast<int32_t>(block.Row(i)), first + id);
+  }
+}
+
+// Folds a block of rows so narrow that loops over their features are compiled for each width.
+template <typename Reduction, typename RowsOfElement>
+JB_CPU_CLONES_OF_NARROW void FoldNarrow(const RowBlock block, const RowsOfElement rows, const Reduction reduction,
+                                        const FoldTarget<Reduction> target) {
+  if (Reduction::kHoldsRuns && target.holds_runs && target.features == 1) {
+    HeldCell<Reduction> held(target.cells, target.row_counts);
+    ForEachMember(block, rows, target, 1, [&](int32_t row, int64_t segment) __attribute__((always_inline)) {
+      held.MoveTo(segment);
+      rows.Fold(reduction, row, 1, 1, held.cells());
     });
+    held.Release();
+    return;
+  }
+  DispatchNarrow(target.features, [&](auto width) __attribute__((always_inline)) {
+    ForEachMember(block, rows, target, width, [&](int32_t row, int64_t segment) __attribute__((always_inline)) {
+      rows.Fold(reduction, row, width, width, target.cells + segment * width);
+      if (target.row_counts != nullptr) ++target.row_counts[segment];
+    });
+  });
+}
+
+template <typename Reduction, typename RowsOfElement>
+JB_CPU_CLONES void FoldWide(const RowBlock block, const RowsOfElement rows, const Reduction reduction,
+                            const FoldTarget<Reduction> target) {
+  const int64_t width = target.features;
+  ForEachMember(block, rows, target, width, [&](int32_t row, int64_t segment) __attribute__((always_inline)) {
+    rows.Fold(reduction, row, width, width, target.cells + segment * width);
+    if (target.row_counts != nullptr) ++target.row_counts[segment];
+  });
+}
+
+template <typename Reduction, typename RowsOfElement>
+void FoldBlock(const RowBlock& block, const RowsOfElement& rows, const Reduction& reduction,
+               const FoldTarget<Reduction>& target) {
+  if (target.features >= 1 && target.features <= kMaxNarrowWidth) {
+    FoldNarrow(block, rows, reduction, target);
+  } else {
+    FoldWide(block, rows, reduction, target);
+  }
+}
+
+// Starts the cells of `segments`, into which rows are folded in order; only they are listed, or no rows of others come.
+template <typename Reduction>
+FoldTarget<Reduction> StartCells(const Problem& problem, const Reduction& reduction, SegmentRange segments,
+                                 bool are_listed, CellsOf<Reduction> cells, int32_t* row_counts) {
+  const int64_t num_segments = segments.end - segments.begin, features = problem.features;
+  reduction.Start(num_segments * features, cells);
+  if (row_counts != nullptr) std::fill_n(row_counts, num_segments, 0);
+  return {cells,
+          row_counts,
+          segments.begin,
+          static_cast<uint64_t>(problem.segments),
+          features,
+          AreFar(num_segments * features, CellBytes<Reduction>()),
+          AreFar(problem.segments * features, CellBytes<Reduction>()),
+          !are_listed};  // ids of a part of the segments have few runs
+}
+
+// Folds the rows [row_begin, row_end) of a batch element, in order, into the cells of `segments`.
+// They are all in these segments, or in none, unless `are_listed`: then the rows of other segments are passed over.
+template <typename Reduction, typename Rows>
+void FoldInOrder(const Problem& problem, SegmentIds ids, const Rows& all_rows, const Reduction& reduction,
+                 int64_t batch, int64_t row_begin, int64_t row_end, SegmentRange segments, bool are_listed,
+                 CellsOf<Reduction> cells, int32_t* row_counts) {
+  const int64_t features = problem.features;
+  const auto rows = all_rows.At(problem, batch, 0);
+  const auto for_each_block = [&](int64_t most_rows, FunctionRef<void(const RowBlock&)> fold) {
+    ForEachBlockOfRows(problem, ids, batch, row_begin, row_end, segments, are_listed, most_rows, fold);
   };
-  ForWidened<Reduction>(rows, features, row_begin, row_end, fold);
-  held.Release();
+  if constexpr (decltype(rows)::kAreInOrder && kFoldsWidened<Reduction>) {
+    if (features > 0 && features <= kMaxWidenedWidth<typename Reduction::Element>) {
+      using Widened = typename Reduction::Widened;
+      const auto target = StartCells(problem, Widened{}, segments, are_listed, cells, row_counts);
+      float numbers[kWidenedNumbers];
+      for_each_block(kWidenedNumbers / features, [&](const RowBlock& block) {
+        FoldBlock(block.From(0), DirectRows<float>::Element{NumbersOf(block, rows.rows, features, numbers)}, Widened{},
+                  target);
+      });
+    } else {
+      const auto target = StartCells(problem, reduction, segments, are_listed, cells, row_counts);
+      for_each_block(kConvertedIds, [&](const RowBlock& block) { FoldWide(block, rows, reduction, target); });
+    }
+  } else {
+    const auto target = StartCells(problem, reduction, segments, are_listed, cells, row_counts);
+    for_each_block(kConvertedIds, [&](const RowBlock& block) { FoldBlock(block, rows, reduction, target); });
+  }
 }
 
 template <typename Reduction>
@@ -918,11 +982,8 @@ bool ReduceSegmentParts(ffi::ThreadPool& pool, const Problem& problem, const Red
   return ReduceParts(pool, problem, reduction, parts, CeilDivide(problem.segments, parts), row_counts, fold, reduce);
 }
 
-// Whether threads may pass over rows of others: a choice of types that are worth its code.
 template <typename T>
-inline constexpr bool kListsRows = kIsFloating<T>;
-template <typename T>
-inline constexpr int64_t kNarrowRowBytes = kListsRows<T> && sizeof(T) >= 4 ? 128 : 64;
+inline constexpr int64_t kNarrowRowBytes = sizeof(T) >= 4 ? 128 : 64;
 
 // Whether to reduce in order rather than grouped.
 template <typename T>
@@ -950,17 +1011,17 @@ inline int64_t BytesOfWork(const Problem& problem, int64_t row_bytes) {
   return problem.batch * (problem.rows + problem.segments) * std::max(row_bytes, kLeastWorkOfRow);
 }
 
-// Reduces all rows in order; returns false if there is no memory. `fold` takes listed rows if max_segment_parts > 1.
+// Reduces all rows in order; returns false if there is no memory.
 template <typename Reduction>
-bool Scan(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, int64_t row_bytes, int64_t max_segment_parts,
-          const Reduction& reduction, int32_t* row_counts, FoldRows<Reduction> fold) {
+bool Scan(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, int64_t row_bytes, const Reduction& reduction,
+          int32_t* row_counts, FoldRows<Reduction> fold) {
   const int64_t total_bytes = BytesOfWork(problem, row_bytes), num_threads = NumThreads(pool, total_bytes);
   const int64_t parts = CeilDivide(std::min(num_threads, total_bytes / kMinBytesPerPart + 1), problem.batch);
   if (ChooseScan<Reduction>(problem, row_bytes) == Strategy::kScan) {
     if (EachBatchIsSorted(problem, ids)) {
       return ReduceSorted(pool, problem, ids, reduction, parts, row_counts, fold);
     }
-    const int64_t segment_parts = std::min({parts, problem.segments, max_segment_parts});
+    const int64_t segment_parts = std::min({parts, problem.segments, kMaxSegmentParts});
     if (segment_parts > 1 && total_bytes >= 2 * kMinBytesPerPart &&
         NumRanges<Reduction>(problem, row_bytes, num_threads) == 1) {
       return ReduceSegmentParts(pool, problem, reduction, segment_parts, row_counts, fold);
@@ -973,19 +1034,12 @@ bool Scan(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, int64_t
 template <typename Reduction, typename Rows>
 bool Scan(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, const Rows& rows, const Reduction& reduction,
           int32_t* row_counts = nullptr) {
-  constexpr bool kLists = kListsRows<typename Reduction::Element>;
   const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(typename Reduction::Element));
   const auto fold = [&](int64_t batch, int64_t row_begin, int64_t row_end, SegmentRange segments, bool are_listed,
                         CellsOf<Reduction> cells, int32_t* counts) {
-    if constexpr (kLists) {
-      if (are_listed) {
-        FoldInOrder<true>(problem, ids, rows, reduction, batch, row_begin, row_end, segments, cells, counts);
-        return;
-      }
-    }
-    FoldInOrder<false>(problem, ids, rows, reduction, batch, row_begin, row_end, segments, cells, counts);
+    FoldInOrder(problem, ids, rows, reduction, batch, row_begin, row_end, segments, are_listed, cells, counts);
   };
-  return Scan<Reduction>(pool, problem, ids, row_bytes, kLists ? kMaxSegmentParts : 1, reduction, row_counts, fold);
+  return Scan<Reduction>(pool, problem, ids, row_bytes, reduction, row_counts, fold);
 }
 
 // Reduces all rows; returns false if there is no memory. `row_counts`, if not nullptr, gets the number of rows of each

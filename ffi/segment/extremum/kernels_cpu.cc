@@ -22,14 +22,14 @@ namespace {
 
 constexpr int64_t kMinStreamedRowBytes = 256;
 
-template <typename T>
+template <typename Key>
 struct ArgExtremum {
-  using Element = T;
-  using First = OrderedKey<T>;
+  using Element = Key;
+  using First = std::common_type_t<Key, int32_t>;
   using Second = int32_t;
   static constexpr bool kRounds = false, kHoldsRuns = true;
 
-  BitsOf<T> flip;
+  KeyFormat<Key> format;
   int32_t no_row;  // what an empty segment gets
   int32_t* winner;
 
@@ -40,6 +40,8 @@ struct ArgExtremum {
     std::fill_n(cells.second, count, ArgCell<First>{}.row);
   }
 
+  JB_INLINE First KeyOf(Key value) const { return format.WithOneZero(format.template KeyOf<First>(value)); }
+
   JB_INLINE static void MergeOne(CellsOf<ArgExtremum> cells, int64_t i, First key, int32_t row) {
     ArgCell<First> cell{cells.first[i], cells.second[i]};
     MergeArgCell(cell, key, row);
@@ -47,10 +49,10 @@ struct ArgExtremum {
     cells.second[i] = cell.row;
   }
 
-  JB_INLINE void Fold(const T* values, int32_t row, int64_t width, CellsOf<ArgExtremum> cells) const {
-    if (width == 1 && TakeOne(ToOrderedKey(Flip(*values, flip)), row, *cells.first, *cells.second)) return;
+  JB_INLINE void Fold(const Key* values, int32_t row, int64_t width, CellsOf<ArgExtremum> cells) const {
+    if (width == 1 && TakeOne(format, KeyOf(*values), row, *cells.first, *cells.second)) return;
     JB_VECTORIZE
-    for (int64_t i = 0; i < width; ++i) MergeOne(cells, i, ToOrderedKey(Flip(values[i], flip)), row);
+    for (int64_t i = 0; i < width; ++i) MergeOne(cells, i, KeyOf(values[i]), row);
   }
 
   JB_INLINE void Merge(int64_t count, CellsOf<ArgExtremum> later, CellsOf<ArgExtremum> cells) const {
@@ -205,14 +207,17 @@ void WriteIdentityOrder(ffi::ThreadPool& pool, const ExtremumCall& call) {
 
 int64_t NumCells(const Problem& problem) { return problem.batch * problem.segments * problem.features; }
 
+template <typename Key, template <typename> class Reduction>
+bool Reduce(ffi::ThreadPool& pool, const SegmentCall& call, const void* data, const Reduction<Key>& reduction) {
+  return ReduceAll(pool, call.problem, SegmentIds(call), DirectRows<Key>{static_cast<const Key*>(data)}, reduction);
+}
+
 bool RunExtremum(ffi::ThreadPool& pool, const ExtremumCall& call) {
   bool has_memory = true;
-  DispatchOrdered(call.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const Extremum<T> reduction{FlipMask<T>(call.type, call.is_minimum), static_cast<MaxKey<T>*>(call.output)};
-    AdviseHugePages(reduction.output, NumCells(call.problem) * sizeof(T));
-    has_memory =
-        ReduceAll(pool, call.problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction);
+  AdviseHugePages(call.output, NumCells(call.problem) * ElementBytes(call.type));
+  DispatchKeys(call.type, call.is_minimum, [&](auto format) {
+    using Key = decltype(format.flip);
+    has_memory = Reduce(pool, call, call.data, Extremum<Key>{format, static_cast<Key*>(call.output)});
   });
   return has_memory;
 }
@@ -220,14 +225,14 @@ bool RunExtremum(ffi::ThreadPool& pool, const ExtremumCall& call) {
 bool RunWithWinner(ffi::ThreadPool& pool, const ExtremumCall& call) {
   WriteIdentityOrder(pool, call);
   bool has_memory = true;
-  DispatchFloating(call.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const ExtremumWithWinner<T> reduction{FlipMask<T>(call.type, call.is_minimum), call.first_wins,
-                                          static_cast<MaxKey<T>*>(call.output), call.winner};
-    AdviseHugePages(reduction.output, NumCells(call.problem) * sizeof(T));
-    AdviseHugePages(reduction.winner, NumCells(call.problem) * sizeof(int32_t));
-    has_memory =
-        ReduceAll(pool, call.problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction);
+  AdviseHugePages(call.output, NumCells(call.problem) * ElementBytes(call.type));
+  AdviseHugePages(call.winner, NumCells(call.problem) * sizeof(int32_t));
+  DispatchKeys(call.type, call.is_minimum, [&](auto format) {
+    using Key = decltype(format.flip);
+    if constexpr (sizeof(Key) > 1) {
+      const ExtremumWithWinner<Key> reduction{format, call.first_wins, static_cast<Key*>(call.output), call.winner};
+      has_memory = Reduce(pool, call, call.data, reduction);
+    }
   });
   return has_memory;
 }
@@ -252,30 +257,31 @@ bool RunBackward(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
 
 bool RunArg(ffi::ThreadPool& pool, const ArgCall& call) {
   bool has_memory = true;
-  DispatchWide(call.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const ArgExtremum<T> reduction{FlipMask<T>(call.type, call.is_minimum), static_cast<int32_t>(call.problem.rows),
-                                   call.row};
-    AdviseHugePages(reduction.winner, NumCells(call.problem) * sizeof(int32_t));
-    has_memory =
-        ReduceAll(pool, call.problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction);
+  AdviseHugePages(call.row, NumCells(call.problem) * sizeof(int32_t));
+  DispatchKeys(call.type, call.is_minimum, [&](auto format) {
+    using Key = decltype(format.flip);
+    if constexpr (sizeof(Key) > 1) {
+      const ArgExtremum<Key> reduction{format, static_cast<int32_t>(call.problem.rows), call.row};
+      has_memory = Reduce(pool, call, call.data, reduction);
+    }
   });
   return has_memory;
 }
 
-template <template <typename> class Reduction, typename Call, typename Dispatch>
-Plan PlanReduction(const Call& call, const Dispatch& dispatch) {
-  return PlanOfType(call, dispatch, [&](auto tag) {
-    return ChooseStrategy<Reduction<typename decltype(tag)::type>>(call.problem, /*has_counts=*/false);
+template <template <typename> class Reduction>
+Plan PlanReduction(const SegmentCall& call) {
+  Strategy strategy = Strategy::kNothing;
+  DispatchKeys(call.type, /*is_minimum=*/false, [&](auto format) {
+    strategy = ChooseStrategy<Reduction<decltype(format.flip)>>(call.problem, /*has_counts=*/false);
   });
+  return {StrategyName(strategy)};
 }
 
 Plan PlanExtremum(const ExtremumCall& call) {
-  return call.with_winner ? PlanReduction<ExtremumWithWinner>(call, JB_DISPATCH(DispatchFloating))
-                          : PlanReduction<Extremum>(call, JB_DISPATCH(DispatchOrdered));
+  return call.with_winner ? PlanReduction<ExtremumWithWinner>(call) : PlanReduction<Extremum>(call);
 }
 
-Plan PlanArg(const ArgCall& call) { return PlanReduction<ArgExtremum>(call, JB_DISPATCH(DispatchWide)); }
+Plan PlanArg(const ArgCall& call) { return PlanReduction<ArgExtremum>(call); }
 
 Plan PlanBackward(const ExtremumBackwardCall& call) {
   return {StrategyName(ChooseGradient(call.problem, ElementBytes(call.type)))};

@@ -12,60 +12,94 @@
 
 namespace jax_baracuda::segment {
 
-// A value as an integer of as many bits whose order is that of maxima: +0 above -0, and a NaN above everything.
+// A value as an integer of as many bits whose order is that of maxima: +0 above -0, and a NaN above everything. Types of as
+// many bits share the kernels, to which they are what a KeyFormat says of them.
 template <typename T>
-using MaxKey = std::make_signed_t<BitsOf<T>>;
+using KeyType = std::make_signed_t<BitsOf<T>>;
 
-template <typename T>
-inline constexpr int kMantissaBits = std::is_same_v<T, Float16>    ? 10
-                                     : std::is_same_v<T, BFloat16> ? 7
-                                                                   : std::numeric_limits<T>::digits - 1;
-
-template <typename T>
-inline constexpr MaxKey<T> kInfinityKey = std::numeric_limits<MaxKey<T>>::max() >> kMantissaBits<T> << kMantissaBits<T>;
-
-// What keys of T are computed with: their own type, or a wider one, in which others are that they are selected with.
-template <typename T, typename Key>
-JB_INLINE Key WithReversedNegatives(Key bits) {
-  return static_cast<Key>(bits ^ ((bits >> (8 * sizeof(Key) - 1)) & std::numeric_limits<MaxKey<T>>::max()));
-}
-
-template <typename T, typename Key = MaxKey<T>>
-JB_INLINE Key KeyOf(T value) {
-  const Key bits = BitCast<MaxKey<T>>(value);
-  if constexpr (kIsFloating<T>) {
-    const bool is_nan = static_cast<Key>(bits & std::numeric_limits<MaxKey<T>>::max()) > kInfinityKey<T>;
-    return is_nan ? kInfinityKey<T> | (kInfinityKey<T> >> 1) : WithReversedNegatives<T>(bits);
-  } else {
-    return bits;
-  }
-}
-
-template <typename T>
-JB_INLINE T OfKey(MaxKey<T> key) {
-  if constexpr (kIsFloating<T>) {
-    return BitCast<T>(WithReversedNegatives<T>(key));
-  } else {
-    return BitCast<T>(key);
-  }
-}
-
-// Keys whose numbers are equal become equal: those of -0 and +0, -1 and 0.
 template <typename Key>
-JB_INLINE auto WithOneZero(Key key) {
-  return key - (key >> (8 * sizeof(Key) - 1));
+struct KeyFormat {
+  Key flip;       // see FlipMask
+  Key magnitude;  // the bits of a number but for its sign; 0 for integers
+  Key infinity;   // the greatest key of a number
+
+  // With as many bits as what keys are selected with, so that no vector is repacked.
+  template <typename Wide = Key>
+  JB_INLINE Wide KeyOf(Key value) const {
+    const Wide bits = static_cast<Key>(value ^ flip);
+    const bool is_nan = (bits & std::numeric_limits<Key>::max()) > infinity;
+    return is_nan ? static_cast<Wide>(infinity | (infinity >> 1)) : WithReversedNegatives(bits);
+  }
+
+  template <typename Wide>
+  JB_INLINE Key OfKey(Wide key) const {
+    return static_cast<Key>(WithReversedNegatives(key) ^ flip);
+  }
+
+  // The key of the maximum of no rows.
+  JB_INLINE Key Identity() const { return static_cast<Key>(~infinity); }
+
+  // Keys whose numbers are equal become equal: those of -0 and +0, -1 and 0.
+  template <typename Wide>
+  JB_INLINE Wide WithOneZero(Wide key) const {
+    return static_cast<Wide>(key + ((key >> (8 * sizeof(Wide) - 1)) & magnitude & 1));
+  }
+
+ private:
+  template <typename Wide>
+  JB_INLINE Wide WithReversedNegatives(Wide bits) const {
+    return static_cast<Wide>(bits ^ ((bits >> (8 * sizeof(Wide) - 1)) & magnitude));
+  }
+};
+
+template <typename T>
+KeyFormat<KeyType<T>> FormatOf(BitsOf<T> flip) {
+  using Key = KeyType<T>;
+  constexpr Key kMax = std::numeric_limits<Key>::max();
+  if constexpr (kIsFloating<T>) {
+    const Key infinity = BitCast<Key>(static_cast<T>(std::numeric_limits<ComputeType<T>>::infinity()));
+    return {static_cast<Key>(flip), kMax, infinity};
+  } else {
+    return {static_cast<Key>(flip), 0, kMax};
+  }
+}
+
+// Calls body(format) with the format of the keys of a type.
+template <typename Body>
+void DispatchKeys(ElementType type, bool is_minimum, const Body& body) {
+  const auto with_key = [&](auto tag) {
+    using Key = typename decltype(tag)::type;
+    KeyFormat<Key> format{};
+    DispatchOrdered(type, [&](auto element) {
+      using T = typename decltype(element)::type;
+      if constexpr (sizeof(T) == sizeof(Key)) format = FormatOf<T>(FlipMask<T>(type, is_minimum));
+    });
+    body(format);
+  };
+  switch (ElementBytes(type)) {
+    case 1:
+      return with_key(TypeTag<int8_t>{});
+    case 2:
+      return with_key(TypeTag<int16_t>{});
+    case 4:
+      return with_key(TypeTag<int32_t>{});
+    case 8:
+      return with_key(TypeTag<int64_t>{});
+  }
 }
 
 template <typename T>
 JB_INLINE bool AreEqual(T a, T b) {
-  return WithOneZero(KeyOf(a)) == WithOneZero(KeyOf(b));
+  const auto format = FormatOf<T>(0);
+  return format.WithOneZero(format.KeyOf(BitCast<KeyType<T>>(a))) ==
+         format.WithOneZero(format.KeyOf(BitCast<KeyType<T>>(b)));
 }
 
 // Folds a single key that differs from the best one by more than the sign of a zero: one comparison and no branch on what
 // is random. Returns false, and does nothing, for others.
-template <typename Key>
-JB_INLINE bool TakeOne(Key key, int32_t row, Key& best, int32_t& winner) {
-  if (WithOneZero(key) == WithOneZero(best)) return false;
+template <typename Format, typename Key>
+JB_INLINE bool TakeOne(const Format& format, Key key, int32_t row, Key& best, int32_t& winner) {
+  if (format.WithOneZero(key) == format.WithOneZero(best)) return false;
   const int32_t if_above = -static_cast<int32_t>(key > best);  // a mask, of which no compiler makes a branch
   best = std::max(best, key);
   winner ^= (winner ^ row) & if_above;
@@ -74,27 +108,27 @@ JB_INLINE bool TakeOne(Key key, int32_t row, Key& best, int32_t& winner) {
 
 // Of floating numbers, the maximum of keys: a comparison of integers, which takes as many numbers at once as there are in
 // a vector, of 16 bits too, and treats no subnormal number as zero.
-template <typename T>
+template <typename Key>
 struct Extremum {
-  using Element = T;
-  using First = MaxKey<T>;
+  using Element = Key;
+  using First = Key;
   using Second = NoNumber;
   static constexpr bool kRounds = false, kHoldsRuns = true;
   static constexpr bool kTakesWeights = false, kTakesSelection = false;
 
-  BitsOf<T> flip;
-  First* output;  // the bits of results
+  KeyFormat<Key> format;
+  Key* output;  // the bits of results
 
   JB_INLINE CellsOf<Extremum> ResultCells() const { return {output, nullptr}; }
 
   JB_INLINE void Start(int64_t count, CellsOf<Extremum> cells) const {
-    std::fill_n(cells.first, count, KeyOf(MaxIdentity<T>()));
+    std::fill_n(cells.first, count, format.Identity());
   }
 
-  JB_INLINE void Fold(const T* values, int32_t /*row*/, int64_t width, CellsOf<Extremum> cells) const {
+  JB_INLINE void Fold(const Key* values, int32_t /*row*/, int64_t width, CellsOf<Extremum> cells) const {
     JB_VECTORIZE
     for (int64_t i = 0; i < width; ++i) {
-      const First key = KeyOf(Flip(values[i], flip)), best = cells.first[i];
+      const Key key = format.KeyOf(values[i]), best = cells.first[i];
       cells.first[i] = key > best ? key : best;
     }
   }
@@ -105,31 +139,29 @@ struct Extremum {
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, CellsOf<Extremum> cells) const {
-    First* const to = output + first_cell;
+    Key* const to = output + first_cell;
     JB_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) to[i] = BitCast<First>(Flip(OfKey<T>(cells.first[i]), flip));
+    for (int64_t i = 0; i < count; ++i) to[i] = format.OfKey(cells.first[i]);
   }
 };
 
-template <typename T>
+template <typename Key>
 struct ExtremumWithWinner {
-  using Element = T;
-  using First = std::common_type_t<MaxKey<T>, int32_t>;  // as wide as winners at least, so that no vector is repacked
+  using Element = Key;
+  using First = std::common_type_t<Key, int32_t>;  // as wide as winners at least, so that no vector is repacked
   using Second = int32_t;
   static constexpr bool kRounds = false, kHoldsRuns = true;
   static constexpr bool kTakesWeights = false, kTakesSelection = false;
 
-  BitsOf<T> flip;
+  KeyFormat<Key> format;
   bool first_wins;
-  MaxKey<T>* output;  // the bits of results
+  Key* output;  // the bits of results
   int32_t* winner;
 
   JB_INLINE CellsOf<ExtremumWithWinner> ResultCells() const { return CellsAt<ExtremumWithWinner>(output, winner); }
 
-  JB_INLINE static T ValueOf(First key) { return OfKey<T>(static_cast<MaxKey<T>>(key)); }
-
   JB_INLINE void Start(int64_t count, CellsOf<ExtremumWithWinner> cells) const {
-    std::fill_n(cells.first, count, KeyOf<T, First>(MaxIdentity<T>()));
+    std::fill_n(cells.first, count, First{format.Identity()});
     std::fill_n(cells.second, count, kNoWinner);
   }
 
@@ -137,7 +169,7 @@ struct ExtremumWithWinner {
   // of a NaN does not matter. `counted_twice` is 1 where both tie counts hold the identity.
   JB_INLINE void Take(First key, int32_t its_winner, int32_t counted_twice, CellsOf<ExtremumWithWinner> cells,
                       int64_t i) const {
-    const First best = cells.first[i], number = WithOneZero(key), best_number = WithOneZero(best);
+    const First best = cells.first[i], number = format.WithOneZero(key), best_number = format.WithOneZero(best);
     const int32_t winner_before = cells.second[i];
     const int32_t first = winner_before == kNoWinner ? its_winner : winner_before;
     const int32_t shared = counted_twice - TieCount(winner_before) - TieCount(its_winner);
@@ -146,14 +178,14 @@ struct ExtremumWithWinner {
     cells.second[i] = number > best_number ? its_winner : of_equal;
   }
 
-  JB_INLINE void Fold(const T* values, int32_t row, int64_t width, CellsOf<ExtremumWithWinner> cells) const {
-    if (width == 1 && TakeOne(KeyOf<T, First>(Flip(*values, flip)), row, *cells.first, *cells.second)) return;
+  JB_INLINE void Fold(const Key* values, int32_t row, int64_t width, CellsOf<ExtremumWithWinner> cells) const {
+    if (width == 1 && TakeOne(format, format.template KeyOf<First>(*values), row, *cells.first, *cells.second)) return;
     JB_VECTORIZE
-    for (int64_t i = 0; i < width; ++i) Take(KeyOf<T, First>(Flip(values[i], flip)), row, 0, cells, i);
+    for (int64_t i = 0; i < width; ++i) Take(format.template KeyOf<First>(values[i]), row, 0, cells, i);
   }
 
   JB_INLINE void Merge(int64_t count, CellsOf<ExtremumWithWinner> later, CellsOf<ExtremumWithWinner> cells) const {
-    const First identity = KeyOf<T, First>(MaxIdentity<T>());
+    const First identity = format.Identity();
     JB_VECTORIZE
     for (int64_t i = 0; i < count; ++i) {
       Take(later.first[i], later.second[i], cells.first[i] == identity ? 1 : 0, cells, i);
@@ -162,14 +194,14 @@ struct ExtremumWithWinner {
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/,
                        CellsOf<ExtremumWithWinner> cells) const {
-    MaxKey<T>* const to = output + first_cell;
+    Key* const to = output + first_cell;
     int32_t* const to_winner = winner + first_cell;
     JB_VECTORIZE
     for (int64_t i = 0; i < count; ++i) {
       const First key = cells.first[i];
       const int32_t of_number = cells.second[i];
-      to[i] = BitCast<MaxKey<T>>(Flip(ValueOf(key), flip));
-      to_winner[i] = key > kInfinityKey<T> ? kNoWinner : of_number;
+      to[i] = format.OfKey(key);
+      to_winner[i] = key > format.infinity ? kNoWinner : of_number;
     }
   }
 };

@@ -17,19 +17,20 @@ namespace {
 bool RunGatherExtremum(ffi::ThreadPool& pool, const GatherExtremumCall& call) {
   const Problem& problem = call.problem;
   bool has_memory = true;
-  DispatchFloating(call.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const auto flip = FlipMask<T>(call.type, call.is_minimum);
-    auto* const output = static_cast<MaxKey<T>*>(call.output);
-    const int64_t cells = problem.batch * problem.segments * problem.features;
-    AdviseHugePages(output, cells * sizeof(T));
-    const GatheredRows<T> rows{call, /*clips=*/true};
-    if (call.with_winner) {
-      AdviseHugePages(call.winner, cells * sizeof(int32_t));
-      const ExtremumWithWinner<T> reduction{flip, call.first_wins, output, call.winner};
-      has_memory = ReduceAll(pool, problem, SegmentIds(call), rows, reduction);
-    } else {
-      has_memory = ReduceAll(pool, problem, SegmentIds(call), rows, Extremum<T>{flip, output});
+  const int64_t cells = problem.batch * problem.segments * problem.features;
+  AdviseHugePages(call.output, cells * ElementBytes(call.type));
+  if (call.with_winner) AdviseHugePages(call.winner, cells * sizeof(int32_t));
+  DispatchKeys(call.type, call.is_minimum, [&](auto format) {
+    using Key = decltype(format.flip);
+    if constexpr (sizeof(Key) > 1) {
+      auto* const output = static_cast<Key*>(call.output);
+      const GatheredRows<Key> rows{call, /*clips=*/true};
+      if (call.with_winner) {
+        const ExtremumWithWinner<Key> reduction{format, call.first_wins, output, call.winner};
+        has_memory = ReduceAll(pool, problem, SegmentIds(call), rows, reduction);
+      } else {
+        has_memory = ReduceAll(pool, problem, SegmentIds(call), rows, Extremum<Key>{format, output});
+      }
     }
   });
   return has_memory;
@@ -37,11 +38,13 @@ bool RunGatherExtremum(ffi::ThreadPool& pool, const GatherExtremumCall& call) {
 
 template <bool kWithWinner>
 Plan PlanGatherExtremum(const GatherExtremumCall& call) {
-  return PlanOfType(call, JB_DISPATCH(DispatchFloating), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    using Reduction = std::conditional_t<kWithWinner, ExtremumWithWinner<T>, Extremum<T>>;
-    return ChooseStrategy<Reduction>(call.problem, /*has_counts=*/false);
+  Strategy strategy = Strategy::kNothing;
+  DispatchKeys(call.type, /*is_minimum=*/false, [&](auto format) {
+    using Key = decltype(format.flip);
+    using Reduction = std::conditional_t<kWithWinner, ExtremumWithWinner<Key>, Extremum<Key>>;
+    strategy = ChooseStrategy<Reduction>(call.problem, /*has_counts=*/false);
   });
+  return {StrategyName(strategy)};
 }
 
 // Of a bit for each feature of an edge.

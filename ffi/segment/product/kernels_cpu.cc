@@ -64,6 +64,7 @@ struct FloatingProduct {
   using Element = T;
   using First = ComputeType<T>;
   using Second = int64_t;
+  using Widened = FloatingProduct<First>;
   static constexpr bool kRounds = true, kHoldsRuns = true, kFoldsBoth = false;
   static constexpr bool kSecondIsRare = true;  // that of shifted cells alone
 

@@ -29,6 +29,7 @@ struct Maximum {
   using Element = T;
   using First = ComputeType<T>;
   using Second = NoNumber;
+  using Widened = Maximum<First>;
   static constexpr bool kRounds = false, kHoldsRuns = false, kFoldsBoth = false;
 
   First* output;
@@ -65,6 +66,7 @@ struct Maximum {
 // Sums of numbers that are computed from rows.
 template <typename C>
 struct ComputedSum {
+  using Element = C;
   using First = C;
   using Second = NoNumber;
   static constexpr bool kRounds = true, kHoldsRuns = false;
@@ -75,6 +77,10 @@ struct ComputedSum {
 
   JB_INLINE void Start(int64_t count, CellsOf<ComputedSum> cells) const { std::fill_n(cells.first, count, C{0}); }
 
+  JB_INLINE void Fold(const C* numbers, int32_t /*row*/, int64_t width, CellsOf<ComputedSum> cells) const {
+    AddNumbers(numbers, width, cells.first);
+  }
+
   JB_INLINE void Merge(int64_t count, CellsOf<ComputedSum> later, CellsOf<ComputedSum> cells) const {
     AddNumbers(later.first, count, cells.first);
   }
@@ -83,12 +89,6 @@ struct ComputedSum {
     WriteNumbers(cells.first, count, output + first_cell);
   }
 };
-
-template <typename T, typename C>
-JB_INLINE void Subtract(const T* values, const C* subtrahends, int64_t width, C* differences) {
-  JB_VECTORIZE
-  for (int64_t i = 0; i < width; ++i) differences[i] = static_cast<C>(values[i]) - subtrahends[i];
-}
 
 // exp(logit - maximum) for one row.
 template <typename T, typename C>
@@ -119,71 +119,109 @@ struct SoftmaxArrays {
   T* probabilities;
 };
 
-// Calls use(row, segment, weights) for the rows of ForEachBlockOfRows; segment is -1, and the weights mean nothing, where
-// a row is in none of `segments`. `maxima` are those of a batch element.
-template <bool kAreListed, typename T, typename C, typename Use>
-JB_INLINE void ForEachWeighedRow(const Problem& problem, const SoftmaxArrays<T>& arrays, int64_t batch,
-                                 int64_t row_begin, int64_t row_end, SegmentRange segments, int64_t width,
-                                 const C* maxima, C* block, const Use& use) {
-  const T* const logits = arrays.logits + problem.DataRow(batch, 0) * width;
-  const int64_t rows_at_once = std::max<int64_t>(1, kBlockNumbers / width);
-  ForEachBlockOfRows<kAreListed>(
-      problem, arrays.ids, batch, row_begin, row_end, segments,
-      [&](int64_t num_rows, const auto& row, const auto& segment) __attribute__((always_inline)) {
-        if (width >= kNarrowFeatures) {
-          for (int64_t i = 0; i < num_rows; ++i) {
-            const C* const of_segment = maxima + segment(i) * width;
-            if (segment(i) >= 0) WeighRow(logits + row(i) * width, of_segment, width, block);
-            use(row(i), segment(i), block);
-          }
-          return;
-        }
-        for (int64_t begin = 0; begin < num_rows; begin += rows_at_once) {
-          const int64_t end = std::min(begin + rows_at_once, num_rows);
-          C* difference = block;
-          for (int64_t i = begin; i < end; ++i, difference += width) {
-            const C* const of_segment = maxima + std::max<int64_t>(segment(i), 0) * width;
-            Subtract(logits + row(i) * width, of_segment, width, difference);
-          }
-          ExpAll((end - begin) * width, block);
-          const C* weights = block;
-          for (int64_t i = begin; i < end; ++i, weights += width) use(row(i), segment(i), weights);
-        }
-      });
+// The number of rows of a block, the weights or results of which are computed together.
+int64_t RowsAtOnce(const Problem& problem) { return std::max<int64_t>(1, kBlockNumbers / problem.features); }
+
+// Memory for the numbers of the rows of a block.
+template <typename C>
+std::unique_ptr<C[]> BlockMemory(const Problem& problem) {
+  return Allocate<C>(std::max(kBlockNumbers, problem.features));
 }
 
-// Into the cells of `segments`.
-template <bool kAreListed, typename T, typename C>
-JB_CPU_CLONES void SumWeightsInOrder(const Problem problem, const SoftmaxArrays<T> arrays, int64_t batch,
-                                     int64_t row_begin, int64_t row_end, SegmentRange segments, const C* maxima,
-                                     C* block, C* sums) {
-  std::fill_n(sums, (segments.end - segments.begin) * problem.features, C{0});
-  WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
-    ForEachWeighedRow<kAreListed>(problem, arrays, batch, row_begin, row_end, segments, width, maxima, block,
-                                  [&](int64_t, int64_t segment, const C* weights) __attribute__((always_inline)) {
-                                    if (segment >= 0)
-                                      AddNumbers(weights, width, sums + (segment - segments.begin) * width);
-                                  });
+JB_INLINE bool IsMember(const RowBlock& block, const Problem& problem, int64_t i) {
+  return static_cast<uint64_t>(block.ids[i]) < static_cast<uint64_t>(problem.segments);
+}
+
+// The cells of the segment of a row, or of any if it is in none.
+template <typename C>
+JB_INLINE C* CellsOfRow(const RowBlock& block, const Problem& problem, int64_t i, int64_t width, C* cells) {
+  return cells + (IsMember(block, problem, i) ? block.first_segment + block.ids[i] : 0) * width;
+}
+
+// exp(logit - maximum) for the rows of a block, one after another; they mean nothing for a row of no segment.
+template <typename C>
+JB_CPU_CLONES void WeighBlock(const RowBlock block, const Problem problem, const C* logits, const C* maxima,
+                              C* weights) {
+  const int64_t features = problem.features;
+  if (features >= kNarrowFeatures) {
+    for (int64_t i = 0; i < block.count; ++i) {
+      WeighRow(logits + block.offsets[i] * features, CellsOfRow(block, problem, i, features, maxima), features,
+               weights + i * features);
+    }
+    return;
+  }
+  WithWidth(features, [&](auto width) __attribute__((always_inline)) {
+    for (int64_t i = 0; i < block.count; ++i) {
+      const C* const of_segment = CellsOfRow(block, problem, i, width, maxima);
+      const C* const of_row = logits + block.offsets[i] * width;
+      JB_VECTORIZE
+      for (int64_t j = 0; j < width; ++j) weights[i * width + j] = of_row[j] - of_segment[j];
+    }
   });
+  ExpAll(block.count * features, weights);
+}
+
+// weight / sum for all rows of a block, 0 for those of no segment.
+template <typename C>
+JB_CPU_CLONES void NormalizeBlock(const RowBlock block, const Problem problem, const C* sums, const C* weights, C* to) {
+  WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
+    for (int64_t i = 0; i < block.count; ++i) {
+      if (IsMember(block, problem, i)) {
+        WriteQuotients(weights + i * width, CellsOfRow(block, problem, i, width, sums), width, to + i * width);
+      } else {
+        WriteZeros(to + i * width, width);
+      }
+    }
+  });
+}
+
+// Calls compute(to) to write the rows of a block, and rounds them if they are not computed in their type.
+template <typename T, typename Compute>
+void WriteBlock(const RowBlock& block, int64_t features, ComputeType<T>* memory, T* rows, const Compute& compute) {
+  T* const to = rows + block.first_row * features;
+  if constexpr (std::is_same_v<T, ComputeType<T>>) {
+    compute(to);
+  } else {
+    compute(memory);
+    Narrow(memory, block.count * features, to);
+  }
+}
+
+// Into the cells of `segments`. Returns false if there is no memory.
+template <typename T, typename C>
+bool SumWeightsInOrder(const Problem& problem, const SoftmaxArrays<T>& arrays, int64_t batch, int64_t row_begin,
+                       int64_t row_end, SegmentRange segments, bool are_listed, const C* maxima, C* sums) {
+  const ComputedSum<C> sum{nullptr};
+  const auto numbers = BlockMemory<C>(problem), weights = BlockMemory<C>(problem);
+  if (numbers == nullptr || weights == nullptr) return false;
+  const auto target = StartCells(problem, sum, segments, are_listed, CellsOf<ComputedSum<C>>{sums, nullptr}, nullptr);
+  const T* const logits = arrays.logits + problem.DataRow(batch, 0) * problem.features;
+  ForEachBlockOfRows(problem, arrays.ids, batch, row_begin, row_end, segments, are_listed, RowsAtOnce(problem),
+                     [&](const RowBlock& block) {
+                       WeighBlock(block, problem, NumbersOf(block, logits, problem.features, numbers.get()), maxima,
+                                  weights.get());
+                       FoldBlock(block.OfAll(), typename DirectRows<C>::Element{weights.get()}, sum, target);
+                     });
+  return true;
 }
 
 template <typename T, typename C>
-JB_CPU_CLONES void WriteProbabilitiesInOrder(const Problem problem, const SoftmaxArrays<T> arrays, int64_t batch,
-                                             int64_t row_begin, int64_t row_end, const C* maxima, const C* sums,
-                                             C* block) {
-  T* const probabilities = arrays.probabilities + batch * problem.rows * problem.features;
-  WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
-    ForEachWeighedRow<false>(problem, arrays, batch, row_begin, row_end, SegmentRange{0, problem.segments}, width,
-                             maxima, block,
-                             [&](int64_t row, int64_t segment, const C* weights) __attribute__((always_inline)) {
-                               T* const to = probabilities + row * width;
-                               if (segment >= 0) {
-                                 WriteQuotients(weights, sums + segment * width, width, to);
-                               } else {
-                                 WriteZeros(to, width);
-                               }
-                             });
-  });
+bool WriteProbabilitiesInOrder(const Problem& problem, const SoftmaxArrays<T>& arrays, int64_t batch, int64_t row_begin,
+                               int64_t row_end, const C* maxima, const C* sums) {
+  const auto numbers = BlockMemory<C>(problem), weights = BlockMemory<C>(problem);
+  if (numbers == nullptr || weights == nullptr) return false;
+  const int64_t features = problem.features;
+  const T* const logits = arrays.logits + problem.DataRow(batch, 0) * features;
+  T* const probabilities = arrays.probabilities + batch * problem.rows * features;
+  ForEachBlockOfRows(problem, arrays.ids, batch, row_begin, row_end, SegmentRange{0, problem.segments},
+                     /*are_listed=*/false, RowsAtOnce(problem), [&](const RowBlock& block) {
+                       WeighBlock(block, problem, NumbersOf(block, logits, features, numbers.get()), maxima,
+                                  weights.get());
+                       WriteBlock(block, features, numbers.get(), probabilities, [&](C* to) {
+                         NormalizeBlock(block, problem, sums, static_cast<const C*>(weights.get()), to);
+                       });
+                     });
+  return true;
 }
 
 // Rows of a result that are written in no order, each once.
@@ -285,41 +323,69 @@ JB_INLINE void GradientOfRow(const T* probabilities, const T* d_probabilities, c
               });
 }
 
-template <bool kAreListed, typename T, typename C>
-JB_CPU_CLONES void SumProductsInOrder(const Problem problem, const GradientArrays<T> arrays, int64_t batch,
-                                      int64_t row_begin, int64_t row_end, SegmentRange segments, C* sums) {
-  const int64_t num_cells = (segments.end - segments.begin) * problem.features;
-  std::fill_n(sums, num_cells, C{0});
-  const T* const probabilities = arrays.RowsOfProbabilities(problem, batch);
-  const T* const d_probabilities = arrays.RowsOfCotangents(problem, batch);
-  const bool are_far = AreFar(num_cells, sizeof(C));
-  const auto prefetch = [&](int64_t /*row*/, int64_t segment) __attribute__((always_inline)) {
-    if (are_far) __builtin_prefetch(sums + (segment - segments.begin) * problem.features, /*rw=*/1);
-  };
-  WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
-    ForEachMember<kAreListed>(problem, arrays.ids, batch, row_begin, row_end, segments, prefetch,
-                              [&](int64_t row, int64_t segment) __attribute__((always_inline)) {
-                                AddProducts(probabilities + row * width, d_probabilities + row * width, width,
-                                            sums + (segment - segments.begin) * width);
-                              });
+// Adds the products of the rows of a block to the cells of their segments.
+template <typename C>
+JB_CPU_CLONES void SumProductsOfBlock(const RowBlock block, const C* x, const C* y,
+                                      const FoldTarget<ComputedSum<C>> target) {
+  WithWidth(target.features, [&](auto width) __attribute__((always_inline)) {
+    ForEachMember(block, typename DirectRows<C>::Element{}, target, width,
+                  [&](int32_t row, int64_t segment) __attribute__((always_inline)) {
+                    AddProducts(x + row * width, y + row * width, width, target.cells.first + segment * width);
+                  });
   });
 }
 
+template <typename C>
+JB_CPU_CLONES void GradientOfBlock(const RowBlock block, const Problem problem, const C* probabilities,
+                                   const C* d_probabilities, const C* sums, C* to) {
+  WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
+    for (int64_t i = 0; i < block.count; ++i) {
+      if (IsMember(block, problem, i)) {
+        GradientOfRow(probabilities + i * width, d_probabilities + i * width,
+                      CellsOfRow(block, problem, i, width, sums), width, to + i * width);
+      } else {
+        WriteZeros(to + i * width, width);
+      }
+    }
+  });
+}
+
+// Returns false if there is no memory.
 template <typename T, typename C>
-JB_CPU_CLONES void WriteGradientInOrder(const Problem problem, const GradientArrays<T> arrays, int64_t batch,
-                                        int64_t row_begin, int64_t row_end, const C* sums) {
+bool SumProductsInOrder(const Problem& problem, const GradientArrays<T>& arrays, int64_t batch, int64_t row_begin,
+                        int64_t row_end, SegmentRange segments, bool are_listed, C* sums) {
+  const auto x = BlockMemory<C>(problem), y = BlockMemory<C>(problem);
+  if (x == nullptr || y == nullptr) return false;
+  const auto target = StartCells(problem, ComputedSum<C>{nullptr}, segments, are_listed,
+                                 CellsOf<ComputedSum<C>>{sums, nullptr}, nullptr);
   const T* const probabilities = arrays.RowsOfProbabilities(problem, batch);
   const T* const d_probabilities = arrays.RowsOfCotangents(problem, batch);
-  const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
-    PrefetchRow(sums + segment * problem.features, problem.features);
-  };
-  WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
-    WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, arrays.d_logits, prefetch,
-                        [&](int64_t row, int64_t segment, T* to) __attribute__((always_inline)) {
-                          GradientOfRow(probabilities + row * width, d_probabilities + row * width,
-                                        sums + segment * width, width, to);
-                        });
-  });
+  ForEachBlockOfRows(problem, arrays.ids, batch, row_begin, row_end, segments, are_listed, RowsAtOnce(problem),
+                     [&](const RowBlock& block) {
+                       SumProductsOfBlock(block.From(0), NumbersOf(block, probabilities, problem.features, x.get()),
+                                          NumbersOf(block, d_probabilities, problem.features, y.get()), target);
+                     });
+  return true;
+}
+
+template <typename T, typename C>
+bool WriteGradientInOrder(const Problem& problem, const GradientArrays<T>& arrays, int64_t batch, int64_t row_begin,
+                          int64_t row_end, const C* sums) {
+  const auto x = BlockMemory<C>(problem), y = BlockMemory<C>(problem);
+  if (x == nullptr || y == nullptr) return false;
+  const int64_t features = problem.features;
+  const T* const probabilities = arrays.RowsOfProbabilities(problem, batch);
+  const T* const d_probabilities = arrays.RowsOfCotangents(problem, batch);
+  T* const d_logits = arrays.d_logits + batch * problem.rows * features;
+  ForEachBlockOfRows(problem, arrays.ids, batch, row_begin, row_end, SegmentRange{0, problem.segments},
+                     /*are_listed=*/false, RowsAtOnce(problem), [&](const RowBlock& block) {
+                       const C* const of_rows = NumbersOf(block, probabilities, features, x.get());
+                       const C* const d_rows = NumbersOf(block, d_probabilities, features, y.get());
+                       WriteBlock(block, features, x.get(), d_logits, [&](C* to) {
+                         GradientOfBlock(block, problem, of_rows, d_rows, sums, to);
+                       });
+                     });
+  return true;
 }
 
 template <typename T>
@@ -402,33 +468,22 @@ bool Softmax(ffi::ThreadPool& pool, const Problem& problem, const SoftmaxArrays<
     const Maximum<T> maximum{maxima.get()};
     if (!Scan(pool, problem, arrays.ids, DirectRows<T>{arrays.logits}, maximum)) return false;
     std::atomic<bool> has_memory{true};
-    const auto with_block = [&](const auto& body) {
-      const auto block = Allocate<C>(std::max(kBlockNumbers, problem.features));
-      if (block == nullptr) {
-        has_memory = false;
-      } else {
-        body(block.get());
-      }
-    };
     const auto fold_weights = [&](int64_t batch, int64_t row_begin, int64_t row_end, SegmentRange segments,
                                   bool are_listed, CellsOf<ComputedSum<C>> cells, int32_t*) {
-      with_block([&](C* block) {
-        WithConstant(are_listed, [&](auto listed) {
-          SumWeightsInOrder<listed>(problem, arrays, batch, row_begin, row_end, segments,
-                                    maxima.get() + batch * cells_per_batch, block, cells.first);
-        });
-      });
+      if (!SumWeightsInOrder(problem, arrays, batch, row_begin, row_end, segments, are_listed,
+                             maxima.get() + batch * cells_per_batch, cells.first)) {
+        has_memory = false;
+      }
     };
     const ComputedSum<C> sum{sums.get()};
-    if (!Scan<ComputedSum<C>>(pool, problem, arrays.ids, row_bytes, kMaxSegmentParts, sum, nullptr, fold_weights))
-      return false;
+    if (!Scan<ComputedSum<C>>(pool, problem, arrays.ids, row_bytes, sum, nullptr, fold_weights)) return false;
     ForEachChunkOfRows(pool, problem, arrays.probabilities, sizeof(T),
                        [&](int64_t batch, int64_t row_begin, int64_t row_end) {
                          const int64_t first_cell = batch * cells_per_batch;
-                         with_block([&](C* block) {
-                           WriteProbabilitiesInOrder(problem, arrays, batch, row_begin, row_end,
-                                                     maxima.get() + first_cell, sums.get() + first_cell, block);
-                         });
+                         if (!WriteProbabilitiesInOrder(problem, arrays, batch, row_begin, row_end,
+                                                        maxima.get() + first_cell, sums.get() + first_cell)) {
+                           has_memory = false;
+                         }
                        });
     return has_memory.load();
   };
@@ -445,20 +500,22 @@ bool SoftmaxGradients(ffi::ThreadPool& pool, const Problem& problem, const Gradi
     const int64_t cells_per_batch = problem.segments * problem.features;
     const auto sums = Allocate<C>(problem.batch * cells_per_batch);
     if (sums == nullptr) return false;
+    std::atomic<bool> has_memory{true};
     const auto fold_products = [&](int64_t batch, int64_t row_begin, int64_t row_end, SegmentRange segments,
                                    bool are_listed, CellsOf<ComputedSum<C>> cells, int32_t*) {
-      WithConstant(are_listed, [&](auto listed) {
-        SumProductsInOrder<listed>(problem, arrays, batch, row_begin, row_end, segments, cells.first);
-      });
+      if (!SumProductsInOrder(problem, arrays, batch, row_begin, row_end, segments, are_listed, cells.first)) {
+        has_memory = false;
+      }
     };
     const ComputedSum<C> sum{sums.get()};
-    if (!Scan<ComputedSum<C>>(pool, problem, arrays.ids, row_bytes, kMaxSegmentParts, sum, nullptr, fold_products))
-      return false;
+    if (!Scan<ComputedSum<C>>(pool, problem, arrays.ids, row_bytes, sum, nullptr, fold_products)) return false;
     ForEachChunkOfRows(
         pool, problem, arrays.d_logits, sizeof(T), [&](int64_t batch, int64_t row_begin, int64_t row_end) {
-          WriteGradientInOrder(problem, arrays, batch, row_begin, row_end, sums.get() + batch * cells_per_batch);
+          if (!WriteGradientInOrder(problem, arrays, batch, row_begin, row_end, sums.get() + batch * cells_per_batch)) {
+            has_memory = false;
+          }
         });
-    return true;
+    return has_memory.load();
   };
   return ForEachSegment(pool, problem, arrays.ids, kBackwardStates, arrays.d_logits, in_order,
                         [&](const Block& block, const GroupedRows& grouped, bool is_streamed) {

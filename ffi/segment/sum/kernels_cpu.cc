@@ -11,12 +11,35 @@
 namespace jax_baracuda::segment {
 namespace {
 
+// The means of segments, from sums of `width` features each; the first is number `into_first` of its segment.
+template <typename C, typename T>
+JB_INLINE void DivideByCounts(const C* sums, int64_t count, int64_t into_first, int64_t width, const int32_t* counts,
+                              T* to) {
+  constexpr int64_t kAtOnce = 256;
+  C rows[kAtOnce];
+  int64_t left = width - into_first;  // of the segment
+  for (int64_t begin = 0; begin < count; begin += kAtOnce) {
+    const int64_t part = std::min(kAtOnce, count - begin);
+    for (int64_t i = 0; i < part;) {
+      const int64_t end = std::min(i + left, part);
+      left -= end - i;
+      for (const C divisor = static_cast<C>(std::max(*counts, 1)); i < end; ++i) rows[i] = divisor;
+      if (left == 0) {
+        ++counts;
+        left = width;
+      }
+    }
+    StoreEach(part, to + begin, [&](int64_t i) __attribute__((always_inline)) { return sums[begin + i] / rows[i]; });
+  }
+}
+
 // Integers are summed as unsigned ones, which wrap; means are of floating numbers alone.
 template <typename T>
 struct Sum {
   using Element = T;
   using First = ComputeType<T>;
   using Second = NoNumber;
+  using Widened = Sum<First>;
   static constexpr bool kRounds = kIsFloating<T>, kHoldsRuns = true, kFoldsBoth = true;
 
   T* output;
@@ -47,19 +70,7 @@ struct Sum {
         return cells.first[i] / static_cast<First>(std::max(counts[i], 1));
       });
     } else {
-      WithWidth(features, [&](auto width) __attribute__((always_inline)) {
-        int64_t done = 0;
-        const auto divide = [&](auto cells_of_segment) __attribute__((always_inline)) {
-          const First rows = static_cast<First>(std::max(*counts++, 1));
-          StoreEach(cells_of_segment, to + done,
-                    [&](int64_t i) __attribute__((always_inline)) { return cells.first[done + i] / rows; });
-          done += cells_of_segment;
-        };
-        const int64_t into_first = first_cell % width;
-        if (into_first > 0) divide(std::min<int64_t>(width - into_first, count));
-        while (done + width <= count) divide(width);
-        if (done < count) divide(count - done);
-      });
+      DivideByCounts(cells.first, count, first_cell % features, features, counts, to);
     }
   }
 };
