@@ -31,7 +31,9 @@ def abstract_eval(op: Op, *operands: Any, donated: tuple[int, ...] = (), **param
     like = next(aval for aval, spec in zip(operands, specs, strict=True) if spec is not None)  # has the mesh
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
     shapes = call.named_shapes(results)
-    assignment = shapes.assign([*specs, *(None for _ in results)], call.resolve(op.replicated_dims))
+    assignment = shapes.assign(
+        [*specs, *(None for _ in results)], call.resolve(op.replicated_dims), call.resolve(op.reduction_dims)
+    )
     return [
         jax_versions.result_aval(like, shape, dtype, shapes.spec(names, shape, assignment))
         for (shape, dtype), names in zip(types, shapes.results, strict=True)

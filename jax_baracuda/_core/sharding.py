@@ -75,15 +75,24 @@ class NamedShapes(NamedTuple):
             "need_replication_factors": tuple(f for name, f in factors.items() if name in replicated_dims),
         }
 
-    def assign(self, specs: Sequence[Sequence[Any] | None], replicated_dims: Sequence[str]) -> dict[str, MeshAxes]:
-        """Gives each dimension the mesh axes of the first array that splits it; no axis splits an array twice."""
+    def assign(
+        self, specs: Sequence[Sequence[Any] | None], replicated_dims: Sequence[str], reduction_dims: Sequence[str]
+    ) -> dict[str, MeshAxes]:
+        """Gives each dimension the mesh axes of the first array that splits it.
+
+        No axis splits an array twice. The devices that split a reduction dimension have terms of the same results, so
+        their axes split no other dimension of an operand either.
+        """
         sizes = self.sizes
         assignment: dict[str, MeshAxes] = {name: () for name in replicated_dims if name in sizes}
         names_of_each, shapes = self.operands + self.results, self.operand_shapes + self.result_shapes
+        of_operands = {name for names in self.operands for name in names}
 
         def beside(name: str) -> set[str]:
-            """The axes that already split an array with this dimension."""
+            """The axes that already split a dimension which may not share them."""
             together = {other for names in names_of_each if name in names for other in names}
+            if name in of_operands:
+                together |= of_operands if name in reduction_dims else set(reduction_dims)
             return {axis for other in together for axis in assignment.get(other, ())}
 
         for names, shape, spec in zip(names_of_each, shapes, specs, strict=True):
@@ -128,7 +137,9 @@ def partitioned(
         arrays = [*arg_shapes, *result_shapes]
         specs = [tuple(getattr(array.sharding, "spec", ())) for array in arrays]
         assignment = {
-            name: axes for name, axes in shapes.assign(specs, replicated_dims).items() if can_be_split(mesh, name, axes)
+            name: axes
+            for name, axes in shapes.assign(specs, replicated_dims, reduction_dims).items()
+            if can_be_split(mesh, name, axes)
         }
 
         def shardings(dimensions: Sequence[Dimensions], sizes: Sequence[Sequence[int]]) -> tuple[NamedSharding, ...]:
