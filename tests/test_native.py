@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -76,6 +77,34 @@ def test_device_problem() -> None:
     assert answers == ["never asked for"]
     assert native.NativeModule("cpu", module, frozenset(), None).device_problem() is None
     assert native.NativeModule("cuda", None, frozenset(), "was not built").device_problem() is None
+
+
+ASK_FOR_PROBLEMS = """
+    import ctypes
+    from jax_baracuda._core.native import NATIVE_MODULES
+    module = NATIVE_MODULES["cuda"].module
+    print([module.device_problem(x) for x in ("", "20", "10-virtual", "75-real", "native")])
+    print(NATIVE_MODULES["cuda"].device_problem())
+    cuda, count, flags, is_active = ctypes.CDLL("libcuda.so.1"), *(ctypes.c_int() for _ in range(3))
+    assert cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+    for device in range(count.value):
+        cuda.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(is_active))
+        print(f"GPU {device}:", is_active.value)
+"""
+
+
+@pytest.mark.skipif(cases.PLATFORM != "cuda", reason="there is no GPU")
+def test_device_problem_of_gpus() -> None:
+    """GPUs that a build does not serve are named, and no CUDA context is made on any to find out."""
+    child = run_python(ASK_FOR_PROBLEMS)
+    assert child.returncode == 0, child.stderr
+    problems, own_problem, *contexts = child.stdout.splitlines()
+    nothing, old, old_ptx, old_code, native_build = ast.literal_eval(problems)
+    for problem in (nothing, old_code):
+        assert problem.startswith("this module has no code for GPU 0, ") and "JAX_BARACUDA_CUDA_ARCHITECTURES=" in problem
+    assert old == old_ptx == native_build == ""
+    assert own_problem == "None"
+    assert contexts and all(line.endswith(": 0") for line in contexts)
 
 
 def test_every_kernel_platform_has_a_module_record() -> None:

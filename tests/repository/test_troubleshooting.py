@@ -34,7 +34,7 @@ def strings(tree: ast.AST) -> Iterator[str]:
 def messages() -> str:
     """Every string of the Python files, and of the file that looks for GPUs."""
     found = [text for node in nodes_of_package() if isinstance(node, ast.Module) for text in strings(node)]
-    source = (ROOT / "ffi" / "core" / "device_problem.cu").read_text()
+    source = (ROOT / "ffi" / "core" / "device_problem_cuda.cc").read_text()
     found.extend(re.findall(r'"([^"\n]*)"', source))
     return "\n".join(found)
 
