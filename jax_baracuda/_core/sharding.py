@@ -77,23 +77,22 @@ class NamedShapes(NamedTuple):
         }
 
     def assign(self, specs: Sequence[Sequence[Any] | None], replicated_dims: Sequence[str]) -> dict[str, MeshAxes]:
-        """Gives each dimension the mesh axes of the first array that splits it; no axis splits a program twice.
+        """Gives each dimension the mesh axes of the first array that splits it; no axis splits an array twice.
 
-        An axis may split a dimension of operands alone, such as rows, and one of results alone, such as segments: the
-        program of a shard reduces the one, and knows of the other.
+        Nor does one split a dimension that all results lack, such as edges, and another one of operands, such as
+        features: a device would have some features of some edges alone, and no device the others of these.
         """
         sizes = self.sizes
         assignment: dict[str, MeshAxes] = {name: () for name in replicated_dims if name in sizes}
         names_of_each, shapes = self.operands + self.results, self.operand_shapes + self.result_shapes
-        of_operands, of_results = (
-            {name for names in arrays for name in names} for arrays in (self.operands, self.results)
-        )
+        of_operands = {name for names in self.operands for name in names}
+        reduced = of_operands.difference(*self.results)
 
         def beside(name: str) -> set[str]:
-            """The axes that already split what this dimension is combined with."""
-            apart = of_operands - of_results if name not in of_operands else set()
-            apart = of_results - of_operands if name not in of_results else apart
-            return {axis for other, axes in assignment.items() if other not in apart for axis in axes}
+            """The axes that already split an array with this dimension, or what it is combined with."""
+            together = {other for names in names_of_each if name in names for other in names}
+            together |= (of_operands if name in reduced else set()) | (reduced if name in of_operands else set())
+            return {axis for other in together for axis in assignment.get(other, ())}
 
         for names, shape, spec in zip(names_of_each, shapes, specs, strict=True):
             for name, size, entry in zip(names, shape, spec or (), strict=False):
