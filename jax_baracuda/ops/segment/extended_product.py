@@ -69,7 +69,7 @@ def product_of_one(x: Array) -> ExtendedProduct:
 def product_of_both(a: ExtendedProduct, b: ExtendedProduct) -> ExtendedProduct:
     mantissa = a.mantissa * b.mantissa
     carries = jnp.abs(mantissa) >= 2
-    exponent = (a.packed >> _EXPONENT) + (b.packed >> _EXPONENT) + carries
+    exponent = (a.packed >> _EXPONENT) + (b.packed >> _EXPONENT) + carries.astype(jnp.int32)
     counts = {kind: _count_of(a.packed, kind) + _count_of(b.packed, kind) for kind in (_ZEROS, _INFINITIES, _NANS)}
     return ExtendedProduct(jnp.where(carries, 0.5 * mantissa, mantissa), _pack(exponent, counts))
 
@@ -109,7 +109,8 @@ def _scaled(mantissa: Array, exponent: Array) -> Array:
     cut = jnp.clip(1 - bias - exponent, 0, info.nmant + 2).astype(unsigned)
     kept = significand >> cut
     rest, half = significand - (kept << cut), (unsigned.type(1) << cut) >> 1
-    kept += ((rest > half) | ((rest == half) & (kept % 2 == 1))) & (cut > 0)
+    rounds_up = ((rest > half) | ((rest == half) & (kept % 2 == 1))) & (cut > 0)
+    kept += rounds_up.astype(unsigned)
     # Where the leading bit is there, it adds 1 to the exponent.
     field = jnp.clip(exponent + bias - 1, 0, 2 * bias).astype(unsigned)
     magnitude = jnp.where(exponent > bias, unsigned.type((2 * bias + 1) << info.nmant), (field << info.nmant) + kept)

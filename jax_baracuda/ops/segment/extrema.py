@@ -133,7 +133,7 @@ def reference_winner(extremum: Extremum, data: Array, ids: Array, output: Array,
     of_rows = jnp.stack([attains.astype(jnp.int32), jnp.where(attains, row_numbers(data), 0)], axis=-1)
     of_cells = xla_sum(of_rows, ids, num_segments)
     attaining, sole = of_cells[..., 0], of_cells[..., 1]
-    members = attaining + (output == extremum.identity(output.dtype))
+    members = attaining + (output == extremum.identity(output.dtype)).astype(jnp.int32)
     return jnp.where(members > 1, -members, jnp.where(attaining == 1, sole, NO_WINNER))
 
 
@@ -147,7 +147,8 @@ def reference_gradient(d_output: Array, winner: Array, ids: Array, *data_and_out
     if data_and_output:
         data, output = data_and_output
         ties = is_member & (winners < NO_WINNER) & equal_numbers(data, gather_segments(output, ids)[0])
-        gradient = jnp.where(ties, cotangents / jnp.where(ties, -winners, 1), gradient)
+        members = jnp.where(ties, -winners, 1).astype(cotangents.dtype)
+        gradient = jnp.where(ties, cotangents / members, gradient)
     return gradient.astype(d_output.dtype)
 
 
