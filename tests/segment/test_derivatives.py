@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from segment.reference import plain_mean, plain_prod, plain_softmax, plain_sum
+from support import cases
 
 import jax_baracuda
 from jax_baracuda import Implementation, forward_mode, segment_plan
@@ -121,10 +124,8 @@ def test_forward_over_reverse(rng: np.random.Generator, name: str, form: str) ->
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
-    **dict.fromkeys(
-        ("segment_max", "segment_min", "gather_segment_max", "gather_segment_min"),
-        ({}, {"tie_break": "first"}),
-    ),
+    **dict.fromkeys(("segment_max", "segment_min"), ({}, {"tie_break": "first"}, {"bucket_size": 2})),
+    **dict.fromkeys(("gather_segment_max", "gather_segment_min"), ({}, {"tie_break": "first"})),
     "segment_sum": ({}, {"bucket_size": 2}),
     "segment_prod": ({}, {"bucket_size": 2}),
 }
@@ -184,3 +185,17 @@ def test_strict_promotion_of_values_and_public_gradients(dtype: str, implementat
         with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
             jax.jit(call).lower(*(jax.ShapeDtypeStruct(*x) for x in shapes))
             jax.jit(jax.vmap(call)).lower(*(jax.ShapeDtypeStruct((2, *shape), dtype) for shape, dtype in shapes))
+
+
+@cases.on_two_devices
+@pytest.mark.parametrize("kind", ["segment_max", "segment_min", "segment_prod", "gather_segment_max"])
+def test_strict_promotion_in_the_programs_of_shards(kind: str) -> None:
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+    data, ids = (jax.device_put(x, NamedSharding(mesh, P("x"))) for x in (np.ones((4, 3), jnp.bfloat16), np.arange(4)))
+    edges = (ids, ids) if kind.startswith("gather") else (ids,)
+
+    def loss(data: jax.Array, edges: tuple[jax.Array, ...]) -> jax.Array:
+        return (getattr(jax_baracuda, kind)(data, *edges, 4) ** 2).sum()
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        jax.jit(jax.grad(loss)).lower(data, edges).compile()

@@ -219,14 +219,14 @@ def winners_over_shards(
 
 def _merge_winners(extremum: Extremum, first_wins: bool, outputs: Array, winners: Array) -> tuple[Array, Array]:
     output = extremum.of_stacked(outputs)
-    attains = equal_numbers(outputs, output) & (winners != NO_WINNER)
+    attains = equal_numbers(outputs, output[None]) & (winners != NO_WINNER)
     none = jnp.iinfo(jnp.int32).max
     first = jnp.where(attains & (winners >= 0), winners, none).min(0)
     first = jnp.where(first == none, NO_WINNER, first)
     if first_wins:
         return output, first
     identity = (output == extremum.identity(output.dtype)).astype(jnp.int32)
-    of_shards = jnp.where(winners >= 0, 1, -winners - identity)
+    of_shards = jnp.where(winners >= 0, 1, -winners - identity[None])
     members = jnp.where(attains, of_shards, 0).sum(0, dtype=jnp.int32)
     members = jnp.where(members > 0, members + identity, 0)
     return output, jnp.where(members > 1, -members, first)

@@ -403,7 +403,7 @@ def _over_buckets(extremum: Extremum, cells: Array) -> Array:
 def _over_buckets_jvp(extremum: Extremum, primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
     [cells], [d_cells] = primals, tangents
     output = extremum.of_stacked(cells)
-    attains = equal_numbers(cells, output)
+    attains = equal_numbers(cells, output[None])
     total = jnp.where(attains, d_cells, 0).sum(0)
     return output, total / jnp.maximum(attains.sum(0), 1).astype(total.dtype)
 
