@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -64,6 +63,7 @@ from jax_baracuda.ops.segment.gather_extremum import (
     GATHER_SEGMENT_MIN,
     GATHER_SEGMENT_MIN_WITH_WINNER,
 )
+from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import index_of_first_row, row_axes_of
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD
@@ -427,7 +427,7 @@ def _reference_with_winner(
     **_: Any,
 ) -> tuple[Array, Array, Array]:
     output = extremum.of_segments(data, ids, num_segments)
-    order = jnp.arange(ids.shape[0] if with_order else 1, dtype=jnp.int32)
+    order = jnp.arange(ids.shape[0] if with_order else 1, dtype=index_dtype(ids.shape[0]))
     return output, reference_winner(extremum, data, ids, output, first_wins), order
 
 
@@ -615,7 +615,7 @@ def _ops(name: str, extremum: Extremum, aliases_of_backward: tuple[str, ...]) ->
             "order": IDS if with_order else ("no order",),
         },
         sizes=lambda *, num_segments, **_: {"segment": num_segments, "no order": 1},
-        result_dtypes=lambda data, segment_ids, **_: [data.dtype, np.int32, np.int32],
+        result_dtypes=lambda data, segment_ids, **_: [data.dtype, *[index_dtype(segment_ids.shape[0])] * 2],
         reference=functools.partial(_reference_with_winner, extremum),
         dtypes=FLOATING_DTYPES,
         guarantee=EXACT,
@@ -707,6 +707,7 @@ def _rules(reduction: Op, with_winner: Op, backward: Op, of_edges: Op, of_edges_
         order: Array | None = None,
         sorted_ids: Array | None = None,
     ) -> tuple[Array, tuple[Array, ...]]:
+        check_numbered(reduction.name, "rows", segment_ids.shape[0])
         with_order = _with_order(data, params)
         if order is None:
             output, winner, order = with_winner(data, segment_ids, **vars(params), with_order=with_order)

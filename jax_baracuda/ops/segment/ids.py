@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -68,9 +69,18 @@ def check_num_segments(name: str, num_segments: int) -> None:
         raise ValueError(f"{name}: num_segments must be at most 2^31 - 1, got {num_segments}")
 
 
-def index_dtype(num_rows: int) -> Any:
-    """The dtype of numbers of rows."""
-    return jnp.int64 if num_rows > jnp.iinfo(jnp.int32).max else jnp.int32
+def index_dtype(size: int) -> Any:
+    """The dtype of numbers of rows or segments, and of this one: int64 is there if :func:`check_numbered` is passed."""
+    return np.int64 if jax_versions.is_static_shape((size,)) and size > np.iinfo(np.int32).max else np.int32
+
+
+def check_numbered(name: str, what: str, size: int) -> None:
+    """Checks that JAX has a dtype for numbers of so many rows or segments."""
+    if index_dtype(size) == np.int64 and jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
+        raise ValueError(
+            f"{name}: {size} {what} are 2^31 or more, whose numbers need int64; set "
+            f'jax.config.update("jax_enable_x64", True), or split the {what}'
+        )
 
 
 def wrapped_ids(ids: Array, num_rows: int) -> Array:
@@ -101,7 +111,7 @@ def flat_ids(ids: Array, num_segments: int, clamps_ids: bool) -> Array:
 
 def signed_ids(ids: Array, num_segments: int) -> Array:
     """Ids as int32 or int64. What does not fit stays out of range, and ascending ids stay ascending."""
-    signed = jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32
+    signed = jnp.int64 if ids.dtype.itemsize == 8 or index_dtype(num_segments) == np.int64 else jnp.int32
     most = jnp.iinfo(signed).max
     if jnp.iinfo(ids.dtype).max > most and num_segments <= most:
         ids = jnp.minimum(ids, ids.dtype.type(most))  # to wrap would make them negative, in front of all others
