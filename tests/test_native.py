@@ -101,7 +101,9 @@ def test_device_problem_of_gpus() -> None:
     problems, own_problem, *contexts = child.stdout.splitlines()
     nothing, old, old_ptx, old_code, native_build = ast.literal_eval(problems)
     for problem in (nothing, old_code):
-        assert problem.startswith("this module has no code for GPU 0, ") and "JAX_BARACUDA_CUDA_ARCHITECTURES=" in problem
+        assert (
+            problem.startswith("this module has no code for GPU 0, ") and "JAX_BARACUDA_CUDA_ARCHITECTURES=" in problem
+        )
     assert old == old_ptx == native_build == ""
     assert own_problem == "None"
     assert contexts and all(line.endswith(": 0") for line in contexts)

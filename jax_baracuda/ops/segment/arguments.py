@@ -19,7 +19,7 @@ from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda.ops.segment.cells import in_order, put_back
 from jax_baracuda.ops.segment.definitions import Params
 from jax_baracuda.ops.segment.ids import Mode as Mode
-from jax_baracuda.ops.segment.ids import checked_ids, clamps, flat_ids, static_size
+from jax_baracuda.ops.segment.ids import check_numbered, checked_ids, clamps, flat_ids, static_size
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan
 
 TieBreak = Literal["split", "first"]
@@ -105,7 +105,8 @@ class SegmentCall:
         def call(data: Array, segment_ids: Array, **order: Array) -> Array:
             ids = segment_ids
             if use_buckets:
-                bucket = jnp.arange(ids.shape[0], dtype=ids.dtype) // self.bucket_size
+                numbers = jnp.repeat(jnp.arange(num_buckets, dtype=ids.dtype), self.bucket_size)
+                bucket = numbers[: ids.shape[0]]
                 is_member = (ids >= 0) & (ids < self.num_segments)
                 ids = jnp.where(is_member, ids + bucket * self.num_segments, -1)
             output = reduction(params, data=self.rows(data), segment_ids=ids, **order)
@@ -271,7 +272,9 @@ def _canonical_num_segments(name: str, ids: Array, num_segments: int | None) -> 
         if ids.size == 0:
             raise ValueError(f"{name}: num_segments is None, but segment_ids is empty and gives no number of segments")
         num_segments = jnp.max(ids) + 1 if isinstance(ids, jax.core.Tracer) else int(jnp.max(ids)) + 1
-    return static_size(name, "num_segments", num_segments)
+    num_segments = static_size(name, "num_segments", num_segments)
+    check_numbered(name, "segments", num_segments)
+    return num_segments
 
 
 def _check_bucket_size(name: str, bucket_size: int, ids: Array) -> None:

@@ -15,6 +15,7 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import in_automatic_mode
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.redirection import not_redirected
+from jax_baracuda.ops.segment.ids import index_dtype
 
 
 def _dropping(reduction: Callable[..., Array]) -> Callable[[Array, Array, int], Array]:
@@ -90,12 +91,13 @@ def gather_or_zeros(cells: Array, ids: Array) -> Array:
     Those come from a row of zeros behind the cells: XLA gathers narrow rows up to twice as fast as it also selects.
     """
     behind = jnp.concatenate([cells, jnp.zeros((1, *cells.shape[1:]), cells.dtype)])
-    rows = jnp.where((ids >= 0) & (ids < cells.shape[0]), ids.astype(jnp.int32), cells.shape[0])
+    numbers = ids.astype(index_dtype(cells.shape[0]))
+    rows = jnp.where((ids >= 0) & (ids < cells.shape[0]), numbers, cells.shape[0])
     return behind.at[rows].get(mode="promise_in_bounds")
 
 
 def row_numbers(rows: Array) -> Array:
-    return per_row(jnp.arange(rows.shape[0], dtype=jnp.int32), rows)
+    return per_row(jnp.arange(rows.shape[0], dtype=index_dtype(rows.shape[0])), rows)
 
 
 def has_ordered_bits(dtype: Any) -> bool:

@@ -13,7 +13,7 @@ from jax_baracuda._core.arrays import as_array
 from jax_baracuda._core.selection import current_selection
 from jax_baracuda.ops.segment.cells import gather_or_zeros, in_order, put_back
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits
-from jax_baracuda.ops.segment.ids import Mode, canonical_edges, static_size
+from jax_baracuda.ops.segment.ids import Mode, canonical_edges, index_dtype, static_size
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_gathers, check_plan
 
 
@@ -44,7 +44,8 @@ class Edges:
 
     def in_order(self) -> Edges:
         """The same edges, numbered in the order of their plan."""
-        places = jnp.arange(self.edge_order.shape[0], dtype=jnp.int32)
+        num_edges = self.edge_order.shape[0]
+        places = jnp.arange(num_edges, dtype=index_dtype(num_edges))
         transposed_order = in_order(put_back(places, self.edge_order), self.transposed_order)
         return dataclasses.replace(self, edge_order=None, transposed_order=transposed_order)
 

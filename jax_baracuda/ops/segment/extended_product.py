@@ -125,7 +125,8 @@ def _scaled(mantissa: Array, exponent: Array) -> Array:
     cut = jnp.clip(1 - bias - exponent, 0, info.nmant + 2).astype(unsigned)
     kept = significand >> cut
     rest, half = significand - (kept << cut), (unsigned.type(1) << cut) >> 1
-    kept += ((rest > half) | ((rest == half) & (kept % 2 == 1))) & (cut > 0)
+    rounds_up = ((rest > half) | ((rest == half) & (kept % 2 == 1))) & (cut > 0)
+    kept += rounds_up.astype(unsigned)
     # Where the leading bit is there, it adds 1 to the exponent.
     field = jnp.clip(exponent + bias - 1, 0, 2 * bias).astype(unsigned)
     magnitude = jnp.where(exponent > bias, unsigned.type((2 * bias + 1) << info.nmant), (field << info.nmant) + kept)

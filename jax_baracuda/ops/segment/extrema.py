@@ -23,6 +23,7 @@ from jax_baracuda.ops.segment.cells import (
     xla_min,
     xla_sum,
 )
+from jax_baracuda.ops.segment.ids import index_dtype
 from jax_baracuda.ops.segment.shards import merge_over_shards
 
 NO_WINNER = -1
@@ -122,18 +123,19 @@ MINIMUM = Extremum(_min_of_segments, _all_min, _min_of_stacked, math.inf, "max")
 def reference_winner(extremum: Extremum, data: Array, ids: Array, output: Array, first_wins: bool) -> Array:
     num_segments = output.shape[0]
     if 0 in output.shape or 0 in data.shape:
-        return jnp.full(output.shape, NO_WINNER, jnp.int32)
+        return jnp.full(output.shape, NO_WINNER, index_dtype(data.shape[0]))
+    row = row_numbers(data)
     extrema, is_member = gather_segments(output, ids)
     attains = is_member & equal_numbers(data, extrema)
     if first_wins:
-        none = jnp.iinfo(jnp.int32).max
-        first = xla_min(jnp.where(attains, row_numbers(data), none), ids, num_segments)
+        none = jnp.iinfo(row.dtype).max
+        first = xla_min(jnp.where(attains, row, none), ids, num_segments)
         return jnp.where(first == none, NO_WINNER, first)
     # In one scatter: where one row attains the extremum, the sum of the numbers of such rows is its number.
-    of_rows = jnp.stack([attains.astype(jnp.int32), jnp.where(attains, row_numbers(data), 0)], axis=-1)
+    of_rows = jnp.stack([attains.astype(row.dtype), jnp.where(attains, row, 0)], axis=-1)
     of_cells = xla_sum(of_rows, ids, num_segments)
     attaining, sole = of_cells[..., 0], of_cells[..., 1]
-    members = attaining + (output == extremum.identity(output.dtype))
+    members = attaining + (output == extremum.identity(output.dtype)).astype(row.dtype)
     return jnp.where(members > 1, -members, jnp.where(attaining == 1, sole, NO_WINNER))
 
 
@@ -147,7 +149,8 @@ def reference_gradient(d_output: Array, winner: Array, ids: Array, *data_and_out
     if data_and_output:
         data, output = data_and_output
         ties = is_member & (winners < NO_WINNER) & equal_numbers(data, gather_segments(output, ids)[0])
-        gradient = jnp.where(ties, cotangents / jnp.where(ties, -winners, 1), gradient)
+        members = jnp.where(ties, -winners, 1).astype(cotangents.dtype)
+        gradient = jnp.where(ties, cotangents / members, gradient)
     return gradient.astype(d_output.dtype)
 
 
@@ -218,14 +221,14 @@ def winners_over_shards(
 
 def _merge_winners(extremum: Extremum, first_wins: bool, outputs: Array, winners: Array) -> tuple[Array, Array]:
     output = extremum.of_stacked(outputs)
-    attains = equal_numbers(outputs, output) & (winners != NO_WINNER)
+    attains = equal_numbers(outputs, output[None]) & (winners != NO_WINNER)
     none = jnp.iinfo(jnp.int32).max
     first = jnp.where(attains & (winners >= 0), winners, none).min(0)
     first = jnp.where(first == none, NO_WINNER, first)
     if first_wins:
         return output, first
     identity = (output == extremum.identity(output.dtype)).astype(jnp.int32)
-    of_shards = jnp.where(winners >= 0, 1, -winners - identity)
+    of_shards = jnp.where(winners >= 0, 1, -winners - identity[None])
     members = jnp.where(attains, of_shards, 0).sum(0, dtype=jnp.int32)
     members = jnp.where(members > 0, members + identity, 0)
     return output, jnp.where(members > 1, -members, first)

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -65,6 +64,7 @@ from jax_baracuda.ops.segment.gather_extremum import (
     GATHER_SEGMENT_MIN,
     GATHER_SEGMENT_MIN_WITH_WINNER,
 )
+from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import index_of_first_row, row_axes_of
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD
@@ -404,7 +404,7 @@ def _over_buckets(extremum: Extremum, cells: Array) -> Array:
 def _over_buckets_jvp(extremum: Extremum, primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
     [cells], [d_cells] = primals, tangents
     output = extremum.of_stacked(cells)
-    attains = equal_numbers(cells, output)
+    attains = equal_numbers(cells, output[None])
     total = jnp.where(attains, d_cells, 0).sum(0)
     return output, total / jnp.maximum(attains.sum(0), 1).astype(total.dtype)
 
@@ -428,7 +428,7 @@ def _reference_with_winner(
     **_: Any,
 ) -> tuple[Array, Array, Array]:
     output = extremum.of_segments(data, ids, num_segments)
-    order = jnp.arange(ids.shape[0] if with_order else 1, dtype=jnp.int32)
+    order = jnp.arange(ids.shape[0] if with_order else 1, dtype=index_dtype(ids.shape[0]))
     return output, reference_winner(extremum, data, ids, output, first_wins), order
 
 
@@ -621,7 +621,7 @@ def _ops(name: str, extremum: Extremum, aliases_of_backward: tuple[str, ...]) ->
             "order": IDS if with_order else ("no order",),
         },
         sizes=lambda *, num_segments, **_: {"segment": num_segments, "no order": 1},
-        result_dtypes=lambda data, segment_ids, **_: [data.dtype, np.int32, np.int32],
+        result_dtypes=lambda data, segment_ids, **_: [data.dtype, *[index_dtype(segment_ids.shape[0])] * 2],
         reference=functools.partial(_reference_with_winner, extremum),
         dtypes=FLOATING_DTYPES,
         guarantee=EXACT,
@@ -716,6 +716,7 @@ def _rules(reduction: Op, with_winner: Op, backward: Op, of_edges: Op, of_edges_
         order: Array | None = None,
         sorted_ids: Array | None = None,
     ) -> tuple[Array, tuple[Array, ...]]:
+        check_numbered(reduction.name, "rows", segment_ids.shape[0])
         with_order = _with_order(data, params)
         if order is None:
             output, winner, order = with_winner(data, segment_ids, **vars(params), with_order=with_order)

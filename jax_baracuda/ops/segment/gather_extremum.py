@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -68,6 +67,7 @@ from jax_baracuda.ops.segment.graphs import (
     sum_over_graphs,
     whole_batch,
 )
+from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.order import sorted_by_segment
 from jax_baracuda.ops.segment.padding import features_to_add, with_features
 from jax_baracuda.ops.segment.plan import SegmentPlan
@@ -301,7 +301,8 @@ def _reference_backward(
     **_: Any,
 ) -> tuple[Array]:
     edge_order, transposed_order, _, transposed_rows = others[:4] if has_plan else (None, None, None, None)
-    edges = jnp.arange(segment_ids.shape[0], dtype=jnp.int32) if edge_order is None else edge_order
+    num_edges = segment_ids.shape[0]
+    edges = jnp.arange(num_edges, dtype=index_dtype(num_edges)) if edge_order is None else edge_order
     rows = gather_ids
     if transposed_order is not None:  # with a plan, these tell which gather ids were out of range
         rows = jnp.zeros_like(gather_ids).at[transposed_order].set(transposed_rows)[edges]
@@ -597,7 +598,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
     with_winner = Op(
         name=f"gather_segment_{name}_with_winner",
         results=extrema_and_winners,
-        result_dtypes=lambda data, *_, **__: [data.dtype, np.int32],
+        result_dtypes=lambda data, gather_ids, *_, **__: [data.dtype, index_dtype(gather_ids.shape[0])],
         reference=functools.partial(_reference_with_winner, extremum),
         xla_rules=rules,
         program_on_gpu=with_winner_on_gpu,
@@ -672,6 +673,7 @@ def _rules(reduction: Op, with_winner: Op, backward: Op, backward_of_graphs: Op)
         )[0]
 
     def forward(params: ExtremumParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+        check_numbered(reduction.name, "edges", arrays["segment_ids"].shape[0])
         order = [arrays["edge_order"]] if "edge_order" in arrays else []
         output, winner = with_winner(
             *(arrays[name] for name in ("data", "gather_ids", "segment_ids")),

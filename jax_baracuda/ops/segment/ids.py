@@ -75,9 +75,9 @@ def is_at_most(size: int, dtype: Any) -> bool:
     return largest <= np.iinfo(dtype).max
 
 
-def index_dtype(num_rows: int) -> Any:
-    """The dtype of numbers of rows."""
-    return jnp.int32 if is_at_most(num_rows, jnp.int32) else jnp.int64
+def index_dtype(size: int) -> Any:
+    """The dtype of numbers of rows or segments, and of this one: int64 is there if :func:`check_numbered` is passed."""
+    return np.int32 if is_at_most(size, np.int32) else np.int64
 
 
 def clamped_ids(ids: Array, size: int) -> Array:
@@ -85,6 +85,15 @@ def clamped_ids(ids: Array, size: int) -> Array:
     if ids.dtype.itemsize < 4:
         ids = ids.astype(jnp.int32)
     return jnp.clip(ids, 0, size - 1 if is_at_most(size, ids.dtype) else int(jnp.iinfo(ids.dtype).max))
+
+
+def check_numbered(name: str, what: str, size: int) -> None:
+    """Checks that JAX has a dtype for numbers of so many rows or segments."""
+    if index_dtype(size) == np.int64 and jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
+        raise ValueError(
+            f"{name}: {size} {what} are 2^31 or more, whose numbers need int64; set "
+            f'jax.config.update("jax_enable_x64", True), or split the {what}'
+        )
 
 
 def wrapped_ids(ids: Array, num_rows: int) -> Array:
@@ -115,7 +124,7 @@ def flat_ids(ids: Array, num_segments: int, clamps_ids: bool) -> Array:
 
 def signed_ids(ids: Array, num_segments: int) -> Array:
     """Ids as int32 or int64. What does not fit stays out of range, and ascending ids stay ascending."""
-    signed = jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32
+    signed = jnp.int64 if ids.dtype.itemsize == 8 or index_dtype(num_segments) == np.int64 else jnp.int32
     most = jnp.iinfo(signed).max
     if jnp.iinfo(ids.dtype).max > most and is_at_most(num_segments, signed):
         ids = jnp.minimum(ids, ids.dtype.type(most))  # to wrap would make them negative, in front of all others

@@ -11,7 +11,14 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda.ops.segment.cells import in_order
-from jax_baracuda.ops.segment.ids import canonical_edges, check_num_segments, checked_ids, flat_ids, static_size
+from jax_baracuda.ops.segment.ids import (
+    canonical_edges,
+    check_num_segments,
+    check_numbered,
+    checked_ids,
+    flat_ids,
+    static_size,
+)
 from jax_baracuda.ops.segment.order import SEGMENT_ORDER, in_32_bits
 
 
@@ -20,9 +27,10 @@ from jax_baracuda.ops.segment.order import SEGMENT_ORDER, in_32_bits
 class SegmentPlan:
     """The edges of a graph in the order of their receivers and in that of their senders; see :func:`segment_plan`.
 
-    A pytree of arrays of int32: pass it to compiled programs as an ordinary argument, never as a static one. The plan
-    of rows that no edge gathers has `edge_order`, `segment_ids` and `edge_segment_ids` alone; the others are None.
-    Plans are compared by identity; :meth:`validate` compares what they hold.
+    A pytree of arrays of int32 (orders of 2^31 edges or more: int64): pass it to compiled programs as an ordinary
+    argument, never as a static one. The plan of rows that no edge gathers has `edge_order`, `segment_ids` and
+    `edge_segment_ids` alone; the others are None. Plans are compared by identity; :meth:`validate` compares what they
+    hold.
     """
 
     edge_order: Array
@@ -156,6 +164,7 @@ def _canonical_segments(name: str, segment_ids: ArrayLike, num_segments: int) ->
 
 
 def _plan_of_ids(segments: Array, num_segments: int, rows: Array | None, num_rows: int | None) -> SegmentPlan:
+    check_numbered("segment_plan", "edges", segments.shape[0])
     segments = in_32_bits(segments, num_segments)
     order, sorted_segments = SEGMENT_ORDER(segments, num_segments=num_segments)
     transposed_order = sorted_rows = None

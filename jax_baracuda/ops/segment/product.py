@@ -44,6 +44,7 @@ from jax_baracuda.ops.segment.extended_product import (
     product_of_others,
     product_value,
 )
+from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import merge_over_shards, row_axes_of
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_params
@@ -118,6 +119,8 @@ def segment_prod(
     name = "segment_prod"
     options = {"bucket_size": bucket_size, "plan": plan}
     call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, **options)
+    if jnp.issubdtype(call.data.dtype, jnp.inexact):
+        check_numbered(name, "rows", call.segment_ids.shape[0])
     call = call.in_order()
     return reduce_numbers(name, call, _segment_prod, call.params(Params), jnp.prod)
 
@@ -168,9 +171,9 @@ def segment_prod_backward(
       >>> print(jb.segment_prod_backward(jnp.array([1.0, 10.0]), data, segment_ids))
       [ 4.  2. 30.  0.]
     """
-    d_output, call = canonicalize_backward(
-        "segment_prod_backward", d_output, data, segment_ids, indices_are_sorted, mode, plan
-    )
+    name = "segment_prod_backward"
+    d_output, call = canonicalize_backward(name, d_output, data, segment_ids, indices_are_sorted, mode, plan)
+    check_numbered(name, "rows", call.segment_ids.shape[0])
     with both_modes():  # a gradient has derivatives of either mode
         ordered = call.in_order()
         d_data = ordered.gradient(_segment_prod, ordered.params(Params), d_output)
@@ -209,7 +212,7 @@ def _reduce_in_pairs(
 
     order = jnp.argsort(ids, stable=True)
     ids, rows = ids[order], take(rows, order)
-    row = jnp.arange(num_rows, dtype=jnp.int32)
+    row = jnp.arange(num_rows, dtype=index_dtype(num_rows))
     first = xla_min(row, ids, num_segments)
     first_of_row, is_member = gather_segments(first, ids)
     rank = row - first_of_row

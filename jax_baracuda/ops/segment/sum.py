@@ -34,6 +34,7 @@ from jax_baracuda.ops.segment.definitions import (
     sum_guarantee,
 )
 from jax_baracuda.ops.segment.gather_sum import sum_edges
+from jax_baracuda.ops.segment.ids import index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import row_axes_of, sum_over_axes
 
@@ -279,7 +280,9 @@ def gradient_params(params: SumParams) -> dict[str, Any]:
 
 def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) -> Array:
     """The number of rows of each segment, ``[S]``."""
-    return SEGMENT_SUM(jnp.ones(ids.shape, jnp.int32), ids, **sum_params(num_segments, indices_are_sorted))[0]
+    return SEGMENT_SUM(
+        jnp.ones(ids.shape, index_dtype(ids.shape[0])), ids, **sum_params(num_segments, indices_are_sorted)
+    )[0]
 
 
 def _sum_rows(

@@ -21,7 +21,7 @@ from jax_baracuda._core.sharding import mesh_axes
 from jax_baracuda.ops.segment.cells import sum_in_blocks
 from jax_baracuda.ops.segment.definitions import sum_guarantee
 from jax_baracuda.ops.segment.gather_sum import sum_edges
-from jax_baracuda.ops.segment.ids import checked_ids, clamped_ids, index_dtype, wrapped_ids
+from jax_baracuda.ops.segment.ids import check_numbered, checked_ids, clamped_ids, index_dtype, wrapped_ids
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan
 from jax_baracuda.ops.segment.shards import of_split_segments
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_over_shards
@@ -100,6 +100,7 @@ def take_rows(
     if ids is None:
         raise TypeError(f"{name}: ids must be given, or a plan")
     ids = checked_ids(name, ids, "ids")
+    check_numbered(name, "rows", num_rows)
     if num_rows == 0 and ids.size > 0:
         raise ValueError(f"{name}: data must have rows for {ids.size} ids to take, got shape {data.shape}")
     ids = _row_numbers(ids, num_rows)
