@@ -259,8 +259,7 @@ CudaStatus LaunchExtremumBackward(const ExtremumBackwardCall& arguments, cudaStr
       a.blocks_per_batch = CeilDivide(problem.rows, BlockRows(a.features));
       const int64_t blocks = problem.batch * a.blocks_per_batch * a.features.columns;
       const size_t shared_bytes = BlockRows(a.features) * (sizeof(uint32_t) + sizeof(int32_t));
-      BackwardKernel<T, kVec, decltype(reads_data)::value>
-          <<<static_cast<uint32_t>(blocks), kThreads, shared_bytes, stream>>>(a);
+      BackwardKernel<T, kVec, decltype(reads_data)::value><<<GridSize(blocks), kThreads, shared_bytes, stream>>>(a);
       status = JB_LAUNCH_STATUS(BackwardKernel);
     };
     const auto launch_widest = [&](auto reads_data) {

@@ -126,7 +126,7 @@ CudaStatus LaunchGatherDot(const GatherDotCall& call, cudaStream_t stream) {
       const int64_t edges = CeilDivide(products, call.heads);
       a.edges_of_block = static_cast<int>(edges < kMaxEdges ? edges : kMaxEdges);
       a.blocks_per_batch = CeilDivide(problem.rows, a.edges_of_block);
-      DotKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kThreads, 0, stream>>>(a);
+      DotKernel<T, kVec><<<GridSize(problem.batch * a.blocks_per_batch), kThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(DotKernel);
     });
   });
