@@ -502,7 +502,6 @@ def check_claims(guarantee: Guarantee, dtype: str) -> None:
     assert (guarantee.math_precision == "accumulated") <= (guarantee.accumulator == accumulator)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize(("name", "dtype"), EVERY_OP_AND_DTYPE)
 def test_guarantee(rng: np.random.Generator, name: str, dtype: str) -> None:
     """Each claim about an op on this platform, for each combination of flags; a claim not known here fails."""
@@ -541,7 +540,6 @@ def test_guarantee(rng: np.random.Generator, name: str, dtype: str) -> None:
             call.check(results[k], f"{flags}")
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_which_ops_claim_to_be_deterministic(name: str) -> None:
     """Everything but unsorted floating sums on GPUs, and those too if so asked."""

@@ -78,7 +78,6 @@ def test_forward_mode_avoids_custom_vjp(op: str) -> None:
         assert pickle.loads(pickle.dumps(twin)) is twin
 
 
-@pytest.mark.newest_jax_alone
 @each_op
 def test_operands_are_those_of_the_examples(op: str) -> None:
     """With the same names, and in all examples with dimensions that cases have."""
@@ -111,7 +110,6 @@ def test_cases_meet_every_pair_of_values(op: str, several_devices: bool) -> None
     assert possible <= met, f"{len(possible - met)} of {len(possible)} pairs are not met: {list(possible - met)[:5]}"
 
 
-@pytest.mark.newest_jax_alone
 @each_op
 def test_every_value_and_every_bare_call_is_met(op: str) -> None:
     cases = cover(op, True, SEED)
@@ -137,7 +135,6 @@ def _chunks() -> list[tuple[str, int]]:
     return [(op, number) for op in OPS for number in range(-(-len(_cases(op)) // CHUNK))]
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize(("op", "chunk"), _chunks())
 def test_combinations(op: str, chunk: int) -> None:
     failures = []
@@ -150,7 +147,6 @@ def test_combinations(op: str, chunk: int) -> None:
     assert not failures, f"{len(failures)} cases failed:\n\n" + "\n\n".join(failures)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_strategy_is_reached(family: str) -> None:
     platforms = [name for name, native in NATIVE_MODULES.items() if native.module is not None]
@@ -159,7 +155,6 @@ def test_every_strategy_is_reached(family: str) -> None:
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.newest_jax_alone
 def test_fuzz() -> None:
     reports: list[str] = []
     fuzz = Fuzz(SEED, 40, None, reports.append, with_large=False, draws=2)

@@ -134,7 +134,6 @@ int main() {
 """
 
 
-@pytest.mark.newest_jax_alone
 def test_exceptions_of_handlers_are_errors(tmp_path: Path) -> None:
     """No exception crosses XLA's C interface, whatever it is."""
     root = Path(__file__).parents[1]

@@ -7,17 +7,15 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import cases
 
 import jax_baracuda as jb
-from jax_baracuda._core import selection
-from jax_baracuda._core.selection import TuningTable
 from jax_baracuda._examples import decoding, graph_networks
 from jax_baracuda._examples.decoding import Decoder
 from jax_baracuda._examples.graph_networks import Model, gat, sage, training_step
@@ -135,11 +133,10 @@ def compiled(program: Callable[..., Any], *operands: Any, donated: Sequence[int]
 
 
 @pytest.fixture(autouse=True)
-def table_of_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The packaged table's rows of all GPUs, which know of layouts. The others would leave small arrays to XLA."""
-    packaged = TuningTable.read(Path(selection.__file__).with_name("tuning.json"))
-    table = TuningTable(tuple(row for row in packaged.rows if row.device == "cuda"))
-    monkeypatch.setattr(selection, "packaged_table", lambda: table)
+def only_windows_have_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of windows are about layouts. Others would leave small arrays to XLA."""
+    windows = ("write_slice", "write_slice_backward")
+    cases.use_rules(monkeypatch, lambda op: op.xla_rules if op.name in windows else ())
 
 
 DECODERS = {

@@ -109,7 +109,7 @@ class KernelVjp:
         is_differentiated = [not self._symbolic_zeros or x.perturbed for x in leaves]
         arrays = [x.value if self._symbolic_zeros else x for x in leaves]
         types = _Types.of(structure, arrays, is_differentiated)
-        with selecting(call.selection):
+        with selecting(call.selection), both_modes():  # forward mode over this gradient differentiates what runs here
             result, residuals = self.forward(call.params, **jax.tree.unflatten(structure, arrays))
         return result, (types, residuals)
 
@@ -126,7 +126,7 @@ class KernelVjp:
     def _pull_back(self, call: _Call, types: Mapping[str, Any], residuals: Any, cotangent: Any) -> dict[str, Any]:
         """The cotangents of all arrays, in their types."""
         of_types = (types,) if self._symbolic_zeros else ()
-        with selecting(call.selection):
+        with selecting(call.selection), both_modes():
             cotangents = self.backward(call.params, residuals, cotangent, *of_types)
         return {name: _like(cotangents.get(name), type_) for name, type_ in types.items()}
 
@@ -155,8 +155,7 @@ class KernelVjp:
                 for type_, use in zip(result_types, has_tangent, strict=True)
             ]
             cotangent = jax.tree.unflatten(result_structure, cotangent)
-            with both_modes():
-                of_names = self._pull_back(call, types.by_name(), own_residuals, cotangent)
+            of_names = self._pull_back(call, types.by_name(), own_residuals, cotangent)
             cotangents = structure.flatten_up_to(of_names)
             return [
                 jnp.zeros_like(leaf) if x is None else x

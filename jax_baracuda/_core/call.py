@@ -79,11 +79,6 @@ class OpCall:
         return self.all_params.get("implementation")
 
     @property
-    def asks_table(self) -> bool:
-        """Whether a table of measured calls picks the implementation."""
-        return not isinstance(self.selection, str)
-
-    @property
     def dtype(self) -> np.dtype[Any]:
         """That of the first operand."""
         return np.dtype(self.operands[0].dtype)
@@ -142,7 +137,7 @@ class OpCall:
         return NamedShapes(operand_names, result_names, operand_shapes, result_shapes, sizes)
 
     def sizes(self) -> dict[str, int]:
-        """What rows of a tuning table may ask for: the sizes of the named dimensions, "features" (the product of those
+        """What rules may ask for: the sizes of the named dimensions, "features" (the product of those
         without names, 1 where there are none; not where one is named "feature"), "bytes" (of all operands and results),
         "bytes_elsewhere" (of those that are not updated in place), "element_bits" (of the narrowest operand), "rank"
         (of the first operand), "operands" and "batch_dims" (how many there are)."""

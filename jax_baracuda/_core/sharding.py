@@ -11,6 +11,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_baracuda._core import jax_versions
+from jax_baracuda._core.redirection import not_redirected
 
 if TYPE_CHECKING:
     from jax_baracuda._core.call import Dimensions
@@ -138,7 +139,7 @@ def partitioned(
             )
 
         def shard(*operands: jax.Array) -> Sequence[jax.Array]:
-            with jax_versions.without_abstract_mesh():
+            with jax_versions.without_abstract_mesh(), not_redirected():
                 return shard_program(assignment, *operands)
 
         return (

@@ -31,6 +31,7 @@ from jax_baracuda._core.arrays import (
     reshard_as,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -485,6 +486,9 @@ def _transpose_write(
     return [*of_dests, *of_sources]
 
 
+# H100, time of plain JAX / kernel: 0.83 to 1.28 (20 loops); in programs XLA fuses the write with what computes the
+# window. Two cores: 0.6 for arrays that stay in the cache. Where a step reads what it writes, XLA may rewrite the whole
+# array.
 WRITE_SLICE = Op(
     name="write_slice",
     operands=lambda *, ranks, windows, **_: {
@@ -500,6 +504,10 @@ WRITE_SLICE = Op(
     aliases=("write_slices",),
     attributes=("windows", "drop"),
     plan_parameters=_plan_parameters,
+    xla_rules=(
+        on_gpu("XLA writes a slice in place, in any layout of the array", at_least(element_bits=8)),
+        on_cpu("the call of a kernel takes longer than the write", at_most(bytes=32 * KB)),
+    ),
     replicated_dims=lambda *, windows, **_: _window_dimensions(windows),
     shard_program=_shard_write,
     shards_reference=True,
@@ -526,6 +534,7 @@ WRITE_SLICE_BACKWARD = Op(
     guarantee=EXACT,
     attributes=("windows", "drop"),
     plan_parameters=_plan_parameters,
+    xla_rules=(on_gpu("launch-bound: a copy and a slice", at_most(bytes=4 * MB)),),
     replicated_dims=lambda *, windows, **_: _window_dimensions(windows),
     shard_program=_shard_extract,
     shards_reference=True,

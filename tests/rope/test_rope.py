@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -149,6 +150,39 @@ def test_plain_jax_with_constant_angles(rng: np.random.Generator, dtype: str, la
             rotation.of(cotangent, -1).check(gradient, f"{rotation} backward")
 
 
+@each_pairing
+def test_rotations_share_one_table(interleaved: bool) -> None:
+    """A program has the sines and cosines of its rotations once, before XLA compiles it and after."""
+    x = jnp.ones((2, 3, 64, 32))
+
+    def rotate_often(x: Any) -> Any:
+        for _ in range(3):
+            x = rope(x + 1, interleaved=interleaved, scale=0.5)
+        return rope_qk(x, 2 * x, interleaved=interleaved, scale=0.5)[1]
+
+    def loss(x: Any) -> Any:
+        return (jax.jit(rotate_often)(x) ** 2).sum() + (rotate_often(-x) ** 2).sum()
+
+    def loss_of_both(x: Any) -> Any:
+        return loss(x) + jax.vmap(loss)(jnp.stack([x, 2 * x])).sum()
+
+    with jb.implementation("xla"):
+        assert jax.jit(jax.value_and_grad(loss)).lower(x).as_text().count('dense<"0x') == 2  # literals of many numbers
+        lowered = jax.jit(jax.value_and_grad(loss_of_both)).lower(x)
+    assert len(re.findall(r"= f32\[\d[\d,]*\]\S* constant\(", lowered.compile().as_text())) == 2
+
+
+def test_tables_are_told_apart_by_their_contents() -> None:
+    """Names of programs, in caches as well, tell tables of equal checksum apart."""
+    inv_freq = np.ones(4)
+    polynomial = int(f"{0x104C11DB7:b}"[::-1], 2)  # of CRC-32: a difference that it does not see
+    other = (inv_freq.view(np.uint64) ^ np.array([polynomial, 0, 0, 0], np.uint64)).view(np.float64)
+    assert zlib.crc32(inv_freq) == zlib.crc32(other) and (inv_freq != other).any()
+    x = jnp.ones((1, 2, 8, 8))
+    jaxprs = {str(jax.make_jaxpr(functools.partial(rope, inv_freq=f))(x)) for f in (inv_freq, other, inv_freq.copy())}
+    assert len(jaxprs) == 2
+
+
 def test_which_angles_are_constant() -> None:
     def has_constant_angles(length: int, *positions: Any, **options: Any) -> bool:
         x = jax.ShapeDtypeStruct((1, 2, length, 128), np.float32)
@@ -163,7 +197,6 @@ def test_which_angles_are_constant() -> None:
     assert not has_constant_angles(8, inv_freq=jnp.ones((2, 64)))
 
 
-@pytest.mark.newest_jax_alone
 @each_layout
 @each_pairing
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -198,7 +231,6 @@ def test_backward_functions(rng: np.random.Generator, interleaved: bool, layout:
     assert batch.run() == {"rope_backward": 8, "rope_qk_backward": 8}
 
 
-@pytest.mark.newest_jax_alone
 @settings(deadline=None, max_examples=25)
 @given(
     size=st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 40), st.integers(1, 40).map(lambda d: 2 * d)),
@@ -225,7 +257,6 @@ def test_any_small_problem(
     batch.run()
 
 
-@pytest.mark.newest_jax_alone
 def test_reference_itself(rng: np.random.Generator) -> None:
     """The NumPy reference is the product of complex numbers, for each pair by itself."""
     for layout, interleaved in itertools.product(LAYOUTS, PAIRINGS):
@@ -286,7 +317,6 @@ def test_decoding(rng: np.random.Generator, interleaved: bool) -> None:
             rotation.of(x).check(rope(x, shared, **rotation.options()))
 
 
-@pytest.mark.newest_jax_alone
 @each_layout
 @each_dtype
 def test_rope_qk_equals_two_ropes(rng: np.random.Generator, dtype: str, layout: str) -> None:
@@ -363,7 +393,6 @@ def units_off(expected: ExpectedRotation, actual: Any) -> np.ndarray:
     return (error / expected.units()).astype(np.float64)
 
 
-@pytest.mark.newest_jax_alone
 @each_pairing
 @each_dtype
 def test_precision_to_a_million_positions(rng: np.random.Generator, dtype: str, interleaved: bool) -> None:
@@ -386,7 +415,6 @@ def test_precision_to_a_million_positions(rng: np.random.Generator, dtype: str, 
                 assert right.mean() >= 0.99, f"{right.mean():.4f}"
 
 
-@pytest.mark.newest_jax_alone
 @each_pairing
 @each_dtype
 def test_precision_beyond_a_million_positions(rng: np.random.Generator, dtype: str, interleaved: bool) -> None:
@@ -402,7 +430,6 @@ def test_precision_beyond_a_million_positions(rng: np.random.Generator, dtype: s
     rotation.of(x).check(y)
 
 
-@pytest.mark.newest_jax_alone
 def test_precision_of_long_positions(rng: np.random.Generator) -> None:
     """Positions beyond int32 count with all of the bits that float64 has; any others still turn, and no more."""
     positions = np.array([2**32, 2**32 + 1, -(2**33) - 7, 2**40 + 12345, 2**52 + 1])
@@ -498,7 +525,6 @@ def test_64_bit_numpy_inputs_with_x64_off(rng: np.random.Generator) -> None:
 # Special values.
 
 
-@pytest.mark.newest_jax_alone
 @each_layout
 @each_pairing
 @each_dtype
@@ -518,7 +544,6 @@ def test_nan_and_infinity_stay_in_their_pair(
     expected.check(y)
 
 
-@pytest.mark.newest_jax_alone
 @each_layout
 @each_pairing
 @each_dtype
@@ -535,7 +560,6 @@ def test_passthrough_features_keep_their_bits(
         np.testing.assert_array_equal(np.asarray(y).view(unsigned)[..., rotary_dim:], bits[..., rotary_dim:])
 
 
-@pytest.mark.newest_jax_alone
 @each_dtype
 def test_position_zero_is_the_identity(rng: np.random.Generator, dtype: str) -> None:
     x = make_features(rng, (2, 3, 5, 16), dtype)

@@ -200,7 +200,6 @@ BY_HAND: dict[str, tuple[dict[str, Any], list[float], float]] = {
 }
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("case", BY_HAND)
 def test_by_hand(case: str) -> None:
     arguments, expected, expected_scale = BY_HAND[case]
@@ -210,7 +209,6 @@ def test_by_hand(case: str) -> None:
     assert scale == pytest.approx(expected_scale, rel=1e-9)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dim", [2, 64, 96, 128, 256])
 def test_exactness(dim: int) -> None:
     """Frequencies have all bits of float64, with 64-bit types of JAX off."""
@@ -272,7 +270,6 @@ REQUIRED = {
 }
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize(("rope_type", "key"), [(name, key) for name, keys in REQUIRED.items() for key in keys])
 def test_missing_keys(rope_type: str, key: str) -> None:
     scaling = {"rope_type": rope_type, **REQUIRED[rope_type], "factor": 2.0}
@@ -282,7 +279,6 @@ def test_missing_keys(rope_type: str, key: str) -> None:
         rope_frequencies(4, 10000.0, scaling, seq_len=4)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("rope_type", ["default", "proportional", *REQUIRED])
 @pytest.mark.parametrize("key", ["facter", "low_freq_factors", "long_mscale", 3])
 def test_unknown_keys(rope_type: str, key: Any) -> None:
@@ -443,7 +439,6 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors(case: str) -> None:
     arguments, exception, message = ERRORS[case]

@@ -76,7 +76,6 @@ def call_of(graph: Graph, form: str) -> Callable[..., jax.Array]:
     return call
 
 
-@pytest.mark.newest_jax_alone
 @cases.each_pair(sizes=GRAPHS, dtype=cases.FLOATING, form=FORMS)
 def test_value_and_gradients(rng: np.random.Generator, sizes: Any, dtype: str, form: str) -> None:
     """Of every size and dtype, unsorted, sorted and by a plan; and once more with the same bits."""

@@ -105,7 +105,6 @@ def test_bad_batch_dims_are_refused(target: str) -> None:
     handlers.assert_bad_batch_dims_refused(good, good.results[0].name)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("target", TARGETS)
 def test_bad_shapes_are_refused(target: str) -> None:
     """Each operand and result with another rank, batch, number of rows, segments or features."""
@@ -116,7 +115,6 @@ def test_bad_shapes_are_refused(target: str) -> None:
         assert_refused(call, f"{array.name} {how}")
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("target", TARGETS)
 def test_bad_dtypes_are_refused(target: str) -> None:
     """Each operand and result with a dtype that has no kernel, or that does not fit to the others."""

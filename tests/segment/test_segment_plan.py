@@ -30,7 +30,6 @@ def small_integers(rng: np.random.Generator, *shape: int) -> jax.Array:
     return jnp.asarray(rng.integers(-3, 4, shape), jnp.float32)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize(
     ("reduction", "dtype"), [pytest.param(r, dtype, id=f"{r}-{dtype}") for r in REDUCTIONS for dtype in r.dtypes]
 )
@@ -167,7 +166,6 @@ def test_sharding_of_features(rng: np.random.Generator, reduction: Reduction, ax
         np.testing.assert_allclose(result, want, rtol=1e-6)
 
 
-@pytest.mark.newest_jax_alone
 @each_reduction
 def test_any_plan_is_safe(rng: np.random.Generator, reduction: Reduction) -> None:
     """Arrays that are no orders give some result, and nothing is read or written out of bounds."""

@@ -35,7 +35,6 @@ def check_value_and_gradient(
             gradient.check(d_data, f"{where} gradient")
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("layout", ["wide rows", "scalar rows", "narrow rows"])
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_special_values_exhaustively(dtype: str, layout: str) -> None:
@@ -64,7 +63,6 @@ def test_special_values_exhaustively(dtype: str, layout: str) -> None:
         batch.run()
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("num_zeros", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("special", [0.0, -0.0, np.inf, -np.inf, np.nan])
 def test_counts_of_special_values(rng: np.random.Generator, special: float, num_zeros: int) -> None:
@@ -78,7 +76,6 @@ def test_counts_of_special_values(rng: np.random.Generator, special: float, num_
     check_value_and_gradient(data[shuffled], ids[shuffled], 2)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("order", ["large first", "small first", "alternating", "random"])
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_intermediate_products_out_of_range(rng: np.random.Generator, dtype: str, order: str) -> None:
@@ -129,7 +126,6 @@ def test_exponents_of_partial_products_beyond_25_bits(
             assert_same_bits(d_data, 8 / data)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("is_sorted", [False, True])
 def test_exponents_of_partial_products_beyond_32_bits(is_sorted: bool) -> None:
     """Of kernels: the product of the large factors alone is about 2^(2^31)."""
@@ -159,7 +155,6 @@ def test_products_of_shards_out_of_range(of_cells: P) -> None:
         np.testing.assert_array_equal(d_data, 1 / data)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_subnormal_factors_and_products(rng: np.random.Generator, dtype: str) -> None:
     """Factors and products below the smallest normal number are neither zero nor less precise than they are."""
@@ -200,7 +195,6 @@ def test_float16_products_and_gradients_have_the_range_of_float32() -> None:
     np.testing.assert_allclose(np.asarray(d_data, np.float64), [0.03, 0.03, 900], rtol=rounding)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_cotangents_bring_gradients_back_into_range(dtype: str) -> None:
     """The product of the other rows is out of range, times the cotangent it is not; and the other way round."""
@@ -217,7 +211,6 @@ def test_cotangents_bring_gradients_back_into_range(dtype: str) -> None:
             check_value_and_gradient(rows, np.zeros(count, np.int32), 1, cotangent, f"{first} {count}")
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_rounding(rng: np.random.Generator, dtype: str) -> None:
     """Products of any numbers have at most one rounding of the accumulator per factor, and one of the result."""
@@ -251,7 +244,6 @@ def test_rounding(rng: np.random.Generator, dtype: str) -> None:
         batch.run()
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", WIDE_INTEGERS)
 def test_integers_wrap(dtype: str) -> None:
     info = np.iinfo(dtype)

@@ -13,6 +13,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import accumulation_dtype
+from jax_baracuda._core.dispatch import MB, at_most, mostly_empty_segments, on_gpu, unsorted
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -211,6 +212,15 @@ SEGMENT_ARGMAX, SEGMENT_ARGMIN = (
         reference=functools.partial(_reference, extremum),
         dtypes=WIDE_DTYPES,
         guarantee=EXACT,
+        # H100, time of plain JAX / kernel: 0.33 to 0.8 (6 of 52 loops).
+        xla_rules=(
+            on_gpu(
+                "XLA sorts no rows of mostly empty segments",
+                unsorted,
+                mostly_empty_segments,
+                at_most(rows=1 << 16, bytes=16 * MB),
+            ),
+        ),
         shard_program=functools.partial(_shard_program, extremum),
     )
     for name, extremum in (("segment_argmax", MAXIMUM), ("segment_argmin", MINIMUM))

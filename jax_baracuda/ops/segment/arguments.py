@@ -174,7 +174,7 @@ def canonicalize(
     data = as_array(name, data_name, data)
     ids = ids_of_rows(name, segment_ids, plan, num_segments=num_segments, mode=mode)
     row_shape = data.shape[1:]
-    if not _broadcasts(data.shape, (*ids.shape, *row_shape)):
+    if not broadcasts(data.shape, (*ids.shape, *row_shape)):
         raise ValueError(
             f"{name}: {data_name} must have one row per id, that is, a shape that broadcasts to segment_ids.shape + "
             f"{data_name}.shape[1:] = {(*ids.shape, *row_shape)}; got {data_name}.shape = {data.shape}, "
@@ -261,7 +261,7 @@ def check_like(name: str, argument: str, value: Array, like_name: str, like: Arr
         raise ValueError(f"{name}: {argument} must have shape {shape} to fit {like_name}, got {value.shape}")
 
 
-def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
+def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
     offset = len(target) - len(shape)
     return offset >= 0 and all(size in (1, target[offset + i]) for i, size in enumerate(shape))
 

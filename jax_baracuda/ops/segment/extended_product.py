@@ -89,7 +89,7 @@ def product_of_both(a: ExtendedProduct, b: ExtendedProduct) -> ExtendedProduct:
     return ExtendedProduct(mantissa, _pack(units, counts))
 
 
-def product_of_others(product: ExtendedProduct, member: Array) -> Array:
+def product_of_others(product: ExtendedProduct, member: Array) -> ExtendedProduct:
     """The product of all members but one."""
     one = product_of_one(member)
     units = (product.packed >> _UNITS) - (one.packed >> _UNITS)
@@ -100,7 +100,7 @@ def product_of_others(product: ExtendedProduct, member: Array) -> Array:
         return jnp.where((_count_of(one.packed, kind) == 1) & (count == 1), 0, count)
 
     packed = _pack(units, {kind: count(kind) for kind in (_ZEROS, _INFINITIES, _NANS)})
-    return product_value(ExtendedProduct(product.mantissa / one.mantissa, packed))
+    return ExtendedProduct(product.mantissa / one.mantissa, packed)
 
 
 def product_value(product: ExtendedProduct) -> Array:

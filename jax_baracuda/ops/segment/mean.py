@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.dispatch import on_cpu, on_gpu
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -36,7 +37,14 @@ from jax_baracuda.ops.segment.definitions import (
 from jax_baracuda.ops.segment.gather_sum import sum_edges
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import row_axes_of
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, count_rows, gradient_params, sum_over_shards, sum_params
+from jax_baracuda.ops.segment.sum import (
+    SEGMENT_SUM,
+    SUM_RULES,
+    count_rows,
+    gradient_params,
+    sum_over_shards,
+    sum_params,
+)
 
 
 @selectable
@@ -202,16 +210,20 @@ SEGMENT_MEAN = reduction_op(
     dtypes=FLOATING_DTYPES,
     guarantee=sum_guarantee,
     attributes=("deterministic",),
+    xla_rules=SUM_RULES,
     shard_program=_shard_program,
     transpose=lambda _, d_results, ids, *, num_segments, **params: SEGMENT_MEAN_BACKWARD(
         d_results[0], count_rows(ids, num_segments), ids, **params
     ),
 )
 
+# A gather of quotients. H100, time of plain JAX / kernel: 0.54, between elementwise operations 0.42 (33 loops each).
+# Two cores: 0.52 (8 loops).
 SEGMENT_MEAN_BACKWARD = gradient_op(
     "segment_mean_backward",
     operands={"d_output": CELLS, "count": COUNTS, "segment_ids": IDS},
     reference=_reference_backward,
+    xla_rules=(on_gpu("a gather, which XLA fuses with its neighbours"), on_cpu("a gather")),
     guarantee=ROUNDED_ONCE,
     transpose=lambda d_outputs, d_data, count, ids, **params: (
         _sum_over_counts(d_data[0], count, ids, **sum_params(d_outputs[0].shape[0], **params)),

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, reshard_like
 from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
+from jax_baracuda._core.dispatch import MB, at_most, fused, on_gpu
 from jax_baracuda._core.selection import Implementation, current_selection, selectable
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -98,8 +99,8 @@ def segment_prod(
     Numerical guarantees: floating numbers are multiplied in float32 (float64 for float64) with an exponent of their
     own, so nothing overflows or underflows on the way: the product is finite where the exact one is. (In plain JAX, and
     where devices share a segment, that exponent reaches to 2^31, or 2^34 for float64: 14 million rows of the most
-    extreme magnitude.) It is rounded once to the dtype. NaN propagates, and so does zero times infinity. Integers are exact and wrap. Bit-equal from run to
-    run and independent of scheduling.
+    extreme magnitude.) It is rounded once to the dtype. NaN propagates, and so does zero times infinity. Integers are
+    exact and wrap. Bit-equal from run to run and independent of scheduling.
 
     Gradient: ``d_data[n] = d_out[segment_ids[n]] * product of the segment's other rows``, right also where rows are
     zero, infinite or of extreme magnitude; 0 for dropped rows.
@@ -274,9 +275,7 @@ def _reference_product_gradient(d_output: Array, mantissa: Array, packed: Array,
     )
     dtype = mantissa.dtype
     others = product_of_others(ExtendedProduct(mantissa, packed), data.astype(dtype))
-    # As cotangents * others, but for subnormal numbers, which XLA flushes to zero on CPUs.
-    factors = (product_of_one(x) for x in (cotangents.astype(dtype), others))
-    gradient = product_value(product_of_both(*factors))
+    gradient = product_value(product_of_both(product_of_one(cotangents.astype(dtype)), others))
     return jnp.where(is_member, gradient, 0).astype(data.dtype)
 
 
@@ -393,10 +392,15 @@ SEGMENT_PROD_WITH_RESIDUAL = reduction_op(
     tangent=_tangent_with_residual,
 )
 
+# H100, time of plain JAX / kernel: 0.8 between elementwise operations, 0.7 alone up to 4 MB (21 loops each).
 SEGMENT_PROD_BACKWARD = gradient_op(
     "segment_prod_backward",
     operands={"d_output": CELLS, "mantissa": CELLS, "packed": CELLS, "data": ROWS, "segment_ids": IDS},
     reference=_reference_backward,
+    xla_rules=(
+        on_gpu("XLA fuses the gathers with their neighbours", fused),
+        on_gpu("launch-bound", at_most(bytes=4 * MB)),
+    ),
     guarantee=product_guarantee,
     transpose=_transpose_backward,
 )

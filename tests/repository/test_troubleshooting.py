@@ -7,16 +7,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OF_JAX = (
     "can't apply forward-mode",
     "jvp) to a custom_vjp function",
     "Cannot serialize code with custom calls whose targets have no compatibility guarantees",
 )
-
-pytestmark = pytest.mark.newest_jax_alone
 
 
 def nodes_of_package() -> Iterator[ast.AST]:
