@@ -101,12 +101,56 @@ def test_device_problem_of_gpus() -> None:
     problems, own_problem, *contexts = child.stdout.splitlines()
     nothing, old, old_ptx, old_code, native_build = ast.literal_eval(problems)
     for problem in (nothing, old_code):
-        assert (
-            problem.startswith("this module has no code for GPU 0, ") and "JAX_BARACUDA_CUDA_ARCHITECTURES=" in problem
-        )
+        assert problem.startswith("this module has no code for GPU 0, ")
+        assert "JAX_BARACUDA_CUDA_ARCHITECTURES=" in problem
     assert old == old_ptx == native_build == ""
     assert own_problem == "None"
     assert contexts and all(line.endswith(": 0") for line in contexts)
+
+
+THROWING_HANDLERS = """
+#include <cstdio>
+#include <new>
+#include <stdexcept>
+
+#include "ffi/core/checked_call.h"
+
+XLA_FFI_Error* NoMemory(XLA_FFI_CallFrame*) { throw std::bad_alloc(); }
+XLA_FFI_Error* Failure(XLA_FFI_CallFrame*) { throw std::runtime_error("no such thing"); }
+XLA_FFI_Error* Number(XLA_FFI_CallFrame*) { throw 7; }
+XLA_FFI_Error* Print(XLA_FFI_Error_Create_Args* error) {
+  std::printf("%d %s\\n", error->errc, error->message);
+  return nullptr;
+}
+
+int main() {
+  XLA_FFI_Api api{};
+  api.XLA_FFI_Error_Create = Print;
+  XLA_FFI_CallFrame frame{};
+  frame.api = &api;
+  frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
+  for (XLA_FFI_Handler* handler : {NoMemory, Failure, Number}) jax_baracuda::CheckedCall(handler, &frame);
+}
+"""
+
+
+def test_exceptions_of_handlers_are_errors(tmp_path: Path) -> None:
+    """No exception crosses XLA's C interface, whatever it is."""
+    root = Path(__file__).parents[1]
+    if (compiler := shutil.which("c++")) is None:
+        pytest.skip("there is no C++ compiler")
+    program = tmp_path / "program"
+    (tmp_path / "main.cc").write_text(THROWING_HANDLERS)
+    sources = [tmp_path / "main.cc", *(root / "ffi" / "core" / f"checked_call{part}.cc" for part in ("", "_cpu"))]
+    flags = ["-std=c++17", f"-I{root}", "-isystem", jax.ffi.include_dir()]
+    subprocess.run([compiler, *flags, *map(str, sources), "-o", str(program)], check=True)
+    output = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    resource_exhausted, internal = 8, 13
+    assert output.splitlines() == [
+        f"{resource_exhausted} jax_baracuda: out of host memory",
+        f"{internal} jax_baracuda: no such thing",
+        f"{internal} jax_baracuda: a handler threw what is no std::exception",
+    ]
 
 
 def test_every_kernel_platform_has_a_module_record() -> None:

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from segment.reference import MAX
-from support import cases
+from support import cases, handlers
 from support.cases import assert_same_bits
+from support.handlers import Array
 from support.large import require_gpu_memory, require_memory
 
 import jax_baracuda
@@ -136,6 +137,17 @@ def test_gather_of_more_than_2_31_elements() -> None:
         segment = int(ids[row])
         expected = np.asarray(d_output[segment]) if segment < LARGE_SEGMENTS else np.zeros(LARGE_FEATURES)
         np.testing.assert_array_equal(np.asarray(d_data[row]), expected)
+
+
+@pytest.mark.skipif(cases.PLATFORM != "cuda", reason="CPUs have no grids")
+def test_more_blocks_than_a_grid_can_have_are_an_error() -> None:
+    """A batch of which each element takes a block: a count cut to 32 bits would be 2, and the other results garbage."""
+    require_gpu_memory(10)
+    d_output, ids = Array("d_output", (1, 1, 1), "bfloat16"), Array("segment_ids", (1, 1), "int32")
+    call = handlers.good_call(
+        "segment_sum_backward", [d_output, ids], [Array("d_data", (2**32 + 2, 1, 1), "bfloat16")], {}
+    )
+    assert "launch of MapFlatKernel: CUDA error" in handlers.refusal(call, "2^32 + 2 blocks")
 
 
 LARGE_EDGES, WIDE_FEATURES = 1_050_000, 2051
