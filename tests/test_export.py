@@ -90,9 +90,7 @@ def test_symbolic_sizes(rng: np.random.Generator, example: Example) -> None:
 
     operands = example.make_operands(rng, "float32", "large")
     call = example.call("large")
-    cotangents = jax.tree.map(
-        lambda x: rng.normal(1, size=x.shape).astype(x.dtype), jax.eval_shape(call, **operands)
-    )
+    cotangents = jax.tree.map(lambda x: rng.normal(1, size=x.shape).astype(x.dtype), jax.eval_shape(call, **operands))
     of_dims = [np.zeros(large[name], np.float32) for name in names]
     actual = jax.tree.leaves(exported.call(operands, cotangents, of_dims))
     expected = jax.tree.leaves(jax.jit(value_and_gradient(call, differentiated))(operands, cotangents))

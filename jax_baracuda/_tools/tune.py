@@ -39,7 +39,7 @@ from jax_baracuda._tools.command_line import (
     parser_of,
     whole_number,
 )
-from jax_baracuda._tools.platforms import devices_by_platform
+from jax_baracuda._tools.platforms import devices_by_platform, require_kernels
 from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.timing import Arrays, Loop, Step, compiled_in_batches, num_steps, on_device, race
 
@@ -88,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     progress = Progress()
     is_interrupted = False
     for platform, device in devices_by_platform().items():
+        require_kernels(device)
         measurements: list[Measurement] = []
         cases = list(grid.sample(platform, options.cases, options.seed, options.functions))
         progress.print(f"{platform}: {device.device_kind}")
