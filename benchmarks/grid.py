@@ -20,7 +20,7 @@ from benchmarks.record import FORWARD, LOWEST_RATIO, RESULTS, WITH_GRADIENT, Gri
 from benchmarks.timing import Arrays, Loop, compiled_in_batches, num_steps, race
 from jax_baracuda._examples.example import value_and_gradient
 from jax_baracuda._tools.command_line import INTERRUPTED, output_file, parser_of, run, whole_number
-from jax_baracuda._tools.platforms import default_devices
+from jax_baracuda._tools.platforms import default_devices, require_kernels
 
 SEED = 1
 """Another one than that of the calls that rules were fitted to."""
@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=whole_number(1), help="stop after so many, with what was timed by then")
     options = parser.parse_args(arguments)
     backend = default_devices()[0].platform
+    require_kernels(default_devices()[0])
     output = options.output or RESULTS / f"{backend}_grid.json"
     platform = "cuda" if backend == "gpu" else backend
     cases = list(sample.draw(platform, options.cases, options.seed, options.functions))

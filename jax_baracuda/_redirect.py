@@ -168,9 +168,10 @@ def _segment_update(
         _require(is_size and ids.ndim == 1 and out_sharding is None, f"bucket_size={bucket_size!r} of these arguments")
     _require(out_sharding is None or not out_sharding.spec.unreduced, "an unreduced out_sharding is asked for")
     if num_segments is None:
-        is_known = not isinstance(segment_ids, jax.core.Tracer) and ids.size > 0
-        _require(is_known, "num_segments is missing, and ids are traced or empty")
-        num_segments = int(np.max(segment_ids)) + 1
+        _require(ids.size > 0, "num_segments is missing, and there are no ids")
+        largest = jnp.max(ids)
+        _require(not isinstance(largest, jax.core.Tracer), "num_segments is missing, and ids are traced")
+        num_segments = int(largest) + 1
     _require_static(num_segments)
     _require(num_segments >= 0, f"num_segments={num_segments}")
     _require_kernel(name, data, ids.shape, num_segments, indices_are_sorted)
@@ -481,12 +482,13 @@ class redirect(contextlib.ContextDecorator, Scope[Redirection | None]):  # noqa:
         indexed_updates: bool = False,
         slice_updates: bool = False,
     ) -> None:
-        kinds = Redirection(bool(segments), bool(gather_gradients), bool(indexed_updates), bool(slice_updates))
-        super().__init__(REDIRECTION, kinds)
+        kinds = bool(segments), bool(gather_gradients), bool(indexed_updates), bool(slice_updates)
+        self._kinds = Redirection(*kinds)
+        super().__init__(REDIRECTION, self._kinds)
         self.report = RedirectReport()
 
     def __enter__(self) -> RedirectReport:
-        _use_places(self.scoped)
+        _use_places(self._kinds)
         super().__enter__()
         return self.report
 
@@ -494,11 +496,11 @@ class redirect(contextlib.ContextDecorator, Scope[Redirection | None]):  # noqa:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, traceback)
-        _release_places(self.scoped)
+        _release_places(self._kinds)
 
     def __call__(self, function: _Function) -> _Function:
         tests = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
-        if any(test(f) for test in tests for f in (function, function.__call__)):
+        if any(test(f) for test in tests for f in (function, type(function).__call__)):
             raise TypeError(
                 f"redirect: function must be no generator or coroutine function, whose body runs after the call, got "
                 f"{function!r}; enter the context inside it"
@@ -510,7 +512,7 @@ class redirect(contextlib.ContextDecorator, Scope[Redirection | None]):  # noqa:
 
         JAX's caches are cleared, because traces that are there were made without it.
         """
-        _use_places(self.scoped)
+        _use_places(self._kinds)
         _redirect_process(self)
         return self.report
 
@@ -524,6 +526,6 @@ def _redirect_process(new: redirect | None) -> None:
     global _of_process
     with _lock:
         old, _of_process = _of_process, new
-    redirect_process(NOTHING if new is None else new.scoped)
+    redirect_process(NOTHING if new is None else new._kinds)
     if old is not None:
-        _release_places(old.scoped)
+        _release_places(old._kinds)

@@ -10,6 +10,7 @@ import inspect
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import numpy as np
 import pytest
 from support import cases
 
+import benchmarks
 import benchmarks.__main__ as benchmarks_main
 import benchmarks.grid as grid_benchmark
 import jax_baracuda as jb
@@ -517,6 +519,29 @@ def test_help_of_benchmarks_needs_no_device(
     with pytest.raises(SystemExit) as stop:
         tool.main(["--help"])
     assert stop.value.code == 0 and "Exit status: 0 if " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "tool", ["benchmarks --quick", "benchmarks.grid --cases 1", "benchmarks.many_devices --quick", "jax_baracuda race"]
+)
+def test_tools_that_time_kernels_need_them(tool: str, tmp_path: Path) -> None:
+    """A clone without a native module hides the package that is installed."""
+    for package in (jb, benchmarks):
+        [folder] = package.__path__
+        shutil.copytree(folder, tmp_path / Path(folder).name, ignore=shutil.ignore_patterns("*.so", "results"))
+    devices = "--xla_force_host_platform_device_count=2"
+    result = subprocess.run(
+        [sys.executable, "-m", *tool.split()],
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == CANNOT_RUN, result.stderr
+    assert f"no kernels to time on cpu: jax_baracuda is imported from {tmp_path / 'jax_baracuda'}" in result.stderr
+    assert "pip install --editable ." in result.stderr
+    assert " ms" not in result.stdout
 
 
 def test_files_that_cannot_be_used_are_no_traceback(tmp_path: Path) -> None:

@@ -154,7 +154,6 @@ JB_CPU_CLONES void WeighBlock(const RowBlock block, const Problem problem, const
     for (int64_t i = 0; i < block.count; ++i) {
       const C* const of_segment = CellsOfRow(block, problem, i, width, maxima);
       const C* const of_row = logits + block.offsets[i] * width;
-      JB_VECTORIZE
       for (int64_t j = 0; j < width; ++j) weights[i * width + j] = of_row[j] - of_segment[j];
     }
   });
