@@ -62,8 +62,9 @@ def rope(
       x: ``[B, H, S, D]``, or ``[B, S, H, D]`` with layout "BSHD"; a real floating dtype. float16, bfloat16, float32 and
         float64 have kernels; other dtypes run as plain JAX.
       positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value, negative ones
-        included. Other integers than int32 and int64 are converted to one of them.
+        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value of any integer
+        dtype, negative ones included. uint64, and uint32 while JAX has no 64-bit types, run as plain JAX. One position
+        per token: the three of M-RoPE, ``[3, S]``, would count as those of three examples.
       base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
@@ -86,7 +87,7 @@ def rope(
     Raises:
       TypeError: an argument is no array or no number, or has an unsuitable dtype.
       ValueError: shapes do not fit; `layout` is unknown, or needed and not given; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` not positive.
+        `base` or `scale` is not finite, or `base` not positive; NumPy's `positions` need 64-bit types of JAX.
 
     Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
     float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32
@@ -130,8 +131,9 @@ def rope_backward(
     Args:
       d_output: the cotangent of the rotated features, with the shape and dtype of `x`.
       positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value, negative ones
-        included. Other integers than int32 and int64 are converted to one of them.
+        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value of any integer
+        dtype, negative ones included. uint64, and uint32 while JAX has no 64-bit types, run as plain JAX. One position
+        per token: the three of M-RoPE, ``[3, S]``, would count as those of three examples.
       base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
@@ -153,7 +155,7 @@ def rope_backward(
     Raises:
       TypeError: an argument is no array or no number, or has an unsuitable dtype.
       ValueError: shapes do not fit; `layout` is unknown, or needed and not given; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` not positive.
+        `base` or `scale` is not finite, or `base` not positive; NumPy's `positions` need 64-bit types of JAX.
 
     Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
     float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32
@@ -200,8 +202,9 @@ def rope_qk(
         float64 have kernels; other dtypes run as plain JAX.
       k: as `q`, with the same dtype, B, S and D; the number of heads may be another.
       positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value, negative ones
-        included. Other integers than int32 and int64 are converted to one of them.
+        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value of any integer
+        dtype, negative ones included. uint64, and uint32 while JAX has no 64-bit types, run as plain JAX. One position
+        per token: the three of M-RoPE, ``[3, S]``, would count as those of three examples.
       base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
@@ -224,7 +227,7 @@ def rope_qk(
     Raises:
       TypeError: an argument is no array or no number, or has an unsuitable dtype.
       ValueError: shapes do not fit; `layout` is unknown, or needed and not given; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` not positive.
+        `base` or `scale` is not finite, or `base` not positive; NumPy's `positions` need 64-bit types of JAX.
 
     Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
     float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32
@@ -269,8 +272,9 @@ def rope_qk_backward(
       d_q_output: the cotangent of the rotated queries, with the shape and dtype of `q`.
       d_k_output: the cotangent of the rotated keys, with the shape and dtype of `k`.
       positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value, negative ones
-        included. Other integers than int32 and int64 are converted to one of them.
+        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value of any integer
+        dtype, negative ones included. uint64, and uint32 while JAX has no 64-bit types, run as plain JAX. One position
+        per token: the three of M-RoPE, ``[3, S]``, would count as those of three examples.
       base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
@@ -293,7 +297,7 @@ def rope_qk_backward(
     Raises:
       TypeError: an argument is no array or no number, or has an unsuitable dtype.
       ValueError: shapes do not fit; `layout` is unknown, or needed and not given; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` not positive.
+        `base` or `scale` is not finite, or `base` not positive; NumPy's `positions` need 64-bit types of JAX.
 
     Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
     float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32
@@ -383,9 +387,9 @@ def _cos_and_sin_of_units(angle: Array) -> tuple[Array, Array]:
 def _cos_and_sin_of_product(positions: Array, frequencies: Array) -> tuple[Array, Array]:
     """Cosine and sine of position times frequency, ``[B, S, P]``."""
     positions = positions[..., None]
-    if frequencies.dtype == jnp.float64:
-        angle = positions.astype(jnp.float64) * jnp.sum(frequencies, axis=0)
-        return jnp.cos(angle), jnp.sin(angle)
+    if frequencies.dtype == jnp.float64 or positions.dtype.itemsize == 8:
+        angle = positions.astype(jnp.float64) * jnp.sum(frequencies.astype(jnp.float64), axis=0)
+        return jnp.cos(angle).astype(frequencies.dtype), jnp.sin(angle).astype(frequencies.dtype)
     units, rest = _units_per_position(frequencies)
     angle = positions.astype(jnp.int32) * units + jnp.round(positions.astype(jnp.float32) * rest).astype(jnp.int32)
     return _cos_and_sin_of_units(angle)
@@ -493,6 +497,13 @@ FREQUENCIES = ("part", "pair")
 POSITIONS = ("example", "sequence")
 
 
+def _positions_limit(*operands: Any, has_positions: bool, **_: Any) -> str | None:
+    dtype = operands[-1].dtype.name
+    if not has_positions or dtype in ("int32", "int64"):
+        return None
+    return f"kernels take positions of int32 and int64, not of {dtype}"
+
+
 def _shard_rotation(
     kernel: Callable[..., Sequence[Array]],
     axes: Mapping[str, tuple[str, ...]],
@@ -584,6 +595,7 @@ def _rotation_op(name: str, features: Mapping[str, str], direction: int, transpo
         guarantee=accumulated,
         attributes=("heads_first", "interleaved", "rotary_dim", "scale", "has_positions"),
         plan_parameters=plan_parameters,
+        limit=_positions_limit,
         replicated_dims=("part", "pair", "feature"),
         shard_program=_shard_rotation,
         xla_rules=_RULES,
@@ -796,18 +808,31 @@ def _two_parts(high: Array, low: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _checked_positions(name: str, positions: ArrayLike, examples: int, length: int, heads_first: bool) -> Array:
-    """The positions ``[B, S]``, or ``[1, S]`` where all examples share them, as integers that kernels take."""
+    """The positions ``[B, S]``, or ``[1, S]`` where all examples share them.
+
+    As int32 or int64; as uint32 or uint64 where there is no signed dtype for them.
+    """
+    if isinstance(positions, np.ndarray) and np.issubdtype(positions.dtype, np.integer) and positions.size > 0:
+        fitting = np.iinfo(jax.dtypes.canonicalize_dtype(positions.dtype))
+        if positions.min() < fitting.min or positions.max() > fitting.max:
+            raise ValueError(
+                f"{name}: positions must fit {fitting.dtype} unless 64-bit types are enabled (jax_enable_x64), got "
+                f"{positions.min()} to {positions.max()}"
+            )
     positions = as_array(name, "positions", positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"{name}: positions must have an integer dtype, got {positions.dtype}")
     if positions.shape not in ((length,), (examples, length), (1, length)):
+        is_of_axes = positions.ndim > 1 and positions.shape[0] == 3
+        axes = "; positions of three axes (M-RoPE) are not supported, only one position per token" if is_of_axes else ""
         raise ValueError(
             f"{name}: positions must have shape [S] = ({length},) or [B, S] = ({examples}, {length}) "
-            f"({_named(heads_first)}), got {positions.shape}"
+            f"({_named(heads_first)}), got {positions.shape}{axes}"
         )
-    if positions.dtype.name not in ("int32", "int64"):
-        needs_64_bits = positions.dtype.name in ("uint32", "uint64")
-        positions = positions.astype(jnp.int64 if needs_64_bits and jax.config.jax_enable_x64 else jnp.int32)
+    if positions.dtype.itemsize < 4:
+        positions = positions.astype(jnp.int32)
+    elif positions.dtype == jnp.uint32 and jax.config.jax_enable_x64:
+        positions = positions.astype(jnp.int64)
     return positions[None] if positions.ndim == 1 else positions
 
 

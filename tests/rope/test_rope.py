@@ -511,6 +511,51 @@ def test_positions_of_every_dtype(rng: np.random.Generator, positions_dtype: str
     Rotation(values).of(x).check(y)
 
 
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize(
+    ("positions_dtype", "x64"), [("uint32", False), ("uint32", True), ("uint64", True), ("int64", True)]
+)
+def test_positions_beyond_int32(rng: np.random.Generator, positions_dtype: str, x64: bool, implementation: Any) -> None:
+    """They are exact in every function and derivative, to the end of what the dtype holds."""
+    last = np.iinfo(positions_dtype).max
+    some = [2**31 - 1, 2**31, 2**31 + 12345, 2**32 - 1, min(2**40 + 7, last), min(2**52 + 1, last), last, 0]
+    positions = np.array(some, positions_dtype)
+    rotation = Rotation(positions, inv_freq=2.0 ** -np.array([0, 20, 32, 63]))
+    q, k = (make_features(rng, (1, heads, 8, 8), "float32") for heads in (3, 2))
+    options = {**rotation.options(), "implementation": implementation}
+    with jax.enable_x64(x64):
+
+        @jax.jit
+        def program(q: Any, k: Any, positions: Any) -> list[Any]:
+            forward = functools.partial(rope_qk, positions=positions, **options)
+            _, pull_back = jax.vjp(lambda q, k: (*forward(q, k), rope(q, positions, **options)), q, k)
+            dq, dk = pull_back((jnp.zeros_like(q), k, q))
+            twin = functools.partial(forward_mode.rope, positions=positions, **options)
+            rotated, tangent = jax.jvp(twin, (q,), (2 * q,))
+            return [*forward(q, k), dq, dk, rope_backward(k, positions, **options), rotated, tangent / 2]
+
+        results = program(q, k, positions)
+    expected = [(q, 1), (k, 1), (q, -1), (k, -1), (k, -1), (q, 1), (q, 1)]
+    for result, (x, direction) in zip(results, expected, strict=True):
+        rotation.of(x, direction).check(result, f"{positions_dtype} {direction}")
+
+
+def test_kernels_name_positions_that_they_do_not_take() -> None:
+    x = np.ones((1, 2, 4, 8), np.float32)
+    message = "rope: implementation='kernel' is asked for, .*positions of int32 and int64, not of uint32"
+    with jax.enable_x64(False), pytest.raises(ValueError, match=message):
+        rope(x, jnp.arange(4, dtype=jnp.uint32), implementation="kernel")
+
+
+@pytest.mark.parametrize("outside", [np.array([2**31, 0]), np.array([0, -(2**31) - 1]), np.array([2**32], np.uint64)])
+def test_positions_of_numpy_that_do_not_fit_without_64_bit_types(outside: np.ndarray) -> None:
+    """JAX would drop their upper bits."""
+    x = np.ones((1, 2, len(outside), 8), np.float32)
+    for function in (rope, forward_mode.rope, rope_backward):
+        with jax.enable_x64(False), pytest.raises(ValueError, match=r"positions must fit u?int32 .*jax_enable_x64"):
+            function(x, outside, layout="BHSD")
+
+
 def test_64_bit_numpy_inputs_with_x64_off(rng: np.random.Generator) -> None:
     """With 64-bit types off, NumPy inputs of such types become 32-bit ones, as everywhere in JAX."""
     x = make_features(rng, (2, 3, 9, 8), "float64")
@@ -969,6 +1014,16 @@ COMMON_ERRORS: Errors = {
     "positions of other examples": ({"positions": np.zeros((3, 9), int)}, ValueError, r"positions .*got \(3, 9\)"),
     "positions of rank 0": ({"positions": 3}, ValueError, r"positions must have shape .*got \(\)"),
     "positions of rank 3": ({"positions": POSITIONS[None]}, ValueError, r"positions .*got \(1, 2, 9\)"),
+    "positions of three axes": (
+        {"positions": np.stack([POSITIONS] * 3)},
+        ValueError,
+        r"positions must have shape .*got \(3, 2, 9\).*M-RoPE",
+    ),
+    "positions of three axes, shared": (
+        {"positions": np.zeros((3, 9), np.int32)},
+        ValueError,
+        r"positions must have shape .*got \(3, 9\).*M-RoPE",
+    ),
     "base is zero": ({"base": 0}, ValueError, "base must be finite and positive, got 0"),
     "base is negative": ({"base": -10.0}, ValueError, "base must be finite and positive, got -10.0"),
     "base is infinite": ({"base": np.inf}, ValueError, "base must be finite and positive, got inf"),
