@@ -42,38 +42,46 @@ def _lower_elsewhere(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **pa
     if call.selection == "kernel":
         platforms = [platform for platform in jax_versions.platforms_of(ctx) if platform not in KERNEL_PLATFORMS]
         raise missing_kernel(call, platforms, f"there are kernels for {' and '.join(KERNEL_PLATFORMS)} only")
-    return _lower_reference(op, ctx, *operands, **params)
+    return _lower_reference(op, ctx, *_with_unfused_updates(call, ctx, operands), **params)
 
 
 def _lower_reference(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    """Plain JAX, kept apart from its neighbours where XLA would fuse an update in place with them and lose by it."""
     call = OpCall(op, ctx.avals_in, params)
-    in_place = call.resolve(op.in_place)
-    written = [i for i in call.linear if i not in in_place] if op.transpose is not None and in_place else []
-    # Through a reshape, XLA misses that the update reads the array that it overwrites.
-    unfused_operands = {
-        i for i in written if any(jax_versions.may_read(ctx, operands[i], operands[j]) for j in in_place)
-    }
-    unfused_results: set[int] = set()
+    unfused: list[int] = []
     if list(jax_versions.platforms_of(ctx)) == ["cpu"] and call.has_static_shapes():
-        num_bytes = sum(math.prod(ctx.avals_in[i].shape) * element_bits(ctx.avals_in[i].dtype) // 8 for i in written)
-        if num_bytes >= _MIN_UNFUSED_BYTES:
-            # On CPUs, XLA fuses the update with what reads a part of it as well, and then copies the whole array.
-            unfused_results = {r for i, r in in_place.items() if jax_versions.updated_argument(operands[i]) is not None}
+        written = [ctx.avals_in[i] for i in _written_operands(call)]
+        if sum(math.prod(aval.shape) * element_bits(aval.dtype) // 8 for aval in written) >= _MIN_UNFUSED_BYTES:
+            # On CPUs, XLA fuses an update in place with what reads a part of it, and then copies the whole array.
+            in_place = call.resolve(op.in_place)
+            unfused = [r for i, r in in_place.items() if jax_versions.updated_argument(operands[i]) is not None]
 
     def reference(*operands: jax.Array) -> list[jax.Array]:
-        results = reference_of_call(op, *_unfused(operands, unfused_operands), **params)
-        return _unfused(results, unfused_results)
+        results = reference_of_call(op, *operands, **params)
+        return [jax.lax.optimization_barrier(x) if i in unfused else x for i, x in enumerate(results)]
 
     return mlir.lower_fun(reference, multiple_results=True)(ctx, *operands)
 
 
 _MIN_UNFUSED_BYTES = 256
-"""XLA compiles a loop as one function if a step accesses less than 1 KB, and counts all of the array at a barrier."""
+"""XLA compiles a loop as one function if a step accesses less than 1 KB, where a barrier counts as the whole array."""
 
 
-def _unfused(arrays: Sequence[jax.Array], chosen: set[int]) -> list[jax.Array]:
-    return [jax.lax.optimization_barrier(x) if i in chosen else x for i, x in enumerate(arrays)]
+def _written_operands(call: OpCall) -> list[int]:
+    """The operands that plain JAX writes into the memory of those that are updated in place."""
+    in_place = call.resolve(call.op.in_place)
+    return [i for i in call.linear if i not in in_place] if call.op.transpose is not None and in_place else []
+
+
+def _with_unfused_updates(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Sequence[Any]:
+    """The operands of plain JAX: through a reshape, XLA misses that an update reads the array that it overwrites."""
+    arrays = [operands[i] for i in call.resolve(call.op.in_place)]
+    values = list(operands)
+    for i in _written_operands(call):
+        if any(jax_versions.may_read(ctx, values[i], array) for array in arrays):
+            aval = ctx.avals_in[i]
+            unfused = mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False)
+            [values[i]] = unfused(ctx.replace(avals_in=[aval], avals_out=[aval]), values[i])
+    return values
 
 
 def _lower(
@@ -93,6 +101,8 @@ def _lower(
     runs_kernel = decide(call, site).implementation == "kernel"
     if call.selection != "xla" and (problem := op.missing_target(platform)) is not None:
         _warn_once(f"jax_baracuda: {op.name} runs as plain JAX on {platform}: {problem}")
+    if not runs_kernel:
+        operands = tuple(_with_unfused_updates(call, ctx, operands))
     if not runs_kernel and not (is_split and op.shards_reference and call.has_static_shapes()):
         return _lower_reference(op, ctx, *operands, **params)
 

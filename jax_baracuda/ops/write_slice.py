@@ -205,6 +205,7 @@ class Placement(NamedTuple):
     """Where along an axis a window lies: inside, after it has been moved there by so many elements."""
 
     start: Array
+    """By the convention of JAX's slices: a negative one counts from the end, then it is clamped."""
     moved: Array | int
     cut: Array | int = 0
     """How much of the beginning of a window lies outside of the array anyway, where it is longer than the array."""
@@ -218,16 +219,22 @@ def _placement(start: Array, size: int, dim: int, drop: bool) -> Placement:
     info, bounds = jnp.iinfo(start.dtype), jnp.iinfo(_index_dtype())
     index = jnp.clip(start, max(info.min, bounds.min), min(info.max, bounds.max)).astype(_index_dtype())
     if not drop:
-        # XLA adds up the starts of a slice of a slice, which is wrong where it clamps them itself.
-        return Placement(jnp.clip(jnp.where(index < 0, index + dim, index), 0, dim - size), 0)
+        return Placement(index, 0)
     index = jnp.clip(index, -size, dim)  # beyond these, nothing is inside anyway
     inside = jnp.clip(index, 0, dim - size)
     return Placement(inside, inside - index)
 
 
+def _clamped(start: Array, size: int, dim: int) -> Array:
+    if jax_versions.is_static_shape((dim,)) and dim > jnp.iinfo(start.dtype).max:
+        return start  # JAX has no index for all of the axis either
+    return jnp.clip(jnp.where(start < 0, start + dim, start), 0, dim - size)
+
+
 def _of_part(placement: Placement, part: Array, window: Window, dim: int) -> Placement:
     """The placement in one of the parts of `dim` elements that an axis is split into."""
-    index = placement.start - placement.moved - part.astype(_index_dtype()) * dim
+    start = _clamped(placement.start, window.size, dim * window.num_shards)
+    index = start - placement.moved - part.astype(_index_dtype()) * dim
     cut = jnp.clip(-index, 0, max(window.size - dim, 0))
     size = min(window.size, dim)
     index = jnp.clip(index + cut, -size, dim)
@@ -282,7 +289,9 @@ def _extract_one(
 ) -> tuple[Array, Array]:
     """The window, and the array with zeros in its place."""
     placements, sizes = _placements(cotangent, starts, windows, drop)
-    extracted = jax.lax.dynamic_slice(cotangent, [placement.start for placement in placements], sizes)
+    # XLA adds up the starts of a slice of a slice, which is wrong for those that it clamps itself.
+    starts_inside = [_clamped(*of) for of in zip((p.start for p in placements), sizes, cotangent.shape, strict=True)]
+    extracted = jax.lax.dynamic_slice(cotangent, starts_inside, sizes)
     extracted, is_known = _shifted(extracted, placements, sign=-1)
     extracted = extracted if is_known is True else jnp.where(is_known, extracted, 0)
     whole_sizes = list(cotangent.shape)
