@@ -37,7 +37,7 @@ from jax_baracuda._core.op import OPS
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example
 from jax_baracuda._tools import check, demo, race, report
-from jax_baracuda._tools.command_line import exit_status
+from jax_baracuda._tools.command_line import CANNOT_RUN, exit_status
 from jax_baracuda._tools.platforms import BackendError
 from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.table import format_table
