@@ -1066,7 +1066,7 @@ KERNELS_OF_TANGENTS = {
     "segment_min": ["segment_min_with_winner", "segment_sum", "segment_sum_backward"],
     "segment_sum": ["segment_sum", "segment_sum"],
     "segment_mean": ["segment_mean", "segment_mean_backward", "segment_sum"],
-    "segment_prod": ["segment_prod_backward", "segment_prod_with_residual", "segment_sum"],
+    "segment_prod": ["segment_prod_with_residual", "segment_sum"],  # the terms of the sum are plain JAX
     "segment_softmax": ["segment_softmax", "segment_softmax_backward"],
 }
 
