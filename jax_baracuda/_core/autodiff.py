@@ -146,10 +146,11 @@ class KernelVjp:
         has_tangent = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
         result_types = [jax.typeof(x) for x in results]
         residual_leaves, residual_structure = jax.tree.flatten(residuals)
+        num_residuals = len(residual_leaves)  # the closure below is part of jaxprs and must not hold tracers
 
         def pull_back(*operands: jax.Array) -> list[jax.Array]:
-            own_residuals = jax.tree.unflatten(residual_structure, operands[: len(residual_leaves)])
-            of_inexact = iter(operands[len(residual_leaves) :])
+            own_residuals = jax.tree.unflatten(residual_structure, operands[:num_residuals])
+            of_inexact = iter(operands[num_residuals:])
             cotangent = [
                 next(of_inexact) if use else np.zeros(type_.shape, jax.dtypes.float0)
                 for type_, use in zip(result_types, has_tangent, strict=True)

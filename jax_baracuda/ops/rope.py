@@ -388,9 +388,9 @@ def _cos_and_sin_of_product(positions: Array, frequencies: Array) -> tuple[Array
     """Cosine and sine of position times frequency, ``[B, S, P]``."""
     positions = positions[..., None]
     if frequencies.dtype == jnp.float64 or positions.dtype.itemsize == 8:
-        angle = positions.astype(jnp.float64) * jnp.sum(frequencies.astype(jnp.float64), axis=0)
+        angle = positions.astype(jnp.float64) * jnp.sum(frequencies.astype(jnp.float64), axis=0)[None, None]
         return jnp.cos(angle).astype(frequencies.dtype), jnp.sin(angle).astype(frequencies.dtype)
-    units, rest = _units_per_position(frequencies)
+    units, rest = (x[None, None] for x in _units_per_position(frequencies))
     angle = positions.astype(jnp.int32) * units + jnp.round(positions.astype(jnp.float32) * rest).astype(jnp.int32)
     return _cos_and_sin_of_units(angle)
 
@@ -782,7 +782,8 @@ def _frequencies(
         inv_freq = inv_freq if inv_freq.ndim == 1 else inv_freq.sum(axis=0)
         with np.errstate(over="ignore", invalid="ignore"):  # frequencies that are not finite give NaN
             rounded = inv_freq.astype(dtype)
-            return jnp.asarray(np.stack([rounded, (inv_freq - rounded).astype(dtype)])), inv_freq
+            # An explicit transfer, which jax.transfer_guard allows.
+            return jax.device_put(np.stack([rounded, (inv_freq - rounded).astype(dtype)])), inv_freq
     if inv_freq.ndim == 2:
         inv_freq = reshard_to(inv_freq, (None, None))
         return _two_parts(inv_freq[0], inv_freq[1], dtype), None

@@ -829,6 +829,52 @@ def test_other_platforms_have_no_kernel(rng: np.random.Generator) -> None:
     assert kernels_in(call.trace(q, k).lower(lowering_platforms=("tpu",)).as_text()) == []
 
 
+STRICT_SETTINGS: dict[str, Callable[[], Any]] = {
+    "dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
+    "NaNs": lambda: jax.debug_nans(True),
+    "transfers": lambda: jax.transfer_guard("disallow"),
+    "leaks": jax.checking_leaks,
+    "checks": lambda: jax.enable_checks(True),
+}
+
+
+@pytest.mark.parametrize("implementation", ["kernel", "xla"])
+@pytest.mark.parametrize("setting", STRICT_SETTINGS)
+def test_strict_settings_of_jax(rng: np.random.Generator, setting: str, implementation: Any) -> None:
+    """Functions and derivatives obey them, with constant, given, and traced angles."""
+    q, k = (jnp.asarray(make_features(rng, (2, heads, 8, 8), "float32")) for heads in (3, 1))
+    positions = jnp.asarray(make_positions(rng, 2, 2, 8))
+    inv_freq = jnp.asarray(in_two_rows(rng.uniform(0, 1, 4)))
+    calls: list[dict[str, Any]] = [{}, {"positions": positions, "interleaved": False}, {"inv_freq": inv_freq}]
+
+    def derivatives(q: Any, k: Any, options: dict[str, Any]) -> Any:
+        def sum_of_squares(q: Any, k: Any) -> Any:
+            rotated = (*rope_qk(q, k, **options), rope(k, **options), rope_backward(q, **options))
+            return sum((x**2).sum() for x in rotated)
+
+        twin = functools.partial(forward_mode.rope, **options)
+        hessian_product = jax.jvp(jax.grad(sum_of_squares, (0, 1)), (q, k), (q, k))
+        return hessian_product, jax.jvp(twin, (q,), (q,)), jax.vmap(jax.grad(sum_of_squares))(q[None], k[None])
+
+    for options in calls:
+        program = jax.jit(functools.partial(derivatives, options={**options, "implementation": implementation}))
+        with STRICT_SETTINGS[setting]():
+            results = jax.block_until_ready(program(q, k))
+        for result, expected in zip(jax.tree.leaves(results), jax.tree.leaves(program(q, k)), strict=True):
+            np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("setting", ["rank promotion", "transfers"])
+def test_strict_settings_of_jax_without_jit(rng: np.random.Generator, setting: str) -> None:
+    x = jnp.asarray(make_features(rng, (2, 3, 8, 8), "float32"))
+    positions = jnp.asarray(make_positions(rng, 2, 2, 8))
+    with STRICT_SETTINGS[setting]():
+        for function in (rope, forward_mode.rope, rope_backward):
+            function(x)
+            function(x, positions)
+
+
 def test_symbolic_shapes(rng: np.random.Generator) -> None:
     """Exported with symbolic sizes, the program is plain JAX, right for all of them."""
     examples, heads, length = jax.export.symbolic_shape("b, h, s")
