@@ -71,6 +71,7 @@ sys.meta_path[:] = [x for x in sys.meta_path if getattr(x, "__module__", "").sta
 pytestmark = cases.on_two_devices
 
 
+@pytest.mark.versions
 def test_two_processes_share_the_entries_of_a_cache(tmp_path: Path) -> None:
     """Each op's answer is its own, compiled or read, and the second process compiles nothing again."""
     entries = []
@@ -114,6 +115,7 @@ def copy_of_package(tmp_path: Path) -> Path:
     return tree
 
 
+@pytest.mark.versions
 def test_edited_package_is_compiled_again(tmp_path: Path, copy_of_package: Path) -> None:
     """Under the same version: an edit of the Python code, and one of the native code."""
     assert _sum_and_entries(tmp_path, tree=copy_of_package)[0] == [16, 16]
@@ -180,6 +182,7 @@ def test_programs_hold_constants_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(names) == len(set(names)) == 2
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("example", all_examples(), ids=lambda example: example.name)
 def test_every_partitioned_call_has_a_name(example: Example, rng: np.random.Generator) -> None:
     """Of what it is, and not the address of an object, which another process cannot find."""
@@ -194,6 +197,7 @@ def test_every_partitioned_call_has_a_name(example: Example, rng: np.random.Gene
     assert not any(name.isdigit() for name in names), names
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("deleted", [0, 1])
 def test_programs_that_share_a_name_outlive_each_other(deleted: int) -> None:
     """JAX holds what is found by a name only as long as a program that uses it."""

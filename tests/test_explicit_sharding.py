@@ -187,6 +187,7 @@ CALLS: dict[str, Call] = (
 )
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
 def test_operands_split_differently(rng: np.random.Generator, axis_type: AxisType, name: str) -> None:
@@ -211,6 +212,7 @@ def test_operands_split_differently(rng: np.random.Generator, axis_type: AxisTyp
         )
 
 
+@pytest.mark.versions
 def test_sums_that_are_not_reduced_are_refused() -> None:
     mesh = jax.make_mesh(MESH_SHAPE, ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     spec = P(None, unreduced={"x"})

@@ -12,8 +12,10 @@ from support.processes import run_python
 
 import jax_baracuda as jb
 from jax_baracuda._core.native import NATIVE_MODULES
-from jax_baracuda._examples import all_examples, examples_of
+from jax_baracuda._examples import examples_of
 from jax_baracuda._examples.example import Example
+
+pytestmark = pytest.mark.versions
 
 FUNCTIONS = ("segment_max", "segment_sum", "gather_segment_max", "causal_conv1d", "rope_qk", "where", "write_slice")
 
@@ -54,11 +56,8 @@ without_cuda_module = pytest.mark.filterwarnings("ignore:.* runs as plain JAX on
 """An installation without CUDA kernels says so where a program is lowered for CUDA."""
 
 
-@pytest.mark.versions
 @without_cuda_module
-@pytest.mark.parametrize(
-    "example", {x.function.__name__: x for x in reversed(all_examples())}.values(), ids=lambda example: example.name
-)
+@programs.each_function
 def test_programs_for_several_platforms(example: Example, rng: np.random.Generator) -> None:
     """Value and gradient, lowered and exported for platforms of which all or some have kernels."""
     program = programs.program_of(rng, example)
@@ -72,7 +71,6 @@ def test_programs_for_several_platforms(example: Example, rng: np.random.Generat
             np.testing.assert_array_equal(result, array, err_msg=str(platforms))
 
 
-@pytest.mark.versions
 @without_cuda_module
 def test_donated_argument_of_program_for_several_platforms(rng: np.random.Generator) -> None:
     """It may be overwritten on each platform, and the results are the same."""

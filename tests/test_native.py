@@ -294,6 +294,7 @@ def test_broken_cpu_module(tmp_path: Path, content: bytes) -> None:
         assert "value: [2.0, 5.0]\nkernels: 0\n" in child.stdout
 
 
+@pytest.mark.versions
 def test_import_has_no_side_effects() -> None:
     """Importing prints nothing, warns of nothing, initialises no back end and changes no option of JAX."""
     child = run_python(
@@ -310,6 +311,7 @@ def test_import_has_no_side_effects() -> None:
     assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
 
 
+@pytest.mark.versions
 def test_import_adds_little_to_that_of_jax() -> None:
     """Neither tools nor examples, and of other packages' modules few and small ones: of JAX, what splits programs."""
     child = run_python(
@@ -327,6 +329,7 @@ def test_import_adds_little_to_that_of_jax() -> None:
     assert own <= added <= own | of_jax, child.stderr
 
 
+@pytest.mark.versions
 def test_import_needs_no_private_name_of_jax() -> None:
     """A new JAX that renames one breaks what needs it, not the import."""
     child = run_python(

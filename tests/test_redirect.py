@@ -26,6 +26,8 @@ from jax_baracuda import _redirect, redirect
 from jax_baracuda._core.call import OpCall
 from jax_baracuda._tools.calls import traced_calls
 
+pytestmark = pytest.mark.versions
+
 NUM_SEGMENTS = 5
 REDUCTIONS = ("segment_sum", "segment_prod", "segment_max", "segment_min")
 UPDATES = ("add", "multiply", "max", "min")

@@ -27,13 +27,12 @@ from segment.reference import (
     errors_of_softmax,
     options_id,
 )
-from support import cases
+from support import cases, programs
 from support.cases import Expected, Shape
 from support.meshes import MESH_SHAPE, collectives, exchanges, exchanges_in
 
 from jax_baracuda import forward_mode
 from jax_baracuda._core.sharding import mesh_axes
-from jax_baracuda._examples import all_examples
 from jax_baracuda._examples import example as an_example
 
 NUM_SEGMENTS = 12
@@ -276,6 +275,7 @@ def test_sharded_batch_of_vmap(reduction: Reduction, mapped: tuple[int | None, i
     assert sum(collectives(function, *placed).values()) == 0
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("check_vma", [True, False])
 @each_way
 def test_shard_map_over_features(reduction: Reduction, options: Options, check_vma: bool) -> None:
@@ -293,6 +293,7 @@ def test_shard_map_over_features(reduction: Reduction, options: Options, check_v
     assert sum(collectives(function, data, ids, cotangent).values()) == 0
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @each_differentiable
 def test_tangents_of_split_rows(reduction: Reduction, axis_type: AxisType) -> None:
@@ -321,6 +322,7 @@ def test_tangents_of_split_rows(reduction: Reduction, axis_type: AxisType) -> No
         assert_same(reduction, actual, expected, data, ids, tangent)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("check_vma", [True, False])
 @each_differentiable
 def test_transposed_gradient_in_shard_map(reduction: Reduction, check_vma: bool) -> None:
@@ -380,6 +382,7 @@ def test_gradient_through_shard_map_of_replicated_data(reduction: Reduction, che
     Expected(np.asarray(expected), np.float32, error).check(actual)
 
 
+@pytest.mark.versions
 @each_reduction
 def test_varying_result_is_refused_as_replicated(reduction: Reduction) -> None:
     data, ids, _ = make_operands(reduction, seed=5)
@@ -393,6 +396,7 @@ def test_varying_result_is_refused_as_replicated(reduction: Reduction) -> None:
         function(data, ids)
 
 
+@pytest.mark.versions
 @each_reduction
 def test_shard_map_over_one_of_two_axes(reduction: Reduction) -> None:
     """The other axis stays with the partitioner; the answer is right."""
@@ -430,6 +434,7 @@ def test_shard_map_that_leaves_two_axes(reduction: Reduction, of_rows: str | tup
     assert_same(reduction, jax.jit(function)(*placed), expected, data, ids, cotangent)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("data_spec", [P("rows", "features"), P(None, "features"), P()])
 @pytest.mark.parametrize("ids_spec", [P("rows"), P()])
 @each_reduction
@@ -459,6 +464,7 @@ def test_explicit_mode_types(reduction: Reduction, data_spec: P, ids_spec: P) ->
         assert_same(reduction, function(*placed), expected, data, ids, cotangent)
 
 
+@pytest.mark.versions
 @each_reduction
 def test_out_sharding(reduction: Reduction) -> None:
     data, ids, cotangent = make_operands(reduction, seed=8)
@@ -477,9 +483,7 @@ def test_out_sharding(reduction: Reduction) -> None:
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize(
-    "example", {x.function.__name__: x for x in reversed(all_examples())}.values(), ids=lambda example: example.name
-)
+@programs.each_function
 def test_program_is_split_under_the_settings_of_its_lowering(
     example: an_example.Example, rng: np.random.Generator
 ) -> None:

@@ -7,6 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import cases
+from support.pages import run_examples
 
 import jax_baracuda as jb
 from jax_baracuda._examples import decoding, graph_networks
@@ -298,3 +300,8 @@ def test_graph_networks_learn_as_in_plain_jax(rng: np.random.Generator, model: M
     )
     for ours_of_it, plain_of_it in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(ours_of_it, plain_of_it, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.versions
+def test_examples_of_the_front_page() -> None:
+    run_examples(Path(__file__).parents[1] / "README.md")

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOR_DEVELOPERS = [ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")]
 RUN_ELSEWHERE = {
+    "README.md": "test_whole_programs.py",
     "adding_an_op.md": "repository/test_adding_an_op.py",
     "recipes_libraries.md": "programs/test_recipes.py",
 }
