@@ -21,8 +21,6 @@ from jax_baracuda._examples.example import Example, value_and_gradient
 
 pytestmark = pytest.mark.versions
 
-pytestmark = pytest.mark.versions
-
 FUNCTIONS = ("segment_max", "segment_sum", "gather_segment_max", "causal_conv1d", "rope_qk", "where", "write_slice")
 
 RUN_WHAT_WAS_EXPORTED = """
