@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -263,7 +263,8 @@ _LOOP_BODIES = ("closed_call", "eval_jaxpr")
 
 def _has_own_memory(ctx: Any, argument: ir.Value[Any]) -> bool:
     """Whether no other argument of its block can be the same array, or computed from it, when XLA has inlined calls."""
-    owner = argument.owner.owner.operation
+    block: Any = argument.owner
+    owner: Any = block.owner.operation
     if owner.name != "func.func":
         return bool(owner.name == "stablehlo.while")
     name = owner.attributes["sym_name"].value
@@ -280,7 +281,7 @@ def platforms_of(ctx: Any) -> Sequence[str]:
 
 def lower_by_platform(
     name: str,
-    rules: dict[str, Callable[..., Any]],
+    rules: Mapping[str, Callable[..., Any]],
     default: Callable[..., Any],
     ctx: Any,
     /,
@@ -295,7 +296,7 @@ def lower_by_platform(
     from jax._src.interpreters import mlir
 
     ctx = ctx.replace(avals_out=list(ctx.avals_out))
-    return mlir.lower_per_platform(ctx, name, rules, default, effects.no_effects, *operands, **params)
+    return mlir.lower_per_platform(ctx, name, dict(rules), default, effects.no_effects, *operands, **params)
 
 
 def concrete_or_error(value: Any, context: str) -> Any:

@@ -49,7 +49,7 @@ def _lower_reference(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **pa
     call = OpCall(op, ctx.avals_in, params)
     unfused: list[int] = []
     if list(jax_versions.platforms_of(ctx)) == ["cpu"] and call.has_static_shapes():
-        written = [ctx.avals_in[i] for i in _written_operands(call)]
+        written: list[Any] = [ctx.avals_in[i] for i in _written_operands(call)]
         if sum(math.prod(aval.shape) * element_bits(aval.dtype) // 8 for aval in written) >= _MIN_UNFUSED_BYTES:
             # On CPUs, XLA fuses an update in place with what reads a part of it, and then copies the whole array.
             in_place = call.resolve(op.in_place)
