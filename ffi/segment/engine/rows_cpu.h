@@ -284,7 +284,8 @@ JB_INLINE void WriteNumbers(const Number* from, int64_t count, T* to) {
 
 template <typename Reduction>
 constexpr bool FoldsBoth() {
-  if constexpr (kFoldsWidened<Reduction>) return Reduction::kFoldsBoth || !kIsWidenedAtOnce<typename Reduction::Element>;
+  if constexpr (kFoldsWidened<Reduction>)
+    return Reduction::kFoldsBoth || !kIsWidenedAtOnce<typename Reduction::Element>;
   return false;
 }
 
@@ -722,7 +723,8 @@ JB_INLINE void ForEachMember(const RowBlock& block, const RowsOfElement& rows, c
       const int64_t coming = block.ids[ahead];
       if (static_cast<uint64_t>(coming) < target.num_segments) {
         if (target.cells_are_far) PrefetchCells<Reduction>(target.cells + (first + coming) * width, width);
-        if (!RowsOfElement::kAreInOrder && target.rows_are_far) rows.PrefetchNarrow(static_cast<int32_t>(block.Row(ahead)), width);
+        if (!RowsOfElement::kAreInOrder && target.rows_are_far)
+          rows.PrefetchNarrow(static_cast<int32_t>(block.Row(ahead)), width);
       }
     }
     const int64_t id = block.ids[i];

@@ -212,14 +212,13 @@ bool WriteProbabilitiesInOrder(const Problem& problem, const SoftmaxArrays<T>& a
   const int64_t features = problem.features;
   const T* const logits = arrays.logits + problem.DataRow(batch, 0) * features;
   T* const probabilities = arrays.probabilities + batch * problem.rows * features;
-  ForEachBlockOfRows(problem, arrays.ids, batch, row_begin, row_end, SegmentRange{0, problem.segments},
-                     /*are_listed=*/false, RowsAtOnce(problem), [&](const RowBlock& block) {
-                       WeighBlock(block, problem, NumbersOf(block, logits, features, numbers.get()), maxima,
-                                  weights.get());
-                       WriteBlock(block, features, numbers.get(), probabilities, [&](C* to) {
-                         NormalizeBlock(block, problem, sums, static_cast<const C*>(weights.get()), to);
-                       });
-                     });
+  ForEachBlockOfRows(
+      problem, arrays.ids, batch, row_begin, row_end, SegmentRange{0, problem.segments},
+      /*are_listed=*/false, RowsAtOnce(problem), [&](const RowBlock& block) {
+        WeighBlock(block, problem, NumbersOf(block, logits, features, numbers.get()), maxima, weights.get());
+        WriteBlock(block, features, numbers.get(), probabilities,
+                   [&](C* to) { NormalizeBlock(block, problem, sums, static_cast<const C*>(weights.get()), to); });
+      });
   return true;
 }
 
@@ -380,9 +379,8 @@ bool WriteGradientInOrder(const Problem& problem, const GradientArrays<T>& array
                      /*are_listed=*/false, RowsAtOnce(problem), [&](const RowBlock& block) {
                        const C* const of_rows = NumbersOf(block, probabilities, features, x.get());
                        const C* const d_rows = NumbersOf(block, d_probabilities, features, y.get());
-                       WriteBlock(block, features, x.get(), d_logits, [&](C* to) {
-                         GradientOfBlock(block, problem, of_rows, d_rows, sums, to);
-                       });
+                       WriteBlock(block, features, x.get(), d_logits,
+                                  [&](C* to) { GradientOfBlock(block, problem, of_rows, d_rows, sums, to); });
                      });
   return true;
 }
