@@ -52,10 +52,9 @@ test-all: $(VENV)/installed
 	$(BIN)/pip install --quiet $(call REQUIREMENTS,test-all)
 	$(BIN)/pytest $(PYTEST_ARGUMENTS)
 
-# What depends on the version of JAX, at least one case of each test.
-test-versions: export JAX_BARACUDA_TEST_STRIDE ?= 100
+# What depends on the version of JAX.
 test-versions: $(VENV)/installed
-	$(BIN)/pytest -m versions --ignore=tests/repository $(PYTEST_ARGUMENTS)
+	$(BIN)/pytest -m versions --ignore=tests/repository --ignore=tests/test_matrix.py $(PYTEST_ARGUMENTS)
 
 # Every pair of options, transformations, shardings, dtypes and sizes; make test-all runs a part.
 matrix: $(VENV)/installed

@@ -26,7 +26,6 @@ import numpy as np
 import pytest
 from support import cases
 
-import benchmarks
 import benchmarks.__main__ as benchmarks_main
 import benchmarks.grid as grid_benchmark
 import jax_baracuda as jb
@@ -521,17 +520,25 @@ def test_help_of_benchmarks_needs_no_device(
     assert stop.value.code == 0 and "Exit status: 0 if " in capsys.readouterr().out
 
 
+RUN_WITHOUT_EDITABLE_INSTALLATION = """
+import runpy, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__name__.startswith("ScikitBuild")]
+name, *sys.argv[1:] = sys.argv[1:]
+runpy.run_module(name, run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.parametrize(
     "tool", ["benchmarks --quick", "benchmarks.grid --cases 1", "benchmarks.many_devices --quick", "jax_baracuda race"]
 )
 def test_tools_that_time_kernels_need_them(tool: str, tmp_path: Path) -> None:
     """A clone without a native module hides the package that is installed."""
-    for package in (jb, benchmarks):
-        [folder] = package.__path__
-        shutil.copytree(folder, tmp_path / Path(folder).name, ignore=shutil.ignore_patterns("*.so", "results"))
+    for module in (jb, benchmarks_main):
+        folder = Path(inspect.getfile(module)).parent
+        shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("*.so", "results"))
     devices = "--xla_force_host_platform_device_count=2"
     result = subprocess.run(
-        [sys.executable, "-m", *tool.split()],
+        [sys.executable, "-c", RUN_WITHOUT_EDITABLE_INSTALLATION, *tool.split()],
         env=os.environ | {"PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices},
         cwd=tmp_path,
         capture_output=True,
