@@ -32,6 +32,8 @@ class Site:
     """The operands that are donated arguments of the program and may be written in place."""
     is_split: bool = False
     """Whether JAX's partitioner splits the call over devices."""
+    misreads: bool = False
+    """Whether plain JAX might write a window that reads the array it overwrites, and this XLA gets that wrong."""
     loses_empty_calls: bool = False
     """Whether the call has an empty array inside ``shard_map``, where XLA drops custom calls of these."""
 
@@ -69,6 +71,8 @@ def decide(call: OpCall, site: Site) -> Decision:
         return Decision("kernel", "asked for")
     if site.donated:
         return Decision("kernel", "it writes a donated argument in place, where plain JAX might need another array")
+    if site.misreads:
+        return Decision("kernel", "XLA might read a window after it has overwritten it")
     if is_deterministic:
         return Decision("kernel", "deterministic=True is asked for")
     if site.is_split and call.resolve(call.op.reduction_dims) and not call.op.shards_reference:

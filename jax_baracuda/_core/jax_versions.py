@@ -34,6 +34,7 @@ __all__ = [
     "is_in_shard_map",
     "is_static_shape",
     "is_symbolic",
+    "keeps_barriers",
     "lower_by_platform",
     "lower_with_sharding_in_types",
     "jaxpr_as_fun",
@@ -241,6 +242,11 @@ def may_read(ctx: Any, value: ir.Value[Any], array: ir.Value[Any]) -> bool:
         seen.add(current)
         pending += current.owner.operands
     return False
+
+
+def keeps_barriers() -> bool:
+    """Whether XLA's CPU back end keeps the fusions apart that an ``optimization_barrier`` separates."""
+    return jax.__version_info__ >= (0, 11)
 
 
 def updated_argument(array: ir.Value[Any]) -> ir.Value[Any] | None:

@@ -74,14 +74,19 @@ def _written_operands(call: OpCall) -> list[int]:
 
 def _with_unfused_updates(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Sequence[Any]:
     """The operands of plain JAX: through a reshape, XLA misses that an update reads the array that it overwrites."""
-    arrays = [operands[i] for i in call.resolve(call.op.in_place)]
     values = list(operands)
-    for i in _written_operands(call):
-        if any(jax_versions.may_read(ctx, values[i], array) for array in arrays):
-            aval = ctx.avals_in[i]
-            unfused = mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False)
-            [values[i]] = unfused(ctx.replace(avals_in=[aval], avals_out=[aval]), values[i])
+    for i in _rereading_operands(call, ctx, operands):
+        aval = ctx.avals_in[i]
+        unfused = mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False)
+        [values[i]] = unfused(ctx.replace(avals_in=[aval], avals_out=[aval]), values[i])
     return values
+
+
+def _rereading_operands(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> list[int]:
+    """The written operands that may be computed from the array they are written to."""
+    arrays = [operands[i] for i in call.resolve(call.op.in_place)]
+    written = _written_operands(call)
+    return [i for i in written if any(jax_versions.may_read(ctx, operands[i], array) for array in arrays)]
 
 
 def _lower(
@@ -97,7 +102,8 @@ def _lower(
     automatic_axis = jax_versions.automatic_axis(axis_context)
     is_split = not has_empty_array and (automatic_axis is not None or jax_versions.partitioner_splits(axis_context))
     loses_empty_calls = has_empty_array and jax_versions.is_in_shard_map(axis_context)
-    site = Site(platform, _can_fuse(ctx, operands), donated, is_split, loses_empty_calls)
+    misreads = not jax_versions.keeps_barriers() and bool(_rereading_operands(call, ctx, operands))
+    site = Site(platform, _can_fuse(ctx, operands), donated, is_split, misreads, loses_empty_calls)
     runs_kernel = decide(call, site).implementation == "kernel"
     if call.selection != "xla" and (problem := op.missing_target(platform)) is not None:
         _warn_once(f"jax_baracuda: {op.name} runs as plain JAX on {platform}: {problem}")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_baracuda._core import dispatch, selection
+from jax_baracuda._core import dispatch, jax_versions, selection
 from jax_baracuda._core.dispatch import Rule
 from jax_baracuda._core.native import NATIVE_MODULES
 from jax_baracuda._core.op import Op
@@ -34,6 +34,9 @@ KERNEL_DTYPES = ("bool", *INTEGERS, *FLOATING)
 WIDE_INTEGERS = ("int32", "uint32", "int64", "uint64")
 TIE_BREAKS = ("split", "first")
 
+where_barriers_are_kept = pytest.mark.skipif(
+    not jax_versions.keeps_barriers(), reason="XLA of jax < 0.11 fuses a window with the array that it overwrites"
+)
 on_two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="there is only one device")
 on_four_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="there are less than four devices")
 

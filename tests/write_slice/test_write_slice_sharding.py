@@ -261,6 +261,7 @@ def test_plain_form_is_dynamic_update_slice(rng: np.random.Generator, spec: P) -
     )
 
 
+@cases.where_barriers_are_kept
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_windows_computed_from_the_array_itself(rng: np.random.Generator, axis_type: AxisType) -> None:
     """In the program of a device, which knows its arguments alone, too."""
