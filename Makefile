@@ -121,7 +121,7 @@ docs: $(VENV)/installed
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -b html -W --keep-going docs build/docs
 
 lint: $(VENV)/installed
-	$(BIN)/pip install --quiet basedpyright clang-format==23.1.5 codespell mypy ruff
+	$(BIN)/pip install --quiet basedpyright clang-format==23.1.5 codespell mypy rich ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check jax_baracuda tests benchmarks release
 	$(BIN)/mypy
