@@ -702,7 +702,9 @@ class Compiled:
 
     def _roundings(self, output: Output) -> int:
         """How often the dtype is rounded to on the way, before the last time."""
+        assignments = (self.plan.assignment, *self.plan.own_assignments.values())
         own = self.plan.problem.roundings
+        own += any(assignment.get(name) for name in self.plan.problem.rounded_dims for assignment in assignments)
         if self.case.transformation == "loop":
             return 2 + 2 * own
         if output.kind == "value":
