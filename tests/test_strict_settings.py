@@ -112,14 +112,11 @@ def test_ranks_dtypes_and_leaks(rng: np.random.Generator, example: Example) -> N
 
 
 @each_function
-def test_transfers_and_nans(rng: np.random.Generator, example: Example) -> None:
-    """A program brings nothing to the device that is not there, and has no NaN where there is none to be had."""
-
-    def call(program: Callable[..., Any], operands: tuple[Arrays, Arrays]) -> None:
-        with jax.transfer_guard("disallow"):
-            results = jax.jit(program)(*operands)
-        with jax.debug_nans(True):
-            jax.block_until_ready(jax.jit(program)(*operands))
-        assert not any(np.isnan(np.asarray(x)).any() for x in jax.tree.leaves(results))
-
-    assert not (failures := failures_of(rng, example, ("kernel", "xla"), call)), "\n".join(failures)
+@pytest.mark.parametrize("asked_for", ["kernel", "xla"])
+def test_transfers_and_nans(rng: np.random.Generator, example: Example, asked_for: str) -> None:
+    """A program brings nothing to the device that is not there, and makes no NaN of finite numbers."""
+    programs = programs_of(example)
+    operands = {name: operands_of(rng, example, name) for name in programs}
+    call_all = jax.jit(lambda operands: {name: programs[name](*operands[name]) for name in programs})
+    with jb.implementation(asked_for), jax.transfer_guard("disallow"), jax.debug_nans(True):
+        jax.block_until_ready(call_all(operands))
