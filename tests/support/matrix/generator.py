@@ -183,7 +183,17 @@ def rules_of(op: str) -> tuple[Rule, ...]:
             sharding == "explicit" and transformation in JACOBIANS and is_empty(sizes[size])
         ),
     )
-    return (*RULES, jacobians, empty, empty_jacobians, *presence, *call.rules)
+    deterministic = Rule(
+        "XLA adds up rows in an order that varies from run to run on GPUs",
+        ("implementation", "transformation", "deterministic"),
+        lambda implementation, transformation, deterministic: (
+            implementation == "xla"
+            and deterministic is True
+            and (transformation in EXPORTS or jax.default_backend() == "gpu")
+        ),
+    )
+    of_options = (deterministic,) if "deterministic" in call.options else ()
+    return (*RULES, jacobians, empty, empty_jacobians, *of_options, *presence, *call.rules)
 
 
 @functools.cache
