@@ -1,27 +1,76 @@
-"""JAX's strict settings: every public function passes wherever plain JAX passes, with its derivatives."""
+"""JAX's strict settings: every public function and its derivatives pass under them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import jax_baracuda as jb
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example
 
-# JAX's own derivatives of a few operations fail in these settings: only programs whose plain JAX passes are tested.
-IMPLEMENTATIONS = (None, "kernel", "xla")
+Arrays = Mapping[str, Any]
+FIRST = list({x.function.__name__: x for x in reversed(all_examples())}.values())
 each_example = pytest.mark.parametrize("example", all_examples(), ids=lambda x: x.name)
-each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+each_function = pytest.mark.parametrize("example", FIRST, ids=lambda x: x.name)
+
+
+def programs_of(example: Example) -> dict[str, Callable[[Arrays, Arrays], Any]]:
+    """``(differentiated operands, other operands) -> results``: second derivatives, of which the function and its
+    gradient are parts, and a batch of gradients; where there are no derivatives, the function and a batch of it."""
+
+    def value(chosen: Arrays, others: Arrays) -> Any:
+        return example.call("small")(**chosen, **others)
+
+    def gradient(chosen: Arrays, others: Arrays) -> Arrays:
+        return jax.grad(lambda chosen: _sum_of_squares(value(chosen, others)))(chosen)
+
+    def gradient_of_gradient(chosen: Arrays, others: Arrays) -> Arrays:
+        return jax.grad(lambda chosen: _sum_of_squares(gradient(chosen, others)))(chosen)
+
+    def tangent_of_gradient(chosen: Arrays, others: Arrays) -> Arrays:
+        return jax.jvp(lambda chosen: gradient(chosen, others), (chosen,), (chosen,))[1]
+
+    if not differentiated_operands(example):
+        return {"value": value, "vmap of value": jax.vmap(value)}
+    return {
+        "gradient of gradient": gradient_of_gradient,
+        "tangent of gradient": tangent_of_gradient,
+        "vmap of gradient": jax.vmap(gradient),
+    }
+
+
+def _sum_of_squares(results: Any) -> Any:
+    floating = (y for y in jax.tree.leaves(results) if jnp.issubdtype(y.dtype, jnp.floating))
+    # Extrema of empty segments are infinite.
+    return sum(jnp.sum(jnp.where(jnp.isfinite(y), y, 0.0) ** 2) for y in floating)
+
+
+def differentiated_operands(example: Example) -> list[str]:
+    results = jax.tree.leaves(jax.eval_shape(example.call("small"), **example.operand_types("float32", "small")))
+    if not any(jnp.issubdtype(y.dtype, jnp.floating) for y in results):
+        return []
+    return [name for name, operand in example.operands.items() if operand.dtype is None and operand.differentiable]
+
+
+def operands_of(rng: np.random.Generator, example: Example, program: str) -> tuple[Arrays, Arrays]:
+    """Those that are differentiated, and the others, on a device."""
+    operands = example.make_operands(rng, "float32", "small")
+    if program.startswith("vmap"):
+        operands = {name: np.stack([x, x]) for name, x in operands.items()}
+    names = differentiated_operands(example)
+    chosen = {name: x for name, x in operands.items() if name in names}
+    return jax.device_put((chosen, {name: x for name, x in operands.items() if name not in names}))
 
 
 @contextlib.contextmanager
-def strict_tracing() -> Iterator[None]:
-    """The settings that concern what is traced and lowered."""
+def strict_about_programs() -> Iterator[None]:
     with (
         jax.numpy_rank_promotion("raise"),
         jax.numpy_dtype_promotion("strict"),
@@ -31,36 +80,43 @@ def strict_tracing() -> Iterator[None]:
         yield
 
 
-def programs_of(example: Example) -> dict[str, Callable[..., Any]]:
-    """``(differentiated operands, other operands) -> results``: the function, its derivatives, and a batch of it."""
-    call = example.call("small")
-    names = [name for name, x in example.operands.items() if x.differentiable and x.dtype is None]
-
-    def value(chosen: Any, others: Any) -> Any:
-        return call(**chosen, **others)
-
-    def loss(chosen: Any, others: Any) -> Any:
-        floating = [y for y in jax.tree.leaves(value(chosen, others)) if jnp.issubdtype(y.dtype, jnp.inexact)]
-        return sum(jnp.sum(y * y) for y in floating)
-
-    def gradient(chosen: Any, others: Any) -> Any:
-        return jax.grad(loss)(chosen, others)
-
-    def second_gradient(chosen: Any, others: Any) -> Any:
-        return jax.grad(lambda chosen: sum(jnp.sum(y * y) for y in gradient(chosen, others).values()))(chosen)
-
-    def tangent_of_gradient(chosen: Any, others: Any) -> Any:
-        return jax.jvp(lambda chosen: gradient(chosen, others), (chosen,), (chosen,))
-
-    programs = {"value": value}
-    if names and any(jnp.issubdtype(y.dtype, jnp.inexact) for y in jax.tree.leaves(result_types(example))):
-        programs |= {
-            "gradient": gradient,
-            "gradient of gradient": second_gradient,
-            "tangent of gradient": tangent_of_gradient,
-        }
-    return programs
+def failures_of(
+    rng: np.random.Generator,
+    example: Example,
+    implementations: Sequence[str | None],
+    run: Callable[[Callable[..., Any], tuple[Arrays, Arrays]], Any],
+) -> list[str]:
+    failures = []
+    for name, program in programs_of(example).items():
+        operands = operands_of(rng, example, name)
+        for asked_for in implementations:
+            try:
+                with jb.implementation(asked_for):
+                    run(program, operands)
+            except Exception as error:  # the other programs run all the same
+                failures.append(f"{name}, implementation={asked_for}: {type(error).__name__}: {str(error)[:300]}")
+    return failures
 
 
-def result_types(example: Example) -> Any:
-    return jax.eval_shape(example.call("small"), **example.operand_types("float32", "small"))
+@each_example
+def test_ranks_dtypes_and_leaks(rng: np.random.Generator, example: Example) -> None:
+    """Programs are traced and lowered without a promotion that the user did not write, and no tracer leaks."""
+
+    def lower(program: Callable[..., Any], operands: tuple[Arrays, Arrays]) -> None:
+        with strict_about_programs():
+            jax.jit(program).lower(*operands)
+
+    # What only tracing is about is the same in all examples of a function but for the operations of plain JAX.
+    implementations = (None, "kernel", "xla") if example in FIRST else ("xla",)
+    assert not (failures := failures_of(rng, example, implementations, lower)), "\n".join(failures)
+
+
+@each_function
+@pytest.mark.parametrize("asked_for", ["kernel", "xla"])
+def test_transfers_and_nans(rng: np.random.Generator, example: Example, asked_for: str) -> None:
+    """A program brings nothing to the device that is not there, and makes no NaN of finite numbers."""
+    programs = programs_of(example)
+    operands = {name: operands_of(rng, example, name) for name in programs}
+    call_all = jax.jit(lambda operands: {name: programs[name](*operands[name]) for name in programs})
+    with jb.implementation(asked_for), jax.transfer_guard("disallow"), jax.debug_nans(True):
+        jax.block_until_ready(call_all(operands))

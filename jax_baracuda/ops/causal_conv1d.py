@@ -503,9 +503,9 @@ def _reference_backward(
 
 def _one_step(x: Array, weight: Array, bias: Array | None, state: Array) -> Array:
     """The convolution ``[B, C]`` at one time, before the activation, of its input ``[B, C]`` and the ones before it."""
-    z = weight[:, -1] * x if bias is None else bias + weight[:, -1] * x
+    z = weight[None, :, -1] * x if bias is None else bias[None] + weight[None, :, -1] * x
     for step in range(state.shape[2]):
-        z = z + weight[:, step] * state[:, :, step]
+        z = z + weight[None, :, step] * state[:, :, step]
     return z
 
 

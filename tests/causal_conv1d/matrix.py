@@ -228,6 +228,7 @@ def _backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         majorant=bound(majorant),
         results=tuple(operands[name].dims for name in primals),
         result_dtypes=tuple(operands[name].dtype for name in primals),
+        rounded_dims=("time",),
         terms=sizes["tap"] * max(1, sizes["example"] * sizes["time"]),
         draw_cotangents=finite_numbers,
     )

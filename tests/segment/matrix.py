@@ -20,6 +20,7 @@ from support.matrix.calls import (
     Problem,
     Rule,
     declare,
+    finite_numbers,
     is_floating,
     numbers,
     operand_names,
@@ -254,8 +255,15 @@ def _softmax_gradient(sign: int, d_p: Any, p: Any, ids: Any, num_segments: int) 
 # Data.
 
 
-def factors(num_rows: int) -> Draw:
-    """Of so many rows, the same or not, whose product neither overflows nor underflows; some zeros in small arrays."""
+MOST_EXTREME_FACTORS = 24
+"""Whose product the float64 of the reference holds."""
+
+
+def factors(num_rows: int, extreme: bool = False) -> Draw:
+    """Of so many rows, the same or not, whose product neither overflows nor underflows; some zeros in small arrays.
+
+    With `extreme`, products of some small arrays leave the range of their dtype on the way, or in the end.
+    """
     widest = min(0.22, 20 / math.sqrt(max(num_rows, 1)))
 
     def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -263,6 +271,13 @@ def factors(num_rows: int) -> Draw:
             return numbers(rng, shape, dtype) | np.asarray(1, dtype)
         of_this_size = widest if shape[0] == num_rows else min(widest, 40 / max(num_rows, 1))
         data = rng.choice([-1.0, 1.0], shape) * np.exp(rng.uniform(-of_this_size, of_this_size, shape))
+        if (
+            extreme
+            and num_rows <= MOST_EXTREME_FACTORS
+            and dtype.name in ("float32", "bfloat16")
+            and rng.random() < 0.3
+        ):
+            data = np.ldexp(data, rng.integers(-40, 41, shape))
         if num_rows * math.prod(shape[1:]) < 2000:
             data = np.where(rng.random(shape) < 0.08, 0.0, data)
         return data.astype(dtype)
@@ -533,6 +548,7 @@ def _reduction_problem(
         terms=max(sizes["row"], 1),
         roundings=options.get("bucket_size") is not ABSENT,
         free=features,
+        draw_cotangents=numbers if majorant_of is None else finite_numbers,
         **properties(dtype, options),
     )
 
@@ -637,7 +653,7 @@ _declare_reduction(
     "segment_prod",
     SUMMABLE,
     lambda options: _in_buckets(reference_prod, reference_prod, options["bucket_size"]),
-    lambda options, sizes: factors(sizes["row"]),
+    lambda options, sizes: factors(sizes["row"], extreme=options["bucket_size"] is ABSENT),
     majorant_of=lambda options: _in_buckets(majorant_prod, majorant_prod, options["bucket_size"]),
     options={"bucket_size": (ABSENT, 3)},
     properties=lambda dtype, options: {"exact_value": not is_floating(dtype)},
@@ -695,8 +711,10 @@ def _declare_gradient(
 
             return call
 
+        # Infinities that meet zeros are no part of the definition of what is not linear.
+        draw = numbers if majorant_of is None else finite_numbers
         return Problem(
-            operands=(Operand("d_output", ("segment", *features), numbers), *data, _ids(chosen, sizes)),
+            operands=(Operand("d_output", ("segment", *features), draw), *data, _ids(chosen, sizes)),
             apply=lambda function, *arrays: _call_of_rows(chosen, num_segments, function, arrays, ("mode", *keywords)),
             reference=bound(gradient_of(chosen)),
             majorant=None if majorant_of is None else bound(majorant_of(chosen)),
@@ -704,6 +722,7 @@ def _declare_gradient(
             terms=max(sizes["row"], 1),
             free=features,
             exact_value=exact_value,
+            draw_cotangents=draw,
         )
 
     declare(
@@ -762,7 +781,7 @@ _declare_gradient(
     "segment_prod_backward",
     {"indices_are_sorted": (ABSENT, True), **IDS_OPTIONS},
     lambda options: _vjp(reference_prod),
-    lambda options, sizes: factors(sizes["row"]),
+    lambda options, sizes: factors(sizes["row"], extreme=True),
     majorant_of=lambda options: _vjp(majorant_prod),
 )
 
@@ -786,7 +805,7 @@ def _softmax_backward_problem(dtype: str, options: Options, sizes: Sizes) -> Pro
 
     return Problem(
         operands=(
-            Operand("d_output", ("row", *features), numbers),
+            Operand("d_output", ("row", *features), finite_numbers),
             Operand("probabilities", ("row", *features), probabilities),
             _ids(options, sizes),
         ),
@@ -797,6 +816,7 @@ def _softmax_backward_problem(dtype: str, options: Options, sizes: Sizes) -> Pro
         terms=max(sizes["row"], 1),
         free=features,
         carry=(0, 0),
+        draw_cotangents=finite_numbers,
     )
 
 
@@ -902,7 +922,7 @@ def _attention_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     return Problem(
         operands=(
             Operand("logits", ("row", *heads), finite_logits),
-            Operand("data", ("node", *features), numbers),
+            Operand("data", ("node", *features), finite_numbers),
             Operand("gather_ids", ("row",), row_numbers_of(sizes["node"]), dtype=options["gather_dtype"]),
             _ids(options, sizes),
         ),
@@ -912,6 +932,7 @@ def _attention_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         results=(("segment", *features),),
         terms=max(sizes["row"], 1),
         free=features[len(heads) :],
+        draw_cotangents=finite_numbers,
     )
 
 

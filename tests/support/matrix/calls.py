@@ -64,6 +64,8 @@ class Problem:
     """How many terms the longest sum has."""
     roundings: int = 0
     """How often the op rounds to the dtype before it rounds its result."""
+    rounded_dims: tuple[str, ...] = ()
+    """Where devices split these, some results are sums of two that are rounded."""
     free: tuple[str, ...] = ()
     """Dimensions of all results along which the op treats each index alone: ``shard_map`` may split them."""
     carry: tuple[int, int] | None = None

@@ -19,6 +19,7 @@ TRANSFORMATIONS = (
     "donated",
     "scan",
     "loop",
+    "export",
     "vjp",
     "vjp of vmap",
     "checkpoint",
@@ -29,6 +30,7 @@ TRANSFORMATIONS = (
     "jvp of grad",
     "hessian",
     "grad of jvp",
+    "export of vjp",
 )
 """Each is applied to one element of the batch, and mapped over the batch; "vjp of vmap" the other way round. A scan
 goes over the outer batch in place of vmap. All but "eager" run under jit."""
@@ -37,6 +39,8 @@ DERIVATIVES = TRANSFORMATIONS[TRANSFORMATIONS.index("vjp") :]
 FORWARD = ("jvp", "linearize", "grad of jvp")
 """Those that need the function's twin in ``forward_mode``: they begin with forward mode."""
 JACOBIANS = ("jacrev", "hessian")
+EXPORTS = ("export", "export of vjp")
+"""By ``jax.export``, for CPUs and GPUs in one program, half of them of some symbolic sizes."""
 
 SHARDINGS = ("single", "auto", "explicit", "shard_map", "shard_map, check_vma=False", "partly manual")
 SHARD_MAPS = SHARDINGS[3:]
@@ -136,6 +140,11 @@ RULES = (
         lambda transformation, dtype: transformation == "scan" and dtype == "int4" and jax.default_backend() == "gpu",
     ),
     Rule(
+        "what JAX's partitioner splits cannot be exported",
+        ("transformation", "sharding"),
+        lambda transformation, sharding: transformation in EXPORTS and sharding != "single",
+    ),
+    Rule(
         "outside of jit, shard_map is interpreted by JAX, one operation after the other, each of them under jit",
         ("transformation", "sharding"),
         lambda transformation, sharding: transformation == "eager" and sharding in SHARD_MAPS,
@@ -174,7 +183,17 @@ def rules_of(op: str) -> tuple[Rule, ...]:
             sharding == "explicit" and transformation in JACOBIANS and is_empty(sizes[size])
         ),
     )
-    return (*RULES, jacobians, empty, empty_jacobians, *presence, *call.rules)
+    deterministic = Rule(
+        "XLA adds up rows in an order that varies from run to run on GPUs",
+        ("implementation", "transformation", "deterministic"),
+        lambda implementation, transformation, deterministic: (
+            implementation == "xla"
+            and deterministic is True
+            and (transformation in EXPORTS or jax.default_backend() == "gpu")
+        ),
+    )
+    of_options = (deterministic,) if "deterministic" in call.options else ()
+    return (*RULES, jacobians, empty, empty_jacobians, *of_options, *presence, *call.rules)
 
 
 @functools.cache
