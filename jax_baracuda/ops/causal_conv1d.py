@@ -29,6 +29,7 @@ from jax_baracuda._core.arrays import (
     as_array,
     in_automatic_mode,
     reshard_as,
+    reshard_like,
 )
 from jax_baracuda._core.autodiff import KernelVjp, map_together, with_twin
 from jax_baracuda._core.call import Dimensions
@@ -884,8 +885,10 @@ def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[
         # What is older in the new state, in its place among all inputs: those of the state and the new ones.
         nothing = [(0, 0)] * 2
         d_inputs = jnp.pad(d_new_state[..., :num_older], [*nothing, (x.shape[time], state_length)])
-        d_state = jnp.pad(d_state, [*nothing, (num_older, 0)]) + d_inputs[..., : state.shape[2]]
-        dx = dx + _in_layout(d_inputs[..., state.shape[2] :], params.channels_last)
+        d_state = reshard_like(jnp.pad(d_state, [*nothing, (num_older, 0)]), jax.typeof(state))
+        d_state += reshard_like(d_inputs[..., : state.shape[2]], jax.typeof(state))
+        older = _in_layout(d_inputs[..., state.shape[2] :], params.channels_last)
+        dx = reshard_like(dx, jax.typeof(x)) + reshard_like(older, jax.typeof(x))
     return {"x": dx, "state": d_state, "weight": gradients["weight"], "bias": gradients["bias"]}
 
 
