@@ -503,9 +503,9 @@ def _reference_backward(
 
 def _one_step(x: Array, weight: Array, bias: Array | None, state: Array) -> Array:
     """The convolution ``[B, C]`` at one time, before the activation, of its input ``[B, C]`` and the ones before it."""
-    z = weight[:, -1] * x if bias is None else bias + weight[:, -1] * x
+    z = weight[None, :, -1] * x if bias is None else bias[None] + weight[None, :, -1] * x
     for step in range(state.shape[2]):
-        z = z + weight[:, step] * state[:, :, step]
+        z = z + weight[None, :, step] * state[:, :, step]
     return z
 
 
@@ -528,7 +528,7 @@ def _gradients_of_one_step(
         z = _one_step(x, weight, bias, state)
         sigmoid = jax.nn.sigmoid(z)
         d_z = d_z * (sigmoid * (1 + z * (1 - sigmoid)))
-    dx, d_state = d_z * weight[:, -1], d_z[:, :, None] * weight[:, :-1]
+    dx, d_state = d_z * weight[None, :, -1], d_z[:, :, None] * weight[None, :, :-1]
     if d_final_state is not None and state_length > 0:
         dx = dx + d_final_state[:, :, -1]
         d_state = d_state + jnp.pad(d_final_state[:, :, :-1], [(0, 0), (0, 0), (1, 0)])
