@@ -70,6 +70,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "dy": (8, 6, 24),
     "step": (8, 6, 1),
     "state": (8, 6, 3),
+    "long_state": (8, 6, 12),
     "weight": (6, 4),
     "q": (4, 2, 8, 8),
     "cache": (8, 12, 6),
@@ -164,14 +165,33 @@ def _convolution_calls() -> dict[str, Call]:
                 calls[f"{what}, {split}"] = convolve, operands
                 calls[f"gradients of {what}, {split}"] = gradient(convolve, (0, 1)), operands
     update = {"step": P(), "state": P("x"), "weight": P("y")}
-    return calls | {
-        "causal_conv1d_backward": (
-            lambda x, weight, dy: causal_conv1d_backward(dy, x, weight, None),
-            {"x": P("x"), "weight": P("y"), "dy": P(None, "y")},
-        ),
-        "causal_conv1d_update": (causal_conv1d_update, update),
-        "gradients of causal_conv1d_update": (gradient(causal_conv1d_update, (0, 1, 2)), update),
-    }
+    return (
+        calls
+        | {
+            "causal_conv1d_backward": (
+                lambda x, weight, dy: causal_conv1d_backward(dy, x, weight, None),
+                {"x": P("x"), "weight": P("y"), "dy": P(None, "y")},
+            ),
+            "causal_conv1d_update": (causal_conv1d_update, update),
+            "gradients of causal_conv1d_update": (gradient(causal_conv1d_update, (0, 1, 2)), update),
+        }
+        | _updates_of_long_states()
+    )
+
+
+def _updates_of_long_states() -> dict[str, Call]:
+    """States of more inputs than the filter sees: their cotangents are sums of parts that are split differently."""
+    calls: dict[str, Call] = {}
+    for of_x in (P(), P("x", None, "y"), P(None, "y"), P(None, None, "x")):
+        for of_state in (P("x"), P(None, "y"), P("x", "y"), P(None, "y", "x")):
+            for of_weight in (P("y"), P(None, "x")):
+                split = {"x": of_x, "long_state": of_state, "weight": of_weight}
+                calls[f"causal_conv1d_update, long, {split}"] = causal_conv1d_update, split
+                calls[f"gradients of causal_conv1d_update, long, {split}"] = (
+                    gradient(causal_conv1d_update, (0, 1, 2)),
+                    split,
+                )
+    return calls
 
 
 def _select(a: Any, b: Any) -> Any:

@@ -29,6 +29,7 @@ from jax_baracuda._core.arrays import (
     as_array,
     in_automatic_mode,
     reshard_as,
+    reshard_like,
 )
 from jax_baracuda._core.autodiff import KernelVjp, map_together, with_twin
 from jax_baracuda._core.call import Dimensions
@@ -528,7 +529,7 @@ def _gradients_of_one_step(
         z = _one_step(x, weight, bias, state)
         sigmoid = jax.nn.sigmoid(z)
         d_z = d_z * (sigmoid * (1 + z * (1 - sigmoid)))
-    dx, d_state = d_z * weight[:, -1], d_z[:, :, None] * weight[:, :-1]
+    dx, d_state = d_z * weight[None, :, -1], d_z[:, :, None] * weight[None, :, :-1]
     if d_final_state is not None and state_length > 0:
         dx = dx + d_final_state[:, :, -1]
         d_state = d_state + jnp.pad(d_final_state[:, :, :-1], [(0, 0), (0, 0), (1, 0)])
@@ -898,8 +899,10 @@ def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[
         # What is older in the new state, in its place among all inputs: those of the state and the new ones.
         nothing = [(0, 0)] * 2
         d_inputs = jnp.pad(d_new_state[..., :num_older], [*nothing, (x.shape[time], state_length)])
-        d_state = jnp.pad(d_state, [*nothing, (num_older, 0)]) + d_inputs[..., : state.shape[2]]
-        dx = dx + _in_layout(d_inputs[..., state.shape[2] :], params.channels_last)
+        d_state = reshard_like(jnp.pad(d_state, [*nothing, (num_older, 0)]), jax.typeof(state))
+        d_state += reshard_like(d_inputs[..., : state.shape[2]], jax.typeof(state))
+        older = _in_layout(d_inputs[..., state.shape[2] :], params.channels_last)
+        dx = reshard_like(dx, jax.typeof(x)) + reshard_like(older, jax.typeof(x))
     return {"x": dx, "state": d_state, "weight": gradients["weight"], "bias": gradients["bias"]}
 
 
