@@ -90,6 +90,12 @@ struct ComputedSum {
   }
 };
 
+template <typename C>
+JB_INLINE void Subtract(const C* values, const C* subtrahends, int64_t width, C* differences) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < width; ++i) differences[i] = values[i] - subtrahends[i];
+}
+
 // exp(logit - maximum) for one row.
 template <typename T, typename C>
 JB_INLINE void WeighRow(const T* logits, const C* maxima, int64_t width, C* weights) {
@@ -154,8 +160,7 @@ JB_CPU_CLONES void WeighBlock(const RowBlock block, const Problem problem, const
     for (int64_t i = 0; i < block.count; ++i) {
       const C* const of_segment = CellsOfRow(block, problem, i, width, maxima);
       const C* const of_row = logits + block.offsets[i] * width;
-      JB_VECTORIZE
-      for (int64_t j = 0; j < width; ++j) weights[i * width + j] = of_row[j] - of_segment[j];
+      Subtract(of_row, of_segment, width, weights + i * width);
     }
   });
   ExpAll(block.count * features, weights);
@@ -328,10 +333,12 @@ template <typename C>
 JB_CPU_CLONES void SumProductsOfBlock(const RowBlock block, const C* x, const C* y,
                                       const FoldTarget<ComputedSum<C>> target) {
   WithWidth(target.features, [&](auto width) __attribute__((always_inline)) {
-    ForEachMember(block, typename DirectRows<C>::Element{}, target, width,
-                  [&](int32_t row, int64_t segment) __attribute__((always_inline)) {
-                    AddProducts(x + row * width, y + row * width, width, target.cells.first + segment * width);
-                  });
+    ForEachMember(
+        block, typename DirectRows<C>::Element{}, target, width,
+        [&](int64_t i) __attribute__((always_inline)) { return block.offsets[i]; },
+        [&](int32_t offset, int64_t segment) __attribute__((always_inline)) {
+          AddProducts(x + offset * width, y + offset * width, width, target.cells.first + segment * width);
+        });
   });
 }
 
@@ -362,7 +369,7 @@ bool SumProductsInOrder(const Problem& problem, const GradientArrays<T>& arrays,
   const T* const d_probabilities = arrays.RowsOfCotangents(problem, batch);
   ForEachBlockOfRows(problem, arrays.ids, batch, row_begin, row_end, segments, are_listed, RowsAtOnce(problem),
                      [&](const RowBlock& block) {
-                       SumProductsOfBlock(block.From(0), NumbersOf(block, probabilities, problem.features, x.get()),
+                       SumProductsOfBlock(block, NumbersOf(block, probabilities, problem.features, x.get()),
                                           NumbersOf(block, d_probabilities, problem.features, y.get()), target);
                      });
   return true;
