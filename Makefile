@@ -19,29 +19,45 @@ export VIRTUAL_ENV := $(abspath $(VENV))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 BIN := $(VENV)/bin
-EXTRAS := test,bench$(CUDA:%=,%)
+EXTRAS := test$(CUDA:%=,%)
+# The requirements of an extra: to install them beside what is built already, which would else be built again.
+REQUIREMENTS = $$($(BIN)/python -c "import tomllib; \
+  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
 NVCC_PACKAGES := nvidia-cuda-nvcc nvidia-cuda-cccl nvidia-cuda-runtime
 INSTALL_NVCC = command -v nvcc || test -x /usr/local/cuda/bin/nvcc || $(BIN)/pip install --quiet $(NVCC_PACKAGES)
 SOURCES := $(wildcard ffi/*.cc ffi/*/* ffi/*/*/* cmake/* CMakeLists.txt pyproject.toml)
 # On all cores, but one process for what a GPU runs; tests that have waited move to a process that is done.
-PYTEST_ARGUMENTS ?= $(if $(DRIVER),,-n auto --dist worksteal)
+PYTEST_ARGUMENTS ?= -q $(if $(DRIVER),,-n auto --dist worksteal)
 SANITIZERS ?= address thread
 SANITIZED_TESTS ?= tests/sanitizers/workload.py tests/test_load.py $(wildcard tests/*/*_handlers.py)
 SANITIZED_GPU_FAMILIES ?=
 INSTRUMENTATIONS := address thread coverage
 COVERED_TESTS ?= tests
 
-.PHONY: demo test matrix coverage fuzz sanitize sanitize-gpu check race report tune bench bench-multi clients docs \
+.PHONY: demo test test-all test-versions matrix coverage fuzz sanitize sanitize-gpu check race report bench bench-multi clients docs \
   lint lint-native wheels wheels-test clean $(SANITIZERS:%=sanitize-%) \
   $(INSTRUMENTATIONS:%=instrumented-%)
 
 demo: $(VENV)/installed
+	$(BIN)/pip install --quiet $(call REQUIREMENTS,demo)
 	$(BIN)/python -m jax_baracuda demo
 
+# Whether an installation is right: at least one case of each test.
+test: export JAX_BARACUDA_TEST_STRIDE ?= 100
 test: $(VENV)/installed
+	$(BIN)/pytest --ignore=tests/repository $(PYTEST_ARGUMENTS)
+
+# All cases, and the tests of pages, notebooks and tools.
+test-all: $(VENV)/installed
+	$(BIN)/pip install --quiet $(call REQUIREMENTS,test-all)
 	$(BIN)/pytest $(PYTEST_ARGUMENTS)
 
-# Every pair of options, transformations, shardings, dtypes and sizes; make test runs a part.
+# What depends on the version of JAX, at least one case of each test.
+test-versions: export JAX_BARACUDA_TEST_STRIDE ?= 100
+test-versions: $(VENV)/installed
+	$(BIN)/pytest -m versions --ignore=tests/repository $(PYTEST_ARGUMENTS)
+
+# Every pair of options, transformations, shardings, dtypes and sizes; make test-all runs a part.
 matrix: $(VENV)/installed
 	JAX_BARACUDA_MATRIX_STRIDE=1 $(BIN)/pytest tests/test_matrix.py $(PYTEST_ARGUMENTS)
 
@@ -86,14 +102,12 @@ sanitize-gpu: $(VENV)/installed
 	run="$(BIN)/python tests/sanitizers/gpu.py $(SANITIZED_GPU_FAMILIES) --programs $$cache/programs.json"; $$run || exit 1; \
 	for tool in memcheck racecheck synccheck; do compute-sanitizer --tool $$tool --error-exitcode 1 $$run || exit 1; done
 
-check race report tune: $(VENV)/installed
+check race report: $(VENV)/installed
 	$(BIN)/python -m jax_baracuda $@
 
-bench-multi: $(VENV)/installed
-	$(BIN)/python -m benchmarks.many_devices
-
-bench: $(VENV)/installed
-	$(BIN)/python -m benchmarks
+bench bench-multi: $(VENV)/installed
+	$(BIN)/pip install --quiet $(call REQUIREMENTS,bench)
+	$(BIN)/python -m $(if $(filter bench,$@),benchmarks,benchmarks.many_devices)
 
 # Programs of other packages, in an environment of their own, with what make test leaves out of compilation.
 clients:
@@ -104,8 +118,7 @@ clients:
 
 # Warnings are errors; the pages are in build/docs.
 docs: $(VENV)/installed
-	$(BIN)/pip install --quiet $$($(BIN)/python -c "import tomllib; \
-	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	$(BIN)/pip install --quiet $(call REQUIREMENTS,docs)
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -b html -W --keep-going docs build/docs
 
 lint: $(VENV)/installed

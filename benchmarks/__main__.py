@@ -11,7 +11,7 @@ from benchmarks import causal_conv1d, decoding, graph, grid, programs, rope, seg
 from benchmarks.harness import QUICK, Case, copy_bytes_per_second, environment, measure, summary_of
 from benchmarks.record import OURS, PROGRAMS, RESULTS, XLA, CaseRecord, Measurement, Run, milliseconds_text
 from jax_baracuda._tools.command_line import INTERRUPTED, output_file, parser_of, run
-from jax_baracuda._tools.platforms import default_devices
+from jax_baracuda._tools.platforms import default_devices, require_kernels
 from jax_baracuda._tools.progress import Progress
 
 FAMILIES = (segment, graph, causal_conv1d, rope, where, write_slice, programs, decoding)
@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in cases:
             print(case.name)
         return 0
+    require_kernels(default_devices()[0])
     output = options.output or (None if options.only or options.quick else RESULTS / f"{backend}.json")
 
     progress = Progress()

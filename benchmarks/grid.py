@@ -1,7 +1,7 @@
 """A random sample of calls of every function against plain JAX: how the ratios of the times are distributed.
 
-``python -m benchmarks --only grid``. Each function runs as users get it, with what the tuning table picks, in a loop
-inside ``jax.jit``: forward, and forward with gradient.
+``python -m benchmarks --only grid``. Each function runs as users get it, with the implementation that its
+rules pick, in a loop inside ``jax.jit``: forward, and forward with gradient.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from typing import Any
 
 import jax
 
+from benchmarks import sample
 from benchmarks.harness import environment
 from benchmarks.record import FORWARD, LOWEST_RATIO, RESULTS, WITH_GRADIENT, GridRun, Ratio, distribution
+from benchmarks.timing import Arrays, Loop, compiled_in_batches, num_steps, race
 from jax_baracuda._examples.example import value_and_gradient
-from jax_baracuda._tools import grid
 from jax_baracuda._tools.command_line import INTERRUPTED, output_file, parser_of, run, whole_number
-from jax_baracuda._tools.platforms import default_devices
-from jax_baracuda._tools.timing import Arrays, Loop, compiled_in_batches, num_steps, race
-from jax_baracuda._tools.tune import operands_of, types_of
+from jax_baracuda._tools.platforms import default_devices, require_kernels
 
 SEED = 1
-"""Another one than that of the calls that the table was made from."""
+"""Another one than that of the calls that rules were fitted to."""
 REPEATS = 5
 NUM_WORST = 10
 TRAFFIC_PER_OPERAND_BYTE = 3
@@ -38,13 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--cases", type=whole_number(1), default=400, help="sampled calls (default: 400)")
     parser.add_argument("--seed", type=whole_number(0), default=SEED, help="of the sample")
-    grid.add_functions_option(parser, "public functions (default: all)")
+    sample.add_functions_option(parser, "public functions (default: all)")
     parser.add_argument("--seconds", type=whole_number(1), help="stop after so many, with what was timed by then")
     options = parser.parse_args(arguments)
     backend = default_devices()[0].platform
+    require_kernels(default_devices()[0])
     output = options.output or RESULTS / f"{backend}_grid.json"
     platform = "cuda" if backend == "gpu" else backend
-    cases = list(grid.sample(platform, options.cases, options.seed, options.functions))
+    cases = list(sample.draw(platform, options.cases, options.seed, options.functions))
     grid_run = GridRun(environment(), options.seed, len(cases))
     start = time.perf_counter()
     is_interrupted = False
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return INTERRUPTED if is_interrupted else 0
 
 
-def timed(cases: Sequence[grid.Case], platform: str, seconds: float | None) -> Iterator[list[Ratio]]:
+def timed(cases: Sequence[sample.Case], platform: str, seconds: float | None) -> Iterator[list[Ratio]]:
     """The ratios of each case; none of one that cannot run here."""
     device = jax.devices()[0]
     compiled = functools.partial(compiled_case, platform, device)
@@ -75,7 +75,7 @@ def timed(cases: Sequence[grid.Case], platform: str, seconds: float | None) -> I
         sizes = case.sizes_text(platform)
         try:
             types, loops_of_passes = compiled_or_error()
-            operands = jax.tree.leaves(operands_of(case, types, platform, device))
+            operands = jax.tree.leaves(sample.operands_of(case, types, platform, device))
             for what, loops in loops_of_passes.items():
                 (ours, xla), operands = race(loops, operands, REPEATS)
                 kernels = loops[0].kernels()
@@ -85,12 +85,14 @@ def timed(cases: Sequence[grid.Case], platform: str, seconds: float | None) -> I
         yield of_case
 
 
-def compiled_case(platform: str, device: jax.Device, case: grid.Case) -> tuple[tuple[Any, Any], dict[str, list[Loop]]]:
+def compiled_case(
+    platform: str, device: jax.Device, case: sample.Case
+) -> tuple[tuple[Any, Any], dict[str, list[Loop]]]:
     """Types of operands and cotangents, and the loops of ours and of plain JAX of each pass."""
     example = case.example
     differentiated = example.differentiated(case.dtype)
     passes = {FORWARD: ()} | ({WITH_GRADIENT: differentiated} if differentiated else {})
-    types = types_of(case, platform, device)
+    types = sample.types_of(case, platform, device)
     leaves, structure = jax.tree.flatten(types)
     num_bytes = TRAFFIC_PER_OPERAND_BYTE * sum(x.size * x.dtype.itemsize for x in leaves)
     steps = num_steps(num_bytes, platform, case.contended_seconds)

@@ -15,7 +15,7 @@ from benchmarks.__main__ import select_cases
 from benchmarks.harness import Contender, JaxContender, copy_bytes_per_second
 from benchmarks.record import Measurement
 from jax_baracuda._tools.command_line import parser_of, run
-from jax_baracuda._tools.platforms import default_devices
+from jax_baracuda._tools.platforms import default_devices, require_kernels
 
 CALLS = 10
 """Of every contender, of which the median counts for each kernel."""
@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (backend := default_devices()[0].platform) != "gpu":
         print(f"kernels are profiled on GPUs only, and JAX runs on {backend}")
         return 1
+    require_kernels(default_devices()[0])
     bandwidth = copy_bytes_per_second()
     print(f"copy: {bandwidth / 1e12:.3f} TB/s on {jax.devices()[0].device_kind}")
     for case in select_cases("gpu", options.only):

@@ -25,7 +25,7 @@ from benchmarks.record import OURS, XLA, milliseconds_text
 from jax_baracuda._examples import causal_conv1d, graph_networks, rope
 from jax_baracuda._examples import segment as plain_segment
 from jax_baracuda._tools.command_line import output_file, parser_of, run
-from jax_baracuda._tools.platforms import default_devices
+from jax_baracuda._tools.platforms import default_devices, require_kernels
 from jax_baracuda._tools.progress import Progress
 
 AXIS = "x"
@@ -356,6 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     num_devices = len(default_devices())
     if num_devices < 2:
         parser.error("there is only one device; on CPUs, XLA_FLAGS=--xla_force_host_platform_device_count=2 makes two")
+    require_kernels(default_devices()[0])
     scale = 128 if options.quick else 1 if jax.default_backend() == "gpu" else 64
     programs = [
         program

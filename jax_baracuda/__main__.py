@@ -1,4 +1,4 @@
-"""``python -m jax_baracuda report | check | race | tune | demo``."""
+"""``python -m jax_baracuda report | check | race | demo``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ TOOLS = {
     "report": "what is installed, and what serves each op on each device here, and why",
     "check": "examples of every function against plain JAX on the devices here, value and gradient",
     "race": "time of this package against XLA on the devices here",
-    "tune": "kernels against plain JAX on the devices here, as a table of what to pick",
     "demo": "train a small graph network through gather_segment_max and compare with jax.ops",
 }
 

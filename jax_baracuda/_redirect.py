@@ -6,8 +6,9 @@ import collections
 import contextlib
 import functools
 import inspect
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -20,17 +21,20 @@ from jax_baracuda import forward_mode
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, reshard_like
 from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.dispatch import Site, decide
+from jax_baracuda._core.op import OPS
 from jax_baracuda._core.redirection import (
     NOTHING,
+    REDIRECTION,
     Redirection,
     current_redirection,
     not_redirected,
     redirect_process,
-    redirecting,
 )
-from jax_baracuda._core.selection import current_selection, device_name, table_of
+from jax_baracuda._core.scopes import Scope
+from jax_baracuda._core.selection import current_selection
+from jax_baracuda.ops.segment.arguments import broadcasts
 from jax_baracuda.ops.segment.definitions import ORDERED_DTYPES
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM
 from jax_baracuda.ops.segment.take_rows import sum_taken_rows
 from jax_baracuda.ops.write_slice import MAX_AXES, WRITE_SLICE
 
@@ -50,15 +54,6 @@ _UPDATES: dict[str, tuple[str, Callable[[Array, Array], Array]]] = {
     "scatter_min": ("segment_min", jnp.minimum),
 }
 """By the name of JAX's scatter: the reduction of the updates of each row, and how it is joined with the row."""
-
-
-_FEW_SEGMENTS = 64
-_MANY_ROWS_OF_A_SEGMENT = 2048
-"""On GPUs, XLA adds rows of 32 and 64 bits to segments as it computes them, by atomics of the processor; a kernel reads
-them from memory, where they must be written first. What is left to XLA was faster there in whole programs (H200):
-unsorted rows of more segments than these few, sorted ones unless segments have so many rows on average."""
-_MAX_SMALL, _MAX_SMALL_NARROW, _MAX_NARROW = 1 << 22, 10_000_000, 32
-"""Likewise, with the gradients of both: maxima of so many elements, and of so many where a row has that few."""
 
 
 class RedirectReport:
@@ -86,6 +81,64 @@ class _Unserved(Exception):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# What is served. It is checked before our functions are called: errors of arguments are JAX's own, in its words, and an
+# error of ours is never taken for one.
+
+
+def _require(is_served: bool, reason: str) -> None:
+    if not is_served:
+        raise _Unserved(reason)
+
+
+def _as_array(value: Any) -> Array:
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _Unserved(f"an argument is no array: {error}") from error
+
+
+def _as_arrays(*values: Any) -> list[Array]:
+    """Arguments of functions that take arrays and numbers, but no lists."""
+    for value in values:
+        is_array = isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex)
+        _require(is_array or hasattr(value, "__jax_array__"), f"an argument is no array, but {type(value).__name__}")
+    return [_as_array(value) for value in values]
+
+
+def _require_static(*sizes: Any) -> None:
+    _require(jax_versions.is_static_shape(sizes), "sizes are symbolic or unknown")
+
+
+def _require_broadcast(shape: tuple[int, ...], target: tuple[int, ...]) -> None:
+    _require(broadcasts(shape, target), f"arrays of shape {shape} do not fit ids, which need {target}")
+
+
+def _require_mode(mode: Any) -> None:
+    try:
+        jax.lax.GatherScatterMode.from_any(mode)
+    except ValueError as error:
+        raise _Unserved(str(error)) from error
+
+
+def _require_kernel(name: str, rows: Any, ids_shape: tuple[int, ...], num_segments: int, is_sorted: bool) -> None:
+    """Refuses reductions of 32 and 64 bits that the rules of the op leave to XLA on GPUs, where it computes the rows.
+
+    Mostly it can. The lowering cannot see what makes them: the gradient of a gather is in an inner ``jit``. Numbers of
+    16 bits are redirected in any case: JAX rounds their sums after each term.
+    """
+    if jax.default_backend() != "gpu" or rows.dtype.itemsize < 4 or current_selection() is not None:
+        return
+    num_rows = math.prod(ids_shape)
+    types = (
+        jax.ShapeDtypeStruct((num_rows, *rows.shape[len(ids_shape) :]), rows.dtype),
+        jax.ShapeDtypeStruct((num_rows,), jnp.int32),
+    )
+    params = {"num_segments": num_segments, "indices_are_sorted": is_sorted}
+    decision = decide(OpCall(OPS[name], types, params), Site("cuda", fuses=True))
+    _require(decision.implementation == "kernel", f"{decision.reason} (segments and rows of {rows.dtype} on a GPU)")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The calls. Each function has the signature of JAX's internal function in whose place it is.
 
 
@@ -100,35 +153,30 @@ def _segment_update(
     bucket_size: int | None = None,
     reducer: Any = None,
     mode: Any = None,
-    **out_sharding: Any,
+    out_sharding: Any = None,
 ) -> Array:
-    if name not in _DTYPES:
-        raise _Unserved("there is no such function")
-    dtype = jnp.result_type(data)
-    if dtype.name not in _DTYPES[name]:
-        raise _Unserved(f"there is no kernel for dtype {dtype}")
-    if num_segments is not None and _xla_may_be_faster(dtype, num_segments):
-        if name == "segment_sum":
-            _require_long_sums(dtype, np.size(segment_ids), num_segments, indices_are_sorted)
-        elif name in ("segment_max", "segment_min"):
-            _require_many_rows(dtype, np.size(data), np.size(segment_ids))
-    options = {"bucket_size": bucket_size, "mode": mode, **out_sharding}
-    return getattr(forward_mode, name)(data, segment_ids, num_segments, indices_are_sorted, unique_indices, **options)
-
-
-def _xla_may_be_faster(dtype: jnp.dtype, num_segments: int) -> bool:
-    return dtype.itemsize >= 4 and num_segments > _FEW_SEGMENTS and jax.default_backend() == "gpu"
-
-
-def _require_long_sums(dtype: jnp.dtype, num_rows: int, num_segments: int, indices_are_sorted: bool) -> None:
-    if not indices_are_sorted or num_rows < _MANY_ROWS_OF_A_SEGMENT * num_segments:
-        raise _Unserved(f"on GPUs XLA adds {dtype} as it computes the rows")
-
-
-def _require_many_rows(dtype: jnp.dtype, num_elements: int, num_rows: int) -> None:
-    limit = _MAX_SMALL_NARROW if num_elements <= _MAX_NARROW * num_rows else _MAX_SMALL
-    if num_elements <= limit and not isinstance(current_selection(), str):
-        raise _Unserved(f"on GPUs XLA takes {num_elements:,} elements of {dtype} as it computes them, which is faster")
+    _require(name in _DTYPES, "there is no such function")
+    data, ids = _as_arrays(data, segment_ids)
+    dtype = data.dtype
+    _require(dtype.name in _DTYPES[name], f"there is no kernel for dtype {dtype}")
+    _require(jnp.issubdtype(ids.dtype, jnp.integer), f"ids of dtype {ids.dtype}")
+    _require_static(*data.shape, *ids.shape)
+    _require_broadcast(data.shape, (*ids.shape, *data.shape[1:]))
+    _require_mode(mode)
+    if bucket_size is not None:
+        is_size = isinstance(bucket_size, int | np.integer) and bucket_size > 0
+        _require(is_size and ids.ndim == 1 and out_sharding is None, f"bucket_size={bucket_size!r} of these arguments")
+    _require(out_sharding is None or not out_sharding.spec.unreduced, "an unreduced out_sharding is asked for")
+    if num_segments is None:
+        _require(ids.size > 0, "num_segments is missing, and there are no ids")
+        largest = jnp.max(ids)
+        _require(not isinstance(largest, jax.core.Tracer), "num_segments is missing, and ids are traced")
+        num_segments = int(largest) + 1
+    _require_static(num_segments)
+    _require(num_segments >= 0, f"num_segments={num_segments}")
+    _require_kernel(name, data, ids.shape, num_segments, indices_are_sorted)
+    options = {"bucket_size": bucket_size, "mode": mode, "out_sharding": out_sharding}
+    return getattr(forward_mode, name)(data, ids, num_segments, indices_are_sorted, unique_indices, **options)
 
 
 def _scatter_update(
@@ -144,22 +192,23 @@ def _scatter_update(
 ) -> Array:
     name, join = _UPDATES[scatter_op.__name__]
     [ids] = idx if isinstance(idx, tuple) and len(idx) == 1 else (idx,)
-    if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.signedinteger) or ids.ndim != 1:
-        raise _Unserved("the index is not one vector of signed integers")
-    x, y = jnp.asarray(x), jnp.asarray(y)
-    if jnp.result_type(x, y) != x.dtype:
-        raise _Unserved(f"updates of dtype {y.dtype} of an array of dtype {x.dtype}")
-    if x.dtype.name not in _DTYPES[name]:
-        raise _Unserved(f"there is no kernel for dtype {x.dtype}")
-    if name in ("segment_max", "segment_min") and jnp.issubdtype(x.dtype, jnp.floating):
-        raise _Unserved("in the gradient of JAX, a row and the updates that are equal to it have equal shares")
-    if x.ndim == 0 or out_sharding is not None:
-        raise _Unserved("the array is a scalar" if x.ndim == 0 else "an out_sharding is asked for")
+    is_vector = hasattr(ids, "dtype") and jnp.issubdtype(ids.dtype, jnp.signedinteger) and ids.ndim == 1
+    _require(is_vector, "the index is not one vector of signed integers")
+    x, y = _as_array(x), _as_array(y)
+    _require(jnp.result_type(x, y) == x.dtype, f"updates of dtype {y.dtype} of an array of dtype {x.dtype}")
+    _require(x.dtype.name in _DTYPES[name], f"there is no kernel for dtype {x.dtype}")
+    is_exact = name not in ("segment_max", "segment_min") or not jnp.issubdtype(x.dtype, jnp.floating)
+    _require(is_exact, "in the gradient of JAX, a row and the updates that are equal to it have equal shares")
+    _require(x.ndim > 0, "the array is a scalar")
+    _require(out_sharding is None, "an out_sharding is asked for")
+    _require_static(*x.shape, *y.shape, *ids.shape)
     num_rows = x.shape[0]
-    if num_rows > jnp.iinfo(ids.dtype).max:
-        raise _Unserved(f"ids of dtype {ids.dtype} for {num_rows} rows")
-    if name == "segment_sum" and _xla_may_be_faster(x.dtype, num_rows):
-        _require_long_sums(x.dtype, ids.size, num_rows, indices_are_sorted)
+    _require(num_rows <= jnp.iinfo(ids.dtype).max, f"ids of dtype {ids.dtype} for {num_rows} rows")
+    _require_broadcast(y.shape, (*ids.shape, *x.shape[1:]))
+    _require_mode(mode)
+    _require_kernel(
+        name, jax.ShapeDtypeStruct((*ids.shape, *x.shape[1:]), x.dtype), ids.shape, num_rows, indices_are_sorted
+    )
     if normalize_indices:
         ids = jnp.where(ids < 0, ids + ids.dtype.type(num_rows), ids)  # it is these that are promised to be sorted
     rows = jnp.broadcast_to(y.astype(x.dtype), (*ids.shape, *x.shape[1:]))
@@ -186,63 +235,59 @@ def _sum_taken(
         and dimension_numbers.offset_dims == tuple(range(indices.ndim - 1, cotangent.ndim))
         and indices.ndim > 1
     )
-    if not takes_rows:
-        raise _Unserved("it takes other parts than rows by an array of ids")
-    if cotangent.dtype.name not in FLOATING_DTYPES:
-        raise _Unserved(f"there is no kernel for dtype {cotangent.dtype}")
-    if indices.dtype.name not in ("int32", "int64"):
-        raise _Unserved(f"ids of dtype {indices.dtype}")
+    _require(takes_rows, "it takes other parts than rows by an array of ids")
+    _require(cotangent.dtype.name in FLOATING_DTYPES, f"there is no kernel for dtype {cotangent.dtype}")
+    _require(indices.dtype.name in ("int32", "int64"), f"ids of dtype {indices.dtype}")
+    _require_static(*cotangent.shape, *operand.shape)
     ids = jax.lax.squeeze(indices, (indices.ndim - 1,))
     num_rows = operand.shape[0]
     if mode == jax.lax.GatherScatterMode.CLIP:
         ids = jnp.clip(ids, 0, num_rows - 1)
     cotangent, ids = jax_versions.unify_varying(cotangent, ids)
     is_sorted = indices_are_sorted and ids.ndim == 1
-    _require_kernel_of_computed_rows(cotangent, ids, num_rows, is_sorted)
+    _require_kernel("segment_sum", cotangent, ids.shape, num_rows, is_sorted)
     d_data = sum_taken_rows(cotangent, ids, num_rows=num_rows, indices_are_sorted=is_sorted, deterministic=False)
     return reshard_like(d_data, operand)
 
 
-def _require_kernel_of_computed_rows(cotangent: Array, ids: Array, num_rows: int, is_sorted: bool) -> None:
-    """Refuses what the table leaves to XLA where it computes the rows on the way, as it mostly can with cotangents.
-
-    The lowering cannot see what makes them where the gradient of a gather is in an inner ``jit``. Sums of 16-bit
-    numbers in plain JAX are no alternative: they are rounded after each term.
-    """
-    selection = current_selection()
-    if jax.default_backend() != "gpu" or cotangent.dtype.itemsize < 4 or isinstance(selection, str):
-        return
-    rows = jax.ShapeDtypeStruct((ids.size, *cotangent.shape[ids.ndim :]), cotangent.dtype)
-    params = {"num_segments": num_rows, "indices_are_sorted": is_sorted, "deterministic": False}
-    call = OpCall(SEGMENT_SUM, (rows, jax.ShapeDtypeStruct((ids.size,), ids.dtype)), params)
-    row = table_of(selection).row_for(call, device_name("cuda"), fuses=True)
-    if row is not None and row.implementation == "xla":
-        raise _Unserved(f"XLA takes {row.ratio:.2f} of the kernel's time where it computes the rows")
-
-
 def _slice_update(operand: Any, update: Any, start_indices: Any, *, allow_negative_indices: Any = True) -> Array:
-    own = functools.partial(jax.lax.dynamic_update_slice, allow_negative_indices=allow_negative_indices)
-    result = jax.eval_shape(lambda: own(operand, update, start_indices))  # JAX refuses what it does not take
-    if result.dtype.name not in WRITE_SLICE.dtypes:
-        raise _Unserved(f"there is no kernel for dtype {result.dtype}")
-    if result.ndim > MAX_AXES or not jax_versions.is_static_shape(result.shape):
-        raise _Unserved(f"the array has more than {MAX_AXES} axes" if result.ndim > MAX_AXES else "shapes are symbolic")
-    if result.weak_type:
-        raise _Unserved("the result is weakly typed")
-    may_be_negative = np.broadcast_to(allow_negative_indices, result.ndim)
-    starts = [
-        _start(start, size, counts_from_end)
-        for start, size, counts_from_end in zip(start_indices, result.shape, may_be_negative, strict=True)
-    ]
+    operand, update = _as_arrays(operand, update)
+    dtype, ndim = operand.dtype, operand.ndim
+    _require(dtype.name in WRITE_SLICE.dtypes, f"there is no kernel for dtype {dtype}")
+    _require(update.dtype == dtype, f"an update of dtype {update.dtype} of an array of dtype {dtype}")
+    _require(ndim <= MAX_AXES, f"the array has more than {MAX_AXES} axes")
+    _require_static(*operand.shape, *update.shape)
+    fits = update.ndim == ndim and all(part <= size for part, size in zip(update.shape, operand.shape, strict=True))
+    _require(fits, f"an update of shape {update.shape} of an array of shape {operand.shape}")
+    _require(not (operand.weak_type and update.weak_type), "the result is weakly typed")
+    starts = _starts_of(start_indices, operand.shape, allow_negative_indices)
     return forward_mode.write_slice(operand, update, starts)
 
 
-def _start(start: Any, size: int, counts_from_end: bool) -> Any:
+def _starts_of(start_indices: Any, shape: tuple[int, ...], allow_negative_indices: Any) -> list[Any]:
+    """Start indices as :func:`write_slice` takes them."""
+    is_vector = isinstance(start_indices, jax.Array | np.ndarray) and start_indices.ndim == 1
+    is_sequence = is_vector or isinstance(start_indices, list | tuple)
+    _require(is_sequence and len(start_indices) == len(shape), f"no start index for each axis of shape {shape}")
+    from_end = allow_negative_indices
+    from_end = [from_end] * len(shape) if isinstance(from_end, bool) else list(from_end)
+    _require(len(from_end) == len(shape), "allow_negative_indices has another length")
+    starts = list(start_indices)
+    are_scalars = all(isinstance(x, int) or (hasattr(x, "dtype") and x.ndim == 0) for x in starts)
+    _require(are_scalars, "the start indices are no numbers")
+    dtypes = {jax.dtypes.canonicalize_dtype(getattr(x, "dtype", type(x))) for x in starts}
+    are_alike = len(dtypes) <= 1 and all(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes)
+    _require(are_alike, "the start indices are not integers of one dtype")
+    return [_start(*of_axis, *dtypes) for of_axis in zip(starts, shape, from_end, strict=True)]
+
+
+def _start(start: Any, size: int, counts_from_end: bool, dtype: Any) -> Any:
     """A start index as :func:`write_slice` takes it, of which a negative one counts from the end."""
-    dtype = jax.dtypes.canonicalize_dtype(getattr(start, "dtype", int))
     is_known = isinstance(start, int | np.integer)
     if max(size, abs(int(start)) if is_known else 0) > jnp.iinfo(dtype).max:
         raise _Unserved(f"a start index {f'of {start} ' if is_known else ''}of dtype {dtype} for {size} elements")
+    if is_known:
+        _require(counts_from_end or start >= 0, f"a start index of {start} that does not count from the end")
     if is_known or counts_from_end or jnp.issubdtype(dtype, jnp.unsignedinteger):
         return start
     return jnp.maximum(start, 0)
@@ -257,8 +302,6 @@ def _or_else(
             result = function(*args, **kwargs)
     except _Unserved as reason:
         _count(lambda report: report.kept, (name, str(reason)))
-    except (TypeError, ValueError, IndexError, NotImplementedError) as error:  # of JAX's own, in its words, if it fails
-        _count(lambda report: report.kept, (name, str(error)))
     else:
         _count(lambda report: report.redirected, name)
         return result
@@ -309,58 +352,74 @@ def _transpose_of_gather(*args: Any, **params: Any) -> Array | None:
     return _or_else("gradient of a gather", None, _sum_taken, *args, **params)
 
 
-def _redirect_slice_updates() -> None:
-    jax_versions.wrap_lowering(not_redirected)  # there, scan writes slices of its stacked results
-    jax_versions.wrap_slice_update(_wrap_slice_update)
+@contextlib.contextmanager
+def _redirected_slice_updates() -> Iterator[None]:
+    # JAX's own code that is traced there updates slices as well: scan writes its stacked results.
+    with jax_versions.lowering_inside(not_redirected), jax_versions.wrapped_slice_update(_wrap_slice_update):
+        yield
 
 
-_PLACES: dict[str, Callable[[], None]] = {
-    "segments": functools.partial(jax_versions.wrap_segment_update, _wrap_segment_update),
-    "indexed_updates": functools.partial(jax_versions.wrap_scatter_update, _wrap_scatter_update),
-    "gather_gradients": functools.partial(jax_versions.wrap_transpose_of_gather, _transpose_of_gather),
-    "slice_updates": _redirect_slice_updates,
+_PLACES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "segments": functools.partial(jax_versions.wrapped_segment_update, _wrap_segment_update),
+    "indexed_updates": functools.partial(jax_versions.wrapped_scatter_update, _wrap_scatter_update),
+    "gather_gradients": functools.partial(jax_versions.wrapped_transpose_of_gather, _transpose_of_gather),
+    "slice_updates": _redirected_slice_updates,
 }
-_wrapped: set[str] = set()
-_lock = threading.Lock()
+_uses: collections.Counter[str] = collections.Counter()
+"""How many contexts, and the process, redirect at each place: so long something of ours stands there."""
+_patches: dict[str, contextlib.ExitStack] = {}
+_lock = threading.RLock()  # a generator that is collected may leave its context anywhere
 
 
-def _wrap(redirection: Redirection) -> None:
-    """Once in a process: what is wrapped passes calls on to JAX wherever nothing is redirected."""
-    with _lock:
-        for name, wrap in _PLACES.items():
-            if getattr(redirection, name) and name not in _wrapped:
+def _use_places(redirection: Redirection) -> None:
+    with _lock, contextlib.ExitStack() as undo:
+        for name in _places_of(redirection):
+            _uses[name] += 1
+            undo.callback(_release_place, name)
+            if _uses[name] == 1:
+                _patches[name] = contextlib.ExitStack()
                 try:
-                    wrap()
+                    _patches[name].enter_context(_PLACES[name]())
                 except (ImportError, AttributeError, KeyError) as error:
                     raise NotImplementedError(
                         f"redirect: {name} cannot be redirected in jax {jax.__version__}, where they are not done at "
                         f"the place that this version of jax_baracuda knows: {error}"
                     ) from error
-                _wrapped.add(name)
+        undo.pop_all()
+
+
+def _release_places(redirection: Redirection) -> None:
+    with _lock:
+        for name in _places_of(redirection):
+            _release_place(name)
+
+
+def _release_place(name: str) -> None:
+    _uses[name] -= 1
+    if _uses[name] == 0:
+        _patches.pop(name).close()
+
+
+def _places_of(redirection: Redirection) -> list[str]:
+    return [name for name in _PLACES if getattr(redirection, name)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The contexts of this thread, whose reports count, and the report of the process.
+# The reports that count: those of the contexts of this thread, or else that of the process.
 
-
-class _Entered(threading.local):
-    def __init__(self) -> None:
-        self.contexts: list[tuple[redirect, contextlib.AbstractContextManager[Any]]] = []
-
-
-_entered = _Entered()
-_report_of_process: RedirectReport | None = None
+_of_process: redirect | None = None
 
 
 def _count(counter: Callable[[RedirectReport], collections.Counter[Any]], key: Any) -> None:
-    reports: list[RedirectReport | None] = [owner.report for owner, _ in _entered.contexts]
-    reports = reports or [_report_of_process]
-    for report in {id(x): x for x in reports if x is not None}.values():
+    owners = [scope for scope in REDIRECTION.entered if isinstance(scope, redirect)]
+    if not owners and _of_process is not None:
+        owners = [_of_process]
+    for report in {id(owner): owner.report for owner in owners}.values():
         with _lock:
             counter(report)[key] += 1
 
 
-class redirect(contextlib.ContextDecorator):  # noqa: N801 (used as a function)
+class redirect(contextlib.ContextDecorator, Scope[Redirection | None]):  # noqa: N801 (used as a function)
     """Calls of JAX's own functions run on the functions of this package, in code that stays as it is.
 
     A context manager, a decorator, and with :meth:`install` a setting of the process. Inside, these calls are
@@ -376,13 +435,14 @@ class redirect(contextlib.ContextDecorator):  # noqa: N801 (used as a function)
       ``dynamic_update_index_in_dim``, as caches in loops do: :func:`write_slice`, which under ``jax.vmap`` writes the
       windows of a whole batch at once.
 
-    On GPUs, sums of 32 and 64 bits over more than 64 segments are left to XLA, which adds rows as it computes them,
-    unless they are sorted and have 2048 rows a segment on average: in whole programs that was faster.
+    On GPUs, reductions of 32 and 64 bits are left to XLA where the rules of the op have it so for rows that XLA
+    computes as it reduces them: mostly sums of wide rows, and small calls.
 
     Forward and reverse mode apply, as to :mod:`jax_baracuda.forward_mode`. What counts is where code is traced:
     ``jax.jit`` keeps one trace for each context, so that programs that were traced outside are traced again inside, and
     the other way round. The context belongs to the thread that enters it; an inner context goes before an outer one and
     before what is installed. As in other contexts of JAX, what the thread runs at a ``yield`` or ``await`` is inside.
+    Contexts can be left in any order. Functions of JAX are replaced as long as a context needs it, and then put back.
 
     Args:
       segments: whether calls of ``jax.ops`` are redirected.
@@ -394,8 +454,12 @@ class redirect(contextlib.ContextDecorator):  # noqa: N801 (used as a function)
       The context manager. Entered, it gives its :class:`RedirectReport`, which is also its attribute `report`.
 
     Raises:
-      NotImplementedError: the version of JAX has no place where such calls can be redirected.
-      TypeError: a generator or a coroutine function is decorated: its body runs after the call.
+      NotImplementedError: the version of JAX has no place where such calls can be redirected. Raised on entering.
+      TypeError: a generator or coroutine function, asynchronous or not, is decorated: its body runs after the call.
+      RuntimeError: the context is left more often than it was entered in the thread.
+
+    Errors of arguments are JAX's own: calls that our functions do not serve are left to JAX before anything of ours
+    runs.
 
     Numerical guarantees: of the functions of this package. Sums of 16 bits are added in float32.
 
@@ -418,33 +482,25 @@ class redirect(contextlib.ContextDecorator):  # noqa: N801 (used as a function)
         indexed_updates: bool = False,
         slice_updates: bool = False,
     ) -> None:
-        self._redirection = Redirection(
-            bool(segments), bool(gather_gradients), bool(indexed_updates), bool(slice_updates)
-        )
+        kinds = bool(segments), bool(gather_gradients), bool(indexed_updates), bool(slice_updates)
+        self._kinds = Redirection(*kinds)
+        super().__init__(REDIRECTION, self._kinds)
         self.report = RedirectReport()
-        _wrap(self._redirection)
 
     def __enter__(self) -> RedirectReport:
-        context = redirecting(self._redirection)
-        context.__enter__()
-        _entered.contexts.append((self, context))
+        _use_places(self._kinds)
+        super().__enter__()
         return self.report
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Tasks and generators may leave theirs in any order: what was entered later is left, too, and entered again.
-        later: list[redirect] = []
-        owner = None
-        while owner is not self:
-            owner, context = _entered.contexts.pop()
-            context.__exit__(None, None, None)
-            later.append(owner)
-        for owner in reversed(later[:-1]):
-            owner.__enter__()
+        super().__exit__(kind, error, traceback)
+        _release_places(self._kinds)
 
     def __call__(self, function: _Function) -> _Function:
-        if any(test(function) for test in (inspect.isgeneratorfunction, inspect.iscoroutinefunction)):
+        tests = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+        if any(test(f) for test in tests for f in (function, type(function).__call__)):
             raise TypeError(
                 f"redirect: function must be no generator or coroutine function, whose body runs after the call, got "
                 f"{function!r}; enter the context inside it"
@@ -456,14 +512,20 @@ class redirect(contextlib.ContextDecorator):  # noqa: N801 (used as a function)
 
         JAX's caches are cleared, because traces that are there were made without it.
         """
-        global _report_of_process
-        _report_of_process = self.report
-        redirect_process(self._redirection)
+        _use_places(self._kinds)
+        _redirect_process(self)
         return self.report
 
     @staticmethod
     def uninstall() -> None:
         """Ends what :meth:`install` began; JAX's caches are cleared again."""
-        global _report_of_process
-        _report_of_process = None
-        redirect_process(NOTHING)
+        _redirect_process(None)
+
+
+def _redirect_process(new: redirect | None) -> None:
+    global _of_process
+    with _lock:
+        old, _of_process = _of_process, new
+    redirect_process(NOTHING if new is None else new._kinds)
+    if old is not None:
+        _release_places(old._kinds)

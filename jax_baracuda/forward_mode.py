@@ -4,10 +4,10 @@ JAX cannot apply forward mode to a function whose reverse mode is a kernel (``ja
 functions, bound with ``jax.custom_jvp``: ``jax.jvp``, ``jax.jacfwd``, ``jax.linearize`` and ``jax.hessian`` apply to
 them, and so do ``jax.grad``, ``jax.vjp`` and ``jax.jacrev``, which run the same backward kernels as for the functions
 of :mod:`jax_baracuda`. Values come from the same kernels; tangents are the transpose of the gradient, by kernels too,
-but for convolutions, where they are plain JAX. Of a maximum, the winners tell which tangents to take; sums over ties
-are a kernel, but of gathered rows, which XLA adds up as it gathers them. Under ``vmap``, rows that a batch of graphs
-shares get a gradient for each graph, which JAX then adds up: where only gradients are taken, the functions of
-:mod:`jax_baracuda` may take less memory. The ``..._backward`` functions serve both modes as they are.
+but for convolutions, where they are plain JAX, and the terms of products. Of a maximum, the winners tell which tangents
+to take; sums over ties are a kernel, but of gathered rows, which XLA adds up as it gathers them. Under ``vmap``, rows
+that a batch of graphs shares get a gradient for each graph, which JAX then adds up: where only gradients are taken, the
+functions of :mod:`jax_baracuda` may take less memory. The ``..._backward`` functions serve both modes as they are.
 
 Every other public function of an op has a twin here, made when it is first asked for.
 """

@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         test = item.nodeid.partition("[")[0]
         is_drawn = zlib.crc32(item.nodeid.encode()) % stride == 0
-        keeps = is_drawn or test not in tests or item.get_closest_marker("every_case") is not None
+        keeps = is_drawn or test not in tests
         (kept if keeps else left_out).append(item)
         tests.add(test)
     if left_out:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
+import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +18,11 @@ from jax.sharding import PartitionSpec as P
 from support import cases
 from support.processes import run_python
 
-from jax_baracuda import segment_max, segment_min, segment_prod, segment_sum
+import jax_baracuda
+from jax_baracuda import rope, segment_max, segment_min, segment_prod, segment_sum
+from jax_baracuda._core.native import NATIVE_MODULES
+from jax_baracuda._examples import all_examples
+from jax_baracuda._examples.example import Example, value_and_gradient
 
 PROGRAM = """
 import sys
@@ -36,9 +43,35 @@ for name, expected in (("max", [2, 2]), ("min", [1, -1]), ("sum", [24, 8]), ("pr
     np.testing.assert_array_equal(result[:, 0], np.float32(expected), err_msg=name)
 """
 
+SUM = """
+import sys
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+import jax_baracuda
+from jax_baracuda._core.op import OPS
+
+exec(sys.argv[2])
+sharding = NamedSharding(jax.make_mesh((len(jax.devices()),), ("rows",)), P("rows"))
+operands = jax.device_put((np.ones(32, np.float32), np.int32([0, 1] * 16)), (sharding, sharding))
+print(*jax.jit(lambda data, ids: jax_baracuda.segment_sum(data, ids, 2))(*operands))
+"""
+
+FROM_COPY = """
+import sys
+sys.path.insert(0, sys.argv[3])
+sys.meta_path[:] = [x for x in sys.meta_path if getattr(x, "__module__", "").startswith("_frozen_importlib")]
+"""
+"""An editable installation finds the package before any path does."""
+
 pytestmark = cases.on_two_devices
 
 
+@pytest.mark.versions
 def test_two_processes_share_the_entries_of_a_cache(tmp_path: Path) -> None:
     """Each op's answer is its own, compiled or read, and the second process compiles nothing again."""
     entries = []
@@ -47,6 +80,62 @@ def test_two_processes_share_the_entries_of_a_cache(tmp_path: Path) -> None:
         entries.append({path.name for path in tmp_path.iterdir() if path.name.endswith("-cache")})
     assert len(entries[0]) >= 4, "an entry for each op"
     assert entries[0] == entries[1]
+
+
+def _sum_and_entries(tmp_path: Path, first_lines: str = "", tree: Path | None = None) -> tuple[list[float], int]:
+    """What :data:`SUM` prints, and how many entries the cache has then."""
+    cache = tmp_path / "cache"
+    cache.mkdir(exist_ok=True)
+    printed = run_python((FROM_COPY if tree else "") + SUM, cache, first_lines, tree)
+    return [float(x) for x in printed.split()], len(list(cache.glob("*-cache")))
+
+
+def test_replaced_shard_program_is_compiled_again(tmp_path: Path) -> None:
+    """A function that is replaced while the program runs leaves no trace in any file."""
+    replace = """
+own = OPS["segment_sum"].shard_program
+def more(*args, **kwargs): return [x + SHIFT for x in own(*args, **kwargs)]
+object.__setattr__(OPS["segment_sum"], "shard_program", more)
+"""
+    assert _sum_and_entries(tmp_path)[0] == [16, 16]
+    results, num_entries = _sum_and_entries(tmp_path, replace.replace("SHIFT", "100"))
+    assert results == [116, 116]
+    assert _sum_and_entries(tmp_path, replace.replace("SHIFT", "100")) == (results, num_entries)
+    assert _sum_and_entries(tmp_path, replace.replace("SHIFT", "200"))[0] == [216, 216]
+
+
+@pytest.fixture
+def copy_of_package(tmp_path: Path) -> Path:
+    """A folder that holds the package, with the CPU module that is loaded here."""
+    source, tree = Path(jax_baracuda.__file__).parent, tmp_path / "tree"
+    shutil.copytree(source, tree / "jax_baracuda", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    module = NATIVE_MODULES["cpu"].module
+    assert module is not None and module.__file__ is not None
+    shutil.copy(module.__file__, tree / "jax_baracuda" / "_core")
+    return tree
+
+
+@pytest.mark.versions
+def test_edited_package_is_compiled_again(tmp_path: Path, copy_of_package: Path) -> None:
+    """Under the same version: an edit of the Python code, and one of the native code."""
+    assert _sum_and_entries(tmp_path, tree=copy_of_package)[0] == [16, 16]
+    edited = copy_of_package / "jax_baracuda" / "ops" / "segment" / "shards.py"
+    with edited.open("a") as file:
+        file.write("\n_own = sum_over_axes\ndef sum_over_axes(*args):\n    return _own(*args) + 100\n")
+    results, num_entries = _sum_and_entries(tmp_path, tree=copy_of_package)
+    assert results == [116, 116]
+    assert _sum_and_entries(tmp_path, tree=copy_of_package) == (results, num_entries)
+    [native] = (copy_of_package / "jax_baracuda" / "_core").glob("_cpu*.so")
+    with native.open("ab") as module:
+        module.write(b"0")
+    assert _sum_and_entries(tmp_path, tree=copy_of_package)[1] > num_entries
+
+
+def test_package_edited_after_its_import_shares_no_entry(tmp_path: Path, copy_of_package: Path) -> None:
+    """What runs is not what a process finds that starts later."""
+    edit = "from pathlib import Path; import jax_baracuda; Path(jax_baracuda._core.op.__file__).touch()"
+    entries = [_sum_and_entries(tmp_path, edit, copy_of_package)[1] for _ in range(2)]
+    assert entries[1] > entries[0]
 
 
 def _operand_types() -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
@@ -59,8 +148,13 @@ def _operand_types() -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     )
 
 
+def _names_of_partitioned_calls(function: Callable[..., object], *operands: object, **named: object) -> list[str]:
+    text = jax.jit(function).lower(*operands, **named).as_text()
+    return re.findall(r'@jax_baracuda.partitioned.*backend_config = "([^"]*)"', text)
+
+
 def test_programs_hold_what_the_op_is() -> None:
-    """Sharded programs of different ops, options or sizes differ in the names of what is partitioned."""
+    """Sharded programs of different ops, options, sizes or settings differ in the names of what is partitioned."""
     data, ids = _operand_types()
     calls: list[tuple[Callable[..., jax.Array], dict[str, bool], int]] = [
         (f, {}, 4) for f in (segment_max, segment_min, segment_sum, segment_prod)
@@ -68,12 +162,42 @@ def test_programs_hold_what_the_op_is() -> None:
     calls += [(segment_sum, {"deterministic": True}, 4), (segment_sum, {"indices_are_sorted": True}, 4)]
     calls += [(segment_sum, {}, 5)]
     names = []
-    for function, options, size in calls:
-        text = jax.jit(lambda data, ids, f=function, o=options, s=size: f(data, ids, s, **o)).lower(data, ids).as_text()
-        names += re.findall(r'@CustomSPMDPartitioning.*backend_config = "(\w+)"', text)
-    assert len(names) == len(set(names)) == len(calls)
+    for precision in (None, "float32"):
+        with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
+            for function, options, size in calls:
+                names += _names_of_partitioned_calls(
+                    lambda data, ids, f=function, o=options, s=size: f(data, ids, s, **o), data, ids
+                )
+    assert len(names) == len(set(names)) == 2 * len(calls)
 
 
+def test_programs_hold_constants_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constants of a program differ though a checksum of theirs, or what is printed, may be the same."""
+    monkeypatch.setattr(zlib, "crc32", lambda _: 0)
+    sharding = NamedSharding(jax.make_mesh((len(jax.devices()),), ("heads",)), P(None, "heads"))
+    x = jax.ShapeDtypeStruct((1, 8, 16, 4), np.float32, sharding=sharding)
+    names = []
+    for base in (10_000, 20_000):
+        names += _names_of_partitioned_calls(lambda x, base=base: rope(x, base=base), x)
+    assert len(names) == len(set(names)) == 2
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("example", all_examples(), ids=lambda example: example.name)
+def test_every_partitioned_call_has_a_name(example: Example, rng: np.random.Generator) -> None:
+    """Of what it is, and not the address of an object, which another process cannot find."""
+    operands = example.make_operands(rng, "float32", "small")
+    whole = NamedSharding(jax.make_mesh((len(jax.devices()),), ("all",)), P())
+    call = example.call("small")
+    run = value_and_gradient(call, example.differentiated("float32"))
+    names = _names_of_partitioned_calls(
+        lambda **operands: run(operands, jax.tree.map(jax.numpy.ones_like, jax.eval_shape(call, **operands))),
+        **jax.device_put(operands, whole),
+    )
+    assert not any(name.isdigit() for name in names), names
+
+
+@pytest.mark.versions
 @pytest.mark.parametrize("deleted", [0, 1])
 def test_programs_that_share_a_name_outlive_each_other(deleted: int) -> None:
     """JAX holds what is found by a name only as long as a program that uses it."""

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import instrumented, programs
+from support import cases, instrumented, programs
 from support.processes import run_python
 
 import jax_baracuda as jb
 from jax_baracuda._core.native import NATIVE_MODULES
-from jax_baracuda._examples import examples_of
+from jax_baracuda._examples import all_examples, examples_of
+from jax_baracuda._examples.example import Example, value_and_gradient
+
+pytestmark = pytest.mark.versions
 
 FUNCTIONS = ("segment_max", "segment_sum", "gather_segment_max", "causal_conv1d", "rope_qk", "where", "write_slice")
 
@@ -20,6 +27,7 @@ RUN_WHAT_WAS_EXPORTED = """
 import sys
 from pathlib import Path
 import jax
+import jax.numpy as jnp
 import numpy as np
 import jax_baracuda
 
@@ -49,8 +57,183 @@ def test_exported_programs_run_in_another_process(tmp_path: Path, rng: np.random
             np.testing.assert_array_equal(result, array, err_msg=name)
 
 
+without_cuda_module = pytest.mark.filterwarnings("ignore:.* runs as plain JAX on cuda:RuntimeWarning")
+"""An installation without CUDA kernels says so where a program is lowered for CUDA."""
+
+
+@without_cuda_module
+@programs.each_function
+def test_programs_for_several_platforms(example: Example, rng: np.random.Generator) -> None:
+    """Value and gradient, lowered and exported for platforms of which all or some have kernels."""
+    program = programs.program_of(rng, example)
+    function, expected = jax.jit(program.function), program.results()
+    for platforms in (("cpu", "cuda"), ("tpu", cases.PLATFORM)):
+        function.trace(*program.operands).lower(lowering_platforms=platforms)
+        export = jax.export.export(function, platforms=platforms, disabled_checks=jb.DISABLE_JAX_EXPORT_CHECKS)
+        exported = export(*program.operands)
+        assert "@jax_baracuda." in exported.mlir_module(), f"{platforms}: no kernel is called"
+        for result, array in zip(jax.tree.leaves(exported.call(*program.operands)), expected, strict=True):
+            np.testing.assert_array_equal(result, array, err_msg=str(platforms))
+
+
+@without_cuda_module
+def test_donated_argument_of_program_for_several_platforms(rng: np.random.Generator) -> None:
+    """It may be overwritten on each platform, and the results are the same."""
+    x = rng.normal(size=(2, 4, 16, 8)).astype(np.float32)
+    expected = np.asarray(jb.rope(x))
+    function = jax.jit(jb.rope, donate_argnums=0)
+    export = jax.export.export(function, platforms=("cpu", "cuda"), disabled_checks=jb.DISABLE_JAX_EXPORT_CHECKS)
+    np.testing.assert_array_equal(export(x).call(jax.device_put(x)), expected)
+
+
 def test_all_native_targets_may_be_exported() -> None:
     allowed = {str(check) for check in jb.DISABLE_JAX_EXPORT_CHECKS}
     for native in NATIVE_MODULES.values():
         if native.module is not None:
             assert allowed == {f"custom_call:jax_baracuda.{target}" for target in native.targets}
+
+
+KNOWN_DIMS = {"tap", "state", "half", "two"}
+"""Those whose sizes must be known; of rotations, also the features."""
+CONSTRAINTS = ("new <= time", "part <= example")
+
+
+def is_of_segments(example: Example) -> bool:
+    return "ops.segment" in example.function.__module__
+
+
+SYMBOLIC = [x for x in all_examples() if is_of_segments(x) or x is examples_of(x.function.__name__)[0]]
+"""The plainest of each function, and all of those whose options are sizes."""
+
+
+@pytest.mark.parametrize("example", SYMBOLIC, ids=lambda example: example.name)
+def test_symbolic_sizes(rng: np.random.Generator, example: Example) -> None:
+    """A program that is exported once is plain JAX, and agrees with kernels at other sizes: value and gradient."""
+    known = KNOWN_DIMS | ({"feature"} if example.name.startswith("rope") else set())
+    small = example.sizes["small"]
+    names = sorted(example.dims & small.keys() - known)
+    constraints = [text for text in CONSTRAINTS if set(names).issuperset(text.split(" <= "))]
+    dims = jax.export.symbolic_shape(", ".join(names), constraints=constraints)
+    symbolic = {**small, **dict(zip(names, dims, strict=True))}
+    large = {name: 2 * size + 1 if name in names else size for name, size in small.items()}
+    example = dataclasses.replace(example, sizes={"symbolic": symbolic, "large": large})
+    differentiated = example.differentiated("float32")
+
+    def program(operands: Any, cotangents: Any, of_dims: Any) -> Any:
+        return value_and_gradient(example.call("symbolic"), differentiated)(operands, cotangents)
+
+    types = example.operand_types("float32", "symbolic")
+    of_dims = [jax.ShapeDtypeStruct((dim,), np.float32) for dim in dims]  # a program knows them by shapes alone
+    cotangents = jax.eval_shape(example.call("symbolic"), **types)
+    exported = jax.export.export(jax.jit(program))(types, cotangents, of_dims)
+
+    operands = example.make_operands(rng, "float32", "large")
+    call = example.call("large")
+    cotangents = jax.tree.map(lambda x: rng.normal(1, size=x.shape).astype(x.dtype), jax.eval_shape(call, **operands))
+    of_dims = [np.zeros(large[name], np.float32) for name in names]
+    actual = jax.tree.leaves(exported.call(operands, cotangents, of_dims))
+    expected = jax.tree.leaves(jax.jit(value_and_gradient(call, differentiated))(operands, cotangents))
+    for got, want in zip(actual, expected, strict=True):
+        scale = np.sqrt(np.mean(np.square(np.asarray(want, np.float64))))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * scale)
+
+
+def exported_with(function: Callable[..., Any], shapes: str, *arrays: np.ndarray) -> list[np.ndarray]:
+    """The results of a program that was exported for arrays of symbolic shapes, such as ``"n,d; n"``."""
+    scope = jax.export.SymbolicScope()
+    types = [
+        jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape.strip(), scope=scope), x.dtype)
+        for shape, x in zip(shapes.split(";"), arrays, strict=True)
+    ]
+    return [np.asarray(x) for x in jax.tree.leaves(jax.export.export(jax.jit(function))(*types).call(*arrays))]
+
+
+ROWS, SEGMENTS = 23, 6
+
+
+def rows_and_ids(rng: np.random.Generator, dtype: str = "int32") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, their ids, of which some are out of range, and an array with as many rows as there are segments."""
+    data = rng.integers(-3, 4, (ROWS, 3)).astype(np.float32)
+    return data, rng.integers(-1, SEGMENTS + 1, ROWS).astype(dtype), np.zeros((SEGMENTS, 1), np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
+def test_symbolic_sizes_and_ids_of_any_dtype(rng: np.random.Generator, dtype: str) -> None:
+    """Dropped, clamped and counted from the end by sizes that are not known yet."""
+    data, ids, cells = rows_and_ids(rng, dtype)
+
+    def sums(data: Any, ids: Any, cells: Any) -> Any:
+        num_segments = cells.shape[0]
+        by_mode = [jb.segment_sum(data, ids, num_segments, mode=mode) for mode in (None, "clip")]
+        taken = jb.take_rows(cells + jnp.arange(num_segments)[:, None], ids[0])
+        return *by_mode, jb.gather_segment_sum(data, ids, ids, num_segments), taken
+
+    actual = exported_with(sums, "n,d; n; s,1", data, ids, cells)
+    places = ids.astype(np.int64)
+    rows = np.clip(np.where(places < 0, places + ROWS, places), 0, ROWS - 1)
+    for result, terms, segments in (
+        (actual[0], data, places),
+        (actual[1], data, np.clip(places, 0, SEGMENTS - 1)),
+        (actual[2], data[rows], places),
+    ):
+        expected = np.zeros((SEGMENTS, 3))
+        is_member = (segments >= 0) & (segments < SEGMENTS)
+        np.add.at(expected, segments[is_member], terms[is_member])
+        np.testing.assert_array_equal(result, expected)
+    first = places[0] + SEGMENTS * (places[0] < 0)
+    np.testing.assert_array_equal(actual[3], [min(first, SEGMENTS - 1)])
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "min"])
+def test_plans_of_symbolic_sizes(rng: np.random.Generator, name: str) -> None:
+    """Value and gradient of both kinds of reductions."""
+    data, ids, cells = rows_and_ids(rng)
+    senders = rng.integers(-ROWS, ROWS, ROWS).astype(np.int32)
+    reduce, gather = getattr(jb, f"segment_{name}"), getattr(jb, f"gather_segment_{name}")
+
+    def results(data: Any, ids: Any, senders: Any, cells: Any, with_plan: bool = True) -> Any:
+        def of(function: Any, *gathered: Any) -> Any:
+            if with_plan:
+                plan = jb.segment_plan(ids, cells.shape[0], *gathered, *[data.shape[0] for _ in gathered])
+                value, vjp = jax.vjp(lambda data: function(data, plan=plan), data)
+            else:
+                value, vjp = jax.vjp(lambda data: function(data, *gathered, ids, cells.shape[0]), data)
+            return value, vjp(jnp.ones_like(value))
+
+        return of(reduce), of(gather, senders)
+
+    actual = exported_with(results, "n,d; n; n; s,1", data, ids, senders, cells)
+    expected = jax.tree.leaves(results(data, ids, senders, cells, with_plan=False))
+    for got, want in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_redirected_programs_of_symbolic_sizes(rng: np.random.Generator) -> None:
+    """They are what they are without: JAX's own."""
+    data, ids, cells = rows_and_ids(rng)
+    ids = ids.clip(0, SEGMENTS - 1)
+
+    def program(data: Any, ids: Any, cells: Any) -> Any:
+        sums = jax.ops.segment_sum(data, ids, cells.shape[0])
+        taken, vjp = jax.vjp(lambda cells: cells[ids], cells)
+        window = jax.lax.dynamic_update_slice(data, data[:1], (ids[0], 0))
+        return sums, cells.at[ids].add(data), vjp(taken), window, jax.ops.segment_max(data, ids, cells.shape[0])
+
+    expected = exported_with(program, "n,d; n; s,d", data, ids, np.zeros((SEGMENTS, 3), np.float32))
+    with jb.redirect(indexed_updates=True, slice_updates=True) as report:
+        actual = exported_with(program, "n,d; n; s,d", data, ids, np.zeros((SEGMENTS, 3), np.float32))
+    for got, want in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert not report.redirected
+    assert len(report.kept) == 5
+
+
+def test_symbolic_sizes_have_no_kernel(rng: np.random.Generator) -> None:
+    data, ids, cells = rows_and_ids(rng)
+
+    def sums(data: Any, ids: Any, cells: Any) -> jax.Array:
+        return jb.segment_sum(data, ids, cells.shape[0], implementation="kernel")
+
+    for shapes in ("23,3; 23; s,1", "n,3; n; 6,1"):
+        with pytest.raises(ValueError, match="segment_sum: implementation='kernel' .* its shapes are symbolic"):
+            exported_with(sums, shapes, data, ids, cells)

@@ -18,6 +18,8 @@ from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example
 from jax_baracuda._tools.calls import equations_of, traced_calls
 
+pytestmark = pytest.mark.versions
+
 DIFFERENTIABLE = [x for x in all_examples() if x.differentiated("float32")]
 FIRST = list({x.function.__name__: x for x in reversed(DIFFERENTIABLE)}.values())
 LINEAR = {"segment_sum": "data", "segment_mean": "data", "gather_segment_sum": "data", "rope": "x"}

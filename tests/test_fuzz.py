@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -19,8 +18,6 @@ from support import cases
 from support.cases import assert_same_bits
 
 from jax_baracuda import rope
-
-pytestmark = pytest.mark.newest_jax_alone
 
 SETTINGS = settings(
     deadline=None,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
+import contextlib
 import functools
 import inspect
-import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,16 +23,15 @@ from support.matrix.calls import load_all
 from support.meshes import collectives
 
 import jax_baracuda as jb
-from jax_baracuda._core import selection
+from jax_baracuda._core import dispatch
 from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.dispatch import Rule, Site, at_least, at_most, decide, fused, param
 from jax_baracuda._core.native import NATIVE_MODULES, NativeModule
 from jax_baracuda._core.op import OPS
-from jax_baracuda._core.selection import Row, TuningTable, choose
+from jax_baracuda._core.selection import KERNEL_IF_ANY, selecting
 from jax_baracuda._examples import examples_of, graph_networks
 from jax_baracuda._examples.example import value_and_gradient
 from jax_baracuda._tools.calls import traced_calls
-
-PACKAGED = TuningTable.read(Path(selection.__file__).with_name("tuning.json"))
 
 IMPLEMENTATIONS = ("kernel", "xla", None)
 
@@ -43,14 +41,23 @@ def lowered(function: Callable[..., Any], *operands: Any, platform: str = cases.
 
 
 def runs_kernel(function: Callable[..., Any], *operands: Any, **options: Any) -> bool:
-    return "@jax_baracuda." in lowered(function, *operands, **options)
+    targets = re.findall(r"@jax_baracuda\.(\w+)", lowered(function, *operands, **options))
+    return any(target != "partitioned" for target in targets)  # that one only says how the call is split
 
 
 @pytest.fixture
-def packaged_table(monkeypatch: pytest.MonkeyPatch) -> TuningTable:
-    """The table that users have."""
-    monkeypatch.setattr(selection, "packaged_table", lambda: PACKAGED)
-    return PACKAGED
+def users_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the ops, as users have them."""
+    cases.use_rules(monkeypatch)
+
+
+def set_rules(monkeypatch: pytest.MonkeyPatch, **rules: Rule) -> None:
+    """One rule for each of these ops, and none for others."""
+    cases.use_rules(monkeypatch, lambda op: (rules[op.name],) if op.name in rules else ())
+
+
+def plain_jax(platform: str, *conditions: dispatch.Condition) -> Rule:
+    return Rule(platform, "of this test", conditions)
 
 
 @pytest.fixture
@@ -59,7 +66,6 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = NATIVE_MODULES["cpu"]
     module = SimpleNamespace(plan=cpu.module.plan, device_problem=lambda: None)
     monkeypatch.setitem(NATIVE_MODULES, "cuda", NativeModule("cuda", module, cpu.targets, None))
-    monkeypatch.setattr(selection, "device_name", lambda platform: platform)
 
 
 X = jax.ShapeDtypeStruct((2, 3, 8, 16), np.float32)
@@ -183,8 +189,6 @@ def test_context_of_all_functions() -> None:
     assert runs_kernel(jb.rope, X)
     with pytest.raises(ValueError, match="implementation must be"):
         jb.implementation("cuda")
-    with pytest.raises(ValueError, match="got both"):
-        jb.implementation("xla", table="tuning.json")
 
 
 def test_context_belongs_to_a_thread() -> None:
@@ -195,6 +199,63 @@ def test_context_belongs_to_a_thread() -> None:
         thread.join()
         assert not runs_kernel(jb.rope, X)
     assert seen == [True]
+
+
+def test_contexts_left_in_the_order_of_entering() -> None:
+    """As tasks and generators that take turns do: the context that was entered last counts, and none in the end."""
+
+    def inside(context: contextlib.AbstractContextManager[Any]) -> Iterator[bool]:
+        with context:
+            while True:
+                yield runs_kernel(jb.rope, X)
+
+    generators = [inside(jb.implementation(name)) for name in ("xla", "kernel", "xla")]
+    assert [next(generator) for generator in generators] == [False, True, False]
+    generators[1].close()
+    assert not runs_kernel(jb.rope, X)
+    generators[0].close()
+    assert not next(generators[2])
+    generators[2].close()
+    assert runs_kernel(jb.rope, X)
+
+    async def task(name: str, turns: int) -> None:
+        with jb.implementation(name):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+    async def tasks() -> None:
+        await asyncio.gather(task("xla", 1), task("kernel", 2), task("xla", 3))
+
+    asyncio.run(tasks())
+    assert runs_kernel(jb.rope, X)
+
+
+def test_one_context_entered_several_times() -> None:
+    plain, kernel = jb.implementation("xla"), jb.implementation("kernel")
+    with plain, kernel, plain:
+        assert not runs_kernel(jb.rope, X)
+    assert runs_kernel(jb.rope, X)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="implementation: the context is left in a thread that is not in it"):
+            plain.__exit__(None, None, None)
+    assert runs_kernel(jb.rope, X)
+
+
+def test_leaving_brings_back_the_traces_of_before() -> None:
+    traces = []
+
+    @jax.jit
+    def program(x: Any) -> Any:
+        traces.append(x)
+        return jb.rope(x)
+
+    x = np.ones(X.shape, X.dtype)
+    program(x)
+    for _ in range(2):
+        with jb.implementation("xla"), jb.implementation("kernel"):
+            program(x)
+        program(x)
+    assert len(traces) == 2
 
 
 def test_gradient_uses_what_the_function_was_called_with() -> None:
@@ -278,10 +339,9 @@ EDGES = np.array([1, 0, 2, 1]), np.array([0, 1, 1, 2]), 3
 def test_sums_of_gathered_rows_keep_their_order(
     monkeypatch: pytest.MonkeyPatch, cuda_module: None, function: Callable[..., Any], sums: str
 ) -> None:
-    """On GPUs tables pick plain JAX for no sums but of unsorted edges without a plan, where no order is asked for."""
-    ops = "gather_segment_sum", "gather_segment_max_backward", "segment_sum", "segment_order"
-    table = TuningTable(tuple(Row("cuda", op, "xla", 0.5) for op in ops))
-    monkeypatch.setattr(selection, "packaged_table", lambda: table)
+    """On GPUs rules pick plain JAX for no sums but of unsorted edges without a plan, where no order is asked for."""
+    rule = plain_jax("cuda", dispatch.unordered)
+    set_rules(monkeypatch, gather_segment_sum=rule, gather_segment_max_backward=rule, segment_sum=rule)
 
     def sums_by_kernels(*edges: Any, **options: Any) -> bool:
         def value_and_gradient(data: Any, cotangent: Any) -> Any:
@@ -342,7 +402,7 @@ def decode(cache: Any, rows: Any) -> Any:
     return jax.lax.scan(step, (cache, jnp.int32(3)), rows)
 
 
-def test_decode_loop(packaged_table: TuningTable, cuda_module: None) -> None:
+def test_decode_loop(users_rules: None, cuda_module: None) -> None:
     """On GPUs XLA writes the row, whatever the layout; but elements below a byte are the kernel's."""
     for dtype, expected in (("bfloat16", False), ("float32", False), ("float8_e4m3fn", False), ("int4", True)):
         cache = jax.ShapeDtypeStruct((2, 32, 4, 8), jnp.dtype(dtype))
@@ -353,35 +413,28 @@ def test_decode_loop(packaged_table: TuningTable, cuda_module: None) -> None:
         assert runs_kernel(decode, cache, rows, platform="cuda")
     both = lambda d, s: jb.write_slices([d, d], [s, s], (0, 3, 0, 0))  # noqa: E731
     assert not runs_kernel(both, cache, jax.ShapeDtypeStruct((2, 1, 4, 8), np.float32), platform="cuda")
-    assert runs_kernel(jb.rope, X, platform="cuda")
+    assert runs_kernel(jb.rope, jax.ShapeDtypeStruct(X.shape, jnp.bfloat16), platform="cuda")
 
 
-def test_large_caches_on_cpus(packaged_table: TuningTable) -> None:
-    """XLA rewrites all of a cache in a step that reads what it writes; no more is left to it than costs what a kernel
-    costs to start."""
-    rows = jax.ShapeDtypeStruct((5, 2, 1, 4, 8), np.float32)
-    for length, expected in ((32, False), (4096, True)):
-        cache = jax.ShapeDtypeStruct((2, length, 4, 8), np.float32)
-        assert runs_kernel(decode, cache, rows, platform="cpu") == expected, length
+def test_decode_loop_on_cpus(users_rules: None) -> None:
+    """XLA writes the row in place in less time than a kernel takes to start; elements below a byte are the kernel's."""
+    for dtype, expected in (("bfloat16", False), ("float32", False), ("int4", True)):
+        for length in (32, 4096):
+            rows = jax.ShapeDtypeStruct((5, 2, 1, 4, 8), jnp.dtype(dtype))
+            cache = jax.ShapeDtypeStruct((2, length, 4, 8), jnp.dtype(dtype))
+            assert runs_kernel(decode, cache, rows, platform="cpu") == expected, (dtype, length)
 
 
-def test_one_trace_serves_several_platforms(packaged_table: TuningTable, cuda_module: None) -> None:
-    table = TuningTable((Row("cuda", "rope", "xla", 0.5), Row("cpu", "where", "xla", 0.5)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "packaged_table", lambda: table)
-        traced = jax.jit(lambda x: (jb.rope(x), jb.where(x > 0, x, 2 * x))).trace(X)
-        for platform, served in (("cpu", ["rope"]), ("cuda", ["where"])):
-            text = traced.lower(lowering_platforms=(platform,)).as_text()
-            assert [name for name in ("rope", "where") if f"@jax_baracuda.{name}(" in text] == served
+def test_one_trace_serves_several_platforms(monkeypatch: pytest.MonkeyPatch, cuda_module: None) -> None:
+    set_rules(monkeypatch, rope=plain_jax("cuda"), where=plain_jax("cpu"))
+    traced = jax.jit(lambda x: (jb.rope(x), jb.where(x > 0, x, 2 * x))).trace(X)
+    for platform, served in (("cpu", ["rope"]), ("cuda", ["where"])):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert [name for name in ("rope", "where") if f"@jax_baracuda.{name}(" in text] == served
 
 
-def test_printed_programs_have_no_addresses(tmp_path: Path) -> None:
+def test_printed_programs_have_no_addresses() -> None:
     """So that equal programs of two processes are printed alike."""
-    path = tmp_path / "tuning.json"
-    TuningTable((Row("cpu", "rope", "xla", 0.5),)).write(path)
-    with jb.implementation(table=path):
-        text = str(jax.make_jaxpr(jb.rope)(X))
-    assert "TuningTable(<1 rows>)" in text and " at 0x" not in text
     batch = jax.vmap(lambda data: jb.gather_segment_sum(data, jnp.arange(2), jnp.arange(2), 2))
     text = str(jax.make_jaxpr(batch)(jnp.ones((3, 2, 4))))
     assert "BatchedVjp(gather_segment_sum)" in text and " at 0x" not in text
@@ -391,54 +444,64 @@ def call_of(op: str, *operands: Any, **params: Any) -> OpCall:
     return OpCall(OPS[op], operands, params)
 
 
-def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first row that holds, of the GPU generation before those of its platform."""
+def test_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule holds on its platform, where all of its conditions do; its reason is the decision's."""
     monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
     options = {"channels_last": False, "silu": True, "has_bias": False}
-    table = TuningTable(
-        (
-            Row("cuda", "causal_conv1d", "xla", 0.7, options=(("silu", True),)),
-            Row("cuda-9.0", "causal_conv1d", "xla", 0.8, "H200", ("float16",), sizes=(("time", (None, 256)),)),
-            Row("cuda-9.0", "causal_conv1d", "kernel", 3.0, "H200", ("float16",)),
-        )
-    )
+    set_rules(monkeypatch, causal_conv1d=plain_jax("cuda", param("silu", True), at_most(time=256), at_least(channel=8)))
 
-    def chosen(dtype: str, length: int, device: str, **changes: Any) -> str:
-        operands = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in ((2, 8, length), (8, 4))]
+    def decided(length: int = 256, channels: int = 8, platform: str = "cuda", **changes: Any) -> tuple[str, str]:
+        operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((2, channels, length), (channels, 4))]
         params = {**options, "has_initial_state": False, "has_same_sequence": False, **changes}
-        return choose(
-            call_of("causal_conv1d", *operands, **params, implementation=table), "cuda", device
-        ).implementation
+        return decide(call_of("causal_conv1d", *operands, **params), Site(platform))
 
-    assert chosen("float16", 256, "cuda-9.0") == "xla"
-    assert chosen("float16", 257, "cuda-9.0") == "kernel"
-    assert chosen("float32", 257, "cuda-9.0") == "xla"
-    assert chosen("float32", 257, "cuda-9.0", silu=False) == "kernel"
-    assert chosen("float16", 257, "cuda-8.0") == chosen("float16", 257, "cuda") == "xla"
-    assert chosen("float16", 257, "cpu") == "kernel"
+    assert decided() == ("xla", "of this test")
+    for unlike in ({"length": 257}, {"channels": 7}, {"platform": "cpu"}, {"silu": False}):
+        assert decided(**unlike).implementation == "kernel", unlike
+    assert decided(implementation=KERNEL_IF_ANY).implementation == "kernel"
 
 
 @pytest.mark.parametrize(
     ("features", "implementation"),
     [((), "xla"), ((16,), "xla"), ((17,), "kernel"), ((2, 8), "xla"), ((2, 9), "kernel")],
 )
-def test_rows_by_features(monkeypatch: pytest.MonkeyPatch, features: tuple[int, ...], implementation: str) -> None:
+def test_rules_of_features(monkeypatch: pytest.MonkeyPatch, features: tuple[int, ...], implementation: str) -> None:
     """What counts is how many elements a row has, whatever its rank."""
     monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
-    table = TuningTable((Row("cuda", "segment_sum", "xla", 0.7, sizes=(("features", (None, 16)),)),))
+    set_rules(monkeypatch, segment_sum=plain_jax("cuda", at_most(features=16)))
     operands = jax.ShapeDtypeStruct((5, *features), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32)
     params = {"num_segments": 3, "indices_are_sorted": False, "deterministic": False}
-    call = call_of("segment_sum", *operands, **params, implementation=table)
-    assert choose(call, "cuda").implementation == implementation
+    assert decide(call_of("segment_sum", *operands, **params), Site("cuda")).implementation == implementation
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_contended_segments_are_the_kernels(users_rules: None, monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
+    """XLA's atomic additions to two cells wait for each other."""
+    monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
+    num_rows = 2 * dispatch.MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT + (0 if is_first else 1)
+    operands = jax.ShapeDtypeStruct((num_rows,), jnp.float32), jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+    params = {"num_segments": 2, "indices_are_sorted": False, "deterministic": False}
+    decision = decide(call_of("segment_sum", *operands, **params), Site("cuda"))
+    assert decision.implementation == ("xla" if is_first else "kernel")
+
+
+def test_rules_are_few() -> None:
+    """A call on a platform that needs more than three of them needs a better kernel."""
+    for op in OPS.values():
+        for platform in ("cpu", "cuda"):
+            rules = [rule for rule in op.xla_rules if rule.platform == platform]
+            assert len(rules) <= 3, (op.name, platform)
+            assert all(rule.reason for rule in rules)
 
 
 def test_sizes_of_heads() -> None:
-    """Rows of the table for narrow rows do not hold for rows of heads, whose features have a name."""
     [call] = traced_calls(
         lambda x: jb.gather_segment_sum(x, IDS, IDS, 3, weights=jnp.ones((2, 4))), jnp.ones((2, 4, 5))
     )
     assert call.sizes().items() >= {"head": 4, "feature": 5}.items()
     assert "features" not in call.sizes()
+    traits = dispatch.Traits(call.params, call.sizes(), fuses=False)
+    assert at_most(features=20)(traits) and not at_most(features=19)(traits)
 
 
 N = jax.ShapeDtypeStruct((2, 16), np.float32)
@@ -459,55 +522,39 @@ OPERANDS: dict[str, tuple[Callable[[Any], Any], bool]] = {
 
 
 @pytest.mark.parametrize("operand", OPERANDS)
-def test_rows_of_operands_that_xla_computes(operand: str) -> None:
-    """Some rows hold where a fusion of XLA would make the first operand as it is read."""
+def test_operands_that_xla_computes(monkeypatch: pytest.MonkeyPatch, operand: str) -> None:
+    """Some rules hold where a fusion of XLA would make the first operand as it is read."""
     make, is_computed = OPERANDS[operand]
-    table = TuningTable((Row(cases.PLATFORM, "segment_sum", "xla", 0.5, fuses=True),))
+    set_rules(monkeypatch, segment_sum=plain_jax(cases.PLATFORM, fused))
 
     def sums(x: Any) -> Any:
-        with selection.selecting(table):
-            return jb.segment_sum(make(x), IDS, 3)
+        return jb.segment_sum(make(x), IDS, 3)
 
     assert runs_kernel(sums, N) != is_computed
     assert runs_kernel(lambda x: jax.vmap(sums)(x[None]), N) != is_computed
     assert runs_kernel(lambda x: jax.lax.map(sums, x[None]), N) != is_computed
     assert runs_kernel(lambda x: jax.jit(lambda y: sums(y))(x), N) != is_computed
-    assert runs_kernel(jax.grad(lambda x: (sums(x) ** 2).sum()), N)  # the gradient has no such row
+    assert runs_kernel(jax.grad(lambda x: (sums(x) ** 2).sum()), N)  # the gradient has no such rule
 
 
-def test_donated_arguments_are_written_to() -> None:
-    """Whatever a table says: plain JAX would rotate into an array of its own, and copy that."""
-    with selection.selecting(TuningTable((Row(cases.PLATFORM, "rope", "xla", 0.5),))):
-        for donated, is_kernel in (((), False), ((0,), True)):
-            text = jax.jit(lambda x: jb.rope(x), donate_argnums=donated).lower(X).as_text()
-            assert ("@jax_baracuda." in text) == is_kernel
+def test_donated_arguments_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a rule says: plain JAX would rotate into an array of its own, and copy that."""
+    set_rules(monkeypatch, rope=plain_jax(cases.PLATFORM))
+    for donated, is_kernel in (((), False), ((0,), True)):
+        text = jax.jit(lambda x: jb.rope(x), donate_argnums=donated).lower(X).as_text()
+        assert ("@jax_baracuda." in text) == is_kernel
 
 
-def test_table_of_a_user(tmp_path: Path) -> None:
-    row = Row(cases.PLATFORM, "rope", "xla", 0.5, "here", ("float32",), sizes=(("bytes", (None, 10**6)),))
-    path = tmp_path / "tuning.json"
-    TuningTable((row, dataclasses.replace(row, options=(("interleaved", False),)))).write(path)
-    assert TuningTable.read(path).rows[0] == row and len(TuningTable.read(path).rows) == 2
-    with jb.implementation(table=path):
-        assert not runs_kernel(jb.rope, X)
-        assert runs_kernel(jb.rope, jax.ShapeDtypeStruct((2, 3, 8, 2**17), np.float32))
-        assert runs_kernel(lambda x: jb.rope(x, implementation="kernel"), X)
-    assert runs_kernel(jb.rope, X)
-    assert selection.table_in(path) is selection.table_in(path)  # a step that enters the context reads no file
-    TuningTable(()).write(path)
-    with jb.implementation(table=path):
-        assert runs_kernel(jb.rope, X)
-    for wrong in ({"devices": "cpu"}, {"implementation": "cuda"}):
-        path.write_text(json.dumps({"rows": [{**row.to_json(), **wrong}]}))
-        with pytest.raises(ValueError, match="row 0 is no row of a tuning table"):
-            jb.implementation(table=path)
+def test_kernel_if_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a rule says, but no error where there is none."""
+    set_rules(monkeypatch, rope=plain_jax(cases.PLATFORM))
 
+    def rotate(x: Any) -> Any:
+        with selecting(KERNEL_IF_ANY):
+            return jb.rope(x)
 
-def test_packaged_table_names_ops_and_dimensions() -> None:
-    for row in PACKAGED.rows:
-        op = OPS[row.op]
-        assert set(row.dtypes) <= op.dtypes and row.ratio > 0 and row.measured
-        assert row.device.partition("-")[0] in ("cpu", "cuda")
+    assert runs_kernel(rotate, X) and not runs_kernel(jb.rope, X)
+    assert not runs_kernel(rotate, jax.ShapeDtypeStruct(X.shape, jnp.float8_e4m3fn))
 
 
 LARGE_GRAPHS: dict[str, tuple[graph_networks.Model, int, int, list[tuple[int, ...]]]] = {
@@ -519,11 +566,9 @@ LARGE_GRAPHS: dict[str, tuple[graph_networks.Model, int, int, list[tuple[int, ..
 
 
 @pytest.mark.parametrize("name", LARGE_GRAPHS)
-def test_large_graphs_run_by_kernels(monkeypatch: pytest.MonkeyPatch, cuda_module: None, name: str) -> None:
-    """On GPUs like an H200, training steps that plain JAX takes several times as long for (docs/performance.md)."""
+def test_large_graphs_run_by_kernels(users_rules: None, cuda_module: None, name: str) -> None:
+    """On GPUs, training steps that plain JAX takes several times as long for (docs/performance.md)."""
     model, nodes, edges, weights = LARGE_GRAPHS[name]
-    monkeypatch.setattr(selection, "packaged_table", lambda: PACKAGED)
-    monkeypatch.setattr(selection, "device_name", lambda platform: f"{platform}-9.0")
     step = graph_networks.training_step(model, graph_networks.Ours(nodes))
     ids = jax.ShapeDtypeStruct((edges,), jnp.int32)
     features = jax.ShapeDtypeStruct((nodes, weights[0][0] if name == "attention" else weights[0][1]), jnp.float32)
@@ -555,7 +600,7 @@ def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
     "name",
     ["rope", "rope_qk", "where", "write_slice", "write_slices", "causal_conv1d", *REDUCTIONS, *GATHERS, "take_rows"],
 )
-def test_results_agree(rng: np.random.Generator, packaged_table: TuningTable, name: str, dtype: str) -> None:
+def test_results_agree(rng: np.random.Generator, users_rules: None, name: str, dtype: str) -> None:
     """Value and gradient of all implementations are within the guarantee of plain JAX in float64, vmapped or not."""
     for example in examples_of(name):
         operands = example.make_operands(rng, dtype, "small")
@@ -646,12 +691,11 @@ class TestSharding:
                 np.testing.assert_array_equal(got, want, str(start))
 
     @pytest.mark.parametrize("name", ["segment_sum", "gather_segment_sum"])
-    def test_tables_leave_split_reductions_to_kernels(
+    def test_rules_leave_split_reductions_to_kernels(
         self, monkeypatch: pytest.MonkeyPatch, mesh: jax.sharding.Mesh, name: str
     ) -> None:
         """XLA's partitioner might gather their operands."""
-        table = TuningTable((Row(cases.PLATFORM, name, "xla", 0.5),))
-        monkeypatch.setattr(selection, "packaged_table", lambda: table)
+        set_rules(monkeypatch, **{name: plain_jax(cases.PLATFORM)})
         num = len(jax.devices())
 
         rows = np.ones((2 * num, 2), np.float32), np.arange(2 * num, dtype=np.int32) % 3

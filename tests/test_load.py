@@ -94,7 +94,6 @@ def print_growth_of_memory() -> None:
         print(*growth, *growth_of_memory())
 
 
-@pytest.mark.newest_jax_alone
 def test_memory_does_not_grow() -> None:
     """Of a fresh process, less than 100 bytes a call more than with plain JAX, whose own is such on some GPUs."""
     if not Path("/proc/self/statm").exists():

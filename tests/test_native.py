@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -76,6 +77,80 @@ def test_device_problem() -> None:
     assert answers == ["never asked for"]
     assert native.NativeModule("cpu", module, frozenset(), None).device_problem() is None
     assert native.NativeModule("cuda", None, frozenset(), "was not built").device_problem() is None
+
+
+ASK_FOR_PROBLEMS = """
+    import ctypes
+    from jax_baracuda._core.native import NATIVE_MODULES
+    module = NATIVE_MODULES["cuda"].module
+    print([module.device_problem(x) for x in ("", "20", "10-virtual", "75-real", "native")])
+    print(NATIVE_MODULES["cuda"].device_problem())
+    cuda, count, flags, is_active = ctypes.CDLL("libcuda.so.1"), *(ctypes.c_int() for _ in range(3))
+    assert cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+    for device in range(count.value):
+        cuda.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(is_active))
+        print(f"GPU {device}:", is_active.value)
+"""
+
+
+@pytest.mark.skipif(cases.PLATFORM != "cuda", reason="there is no GPU")
+def test_device_problem_of_gpus() -> None:
+    """GPUs that a build does not serve are named, and no CUDA context is made on any to find out."""
+    child = run_python(ASK_FOR_PROBLEMS)
+    assert child.returncode == 0, child.stderr
+    problems, own_problem, *contexts = child.stdout.splitlines()
+    nothing, old, old_ptx, old_code, native_build = ast.literal_eval(problems)
+    for problem in (nothing, old_code):
+        assert problem.startswith("this module has no code for GPU 0, ")
+        assert "JAX_BARACUDA_CUDA_ARCHITECTURES=" in problem
+    assert old == old_ptx == native_build == ""
+    assert own_problem == "None"
+    assert contexts and all(line.endswith(": 0") for line in contexts)
+
+
+THROWING_HANDLERS = """
+#include <cstdio>
+#include <new>
+#include <stdexcept>
+
+#include "ffi/core/checked_call.h"
+
+XLA_FFI_Error* NoMemory(XLA_FFI_CallFrame*) { throw std::bad_alloc(); }
+XLA_FFI_Error* Failure(XLA_FFI_CallFrame*) { throw std::runtime_error("no such thing"); }
+XLA_FFI_Error* Number(XLA_FFI_CallFrame*) { throw 7; }
+XLA_FFI_Error* Print(XLA_FFI_Error_Create_Args* error) {
+  std::printf("%d %s\\n", error->errc, error->message);
+  return nullptr;
+}
+
+int main() {
+  XLA_FFI_Api api{};
+  api.XLA_FFI_Error_Create = Print;
+  XLA_FFI_CallFrame frame{};
+  frame.api = &api;
+  frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
+  for (XLA_FFI_Handler* handler : {NoMemory, Failure, Number}) jax_baracuda::CheckedCall(handler, &frame);
+}
+"""
+
+
+def test_exceptions_of_handlers_are_errors(tmp_path: Path) -> None:
+    """No exception crosses XLA's C interface, whatever it is."""
+    root = Path(__file__).parents[1]
+    if (compiler := shutil.which("c++")) is None:
+        pytest.skip("there is no C++ compiler")
+    program = tmp_path / "program"
+    (tmp_path / "main.cc").write_text(THROWING_HANDLERS)
+    sources = [tmp_path / "main.cc", *(root / "ffi" / "core" / f"checked_call{part}.cc" for part in ("", "_cpu"))]
+    flags = ["-std=c++17", f"-I{root}", "-isystem", jax.ffi.include_dir()]
+    subprocess.run([compiler, *flags, *map(str, sources), "-o", str(program)], check=True)
+    output = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    resource_exhausted, internal = 8, 13
+    assert output.splitlines() == [
+        f"{resource_exhausted} jax_baracuda: out of host memory",
+        f"{internal} jax_baracuda: no such thing",
+        f"{internal} jax_baracuda: a handler threw what is no std::exception",
+    ]
 
 
 def test_every_kernel_platform_has_a_module_record() -> None:
@@ -294,6 +369,7 @@ def test_broken_cpu_module(tmp_path: Path, content: bytes) -> None:
         assert "value: [2.0, 5.0]\nkernels: 0\n" in child.stdout
 
 
+@pytest.mark.versions
 def test_import_has_no_side_effects() -> None:
     """Importing prints nothing, warns of nothing, initialises no back end and changes no option of JAX."""
     child = run_python(
@@ -310,6 +386,7 @@ def test_import_has_no_side_effects() -> None:
     assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
 
 
+@pytest.mark.versions
 def test_import_adds_little_to_that_of_jax() -> None:
     """Neither tools nor examples, and of other packages' modules few and small ones: of JAX, what splits programs."""
     child = run_python(
@@ -327,6 +404,7 @@ def test_import_adds_little_to_that_of_jax() -> None:
     assert own <= added <= own | of_jax, child.stderr
 
 
+@pytest.mark.versions
 def test_import_needs_no_private_name_of_jax() -> None:
     """A new JAX that renames one breaks what needs it, not the import."""
     child = run_python(

@@ -259,7 +259,6 @@ def test_every_op_has_strategies(platform: str) -> None:
         assert len(set(names)) == len(names), op
 
 
-@pytest.mark.newest_jax_alone
 @each_platform
 @pytest.mark.parametrize("batch", ["batch 1", "own operands", "shared operands"])
 @pytest.mark.parametrize("op", sorted({in_table.op.name for table in TABLES for in_table in table()}))

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
-import re
-import threading
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from jax.lax import dynamic_update_slice as imported_update  # isort: skip  (as clients do, before anything is redirected)
 from jax.ops import segment_max as imported_segment_max  # isort: skip
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import cases
 
 import jax_baracuda
 from jax_baracuda import _redirect, redirect
-from jax_baracuda._core.selection import PACKAGED_TABLE
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._tools.calls import traced_calls
+
+pytestmark = pytest.mark.versions
 
 NUM_SEGMENTS = 5
 REDUCTIONS = ("segment_sum", "segment_prod", "segment_max", "segment_min")
@@ -298,6 +304,84 @@ def test_reasons_of_updates_and_gathers_that_are_left_to_jax(rng: np.random.Gene
         assert kept.startswith(reason)
 
 
+IDS = np.array([0, 1, 1, 5])
+REFUSED: dict[str, Callable[[jax.Array], object]] = {
+    "list of data": lambda x: jax.ops.segment_sum([1.0] * 4, IDS, 3),
+    "list of ids": lambda x: jax.ops.segment_max(x, IDS.tolist(), 3),
+    "object": lambda x: jax.ops.segment_max(np.array([None] * 4), IDS, 3),
+    "floating ids": lambda x: jax.ops.segment_prod(x, IDS.astype(np.float32), 3),
+    "boolean ids": lambda x: jax.ops.segment_min(x, IDS > 0, 3),
+    "fewer ids": lambda x: jax.ops.segment_sum(x, IDS[:3], 3),
+    "ids of another shape": lambda x: jax.ops.segment_sum(x, IDS.reshape(2, 2), 3),
+    "negative number": lambda x: jax.ops.segment_sum(x, IDS, -1),
+    "negative maximum": lambda x: jax.ops.segment_sum(x, np.full(4, -3)),
+    "no number": lambda x: jax.ops.segment_sum(x, IDS, 3.5),
+    "traced number": lambda x: jax.jit(lambda n: jax.ops.segment_sum(x, IDS, n))(3),
+    "traced ids": lambda x: jax.jit(lambda ids: jax.ops.segment_sum(x, ids))(IDS),
+    "known ids in a traced program": lambda x: jax.jit(lambda x: jax.ops.segment_sum(x, IDS))(x),
+    "no ids": lambda x: jax.ops.segment_sum(x[:0], IDS[:0]),
+    "mode": lambda x: jax.ops.segment_sum(x, IDS, 3, mode="wrap"),
+    "bucket size": lambda x: jax.ops.segment_sum(x, IDS, 3, bucket_size=0),
+    "part of a bucket": lambda x: jax.ops.segment_sum(x, IDS, 3, bucket_size=0.5),
+    "updates of another shape": lambda x: x.at[IDS].add(jnp.ones((3, 3))),
+    "updates of more axes": lambda x: x.at[IDS].add(jnp.ones((2, 4, 3))),
+    "text as update": lambda x: x.at[IDS].multiply("a"),
+    "mode of an update": lambda x: x.at[IDS].add(1.0, mode="wrap"),
+    "index of a scalar": lambda x: x[0, 0].at[IDS].add(1.0),
+    "window of another dtype": lambda x: imported_update(x, jnp.ones((1, 1), int), (0, 0)),
+    "window of another rank": lambda x: imported_update(x, x[0], (0, 0)),
+    "larger window": lambda x: imported_update(x, jnp.ones((5, 3)), (0, 0)),
+    "list as window": lambda x: imported_update(x, [[1.0]], (0, 0)),
+    "one start": lambda x: imported_update(x, x[:1], (0,)),
+    "starts of two dtypes": lambda x: imported_update(x, x[:1], (jnp.int32(0), jnp.uint32(0))),
+    "floating start": lambda x: imported_update(x, x[:1], (0.0, 0.0)),
+    "matrix of starts": lambda x: imported_update(x, x[:1], np.zeros((2, 1), int)),
+    "vector as start": lambda x: imported_update(x, x[:1], (np.zeros(1, int), 0)),
+    "start before the first": lambda x: imported_update(x, x[:1], (-1, 0), allow_negative_indices=False),
+    "start of no axis": lambda x: jax.lax.dynamic_update_slice_in_dim(x, x[:1], 0, axis=5),
+}
+"""Calls with an argument that JAX takes in no function of its own, or in one alone."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_errors_of_arguments_are_those_of_jax(name: str) -> None:
+    x = jnp.ones((4, 3))
+
+    def outcome() -> tuple[object, str]:
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                return None, str(REFUSED[name](x))
+        except Exception as error:
+            return type(error), str(error).partition("\n")[0]  # what follows tells where values were traced
+
+    expected = outcome()
+    with EVERYTHING() as report:
+        assert outcome() == expected
+    assert not report.redirected
+
+
+@pytest.mark.parametrize("kind", [TypeError, ValueError, IndexError, NotImplementedError, AssertionError])
+def test_errors_of_our_functions_are_raised(monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
+    def wrong(*_: object, **__: object) -> jax.Array:
+        raise kind("a mistake of ours")
+
+    for name in (*REDUCTIONS, "write_slice"):
+        monkeypatch.setattr(jax_baracuda.forward_mode, name, wrong)
+    monkeypatch.setattr(_redirect, "sum_taken_rows", wrong)
+    x, ids = jnp.ones((4, 3)), jnp.asarray([0, 1])
+    calls: list[Callable[[], object]] = [
+        *(functools.partial(getattr(jax.ops, name), x[:2], ids, 3) for name in REDUCTIONS),
+        lambda: x.at[ids].add(1.0),
+        lambda: imported_update(x, x[:1], (0, 0)),
+        lambda: jax.grad(lambda x: x[ids].sum())(x),
+    ]
+    for call in calls:
+        call()
+        with EVERYTHING() as report, pytest.raises(kind, match="a mistake of ours"):
+            call()
+        assert not report.kept
+
+
 def test_traces_belong_to_their_context(rng: np.random.Generator) -> None:
     """Inner programs that were traced before are reached, by a name that was imported before, and not used outside."""
     data, ids = problem(rng)
@@ -346,14 +430,14 @@ def test_nesting_and_exceptions() -> None:
     assert not is_redirected()
 
 
+def inside(context: contextlib.AbstractContextManager[object]) -> Iterator[bool]:
+    with context:
+        while True:
+            yield is_redirected()
+
+
 def test_contexts_left_in_the_order_of_entering() -> None:
     """As tasks and generators that take turns do."""
-
-    def inside(context: redirect) -> Iterator[bool]:
-        with context:
-            while True:
-                yield is_redirected()
-
     first, second = redirect(), redirect(segments=False, gather_gradients=False)
     generators = inside(first), inside(second)
     assert [next(generator) for generator in generators] == [True, False]
@@ -366,25 +450,152 @@ def test_contexts_left_in_the_order_of_entering() -> None:
     assert not second.report.redirected
 
 
+def test_leaving_too_often_is_an_error() -> None:
+    context = redirect()
+    message = "redirect: the context is left in a thread that is not in it"
+    with pytest.raises(RuntimeError, match=message):
+        context.__exit__(None, None, None)
+    with context:
+        with pytest.raises(RuntimeError, match=message):
+            of_other_thread(lambda: bool(context.__exit__(None, None, None)))
+        assert is_redirected()
+    with pytest.raises(RuntimeError, match=message):
+        context.__exit__(None, None, None)
+    with context:
+        assert is_redirected()
+    assert not is_redirected()
+
+
+def places_in_jax() -> list[object]:
+    """What stands where calls are redirected."""
+    from jax._src.interpreters import ad, mlir
+    from jax._src.ops import scatter
+
+    update = jax.lax.dynamic_update_slice
+    rules = {**ad.primitive_transposes, **getattr(ad, "fancy_transposes", {})}
+    of_update = [update.__code__, update.__kwdefaults__, vars(update).copy()]
+    of_modules = [scatter._segment_update, scatter._scatter_update, mlir.lower_jaxpr_to_module]
+    return [*of_modules, rules[jax.lax.gather_p], *of_update]
+
+
+EVERYTHING = functools.partial(redirect, indexed_updates=True, slice_updates=True)
+
+
+def test_jax_is_as_it_was_outside_of_contexts() -> None:
+    own = places_in_jax()
+    context = EVERYTHING()
+    assert places_in_jax() == own
+
+    with context, redirect(segments=False), context:
+        assert all(x != y for x, y in zip(places_in_jax()[:6], own[:6], strict=True))
+    assert places_in_jax() == own
+
+    with pytest.raises(KeyError), context:
+        raise KeyError
+    assert places_in_jax() == own
+
+    assert context(is_redirected)()
+    assert places_in_jax() == own
+
+    generators = inside(EVERYTHING()), inside(redirect())
+    assert all(map(next, generators))
+    generators[0].close()
+    assert next(generators[1])
+    assert places_in_jax()[1:3] == own[1:3]
+    generators[1].close()
+    assert places_in_jax() == own
+
+    context.install()
+    redirect().install()
+    try:
+        assert is_redirected()
+        with EVERYTHING():
+            pass
+        assert places_in_jax()[1:3] == own[1:3]
+    finally:
+        redirect.uninstall()
+    redirect.uninstall()
+    assert not is_redirected()
+    assert places_in_jax() == own
+
+
+def test_jax_is_as_it_was_after_tasks_and_threads(rng: np.random.Generator) -> None:
+    """Those that are inside see their own calls redirected all the time, others never."""
+    own = places_in_jax()
+    x = rng.normal(size=(4, 3)).astype(np.float32)
+
+    def redirects() -> bool:
+        return kernels(lambda x: imported_update(x, x[:2], (1, 0)), x) == ["write_slice"]
+
+    async def task(turns: int) -> list[bool]:
+        seen = []
+        with redirect(slice_updates=True):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+                seen.append(redirects())
+        return seen
+
+    async def tasks() -> list[list[bool]]:
+        return await asyncio.gather(*(task(turns) for turns in (1, 3, 2)))
+
+    assert asyncio.run(tasks()) == [[True], [True] * 3, [True] * 2]
+    assert places_in_jax() == own
+
+    def in_and_out(inside: bool) -> list[bool]:
+        context = redirect(slice_updates=True) if inside else contextlib.nullcontext()
+        seen = []
+        for _ in range(10):
+            with context:
+                seen.append(redirects())
+        return seen
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(in_and_out, [True, False, True, False])) == [[True] * 10, [False] * 10] * 2
+    assert places_in_jax() == own
+
+
 def test_decorator() -> None:
     context = redirect()
     assert context(is_redirected)()
     assert not is_redirected()
     assert context.report.redirected == {"jax.ops.segment_sum": 1}
 
-    def generator() -> Iterator[bool]:
-        yield is_redirected()
 
+def _generator() -> Iterator[bool]:
+    yield is_redirected()
+
+
+async def _coroutine() -> bool:
+    return is_redirected()
+
+
+async def _async_generator() -> AsyncIterator[bool]:
+    yield is_redirected()
+
+
+class _Callable:
+    async def __call__(self) -> bool:
+        return is_redirected()
+
+
+BODY_RUNS_LATER: dict[str, Callable[..., object]] = {
+    "generator": _generator,
+    "coroutine": _coroutine,
+    "async generator": _async_generator,
+    "partial": functools.partial(_async_generator),
+    "callable": _Callable(),
+}
+
+
+@pytest.mark.parametrize("kind", BODY_RUNS_LATER)
+def test_functions_whose_body_runs_later_are_refused(kind: str) -> None:
     with pytest.raises(TypeError, match="redirect: function must be no generator"):
-        context(generator)
+        redirect()(BODY_RUNS_LATER[kind])
 
 
 def of_other_thread(function: Callable[[], bool]) -> bool:
-    results: list[bool] = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join()
-    return results[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
 def test_the_context_belongs_to_its_thread() -> None:
@@ -422,75 +633,62 @@ def test_calls_without_a_kernel_end(rng: np.random.Generator) -> None:
 
 
 def test_a_missing_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_redirect, "_wrapped", set())
+    def missing() -> contextlib.AbstractContextManager[None]:
+        raise AttributeError("no attribute '_scatter_update'")
 
-    def missing() -> None:
-        raise AttributeError("no attribute '_segment_update'")
-
-    monkeypatch.setattr(_redirect, "_PLACES", {**_redirect._PLACES, "segments": missing})
-    with pytest.raises(NotImplementedError, match=r"redirect: segments cannot be redirected in jax .*_segment_update"):
-        redirect()
-
-
-def test_sums_that_xla_fuses_are_left_to_it(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs: of 32 bits, unless segments are few, or sorted and long."""
-    data, ids = rng.normal(size=(300_000, 1)).astype(np.float32), np.zeros(300_000, np.int32)
-    sums = [
-        (data[:12], ids[:12], 65, False, "left"),
-        (data[:12], ids[:12], 64, False, "redirected"),
-        (data[:12].astype(jnp.bfloat16), ids[:12], 65, False, "redirected"),
-        (data[:12], ids[:12], 65, True, "left"),
-        (data, ids, 65, True, "redirected"),
-        (data, ids, 65, False, "left"),
-    ]
-    for backend in ("gpu", "cpu"):
-        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        for rows, of_rows, num_segments, are_sorted, what in sums:
-            with redirect(indexed_updates=True) as report:
-                jax.eval_shape(lambda x, i: jax.ops.segment_sum(x, i, num_segments, are_sorted), rows, of_rows)  # noqa: B023
-                zeros = jnp.zeros((num_segments, 1), rows.dtype)
-                jax.eval_shape(lambda x, i: zeros.at[i].add(x, indices_are_sorted=are_sorted), rows, of_rows)  # noqa: B023
-            calls = [] if (backend, what) == ("gpu", "left") else ["jax.ops.segment_sum", "x.at[ids].add"]
-            assert sorted(report.redirected) == calls, report
-            assert len(report.kept) == 2 - len(calls)
+    own = places_in_jax()
+    monkeypatch.setattr(_redirect, "_PLACES", {**_redirect._PLACES, "indexed_updates": missing})
+    message = r"redirect: indexed_updates cannot be redirected in jax .*_scatter_update"
+    for enter in (EVERYTHING().__enter__, EVERYTHING().install):
+        with pytest.raises(NotImplementedError, match=message):
+            enter()
+        assert places_in_jax() == own
+        assert not is_redirected()
 
 
-def test_small_maxima_are_left_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs: of 32 bits, unless segments are few or a kernel is asked for."""
-    maxima = [
-        (((1 << 16, 64), "float32"), 65, "left"),
-        (((1 << 16, 64), "float32"), 64, "redirected"),
-        (((1 << 16, 64), "bfloat16"), 65, "redirected"),
-        (((1 + (1 << 16), 64), "float32"), 65, "redirected"),
-        (((1 + (1 << 17), 32), "int32"), 65, "left"),
-        (((1 << 19, 32), "float32"), 65, "redirected"),
-    ]
-    for backend in ("gpu", "cpu"):
-        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        for (shape, dtype), num_segments, what in maxima:
-            data, ids = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:1], "int32")
-            for asked_for in (None, "kernel"):
-                with redirect() as report, jax_baracuda.implementation(asked_for):
-                    jax.eval_shape(lambda x, i: jax.ops.segment_max(x, i, num_segments), data, ids)  # noqa: B023
-                is_left = (backend, what, asked_for) == ("gpu", "left", None)
-                assert (report.redirected.total(), report.kept.total()) == ((0, 1) if is_left else (1, 0)), report
+WIDE, NARROW = ((1 << 20, 64), "float32"), ((1 << 20, 4), "float32")
 
 
-def test_gradients_of_gathers_that_xla_fuses_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs, where a table of the device says so of rows of 32 bits that are computed on the way."""
-    kept = {"float32, 64 wide": ((64,), "float32")}
-    redirected = {"float32, 4 wide": ((4,), "float32"), "bfloat16": ((64,), "bfloat16")}
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(_redirect, "device_name", lambda platform: f"{platform}-9.0")
-    ids = jnp.zeros(1 << 20, jnp.int32)
-    for name, (features, dtype) in (kept | redirected).items():
-        data = jax.ShapeDtypeStruct((100_000, *features), dtype)
-        with redirect() as report, jax_baracuda.implementation(table=PACKAGED_TABLE):
-            jax.eval_shape(jax.grad(lambda x: jnp.sum(jnp.sin(x[ids])).astype(jnp.float32)), data)
-        assert bool(report.kept) == (name in kept), report
-        assert bool(report.redirected) == (name in redirected), report
-        for _, reason in report.kept:
-            assert re.fullmatch(r"XLA takes 0\.\d\d of the kernel's time where it computes the rows", reason)
-        with redirect() as report, jax_baracuda.implementation("kernel"):
-            jax.eval_shape(jax.grad(lambda x: jnp.sum(jnp.sin(x[ids])).astype(jnp.float32)), data)
-        assert report.redirected and not report.kept, report
+@pytest.mark.parametrize("backend", ["gpu", "cpu"])
+@pytest.mark.parametrize(
+    ("rows", "num_segments", "is_left"),
+    [
+        (WIDE, 100_000, True),
+        (((1 << 20, 64), "bfloat16"), 100_000, False),  # JAX rounds after each term
+        (WIDE, 2, False),
+        (NARROW, 100_000, False),
+        (((1000, 4), "float32"), 1000, True),
+    ],
+    ids=["wide", "16 bits", "two segments", "narrow", "small"],
+)
+def test_sums_that_xla_fuses_are_left_to_it(
+    monkeypatch: pytest.MonkeyPatch, backend: str, rows: Any, num_segments: int, is_left: bool
+) -> None:
+    """On GPUs, where the rules of the op say so of rows that XLA computes; unless a kernel is asked for."""
+    cases.use_rules(monkeypatch)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
+    data, ids = jax.ShapeDtypeStruct(*rows), jax.ShapeDtypeStruct(rows[0][:1], "int32")
+    nodes = jax.ShapeDtypeStruct((num_segments, *data.shape[1:]), data.dtype)
+
+    def program(data: Any, ids: Any, nodes: Any) -> Any:
+        gradient = jax.grad(lambda x: jnp.sum(jnp.sin(x[ids])).astype(jnp.float32))(nodes)
+        return jax.ops.segment_sum(data, ids, num_segments), nodes.at[ids].add(data), gradient
+
+    for asked_for in (None, "kernel"):
+        with redirect(indexed_updates=True) as report, jax_baracuda.implementation(asked_for):
+            jax.eval_shape(program, data, ids, nodes)
+        expected = (0, 3) if is_left and (backend, asked_for) == ("gpu", None) else (3, 0)
+        assert (report.redirected.total(), report.kept.total()) == expected, report
+
+
+@pytest.mark.parametrize("backend", ["gpu", "cpu"])
+def test_small_maxima_are_left_to_xla(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    cases.use_rules(monkeypatch)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
+    for num_rows, is_left in ((1 << 14, backend == "gpu"), (1 << 15, False)):
+        data, ids = jax.ShapeDtypeStruct((num_rows, 8), "float32"), jax.ShapeDtypeStruct((num_rows,), "int32")
+        with redirect() as report:
+            jax.eval_shape(lambda x, i: jax.ops.segment_max(x, i, 1000), data, ids)
+        assert (report.redirected.total(), report.kept.total()) == ((0, 1) if is_left else (1, 0)), report

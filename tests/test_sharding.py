@@ -27,12 +27,13 @@ from segment.reference import (
     errors_of_softmax,
     options_id,
 )
-from support import cases
+from support import cases, programs
 from support.cases import Expected, Shape
 from support.meshes import MESH_SHAPE, collectives, exchanges, exchanges_in
 
 from jax_baracuda import forward_mode
 from jax_baracuda._core.sharding import mesh_axes
+from jax_baracuda._examples import example as an_example
 
 NUM_SEGMENTS = 12
 pytestmark = cases.on_two_devices
@@ -274,6 +275,7 @@ def test_sharded_batch_of_vmap(reduction: Reduction, mapped: tuple[int | None, i
     assert sum(collectives(function, *placed).values()) == 0
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("check_vma", [True, False])
 @each_way
 def test_shard_map_over_features(reduction: Reduction, options: Options, check_vma: bool) -> None:
@@ -291,6 +293,7 @@ def test_shard_map_over_features(reduction: Reduction, options: Options, check_v
     assert sum(collectives(function, data, ids, cotangent).values()) == 0
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @each_differentiable
 def test_tangents_of_split_rows(reduction: Reduction, axis_type: AxisType) -> None:
@@ -319,6 +322,7 @@ def test_tangents_of_split_rows(reduction: Reduction, axis_type: AxisType) -> No
         assert_same(reduction, actual, expected, data, ids, tangent)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("check_vma", [True, False])
 @each_differentiable
 def test_transposed_gradient_in_shard_map(reduction: Reduction, check_vma: bool) -> None:
@@ -378,6 +382,7 @@ def test_gradient_through_shard_map_of_replicated_data(reduction: Reduction, che
     Expected(np.asarray(expected), np.float32, error).check(actual)
 
 
+@pytest.mark.versions
 @each_reduction
 def test_varying_result_is_refused_as_replicated(reduction: Reduction) -> None:
     data, ids, _ = make_operands(reduction, seed=5)
@@ -391,6 +396,7 @@ def test_varying_result_is_refused_as_replicated(reduction: Reduction) -> None:
         function(data, ids)
 
 
+@pytest.mark.versions
 @each_reduction
 def test_shard_map_over_one_of_two_axes(reduction: Reduction) -> None:
     """The other axis stays with the partitioner; the answer is right."""
@@ -428,6 +434,7 @@ def test_shard_map_that_leaves_two_axes(reduction: Reduction, of_rows: str | tup
     assert_same(reduction, jax.jit(function)(*placed), expected, data, ids, cotangent)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("data_spec", [P("rows", "features"), P(None, "features"), P()])
 @pytest.mark.parametrize("ids_spec", [P("rows"), P()])
 @each_reduction
@@ -457,6 +464,7 @@ def test_explicit_mode_types(reduction: Reduction, data_spec: P, ids_spec: P) ->
         assert_same(reduction, function(*placed), expected, data, ids, cotangent)
 
 
+@pytest.mark.versions
 @each_reduction
 def test_out_sharding(reduction: Reduction) -> None:
     data, ids, cotangent = make_operands(reduction, seed=8)
@@ -472,3 +480,46 @@ def test_out_sharding(reduction: Reduction) -> None:
             return output
 
         assert_same(reduction, [function(placed)], [expected], data, ids, cotangent)
+
+
+@pytest.mark.versions
+@programs.each_function
+def test_program_is_split_under_the_settings_of_its_lowering(
+    example: an_example.Example, rng: np.random.Generator
+) -> None:
+    """XLA asks for the program of a shard when it compiles: here, after the context of 64-bit types."""
+    call = example.call("small")
+    run = an_example.value_and_gradient(call, example.differentiated("float64"))
+
+    def function(operands: dict[str, Any]) -> Any:
+        return run(operands, jax.tree.map(lambda y: jnp.ones(y.shape, y.dtype), jax.eval_shape(call, **operands)))
+
+    operands = example.make_operands(rng, "float64", "small")
+    all_dims = [dim for operand in example.operands.values() for dim in operand.dims]
+    split = next((dim for dim in all_dims if example.sizes["small"].get(dim, 1) % 2 == 0), None)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("devices",))
+    with jax.enable_x64(True):
+        expected = jax.jit(function)(operands)
+        placed = {
+            name: jax.device_put(x, NamedSharding(mesh, P(*("devices" if dim == split else None for dim in dims))))
+            for (name, x), dims in zip(operands.items(), (x.dims for x in example.operands.values()), strict=True)
+        }
+        lowered = jax.jit(function).lower(placed)
+    program = lowered.compile()
+    with jax.enable_x64(True):
+        actual = program(placed)
+    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.versions
+def test_partitioner_leaves_settings_as_they_were(rng: np.random.Generator) -> None:
+    """Settings at the lowering differ from those where the program is compiled, and stay apart."""
+    data, ids, _ = make_operands(SUM, seed=13)
+    placed = jax.device_put((data, ids), NamedSharding(make_mesh(AxisType.Auto), P("rows")))
+    with jax.numpy_dtype_promotion("strict"):
+        lowered = jax.jit(lambda data, ids: SUM(data, ids, NUM_SEGMENTS)).lower(*placed)
+    before = dict(jax.config.values)
+    lowered.compile()
+    assert jax.config.values == before

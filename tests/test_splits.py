@@ -227,7 +227,6 @@ def compiled(function: Callable[..., Any], split: Split, mesh: Mesh, is_mapped: 
     return jitted.lower(operands, cotangents).compile()
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_split_of_one_dimension(split: Split) -> None:
     is_mapped = split.dim == "batch" and EXAMPLES[split.key[:2]].mapped is None

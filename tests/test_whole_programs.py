@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import cases
+from support.pages import run_examples
 
 import jax_baracuda as jb
-from jax_baracuda._core import selection
-from jax_baracuda._core.selection import TuningTable
 from jax_baracuda._examples import decoding, graph_networks
 from jax_baracuda._examples.decoding import Decoder
 from jax_baracuda._examples.graph_networks import Model, gat, sage, training_step
@@ -135,11 +135,10 @@ def compiled(program: Callable[..., Any], *operands: Any, donated: Sequence[int]
 
 
 @pytest.fixture(autouse=True)
-def table_of_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The packaged table's rows of all GPUs, which know of layouts. The others would leave small arrays to XLA."""
-    packaged = TuningTable.read(Path(selection.__file__).with_name("tuning.json"))
-    table = TuningTable(tuple(row for row in packaged.rows if row.device == "cuda"))
-    monkeypatch.setattr(selection, "packaged_table", lambda: table)
+def only_windows_have_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of windows are about layouts. Others would leave small arrays to XLA."""
+    windows = ("write_slice", "write_slice_backward")
+    cases.use_rules(monkeypatch, lambda op: op.xla_rules if op.name in windows else ())
 
 
 DECODERS = {
@@ -301,3 +300,8 @@ def test_graph_networks_learn_as_in_plain_jax(rng: np.random.Generator, model: M
     )
     for ours_of_it, plain_of_it in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(ours_of_it, plain_of_it, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.versions
+def test_examples_of_the_front_page() -> None:
+    run_examples(Path(__file__).parents[1] / "README.md")

@@ -196,7 +196,7 @@ CudaStatus LaunchRows(const BackwardCall& call, Tiling tiling, cudaStream_t stre
   const RowsGrid grid(BackwardPlan(problem, sizeof(T)), tiling);
   return DispatchKernel(problem.width, problem.has_same_sequence, [&](auto width, auto has_masks) {
     const auto kernel = BackwardRows<T, width, has_masks>;
-    kernel<<<static_cast<unsigned>(grid.plan.Blocks()), kRowsThreads, 0, stream>>>(arguments, grid);
+    kernel<<<GridSize(grid.plan.Blocks()), kRowsThreads, 0, stream>>>(arguments, grid);
     return JB_LAUNCH_STATUS(BackwardRows);
   });
 }
@@ -236,7 +236,7 @@ CudaStatus LaunchSumParameterGradients(const BackwardCall& call, int64_t parts, 
   const int64_t across = CeilDivide(problem.channels, channels);
   const int64_t blocks = problem.batch * (problem.width + 1) * across;
   if (blocks == 0) return {};
-  SumParameterGradients<C><<<static_cast<unsigned>(blocks), dim3(channels, lanes), 0, stream>>>(
+  SumParameterGradients<C><<<GridSize(blocks), dim3(channels, lanes), 0, stream>>>(
       static_cast<const C*>(call.scratch), parts, problem.width, problem.channels, Divider(across),
       static_cast<C*>(call.dweight), static_cast<C*>(call.dbias));
   return JB_LAUNCH_STATUS(SumParameterGradients);
@@ -301,7 +301,7 @@ CudaStatus LaunchEnd(const BackwardCall& call, int64_t first, int64_t count, cud
   const Problem& problem = call.problem;
   const int64_t size = problem.batch * problem.examples * problem.channels * count;
   if (size == 0) return {};
-  BackwardEnd<T><<<static_cast<unsigned>(CeilDivide(size, kRowsThreads)), kRowsThreads, 0, stream>>>(
+  BackwardEnd<T><<<GridSize(CeilDivide(size, kRowsThreads)), kRowsThreads, 0, stream>>>(
       BackwardArguments<T>(call), problem.width, problem.channels_last, first, Divider(count), size,
       static_cast<T*>(call.d_initial_state));
   return JB_LAUNCH_STATUS(BackwardEnd);

@@ -127,7 +127,7 @@ CudaStatus LaunchChannelsLast(const ConvolutionCall& call, const ChannelsLastGri
   // A thread of one channel, which is rare, always looks at masks.
   const auto launch = [&](auto width, auto channels, auto has_masks) {
     const auto kernel = kernel_of(width, channels, has_masks);
-    kernel<<<static_cast<unsigned>(grid.Blocks()), grid.BlockShape(), 0, stream>>>(arguments, grid);
+    kernel<<<GridSize(grid.Blocks()), grid.BlockShape(), 0, stream>>>(arguments, grid);
     return JB_LAUNCH_STATUS(kernel for channels last);
   };
   return DispatchKernel(call.problem.width, call.problem.has_same_sequence, [&](auto width, auto has_masks) {

@@ -121,7 +121,7 @@ CudaStatus LaunchForward(const ForwardCall& call, cudaStream_t stream) {
     const RowsGrid grid(ForwardPlan(problem, sizeof(T)), tiling);
     return DispatchKernel(problem.width, problem.has_same_sequence, [&](auto width, auto has_masks) {
       const auto kernel = ForwardRows<T, width, has_masks>;
-      kernel<<<static_cast<unsigned>(grid.plan.Blocks()), kRowsThreads, 0, stream>>>(arguments, grid);
+      kernel<<<GridSize(grid.plan.Blocks()), kRowsThreads, 0, stream>>>(arguments, grid);
       return JB_LAUNCH_STATUS(ForwardRows);
     });
   });

@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T, int kWidth>
 CudaStatus LaunchUpdateRows(const UpdateCall& call, cudaStream_t stream) {
   const int64_t rows = call.problem.batch * call.problem.examples * call.problem.channels;
-  UpdateRows<T, kWidth><<<static_cast<unsigned>(CeilDivide(rows, kThreads)), kThreads, 0, stream>>>(
+  UpdateRows<T, kWidth><<<GridSize(CeilDivide(rows, kThreads)), kThreads, 0, stream>>>(
       UpdateArguments<T>(call), call.state_length, call.problem.channels_last);
   return JB_LAUNCH_STATUS(UpdateRows);
 }
@@ -135,7 +135,7 @@ CudaStatus LaunchUpdateOne(const UpdateCall& call, cudaStream_t stream) {
   if (problem.width > kMaxConstantWidth) return LaunchUpdateRows<T, kMaxWidth>(call, stream);
   return DispatchWidth(problem.width, [&](auto width) {
     const auto kernel = call.state_length == width ? UpdateOne<T, width, width> : UpdateOne<T, width, width - 1>;
-    kernel<<<static_cast<unsigned>(CeilDivide(vectors, kThreads)), kThreads, 0, stream>>>(UpdateArguments<T>(call));
+    kernel<<<GridSize(CeilDivide(vectors, kThreads)), kThreads, 0, stream>>>(UpdateArguments<T>(call));
     return JB_LAUNCH_STATUS(UpdateOne);
   });
 }

@@ -1,6 +1,9 @@
 #include "ffi/core/checked_call.h"
 
+#include <cstdio>
 #include <cstdlib>
+#include <exception>
+#include <new>
 #include <string_view>
 
 #include "ffi/core/bit_width.h"
@@ -45,9 +48,7 @@ XLA_FFI_Error* PoisonResults(XLA_FFI_CallFrame* frame) {
   return nullptr;
 }
 
-}  // namespace
-
-XLA_FFI_Error* CheckedCall(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* CallOrThrow(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
   const ScopedHandler running;
   // A question for the handler's metadata comes as a call of another stage.
   if (frame->stage == XLA_FFI_ExecutionStage_EXECUTE) {
@@ -57,6 +58,30 @@ XLA_FFI_Error* CheckedCall(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
     }
   }
   return handler(frame);
+}
+
+}  // namespace
+
+XLA_FFI_Error* MakeError(const XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code, const char* message) {
+  char text[1024];
+  std::snprintf(text, sizeof(text), "jax_baracuda: %s", message);
+  XLA_FFI_Error_Create_Args error{};
+  error.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+  error.message = text;
+  error.errc = code;
+  return frame->api->XLA_FFI_Error_Create(&error);
+}
+
+XLA_FFI_Error* CheckedCall(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
+  try {
+    return CallOrThrow(handler, frame);
+  } catch (const std::bad_alloc&) {
+    return MakeError(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "out of host memory");
+  } catch (const std::exception& error) {
+    return MakeError(frame, XLA_FFI_Error_Code_INTERNAL, error.what());
+  } catch (...) {
+    return MakeError(frame, XLA_FFI_Error_Code_INTERNAL, "a handler threw what is no std::exception");
+  }
 }
 
 }  // namespace jax_baracuda

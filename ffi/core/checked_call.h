@@ -9,7 +9,7 @@
 
 namespace jax_baracuda {
 
-// Calls the handler.
+// Calls the handler. What it throws becomes an error: no exception may reach XLA's C interface.
 XLA_FFI_Error* CheckedCall(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame);
 
 template <XLA_FFI_Handler* kHandler>

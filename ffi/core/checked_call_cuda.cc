@@ -1,7 +1,5 @@
 #include <cuda_runtime_api.h>
 
-#include <string>
-
 #include "ffi/core/checked_call_device.h"
 #include "ffi/core/cuda_error_text.h"
 
@@ -18,12 +16,7 @@ XLA_FFI_Error* FillWithOnes(XLA_FFI_CallFrame* frame, void* data, int64_t bytes)
   const CudaStatus status =
       JB_CUDA_STATUS(cudaMemsetAsync(data, 0xFF, bytes, static_cast<cudaStream_t>(stream.stream)));
   if (status.ok()) return nullptr;
-  const std::string message = "jax_baracuda: " + CudaErrorText(status);
-  XLA_FFI_Error_Create_Args error{};
-  error.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
-  error.message = message.c_str();
-  error.errc = XLA_FFI_Error_Code_INTERNAL;
-  return frame->api->XLA_FFI_Error_Create(&error);
+  return MakeError(frame, XLA_FFI_Error_Code_INTERNAL, CudaErrorText(status).c_str());
 }
 
 }  // namespace jax_baracuda

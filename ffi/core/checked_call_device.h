@@ -1,4 +1,4 @@
-// The parts of CheckedCall that differ between CPUs and GPUs.
+// The parts of CheckedCall that differ between CPUs and GPUs, and the error that both make.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +6,9 @@
 #include "xla/ffi/api/c_api.h"
 
 namespace jax_baracuda {
+
+// Allocates nothing here: there may be no memory.
+XLA_FFI_Error* MakeError(const XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code, const char* message);
 
 // Before a handler is executed.
 void ForgetStaleErrors();

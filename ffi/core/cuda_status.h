@@ -1,7 +1,10 @@
-// The outcome of CUDA runtime calls and kernel launches, with the place where one failed. For .cu and .cc files alike.
+// The outcome of CUDA runtime calls and kernel launches, with the place where one failed, and the sizes of grids. For .cu
+// and .cc files alike.
 #pragma once
 
 #include <cuda_runtime_api.h>
+
+#include <cstdint>
 
 namespace jax_baracuda {
 
@@ -13,6 +16,13 @@ struct [[nodiscard]] CudaStatus {
 
   bool ok() const { return code == cudaSuccess; }
 };
+
+// A count of blocks as a dimension of a grid. One that has more than 32 bits makes CUDA refuse the launch, rather than
+// launch fewer.
+inline uint32_t GridSize(int64_t blocks) {
+  constexpr uint32_t kTooManyBlocks = 0xffffffffu;
+  return blocks >= 0 && blocks < int64_t{kTooManyBlocks} ? static_cast<uint32_t>(blocks) : kTooManyBlocks;
+}
 
 namespace internal {
 

@@ -6,3 +6,10 @@
 #else
 #define JB_HOST_DEVICE inline
 #endif
+
+// As JB_HOST_DEVICE, but inlined also where the function around it is compiled for several instruction sets.
+#ifdef __CUDACC__
+#define JB_ALWAYS_INLINE JB_HOST_DEVICE
+#else
+#define JB_ALWAYS_INLINE __attribute__((always_inline)) inline
+#endif

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <utility>
 
 #include "ffi/core/function_ref.h"
@@ -72,7 +73,11 @@ __attribute__((noinline)) inline void ParallelFor(xla::ffi::ThreadPool& pool, in
   };
   auto state = std::make_shared<State>(num_chunks, body);
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), num_chunks) - 1;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(Task(state));
+  try {
+    for (int64_t i = 0; i < helpers; ++i) pool.Schedule(Task(state));
+  } catch (const std::bad_alloc&) {
+    // Those that are scheduled need `body`, so this function must not end before them. Fewer helpers will do.
+  }
   LetTasksStart();
   state->Work();
   std::unique_lock<std::mutex> lock(state->mutex);

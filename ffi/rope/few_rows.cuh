@@ -138,7 +138,7 @@ CudaStatus LaunchFewRows(const Call& call, int64_t units, cudaStream_t stream) {
   const int64_t along_y = problem.heads_first ? positions_of_block : rows_of_block;
   const dim3 threads(static_cast<unsigned>(units), static_cast<unsigned>(along_y),
                      static_cast<unsigned>(rows_of_block * positions_of_block / along_y));
-  dim3 blocks(0, static_cast<unsigned>(problem.batch * problem.examples * tiles));
+  dim3 blocks(0, GridSize(problem.batch * problem.examples * tiles));
   const int features = static_cast<int>(problem.features), length = static_cast<int>(problem.length);
   for (int i = 0; i < kTensors; ++i) {
     const Tensor& tensor = call.tensors[i];
@@ -150,7 +150,7 @@ CudaStatus LaunchFewRows(const Call& call, int64_t units, cudaStream_t stream) {
                  problem.heads_first ? features : heads * features,
                  heads * length * features,
                  tensor.is_shared};
-    blocks.x += static_cast<unsigned>(CeilDivide(heads, rows_of_block));
+    blocks.x = GridSize(blocks.x + CeilDivide(heads, rows_of_block));
     if (i == 0) a.blocks_of_first_rows = blocks.x;
   }
   const size_t table_bytes = positions_of_block * rotation_bytes;

@@ -245,10 +245,10 @@ CudaStatus Launch(const Call& call, Strategy strategy, int64_t multiprocessors, 
   const int64_t first_blocks = CeilDivide(threads[0] * groups_of_blocks, kThreads);
   const int64_t second_blocks = CeilDivide(threads[1] * groups_of_blocks, kThreads);
   const int64_t y_of_blocks = CeilDivide(a.groups, groups_of_blocks);
-  if (most_threads >= 2 * kMaxThreads || y_of_blocks > 65535) return JB_CUDA_STATUS(cudaErrorInvalidConfiguration);
+  if (most_threads >= 2 * kMaxThreads) return JB_CUDA_STATUS(cudaErrorInvalidConfiguration);
   a.groups_of_blocks = static_cast<unsigned>(groups_of_blocks);
   a.blocks_of_first_rows = static_cast<unsigned>(first_blocks);
-  const dim3 blocks(static_cast<unsigned>(first_blocks + second_blocks), static_cast<unsigned>(y_of_blocks));
+  const dim3 blocks(GridSize(first_blocks + second_blocks), GridSize(y_of_blocks));
   RotateRows<T, kCount, kInterleaved><<<blocks, kThreads, 0, stream>>>(a);
   return JB_LAUNCH_STATUS(RotateRows);
 }

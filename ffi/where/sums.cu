@@ -249,8 +249,7 @@ CudaStatus LaunchAddParts(const C* parts, int64_t num_parts, int64_t results, C*
   int lanes = 1;
   while (lanes < kThreads && lanes * Tuning::kPartsOfLane < num_parts) lanes *= 2;
   const int64_t blocks = CeilDivide((second_sums == nullptr ? 1 : 2) * results, kThreads / lanes);
-  AddParts<C><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(parts, num_parts, results, lanes, first_sums,
-                                                                      second_sums);
+  AddParts<C><<<GridSize(blocks), kThreads, 0, stream>>>(parts, num_parts, results, lanes, first_sums, second_sums);
   return JB_LAUNCH_STATUS(AddParts);
 }
 
@@ -271,7 +270,7 @@ CudaStatus LaunchSumsOf(const SplitCall& call, cudaStream_t stream) {
                                      other,
                                      is_direct ? first_sums : static_cast<C*>(call.scratch)};
   const auto kernel = both_are_summed ? SumRows<T, kVec, true> : SumRows<T, kVec, false>;
-  kernel<<<static_cast<unsigned>(plan.blocks()), kThreads, 0, stream>>>(arguments);
+  kernel<<<GridSize(plan.blocks()), kThreads, 0, stream>>>(arguments);
   JB_RETURN_IF_LAUNCH_ERROR(SumRows);
   if (is_direct) return {};
   return LaunchAddParts(static_cast<const C*>(call.scratch), plan.parts, call.sum.results(), first_sums, second_sums,

@@ -9,8 +9,8 @@ inline constexpr int kThreads = 128;
 
 // A thread takes one vector: more of them would not be faster, and slower where two arrays are written.
 template <int kVec>
-unsigned Blocks(int64_t size) {
-  return static_cast<unsigned>(CeilDivide(size, int64_t{kThreads} * kVec));
+uint32_t Blocks(int64_t size) {
+  return GridSize(CeilDivide(size, int64_t{kThreads} * kVec));
 }
 
 // Calls of_vector(first element) for the vector of this thread, or of_element(element) for the last few of all.

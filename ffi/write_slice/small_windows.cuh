@@ -108,7 +108,7 @@ CudaStatus LaunchSmallOf(const std::vector<Update>& updates, cudaStream_t stream
     }
     most_words = std::max(most_words, window.num_words);
   }
-  const dim3 blocks(static_cast<unsigned>(CeilDivide(most_words, kSmallThreads)), kWindows);
+  const dim3 blocks(GridSize(CeilDivide(most_words, kSmallThreads)), kWindows);
   WriteSmallWindows<kAxes, kWindows><<<blocks, kSmallThreads, 0, stream>>>(launch);
   return JB_LAUNCH_STATUS(WriteSmallWindows);
 }

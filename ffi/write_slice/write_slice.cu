@@ -241,7 +241,7 @@ CudaStatus LaunchSome(const Update* updates, int count, cudaStream_t stream) {
     num_blocks +=
         tiling.blocks_of_row > 0 ? update.num_rows * tiling.blocks_of_row : CeilDivide(tiling.num_items, kThreads);
   }
-  MoveWindows<kMaxUpdates, kTake><<<static_cast<unsigned>(num_blocks), kThreads, 0, stream>>>(launch);
+  MoveWindows<kMaxUpdates, kTake><<<GridSize(num_blocks), kThreads, 0, stream>>>(launch);
   return JB_LAUNCH_STATUS(MoveWindows);
 }
 

@@ -109,7 +109,7 @@ class KernelVjp:
         is_differentiated = [not self._symbolic_zeros or x.perturbed for x in leaves]
         arrays = [x.value if self._symbolic_zeros else x for x in leaves]
         types = _Types.of(structure, arrays, is_differentiated)
-        with selecting(call.selection):
+        with selecting(call.selection), both_modes():  # forward mode over this gradient differentiates what runs here
             result, residuals = self.forward(call.params, **jax.tree.unflatten(structure, arrays))
         return result, (types, residuals)
 
@@ -126,7 +126,7 @@ class KernelVjp:
     def _pull_back(self, call: _Call, types: Mapping[str, Any], residuals: Any, cotangent: Any) -> dict[str, Any]:
         """The cotangents of all arrays, in their types."""
         of_types = (types,) if self._symbolic_zeros else ()
-        with selecting(call.selection):
+        with selecting(call.selection), both_modes():
             cotangents = self.backward(call.params, residuals, cotangent, *of_types)
         return {name: _like(cotangents.get(name), type_) for name, type_ in types.items()}
 
@@ -146,17 +146,17 @@ class KernelVjp:
         has_tangent = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
         result_types = [jax.typeof(x) for x in results]
         residual_leaves, residual_structure = jax.tree.flatten(residuals)
+        num_residuals = len(residual_leaves)  # the closure below is part of jaxprs and must not hold tracers
 
         def pull_back(*operands: jax.Array) -> list[jax.Array]:
-            own_residuals = jax.tree.unflatten(residual_structure, operands[: len(residual_leaves)])
-            of_inexact = iter(operands[len(residual_leaves) :])
+            own_residuals = jax.tree.unflatten(residual_structure, operands[:num_residuals])
+            of_inexact = iter(operands[num_residuals:])
             cotangent = [
                 next(of_inexact) if use else np.zeros(type_.shape, jax.dtypes.float0)
                 for type_, use in zip(result_types, has_tangent, strict=True)
             ]
             cotangent = jax.tree.unflatten(result_structure, cotangent)
-            with both_modes():
-                of_names = self._pull_back(call, types.by_name(), own_residuals, cotangent)
+            of_names = self._pull_back(call, types.by_name(), own_residuals, cotangent)
             cotangents = structure.flatten_up_to(of_names)
             return [
                 jnp.zeros_like(leaf) if x is None else x

@@ -79,11 +79,6 @@ class OpCall:
         return self.all_params.get("implementation")
 
     @property
-    def asks_table(self) -> bool:
-        """Whether a table of measured calls picks the implementation."""
-        return not isinstance(self.selection, str)
-
-    @property
     def dtype(self) -> np.dtype[Any]:
         """That of the first operand."""
         return np.dtype(self.operands[0].dtype)
@@ -142,7 +137,7 @@ class OpCall:
         return NamedShapes(operand_names, result_names, operand_shapes, result_shapes, sizes)
 
     def sizes(self) -> dict[str, int]:
-        """What rows of a tuning table may ask for: the sizes of the named dimensions, "features" (the product of those
+        """What rules may ask for: the sizes of the named dimensions, "features" (the product of those
         without names, 1 where there are none; not where one is named "feature"), "bytes" (of all operands and results),
         "bytes_elsewhere" (of those that are not updated in place), "element_bits" (of the narrowest operand), "rank"
         (of the first operand), "operands" and "batch_dims" (how many there are)."""
@@ -183,7 +178,9 @@ class OpCall:
         return NATIVE_MODULES[platform].plan(op.name, fitting)
 
     def has_static_shapes(self) -> bool:
-        return all(jax_versions.is_static_shape(x.shape) for x in self.operands)
+        """Whether no size is symbolic, neither of the operands nor among the params."""
+        is_symbolic = any(map(jax_versions.is_symbolic, self.params.values()))
+        return not is_symbolic and all(jax_versions.is_static_shape(x.shape) for x in self.operands)
 
     def unsupported_reason(self, platform: str) -> str | None:
         """Why this call has no kernel on the platform and runs as plain JAX instead; None where it has one."""

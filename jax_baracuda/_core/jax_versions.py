@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import inspect
 import math
 import types
@@ -17,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
+
+from jax_baracuda._core.identity import digest
 
 if TYPE_CHECKING:
     from jax._src.lib.mlir import ir
@@ -28,12 +29,16 @@ __all__ = [
     "canonicalize_sharding",
     "concrete_or_error",
     "explicit_spec",
+    "finish_partitioned_call",
     "is_donated_argument",
     "is_in_shard_map",
     "is_static_shape",
+    "is_symbolic",
+    "lower_by_platform",
     "lower_with_sharding_in_types",
     "jaxpr_as_fun",
-    "name_partitioned_call",
+    "lowering_inside",
+    "may_read",
     "new_primitive",
     "partitioner_splits",
     "partitioning_over",
@@ -41,13 +46,13 @@ __all__ = [
     "require_devices_during_lowering",
     "result_aval",
     "unify_varying",
+    "updated_argument",
     "varying_axes",
     "without_abstract_mesh",
-    "wrap_lowering",
-    "wrap_scatter_update",
-    "wrap_segment_update",
-    "wrap_slice_update",
-    "wrap_transpose_of_gather",
+    "wrapped_scatter_update",
+    "wrapped_segment_update",
+    "wrapped_slice_update",
+    "wrapped_transpose_of_gather",
     "zero_tangent",
 ]
 
@@ -146,6 +151,13 @@ def is_static_shape(shape: Sequence[Any]) -> bool:
     return core.is_constant_shape(tuple(shape))
 
 
+def is_symbolic(size: Any) -> bool:
+    """Whether a size is symbolic."""
+    from jax._src import core
+
+    return core.is_symbolic_dim(size)
+
+
 def is_donated_argument(value: ir.Value[Any]) -> bool:
     """Whether a value of a program under lowering is an argument of the whole program whose memory is given up."""
     from jax._src.lib.mlir import ir
@@ -202,11 +214,88 @@ def _num_elements(value: ir.Value[Any]) -> int:
     return math.prod(ir.RankedTensorType(value.type).shape)
 
 
+_MAX_VISITED = 500
+
+
+def may_read(ctx: Any, value: ir.Value[Any], array: ir.Value[Any]) -> bool:
+    """Whether XLA might compute a value from `array` in the fusion that overwrites `array`.
+
+    Not where `array` is an argument of the whole program or of a loop, after updates at most, and the value is computed
+    from others. Anything else counts as possible: what looks like two arrays may be one after XLA's simplifications.
+    """
+    from jax._src.lib.mlir import ir
+
+    argument = updated_argument(array)
+    if argument is None or not _has_own_memory(ctx, argument):
+        return True
+    seen: set[Any] = set()
+    pending = [value]
+    while pending:
+        current = pending.pop()
+        if current == argument or len(seen) > _MAX_VISITED:
+            return True
+        if current in seen or isinstance(current.owner, ir.Block):
+            continue
+        if current.owner.name in ("stablehlo.case", "stablehlo.if"):  # their branches read more than their operands
+            return True
+        seen.add(current)
+        pending += current.owner.operands
+    return False
+
+
+def updated_argument(array: ir.Value[Any]) -> ir.Value[Any] | None:
+    """The argument of a program, function or loop that an array is, after updates at most; None if there is none."""
+    from jax._src.lib.mlir import ir
+
+    operation: Any = array.owner
+    while not isinstance(operation, ir.Block):
+        if operation.name not in (*_VIEWS, "stablehlo.dynamic_update_slice", "stablehlo.optimization_barrier"):
+            return None
+        result = ir.OpResult(array).result_number
+        array = operation.operands[result if operation.name == "stablehlo.optimization_barrier" else 0]
+        operation = array.owner
+    return array
+
+
+_LOOP_BODIES = ("closed_call", "eval_jaxpr")
+"""What JAX calls the function that is the body of a ``scan``, in its older and its newer versions."""
+
+
+def _has_own_memory(ctx: Any, argument: ir.Value[Any]) -> bool:
+    """Whether no other argument of its block can be the same array, or computed from it, when XLA has inlined calls."""
+    owner = argument.owner.owner.operation
+    if owner.name != "func.func":
+        return bool(owner.name == "stablehlo.while")
+    name = owner.attributes["sym_name"].value
+    is_called_elsewhere = ctx.module_context.lowering_parameters.for_export
+    return name.startswith(_LOOP_BODIES) or (name == "main" and not is_called_elsewhere)
+
+
 def platforms_of(ctx: Any) -> Sequence[str]:
     """The platforms that a lowering is for: several in a program that ``jax.export`` makes for several."""
     from jax._src.interpreters import mlir
 
     return mlir._platforms_for_eqn(ctx)
+
+
+def lower_by_platform(
+    name: str,
+    rules: dict[str, Callable[..., Any]],
+    default: Callable[..., Any],
+    ctx: Any,
+    /,
+    *operands: Any,
+    **params: Any,
+) -> Any:
+    """What ``register_lowering`` with these rules of platforms does, in programs for several platforms as well.
+
+    There, JAX fails in lowerings that are not cacheable (0.8.0 to 0.12): it adds a list to a tuple of their results.
+    """
+    from jax._src import effects
+    from jax._src.interpreters import mlir
+
+    ctx = ctx.replace(avals_out=list(ctx.avals_out))
+    return mlir.lower_per_platform(ctx, name, rules, default, effects.no_effects, *operands, **params)
 
 
 def concrete_or_error(value: Any, context: str) -> Any:
@@ -256,34 +345,97 @@ def partitioning_over(mesh: Mesh | None) -> Iterator[None]:
         thread_resources.env = outer
 
 
-def name_partitioned_call(ctx: Any, call: Any, identity: str) -> None:
-    """Lets the partitioner find what to do for a call by a name, in place of the address of a Python object.
+PARTITIONED_CALL = "jax_baracuda.partitioned"
+"""The name by which XLA's partitioner finds the callbacks of :func:`_register_partitioner`."""
 
-    Two processes then lower a program to the same module, which JAX's persistent compilation cache finds again.
+
+def finish_partitioned_call(ctx: Any, call: Any, name: str, *content: Any) -> None:
+    """Makes a call of ``custom_partitioning`` one that is split under the settings of now, and that caches find again.
+
+    The call holds the address of a Python object. A name in its place, of what the call is, lets two processes lower a
+    program to the same module, which JAX's persistent compilation cache finds again.
 
     Args:
       ctx: the lowering's context.
       call: the operation that ``custom_partitioning`` became.
-      identity: calls with the same one, of the same types on the same devices, are split alike.
+      name: for whoever reads the program.
+      content: what is run follows from these values, the types of operands and results, and the devices.
     """
-    from jax._src import custom_partitioning
+    from jax._src import config, custom_partitioning
     from jax._src.lib.mlir import ir
 
     callbacks = getattr(custom_partitioning, "_sharding_callbacks", None)
-    if callbacks is None:  # the address stays: the program runs, and is compiled in every process
+    if callbacks is None:  # the program runs under the settings of its compilation, and every process compiles it
         return
+    _register_partitioner()
+    call.attributes["call_target_name"] = ir.StringAttr.get(PARTITIONED_CALL)
     info = callbacks[call.attributes["backend_config"].value.encode()]
+    info.settings = _settings_in_force()
     axis_context = ctx.module_context.axis_context
     program = (
-        (axis_context.mesh, sorted(axis_context.manual_axes), axis_context.mesh.devices.tolist())
+        (_mesh_content(axis_context.mesh), sorted(axis_context.manual_axes))
         if is_in_shard_map(axis_context)
-        else axis_context.device_assignment
+        else [device.id for device in axis_context.device_assignment]
     )
-    parts = identity, ctx.avals_in, ctx.avals_out, platforms_of(ctx), info.mesh, program
-    name = hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
-    # JAX holds it weakly: whichever program is compiled last needs it.
-    ctx.module_context.add_keepalive(callbacks.setdefault(name.encode(), info))
-    call.attributes["backend_config"] = ir.StringAttr.get(name)
+    types_of_arrays = [(x.shape, x.dtype) for x in (*ctx.avals_in, *ctx.avals_out)]
+    settings = [x for x in config.trace_context() if x is None or isinstance(x, bool | int | float | str)]
+    identity = digest(content, types_of_arrays, platforms_of(ctx), _mesh_content(info.mesh), program, settings)
+    if identity is None:
+        return
+    full_name = f"{name} {identity}"
+    # JAX holds it weakly, and programs of one name are the same: whichever of them is compiled last needs it.
+    ctx.module_context.add_keepalive(callbacks.setdefault(full_name.encode(), info))
+    call.attributes["backend_config"] = ir.StringAttr.get(full_name)
+
+
+def _mesh_content(mesh: Mesh) -> tuple[Any, ...]:
+    types_of_axes = [str(axis_type) for axis_type in mesh.axis_types]
+    return mesh.axis_names, types_of_axes, mesh.devices.shape, [device.id for device in mesh.devices.flat]
+
+
+@functools.cache
+def _register_partitioner() -> None:
+    """Has XLA split :data:`PARTITIONED_CALL` as JAX does, under the settings that were in force at the lowering.
+
+    XLA compiles later, and jax 0.10 has it split programs in a thread of its own: a context of the user's, such as
+    ``jax.enable_x64``, may be over, or that of another thread.
+    """
+    from jax._src import custom_partitioning, xla_bridge
+    from jax._src.lib import xla_client
+
+    def partition(*arguments: Any) -> Any:
+        with custom_partitioning._sharding_callbacks[arguments[-1]].settings():
+            return custom_partitioning._custom_partitioning_partition(*arguments)
+
+    register = functools.partial(
+        xla_client.register_custom_call_partitioner,
+        name=PARTITIONED_CALL,
+        prop_user_sharding=custom_partitioning._custom_partitioning_propagate_user_sharding,
+        partition=partition,
+        infer_sharding_from_operands=custom_partitioning._custom_partitioning_infer_sharding_from_operands,
+        can_side_effecting_have_replicated_sharding=True,
+    )
+    register()
+    xla_bridge.register_plugin_callbacks(register)
+
+
+def _settings_in_force() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """The user's settings of JAX as they are here and now, as a context for another time or thread."""
+    from jax._src import config
+
+    # Other names, such as check_vma, are of what JAX is doing at the moment.
+    settings = [setting for name, setting in config.config_states.items() if name.startswith("jax_")]
+    values = [(setting, setting.value) for setting in settings]
+
+    @contextlib.contextmanager
+    def in_force() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for setting, value in values:
+                if setting.value is not value:
+                    stack.enter_context(setting(value))
+            yield
+
+    return in_force
 
 
 def is_in_shard_map(axis_context: Any) -> bool:
@@ -313,26 +465,41 @@ def zero_tangent(primal: jax.Array) -> Any:
     return ad_util.Zero.from_primal_value(primal)
 
 
-def wrap_segment_update(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Puts `wrap` of it in the place of the one function that all of ``jax.ops.segment_*`` call.
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""What makes the function that stands in the place of one of JAX's."""
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, wrap: Wrap) -> Iterator[None]:
+    own = getattr(module, name)
+    setattr(module, name, wrap(own))
+    try:
+        yield
+    finally:
+        setattr(module, name, own)
+
+
+def wrapped_segment_update(wrap: Wrap) -> contextlib.AbstractContextManager[None]:
+    """Context in which `wrap` of it stands in the place of the one function that all of ``jax.ops.segment_*`` call.
 
     Raises:
       ImportError, AttributeError: this JAX has no such function.
     """
     from jax._src.ops import scatter
 
-    scatter._segment_update = wrap(scatter._segment_update)
+    return _replaced(scatter, "_segment_update", wrap)
 
 
-def wrap_scatter_update(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def wrapped_scatter_update(wrap: Wrap) -> contextlib.AbstractContextManager[None]:
     """The same for the function of all indexed updates, ``x.at[ids].add(y)`` and so on."""
     from jax._src.ops import scatter
 
-    scatter._scatter_update = wrap(scatter._scatter_update)
+    return _replaced(scatter, "_scatter_update", wrap)
 
 
-def wrap_transpose_of_gather(sum_taken: Callable[..., jax.Array | None]) -> None:
-    """Makes `sum_taken` the gradient of gathers, and JAX's own where it returns None.
+@contextlib.contextmanager
+def wrapped_transpose_of_gather(sum_taken: Callable[..., jax.Array | None]) -> Iterator[None]:
+    """Context in which `sum_taken` is the gradient of gathers, and JAX's own where it returns None.
 
     Args:
       sum_taken: ``(cotangent, type of the operand, indices, **params of jax.lax.gather_p) -> cotangent of the operand``
@@ -343,61 +510,75 @@ def wrap_transpose_of_gather(sum_taken: Callable[..., jax.Array | None]) -> None
     from jax._src.interpreters import ad
 
     gather_p = jax.lax.gather_p
-    if gather_p in ad.primitive_transposes:  # jax < 0.11
-        own_rule = ad.primitive_transposes[gather_p]
+    rules: Any = ad.primitive_transposes if gather_p in ad.primitive_transposes else ad.fancy_transposes  # jax >= 0.11
+    own_rule = rules[gather_p]
 
-        def rule(cotangent: Any, operand: Any, indices: Any, **params: Any) -> Any:
-            result = None
-            if not isinstance(cotangent, ad.Zero) and ad.is_undefined_primal(operand):
-                result = sum_taken(cotangent, operand.aval, indices, **params)
-            return own_rule(cotangent, operand, indices, **params) if result is None else [result, None]
-
-        ad.primitive_transposes[gather_p] = rule
-        return
-    own_accumulation, accumulator = ad.fancy_transposes[gather_p], ad.ValAccum
+    def rule(cotangent: Any, operand: Any, indices: Any, **params: Any) -> Any:
+        result = None
+        if not isinstance(cotangent, ad.Zero) and ad.is_undefined_primal(operand):
+            result = sum_taken(cotangent, operand.aval, indices, **params)
+        return own_rule(cotangent, operand, indices, **params) if result is None else [result, None]
 
     def accumulate(cotangent: Any, operand: Any, indices: Any, **params: Any) -> None:
         result = None
-        if not isinstance(cotangent, ad.Zero) and isinstance(operand, accumulator):
+        if not isinstance(cotangent, ad.Zero) and isinstance(operand, ad.ValAccum):
             result = sum_taken(cotangent, operand.aval, indices, **params)
         if result is None:
-            own_accumulation(cotangent, operand, indices, **params)
+            own_rule(cotangent, operand, indices, **params)
         else:
             operand.accum(result)
 
-    ad.fancy_transposes[gather_p] = accumulate
+    rules[gather_p] = rule if rules is ad.primitive_transposes else accumulate
+    try:
+        yield
+    finally:
+        rules[gather_p] = own_rule
 
 
-def wrap_slice_update(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+@contextlib.contextmanager
+def wrapped_slice_update(wrap: Wrap) -> Iterator[None]:
     """The same for ``jax.lax.dynamic_update_slice``, which programs may have imported before: its code is replaced.
 
     The functions ``dynamic_update_slice_in_dim`` and ``dynamic_update_index_in_dim`` call it.
     """
     function = jax.lax.dynamic_update_slice
-    own = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
-    own.__kwdefaults__ = function.__kwdefaults__
+    code, defaults = function.__code__, function.__kwdefaults__
+    own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+    own.__kwdefaults__ = defaults
 
     def call(*args: Any, _wrapped: Callable[..., Any], **kwargs: Any) -> Any:
         return _wrapped(*args, **kwargs)
 
     function.__signature__ = inspect.signature(function)
-    function.__kwdefaults__ = {**(own.__kwdefaults__ or {}), "_wrapped": wrap(own)}
+    # Another thread may call it at any time: its own code ignores a default that it does not know.
+    function.__kwdefaults__ = {**(defaults or {}), "_wrapped": wrap(own)}
     function.__code__ = call.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
+        function.__kwdefaults__ = defaults
+        del function.__signature__
 
 
-def wrap_lowering(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-    """Has programs lowered inside of ``context()``. What is traced then is JAX's own, as how ``scan`` stacks results.
+def lowering_inside(
+    context: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> contextlib.AbstractContextManager[None]:
+    """Context in which JAX lowers programs inside of ``context()``: code that it traces then is its own.
+
+    An example is how ``scan`` stacks its results.
 
     Raises:
       ImportError, AttributeError: this JAX has no such function.
     """
     from jax._src.interpreters import mlir
 
-    own = mlir.lower_jaxpr_to_module
+    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def lower(*args: Any, **kwargs: Any) -> Any:
+            with context():
+                return own(*args, **kwargs)
 
-    @functools.wraps(own)
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        with context():
-            return own(*args, **kwargs)
+        return lower
 
-    mlir.lower_jaxpr_to_module = lower
+    return _replaced(mlir, "lower_jaxpr_to_module", wrap)

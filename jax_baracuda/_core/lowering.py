@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir
 
 from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import element_bits
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims
 from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.dispatch import Site, decide, missing_kernel
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
 from jax_baracuda._core.rules import reference_of_call
-from jax_baracuda._core.selection import choose, missing_kernel
 from jax_baracuda._core.sharding import MeshAxes, partitioned
-from jax_baracuda._core.version import VERSION
 
 if TYPE_CHECKING:
     from jax.extend.core import Primitive
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
 
 def register_lowerings(op: Op, primitive: Primitive, kernel: Primitive) -> None:
     # If they were cacheable, they would see arguments of a function of its own, never what makes the operands.
-    mlir.register_lowering(primitive, functools.partial(_lower_elsewhere, op), cacheable=False)
-    for platform in KERNEL_PLATFORMS:
-        lower = functools.partial(_lower, op, kernel, platform)
-        mlir.register_lowering(primitive, lower, platform=platform, cacheable=False)
+    rules = {platform: functools.partial(_lower, op, kernel, platform) for platform in KERNEL_PLATFORMS}
+    elsewhere = functools.partial(_lower_elsewhere, op)
+    lower = functools.partial(jax_versions.lower_by_platform, primitive.name, rules, elsewhere)
+    mlir.register_lowering(primitive, lower, cacheable=False)
 
 
 def _lower_elsewhere(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
@@ -43,42 +42,67 @@ def _lower_elsewhere(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **pa
     if call.selection == "kernel":
         platforms = [platform for platform in jax_versions.platforms_of(ctx) if platform not in KERNEL_PLATFORMS]
         raise missing_kernel(call, platforms, f"there are kernels for {' and '.join(KERNEL_PLATFORMS)} only")
-    return _lower_reference(op, ctx, *operands, **params)
+    return _lower_reference(op, ctx, *_with_unfused_updates(call, ctx, operands), **params)
 
 
 def _lower_reference(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    return mlir.lower_fun(functools.partial(reference_of_call, op, **params), multiple_results=True)(ctx, *operands)
+    call = OpCall(op, ctx.avals_in, params)
+    unfused: list[int] = []
+    if list(jax_versions.platforms_of(ctx)) == ["cpu"] and call.has_static_shapes():
+        written = [ctx.avals_in[i] for i in _written_operands(call)]
+        if sum(math.prod(aval.shape) * element_bits(aval.dtype) // 8 for aval in written) >= _MIN_UNFUSED_BYTES:
+            # On CPUs, XLA fuses an update in place with what reads a part of it, and then copies the whole array.
+            in_place = call.resolve(op.in_place)
+            unfused = [r for i, r in in_place.items() if jax_versions.updated_argument(operands[i]) is not None]
+
+    def reference(*operands: jax.Array) -> list[jax.Array]:
+        results = reference_of_call(op, *operands, **params)
+        return [jax.lax.optimization_barrier(x) if i in unfused else x for i, x in enumerate(results)]
+
+    return mlir.lower_fun(reference, multiple_results=True)(ctx, *operands)
 
 
-def lower_with_donation(
-    op: Op, kernel: Primitive, by_platform: Primitive, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
-) -> Any:
-    """The kernel of the one platform that the program is for. A program for several is never given memory to reuse."""
-    platforms = jax_versions.platforms_of(ctx)
-    if len(platforms) == 1 and platforms[0] in KERNEL_PLATFORMS:
-        return _lower(op, kernel, platforms[0], ctx, *operands, **params)
-    return mlir.lower_fun(functools.partial(by_platform.bind, **params), multiple_results=True)(ctx, *operands)
+_MIN_UNFUSED_BYTES = 256
+"""XLA compiles a loop as one function if a step accesses less than 1 KB, where a barrier counts as the whole array."""
+
+
+def _written_operands(call: OpCall) -> list[int]:
+    """The operands that plain JAX writes into the memory of those that are updated in place."""
+    in_place = call.resolve(call.op.in_place)
+    return [i for i in call.linear if i not in in_place] if call.op.transpose is not None and in_place else []
+
+
+def _with_unfused_updates(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Sequence[Any]:
+    """The operands of plain JAX: through a reshape, XLA misses that an update reads the array that it overwrites."""
+    arrays = [operands[i] for i in call.resolve(call.op.in_place)]
+    values = list(operands)
+    for i in _written_operands(call):
+        if any(jax_versions.may_read(ctx, values[i], array) for array in arrays):
+            aval = ctx.avals_in[i]
+            unfused = mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False)
+            [values[i]] = unfused(ctx.replace(avals_in=[aval], avals_out=[aval]), values[i])
+    return values
 
 
 def _lower(
     op: Op, kernel: Primitive, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
 ) -> Any:
     call = OpCall(op, ctx.avals_in, params)
-    fuses = call.asks_table and _can_fuse(ctx, operands)
-    runs_kernel = choose(call, platform, fuses=fuses).implementation == "kernel"
-    if call.selection != "xla" and (problem := op.missing_target(platform)) is not None:
-        _warn_once(f"jax_baracuda: {op.name} runs as plain JAX on {platform}: {problem}")
-    donated = tuple(i for i in op.in_place_if_donated if jax_versions.is_donated_argument(operands[i]))
+    is_for_one_platform = len(ctx.module_context.platforms) == 1  # a branch for one of several would copy the array
+    donated = tuple(
+        i for i in op.in_place_if_donated if is_for_one_platform and jax_versions.is_donated_argument(operands[i])
+    )
     has_empty_array = any(0 in aval.shape for aval in [*ctx.avals_in, *ctx.avals_out])
     axis_context: Any = ctx.module_context.axis_context
     automatic_axis = jax_versions.automatic_axis(axis_context)
     is_split = not has_empty_array and (automatic_axis is not None or jax_versions.partitioner_splits(axis_context))
-    if has_empty_array and jax_versions.is_in_shard_map(axis_context):
-        runs_kernel = False  # XLA loses calls of empty arrays there
-    elif call.asks_table and (donated or (is_split and call.resolve(op.reduction_dims) and not op.shards_reference)):
-        # Plain JAX might need more memory than what is donated, and XLA's partitioner might gather its operands: it
-        # knows nothing of segments and edges.
-        runs_kernel = call.unsupported_reason(platform) is None
+    loses_empty_calls = has_empty_array and jax_versions.is_in_shard_map(axis_context)
+    site = Site(platform, _can_fuse(ctx, operands), donated, is_split, loses_empty_calls)
+    runs_kernel = decide(call, site).implementation == "kernel"
+    if call.selection != "xla" and (problem := op.missing_target(platform)) is not None:
+        _warn_once(f"jax_baracuda: {op.name} runs as plain JAX on {platform}: {problem}")
+    if not runs_kernel:
+        operands = tuple(_with_unfused_updates(call, ctx, operands))
     if not runs_kernel and not (is_split and op.shards_reference and call.has_static_shapes()):
         return _lower_reference(op, ctx, *operands, **params)
 
@@ -86,7 +110,7 @@ def _lower(
         # Devices along several automatic axes of a shard_map then have whole arrays.
         return _call_target(call, platform, ctx, operands, donated)
 
-    # Of the program of a shard nothing is to be chosen any more.
+    # The choice is made once, for the whole program.
     chosen = {"donated": donated, "implementation": "kernel" if call.selection == "kernel" else None}
     chosen = chosen if runs_kernel else {"implementation": "xla"}
     mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
@@ -109,12 +133,9 @@ def _lower(
         op.min_shard_sizes(shapes.sizes, **call.params) if op.min_shard_sizes else {},
         axis_context.mesh if automatic_axis is not None else None,
     )
-    # A partitioned call holds no more than its shapes and the address of a Python object. With the op's name and its
-    # params in its place, JAX's persistent compilation cache finds the program again, and takes no other one for it.
-    identity = f"{op.name}({params | chosen}) of jax_baracuda {VERSION}"
-    with set_xla_metadata(jax_baracuda_op=identity), jax_versions.partitioning_over(automatic_axis):
+    with jax_versions.partitioning_over(automatic_axis):
         results = mlir.lower_fun(partitioned_call, multiple_results=True)(ctx, *operands)
-    jax_versions.name_partitioned_call(ctx, results[0].owner, identity)
+    jax_versions.finish_partitioned_call(ctx, results[0].owner, op.name, op, params | chosen)
     return [
         jax_versions.lower_with_sharding_in_types(ctx, result, aval)
         for result, aval in zip(results, ctx.avals_out, strict=True)

@@ -37,7 +37,7 @@ class NativeModule:
     def device_problem(self) -> str | None:
         """Why a device of the platform here cannot run the kernels, and what to do about it; None if all can.
 
-        Asking initialises CUDA. Where there is no GPU at all the answer is None: programs may be exported for one.
+        Asking makes no CUDA context. Where there is no GPU at all the answer is None: programs may be exported for one.
         """
         return self._device_problem
 

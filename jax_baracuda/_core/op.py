@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.call import Dimensions
+from jax_baracuda._core.dispatch import Rule
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES
 from jax_baracuda._core.primitive import primitives_of
@@ -78,6 +79,8 @@ class Op:
     of other params after an op that prepares its operands, for XLA to share between calls; None: the kernel."""
     shards_reference: bool = False
     """Whether plain JAX runs shard by shard, too, in `shard_program`: where XLA's partitioner would gather operands."""
+    xla_rules: tuple[Rule, ...] = ()
+    """Where plain JAX is faster than the kernel."""
     limit: Callable[..., str | None] | None = None
     """``(*operand avals, **params)`` -> why the kernel does not support these shapes or params, or None."""
     in_place: Mapping[int, int] | Callable[..., Mapping[int, int]] = dataclasses.field(default_factory=dict)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.lowering import lower_kernel, lower_with_donation, register_lowerings
+from jax_baracuda._core.lowering import lower_kernel, register_lowerings
 from jax_baracuda._core.native import KERNEL_PLATFORMS
 from jax_baracuda._core.rules import abstract_eval, batch, jvp, transpose
 
@@ -30,14 +30,7 @@ def primitives_of(op: Op) -> tuple[Primitive, Primitive]:
     ad.primitive_transposes[primitive] = functools.partial(transpose, op)
     for platform in KERNEL_PLATFORMS:
         mlir.register_lowering(kernel, functools.partial(lower_kernel, op, platform), platform=platform)
-    if op.in_place_if_donated:
-        by_platform = _declare(op, f"baracuda_{op.name}_by_platform")
-        jax_versions.require_devices_during_lowering(by_platform)
-        register_lowerings(op, by_platform, kernel)
-        lower = functools.partial(lower_with_donation, op, kernel, by_platform)
-        mlir.register_lowering(primitive, lower, cacheable=False)
-    else:
-        register_lowerings(op, primitive, kernel)
+    register_lowerings(op, primitive, kernel)
     return primitive, kernel
 
 

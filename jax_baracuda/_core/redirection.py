@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from jax_baracuda._core.scopes import Scope, ScopedValue
+
 
 @dataclasses.dataclass(frozen=True)
 class Redirection:
@@ -21,24 +23,21 @@ class Redirection:
 
 NOTHING = Redirection()
 
-_of_context = jax.make_user_context(None)
+REDIRECTION: ScopedValue[Redirection | None] = ScopedValue("redirect", None)
+"""What contexts redirect; None outside of them."""
+
 _of_process = NOTHING
 
 
 def current_redirection() -> Redirection:
     """What is redirected here: by the context of this thread, or else in the whole process."""
-    of_context = _of_context.value
+    of_context = REDIRECTION.value
     return _of_process if of_context is None else of_context
-
-
-def redirecting(redirection: Redirection) -> contextlib.AbstractContextManager[Any]:
-    """Context of this thread in which these calls are redirected."""
-    return _of_context(redirection)
 
 
 def not_redirected() -> contextlib.AbstractContextManager[Any]:
     """Context of this thread in which JAX's functions are JAX's own."""
-    return contextlib.nullcontext() if current_redirection() == NOTHING else _of_context(NOTHING)
+    return contextlib.nullcontext() if current_redirection() == NOTHING else Scope(REDIRECTION, NOTHING)
 
 
 def redirect_process(redirection: Redirection) -> None:

@@ -11,6 +11,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_baracuda._core import jax_versions
+from jax_baracuda._core.redirection import not_redirected
 
 if TYPE_CHECKING:
     from jax_baracuda._core.call import Dimensions
@@ -76,14 +77,21 @@ class NamedShapes(NamedTuple):
         }
 
     def assign(self, specs: Sequence[Sequence[Any] | None], replicated_dims: Sequence[str]) -> dict[str, MeshAxes]:
-        """Gives each dimension the mesh axes of the first array that splits it; no axis splits an array twice."""
+        """Gives each dimension the mesh axes of the first array that splits it; no axis splits an array twice.
+
+        Nor does one split a dimension that all results lack, such as edges, and another one of operands, such as
+        features: a device would have some features of some edges alone, and no device the others of these.
+        """
         sizes = self.sizes
         assignment: dict[str, MeshAxes] = {name: () for name in replicated_dims if name in sizes}
         names_of_each, shapes = self.operands + self.results, self.operand_shapes + self.result_shapes
+        of_operands = {name for names in self.operands for name in names}
+        reduced = of_operands.difference(*self.results)
 
         def beside(name: str) -> set[str]:
-            """The axes that already split an array with this dimension."""
+            """The axes that already split an array with this dimension, or what it is combined with."""
             together = {other for names in names_of_each if name in names for other in names}
+            together |= (of_operands if name in reduced else set()) | (reduced if name in of_operands else set())
             return {axis for other in together for axis in assignment.get(other, ())}
 
         for names, shape, spec in zip(names_of_each, shapes, specs, strict=True):
@@ -138,7 +146,7 @@ def partitioned(
             )
 
         def shard(*operands: jax.Array) -> Sequence[jax.Array]:
-            with jax_versions.without_abstract_mesh():
+            with jax_versions.without_abstract_mesh(), not_redirected():
                 return shard_program(assignment, *operands)
 
         return (

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import jax
 
-from jax_baracuda._core.native import KERNEL_PLATFORMS
+import jax_baracuda
+from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES
 
 
 class BackendError(RuntimeError):
-    """There is no device that a tool could run on."""
+    """There is no device that a tool could run on, or there are no kernels for it."""
 
 
 def default_devices() -> list[jax.Device]:
@@ -44,3 +46,23 @@ def devices_by_platform() -> dict[str, jax.Device]:
     if not devices:
         raise BackendError(f"There are kernels for {' and '.join(KERNEL_PLATFORMS)}; JAX has {default} only.")
     return devices
+
+
+def require_kernels(device: jax.Device) -> None:
+    """Checks that a device has kernels: a tool that times them would time plain JAX against itself.
+
+    Raises:
+      BackendError: the package that Python imports has none.
+    """
+    platform = "cuda" if device.platform == "gpu" else device.platform
+    native = NATIVE_MODULES.get(platform)
+    if native is None:
+        problem: str | None = f"there are kernels for {' and '.join(KERNEL_PLATFORMS)} only"
+    else:
+        problem = native.problem or native.device_problem()
+    if problem is not None:
+        raise BackendError(
+            f"There are no kernels to time on {platform}: jax_baracuda is imported from "
+            f"{Path(jax_baracuda.__file__).parent}, and {problem}. In a clone, pip install --editable . builds them "
+            "where the clone's package finds them."
+        )

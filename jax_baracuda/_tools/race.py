@@ -15,7 +15,7 @@ import numpy as np
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
 from jax_baracuda._tools.command_line import parser_of, whole_number
-from jax_baracuda._tools.platforms import devices_by_platform
+from jax_baracuda._tools.platforms import devices_by_platform, require_kernels
 from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.table import ProgressiveTable
 
@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     repeats = parser.parse_args(arguments).repeats
     progress = Progress()
     for platform, device in devices_by_platform().items():
+        require_kernels(device)
         examples = [example for example in all_examples() if platform in example.sizes]
         progress.print(f"{platform}: {device.device_kind}")
         table = ProgressiveTable(

@@ -12,9 +12,9 @@ import jax
 import jaxlib.version
 
 import jax_baracuda
+from jax_baracuda._core.dispatch import Site, decide
 from jax_baracuda._core.native import NATIVE_MODULES, NativeModule, runtime_ffi_api_version
 from jax_baracuda._core.op import OPS
-from jax_baracuda._core.selection import choose
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import value_and_gradient
 from jax_baracuda._tools.calls import traced_calls
@@ -118,7 +118,7 @@ def _choices() -> str:
             for call in itertools.chain(*(traced_calls(program, operands, cotangents) for program in programs)):
                 if call.op.name not in found:
                     found.add(call.op.name)
-                    choice, fused = (choose(call, platform, fuses=fuses) for fuses in (False, True))
+                    choice, fused = (decide(call, Site(platform, fuses)) for fuses in (False, True))
                     picked: str = choice.implementation
                     rows.append((call.op.name, platform, picked, choice.reason))
                     if fused.implementation != picked:

@@ -32,6 +32,7 @@ from jax_baracuda._core.arrays import (
 )
 from jax_baracuda._core.autodiff import KernelVjp, map_together, with_twin
 from jax_baracuda._core.call import Dimensions
+from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -737,6 +738,9 @@ SAME_SEQUENCE = Op(
     shard_program=_shard_same_sequence,
 )
 
+# H100, time of plain JAX / kernel: 0.85 up to 16 MB, 0.9 between elementwise operations (13 loops each); gradients 0.3
+# for single steps, 0.9 up to 1 MB (32 loops); updates between elementwise operations 0.76 (7 loops). Two cores:
+# gradients of up to 8 steps 0.4.
 CAUSAL_CONV1D = Op(
     name="causal_conv1d",
     operands=functools.partial(_convolution_operands, "x", "weight"),
@@ -744,6 +748,10 @@ CAUSAL_CONV1D = Op(
     reference=_reference_convolution,
     attributes=("channels_last", "silu", "has_bias", "has_initial_state", "has_same_sequence"),
     plan_parameters=_plan_parameters,
+    xla_rules=(
+        on_gpu("XLA fuses the convolution with its neighbours", fused),
+        on_gpu("inputs stay in the L2 cache, where XLA's fusion is as fast", at_most(bytes=16 * MB)),
+    ),
     shard_program=_shard_forward,
     **_split_over_time,
     **_common,
@@ -763,6 +771,11 @@ CAUSAL_CONV1D_BACKWARD = Op(
     attributes=("channels_last", "silu", "has_bias", "has_initial_state", "has_same_sequence", "has_d_final_state"),
     plan_parameters=_plan_parameters,
     reduction_dims=("example", "time"),
+    xla_rules=(
+        on_gpu("the gradient of a single step is elementwise", at_most(time=1)),
+        on_gpu("launch-bound: the kernel adds up weights in a second launch", at_most(bytes=MB)),
+        on_cpu("rows are shorter than the vectors of the kernel", at_most(time=8)),
+    ),
     shard_program=_shard_backward,
     **_split_over_time,
     **_common,
@@ -775,6 +788,7 @@ CAUSAL_CONV1D_UPDATE = Op(
     reference=_reference_update,
     attributes=("channels_last", "silu", "has_bias"),
     plan_parameters=_update_plan_parameters,
+    xla_rules=(on_gpu("XLA fuses a step with its neighbours", fused),),
     replicated_dims=("time", "tap", "state"),
     in_place={1: 1},
     **_common,

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arguments import real_number, whole_number
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, reshard_as, reshard_to
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.dispatch import KB, MB, Traits, at_least, at_most, fused, on_cpu, on_gpu, param
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -60,8 +62,9 @@ def rope(
       x: ``[B, H, S, D]``, or ``[B, S, H, D]`` with layout "BSHD"; a real floating dtype. float16, bfloat16, float32 and
         float64 have kernels; other dtypes run as plain JAX.
       positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value, negative ones
-        included. Other integers than int32 and int64 are converted to one of them.
+        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value of any integer
+        dtype, negative ones included. uint64, and uint32 while JAX has no 64-bit types, run as plain JAX. One position
+        per token: the three of M-RoPE, ``[3, S]``, would count as those of three examples.
       base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
@@ -84,7 +87,7 @@ def rope(
     Raises:
       TypeError: an argument is no array or no number, or has an unsuitable dtype.
       ValueError: shapes do not fit; `layout` is unknown, or needed and not given; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` not positive.
+        `base` or `scale` is not finite, or `base` not positive; NumPy's `positions` need 64-bit types of JAX.
 
     Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
     float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32
@@ -128,8 +131,9 @@ def rope_backward(
     Args:
       d_output: the cotangent of the rotated features, with the shape and dtype of `x`.
       positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value, negative ones
-        included. Other integers than int32 and int64 are converted to one of them.
+        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value of any integer
+        dtype, negative ones included. uint64, and uint32 while JAX has no 64-bit types, run as plain JAX. One position
+        per token: the three of M-RoPE, ``[3, S]``, would count as those of three examples.
       base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
@@ -151,7 +155,7 @@ def rope_backward(
     Raises:
       TypeError: an argument is no array or no number, or has an unsuitable dtype.
       ValueError: shapes do not fit; `layout` is unknown, or needed and not given; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` not positive.
+        `base` or `scale` is not finite, or `base` not positive; NumPy's `positions` need 64-bit types of JAX.
 
     Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
     float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32
@@ -198,8 +202,9 @@ def rope_qk(
         float64 have kernels; other dtypes run as plain JAX.
       k: as `q`, with the same dtype, B, S and D; the number of heads may be another.
       positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value, negative ones
-        included. Other integers than int32 and int64 are converted to one of them.
+        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value of any integer
+        dtype, negative ones included. uint64, and uint32 while JAX has no 64-bit types, run as plain JAX. One position
+        per token: the three of M-RoPE, ``[3, S]``, would count as those of three examples.
       base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
@@ -222,7 +227,7 @@ def rope_qk(
     Raises:
       TypeError: an argument is no array or no number, or has an unsuitable dtype.
       ValueError: shapes do not fit; `layout` is unknown, or needed and not given; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` not positive.
+        `base` or `scale` is not finite, or `base` not positive; NumPy's `positions` need 64-bit types of JAX.
 
     Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
     float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32
@@ -267,8 +272,9 @@ def rope_qk_backward(
       d_q_output: the cotangent of the rotated queries, with the shape and dtype of `q`.
       d_k_output: the cotangent of the rotated keys, with the shape and dtype of `k`.
       positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value, negative ones
-        included. Other integers than int32 and int64 are converted to one of them.
+        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value of any integer
+        dtype, negative ones included. uint64, and uint32 while JAX has no 64-bit types, run as plain JAX. One position
+        per token: the three of M-RoPE, ``[3, S]``, would count as those of three examples.
       base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
@@ -291,7 +297,7 @@ def rope_qk_backward(
     Raises:
       TypeError: an argument is no array or no number, or has an unsuitable dtype.
       ValueError: shapes do not fit; `layout` is unknown, or needed and not given; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` not positive.
+        `base` or `scale` is not finite, or `base` not positive; NumPy's `positions` need 64-bit types of JAX.
 
     Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
     float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32
@@ -381,10 +387,10 @@ def _cos_and_sin_of_units(angle: Array) -> tuple[Array, Array]:
 def _cos_and_sin_of_product(positions: Array, frequencies: Array) -> tuple[Array, Array]:
     """Cosine and sine of position times frequency, ``[B, S, P]``."""
     positions = positions[..., None]
-    if frequencies.dtype == jnp.float64:
-        angle = positions.astype(jnp.float64) * jnp.sum(frequencies, axis=0)
-        return jnp.cos(angle), jnp.sin(angle)
-    units, rest = _units_per_position(frequencies)
+    if frequencies.dtype == jnp.float64 or positions.dtype.itemsize == 8:
+        angle = positions.astype(jnp.float64) * jnp.sum(frequencies.astype(jnp.float64), axis=0)[None, None]
+        return jnp.cos(angle).astype(frequencies.dtype), jnp.sin(angle).astype(frequencies.dtype)
+    units, rest = (x[None, None] for x in _units_per_position(frequencies))
     angle = positions.astype(jnp.int32) * units + jnp.round(positions.astype(jnp.float32) * rest).astype(jnp.int32)
     return _cos_and_sin_of_units(angle)
 
@@ -403,28 +409,54 @@ class ConstantAngles:
     frequencies: bytes
     """float64 numbers."""
 
-    def __repr__(self) -> str:  # part of every printed jaxpr
-        return f"ConstantAngles({zlib.crc32(self.frequencies):08x})"
+    def __repr__(self) -> str:  # part of every printed jaxpr, and of the names of programs in caches
+        return f"ConstantAngles({hashlib.sha256(self.frequencies).hexdigest()})"
 
 
 @functools.lru_cache(maxsize=16)
-def _constant_cos_and_sin(angles: ConstantAngles, length: int, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine, ``[1, S, P]``; the layers of a model share them."""
+def _constant_table(
+    angles: ConstantAngles, length: int, dtype: np.dtype[Any], scale: float, interleaved: bool
+) -> Callable[[], tuple[Array, Array]]:
+    """Returns the tables of the positions from 0 on: see :func:`_table`. A program has them once.
+
+    A jitted function, since JAX lowers that once per program, however many rotations call it. The barrier keeps XLA
+    from computing anything of these constants while it compiles, and from a copy of them in each kernel.
+    """
     with np.errstate(invalid="ignore"):  # frequencies that are not finite give NaN
         products = np.outer(np.arange(length), np.frombuffer(angles.frequencies))[None]
-        return np.cos(products).astype(dtype), np.sin(products).astype(dtype)
+        cos, sin = (
+            x.astype(dtype) for x in _table(np, scale * np.cos(products), scale * np.sin(products), interleaved)
+        )
+
+    @jax.jit
+    def rope_table() -> tuple[Array, Array]:
+        table: tuple[Array, Array] = jax.lax.optimization_barrier((jnp.asarray(cos), jnp.asarray(sin)))
+        return table
+
+    return rope_table
 
 
-def _rotate(x: Array, cos: Array, sin: Array, *, heads_first: bool, interleaved: bool, rotary_dim: int) -> Array:
-    """The features with their pairs rotated, cosine and sine ``[B, S, P]``."""
+def _table(numpy: ModuleType, cos: Any, sin: Any, interleaved: bool) -> tuple[Any, Any]:
+    """What features and their partners are multiplied by, from cosine and sine ``[B, S, P]``.
+
+    Interleaved, that is a number per feature, ``[B, S, 2 P]``: XLA has no fast way to put every other feature together.
+    """
+    if not interleaved:
+        return cos, sin
+    shape = (*cos.shape[:-1], 2 * cos.shape[-1])
+    of_features = (numpy.stack(of_pair, axis=-1).reshape(shape) for of_pair in ((cos, cos), (-sin, sin)))
+    return tuple(of_features)
+
+
+def _rotate(
+    x: Array, cos: Array, sin: Array, *, direction: int, heads_first: bool, interleaved: bool, rotary_dim: int
+) -> Array:
+    """The features with their pairs rotated by the angles of a table, or (direction -1) by the negative ones."""
     head_axis = _sequence_axis(not heads_first)
-    cos, sin = jnp.expand_dims(cos, head_axis), jnp.expand_dims(sin, head_axis)
+    cos, sin = jnp.expand_dims(cos, head_axis), direction * jnp.expand_dims(sin, head_axis)
     rotated, passthrough = x[..., :rotary_dim].astype(cos.dtype), x[..., rotary_dim:]
     if interleaved:
-        # Every feature and its partner: XLA has no fast way to put every other feature together.
         partners = jnp.flip(rotated.reshape(*x.shape[:-1], rotary_dim // 2, 2), axis=-1).reshape(rotated.shape)
-        features = (*cos.shape[:-1], rotary_dim)
-        cos, sin = (jnp.stack(of_pair, axis=-1).reshape(features) for of_pair in ((cos, cos), (-sin, sin)))
         results = [rotated * cos + partners * sin]
     else:
         first, second = jnp.split(rotated, 2, axis=-1)
@@ -447,12 +479,14 @@ def _reference(
     features, (frequencies, *positions) = operands[:num_rotated], operands[num_rotated:]
     length = features[0].shape[_sequence_axis(heads_first)]
     if constant_angles is not None:
-        cos, sin = map(jnp.asarray, _constant_cos_and_sin(constant_angles, length, np.dtype(frequencies.dtype)))
+        cos, sin = _constant_table(constant_angles, length, np.dtype(frequencies.dtype), scale, interleaved)()
     else:
         [positions] = positions if has_positions else [jnp.arange(length, dtype=jnp.int32)[None]]
         cos, sin = _cos_and_sin_of_product(positions, frequencies)
-    cos, sin = scale * cos, direction * scale * sin
-    rotate = functools.partial(_rotate, heads_first=heads_first, interleaved=interleaved, rotary_dim=rotary_dim)
+        cos, sin = _table(jnp, scale * cos, scale * sin, interleaved)
+    rotate = functools.partial(
+        _rotate, direction=direction, heads_first=heads_first, interleaved=interleaved, rotary_dim=rotary_dim
+    )
     return [rotate(x, cos, sin) for x in features]
 
 
@@ -461,6 +495,13 @@ def _reference(
 
 FREQUENCIES = ("part", "pair")
 POSITIONS = ("example", "sequence")
+
+
+def _positions_limit(*operands: Any, has_positions: bool, **_: Any) -> str | None:
+    dtype = operands[-1].dtype.name
+    if not has_positions or dtype in ("int32", "int64"):
+        return None
+    return f"kernels take positions of int32 and int64, not of {dtype}"
 
 
 def _shard_rotation(
@@ -479,6 +520,37 @@ def _shard_rotation(
     start = (jax.lax.axis_index(sequence_axes) * length).astype(jnp.int32)
     positions = start + jnp.arange(length, dtype=jnp.int32)
     return kernel(*operands, positions[None], has_positions=True, constant_angles=None)
+
+
+def _has_known_angles(traits: Traits) -> bool:
+    return traits.params["constant_angles"] is not None
+
+
+def _has_halves_or_32_bits(traits: Traits) -> bool:
+    return not traits.params["interleaved"] or traits.sizes["element_bits"] == 32
+
+
+# H100, time of plain JAX / kernel: 0.8 between elementwise operations (52 loops); halves, and float32, by known angles
+# 0.9 (300 loops of 1 to 540 MB); a whole decoding step 0.98. Two cores: float32 halves by known angles 0.7; small
+# arrays that it fuses 0.7.
+_RULES = (
+    on_gpu("XLA fuses a rotation with its neighbours", fused, at_most(element_bits=32)),
+    on_gpu("one new position: XLA fuses the rotation with the products around it", at_most(sequence=1, bytes=MB)),
+    on_gpu(
+        "XLA reads known angles from a table, and moves no 16-bit numbers between lanes",
+        _has_known_angles,
+        _has_halves_or_32_bits,
+        at_most(bytes=64 * MB),
+    ),
+    on_cpu("XLA fuses a small rotation with its neighbours", fused, at_most(bytes=256 * KB)),
+    on_cpu(
+        "XLA vectorises halves by known angles",
+        _has_known_angles,
+        param("interleaved", False),
+        at_least(pair=32, element_bits=32),
+        at_most(bytes=4 * MB),
+    ),
+)
 
 
 def _rotation_op(name: str, features: Mapping[str, str], direction: int, transpose: Callable[[], Op]) -> Op:
@@ -523,8 +595,10 @@ def _rotation_op(name: str, features: Mapping[str, str], direction: int, transpo
         guarantee=accumulated,
         attributes=("heads_first", "interleaved", "rotary_dim", "scale", "has_positions"),
         plan_parameters=plan_parameters,
+        limit=_positions_limit,
         replicated_dims=("part", "pair", "feature"),
         shard_program=_shard_rotation,
+        xla_rules=_RULES,
         in_place_if_donated={i: i for i in range(num_rotated)},
         num_linear=num_rotated,
         transpose=lambda _, cotangents, *others, **params: transpose()(*cotangents, *others, **params),
@@ -708,7 +782,8 @@ def _frequencies(
         inv_freq = inv_freq if inv_freq.ndim == 1 else inv_freq.sum(axis=0)
         with np.errstate(over="ignore", invalid="ignore"):  # frequencies that are not finite give NaN
             rounded = inv_freq.astype(dtype)
-            return jnp.asarray(np.stack([rounded, (inv_freq - rounded).astype(dtype)])), inv_freq
+            # An explicit transfer, which jax.transfer_guard allows.
+            return jax.device_put(np.stack([rounded, (inv_freq - rounded).astype(dtype)])), inv_freq
     if inv_freq.ndim == 2:
         inv_freq = reshard_to(inv_freq, (None, None))
         return _two_parts(inv_freq[0], inv_freq[1], dtype), None
@@ -734,18 +809,31 @@ def _two_parts(high: Array, low: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _checked_positions(name: str, positions: ArrayLike, examples: int, length: int, heads_first: bool) -> Array:
-    """The positions ``[B, S]``, or ``[1, S]`` where all examples share them, as integers that kernels take."""
+    """The positions ``[B, S]``, or ``[1, S]`` where all examples share them.
+
+    As int32 or int64; as uint32 or uint64 where there is no signed dtype for them.
+    """
+    if isinstance(positions, np.ndarray) and np.issubdtype(positions.dtype, np.integer) and positions.size > 0:
+        fitting = np.iinfo(jax.dtypes.canonicalize_dtype(positions.dtype))
+        if positions.min() < fitting.min or positions.max() > fitting.max:
+            raise ValueError(
+                f"{name}: positions must fit {fitting.dtype} unless 64-bit types are enabled (jax_enable_x64), got "
+                f"{positions.min()} to {positions.max()}"
+            )
     positions = as_array(name, "positions", positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"{name}: positions must have an integer dtype, got {positions.dtype}")
     if positions.shape not in ((length,), (examples, length), (1, length)):
+        is_of_axes = positions.ndim > 1 and positions.shape[0] == 3
+        axes = "; positions of three axes (M-RoPE) are not supported, only one position per token" if is_of_axes else ""
         raise ValueError(
             f"{name}: positions must have shape [S] = ({length},) or [B, S] = ({examples}, {length}) "
-            f"({_named(heads_first)}), got {positions.shape}"
+            f"({_named(heads_first)}), got {positions.shape}{axes}"
         )
-    if positions.dtype.name not in ("int32", "int64"):
-        needs_64_bits = positions.dtype.name in ("uint32", "uint64")
-        positions = positions.astype(jnp.int64 if needs_64_bits and jax.config.jax_enable_x64 else jnp.int32)
+    if positions.dtype.itemsize < 4:
+        positions = positions.astype(jnp.int32)
+    elif positions.dtype == jnp.uint32 and jax.config.jax_enable_x64:
+        positions = positions.astype(jnp.int64)
     return positions[None] if positions.ndim == 1 else positions
 
 

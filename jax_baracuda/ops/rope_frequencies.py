@@ -26,29 +26,43 @@ def rope_frequencies(
     base: float | None = None,
     scaling: Mapping[str, Any] | None = None,
     *,
-    seq_len: int | None = None,
-    max_position_embeddings: int | None = None,
+    seq_len: float | None = None,
+    max_position_embeddings: float | None = None,
 ) -> tuple[np.ndarray, float]:
     """Inverse frequencies and scale of a rotary embedding, for the arguments `inv_freq` and `scale` of ``rope``.
 
     Without scaling, ``inv_freq[i] = base^(-2i/dim)`` and the scale is 1. The schemes, with the keys that they take
     beside "rope_type" (or "type", its older name; without either, "default"), "rope_theta" and "partial_rotary_factor":
 
-    - "default": no other keys.
+    - "default", also called "mrope": no other keys.
     - "linear" (kaiokendev, 2023; Chen et al., 2023): `factor`, which divides all frequencies.
     - "dynamic" (NTK-aware; bloc97 and emozilla, 2023): `factor`, and optionally `original_max_position_embeddings`,
-      which stands in for `max_position_embeddings`. The base grows with a `seq_len` beyond that.
+      which stands in for `max_position_embeddings`. The base grows with a `seq_len` beyond that. Or `alpha`, as in
+      HunYuan: the base grows by ``alpha^(dim/(dim-2))`` for every length, and `factor`, `beta_fast`, `beta_slow`,
+      `mscale` and `mscale_all_dim` have no effect. With `alpha`, it is also called "xdrope".
     - "yarn" (Peng et al., 2023): `factor` and `original_max_position_embeddings`; optionally `attention_factor`,
-      `beta_fast` (32), `beta_slow` (1), `mscale`, `mscale_all_dim`, `truncate` (True). A factor of None is
-      `max_position_embeddings` over the original length.
-    - "llama3" (Llama 3.1): `factor`, `original_max_position_embeddings`, `low_freq_factor`, `high_freq_factor`.
-    - "longrope" (Ding et al., 2024): `short_factor` and `long_factor`, a number per frequency each, and
-      `original_max_position_embeddings`; optionally `attention_factor` and `factor`, which is otherwise
-      `max_position_embeddings` over the original length. The long factors are for a `seq_len` beyond the original.
+      `attn_factor` (1), `beta_fast` (32), `beta_slow` (1), `mscale`, `mscale_all_dim`, `truncate` (True). A factor of
+      None is `max_position_embeddings` over the original length. The scale is `attention_factor`, or else follows from
+      `factor`, `mscale` and `mscale_all_dim` and is multiplied by `attn_factor`, as in the code of YaRN's authors;
+      Hugging Face's does not read that key.
+    - "llama3" (Llama 3.1): `factor`, `original_max_position_embeddings`, `low_freq_factor`, `high_freq_factor`. Where
+      both are equal, as in Llama 4, frequencies are either divided by the factor or kept.
+    - "longrope" (Ding et al., 2024), also called "su": `short_factor` and `long_factor`, a number per frequency each,
+      and `original_max_position_embeddings`; optionally `attention_factor`, `short_mscale` and `long_mscale`, and
+      `factor`, which is otherwise `max_position_embeddings` over the original length. The long factors are for a
+      `seq_len` beyond the original, and so is `long_mscale`, the scale; `short_mscale` is that of other lengths.
     - "proportional": optionally `factor` (1). Only the first `partial_rotary_factor` of the frequencies of the whole
       head turn, the others are zero.
 
-    Without the key `original_max_position_embeddings`, the argument `max_position_embeddings` stands in for it.
+    Where `factor` is given, the argument `max_position_embeddings` stands in for the key
+    `original_max_position_embeddings`. Models that keep the original length beside these parameters, as Phi-3 does,
+    need it among them: ``{**rope_scaling, "original_max_position_embeddings": 4096}``.
+
+    Keys of every scheme that change something else than frequencies and scale have no effect here:
+    `original_max_position_embeddings` where a scheme does not need it, "finetuned", "llama_4_scaling_beta" (a scale of
+    queries), and "mrope_section", "mrope_interleaved", "interleaved" and "xdrope_section" of multimodal models, which
+    say which of several positions of a token (time, height, width) turns a pair. ``rope`` takes one position per token:
+    that is M-RoPE where all of them are equal, as in text, and not for images.
 
     Args:
       dim: the size of the head, even.
@@ -57,7 +71,8 @@ def rope_frequencies(
       scaling: the parameters of a scheme, or None. An optional key with the value None counts as absent.
       seq_len: the length that the frequencies are for, where a scheme depends on it; None: a length without scaling
         ("dynamic"), a short one ("longrope").
-      max_position_embeddings: the length that the model is configured for, where a scheme depends on it.
+      max_position_embeddings: the length that the model is configured for, where a scheme depends on it. Lengths may be
+        floats without a fraction.
 
     Returns:
       ``(inv_freq, scale)``: a float64 array ``[rotary_dim / 2]``, and a Python float. With ``partial_rotary_factor``,
@@ -79,9 +94,9 @@ def rope_frequencies(
     if dim % 2:
         raise ValueError(f"{NAME}: dim must be even, got {dim}")
     base = None if base is None else real_number(NAME, "base", base, positive=True)
-    seq_len = None if seq_len is None else whole_number(NAME, "seq_len", seq_len, minimum=0)
+    seq_len = None if seq_len is None else _length("seq_len", seq_len, minimum=0)
     if max_position_embeddings is not None:
-        max_position_embeddings = whole_number(NAME, "max_position_embeddings", max_position_embeddings, minimum=1)
+        max_position_embeddings = _length("max_position_embeddings", max_position_embeddings, minimum=1)
     parameters = _Parameters.of({} if scaling is None else scaling, max_position_embeddings)
     theta = parameters.number("rope_theta", DEFAULT_BASE if base is None else base)
     if base not in (None, theta):
@@ -91,10 +106,16 @@ def rope_frequencies(
         raise ValueError(f"{NAME}: scaling['partial_rotary_factor'] must be at most 1, got {rotating}")
     model = _Model(dim, theta, rotating, seq_len, max_position_embeddings)
     with np.errstate(over="ignore", under="ignore"):
-        inv_freq, scale = SCHEMES[parameters.rope_type].compute(model, parameters)
+        inv_freq, scale = parameters.scheme.compute(model, parameters)
     if not np.isfinite(inv_freq).all():
         raise ValueError(f"{NAME}: base and scaling must give finite frequencies, got base = {theta} and {scaling!r}")
     return inv_freq, float(scale)
+
+
+def _length(argument: str, value: Any, *, minimum: int) -> int:
+    """A number of positions. Configurations have some of them as floats."""
+    is_whole_float = isinstance(value, float | np.floating) and float(value).is_integer()
+    return whole_number(NAME, argument, int(value) if is_whole_float else value, minimum=minimum)
 
 
 class _Model(NamedTuple):
@@ -126,7 +147,7 @@ class _Model(NamedTuple):
 class _Parameters:
     """The parameters of a scheme, which has all the keys that it needs, and no other keys than it takes."""
 
-    rope_type: str
+    scheme: _Scheme
     values: Mapping[str, Any]
 
     @classmethod
@@ -137,8 +158,10 @@ class _Parameters:
         scheme = SCHEMES.get(rope_type) if isinstance(rope_type, str) else None
         if scheme is None:
             raise ValueError(f"{NAME}: scaling['rope_type'] must be one of {sorted(SCHEMES)}, got {rope_type!r}")
+        if rope_type == "dynamic" and scaling.get("alpha") is not None:
+            scheme = DYNAMIC_OF_ALPHA
         known = dict(scaling)
-        if ORIGINAL_LENGTH in scheme.required and max_position_embeddings is not None:
+        if scaling.get("factor") is not None and max_position_embeddings is not None:
             known.setdefault(ORIGINAL_LENGTH, max_position_embeddings)
         if missing := [key for key in scheme.required if key not in known]:
             raise ValueError(f"{NAME}: scaling of rope_type {rope_type!r} lacks the keys {missing}")
@@ -147,7 +170,7 @@ class _Parameters:
             raise ValueError(
                 f"{NAME}: scaling of rope_type {rope_type!r} has unknown keys {unknown}; it takes {sorted(allowed)}"
             )
-        return cls(rope_type, {key: value for key, value in known.items() if value is not None})
+        return cls(scheme, {key: value for key, value in known.items() if value is not None})
 
     def __contains__(self, key: str) -> bool:
         return key in self.values
@@ -159,7 +182,7 @@ class _Parameters:
     def original_length(self) -> int:
         """The length that the model was trained for before."""
         # A logarithm of it may be a divisor.
-        return whole_number(NAME, f"scaling[{ORIGINAL_LENGTH!r}]", self.values.get(ORIGINAL_LENGTH), minimum=2)
+        return _length(f"scaling[{ORIGINAL_LENGTH!r}]", self.values.get(ORIGINAL_LENGTH), minimum=2)
 
     def factor(self, model: _Model) -> float:
         """By how much the context grows, from the lengths if it is not given."""
@@ -213,6 +236,11 @@ def _dynamic(model: _Model, parameters: _Parameters) -> Frequencies:
     return model.inv_freq(model.base * growth ** (dim / (dim - 2))), 1.0
 
 
+def _dynamic_of_alpha(model: _Model, parameters: _Parameters) -> Frequencies:
+    alpha, dim = parameters.number("alpha"), model.rotary_dim
+    return model.inv_freq(model.base * alpha ** (dim / (dim - 2)) if dim > 2 else None), 1.0
+
+
 def _yarn(model: _Model, parameters: _Parameters) -> Frequencies:
     """Pairs that turn often within the trained length stay, those that hardly turn are interpolated, a ramp between."""
     factor, trained, dim = parameters.factor(model), parameters.original_length(), model.rotary_dim
@@ -239,29 +267,33 @@ def _yarn(model: _Model, parameters: _Parameters) -> Frequencies:
 
     # Zero is how configurations say that they have no such weight.
     weights = [real_number(NAME, f"scaling[{k!r}]", parameters.values.get(k, 0)) for k in ("mscale", "mscale_all_dim")]
-    return inv_freq, logarithmic(weights[0]) / logarithmic(weights[1]) if all(weights) else logarithmic(1.0)
+    scale = logarithmic(weights[0]) / logarithmic(weights[1]) if all(weights) else logarithmic(1.0)
+    return inv_freq, scale * parameters.number("attn_factor", 1.0)
 
 
 def _llama3(model: _Model, parameters: _Parameters) -> Frequencies:
     """By the number of turns within the trained length: many stay as they are, few are divided by the factor."""
     trained, factor = parameters.original_length(), parameters.number("factor")
     few, many = parameters.number("low_freq_factor"), parameters.number("high_freq_factor")
-    if many <= few:
+    if many < few:
         raise ValueError(
-            f"{NAME}: scaling['high_freq_factor'] must be greater than scaling['low_freq_factor'], got {many} and {few}"
+            f"{NAME}: scaling['high_freq_factor'] must not be less than scaling['low_freq_factor'], got {many} and "
+            f"{few}"
         )
     inv_freq = model.inv_freq()
     turns = trained * inv_freq / (2 * math.pi)
-    kept = np.clip((turns - few) / (many - few), 0, 1)
+    kept = turns >= few if many == few else np.clip((turns - few) / (many - few), 0, 1)
     return (1 - kept) * inv_freq / factor + kept * inv_freq, 1.0
 
 
 def _longrope(model: _Model, parameters: _Parameters) -> Frequencies:
     trained, inv_freq = parameters.original_length(), model.inv_freq()
     short, long = (parameters.numbers(key, len(inv_freq)) for key in ("short_factor", "long_factor"))
-    inv_freq = inv_freq / (long if model.seq_len is not None and model.seq_len > trained else short)
-    if "attention_factor" in parameters:
-        return inv_freq, parameters.number("attention_factor")
+    is_long = model.seq_len is not None and model.seq_len > trained
+    inv_freq = inv_freq / (long if is_long else short)
+    for key in ("long_mscale" if is_long else "short_mscale", "attention_factor"):
+        if key in parameters:
+            return inv_freq, parameters.number(key)
     if "factor" not in parameters and model.max_position_embeddings is None:
         raise ValueError(
             f"{NAME}: rope_type 'longrope' needs the key 'factor' or 'attention_factor' in scaling, or the argument "
@@ -284,22 +316,42 @@ class _Scheme(NamedTuple):
     optional: tuple[str, ...] = ()
 
 
-COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+NO_EFFECT = (
+    ORIGINAL_LENGTH,
+    "finetuned",
+    "llama_4_scaling_beta",
+    "mrope_section",
+    "mrope_interleaved",
+    "interleaved",
+    "xdrope_section",
+)
+"""Keys of published configurations that change neither frequencies nor scale, unless a scheme reads them."""
+
+COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *NO_EFFECT)
+
+OF_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
+DEFAULT = _Scheme(_default)
+DYNAMIC_OF_ALPHA = _Scheme(_dynamic_of_alpha, required=("alpha",), optional=("factor", *OF_YARN))
+LONGROPE = _Scheme(
+    _longrope,
+    required=("short_factor", "long_factor", ORIGINAL_LENGTH),
+    optional=("factor", "attention_factor", "short_mscale", "long_mscale"),
+)
 
 SCHEMES: dict[str, _Scheme] = {
-    "default": _Scheme(_default),
+    "default": DEFAULT,
+    "mrope": DEFAULT,
     "linear": _Scheme(_linear, required=("factor",)),
-    "dynamic": _Scheme(_dynamic, required=("factor",), optional=(ORIGINAL_LENGTH,)),
+    "dynamic": _Scheme(_dynamic, required=("factor",)),
+    "xdrope": DYNAMIC_OF_ALPHA,
     "yarn": _Scheme(
         _yarn,
         required=("factor", ORIGINAL_LENGTH),
-        optional=("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        optional=("attention_factor", "attn_factor", "truncate", *OF_YARN),
     ),
     "llama3": _Scheme(_llama3, required=("factor", ORIGINAL_LENGTH, "low_freq_factor", "high_freq_factor")),
-    "longrope": _Scheme(
-        _longrope,
-        required=("short_factor", "long_factor", ORIGINAL_LENGTH),
-        optional=("factor", "attention_factor"),
-    ),
+    "longrope": LONGROPE,
+    "su": LONGROPE,
     "proportional": _Scheme(_proportional, optional=("factor",)),
 }

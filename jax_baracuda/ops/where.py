@@ -31,6 +31,7 @@ from jax_baracuda._core.arrays import (
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.batch import joint_size
+from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
 from jax_baracuda._core.op import Op, Shape, ShapeAndDtype
 from jax_baracuda._core.selection import Implementation, current_selection, selectable
@@ -274,6 +275,14 @@ def _backward_guarantee(dtype: str, platform: str, **_: bool) -> Guarantee:
     return accumulated(dtype, platform) if dtype in FLOATING_DTYPES else EXACT
 
 
+# H100, time of plain JAX / kernel: 0.53 between elementwise operations (13 loops), 0.95 alone up to 64 MB (13 loops).
+# Two cores: 0.6 to 0.9 up to 1 MB (9 loops).
+_RULES = (
+    on_gpu("XLA fuses a selection with its neighbours", fused),
+    on_gpu("both copy at the speed of the caches, and XLA keeps any layout", at_most(bytes=64 * MB)),
+    on_cpu("the call of a kernel takes longer than the selection", at_most(bytes=MB)),
+)
+
 WHERE = Op(
     name="where",
     operands={"a": DIMENSIONS, "b": DIMENSIONS, "cond": DIMENSIONS},
@@ -283,6 +292,7 @@ WHERE = Op(
     guarantee=EXACT,
     plan_parameters=_plan_parameters,
     limit=_limit_of_rank,
+    xla_rules=_RULES,
     broadcasts=True,
     num_linear=2,
     transpose=_transpose_where,
@@ -299,6 +309,7 @@ WHERE_BACKWARD = Op(
     plan_parameters=_backward_plan_parameters,
     shard_program=_shard_backward,
     limit=_limit_of_backward,
+    xla_rules=_RULES,
     broadcasts=True,
     transpose=_transpose_backward,
 )

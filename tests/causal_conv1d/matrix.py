@@ -8,7 +8,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.matrix.calls import ABSENT, FLOATING, Call, Operand, Options, Problem, Rule, declare, numbers, passed
+from support.matrix.calls import (
+    ABSENT,
+    FLOATING,
+    Call,
+    Operand,
+    Options,
+    Problem,
+    Rule,
+    declare,
+    finite_numbers,
+    passed,
+)
 
 Sizes = Mapping[str, Any]
 
@@ -115,13 +126,13 @@ STRATEGY_OPTIONS = tuple(
 def _parameters(dtype: str, options: Options) -> dict[str, Operand]:
     wide = _wide(dtype, options)
     operands = {
-        "x": Operand("x", _signal(options), numbers),
-        "weight": Operand("weight", ("channel", "tap"), numbers, dtype=wide),
+        "x": Operand("x", _signal(options), finite_numbers),
+        "weight": Operand("weight", ("channel", "tap"), finite_numbers, dtype=wide),
     }
     if options["bias"]:
-        operands["bias"] = Operand("bias", ("channel",), numbers, dtype=wide)
+        operands["bias"] = Operand("bias", ("channel",), finite_numbers, dtype=wide)
     if options["initial_state"]:
-        operands["initial_state"] = Operand("initial_state", ("example", "channel", "state"), numbers)
+        operands["initial_state"] = Operand("initial_state", ("example", "channel", "state"), finite_numbers)
     if options["segment_ids"]:
         operands["segment_ids"] = Operand(
             "segment_ids", ("example", "time"), same_sequences, dtype=options["segment_ids"]
@@ -164,6 +175,7 @@ def _forward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         majorant=bound(majorant),
         results=(_signal(options), *state),
         terms=sizes["tap"] * max(1, sizes["example"] * sizes["time"]),
+        draw_cotangents=finite_numbers,
         free=("example", "channel"),
         carry=(0, 0),
     )
@@ -186,9 +198,9 @@ declare(
 
 def _backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     operands = _parameters(dtype, options)
-    operands["d_output"] = Operand("d_output", _signal(options), numbers)
+    operands["d_output"] = Operand("d_output", _signal(options), finite_numbers)
     if options["d_final_state"]:
-        operands["d_final_state"] = Operand("d_final_state", ("example", "channel", "state"), numbers)
+        operands["d_final_state"] = Operand("d_final_state", ("example", "channel", "state"), finite_numbers)
     names = tuple(operands)
     primals = [name for name in ("x", "weight", "bias", "initial_state") if name in operands]
 
@@ -217,6 +229,7 @@ def _backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         results=tuple(operands[name].dims for name in primals),
         result_dtypes=tuple(operands[name].dtype for name in primals),
         terms=sizes["tap"] * max(1, sizes["example"] * sizes["time"]),
+        draw_cotangents=finite_numbers,
     )
 
 
@@ -239,12 +252,14 @@ def _update_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     is_single = options["inputs"] == "one"
     signal = ("example", "channel") if is_single else _signal(options)
     operands = {
-        "x": Operand("x", signal, numbers),
-        "state": Operand("state", ("example", "channel", "old" if options["state"] == "long" else "state"), numbers),
-        "weight": Operand("weight", ("channel", "tap"), numbers, dtype=wide),
+        "x": Operand("x", signal, finite_numbers),
+        "state": Operand(
+            "state", ("example", "channel", "old" if options["state"] == "long" else "state"), finite_numbers
+        ),
+        "weight": Operand("weight", ("channel", "tap"), finite_numbers, dtype=wide),
     }
     if options["bias"]:
-        operands["bias"] = Operand("bias", ("channel",), numbers, dtype=wide)
+        operands["bias"] = Operand("bias", ("channel",), finite_numbers, dtype=wide)
     names = tuple(operands)
 
     def bound(activation: Callable[..., Any]) -> Callable[..., Any]:
@@ -271,6 +286,7 @@ def _update_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         majorant=bound(majorant),
         results=(signal, operands["state"].dims),
         terms=sizes["tap"] * max(1, sizes["example"] * sizes["time"]),
+        draw_cotangents=finite_numbers,
         free=("example", "channel"),
         carry=(1, 1),
     )

@@ -185,7 +185,6 @@ def test_state_without_inputs(rng: np.random.Generator, channels_last: bool) -> 
 # What does not fit.
 
 
-@pytest.mark.newest_jax_alone
 @each_layout
 @pytest.mark.parametrize(
     ("target", "is_batched"), [*((target, True) for target in TARGETS), ("causal_conv1d_update", False)]
@@ -219,7 +218,6 @@ def test_bad_batch_dims_are_refused(target: str, channels_last: bool) -> None:
     handlers.assert_bad_batch_dims_refused(good, good.results[0].name)
 
 
-@pytest.mark.newest_jax_alone
 @each_target
 def test_bad_dtypes_are_refused(target: str) -> None:
     """Each operand and result with a dtype that does not fit to the others, or that has no kernel."""
@@ -235,7 +233,6 @@ def test_bad_dtypes_are_refused(target: str) -> None:
         assert_refused(call, f"{array.name} {dtype}", *(() if array.name == tells_dtype else (array.name,)))
 
 
-@pytest.mark.newest_jax_alone
 @each_target
 @pytest.mark.parametrize("dtype", WITHOUT_KERNEL)
 def test_dtypes_without_kernels_are_refused(target: str, dtype: str) -> None:
@@ -252,7 +249,6 @@ def test_bad_dtypes_of_further_results_are_refused(target: str) -> None:
                 assert_refused(call, f"{array.name} {other} for {dtype}", array.name)
 
 
-@pytest.mark.newest_jax_alone
 @each_layout
 @each_target
 def test_bad_widths_are_refused(target: str, channels_last: bool) -> None:
@@ -264,7 +260,6 @@ def test_bad_widths_are_refused(target: str, channels_last: bool) -> None:
         assert_refused(dataclasses.replace(good, operands=operands, results=results), f"width {width}", "weight")
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize(
     ("target", "name"),
     [(target, name) for target in TARGETS for name in TARGETS[target].optional_operands if name.endswith("_state")],
@@ -274,7 +269,6 @@ def test_empty_states_are_refused(target: str, name: str) -> None:
     assert_refused(good_call(target, optional=[name], sizes=Sizes(width=1)), "an empty state", name)
 
 
-@pytest.mark.newest_jax_alone
 @each_layout
 def test_short_states_are_refused(channels_last: bool) -> None:
     """A state that is updated must hold what the filter reaches back to; the new state has its length."""
@@ -284,7 +278,6 @@ def test_short_states_are_refused(channels_last: bool) -> None:
     good_call("causal_conv1d_update", channels_last, sizes=Sizes(state_length=SIZES.width - 1)).run()
 
 
-@pytest.mark.newest_jax_alone
 @each_layout
 @each_target
 def test_other_layouts_are_refused(target: str, channels_last: bool) -> None:

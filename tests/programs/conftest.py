@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from support import cases
 
 import jax_baracuda as jb
-from jax_baracuda._core.selection import PACKAGED_TABLE
 from jax_baracuda._tools.table import format_table
 
 Timings = Callable[[str, Callable[[], Any], Callable[[], Any]], None]
@@ -38,15 +38,18 @@ def seconds_of_a_call(function: Callable[[], Any]) -> float:
 def timings() -> Timings:
     """``timings(name, patched, unpatched)``: adds the median times of both, which take turns, to the last table.
 
-    Results that tests compare are those of kernels; what is timed is what the packaged table picks, for which
-    ``jax.jit`` traces both programs once more. A change of the context costs a call some time, so that both have it.
+    Results that tests compare are those of kernels; what is timed is what the rules of ops pick, for which both
+    programs are traced once more.
     """
 
     def add(name: str, patched: Callable[[], Any], unpatched: Callable[[], Any]) -> None:
-        with jb.implementation(table=PACKAGED_TABLE):
+        with pytest.MonkeyPatch.context() as patch:
+            cases.use_rules(patch)
+            jax.clear_caches()
             compiled = [seconds_of_a_call(program) for program in (patched, unpatched) for _ in range(2)]
             rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, round(SECONDS_OF_ROUNDS / (compiled[1] + compiled[3]))))
             times = [(seconds_of_a_call(patched), seconds_of_a_call(unpatched)) for _ in range(rounds)]
+        jax.clear_caches()
         ours, theirs = map(statistics.median, zip(*times, strict=True))
         _rows.append((name, f"{ours * 1e3:.2f} ms", f"{theirs * 1e3:.2f} ms", f"{theirs / ours:.2f}"))
 

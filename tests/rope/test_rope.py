@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -149,6 +150,39 @@ def test_plain_jax_with_constant_angles(rng: np.random.Generator, dtype: str, la
             rotation.of(cotangent, -1).check(gradient, f"{rotation} backward")
 
 
+@each_pairing
+def test_rotations_share_one_table(interleaved: bool) -> None:
+    """A program has the sines and cosines of its rotations once, before XLA compiles it and after."""
+    x = jnp.ones((2, 3, 64, 32))
+
+    def rotate_often(x: Any) -> Any:
+        for _ in range(3):
+            x = rope(x + 1, interleaved=interleaved, scale=0.5)
+        return rope_qk(x, 2 * x, interleaved=interleaved, scale=0.5)[1]
+
+    def loss(x: Any) -> Any:
+        return (jax.jit(rotate_often)(x) ** 2).sum() + (rotate_often(-x) ** 2).sum()
+
+    def loss_of_both(x: Any) -> Any:
+        return loss(x) + jax.vmap(loss)(jnp.stack([x, 2 * x])).sum()
+
+    with jb.implementation("xla"):
+        assert jax.jit(jax.value_and_grad(loss)).lower(x).as_text().count('dense<"0x') == 2  # literals of many numbers
+        lowered = jax.jit(jax.value_and_grad(loss_of_both)).lower(x)
+    assert len(re.findall(r"= f32\[\d[\d,]*\]\S* constant\(", lowered.compile().as_text())) == 2
+
+
+def test_tables_are_told_apart_by_their_contents() -> None:
+    """Names of programs, in caches as well, tell tables of equal checksum apart."""
+    inv_freq = np.ones(4)
+    polynomial = int(f"{0x104C11DB7:b}"[::-1], 2)  # of CRC-32: a difference that it does not see
+    other = (inv_freq.view(np.uint64) ^ np.array([polynomial, 0, 0, 0], np.uint64)).view(np.float64)
+    assert zlib.crc32(inv_freq) == zlib.crc32(other) and (inv_freq != other).any()
+    x = jnp.ones((1, 2, 8, 8))
+    jaxprs = {str(jax.make_jaxpr(functools.partial(rope, inv_freq=f))(x)) for f in (inv_freq, other, inv_freq.copy())}
+    assert len(jaxprs) == 2
+
+
 def test_which_angles_are_constant() -> None:
     def has_constant_angles(length: int, *positions: Any, **options: Any) -> bool:
         x = jax.ShapeDtypeStruct((1, 2, length, 128), np.float32)
@@ -163,7 +197,6 @@ def test_which_angles_are_constant() -> None:
     assert not has_constant_angles(8, inv_freq=jnp.ones((2, 64)))
 
 
-@pytest.mark.newest_jax_alone
 @each_layout
 @each_pairing
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -198,7 +231,6 @@ def test_backward_functions(rng: np.random.Generator, interleaved: bool, layout:
     assert batch.run() == {"rope_backward": 8, "rope_qk_backward": 8}
 
 
-@pytest.mark.newest_jax_alone
 @settings(deadline=None, max_examples=25)
 @given(
     size=st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 40), st.integers(1, 40).map(lambda d: 2 * d)),
@@ -225,7 +257,6 @@ def test_any_small_problem(
     batch.run()
 
 
-@pytest.mark.newest_jax_alone
 def test_reference_itself(rng: np.random.Generator) -> None:
     """The NumPy reference is the product of complex numbers, for each pair by itself."""
     for layout, interleaved in itertools.product(LAYOUTS, PAIRINGS):
@@ -286,7 +317,6 @@ def test_decoding(rng: np.random.Generator, interleaved: bool) -> None:
             rotation.of(x).check(rope(x, shared, **rotation.options()))
 
 
-@pytest.mark.newest_jax_alone
 @each_layout
 @each_dtype
 def test_rope_qk_equals_two_ropes(rng: np.random.Generator, dtype: str, layout: str) -> None:
@@ -363,7 +393,6 @@ def units_off(expected: ExpectedRotation, actual: Any) -> np.ndarray:
     return (error / expected.units()).astype(np.float64)
 
 
-@pytest.mark.newest_jax_alone
 @each_pairing
 @each_dtype
 def test_precision_to_a_million_positions(rng: np.random.Generator, dtype: str, interleaved: bool) -> None:
@@ -386,7 +415,6 @@ def test_precision_to_a_million_positions(rng: np.random.Generator, dtype: str, 
                 assert right.mean() >= 0.99, f"{right.mean():.4f}"
 
 
-@pytest.mark.newest_jax_alone
 @each_pairing
 @each_dtype
 def test_precision_beyond_a_million_positions(rng: np.random.Generator, dtype: str, interleaved: bool) -> None:
@@ -402,7 +430,6 @@ def test_precision_beyond_a_million_positions(rng: np.random.Generator, dtype: s
     rotation.of(x).check(y)
 
 
-@pytest.mark.newest_jax_alone
 def test_precision_of_long_positions(rng: np.random.Generator) -> None:
     """Positions beyond int32 count with all of the bits that float64 has; any others still turn, and no more."""
     positions = np.array([2**32, 2**32 + 1, -(2**33) - 7, 2**40 + 12345, 2**52 + 1])
@@ -484,6 +511,51 @@ def test_positions_of_every_dtype(rng: np.random.Generator, positions_dtype: str
     Rotation(values).of(x).check(y)
 
 
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize(
+    ("positions_dtype", "x64"), [("uint32", False), ("uint32", True), ("uint64", True), ("int64", True)]
+)
+def test_positions_beyond_int32(rng: np.random.Generator, positions_dtype: str, x64: bool, implementation: Any) -> None:
+    """They are exact in every function and derivative, to the end of what the dtype holds."""
+    last = np.iinfo(positions_dtype).max
+    some = [2**31 - 1, 2**31, 2**31 + 12345, 2**32 - 1, min(2**40 + 7, last), min(2**52 + 1, last), last, 0]
+    positions = np.array(some, positions_dtype)
+    rotation = Rotation(positions, inv_freq=2.0 ** -np.array([0, 20, 32, 63]))
+    q, k = (make_features(rng, (1, heads, 8, 8), "float32") for heads in (3, 2))
+    options = {**rotation.options(), "implementation": implementation}
+    with jax.enable_x64(x64):
+
+        @jax.jit
+        def program(q: Any, k: Any, positions: Any) -> list[Any]:
+            forward = functools.partial(rope_qk, positions=positions, **options)
+            _, pull_back = jax.vjp(lambda q, k: (*forward(q, k), rope(q, positions, **options)), q, k)
+            dq, dk = pull_back((jnp.zeros_like(q), k, q))
+            twin = functools.partial(forward_mode.rope, positions=positions, **options)
+            rotated, tangent = jax.jvp(twin, (q,), (2 * q,))
+            return [*forward(q, k), dq, dk, rope_backward(k, positions, **options), rotated, tangent / 2]
+
+        results = program(q, k, positions)
+    expected = [(q, 1), (k, 1), (q, -1), (k, -1), (k, -1), (q, 1), (q, 1)]
+    for result, (x, direction) in zip(results, expected, strict=True):
+        rotation.of(x, direction).check(result, f"{positions_dtype} {direction}")
+
+
+def test_kernels_name_positions_that_they_do_not_take() -> None:
+    x = np.ones((1, 2, 4, 8), np.float32)
+    message = "rope: implementation='kernel' is asked for, .*positions of int32 and int64, not of uint32"
+    with jax.enable_x64(False), pytest.raises(ValueError, match=message):
+        rope(x, jnp.arange(4, dtype=jnp.uint32), implementation="kernel")
+
+
+@pytest.mark.parametrize("outside", [np.array([2**31, 0]), np.array([0, -(2**31) - 1]), np.array([2**32], np.uint64)])
+def test_positions_of_numpy_that_do_not_fit_without_64_bit_types(outside: np.ndarray) -> None:
+    """JAX would drop their upper bits."""
+    x = np.ones((1, 2, len(outside), 8), np.float32)
+    for function in (rope, forward_mode.rope, rope_backward):
+        with jax.enable_x64(False), pytest.raises(ValueError, match=r"positions must fit u?int32 .*jax_enable_x64"):
+            function(x, outside, layout="BHSD")
+
+
 def test_64_bit_numpy_inputs_with_x64_off(rng: np.random.Generator) -> None:
     """With 64-bit types off, NumPy inputs of such types become 32-bit ones, as everywhere in JAX."""
     x = make_features(rng, (2, 3, 9, 8), "float64")
@@ -498,7 +570,6 @@ def test_64_bit_numpy_inputs_with_x64_off(rng: np.random.Generator) -> None:
 # Special values.
 
 
-@pytest.mark.newest_jax_alone
 @each_layout
 @each_pairing
 @each_dtype
@@ -518,7 +589,6 @@ def test_nan_and_infinity_stay_in_their_pair(
     expected.check(y)
 
 
-@pytest.mark.newest_jax_alone
 @each_layout
 @each_pairing
 @each_dtype
@@ -535,7 +605,6 @@ def test_passthrough_features_keep_their_bits(
         np.testing.assert_array_equal(np.asarray(y).view(unsigned)[..., rotary_dim:], bits[..., rotary_dim:])
 
 
-@pytest.mark.newest_jax_alone
 @each_dtype
 def test_position_zero_is_the_identity(rng: np.random.Generator, dtype: str) -> None:
     x = make_features(rng, (2, 3, 5, 16), dtype)
@@ -760,6 +829,52 @@ def test_other_platforms_have_no_kernel(rng: np.random.Generator) -> None:
     assert kernels_in(call.trace(q, k).lower(lowering_platforms=("tpu",)).as_text()) == []
 
 
+STRICT_SETTINGS: dict[str, Callable[[], Any]] = {
+    "dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
+    "NaNs": lambda: jax.debug_nans(True),
+    "transfers": lambda: jax.transfer_guard("disallow"),
+    "leaks": jax.checking_leaks,
+    "checks": lambda: jax.enable_checks(True),
+}
+
+
+@pytest.mark.parametrize("implementation", ["kernel", "xla"])
+@pytest.mark.parametrize("setting", STRICT_SETTINGS)
+def test_strict_settings_of_jax(rng: np.random.Generator, setting: str, implementation: Any) -> None:
+    """Functions and derivatives obey them, with constant, given, and traced angles."""
+    q, k = (jnp.asarray(make_features(rng, (2, heads, 8, 8), "float32")) for heads in (3, 1))
+    positions = jnp.asarray(make_positions(rng, 2, 2, 8))
+    inv_freq = jnp.asarray(in_two_rows(rng.uniform(0, 1, 4)))
+    calls: list[dict[str, Any]] = [{}, {"positions": positions, "interleaved": False}, {"inv_freq": inv_freq}]
+
+    def derivatives(q: Any, k: Any, options: dict[str, Any]) -> Any:
+        def sum_of_squares(q: Any, k: Any) -> Any:
+            rotated = (*rope_qk(q, k, **options), rope(k, **options), rope_backward(q, **options))
+            return sum((x**2).sum() for x in rotated)
+
+        twin = functools.partial(forward_mode.rope, **options)
+        hessian_product = jax.jvp(jax.grad(sum_of_squares, (0, 1)), (q, k), (q, k))
+        return hessian_product, jax.jvp(twin, (q,), (q,)), jax.vmap(jax.grad(sum_of_squares))(q[None], k[None])
+
+    for options in calls:
+        program = jax.jit(functools.partial(derivatives, options={**options, "implementation": implementation}))
+        with STRICT_SETTINGS[setting]():
+            results = jax.block_until_ready(program(q, k))
+        for result, expected in zip(jax.tree.leaves(results), jax.tree.leaves(program(q, k)), strict=True):
+            np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("setting", ["rank promotion", "transfers"])
+def test_strict_settings_of_jax_without_jit(rng: np.random.Generator, setting: str) -> None:
+    x = jnp.asarray(make_features(rng, (2, 3, 8, 8), "float32"))
+    positions = jnp.asarray(make_positions(rng, 2, 2, 8))
+    with STRICT_SETTINGS[setting]():
+        for function in (rope, forward_mode.rope, rope_backward):
+            function(x)
+            function(x, positions)
+
+
 def test_symbolic_shapes(rng: np.random.Generator) -> None:
     """Exported with symbolic sizes, the program is plain JAX, right for all of them."""
     examples, heads, length = jax.export.symbolic_shape("b, h, s")
@@ -945,6 +1060,16 @@ COMMON_ERRORS: Errors = {
     "positions of other examples": ({"positions": np.zeros((3, 9), int)}, ValueError, r"positions .*got \(3, 9\)"),
     "positions of rank 0": ({"positions": 3}, ValueError, r"positions must have shape .*got \(\)"),
     "positions of rank 3": ({"positions": POSITIONS[None]}, ValueError, r"positions .*got \(1, 2, 9\)"),
+    "positions of three axes": (
+        {"positions": np.stack([POSITIONS] * 3)},
+        ValueError,
+        r"positions must have shape .*got \(3, 2, 9\).*M-RoPE",
+    ),
+    "positions of three axes, shared": (
+        {"positions": np.zeros((3, 9), np.int32)},
+        ValueError,
+        r"positions must have shape .*got \(3, 9\).*M-RoPE",
+    ),
     "base is zero": ({"base": 0}, ValueError, "base must be finite and positive, got 0"),
     "base is negative": ({"base": -10.0}, ValueError, "base must be finite and positive, got -10.0"),
     "base is infinite": ({"base": np.inf}, ValueError, "base must be finite and positive, got inf"),

@@ -79,7 +79,6 @@ def test_table_is_complete() -> None:
 # What fits.
 
 
-@pytest.mark.newest_jax_alone
 @each_batch
 @each_layout
 @each_pairing
@@ -102,7 +101,6 @@ def test_valid_calls_are_right(
         check(call, random_operands(rng, call))
 
 
-@pytest.mark.newest_jax_alone
 @each_layout
 @each_pairing
 @pytest.mark.parametrize("target", ["rope", "rope_qk_backward"])
@@ -164,7 +162,6 @@ def test_empty_arrays(rng: np.random.Generator, target: str, layout: str) -> Non
 # What does not fit.
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize(("batch", "layout"), [(5, "BHSD"), (None, "BSHD")], ids=["batched", "not batched"])
 @each_target
 def test_bad_shapes_are_refused(target: str, layout: str, batch: int | None) -> None:
@@ -192,7 +189,6 @@ def test_bad_batch_dims_are_refused(target: str, layout: str) -> None:
     handlers.assert_bad_batch_dims_refused(good, good.results[0].name)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 @each_target
 def test_bad_dtypes_are_refused(target: str, dtype: str) -> None:
@@ -203,14 +199,12 @@ def test_bad_dtypes_are_refused(target: str, dtype: str) -> None:
         assert_refused(call, f"{array.name} {other} for {array.dtype}", *names)
 
 
-@pytest.mark.newest_jax_alone
 @each_target
 @pytest.mark.parametrize("dtype", WITHOUT_KERNEL)
 def test_dtypes_without_kernels_are_refused(target: str, dtype: str) -> None:
     assert_refused(good_call(target, dtype=dtype), f"everything {dtype}", TARGETS[target][1][0])
 
 
-@pytest.mark.newest_jax_alone
 @each_target
 @pytest.mark.parametrize("rotary_dim", [-(2**63), -2, 0, 1, 3, 14, 2**32 + 8, 2**62])
 def test_bad_rotary_dims_are_refused(target: str, rotary_dim: int) -> None:

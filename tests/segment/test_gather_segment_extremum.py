@@ -22,7 +22,7 @@ from support.meshes import exchanges_in
 from support.programs import small_integers
 
 import jax_baracuda
-from jax_baracuda import SegmentPlan, forward_mode, segment_plan
+from jax_baracuda import Implementation, SegmentPlan, forward_mode, segment_plan
 
 # (nodes, edges, segments, row_shape)
 GRAPHS = (
@@ -122,6 +122,34 @@ def test_plan_in_plain_jax(rng: np.random.Generator, kind: str, tie_break: str) 
     rows, _ = gathered(graph.data, graph.gather_ids)
     np.testing.assert_array_equal(output, getattr(cases, f"reference_{kind}")(rows, graph.segment_ids, 41))
     extremum_gradient(kind, graph, d_output, tie_break).check(pull_back(d_output)[0], "gradient")
+
+
+@pytest.mark.parametrize("implementation", [None, "kernel", "xla"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tie_break", ["split", "first"])
+@each_kind
+def test_subnormal_numbers(
+    rng: np.random.Generator, kind: str, tie_break: str, form: str, implementation: Implementation | None
+) -> None:
+    """Value and derivatives tell subnormal numbers from zeros, also where each runs as what was faster."""
+    graph = make_graph(rng, 30, 90, 20, (3,), "float32", is_sorted=form == "sorted")
+    magnitudes = rng.integers(0, 3, graph.data.shape).astype(np.uint32).view(np.float32)
+    graph = dataclasses.replace(graph, data=np.where(rng.random(magnitudes.shape) < 0.4, -magnitudes, magnitudes))
+    d_output = cases.cotangent(rng, (20, 3), "float32")
+    call = call_of(kind, graph, form, tie_break=tie_break, implementation=implementation)
+    output, pull_back = jax.vjp(call, jnp.asarray(graph.data))
+    rows, _ = gathered(graph.data, graph.gather_ids)
+    cases.assert_same_bits(output, getattr(cases, f"reference_{kind}")(rows, graph.segment_ids, 20))
+    extremum_gradient(kind, graph, d_output, tie_break).check(pull_back(d_output)[0], "gradient")
+    # The gradient is linear: pushed forward along a tangent, its transpose.
+    tangent = rng.normal(size=graph.data.shape)
+    twin = functools.partial(getattr(forward_mode, f"gather_segment_{kind}"), tie_break=tie_break)
+    ids = graph.gather_ids, graph.segment_ids, 20
+    pushed = jax.jvp(
+        lambda x: twin(x, *ids, implementation=implementation), (graph.data,), (tangent.astype(np.float32),)
+    )[1]
+    expected = (extremum_gradient(kind, graph, d_output, tie_break).exact * tangent).sum()
+    np.testing.assert_allclose((np.asarray(pushed, np.float64) * d_output).sum(), expected, 1e-5, 1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import itertools
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from segment.gather_reference import (
     BATCH,
     EDGES,
+    HEADS,
     NODES,
     SEGMENTS,
     Graph,
@@ -74,7 +76,6 @@ def call_of(graph: Graph, form: str) -> Callable[..., jax.Array]:
     return call
 
 
-@pytest.mark.newest_jax_alone
 @cases.each_pair(sizes=GRAPHS, dtype=cases.FLOATING, form=FORMS)
 def test_value_and_gradients(rng: np.random.Generator, sizes: Any, dtype: str, form: str) -> None:
     """Of every size and dtype, unsorted, sorted and by a plan; and once more with the same bits."""
@@ -503,6 +504,44 @@ def test_batch_dims_count_as_one(rng: np.random.Generator, make: Callable[..., C
         operands[reduced_to].sort(axis=1)
     for sizes in ((3, 1), (1, 3, 1)):
         handlers.assert_batch_dims_count_as_one(good, operands, sizes)
+
+
+NO_PERMUTATIONS = ([0] * EDGES, [-1, 2**31 - 1, *range(2, EDGES)])
+
+
+@pytest.mark.parametrize("order", NO_PERMUTATIONS, ids=("one edge", "out of range"))
+def test_products_of_edges_that_no_order_names(rng: np.random.Generator, order: list[int]) -> None:
+    """They are 0; those of edges that it names are of one place that names them, the nearest edge if out of range."""
+    call = good_dot_call(has_edge_order=True)
+    operands = {x.name: rng.normal(size=x.shape).astype(np.float32) for x in call.operands}
+    operands["gather_ids"] = rng.integers(0, NODES, (BATCH, EDGES)).astype(np.int32)
+    operands["segment_ids"] = rng.integers(0, SEGMENTS, (BATCH, EDGES)).astype(np.int32)
+    operands["edge_order"] = np.tile(np.arange(EDGES, dtype=np.int32), (BATCH, 1))
+    of_places = call.results_of(operands)["output"]
+    operands["edge_order"][:] = order
+    output, named = call.results_of(operands)["output"], np.clip(order, 0, EDGES - 1)
+    for b, edge in np.ndindex(BATCH, EDGES):
+        places = of_places[b][named == edge]
+        assert any((output[b, edge] == place).all() for place in (places if len(places) else [np.zeros(HEADS)]))
+
+
+@pytest.mark.skipif(cases.PLATFORM != "cpu", reason="on GPUs, no kernel notes what edges won")
+@pytest.mark.parametrize("order", NO_PERMUTATIONS, ids=("one edge", "out of range"))
+def test_edges_that_no_order_names_win_nothing(rng: np.random.Generator, order: list[int]) -> None:
+    """Whatever the memory for what edges won held before."""
+    call = good_extremum_call("gather_segment_max_backward", has_plan=True)
+    operands = {x.name: np.zeros(x.shape, x.dtype) for x in call.operands}
+    operands["d_winner"] = rng.normal(size=operands["d_winner"].shape).astype(np.float32)
+    operands["winner"][:] = -1
+    operands["transposed_order"][:] = np.arange(EDGES)
+    operands["edge_order"][:] = order
+    libc, m_perturb = ctypes.CDLL(None), -6
+    try:
+        assert libc.mallopt(m_perturb, 0xAA)  # new memory has the other bits
+        d_data = call.results_of(operands)["d_data"]
+    finally:
+        libc.mallopt(m_perturb, 0)
+    np.testing.assert_array_equal(d_data, 0)
 
 
 @pytest.mark.skipif(cases.PLATFORM == "cpu", reason="the CPU kernels take edges in any order")

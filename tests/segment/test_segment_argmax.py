@@ -17,7 +17,6 @@ each_arg = pytest.mark.parametrize("reduction", [ARGMAX, ARGMIN], ids=str)
 SPECIALS = (np.nan, np.copysign(np.nan, -1), np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("layout", ["wide rows", "scalar rows", "far apart"])
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_arg
@@ -47,7 +46,6 @@ def test_special_values_exhaustively(reduction: Reduction, dtype: str, layout: s
         batch.run()
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("is_sorted", [False, True], ids=["unsorted", "sorted"])
 @each_arg
 def test_first_of_many_ties(rng: np.random.Generator, reduction: Reduction, is_sorted: bool) -> None:
@@ -68,7 +66,6 @@ def test_first_of_many_ties(rng: np.random.Generator, reduction: Reduction, is_s
     batch.run()
 
 
-@pytest.mark.newest_jax_alone
 @each_arg
 def test_infinite_data(reduction: Reduction) -> None:
     """Rows at the identity of the maximum still win over no rows."""
@@ -77,6 +74,18 @@ def test_infinite_data(reduction: Reduction) -> None:
         assert_same_bits(
             reduction(data, np.array([2, 0, 0]), 4), np.array([[1] * 2, [3] * 2, [0] * 2, [3] * 2], np.int32)
         )
+
+
+@pytest.mark.parametrize("implementation", ["kernel", "xla"])
+@pytest.mark.parametrize("dtype", FLOATING)
+@each_arg
+def test_subnormal_numbers(rng: np.random.Generator, reduction: Reduction, dtype: str, implementation: str) -> None:
+    """Numbers below the smallest normal one differ from zero and from each other; zeros of both signs do not."""
+    magnitudes = rng.integers(0, 4, (60, 5)).astype(f"uint{8 * jnp.dtype(dtype).itemsize}").view(jnp.dtype(dtype))
+    data = np.where(rng.random((60, 5)) < 0.5, -magnitudes, magnitudes)
+    ids = cases.make_ids(rng, 60, 20)
+    with cases.x64_for(dtype):
+        reduction.value(data, ids, 20).check(reduction(data, ids, 20, implementation=implementation))
 
 
 @each_arg

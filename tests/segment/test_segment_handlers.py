@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from segment.handler_calls import BATCH, FEATURES, ORDER, OUTPUT, ROW_SHAPE, ROWS, SEGMENTS, TARGETS, WINNER, good_call
@@ -104,7 +105,6 @@ def test_bad_batch_dims_are_refused(target: str) -> None:
     handlers.assert_bad_batch_dims_refused(good, good.results[0].name)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("target", TARGETS)
 def test_bad_shapes_are_refused(target: str) -> None:
     """Each operand and result with another rank, batch, number of rows, segments or features."""
@@ -115,7 +115,6 @@ def test_bad_shapes_are_refused(target: str) -> None:
         assert_refused(call, f"{array.name} {how}")
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("target", TARGETS)
 def test_bad_dtypes_are_refused(target: str) -> None:
     """Each operand and result with a dtype that has no kernel, or that does not fit to the others."""
@@ -170,6 +169,45 @@ def test_order_without_segments(target: str, rng: np.random.Generator) -> None:
     operands = {"data": rng.normal(size=ROW_SHAPE).astype(np.float32), "segment_ids": np.zeros((BATCH, ROWS), np.int32)}
     order = call.results_of(operands)["order"]
     np.testing.assert_array_equal(np.sort(order, axis=1), np.tile(np.arange(ROWS), (BATCH, 1)))
+
+
+def of_extremum_gradient(rng: np.random.Generator, target: str) -> tuple[Call, dict[str, np.ndarray]]:
+    """A call with ties, and operands of which each segment attains its maximum in several rows."""
+    call = good_call(target)
+    operands = random_operands(rng, call)
+    return call, operands | {"winner": rng.integers(-3, ROWS, (BATCH, SEGMENTS, FEATURES)).astype(np.int32)}
+
+
+each_extremum_gradient = pytest.mark.parametrize("target", ["segment_max_backward", "segment_min_backward"])
+
+
+@each_extremum_gradient
+def test_tied_winners_without_data_get_nothing(rng: np.random.Generator, target: str) -> None:
+    """Nobody can tell who attains the maximum where data and output are not there."""
+    call, operands = of_extremum_gradient(rng, target)
+    call = dataclasses.replace(call, operands=call.operands[:4])
+    winner = np.take_along_axis(operands["winner"], operands["segment_ids"][..., None], axis=1)
+    d_output = np.take_along_axis(operands["d_output"], operands["segment_ids"][..., None], axis=1)
+    expected = np.where(winner == np.arange(ROWS)[:, None], d_output, 0)
+    np.testing.assert_array_equal(call.results_of(operands)["d_data"], expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("order", [[0, 0, 0, 0], [0, 2, 2, 3], [-1, 2**31 - 1, 1, 0], [3, 1, 2, 0]], ids=str)
+@each_extremum_gradient
+def test_orders_of_rows_change_no_gradient(rng: np.random.Generator, target: str, order: list[int], dtype: str) -> None:
+    """Each row is written, whether the order names all of them once or not."""
+    call, operands = of_extremum_gradient(rng, target)
+    operands = {name: x if x.dtype == np.int32 else x.astype(jnp.dtype(dtype)) for name, x in operands.items()}
+    arrays = ((kind, getattr(call, kind)) for kind in ("operands", "results"))
+    in_dtype = {
+        kind: tuple(x if x.dtype == "int32" else dataclasses.replace(x, dtype=dtype) for x in arrays_of_kind)
+        for kind, arrays_of_kind in arrays
+    }
+    call = dataclasses.replace(call, **in_dtype)
+    expected = call.results_of(operands)["d_data"]
+    operands["order"][1] = order
+    np.testing.assert_array_equal(call.results_of(operands)["d_data"], expected)
 
 
 def planned_calls(target: str, rows: int) -> Iterator[tuple[list[jax.ShapeDtypeStruct], dict[str, Any]]]:

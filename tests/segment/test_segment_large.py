@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,11 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from segment.reference import MAX
-from support import cases
+from support import cases, handlers
 from support.cases import assert_same_bits
+from support.handlers import Array
 from support.large import require_gpu_memory, require_memory
 
-from jax_baracuda import gather_segment_max, gather_segment_sum, segment_max, segment_sum, segment_sum_backward
+import jax_baracuda
+from jax_baracuda import (
+    Implementation,
+    forward_mode,
+    gather_segment_max,
+    gather_segment_sum,
+    segment_max,
+    segment_plan,
+    segment_sum,
+    segment_sum_backward,
+)
 from jax_baracuda.ops.segment.order import SEGMENT_ORDER
 
 LARGE_ROWS, LARGE_FEATURES, LARGE_SEGMENTS = 2**26 + 5, 33, 1009
@@ -125,6 +139,17 @@ def test_gather_of_more_than_2_31_elements() -> None:
         np.testing.assert_array_equal(np.asarray(d_data[row]), expected)
 
 
+@pytest.mark.skipif(cases.PLATFORM != "cuda", reason="CPUs have no grids")
+def test_more_blocks_than_a_grid_can_have_are_an_error() -> None:
+    """A batch of which each element takes a block: a count cut to 32 bits would be 2, and the other results garbage."""
+    require_gpu_memory(10)
+    d_output, ids = Array("d_output", (1, 1, 1), "bfloat16"), Array("segment_ids", (1, 1), "int32")
+    call = handlers.good_call(
+        "segment_sum_backward", [d_output, ids], [Array("d_data", (2**32 + 2, 1, 1), "bfloat16")], {}
+    )
+    assert "launch of MapFlatKernel: CUDA error" in handlers.refusal(call, "2^32 + 2 blocks")
+
+
 LARGE_EDGES, WIDE_FEATURES = 1_050_000, 2051
 """Their product is more than 2^31, and nothing that large is in memory."""
 
@@ -156,6 +181,129 @@ def test_more_than_2_31_products_of_edges_and_features(rng: np.random.Generator,
     [d_data] = vjp(jnp.asarray(d_output, jnp.float32))
     np.testing.assert_array_equal(output, expected)
     np.testing.assert_array_equal(d_data, d_expected)
+
+
+NUM_TERMS = 2**23
+TENTHS = np.full(NUM_TERMS, 0.1, np.float32)
+ONE_SEGMENT = np.zeros(NUM_TERMS, np.int32)
+SUMS_OF_TENTHS: dict[str, Callable[..., Any]] = {
+    "segment_sum": lambda x, ids, **options: jax_baracuda.segment_sum(x, ids, 1, **options),
+    "segment_mean": lambda x, ids, **options: NUM_TERMS * jax_baracuda.segment_mean(x, ids, 1, **options),
+    "segment_softmax": lambda x, ids, **options: (
+        0.1 * NUM_TERMS**2 * jax_baracuda.segment_softmax(jnp.log(x.at[0].set(1)), ids, 1, **options)[1:2]
+    ),
+    "gather_segment_sum": lambda x, ids, **options: jax_baracuda.gather_segment_sum(x[:1], ids, ids, 1, **options),
+    "segment_attention": lambda x, ids, **options: (
+        NUM_TERMS * jax_baracuda.segment_attention(jnp.log(x.at[0].set(1)), x[:1], ids, ids, 1, **options)
+    ),
+    "take_rows": lambda x, ids, **options: jax.grad(lambda y: x @ jax_baracuda.take_rows(y, ids, **options))(x[:1]),
+    "take_rows by a matrix": lambda x, ids, **options: jax.grad(
+        lambda y: x @ jax_baracuda.take_rows(y, ids.reshape(2, -1), **options).reshape(-1)
+    )(x[:1]),
+    "gather_segment_max": lambda x, ids, **options: jax.grad(
+        lambda y: x @ jax_baracuda.gather_segment_max(y, ids, jnp.arange(NUM_TERMS), NUM_TERMS, **options)
+    )(x[:1]),
+}
+"""Sums of many tenths, in values and gradients."""
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("name", SUMS_OF_TENTHS)
+def test_sums_of_so_many_terms_that_a_running_sum_loses_digits(
+    name: str, implementation: Implementation | None
+) -> None:
+    """A running sum in float32 is off by some percent, and at 2^24 times the terms does not grow any more."""
+    function = functools.partial(SUMS_OF_TENTHS[name], implementation=implementation)
+    actual = jax.jit(function)(TENTHS, ONE_SEGMENT)
+    np.testing.assert_allclose(actual, [0.1 * NUM_TERMS], rtol=5e-3)  # blocks of 2^16 rows are off by 1e-3
+
+
+MANY = 2**31 + 5
+MODULES = (jax_baracuda, forward_mode)
+
+
+def lowered(function: Callable[..., Any]) -> str:
+    """The program of ``(data [MANY], ids [MANY])``, of which nothing is run."""
+    data, ids = jax.ShapeDtypeStruct((MANY,), np.float32), jax.ShapeDtypeStruct((MANY,), np.int32)
+    return jax.jit(function).lower(data, ids).as_text()
+
+
+def derivatives(call: Callable[..., jax.Array], twin: Callable[..., jax.Array]) -> Callable[..., Any]:
+    def of_both(data: jax.Array, ids: jax.Array) -> Any:
+        gradient = jax.grad(lambda x: (call(x, ids) ** 2).sum())
+        return jax.jvp(gradient, (data,), (data,)), jax.jvp(lambda x: twin(x, ids), (data,), (data,))
+
+    return of_both
+
+
+def of_edges(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    return lambda x, ids: function(x[:9], ids, ids, 7)
+
+
+def with_plan(x: jax.Array, ids: jax.Array) -> Any:
+    def loss(x: jax.Array, plan: Any) -> jax.Array:
+        product, extremum = jax_baracuda.segment_prod(x, plan=plan), jax_baracuda.gather_segment_max(x[:9], plan=plan)
+        return product.sum() + extremum.sum() + jax_baracuda.segment_attention(x, x[:9], plan=plan).sum()
+
+    return jax.grad(loss)(x, segment_plan(ids, 7, ids, 9))
+
+
+NUMBER_NO_ROWS: dict[str, Callable[..., Any]] = {
+    "segment_max": lambda x, ids: jax_baracuda.segment_max(x, ids, 7),
+    "segment_max in buckets": lambda x, ids: jax_baracuda.segment_max(x, ids, 7, bucket_size=2**30),
+    "gather_segment_min": lambda x, ids: jax_baracuda.gather_segment_min(x[:9], ids, ids, 7),
+    "segment_attention": lambda x, ids: jax_baracuda.segment_attention(x, x[:9], ids, ids, 7),
+    "take_rows": lambda x, ids: jax.grad(lambda y: jax_baracuda.take_rows(y, ids).sum())(x[:9]),
+    **{
+        f"derivatives of {name}": derivatives(*(functools.partial(getattr(x, name), num_segments=7) for x in MODULES))
+        for name in ("segment_sum", "segment_softmax")
+    },
+}
+NUMBER_ROWS: dict[str, Callable[..., Any]] = {
+    "segment_argmax": lambda x, ids: jax_baracuda.segment_argmax(x, ids, 7),
+    "segment_argmin": lambda x, ids: jax_baracuda.segment_argmin(x, ids, 7),
+    "segment_mean": lambda x, ids: jax_baracuda.segment_mean(x, ids, 7),
+    "segment_prod": lambda x, ids: jax_baracuda.segment_prod(x, ids, 7),
+    "gather_segment_mean": lambda x, ids: jax_baracuda.gather_segment_mean(x[:9], ids, ids, 7),
+    "segment_plan": lambda x, ids: segment_plan(ids, 7, ids, 9),
+    "calls with a plan": with_plan,
+    "take_rows of many": lambda x, ids: jax.grad(lambda y: jax_baracuda.take_rows(y, ids[:9]).sum())(x),
+    "many segments": lambda x, ids: jax.grad(lambda y: jax_baracuda.segment_mean(y, ids[:9], MANY).sum())(x[:9]),
+    **{
+        f"derivatives of {name}": derivatives(*(functools.partial(getattr(x, name), num_segments=7) for x in MODULES))
+        for name in ("segment_max", "segment_min", "segment_mean", "segment_prod")
+    },
+    **{
+        f"derivatives of {name}": derivatives(*(of_edges(getattr(x, name)) for x in MODULES))
+        for name in ("gather_segment_max", "gather_segment_min", "gather_segment_mean")
+    },
+}
+"""Or count them."""
+
+
+@pytest.mark.parametrize("name", [*NUMBER_NO_ROWS, *NUMBER_ROWS])
+def test_programs_of_2_31_rows_and_more(name: str) -> None:
+    """They number rows in 64 bits, which JAX has with x64 alone; without it, they say what to do."""
+    call = (NUMBER_NO_ROWS | NUMBER_ROWS)[name]
+    of_32_bits = rf"iota.*tensor<{MANY}xi32>"
+    with jax.enable_x64(True):
+        assert not re.search(of_32_bits, lowered(call))
+    with jax.enable_x64(False):
+        if name in NUMBER_NO_ROWS:
+            assert not re.search(of_32_bits, lowered(call))
+        else:
+            with pytest.raises(ValueError, match=rf"\w+: {MANY} \w+ are 2\^31 or more.*jax_enable_x64"):
+                lowered(call)
+
+
+def test_dtypes_of_row_numbers() -> None:
+    """int32 as long as the number of all rows fits."""
+    with jax.enable_x64(True):
+        for rows, dtype in ((MANY, np.int64), (2**31, np.int64), (2**31 - 1, np.int32)):
+            data, ids = jax.ShapeDtypeStruct((rows,), np.int8), jax.ShapeDtypeStruct((rows,), np.int64)
+            assert jax.eval_shape(lambda x, ids: jax_baracuda.segment_argmax(x, ids, 3), data, ids).dtype == dtype
+            plan = jax.eval_shape(lambda ids: segment_plan(ids, 3), ids)
+            assert (plan.edge_order.dtype, plan.segment_ids.dtype) == (dtype, np.int32)
 
 
 def test_order_of_more_than_2_30_rows() -> None:

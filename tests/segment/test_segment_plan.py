@@ -30,7 +30,6 @@ def small_integers(rng: np.random.Generator, *shape: int) -> jax.Array:
     return jnp.asarray(rng.integers(-3, 4, shape), jnp.float32)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize(
     ("reduction", "dtype"), [pytest.param(r, dtype, id=f"{r}-{dtype}") for r in REDUCTIONS for dtype in r.dtypes]
 )
@@ -167,7 +166,6 @@ def test_sharding_of_features(rng: np.random.Generator, reduction: Reduction, ax
         np.testing.assert_allclose(result, want, rtol=1e-6)
 
 
-@pytest.mark.newest_jax_alone
 @each_reduction
 def test_any_plan_is_safe(rng: np.random.Generator, reduction: Reduction) -> None:
     """Arrays that are no orders give some result, and nothing is read or written out of bounds."""
@@ -219,6 +217,37 @@ def test_validate(rng: np.random.Generator) -> None:
 
 
 DATA, PLAN = jnp.ones((6, 2)), segment_plan(jnp.arange(6) % 3, 3)
+
+
+def test_plans_are_compared_by_identity() -> None:
+    copy = jax.tree.map(jnp.copy, PLAN)
+    assert PLAN == PLAN
+    assert PLAN != copy
+    assert copy in [PLAN, copy]
+
+
+@pytest.mark.parametrize("argument", [{"static_argnums": 1}, {"static_argnames": "plan"}], ids=str)
+def test_a_plan_is_no_static_argument(argument: dict[str, Any]) -> None:
+    """The error says what to do, and shows no elements."""
+
+    def program(data: jax.Array, plan: SegmentPlan) -> jax.Array:
+        return jax_baracuda.segment_sum(data, plan=plan)
+
+    for call in (lambda: jax.jit(program, **argument)(DATA, plan=PLAN), lambda: hash(PLAN)):
+        with pytest.raises((TypeError, ValueError), match="pass it to compiled programs as an ordinary arg") as error:
+            call()
+        assert "[0" not in str(error.value)
+    assert jax.jit(program)(DATA, PLAN).shape == (3, 2)
+
+
+def test_plans_are_printed_by_shapes() -> None:
+    assert repr(PLAN) == (
+        "SegmentPlan(edge_order=int32[6], gather_ids=None, segment_ids=int32[6], edge_segment_ids=int32[6], "
+        "transposed_order=None, transposed_gather_ids=None, transposed_segment_ids=None, edge_gather_ids=None, "
+        "num_segments=3, num_rows=None)"
+    )
+    axes = jax.tree.map(lambda _: 0, PLAN)
+    assert "edge_order=0, " in repr(axes)
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from segment.reference import PROD, Batch, plain_prod
 from support import cases
 from support.cases import FLOATING, WIDE_INTEGERS, Shape, assert_same_bits
 from support.programs import small_integers
 
-from jax_baracuda import segment_prod, segment_prod_backward
+from jax_baracuda import Implementation, forward_mode, segment_prod, segment_prod_backward
 
 SPECIALS = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -2.0, 0.5)
 
@@ -32,7 +35,6 @@ def check_value_and_gradient(
             gradient.check(d_data, f"{where} gradient")
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("layout", ["wide rows", "scalar rows", "narrow rows"])
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_special_values_exhaustively(dtype: str, layout: str) -> None:
@@ -61,7 +63,6 @@ def test_special_values_exhaustively(dtype: str, layout: str) -> None:
         batch.run()
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("num_zeros", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("special", [0.0, -0.0, np.inf, -np.inf, np.nan])
 def test_counts_of_special_values(rng: np.random.Generator, special: float, num_zeros: int) -> None:
@@ -75,7 +76,6 @@ def test_counts_of_special_values(rng: np.random.Generator, special: float, num_
     check_value_and_gradient(data[shuffled], ids[shuffled], 2)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("order", ["large first", "small first", "alternating", "random"])
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_intermediate_products_out_of_range(rng: np.random.Generator, dtype: str, order: str) -> None:
@@ -100,7 +100,61 @@ def test_intermediate_products_out_of_range(rng: np.random.Generator, dtype: str
             assert_same_bits(np.abs(segment_prod(data, ids, 1)), np.full((1, 5), 8, data.dtype))
 
 
-@pytest.mark.newest_jax_alone
+@pytest.mark.parametrize(
+    ("implementation", "order"), [("kernel", "large first"), ("kernel", "small first"), ("xla", "large first")]
+)
+@pytest.mark.parametrize(("dtype", "exponent", "half"), [("float64", 1000, 40_000), ("float32", 120, 290_000)])
+def test_exponents_of_partial_products_beyond_25_bits(
+    dtype: str, exponent: int, half: int, order: str, implementation: Implementation
+) -> None:
+    """Of so many extreme factors that the exponent of a partial product is wide itself; of one column, and of more."""
+    exponents = np.repeat([exponent, -exponent] if order == "large first" else [-exponent, exponent], half)
+    column = np.exp2(np.append(exponents, 3).astype(np.float64)).astype(dtype)
+    ids = np.zeros(len(column), np.int32)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def pullback(data: jax.Array, is_sorted: bool) -> tuple[jax.Array, jax.Array]:
+        reduce = functools.partial(segment_prod, indices_are_sorted=is_sorted, implementation=implementation)
+        output, pull_back = jax.vjp(lambda x: reduce(x, ids, 1), data)
+        return output, pull_back(jnp.ones_like(output))[0]
+
+    for width, is_sorted in [(1, False)] if implementation == "xla" else itertools.product((1, 2, 9), (False, True)):
+        data = np.repeat(column[:, None], width, axis=1)
+        with cases.x64_for(dtype):
+            output, d_data = pullback(data, is_sorted)
+            assert_same_bits(output, np.full((1, width), 8, dtype))
+            assert_same_bits(d_data, 8 / data)
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_exponents_of_partial_products_beyond_32_bits(is_sorted: bool) -> None:
+    """Of kernels: the product of the large factors alone is about 2^(2^31)."""
+    half = 17_500_000
+    data = np.repeat(np.array([2.0**126, 2.0**-126], jnp.bfloat16), half)
+    data[-1] *= 2
+    product = segment_prod(data, np.zeros(len(data), np.int32), 1, is_sorted, implementation="kernel")
+    assert_same_bits(product, np.array([2], jnp.bfloat16))
+
+
+@cases.on_two_devices
+@pytest.mark.parametrize("of_cells", [P(), P("x")], ids=str)
+def test_products_of_shards_out_of_range(of_cells: P) -> None:
+    """One device has the large factors of a segment, another the small ones."""
+    half, mesh = 40_000, jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.enable_x64(True):
+        data = np.repeat(np.exp2([1000.0, -1000.0]), half)[:, None] * np.ones(3)
+        placed = jax.device_put(data, NamedSharding(mesh, P("x")))
+
+        def pullback(data: jax.Array) -> tuple[jax.Array, jax.Array]:
+            output, pull_back = jax.vjp(lambda x: segment_prod(x, np.zeros(2 * half, np.int32), 2), data)
+            output = jax.lax.with_sharding_constraint(output, NamedSharding(mesh, of_cells))
+            return output, pull_back(jnp.ones_like(output))[0]
+
+        output, d_data = jax.jit(pullback)(placed)
+        np.testing.assert_array_equal(output, np.ones((2, 3)))
+        np.testing.assert_array_equal(d_data, 1 / data)
+
+
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_subnormal_factors_and_products(rng: np.random.Generator, dtype: str) -> None:
     """Factors and products below the smallest normal number are neither zero nor less precise than they are."""
@@ -141,7 +195,6 @@ def test_float16_products_and_gradients_have_the_range_of_float32() -> None:
     np.testing.assert_allclose(np.asarray(d_data, np.float64), [0.03, 0.03, 900], rtol=rounding)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_cotangents_bring_gradients_back_into_range(dtype: str) -> None:
     """The product of the other rows is out of range, times the cotangent it is not; and the other way round."""
@@ -158,7 +211,28 @@ def test_cotangents_bring_gradients_back_into_range(dtype: str) -> None:
             check_value_and_gradient(rows, np.zeros(count, np.int32), 1, cotangent, f"{first} {count}")
 
 
-@pytest.mark.newest_jax_alone
+@pytest.mark.parametrize("implementation", ["kernel", "xla"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_derivatives_whose_products_of_others_leave_the_range(dtype: str, implementation: Implementation) -> None:
+    """What they are multiplied with brings them back: the cotangent of the gradient, the tangents of the others."""
+    power = int(jnp.finfo(dtype).maxexp) - 28
+    ids = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 3])
+    exponents = np.array([0, -power, -power, 0, power, power, power, power, -power, 5])
+    of_tangents = np.array([power, -power, -power, -power, 0, 0, -power, -power, -power, 3])
+    data, tangent = (np.ldexp(1.5, x).astype(jnp.dtype(dtype)) for x in (exponents, of_tangents))
+    cotangent = np.ldexp(1.5, [power, -power, -power, 2]).astype(jnp.dtype(dtype))
+    with cases.x64_for(dtype):
+        gradient = segment_prod_backward(cotangent, data, ids, implementation=implementation)
+        PROD.gradient(cotangent, data, ids, 4).check(gradient)
+        output, pushed = jax.jvp(
+            lambda x: forward_mode.segment_prod(x, ids, 4, implementation=implementation), (data,), (tangent,)
+        )
+        PROD.value(data, ids, 4).check(output)
+        others = np.array([np.prod(np.longdouble(data)[(ids == ids[i]) & (np.arange(10) != i)]) for i in range(10)])
+        expected = cases.segment_sum(others * tangent.astype(np.longdouble), ids, 4).astype(jnp.dtype(dtype))
+        np.testing.assert_allclose(np.asarray(pushed), expected, 4 * float(jnp.finfo(dtype).eps))
+
+
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_rounding(rng: np.random.Generator, dtype: str) -> None:
     """Products of any numbers have at most one rounding of the accumulator per factor, and one of the result."""
@@ -192,7 +266,6 @@ def test_rounding(rng: np.random.Generator, dtype: str) -> None:
         batch.run()
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", WIDE_INTEGERS)
 def test_integers_wrap(dtype: str) -> None:
     info = np.iinfo(dtype)

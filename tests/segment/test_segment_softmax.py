@@ -30,7 +30,6 @@ def both_orders(logits: np.ndarray, ids: np.ndarray, segments: int) -> list[jax.
     ]
 
 
-@pytest.mark.newest_jax_alone
 @each_dtype
 def test_rows_of_a_segment_sum_to_one(rng: np.random.Generator, dtype: str) -> None:
     for shape in (Shape(500, (7,), 30), Shape(5000, (), 3), Shape(3000, (33,), 4000)):
@@ -50,7 +49,6 @@ def test_rows_of_a_segment_sum_to_one(rng: np.random.Generator, dtype: str) -> N
                 assert (total[count == 0] == 0).all()
 
 
-@pytest.mark.newest_jax_alone
 @each_dtype
 def test_large_logits(rng: np.random.Generator, dtype: str) -> None:
     """Logits up to the greatest finite number neither overflow nor lose the differences between them."""
@@ -68,7 +66,6 @@ def test_large_logits(rng: np.random.Generator, dtype: str) -> None:
 SPECIALS = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -300.0)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("layout", ["wide rows", "scalar rows"])
 @each_dtype
 def test_special_values_exhaustively(dtype: str, layout: str) -> None:
@@ -93,7 +90,6 @@ def test_special_values_exhaustively(dtype: str, layout: str) -> None:
         batch.run()
 
 
-@pytest.mark.newest_jax_alone
 @each_dtype
 def test_masked_rows(dtype: str) -> None:
     """A logit of -inf has probability +0 and does not count; segments of nothing else are NaN, and no others."""
@@ -105,7 +101,6 @@ def test_masked_rows(dtype: str) -> None:
             assert_same_bits(actual, expected)
 
 
-@pytest.mark.newest_jax_alone
 @each_dtype
 def test_shift_invariance(rng: np.random.Generator, dtype: str) -> None:
     """The same number added to all logits of a segment changes nothing where that addition is exact.
@@ -217,7 +212,6 @@ def test_backward_of_any_probabilities(rng: np.random.Generator, dtype: str) -> 
         expected.check(is_sorted[np.argsort(order)])
 
 
-@pytest.mark.newest_jax_alone
 def test_nan_stays_in_its_segment(rng: np.random.Generator) -> None:
     """NaN and infinite logits or cotangents of one segment do not reach the rows of another."""
     logits, ids = rng.normal(size=(50, 3)).astype(np.float32), rng.integers(-1, 6, 50)

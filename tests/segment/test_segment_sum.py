@@ -25,7 +25,6 @@ ROUNDING_SHAPES = (
 )
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("sign", ["of both signs", "positive"])
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_sum
@@ -85,7 +84,6 @@ def test_intermediate_sums_out_of_range_of_float16() -> None:
     assert_same_bits(segment_mean(data, ids, 2), np.array([1.2e4, 6e4], np.float16))
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_special_values_by_hand(dtype: str) -> None:
     """Infinities of one sign stay, of both are NaN; zeros of whatever sign sum to +0, as in jax.ops."""
@@ -100,7 +98,6 @@ def test_special_values_by_hand(dtype: str) -> None:
                 assert_same_bits(wide, np.stack([expected] * 40, axis=1))
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_subnormal_numbers(rng: np.random.Generator, dtype: str) -> None:
     """Numbers below the smallest normal one are summed as they are, and their means rounded once.
@@ -122,7 +119,6 @@ def test_subnormal_numbers(rng: np.random.Generator, dtype: str) -> None:
         expected.check(segment_mean_backward(d_output, ids))
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", WIDE_INTEGERS)
 def test_integers_wrap(dtype: str) -> None:
     info = np.iinfo(dtype)
@@ -133,7 +129,6 @@ def test_integers_wrap(dtype: str) -> None:
         assert_same_bits(segment_sum(data, ids, 4), expected)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("count", [1, 3, 255, 257, 2049, 70_001])
 def test_mean_divides_by_an_exact_count(count: int) -> None:
     """Value and gradient divide by the integer number of rows, which no 16-bit type could hold, and round once."""
@@ -210,7 +205,6 @@ def test_backward_of_any_integer_ids(rng: np.random.Generator, reduction: Reduct
             expected.check(d_data, f"{ids_dtype} {row_shape}")
 
 
-@pytest.mark.newest_jax_alone
 @each_sum
 def test_linearity(rng: np.random.Generator, reduction: Reduction) -> None:
     """In forward mode, the tangent is the reduction of the tangent, and its transpose the backward function."""

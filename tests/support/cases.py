@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NoReturn
 
 import jax
@@ -14,11 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_baracuda._core import selection
+from jax_baracuda._core import dispatch, selection
+from jax_baracuda._core.dispatch import Rule
 from jax_baracuda._core.native import NATIVE_MODULES
+from jax_baracuda._core.op import Op
+from jax_baracuda._core.scopes import ScopedValue
 
 # Where there is a kernel, tests run it, faster or not, unless they ask for something else.
-selection.packaged_table = lambda: selection.KERNEL_IF_ANY
+selection._of_context = ScopedValue("implementation", selection.KERNEL_IF_ANY)
 
 PLATFORM = {"gpu": "cuda"}.get(jax.devices()[0].platform, jax.devices()[0].platform)
 """The platform that the tests run on, under the name that native modules have."""
@@ -35,6 +38,13 @@ on_two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="there is onl
 on_four_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="there are less than four devices")
 
 Values = Literal["special", "distinct", "ties"]
+
+
+def use_rules(monkeypatch: pytest.MonkeyPatch, rules_of: Callable[[Op], Sequence[Rule]] | None = None) -> None:
+    """What users have: where nothing is asked for, the rules of ops decide, or these in their place."""
+    monkeypatch.setattr(selection, "_of_context", ScopedValue("implementation", None))
+    if rules_of is not None:
+        monkeypatch.setattr(dispatch, "rules_of", rules_of)
 
 
 def each_pair(**values: Iterable[Any]) -> pytest.MarkDecorator:

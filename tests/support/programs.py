@@ -20,6 +20,11 @@ from jax_baracuda._core.call import OpCall
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
 
+each_function = pytest.mark.parametrize(
+    "example", {x.function.__name__: x for x in reversed(all_examples())}.values(), ids=lambda example: example.name
+)
+"""A parameter: the plainest example of each public function."""
+
 
 @contextlib.contextmanager
 def plain_jax() -> Iterator[None]:

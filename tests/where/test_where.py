@@ -125,7 +125,6 @@ def test_gradient_of_other_dtypes(rng: np.random.Generator, dtype: str) -> None:
         assert_same_bits(d_row, exact.astype(dy.dtype))
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_nothing_leaks(rng: np.random.Generator, dtype: str) -> None:
     """What is not selected goes nowhere, however bad it is: not to the value, not to gradients, not to their sums."""
@@ -143,7 +142,6 @@ def test_nothing_leaks(rng: np.random.Generator, dtype: str) -> None:
         assert np.isfinite(np.asarray(value).astype(np.float64)).all()
 
 
-@pytest.mark.newest_jax_alone
 def test_positive_long_sums_of_16_bits() -> None:
     """Sums that only grow do not stop at what 16 bits can count, and are rounded once."""
     for dtype in ("bfloat16", "float16"):
@@ -174,7 +172,6 @@ def test_any_shapes(shape: list[int], repeated: list[int], dtype: str, seed: int
         expected.check(gradient)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "complex64"])
 def test_many_short_rows(rng: np.random.Generator, dtype: str) -> None:
     """Rows of one element each, of which a CPU writes out a block at a time, at one distance and at several."""
@@ -189,7 +186,6 @@ def test_many_short_rows(rng: np.random.Generator, dtype: str) -> None:
             assert_same_memory(actual, reference(*call))
 
 
-@pytest.mark.newest_jax_alone
 def test_many_dimensions(rng: np.random.Generator) -> None:
     """Operands that are repeated along every other one of many dimensions; and ranks beyond those of the kernels."""
     cond, a, b = make_operands(rng, ((2, 1) * 8, (1, 2) * 8, (2,) * 16))
@@ -572,7 +568,6 @@ def test_check_grads(rng: np.random.Generator) -> None:
         check_grads(backward, (a,), order=2, modes=["rev", "fwd"])
 
 
-@pytest.mark.newest_jax_alone
 def test_gradient_of_sums_of_16_bits(rng: np.random.Generator) -> None:
     """The transpose of sums, which are wider than what is summed."""
     cond, dy = make_condition(rng, (5, 1)), rng.normal(size=(5, 40)).astype(jnp.bfloat16)

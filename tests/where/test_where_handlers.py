@@ -83,7 +83,6 @@ def test_sums_over_nothing(rng: np.random.Generator) -> None:
 # What does not fit.
 
 
-@pytest.mark.newest_jax_alone
 @each_good_call
 def test_other_shapes_are_refused(good: Call) -> None:
     """Sizes differ by one, so that none becomes 1, which is allowed."""
@@ -92,7 +91,6 @@ def test_other_shapes_are_refused(good: Call) -> None:
         assert_refused(call, f"{array.name} {how}")
 
 
-@pytest.mark.newest_jax_alone
 @each_good_call
 def test_other_dtypes_are_refused(good: Call) -> None:
     names = ("bool", "uint8", "int8", "int32", "uint32", "float16", "float32", "float64", "complex64", "float8_e4m3fn")
@@ -103,7 +101,6 @@ def test_other_dtypes_are_refused(good: Call) -> None:
             assert_refused(call, f"{array.name} {dtype}")
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "float4_e2m1fn"])
 def test_elements_of_less_than_a_byte_are_refused(dtype: str) -> None:
     assert_refused(select_call(dtype), dtype, "output")

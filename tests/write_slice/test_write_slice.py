@@ -424,6 +424,74 @@ def test_checkpoint_and_scan(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(jax.grad(function)(rows), 2 * rows * weights)
 
 
+def views_of(h: Any) -> dict[str, tuple[Any, Any]]:
+    """Arrays that share elements with `h` and windows that read elsewhere in it, through reshapes or not."""
+    return {
+        "itself": (h, h[:-1]),
+        "leading axis": (h[None], h[None, :-1]),
+        "leading axis of either": (h[None], h[:-1][None]),
+        "trailing axis": (h[:, None], h[:-1][:, None]),
+        "matrix": (h.reshape(2, -1), h[::-1].reshape(2, -1)[:, :-1]),
+        "transposed": (h.reshape(1, -1).T, h[:-1].reshape(1, -1).T),
+        "computed again": (h, jax.lax.optimization_barrier(h)[:-1]),
+    }
+
+
+@each_mode
+@pytest.mark.parametrize("view", views_of(jnp.zeros(6)))
+def test_windows_computed_from_the_array_itself(rng: np.random.Generator, mode: str, view: str) -> None:
+    """A window that reads other places of the array that it is written to, in plain JAX."""
+    x = rng.normal(size=(6,)).astype(np.float32)
+    dest, source = views_of(x + 1)[view]
+    starts = [dim - size for dim, size in zip(dest.shape, source.shape, strict=True)]
+    expected = reference_write(np.asarray(dest), np.asarray(source), starts, mode)
+
+    def write(x: Any) -> Any:
+        dest, source = views_of(x + 1)[view]
+        return write_slice(dest, source, [jnp.int32(i) for i in starts], mode=mode, implementation="xla")
+
+    for wrap in (lambda y: y, lambda y: y[None]):
+        for program in (lambda x, wrap=wrap: wrap(write(x)), lambda x, wrap=wrap: wrap(jax.jit(write)(x))):
+            assert_same_memory(jax.jit(program)(x), np.asarray(wrap(expected)))
+
+
+def test_windows_of_arguments_of_inner_functions(rng: np.random.Generator) -> None:
+    """What is written and what is read are one array, which a function inside of the program cannot know."""
+    x = rng.normal(size=(6,)).astype(np.float32)
+
+    @jax.jit
+    def inner(dest: Any, source: Any) -> Any:
+        return write_slice(dest[None], source[None], (0, jnp.int32(1)), implementation="xla")
+
+    exported = jax.export.export(inner)(*(jax.ShapeDtypeStruct((size,), np.float32) for size in (6, 5)))
+    for function in (inner, exported.call):
+        result = jax.jit(lambda x, function=function: function(x + 1, (x + 1)[:-1]))(x)
+        assert_same_memory(result[0], np.concatenate([x[:1] + 1, x[:-1] + 1]))
+
+
+@each_mode
+@pytest.mark.parametrize("implementation", ["xla", "kernel"])
+def test_gradient_of_windows_in_windows(rng: np.random.Generator, mode: str, implementation: Any) -> None:
+    """At starts out of range, of either: the place that is read is that which was written."""
+    shapes = (10,), (9,), (4,)
+
+    @jax.jit
+    def gradients(dy: Any, i: Any, j: Any) -> Any:
+        def write(whole: Any, part: Any, source: Any) -> Any:
+            part = write_slice(part, source, (j,), mode=mode, implementation=implementation)
+            return write_slice(whole, part, (i,), mode=mode, implementation=implementation)
+
+        return jax.vjp(write, *(jnp.zeros(shape) for shape in shapes))[1](dy)
+
+    dy = rng.normal(size=shapes[0]).astype(np.float32)
+    starts = [(9, 0), (3, 5), (-20, 7), *rng.integers(-14, 14, (40, 2)).tolist()]
+    for i, j in starts:
+        rest, d_part = reference_take(dy, shapes[1], [i], mode)
+        rest_of_part, d_source = reference_take(d_part, shapes[2], [j], mode)
+        for got, expected in zip(gradients(dy, i, j), (rest, rest_of_part, d_source), strict=True):
+            assert_same_memory(got, expected, f"{i} {j}")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Programs: what they copy, and which kernels they call.
 
@@ -487,6 +555,33 @@ def test_decode_loops_do_not_copy_the_cache(
         assert cache.is_deleted() == donated
         if not donated:
             assert_same_memory(cache, before)
+
+
+@pytest.mark.skipif(cases.PLATFORM != "cpu", reason="what XLA fuses on CPUs")
+def test_loops_of_plain_jax(rng: np.random.Generator) -> None:
+    """A loop of small writes has the instructions of ``jax.lax.dynamic_update_slice``; a step that reads a part of what
+    it writes copies nothing, where that of ``jax.lax`` copies all of the array."""
+    write = functools.partial(write_slice, implementation="xla")
+
+    def fill(write: Callable[..., Any], x: Any) -> Any:
+        return jax.lax.fori_loop(0, 300, lambda i, x: write(x, jnp.full((1,), 2.0) * i, (i,)), x)
+
+    ours, theirs = (
+        jax.jit(functools.partial(fill, own_write)).lower(jnp.zeros(300)).compile().as_text()
+        for own_write in (write, jax.lax.dynamic_update_slice)
+    )
+    for name in (" while(", " call(", " fusion(", " copy("):
+        assert ours.count(name) == theirs.count(name), name
+
+    def step(cache: Any, row_at: Any) -> Any:
+        i, row = row_at
+        cache = write(cache, 2 * row, (0, i, 0, 0))
+        return cache, jax.lax.dynamic_slice(cache, (0, i, 0, 0), ROW).sum()
+
+    cache, rows = random_bits(rng, CACHE, "float32"), random_bits(rng, (30, *ROW), "float32")
+    program = jax.jit(lambda c, rows: jax.lax.scan(step, c, (jnp.arange(30), rows)), donate_argnums=0)
+    copies = copies_of(program.lower(cache, rows).compile().as_text(), f"f32[{','.join(map(str, CACHE))}]")
+    assert not [line for line in copies if " copy(" in line]
 
 
 def test_donated_steps_stay_in_place(rng: np.random.Generator) -> None:

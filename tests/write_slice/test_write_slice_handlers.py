@@ -174,7 +174,6 @@ def test_arrays_written_whole(rng: np.random.Generator, target: str) -> None:
         check(call, random_operands(rng, call), ())
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("value", [-(2**63), -(2**62), -(2**31), -1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1])
 @each_target
 def test_starts_far_out_of_range(rng: np.random.Generator, target: str, value: int) -> None:
@@ -238,7 +237,6 @@ def test_one_byte_of_many_rows(rng: np.random.Generator) -> None:
                 check(call, random_operands(rng, call, -3, 6), windows)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("num_arrays", [1, 2, 3])
 @pytest.mark.parametrize("drop", [False, True], ids=["clip", "drop"])
 @each_batched
@@ -258,7 +256,6 @@ def test_whole_words(rng: np.random.Generator, target: str, batched: bool, drop:
             check(call, random_operands(rng, call), windows)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("dtype", ["int4", "uint2", "int8", "bfloat16", "complex64"])
 def test_large_windows(rng: np.random.Generator, dtype: str) -> None:
     """Large enough for several threads, and for the GPU's ways of large windows, in long rows and short ones."""
@@ -291,7 +288,6 @@ def test_large_windows(rng: np.random.Generator, dtype: str) -> None:
 # What does not fit.
 
 
-@pytest.mark.newest_jax_alone
 @each_batched
 @each_target
 def test_bad_shapes_are_refused(target: str, batched: bool) -> None:
@@ -319,7 +315,6 @@ def test_shared_arrays_are_refused(target: str) -> None:
         assert_refused(good_call(target, shared=[name]), f"{name} shared")
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("rank", [0, 9])
 @each_batched
 @each_target
@@ -328,7 +323,6 @@ def test_bad_ranks_are_refused(target: str, batched: bool, rank: int) -> None:
     assert_refused(call, f"rank {rank}", "dest 0")
 
 
-@pytest.mark.newest_jax_alone
 @each_target
 def test_bad_dtypes_are_refused(target: str) -> None:
     """Arrays with another dtype than dest, starts that are no integers."""
@@ -376,7 +370,6 @@ BAD_WINDOWS: dict[str, tuple[tuple[int, ...], ...]] = {
 }
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("case", BAD_WINDOWS)
 @each_target
 def test_bad_windows_are_refused(target: str, case: str) -> None:

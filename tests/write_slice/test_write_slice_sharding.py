@@ -259,3 +259,17 @@ def test_plain_form_is_dynamic_update_slice(rng: np.random.Generator, spec: P) -
     assert instructions(functools.partial(write_slice, implementation="xla")) == instructions(
         jax.lax.dynamic_update_slice
     )
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_windows_computed_from_the_array_itself(rng: np.random.Generator, axis_type: AxisType) -> None:
+    """In the program of a device, which knows its arguments alone, too."""
+    mesh, x = make_mesh(axis_type), rng.normal(size=(8, 6)).astype(np.float32)
+
+    def write(x: Any) -> Any:
+        h = x + 1
+        return write_slice(h[:, None], h[:, :-1][:, None], (0, 0, jnp.int32(1)), implementation="xla")
+
+    with jax.set_mesh(mesh):
+        result = jax.jit(write)(put(mesh, x, P("a")))
+    assert_same_memory(result[:, 0], np.concatenate([x[:, :1] + 1, x[:, :-1] + 1], axis=1))

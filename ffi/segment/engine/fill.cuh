@@ -43,9 +43,8 @@ CudaStatus LaunchFill(const typename Reduction::Outputs& outputs, int64_t first,
   return DispatchRowVector<typename Reduction::Element>(width | (first * features), [&](auto vector) {
     constexpr int kVec = decltype(vector)::value;
     const int64_t count = width / kVec;
-    FillKernel<Reduction, kVec>
-        <<<static_cast<uint32_t>(CeilDivide(rows * count, kFillThreads)), kFillThreads, 0, stream>>>(
-            outputs, first, features, rows, count);
+    FillKernel<Reduction, kVec><<<GridSize(CeilDivide(rows * count, kFillThreads)), kFillThreads, 0, stream>>>(
+        outputs, first, features, rows, count);
     return JB_LAUNCH_STATUS(FillKernel);
   });
 }

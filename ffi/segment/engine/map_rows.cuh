@@ -139,16 +139,14 @@ CudaStatus LaunchMapRows(const Problem& problem, const void* segment_ids, bool i
     const int block_rows = kMapThreads / a.features.lanes * kMapRowsPerThread;
     a.blocks_per_batch = CeilDivide(problem.rows, block_rows);
     const int64_t blocks = problem.batch * a.blocks_per_batch * a.features.columns;
-    MapRowsKernel<T, Function, kWidest>
-        <<<static_cast<uint32_t>(blocks), kMapThreads, block_rows * sizeof(uint32_t), stream>>>(a);
+    MapRowsKernel<T, Function, kWidest><<<GridSize(blocks), kMapThreads, block_rows * sizeof(uint32_t), stream>>>(a);
     return JB_LAUNCH_STATUS(MapRowsKernel);
   }
   const auto launch_flat = [&](auto vector) {
     constexpr int kVec = decltype(vector)::value;
     a.blocks_per_batch =
         CeilDivide(problem.rows * problem.features, int64_t{kMapThreads} * kVec * kFlatVectorsPerThread);
-    MapFlatKernel<T, Function, kVec>
-        <<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kMapThreads, 0, stream>>>(a);
+    MapFlatKernel<T, Function, kVec><<<GridSize(problem.batch * a.blocks_per_batch), kMapThreads, 0, stream>>>(a);
     return JB_LAUNCH_STATUS(MapFlatKernel);
   };
   return strategy == "flat_vectors" ? launch_flat(std::integral_constant<int, kWidest>{})

@@ -46,7 +46,7 @@ CudaStatus OneBlockOrder(const Problem& problem, const SegmentIds& ids, int32_t*
   const auto kernel = OneBlockOrderKernel<kItems>;
   JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel));
   constexpr int kSharedBytes = sizeof(typename OneBlockSort<kItems>::TempStorage);
-  kernel<<<static_cast<uint32_t>(problem.batch), kOneBlockThreads, kSharedBytes, stream>>>(
+  kernel<<<GridSize(problem.batch), kOneBlockThreads, kSharedBytes, stream>>>(
       ids, problem.ids_are_shared, static_cast<uint32_t>(problem.rows), BitsUpTo(problem.segments), order, sorted_ids);
   return JB_LAUNCH_STATUS(OneBlockOrderKernel);
 }
@@ -139,7 +139,7 @@ CudaStatus LaunchRowOrder(const Problem& problem, const SegmentOrder& order, int
         cudaMemcpyAsync(row_order, order.rows, problem.rows * sizeof(int32_t), cudaMemcpyDeviceToDevice, stream));
   }
   const uint32_t blocks_per_batch = static_cast<uint32_t>(CeilDivide(problem.rows, kRowsPerBlock));
-  RowOrderKernel<<<static_cast<uint32_t>(problem.batch) * blocks_per_batch, kThreads, 0, stream>>>(
+  RowOrderKernel<<<GridSize(problem.batch * blocks_per_batch), kThreads, 0, stream>>>(
       order, static_cast<uint32_t>(problem.rows), static_cast<uint32_t>(problem.batch * problem.rows),
       static_cast<uint32_t>(problem.segments), static_cast<uint32_t>(problem.batch * problem.segments),
       blocks_per_batch, row_order, sorted_ids);
@@ -149,8 +149,7 @@ CudaStatus LaunchRowOrder(const Problem& problem, const SegmentOrder& order, int
 CudaStatus LaunchNaturalOrder(const Problem& problem, int32_t* order, cudaStream_t stream) {
   const int64_t total = problem.batch * problem.rows;
   if (total == 0) return {};
-  NaturalOrderKernel<<<static_cast<uint32_t>(CeilDivide(total, kThreads)), kThreads, 0, stream>>>(order, problem.rows,
-                                                                                                  total);
+  NaturalOrderKernel<<<GridSize(CeilDivide(total, kThreads)), kThreads, 0, stream>>>(order, problem.rows, total);
   return JB_LAUNCH_STATUS(NaturalOrderKernel);
 }
 

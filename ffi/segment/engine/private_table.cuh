@@ -86,7 +86,6 @@ __global__ void __launch_bounds__(32 * kMaxPrivateWarps, 1)
     for (int u = 0; u < kInFlight; ++u) {
       Cells updated = *cells[u];
       updated.Add(values[u], static_cast<int32_t>(row) + u * groups + group, a.outputs);
-      updated.Normalize();
       *cells[u] = updated;
     }
   }

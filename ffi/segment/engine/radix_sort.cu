@@ -272,7 +272,7 @@ struct Sort {
     JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel));
     const bool is_to_sorted = (passes.count - 1 - pass) % 2 == 0;  // as the last one is
     const int64_t tiles = Tiles(joined.total);
-    kernel<<<static_cast<uint32_t>(tiles), kThreads, sizeof(TileMemory<kItems>), stream>>>(
+    kernel<<<GridSize(tiles), kThreads, sizeof(TileMemory<kItems>), stream>>>(
         joined, is_to_sorted ? other : sorted, is_to_sorted ? sorted : other, passes[pass], counts->rows[pass],
         static_cast<Status*>(statuses) + pass * tiles * kBins, counts->tiles + pass);
     return JB_LAUNCH_STATUS(SortDigitKernel);
@@ -300,8 +300,8 @@ CudaStatus LaunchRadixSort(const JoinedRows& joined, const SegmentOrder& sorted,
   int multiprocessors = 0;
   JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
   const int64_t blocks = std::min<int64_t>(CeilDivide(joined.total, kCountThreads * kCountRows), 2 * multiprocessors);
-  CountDigitsKernel<<<static_cast<uint32_t>(blocks), kCountThreads, 0, stream>>>(
-      joined, passes, counts, statuses, status_bytes / static_cast<int64_t>(sizeof(uint4)));
+  CountDigitsKernel<<<GridSize(blocks), kCountThreads, 0, stream>>>(joined, passes, counts, statuses,
+                                                                    status_bytes / static_cast<int64_t>(sizeof(uint4)));
   JB_RETURN_IF_LAUNCH_ERROR(CountDigitsKernel);
   if (!FitNarrowStatuses(joined.total)) return sort.Run<16, uint64_t>();
   switch (TileItems(joined.total)) {

@@ -113,7 +113,7 @@ inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int vector
   } else {
     const bool is_small = strategy == Strategy::kSmallTiles;
     grid.features = AssignFeatures(problem.features / vector, 32);
-    grid.groups = (is_small ? kSmallThreads : TileThreads(grid.features.lanes)) / grid.features.lanes;
+    grid.groups = (is_small ? kSmallTileThreads : TileThreads(grid.features.lanes)) / grid.features.lanes;
     const int64_t block_rows = static_cast<int64_t>(grid.groups) * (is_small ? kSmallTileRows : kTileRows);
     grid.blocks_per_batch = CeilDivide(grid.problem.rows, block_rows);
   }
@@ -153,7 +153,7 @@ inline int64_t ReduceScratchBytes(Problem problem, Strategy strategy, int64_t el
 
 // Blocks of the grid that fill wide gaps.
 inline uint32_t GapBlocks(const Problem& problem, int threads) {
-  return static_cast<uint32_t>(CeilDivide(problem.batch * GapWarpsPerBatch(problem), threads / 32));
+  return GridSize(CeilDivide(problem.batch * GapWarpsPerBatch(problem), threads / 32));
 }
 
 // Where `kGathers`, rows come from another array.
@@ -208,11 +208,11 @@ struct Reducer {
     const int64_t wanted = CeilDivide(multiprocessors, problem.batch), most = kMaxPrivateBlocks / problem.batch;
     a.blocks_per_batch = static_cast<int>(wanted < most ? wanted : most);
     const int shared_bytes = static_cast<int>(warps * warp_bytes);
-    kernel<<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), 32 * warps, shared_bytes, stream>>>(a);
+    kernel<<<GridSize(problem.batch * a.blocks_per_batch), 32 * warps, shared_bytes, stream>>>(a);
     JB_RETURN_IF_LAUNCH_ERROR(PrivateTableKernel);
     const int64_t cells = problem.batch * problem.segments * problem.features;
     MergePartialsKernel<Reduction>
-        <<<static_cast<uint32_t>(CeilDivide(cells, kPartialCells)), kPartialCells * kPartialSlices, 0, stream>>>(a);
+        <<<GridSize(CeilDivide(cells, kPartialCells)), kPartialCells * kPartialSlices, 0, stream>>>(a);
     return JB_LAUNCH_STATUS(MergePartialsKernel);
   }
 
@@ -303,7 +303,7 @@ struct Reducer {
     if constexpr (kFeatures * sizeof(T) > 32) {
       return JB_CUDA_STATUS(cudaErrorInvalidValue);
     } else {
-      const uint32_t blocks = a.gap_blocks + static_cast<uint32_t>(grid.row_blocks);
+      const uint32_t blocks = GridSize(a.gap_blocks + grid.row_blocks);
       RunKernel<Reduction, kFeatures><<<blocks, kRunThreads, 0, stream>>>(a);
       JB_RETURN_IF_LAUNCH_ERROR(RunKernel);
       return LaunchMerge<kFeatures>(a, grid);
@@ -315,13 +315,13 @@ struct Reducer {
     const int shared_bytes = TileShared<Reduction, kVec, kSource>::Bytes(grid.groups, problem.features);
     const int64_t blocks = a.gap_blocks + grid.row_blocks * grid.features.columns;
     const int threads = TileThreads(grid.features.lanes);
-    TileKernel<Reduction, kVec, kSource><<<static_cast<uint32_t>(blocks), threads, shared_bytes, stream>>>(a);
+    TileKernel<Reduction, kVec, kSource><<<GridSize(blocks), threads, shared_bytes, stream>>>(a);
     JB_RETURN_IF_LAUNCH_ERROR(TileKernel);
     return LaunchMerge<kVec>(a, grid);
   }
 
   CudaStatus SmallRows(const TileArguments<Reduction>& a, const RowGrid& grid) const {
-    const auto blocks = static_cast<uint32_t>(grid.row_blocks * grid.features.columns);
+    const uint32_t blocks = GridSize(grid.row_blocks * grid.features.columns);
     return DispatchRowVector<T>(part_features, [&](auto vector) {
       constexpr int kVec = decltype(vector)::value;
       SmallRowKernel<Reduction, kVec>
@@ -331,11 +331,11 @@ struct Reducer {
   }
 
   CudaStatus SmallTiles(TileArguments<Reduction> a, const RowGrid& grid) const {
-    a.gap_blocks = static_cast<uint32_t>(a.problem.batch * SmallGapBlocks(a.problem.segments));
-    const auto blocks = static_cast<uint32_t>(a.gap_blocks + grid.row_blocks * grid.features.columns);
+    a.gap_blocks = GridSize(a.problem.batch * SmallGapBlocks(a.problem.segments));
+    const uint32_t blocks = GridSize(a.gap_blocks + grid.row_blocks * grid.features.columns);
     return DispatchRowVector<T>(part_features, [&](auto vector) {
       constexpr int kVec = decltype(vector)::value;
-      SmallTileKernel<Reduction, kVec><<<blocks, kSmallThreads, 0, stream>>>(a);
+      SmallTileKernel<Reduction, kVec><<<blocks, kSmallTileThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(SmallTileKernel);
     });
   }
@@ -345,7 +345,7 @@ struct Reducer {
     if (grid.blocks_per_batch == 1) return {};  // no run leaves its block
     const int64_t blocks = CeilDivide(grid.row_blocks, kMergeSlots);
     MergeKernel<Reduction, kVec>
-        <<<static_cast<uint32_t>(blocks * grid.features.columns), kMergeThreads, 0, stream>>>(a, grid.row_blocks);
+        <<<GridSize(blocks * grid.features.columns), kMergeThreads, 0, stream>>>(a, grid.row_blocks);
     return JB_LAUNCH_STATUS(MergeKernel);
   }
 };
@@ -376,21 +376,21 @@ CudaStatus LaunchReduction(const Arguments& arguments, Strategy strategy, int64_
   return reducer.Launch();
 }
 
-// The same for ops that always go by ChooseStrategy, whose cells are an element of 32 or 64 bits and a 32-bit word.
+// Of ops whose cells are an element of 32 or 64 bits and a 32-bit word.
 inline int64_t PairStateBytes(int64_t element_bytes) { return element_bytes == 8 ? 16 : 8; }
 
-inline Plan PlanPairReduction(const SegmentCall& call) {
+// The same for ops that always go by ChooseStrategy.
+inline Plan PlanByRule(const SegmentCall& call, int64_t state_bytes) {
   if (call.problem.HasNoResult()) return {kNothing};
-  const int64_t element_bytes = ElementBytes(call.type), state_bytes = PairStateBytes(element_bytes);
+  const int64_t element_bytes = ElementBytes(call.type);
   const Strategy strategy = ChooseStrategy(call.problem, element_bytes, state_bytes, call.indices_are_sorted);
   return {StrategyName(strategy), ReduceScratchBytes(call.problem, strategy, element_bytes, state_bytes)};
 }
 
 template <typename Reduction, typename Arguments>
-CudaStatus LaunchPairReduction(const Arguments& arguments, const typename Reduction::Outputs& outputs,
-                               cudaStream_t stream) {
+CudaStatus LaunchByRule(const Arguments& arguments, int64_t state_bytes, const typename Reduction::Outputs& outputs,
+                        cudaStream_t stream) {
   constexpr int64_t kElementBytes = sizeof(typename Reduction::Element);
-  const int64_t state_bytes = PairStateBytes(kElementBytes);
   const Strategy strategy = ChooseStrategy(arguments.problem, kElementBytes, state_bytes, arguments.indices_are_sorted);
   return LaunchReduction<Reduction>(arguments, strategy, state_bytes, outputs, nullptr, stream);
 }

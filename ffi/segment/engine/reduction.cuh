@@ -9,8 +9,7 @@
 //   template <int kCount> Accumulator     kCount neighbouring cells of one segment under reduction, trivially copyable:
 //     Start()                                  the cells of no rows
 //     Add(values, row, outputs)                folds kCount elements of a row into them
-//     Normalize()                              at the latest after kMaxRowsBetweenNormalize calls of Add
-//     Merge(other, outputs)                    folds in the cells of other rows of the segment, and normalizes
+//     Merge(other, outputs)                    folds in the cells of other rows of the segment
 //     Store(outputs, segment, features, feature)  writes the results of the cells from `feature` on
 //
 // Partial results pass between blocks as accumulators, unrounded.
@@ -27,9 +26,6 @@ inline constexpr bool kTakesPrivateTable = true;
 // Whether a reduction writes nothing but an element for each cell to each of its results.
 template <typename Reduction>
 inline constexpr bool kStoresCellsAlone = true;
-
-// What a tile reduces at most: its own rows, and those of the next tile that go on with its last run.
-inline constexpr int kMaxRowsBetweenNormalize = 63;
 
 // What blocks of rows leave of runs that cross their borders, one slot a block; cells as accumulators [blocks,
 // vectors].

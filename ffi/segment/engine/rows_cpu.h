@@ -209,16 +209,6 @@ JB_INLINE void WithWidth(int64_t width, const Body& body) {
   if (!DispatchNarrow(width, body)) body(width);
 }
 
-// Calls body with a boolean as a constant.
-template <typename Body>
-JB_INLINE void WithConstant(bool value, const Body& body) {
-  if (value) {
-    body(std::true_type{});
-  } else {
-    body(std::false_type{});
-  }
-}
-
 // Pointers to the cells under reduction, a number of each kind per cell.
 struct NoNumber {};
 

@@ -156,7 +156,6 @@ __global__ void __launch_bounds__(kSmallRowThreads)
         if (belongs[u]) tail.Add(Unpack<T, kVec>(of_tail[u]), first + u * grid.groups + group, a.outputs);
         goes_on = goes_on && belongs[u];
       }
-      tail.Normalize();
     }
     slots[0][threadIdx.x] = tail;
 #pragma unroll 1

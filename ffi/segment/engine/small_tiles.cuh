@@ -15,10 +15,10 @@
 
 namespace jax_baracuda::segment {
 
-inline constexpr int kSmallThreads = 256;
+inline constexpr int kSmallTileThreads = 256;
 inline constexpr int kSmallTileRows = 8, kSmallRowsInFlight = 4;
-inline constexpr int kSmallBlockRows = kSmallThreads * kSmallTileRows;  // at most
-inline constexpr int kFilledSegments = 256;                             // of a block that fills
+inline constexpr int kSmallBlockRows = kSmallTileThreads * kSmallTileRows;  // at most
+inline constexpr int kFilledSegments = 256;                                 // of a block that fills
 
 // Few rows, and on average so few to a segment that the hottest one can hardly have many.
 inline bool TakesSmallTiles(const Problem& problem) {
@@ -51,7 +51,7 @@ __device__ __forceinline__ RowRange RowsOfSegments(int64_t first, int64_t end, i
     range.end = min(range.begin + step - 1, range.end);
   };
   for (int64_t size = rows; size > 0;) {
-    const int64_t step = CeilDivide(size, static_cast<int64_t>(kSmallThreads));
+    const int64_t step = CeilDivide(size, static_cast<int64_t>(kSmallTileThreads));
     const bool below_first = is_below(of_first, step, first), below_end = is_below(of_end, step, end);
     narrow(of_first, step, __syncthreads_count(below_first));
     narrow(of_end, step, __syncthreads_count(below_end));
@@ -75,7 +75,7 @@ __device__ __forceinline__ void FillEmptySegments(const TileArguments<Reduction>
   const RowRange range = RowsOfSegments(first, end, a.problem.rows, id_of);
   __syncthreads();
 #pragma unroll 8
-  for (int64_t row = range.begin + threadIdx.x; row < range.end; row += kSmallThreads) {
+  for (int64_t row = range.begin + threadIdx.x; row < range.end; row += kSmallTileThreads) {
     const int64_t id = id_of(row), before = row > range.begin ? id_of(row - 1) : -1;
     if (id != before && id >= first && id < end) atomicOr(&has_rows[(id - first) / 32], 1u << ((id - first) % 32));
   }
@@ -84,7 +84,7 @@ __device__ __forceinline__ void FillEmptySegments(const TileArguments<Reduction>
   nothing.Start();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t first_result = a.first_segment + b * a.problem.segments + first;
-  for (int word = warp; word * 32 < end - first; word += kSmallThreads / 32) {
+  for (int word = warp; word * 32 < end - first; word += kSmallTileThreads / 32) {
     const int count = static_cast<int>(min(end - first - word * 32, int64_t{32}));
     for (uint32_t empty = ~has_rows[word] & (kFullWarp >> (32 - count)); empty != 0; empty &= empty - 1) {
       const int64_t segment = first_result + word * 32 + __ffs(empty) - 1;
@@ -96,7 +96,8 @@ __device__ __forceinline__ void FillEmptySegments(const TileArguments<Reduction>
 }
 
 template <typename Reduction, int kVec>
-__global__ void __launch_bounds__(kSmallThreads) SmallTileKernel(const __grid_constant__ TileArguments<Reduction> a) {
+__global__ void __launch_bounds__(kSmallTileThreads)
+    SmallTileKernel(const __grid_constant__ TileArguments<Reduction> a) {
   using T = typename Reduction::Element;
   using Cells = typename Reduction::template Accumulator<kVec>;
   constexpr EdgeInput kInput = kEdgeInput<Reduction>;
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kSmallThreads) SmallTileKernel(const __grid_co
 
   __shared__ uint32_t segments[kSmallBlockRows + 2];  // of the block's rows, the one before and the one after
   __shared__ SourceRow sources[kSmallBlockRows];
-  __shared__ Cells slots[kSmallThreads];
+  __shared__ Cells slots[kSmallTileThreads];
   const uint32_t block = blockIdx.x - a.gap_blocks, columns = a.features.columns;
   const uint32_t row_block = block / columns, column_block = block % columns;
   const uint32_t blocks_per_batch = static_cast<uint32_t>(a.blocks_per_batch);
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kSmallThreads) SmallTileKernel(const __grid_co
 
   // Rows that are not there are dropped ones.
   const auto load_ids = [&](int64_t first_row) {
-    for (int i = threadIdx.x; i < block_rows + 2; i += kSmallThreads) {
+    for (int i = threadIdx.x; i < block_rows + 2; i += kSmallTileThreads) {
       const int64_t row = first_row - 1 + i, next_row = row + 1;
       const uint32_t segment = row >= 0 && row < rows ? a.ids[ids_offset + row] : kDropped;
       SourceRow source{};
@@ -211,11 +212,10 @@ __global__ void __launch_bounds__(kSmallThreads) SmallTileKernel(const __grid_co
       take_rows([&](const auto& row, uint32_t own_segment) {
         if (own_segment == last_segment) row.AddTo(tail, a.outputs);
       });
-      tail.Normalize();
     }
     if (segments[block_rows] != last_segment || segments[block_rows + 1] != last_segment) break;
   }
-  __shared__ bool group_has_tail[kSmallThreads];
+  __shared__ bool group_has_tail[kSmallTileThreads];
   slots[threadIdx.x] = tail;
   if (threadIdx.x % a.features.lanes == 0) group_has_tail[group] = has_tail;
   __syncthreads();

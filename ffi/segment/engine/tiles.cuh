@@ -30,7 +30,6 @@
 namespace jax_baracuda::segment {
 
 inline constexpr int kTileRows = 32;
-static_assert(2 * kTileRows - 1 <= kMaxRowsBetweenNormalize);
 
 // How a thread gets at the rows of its tile.
 enum class RowSource {

@@ -21,7 +21,7 @@ struct ExtremumCall : SegmentCall {
 struct ExtremumBackwardCall : SegmentCall {
   const void* d_output = nullptr;
   const int32_t* winner = nullptr;
-  const int32_t* order = nullptr;  // of the rows, which visits segments together; nullptr where there is none
+  const int32_t* order = nullptr;  // of the rows, which is faster if it visits segments together; nullptr for none
   bool has_order = false;
   bool shares_ties = false;
   const void* data = nullptr;    // nullptr unless ties are shared

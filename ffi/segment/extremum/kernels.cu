@@ -139,8 +139,7 @@ struct Launcher {
     JB_RETURN_IF_CUDA_ERROR(choice.filters_rows ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
                             : is_aligned        ? TableMax<kWidest>(a)
                                                 : TableMax<1>(a));
-    DecodeTableKernel<T>
-        <<<static_cast<uint32_t>(CeilDivide(cells, 256)), 256, 0, stream>>>(a.table, cells, flip, output);
+    DecodeTableKernel<T><<<GridSize(CeilDivide(cells, 256)), 256, 0, stream>>>(a.table, cells, flip, output);
     JB_RETURN_IF_LAUNCH_ERROR(DecodeTableKernel);
     if constexpr (kWithWinner) {
       // Every byte of kNoWinner is 0xff.
@@ -208,16 +207,16 @@ struct Launcher {
       JB_RETURN_IF_CUDA_ERROR(SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch));
       const size_t shared_bytes = problem.segments * problem.features * sizeof(TableKey<T>);
       SharedTableMaxKernel<T, kVec>
-          <<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kSharedTableThreads, shared_bytes, stream>>>(a);
+          <<<GridSize(problem.batch * a.blocks_per_batch), kSharedTableThreads, shared_bytes, stream>>>(a);
       return JB_LAUNCH_STATUS(SharedTableMaxKernel);
     } else if (problem.features == 1) {
       a.blocks_per_batch = CeilDivide(vectors, kSingleFeatureThreads);
-      const uint32_t blocks = static_cast<uint32_t>(problem.batch * a.blocks_per_batch);
+      const uint32_t blocks = GridSize(problem.batch * a.blocks_per_batch);
       SingleFeatureMaxKernel<T, kVec><<<blocks, kSingleFeatureThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(SingleFeatureMaxKernel);
     } else {
       a.blocks_per_batch = TableBlocksPerBatch(vectors, 256, int64_t{1} << 20);
-      TableMaxKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), 256, 0, stream>>>(a);
+      TableMaxKernel<T, kVec><<<GridSize(problem.batch * a.blocks_per_batch), 256, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(TableMaxKernel);
     }
   }
@@ -229,11 +228,11 @@ struct Launcher {
       JB_RETURN_IF_CUDA_ERROR(SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch));
       const size_t shared_bytes = problem.segments * problem.features * (sizeof(ComputeType<T>) + sizeof(int32_t));
       SharedTableWinnerKernel<T, kVec>
-          <<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kSharedTableThreads, shared_bytes, stream>>>(a);
+          <<<GridSize(problem.batch * a.blocks_per_batch), kSharedTableThreads, shared_bytes, stream>>>(a);
       return JB_LAUNCH_STATUS(SharedTableWinnerKernel);
     } else {
       a.blocks_per_batch = TableBlocksPerBatch(vectors, 256, int64_t{1} << 20);
-      TableWinnerKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), 256, 0, stream>>>(a);
+      TableWinnerKernel<T, kVec><<<GridSize(problem.batch * a.blocks_per_batch), 256, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(TableWinnerKernel);
     }
   }

@@ -5,7 +5,7 @@
 
 namespace jax_baracuda::segment {
 
-Plan PlanArg(const ArgCall& call) { return PlanPairReduction(call); }
+Plan PlanArg(const ArgCall& call) { return PlanByRule(call, PairStateBytes(ElementBytes(call.type))); }
 
 CudaStatus LaunchArg(const ArgCall& arguments, cudaStream_t stream) {
   const Problem& problem = arguments.problem;
@@ -15,7 +15,7 @@ CudaStatus LaunchArg(const ArgCall& arguments, cudaStream_t stream) {
     using T = typename decltype(tag)::type;
     const typename ArgReduction<T>::Outputs outputs{arguments.row, static_cast<int32_t>(problem.rows),
                                                     FlipWordMask<T>(arguments.type, arguments.is_minimum)};
-    status = LaunchPairReduction<ArgReduction<T>>(arguments, outputs, stream);
+    status = LaunchByRule<ArgReduction<T>>(arguments, PairStateBytes(sizeof(T)), outputs, stream);
   });
   return status;
 }

@@ -1,6 +1,7 @@
 // The gradient of segment_max and segment_min: each cell's cotangent goes to its winner, in one pass over the rows.
 #include <type_traits>
 
+#include "ffi/core/warp.cuh"
 #include "ffi/segment/engine/device.cuh"
 #include "ffi/segment/extremum/arithmetic.h"
 #include "ffi/segment/extremum/launch.cuh"
@@ -25,6 +26,7 @@ struct BackwardArguments {
   Problem problem;
   const int32_t* order;  // [batch or 1, rows] or nullptr
   bool order_is_shared;
+  unsigned long long* order_error;  // of all orders: 0 if each is a permutation; nullptr without one
   const T* d_output;
   const int32_t* winner;
   const T* data;
@@ -77,8 +79,16 @@ __device__ __forceinline__ Vector<T, kVec> NarrowShares(const Vector<int32_t, kV
   return shares;
 }
 
-// Writes the rows that `order` names, which must be a permutation of all: LaunchRowOrder and LaunchNaturalOrder make no
-// other. With `kReadsData`, every row is compared with the maxima; else only those that may attain a tied one.
+// Numbers whose sums differ, but for chance, unless they are of the same rows.
+__device__ __forceinline__ unsigned long long Hash(int32_t row) {
+  unsigned long long bits = (static_cast<uint32_t>(row) + 1ull) * 0x9e3779b97f4a7c15ull;
+  bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9ull;
+  return bits ^ (bits >> 27);
+}
+
+// Writes the rows that `order` names and adds to `order_error`; without an order writes all rows, or none if there is an
+// error and it is 0. So rows are written once where the order is a permutation, as those of LaunchRowOrder and
+// LaunchNaturalOrder are, and all rows are right where a caller passes another. With `kReadsData`, every row is compared with the maxima; else only those that may attain a tied one.
 template <typename T, int kVec, bool kReadsData>
 __global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid_constant__ BackwardArguments<T> a) {
   extern __shared__ uint32_t block_memory[];
@@ -96,6 +106,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid
     uint32_t* segment;
     int32_t* row;
   } block{block_memory, reinterpret_cast<int32_t*>(block_memory + block_rows)};
+  if (a.order == nullptr && a.order_error != nullptr && *a.order_error == 0) return;
   const int64_t first_row = (row_block - b * a.blocks_per_batch) * block_rows;
   const int rows = static_cast<int>(min(a.problem.rows - first_row, static_cast<int64_t>(block_rows)));
 
@@ -103,15 +114,22 @@ __global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid
   // once.
   const int64_t first_id = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
   const int64_t first_place = (a.order_is_shared ? 0 : b * a.problem.rows) + first_row;
+  unsigned long long order_error = 0;
 #pragma unroll 4
   for (int i = threadIdx.x; i < block_rows; i += kThreads) {
     int32_t row = i < rows ? static_cast<int32_t>(first_row) + i : kNoRow;
     if (a.order != nullptr && i < rows) {
+      order_error -= Hash(row);
       row = __ldg(a.order + first_place + i);
+      order_error += Hash(row);
       if (static_cast<uint32_t>(row) >= static_cast<uint32_t>(a.problem.rows)) row = kNoRow;
     }
     block.row[i] = row;
     block.segment[i] = row == kNoRow ? kDropped : a.ids[first_id + row];
+  }
+  if (a.order != nullptr && column_block == 0) {
+    for (int step = 16; step > 0; step /= 2) order_error += __shfl_xor_sync(kFullWarp, order_error, step);
+    if (threadIdx.x % 32 == 0 && order_error != 0) atomicAdd(a.order_error, order_error);
   }
   __syncthreads();
   if (group >= groups || column >= a.problem.features) return;
@@ -187,7 +205,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid
       for (int i = 0; i < kVec; ++i) {
         const int32_t w = winners.of[u].lane[i];
         wins |= w == row[u];
-        has_tie[u] |= IsTie(w);
+        has_tie[u] |= IsTie(w) && a.data != nullptr;
       }
       if ((wins || has_tie[u]) && row[u] != kNoRow) {
         const int64_t segment_offset = block.segment[own] * features;
@@ -228,16 +246,20 @@ bool ReadsAllRows(int64_t element_bytes, bool shares_ties) { return element_byte
 Plan PlanExtremumBackward(const ExtremumBackwardCall& call) {
   const Problem& problem = call.problem;
   if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return {kNothing};
-  const bool has_order = call.has_order;
-  if (ReadsAllRows(ElementBytes(call.type), call.shares_ties)) return {has_order ? "all_rows_in_order" : "all_rows"};
-  if (call.shares_ties) return {has_order ? "winners_and_ties_in_order" : "winners_and_ties"};
-  return {has_order ? "winners_in_order" : "winners"};
+  const bool has_order = call.has_order, reads_all = ReadsAllRows(ElementBytes(call.type), call.shares_ties);
+  const char* const strategy = reads_all          ? has_order ? "all_rows_in_order" : "all_rows"
+                               : call.shares_ties ? has_order ? "winners_and_ties_in_order" : "winners_and_ties"
+                               : has_order        ? "winners_in_order"
+                                                  : "winners";
+  return {strategy, has_order ? static_cast<int64_t>(sizeof(unsigned long long)) : 0};
 }
 
 CudaStatus LaunchExtremumBackward(const ExtremumBackwardCall& arguments, cudaStream_t stream) {
   const Problem& problem = arguments.problem;
   if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return {};
-  if (!SegmentsFit(problem.segments)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
+  if (!SegmentsFit(problem.segments) || arguments.scratch_bytes < PlanExtremumBackward(arguments).scratch_bytes) {
+    return JB_CUDA_STATUS(cudaErrorInvalidValue);
+  }
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(arguments.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -259,8 +281,17 @@ CudaStatus LaunchExtremumBackward(const ExtremumBackwardCall& arguments, cudaStr
       a.blocks_per_batch = CeilDivide(problem.rows, BlockRows(a.features));
       const int64_t blocks = problem.batch * a.blocks_per_batch * a.features.columns;
       const size_t shared_bytes = BlockRows(a.features) * (sizeof(uint32_t) + sizeof(int32_t));
-      BackwardKernel<T, kVec, decltype(reads_data)::value>
-          <<<static_cast<uint32_t>(blocks), kThreads, shared_bytes, stream>>>(a);
+      const auto kernel = BackwardKernel<T, kVec, decltype(reads_data)::value>;
+      if (a.order != nullptr) {
+        a.order_error = static_cast<unsigned long long*>(arguments.scratch);
+        status = JB_CUDA_STATUS(cudaMemsetAsync(a.order_error, 0, sizeof(*a.order_error), stream));
+        if (!status.ok()) return;
+        kernel<<<GridSize(blocks), kThreads, shared_bytes, stream>>>(a);
+        status = JB_LAUNCH_STATUS(BackwardKernel);
+        if (!status.ok()) return;
+        a.order = nullptr;
+      }
+      kernel<<<GridSize(blocks), kThreads, shared_bytes, stream>>>(a);
       status = JB_LAUNCH_STATUS(BackwardKernel);
     };
     const auto launch_widest = [&](auto reads_data) {

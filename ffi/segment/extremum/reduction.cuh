@@ -109,7 +109,6 @@ struct MaxReduction {
     __device__ __forceinline__ void Add(const Vector<T, kCount>& values, int32_t, const Outputs& outputs) {
       KeepLarger(best, FlipAll(values, outputs.flip));
     }
-    __device__ __forceinline__ void Normalize() {}
     __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) { KeepLarger(best, other.best); }
     __device__ __forceinline__ void Store(const Outputs& outputs, int64_t segment, int64_t features,
                                           int64_t feature) const {
@@ -166,7 +165,6 @@ struct WinnerReduction {
       }
     }
 
-    __device__ __forceinline__ void Normalize() {}
     __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
@@ -228,7 +226,6 @@ struct ArgReduction {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) Take(i, ToOrderedKey(values.lane[i]), new_row);
     }
-    __device__ __forceinline__ void Normalize() {}
     __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) Take(i, other.best[i], other.row[i]);

@@ -114,7 +114,7 @@ CudaStatus LaunchGatherDot(const GatherDotCall& call, cudaStream_t stream) {
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    status = DispatchRowVector<T>(call.head_features, [&](auto vector) {
+    status = DispatchRowVector<T>(call.head_features, [&](auto vector) -> CudaStatus {
       constexpr int kVec = decltype(vector)::value;
       DotArguments<T> a{};
       a.call = call;
@@ -126,7 +126,13 @@ CudaStatus LaunchGatherDot(const GatherDotCall& call, cudaStream_t stream) {
       const int64_t edges = CeilDivide(products, call.heads);
       a.edges_of_block = static_cast<int>(edges < kMaxEdges ? edges : kMaxEdges);
       a.blocks_per_batch = CeilDivide(problem.rows, a.edges_of_block);
-      DotKernel<T, kVec><<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kThreads, 0, stream>>>(a);
+      if (call.edge_order != nullptr) {
+        // For edges that the order does not name.
+        const int64_t outputs = problem.batch * problem.rows * call.heads;
+        const size_t bytes = outputs * (call.is_wide ? sizeof(ComputeType<T>) : sizeof(T));
+        JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(call.output, 0, bytes, stream));
+      }
+      DotKernel<T, kVec><<<GridSize(problem.batch * a.blocks_per_batch), kThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(DotKernel);
     });
   });

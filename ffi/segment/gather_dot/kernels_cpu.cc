@@ -83,6 +83,11 @@ bool RunGatherDot(ffi::ThreadPool& pool, const GatherDotCall& call) {
   const Problem& problem = call.problem;
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    if (call.edge_order != nullptr) {
+      // For edges that the order does not name.
+      const int64_t products = problem.batch * problem.rows * call.heads;
+      WriteZeroBytes(pool, call.output, products * (call.is_wide ? sizeof(ComputeType<T>) : sizeof(T)));
+    }
     const int64_t edge_bytes = 2 * problem.features * static_cast<int64_t>(sizeof(T));
     const int64_t chunks = std::min(problem.rows, ChunksFor(pool, problem.rows * edge_bytes));
     ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {

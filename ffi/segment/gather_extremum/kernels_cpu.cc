@@ -107,6 +107,10 @@ bool RunGatherExtremumBackward(ffi::ThreadPool& pool, const GatherExtremumBackwa
   const auto selection = Allocate<uint32_t>(problem.batch * problem.rows * words);
   bool has_memory = selection != nullptr;
   if (!has_memory) return false;
+  if (call.forward_order != nullptr) {
+    // For edges that the order does not name.
+    WriteZeroBytes(pool, selection.get(), problem.batch * problem.rows * words * sizeof(uint32_t));
+  }
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t chunks = std::min(problem.rows, ChunksFor(pool, problem.rows * problem.features * sizeof(int32_t)));

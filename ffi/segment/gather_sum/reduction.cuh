@@ -43,7 +43,6 @@ struct GatherSumReduction {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) sum.sum[i] += (selected >> i & 1) != 0 ? wide.lane[i] : C{0};
     }
-    __device__ __forceinline__ void Normalize() {}
     __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) { sum.Merge(other.sum, {}); }
     __device__ __forceinline__ void Store(const Outputs& outputs, int64_t segment, int64_t features,
                                           int64_t feature) const {

@@ -1,164 +1,196 @@
-// The scalar arithmetic of segment_prod and its gradient, shared by the CPU and the CUDA kernels.
+// The scalar arithmetic of segment_prod and its gradient, shared by the CPU and the CUDA kernels. It has no branches, so
+// that loops over features vectorise.
 //
 // A product is kept as mantissa * 2^exponent, so that it neither overflows nor underflows on the way, and zeros,
 // infinities and NaN are counted apart. Then the product of all members but one, which the gradient needs, is a
 // division that is always exact to rounding, whatever the member.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <type_traits>
 
 #include "ffi/core/bit_cast.h"
-#include "ffi/core/element_type.h"
-#include "ffi/segment/problem.h"
+#include "ffi/core/host_device.h"
 
 namespace jax_baracuda::segment {
 
 // C is float or double.
 template <typename C>
 struct FloatingFormat {
+  using Bits = std::conditional_t<sizeof(C) == 4, int32_t, int64_t>;
   static constexpr int kMantissaBits = sizeof(C) == 4 ? 23 : 52;
   static constexpr int kExponentBias = sizeof(C) == 4 ? 127 : 1023;
   static constexpr int kExponentMask = 2 * kExponentBias + 1;  // also the exponent field of infinities and NaN
+  static constexpr Bits kSign = std::numeric_limits<Bits>::min();
+  static constexpr Bits kMantissa = (Bits{1} << kMantissaBits) - 1;
 };
+
+template <typename C>
+using SignedBits = typename FloatingFormat<C>::Bits;
 
 // 2^exponent, for an exponent of normal numbers.
 template <typename C>
-JB_HOST_DEVICE C PowerOfTwo(int exponent) {
-  using Format = FloatingFormat<C>;
-  const BitsOf<C> bits = static_cast<BitsOf<C>>(exponent + Format::kExponentBias) << Format::kMantissaBits;
-  return BitCast<C>(bits);
+JB_ALWAYS_INLINE C PowerOfTwo(SignedBits<C> exponent) {
+  using F = FloatingFormat<C>;
+  return BitCast<C>(static_cast<BitsOf<C>>(exponent + F::kExponentBias) << F::kMantissaBits);
 }
 
-// For code that runs once for each cell or less: inlined, it would crowd the loops over rows out of a GPU's instruction
-// cache.
-#ifdef __CUDACC__
-#define JB_RARE __host__ __device__ __noinline__
-#else
-#define JB_RARE inline
-#endif
-
-// mantissa * 2^exponent, rounded once.
+// The exponent field of a number.
 template <typename C>
-JB_RARE C Scale(C mantissa, int32_t exponent) {
-  constexpr int kBias = FloatingFormat<C>::kExponentBias;
-  if (exponent >= 1 - kBias && exponent <= kBias) return mantissa * PowerOfTwo<C>(exponent);
-  return std::scalbn(mantissa, exponent);
+JB_ALWAYS_INLINE SignedBits<C> FieldOf(C value) {
+  using F = FloatingFormat<C>;
+  return (BitCast<SignedBits<C>>(value) >> F::kMantissaBits) & F::kExponentMask;
 }
 
-// A finite number other than zero as mantissa in [1, 2), with its sign, and exponent.
+// That of a normal number: value == MantissaOf(value) * 2^ExponentOf(value).
 template <typename C>
-JB_HOST_DEVICE C SplitExponent(C value, int32_t* exponent) {
-  using Format = FloatingFormat<C>;
-  int32_t offset = -Format::kExponentBias;
-  BitsOf<C> bits = BitCast<BitsOf<C>>(value);
-  int32_t field = static_cast<int32_t>(bits >> Format::kMantissaBits) & Format::kExponentMask;
-  if (field == 0) {  // subnormal
-    value *= PowerOfTwo<C>(Format::kMantissaBits + 1);
-    bits = BitCast<BitsOf<C>>(value);
-    field = static_cast<int32_t>(bits >> Format::kMantissaBits) & Format::kExponentMask;
-    offset -= Format::kMantissaBits + 1;
+JB_ALWAYS_INLINE SignedBits<C> ExponentOf(C value) {
+  return FieldOf(value) - FloatingFormat<C>::kExponentBias;
+}
+
+// A number with the sign and the mantissa of this one, and this exponent.
+template <typename C>
+JB_ALWAYS_INLINE C WithExponent(C value, SignedBits<C> exponent) {
+  using F = FloatingFormat<C>;
+  const BitsOf<C> kept = BitCast<BitsOf<C>>(value) & static_cast<BitsOf<C>>(F::kSign | F::kMantissa);
+  return BitCast<C>(kept | (static_cast<BitsOf<C>>(exponent + F::kExponentBias) << F::kMantissaBits));
+}
+
+// In [1, 2), with the sign.
+template <typename C>
+JB_ALWAYS_INLINE C MantissaOf(C value) {
+  return WithExponent(value, 0);
+}
+
+// The members that have no exponent are counted, up to 2 of each kind, in two bits from this one on.
+enum ProductClass : int32_t { kZero = 0, kInfinity = 2, kNan = 4 };
+inline constexpr int kCountBits = 6;
+inline constexpr int kCountMask = (1 << kCountBits) - 1;
+
+// A number as the factor that it is to a mantissa, and what it adds to the exponent and the counts.
+template <typename C>
+struct Factor {
+  C mantissa;        // with the sign; 1 for what is zero, infinite or NaN
+  int32_t exponent;  // 0 for those
+  int32_t kind;      // their ProductClass, or kZero
+  int32_t is_special;
+
+  JB_ALWAYS_INLINE explicit Factor(C value) {
+    using F = FloatingFormat<C>;
+    constexpr int kShift = F::kMantissaBits + 1;  // makes subnormal numbers normal
+    const SignedBits<C> field = FieldOf(value);
+    const C scaled = value * (field == 0 ? PowerOfTwo<C>(kShift) : C{1});
+    const SignedBits<C> bits = BitCast<SignedBits<C>>(scaled), scaled_field = FieldOf(scaled);
+    const bool special = scaled_field == 0 || scaled_field == F::kExponentMask;
+    mantissa = MantissaOf(BitCast<C>(bits & (special ? F::kSign : F::kSign | F::kMantissa)));
+    exponent = special ? 0 : static_cast<int32_t>(scaled_field - F::kExponentBias - (field == 0 ? kShift : 0));
+    kind = scaled_field == 0 ? kZero : (bits & F::kMantissa) == 0 ? kInfinity : kNan;
+    kind = special ? kind : static_cast<int32_t>(kZero);
+    is_special = special ? 1 : 0;
   }
-  *exponent = field + offset;
-  constexpr BitsOf<C> kField = static_cast<BitsOf<C>>(Format::kExponentMask) << Format::kMantissaBits;
-  constexpr BitsOf<C> kOne = static_cast<BitsOf<C>>(Format::kExponentBias) << Format::kMantissaBits;
-  return BitCast<C>((bits & ~kField) | kOne);
+};
+
+// What the counts grow by where `count` members of a kind come in.
+JB_ALWAYS_INLINE int32_t CountsToAdd(int32_t counts, int32_t kind, int32_t count) {
+  const int32_t room = 2 - ((counts >> kind) & 3);
+  return (count < room ? count : room) << kind;
 }
 
-// The product of floating numbers. The mantissa has the sign of all members; its magnitude, in [1, 2), and the exponent
-// are those of the members that are neither zero nor infinite nor NaN, which `packed` counts up to 2 of each kind.
+// A product under reduction: mantissa * 2^exponent. The mantissa is any normal number with the sign of all members; it is
+// the product itself as long as that is normal and all members are ordinary numbers. The exponent has 58 bits, so that
+// no number of members leaves its range.
 template <typename C>
 struct Product {
   C mantissa = C{1};
-  int32_t packed = 0;  // exponent * 64, plus 16 * NaNs, plus 4 * infinities, plus zeros
+  int64_t packed = 0;  // exponent * 64, plus 16 * NaNs, plus 4 * infinities, plus zeros
 };
 
-enum ProductClass : int32_t { kZero = 0, kInfinity = 2, kNan = 4, kOrdinary = -1 };  // the bits of the count
-
+// The product with another member. The mantissa is in [1, 4).
 template <typename C>
-JB_HOST_DEVICE ProductClass ClassOf(C value) {
-  if (value != value) return kNan;
-  if (value == C{0}) return kZero;
-  return value - value == C{0} ? kOrdinary : kInfinity;
+JB_ALWAYS_INLINE Product<C> ProductTimes(const Product<C>& product, C value) {
+  const Factor<C> factor(value);
+  const SignedBits<C> exponent = ExponentOf(product.mantissa) + factor.exponent;
+  const int32_t counts = static_cast<int32_t>(product.packed & kCountMask);
+  return {MantissaOf(product.mantissa) * factor.mantissa,
+          product.packed + exponent * (1 << kCountBits) + CountsToAdd(counts, factor.kind, factor.is_special)};
 }
 
-JB_HOST_DEVICE int32_t CountOf(int32_t packed, ProductClass kind) { return (packed >> kind) & 3; }
-
-JB_HOST_DEVICE int32_t AddExponent(int32_t packed, int32_t exponent) {
-  // Beyond this bound every result is zero or infinite anyway, whatever one more or less member does.
-  // The room above it is that of a few members more whose exponents are added without a look at it.
-  constexpr int32_t kMax = (1 << 25) - (1 << 17);
-  const int32_t sum = (packed >> 6) + exponent;
-  const int32_t clamped = sum > kMax ? kMax : sum < -kMax ? -kMax : sum;
-  return clamped * 64 + (packed & 63);
-}
-
-JB_HOST_DEVICE int32_t AddCount(int32_t packed, ProductClass kind, int32_t count) {
-  const int32_t before = CountOf(packed, kind), after = before + count;
-  return packed + (((after > 2 ? 2 : after) - before) << kind);
-}
-
-// Brings a mantissa of magnitude in [1, 4) back to [1, 2).
+// The product of the members of both. The mantissa is in [1, 4).
 template <typename C>
-JB_HOST_DEVICE void NormalizeMantissa(Product<C>& product) {
-  const bool is_large = std::fabs(product.mantissa) >= C{2};
-  product.mantissa *= is_large ? C{0.5} : C{1};
-  product.packed = AddExponent(product.packed, is_large ? 1 : 0);
-}
-
-template <typename C>
-JB_HOST_DEVICE void MultiplyBy(Product<C>& product, C value) {
-  const ProductClass kind = ClassOf(value);
-  if (kind == kOrdinary) {
-    int32_t exponent;
-    product.mantissa *= SplitExponent(value, &exponent);
-    const bool is_large = std::fabs(product.mantissa) >= C{2};
-    product.mantissa *= is_large ? C{0.5} : C{1};
-    product.packed = AddExponent(product.packed, exponent + (is_large ? 1 : 0));
-  } else {
-    product.mantissa = std::signbit(value) ? -product.mantissa : product.mantissa;
-    product.packed = AddCount(product.packed, kind, 1);
-  }
-}
-
-template <typename C>
-JB_HOST_DEVICE void MergeProduct(Product<C>& product, const Product<C>& other) {
-  product.mantissa *= other.mantissa;
-  product.packed = AddExponent(product.packed, other.packed >> 6);
+JB_ALWAYS_INLINE Product<C> ProductOfBoth(const Product<C>& a, const Product<C>& b) {
+  const SignedBits<C> exponent = ExponentOf(a.mantissa) + ExponentOf(b.mantissa);
+  const int32_t counts = static_cast<int32_t>(a.packed & kCountMask);
+  int64_t packed = a.packed + (b.packed & ~int64_t{kCountMask}) + exponent * (1 << kCountBits);
   for (const ProductClass kind : {kZero, kInfinity, kNan}) {
-    product.packed = AddCount(product.packed, kind, CountOf(other.packed, kind));
+    packed += CountsToAdd(counts, kind, static_cast<int32_t>(b.packed >> kind) & 3);
   }
-  NormalizeMantissa(product);
+  return {MantissaOf(a.mantissa) * MantissaOf(b.mantissa), packed};
 }
 
-// The number that a product stands for.
-template <typename C>
-JB_RARE C ProductValue(Product<C> product) {
-  const bool has_zero = CountOf(product.packed, kZero) != 0, has_infinity = CountOf(product.packed, kInfinity) != 0;
-  if (CountOf(product.packed, kNan) != 0 || (has_zero && has_infinity)) return std::numeric_limits<C>::quiet_NaN();
-  if (has_zero) return std::copysign(C{0}, product.mantissa);
-  if (has_infinity) return std::copysign(std::numeric_limits<C>::infinity(), product.mantissa);
-  return Scale(product.mantissa, product.packed >> 6);
+// The number that a mantissa of magnitude in [0.5, 4), an exponent and counts stand for, rounded once.
+template <typename C, typename Exponent>
+JB_ALWAYS_INLINE C ValueOf(C mantissa, Exponent exponent, int32_t counts) {
+  using F = FloatingFormat<C>;
+  // Two steps of which only the last one can round. Beyond the bounds the number is zero or infinite.
+  constexpr int kMax = F::kExponentBias + F::kMantissaBits + 4;
+  const auto bounded = static_cast<SignedBits<C>>(exponent < -kMax ? -kMax : exponent > kMax ? kMax : exponent);
+  const SignedBits<C> half = bounded >> 1;
+  const C scaled = mantissa * PowerOfTwo<C>(half) * PowerOfTwo<C>(bounded - half);
+  constexpr C kInfinite = std::numeric_limits<C>::infinity(), kNoNumber = std::numeric_limits<C>::quiet_NaN();
+  const bool has_zero = (counts & (3 << kZero)) != 0, has_infinity = (counts & (3 << kInfinity)) != 0;
+  const bool is_nan = (counts & (3 << kNan)) != 0 || (has_zero && has_infinity);
+  SignedBits<C> magnitude = BitCast<SignedBits<C>>(scaled) & ~F::kSign;
+  magnitude = has_infinity ? BitCast<SignedBits<C>>(kInfinite) : magnitude;
+  magnitude = has_zero ? SignedBits<C>{0} : magnitude;
+  magnitude = is_nan ? BitCast<SignedBits<C>>(kNoNumber) : magnitude;
+  return BitCast<C>(static_cast<SignedBits<C>>(magnitude | (BitCast<SignedBits<C>>(mantissa) & F::kSign)));
 }
 
-// The product of all members but one, whose value is `value`, and of `factor`, which may bring it back into range.
 template <typename C>
-JB_RARE C ProductOfOthersTimes(Product<C> others, C value, C factor) {
-  const ProductClass kind = ClassOf(value);
-  if (kind == kOrdinary) {
-    int32_t exponent;
-    others.mantissa /= SplitExponent(value, &exponent);
-    others.packed = AddExponent(others.packed, -exponent);
-  } else {
+JB_ALWAYS_INLINE C ValueOf(const Product<C>& product) {
+  return ValueOf(MantissaOf(product.mantissa), (product.packed >> kCountBits) + ExponentOf(product.mantissa),
+                 static_cast<int32_t>(product.packed & kCountMask));
+}
+
+// What the gradient needs of a product, in arrays that JAX has without 64-bit integers: mantissa * 2^(units * 2^kUnitBits).
+// The magnitude of the mantissa is in [2^-half, 2^half) for a half of a unit, so that the product of two is normal. The
+// exponent reaches +-2^31 for float and +-2^34 for double: that of 14 million members or more of the most extreme.
+// Beyond it every result is zero or infinite, whatever one more or less member does.
+template <typename C>
+struct Residual {
+  static constexpr int kUnitBits = sizeof(C) == 4 ? 6 : 9;
+  static constexpr int32_t kMaxUnits = (1 << 25) - 64;
+
+  C mantissa;
+  int32_t packed;  // units * 64 and the counts
+
+  // Of a product. Where its `packed` has no more than 32 bits, so have the steps in between.
+  template <typename Packed>
+  JB_ALWAYS_INLINE static Residual Of(C mantissa, Packed packed) {
+    constexpr int kHalf = 1 << (kUnitBits - 1);
+    const Packed exponent = (packed >> kCountBits) + static_cast<Packed>(ExponentOf(mantissa));
+    const Packed units = (exponent + kHalf) >> kUnitBits, rest = exponent - units * (1 << kUnitBits);
+    const Packed bounded = units < -kMaxUnits ? -kMaxUnits : units > kMaxUnits ? kMaxUnits : units;
+    return {WithExponent(mantissa, static_cast<SignedBits<C>>(rest)),
+            static_cast<int32_t>(bounded) * (1 << kCountBits) + static_cast<int32_t>(packed & kCountMask)};
+  }
+
+  // That of the product.
+  JB_ALWAYS_INLINE SignedBits<C> Exponent() const {
+    return static_cast<SignedBits<C>>(packed >> kCountBits) * (1 << kUnitBits) + ExponentOf(mantissa);
+  }
+
+  // The product of all members but one, whose value is `value`, and of `factor`, which may bring it back into range.
+  JB_ALWAYS_INLINE C OfOthersTimes(C value, C factor) const {
+    const Factor<C> without(value), with(factor);
     // A count of two stands for two or more, of which at least one is left, and one of a kind is as good as more.
-    const int32_t count = CountOf(others.packed, kind);
-    others.mantissa = std::signbit(value) ? -others.mantissa : others.mantissa;
-    if (count == 1) others.packed = AddCount(others.packed, kind, -1);
+    const int32_t one_less = ((packed >> without.kind) & 3) == 1 ? without.is_special : 0;
+    const int32_t counts = (packed & kCountMask) - (one_less << without.kind);
+    return ValueOf(MantissaOf(mantissa) / without.mantissa * with.mantissa,
+                   Exponent() - without.exponent + with.exponent,
+                   counts + CountsToAdd(counts, with.kind, with.is_special));
   }
-  MultiplyBy(others, factor);
-  return ProductValue(others);
-}
+};
 
 }  // namespace jax_baracuda::segment

@@ -1,4 +1,6 @@
 // Products and their gradient.
+#include <algorithm>
+
 #include "ffi/segment/engine/map_rows.cuh"
 #include "ffi/segment/engine/reduce.cuh"
 #include "ffi/segment/product/launch.cuh"
@@ -25,29 +27,35 @@ struct ProductGradient {
     const auto packeds = LoadVector<kVec>(packed + b * product_per_batch + cell);
     const auto values = LoadVector<kVec>(data + b * data_per_batch + element);
     const Vector<C, kVec> wide = Widen(values), d_wide = Widen(d_values);
+    Vector<T, kVec> gradient;
     bool are_plain = true;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      const FloatingBits<C> bits(wide.lane[i]);
-      are_plain &= bits.IsNormal() && IsPlain<C>(packeds.lane[i], (packeds.lane[i] >> 6) - bits.Exponent());
+      const Residual<C> product{mantissas.lane[i], packeds.lane[i]};
+      const SignedBits<C> others = product.Exponent() - ExponentOf(wide.lane[i]);
+      constexpr int kBias = FloatingFormat<C>::kExponentBias;
+      are_plain &= IsNormal(wide.lane[i]) && (product.packed & kCountMask) == 0 && others > 1 - kBias && others < kBias;
     }
-    Vector<T, kVec> gradient;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
+      const Residual<C> product{mantissas.lane[i], packeds.lane[i]};
       if (are_plain) {
-        const FloatingBits<C> bits(wide.lane[i]);
-        const C others =
-            Quotient(mantissas.lane[i], bits.Mantissa()) * PowerOfTwo<C>((packeds.lane[i] >> 6) - bits.Exponent());
+        const C others = Quotient(MantissaOf(product.mantissa), MantissaOf(wide.lane[i])) *
+                         PowerOfTwo<C>(product.Exponent() - ExponentOf(wide.lane[i]));
         gradient.lane[i] = static_cast<T>(d_wide.lane[i] * others);
       } else {
-        const Product<C> product{mantissas.lane[i], packeds.lane[i]};
-        gradient.lane[i] = static_cast<T>(ProductOfOthersTimes(product, wide.lane[i], d_wide.lane[i]));
+        gradient.lane[i] = static_cast<T>(OfOthersTimes(product, wide.lane[i], d_wide.lane[i]));
       }
     }
     return gradient;
   }
 
  private:
+  // Out of line, for the loops over rows to stay in the instruction cache.
+  __device__ __noinline__ static C OfOthersTimes(Residual<C> product, C value, C factor) {
+    return product.OfOthersTimes(value, factor);
+  }
+
   // Of mantissas. For 16 bits an error of two units in the last place of float does not matter.
   __device__ __forceinline__ static C Quotient(C a, C b) {
     if constexpr (sizeof(T) == 2) {
@@ -58,9 +66,15 @@ struct ProductGradient {
   }
 };
 
+// Of a cell: a mantissa and 64 bits. (Integers need less; plans were measured with as much as pairs have.)
+int64_t StateBytes(ElementType type) {
+  const int64_t element_bytes = ElementBytes(type);
+  return DispatchFloating(type, [](auto) {}) ? std::max<int64_t>(element_bytes, 4) + 8 : PairStateBytes(element_bytes);
+}
+
 }  // namespace
 
-Plan PlanProduct(const ProductCall& call) { return PlanPairReduction(call); }
+Plan PlanProduct(const ProductCall& call) { return PlanByRule(call, StateBytes(call.type)); }
 
 Plan PlanProductBackward(const ProductBackwardCall& call) { return PlanMapRows(call.problem, ElementBytes(call.type)); }
 
@@ -71,7 +85,7 @@ CudaStatus LaunchProduct(const ProductCall& arguments, cudaStream_t stream) {
     using T = typename decltype(tag)::type;
     const ProductOutputs<T> outputs{static_cast<T*>(arguments.output), static_cast<ComputeType<T>*>(arguments.mantissa),
                                     arguments.packed};
-    status = LaunchPairReduction<ProductReduction<T>>(arguments, outputs, stream);
+    status = LaunchByRule<ProductReduction<T>>(arguments, StateBytes(arguments.type), outputs, stream);
   });
   return status;
 }

@@ -1,13 +1,11 @@
-// The CPU kernels of segment_prod and its gradient. The arithmetic of arithmetic.h is written here so that loops over
-// features vectorise, with the same results: without branches, and in a shorter form for rows of nothing but ordinary
-// numbers.
+// The CPU kernels of segment_prod and its gradient. Rows of nothing but ordinary numbers take a shorter form of the
+// arithmetic of arithmetic.h, with the same results.
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <type_traits>
 
-#include "ffi/core/bit_cast.h"
 #include "ffi/segment/engine/rows_cpu.h"
 #include "ffi/segment/product/arithmetic.h"
 #include "ffi/segment/product/handler.h"
@@ -15,78 +13,20 @@
 namespace jax_baracuda::segment {
 namespace {
 
-template <typename C>
-using SignedBits = std::conditional_t<sizeof(C) == 4, int32_t, int64_t>;
-
-template <typename C>
-struct Format : FloatingFormat<C> {
-  using Bits = SignedBits<C>;
-  static constexpr Bits kSign = std::numeric_limits<Bits>::min();
-  static constexpr Bits kOne = static_cast<Bits>(FloatingFormat<C>::kExponentBias) << FloatingFormat<C>::kMantissaBits;
-  static constexpr Bits kMantissa = (Bits{1} << FloatingFormat<C>::kMantissaBits) - 1;
-};
-
-// The exponent field of a number.
-template <typename C>
-JB_INLINE typename Format<C>::Bits FieldOf(C value) {
-  return (BitCast<typename Format<C>::Bits>(value) >> Format<C>::kMantissaBits) & Format<C>::kExponentMask;
-}
-
 // 0 if a number is normal and its exponent field kMargin away at least from those of zero and infinity, else 1. (An
 // integer, so that a loop can gather it for many numbers.)
 template <typename C>
-JB_INLINE typename Format<C>::Bits IsUnusual(C value) {
+JB_INLINE SignedBits<C> IsUnusual(C value) {
   constexpr int kMargin = 4;
   const auto field = FieldOf(value);
-  return field < kMargin || field > Format<C>::kExponentMask - kMargin ? 1 : 0;
+  return field < kMargin || field > FloatingFormat<C>::kExponentMask - kMargin ? 1 : 0;
 }
 
-// A number as the factor that it is to a mantissa, and what it adds to a packed product.
-template <typename C>
-struct Factor {
-  C mantissa;        // with the sign; 1 for what is zero, infinite or NaN
-  int32_t exponent;  // 0 for those
-  int32_t kind;      // their ProductClass, or kZero
-  int32_t is_special;
-
-  JB_INLINE explicit Factor(C value) {
-    using F = Format<C>;
-    using Bits = typename F::Bits;
-    constexpr int kShift = F::kMantissaBits + 1;  // makes subnormal numbers normal
-    const Bits field = FieldOf(value);
-    const C scaled = value * (field == 0 ? PowerOfTwo<C>(kShift) : C{1});
-    const Bits bits = BitCast<Bits>(scaled), scaled_field = FieldOf(scaled);
-    const bool special = scaled_field == 0 || scaled_field == F::kExponentMask;
-    mantissa = BitCast<C>((bits & (special ? F::kSign : F::kSign | F::kMantissa)) | F::kOne);
-    exponent = special ? 0 : static_cast<int32_t>(scaled_field - F::kExponentBias - (field == 0 ? kShift : 0));
-    kind = scaled_field == 0 ? kZero : (bits & F::kMantissa) == 0 ? kInfinity : kNan;
-    kind = special ? kind : static_cast<int32_t>(kZero);
-    is_special = special ? 1 : 0;
-  }
-};
-
-constexpr int32_t kMaxExponent = (1 << 25) - 4096;
-
-JB_INLINE int32_t AddExponentAndClamp(int32_t packed, int32_t exponent) {
-  const int32_t sum = (packed >> 6) + exponent;
-  return std::min(std::max(sum, -kMaxExponent), kMaxExponent) * 64 + (packed & 63);
-}
-
-template <typename C>
-JB_INLINE void Multiply(C value, C& mantissa, int32_t& packed) {
-  const Factor<C> factor(value);
-  const C product = mantissa * factor.mantissa;
-  const bool is_above = std::fabs(product) >= C{2};
-  mantissa = product * (is_above ? C{0.5} : C{1});
-  const int32_t next = AddExponentAndClamp(packed, factor.exponent + (is_above ? 1 : 0));
-  const int32_t one_more = ((packed >> factor.kind) & 3) < 2 ? factor.is_special : 0;
-  packed = next + (one_more << factor.kind);
-}
-
-// A cell under reduction is the product itself, without an exponent apart, until that would be no normal number or have
-// an exponent field of kFirstShiftedField or more. Then its exponent is kept apart, and the number is a mantissa whose
-// field starts as kShiftedField: the field tells which of both a cell is. A row is one product a cell either way, which
-// rounds as that of mantissas in [1, 2) does, as long as the field stays on its side.
+// The first number of a cell under reduction is the mantissa of a Product, the second its packed part. The mantissa is
+// the product itself, and the second number not there, until the product would be no normal number or have an exponent
+// field of kFirstShiftedField or more. Then the cell is shifted: the field of its mantissa starts as kShiftedField. So
+// the field tells which of both a cell is. A row is one product a cell either way, as long as the field stays on its
+// side.
 template <typename C>
 inline constexpr int kFirstShiftedField = FloatingFormat<C>::kExponentBias + FloatingFormat<C>::kExponentMask / 8;
 template <typename C>
@@ -99,96 +39,41 @@ JB_INLINE bool IsShifted(C cell) {
 
 // 0 if a cell may become this product of it, else 1.
 template <typename C>
-JB_INLINE typename Format<C>::Bits LeavesSide(C cell, C product) {
+JB_INLINE SignedBits<C> LeavesSide(C cell, C product) {
   const auto field = FieldOf(product);
-  return field == 0 || field == Format<C>::kExponentMask || IsShifted(cell) != IsShifted(product) ? 1 : 0;
-}
-
-// A number of [1, 2), with its sign, that differs from this one by its exponent alone.
-template <typename C>
-JB_INLINE C MantissaOf(C cell) {
-  using F = Format<C>;
-  return BitCast<C>((BitCast<typename F::Bits>(cell) & (F::kSign | F::kMantissa)) | F::kOne);
-}
-
-// The packed product of a cell whose mantissa is MantissaOf(cell). `packed` is that of a shifted one, else anything.
-template <typename C>
-JB_INLINE int32_t PackedOf(C cell, int32_t packed) {
-  const bool is_shifted = IsShifted(cell);
-  const int32_t exponent =
-      static_cast<int32_t>(FieldOf(cell)) - (is_shifted ? kShiftedField<C> : Format<C>::kExponentBias);
-  return AddExponentAndClamp(is_shifted ? packed : 0, exponent);
-}
-
-template <typename C>
-JB_INLINE C Shifted(C mantissa) {
-  return mantissa * PowerOfTwo<C>(kShiftedField<C> - Format<C>::kExponentBias);
-}
-
-// The number that a mantissa and a packed product stand for.
-template <typename C>
-JB_INLINE C Value(C mantissa, int32_t packed) {
-  using F = Format<C>;
-  using Bits = typename F::Bits;
-  // Two steps of which only the last one can round. Beyond the bounds the number is zero or infinite.
-  constexpr int32_t kMax = F::kExponentBias + F::kMantissaBits + 4;
-  const int32_t exponent = std::min(std::max(packed >> 6, -kMax), kMax), half = exponent >> 1;
-  const auto power = [](int32_t e) __attribute__((always_inline)) {
-    return BitCast<C>(static_cast<Bits>(e + F::kExponentBias) << F::kMantissaBits);
-  };
-  const C scaled = mantissa * power(half) * power(exponent - half);
-  constexpr C kInfinite = std::numeric_limits<C>::infinity(), kNoNumber = std::numeric_limits<C>::quiet_NaN();
-  const bool has_zero = (packed & (3 << kZero)) != 0, has_infinity = (packed & (3 << kInfinity)) != 0;
-  const bool is_nan = (packed & (3 << kNan)) != 0 || (has_zero && has_infinity);
-  Bits magnitude = BitCast<Bits>(scaled) & ~F::kSign;
-  magnitude = has_infinity ? BitCast<Bits>(kInfinite) : magnitude;
-  magnitude = has_zero ? Bits{0} : magnitude;
-  magnitude = is_nan ? BitCast<Bits>(kNoNumber) : magnitude;
-  return BitCast<C>(magnitude | (BitCast<Bits>(mantissa) & F::kSign));
-}
-
-// The product of all members but one and of `by`, which may bring it back into range.
-template <typename C>
-JB_INLINE C ValueWithout(C value, C mantissa, int32_t packed, C by) {
-  const Factor<C> factor(value), other(by);
-  const int32_t one_less = ((packed >> factor.kind) & 3) == 1 ? factor.is_special : 0;
-  const int32_t others = AddExponentAndClamp(packed, other.exponent - factor.exponent) - (one_less << factor.kind);
-  const int32_t one_more = ((others >> other.kind) & 3) < 2 ? other.is_special : 0;
-  return Value(mantissa / factor.mantissa * other.mantissa, others + (one_more << other.kind));
+  return field == 0 || field == FloatingFormat<C>::kExponentMask || IsShifted(cell) != IsShifted(product) ? 1 : 0;
 }
 
 // The product of all members but one, where the number is not unusual and the product not extreme.
 template <typename C>
-JB_INLINE C ValueWithoutOrdinary(C value, C mantissa, int32_t packed) {
-  using F = Format<C>;
-  using Bits = typename F::Bits;
-  return mantissa / value * BitCast<C>(static_cast<Bits>((packed >> 6) + F::kExponentBias) << F::kMantissaBits);
+JB_INLINE C WithoutOrdinary(C value, Residual<C> product) {
+  return MantissaOf(product.mantissa) / value * PowerOfTwo<C>(product.Exponent());
 }
 
 // 0 if a product is of ordinary numbers alone and its exponent, with and without that of one of them, that of a normal
 // number, else 1.
 template <typename C>
-JB_INLINE int32_t IsExtreme(int32_t packed, C value) {
-  constexpr int32_t kBias = FloatingFormat<C>::kExponentBias, kMax = kBias - 2;
-  const int32_t exponent = packed >> 6, others = exponent - (static_cast<int32_t>(FieldOf(value)) - kBias);
-  return (packed & 63) != 0 || std::abs(exponent) > kMax || std::abs(others) > kMax ? 1 : 0;
+JB_INLINE SignedBits<C> IsExtreme(Residual<C> product, C value) {
+  constexpr SignedBits<C> kMax = FloatingFormat<C>::kExponentBias - 2;
+  const SignedBits<C> exponent = product.Exponent(), others = exponent - ExponentOf(value);
+  return (product.packed & kCountMask) != 0 || std::abs(exponent) > kMax || std::abs(others) > kMax ? 1 : 0;
 }
 
 template <typename T>
 struct FloatingProduct {
   using Element = T;
   using First = ComputeType<T>;
-  using Second = int32_t;
+  using Second = int64_t;
   using Widened = FloatingProduct<First>;
   static constexpr bool kRounds = true, kHoldsRuns = true, kFoldsBoth = false;
-  static constexpr bool kSecondIsRare = true;  // packed products are those of shifted cells alone
+  static constexpr bool kSecondIsRare = true;  // that of shifted cells alone
 
   T* output;
   First* mantissa;  // with `packed` the residual, or nullptr
   int32_t* packed;
 
   JB_INLINE CellsOf<FloatingProduct> ResultCells() const {
-    return mantissa == nullptr ? CellsAt<FloatingProduct>(output) : CellsOf<FloatingProduct>{mantissa, packed};
+    return mantissa == nullptr ? CellsAt<FloatingProduct>(output) : CellsOf<FloatingProduct>{mantissa, nullptr};
   }
 
   JB_INLINE void Start(int64_t count, CellsOf<FloatingProduct> cells) const {
@@ -208,11 +93,7 @@ struct FloatingProduct {
     } else {
       JB_VECTORIZE
       for (int64_t i = 0; i < width; ++i) {
-        First number = MantissaOf(cells.first[i]);
-        int32_t of_number = PackedOf(cells.first[i], cells.second[i]);
-        Multiply(static_cast<First>(values[i]), number, of_number);
-        cells.first[i] = Shifted(number);
-        cells.second[i] = of_number;
+        SetShifted(ProductTimes(ProductOf(cells, i), static_cast<First>(values[i])), cells, i);
       }
     }
   }
@@ -229,15 +110,19 @@ struct FloatingProduct {
       return;
     }
     for (int64_t i = 0; i < count; ++i) {
-      Product<First> product = ProductOf(cells, i);
-      MergeProduct(product, ProductOf(later, i));
-      cells.first[i] = Shifted(product.mantissa);
-      cells.second[i] = product.packed;
+      SetShifted(ProductOfBoth(ProductOf(cells, i), ProductOf(later, i)), cells, i);
     }
   }
 
   JB_INLINE static Product<First> ProductOf(CellsOf<FloatingProduct> cells, int64_t i) {
-    return {MantissaOf(cells.first[i]), PackedOf(cells.first[i], cells.second[i])};
+    return {cells.first[i], IsShifted(cells.first[i]) ? cells.second[i] : 0};
+  }
+
+  // Of a product whose mantissa is in [1, 4).
+  JB_INLINE static void SetShifted(Product<First> product, CellsOf<FloatingProduct> cells, int64_t i) {
+    constexpr int kShift = kShiftedField<First> - FloatingFormat<First>::kExponentBias;
+    cells.first[i] = product.mantissa * PowerOfTwo<First>(kShift);
+    cells.second[i] = product.packed - kShift * (1 << kCountBits);
   }
 
   JB_INLINE void WriteEmpty(int64_t count, int64_t first_cell) const {
@@ -256,17 +141,21 @@ struct FloatingProduct {
     if (are_shifted == 0) {
       WriteNumbers(cells.first, count, to);
     } else {
-      StoreEach(count, to, [&](int64_t i) __attribute__((always_inline)) {
-        const Product<First> product = ProductOf(cells, i);
-        return Value(product.mantissa, product.packed);
-      });
+      StoreEach(count, to, [&](int64_t i) __attribute__((always_inline)) { return ValueOf(ProductOf(cells, i)); });
     }
     if (mantissa == nullptr) return;
-    JB_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) {
-      const First cell = cells.first[i];
-      packed[first_cell + i] = PackedOf(cell, cells.second[i]);
-      mantissa[first_cell + i] = MantissaOf(cell);
+    const auto write_residuals = [&](auto packed_of) __attribute__((always_inline)) {
+      JB_VECTORIZE
+      for (int64_t i = 0; i < count; ++i) {
+        const auto residual = Residual<First>::Of(cells.first[i], packed_of(i));
+        packed[first_cell + i] = residual.packed;
+        mantissa[first_cell + i] = residual.mantissa;
+      }
+    };
+    if (are_shifted == 0) {
+      write_residuals([](int64_t) __attribute__((always_inline)) { return int32_t{0}; });
+    } else {
+      write_residuals([&](int64_t i) __attribute__((always_inline)) { return ProductOf(cells, i).packed; });
     }
   }
 };
@@ -321,7 +210,8 @@ JB_CPU_CLONES void GradientOfAnyRow(const T* d_output, const C* mantissa, const 
                                     int64_t width, T* d_row) {
   JB_VECTORIZE
   for (int64_t i = 0; i < width; ++i) {
-    Store(ValueWithout(static_cast<C>(data[i]), mantissa[i], packed[i], static_cast<C>(d_output[i])), d_row + i);
+    const Residual<C> product{mantissa[i], packed[i]};
+    Store(product.OfOthersTimes(static_cast<C>(data[i]), static_cast<C>(d_output[i])), d_row + i);
   }
 }
 
@@ -329,15 +219,14 @@ template <typename T, typename C, typename Number>
 JB_INLINE void GradientOfPart(const T* d_output, const C* mantissa, const int32_t* packed, const T* data,
                               const Number* d_numbers, const Number* numbers, int64_t width, T* d_row) {
   SignedBits<C> unusual = 0;
-  int32_t extreme = 0;
   JB_VECTORIZE
   for (int64_t i = 0; i < width; ++i) {
-    unusual |= IsUnusual(static_cast<C>(numbers[i]));
-    extreme |= IsExtreme(packed[i], static_cast<C>(numbers[i]));
+    const C number = static_cast<C>(numbers[i]);
+    unusual |= IsUnusual(number) | IsExtreme(Residual<C>{mantissa[i], packed[i]}, number);
   }
-  if (unusual == 0 && extreme == 0) {
+  if (unusual == 0) {
     StoreEach(width, d_row, [&](int64_t i) __attribute__((always_inline)) {
-      const C others = ValueWithoutOrdinary(static_cast<C>(numbers[i]), mantissa[i], packed[i]);
+      const C others = WithoutOrdinary(static_cast<C>(numbers[i]), Residual<C>{mantissa[i], packed[i]});
       return static_cast<C>(d_numbers[i]) * others;
     });
   } else {
@@ -387,23 +276,21 @@ struct CellsOfBlock {
 
 // Bounds of exponents, so that (product * cotangent) / number neither overflows nor underflows on the way.
 template <typename C>
-inline constexpr int kMaxProduct = FloatingFormat<C>::kExponentBias / 2;
+inline constexpr SignedBits<C> kMaxProduct = FloatingFormat<C>::kExponentBias / 2;
 template <typename C>
-inline constexpr int kMaxOther = kMaxProduct<C> / 2 - 1;
+inline constexpr SignedBits<C> kMaxOther = kMaxProduct<C> / 2 - 1;
 
 // The product of each cell of [begin, end) times its cotangent; NaN where that is not enough for the gradient.
 template <typename T, typename C>
 JB_CPU_CLONES void WriteNumerators(const CellsOfGradient<T> cells, int64_t begin, int64_t end, C* to) {
-  using F = Format<C>;
-  using Bits = typename F::Bits;
   JB_VECTORIZE
   for (int64_t i = begin; i < end; ++i) {
     const C d_output = static_cast<C>(cells.d_output[i]);
-    const int32_t packed = cells.packed[i], exponent = packed >> 6;
-    const C product =
-        cells.mantissa[i] * BitCast<C>(static_cast<Bits>(exponent + F::kExponentBias) << F::kMantissaBits);
-    const bool is_enough = (packed & 63) == 0 && std::abs(exponent) <= kMaxProduct<C> &&
-                           (d_output == 0 || std::abs(FieldOf(d_output) - F::kExponentBias) <= kMaxOther<C>);
+    const Residual<C> residual{cells.mantissa[i], cells.packed[i]};
+    const SignedBits<C> exponent = residual.Exponent();
+    const C product = WithExponent(residual.mantissa, exponent);
+    const bool is_enough = (residual.packed & kCountMask) == 0 && std::abs(exponent) <= kMaxProduct<C> &&
+                           (d_output == 0 || std::abs(ExponentOf(d_output)) <= kMaxOther<C>);
     to[i] = is_enough ? product * d_output : std::numeric_limits<C>::quiet_NaN();
   }
 }
@@ -414,8 +301,8 @@ JB_INLINE bool Divide(const C* numerators, const Number* numbers, int64_t width,
   SignedBits<C> unusual = 0;
   JB_VECTORIZE
   for (int64_t i = 0; i < width; ++i) {
-    const auto exponent = FieldOf(static_cast<C>(numbers[i])) - Format<C>::kExponentBias;
-    unusual |= numerators[i] != numerators[i] || std::abs(exponent) > kMaxOther<C> ? 1 : 0;
+    const bool is_far = std::abs(ExponentOf(static_cast<C>(numbers[i]))) > kMaxOther<C>;
+    unusual |= numerators[i] != numerators[i] || is_far ? 1 : 0;
   }
   if (unusual != 0) return false;
   StoreEach(width, d_row,

@@ -247,7 +247,7 @@ struct Launcher {
     const int64_t block_segments = CeilDivide(a.rows.segments, most_segment_blocks);
     a.block_segments = static_cast<int>(block_segments < kMaxSmallSegments ? block_segments : kMaxSmallSegments);
     const int64_t blocks = CeilDivide(a.rows.segments, a.block_segments) * a.columns;
-    SmallKernel<T, kVec, kBackward><<<static_cast<uint32_t>(blocks), kSmallThreads, 0, call.stream>>>(a);
+    SmallKernel<T, kVec, kBackward><<<GridSize(blocks), kSmallSoftmaxThreads, 0, call.stream>>>(a);
     return JB_LAUNCH_STATUS(SmallKernel);
   }
 
@@ -302,7 +302,7 @@ struct Launcher {
     const int shared_bytes = a.tile_rows * a.lanes.lanes * kVec * kElementBytes;
     const auto kernel = SoftmaxTileKernel<T, kVec, kBackward>;
     JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel));
-    kernel<<<static_cast<uint32_t>(a.tiles * a.lanes.columns), kSoftmaxTileThreads, shared_bytes, call.stream>>>(a);
+    kernel<<<GridSize(a.tiles * a.lanes.columns), kSoftmaxTileThreads, shared_bytes, call.stream>>>(a);
     JB_RETURN_IF_LAUNCH_ERROR(SoftmaxTileKernel);
     if (a.tiles == 1) return {};  // no run is long
     int multiprocessors = 0;
@@ -311,7 +311,7 @@ struct Launcher {
     const int64_t most = CeilDivide(int64_t{LongRunBlocks(sizeof(T))} * multiprocessors, a.lanes.columns);
     const int64_t useful = CeilDivide(2 * a.tiles, kLongRunWarps);
     const int64_t blocks = (useful < most ? useful : most) * a.lanes.columns;
-    LongRunsKernel<T, kVec, kBackward><<<static_cast<uint32_t>(blocks), kLongRunThreads, 0, call.stream>>>(a);
+    LongRunsKernel<T, kVec, kBackward><<<GridSize(blocks), kLongRunThreads, 0, call.stream>>>(a);
     return JB_LAUNCH_STATUS(LongRunsKernel);
   }
 
@@ -357,7 +357,7 @@ struct Launcher {
     const int shared_bytes = a.cache_slots * kSlotBytes;
     a.blocks_per_batch = cache.blocks_per_batch;
     const int64_t grid = problem.batch * cache.blocks_per_batch;
-    kernel<<<static_cast<uint32_t>(grid), kSoftmaxCacheThreads, shared_bytes, call.stream>>>(a);
+    kernel<<<GridSize(grid), kSoftmaxCacheThreads, shared_bytes, call.stream>>>(a);
     return JB_LAUNCH_STATUS(SumRowsCachedKernel);
   }
 
@@ -369,7 +369,7 @@ struct Launcher {
       const int64_t blocks = CeilDivide(vectors, int64_t{kSoftmaxTableThreads} * rows_in_flight);
       const int64_t row_blocks = CeilDivide(a.row_vectors, kSoftmaxTableThreads);
       a.blocks_per_batch = blocks > row_blocks ? blocks : row_blocks;
-      return static_cast<uint32_t>(problem.batch * a.blocks_per_batch);
+      return GridSize(problem.batch * a.blocks_per_batch);
     };
     uint32_t blocks = blocks_for(kSoftmaxRowsInFlight);
     const bool is_kept = problem.batch * vectors * kVec * static_cast<int64_t>(sizeof(T)) <= Tuning::kKeptBytes;
@@ -394,7 +394,7 @@ struct Launcher {
       if (a.blocks_per_batch > most) {
         const int64_t row_blocks = CeilDivide(a.row_vectors, kSoftmaxTableThreads);
         a.blocks_per_batch = most > row_blocks ? most : row_blocks;
-        blocks = static_cast<uint32_t>(problem.batch * a.blocks_per_batch);
+        blocks = GridSize(problem.batch * a.blocks_per_batch);
       }
       MaxPassKernel<T, kVec, false><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
       JB_RETURN_IF_LAUNCH_ERROR(MaxPassKernel);

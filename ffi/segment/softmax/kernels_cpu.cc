@@ -90,12 +90,6 @@ struct ComputedSum {
   }
 };
 
-template <typename C>
-JB_INLINE void Subtract(const C* values, const C* subtrahends, int64_t width, C* differences) {
-  JB_VECTORIZE
-  for (int64_t i = 0; i < width; ++i) differences[i] = values[i] - subtrahends[i];
-}
-
 // exp(logit - maximum) for one row.
 template <typename T, typename C>
 JB_INLINE void WeighRow(const T* logits, const C* maxima, int64_t width, C* weights) {
@@ -160,7 +154,7 @@ JB_CPU_CLONES void WeighBlock(const RowBlock block, const Problem problem, const
     for (int64_t i = 0; i < block.count; ++i) {
       const C* const of_segment = CellsOfRow(block, problem, i, width, maxima);
       const C* const of_row = logits + block.offsets[i] * width;
-      Subtract(of_row, of_segment, width, weights + i * width);
+      for (int64_t j = 0; j < width; ++j) weights[i * width + j] = of_row[j] - of_segment[j];
     }
   });
   ExpAll(block.count * features, weights);

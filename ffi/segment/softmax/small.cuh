@@ -9,8 +9,8 @@
 
 namespace jax_baracuda::segment {
 
-inline constexpr int kSmallThreads = 512;
-inline constexpr int kSmallWarps = kSmallThreads / 32;
+inline constexpr int kSmallSoftmaxThreads = 512;
+inline constexpr int kSmallWarps = kSmallSoftmaxThreads / 32;
 inline constexpr int kMaxSmallRows = 16384;    // of the whole batch
 inline constexpr int kMaxSmallSegments = 128;  // of a block
 inline constexpr int kMaxWarpSteps = 32;       // in which a warp goes through a segment's rows alone
@@ -31,7 +31,7 @@ struct SmallArguments {
 };
 
 template <typename T, int kVec, bool kBackward>
-__global__ void __launch_bounds__(kSmallThreads, 2) SmallKernel(const __grid_constant__ SmallArguments<T> a) {
+__global__ void __launch_bounds__(kSmallSoftmaxThreads, 2) SmallKernel(const __grid_constant__ SmallArguments<T> a) {
   using C = ComputeType<T>;
   using Cells = Vector<C, kVec>;
   __shared__ uint16_t own_rows[kMaxSmallRows];
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallKernel(const __grid_con
 
   // Each warp takes a share of neighbouring rows, at most 32 to a lane.
   constexpr int kInFlight = 8;
-  const int share = (rows + kSmallThreads - 1) / kSmallThreads * 32;
+  const int share = (rows + kSmallSoftmaxThreads - 1) / kSmallSoftmaxThreads * 32;
   const int first_row = warp * share, end_row = min(first_row + share, rows);
   const bool is_plain = a.rows.IsPlain();
   const int* const ids = static_cast<const int*>(a.rows.ids.ids);
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallKernel(const __grid_con
   };
   const int most_warp_rows = kMaxWarpSteps * (32 / a.lanes);
   const uint32_t lower_lanes = (1u << lane) - 1;
-  for (int i = threadIdx.x; i < kSmallWarps * kMaxSmallSegments; i += kSmallThreads) {
+  for (int i = threadIdx.x; i < kSmallWarps * kMaxSmallSegments; i += kSmallSoftmaxThreads) {
     next_places[i / kMaxSmallSegments][i % kMaxSmallSegments] = 0;
   }
   __syncthreads();
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallKernel(const __grid_con
   const auto take_segment = [&](auto whole_block, int segment) {
     constexpr bool kWholeBlock = decltype(whole_block)::value;
     const int group = (kWholeBlock ? static_cast<int>(threadIdx.x) : lane) / a.lanes;
-    const int groups = (kWholeBlock ? kSmallThreads : 32) / a.lanes;
+    const int groups = (kWholeBlock ? kSmallSoftmaxThreads : 32) / a.lanes;
     const int begin = starts[segment], end = starts[segment + 1];
     const auto load_row = [&](int input, int row) {
       const int place = a.is_shared[input] ? row % static_cast<int>(a.rows.batch_rows) : row;
@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallKernel(const __grid_con
 
   // Dropped rows are 0. Each warp of the column's blocks looks at some.
   const int blocks = gridDim.x / a.columns;
-  for (int first = (segment_block * kSmallWarps + warp) * 32; first < rows; first += blocks * kSmallThreads) {
+  for (int first = (segment_block * kSmallWarps + warp) * 32; first < rows; first += blocks * kSmallSoftmaxThreads) {
     const bool is_dropped =
         first + lane < rows && static_cast<uint32_t>(key_at(first + lane)) >= static_cast<uint32_t>(a.rows.segments);
     for (uint32_t left = __ballot_sync(kFullWarp, is_dropped); left != 0; left &= left - 1) {

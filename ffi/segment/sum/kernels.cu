@@ -90,8 +90,8 @@ struct Launcher {
                             : kWidest > 2 && problem.features % 2 == 0 ? AddRows<2>(a)
                                                                        : AddRows<1>(a));
     if (sizeof(C) == sizeof(T) && a.count == nullptr) return {};
-    FinishSumTableKernel<T><<<static_cast<uint32_t>(CeilDivide(cells, 256)), 256, 0, stream>>>(
-        a.table, a.count, problem.features, cells, output);
+    FinishSumTableKernel<T>
+        <<<GridSize(CeilDivide(cells, 256)), 256, 0, stream>>>(a.table, a.count, problem.features, cells, output);
     return JB_LAUNCH_STATUS(FinishSumTableKernel);
   }
 
@@ -101,13 +101,13 @@ struct Launcher {
     if (TakesSingleFeatures(problem, sizeof(T))) {
       a.blocks_per_batch = CeilDivide(problem.rows, int64_t{kSumTableThreads} * kWidest);
       SingleFeatureSumKernel<T, kWidest, kIsOfExponentials>
-          <<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kSumTableThreads, 0, stream>>>(a);
+          <<<GridSize(problem.batch * a.blocks_per_batch), kSumTableThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(SingleFeatureSumKernel);
     } else {
       a.blocks_per_batch =
           CeilDivide(problem.rows * (problem.features / kVec), int64_t{kSumTableThreads} * kSumVectorsInFlight);
       SumTableKernel<T, kVec, kIsOfExponentials>
-          <<<static_cast<uint32_t>(problem.batch * a.blocks_per_batch), kSumTableThreads, 0, stream>>>(a);
+          <<<GridSize(problem.batch * a.blocks_per_batch), kSumTableThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(SumTableKernel);
     }
   }

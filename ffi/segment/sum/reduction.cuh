@@ -44,7 +44,6 @@ struct SumReduction {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) sum[i] += TermOf<kIsOfExponentials>(wide.lane[i]);
     }
-    __device__ __forceinline__ void Normalize() {}
     __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) sum[i] += other.sum[i];
@@ -85,7 +84,6 @@ struct MeanReduction {
       sum.Add(values, row, {});
       ++rows;
     }
-    __device__ __forceinline__ void Normalize() {}
     __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) {
       sum.Merge(other.sum, {});
       rows += other.rows;

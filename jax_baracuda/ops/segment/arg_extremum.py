@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import accumulation_dtype
+from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import accumulation_dtype, in_automatic_mode
+from jax_baracuda._core.dispatch import MB, at_most, mostly_empty_segments, on_gpu, unsorted
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -20,6 +21,7 @@ from jax_baracuda.ops.segment.arguments import Mode, OutSharding, canonicalize
 from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, same_value, xla_min
 from jax_baracuda.ops.segment.definitions import CELLS, WIDE_DTYPES, Params, first_result, reduction_op
 from jax_baracuda.ops.segment.extrema import MAXIMUM, MINIMUM, Extremum, extrema_over_shards
+from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import index_of_first_row, row_axes_of
 
@@ -60,8 +62,8 @@ def segment_argmax(
         measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
-      ``[S, ...]``, int32: a row number in ``[0, N)``, or N for an empty segment. Where `segment_ids` is not of rank 1,
-      rows are numbered through all ids in order, and N is the number of ids.
+      ``[S, ...]``, int32 (of 2^31 rows or more int64): a row number in ``[0, N)``, or N for an empty segment. Where
+      `segment_ids` is not of rank 1, rows are numbered through all ids in order, and N is the number of ids.
 
     Raises:
       TypeError: an argument is no array or has an unsuitable dtype.
@@ -124,8 +126,8 @@ def segment_argmin(
         measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
-      ``[S, ...]``, int32: a row number in ``[0, N)``, or N for an empty segment. Where `segment_ids` is not of rank 1,
-      rows are numbered through all ids in order, and N is the number of ids.
+      ``[S, ...]``, int32 (of 2^31 rows or more int64): a row number in ``[0, N)``, or N for an empty segment. Where
+      `segment_ids` is not of rank 1, rows are numbered through all ids in order, and N is the number of ids.
 
     Raises:
       TypeError: an argument is no array or has an unsuitable dtype.
@@ -154,13 +156,23 @@ def segment_argmin(
 
 def _arg_extremum(op: Op, *arguments: Any, plan: SegmentPlan | None) -> Array:
     call = canonicalize(op.name, *arguments, plan=plan)
+    check_numbered(op.name, "rows", call.segment_ids.shape[0])
     call = call.with_data(jax.lax.stop_gradient(call.data)).with_wide_integers().in_order()
     rows = call.reduce(first_result(op), call.params(Params))
     if plan is None:
         return rows
     # The first row in the order is the lowest: within a segment, the order ascends.
     num_rows = plan.edge_order.shape[0]
-    return plan.edge_order.at[rows].get(mode="fill", fill_value=num_rows) if num_rows else rows
+    if num_rows == 0:
+        return rows
+
+    def in_own_order(order: Array, rows: Array) -> tuple[Array]:
+        return (order.at[rows].get(mode="fill", fill_value=num_rows),)
+
+    spec = jax_versions.explicit_spec(jax.typeof(rows))
+    if spec is not None:
+        in_own_order = in_automatic_mode(in_own_order, jax.typeof(rows), spec)
+    return in_own_order(plan.edge_order, rows)[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -168,7 +180,7 @@ def _arg_extremum(op: Op, *arguments: Any, plan: SegmentPlan | None) -> Array:
 
 
 def _reference(extremum: Extremum, data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
-    none = jnp.asarray(data.shape[0], jnp.int32)
+    none = jnp.asarray(data.shape[0], index_dtype(data.shape[0]))
     data = data.astype(accumulation_dtype(data.dtype))  # some narrow dtypes have no infinity
     extrema, is_member = gather_segments(extremum.of_segments(data, ids, num_segments), ids)
     attains = is_member & same_value(data, extrema)
@@ -207,10 +219,19 @@ SEGMENT_ARGMAX, SEGMENT_ARGMIN = (
     reduction_op(
         name,
         results={"winner": CELLS},
-        result_dtypes=lambda data, segment_ids, **_: [np.int32],
+        result_dtypes=lambda data, segment_ids, **_: [index_dtype(segment_ids.shape[0])],
         reference=functools.partial(_reference, extremum),
         dtypes=WIDE_DTYPES,
         guarantee=EXACT,
+        # H100, time of plain JAX / kernel: 0.33 to 0.8 (6 of 52 loops).
+        xla_rules=(
+            on_gpu(
+                "XLA sorts no rows of mostly empty segments",
+                unsorted,
+                mostly_empty_segments,
+                at_most(rows=1 << 16, bytes=16 * MB),
+            ),
+        ),
         shard_program=functools.partial(_shard_program, extremum),
     )
     for name, extremum in (("segment_argmax", MAXIMUM), ("segment_argmin", MINIMUM))

@@ -19,7 +19,7 @@ from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda.ops.segment.cells import in_order, put_back
 from jax_baracuda.ops.segment.definitions import Params
 from jax_baracuda.ops.segment.ids import Mode as Mode
-from jax_baracuda.ops.segment.ids import checked_ids, clamps, flat_ids, static_size
+from jax_baracuda.ops.segment.ids import check_numbered, checked_ids, clamps, flat_ids, static_size
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan
 
 TieBreak = Literal["split", "first"]
@@ -105,7 +105,8 @@ class SegmentCall:
         def call(data: Array, segment_ids: Array, **order: Array) -> Array:
             ids = segment_ids
             if use_buckets:
-                bucket = jnp.arange(ids.shape[0], dtype=ids.dtype) // self.bucket_size
+                numbers = jnp.repeat(jnp.arange(num_buckets, dtype=ids.dtype), self.bucket_size)
+                bucket = numbers[: ids.shape[0]]
                 is_member = (ids >= 0) & (ids < self.num_segments)
                 ids = jnp.where(is_member, ids + bucket * self.num_segments, -1)
             output = reduction(params, data=self.rows(data), segment_ids=ids, **order)
@@ -174,7 +175,7 @@ def canonicalize(
     data = as_array(name, data_name, data)
     ids = ids_of_rows(name, segment_ids, plan, num_segments=num_segments, mode=mode)
     row_shape = data.shape[1:]
-    if not _broadcasts(data.shape, (*ids.shape, *row_shape)):
+    if not broadcasts(data.shape, (*ids.shape, *row_shape)):
         raise ValueError(
             f"{name}: {data_name} must have one row per id, that is, a shape that broadcasts to segment_ids.shape + "
             f"{data_name}.shape[1:] = {(*ids.shape, *row_shape)}; got {data_name}.shape = {data.shape}, "
@@ -261,7 +262,7 @@ def check_like(name: str, argument: str, value: Array, like_name: str, like: Arr
         raise ValueError(f"{name}: {argument} must have shape {shape} to fit {like_name}, got {value.shape}")
 
 
-def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
+def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
     offset = len(target) - len(shape)
     return offset >= 0 and all(size in (1, target[offset + i]) for i, size in enumerate(shape))
 
@@ -271,7 +272,9 @@ def _canonical_num_segments(name: str, ids: Array, num_segments: int | None) -> 
         if ids.size == 0:
             raise ValueError(f"{name}: num_segments is None, but segment_ids is empty and gives no number of segments")
         num_segments = jnp.max(ids) + 1 if isinstance(ids, jax.core.Tracer) else int(jnp.max(ids)) + 1
-    return static_size(name, "num_segments", num_segments)
+    num_segments = static_size(name, "num_segments", num_segments)
+    check_numbered(name, "segments", num_segments)
+    return num_segments
 
 
 def _check_bucket_size(name: str, bucket_size: int, ids: Array) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import in_automatic_mode
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.redirection import not_redirected
+from jax_baracuda.ops.segment.ids import index_dtype
 
 
 def _dropping(reduction: Callable[..., Array]) -> Callable[[Array, Array, int], Array]:
@@ -27,10 +30,46 @@ def _dropping(reduction: Callable[..., Array]) -> Callable[[Array, Array, int], 
     return reduce
 
 
-xla_max, xla_min, xla_sum, xla_prod = (
+xla_max, xla_min, xla_prod, _running_sum = (
     _dropping(reduction)
-    for reduction in (jax.ops.segment_max, jax.ops.segment_min, jax.ops.segment_sum, jax.ops.segment_prod)
+    for reduction in (jax.ops.segment_max, jax.ops.segment_min, jax.ops.segment_prod, jax.ops.segment_sum)
 )
+
+MAX_ROWS_OF_RUNNING_SUM = 2**22
+"""XLA adds up a cell in one number, which at last no longer grows: in float32, a sum of ones stays at 2^24."""
+BLOCK_ROWS = 2**16
+MIN_ROWS_PER_CELL = 8
+"""So that the cells of all blocks are few beside the rows."""
+
+
+def sum_in_blocks(add: Callable[[Array, int], Array], ids: Array, num_segments: int) -> Array:
+    """Sums of floating numbers: of many rows by blocks, and then over the blocks.
+
+    Where segments are many, blocks are longer, so that a segment that has most of the rows may be added up in one.
+
+    Args:
+      add: ``(ids, number of cells) -> sums of rows by their ids [number of cells, ...]``, without those out of range.
+      ids: of any rank.
+    """
+    num_blocks = 1
+    if jax_versions.is_static_shape((*ids.shape, num_segments)) and num_segments > 0:
+        num_rows = math.prod(ids.shape)
+        if num_rows > MAX_ROWS_OF_RUNNING_SUM:
+            max_cells = min(num_rows // MIN_ROWS_PER_CELL, int(jnp.iinfo(ids.dtype).max))
+            num_blocks = min(num_rows // BLOCK_ROWS, max_cells // num_segments)
+    if num_blocks < 2:
+        return add(ids, num_segments)
+    numbers = jnp.repeat(jnp.arange(num_blocks, dtype=ids.dtype), -(-num_rows // num_blocks))
+    block = numbers[:num_rows].reshape(ids.shape)
+    is_member = (ids >= 0) & (ids < num_segments)
+    cells = add(jnp.where(is_member, ids + block * num_segments, -1), num_blocks * num_segments)
+    return cells.reshape(num_blocks, num_segments, *cells.shape[1:]).sum(0)
+
+
+def xla_sum(rows: Array, ids: Array, num_segments: int) -> Array:
+    if not jnp.issubdtype(rows.dtype, jnp.inexact):
+        return _running_sum(rows, ids, num_segments)
+    return sum_in_blocks(lambda ids, num_cells: _running_sum(rows, ids, num_cells), ids, num_segments)
 
 
 def per_row(values: Array, like: Array) -> Array:
@@ -52,17 +91,34 @@ def gather_or_zeros(cells: Array, ids: Array) -> Array:
     Those come from a row of zeros behind the cells: XLA gathers narrow rows up to twice as fast as it also selects.
     """
     behind = jnp.concatenate([cells, jnp.zeros((1, *cells.shape[1:]), cells.dtype)])
-    rows = jnp.where((ids >= 0) & (ids < cells.shape[0]), ids.astype(jnp.int32), cells.shape[0])
+    numbers = ids.astype(index_dtype(cells.shape[0]))
+    rows = jnp.where((ids >= 0) & (ids < cells.shape[0]), numbers, cells.shape[0])
     return behind.at[rows].get(mode="promise_in_bounds")
 
 
 def row_numbers(rows: Array) -> Array:
-    return per_row(jnp.arange(rows.shape[0], dtype=jnp.int32), rows)
+    return per_row(jnp.arange(rows.shape[0], dtype=index_dtype(rows.shape[0])), rows)
+
+
+def has_ordered_bits(dtype: Any) -> bool:
+    """Of floating numbers of 8 bits, XLA compares wider ones."""
+    return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize > 1
+
+
+def equal_numbers(x: Array, y: Array) -> Array:
+    """``x == y`` by the bits of floating numbers: on CPUs, XLA compares subnormal ones as zeros."""
+    if not has_ordered_bits(x.dtype):
+        return x == y
+    integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    bits_of_x, bits_of_y = (jax.lax.bitcast_convert_type(z, integer) for z in (x, y))
+    # Zeros of both signs are equal: but for the sign they have no bits.
+    are_zeros = (bits_of_x | bits_of_y) << 1 == 0
+    return ((bits_of_x == bits_of_y) & ~jnp.isnan(y)) | are_zeros
 
 
 def same_value(x: Array, y: Array) -> Array:
     """Whether two values are equal, a NaN equal to any NaN."""
-    return (x == y) | ((x != x) & (y != y))
+    return equal_numbers(x, y) | ((x != x) & (y != y))
 
 
 def over_counts(total: Array, counts: Array) -> Array:

@@ -11,9 +11,9 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array
 from jax_baracuda._core.selection import current_selection
-from jax_baracuda.ops.segment.cells import gather_or_zeros
+from jax_baracuda.ops.segment.cells import gather_or_zeros, in_order, put_back
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits
-from jax_baracuda.ops.segment.ids import Mode, canonical_edges, static_size
+from jax_baracuda.ops.segment.ids import Mode, canonical_edges, index_dtype, static_size
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_gathers, check_plan
 
 
@@ -44,9 +44,9 @@ class Edges:
 
     def in_order(self) -> Edges:
         """The same edges, numbered in the order of their plan."""
-        places = jnp.arange(self.edge_order.shape[0], dtype=jnp.int32)
-        place_of_edge = jnp.zeros_like(places).at[self.edge_order].set(places, mode="drop", unique_indices=True)
-        transposed_order = place_of_edge.at[self.transposed_order].get(mode="clip")
+        num_edges = self.edge_order.shape[0]
+        places = jnp.arange(num_edges, dtype=index_dtype(num_edges))
+        transposed_order = in_order(put_back(places, self.edge_order), self.transposed_order)
         return dataclasses.replace(self, edge_order=None, transposed_order=transposed_order)
 
     def params(self, data: Array, indices_are_sorted: bool, deterministic: bool) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def canonicalize_edges(
 ) -> Edges:
     """The edges that gather rows of `data`, which has been checked by :func:`as_rows`."""
     edges = _edges_of(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    if edges.segment_ids.shape[0] > 0 and data.shape[0] == 0:
+    if data.shape[0] == 0 and edges.segment_ids.shape[0] != 0:
         raise ValueError(
             f"{name}: data must have rows for {edges.segment_ids.shape[0]} edges to gather, got shape {data.shape}"
         )

@@ -14,29 +14,34 @@ from jax import Array
 class ExtendedProduct(NamedTuple):
     """A product of floating numbers that neither overflows nor underflows on the way.
 
-    The mantissa has the sign of all members; its magnitude, in [1, 2), and the exponent are those of the members that
-    are neither zero nor infinite nor NaN, which `packed` counts, up to 2 of each kind.
+    It is ``mantissa * 2**(units * unit)``: the exponent is counted in units of 64, or 512 for float64, so that 26 bits
+    reach to 2^31, or 2^34. The mantissa has the sign of all members and a magnitude in ``[2**(-unit/2), 2**(unit/2))``:
+    the product of two is a normal number. Members that are zero, infinite or NaN are counted apart, up to 2 of each.
     """
 
     mantissa: Array
     packed: Array
-    """exponent * 64 + 16 * NaNs + 4 * infinities + zeros"""
+    """units * 64 + 16 * NaNs + 4 * infinities + zeros"""
 
 
 _ZEROS, _INFINITIES, _NANS = 0, 2, 4
 """The bits where the counts of `packed` are."""
-_EXPONENT = 6
+_UNITS = 6
 
-_MAX_EXPONENT = 2**25 - 4096
+_MAX_UNITS = 2**25 - 64
 """Beyond this every product is zero or infinite anyway, whatever one more or less member does."""
+
+
+def _unit_bits(dtype: Any) -> int:
+    return 6 if jnp.finfo(dtype).bits == 32 else 9
 
 
 def _count_of(packed: Array, kind: int) -> Array:
     return (packed >> kind) & 3
 
 
-def _pack(exponent: Array, counts: Mapping[int, Array]) -> Array:
-    packed = jnp.clip(exponent, -_MAX_EXPONENT, _MAX_EXPONENT) << _EXPONENT
+def _pack(units: Array, counts: Mapping[int, Array]) -> Array:
+    packed = jnp.clip(units, -_MAX_UNITS, _MAX_UNITS) << _UNITS
     for kind, count in counts.items():
         packed += jnp.minimum(count, 2) << kind
     return packed
@@ -44,6 +49,16 @@ def _pack(exponent: Array, counts: Mapping[int, Array]) -> Array:
 
 def product_of_one(x: Array) -> ExtendedProduct:
     """Takes numbers apart by their bits, so that subnormal ones are not taken for zero."""
+    info, _, unsigned = _format_of(x.dtype)
+    mantissa, exponent, counts = _split(x)
+    units = (exponent + (1 << (_unit_bits(x.dtype) - 1))) >> _unit_bits(x.dtype)
+    rest = (exponent - (units << _unit_bits(x.dtype))).astype(unsigned) << info.nmant
+    bits = jax.lax.bitcast_convert_type(mantissa, unsigned) + rest
+    return ExtendedProduct(jax.lax.bitcast_convert_type(bits, x.dtype), _pack(units, counts))
+
+
+def _split(x: Array) -> tuple[Array, Array, dict[int, Array]]:
+    """The mantissa, of magnitude in [1, 2), the exponent, and the counts of numbers that have none."""
     info, bias, unsigned = _format_of(x.dtype)
     bits = jax.lax.bitcast_convert_type(x, unsigned)
     sign_bit, fraction_mask, one = (
@@ -60,38 +75,39 @@ def product_of_one(x: Array) -> ExtendedProduct:
     mantissa = (bits & sign_bit) | one | fraction
     exponent = jnp.where(is_ordinary, jnp.maximum(field, 1) - shift - bias, 0)
     kinds = {_ZEROS: is_zero, _INFINITIES: is_infinite, _NANS: ~is_finite & ~is_infinite}
-    return ExtendedProduct(
-        jax.lax.bitcast_convert_type(mantissa, x.dtype),
-        _pack(exponent, {kind: of_kind.astype(jnp.int32) for kind, of_kind in kinds.items()}),
-    )
+    counts = {kind: of_kind.astype(jnp.int32) for kind, of_kind in kinds.items()}
+    return jax.lax.bitcast_convert_type(mantissa, x.dtype), exponent, counts
 
 
 def product_of_both(a: ExtendedProduct, b: ExtendedProduct) -> ExtendedProduct:
     mantissa = a.mantissa * b.mantissa
-    carries = jnp.abs(mantissa) >= 2
-    exponent = (a.packed >> _EXPONENT) + (b.packed >> _EXPONENT) + carries
+    limit = 2.0 ** (1 << (_unit_bits(mantissa.dtype) - 1))
+    is_large, is_small = jnp.abs(mantissa) >= limit, jnp.abs(mantissa) < 1 / limit
+    mantissa = jnp.where(is_large, mantissa / limit**2, jnp.where(is_small, mantissa * limit**2, mantissa))
+    units = (a.packed >> _UNITS) + (b.packed >> _UNITS) + is_large.astype(jnp.int32) - is_small.astype(jnp.int32)
     counts = {kind: _count_of(a.packed, kind) + _count_of(b.packed, kind) for kind in (_ZEROS, _INFINITIES, _NANS)}
-    return ExtendedProduct(jnp.where(carries, 0.5 * mantissa, mantissa), _pack(exponent, counts))
+    return ExtendedProduct(mantissa, _pack(units, counts))
 
 
-def product_of_others(product: ExtendedProduct, member: Array) -> Array:
+def product_of_others(product: ExtendedProduct, member: Array) -> ExtendedProduct:
     """The product of all members but one."""
     one = product_of_one(member)
-    exponent = (product.packed >> _EXPONENT) - (one.packed >> _EXPONENT)
+    units = (product.packed >> _UNITS) - (one.packed >> _UNITS)
 
     def count(kind: int) -> Array:
         # A count of two stands for two or more, of which at least one is left, and one is as good as more.
         count = _count_of(product.packed, kind)
         return jnp.where((_count_of(one.packed, kind) == 1) & (count == 1), 0, count)
 
-    packed = _pack(exponent, {kind: count(kind) for kind in (_ZEROS, _INFINITIES, _NANS)})
-    return product_value(ExtendedProduct(product.mantissa / one.mantissa, packed))
+    packed = _pack(units, {kind: count(kind) for kind in (_ZEROS, _INFINITIES, _NANS)})
+    return ExtendedProduct(product.mantissa / one.mantissa, packed)
 
 
 def product_value(product: ExtendedProduct) -> Array:
     mantissa, packed = product
     has_zero, has_infinity, has_nan = (_count_of(packed, kind) > 0 for kind in (_ZEROS, _INFINITIES, _NANS))
-    value = _scaled(mantissa, packed >> _EXPONENT)
+    # More units are as good as 64.
+    value = _scaled(mantissa, jnp.clip(packed >> _UNITS, -64, 64) << _unit_bits(mantissa.dtype))
     value = jnp.where(has_infinity, jnp.copysign(jnp.inf, mantissa).astype(value.dtype), value)
     value = jnp.where(has_zero, jnp.copysign(0, mantissa).astype(value.dtype), value)
     return jnp.where(has_nan | (has_zero & has_infinity), jnp.nan, value)
@@ -100,16 +116,17 @@ def product_value(product: ExtendedProduct) -> Array:
 def _scaled(mantissa: Array, exponent: Array) -> Array:
     """``mantissa * 2**exponent``, rounded once; by its bits, so that subnormal results are not flushed to zero."""
     info, bias, unsigned = _format_of(mantissa.dtype)
-    one = product_of_one(mantissa)
-    exponent += one.packed >> _EXPONENT
-    bits = jax.lax.bitcast_convert_type(one.mantissa, unsigned)
+    mantissa, of_mantissa, _ = _split(mantissa)
+    exponent += of_mantissa
+    bits = jax.lax.bitcast_convert_type(mantissa, unsigned)
     leading_bit, sign_bit = unsigned.type(1 << info.nmant), unsigned.type(1 << (info.bits - 1))
     significand = (bits & (leading_bit - unsigned.type(1))) | leading_bit
     # A subnormal number has fewer bits: those cut off round the others to nearest, ties to even.
     cut = jnp.clip(1 - bias - exponent, 0, info.nmant + 2).astype(unsigned)
     kept = significand >> cut
     rest, half = significand - (kept << cut), (unsigned.type(1) << cut) >> 1
-    kept += ((rest > half) | ((rest == half) & (kept % 2 == 1))) & (cut > 0)
+    rounds_up = ((rest > half) | ((rest == half) & (kept % 2 == 1))) & (cut > 0)
+    kept += rounds_up.astype(unsigned)
     # Where the leading bit is there, it adds 1 to the exponent.
     field = jnp.clip(exponent + bias - 1, 0, 2 * bias).astype(unsigned)
     magnitude = jnp.where(exponent > bias, unsigned.type((2 * bias + 1) << info.nmant), (field << info.nmant) + kept)

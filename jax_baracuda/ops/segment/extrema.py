@@ -14,7 +14,16 @@ from jax import Array
 
 from jax_baracuda._core.arrays import accumulation_dtype
 from jax_baracuda._core.sharding import MeshAxes
-from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, xla_max, xla_min, xla_sum
+from jax_baracuda.ops.segment.cells import (
+    equal_numbers,
+    gather_segments,
+    has_ordered_bits,
+    row_numbers,
+    xla_max,
+    xla_min,
+    xla_sum,
+)
+from jax_baracuda.ops.segment.ids import index_dtype
 from jax_baracuda.ops.segment.shards import merge_over_shards
 
 NO_WINNER = -1
@@ -29,8 +38,8 @@ class Extremum(NamedTuple):
     """``(data, ids, num_segments)``"""
     over_axes: Callable[[Array, Sequence[str]], Array]
     """Over the axes of a mesh."""
-    of_shards: Callable[[Array], Array]
-    """Along the first axis of ``[shards, ...]``."""
+    of_stacked: Callable[[Array], Array]
+    """Along the first axis: of shards or buckets."""
     infinity: float
     integer_bound: str
 
@@ -43,11 +52,12 @@ class Extremum(NamedTuple):
         return np.asarray(value, dtype)
 
 
-def _ordered(x: Array) -> Array:
-    """Floating numbers as integers of the same order, with NaN above all others and -0 below +0."""
+def _ordered(x: Array, nan_is_least: bool = False) -> Array:
+    """Floating numbers as integers of the same order, with NaN above (or below) all others and -0 below +0."""
     signed = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(jnp.where(jnp.isnan(x), jnp.nan, x), signed)
-    return jnp.where(bits < 0, bits ^ jnp.iinfo(signed).max, bits)
+    ordered = jnp.where(bits < 0, bits ^ jnp.iinfo(signed).max, bits)
+    return jnp.where(jnp.isnan(x), jnp.iinfo(signed).min, ordered) if nan_is_least else ordered
 
 
 def _from_ordered(ordered: Array, dtype: Any) -> Array:
@@ -61,7 +71,7 @@ def _wide_integers(x: Array) -> Array:
 
 def _max_of_segments(data: Array, ids: Array, num_segments: int) -> Array:
     """``jax.ops.segment_max`` that propagates NaN on every backend, also where it becomes a maximum over devices."""
-    if not jnp.issubdtype(data.dtype, jnp.floating) or data.dtype.itemsize < 2:
+    if not has_ordered_bits(data.dtype):
         return xla_max(data, ids, num_segments)
     ordered = _ordered(data)
     cells = xla_max(_wide_integers(ordered), ids, num_segments)
@@ -70,60 +80,62 @@ def _max_of_segments(data: Array, ids: Array, num_segments: int) -> Array:
 
 
 def _min_of_segments(data: Array, ids: Array, num_segments: int) -> Array:
-    if not jnp.issubdtype(data.dtype, jnp.floating) or data.dtype.itemsize < 2:
+    """Without a negation, as all minima: in some fusions XLA computes it as ``0 - x``, which has no -0."""
+    if not has_ordered_bits(data.dtype):
         return xla_min(data, ids, num_segments)
-    return -_max_of_segments(-data, ids, num_segments)
+    ordered = _ordered(data, nan_is_least=True)
+    cells = xla_min(_wide_integers(ordered), ids, num_segments)
+    infinity = _ordered(jnp.asarray(jnp.inf, data.dtype))
+    return _from_ordered(jnp.minimum(cells, infinity.astype(cells.dtype)).astype(ordered.dtype), data.dtype)
 
 
 def _all_max(x: Array, axes: Sequence[str]) -> Array:
     """``jax.lax.pmax`` that propagates NaN and orders -0 below +0 on every backend."""
-    if jnp.issubdtype(x.dtype, jnp.inexact):
+    if has_ordered_bits(x.dtype):
         return _from_ordered(_all_max(_ordered(x), axes), x.dtype)
     return jax.lax.pmax(_wide_integers(x), axes).astype(x.dtype)
 
 
-def _max_of_shards(x: Array) -> Array:
+def _all_min(x: Array, axes: Sequence[str]) -> Array:
+    """``jax.lax.pmin`` that propagates NaN and orders -0 below +0 on every backend."""
+    if has_ordered_bits(x.dtype):
+        return _from_ordered(_all_min(_ordered(x, nan_is_least=True), axes), x.dtype)
+    return ~_all_max(~x, axes)
+
+
+def _max_of_stacked(x: Array) -> Array:
     """The maximum along the first axis, with NaN propagated and -0 below +0 on every backend."""
-    if jnp.issubdtype(x.dtype, jnp.inexact):
+    if has_ordered_bits(x.dtype):
         return _from_ordered(_ordered(x).max(0), x.dtype)
     return x.max(0)
 
 
-def _min_of_shards(x: Array) -> Array:
-    """Without a negation: in some fusions XLA computes it as ``0 - x``, which has no -0."""
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        ordered = _ordered(x)
-        lowest = jnp.iinfo(ordered.dtype).min  # a NaN, below all numbers
-        return _from_ordered(jnp.where(jnp.isnan(x), lowest, ordered).min(0), x.dtype)
+def _min_of_stacked(x: Array) -> Array:
+    if has_ordered_bits(x.dtype):
+        return _from_ordered(_ordered(x, nan_is_least=True).min(0), x.dtype)
     return x.min(0)
 
 
-def _all_min(x: Array, axes: Sequence[str]) -> Array:
-    """``jax.lax.pmin`` that propagates NaN and orders -0 below +0 on every backend."""
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return -_all_max(-x, axes)
-    return ~_all_max(~x, axes)
-
-
-MAXIMUM = Extremum(_max_of_segments, _all_max, _max_of_shards, -math.inf, "min")
-MINIMUM = Extremum(_min_of_segments, _all_min, _min_of_shards, math.inf, "max")
+MAXIMUM = Extremum(_max_of_segments, _all_max, _max_of_stacked, -math.inf, "min")
+MINIMUM = Extremum(_min_of_segments, _all_min, _min_of_stacked, math.inf, "max")
 
 
 def reference_winner(extremum: Extremum, data: Array, ids: Array, output: Array, first_wins: bool) -> Array:
     num_segments = output.shape[0]
     if 0 in output.shape or 0 in data.shape:
-        return jnp.full(output.shape, NO_WINNER, jnp.int32)
+        return jnp.full(output.shape, NO_WINNER, index_dtype(data.shape[0]))
+    row = row_numbers(data)
     extrema, is_member = gather_segments(output, ids)
-    attains = is_member & (data == extrema)
+    attains = is_member & equal_numbers(data, extrema)
     if first_wins:
-        none = jnp.iinfo(jnp.int32).max
-        first = xla_min(jnp.where(attains, row_numbers(data), none), ids, num_segments)
+        none = jnp.iinfo(row.dtype).max
+        first = xla_min(jnp.where(attains, row, none), ids, num_segments)
         return jnp.where(first == none, NO_WINNER, first)
     # In one scatter: where one row attains the extremum, the sum of the numbers of such rows is its number.
-    of_rows = jnp.stack([attains.astype(jnp.int32), jnp.where(attains, row_numbers(data), 0)], axis=-1)
+    of_rows = jnp.stack([attains.astype(row.dtype), jnp.where(attains, row, 0)], axis=-1)
     of_cells = xla_sum(of_rows, ids, num_segments)
     attaining, sole = of_cells[..., 0], of_cells[..., 1]
-    members = attaining + (output == extremum.identity(output.dtype))
+    members = attaining + (output == extremum.identity(output.dtype)).astype(row.dtype)
     return jnp.where(members > 1, -members, jnp.where(attaining == 1, sole, NO_WINNER))
 
 
@@ -136,8 +148,9 @@ def reference_gradient(d_output: Array, winner: Array, ids: Array, *data_and_out
     gradient = jnp.where(wins, cotangents, 0)
     if data_and_output:
         data, output = data_and_output
-        ties = is_member & (winners < NO_WINNER) & (data == gather_segments(output, ids)[0])
-        gradient = jnp.where(ties, cotangents / jnp.where(ties, -winners, 1), gradient)
+        ties = is_member & (winners < NO_WINNER) & equal_numbers(data, gather_segments(output, ids)[0])
+        members = jnp.where(ties, -winners, 1).astype(cotangents.dtype)
+        gradient = jnp.where(ties, cotangents / members, gradient)
     return gradient.astype(d_output.dtype)
 
 
@@ -179,7 +192,7 @@ def extrema_over_shards(
 ) -> Array:
     """The extrema of all rows: where segments are split as rows are, of the segments of each device."""
     if segment_axes == row_axes or local_output.dtype.itemsize < 4:  # an all-reduce would need wider numbers
-        return merge_over_shards(lambda x: [extremum.of_shards(x)], [local_output], row_axes, segment_axes)[0]
+        return merge_over_shards(lambda x: [extremum.of_stacked(x)], [local_output], row_axes, segment_axes)[0]
     return extremum.over_axes(local_output, row_axes)
 
 
@@ -198,7 +211,8 @@ def winners_over_shards(
     if first_wins and segment_axes != row_axes:
         output = extremum.over_axes(local_output, row_axes)
         none = jnp.iinfo(jnp.int32).max
-        row = jax.lax.pmin(jnp.where((local_output == output) & (row != NO_WINNER), row, none), row_axes)
+        attains = equal_numbers(local_output, output) & (row != NO_WINNER)
+        row = jax.lax.pmin(jnp.where(attains, row, none), row_axes)
         return output, jnp.where(row == none, NO_WINNER, row)
     # All-reduces would exchange three arrays of cells: extrema, numbers of members, and the rows of sole ones.
     merge = functools.partial(_merge_winners, extremum, first_wins)
@@ -206,15 +220,15 @@ def winners_over_shards(
 
 
 def _merge_winners(extremum: Extremum, first_wins: bool, outputs: Array, winners: Array) -> tuple[Array, Array]:
-    output = extremum.of_shards(outputs)
-    attains = (outputs == output) & (winners != NO_WINNER)
+    output = extremum.of_stacked(outputs)
+    attains = equal_numbers(outputs, output[None]) & (winners != NO_WINNER)
     none = jnp.iinfo(jnp.int32).max
     first = jnp.where(attains & (winners >= 0), winners, none).min(0)
     first = jnp.where(first == none, NO_WINNER, first)
     if first_wins:
         return output, first
     identity = (output == extremum.identity(output.dtype)).astype(jnp.int32)
-    of_shards = jnp.where(winners >= 0, 1, -winners - identity)
+    of_shards = jnp.where(winners >= 0, 1, -winners - identity[None])
     members = jnp.where(attains, of_shards, 0).sum(0, dtype=jnp.int32)
     members = jnp.where(members > 0, members + identity, 0)
     return output, jnp.where(members > 1, -members, first)

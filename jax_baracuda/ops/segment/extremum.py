@@ -14,13 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.dispatch import MB, at_most, on_gpu, uncontended
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -32,6 +32,7 @@ from jax_baracuda.ops.segment.arguments import (
     canonicalize,
     canonicalize_backward,
 )
+from jax_baracuda.ops.segment.cells import equal_numbers
 from jax_baracuda.ops.segment.definitions import (
     CELLS,
     IDS,
@@ -63,6 +64,7 @@ from jax_baracuda.ops.segment.gather_extremum import (
     GATHER_SEGMENT_MIN,
     GATHER_SEGMENT_MIN_WITH_WINNER,
 )
+from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import index_of_first_row, row_axes_of
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD
@@ -142,7 +144,7 @@ def segment_max(
     name = "segment_max"
     options = {"bucket_size": bucket_size, "plan": plan}
     call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, **options)
-    return _reduce(name, call, _segment_max, jnp.max, tie_break)
+    return _reduce(name, call, _segment_max, MAXIMUM, tie_break)
 
 
 @selectable
@@ -219,7 +221,7 @@ def segment_min(
     name = "segment_min"
     options = {"bucket_size": bucket_size, "plan": plan}
     call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, **options)
-    return _reduce(name, call, _segment_min, jnp.min, tie_break)
+    return _reduce(name, call, _segment_min, MINIMUM, tie_break)
 
 
 @selectable
@@ -365,15 +367,14 @@ def unsorted_segment_max_backward(
     return segment_max_backward(d_output, data, segment_ids, tie_break="first")
 
 
-def _reduce(
-    name: str, call: SegmentCall, rules: KernelVjp, reduce_buckets: Callable[..., Array], tie_break: TieBreak
-) -> Array:
+def _reduce(name: str, call: SegmentCall, rules: KernelVjp, extremum: Extremum, tie_break: TieBreak) -> Array:
     if call.bucket_size is not None and call.segment_ids.shape[0] == 0:
         raise ValueError(f"{name}: bucket_size needs segment_ids of shape [N] with N > 0, got shape (0,)")
     call = call.in_order(unless=FLOATING_DTYPES)
     params = call.params(ExtremumParams, first_wins=first_gets_all(name, tie_break))
     # Buckets make no difference where the first of tied rows gets the gradient.
-    return call.reduce(rules, params, None if params.first_wins else _over_buckets(reduce_buckets))
+    over_buckets = None if params.first_wins else lambda cells, axis: _over_buckets(extremum, cells)
+    return call.reduce(rules, params, over_buckets)
 
 
 def _backward(
@@ -393,17 +394,19 @@ def _backward(
     return call.gradient(rules, call.params(ExtremumParams, first_wins=first_gets_all(name, tie_break)), d_output)
 
 
-def _over_buckets(reduce: Callable[..., Array]) -> Callable[..., Array]:
-    """A maximum or minimum that passes no gradient where there is a NaN; that of JAX divides zero by zero."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _over_buckets(extremum: Extremum, cells: Array) -> Array:
+    """The extremum of buckets, of which those that tie share the gradient. It passes none where there is a NaN."""
+    return extremum.of_stacked(cells)
 
-    def over_buckets(cells: Array, axis: int) -> Array:
-        if not jnp.issubdtype(cells.dtype, jnp.inexact):
-            return reduce(cells, axis=axis)
-        has_nan = jnp.any(cells != cells, axis=axis, keepdims=True)
-        reduced = reduce(jnp.where(has_nan, 0, cells), axis=axis)
-        return jnp.where(jnp.squeeze(has_nan, axis), jnp.nan, reduced)
 
-    return over_buckets
+@_over_buckets.defjvp
+def _over_buckets_jvp(extremum: Extremum, primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
+    [cells], [d_cells] = primals, tangents
+    output = extremum.of_stacked(cells)
+    attains = equal_numbers(cells, output[None])
+    total = jnp.where(attains, d_cells, 0).sum(0)
+    return output, total / jnp.maximum(attains.sum(0), 1).astype(total.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -425,7 +428,7 @@ def _reference_with_winner(
     **_: Any,
 ) -> tuple[Array, Array, Array]:
     output = extremum.of_segments(data, ids, num_segments)
-    order = jnp.arange(ids.shape[0] if with_order else 1, dtype=jnp.int32)
+    order = jnp.arange(ids.shape[0] if with_order else 1, dtype=index_dtype(ids.shape[0]))
     return output, reference_winner(extremum, data, ids, output, first_wins), order
 
 
@@ -453,7 +456,7 @@ def _of_winners(
         [extrema] = take_cells(output, ids)
         wide = d_data.astype(accumulation_dtype(d_data.dtype))
         flags = {"indices_are_sorted": indices_are_sorted, "deterministic": True}
-        [sums] = sum_rows(jnp.where(data == extrema, wide, 0), ids, num_segments=winner.shape[0], **flags)
+        [sums] = sum_rows(jnp.where(equal_numbers(data, extrema), wide, 0), ids, num_segments=winner.shape[0], **flags)
         return jnp.where(winner != NO_WINNER, shares_of_ties(sums, winner), 0).astype(d_data.dtype)
 
     return (of_winners(d_data, winner, winner, winner >= 0, means_of_ties if data_and_output else None),)
@@ -554,6 +557,10 @@ def _backward_plan_parameters(
     )
 
 
+# H100, time of plain JAX / kernel: 0.7 (188 loops, with and without winners).
+_RULES = (on_gpu("launch-bound: few rows", uncontended, at_most(rows=1 << 14, bytes=16 * MB)),)
+
+
 def _ops(name: str, extremum: Extremum, aliases_of_backward: tuple[str, ...]) -> tuple[Op, Op, Op]:
     """The ops ``segment_<name>``, ``segment_<name>_with_winner`` and ``segment_<name>_backward``."""
 
@@ -602,6 +609,7 @@ def _ops(name: str, extremum: Extremum, aliases_of_backward: tuple[str, ...]) ->
         reference=functools.partial(_reference_reduce, extremum),
         dtypes=ORDERED_DTYPES,
         guarantee=EXACT,
+        xla_rules=_RULES,
         shard_program=functools.partial(_shard_reduce, extremum),
         tangent=tangent,
     )
@@ -613,11 +621,12 @@ def _ops(name: str, extremum: Extremum, aliases_of_backward: tuple[str, ...]) ->
             "order": IDS if with_order else ("no order",),
         },
         sizes=lambda *, num_segments, **_: {"segment": num_segments, "no order": 1},
-        result_dtypes=lambda data, segment_ids, **_: [data.dtype, np.int32, np.int32],
+        result_dtypes=lambda data, segment_ids, **_: [data.dtype, *[index_dtype(segment_ids.shape[0])] * 2],
         reference=functools.partial(_reference_with_winner, extremum),
         dtypes=FLOATING_DTYPES,
         guarantee=EXACT,
         attributes=("first_wins",),
+        xla_rules=_RULES,
         shard_program=functools.partial(_shard_with_winner, extremum),
         tangent=tangent_with_winner,
     )
@@ -633,6 +642,8 @@ def _ops(name: str, extremum: Extremum, aliases_of_backward: tuple[str, ...]) ->
         },
         plan_parameters=_backward_plan_parameters,
         reference=_reference_backward,
+        # H100, time of plain JAX / kernel: 0.54, between elementwise operations 0.45 (60 loops each).
+        xla_rules=(on_gpu("gathers and comparisons, which XLA fuses"),),
         guarantee=ROUNDED_ONCE,
         aliases=aliases_of_backward,
         shard_program=_shard_backward,
@@ -705,6 +716,7 @@ def _rules(reduction: Op, with_winner: Op, backward: Op, of_edges: Op, of_edges_
         order: Array | None = None,
         sorted_ids: Array | None = None,
     ) -> tuple[Array, tuple[Array, ...]]:
+        check_numbered(reduction.name, "rows", segment_ids.shape[0])
         with_order = _with_order(data, params)
         if order is None:
             output, winner, order = with_winner(data, segment_ids, **vars(params), with_order=with_order)

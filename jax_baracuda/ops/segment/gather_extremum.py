@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -21,11 +20,21 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
+from jax_baracuda._core.dispatch import (
+    MB,
+    at_most,
+    mostly_empty_segments,
+    on_cpu,
+    on_gpu,
+    uncontended,
+    unordered,
+    unsorted,
+)
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, current_selection, selectable
 from jax_baracuda.ops.segment.arguments import Mode, TieBreak
-from jax_baracuda.ops.segment.cells import gather_segments, put_back, xla_sum
+from jax_baracuda.ops.segment.cells import equal_numbers, gather_segments, put_back, xla_sum
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters, sum_guarantee
 from jax_baracuda.ops.segment.edges import (
     GatherParams,
@@ -58,6 +67,7 @@ from jax_baracuda.ops.segment.graphs import (
     sum_over_graphs,
     whole_batch,
 )
+from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.order import sorted_by_segment
 from jax_baracuda.ops.segment.padding import features_to_add, with_features
 from jax_baracuda.ops.segment.plan import SegmentPlan
@@ -273,6 +283,12 @@ def _reference_with_winner(
     return output, winner
 
 
+def _attains(data: Array, gather_ids: Array, output: Array, segment_ids: Array) -> Array:
+    """Whether the row that an edge gathers has the extremum of its segment."""
+    rows = gather_rows(data, gather_ids, clips_gather_ids=True)
+    return equal_numbers(rows, gather_segments(output, segment_ids)[0])
+
+
 def _reference_backward(
     d_winner: Array,
     winner: Array,
@@ -285,7 +301,8 @@ def _reference_backward(
     **_: Any,
 ) -> tuple[Array]:
     edge_order, transposed_order, _, transposed_rows = others[:4] if has_plan else (None, None, None, None)
-    edges = jnp.arange(segment_ids.shape[0], dtype=jnp.int32) if edge_order is None else edge_order
+    num_edges = segment_ids.shape[0]
+    edges = jnp.arange(num_edges, dtype=index_dtype(num_edges)) if edge_order is None else edge_order
     rows = gather_ids
     if transposed_order is not None:  # with a plan, these tell which gather ids were out of range
         rows = jnp.zeros_like(gather_ids).at[transposed_order].set(transposed_rows)[edges]
@@ -294,7 +311,7 @@ def _reference_backward(
     wins = winners == edges.reshape(-1, *[1] * (winners.ndim - 1))
     if shares_ties:
         data, output = others[-2:]
-        attains = gather_rows(data, gather_ids, clips_gather_ids=True) == gather_segments(output, segment_ids)[0]
+        attains = _attains(data, gather_ids, output, segment_ids)
         wins |= (winners < NO_WINNER) & attains
     return (xla_sum(jnp.where(is_member & wins, cotangents, 0), rows, num_rows).astype(d_winner.dtype),)
 
@@ -316,7 +333,7 @@ def _reference_of_winners(
     def sums_of_ties() -> Array:
         data, output = data_and_output
         of_edges = gather_rows(d_data, gather_ids, clips_gather_ids=False).astype(accumulation_dtype(d_data.dtype))
-        attains = gather_rows(data, gather_ids, clips_gather_ids=True) == gather_segments(output, segment_ids)[0]
+        attains = _attains(data, gather_ids, output, segment_ids)
         sums = xla_sum(jnp.where(attains, of_edges, 0), segment_ids, num_segments)
         return jnp.where(winner != NO_WINNER, sums, 0).astype(d_data.dtype)
 
@@ -544,6 +561,17 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         rows = [names.index(name) for name in ("d_winner", "winner", "data", "output")]
         return with_longer_rows(kernel, d_winner, gather_ids.shape[0], num_rows, rows)
 
+    # H100, time of plain JAX / kernel: 0.4, gradients up to 64 MB 0.5 (48 and 24 loops). Two cores: gradients of single
+    # features 0.33.
+    rules = (
+        on_gpu("launch-bound: XLA sorts no edges", unsorted, uncontended, at_most(rows=1 << 14)),
+        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unsorted, uncontended, at_most(features=2)),
+        on_gpu("XLA sorts no edges of mostly empty segments", unsorted, mostly_empty_segments, at_most(rows=1 << 16)),
+    )
+    rules_of_backward = (
+        on_gpu("XLA sorts no edges", unordered, at_most(bytes=64 * MB)),
+        on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1)),
+    )
     of_edges: dict[str, Any] = {
         "operands": _operands,
         "sizes": lambda *, num_segments, **_: {"segment": num_segments},
@@ -559,6 +587,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         name=f"gather_segment_{name}",
         results=extrema,
         reference=functools.partial(_reference, extremum),
+        xla_rules=rules,
         program_on_gpu=reduction_on_gpu,
         attributes=("indices_are_sorted",),
         replicated_dims=("gathered",),
@@ -569,8 +598,9 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
     with_winner = Op(
         name=f"gather_segment_{name}_with_winner",
         results=extrema_and_winners,
-        result_dtypes=lambda data, *_, **__: [data.dtype, np.int32],
+        result_dtypes=lambda data, gather_ids, *_, **__: [data.dtype, index_dtype(gather_ids.shape[0])],
         reference=functools.partial(_reference_with_winner, extremum),
+        xla_rules=rules,
         program_on_gpu=with_winner_on_gpu,
         attributes=("indices_are_sorted", "first_wins", "has_edge_order"),
         replicated_dims=replicated_dims_of_cells,
@@ -584,6 +614,7 @@ def _ops(name: str, extremum: Extremum) -> tuple[Op, Op, Op, Op]:
         results={"d_data": _ROWS},
         sizes=lambda *, num_rows, **_: {"gathered": num_rows},
         reference=_reference_backward,
+        xla_rules=rules_of_backward,
         program_on_gpu=backward_on_gpu,
         dtypes=FLOATING_DTYPES,
         guarantee=sum_guarantee,
@@ -642,6 +673,7 @@ def _rules(reduction: Op, with_winner: Op, backward: Op, backward_of_graphs: Op)
         )[0]
 
     def forward(params: ExtremumParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+        check_numbered(reduction.name, "edges", arrays["segment_ids"].shape[0])
         order = [arrays["edge_order"]] if "edge_order" in arrays else []
         output, winner = with_winner(
             *(arrays[name] for name in ("data", "gather_ids", "segment_ids")),

@@ -15,6 +15,7 @@ from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode
 from jax_baracuda.ops.segment.edges import GatherParams
 from jax_baracuda.ops.segment.gather_sum import gradient_of_sum, keeps_data, reduce_edges, sum_gathered
+from jax_baracuda.ops.segment.ids import check_numbered
 from jax_baracuda.ops.segment.mean import divided_by_counts
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import count_rows
@@ -106,6 +107,7 @@ def _over_counts(cells: Array, segment_ids: Array, params: GatherParams) -> Arra
 
 
 def _primal(params: GatherParams, *, data: Array, segment_ids: Array, **others: Array) -> Array:
+    check_numbered("gather_segment_mean", "edges", segment_ids.shape[0])
     total = sum_gathered(params, data=data, segment_ids=segment_ids, **others, is_wide=True)
     return _over_counts(total, segment_ids, params).astype(data.dtype)
 

@@ -16,6 +16,7 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_ar
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
+from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu, uncontended, unordered
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import OPS, NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, current_selection, selectable
@@ -369,6 +370,8 @@ def _results(*, has_weights: bool, **_: Any) -> NamedDimensions:
     return {"output": ("segment", "head", "feature") if has_weights else ("segment", "...")}
 
 
+# H100, time of plain JAX / kernel: 0.35 for sums (76 loops), 0.5 for products (41 loops). Two cores: products of
+# single features 0.2.
 GATHER_SEGMENT_SUM = Op(
     name="gather_segment_sum",
     operands=_operands,
@@ -388,6 +391,10 @@ GATHER_SEGMENT_SUM = Op(
         row_dims=("edge",),
         ids_operand=2,
     ),
+    xla_rules=(
+        on_gpu("XLA sorts no edges, which takes longer than the sum", unordered, uncontended, at_most(rows=1 << 18)),
+        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most(features=16)),
+    ),
     program_on_gpu=_program_on_gpu,
     limit=limit_of_edges,
     transpose=_transpose,
@@ -401,6 +408,11 @@ GATHER_SEGMENT_DOT = Op(
         accumulation_dtype(d_output.dtype) if is_wide else d_output.dtype
     ],
     reference=_reference_dot,
+    xla_rules=(
+        on_gpu("XLA fuses what makes the rows, too", unordered, fused),
+        on_gpu("gathers from the L2 cache, fused into the sum over features", unordered, at_most(bytes=64 * MB)),
+        on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1)),
+    ),
     dtypes=FLOATING_DTYPES,
     guarantee=accumulated,
     attributes=("is_wide", "has_edge_order"),

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jax_baracuda._core import jax_versions
 from jax_baracuda._core.batch import map_over_batch, mapped_dims, vmap_sizes
 from jax_baracuda._core.op import NamedDimensions, Op
 
@@ -91,7 +92,9 @@ def sum_over_graphs(
         return op(*operands.values(), **params)[0]
     own = [x for name, x in operands.items() if name not in shared]
     num_graphs = math.prod(vmap_sizes(own, num_graph_dims))
-    if num_graphs * max(x.shape[num_graph_dims] for x in own) <= np.iinfo(np.int32).max:
+    own_sizes = [x.shape[num_graph_dims] for x in own]
+    is_static = jax_versions.is_static_shape((num_graphs, *own_sizes))
+    if is_static and num_graphs * max(own_sizes) <= np.iinfo(np.int32).max:
         return of_graphs(*operands.values(), num_graph_dims=num_graph_dims, **params)[0]
     # Edges and segments of all graphs cannot be numbered: one result for each.
     arrays = _with_graph_dims(operands, num_graph_dims, shared)

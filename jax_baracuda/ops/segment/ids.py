@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -51,7 +52,7 @@ def canonical_edges(
         raise ValueError(
             f"{name}: gather_ids and segment_ids must have one shape [E], got {rows.shape} and {segments.shape}"
         )
-    if num_rows > jnp.iinfo(jnp.int32).max:
+    if not is_at_most(num_rows, jnp.int32):
         raise ValueError(f"{name}: at most 2^31 - 1 rows can be gathered from, got {num_rows}")
     check_num_segments(name, num_segments)
     # Ids of every dtype, as jax.numpy wraps them; what does not fit in 32 bits is out of range on its side.
@@ -59,32 +60,54 @@ def canonical_edges(
     if rows.dtype.itemsize == 8 and jnp.issubdtype(rows.dtype, jnp.signedinteger):
         rows = jnp.clip(rows, -1, num_rows)
     elif rows.dtype.itemsize >= 4 and jnp.issubdtype(rows.dtype, jnp.unsignedinteger):
-        rows = jnp.minimum(rows, rows.dtype.type(min(num_rows, int(jnp.iinfo(rows.dtype).max))))
+        rows = jnp.minimum(rows, num_rows)
     return rows.astype(jnp.int32), flat_ids(segments, num_segments, clamps(name, mode))
 
 
 def check_num_segments(name: str, num_segments: int) -> None:
-    if num_segments > jnp.iinfo(jnp.int32).max:
+    if not is_at_most(num_segments, jnp.int32):
         raise ValueError(f"{name}: num_segments must be at most 2^31 - 1, got {num_segments}")
 
 
-def index_dtype(num_rows: int) -> Any:
-    """The dtype of numbers of rows."""
-    return jnp.int64 if num_rows > jnp.iinfo(jnp.int32).max else jnp.int32
+def is_at_most(size: int, dtype: Any) -> bool:
+    """Whether a dtype can hold a number of rows or segments. Symbolic ones are less than 2^31, as JAX's are."""
+    largest = size if jax_versions.is_static_shape((size,)) else np.iinfo(np.int32).max
+    return largest <= np.iinfo(dtype).max
+
+
+def index_dtype(size: int) -> Any:
+    """The dtype of numbers of rows or segments, and of this one: int64 is there if :func:`check_numbered` is passed."""
+    return np.int32 if is_at_most(size, np.int32) else np.int64
+
+
+def clamped_ids(ids: Array, size: int) -> Array:
+    """Ids of rows or segments, those out of range moved to the nearest, in 32 or 64 bits."""
+    if ids.dtype.itemsize < 4:
+        ids = ids.astype(jnp.int32)
+    return jnp.clip(ids, 0, size - 1 if is_at_most(size, ids.dtype) else int(jnp.iinfo(ids.dtype).max))
+
+
+def check_numbered(name: str, what: str, size: int) -> None:
+    """Checks that JAX has a dtype for numbers of so many rows or segments."""
+    if index_dtype(size) == np.int64 and jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
+        raise ValueError(
+            f"{name}: {size} {what} are 2^31 or more, whose numbers need int64; set "
+            f'jax.config.update("jax_enable_x64", True), or split the {what}'
+        )
 
 
 def wrapped_ids(ids: Array, num_rows: int) -> Array:
     """Ids of rows, negative ones counted from the end once, as in ``jax.numpy``; in a dtype that this fits in."""
     if not jnp.issubdtype(ids.dtype, jnp.signedinteger):
         return ids
-    if num_rows > jnp.iinfo(ids.dtype).max:
+    if not is_at_most(num_rows, ids.dtype):
         ids = ids.astype(index_dtype(num_rows))
-    return jnp.where(ids < 0, ids + ids.dtype.type(num_rows), ids)
+    return jnp.where(ids < 0, ids + num_rows, ids)
 
 
 def static_size(name: str, argument: str, size: int) -> int:
-    """A number of rows or segments."""
-    if not hasattr(size, "__index__"):
+    """A number of rows or segments, which may be symbolic where :mod:`jax.export` makes it so."""
+    if not hasattr(size, "__index__") and not jax_versions.is_symbolic(size):
         raise TypeError(f"{name}: {argument} must be an integer, got {size!r}")
     size = jax_versions.concrete_or_error(size, f"{name}: {argument} must be static.")
     if size < 0:
@@ -94,15 +117,15 @@ def static_size(name: str, argument: str, size: int) -> int:
 
 def flat_ids(ids: Array, num_segments: int, clamps_ids: bool) -> Array:
     """Ids as int32 or int64 ``[N]``. What does not fit stays out of range, and ascending ids stay ascending."""
-    if clamps_ids and num_segments > 0:
-        ids = jnp.clip(ids, 0, min(num_segments - 1, int(jnp.iinfo(ids.dtype).max)))
+    if clamps_ids and num_segments != 0:
+        ids = clamped_ids(ids, num_segments)
     return signed_ids(ids.reshape(-1) if ids.ndim != 1 else ids, num_segments)
 
 
 def signed_ids(ids: Array, num_segments: int) -> Array:
     """Ids as int32 or int64. What does not fit stays out of range, and ascending ids stay ascending."""
-    signed = jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32
+    signed = jnp.int64 if ids.dtype.itemsize == 8 or index_dtype(num_segments) == np.int64 else jnp.int32
     most = jnp.iinfo(signed).max
-    if jnp.iinfo(ids.dtype).max > most and num_segments <= most:
+    if jnp.iinfo(ids.dtype).max > most and is_at_most(num_segments, signed):
         ids = jnp.minimum(ids, ids.dtype.type(most))  # to wrap would make them negative, in front of all others
     return ids if ids.dtype == signed else ids.astype(signed)

@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.dispatch import on_cpu, on_gpu
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -34,9 +34,17 @@ from jax_baracuda.ops.segment.definitions import (
     sum_guarantee,
 )
 from jax_baracuda.ops.segment.gather_sum import sum_edges
+from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import row_axes_of
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, count_rows, gradient_params, sum_over_shards, sum_params
+from jax_baracuda.ops.segment.sum import (
+    SEGMENT_SUM,
+    SUM_RULES,
+    count_rows,
+    gradient_params,
+    sum_over_shards,
+    sum_params,
+)
 
 
 @selectable
@@ -105,6 +113,7 @@ def segment_mean(
     """
     name = "segment_mean"
     call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, plan=plan)
+    check_numbered(name, "rows", call.segment_ids.shape[0])
     call = call.with_inexact_data().in_order(unless=FLOATING_DTYPES)
     return call.reduce(_segment_mean, call.params(SumParams, deterministic=bool(deterministic)))
 
@@ -149,7 +158,9 @@ def segment_mean_backward(
       >>> print(jb.segment_mean_backward(jnp.array([10.0, 20.0]), segment_ids))
       [ 5.  5. 20.  0.]
     """
-    d_output, ids, ids_shape = canonicalize_without_data("segment_mean_backward", d_output, segment_ids, mode, plan)
+    name = "segment_mean_backward"
+    d_output, ids, ids_shape = canonicalize_without_data(name, d_output, segment_ids, mode, plan)
+    check_numbered(name, "rows", ids.shape[0])
     counted_ids = ids if plan is None else plan.segment_ids
     count = count_rows(counted_ids, d_output.shape[0], indices_are_sorted=plan is not None)
     [d_rows] = SEGMENT_MEAN_BACKWARD(d_output, count, ids)
@@ -165,7 +176,7 @@ _MIN_ROWS_TO_DIVIDE_FIRST = 4
 
 def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array, Array]:
     total = xla_sum(data.astype(accumulation_dtype(data.dtype)), ids, num_segments)
-    count = xla_sum(jnp.ones(ids.shape, jnp.int32), ids, num_segments)
+    count = xla_sum(jnp.ones(ids.shape, index_dtype(ids.shape[0])), ids, num_segments)
     return over_counts(total, count).astype(data.dtype), count
 
 
@@ -197,21 +208,25 @@ def _shard_program(
 SEGMENT_MEAN = reduction_op(
     "segment_mean",
     results={"output": CELLS, "count": COUNTS},
-    result_dtypes=lambda data, segment_ids, **_: [data.dtype, np.int32],
+    result_dtypes=lambda data, segment_ids, **_: [data.dtype, index_dtype(segment_ids.shape[0])],
     reference=_reference,
     dtypes=FLOATING_DTYPES,
     guarantee=sum_guarantee,
     attributes=("deterministic",),
+    xla_rules=SUM_RULES,
     shard_program=_shard_program,
     transpose=lambda _, d_results, ids, *, num_segments, **params: SEGMENT_MEAN_BACKWARD(
         d_results[0], count_rows(ids, num_segments), ids, **params
     ),
 )
 
+# A gather of quotients. H100, time of plain JAX / kernel: 0.54, between elementwise operations 0.42 (33 loops each).
+# Two cores: 0.52 (8 loops).
 SEGMENT_MEAN_BACKWARD = gradient_op(
     "segment_mean_backward",
     operands={"d_output": CELLS, "count": COUNTS, "segment_ids": IDS},
     reference=_reference_backward,
+    xla_rules=(on_gpu("a gather, which XLA fuses with its neighbours"), on_cpu("a gather")),
     guarantee=ROUNDED_ONCE,
     transpose=lambda d_outputs, d_data, count, ids, **params: (
         _sum_over_counts(d_data[0], count, ids, **sum_params(d_outputs[0].shape[0], **params)),
@@ -237,7 +252,7 @@ def divided_by_counts(
     Args:
       divide: the op of the gradient of means, or its kernel in the program of a shard.
     """
-    segments = jnp.arange(cells.shape[0], dtype=jnp.int32)
+    segments = jnp.arange(cells.shape[0], dtype=index_dtype(cells.shape[0]))
     [quotients] = divide(cells, jnp.maximum(counts, 1), segments)
     return quotients
 

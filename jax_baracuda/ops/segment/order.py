@@ -9,6 +9,7 @@ from jax import Array
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
 from jax_baracuda.ops.segment.definitions import IDS, limit_of_32_bits, plan_parameters
+from jax_baracuda.ops.segment.ids import index_dtype
 
 
 def in_32_bits(ids: Array, size: int) -> Array:
@@ -28,7 +29,7 @@ def sorted_by_segment(segment_ids: Array, num_segments: int) -> tuple[Array, Arr
 def _reference(segment_ids: Array, *, num_segments: int) -> tuple[Array, Array]:
     is_member = (segment_ids >= 0) & (segment_ids < num_segments)
     ids = jnp.where(is_member, segment_ids, num_segments)
-    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    order = jnp.argsort(ids, stable=True).astype(index_dtype(ids.shape[0]))
     return order, ids[order]
 
 
@@ -36,7 +37,7 @@ SEGMENT_ORDER = Op(
     name="segment_order",
     operands={"segment_ids": IDS},
     results={"order": IDS, "sorted_ids": IDS},
-    result_dtypes=lambda *_, **__: [np.int32, np.int32],
+    result_dtypes=lambda ids, **_: [index_dtype(ids.shape[0]), np.int32],
     reference=_reference,
     dtypes=frozenset({"int32"}),
     guarantee=EXACT,

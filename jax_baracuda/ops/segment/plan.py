@@ -10,17 +10,27 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda.ops.segment.ids import canonical_edges, check_num_segments, checked_ids, flat_ids, static_size
+from jax_baracuda.ops.segment.cells import in_order
+from jax_baracuda.ops.segment.ids import (
+    canonical_edges,
+    check_num_segments,
+    check_numbered,
+    checked_ids,
+    flat_ids,
+    static_size,
+)
 from jax_baracuda.ops.segment.order import SEGMENT_ORDER, in_32_bits
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SegmentPlan:
     """The edges of a graph in the order of their receivers and in that of their senders; see :func:`segment_plan`.
 
-    A pytree of arrays of int32: pass it to compiled programs as an argument. The plan of rows that no edge gathers has
-    `edge_order`, `segment_ids` and `edge_segment_ids` alone; the others are None.
+    A pytree of arrays of int32 (orders of 2^31 edges or more: int64): pass it to compiled programs as an ordinary
+    argument, never as a static one. The plan of rows that no edge gathers has `edge_order`, `segment_ids` and
+    `edge_segment_ids` alone; the others are None. Plans are compared by identity; :meth:`validate` compares what they
+    hold.
     """
 
     edge_order: Array
@@ -41,6 +51,17 @@ class SegmentPlan:
     """``[E]``, what each edge gathers, in their own order; -1 or `num_rows` where the id is out of range."""
     num_segments: int = dataclasses.field(metadata={"static": True})
     num_rows: int | None = dataclasses.field(metadata={"static": True})
+
+    def __hash__(self) -> int:
+        """Refused: JAX hashes static arguments, whose arrays would become constants of the program."""
+        raise TypeError(
+            "SegmentPlan: a plan cannot be hashed, so it can be no static argument and no key; pass it to compiled "
+            "programs as an ordinary argument, without static_argnums, static_argnames or nondiff_argnums"
+        )
+
+    def __repr__(self) -> str:
+        fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return f"SegmentPlan({', '.join(f'{name}={_summary(value)}' for name, value in fields)})"
 
     @property
     def transposed(self) -> SegmentPlan:
@@ -143,6 +164,7 @@ def _canonical_segments(name: str, segment_ids: ArrayLike, num_segments: int) ->
 
 
 def _plan_of_ids(segments: Array, num_segments: int, rows: Array | None, num_rows: int | None) -> SegmentPlan:
+    check_numbered("segment_plan", "edges", segments.shape[0])
     segments = in_32_bits(segments, num_segments)
     order, sorted_segments = SEGMENT_ORDER(segments, num_segments=num_segments)
     transposed_order = sorted_rows = None
@@ -151,16 +173,23 @@ def _plan_of_ids(segments: Array, num_segments: int, rows: Array | None, num_row
         transposed_order, sorted_rows = SEGMENT_ORDER(rows, num_segments=num_rows)
     return SegmentPlan(
         edge_order=order,
-        gather_ids=None if rows is None else rows[order],
+        gather_ids=None if rows is None else in_order(rows, order),
         segment_ids=sorted_segments,
         edge_segment_ids=segments,
         transposed_order=transposed_order,
-        transposed_gather_ids=None if transposed_order is None else segments[transposed_order],
+        transposed_gather_ids=None if transposed_order is None else in_order(segments, transposed_order),
         transposed_segment_ids=sorted_rows,
         edge_gather_ids=rows,
         num_segments=num_segments,
         num_rows=num_rows,
     )
+
+
+def _summary(value: Any) -> str:
+    """Dtype and shape of an array, as its elements tell little and may be millions."""
+    if not (hasattr(value, "dtype") and hasattr(value, "shape")):
+        return repr(value)
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
 
 
 def _host_value(value: Any) -> Any:

@@ -18,9 +18,10 @@ from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, Selection, current_selection, selectable, selecting
 from jax_baracuda._core.sharding import mesh_axes
+from jax_baracuda.ops.segment.cells import sum_in_blocks
 from jax_baracuda.ops.segment.definitions import sum_guarantee
 from jax_baracuda.ops.segment.gather_sum import sum_edges
-from jax_baracuda.ops.segment.ids import checked_ids, index_dtype, wrapped_ids
+from jax_baracuda.ops.segment.ids import check_numbered, checked_ids, clamped_ids, index_dtype, wrapped_ids
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan
 from jax_baracuda.ops.segment.shards import of_split_segments
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_over_shards
@@ -99,6 +100,7 @@ def take_rows(
     if ids is None:
         raise TypeError(f"{name}: ids must be given, or a plan")
     ids = checked_ids(name, ids, "ids")
+    check_numbered(name, "rows", num_rows)
     if num_rows == 0 and ids.size > 0:
         raise ValueError(f"{name}: data must have rows for {ids.size} ids to take, got shape {data.shape}")
     ids = _row_numbers(ids, num_rows)
@@ -120,8 +122,8 @@ def _take_by_plan(name: str, data: Array, ids: ArrayLike | None, plan: SegmentPl
 def _row_numbers(ids: Array, num_rows: int) -> Array:
     """What JAX makes of ids: from the front, and those of arrays modulo 2^32, where the rows are not more."""
     ids = wrapped_ids(ids, num_rows)
-    if ids.ndim == 0 and num_rows > 0:
-        ids = jnp.clip(ids, 0, min(num_rows - 1, int(jnp.iinfo(ids.dtype).max)))
+    if ids.ndim == 0 and num_rows != 0:
+        ids = clamped_ids(ids, num_rows)
     return ids.astype(index_dtype(num_rows))
 
 
@@ -275,11 +277,14 @@ def _operands(*, ids_ndim: int, **_: Any) -> NamedDimensions:
 
 
 def _reference(d_output: Array, ids: Array, *, num_rows: int, ids_ndim: int, **_: Any) -> tuple[Array]:
-    wide = accumulation_dtype(d_output.dtype)
-    cells = jnp.zeros((num_rows, *d_output.shape[ids_ndim:]), wide)
-    is_row = (ids >= 0) & (ids < num_rows)
-    cells = cells.at[jnp.where(is_row, ids, num_rows)].add(d_output.astype(wide), mode="drop")
-    return (cells.astype(d_output.dtype),)
+    wide = d_output.astype(accumulation_dtype(d_output.dtype))
+
+    def add(ids: Array, num_cells: int) -> Array:
+        cells = jnp.zeros((num_cells, *d_output.shape[ids_ndim:]), wide.dtype)
+        is_cell = (ids >= 0) & (ids < num_cells)
+        return cells.at[jnp.where(is_cell, ids, num_cells)].add(wide, mode="drop")
+
+    return (sum_in_blocks(add, ids, num_rows).astype(d_output.dtype),)
 
 
 def _flat(d_output: Array, ids: Array) -> tuple[Array, Array]:

@@ -10,7 +10,7 @@ A failing case prints itself as Python code, for example
     from support.matrix.generator import Case
     from support.matrix.run import check
     check(Case(op='segment_max', dtype='float32', size='small', transformation='vjp', batch='none', sharding='single',
-               options=(), seed=0))
+               implementation='kernel', options=(), seed=0))
 
 and runs with ``PYTHONPATH=tests``. Results and scratch memory are filled with 0xFF before every kernel, so that what no
 kernel has written shows.

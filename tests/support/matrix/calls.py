@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,6 +70,8 @@ class Problem:
     """Numbers of an operand and of the result of its shape, for loops."""
     result_dtypes: tuple[str | None, ...] | None = None
     """Of results whose dtype is not that of the case."""
+    draw_cotangents: Draw = dataclasses.field(default_factory=lambda: numbers)
+    """And tangents."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,19 +167,30 @@ def passed(options: Options, *names: str) -> dict[str, Any]:
 
 
 def numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Numbers of a size around 1, none of them near zero; integers of the full range."""
+    """Finite numbers, in some arrays also the special ones."""
+    data = finite_numbers(rng, shape, dtype)
+    if is_floating(dtype) and rng.random() < 0.15:
+        return _some_replaced(rng, data, special_numbers(dtype), 0.1)
+    return data
+
+
+def finite_numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Numbers of a size around 1, none of them near zero; but some arrays have zeros and subnormal numbers here and
+    there. Integers of the full range."""
     if dtype == np.bool_:
         return rng.random(shape) < 0.5
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        return (numbers(rng, shape, np.dtype(np.float64)) + 1j * numbers(rng, shape, np.dtype(np.float64))).astype(
-            dtype
-        )
+        real, imag = (finite_numbers(rng, shape, np.dtype(np.float32)) for _ in range(2))
+        return (real + 1j * imag).astype(dtype)
     if not is_floating(dtype):
         info = jnp.iinfo(dtype)
         return rng.integers(
             int(info.min), int(info.max), shape, np.int64 if int(info.min) < 0 else np.uint64, True
         ).astype(dtype)
-    return (rng.choice([-1.0, 1.0], shape) * rng.uniform(0.25, 1.0, shape)).astype(dtype)
+    data = rng.choice([-1.0, 1.0], shape) * rng.uniform(0.25, 1.0, shape)
+    if rng.random() < 0.15:
+        return _some_replaced(rng, data.astype(dtype), special_numbers(dtype, with_nan=False), 0.1)
+    return data.astype(dtype)
 
 
 def ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -188,17 +202,27 @@ def ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> n
 
 
 def special(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Ties with NaN of both signs and infinities, and the ends of integers."""
+    """Ties, and among them NaN of both signs, infinities, subnormal numbers, and the ends of the dtype's range; in some
+    arrays only zeros of both signs and subnormal numbers."""
     data = ties(rng, shape, dtype)
-    pick = rng.random(shape)
-    if not is_floating(dtype):
-        if dtype != np.bool_:
-            data = np.where(pick < 0.1, np.asarray(jnp.iinfo(dtype).min, dtype), data)
-            data = np.where(pick > 0.9, np.asarray(jnp.iinfo(dtype).max, dtype), data)
+    if is_floating(dtype):
+        return _some_replaced(rng, data, special_numbers(dtype, with_nan=rng.random() < 0.6), 0.4)
+    if dtype == np.bool_:
         return data
-    for i, value in enumerate((np.nan, np.copysign(np.nan, -1), np.inf, -np.inf, -np.inf)):
-        data = np.where((pick > 0.03 * i) & (pick < 0.03 * (i + 1)), value, data)
-    return data.astype(dtype)
+    info = jnp.iinfo(dtype)
+    return _some_replaced(rng, data, np.array([info.min, info.max], dtype), 0.2)
+
+
+def special_numbers(dtype: np.dtype, with_nan: bool = True) -> np.ndarray:
+    """Zeros and subnormal numbers of both signs; and the others whose arithmetic is of its own kind."""
+    info = jnp.finfo(dtype)
+    least, tiny, most = (float(x) for x in (info.smallest_subnormal, info.tiny, info.max))
+    magnitudes = [0.0, least, tiny - least, *([tiny, most, np.inf, np.nan] if with_nan else ())]
+    return np.array([math.copysign(x, sign) for x in magnitudes for sign in (1, -1)]).astype(dtype)
+
+
+def _some_replaced(rng: np.random.Generator, data: np.ndarray, values: np.ndarray, probability: float) -> np.ndarray:
+    return np.where(rng.random(data.shape) < probability, values[rng.integers(len(values), size=data.shape)], data)
 
 
 def integers(minimum: int, maximum: int) -> Draw:

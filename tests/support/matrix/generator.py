@@ -26,16 +26,25 @@ TRANSFORMATIONS = (
     "jacrev",
     "jvp",
     "linearize",
+    "jvp of grad",
+    "hessian",
+    "grad of jvp",
 )
 """Each is applied to one element of the batch, and mapped over the batch; "vjp of vmap" the other way round. A scan
 goes over the outer batch in place of vmap. All but "eager" run under jit."""
 
-DERIVATIVES = ("vjp", "vjp of vmap", "checkpoint", "grad of grad", "jacrev", "jvp", "linearize")
+DERIVATIVES = TRANSFORMATIONS[TRANSFORMATIONS.index("vjp") :]
+FORWARD = ("jvp", "linearize", "grad of jvp")
+"""Those that need the function's twin in ``forward_mode``: they begin with forward mode."""
+JACOBIANS = ("jacrev", "hessian")
 
 SHARDINGS = ("single", "auto", "explicit", "shard_map", "shard_map, check_vma=False", "partly manual")
 SHARD_MAPS = SHARDINGS[3:]
 
-FACTORS = ("dtype", "size", "transformation", "batch", "sharding")
+FACTORS = ("dtype", "size", "transformation", "batch", "sharding", "implementation")
+
+IMPLEMENTATIONS = ("kernel", "xla", "rules")
+"""The kernel wherever there is one, plain JAX, and what the packaged table picks: also one of each in one program."""
 
 Values = Mapping[str, Any]
 
@@ -51,6 +60,7 @@ class Case:
     batch: str
     """"none", "one:<operand>", "all", or "nested": two levels, each of which maps random operands."""
     sharding: str
+    implementation: str
     options: tuple[tuple[str, Any], ...]
     """Those that differ from the bare call."""
     seed: int
@@ -102,7 +112,7 @@ RULES = (
         ("transformation", "dtype"),
         lambda transformation, dtype: (
             transformation in DERIVATIVES
-            and (dtype.startswith("float8") or dtype.startswith("complex") and transformation == "jacrev")
+            and (dtype.startswith("float8") or dtype.startswith("complex") and transformation in JACOBIANS)
         ),
     ),
     Rule(
@@ -140,7 +150,7 @@ def rules_of(op: str) -> tuple[Rule, ...]:
     jacobians = Rule(
         "Jacobians of large arrays",
         ("transformation", "size"),
-        lambda transformation, size: transformation == "jacrev" and is_large(sizes[size]),
+        lambda transformation, size: transformation in JACOBIANS and is_large(sizes[size]),
     )
     presence = tuple(
         Rule(
@@ -161,7 +171,7 @@ def rules_of(op: str) -> tuple[Rule, ...]:
         "JAX cannot reshape an empty Jacobian in explicit mode",
         ("sharding", "size", "transformation"),
         lambda sharding, size, transformation: (
-            sharding == "explicit" and transformation == "jacrev" and is_empty(sizes[size])
+            sharding == "explicit" and transformation in JACOBIANS and is_empty(sizes[size])
         ),
     )
     return (*RULES, jacobians, empty, empty_jacobians, *presence, *call.rules)
@@ -182,6 +192,7 @@ def factors_of(op: str, several_devices: bool, with_large: bool = False) -> dict
         "transformation": transformations,
         "batch": ("none", *(f"one:{name}" for name in call.operands), "all", "nested"),
         "sharding": SHARDINGS if several_devices else ("single",),
+        "implementation": IMPLEMENTATIONS,
         **call.options,
     }
 

@@ -23,12 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.matrix.calls import Dims, Draw, Operand, Problem, as_tuple, is_floating, is_inexact, numbers
-from support.matrix.generator import DERIVATIVES, SHARD_MAPS, Case
+from support.matrix.calls import Dims, Draw, Operand, Problem, as_tuple, is_floating, is_inexact
+from support.matrix.generator import DERIVATIVES, FORWARD, JACOBIANS, SHARD_MAPS, Case
 
+import jax_baracuda
 from jax_baracuda._core import selection
+from jax_baracuda._core.scopes import ScopedValue
 
-selection.packaged_table = lambda: selection.KERNEL_IF_ANY
+selection._of_context = ScopedValue("implementation", selection.KERNEL_IF_ANY)
 
 AXES = ("a", "b")
 WIDE = ("int64", "uint64", "float64", "complex128")
@@ -133,6 +135,8 @@ class Plan:
         self.uses_while = bool(self.rng.random() < 0.5)
         self.mesh: Mesh | None = None
         self.assignment: dict[str, tuple[str, ...]] = {}
+        self.own_assignments: dict[str, dict[str, tuple[str, ...]]] = {}
+        """Of arrays that are split each in its own way."""
         self.manual: frozenset[str] = frozenset()
         self.is_inside = False
         if case.sharding != "single":
@@ -205,24 +209,33 @@ class Plan:
         if case.transformation not in DERIVATIVES:
             return (), values
         cotangents = [
-            self._array(f"d_{k}", dims, first, dtype or case.dtype, numbers)
+            self._array(f"d_{k}", dims, first, dtype or case.dtype, problem.draw_cotangents)
             for k, (dims, dtype) in enumerate(zip(problem.results, self.result_dtypes, strict=True))
             if is_inexact(self._dtype_of_result(k))
         ]
         primals = [self.operands[i] for i in self.differentiated]
         if case.transformation == "jacrev":
             return (), (Output("gradient", (*batch, *problem.results[0], *primals[0].element), primals[0].dtype),)
+        if case.transformation == "hessian":
+            return tuple(cotangents), (Output("gradient", (*batch, *primals[0].element * 2), primals[0].dtype),)
+        tangents = [
+            dataclasses.replace(x, name=f"t_{x.name}", draw=problem.draw_cotangents, has_sign=False) for x in primals
+        ]
         if case.transformation in ("jvp", "linearize"):
-            tangents = [dataclasses.replace(x, name=f"t_{x.name}", draw=numbers, has_sign=False) for x in primals]
             of_results = [dataclasses.replace(x, kind="tangent") for x, _ in zip(values, cotangents, strict=False)]
             return tuple(tangents), (*values, *of_results)
         if case.transformation == "vjp of vmap":
             return tuple(cotangents), (*values, *(Output("gradient", x.dims, x.dtype) for x in primals))
         gradients = [Output("gradient", (*batch, *x.element), x.dtype) for x in primals]
         if case.transformation == "grad of grad":
-            second = [self._array(f"dd_{x.name}", x.element, first, x.dtype, numbers) for x in primals]
+            second = [self._array(f"dd_{x.name}", x.element, first, x.dtype, problem.draw_cotangents) for x in primals]
             of_cotangents = [Output("gradient", x.dims, x.dtype) for x in cotangents]
             return (*cotangents, *second), (*gradients, *gradients, *of_cotangents)
+        if case.transformation == "jvp of grad":
+            tangents += [dataclasses.replace(x, name=f"t_{x.name}") for x in cotangents]
+            return (*cotangents, *tangents), (*gradients, *gradients)
+        if case.transformation == "grad of jvp":
+            return (*tangents, *cotangents), (*gradients, *gradients)
         return tuple(cotangents), (*values, *gradients)
 
     def _dtype_of_result(self, k: int) -> str:
@@ -250,18 +263,29 @@ class Plan:
         free = set(problem.free) | (batch if is_inside else set())
         for axis in order:
             allowed = free if axis in self.manual else all_dims
-            fitting = sorted(name for name in allowed & all_dims if self._may_split(name, axis))
-            if fitting and self.rng.random() < 0.9:
-                name = fitting[self.rng.integers(len(fitting))]
-                self.assignment[name] = (*self.assignment.get(name, ()), axis)
+            self._split_some_dim(self.assignment, allowed & all_dims, axis)
+        if not self.manual and self.rng.random() < 0.7:
+            of_batch = {name: axes for name, axes in self.assignment.items() if name in batch}
+            taken = {axis for axes in of_batch.values() for axis in axes}
+            for x in self.arrays:
+                own = self.own_assignments[x.name] = dict(of_batch)
+                for axis in set(order) - taken:
+                    self._split_some_dim(own, {name for name in x.element if not name.startswith("1")}, axis)
         if self.manual:
             self.is_inside = is_inside and self._may_be_inside()
             if not self.is_inside:
                 for name in batch:
                     self.assignment[name] = tuple(x for x in self.assignment.get(name, ()) if x not in self.manual)
 
-    def _may_split(self, name: str, axis: str) -> bool:
-        """Whether one mesh axis more may split a dimension.
+    def _split_some_dim(self, assignment: dict[str, tuple[str, ...]], dims: set[str], axis: str) -> None:
+        """Most often splits one of these dimensions along a mesh axis, beside those that split it already."""
+        fitting = sorted(name for name in dims if self._may_split(name, (*assignment.get(name, ()), axis)))
+        if fitting and self.rng.random() < 0.9:
+            name = fitting[self.rng.integers(len(fitting))]
+            assignment[name] = (*assignment.get(name, ()), axis)
+
+    def _may_split(self, name: str, axes: tuple[str, ...]) -> bool:
+        """Whether these mesh axes may split a dimension.
 
         Only inside of an automatic program may the mesh not divide it. There, XLA itself loses the sign of -0 where
         some devices have nothing of it. And XLA's partitioner is wrong about shifted sums of packed sequences over a
@@ -270,7 +294,7 @@ class Plan:
         assert self.mesh is not None
         if name == "time" and self.case.transformation in DERIVATIVES and "segment_ids" in dict(self.case.options):
             return False
-        size, shards = self.size_of(name), math.prod(self.mesh.shape[x] for x in (*self.assignment.get(name, ()), axis))
+        size, shards = self.size_of(name), math.prod(self.mesh.shape[x] for x in axes)
         if self.case.sharding == "auto" and self.case.transformation != "eager":
             return size >= shards
         return shards == 1 or (size > 0 and size % shards == 0)
@@ -278,17 +302,27 @@ class Plan:
     def _may_be_inside(self) -> bool:
         """Whether the transformation may be applied to the part of a device: not where it sums over devices."""
         transformation = self.case.transformation
-        if transformation in ("jacrev", "loop"):
+        if transformation in (*JACOBIANS, "loop"):
             return False
         if transformation not in DERIVATIVES or transformation in ("jvp", "linearize"):
             return True
         split = {name for name, axes in self.assignment.items() if self.manual.intersection(axes)}
         return all(split <= set(self.operands[i].dims) for i in self.differentiated)
 
-    def spec(self, dims: Dims, axes: frozenset[str] | None = None, only_even: bool = False) -> P:
+    def spec_of(self, array: Array, only_even: bool = False) -> P:
+        return self.spec(array.dims, None, only_even, self.own_assignments.get(array.name))
+
+    def spec(
+        self,
+        dims: Dims,
+        axes: frozenset[str] | None = None,
+        only_even: bool = False,
+        assignment: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> P:
+        assignment = self.assignment if assignment is None else assignment
         entries = []
         for name in dims:
-            split = tuple(x for x in self.assignment.get(name, ()) if axes is None or x in axes)
+            split = tuple(x for x in assignment.get(name, ()) if axes is None or x in axes)
             if only_even and split and self.size_of(name) % math.prod(self.mesh.shape[x] for x in split) != 0:
                 split = ()
             entries.append(split[0] if len(split) == 1 else (split or None))
@@ -328,7 +362,7 @@ class Plan:
 
         def constrained(*arrays: Any) -> Any:
             placed = (
-                jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, self.spec(x.dims)))
+                jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, self.spec_of(x)))
                 for array, x in zip(arrays, self.arrays, strict=True)
             )
             return program(*placed)
@@ -363,7 +397,15 @@ class Plan:
         if transformation == "checkpoint":
             function = function if is_reference else jax.checkpoint(function)
             return self._mapped(functools.partial(_vjp, function, count, self.differentiated), self.arrays)
-        rule = {"grad of grad": _grad_of_grad, "jacrev": _jacrev, "jvp": _jvp, "linearize": _linearize}[transformation]
+        rule = {
+            "grad of grad": _grad_of_grad,
+            "jacrev": _jacrev,
+            "jvp": _jvp,
+            "linearize": _linearize,
+            "jvp of grad": _jvp_of_grad,
+            "hessian": _hessian,
+            "grad of jvp": _grad_of_jvp,
+        }[transformation]
         rule = _jvp if is_reference and rule is _linearize else rule
         return self._mapped(functools.partial(rule, function, count, self.differentiated), self.arrays)
 
@@ -477,18 +519,56 @@ def _value_and_grad(
     return (*results, *gradients)
 
 
-def _grad_of_grad(function: Callable[..., Any], count: int, positions: Sequence[int], *arrays: Any) -> tuple[Any, ...]:
-    operands, extras = arrays[:count], arrays[count:]
-    cotangents, second = extras[: -len(positions)], extras[-len(positions) :]
-    some = [operands[i] for i in positions]
+def _gradient(
+    function: Callable[..., Any], operands: Sequence[Any], positions: Sequence[int]
+) -> Callable[..., tuple[Any, ...]]:
+    """``(*operands at these positions, *cotangents) -> gradients``"""
 
     def gradient(*some_and_cotangents: Any) -> tuple[Any, ...]:
         of_some, _ = _split(function, operands, positions)
         results, pull = jax.vjp(of_some, *some_and_cotangents[: len(positions)])
         return pull(_cotangents(results, some_and_cotangents[len(positions) :]))
 
-    gradients, pull = jax.vjp(gradient, *some, *cotangents)
+    return gradient
+
+
+def _grad_of_grad(function: Callable[..., Any], count: int, positions: Sequence[int], *arrays: Any) -> tuple[Any, ...]:
+    operands, extras = arrays[:count], arrays[count:]
+    cotangents, second = extras[: -len(positions)], extras[-len(positions) :]
+    some = [operands[i] for i in positions]
+    gradients, pull = jax.vjp(_gradient(function, operands, positions), *some, *cotangents)
     return (*gradients, *pull(tuple(_like(ct, x) for ct, x in zip(second, gradients, strict=True))))
+
+
+def _jvp_of_grad(function: Callable[..., Any], count: int, positions: Sequence[int], *arrays: Any) -> tuple[Any, ...]:
+    operands, extras = arrays[:count], arrays[count:]
+    num_cotangents = (len(extras) - len(positions)) // 2
+    primals = (*(operands[i] for i in positions), *extras[:num_cotangents])
+    tangents = tuple(map(_like, extras[num_cotangents:], primals))
+    gradients, pushed = jax.jvp(_gradient(function, operands, positions), primals, tangents)
+    return (*gradients, *pushed)
+
+
+def _grad_of_jvp(function: Callable[..., Any], count: int, positions: Sequence[int], *arrays: Any) -> tuple[Any, ...]:
+    operands, tangents, cotangents = arrays[:count], arrays[count:][: len(positions)], arrays[count + len(positions) :]
+    of_some, some = _split(function, operands, positions)
+
+    def pushed(*some_and_tangents: Any) -> tuple[Any, ...]:
+        primals, tangents = some_and_tangents[: len(positions)], some_and_tangents[len(positions) :]
+        return _tangents(*jax.jvp(of_some, primals, tangents))
+
+    results, pull = jax.vjp(pushed, *some, *map(_like, tangents, some))
+    return pull(tuple(map(_like, cotangents, results)))
+
+
+def _hessian(function: Callable[..., Any], count: int, positions: Sequence[int], *arrays: Any) -> tuple[Any, ...]:
+    of_one, [x] = _split(function, arrays[:count], positions[:1])
+
+    def loss(x: Any) -> Any:
+        floating = [y for y in of_one(x) if jnp.issubdtype(y.dtype, jnp.inexact)]
+        return sum(jnp.sum(y * _like(ct, y)) for y, ct in zip(floating, arrays[count:], strict=True))
+
+    return (jax.hessian(loss)(x),)
 
 
 def _jacrev(function: Callable[..., Any], count: int, positions: Sequence[int], *arrays: Any) -> tuple[Any, ...]:
@@ -502,14 +582,14 @@ def _tangents(results: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, ...
 
 def _jvp(function: Callable[..., Any], count: int, positions: Sequence[int], *arrays: Any) -> tuple[Any, ...]:
     of_some, some = _split(function, arrays[:count], positions)
-    results, tangents = jax.jvp(of_some, tuple(some), tuple(arrays[count:]))
+    results, tangents = jax.jvp(of_some, tuple(some), tuple(map(_like, arrays[count:], some)))
     return (*results, *_tangents(results, tangents))
 
 
 def _linearize(function: Callable[..., Any], count: int, positions: Sequence[int], *arrays: Any) -> tuple[Any, ...]:
     of_some, some = _split(function, arrays[:count], positions)
     results, linear = jax.linearize(of_some, *some)
-    return (*results, *_tangents(results, linear(*arrays[count:])))
+    return (*results, *_tangents(results, linear(*map(_like, arrays[count:], some))))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -518,6 +598,11 @@ def _linearize(function: Callable[..., Any], count: int, positions: Sequence[int
 
 class Mismatch(AssertionError):
     """A result is wrong."""
+
+
+def _elements(x: jax.Array) -> np.ndarray:
+    """Those of an array. Where it has none and is split, jax 0.10.2 fails to read them: even of ``x + 1``."""
+    return np.asarray(x) if x.size > 0 else np.empty(x.shape, x.dtype)
 
 
 def _wide(x: np.ndarray) -> Any:
@@ -533,8 +618,7 @@ class Compiled:
         """With a batch of this size; None: of a random one."""
         self.case = case
         self.plan = plan = Plan(case, batch_size)
-        forward = case.transformation in ("jvp", "linearize")
-        function = plan.call.forward_mode if forward else plan.call.function
+        function = plan.call.forward_mode if case.transformation in FORWARD else plan.call.function
         assert function is not None, f"{case.op} has no forward mode"
         self.actual = plan.program(functools.partial(plan.problem.apply, function), is_reference=False)
         if case.transformation != "eager":
@@ -572,6 +656,10 @@ class Compiled:
     def context(self) -> contextlib.AbstractContextManager[Any]:
         stack = contextlib.ExitStack()
         stack.enter_context(jax.enable_x64(self.plan.is_x64))
+        if self.case.implementation == "xla":
+            stack.enter_context(jax_baracuda.implementation("xla"))
+        elif self.case.implementation == "rules":
+            stack.enter_context(jax_baracuda.implementation(None))
         if self.case.sharding == "explicit":
             stack.enter_context(jax.set_mesh(self.plan.mesh))
         return stack
@@ -581,14 +669,14 @@ class Compiled:
         if plan.mesh is None:
             return [jnp.asarray(x) for x in arrays]
         return [
-            jax.device_put(array, NamedSharding(plan.mesh, plan.spec(x.dims, only_even=True)))
+            jax.device_put(array, NamedSharding(plan.mesh, plan.spec_of(x, only_even=True)))
             for array, x in zip(arrays, plan.arrays, strict=True)
         ]
 
     def results(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Those of the kernels."""
         with self.context():
-            return [np.asarray(x) for x in self.actual(*self.place(arrays))]
+            return [_elements(x) for x in self.actual(*self.place(arrays))]
 
     def check(self, number: int = 0) -> None:
         """Runs one draw of data, raises :class:`Mismatch` where a result is wrong."""
@@ -619,7 +707,8 @@ class Compiled:
             return 2 + 2 * own
         if output.kind == "value":
             return own
-        return own + {"grad of grad": 6, "jvp": 3, "linearize": 3}.get(self.case.transformation, 2)
+        of_second = dict.fromkeys(("grad of grad", "jvp of grad", "hessian", "grad of jvp"), 6)
+        return own + {**of_second, "jvp": 3, "linearize": 3}.get(self.case.transformation, 2)
 
     def _rounding_eps(self, output: Output, info: Any) -> float:
         """A gradient in a wide dtype is made of sums over the batch in that of the case."""

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from support.matrix.calls import is_inexact, load_all
-from support.matrix.generator import Case, cover, space_of
+from support.matrix.generator import FORWARD, Case, cover, space_of
 from support.matrix.run import Plan
 
 from jax_baracuda._core.call import OpCall
@@ -47,8 +47,7 @@ BATCH_SIZE = 2
 def ask(case: Case, platforms: Sequence[str]) -> None:
     """Asks the modules of some platforms how they run each kernel of a case's program, which is traced only."""
     plan = Plan(case, batch_size=BATCH_SIZE)
-    forward = case.transformation in ("jvp", "linearize")
-    function = plan.call.forward_mode if forward else plan.call.function
+    function = plan.call.forward_mode if case.transformation in FORWARD else plan.call.function
     with jax.enable_x64(plan.is_x64):
         types = [jax.ShapeDtypeStruct(tuple(map(plan.size_of, x.dims)), jnp.dtype(x.dtype)) for x in plan.arrays]
         program = plan.program(functools.partial(plan.problem.apply, function), is_reference=False)

@@ -17,10 +17,14 @@ from benchmarks import tables
 from benchmarks.__main__ import select_cases
 from benchmarks.record import RESULTS, GridRun, load
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOR_DEVELOPERS = [ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")]
-RUN_ELSEWHERE = {"adding_an_op.md": "test_adding_an_op.py", "recipes_libraries.md": "programs/test_recipes.py"}
+RUN_ELSEWHERE = {
+    "README.md": "test_whole_programs.py",
+    "adding_an_op.md": "repository/test_adding_an_op.py",
+    "recipes_libraries.md": "programs/test_recipes.py",
+}
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 WITH_EXAMPLES = [page for page in PAGES if "```python\n" in page.read_text() and page.name not in RUN_ELSEWHERE]
 
@@ -29,13 +33,11 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=name_of)
 def test_examples(page: Path) -> None:
     run_examples(page)
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("page", RUN_ELSEWHERE)
 def test_examples_run_elsewhere(page: str) -> None:
     assert page in (ROOT / "tests" / RUN_ELSEWHERE[page]).read_text()
@@ -47,7 +49,6 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("page", [*PAGES, *FOR_DEVELOPERS], ids=name_of)
 def test_links(page: Path) -> None:
     text = BLOCK.sub("", page.read_text())
@@ -73,7 +74,6 @@ def commands_of(page: Path) -> list[list[str]]:
 COMMANDS = sorted({tuple(command) for page in [*PAGES, *FOR_DEVELOPERS] for command in commands_of(page)})
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_commands_exist(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     """Targets of make, modules with their options and the cases that these name, files, and extras."""
@@ -106,7 +106,6 @@ def cells_of(row: str) -> list[str]:
     return [cell.strip() for cell in row.strip("|").split("|")]
 
 
-@pytest.mark.newest_jax_alone
 def test_tables_are_those_of_the_records() -> None:
     """The overviews of the page on performance, and every case of the numbers; a cell may be left out."""
     runs = [load(path) for path in RESULTS.glob("*.json") if path.name != "two_gpus.json"]
@@ -126,12 +125,10 @@ def test_tables_are_those_of_the_records() -> None:
     assert [row for row in rows if not is_known(cells_of(row))] == []
 
 
-@pytest.mark.newest_jax_alone
 def test_front_page_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 150
 
 
-@pytest.mark.newest_jax_alone
 @pytest.mark.parametrize("name", jax_baracuda.__all__)
 def test_every_public_name_is_on_a_page(name: str) -> None:
     assert any(re.search(rf"\b{name}\b", page.read_text()) for page in PAGES[1:])

@@ -7,16 +7,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OF_JAX = (
     "can't apply forward-mode",
     "jvp) to a custom_vjp function",
     "Cannot serialize code with custom calls whose targets have no compatibility guarantees",
 )
-
-pytestmark = pytest.mark.newest_jax_alone
 
 
 def nodes_of_package() -> Iterator[ast.AST]:
@@ -38,7 +34,7 @@ def strings(tree: ast.AST) -> Iterator[str]:
 def messages() -> str:
     """Every string of the Python files, and of the file that looks for GPUs."""
     found = [text for node in nodes_of_package() if isinstance(node, ast.Module) for text in strings(node)]
-    source = (ROOT / "ffi" / "core" / "device_problem.cu").read_text()
+    source = (ROOT / "ffi" / "core" / "device_problem_cuda.cc").read_text()
     found.extend(re.findall(r'"([^"\n]*)"', source))
     return "\n".join(found)
 

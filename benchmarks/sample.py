@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
+from benchmarks.timing import on_device
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, Sizes, normal
 from jax_baracuda._examples.segment import random_ids, sorted_ids, with_ties
@@ -75,7 +79,7 @@ def add_functions_option(parser: argparse.ArgumentParser, help_text: str) -> Non
     parser.add_argument("--functions", nargs="+", default=(), choices=names, metavar="FUNCTION", help=help_text)
 
 
-def sample(platform: str, num_cases: int, seed: int, functions: Sequence[str] = ()) -> Iterator[Case]:
+def draw(platform: str, num_cases: int, seed: int, functions: Sequence[str] = ()) -> Iterator[Case]:
     """Cases in random order: every example call and dtype as often as any other.
 
     Args:
@@ -177,3 +181,17 @@ def largest_elements(example: Example, sizes: Mapping[str, int]) -> int:
     if "segment" in example.dims:
         shapes.append(("segment", "feature"))
     return max(math.prod(sizes[dim] for dim in (*front, *dims) if not dim.startswith("1")) for dims in shapes)
+
+
+def types_of(case: Case, platform: str, device: jax.Device) -> tuple[Any, Any]:
+    """Of the operands of an example's call, and of cotangents of its results."""
+    operands = case.example.operand_types(case.dtype, platform)
+    cotangents = jax.eval_shape(case.example.call(platform), **operands)
+    return jax.tree.map(functools.partial(on_device, device), (operands, cotangents))
+
+
+def operands_of(case: Case, types: tuple[Any, Any], platform: str, device: jax.Device) -> tuple[Any, Any]:
+    """Operands and cotangents of these types, made by the host: nothing is compiled for them."""
+    operands = case.example.make_operands(np.random.default_rng(0), case.dtype, platform)
+    cotangents = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), types[1])
+    return jax.device_put((operands, cotangents), device)

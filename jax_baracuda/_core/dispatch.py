@@ -1,0 +1,192 @@
+"""Which implementation serves a call of an op: its kernel, or plain JAX that XLA compiles.
+
+:func:`decide` alone makes that choice, when a program is lowered for a platform. Where nothing is asked for, the rules
+of the op say where plain JAX is faster. A rule is a physical reason and the conditions under which it holds; the
+comment beside it has the measurement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jax_baracuda._core.selection import KERNEL_IF_ANY, Implementation
+
+if TYPE_CHECKING:
+    from jax_baracuda._core.call import OpCall
+    from jax_baracuda._core.op import Op
+
+KB, MB = 1 << 10, 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where a call stands in a program."""
+
+    platform: str
+    fuses: bool = False
+    """Whether XLA can compute the first operand, or one of the largest, in one fusion with plain JAX."""
+    donated: tuple[int, ...] = ()
+    """The operands that are donated arguments of the program and may be written in place."""
+    is_split: bool = False
+    """Whether JAX's partitioner splits the call over devices."""
+    loses_empty_calls: bool = False
+    """Whether the call has an empty array inside ``shard_map``, where XLA drops custom calls of these."""
+
+
+class Decision(NamedTuple):
+    """What serves a call, and why."""
+
+    implementation: Implementation
+    reason: str
+
+
+def decide(call: OpCall, site: Site) -> Decision:
+    """What serves a call at a place in a program.
+
+    Raises:
+      ValueError: a kernel is asked for, and there is none; or plain JAX, which on GPUs adds up rows in an order that
+        varies from run to run, together with ``deterministic=True``.
+    """
+    is_deterministic = site.platform == "cuda" and bool(call.params.get("deterministic"))
+    if call.selection == "xla":
+        if is_deterministic:
+            raise ValueError(
+                f"{call.op.name}: implementation='xla' is asked for and deterministic=True, but XLA adds up rows in an "
+                "order that varies from run to run; leave one of the two out"
+            )
+        return Decision("xla", "asked for")
+    problem = call.unsupported_reason(site.platform)
+    if problem is not None and call.selection == "kernel":
+        raise missing_kernel(call, [site.platform], problem)
+    if problem is not None:
+        return Decision("xla", problem)
+    if site.loses_empty_calls:
+        return Decision("xla", "XLA loses custom calls of empty arrays in shard_map")
+    if call.selection == "kernel":
+        return Decision("kernel", "asked for")
+    if site.donated:
+        return Decision("kernel", "it writes a donated argument in place, where plain JAX might need another array")
+    if is_deterministic:
+        return Decision("kernel", "deterministic=True is asked for")
+    if site.is_split and call.resolve(call.op.reduction_dims) and not call.op.shards_reference:
+        return Decision("kernel", "XLA's partitioner might gather the operands of plain JAX")
+    if call.selection != KERNEL_IF_ANY:
+        for rule in rules_of(call.op):
+            if rule.holds_for(call, site):
+                return Decision("xla", rule.reason)
+    return Decision("kernel", "no rule of the op says that plain JAX is faster")
+
+
+def missing_kernel(call: OpCall, platforms: Sequence[str], reason: str) -> ValueError:
+    """The error where a kernel is asked for that is not there."""
+    return ValueError(
+        f"{call.op.name}: implementation='kernel' is asked for, but there is no kernel for this call of dtype "
+        f"{call.dtype.name} on {' and '.join(platforms)}: {reason}"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rules.
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """What conditions ask about a call."""
+
+    params: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    """See :meth:`OpCall.sizes`."""
+    fuses: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of data, or edges."""
+        return self.sizes["row"] if "row" in self.sizes else self.sizes["edge"]
+
+
+Condition = Callable[[Traits], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Where plain JAX is faster than the kernel on a platform: where all conditions hold."""
+
+    platform: str
+    reason: str
+    conditions: tuple[Condition, ...]
+
+    def holds_for(self, call: OpCall, site: Site) -> bool:
+        if self.platform != site.platform:
+            return False
+        traits = Traits(call.params, call.sizes(), site.fuses)
+        return all(condition(traits) for condition in self.conditions)
+
+
+def rules_of(op: Op) -> tuple[Rule, ...]:
+    return op.xla_rules
+
+
+def on_cpu(reason: str, *conditions: Condition) -> Rule:
+    return Rule("cpu", reason, conditions)
+
+
+def on_gpu(reason: str, *conditions: Condition) -> Rule:
+    return Rule("cuda", reason, conditions)
+
+
+def fused(traits: Traits) -> bool:
+    """XLA computes an operand where it is read; a kernel reads it from memory, where it is written first."""
+    return traits.fuses
+
+
+def unordered(traits: Traits) -> bool:
+    """No order of additions is promised: XLA's atomic additions keep none."""
+    return not any(traits.params.get(name) for name in ("deterministic", "indices_are_sorted", "has_plan"))
+
+
+def unsorted(traits: Traits) -> bool:
+    return not traits.params.get("indices_are_sorted")
+
+
+MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT = 1024
+
+
+def uncontended(traits: Traits) -> bool:
+    """Segments are so many that XLA's atomic operations on a cell seldom wait for each other."""
+    return traits.rows <= MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT * traits.sizes["segment"]
+
+
+def mostly_empty_segments(traits: Traits) -> bool:
+    return traits.rows <= traits.sizes["segment"]
+
+
+def param(name: str, value: Any) -> Condition:
+    """A param of the op has this value."""
+    return lambda traits: traits.params.get(name) == value
+
+
+def at_most(**sizes: int) -> Condition:
+    """Sizes of the call, by name as in :meth:`OpCall.sizes`, and "rows": rows of data, or edges."""
+
+    def holds(traits: Traits) -> bool:
+        return all(_size(traits, name) <= size for name, size in sizes.items())
+
+    return holds
+
+
+def at_least(**sizes: int) -> Condition:
+    def holds(traits: Traits) -> bool:
+        return all(_size(traits, name) >= size for name, size in sizes.items())
+
+    return holds
+
+
+def _size(traits: Traits, name: str) -> int:
+    if name == "rows":
+        return traits.rows
+    if name == "features" and "features" not in traits.sizes:
+        return math.prod(traits.sizes[dimension] for dimension in ("head", "feature"))
+    return traits.sizes[name]
