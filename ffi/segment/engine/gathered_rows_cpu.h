@@ -18,13 +18,14 @@ JB_INLINE const T* OfElement(const T* array, bool is_shared, int64_t batch, int6
 struct EdgeNumbers {
   const int32_t* order;  // or nullptr
   int64_t edges;
+  int64_t first_place = 0;
 
   EdgeNumbers(const int32_t* edge_order, bool is_shared, int64_t batch, int64_t num_edges)
       : order(OfElement(edge_order, is_shared, batch, num_edges)), edges(num_edges) {}
 
   // Whatever a caller passes, nothing out of bounds is read or written.
   JB_INLINE int64_t operator[](int64_t place) const {
-    return order == nullptr ? place : std::clamp<int64_t>(order[place], 0, edges - 1);
+    return order == nullptr ? first_place + place : std::clamp<int64_t>(order[place], 0, edges - 1);
   }
 };
 
@@ -55,6 +56,15 @@ struct GatheredRows {
     const uint32_t* selection;
     int64_t selection_words;
     EdgeNumbers numbers;
+
+    // With numbers of places that count from this one on.
+    JB_INLINE Element From(int64_t place, int64_t /*stride*/) const {
+      Element from = *this;
+      from.gather_ids += place;
+      from.numbers.first_place += place;
+      if (numbers.order != nullptr) from.numbers.order += place;
+      return from;
+    }
 
     // The gathered row of an edge, or a number that is none.
     JB_INLINE int64_t Row(int32_t place) const {

@@ -209,16 +209,6 @@ JB_INLINE void WithWidth(int64_t width, const Body& body) {
   if (!DispatchNarrow(width, body)) body(width);
 }
 
-// Calls body with a boolean as a constant.
-template <typename Body>
-JB_INLINE void WithConstant(bool value, const Body& body) {
-  if (value) {
-    body(std::true_type{});
-  } else {
-    body(std::false_type{});
-  }
-}
-
 // Pointers to the cells under reduction, a number of each kind per cell.
 struct NoNumber {};
 
@@ -378,7 +368,10 @@ struct DirectRows {
     static constexpr bool kAreInOrder = true;  // of memory
 
     const T* rows;
+    int64_t first_row = 0;
 
+    // With numbers of rows that count from this one on.
+    JB_INLINE Element From(int64_t row, int64_t stride) const { return {rows + row * stride, row}; }
     JB_INLINE void Prefetch(int32_t row, int64_t stride, int64_t width) const {
       PrefetchRow(rows + row * stride, width);
     }
@@ -387,7 +380,7 @@ struct DirectRows {
     template <typename Reduction>
     JB_INLINE void Fold(const Reduction& reduction, int32_t row, int64_t stride, int64_t width,
                         CellsOf<Reduction> cells) const {
-      FoldRow(reduction, rows + row * stride, row, width, cells);
+      FoldRow(reduction, rows + row * stride, static_cast<int32_t>(first_row + row), width, cells);
     }
   };
 
@@ -708,59 +701,67 @@ struct FoldTarget {
   int64_t features;
   bool cells_are_far;
   bool rows_are_far;  // if they are gathered
-  bool holds_runs;
+  bool holds_runs;  // of blocks of all rows alone
 };
 
-// Calls fold(row, segment - segment_begin) for the members of a block.
-template <typename Reduction, typename RowsOfElement, typename Fold>
+// Calls fold(offset, segment - segment_begin) for the members of a block, whose i-th row has the offset offset_of(i).
+template <typename Reduction, typename RowsOfElement, typename OffsetOf, typename Fold>
 JB_INLINE void ForEachMember(const RowBlock& block, const RowsOfElement& rows, const FoldTarget<Reduction>& target,
-                             int64_t width, const Fold& fold) {
+                             int64_t width, const OffsetOf& offset_of, const Fold& fold) {
   const int64_t first = block.first_segment - target.segment_begin;
-  const bool looks_ahead = target.cells_are_far || (!RowsOfElement::kAreInOrder && target.rows_are_far);
+  const bool rows_are_far = !RowsOfElement::kAreInOrder && target.rows_are_far;
+  const bool looks_ahead = target.cells_are_far || rows_are_far;
   for (int64_t i = 0; i < block.count; ++i) {
     const int64_t ahead = i + kScanPrefetchDistance;
     if (looks_ahead && ahead < block.known) {
       const int64_t coming = block.ids[ahead];
       if (static_cast<uint64_t>(coming) < target.num_segments) {
         if (target.cells_are_far) PrefetchCells<Reduction>(target.cells + (first + coming) * width, width);
-        if (!RowsOfElement::kAreInOrder && target.rows_are_far)
-          rows.PrefetchNarrow(static_cast<int32_t>(block.Row(ahead)), width);
+        if (rows_are_far) rows.PrefetchNarrow(offset_of(ahead), width);
       }
     }
     const int64_t id = block.ids[i];
-    if (static_cast<uint64_t>(id) < target.num_segments) fold(static_cast<int32_t>(block.Row(i)), first + id);
+    if (static_cast<uint64_t>(id) < target.num_segments) fold(offset_of(i), first + id);
   }
 }
 
 // Folds a block of rows so narrow that loops over their features are compiled for each width.
 template <typename Reduction, typename RowsOfElement>
-JB_CPU_CLONES_OF_NARROW void FoldNarrow(const RowBlock block, const RowsOfElement rows, const Reduction reduction,
+JB_CPU_CLONES_OF_NARROW void FoldNarrow(const RowBlock block, const RowsOfElement all_rows, const Reduction reduction,
                                         const FoldTarget<Reduction> target) {
+  const auto rows = all_rows.From(block.first_row, target.features);
   if (Reduction::kHoldsRuns && target.holds_runs && target.features == 1) {
     HeldCell<Reduction> held(target.cells, target.row_counts);
-    ForEachMember(block, rows, target, 1, [&](int32_t row, int64_t segment) __attribute__((always_inline)) {
-      held.MoveTo(segment);
-      rows.Fold(reduction, row, 1, 1, held.cells());
-    });
+    ForEachMember(
+        block, rows, target, 1, [](int64_t i) __attribute__((always_inline)) { return static_cast<int32_t>(i); },
+        [&](int32_t offset, int64_t segment) __attribute__((always_inline)) {
+          held.MoveTo(segment);
+          rows.Fold(reduction, offset, 1, 1, held.cells());
+        });
     held.Release();
     return;
   }
   DispatchNarrow(target.features, [&](auto width) __attribute__((always_inline)) {
-    ForEachMember(block, rows, target, width, [&](int32_t row, int64_t segment) __attribute__((always_inline)) {
-      rows.Fold(reduction, row, width, width, target.cells + segment * width);
-      if (target.row_counts != nullptr) ++target.row_counts[segment];
-    });
+    ForEachMember(
+        block, rows, target, width, [&](int64_t i) __attribute__((always_inline)) { return block.offsets[i]; },
+        [&](int32_t offset, int64_t segment) __attribute__((always_inline)) {
+          rows.Fold(reduction, offset, width, width, target.cells + segment * width);
+          if (target.row_counts != nullptr) ++target.row_counts[segment];
+        });
   });
 }
 
 template <typename Reduction, typename RowsOfElement>
-JB_CPU_CLONES void FoldWide(const RowBlock block, const RowsOfElement rows, const Reduction reduction,
+JB_CPU_CLONES void FoldWide(const RowBlock block, const RowsOfElement all_rows, const Reduction reduction,
                             const FoldTarget<Reduction> target) {
   const int64_t width = target.features;
-  ForEachMember(block, rows, target, width, [&](int32_t row, int64_t segment) __attribute__((always_inline)) {
-    rows.Fold(reduction, row, width, width, target.cells + segment * width);
-    if (target.row_counts != nullptr) ++target.row_counts[segment];
-  });
+  const auto rows = all_rows.From(block.first_row, width);
+  ForEachMember(
+      block, rows, target, width, [&](int64_t i) __attribute__((always_inline)) { return block.offsets[i]; },
+      [&](int32_t offset, int64_t segment) __attribute__((always_inline)) {
+        rows.Fold(reduction, offset, width, width, target.cells + segment * width);
+        if (target.row_counts != nullptr) ++target.row_counts[segment];
+      });
 }
 
 template <typename Reduction, typename RowsOfElement>

@@ -22,14 +22,15 @@ namespace {
 
 constexpr int64_t kMinStreamedRowBytes = 256;
 
-template <typename Key>
+template <typename Format>
 struct ArgExtremum {
+  using Key = typename Format::Key;
   using Element = Key;
   using First = std::common_type_t<Key, int32_t>;
   using Second = int32_t;
   static constexpr bool kRounds = false, kHoldsRuns = true;
 
-  KeyFormat<Key> format;
+  Format format;
   int32_t no_row;  // what an empty segment gets
   int32_t* winner;
 
@@ -207,17 +208,18 @@ void WriteIdentityOrder(ffi::ThreadPool& pool, const ExtremumCall& call) {
 
 int64_t NumCells(const Problem& problem) { return problem.batch * problem.segments * problem.features; }
 
-template <typename Key, template <typename> class Reduction>
-bool Reduce(ffi::ThreadPool& pool, const SegmentCall& call, const void* data, const Reduction<Key>& reduction) {
+template <typename Reduction>
+bool Reduce(ffi::ThreadPool& pool, const SegmentCall& call, const void* data, const Reduction& reduction) {
+  using Key = typename Reduction::Key;
   return ReduceAll(pool, call.problem, SegmentIds(call), DirectRows<Key>{static_cast<const Key*>(data)}, reduction);
 }
 
 bool RunExtremum(ffi::ThreadPool& pool, const ExtremumCall& call) {
   bool has_memory = true;
   AdviseHugePages(call.output, NumCells(call.problem) * ElementBytes(call.type));
-  DispatchKeys(call.type, call.is_minimum, [&](auto format) {
-    using Key = decltype(format.flip);
-    has_memory = Reduce(pool, call, call.data, Extremum<Key>{format, static_cast<Key*>(call.output)});
+  DispatchKeys(JB_DISPATCH(DispatchOrdered), call.type, call.is_minimum, [&](auto format) {
+    using Reduction = Extremum<decltype(format)>;
+    has_memory = Reduce(pool, call, call.data, Reduction{format, static_cast<typename Reduction::Key*>(call.output)});
   });
   return has_memory;
 }
@@ -227,12 +229,10 @@ bool RunWithWinner(ffi::ThreadPool& pool, const ExtremumCall& call) {
   bool has_memory = true;
   AdviseHugePages(call.output, NumCells(call.problem) * ElementBytes(call.type));
   AdviseHugePages(call.winner, NumCells(call.problem) * sizeof(int32_t));
-  DispatchKeys(call.type, call.is_minimum, [&](auto format) {
-    using Key = decltype(format.flip);
-    if constexpr (sizeof(Key) > 1) {
-      const ExtremumWithWinner<Key> reduction{format, call.first_wins, static_cast<Key*>(call.output), call.winner};
-      has_memory = Reduce(pool, call, call.data, reduction);
-    }
+  DispatchKeys(JB_DISPATCH(DispatchFloating), call.type, call.is_minimum, [&](auto format) {
+    using Reduction = ExtremumWithWinner<decltype(format)>;
+    auto* const output = static_cast<typename Reduction::Key*>(call.output);
+    has_memory = Reduce(pool, call, call.data, Reduction{format, call.first_wins, output, call.winner});
   });
   return has_memory;
 }
@@ -258,30 +258,27 @@ bool RunBackward(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
 bool RunArg(ffi::ThreadPool& pool, const ArgCall& call) {
   bool has_memory = true;
   AdviseHugePages(call.row, NumCells(call.problem) * sizeof(int32_t));
-  DispatchKeys(call.type, call.is_minimum, [&](auto format) {
-    using Key = decltype(format.flip);
-    if constexpr (sizeof(Key) > 1) {
-      const ArgExtremum<Key> reduction{format, static_cast<int32_t>(call.problem.rows), call.row};
-      has_memory = Reduce(pool, call, call.data, reduction);
-    }
+  DispatchKeys(JB_DISPATCH(DispatchWide), call.type, call.is_minimum, [&](auto format) {
+    const auto no_row = static_cast<int32_t>(call.problem.rows);
+    has_memory = Reduce(pool, call, call.data, ArgExtremum<decltype(format)>{format, no_row, call.row});
   });
   return has_memory;
 }
 
-template <template <typename> class Reduction>
-Plan PlanReduction(const SegmentCall& call) {
-  Strategy strategy = Strategy::kNothing;
-  DispatchKeys(call.type, /*is_minimum=*/false, [&](auto format) {
-    strategy = ChooseStrategy<Reduction<decltype(format.flip)>>(call.problem, /*has_counts=*/false);
+template <template <typename> class Reduction, typename Dispatch>
+Plan PlanReduction(const SegmentCall& call, const Dispatch& dispatch) {
+  return PlanOfType(call, dispatch, [&](auto tag) {
+    using Format = decltype(FormatOf<typename decltype(tag)::type>(0));
+    return ChooseStrategy<Reduction<Format>>(call.problem, /*has_counts=*/false);
   });
-  return {StrategyName(strategy)};
 }
 
 Plan PlanExtremum(const ExtremumCall& call) {
-  return call.with_winner ? PlanReduction<ExtremumWithWinner>(call) : PlanReduction<Extremum>(call);
+  return call.with_winner ? PlanReduction<ExtremumWithWinner>(call, JB_DISPATCH(DispatchFloating))
+                          : PlanReduction<Extremum>(call, JB_DISPATCH(DispatchOrdered));
 }
 
-Plan PlanArg(const ArgCall& call) { return PlanReduction<ArgExtremum>(call); }
+Plan PlanArg(const ArgCall& call) { return PlanReduction<ArgExtremum>(call, JB_DISPATCH(DispatchWide)); }
 
 Plan PlanBackward(const ExtremumBackwardCall& call) {
   return {StrategyName(ChooseGradient(call.problem, ElementBytes(call.type)))};

@@ -12,21 +12,23 @@
 
 namespace jax_baracuda::segment {
 
-// A value as an integer of as many bits whose order is that of maxima: +0 above -0, and a NaN above everything. Types of as
-// many bits share the kernels, to which they are what a KeyFormat says of them.
+// A value as an integer of as many bits whose order is that of maxima: +0 above -0, and a NaN above everything. Integers
+// of as many bits share the kernels, and so do floating types.
 template <typename T>
 using KeyType = std::make_signed_t<BitsOf<T>>;
 
-template <typename Key>
+template <typename IntegerOfBits, bool kOfFloating>
 struct KeyFormat {
-  Key flip;       // see FlipMask
-  Key magnitude;  // the bits of a number but for its sign; 0 for integers
-  Key infinity;   // the greatest key of a number
+  using Key = IntegerOfBits;
+
+  Key flip;      // see FlipMask
+  Key infinity;  // the greatest key of a number
 
   // With as many bits as what keys are selected with, so that no vector is repacked.
   template <typename Wide = Key>
   JB_INLINE Wide KeyOf(Key value) const {
     const Wide bits = static_cast<Key>(value ^ flip);
+    if constexpr (!kOfFloating) return bits;
     const bool is_nan = (bits & std::numeric_limits<Key>::max()) > infinity;
     return is_nan ? static_cast<Wide>(infinity | (infinity >> 1)) : WithReversedNegatives(bits);
   }
@@ -42,50 +44,34 @@ struct KeyFormat {
   // Keys whose numbers are equal become equal: those of -0 and +0, -1 and 0.
   template <typename Wide>
   JB_INLINE Wide WithOneZero(Wide key) const {
-    return static_cast<Wide>(key + ((key >> (8 * sizeof(Wide) - 1)) & magnitude & 1));
+    return kOfFloating ? static_cast<Wide>(key - (key >> (8 * sizeof(Wide) - 1))) : key;
   }
 
  private:
   template <typename Wide>
   JB_INLINE Wide WithReversedNegatives(Wide bits) const {
-    return static_cast<Wide>(bits ^ ((bits >> (8 * sizeof(Wide) - 1)) & magnitude));
+    constexpr Wide kMagnitude = kOfFloating ? std::numeric_limits<Key>::max() : 0;
+    return static_cast<Wide>(bits ^ ((bits >> (8 * sizeof(Wide) - 1)) & kMagnitude));
   }
 };
 
 template <typename T>
-KeyFormat<KeyType<T>> FormatOf(BitsOf<T> flip) {
+KeyFormat<KeyType<T>, kIsFloating<T>> FormatOf(BitsOf<T> flip) {
   using Key = KeyType<T>;
-  constexpr Key kMax = std::numeric_limits<Key>::max();
   if constexpr (kIsFloating<T>) {
-    const Key infinity = BitCast<Key>(static_cast<T>(std::numeric_limits<ComputeType<T>>::infinity()));
-    return {static_cast<Key>(flip), kMax, infinity};
+    return {static_cast<Key>(flip), BitCast<Key>(static_cast<T>(std::numeric_limits<ComputeType<T>>::infinity()))};
   } else {
-    return {static_cast<Key>(flip), 0, kMax};
+    return {static_cast<Key>(flip), std::numeric_limits<Key>::max()};
   }
 }
 
-// Calls body(format) with the format of the keys of a type.
-template <typename Body>
-void DispatchKeys(ElementType type, bool is_minimum, const Body& body) {
-  const auto with_key = [&](auto tag) {
-    using Key = typename decltype(tag)::type;
-    KeyFormat<Key> format{};
-    DispatchOrdered(type, [&](auto element) {
-      using T = typename decltype(element)::type;
-      if constexpr (sizeof(T) == sizeof(Key)) format = FormatOf<T>(FlipMask<T>(type, is_minimum));
-    });
-    body(format);
-  };
-  switch (ElementBytes(type)) {
-    case 1:
-      return with_key(TypeTag<int8_t>{});
-    case 2:
-      return with_key(TypeTag<int16_t>{});
-    case 4:
-      return with_key(TypeTag<int32_t>{});
-    case 8:
-      return with_key(TypeTag<int64_t>{});
-  }
+// The formats of types that dispatch(type, body) knows, for body(format).
+template <typename Dispatch, typename Body>
+void DispatchKeys(const Dispatch& dispatch, ElementType type, bool is_minimum, const Body& body) {
+  dispatch(type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    body(FormatOf<T>(FlipMask<T>(type, is_minimum)));
+  });
 }
 
 template <typename T>
@@ -108,15 +94,16 @@ JB_INLINE bool TakeOne(const Format& format, Key key, int32_t row, Key& best, in
 
 // Of floating numbers, the maximum of keys: a comparison of integers, which takes as many numbers at once as there are in
 // a vector, of 16 bits too, and treats no subnormal number as zero.
-template <typename Key>
+template <typename Format>
 struct Extremum {
+  using Key = typename Format::Key;
   using Element = Key;
   using First = Key;
   using Second = NoNumber;
   static constexpr bool kRounds = false, kHoldsRuns = true;
   static constexpr bool kTakesWeights = false, kTakesSelection = false;
 
-  KeyFormat<Key> format;
+  Format format;
   Key* output;  // the bits of results
 
   JB_INLINE CellsOf<Extremum> ResultCells() const { return {output, nullptr}; }
@@ -145,15 +132,16 @@ struct Extremum {
   }
 };
 
-template <typename Key>
+template <typename Format>
 struct ExtremumWithWinner {
+  using Key = typename Format::Key;
   using Element = Key;
   using First = std::common_type_t<Key, int32_t>;  // as wide as winners at least, so that no vector is repacked
   using Second = int32_t;
   static constexpr bool kRounds = false, kHoldsRuns = true;
   static constexpr bool kTakesWeights = false, kTakesSelection = false;
 
-  KeyFormat<Key> format;
+  Format format;
   bool first_wins;
   Key* output;  // the bits of results
   int32_t* winner;

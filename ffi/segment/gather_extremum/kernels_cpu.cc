@@ -20,17 +20,15 @@ bool RunGatherExtremum(ffi::ThreadPool& pool, const GatherExtremumCall& call) {
   const int64_t cells = problem.batch * problem.segments * problem.features;
   AdviseHugePages(call.output, cells * ElementBytes(call.type));
   if (call.with_winner) AdviseHugePages(call.winner, cells * sizeof(int32_t));
-  DispatchKeys(call.type, call.is_minimum, [&](auto format) {
-    using Key = decltype(format.flip);
-    if constexpr (sizeof(Key) > 1) {
-      auto* const output = static_cast<Key*>(call.output);
-      const GatheredRows<Key> rows{call, /*clips=*/true};
-      if (call.with_winner) {
-        const ExtremumWithWinner<Key> reduction{format, call.first_wins, output, call.winner};
-        has_memory = ReduceAll(pool, problem, SegmentIds(call), rows, reduction);
-      } else {
-        has_memory = ReduceAll(pool, problem, SegmentIds(call), rows, Extremum<Key>{format, output});
-      }
+  DispatchKeys(JB_DISPATCH(DispatchFloating), call.type, call.is_minimum, [&](auto format) {
+    using Format = decltype(format);
+    auto* const output = static_cast<typename Format::Key*>(call.output);
+    const GatheredRows<typename Format::Key> rows{call, /*clips=*/true};
+    if (call.with_winner) {
+      const ExtremumWithWinner<Format> reduction{format, call.first_wins, output, call.winner};
+      has_memory = ReduceAll(pool, problem, SegmentIds(call), rows, reduction);
+    } else {
+      has_memory = ReduceAll(pool, problem, SegmentIds(call), rows, Extremum<Format>{format, output});
     }
   });
   return has_memory;
@@ -38,13 +36,11 @@ bool RunGatherExtremum(ffi::ThreadPool& pool, const GatherExtremumCall& call) {
 
 template <bool kWithWinner>
 Plan PlanGatherExtremum(const GatherExtremumCall& call) {
-  Strategy strategy = Strategy::kNothing;
-  DispatchKeys(call.type, /*is_minimum=*/false, [&](auto format) {
-    using Key = decltype(format.flip);
-    using Reduction = std::conditional_t<kWithWinner, ExtremumWithWinner<Key>, Extremum<Key>>;
-    strategy = ChooseStrategy<Reduction>(call.problem, /*has_counts=*/false);
+  return PlanOfType(call, JB_DISPATCH(DispatchFloating), [&](auto tag) {
+    using Format = decltype(FormatOf<typename decltype(tag)::type>(0));
+    using Reduction = std::conditional_t<kWithWinner, ExtremumWithWinner<Format>, Extremum<Format>>;
+    return ChooseStrategy<Reduction>(call.problem, /*has_counts=*/false);
   });
-  return {StrategyName(strategy)};
 }
 
 // Of a bit for each feature of an edge.

@@ -326,10 +326,12 @@ template <typename C>
 JB_CPU_CLONES void SumProductsOfBlock(const RowBlock block, const C* x, const C* y,
                                       const FoldTarget<ComputedSum<C>> target) {
   WithWidth(target.features, [&](auto width) __attribute__((always_inline)) {
-    ForEachMember(block, typename DirectRows<C>::Element{}, target, width,
-                  [&](int32_t row, int64_t segment) __attribute__((always_inline)) {
-                    AddProducts(x + row * width, y + row * width, width, target.cells.first + segment * width);
-                  });
+    ForEachMember(
+        block, typename DirectRows<C>::Element{}, target, width,
+        [&](int64_t i) __attribute__((always_inline)) { return block.offsets[i]; },
+        [&](int32_t offset, int64_t segment) __attribute__((always_inline)) {
+          AddProducts(x + offset * width, y + offset * width, width, target.cells.first + segment * width);
+        });
   });
 }
 
@@ -360,7 +362,7 @@ bool SumProductsInOrder(const Problem& problem, const GradientArrays<T>& arrays,
   const T* const d_probabilities = arrays.RowsOfCotangents(problem, batch);
   ForEachBlockOfRows(problem, arrays.ids, batch, row_begin, row_end, segments, are_listed, RowsAtOnce(problem),
                      [&](const RowBlock& block) {
-                       SumProductsOfBlock(block.From(0), NumbersOf(block, probabilities, problem.features, x.get()),
+                       SumProductsOfBlock(block, NumbersOf(block, probabilities, problem.features, x.get()),
                                           NumbersOf(block, d_probabilities, problem.features, y.get()), target);
                      });
   return true;
