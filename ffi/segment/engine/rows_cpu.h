@@ -701,7 +701,7 @@ struct FoldTarget {
   int64_t features;
   bool cells_are_far;
   bool rows_are_far;  // if they are gathered
-  bool holds_runs;  // of blocks of all rows alone
+  bool holds_runs;    // of blocks of all rows alone
 };
 
 // Calls fold(offset, segment - segment_begin) for the members of a block, whose i-th row has the offset offset_of(i).
