@@ -241,6 +241,44 @@ def test_promotion(x64: bool) -> None:
             assert outcome(where, True, a, b) == outcome(jnp.where, True, a, b), (a, b)
 
 
+@pytest.mark.parametrize("x64", [False, True])
+def test_weak_results_are_of_the_kernel(rng: np.random.Generator, x64: bool) -> None:
+    """An array of a narrower kind beside a Python number, and numbers alone, in either order: values and gradients are
+    those of plain JAX with their weak types, and a kernel selects."""
+    functions = functools.partial(where, implementation="kernel"), jnp.where
+    with jax.enable_x64(x64):
+        cond = make_condition(rng, (4, 9))
+        integers, weak_integers = jnp.arange(9, dtype=np.int32), jnp.broadcast_to(jnp.asarray(7), (4, 9))
+        weak_floats = jnp.broadcast_to(jnp.asarray(0.5), (9,))
+        pairs = [(integers, 0.5), (weak_integers, 3), (weak_floats, integers), (weak_integers, 2.5), (1 + 2j, integers)]
+        pairs += [(integers > 3, 2), (weak_floats, 1j), (2, 3.5), (True, 2), (weak_floats, weak_floats)]
+        for pair, is_swapped in itertools.product(pairs, (False, True)):
+            a, b = reversed(pair) if is_swapped else pair
+            ours, plain = (jax.jit(functools.partial(f, cond)) for f in functions)
+            value, expected = ours(a, b), plain(a, b)
+            assert value.weak_type and expected.weak_type
+            assert jax.typeof(value) == jax.typeof(expected)
+            assert_same_bits(value, np.asarray(expected))
+            assert kernels_in(ours.lower(a, b).as_text()) == ["where"]
+            moving = [i for i, x in enumerate((a, b)) if jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact)]
+
+            def derivatives(function: Callable[..., Any], *operands: Any, moving: Any = moving) -> Any:
+                def value(*moved: Any) -> Any:
+                    arrays = dict(enumerate(operands)) | dict(zip(moving, moved, strict=True))
+                    return function(cond, *arrays.values()) ** 2
+
+                primals = [operands[i] for i in moving]
+                result, vjp = jax.vjp(value, *primals)
+                return *jax.jvp(value, primals, primals), *vjp(result)
+
+            of_each = [derivatives(f, jnp.asarray(a), jnp.asarray(b)) for f in (forward_mode.where, jnp.where)]
+            for got, want in zip(*of_each, strict=True):
+                assert jax.typeof(got) == jax.typeof(want)
+                if want.dtype == jax.dtypes.float0:
+                    continue
+                np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
 def test_strict_promotion() -> None:
     with jax.numpy_dtype_promotion("strict"):
         assert outcome(where, True, np.float32(1), np.int32(1)) == "refused"
