@@ -193,8 +193,6 @@ def _limit_of_rank(*operands: Any) -> str | None:
 def _limit_of_backward(d_output: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]) -> str | None:
     if (a_axes or b_axes) and np.dtype(d_output.dtype).name not in FLOATING_DTYPES:
         return f"there is no kernel for sums of {d_output.dtype}"
-    if d_output.shape != _joint_shape(d_output, cond):
-        return "the condition has dimensions that d_output lacks"
     return _limit_of_rank(d_output)
 
 
@@ -202,7 +200,7 @@ def _backward_types(
     d_output: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]
 ) -> list[ShapeAndDtype]:
     def of_one(axes: tuple[int, ...]) -> ShapeAndDtype:
-        shape = list(_joint_shape(d_output, cond))
+        shape = list(d_output.shape)
         for axis in axes:
             shape[axis] = 1
         return tuple(shape), np.dtype(accumulation_dtype(d_output.dtype)) if axes else d_output.dtype
@@ -264,7 +262,7 @@ def _transpose_backward(
 ) -> Sequence[Array]:
     [d_output] = avals
     [result] = WHERE(*(x.astype(d_output.dtype) for x in cotangents), cond)
-    shape = _joint_shape(result, d_output)
+    shape = d_output.shape
     return (result if result.shape == shape else reshard_like(jnp.broadcast_to(result, shape), d_output),)
 
 
@@ -291,7 +289,7 @@ WHERE = Op(
     plan_parameters=_plan_parameters,
     limit=_limit_of_rank,
     xla_rules=_RULES,
-    broadcasts=True,
+    broadcasts=(0, 1, 2),
     num_linear=2,
     transpose=_transpose_where,
 )
@@ -308,7 +306,7 @@ WHERE_BACKWARD = Op(
     shard_program=_shard_backward,
     limit=_limit_of_backward,
     xla_rules=_RULES,
-    broadcasts=True,
+    broadcasts=(1,),
     transpose=_transpose_backward,
 )
 

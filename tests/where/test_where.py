@@ -263,13 +263,13 @@ def test_weak_results_are_of_the_kernel(rng: np.random.Generator, x64: bool) -> 
             moving = [i for i, x in enumerate((a, b)) if jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact)]
 
             def derivatives(function: Callable[..., Any], *operands: Any, moving: Any = moving) -> Any:
-                def value(*moved: Any) -> Any:
+                def squared(*moved: Any) -> Any:
                     arrays = dict(enumerate(operands)) | dict(zip(moving, moved, strict=True))
                     return function(cond, *arrays.values()) ** 2
 
                 primals = [operands[i] for i in moving]
-                result, vjp = jax.vjp(value, *primals)
-                return *jax.jvp(value, primals, primals), *vjp(result)
+                result, vjp = jax.vjp(squared, *primals)
+                return *jax.jvp(squared, primals, primals), *vjp(result)
 
             of_each = [derivatives(f, jnp.asarray(a), jnp.asarray(b)) for f in (forward_mode.where, jnp.where)]
             for got, want in zip(*of_each, strict=True):
@@ -470,12 +470,38 @@ def test_vmap(rng: np.random.Generator) -> None:
 
 
 def test_vmap_of_the_condition_alone(rng: np.random.Generator) -> None:
-    """The cotangent is then shared by the batch."""
+    """The cotangent is then shared by the batch: by a kernel, one call, with what is summed and without."""
     conds, dy = make_condition(rng, (3, 7, 13)), rng.normal(size=(7, 13)).astype(np.float32)
-    results = jax.vmap(functools.partial(where_backward, b_shape=(13,)), (None, 0))(dy, conds)
-    for k, cond in enumerate(conds):
-        for result, expected in zip(results, reference_gradients(cond, dy, (7, 13), (13,)), strict=True):
-            expected.check(result[k])
+    batch = Batch()
+    for a_shape, b_shape in itertools.product(((7, 13), (13,), (7, 1)), ((7, 13), ())):
+        backward = functools.partial(where_backward, a_shape=a_shape, b_shape=b_shape, implementation="kernel")
+
+        def check(*results: Any, shapes: Any = (a_shape, b_shape)) -> None:
+            for k, cond in enumerate(conds):
+                for result, expected in zip(results, reference_gradients(cond, dy, *shapes), strict=True):
+                    expected.check(result[k], f"{shapes} [{k}]")
+
+        batch.add(jax.vmap(backward, (None, 0)), (dy, conds), check)
+    batch.run()
+
+
+@pytest.mark.parametrize("axes", [(0, None, None), (0, 0, None), (0, None, 0), (0, 0, 0), (None, 0, None)])
+def test_vmap_of_a_gradient(rng: np.random.Generator, axes: tuple[int | None, ...]) -> None:
+    """Of a loss whose cotangent no batch maps, by each operand and both; and its own gradient."""
+    shapes = [(7, 13), (7, 13), (13,)]
+    draw = make_condition, *[lambda rng, shape: rng.normal(size=shape).astype(np.float32)] * 2
+    operands = [
+        f(rng, shape if axis is None else (3, *shape)) for f, shape, axis in zip(draw, shapes, axes, strict=True)
+    ]
+    for argnums in (1, 2, (1, 2)):
+
+        def gradient(function: Callable[..., Any], argnums: Any = argnums) -> Any:
+            return jax.jit(jax.vmap(jax.grad(lambda *x: function(*x).sum(), argnums), axes))
+
+        ours = gradient(functools.partial(where, implementation="kernel"))
+        expected = gradient(jnp.where)(*operands)
+        for got, want in zip(*map(jax.tree.leaves, (ours(*operands), expected)), strict=True):
+            np.testing.assert_array_equal(got, want)  # counts, which are exact
 
 
 def test_nested_vmap(rng: np.random.Generator) -> None:
