@@ -89,9 +89,9 @@ class Op:
     in_place_if_donated: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """As `in_place`, but only where the operand is a donated argument of the compiled program: for results that are as
     fast to write elsewhere, where a copy by XLA would double the time."""
-    broadcasts: bool = False
-    """Whether operands broadcast against each other along every dimension, as in ``jax.numpy``. What ``vmap`` adds is
-    then one dimension more of the same kind, for the functions of the definition and for the handler."""
+    broadcasts: tuple[int, ...] = ()
+    """The operands that are broadcast along every dimension, as in ``jax.numpy``. What ``vmap`` adds is then one
+    dimension more of the same kind, for the functions of the definition and for the handler."""
     first_linear: int = 0
     """See `transpose`."""
     num_linear: int | Callable[..., int] = 1

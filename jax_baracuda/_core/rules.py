@@ -41,11 +41,15 @@ def abstract_eval(op: Op, *operands: Any, donated: tuple[int, ...] = (), **param
 def batch(
     op: Op, primitive: Primitive, operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Any
 ) -> tuple[list[jax.Array], list[int]]:
-    """Puts the mapped axis in front; operands that are not mapped stay shared, but for those that are written."""
+    """Puts the mapped axis in front.
+
+    Operands that are not mapped stay shared, but for those that are written, or are not broadcast where others are.
+    """
     call = OpCall(op, operands, params)
     mapped_size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     operands = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
-    for i in call.resolve(op.in_place):
+    whole = [i for i in range(len(operands)) if i not in op.broadcasts] if op.broadcasts else call.resolve(op.in_place)
+    for i in whole:
         operands[i] = jnp.broadcast_to(operands[i], (mapped_size, *operands[i].shape[1:]))
     if not op.broadcasts:
         params = params | {"num_batch_dims": call.num_batch_dims + 1}
