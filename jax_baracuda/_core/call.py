@@ -14,7 +14,7 @@ import numpy as np
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import element_bits
 from jax_baracuda._core.batch import is_shared, vmap_sizes
-from jax_baracuda._core.native import NATIVE_MODULES, Plan
+from jax_baracuda._core.native import NATIVE_MODULES, Plan, missing_target
 from jax_baracuda._core.selection import Selection
 from jax_baracuda._core.sharding import NamedShapes
 
@@ -66,6 +66,11 @@ class OpCall:
         """The params as the functions of a definition take them."""
         of_core = ("num_batch_dims", "implementation")
         return {name: value for name, value in self.all_params.items() if name not in of_core}
+
+    @functools.cached_property
+    def name(self) -> str:
+        """That of the native target, and in messages."""
+        return next(name for name, params in self.op.targets.items() if params.items() <= self.all_params.items())
 
     @functools.cached_property
     def linear(self) -> range:
@@ -175,17 +180,21 @@ class OpCall:
                 parameters[f"{name}_is_shared"] = size != 1 and is_shared(operand.shape, self.num_batch_dims)
         # A product of sizes that does not fit is one of an array without elements, in which it can as well be 0.
         fitting = {name: int(value) if value < 2**63 else 0 for name, value in parameters.items()}
-        return NATIVE_MODULES[platform].plan(op.name, fitting)
+        return NATIVE_MODULES[platform].plan(self.name, fitting)
 
     def has_static_shapes(self) -> bool:
         """Whether no size is symbolic, neither of the operands nor among the params."""
         is_symbolic = any(map(jax_versions.is_symbolic, self.params.values()))
         return not is_symbolic and all(jax_versions.is_static_shape(x.shape) for x in self.operands)
 
+    def missing_target(self, platform: str) -> str | None:
+        """Why no call like this has a kernel on the platform, or None."""
+        return missing_target(platform, None if self.op.program is not None else self.name)
+
     def unsupported_reason(self, platform: str) -> str | None:
         """Why this call has no kernel on the platform and runs as plain JAX instead; None where it has one."""
         op = self.op
-        if (problem := op.missing_target(platform)) is not None:
+        if (problem := self.missing_target(platform)) is not None:
             return problem
         if not self.has_static_shapes():
             return "its shapes are symbolic"

@@ -56,7 +56,7 @@ def decide(call: OpCall, site: Site) -> Decision:
     if call.selection == "xla":
         if is_deterministic:
             raise ValueError(
-                f"{call.op.name}: implementation='xla' is asked for and deterministic=True, but XLA adds up rows in an "
+                f"{call.name}: implementation='xla' is asked for and deterministic=True, but XLA adds up rows in an "
                 "order that varies from run to run; leave one of the two out"
             )
         return Decision("xla", "asked for")
@@ -87,7 +87,7 @@ def decide(call: OpCall, site: Site) -> Decision:
 def missing_kernel(call: OpCall, platforms: Sequence[str], reason: str) -> ValueError:
     """The error where a kernel is asked for that is not there."""
     return ValueError(
-        f"{call.op.name}: implementation='kernel' is asked for, but there is no kernel for this call of dtype "
+        f"{call.name}: implementation='kernel' is asked for, but there is no kernel for this call of dtype "
         f"{call.dtype.name} on {' and '.join(platforms)}: {reason}"
     )
 

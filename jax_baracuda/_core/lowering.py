@@ -105,8 +105,8 @@ def _lower(
     misreads = not jax_versions.keeps_barriers() and bool(_rereading_operands(call, ctx, operands))
     site = Site(platform, _can_fuse(ctx, operands), donated, is_split, misreads, loses_empty_calls)
     runs_kernel = decide(call, site).implementation == "kernel"
-    if call.selection != "xla" and (problem := op.missing_target(platform)) is not None:
-        _warn_once(f"jax_baracuda: {op.name} runs as plain JAX on {platform}: {problem}")
+    if call.selection != "xla" and (problem := call.missing_target(platform)) is not None:
+        _warn_once(f"jax_baracuda: {call.name} runs as plain JAX on {platform}: {problem}")
     if not runs_kernel:
         operands = tuple(_with_unfused_updates(call, ctx, operands))
     if not runs_kernel and not (is_split and op.shards_reference and call.has_static_shapes()):
@@ -141,7 +141,7 @@ def _lower(
     )
     with jax_versions.partitioning_over(automatic_axis):
         results = mlir.lower_fun(partitioned_call, multiple_results=True)(ctx, *operands)
-    jax_versions.finish_partitioned_call(ctx, results[0].owner, op.name, op, params | chosen)
+    jax_versions.finish_partitioned_call(ctx, results[0].owner, call.name, op, params | chosen)
     return [
         jax_versions.lower_with_sharding_in_types(ctx, result, aval)
         for result, aval in zip(results, ctx.avals_out, strict=True)
@@ -203,7 +203,7 @@ def _call_target(
     aliases = {
         operand: result for operand, result in in_place.items() if avals_in[operand].shape == avals_out[result].shape
     }
-    rule = jax.ffi.ffi_lowering(target_name(op.name), operand_output_aliases=aliases)
+    rule = jax.ffi.ffi_lowering(target_name(call.name), operand_output_aliases=aliases)
     return rule(ctx, *operands, **call.attributes())[:num_results]
 
 

@@ -15,7 +15,7 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.call import Dimensions
 from jax_baracuda._core.dispatch import Rule
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES
+from jax_baracuda._core.native import KERNEL_PLATFORMS
 from jax_baracuda._core.primitive import primitives_of
 from jax_baracuda._core.selection import current_selection
 
@@ -38,7 +38,7 @@ class Op:
     """
 
     name: str
-    """The name of the native target, of the primitive, and in messages."""
+    """The name of the primitive."""
     operands: NamedDimensions | Callable[..., NamedDimensions]
     """By name and in order; callers may omit trailing ones. Or ``(**params)`` -> these."""
     results: NamedDimensions | Callable[..., NamedDimensions]
@@ -55,6 +55,8 @@ class Op:
     """``(*operand avals, **params)`` -> the dtypes of the results; None: all have that of the first operand."""
     result_types: Callable[..., Sequence[ShapeAndDtype]] | None = None
     """``(*operand avals, **params)`` -> ``[(shape, dtype), ...]``, where names and sizes of dimensions do not tell."""
+    targets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """The native targets by name, each with the params of the calls that it serves. Empty: one of the op's name."""
     aliases: tuple[str, ...] = ()
     """Other public functions whose result is this op's."""
     attributes: tuple[str, ...] = ()
@@ -114,6 +116,8 @@ class Op:
             for name in itertools.chain(*listed):
                 if name not in dimensions:
                     raise ValueError(f"Op {self.name}: {name!r} is no dimension of an operand or a result")
+        if not self.targets:
+            object.__setattr__(self, "targets", {self.name: {}})
         if self.program is None:
             _register(self)
 
@@ -135,26 +139,16 @@ class Op:
     def _primitives(self) -> tuple[Primitive, Primitive]:
         return primitives_of(self)
 
-    def missing_target(self, platform: str) -> str | None:
-        """Why the op has no kernel at all on the platform, or None."""
-        native = NATIVE_MODULES.get(platform)
-        if native is None:
-            return f"there are kernels for {' and '.join(KERNEL_PLATFORMS)} only"
-        if native.problem is not None:
-            return native.problem
-        if self.program is None and self.name not in native.targets:
-            return f"the {platform} module has no target of this name"
-        return native.device_problem()
-
 
 OPS: dict[str, Op] = {}
-"""Every op that has a native target, by name."""
+"""The op of each native target, by the target's name."""
 
 
 def _register(op: Op) -> None:
-    if op.name in OPS:
-        raise ValueError(f"Op {op.name} is defined twice")
-    OPS[op.name] = op
+    for target in op.targets:
+        if target in OPS:
+            raise ValueError(f"Op {target} is defined twice")
+        OPS[target] = op
 
 
 def precision_guarantee(

@@ -31,8 +31,7 @@ from jax_baracuda.ops.segment.definitions import (
     plan_parameters,
     sum_guarantee,
 )
-from jax_baracuda.ops.segment.extrema import MAXIMUM, extrema_over_shards
-from jax_baracuda.ops.segment.extremum import SEGMENT_MAX
+from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM, extrema_over_shards
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import row_axes_of, sum_over_axes
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM_OF_EXPONENTIALS, sum_over_shards
@@ -244,8 +243,8 @@ def _shard_program(
     least, most = _RANGES_OF_SUMS[wide.dtype.itemsize]
 
     def by_maxima() -> Array:
-        [maxima] = SEGMENT_MAX.kernel(logits, ids, first_wins=False, **call)
-        exponentials = _exponentials(logits, ids, extrema_over_shards(MAXIMUM, maxima, row_axes))
+        [maxima] = SEGMENT_EXTREMUM.kernel(logits, ids, first_wins=False, minimum=False, **call)
+        exponentials = _exponentials(logits, ids, extrema_over_shards(maxima, row_axes, minimum=False))
         denominators = sum_over_shards(axes, exponentials, ids, deterministic=deterministic, **call)
         return _normalized(exponentials, ids, denominators, logits.dtype)
 
