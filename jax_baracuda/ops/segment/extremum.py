@@ -773,7 +773,7 @@ def _shard_of_winners(
         return kernel(d_data, winner, ids, *data_and_output)
     winner = _own_winners(winner, index_of_first_row(ids, row_axes), ids.shape[0])
     wide = d_data.astype(accumulation_dtype(d_data.dtype))
-    [local] = SEGMENT_EXTREMUM_OF_WINNERS.kernel(wide, winner, ids, *data_and_output, **params)
+    [local] = kernel(wide, winner, ids, *data_and_output)
     return (jax.lax.psum(local, row_axes).astype(d_data.dtype),)
 
 

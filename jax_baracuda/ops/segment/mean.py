@@ -33,7 +33,6 @@ from jax_baracuda.ops.segment.definitions import (
     reduction_op,
     sum_guarantee,
 )
-from jax_baracuda.ops.segment.gather_sum import sum_edges
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import row_axes_of
@@ -42,6 +41,7 @@ from jax_baracuda.ops.segment.sum import (
     SUM_RULES,
     count_rows,
     gradient_params,
+    sum_edges,
     sum_over_shards,
     sum_params,
 )

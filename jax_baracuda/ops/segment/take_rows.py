@@ -20,11 +20,10 @@ from jax_baracuda._core.selection import Implementation, Selection, current_sele
 from jax_baracuda._core.sharding import mesh_axes
 from jax_baracuda.ops.segment.cells import sum_in_blocks
 from jax_baracuda.ops.segment.definitions import sum_guarantee
-from jax_baracuda.ops.segment.gather_sum import sum_edges
 from jax_baracuda.ops.segment.ids import check_numbered, checked_ids, clamped_ids, index_dtype, wrapped_ids
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan
 from jax_baracuda.ops.segment.shards import of_split_segments
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_over_shards
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_edges, sum_over_shards
 
 
 @selectable
@@ -205,7 +204,7 @@ def _batch_gather(
         params |= {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic}
         params["implementation"] = implementation
         return _gather_p.bind(*mapped, **params, num_batch_dims=num_batch_dims + 1), 0
-    data, ids = operands[:2]  # the orders of several plans make none together
+    data, ids = operands[:2]  # plans of different batch elements cannot be merged
     if axes[1] is None:
         joined_axis = None
     else:
