@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,16 +14,10 @@ import numpy as np
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import element_bits
 from jax_baracuda._core.batch import is_shared, vmap_sizes
+from jax_baracuda._core.definition import Dimensions, OpDefinition, ShapeAndDtype
 from jax_baracuda._core.native import NATIVE_MODULES, Plan, missing_target
 from jax_baracuda._core.selection import Selection
 from jax_baracuda._core.sharding import NamedShapes
-
-if TYPE_CHECKING:
-    from jax_baracuda._core.op import Op, ShapeAndDtype
-
-
-Dimensions = tuple[str, ...]
-"""The names of an array's dimensions; the last one may be "...", any number of trailing dimensions."""
 
 
 def written_out(dimensions: Dimensions, shape: Sequence[int]) -> Dimensions:
@@ -50,7 +44,7 @@ class OpCall:
     The functions of a definition see neither these dimensions nor their number.
     """
 
-    op: Op
+    op: OpDefinition
     operands: Sequence[Any]
     """The types of the operands."""
     all_params: Mapping[str, Any]
@@ -73,10 +67,10 @@ class OpCall:
         return next(name for name, params in self.op.targets.items() if params.items() <= self.all_params.items())
 
     @functools.cached_property
-    def linear(self) -> range:
+    def linear(self) -> list[int]:
         """The positions of the operands that an op with a transpose is linear in."""
-        first = self.op.first_linear
-        return range(first, first + self.resolve(self.op.num_linear))
+        names = list(self.resolve(self.op.operands))
+        return [names.index(name) for name in self.resolve(self.op.linear) or names[:1]]
 
     @functools.cached_property
     def selection(self) -> Selection:

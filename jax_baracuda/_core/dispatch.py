@@ -16,7 +16,7 @@ from jax_baracuda._core.selection import KERNEL_IF_ANY, Implementation
 
 if TYPE_CHECKING:
     from jax_baracuda._core.call import OpCall
-    from jax_baracuda._core.op import Op
+    from jax_baracuda._core.definition import OpDefinition
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -129,7 +129,7 @@ class Rule:
         return all(condition(traits) for condition in self.conditions)
 
 
-def rules_of(op: Op) -> tuple[Rule, ...]:
+def rules_of(op: OpDefinition) -> tuple[Rule, ...]:
     return op.xla_rules
 
 

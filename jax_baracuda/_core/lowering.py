@@ -17,6 +17,7 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import element_bits
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims
 from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.definition import OpDefinition
 from jax_baracuda._core.dispatch import Site, decide, missing_kernel
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
 from jax_baracuda._core.rules import reference_of_call
@@ -25,10 +26,8 @@ from jax_baracuda._core.sharding import MeshAxes, partitioned
 if TYPE_CHECKING:
     from jax.extend.core import Primitive
 
-    from jax_baracuda._core.op import Op
 
-
-def register_lowerings(op: Op, primitive: Primitive, kernel: Primitive) -> None:
+def register_lowerings(op: OpDefinition, primitive: Primitive, kernel: Primitive) -> None:
     # If they were cacheable, they would see arguments of a function of its own, never what makes the operands.
     rules = {platform: functools.partial(_lower, op, kernel, platform) for platform in KERNEL_PLATFORMS}
     elsewhere = functools.partial(_lower_elsewhere, op)
@@ -36,7 +35,7 @@ def register_lowerings(op: Op, primitive: Primitive, kernel: Primitive) -> None:
     mlir.register_lowering(primitive, lower, cacheable=False)
 
 
-def _lower_elsewhere(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+def _lower_elsewhere(op: OpDefinition, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     """On a platform without kernels."""
     call = OpCall(op, ctx.avals_in, params)
     if call.selection == "kernel":
@@ -45,7 +44,7 @@ def _lower_elsewhere(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **pa
     return _lower_reference(op, ctx, *_with_unfused_updates(call, ctx, operands), **params)
 
 
-def _lower_reference(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+def _lower_reference(op: OpDefinition, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     call = OpCall(op, ctx.avals_in, params)
     unfused: list[int] = []
     if list(jax_versions.platforms_of(ctx)) == ["cpu"] and call.has_static_shapes():
@@ -90,7 +89,7 @@ def _rereading_operands(call: OpCall, ctx: mlir.LoweringRuleContext, operands: S
 
 
 def _lower(
-    op: Op, kernel: Primitive, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
+    op: OpDefinition, kernel: Primitive, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
 ) -> Any:
     call = OpCall(op, ctx.avals_in, params)
     is_for_one_platform = len(ctx.module_context.platforms) == 1  # a branch for one of several would copy the array
@@ -159,7 +158,7 @@ def _can_fuse(ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> bool:
 
 
 def lower_kernel(
-    op: Op,
+    op: OpDefinition,
     platform: str,
     ctx: mlir.LoweringRuleContext,
     *operands: Any,

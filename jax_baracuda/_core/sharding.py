@@ -14,7 +14,7 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.redirection import not_redirected
 
 if TYPE_CHECKING:
-    from jax_baracuda._core.call import Dimensions
+    from jax_baracuda._core.definition import Dimensions
 
 MeshAxes = tuple[str, ...]
 

@@ -32,10 +32,10 @@ from jax_baracuda._core.arrays import (
     reshard_like,
 )
 from jax_baracuda._core.autodiff import KernelVjp, map_together, with_twin
-from jax_baracuda._core.call import Dimensions
+from jax_baracuda._core.definition import Dimensions, NamedDimensions
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import EXACT, accumulated
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
 
 Activation = Literal["silu", "swish"] | None

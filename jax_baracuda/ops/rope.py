@@ -29,9 +29,10 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arguments import real_number, whole_number
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, reshard_as, reshard_to
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import KB, MB, Traits, at_least, at_most, fused, on_cpu, on_gpu, param
 from jax_baracuda._core.guarantees import accumulated
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import mesh_axes
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE, rope_frequencies
@@ -600,7 +601,7 @@ def _rotation_op(name: str, features: Mapping[str, str], direction: int, transpo
         shard_program=_shard_rotation,
         xla_rules=_RULES,
         in_place_if_donated={i: i for i in range(num_rotated)},
-        num_linear=num_rotated,
+        linear=tuple(features),
         transpose=lambda _, cotangents, *others, **params: transpose()(*cotangents, *others, **params),
     )
 

@@ -31,9 +31,10 @@ from jax_baracuda._core.arrays import (
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.batch import joint_size
+from jax_baracuda._core.definition import Shape, ShapeAndDtype
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
-from jax_baracuda._core.op import Op, Shape, ShapeAndDtype
+from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, current_selection, selectable
 
 
@@ -294,7 +295,7 @@ WHERE = Op(
     limit=_limit_of_rank,
     xla_rules=_RULES,
     broadcasts=True,
-    num_linear=2,
+    linear=("a", "b"),
     transpose=_transpose_where,
 )
 

@@ -31,9 +31,10 @@ from jax_baracuda._core.arrays import (
     reshard_as,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import EXACT
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import MeshAxes
 
@@ -517,7 +518,7 @@ WRITE_SLICE = Op(
     shards_reference=True,
     limit=_limit(DTYPES),
     in_place=lambda *, ranks, **_: {i: i for i in range(len(ranks))},
-    num_linear=lambda *, ranks, **_: 2 * len(ranks),
+    linear=lambda *, ranks, **_: tuple(_dest_dimensions("dest", ranks) | _dest_dimensions("source", ranks)),
     transpose=_transpose_write,
 )
 
@@ -547,7 +548,7 @@ WRITE_SLICE_BACKWARD = Op(
     shards_reference=True,
     limit=_limit(DIFFERENTIABLE_DTYPES),
     in_place=lambda *, ranks, **_: {i: i for i in range(len(ranks))},
-    num_linear=lambda *, ranks, **_: len(ranks),
+    linear=lambda *, ranks, **_: tuple(_dest_dimensions("d_output", ranks)),
     # To extract a window and leave zeros is the transpose of writing it, and the other way round.
     transpose=lambda avals, cotangents, *starts, **params: WRITE_SLICE(*cotangents, *starts, **params),
 )

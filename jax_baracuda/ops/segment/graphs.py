@@ -18,7 +18,8 @@ from jax import Array
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.batch import map_over_batch, mapped_dims, vmap_sizes
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.definition import NamedDimensions
+from jax_baracuda._core.op import Op
 
 
 def op_of_graphs(op: Op, join: Callable[..., Sequence[Array]], *, shared: Sequence[str] = (), **fields: Any) -> Op:

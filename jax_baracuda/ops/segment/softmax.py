@@ -327,7 +327,7 @@ SEGMENT_SOFTMAX, SEGMENT_SOFTMAX_BACKWARD = (
             _reference_backward,
             _shard_backward,
             {
-                "first_linear": 1,
+                "linear": ("d_output",),
                 "transpose": _transpose_backward,
                 "xla_rules": (on_gpu("launch-bound: three launches", unordered, at_most(bytes=32 * MB)), _CPU_RULE),
             },
