@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from jax_baracuda._core.definition import Dimensions
 
 MeshAxes = tuple[str, ...]
+ShardAxes = Mapping[str, MeshAxes]
+"""In the program of one shard: by the name of each dimension, the mesh axes that split it."""
+ShardKernel = Callable[..., Sequence[jax.Array]]
+"""In the program of one shard: the kernel, ``(*operands, **changed params) -> results``."""
 
 
 def mesh_axes(entry: Any) -> MeshAxes:

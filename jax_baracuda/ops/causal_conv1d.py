@@ -37,6 +37,7 @@ from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 
 Activation = Literal["silu", "swish"] | None
 
@@ -593,10 +594,6 @@ def _convolution_operands(
     return {name: dimensions[name] for name in (*required, *(name for name, has in optional.items() if has))}
 
 
-ShardKernel = Callable[..., Sequence[Array]]
-ShardAxes = Mapping[str, tuple[str, ...]]
-
-
 def _shard_forward(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **params: Any) -> Sequence[Array]:
     """Where time is split, the last inputs of the shard before are a shard's initial state."""
     names = tuple(_convolution_operands("x", "weight", **params))
@@ -863,20 +860,15 @@ _convolution = _convolution_rules(with_final_state=False)
 _convolution_and_state = _convolution_rules(with_final_state=True)
 
 
-def _updated(
-    keeps_state: bool, params: _Params, *, x: Array, state: Array, weight: Array, bias: Array | None
+def _update_primal(
+    params: _Params, *, x: Array, state: Array, weight: Array, bias: Array | None
 ) -> tuple[Array, Array]:
-    flags = {"keeps_state": keeps_state}
-    y, new_state = _call(CAUSAL_CONV1D_UPDATE, params, x, state, weight, flags=flags, bias=bias)
+    y, new_state = _call(CAUSAL_CONV1D_UPDATE, params, x, state, weight, bias=bias)
     return y, new_state
 
 
-_update_primal = functools.partial(_updated, False)
-
-
 def _update_forward(params: _Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
-    """The backward pass needs the state, which so cannot become the new one."""
-    return _updated(True, params, **arrays), arrays
+    return _update_primal(params, **arrays), arrays
 
 
 def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:

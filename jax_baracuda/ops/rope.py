@@ -34,7 +34,7 @@ from jax_baracuda._core.dispatch import KB, MB, Traits, at_least, at_most, fused
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda._core.sharding import mesh_axes
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel, mesh_axes
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE, rope_frequencies
 
 HeadLayout = Literal["BHSD", "BSHD"]
@@ -506,12 +506,7 @@ def _positions_limit(*operands: Any, has_positions: bool, **_: Any) -> str | Non
 
 
 def _shard_rotation(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, tuple[str, ...]],
-    *operands: Array,
-    heads_first: bool,
-    has_positions: bool,
-    **_: Any,
+    kernel: ShardKernel, axes: ShardAxes, *operands: Array, heads_first: bool, has_positions: bool, **_: Any
 ) -> Sequence[Array]:
     """Where the sequence is split, the positions of a shard begin where those of the one before end."""
     sequence_axes = axes.get("sequence", ())

@@ -36,7 +36,7 @@ from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gp
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda._core.sharding import MeshAxes
+from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 
 WriteMode = Literal["clip", "drop"]
 StartIndex = ArrayLike | tuple[int, int]
@@ -410,7 +410,7 @@ def _limit(op_dtypes: frozenset[str]) -> Callable[..., str | None]:
 
 
 def _split_windows(
-    axes: Mapping[str, MeshAxes], windows: Sequence[Window]
+    axes: ShardAxes, windows: Sequence[Window]
 ) -> tuple[tuple[Window, ...], list[Array], list[MeshAxes]]:
     """The windows in the program of one device, the number of its part of each axis that is split, and the mesh axes
     that split the windows' axes."""
@@ -424,11 +424,7 @@ def _split_windows(
 
 
 def _shard_write(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, MeshAxes],
-    *operands: Array,
-    windows: Sequence[Window],
-    **_: Any,
+    kernel: ShardKernel, axes: ShardAxes, *operands: Array, windows: Sequence[Window], **_: Any
 ) -> Sequence[Array]:
     """Each device writes the part of a window that lies in its part of the axis."""
     windows, parts, _ = _split_windows(axes, windows)
@@ -436,12 +432,7 @@ def _shard_write(
 
 
 def _shard_extract(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, MeshAxes],
-    *operands: Array,
-    windows: Sequence[Window],
-    ranks: Sequence[int],
-    **_: Any,
+    kernel: ShardKernel, axes: ShardAxes, *operands: Array, windows: Sequence[Window], ranks: Sequence[int], **_: Any
 ) -> Sequence[Array]:
     """Each device extracts the part of a window that lies in its part of the axis; the others have zeros there."""
     local_windows, parts, split = _split_windows(axes, windows)

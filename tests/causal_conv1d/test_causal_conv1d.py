@@ -578,18 +578,6 @@ def copies_of_state(text: str) -> list[str]:
     return re.findall(rf"= \(?f32\[(?:1,)?{shape}\]\S* copy(?:-start)?\(.*", text)
 
 
-def test_a_gradient_keeps_the_state() -> None:
-    """Then a step does not write in place, for which a rule has plain JAX on GPUs."""
-    x, state, weight = jnp.ones((2, 5)), jnp.ones((2, 5, 3)), jnp.ones((5, 4))
-
-    def step_and_gradient(*operands: Any) -> Any:
-        return jax.vjp(causal_conv1d_update, *operands)[0]
-
-    for function, keeps_state in ((causal_conv1d_update, False), (step_and_gradient, True)):
-        [call] = traced_calls(function, x, state, weight)
-        assert call.params["keeps_state"] == keeps_state
-
-
 @pytest.mark.parametrize("loop", ["step", "scan", "fori_loop"])
 def test_donated_state_is_updated_in_place(rng: np.random.Generator, loop: str) -> None:
     """A decoding step, and loops of it, hold no copy of a donated state; the result is right, in the same memory."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jax_baracuda._core.arrays import accumulation_dtype, in_automatic_mode
 from jax_baracuda._core.dispatch import MB, at_most, mostly_empty_segments, on_gpu, unsorted
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import Mode, OutSharding, SegmentCall, canonicalize
 from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, same_value, xla_min
 from jax_baracuda.ops.segment.definitions import CELLS, WIDE_DTYPES, Params, first_result, reduction_op
@@ -164,13 +164,7 @@ def _reference(data: Array, ids: Array, *, num_segments: int, minimum: bool, **_
 
 
 def _shard_program(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, tuple[str, ...]],
-    data: Array,
-    ids: Array,
-    *,
-    minimum: bool,
-    **_: Any,
+    kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, *, minimum: bool, **_: Any
 ) -> tuple[Array]:
     [row] = kernel(data, ids)
     row_axes = row_axes_of(axes)

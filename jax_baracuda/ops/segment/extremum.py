@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -38,7 +38,7 @@ from jax_baracuda._core.dispatch import (
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, current_selection, selectable
-from jax_baracuda._core.sharding import MeshAxes
+from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
@@ -313,11 +313,7 @@ def segment_min_backward(
 
 @selectable
 def unsorted_segment_max_backward(
-    d_output: ArrayLike,
-    data: ArrayLike,
-    segment_ids: ArrayLike,
-    *,
-    implementation: Implementation | None = None,
+    d_output: ArrayLike, data: ArrayLike, segment_ids: ArrayLike, *, implementation: Implementation | None = None
 ) -> Array:
     """Gradient of :func:`segment_max` for ids in any order, the first occurrence of each maximum taking it all.
 
@@ -704,12 +700,7 @@ def _merge_winners(first_wins: bool, minimum: bool, outputs: Array, winners: Arr
 
 
 def _shard_reduce(
-    row_dim: str,
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, MeshAxes],
-    *operands: Array,
-    minimum: bool,
-    **_: Any,
+    row_dim: str, kernel: ShardKernel, axes: ShardAxes, *operands: Array, minimum: bool, **_: Any
 ) -> Sequence[Array]:
     [output] = kernel(*operands)
     row_axes = axes.get(row_dim, ())
@@ -718,8 +709,8 @@ def _shard_reduce(
 
 def _shard_with_winner(
     row_dim: str,
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, MeshAxes],
+    kernel: ShardKernel,
+    axes: ShardAxes,
     *operands: Array,
     first_wins: bool,
     minimum: bool,
@@ -739,8 +730,8 @@ def _shard_with_winner(
 
 
 def _shard_backward(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, tuple[str, ...]],
+    kernel: ShardKernel,
+    axes: ShardAxes,
     d_output: Array,
     winner: Array,
     ids: Array,
@@ -760,8 +751,8 @@ def _shard_backward(
 
 
 def _shard_of_winners(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, tuple[str, ...]],
+    kernel: ShardKernel,
+    axes: ShardAxes,
     d_data: Array,
     winner: Array,
     ids: Array,
@@ -779,8 +770,8 @@ def _shard_of_winners(
 
 
 def _shard_backward_of_edges(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, tuple[str, ...]],
+    kernel: ShardKernel,
+    axes: ShardAxes,
     d_winner: Array,
     winner: Array,
     gather_ids: Array,
@@ -834,13 +825,7 @@ def _tangent(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) ->
 
 
 def _transpose_backward(
-    _: Any,
-    d_results: Sequence[Array],
-    winner: Array,
-    ids: Array,
-    order: Array,
-    *data_and_output: Array,
-    **params: Any,
+    _: Any, d_results: Sequence[Array], winner: Array, ids: Array, order: Array, *data_and_output: Array, **params: Any
 ) -> Sequence[Array]:
     return SEGMENT_EXTREMUM_OF_WINNERS(*d_results, winner, ids, *data_and_output, **params)
 
@@ -1047,7 +1032,7 @@ def _operands_of_winners(*, shares_ties: bool, **_: Any) -> NamedDimensions:
 
 
 def _with_longer_rows(
-    kernel: Callable[..., Sequence[Array]], data: Any, num_edges: int, num_segments: int, rows: Sequence[int] = (0,)
+    kernel: ShardKernel, data: Any, num_edges: int, num_segments: int, rows: Sequence[int] = (0,)
 ) -> Callable[..., Sequence[Array]] | None:
     added = features_to_add(data, num_edges, num_segments)
     return with_features(kernel, added, rows=rows) if added else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
 from jax_baracuda._core.dispatch import KB, MB, at_most, on_cpu, on_gpu, unordered
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
@@ -226,8 +227,8 @@ def _reference_backward(
 
 
 def _shard_program(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, tuple[str, ...]],
+    kernel: ShardKernel,
+    axes: ShardAxes,
     logits: Array,
     ids: Array,
     *,
@@ -262,12 +263,7 @@ all sums are, and no maxima are found and exchanged."""
 
 
 def _shard_backward(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, tuple[str, ...]],
-    probabilities: Array,
-    d_output: Array,
-    ids: Array,
-    **params: Any,
+    kernel: ShardKernel, axes: ShardAxes, probabilities: Array, d_output: Array, ids: Array, **params: Any
 ) -> Sequence[Array]:
     if not row_axes_of(axes):
         return kernel(probabilities, d_output, ids)

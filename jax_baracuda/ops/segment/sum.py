@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax_baracuda._core.dispatch import MB, at_least, at_most, fused, on_cpu, on
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, current_selection, selectable
-from jax_baracuda._core.sharding import MeshAxes
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
@@ -209,13 +209,11 @@ def _reference_backward(d_output: Array, ids: Array, **_: Any) -> tuple[Array]:
 # The program of one shard, where the rows of a segment are split over devices.
 
 
-def _shard_program(
-    kernel: Callable[..., Sequence[Array]], axes: Mapping[str, tuple[str, ...]], data: Array, ids: Array, **params: Any
-) -> Sequence[Array]:
+def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **params: Any) -> Sequence[Array]:
     return (sum_over_shards(axes, data, ids, **params).astype(data.dtype),) if row_axes_of(axes) else kernel(data, ids)
 
 
-def sum_over_shards(axes: Mapping[str, MeshAxes], data: Array, ids: Array, **params: Any) -> Array:
+def sum_over_shards(axes: ShardAxes, data: Array, ids: Array, **params: Any) -> Array:
     """The sums of all rows, where these are split.
 
     Wide, because the sum of a shard may overflow where that of all rows does not.
@@ -225,7 +223,7 @@ def sum_over_shards(axes: Mapping[str, MeshAxes], data: Array, ids: Array, **par
 
 
 def _shard_program_of_exponentials(
-    kernel: Callable[..., Sequence[Array]], axes: Mapping[str, tuple[str, ...]], data: Array, ids: Array, **_: Any
+    kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **_: Any
 ) -> Sequence[Array]:
     [local] = kernel(data, ids)
     return (sum_over_axes(local, row_axes_of(axes), axes.get("segment", ())) if row_axes_of(axes) else local,)
@@ -318,12 +316,7 @@ def _reference_of_edges(
 
 
 def sum_over_split_dim(
-    dim: str,
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, tuple[str, ...]],
-    *operands: Array,
-    is_wide: bool,
-    **params: Any,
+    dim: str, kernel: ShardKernel, axes: ShardAxes, *operands: Array, is_wide: bool, **params: Any
 ) -> Sequence[Array]:
     """Sums over a dimension. Wide, because the sum of a shard may overflow where that of all shards does not."""
     dim_axes = axes.get(dim, ())
@@ -483,11 +476,7 @@ def _join(
 
 
 def _shard_of_graphs(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, tuple[str, ...]],
-    *operands: Array,
-    num_graph_dims: int,
-    **params: Any,
+    kernel: ShardKernel, axes: ShardAxes, *operands: Array, num_graph_dims: int, **params: Any
 ) -> Sequence[Array]:
     split = {"edge": (*graph_axes(axes, num_graph_dims), *axes.get("edge", ()))}
     if not split["edge"]:
@@ -549,12 +538,7 @@ def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) 
 
 
 def _sum_rows(
-    params: SumParams,
-    *,
-    data: Array,
-    segment_ids: Array,
-    order: Array | None = None,
-    sorted_ids: Array | None = None,
+    params: SumParams, *, data: Array, segment_ids: Array, order: Array | None = None, sorted_ids: Array | None = None
 ) -> Array:
     """The sums, in the order of a plan where there is one."""
     if order is None:

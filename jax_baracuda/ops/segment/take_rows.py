@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, Selection, current_selection, selectable, selecting
-from jax_baracuda._core.sharding import mesh_axes
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel, mesh_axes
 from jax_baracuda.ops.segment.cells import sum_in_blocks
 from jax_baracuda.ops.segment.definitions import sum_guarantee
 from jax_baracuda.ops.segment.ids import check_numbered, checked_ids, clamped_ids, index_dtype, wrapped_ids
@@ -166,12 +166,7 @@ def _each_axis_once(spec: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _lower_gather(
-    ctx: mlir.LoweringRuleContext,
-    *operands: Any,
-    num_batch_dims: int,
-    indices_are_sorted: bool,
-    fills: bool,
-    **_: Any,
+    ctx: mlir.LoweringRuleContext, *operands: Any, num_batch_dims: int, indices_are_sorted: bool, fills: bool, **_: Any
 ) -> Any:
     """As a gather of XLA, which fuses and partitions it."""
     mode: Any = {"mode": "fill", "fill_value": 0} if fills else {"mode": "promise_in_bounds"}
@@ -296,14 +291,7 @@ def _program(d_output: Array, ids: Array, *, num_rows: int, ids_ndim: int, **par
 
 
 def _shard_program(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, tuple[str, ...]],
-    d_output: Array,
-    ids: Array,
-    *,
-    num_rows: int,
-    ids_ndim: int,
-    **params: Any,
+    kernel: ShardKernel, axes: ShardAxes, d_output: Array, ids: Array, *, num_rows: int, ids_ndim: int, **params: Any
 ) -> Sequence[Array]:
     row_axes = tuple(axis for dim in _row_dims(ids_ndim) for axis in axes.get(dim, ()))
     if not row_axes:
