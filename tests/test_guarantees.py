@@ -57,7 +57,8 @@ class Call:
 
 def with_batch(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """The params of a call whose operands have a batch dimension."""
-    return dict(params) if OPS[name].broadcasts else {**params, "num_batch_dims": 1}
+    params = {**OPS[name].targets[name], **params}
+    return params if OPS[name].broadcasts else {**params, "num_batch_dims": 1}
 
 
 def reference_winner(data: np.ndarray, ids: np.ndarray, segments: int) -> np.ndarray:

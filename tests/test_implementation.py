@@ -53,7 +53,7 @@ def users_rules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def set_rules(monkeypatch: pytest.MonkeyPatch, **rules: Rule) -> None:
     """One rule for each of these ops, and none for others."""
-    cases.use_rules(monkeypatch, lambda op: (rules[op.name],) if op.name in rules else ())
+    cases.use_rules(monkeypatch, lambda op: tuple(rule for name, rule in rules.items() if name in op.targets))
 
 
 def plain_jax(platform: str, *conditions: dispatch.Condition) -> Rule:

@@ -280,6 +280,7 @@ def why_not(call: Call) -> str | None:
     num_batch_dims = int(attributes.pop("num_batch_dims", 1))
     if call.target.endswith("_with_winner"):
         attributes["with_order"] = call.results[2].shape[num_batch_dims:] != (1,) if len(call.results) == 3 else True
+    attributes |= op.targets[call.target]
     names = [list(OpCall(op, (), attributes).resolve(arrays).values()) for arrays in (op.operands, op.results)]
     if len(call.operands) > len(names[0]) or len(call.results) != len(names[1]):
         return "wrong number of arrays"

@@ -13,6 +13,7 @@ from support import cases
 from jax_baracuda._core import op as op_module
 from jax_baracuda._core.arrays import FLOATING_DTYPES
 from jax_baracuda._core.guarantees import accumulated
+from jax_baracuda._core.native import missing_target
 from jax_baracuda._core.op import OPS, Op
 
 
@@ -54,7 +55,7 @@ def test_op_without_a_native_target_runs_as_plain_jax(ops: dict[str, Op], rng: n
     """As after an update of the Python files alone."""
     double = doubling("double")
     problem = f"the {cases.PLATFORM} module has no target of this name"
-    assert double.missing_target(cases.PLATFORM) == problem
+    assert missing_target(cases.PLATFORM, double.name) == problem
     x = rng.normal(size=(3, 4)).astype(np.float32)
     with pytest.warns(RuntimeWarning, match=f"double runs as plain JAX on {cases.PLATFORM}: {problem}"):
         [y] = jax.jit(lambda x: double(x))(jnp.asarray(x))

@@ -38,7 +38,7 @@ def problem(rng: np.random.Generator, dtype: str = "float32") -> tuple[np.ndarra
 
 
 def kernels(function: Callable[..., jax.Array], *operands: np.ndarray) -> list[str]:
-    return [call.op.name for call in traced_calls(function, *operands)]
+    return [call.name for call in traced_calls(function, *operands)]
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)

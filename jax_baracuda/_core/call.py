@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,16 +14,10 @@ import numpy as np
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import element_bits
 from jax_baracuda._core.batch import is_shared, vmap_sizes
-from jax_baracuda._core.native import NATIVE_MODULES, Plan
+from jax_baracuda._core.definition import Dimensions, OpDefinition, ShapeAndDtype
+from jax_baracuda._core.native import NATIVE_MODULES, Plan, missing_target
 from jax_baracuda._core.selection import Selection
 from jax_baracuda._core.sharding import NamedShapes
-
-if TYPE_CHECKING:
-    from jax_baracuda._core.op import Op, ShapeAndDtype
-
-
-Dimensions = tuple[str, ...]
-"""The names of an array's dimensions; the last one may be "...", any number of trailing dimensions."""
 
 
 def written_out(dimensions: Dimensions, shape: Sequence[int]) -> Dimensions:
@@ -50,7 +44,7 @@ class OpCall:
     The functions of a definition see neither these dimensions nor their number.
     """
 
-    op: Op
+    op: OpDefinition
     operands: Sequence[Any]
     """The types of the operands."""
     all_params: Mapping[str, Any]
@@ -68,10 +62,15 @@ class OpCall:
         return {name: value for name, value in self.all_params.items() if name not in of_core}
 
     @functools.cached_property
-    def linear(self) -> range:
+    def name(self) -> str:
+        """That of the native target, and in messages."""
+        return next(name for name, params in self.op.targets.items() if params.items() <= self.all_params.items())
+
+    @functools.cached_property
+    def linear(self) -> list[int]:
         """The positions of the operands that an op with a transpose is linear in."""
-        first = self.op.first_linear
-        return range(first, first + self.resolve(self.op.num_linear))
+        names = list(self.resolve(self.op.operands))
+        return [names.index(name) for name in self.resolve(self.op.linear) or names[:1]]
 
     @functools.cached_property
     def selection(self) -> Selection:
@@ -175,17 +174,21 @@ class OpCall:
                 parameters[f"{name}_is_shared"] = size != 1 and is_shared(operand.shape, self.num_batch_dims)
         # A product of sizes that does not fit is one of an array without elements, in which it can as well be 0.
         fitting = {name: int(value) if value < 2**63 else 0 for name, value in parameters.items()}
-        return NATIVE_MODULES[platform].plan(op.name, fitting)
+        return NATIVE_MODULES[platform].plan(self.name, fitting)
 
     def has_static_shapes(self) -> bool:
         """Whether no size is symbolic, neither of the operands nor among the params."""
         is_symbolic = any(map(jax_versions.is_symbolic, self.params.values()))
         return not is_symbolic and all(jax_versions.is_static_shape(x.shape) for x in self.operands)
 
+    def missing_target(self, platform: str) -> str | None:
+        """Why no call like this has a kernel on the platform, or None."""
+        return missing_target(platform, None if self.op.program is not None else self.name)
+
     def unsupported_reason(self, platform: str) -> str | None:
         """Why this call has no kernel on the platform and runs as plain JAX instead; None where it has one."""
         op = self.op
-        if (problem := op.missing_target(platform)) is not None:
+        if (problem := self.missing_target(platform)) is not None:
             return problem
         if not self.has_static_shapes():
             return "its shapes are symbolic"

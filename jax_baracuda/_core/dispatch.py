@@ -16,7 +16,7 @@ from jax_baracuda._core.selection import KERNEL_IF_ANY, Implementation
 
 if TYPE_CHECKING:
     from jax_baracuda._core.call import OpCall
-    from jax_baracuda._core.op import Op
+    from jax_baracuda._core.definition import OpDefinition
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -56,7 +56,7 @@ def decide(call: OpCall, site: Site) -> Decision:
     if call.selection == "xla":
         if is_deterministic:
             raise ValueError(
-                f"{call.op.name}: implementation='xla' is asked for and deterministic=True, but XLA adds up rows in an "
+                f"{call.name}: implementation='xla' is asked for and deterministic=True, but XLA adds up rows in an "
                 "order that varies from run to run; leave one of the two out"
             )
         return Decision("xla", "asked for")
@@ -87,7 +87,7 @@ def decide(call: OpCall, site: Site) -> Decision:
 def missing_kernel(call: OpCall, platforms: Sequence[str], reason: str) -> ValueError:
     """The error where a kernel is asked for that is not there."""
     return ValueError(
-        f"{call.op.name}: implementation='kernel' is asked for, but there is no kernel for this call of dtype "
+        f"{call.name}: implementation='kernel' is asked for, but there is no kernel for this call of dtype "
         f"{call.dtype.name} on {' and '.join(platforms)}: {reason}"
     )
 
@@ -129,7 +129,7 @@ class Rule:
         return all(condition(traits) for condition in self.conditions)
 
 
-def rules_of(op: Op) -> tuple[Rule, ...]:
+def rules_of(op: OpDefinition) -> tuple[Rule, ...]:
     return op.xla_rules
 
 

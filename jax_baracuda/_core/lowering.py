@@ -17,6 +17,7 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import element_bits
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims
 from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.definition import OpDefinition
 from jax_baracuda._core.dispatch import Site, decide, missing_kernel
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
 from jax_baracuda._core.rules import reference_of_call
@@ -25,10 +26,8 @@ from jax_baracuda._core.sharding import MeshAxes, partitioned
 if TYPE_CHECKING:
     from jax.extend.core import Primitive
 
-    from jax_baracuda._core.op import Op
 
-
-def register_lowerings(op: Op, primitive: Primitive, kernel: Primitive) -> None:
+def register_lowerings(op: OpDefinition, primitive: Primitive, kernel: Primitive) -> None:
     # If they were cacheable, they would see arguments of a function of its own, never what makes the operands.
     rules = {platform: functools.partial(_lower, op, kernel, platform) for platform in KERNEL_PLATFORMS}
     elsewhere = functools.partial(_lower_elsewhere, op)
@@ -36,7 +35,7 @@ def register_lowerings(op: Op, primitive: Primitive, kernel: Primitive) -> None:
     mlir.register_lowering(primitive, lower, cacheable=False)
 
 
-def _lower_elsewhere(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+def _lower_elsewhere(op: OpDefinition, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     """On a platform without kernels."""
     call = OpCall(op, ctx.avals_in, params)
     if call.selection == "kernel":
@@ -45,7 +44,7 @@ def _lower_elsewhere(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **pa
     return _lower_reference(op, ctx, *_with_unfused_updates(call, ctx, operands), **params)
 
 
-def _lower_reference(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+def _lower_reference(op: OpDefinition, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     call = OpCall(op, ctx.avals_in, params)
     unfused: list[int] = []
     if list(jax_versions.platforms_of(ctx)) == ["cpu"] and call.has_static_shapes():
@@ -90,7 +89,7 @@ def _rereading_operands(call: OpCall, ctx: mlir.LoweringRuleContext, operands: S
 
 
 def _lower(
-    op: Op, kernel: Primitive, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
+    op: OpDefinition, kernel: Primitive, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
 ) -> Any:
     call = OpCall(op, ctx.avals_in, params)
     is_for_one_platform = len(ctx.module_context.platforms) == 1  # a branch for one of several would copy the array
@@ -105,8 +104,8 @@ def _lower(
     misreads = not jax_versions.keeps_barriers() and bool(_rereading_operands(call, ctx, operands))
     site = Site(platform, _can_fuse(ctx, operands), donated, is_split, misreads, loses_empty_calls)
     runs_kernel = decide(call, site).implementation == "kernel"
-    if call.selection != "xla" and (problem := op.missing_target(platform)) is not None:
-        _warn_once(f"jax_baracuda: {op.name} runs as plain JAX on {platform}: {problem}")
+    if call.selection != "xla" and (problem := call.missing_target(platform)) is not None:
+        _warn_once(f"jax_baracuda: {call.name} runs as plain JAX on {platform}: {problem}")
     if not runs_kernel:
         operands = tuple(_with_unfused_updates(call, ctx, operands))
     if not runs_kernel and not (is_split and op.shards_reference and call.has_static_shapes()):
@@ -141,7 +140,7 @@ def _lower(
     )
     with jax_versions.partitioning_over(automatic_axis):
         results = mlir.lower_fun(partitioned_call, multiple_results=True)(ctx, *operands)
-    jax_versions.finish_partitioned_call(ctx, results[0].owner, op.name, op, params | chosen)
+    jax_versions.finish_partitioned_call(ctx, results[0].owner, call.name, op, params | chosen)
     return [
         jax_versions.lower_with_sharding_in_types(ctx, result, aval)
         for result, aval in zip(results, ctx.avals_out, strict=True)
@@ -159,7 +158,7 @@ def _can_fuse(ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> bool:
 
 
 def lower_kernel(
-    op: Op,
+    op: OpDefinition,
     platform: str,
     ctx: mlir.LoweringRuleContext,
     *operands: Any,
@@ -203,7 +202,7 @@ def _call_target(
     aliases = {
         operand: result for operand, result in in_place.items() if avals_in[operand].shape == avals_out[result].shape
     }
-    rule = jax.ffi.ffi_lowering(target_name(op.name), operand_output_aliases=aliases)
+    rule = jax.ffi.ffi_lowering(target_name(call.name), operand_output_aliases=aliases)
     return rule(ctx, *operands, **call.attributes())[:num_results]
 
 

@@ -100,9 +100,21 @@ def _load(platform: str, name: str, missing: str) -> NativeModule:
     return NativeModule(platform, module, frozenset(targets), None)
 
 
-def target_name(op: str) -> str:
-    """The name under which XLA knows an op's handler."""
-    return f"jax_baracuda.{op}"
+def target_name(target: str) -> str:
+    """The name under which XLA knows a handler."""
+    return f"jax_baracuda.{target}"
+
+
+def missing_target(platform: str, target: str | None) -> str | None:
+    """Why the platform has no handler of this name (None: any handler), or None where it has."""
+    native = NATIVE_MODULES.get(platform)
+    if native is None:
+        return f"there are kernels for {' and '.join(KERNEL_PLATFORMS)} only"
+    if native.problem is not None:
+        return native.problem
+    if target is not None and target not in native.targets:
+        return f"the {platform} module has no target of this name"
+    return native.device_problem()
 
 
 KERNEL_PLATFORMS = ("cpu", "cuda")

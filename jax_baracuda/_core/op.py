@@ -1,119 +1,33 @@
-"""The definition of an op."""
+"""Ops: definitions as JAX primitives."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.call import Dimensions
-from jax_baracuda._core.dispatch import Rule
+from jax_baracuda._core.definition import OpDefinition
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES
-from jax_baracuda._core.primitive import primitives_of
+from jax_baracuda._core.lowering import lower_kernel, register_lowerings
+from jax_baracuda._core.native import KERNEL_PLATFORMS
+from jax_baracuda._core.rules import abstract_eval, batch, jvp, transpose
 from jax_baracuda._core.selection import current_selection
 
 if TYPE_CHECKING:
     from jax.extend.core import Primitive
 
-Shape = tuple[int, ...]
-ShapeAndDtype = tuple[Shape, Any]
-NamedDimensions = Mapping[str, Dimensions]
-"""The dimensions of each operand or result, by its name and in its order."""
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Op:
-    """One native kernel, and what JAX needs to know about it.
-
-    Calling an op binds its primitive: ``results = op(*operands, **params)``, always a list. The functions of a
-    definition never see the dimensions that ``vmap`` adds: those are the business of ``_core`` and of the native
-    handler, which takes any number of them, so that ``vmap`` is one launch.
-    """
-
-    name: str
-    """The name of the native target, of the primitive, and in messages."""
-    operands: NamedDimensions | Callable[..., NamedDimensions]
-    """By name and in order; callers may omit trailing ones. Or ``(**params)`` -> these."""
-    results: NamedDimensions | Callable[..., NamedDimensions]
-    """By name and in order. Or ``(**params)`` -> these."""
-    reference: Callable[..., Sequence[jax.Array]]
-    """The same computation in plain JAX: serves what has no kernel, and every derivative of the op."""
-    dtypes: frozenset[str]
-    """The element types of the first operand for which there is a kernel."""
-    guarantee: Guarantee | Callable[..., Guarantee]
-    """Or ``(dtype name, platform, *, deterministic, indices_are_sorted) -> Guarantee`` where it depends on these."""
-    sizes: Callable[..., Mapping[str, int]] | None = None
-    """``(**params)`` -> the sizes of dimensions of the results that no operand has."""
-    result_dtypes: Callable[..., Sequence[Any]] | None = None
-    """``(*operand avals, **params)`` -> the dtypes of the results; None: all have that of the first operand."""
-    result_types: Callable[..., Sequence[ShapeAndDtype]] | None = None
-    """``(*operand avals, **params)`` -> ``[(shape, dtype), ...]``, where names and sizes of dimensions do not tell."""
-    aliases: tuple[str, ...] = ()
-    """Other public functions whose result is this op's."""
-    attributes: tuple[str, ...] = ()
-    """The names of the params that the native handler takes. Tuples of integers, however nested, come as one array."""
-    plan_parameters: Callable[..., Mapping[str, int]] | None = None
-    """``(*operand avals, **params)`` -> the integers from which the native module decides how the kernel runs. The
-    module is also told of the batch: its size as ``batch``, and ``<operand>_is_shared`` of each operand."""
-    replicated_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
-    """Dimensions that must not be split over devices. Or ``(**params)`` -> these."""
-    reduction_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
-    """Dimensions of the operands that results lack, so that shards have parts of those results, if they are not among
-    those that a call replicates. Or ``(**params)`` -> these."""
-    min_shard_sizes: Callable[..., Mapping[str, int]] | None = None
-    """``(sizes of the named dimensions, **params)`` -> the least that a device may have of those along which neighbours
-    exchange something: split finer, or over axes in another order than the mesh's, they stay whole."""
-    shard_program: Callable[..., Sequence[jax.Array]] | None = None
-    """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is."""
-    program: Callable[..., Sequence[jax.Array]] | None = None
-    """``(*operands, **params)``: calls of other ops' kernels, for an op that has no native target of its own."""
-    program_on_gpu: Callable[..., Callable[..., Sequence[jax.Array]] | None] | None = None
-    """``(*operand avals, **params)`` -> the program ``(*operands)`` of kernels that a call becomes on GPUs, such as one
-    of other params after an op that prepares its operands, for XLA to share between calls; None: the kernel."""
-    shards_reference: bool = False
-    """Whether plain JAX runs shard by shard, too, in `shard_program`: where XLA's partitioner would gather operands."""
-    xla_rules: tuple[Rule, ...] = ()
-    """Where plain JAX is faster than the kernel."""
-    limit: Callable[..., str | None] | None = None
-    """``(*operand avals, **params)`` -> why the kernel does not support these shapes or params, or None."""
-    in_place: Mapping[int, int] | Callable[..., Mapping[int, int]] = dataclasses.field(default_factory=dict)
-    """{operand number: number of the result that may be written to its memory}, where both have one shape. An operand
-    that is used again is copied by XLA first. Or ``(**params)`` -> these."""
-    in_place_if_donated: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    """As `in_place`, but only where the operand is a donated argument of the compiled program: for results that are as
-    fast to write elsewhere, where a copy by XLA would double the time."""
-    broadcasts: tuple[int, ...] = ()
-    """The operands that are broadcast along every dimension, as in ``jax.numpy``. What ``vmap`` adds is then one
-    dimension more of the same kind, for the functions of the definition and for the handler."""
-    first_linear: int = 0
-    """See `transpose`."""
-    num_linear: int | Callable[..., int] = 1
-    """See `transpose`. Or ``(**params)`` -> the number."""
-    transpose: Callable[..., Sequence[jax.Array]] | None = None
-    """For an op that is linear in `num_linear` operands together, from `first_linear` on, where no other has a tangent:
-    ``(avals of the linear operands, cotangents of the results, *other operands, **params) -> their cotangents``.
-
-    Then derivatives are calls of kernels too: the tangent is the op of the tangent.
-    """
-    tangent: Callable[..., Sequence[jax.Array]] | None = None
-    """``(tangent of the first operand, operands, results, **params)`` -> the tangents of the results, where no other
-    operand has one and the results tell more than the reference; those of integers are ignored."""
+class Op(OpDefinition):
+    """A definition, bound by a primitive: ``results = op(*operands, **params)``, always a list."""
 
     def __post_init__(self) -> None:
-        named = [of for of in (self.operands, self.results) if not callable(of)]
-        listed = [of for of in (self.replicated_dims, self.reduction_dims) if not callable(of)]
-        if len(named) == len(listed) == 2:
-            dimensions = {d for of in named for names in of.values() for d in names}
-            for name in itertools.chain(*listed):
-                if name not in dimensions:
-                    raise ValueError(f"Op {self.name}: {name!r} is no dimension of an operand or a result")
+        super().__post_init__()
         if self.program is None:
             _register(self)
 
@@ -133,28 +47,36 @@ class Op:
 
     @functools.cached_property
     def _primitives(self) -> tuple[Primitive, Primitive]:
-        return primitives_of(self)
+        """The op's primitive, and the primitive of its kernel alone, which has the param `donated` as well."""
+        primitive = _declare(self, f"baracuda_{self.name}")
+        kernel = _declare(self, f"baracuda_{self.name}_kernel")
+        primitive.def_impl(functools.partial(jax_versions.apply_primitive, primitive))
+        jax_versions.require_devices_during_lowering(primitive)
+        ad.primitive_jvps[primitive] = functools.partial(jvp, self, primitive)
+        ad.primitive_transposes[primitive] = functools.partial(transpose, self)
+        for platform in KERNEL_PLATFORMS:
+            mlir.register_lowering(kernel, functools.partial(lower_kernel, self, platform), platform=platform)
+        register_lowerings(self, primitive, kernel)
+        return primitive, kernel
 
-    def missing_target(self, platform: str) -> str | None:
-        """Why the op has no kernel at all on the platform, or None."""
-        native = NATIVE_MODULES.get(platform)
-        if native is None:
-            return f"there are kernels for {' and '.join(KERNEL_PLATFORMS)} only"
-        if native.problem is not None:
-            return native.problem
-        if self.program is None and self.name not in native.targets:
-            return f"the {platform} module has no target of this name"
-        return native.device_problem()
+
+def _declare(op: Op, name: str) -> Primitive:
+    primitive = jax_versions.new_primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(functools.partial(abstract_eval, op))
+    batching.primitive_batchers[primitive] = functools.partial(batch, op, primitive)
+    return primitive
 
 
 OPS: dict[str, Op] = {}
-"""Every op that has a native target, by name."""
+"""The op of each native target, by the target's name."""
 
 
 def _register(op: Op) -> None:
-    if op.name in OPS:
-        raise ValueError(f"Op {op.name} is defined twice")
-    OPS[op.name] = op
+    for target in op.targets:
+        if target in OPS:
+            raise ValueError(f"Op {target} is defined twice")
+        OPS[target] = op
 
 
 def precision_guarantee(

@@ -14,15 +14,14 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import in_automatic_mode, reshard_like
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.definition import OpDefinition
 from jax_baracuda._core.selection import selecting
 
 if TYPE_CHECKING:
     from jax.extend.core import Primitive
 
-    from jax_baracuda._core.op import Op
 
-
-def abstract_eval(op: Op, *operands: Any, donated: tuple[int, ...] = (), **params: Any) -> list[Any]:
+def abstract_eval(op: OpDefinition, *operands: Any, donated: tuple[int, ...] = (), **params: Any) -> list[Any]:
     call = OpCall(op, operands, params)
     types = call.result_types()
     specs = [jax_versions.explicit_spec(aval) for aval in operands]
@@ -39,7 +38,7 @@ def abstract_eval(op: Op, *operands: Any, donated: tuple[int, ...] = (), **param
 
 
 def batch(
-    op: Op, primitive: Primitive, operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Any
+    op: OpDefinition, primitive: Primitive, operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Any
 ) -> tuple[list[jax.Array], list[int]]:
     """Puts the mapped axis in front.
 
@@ -48,8 +47,11 @@ def batch(
     call = OpCall(op, operands, params)
     mapped_size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     operands = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
-    whole = [i for i in range(len(operands)) if i not in op.broadcasts] if op.broadcasts else call.resolve(op.in_place)
-    for i in whole:
+    names = list(call.resolve(op.operands))
+    own = [names[i] for i in call.resolve(op.in_place)]
+    if op.broadcasts:
+        own = [name for name in names[: len(operands)] if name not in op.broadcasts]
+    for i in map(names.index, own):
         operands[i] = jnp.broadcast_to(operands[i], (mapped_size, *operands[i].shape[1:]))
     if not op.broadcasts:
         params = params | {"num_batch_dims": call.num_batch_dims + 1}
@@ -57,7 +59,7 @@ def batch(
     return results, [0] * len(results)
 
 
-def reference_of_call(op: Op, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+def reference_of_call(op: OpDefinition, *operands: jax.Array, **params: Any) -> list[jax.Array]:
     """Calls the reference. Under explicit sharding its axes are automatic, and only its results have a sharding."""
     # Constants of a jitted function are NumPy's where JAX differentiates it, and NumPy takes no tracer as an index.
     operands = tuple(map(jnp.asarray, operands))
@@ -77,7 +79,7 @@ def reference_of_call(op: Op, *operands: jax.Array, **params: Any) -> list[jax.A
 
 
 def _reference_of(
-    op: Op, operands: Sequence[Any], free: Sequence[int], params: Mapping[str, Any]
+    op: OpDefinition, operands: Sequence[Any], free: Sequence[int], params: Mapping[str, Any]
 ) -> Callable[..., list[jax.Array]]:
     """The op's reference as a function of the operands at the positions `free`, the others fixed."""
 
@@ -93,7 +95,7 @@ def _reference_of(
 
 
 def jvp(
-    op: Op, primitive: Primitive, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any
+    op: OpDefinition, primitive: Primitive, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any
 ) -> tuple[list[jax.Array], list[Any]]:
     """The primal from the kernel, the tangent from the reference: linear in the tangents, so JAX transposes it."""
     results = primitive.bind(*primals, **params)
@@ -102,7 +104,7 @@ def jvp(
     if op.transpose is not None and all(i in call.linear for i in nonzero_tangents):
         operands = list(primals)
         for i in call.linear:
-            # An integer has no tangent. Itself in its place fits as well as any, since its result has none either.
+            # Placeholder for integers; the result of an integer operand has no tangent.
             if jnp.issubdtype(primals[i].dtype, jnp.inexact):
                 operands[i] = ad.instantiate_zeros(tangents[i])
         result_tangents = primitive.bind(*operands, **params)
@@ -125,7 +127,7 @@ def jvp(
     ]
 
 
-def transpose(op: Op, cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+def transpose(op: OpDefinition, cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
     """The transpose with respect to the operands that the op is linear in."""
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
@@ -142,7 +144,7 @@ def transpose(op: Op, cotangents: Sequence[Any], *operands: Any, **params: Any) 
         with selecting(call.selection):
             transposed = map_over_batch(transpose, mapped_dims(arrays, call.num_batch_dims), *arrays)
         for i in linear:
-            results[i] = _sum_over_shared_batch(transposed[i - op.first_linear], avals[i])
+            results[i] = _sum_over_shared_batch(transposed[call.linear.index(i)], avals[i])
         return results
     reference = _reference_of(op, operands, linear, params)
     transpose = jax.linear_transpose(reference, *(avals[i] for i in linear))

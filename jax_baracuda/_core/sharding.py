@@ -14,9 +14,13 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.redirection import not_redirected
 
 if TYPE_CHECKING:
-    from jax_baracuda._core.call import Dimensions
+    from jax_baracuda._core.definition import Dimensions
 
 MeshAxes = tuple[str, ...]
+ShardAxes = Mapping[str, MeshAxes]
+"""In the program of one shard: by the name of each dimension, the mesh axes that split it."""
+ShardKernel = Callable[..., Sequence[jax.Array]]
+"""In the program of one shard: the kernel, ``(*operands, **changed params) -> results``."""
 
 
 def mesh_axes(entry: Any) -> MeshAxes:

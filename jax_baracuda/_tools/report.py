@@ -13,7 +13,7 @@ import jaxlib.version
 
 import jax_baracuda
 from jax_baracuda._core.dispatch import Site, decide
-from jax_baracuda._core.native import NATIVE_MODULES, NativeModule, runtime_ffi_api_version
+from jax_baracuda._core.native import NATIVE_MODULES, NativeModule, missing_target, runtime_ffi_api_version
 from jax_baracuda._core.op import OPS
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import value_and_gradient
@@ -97,11 +97,11 @@ def _ops() -> str:
     if "gpu" in {device.platform for device in default} and "cuda" not in here:
         here["rocm"] = default[0]
     rows = []
-    for op in OPS.values():
+    for name, op in OPS.items():
         for platform in here:
-            problem = op.missing_target(platform)
+            problem = missing_target(platform, name)
             served_by = "plain JAX, because " + problem if problem else "kernel for " + ", ".join(sorted(op.dtypes))
-            rows.append((op.name, platform, served_by))
+            rows.append((name, platform, served_by))
     return format_table(("op", "on", "served by"), rows)
 
 
@@ -116,13 +116,13 @@ def _choices() -> str:
             cotangents = jax.eval_shape(example.call(use), **operands)
             programs = [value_and_gradient(example.call(use), x) for x in ((), example.differentiated("float32"))]
             for call in itertools.chain(*(traced_calls(program, operands, cotangents) for program in programs)):
-                if call.op.name not in found:
-                    found.add(call.op.name)
+                if call.name not in found:
+                    found.add(call.name)
                     choice, fused = (decide(call, Site(platform, fuses)) for fuses in (False, True))
                     picked: str = choice.implementation
-                    rows.append((call.op.name, platform, picked, choice.reason))
+                    rows.append((call.name, platform, picked, choice.reason))
                     if fused.implementation != picked:
-                        rows.append((call.op.name, platform, f"{fused.implementation} if fused", fused.reason))
+                        rows.append((call.name, platform, f"{fused.implementation} if fused", fused.reason))
     table = format_table(("op", "on", "picked", "because"), rows)
     return (
         f"{table}\n\nPicked for float32 calls of the sizes that race times; other calls may get another choice.\n"

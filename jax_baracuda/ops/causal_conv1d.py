@@ -1,8 +1,8 @@
 """Depthwise causal convolution over time, as in Mamba (Gu and Dao, 2023), with states, packed sequences and decoding.
 
-Every channel has a short filter of its own, which sees the present and the past only; kernels take 1 to 8 taps. Training
-runs it over whole sequences, in either layout, several sequences packed into one row or one sequence cut into chunks that hand
-on a state; decoding runs it over one new input at a time, in place in the state. The backward kernel computes again
+Every channel has a short filter of its own, which sees the present and the past only. Kernels take filters of 1 to 8
+taps. Training runs it over whole sequences, in either layout, several sequences packed into one row or one sequence cut
+into chunks that hand on a state; decoding runs it over one new input at a time, in place in the state. The backward kernel computes again
 what it needs of the forward pass, so nothing but the inputs is kept.
 
 The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
@@ -32,11 +32,12 @@ from jax_baracuda._core.arrays import (
     reshard_like,
 )
 from jax_baracuda._core.autodiff import KernelVjp, map_together, with_twin
-from jax_baracuda._core.call import Dimensions
+from jax_baracuda._core.definition import Dimensions, NamedDimensions
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import EXACT, accumulated
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 
 Activation = Literal["silu", "swish"] | None
 
@@ -131,8 +132,8 @@ def causal_conv1d(
 
     Raises:
       TypeError: an argument is no array or has an unsuitable dtype.
-      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or a kernel is asked for and there
-        is none.
+      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
+        asked for and there is no kernel.
 
     Numerical guarantees: products are added in float32 (float64 for float64), where the activation is computed too, and
     the result is rounded once to the dtype. The final state is exact. Bit-equal from run to run.
@@ -201,8 +202,8 @@ def causal_conv1d_backward(
 
     Raises:
       TypeError: an argument is no array or has an unsuitable dtype.
-      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or a kernel is asked for and there
-        is none.
+      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
+        asked for and there is no kernel.
 
     Numerical guarantees: sums are accumulated in float32 (float64 for float64) and rounded once. All of them are added
     in a fixed order: bit-equal from run to run, and independent of scheduling. Where time is split over devices, dx of
@@ -270,8 +271,8 @@ def causal_conv1d_update(
 
     Raises:
       TypeError: an argument is no array or has an unsuitable dtype.
-      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or a kernel is asked for and there
-        is none.
+      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
+        asked for and there is no kernel.
 
     Numerical guarantees: y as in :func:`causal_conv1d`; the new state is exact.
 
@@ -629,10 +630,6 @@ def _convolution_operands(
     return {name: dimensions[name] for name in (*required, *(name for name, has in optional.items() if has))}
 
 
-ShardKernel = Callable[..., Sequence[Array]]
-ShardAxes = Mapping[str, tuple[str, ...]]
-
-
 def _shard_forward(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **params: Any) -> Sequence[Array]:
     """Where time is split, the last inputs of the shard before are a shard's initial state."""
     names = tuple(_convolution_operands("x", "weight", **params))
@@ -906,20 +903,15 @@ _convolution = _convolution_rules(with_final_state=False)
 _convolution_and_state = _convolution_rules(with_final_state=True)
 
 
-def _updated(
-    keeps_state: bool, params: _Params, *, x: Array, state: Array, weight: Array, bias: Array | None
+def _update_primal(
+    params: _Params, *, x: Array, state: Array, weight: Array, bias: Array | None
 ) -> tuple[Array, Array]:
-    flags = {"keeps_state": keeps_state}
-    y, new_state = _call(CAUSAL_CONV1D_UPDATE, params, x, state, weight, flags=flags, bias=bias)
+    y, new_state = _call(CAUSAL_CONV1D_UPDATE, params, x, state, weight, bias=bias)
     return y, new_state
 
 
-_update_primal = functools.partial(_updated, False)
-
-
 def _update_forward(params: _Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
-    """The backward pass needs the state, which so cannot become the new one."""
-    return _updated(True, params, **arrays), arrays
+    return _update_primal(params, **arrays), arrays
 
 
 def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:

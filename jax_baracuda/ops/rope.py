@@ -29,11 +29,12 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arguments import real_number, whole_number
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, reshard_as, reshard_to
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import KB, MB, Traits, at_least, at_most, fused, on_cpu, on_gpu, param
 from jax_baracuda._core.guarantees import accumulated
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda._core.sharding import mesh_axes
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel, mesh_axes
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE, rope_frequencies
 
 HeadLayout = Literal["BHSD", "BSHD"]
@@ -505,12 +506,7 @@ def _positions_limit(*operands: Any, has_positions: bool, **_: Any) -> str | Non
 
 
 def _shard_rotation(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, tuple[str, ...]],
-    *operands: Array,
-    heads_first: bool,
-    has_positions: bool,
-    **_: Any,
+    kernel: ShardKernel, axes: ShardAxes, *operands: Array, heads_first: bool, has_positions: bool, **_: Any
 ) -> Sequence[Array]:
     """Where the sequence is split, the positions of a shard begin where those of the one before end."""
     sequence_axes = axes.get("sequence", ())
@@ -600,7 +596,7 @@ def _rotation_op(name: str, features: Mapping[str, str], direction: int, transpo
         shard_program=_shard_rotation,
         xla_rules=_RULES,
         in_place_if_donated={i: i for i in range(num_rotated)},
-        num_linear=num_rotated,
+        linear=tuple(features),
         transpose=lambda _, cotangents, *others, **params: transpose()(*cotangents, *others, **params),
     )
 

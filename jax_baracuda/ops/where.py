@@ -32,9 +32,10 @@ from jax_baracuda._core.arrays import (
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.batch import joint_size
+from jax_baracuda._core.definition import Shape, ShapeAndDtype
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
-from jax_baracuda._core.op import Op, Shape, ShapeAndDtype
+from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
 
 
@@ -289,8 +290,8 @@ WHERE = Op(
     plan_parameters=_plan_parameters,
     limit=_limit_of_rank,
     xla_rules=_RULES,
-    broadcasts=(0, 1, 2),
-    num_linear=2,
+    broadcasts=("a", "b", "cond"),
+    linear=("a", "b"),
     transpose=_transpose_where,
 )
 
@@ -306,7 +307,7 @@ WHERE_BACKWARD = Op(
     shard_program=_shard_backward,
     limit=_limit_of_backward,
     xla_rules=_RULES,
-    broadcasts=(1,),
+    broadcasts=("cond",),
     transpose=_transpose_backward,
 )
 

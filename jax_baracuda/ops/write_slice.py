@@ -31,11 +31,12 @@ from jax_baracuda._core.arrays import (
     reshard_as,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import EXACT
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda._core.sharding import MeshAxes
+from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 
 WriteMode = Literal["clip", "drop"]
 StartIndex = ArrayLike | tuple[int, int]
@@ -409,7 +410,7 @@ def _limit(op_dtypes: frozenset[str]) -> Callable[..., str | None]:
 
 
 def _split_windows(
-    axes: Mapping[str, MeshAxes], windows: Sequence[Window]
+    axes: ShardAxes, windows: Sequence[Window]
 ) -> tuple[tuple[Window, ...], list[Array], list[MeshAxes]]:
     """The windows in the program of one device, the number of its part of each axis that is split, and the mesh axes
     that split the windows' axes."""
@@ -423,11 +424,7 @@ def _split_windows(
 
 
 def _shard_write(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, MeshAxes],
-    *operands: Array,
-    windows: Sequence[Window],
-    **_: Any,
+    kernel: ShardKernel, axes: ShardAxes, *operands: Array, windows: Sequence[Window], **_: Any
 ) -> Sequence[Array]:
     """Each device writes the part of a window that lies in its part of the axis."""
     windows, parts, _ = _split_windows(axes, windows)
@@ -435,12 +432,7 @@ def _shard_write(
 
 
 def _shard_extract(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, MeshAxes],
-    *operands: Array,
-    windows: Sequence[Window],
-    ranks: Sequence[int],
-    **_: Any,
+    kernel: ShardKernel, axes: ShardAxes, *operands: Array, windows: Sequence[Window], ranks: Sequence[int], **_: Any
 ) -> Sequence[Array]:
     """Each device extracts the part of a window that lies in its part of the axis; the others have zeros there."""
     local_windows, parts, split = _split_windows(axes, windows)
@@ -517,7 +509,7 @@ WRITE_SLICE = Op(
     shards_reference=True,
     limit=_limit(DTYPES),
     in_place=lambda *, ranks, **_: {i: i for i in range(len(ranks))},
-    num_linear=lambda *, ranks, **_: 2 * len(ranks),
+    linear=lambda *, ranks, **_: tuple(_dest_dimensions("dest", ranks) | _dest_dimensions("source", ranks)),
     transpose=_transpose_write,
 )
 
@@ -547,7 +539,7 @@ WRITE_SLICE_BACKWARD = Op(
     shards_reference=True,
     limit=_limit(DIFFERENTIABLE_DTYPES),
     in_place=lambda *, ranks, **_: {i: i for i in range(len(ranks))},
-    num_linear=lambda *, ranks, **_: len(ranks),
+    linear=lambda *, ranks, **_: tuple(_dest_dimensions("d_output", ranks)),
     # To extract a window and leave zeros is the transpose of writing it, and the other way round.
     transpose=lambda avals, cotangents, *starts, **params: WRITE_SLICE(*cotangents, *starts, **params),
 )

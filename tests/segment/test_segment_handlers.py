@@ -239,7 +239,7 @@ def test_every_strategy_is_planned(target: str, platform: str) -> None:
     if native.module is None:
         cases.skip_for_lack_of(platform, f"{platform}: {native.problem}")
     plans = {
-        OpCall(OPS[target], operands, params).plan(platform)
+        OpCall(OPS[target], operands, OPS[target].targets[target] | params).plan(platform)
         for rows in (0, 1, 64, 3000, 40_000, 1 << 21, 1 << 25)
         for operands, params in planned_calls(target, rows)
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -446,6 +447,13 @@ def test_forward_mode_at_ties(rng: np.random.Generator, extremum: Reduction, tie
 # The order in which the backward kernel may take the rows.
 
 
+def kernels(extremum: Reduction) -> tuple[Callable[..., list[jax.Array]], Callable[..., list[jax.Array]]]:
+    """The reduction that notes its winners, and the gradient."""
+    names = (f"{extremum.name}_with_winner", f"{extremum.name}_backward")
+    with_winner, backward = (functools.partial(OPS[name], **OPS[name].targets[name]) for name in names)
+    return with_winner, backward
+
+
 def orders(rng: np.random.Generator, ids: np.ndarray, by_kernel: np.ndarray) -> dict[str, np.ndarray]:
     """Permutations of the rows, all of which must do."""
     return {
@@ -468,7 +476,7 @@ def test_order_is_a_hint(rng: np.random.Generator, extremum: Reduction, tie_brea
     data, ids = extremum.make_data(rng, shape, "float32"), cases.make_ids(rng, shape.rows, shape.segments)
     cotangent = cases.cotangent(rng, (shape.segments, *shape.row_shape), "float32")
     expected = extremum.gradient(cotangent, data, ids, shape.segments, tie_break)
-    with_winner, backward = OPS[f"{extremum.name}_with_winner"], OPS[f"{extremum.name}_backward"]
+    with_winner, backward = kernels(extremum)
     forward_params = {"num_segments": shape.segments, "indices_are_sorted": False, "first_wins": tie_break == "first"}
 
     def gradient(winner: jax.Array, order: Any, output: jax.Array) -> jax.Array:
@@ -497,12 +505,12 @@ def test_order_of_a_batch(rng: np.random.Generator, extremum: Reduction) -> None
     shape, size = Shape(60, (9,), 7), 3
     data = np.stack([extremum.make_data(rng, shape, "float32") for _ in range(size)])
     cotangent = cases.cotangent(rng, (size, 7, 9), "float32")
-    backward, batch = OPS[f"{extremum.name}_backward"], Batch()
+    (with_winner, backward), batch = kernels(extremum), Batch()
     for ids_are_shared, order_is_shared in itertools.product((False, True), (False, True)):
         ids = np.stack([cases.make_ids(rng, 60, 7) for _ in range(1 if ids_are_shared else size)])
         order = np.stack([rng.permutation(60) for _ in range(1 if order_is_shared else size)]).astype(np.int32)
         params = {"num_segments": 7, "indices_are_sorted": False, "first_wins": False, "with_order": True}
-        output, winner, _ = OPS[f"{extremum.name}_with_winner"](data, ids, **params, num_batch_dims=1)
+        output, winner, _ = with_winner(data, ids, **params, num_batch_dims=1)
 
         def check(results: list[jax.Array], ids: np.ndarray = ids, where: str = f"{ids_are_shared} {order_is_shared}"):
             for k in range(size):
@@ -540,7 +548,8 @@ def test_order_of_each_element(rng: np.random.Generator, extremum: Reduction, sh
     ids = np.stack([cases.make_ids(rng, rows, segments) for _ in range(1 if shared == "ids" else size)])
     ids[-1, 5000:20_000] = -1  # so that elements drop different numbers of rows
     params = {"num_segments": segments, "indices_are_sorted": False, "first_wins": False, "with_order": True}
-    order = np.asarray(OPS[f"{extremum.name}_with_winner"](data, ids, **params, num_batch_dims=1)[2])
+    with_winner, _ = kernels(extremum)
+    order = np.asarray(with_winner(data, ids, **params, num_batch_dims=1)[2])
     assert order.shape == (size, rows)
     for k in range(size):
         np.testing.assert_array_equal(np.sort(order[k]), np.arange(rows), f"element {k}")

@@ -138,7 +138,7 @@ def good_call(target: str, operands: Sequence[Array], results: Sequence[Array], 
     The first dimension of arrays is a batch, unless `params` say otherwise.
     """
     op = OPS[target]
-    params = params if op.broadcasts else {"num_batch_dims": 1, **params}
+    params = {**op.targets[target], **(params if op.broadcasts else {"num_batch_dims": 1, **params})}
     call = OpCall(op, [x.aval() for x in operands], params)
     return Call(target, tuple(operands), tuple(results), call.attributes(), call.plan(cases.PLATFORM).scratch_bytes)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,12 +14,18 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import accumulation_dtype, in_automatic_mode
 from jax_baracuda._core.dispatch import MB, at_most, mostly_empty_segments, on_gpu, unsorted
 from jax_baracuda._core.guarantees import EXACT
-from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import Mode, OutSharding, canonicalize
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel
+from jax_baracuda.ops.segment.arguments import Mode, OutSharding, SegmentCall, canonicalize
 from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, same_value, xla_min
 from jax_baracuda.ops.segment.definitions import CELLS, WIDE_DTYPES, Params, first_result, reduction_op
-from jax_baracuda.ops.segment.extrema import MAXIMUM, MINIMUM, Extremum, extrema_over_shards
+from jax_baracuda.ops.segment.extremum import (
+    extrema_of_segments,
+    extrema_over_shards,
+    extremum_targets,
+    identity_of,
+    minimum_of,
+)
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import index_of_first_row, row_axes_of
@@ -86,11 +91,24 @@ def segment_argmax(
        [3 3]
        [2 2]]
     """
-    ids = segment_ids, num_segments
-    return _arg_extremum(SEGMENT_ARGMAX, data, *ids, indices_are_sorted, mode, out_sharding, plan=plan)
+    name = "segment_argmax"
+    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, plan=plan)
+    return _arg_extremum(name, call, plan, minimum=False)
 
 
 @selectable
+@minimum_of(
+    segment_argmax,
+    """
+    >>> import jax.numpy as jnp, jax_baracuda as jb
+    >>> data = jnp.array([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
+    >>> segment_ids = jnp.array([0, 0, 2])
+    >>> print(jb.segment_argmin(data, segment_ids, num_segments=3))  # segment 1 is empty
+    [[0 1]
+     [3 3]
+     [2 2]]
+    """,
+)
 def segment_argmin(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -103,62 +121,15 @@ def segment_argmin(
     plan: SegmentPlan | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
-    """The row that attains each segment's minimum: ``out[s, ...] = argmin { data[n, ...] : segment_ids[n] == s }``.
-
-    The lowest such row where several attain it, as in :func:`numpy.argmin`.
-
-    Args:
-      data: ``[N, ...]``, any dtype of JAX with an order. bool, integers of 8 to 64 bits, float16, bfloat16, float32 and
-        float64 have kernels; other dtypes run as plain JAX. More generally, any shape that broadcasts to
-        ``segment_ids.shape + data.shape[1:]``.
-      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
-        dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
-      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
-        false, the result may hold anything.
-      unique_indices: accepted for compatibility; nothing depends on it.
-      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
-        dropped. "clip": the id is clamped to ``[0, S - 1]``.
-      out_sharding: sharding of the result, for meshes with explicit axes.
-      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`. The
-        call does not sort any more.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
-
-    Returns:
-      ``[S, ...]``, int32 (of 2^31 rows or more int64): a row number in ``[0, N)``, or N for an empty segment. Where
-      `segment_ids` is not of rank 1, rows are numbered through all ids in order, and N is the number of ids.
-
-    Raises:
-      TypeError: an argument is no array or has an unsuitable dtype.
-      IndexError: `segment_ids` is boolean.
-      ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
-        there are no ids.
-      jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
-
-    Numerical guarantees: exact. A NaN is less than every number, the first NaN wins; -0 and +0 are equal.
-    Bit-equal from run to run and independent of scheduling.
-
-    Gradient: none, the result is an integer.
-
-    Example:
-      >>> import jax.numpy as jnp, jax_baracuda as jb
-      >>> data = jnp.array([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
-      >>> segment_ids = jnp.array([0, 0, 2])
-      >>> print(jb.segment_argmin(data, segment_ids, num_segments=3))  # segment 1 is empty
-      [[0 1]
-       [3 3]
-       [2 2]]
-    """
-    ids = segment_ids, num_segments
-    return _arg_extremum(SEGMENT_ARGMIN, data, *ids, indices_are_sorted, mode, out_sharding, plan=plan)
+    name = "segment_argmin"
+    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, plan=plan)
+    return _arg_extremum(name, call, plan, minimum=True)
 
 
-def _arg_extremum(op: Op, *arguments: Any, plan: SegmentPlan | None) -> Array:
-    call = canonicalize(op.name, *arguments, plan=plan)
-    check_numbered(op.name, "rows", call.segment_ids.shape[0])
+def _arg_extremum(name: str, call: SegmentCall, plan: SegmentPlan | None, minimum: bool) -> Array:
+    check_numbered(name, "rows", call.segment_ids.shape[0])
     call = call.with_data(jax.lax.stop_gradient(call.data)).with_wide_integers().in_order()
-    rows = call.reduce(first_result(op), call.params(Params))
+    rows = call.reduce(first_result(SEGMENT_ARG_EXTREMUM), call.params(ArgParams, minimum=minimum))
     if plan is None:
         return rows
     # The first row in the order is the lowest: within a segment, the order ascends.
@@ -179,10 +150,10 @@ def _arg_extremum(op: Op, *arguments: Any, plan: SegmentPlan | None) -> Array:
 # Reference in plain JAX.
 
 
-def _reference(extremum: Extremum, data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
+def _reference(data: Array, ids: Array, *, num_segments: int, minimum: bool, **_: Any) -> tuple[Array]:
     none = jnp.asarray(data.shape[0], index_dtype(data.shape[0]))
     data = data.astype(accumulation_dtype(data.dtype))  # some narrow dtypes have no infinity
-    extrema, is_member = gather_segments(extremum.of_segments(data, ids, num_segments), ids)
+    extrema, is_member = gather_segments(extrema_of_segments(data, ids, num_segments, minimum), ids)
     attains = is_member & same_value(data, extrema)
     first = xla_min(jnp.where(attains, row_numbers(data), none), ids, num_segments)
     return (jnp.minimum(first, none),)
@@ -193,12 +164,7 @@ def _reference(extremum: Extremum, data: Array, ids: Array, *, num_segments: int
 
 
 def _shard_program(
-    extremum: Extremum,
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, tuple[str, ...]],
-    data: Array,
-    ids: Array,
-    **params: Any,
+    kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, *, minimum: bool, **_: Any
 ) -> tuple[Array]:
     [row] = kernel(data, ids)
     row_axes = row_axes_of(axes)
@@ -207,32 +173,36 @@ def _shard_program(
     num_rows, num_all_rows = ids.shape[0], jax.lax.psum(ids.shape[0], row_axes)
     is_found = row < num_rows
     value = jnp.take_along_axis(data, jnp.minimum(row, num_rows - 1), axis=0)
-    value = jnp.where(is_found, value, extremum.identity(value.dtype))
-    attains = is_found & same_value(value, extrema_over_shards(extremum, value, row_axes))
+    value = jnp.where(is_found, value, identity_of(value.dtype, minimum))
+    attains = is_found & same_value(value, extrema_over_shards(value, row_axes, minimum=minimum))
     return (jax.lax.pmin(jnp.where(attains, row + index_of_first_row(ids, row_axes), num_all_rows), row_axes),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ops: one per native kernel.
+# Op.
 
-SEGMENT_ARGMAX, SEGMENT_ARGMIN = (
-    reduction_op(
-        name,
-        results={"winner": CELLS},
-        result_dtypes=lambda data, segment_ids, **_: [index_dtype(segment_ids.shape[0])],
-        reference=functools.partial(_reference, extremum),
-        dtypes=WIDE_DTYPES,
-        guarantee=EXACT,
-        # H100, time of plain JAX / kernel: 0.33 to 0.8 (6 of 52 loops).
-        xla_rules=(
-            on_gpu(
-                "XLA sorts no rows of mostly empty segments",
-                unsorted,
-                mostly_empty_segments,
-                at_most(rows=1 << 16, bytes=16 * MB),
-            ),
+
+@dataclasses.dataclass(frozen=True)
+class ArgParams(Params):
+    minimum: bool
+
+
+SEGMENT_ARG_EXTREMUM = reduction_op(
+    "segment_arg_extremum",
+    targets=extremum_targets("segment_arg{}"),
+    results={"winner": CELLS},
+    result_dtypes=lambda data, segment_ids, **_: [index_dtype(segment_ids.shape[0])],
+    reference=_reference,
+    dtypes=WIDE_DTYPES,
+    guarantee=EXACT,
+    # H100, time of plain JAX / kernel: 0.33 to 0.8 (6 of 52 loops).
+    xla_rules=(
+        on_gpu(
+            "XLA sorts no rows of mostly empty segments",
+            unsorted,
+            mostly_empty_segments,
+            at_most(rows=1 << 16, bytes=16 * MB),
         ),
-        shard_program=functools.partial(_shard_program, extremum),
-    )
-    for name, extremum in (("segment_argmax", MAXIMUM), ("segment_argmin", MINIMUM))
+    ),
+    shard_program=_shard_program,
 )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -16,13 +15,14 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_ar
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
-from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu, uncontended, unordered
+from jax_baracuda._core.definition import NamedDimensions
+from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu, unordered
 from jax_baracuda._core.guarantees import accumulated
-from jax_baracuda._core.op import OPS, NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, current_selection, selectable
+from jax_baracuda._core.op import Op
+from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode
-from jax_baracuda.ops.segment.cells import gather_segments, per_row, xla_sum
-from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters, sum_guarantee
+from jax_baracuda.ops.segment.cells import gather_segments
+from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
 from jax_baracuda.ops.segment.edges import (
     Edges,
     GatherParams,
@@ -30,22 +30,10 @@ from jax_baracuda.ops.segment.edges import (
     as_rows,
     canonicalize_edges,
     gather_rows,
-    limit_of_edges,
     replicated_dims,
-    replicated_dims_of_cells,
 )
-from jax_baracuda.ops.segment.graphs import (
-    graph_axes,
-    merged,
-    numbered_through,
-    op_of_graphs,
-    sum_over_graphs,
-    whole_batch,
-)
-from jax_baracuda.ops.segment.order import sorted_by_segment
-from jax_baracuda.ops.segment.padding import features_to_add, with_features
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.shards import of_split_segments, sum_over_axes
+from jax_baracuda.ops.segment.sum import GATHER_SEGMENT_SUM, sum_edges, sum_over_split_dim
 
 
 @selectable
@@ -119,28 +107,17 @@ def gather_segment_sum(
       [[8. 8.]
        [4. 6.]]
     """
-    edges = gather_ids, segment_ids, num_segments
     name = "gather_segment_sum"
-    return reduce_edges(name, gathered_sum, data, *edges, weights, indices_are_sorted, mode, deterministic, plan)
-
-
-def reduce_edges(
-    name: str,
-    rules: BatchedVjp,
-    data: ArrayLike,
-    gather_ids: ArrayLike | None,
-    segment_ids: ArrayLike | None,
-    num_segments: int | None,
-    weights: ArrayLike | None,
-    indices_are_sorted: bool,
-    mode: Mode,
-    deterministic: bool,
-    plan: SegmentPlan | None,
-) -> Array:
-    """Applies a weighted reduction to the rows that edges gather."""
     data = as_rows(name, data)
     edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     params = GatherParams(**edges.params(data, indices_are_sorted, deterministic))
+    return reduce_edges(name, gathered_sum, params, data, weights, edges)
+
+
+def reduce_edges(
+    name: str, rules: BatchedVjp, params: GatherParams, data: Array, weights: ArrayLike | None, edges: Edges
+) -> Array:
+    """Applies a reduction to the rows that edges gather, weighted where there are weights."""
     if weights is None:
         return rules(params, data=data, **edges.arrays())
     weights = as_array(name, "weights", weights)
@@ -170,30 +147,6 @@ def reduce_weighted(rules: BatchedVjp, params: GatherParams, data: Array, weight
 # Reference in plain JAX.
 
 
-def _reference(
-    data: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    *weights_and_order: Array,
-    num_segments: int,
-    clips_gather_ids: bool,
-    is_wide: bool,
-    has_weights: bool,
-    has_edge_order: bool,
-    **_: Any,
-) -> tuple[Array]:
-    wide = accumulation_dtype(data.dtype)
-    rows = gather_rows(data, gather_ids, clips_gather_ids).astype(wide)
-    if has_weights:
-        weights = weights_and_order[0].astype(wide)
-        if has_edge_order:
-            weights = jnp.take(weights, weights_and_order[1], axis=0, mode="clip")
-        exists = clips_gather_ids | ((gather_ids >= 0) & (gather_ids < data.shape[0]))
-        rows = jnp.where(per_row(exists, rows), rows * weights[..., None], 0)
-    output = xla_sum(rows, segment_ids, num_segments)
-    return (output if is_wide else output.astype(data.dtype),)
-
-
 def _reference_dot(
     d_output: Array, data: Array, gather_ids: Array, segment_ids: Array, *edge_order: Array, is_wide: bool, **_: Any
 ) -> tuple[Array]:
@@ -207,42 +160,7 @@ def _reference_dot(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The programs of one shard, where edges, or the features of a product, are split over devices.
-
-
-def _sum_of_shards(
-    op: Callable[[], Op],
-    dim: str,
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, tuple[str, ...]],
-    *operands: Array,
-    is_wide: bool,
-    **params: Any,
-) -> Sequence[Array]:
-    """Sums over a dimension. Wide, because the sum of a shard may overflow where that of all shards does not."""
-    dim_axes = axes.get(dim, ())
-    if not dim_axes:
-        return kernel(*operands)
-    [local] = op().kernel(*operands, is_wide=True, **params)
-    output = sum_over_axes(local, dim_axes, axes.get("segment", ()))
-    return (output if is_wide else output.astype(operands[0].dtype),)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Ops: one per native kernel.
-
-
-def _operands(*, has_weights: bool, has_edge_order: bool, **_: Any) -> NamedDimensions:
-    operands: dict[str, tuple[str, ...]] = {
-        "data": ("gathered", "head", "feature") if has_weights else ("gathered", "..."),
-        "gather_ids": ("edge",),
-        "segment_ids": ("edge",),
-    }
-    if has_weights:
-        operands["weights"] = ("edge", "head")
-    if has_edge_order:
-        operands["edge_order"] = ("edge",)
-    return operands
+# The op of the gradient of weights.
 
 
 def _operands_of_dot(*, has_edge_order: bool, **_: Any) -> NamedDimensions:
@@ -255,39 +173,10 @@ def _operands_of_dot(*, has_edge_order: bool, **_: Any) -> NamedDimensions:
     return operands | {"edge_order": ("edge",)} if has_edge_order else operands
 
 
-def _plan_parameters(
-    data: Any, gather_ids: Any, segment_ids: Any, *_: Any, has_weights: bool, **params: Any
-) -> dict[str, int]:
-    return {
-        **plan_parameters(data, segment_ids, **params),
-        "gathered_rows": data.shape[0],
-        "heads": data.shape[1] if has_weights else 1,
-        "has_weights": has_weights,
-    }
-
-
 def _plan_parameters_of_dot(
     d_output: Any, data: Any, gather_ids: Any, segment_ids: Any, *_: Any, **__: Any
 ) -> dict[str, int]:
     return {**plan_parameters(data, segment_ids, num_segments=d_output.shape[0]), "heads": data.shape[1]}
-
-
-def _transpose(
-    avals: Sequence[Any],
-    d_outputs: Sequence[Array],
-    gather_ids: Array,
-    segment_ids: Array,
-    *weights_and_order: Array,
-    num_segments: int,
-    **params: Any,
-) -> Sequence[Array]:
-    """The same op, from segments to rows."""
-    gathered_segments = as_gather_ids(segment_ids, num_segments)
-    transposed = {"num_segments": avals[0].shape[0], "indices_are_sorted": False, "clips_gather_ids": False}
-    [d_data] = GATHER_SEGMENT_SUM(
-        d_outputs[0], gathered_segments, gather_ids, *weights_and_order, **params | transposed | {"is_wide": False}
-    )
-    return [d_data.astype(avals[0].dtype)]
 
 
 def _transpose_dot(
@@ -309,97 +198,6 @@ def _transpose_dot(
     )
 
 
-GATHERED_FIRST = ((16, (1, 2, 4, 8), 2**26), (32, (1, 2, 4, 8, 16), 2**18), (64, None, 2**14))
-"""Rows that are gathered before they are added up: their bytes at most, their numbers of features (None: any), and of
-how many edges at most. Measured on an H200 (jax 0.11.2): 64,000 edges of single numbers took 39 us, and take 9."""
-
-
-def _gathers_first(data: Any, num_edges: int, is_wide: bool) -> bool:
-    """Whether edges in order take less time in two steps: XLA's gather, many edges at once, and the sum of the rows.
-
-    The kernel that does both walks down the edges of a tile, which takes as long for narrow rows as for wide ones.
-    """
-    features = math.prod(data.shape[1:])
-    row_bytes = features * np.dtype(accumulation_dtype(data.dtype) if is_wide else data.dtype).itemsize
-    return min(row_bytes, num_edges) > 0 and any(
-        row_bytes <= max_bytes and num_edges <= max_edges and (of_features is None or features in of_features)
-        for max_bytes, of_features, max_edges in GATHERED_FIRST
-    )
-
-
-def _program_on_gpu(
-    data: Any,
-    gather_ids: Any,
-    *_: Any,
-    indices_are_sorted: bool,
-    has_weights: bool,
-    has_edge_order: bool,
-    clips_gather_ids: bool,
-    is_wide: bool,
-    **params: Any,
-) -> Callable[..., Sequence[Array]] | None:
-    """Edges in any order are sorted first, narrow rows without weights written out, and odd ones made longer."""
-    shared = {"clips_gather_ids": clips_gather_ids, "is_wide": is_wide, "has_weights": has_weights}
-    if indices_are_sorted:
-        first_dim = 2 if has_weights else 1
-        if added := features_to_add(data, gather_ids.shape[0], params["num_segments"], first_dim=first_dim):
-            flags = {"indices_are_sorted": True, "has_edge_order": has_edge_order}
-            kernel = functools.partial(GATHER_SEGMENT_SUM.kernel, **params, **shared, **flags)
-            return with_features(kernel, added, first_dim=first_dim)
-        if has_weights or not _gathers_first(data, gather_ids.shape[0], is_wide):
-            return None
-
-    def two_steps(data: Array, gather_ids: Array, segment_ids: Array) -> Sequence[Array]:
-        rows = gather_rows(data, gather_ids, clips_gather_ids)
-        rows = rows.astype(accumulation_dtype(data.dtype)) if is_wide else rows
-        return OPS["segment_sum"].kernel(rows, segment_ids, indices_are_sorted=True, **params)
-
-    def sort_first(data: Array, gather_ids: Array, segment_ids: Array, *weights_and_order: Array) -> Sequence[Array]:
-        order, sorted_ids = sorted_by_segment(segment_ids, params["num_segments"])
-        edges: list[Array] = []
-        if has_weights:
-            weights, *numbers = weights_and_order
-            edges = [weights, numbers[0][order] if has_edge_order else order]
-        flags = {"indices_are_sorted": True, "has_edge_order": has_weights}
-        return GATHER_SEGMENT_SUM.kernel(data, gather_ids[order], sorted_ids, *edges, **params, **shared, **flags)
-
-    return two_steps if indices_are_sorted else sort_first
-
-
-def _results(*, has_weights: bool, **_: Any) -> NamedDimensions:
-    return {"output": ("segment", "head", "feature") if has_weights else ("segment", "...")}
-
-
-# H100, time of plain JAX / kernel: 0.35 for sums (76 loops), 0.5 for products (41 loops). Two cores: products of
-# single features 0.2.
-GATHER_SEGMENT_SUM = Op(
-    name="gather_segment_sum",
-    operands=_operands,
-    results=_results,
-    sizes=lambda *, num_segments, **_: {"segment": num_segments},
-    result_dtypes=lambda data, *_, is_wide, **__: [accumulation_dtype(data.dtype) if is_wide else data.dtype],
-    reference=_reference,
-    dtypes=FLOATING_DTYPES,
-    guarantee=sum_guarantee,
-    attributes=("indices_are_sorted", "clips_gather_ids", "is_wide", "has_weights", "has_edge_order"),
-    plan_parameters=_plan_parameters,
-    replicated_dims=replicated_dims_of_cells,
-    reduction_dims=("edge",),
-    shard_program=of_split_segments(
-        functools.partial(_sum_of_shards, lambda: GATHER_SEGMENT_SUM, "edge"),
-        results=_results,
-        row_dims=("edge",),
-        ids_operand=2,
-    ),
-    xla_rules=(
-        on_gpu("XLA sorts no edges, which takes longer than the sum", unordered, uncontended, at_most(rows=1 << 18)),
-        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most(features=16)),
-    ),
-    program_on_gpu=_program_on_gpu,
-    limit=limit_of_edges,
-    transpose=_transpose,
-)
-
 GATHER_SEGMENT_DOT = Op(
     name="gather_segment_dot",
     operands=_operands_of_dot,
@@ -408,6 +206,7 @@ GATHER_SEGMENT_DOT = Op(
         accumulation_dtype(d_output.dtype) if is_wide else d_output.dtype
     ],
     reference=_reference_dot,
+    # H100, time of plain JAX / kernel: 0.5 (41 loops). Two cores: products of single features 0.2.
     xla_rules=(
         on_gpu("XLA fuses what makes the rows, too", unordered, fused),
         on_gpu("gathers from the L2 cache, fused into the sum over features", unordered, at_most(bytes=64 * MB)),
@@ -419,46 +218,11 @@ GATHER_SEGMENT_DOT = Op(
     plan_parameters=_plan_parameters_of_dot,
     replicated_dims=replicated_dims,
     reduction_dims=("feature",),
-    shard_program=functools.partial(_sum_of_shards, lambda: GATHER_SEGMENT_DOT, "feature"),
+    shard_program=functools.partial(sum_over_split_dim, "feature"),
     limit=lambda d_output, data, gather_ids, segment_ids, *_, **__: limit_of_32_bits(
         segment_ids.shape[0], d_output.shape[0]
     ),
     transpose=_transpose_dot,
-)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The sum over the graphs of a batch, which is the gradient of the rows that they share.
-
-
-def _join(
-    num_graph_dims: int, data: Array, gather_ids: Array, segment_ids: Array, *weights_and_order: Array
-) -> Sequence[Array]:
-    arrays = whole_batch(num_graph_dims, [data, gather_ids, segment_ids, *weights_and_order])
-    cells, gathered, segments, *others = arrays
-    num_edges = segments.shape[1]
-    if len(others) == 2:
-        others[1] = numbered_through(jnp.clip(others[1], 0, max(num_edges - 1, 0)), num_edges)
-    return [merged(x) for x in (cells, numbered_through(gathered, cells.shape[1]), segments, *others)]
-
-
-def _shard_of_graphs(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, tuple[str, ...]],
-    *operands: Array,
-    num_graph_dims: int,
-    **params: Any,
-) -> Sequence[Array]:
-    split = {"edge": (*graph_axes(axes, num_graph_dims), *axes.get("edge", ()))}
-    if not split["edge"]:
-        return kernel(*operands)
-    return _sum_of_shards(
-        lambda: GATHER_SEGMENT_SUM, "edge", kernel, split, *_join(num_graph_dims, *operands), **params
-    )
-
-
-GATHER_SEGMENT_SUM_OF_GRAPHS = op_of_graphs(
-    GATHER_SEGMENT_SUM, _join, replicated_dims=replicated_dims, shard_program=_shard_of_graphs
 )
 
 
@@ -491,32 +255,6 @@ def sum_gathered(
     )
 
 
-def sum_edges(
-    data: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    weights: Array | None = None,
-    edge_order: Array | None = None,
-    *,
-    num_graph_dims: int = 0,
-    indices_are_sorted: bool,
-    deterministic: bool = False,
-    clips_gather_ids: bool = True,
-    is_wide: bool = False,
-    **params: Any,
-) -> Array:
-    """Calls the kernel with the operands that there are, for one graph or for all that these dimensions number."""
-    deterministic = deterministic or (indices_are_sorted and current_selection() != "xla")
-    edge_order = None if weights is None else edge_order  # edges differ by their weights alone
-    operands = {"data": data, "gather_ids": gather_ids, "segment_ids": segment_ids}
-    operands |= {name: x for name, x in (("weights", weights), ("edge_order", edge_order)) if x is not None}
-    flags = {"has_weights": weights is not None, "has_edge_order": edge_order is not None}
-    flags |= {"clips_gather_ids": clips_gather_ids, "is_wide": is_wide}
-    flags |= {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic}
-    ops = GATHER_SEGMENT_SUM, GATHER_SEGMENT_SUM_OF_GRAPHS
-    return sum_over_graphs(*ops, num_graph_dims, operands, **params, **flags)
-
-
 def _forward(params: GatherParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
     return sum_gathered(params, **arrays), {}
 
@@ -540,7 +278,7 @@ def gradient_of_sum(
         edges.get("transposed_order"),
         num_graph_dims=num_joined,
         num_segments=params.num_rows,
-        indices_are_sorted=has_plan and num_joined == 0,  # the orders of several plans make none together
+        indices_are_sorted=has_plan and num_joined == 0,  # plans of different batch elements cannot be merged
         deterministic=params.deterministic,
         clips_gather_ids=False,
     )

@@ -18,7 +18,9 @@ from jax import Array
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.batch import map_over_batch, mapped_dims, vmap_sizes
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.definition import NamedDimensions
+from jax_baracuda._core.op import Op
+from jax_baracuda._core.sharding import ShardAxes
 
 
 def op_of_graphs(op: Op, join: Callable[..., Sequence[Array]], *, shared: Sequence[str] = (), **fields: Any) -> Op:
@@ -108,7 +110,7 @@ def _with_graph_dims(operands: Mapping[str, Array], num_graph_dims: int, shared:
     return [jnp.expand_dims(x, new_dims) if name in shared else x for name, x in operands.items()]
 
 
-def graph_axes(axes: Mapping[str, tuple[str, ...]], num_graph_dims: int) -> tuple[str, ...]:
+def graph_axes(axes: ShardAxes, num_graph_dims: int) -> tuple[str, ...]:
     """The mesh axes that split the graphs, in the program of one shard."""
     return tuple(axis for dim in _graph_dims(num_graph_dims) for axis in axes.get(dim, ()))
 

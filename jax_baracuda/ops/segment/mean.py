@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import on_cpu, on_gpu
 from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
@@ -33,7 +34,6 @@ from jax_baracuda.ops.segment.definitions import (
     reduction_op,
     sum_guarantee,
 )
-from jax_baracuda.ops.segment.gather_sum import sum_edges
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import row_axes_of
@@ -42,6 +42,7 @@ from jax_baracuda.ops.segment.sum import (
     SUM_RULES,
     count_rows,
     gradient_params,
+    sum_edges,
     sum_over_shards,
     sum_params,
 )
@@ -192,9 +193,7 @@ def _reference_backward(d_output: Array, count: Array, ids: Array, **_: Any) -> 
 # The program of one shard, where the rows of a segment are split over devices.
 
 
-def _shard_program(
-    kernel: Callable[..., Sequence[Array]], axes: Mapping[str, tuple[str, ...]], data: Array, ids: Array, **params: Any
-) -> Sequence[Array]:
+def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **params: Any) -> Sequence[Array]:
     if not row_axes_of(axes):
         return kernel(data, ids)
     total = sum_over_shards(axes, data, ids, **params)
@@ -258,12 +257,7 @@ def divided_by_counts(
 
 
 def _mean_rows(
-    params: SumParams,
-    *,
-    data: Array,
-    segment_ids: Array,
-    order: Array | None = None,
-    sorted_ids: Array | None = None,
+    params: SumParams, *, data: Array, segment_ids: Array, order: Array | None = None, sorted_ids: Array | None = None
 ) -> Sequence[Array]:
     """The means, in the order of a plan where there is one, and the numbers of rows."""
     if order is None:

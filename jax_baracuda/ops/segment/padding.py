@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 VECTOR_BYTES = 16
-FEWEST_VECTOR_BYTES = 8
+MIN_VECTOR_BYTES = 8
 """Rows that such vectors fit gain too little: those of 20 to 300 bfloat16 numbers between -20% and 25%."""
 MAX_GROWTH = 4 / 3
 MIN_ROW_BYTES = 32
@@ -34,7 +34,7 @@ def features_to_add(data: Any, num_edges: int, num_segments: int, *, first_dim: 
     added = -features % (VECTOR_BYTES // element_bytes)
     row_bytes = math.prod(data.shape[1:first_dim]) * (features + added) * element_bytes
     is_worth_it = (
-        features * element_bytes % FEWEST_VECTOR_BYTES > 0
+        features * element_bytes % MIN_VECTOR_BYTES > 0
         and features + added <= MAX_GROWTH * features
         and row_bytes >= MIN_ROW_BYTES
         and num_edges >= max(MIN_EDGES, MIN_EDGES_PER_ROW * (data.shape[0] + num_segments))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_gpu
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, current_selection, selectable
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
@@ -348,7 +349,7 @@ def _product_of_shards(mantissas: Array, packed: Array) -> ExtendedProduct:
 
 
 def _shard_with_residual(
-    kernel: Callable[..., Sequence[Array]], axes: Mapping[str, tuple[str, ...]], data: Array, ids: Array, **params: Any
+    kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **params: Any
 ) -> Sequence[Array]:
     output, *residual = kernel(data, ids)
     if row_axes := row_axes_of(axes):
@@ -357,9 +358,7 @@ def _shard_with_residual(
     return output, *residual
 
 
-def _shard_program(
-    kernel: Callable[..., Sequence[Array]], axes: Mapping[str, tuple[str, ...]], data: Array, ids: Array, **params: Any
-) -> Sequence[Array]:
+def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **params: Any) -> Sequence[Array]:
     row_axes = row_axes_of(axes)
     if not row_axes:
         return kernel(data, ids)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_baracuda._core.op import NamedDimensions
-from jax_baracuda._core.sharding import MeshAxes
+from jax_baracuda._core.definition import NamedDimensions
+from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.ids import signed_ids
 
 ShardProgram = Callable[..., Sequence[Array]]
 """``(kernel, axes, *operands, **params) -> results``: see :attr:`jax_baracuda._core.op.Op.shard_program`."""
 
 
-def row_axes_of(axes: Mapping[str, MeshAxes]) -> MeshAxes:
+def row_axes_of(axes: ShardAxes) -> MeshAxes:
     """The mesh axes that split the rows, in the program of one shard."""
     return axes.get("row", ())
 
@@ -84,9 +84,7 @@ def of_split_segments(
       size: the name of the parameter that holds the number of segments.
     """
 
-    def program(
-        kernel: Callable[..., Sequence[Array]], axes: Mapping[str, MeshAxes], *operands: Array, **params: Any
-    ) -> Sequence[Array]:
+    def program(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **params: Any) -> Sequence[Array]:
         segment_axes = axes.get("segment", ())
         if not segment_axes:
             return shard_program(kernel, axes, *operands, **params)

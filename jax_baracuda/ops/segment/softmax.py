@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
 from jax_baracuda._core.dispatch import KB, MB, at_most, on_cpu, on_gpu, unordered
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
@@ -31,8 +32,7 @@ from jax_baracuda.ops.segment.definitions import (
     plan_parameters,
     sum_guarantee,
 )
-from jax_baracuda.ops.segment.extrema import MAXIMUM, extrema_over_shards
-from jax_baracuda.ops.segment.extremum import SEGMENT_MAX
+from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM, extrema_over_shards
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.shards import row_axes_of, sum_over_axes
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM_OF_EXPONENTIALS, sum_over_shards
@@ -227,8 +227,8 @@ def _reference_backward(
 
 
 def _shard_program(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, tuple[str, ...]],
+    kernel: ShardKernel,
+    axes: ShardAxes,
     logits: Array,
     ids: Array,
     *,
@@ -244,8 +244,8 @@ def _shard_program(
     least, most = _RANGES_OF_SUMS[wide.dtype.itemsize]
 
     def by_maxima() -> Array:
-        [maxima] = SEGMENT_MAX.kernel(logits, ids, first_wins=False, **call)
-        exponentials = _exponentials(logits, ids, extrema_over_shards(MAXIMUM, maxima, row_axes))
+        [maxima] = SEGMENT_EXTREMUM.kernel(logits, ids, first_wins=False, minimum=False, **call)
+        exponentials = _exponentials(logits, ids, extrema_over_shards(maxima, row_axes, minimum=False))
         denominators = sum_over_shards(axes, exponentials, ids, deterministic=deterministic, **call)
         return _normalized(exponentials, ids, denominators, logits.dtype)
 
@@ -263,12 +263,7 @@ all sums are, and no maxima are found and exchanged."""
 
 
 def _shard_backward(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, tuple[str, ...]],
-    probabilities: Array,
-    d_output: Array,
-    ids: Array,
-    **params: Any,
+    kernel: ShardKernel, axes: ShardAxes, probabilities: Array, d_output: Array, ids: Array, **params: Any
 ) -> Sequence[Array]:
     if not row_axes_of(axes):
         return kernel(probabilities, d_output, ids)
@@ -328,7 +323,7 @@ SEGMENT_SOFTMAX, SEGMENT_SOFTMAX_BACKWARD = (
             _reference_backward,
             _shard_backward,
             {
-                "first_linear": 1,
+                "linear": ("d_output",),
                 "transpose": _transpose_backward,
                 "xla_rules": (on_gpu("launch-bound: three launches", unordered, at_most(bytes=32 * MB)), _CPU_RULE),
             },

@@ -1,20 +1,28 @@
-"""Sum of segments. Its gradient needs the ids alone."""
+"""Sum of segments. Its gradient needs the ids alone.
+
+The op of gathered rows is here, too: in the order of a plan, rows are what the edges gather that the order numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import MB, at_least, at_most, fused, on_cpu, on_gpu, uncontended, unordered, unsorted
 from jax_baracuda._core.guarantees import EXACT
-from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda._core.sharding import MeshAxes
+from jax_baracuda._core.op import Op
+from jax_baracuda._core.selection import Implementation, current_selection, selectable
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
@@ -23,20 +31,37 @@ from jax_baracuda.ops.segment.arguments import (
     reduce_numbers,
     shaped_as_ids,
 )
-from jax_baracuda.ops.segment.cells import gather_or_zeros, xla_sum
+from jax_baracuda.ops.segment.cells import gather_or_zeros, per_row, xla_sum
 from jax_baracuda.ops.segment.definitions import (
     CELLS,
     IDS,
     WIDE_DTYPES,
     SumParams,
     gradient_op,
+    plan_parameters,
     reduction_op,
     sum_guarantee,
 )
-from jax_baracuda.ops.segment.gather_sum import sum_edges
+from jax_baracuda.ops.segment.edges import (
+    as_gather_ids,
+    gather_rows,
+    limit_of_edges,
+    replicated_dims,
+    replicated_dims_of_cells,
+)
+from jax_baracuda.ops.segment.graphs import (
+    graph_axes,
+    merged,
+    numbered_through,
+    op_of_graphs,
+    sum_over_graphs,
+    whole_batch,
+)
 from jax_baracuda.ops.segment.ids import index_dtype
+from jax_baracuda.ops.segment.order import sorted_by_segment
+from jax_baracuda.ops.segment.padding import features_to_add, with_features
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.shards import row_axes_of, sum_over_axes
+from jax_baracuda.ops.segment.shards import of_split_segments, row_axes_of, sum_over_axes
 
 
 @selectable
@@ -167,13 +192,13 @@ def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple
     return (xla_sum(wide, ids, num_segments).astype(data.dtype),)
 
 
-LEAST_EXPONENTIAL = {4: 2.0**-120, 8: 2.0**-1000}
+MIN_EXPONENTIAL = {4: 2.0**-120, 8: 2.0**-1000}
 """By the bytes of a number: what exponentials are raised to where they are summed, so that a sum of 0 is one of no
 rows."""
 
 
 def _reference_of_exponentials(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
-    return (xla_sum(jnp.maximum(jnp.exp(data), LEAST_EXPONENTIAL[data.dtype.itemsize]), ids, num_segments),)
+    return (xla_sum(jnp.maximum(jnp.exp(data), MIN_EXPONENTIAL[data.dtype.itemsize]), ids, num_segments),)
 
 
 def _reference_backward(d_output: Array, ids: Array, **_: Any) -> tuple[Array]:
@@ -184,13 +209,11 @@ def _reference_backward(d_output: Array, ids: Array, **_: Any) -> tuple[Array]:
 # The program of one shard, where the rows of a segment are split over devices.
 
 
-def _shard_program(
-    kernel: Callable[..., Sequence[Array]], axes: Mapping[str, tuple[str, ...]], data: Array, ids: Array, **params: Any
-) -> Sequence[Array]:
+def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **params: Any) -> Sequence[Array]:
     return (sum_over_shards(axes, data, ids, **params).astype(data.dtype),) if row_axes_of(axes) else kernel(data, ids)
 
 
-def sum_over_shards(axes: Mapping[str, MeshAxes], data: Array, ids: Array, **params: Any) -> Array:
+def sum_over_shards(axes: ShardAxes, data: Array, ids: Array, **params: Any) -> Array:
     """The sums of all rows, where these are split.
 
     Wide, because the sum of a shard may overflow where that of all rows does not.
@@ -200,14 +223,14 @@ def sum_over_shards(axes: Mapping[str, MeshAxes], data: Array, ids: Array, **par
 
 
 def _shard_program_of_exponentials(
-    kernel: Callable[..., Sequence[Array]], axes: Mapping[str, tuple[str, ...]], data: Array, ids: Array, **_: Any
+    kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **_: Any
 ) -> Sequence[Array]:
     [local] = kernel(data, ids)
     return (sum_over_axes(local, row_axes_of(axes), axes.get("segment", ())) if row_axes_of(axes) else local,)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ops: one per native kernel.
+# Ops of rows: one per native kernel.
 
 # H100, time of plain JAX / kernel: 0.8 up to 4 MB, 0.85 for wide rows up to 32 MB, 0.8 for wide rows that it computes
 # (48 loops). It is 4 for 1.3M computed rows of 8 numbers, 7 for computed rows of heads, and up to 80 for two segments.
@@ -265,6 +288,235 @@ SEGMENT_SUM_BACKWARD = gradient_op(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Sums of gathered rows.
+
+
+def _reference_of_edges(
+    data: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *weights_and_order: Array,
+    num_segments: int,
+    clips_gather_ids: bool,
+    is_wide: bool,
+    has_weights: bool,
+    has_edge_order: bool,
+    **_: Any,
+) -> tuple[Array]:
+    wide = accumulation_dtype(data.dtype)
+    rows = gather_rows(data, gather_ids, clips_gather_ids).astype(wide)
+    if has_weights:
+        weights = weights_and_order[0].astype(wide)
+        if has_edge_order:
+            weights = jnp.take(weights, weights_and_order[1], axis=0, mode="clip")
+        exists = clips_gather_ids | ((gather_ids >= 0) & (gather_ids < data.shape[0]))
+        rows = jnp.where(per_row(exists, rows), rows * weights[..., None], 0)
+    output = xla_sum(rows, segment_ids, num_segments)
+    return (output if is_wide else output.astype(data.dtype),)
+
+
+def sum_over_split_dim(
+    dim: str, kernel: ShardKernel, axes: ShardAxes, *operands: Array, is_wide: bool, **params: Any
+) -> Sequence[Array]:
+    """Sums over a dimension. Wide, because the sum of a shard may overflow where that of all shards does not."""
+    dim_axes = axes.get(dim, ())
+    if not dim_axes:
+        return kernel(*operands)
+    [local] = kernel(*operands, is_wide=True)
+    output = sum_over_axes(local, dim_axes, axes.get("segment", ()))
+    return (output if is_wide else output.astype(operands[0].dtype),)
+
+
+def _operands_of_edges(*, has_weights: bool, has_edge_order: bool, **_: Any) -> NamedDimensions:
+    operands: dict[str, tuple[str, ...]] = {
+        "data": ("gathered", "head", "feature") if has_weights else ("gathered", "..."),
+        "gather_ids": ("edge",),
+        "segment_ids": ("edge",),
+    }
+    if has_weights:
+        operands["weights"] = ("edge", "head")
+    if has_edge_order:
+        operands["edge_order"] = ("edge",)
+    return operands
+
+
+def _results_of_edges(*, has_weights: bool, **_: Any) -> NamedDimensions:
+    return {"output": ("segment", "head", "feature") if has_weights else ("segment", "...")}
+
+
+def _plan_parameters_of_edges(
+    data: Any, gather_ids: Any, segment_ids: Any, *_: Any, has_weights: bool, **params: Any
+) -> dict[str, int]:
+    return {
+        **plan_parameters(data, segment_ids, **params),
+        "gathered_rows": data.shape[0],
+        "heads": data.shape[1] if has_weights else 1,
+        "has_weights": has_weights,
+    }
+
+
+def _transpose_of_edges(
+    avals: Sequence[Any],
+    d_outputs: Sequence[Array],
+    gather_ids: Array,
+    segment_ids: Array,
+    *weights_and_order: Array,
+    num_segments: int,
+    **params: Any,
+) -> Sequence[Array]:
+    """The same op, from segments to rows."""
+    gathered_segments = as_gather_ids(segment_ids, num_segments)
+    transposed = {"num_segments": avals[0].shape[0], "indices_are_sorted": False, "clips_gather_ids": False}
+    [d_data] = GATHER_SEGMENT_SUM(
+        d_outputs[0], gathered_segments, gather_ids, *weights_and_order, **params | transposed | {"is_wide": False}
+    )
+    return [d_data.astype(avals[0].dtype)]
+
+
+GATHERED_FIRST = ((16, (1, 2, 4, 8), 2**26), (32, (1, 2, 4, 8, 16), 2**18), (64, None, 2**14))
+"""(a, b, c): gather first if a row has at most a bytes, its features are among b (None: any), and edges are at most c.
+Measured on an H200 (jax 0.11.2): 64,000 edges of single numbers took 39 us, and take 9."""
+
+
+def _gathers_first(data: Any, num_edges: int, is_wide: bool) -> bool:
+    """Whether edges in order take less time in two steps: XLA's gather, many edges at once, and the sum of the rows.
+
+    The kernel that does both walks down the edges of a tile, which takes as long for narrow rows as for wide ones.
+    """
+    features = math.prod(data.shape[1:])
+    row_bytes = features * np.dtype(accumulation_dtype(data.dtype) if is_wide else data.dtype).itemsize
+    return min(row_bytes, num_edges) > 0 and any(
+        row_bytes <= max_bytes and num_edges <= max_edges and (of_features is None or features in of_features)
+        for max_bytes, of_features, max_edges in GATHERED_FIRST
+    )
+
+
+def _program_on_gpu(
+    data: Any,
+    gather_ids: Any,
+    *_: Any,
+    indices_are_sorted: bool,
+    has_weights: bool,
+    has_edge_order: bool,
+    clips_gather_ids: bool,
+    is_wide: bool,
+    **params: Any,
+) -> Callable[..., Sequence[Array]] | None:
+    """Edges in any order are sorted first, narrow rows without weights written out, and odd ones made longer."""
+    shared = {"clips_gather_ids": clips_gather_ids, "is_wide": is_wide, "has_weights": has_weights}
+    if indices_are_sorted:
+        first_dim = 2 if has_weights else 1
+        if added := features_to_add(data, gather_ids.shape[0], params["num_segments"], first_dim=first_dim):
+            flags = {"indices_are_sorted": True, "has_edge_order": has_edge_order}
+            kernel = functools.partial(GATHER_SEGMENT_SUM.kernel, **params, **shared, **flags)
+            return with_features(kernel, added, first_dim=first_dim)
+        if has_weights or not _gathers_first(data, gather_ids.shape[0], is_wide):
+            return None
+
+    def two_steps(data: Array, gather_ids: Array, segment_ids: Array) -> Sequence[Array]:
+        rows = gather_rows(data, gather_ids, clips_gather_ids)
+        rows = rows.astype(accumulation_dtype(data.dtype)) if is_wide else rows
+        return SEGMENT_SUM.kernel(rows, segment_ids, indices_are_sorted=True, **params)
+
+    def sort_first(data: Array, gather_ids: Array, segment_ids: Array, *weights_and_order: Array) -> Sequence[Array]:
+        order, sorted_ids = sorted_by_segment(segment_ids, params["num_segments"])
+        edges: list[Array] = []
+        if has_weights:
+            weights, *numbers = weights_and_order
+            edges = [weights, numbers[0][order] if has_edge_order else order]
+        flags = {"indices_are_sorted": True, "has_edge_order": has_weights}
+        return GATHER_SEGMENT_SUM.kernel(data, gather_ids[order], sorted_ids, *edges, **params, **shared, **flags)
+
+    return two_steps if indices_are_sorted else sort_first
+
+
+# H100, time of plain JAX / kernel: 0.35 (76 loops).
+GATHER_SEGMENT_SUM = Op(
+    name="gather_segment_sum",
+    operands=_operands_of_edges,
+    results=_results_of_edges,
+    sizes=lambda *, num_segments, **_: {"segment": num_segments},
+    result_dtypes=lambda data, *_, is_wide, **__: [accumulation_dtype(data.dtype) if is_wide else data.dtype],
+    reference=_reference_of_edges,
+    dtypes=FLOATING_DTYPES,
+    guarantee=sum_guarantee,
+    attributes=("indices_are_sorted", "clips_gather_ids", "is_wide", "has_weights", "has_edge_order"),
+    plan_parameters=_plan_parameters_of_edges,
+    replicated_dims=replicated_dims_of_cells,
+    reduction_dims=("edge",),
+    shard_program=of_split_segments(
+        functools.partial(sum_over_split_dim, "edge"),
+        results=_results_of_edges,
+        row_dims=("edge",),
+        ids_operand=2,
+    ),
+    xla_rules=(
+        on_gpu("XLA sorts no edges, which takes longer than the sum", unordered, uncontended, at_most(rows=1 << 18)),
+        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most(features=16)),
+    ),
+    program_on_gpu=_program_on_gpu,
+    limit=limit_of_edges,
+    transpose=_transpose_of_edges,
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The sum over the graphs of a batch, which is the gradient of the rows that they share.
+
+
+def _join(
+    num_graph_dims: int, data: Array, gather_ids: Array, segment_ids: Array, *weights_and_order: Array
+) -> Sequence[Array]:
+    arrays = whole_batch(num_graph_dims, [data, gather_ids, segment_ids, *weights_and_order])
+    cells, gathered, segments, *others = arrays
+    num_edges = segments.shape[1]
+    if len(others) == 2:
+        others[1] = numbered_through(jnp.clip(others[1], 0, max(num_edges - 1, 0)), num_edges)
+    return [merged(x) for x in (cells, numbered_through(gathered, cells.shape[1]), segments, *others)]
+
+
+def _shard_of_graphs(
+    kernel: ShardKernel, axes: ShardAxes, *operands: Array, num_graph_dims: int, **params: Any
+) -> Sequence[Array]:
+    split = {"edge": (*graph_axes(axes, num_graph_dims), *axes.get("edge", ()))}
+    if not split["edge"]:
+        return kernel(*operands)
+    kernel_of_one = functools.partial(GATHER_SEGMENT_SUM.kernel, **params)
+    return sum_over_split_dim("edge", kernel_of_one, split, *_join(num_graph_dims, *operands), **params)
+
+
+GATHER_SEGMENT_SUM_OF_GRAPHS = op_of_graphs(
+    GATHER_SEGMENT_SUM, _join, replicated_dims=replicated_dims, shard_program=_shard_of_graphs
+)
+
+
+def sum_edges(
+    data: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    weights: Array | None = None,
+    edge_order: Array | None = None,
+    *,
+    num_graph_dims: int = 0,
+    indices_are_sorted: bool,
+    deterministic: bool = False,
+    clips_gather_ids: bool = True,
+    is_wide: bool = False,
+    **params: Any,
+) -> Array:
+    """Calls the kernel with the operands that there are, for one graph or for all that these dimensions number."""
+    deterministic = deterministic or (indices_are_sorted and current_selection() != "xla")
+    edge_order = None if weights is None else edge_order  # edges differ by their weights alone
+    operands = {"data": data, "gather_ids": gather_ids, "segment_ids": segment_ids}
+    operands |= {name: x for name, x in (("weights", weights), ("edge_order", edge_order)) if x is not None}
+    flags = {"has_weights": weights is not None, "has_edge_order": edge_order is not None}
+    flags |= {"clips_gather_ids": clips_gather_ids, "is_wide": is_wide}
+    flags |= {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic}
+    ops = GATHER_SEGMENT_SUM, GATHER_SEGMENT_SUM_OF_GRAPHS
+    return sum_over_graphs(*ops, num_graph_dims, operands, **params, **flags)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Derivative rules.
 
 
@@ -286,12 +538,7 @@ def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) 
 
 
 def _sum_rows(
-    params: SumParams,
-    *,
-    data: Array,
-    segment_ids: Array,
-    order: Array | None = None,
-    sorted_ids: Array | None = None,
+    params: SumParams, *, data: Array, segment_ids: Array, order: Array | None = None, sorted_ids: Array | None = None
 ) -> Array:
     """The sums, in the order of a plan where there is one."""
     if order is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,16 +15,16 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import accumulation_dtype, as_array, in_automatic_mode, reshard_like
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.definition import NamedDimensions
+from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, Selection, current_selection, selectable, selecting
-from jax_baracuda._core.sharding import mesh_axes
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel, mesh_axes
 from jax_baracuda.ops.segment.cells import sum_in_blocks
 from jax_baracuda.ops.segment.definitions import sum_guarantee
-from jax_baracuda.ops.segment.gather_sum import sum_edges
 from jax_baracuda.ops.segment.ids import check_numbered, checked_ids, clamped_ids, index_dtype, wrapped_ids
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan
 from jax_baracuda.ops.segment.shards import of_split_segments
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_over_shards
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_edges, sum_over_shards
 
 
 @selectable
@@ -166,12 +166,7 @@ def _each_axis_once(spec: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _lower_gather(
-    ctx: mlir.LoweringRuleContext,
-    *operands: Any,
-    num_batch_dims: int,
-    indices_are_sorted: bool,
-    fills: bool,
-    **_: Any,
+    ctx: mlir.LoweringRuleContext, *operands: Any, num_batch_dims: int, indices_are_sorted: bool, fills: bool, **_: Any
 ) -> Any:
     """As a gather of XLA, which fuses and partitions it."""
     mode: Any = {"mode": "fill", "fill_value": 0} if fills else {"mode": "promise_in_bounds"}
@@ -205,7 +200,7 @@ def _batch_gather(
         params |= {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic}
         params["implementation"] = implementation
         return _gather_p.bind(*mapped, **params, num_batch_dims=num_batch_dims + 1), 0
-    data, ids = operands[:2]  # the orders of several plans make none together
+    data, ids = operands[:2]  # plans of different batch elements cannot be merged
     if axes[1] is None:
         joined_axis = None
     else:
@@ -296,14 +291,7 @@ def _program(d_output: Array, ids: Array, *, num_rows: int, ids_ndim: int, **par
 
 
 def _shard_program(
-    kernel: Callable[..., Sequence[Array]],
-    axes: Mapping[str, tuple[str, ...]],
-    d_output: Array,
-    ids: Array,
-    *,
-    num_rows: int,
-    ids_ndim: int,
-    **params: Any,
+    kernel: ShardKernel, axes: ShardAxes, d_output: Array, ids: Array, *, num_rows: int, ids_ndim: int, **params: Any
 ) -> Sequence[Array]:
     row_axes = tuple(axis for dim in _row_dims(ids_ndim) for axis in axes.get(dim, ()))
     if not row_axes:

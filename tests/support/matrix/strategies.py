@@ -19,7 +19,7 @@ from support.matrix.run import Plan
 
 from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.native import NATIVE_MODULES, NativeModule
-from jax_baracuda._core.op import OPS
+from jax_baracuda._core.op import OPS, Op
 
 Asked = tuple[str, str, dict[str, int], str]
 """The platform, the target, the parameters and the strategy of a call."""
@@ -51,18 +51,18 @@ def ask(case: Case, platforms: Sequence[str]) -> None:
     with jax.enable_x64(plan.is_x64):
         types = [jax.ShapeDtypeStruct(tuple(map(plan.size_of, x.dims)), jnp.dtype(x.dtype)) for x in plan.arrays]
         program = plan.program(functools.partial(plan.problem.apply, function), is_reference=False)
-        for name, operands, params in _kernels(jax.make_jaxpr(program)(*types).jaxpr):
-            call = OpCall(OPS[name], operands, params)
+        for op, operands, params in _kernels(jax.make_jaxpr(program)(*types).jaxpr):
+            call = OpCall(op, operands, params)
             for platform in platforms:
                 if call.op.plan_parameters is not None and call.unsupported_reason(platform) is None:
                     call.plan(platform)
 
 
-def _kernels(jaxpr: Any) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
+def _kernels(jaxpr: Any) -> Iterator[tuple[Op, list[Any], dict[str, Any]]]:
+    ops = {op.primitive: op for op in OPS.values()}
     for equation in jaxpr.eqns:
-        name = equation.primitive.name.removeprefix("baracuda_")
-        if name != equation.primitive.name and name in OPS:
-            yield name, [x.aval for x in equation.invars], equation.params
+        if equation.primitive in ops:
+            yield ops[equation.primitive], [x.aval for x in equation.invars], equation.params
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
                 yield from _kernels(getattr(inner, "jaxpr", inner))
