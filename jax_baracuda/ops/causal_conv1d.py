@@ -2,8 +2,8 @@
 
 Every channel has a short filter of its own, which sees the present and the past only. Kernels take filters of 1 to 8
 taps. Training runs it over whole sequences, in either layout, several sequences packed into one row or one sequence cut
-into chunks that hand on a state; decoding runs it over one new input at a time, in place in the state. The backward kernel computes again
-what it needs of the forward pass, so nothing but the inputs is kept.
+into chunks that hand on a state; decoding runs it over one new input at a time, in place in the state. The backward
+kernel computes again what it needs of the forward pass, so nothing but the inputs is kept.
 
 The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
 canonicalisation of arguments.
