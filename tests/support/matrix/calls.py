@@ -7,6 +7,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ Dims = tuple[str, ...]
 Draw = Callable[[np.random.Generator, tuple[int, ...], np.dtype], np.ndarray]
 Options = Mapping[str, Any]
 
-FAMILIES = ("segment", "causal_conv1d", "rope", "where", "write_slice")
+FAMILIES = tuple(sorted(path.parent.name for path in Path(__file__).parents[2].glob("*/matrix.py")))
 """The families of ops: folders of tests, each with a file of declarations, ``matrix.py``."""
 
 ABSENT = None
