@@ -161,7 +161,7 @@ def reference_mean(data: Any, ids: Any, num_segments: int) -> Any:
     return segment_sum(data, ids, num_segments) / jnp.maximum(count, 1).reshape(-1, *[1] * (data.ndim - 1))
 
 
-MOST_DENSE_ELEMENTS = 1 << 20
+MAX_DENSE_ELEMENTS = 1 << 20
 
 
 def reference_prod(data: Any, ids: Any, num_segments: int) -> Any:
@@ -169,7 +169,7 @@ def reference_prod(data: Any, ids: Any, num_segments: int) -> Any:
         ids = wide_ids(ids)
         ids = jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments)
         return jax.ops.segment_prod(data, ids, num_segments + 1)[:num_segments]
-    if num_segments * math.prod(data.shape) > MOST_DENSE_ELEMENTS:  # then there are no zeros
+    if num_segments * math.prod(data.shape) > MAX_DENSE_ELEMENTS:  # then there are no zeros
         is_negative = segment_sum((data < 0).astype(jnp.int32), ids, num_segments) % 2
         return (1 - 2 * is_negative) * jnp.exp(segment_sum(jnp.log(jnp.abs(data)), ids, num_segments))
     ids = wide_ids(ids)
@@ -215,7 +215,7 @@ _log.defjvp(lambda primals, tangents: (_log(*primals), _inverse_power(1, *primal
 def majorant_prod(data: Any, ids: Any, num_segments: int) -> Any:
     """The product of magnitudes, whose derivatives of any order have no difference in them."""
     data = _magnitude(data)
-    if num_segments * math.prod(data.shape) > MOST_DENSE_ELEMENTS:
+    if num_segments * math.prod(data.shape) > MAX_DENSE_ELEMENTS:
         return jnp.exp(segment_sum(_log(data), ids, num_segments))
     return reference_prod(data, ids, num_segments)
 
