@@ -52,9 +52,10 @@ def _equal(x: Any, y: Any) -> Any:
     """Whether numbers are equal. XLA's comparisons of floating numbers take subnormal ones for zeros on CPUs."""
     if not is_floating(x.dtype):
         return x == y
-    is_zero = [jax.lax.bitcast_convert_type(z, jnp.int64) << 1 == 0 for z in (x, y)]
-    is_nan = jnp.isnan(x) | jnp.isnan(y)
-    return ~is_nan & ((_ordered_bits(x) == _ordered_bits(y)) | (is_zero[0] & is_zero[1]))
+    bits_of_x, bits_of_y = (jax.lax.bitcast_convert_type(z, jnp.int64) for z in (x, y))
+    # Of both together: the bits of one alone LLVM compares as a floating number, too.
+    are_zeros = (bits_of_x | bits_of_y) << 1 == 0
+    return ~jnp.isnan(x) & ~jnp.isnan(y) & ((bits_of_x == bits_of_y) | are_zeros)
 
 
 def _from_ordered_bits(bits: Any) -> Any:
