@@ -281,7 +281,7 @@ class Plan:
             taken = {axis for axes in of_batch.values() for axis in axes}
             for x in self.arrays:
                 own = self.own_assignments[x.name] = dict(of_batch)
-                for axis in set(order) - taken:
+                for axis in (axis for axis in order if axis not in taken):
                     self._split_some_dim(own, {name for name in x.element if not name.startswith("1")}, axis)
         if self.manual:
             self.is_inside = is_inside and self._may_be_inside()
@@ -302,7 +302,8 @@ class Plan:
         Only inside of an automatic program may the mesh not divide it. There, XLA itself loses the sign of -0 where
         some devices have nothing of it. Of convolutions in plain JAX, XLA's CPU compiler gets some derivatives of
         packed sequences over a split time wrong (its older code for fusions gets them right), and XLA's partitioner
-        ends the process over some derivatives by a filter whose taps are split.
+        ends the process over some derivatives by a filter whose taps are split. It does so, too, over gathers along one
+        dimension of an array whose other dimension two axes split (``jnp.take_along_axis``).
         """
         assert self.mesh is not None
         if self._is_partly_plain_gradient():
@@ -310,6 +311,9 @@ class Plan:
                 return False
             if name == "tap" and self.case.sharding == "auto":
                 return False
+        is_automatic_plain_jax = self.case.sharding == "auto" and self.case.implementation != "kernel"
+        if is_automatic_plain_jax and name.startswith("feature") and len(axes) > 1:
+            return False
         size, shards = self.size_of(name), math.prod(self.mesh.shape[x] for x in axes)
         if self.case.sharding == "auto" and self.case.transformation != "eager":
             return size >= shards
