@@ -1,9 +1,9 @@
 """Depthwise causal convolution over time, as in Mamba (Gu and Dao, 2023), with states, packed sequences and decoding.
 
-Every channel has a short filter of its own, which sees the present and the past only; kernels take 1 to 8 taps. Training
-runs it over whole sequences, in either layout, several sequences packed into one row or one sequence cut into chunks that hand
-on a state; decoding runs it over one new input at a time, in place in the state. The backward kernel computes again
-what it needs of the forward pass, so nothing but the inputs is kept.
+Every channel has a short filter of its own, which sees the present and the past only; kernels take up to 8 taps.
+Training runs it over whole sequences, in either layout, several sequences packed into one row or one sequence cut into
+chunks that hand on a state; decoding runs it over one new input at a time, in place in the state. The backward kernel
+computes again what it needs of the forward pass, so nothing but the inputs is kept.
 
 The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
 canonicalisation of arguments.
@@ -131,8 +131,8 @@ def causal_conv1d(
 
     Raises:
       TypeError: an argument is no array or has an unsuitable dtype.
-      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or a kernel is asked for and there
-        is none.
+      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or a kernel is asked for that is
+        not there.
 
     Numerical guarantees: products are added in float32 (float64 for float64), where the activation is computed too, and
     the result is rounded once to the dtype. The final state is exact. Bit-equal from run to run.
@@ -201,8 +201,8 @@ def causal_conv1d_backward(
 
     Raises:
       TypeError: an argument is no array or has an unsuitable dtype.
-      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or a kernel is asked for and there
-        is none.
+      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or a kernel is asked for that is
+        not there.
 
     Numerical guarantees: sums are accumulated in float32 (float64 for float64) and rounded once. All of them are added
     in a fixed order: bit-equal from run to run, and independent of scheduling. Where time is split over devices, dx of
@@ -270,8 +270,8 @@ def causal_conv1d_update(
 
     Raises:
       TypeError: an argument is no array or has an unsuitable dtype.
-      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or a kernel is asked for and there
-        is none.
+      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or a kernel is asked for that is
+        not there.
 
     Numerical guarantees: y as in :func:`causal_conv1d`; the new state is exact.
 
