@@ -195,10 +195,26 @@ def _jvp_of_call(
     return [result], [tangent]
 
 
+def _transpose_of_call(cotangents: Sequence[Any], *arrays: Any, call: _Call, jaxpr: Any) -> list[Any]:
+    """Of a call that is linear in some arrays: the transpose of the ops that it is made of."""
+    linear = [i for i, x in enumerate(arrays) if ad.is_undefined_primal(x)]
+
+    def function(*linear_arrays: Array) -> list[Array]:
+        all_arrays = list(arrays)
+        for i, x in zip(linear, linear_arrays, strict=True):
+            all_arrays[i] = x
+        return jax_versions.jaxpr_as_fun(jaxpr)(*all_arrays)
+
+    transpose = jax.linear_transpose(function, *(arrays[i].aval for i in linear))
+    results: dict[int, Any] = dict(zip(linear, transpose([ad.instantiate_zeros(x) for x in cotangents]), strict=True))
+    return [results.get(i) for i in range(len(arrays))]
+
+
 def _lower_call(ctx: mlir.LoweringRuleContext, *arrays: Any, call: _Call, jaxpr: Any) -> Any:
     return mlir.lower_fun(jax_versions.jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *arrays)
 
 
 batching.primitive_batchers[_call_p] = _batch_call
 ad.primitive_jvps[_call_p] = _jvp_of_call
+ad.primitive_transposes[_call_p] = _transpose_of_call
 mlir.register_lowering(_call_p, _lower_call)
