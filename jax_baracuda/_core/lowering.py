@@ -19,6 +19,7 @@ from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims
 from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.definition import OpDefinition
 from jax_baracuda._core.dispatch import Site, decide, missing_kernel
+from jax_baracuda._core.fusion import can_fuse, is_donated_argument, may_read, updated_argument
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
 from jax_baracuda._core.rules import reference_of_call
 from jax_baracuda._core.sharding import MeshAxes, partitioned
@@ -52,7 +53,7 @@ def _lower_reference(op: OpDefinition, ctx: mlir.LoweringRuleContext, *operands:
         if sum(math.prod(aval.shape) * element_bits(aval.dtype) // 8 for aval in written) >= _MIN_UNFUSED_BYTES:
             # On CPUs, XLA fuses an update in place with what reads a part of it, and then copies the whole array.
             in_place = call.resolve(op.in_place)
-            unfused = [r for i, r in in_place.items() if jax_versions.updated_argument(operands[i]) is not None]
+            unfused = [r for i, r in in_place.items() if updated_argument(operands[i]) is not None]
 
     def reference(*operands: jax.Array) -> list[jax.Array]:
         results = reference_of_call(op, *operands, **params)
@@ -85,7 +86,7 @@ def _rereading_operands(call: OpCall, ctx: mlir.LoweringRuleContext, operands: S
     """The written operands that may be computed from the array they are written to."""
     arrays = [operands[i] for i in call.resolve(call.op.in_place)]
     written = _written_operands(call)
-    return [i for i in written if any(jax_versions.may_read(ctx, operands[i], array) for array in arrays)]
+    return [i for i in written if any(may_read(ctx, operands[i], array) for array in arrays)]
 
 
 def _lower(
@@ -93,16 +94,14 @@ def _lower(
 ) -> Any:
     call = OpCall(op, ctx.avals_in, params)
     is_for_one_platform = len(ctx.module_context.platforms) == 1  # a branch for one of several would copy the array
-    donated = tuple(
-        i for i in op.in_place_if_donated if is_for_one_platform and jax_versions.is_donated_argument(operands[i])
-    )
+    donated = tuple(i for i in op.in_place_if_donated if is_for_one_platform and is_donated_argument(operands[i]))
     has_empty_array = any(0 in aval.shape for aval in [*ctx.avals_in, *ctx.avals_out])
     axis_context: Any = ctx.module_context.axis_context
     automatic_axis = jax_versions.automatic_axis(axis_context)
     is_split = not has_empty_array and (automatic_axis is not None or jax_versions.partitioner_splits(axis_context))
     loses_empty_calls = has_empty_array and jax_versions.is_in_shard_map(axis_context)
     misreads = not jax_versions.keeps_barriers() and bool(_rereading_operands(call, ctx, operands))
-    site = Site(platform, _can_fuse(ctx, operands), donated, is_split, misreads, loses_empty_calls)
+    site = Site(platform, can_fuse(ctx, operands), donated, is_split, misreads, loses_empty_calls)
     runs_kernel = decide(call, site).implementation == "kernel"
     if call.selection != "xla" and (problem := call.missing_target(platform)) is not None:
         _warn_once(f"jax_baracuda: {call.name} runs as plain JAX on {platform}: {problem}")
@@ -145,16 +144,6 @@ def _lower(
         jax_versions.lower_with_sharding_in_types(ctx, result, aval)
         for result, aval in zip(results, ctx.avals_out, strict=True)
     ]
-
-
-def _can_fuse(ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> bool:
-    """Whether XLA could compute an operand in one fusion with plain JAX: the first one, or another of the largest."""
-    avals: Sequence[Any] = ctx.avals_in
-    sizes = [math.prod(aval.shape) if jax_versions.is_static_shape(aval.shape) else 0 for aval in avals]
-    largest = max(sizes)
-    return any(
-        jax_versions.is_computed(ctx, operand) for i, operand in enumerate(operands) if i == 0 or sizes[i] == largest
-    )
 
 
 def lower_kernel(
