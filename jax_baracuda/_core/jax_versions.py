@@ -452,7 +452,7 @@ def wrapped_slice_update(wrap: Wrap) -> Iterator[None]:
 def lowering_inside(
     context: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> contextlib.AbstractContextManager[None]:
-    """Context in which JAX lowers programs inside of ``context()``: code that it traces then is its own.
+    """Context in which JAX lowers programs inside of ``context()``, to leave alone what it traces during lowering.
 
     An example is how ``scan`` stacks its results.
 

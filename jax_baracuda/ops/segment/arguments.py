@@ -64,7 +64,7 @@ class SegmentCall:
         return self.with_data(self.data.astype(jnp.int32)) if is_narrow else self
 
     def in_order(self, unless: frozenset[str] = frozenset()) -> SegmentCall:
-        """The rows as a plan has sorted them; `unless`: the dtypes of which kernels read rows in that order."""
+        """The rows as a plan has sorted them. `unless`: dtypes whose kernels accept an order, so rows are not moved."""
         if self.order is None or self.data.dtype.name in unless:
             return self
         rows = in_order(self.rows(self.data), self.order)

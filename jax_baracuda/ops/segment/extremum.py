@@ -531,7 +531,7 @@ def _reference_backward(
 
 
 def _of_winners(
-    take_cells: Callable[..., Sequence[Array]],
+    gather_cells: Callable[..., Sequence[Array]],
     sum_rows: Callable[..., Sequence[Array]],
     d_data: Array,
     winner: Array,
@@ -546,7 +546,7 @@ def _of_winners(
 
     def means_of_ties() -> Array:
         data, output = data_and_output
-        [extrema] = take_cells(output, ids)
+        [extrema] = gather_cells(output, ids)
         wide = d_data.astype(accumulation_dtype(d_data.dtype))
         flags = {"indices_are_sorted": indices_are_sorted, "deterministic": True}
         [sums] = sum_rows(jnp.where(equal_numbers(data, extrema), wide, 0), ids, num_segments=winner.shape[0], **flags)
@@ -857,7 +857,7 @@ def _tangent_of_edges_with_winner(
 ) -> Sequence[Array]:
     data, gather_ids, segment_ids, *order = operands
     output, winner = results
-    ids = in_own_order([gather_ids, as_gather_ids(segment_ids, num_segments)], *order)
+    ids = ids_in_own_order([gather_ids, as_gather_ids(segment_ids, num_segments)], *order)
     total = _sums_of_winners(d_data, winner, ids, [] if first_wins else [data, output], minimum)
     return shares_of_ties(total, winner), winner
 
@@ -874,7 +874,7 @@ def _transpose_backward_of_edges(
     ids, order, data_and_output = others[:2], others[2:3], others[6:]
     if not has_plan:
         order, data_and_output = (), others[2:]
-    return [_sums_of_winners(d_results[0], winner, in_own_order(ids, *order), data_and_output, minimum)]
+    return [_sums_of_winners(d_results[0], winner, ids_in_own_order(ids, *order), data_and_output, minimum)]
 
 
 def _transpose_of_gathered_winners(
@@ -884,7 +884,7 @@ def _transpose_of_gathered_winners(
     return GATHER_SEGMENT_EXTREMUM_BACKWARD(d_results[0], *others, num_rows=avals[0].shape[0], **flags, **params)
 
 
-def in_own_order(ids: Sequence[Array], order: Array | None = None) -> Sequence[Array]:
+def ids_in_own_order(ids: Sequence[Array], order: Array | None = None) -> Sequence[Array]:
     """The ids of edges that a plan has sorted, in the order that winners are numbered in."""
     return ids if order is None else tuple(put_back(x, order) for x in ids)
 

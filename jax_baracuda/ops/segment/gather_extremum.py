@@ -27,7 +27,7 @@ from jax_baracuda.ops.segment.extremum import (
     GATHER_SEGMENT_EXTREMUM_WITH_WINNER,
     SHARED_BY_GRAPHS,
     first_gets_all,
-    in_own_order,
+    ids_in_own_order,
     minimum_of,
     operands_of_backward,
     shares_of_ties,
@@ -196,7 +196,7 @@ def _gradient(
     if has_plan and num_joined > 0:
         names = ("edge_order", "gather_ids", "segment_ids")  # plans of different batch elements cannot be merged
         arrays = [operands[name] for name in names]
-        ids = map_over_batch(lambda order, *ids: in_own_order(ids, order), mapped_dims(arrays, num_joined), *arrays)
+        ids = map_over_batch(lambda order, *ids: ids_in_own_order(ids, order), mapped_dims(arrays, num_joined), *arrays)
         operands |= dict(zip(names[1:], ids, strict=True))
         has_plan = False
     if not has_plan:

@@ -13,7 +13,7 @@ from jax_baracuda.ops.segment.ids import index_dtype
 
 
 def in_32_bits(ids: Array, size: int) -> Array:
-    """Ids as int32, those out of range by one: on the side where they are."""
+    """Ids as int32; out-of-range ids become -1 or `size`."""
     return jnp.clip(ids, -1, size).astype(jnp.int32)
 
 

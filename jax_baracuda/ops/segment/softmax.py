@@ -241,7 +241,7 @@ def _shard_program(
         return kernel(logits, ids)
     call = {"num_segments": num_segments, "indices_are_sorted": indices_are_sorted}
     wide = logits.astype(accumulation_dtype(logits.dtype))
-    least, most = _RANGES_OF_SUMS[wide.dtype.itemsize]
+    minimum, maximum = _RANGES_OF_SUMS[wide.dtype.itemsize]
 
     def by_maxima() -> Array:
         [maxima] = SEGMENT_EXTREMUM.kernel(logits, ids, first_wins=False, minimum=False, **call)
@@ -251,7 +251,7 @@ def _shard_program(
 
     [own_sums] = SEGMENT_SUM_OF_EXPONENTIALS.kernel(wide, ids, deterministic=deterministic, **call)
     sums = sum_over_axes(own_sums, row_axes)  # 0 where there are no rows alone
-    is_in_range = ((sums == 0) | ((least <= sums) & (sums <= most))).all()
+    is_in_range = ((sums == 0) | ((minimum <= sums) & (sums <= maximum))).all()
     needs_maxima = jax.lax.pmax(jnp.where(is_in_range, 0, 1), row_axes) > 0
     # Each branch computes all of its result: one that is handed on would be copied.
     return (jax.lax.cond(needs_maxima, by_maxima, lambda: _normalized(jnp.exp(wide), ids, sums, logits.dtype)),)
