@@ -121,9 +121,7 @@ def _lower(
 
     def shard_program(axes: dict[str, MeshAxes], *shards: jax.Array) -> Sequence[jax.Array]:
         run_kernel = functools.partial(kernel.bind, **call.params, **chosen)
-        program = (
-            functools.partial(op.shard_program, run_kernel, axes, **call.params) if op.shard_program else run_kernel
-        )
+        program = functools.partial(call.bound(op.shard_program), run_kernel, axes) if op.shard_program else run_kernel
         return tuple(map_over_batch(program, mapped, *shards))
 
     run_kernel = functools.partial(kernel.bind, **{**params, **chosen})
@@ -134,7 +132,7 @@ def _lower(
         shapes,
         call.resolve(op.replicated_dims),
         call.resolve(op.reduction_dims),
-        op.min_shard_sizes(shapes.sizes, **call.params) if op.min_shard_sizes else {},
+        call.bound(op.min_shard_sizes)(shapes.sizes) if op.min_shard_sizes else {},
         axis_context.mesh if automatic_axis is not None else None,
     )
     with jax_versions.partitioning_over(automatic_axis):
@@ -172,9 +170,9 @@ def _call_target(
     op = call.op
     program: Callable[..., Sequence[jax.Array]] | None = None
     if op.program is not None:
-        program = functools.partial(op.program, **call.params)
+        program = call.bound(op.program)
     if platform == "cuda" and op.program_on_gpu is not None:
-        program = op.program_on_gpu(*call.own_operands, **call.params)
+        program = call.bound(op.program_on_gpu)(*call.own_operands)
     if program is not None:
         mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
         return _lower_without_mesh(functools.partial(map_over_batch, program, mapped), ctx, operands)

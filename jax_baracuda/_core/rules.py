@@ -58,7 +58,7 @@ def reference_of_call(op: OpDefinition, *operands: jax.Array, **params: Any) -> 
     operands = tuple(map(jnp.asarray, operands))
     call = OpCall(op, operands, params)
     mapped = mapped_dims(operands, call.num_batch_dims)
-    own_reference = functools.partial(op.reference, **call.params)
+    own_reference = call.bound(op.reference)
 
     def reference(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(map_over_batch(own_reference, mapped, *operands))
@@ -116,7 +116,7 @@ def jvp(
         arrays = (tangents[0], *primals, *results)
 
         def tangent(first: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
-            return tangent_of(first, arrays[: len(primals)], arrays[len(primals) :], **call.params)
+            return call.bound(tangent_of)(first, arrays[: len(primals)], arrays[len(primals) :])
 
         with selecting(call.selection):
             result_tangents = map_over_batch(tangent, mapped_dims(arrays, call.num_batch_dims), *arrays)
@@ -140,7 +140,7 @@ def transpose(op: OpDefinition, cotangents: Sequence[Any], *operands: Any, **par
 
         def transpose(*arrays: jax.Array) -> Sequence[jax.Array]:
             own_avals = [call.own_operands[i] for i in call.linear]
-            return transpose_of(own_avals, arrays[: len(cotangents)], *arrays[len(cotangents) :], **call.params)
+            return call.bound(transpose_of)(own_avals, arrays[: len(cotangents)], *arrays[len(cotangents) :])
 
         arrays = (*cotangents, *(x for i, x in enumerate(operands) if i not in call.linear))
         with selecting(call.selection):

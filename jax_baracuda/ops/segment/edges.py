@@ -124,15 +124,15 @@ def as_gather_ids(segment_ids: Array, num_segments: int) -> Array:
     return jnp.where((segment_ids >= 0) & (segment_ids < num_segments), segment_ids, -1).astype(jnp.int32)
 
 
-def replicated_dims_of_cells(*, has_edge_order: bool, **_: Any) -> tuple[str, ...]:
+def replicated_dims_of_cells(*, has_edge_order: bool) -> tuple[str, ...]:
     """Of an op whose results are cells, which each device may compute for segments of its own."""
     return ("gathered", "segment", "edge") if has_edge_order else ("gathered",)
 
 
-def replicated_dims(*, has_edge_order: bool, **_: Any) -> tuple[str, ...]:
+def replicated_dims(*, has_edge_order: bool) -> tuple[str, ...]:
     """An order numbers all edges."""
     return ("gathered", "segment", "edge") if has_edge_order else ("gathered", "segment")
 
 
-def limit_of_edges(data: Any, gather_ids: Any, segment_ids: Any, *_: Any, num_segments: int, **__: Any) -> str | None:
+def limit_of_edges(data: Any, gather_ids: Any, segment_ids: Any, *_: Any, num_segments: int) -> str | None:
     return limit_of_32_bits(segment_ids.shape[0], num_segments)

@@ -196,7 +196,7 @@ def _normalized(exponentials: Array, ids: Array, denominators: Array, dtype: Any
     return jnp.where(is_member, exponentials / jnp.where(is_member, denominators, 1), 0).astype(dtype)
 
 
-def _reference(logits: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
+def _reference(logits: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
     wide = logits.astype(accumulation_dtype(logits.dtype))
     exponentials = _exponentials(wide, ids, xla_max(jax.lax.stop_gradient(wide), ids, num_segments))
     denominators = xla_sum(exponentials, ids, num_segments)
@@ -215,9 +215,7 @@ def _softmax_gradient(probabilities: Array, d_output: Array, ids: Array, means: 
     return jnp.where(is_member, gradient, 0).astype(probabilities.dtype)
 
 
-def _reference_backward(
-    probabilities: Array, d_output: Array, ids: Array, *, num_segments: int, **_: Any
-) -> tuple[Array]:
+def _reference_backward(probabilities: Array, d_output: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
     means = xla_sum(_weighted_cotangents(probabilities, d_output), ids, num_segments)
     return (_softmax_gradient(probabilities, d_output, ids, means),)
 
@@ -304,7 +302,7 @@ SEGMENT_SOFTMAX, SEGMENT_SOFTMAX_BACKWARD = (
         attributes=("num_segments", "indices_are_sorted", "deterministic"),
         plan_parameters=lambda *arrays, **params: plan_parameters(arrays[0], arrays[-1], **params),
         shard_program=shard_program,
-        limit=lambda *arrays, num_segments, **_: limit_of_32_bits(arrays[-1].shape[0], num_segments),
+        limit=lambda *arrays, num_segments: limit_of_32_bits(arrays[-1].shape[0], num_segments),
         **derivatives,
     )
     for name, rows, result, reference, shard_program, derivatives in (

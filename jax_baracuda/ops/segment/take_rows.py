@@ -267,11 +267,11 @@ def _row_dims(ids_ndim: int) -> tuple[str, ...]:
     return tuple(f"row{i}" for i in range(ids_ndim))
 
 
-def _operands(*, ids_ndim: int, **_: Any) -> NamedDimensions:
+def _operands(*, ids_ndim: int) -> NamedDimensions:
     return {"d_output": (*_row_dims(ids_ndim), "..."), "ids": _row_dims(ids_ndim)}
 
 
-def _reference(d_output: Array, ids: Array, *, num_rows: int, ids_ndim: int, **_: Any) -> tuple[Array]:
+def _reference(d_output: Array, ids: Array, *, num_rows: int, ids_ndim: int) -> tuple[Array]:
     wide = d_output.astype(accumulation_dtype(d_output.dtype))
 
     def add(ids: Array, num_cells: int) -> Array:
@@ -313,15 +313,15 @@ TAKE_ROWS_BACKWARD = Op(
     name="take_rows_backward",
     operands=_operands,
     results=_RESULTS,
-    sizes=lambda *, num_rows, **_: {"segment": num_rows},
+    sizes=lambda *, num_rows: {"segment": num_rows},
     reference=_reference,
     dtypes=SEGMENT_SUM.dtypes,
     guarantee=sum_guarantee,
-    reduction_dims=lambda *, ids_ndim, **_: _row_dims(ids_ndim),
+    reduction_dims=lambda *, ids_ndim: _row_dims(ids_ndim),
     shard_program=of_split_segments(
         _shard_program,
         results=_RESULTS,
-        row_dims=lambda *, ids_ndim, **_: _row_dims(ids_ndim),
+        row_dims=lambda *, ids_ndim: _row_dims(ids_ndim),
         ids_operand=1,
         size="num_rows",
     ),
