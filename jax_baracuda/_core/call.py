@@ -138,30 +138,19 @@ class OpCall:
         return NamedShapes(operand_names, result_names, operand_shapes, result_shapes, sizes)
 
     def sizes(self) -> dict[str, int]:
-        """What rules may ask for: the sizes of the named dimensions, "features" (the product of those
-        without names, 1 where there are none; not where one is named "feature"), "bytes" (of all operands and results),
-        "bytes_elsewhere" (of those that are not updated in place), "element_bits" (of the narrowest operand), "rank"
-        (of the first operand), "operands" and "batch_dims" (how many there are)."""
+        """What rules may ask for: the sizes of the named dimensions, "features" (the product of those without names and
+        of "head" and "feature"), "bytes" (of all operands and results), "element_bits" (of the narrowest operand) and
+        "rank" (of the first operand)."""
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.result_types()]
-        bits_of_operands, bits_of_results = (
-            [math.prod(x.shape) * element_bits(x.dtype) for x in arrays] for arrays in (self.operands, results)
-        )
-        num_bits = sum(bits_of_operands) + sum(bits_of_results)
-        in_place = self.resolve(self.op.in_place)
-        bits_in_place = sum(bits_of_operands[i] + bits_of_results[result] for i, result in in_place.items())
-        narrowest = min(element_bits(x.dtype) for x in self.operands)
-        all_sizes = self.named_shapes(results).sizes
-        sizes = {name: size for name, size in all_sizes.items() if not name.startswith("...")}
-        if "feature" not in sizes:
-            sizes["features"] = math.prod(size for name, size in all_sizes.items() if name.startswith("..."))
+        sizes = self.named_shapes(results).sizes
+        unnamed = [name for name in sizes if name.startswith("...")]
+        num_bits = sum(math.prod(x.shape) * element_bits(x.dtype) for x in (*self.operands, *results))
         return {
-            **sizes,
+            **{name: size for name, size in sizes.items() if name not in unnamed},
+            "features": math.prod(sizes.get(name, 1) for name in (*unnamed, "head", "feature")),
             "bytes": num_bits // 8,
-            "bytes_elsewhere": (num_bits - bits_in_place) // 8,
-            "element_bits": narrowest,
+            "element_bits": min(element_bits(x.dtype) for x in self.operands),
             "rank": len(self.own_operands[0].shape),
-            "operands": len(self.operands),
-            "batch_dims": self.num_batch_dims,
         }
 
     def plan(self, platform: str) -> Plan:

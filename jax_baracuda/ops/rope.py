@@ -26,8 +26,15 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arguments import real_number, whole_number
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, reshard_as, reshard_to
+from jax_baracuda._core.arrays import (
+    FLOATING_DTYPES,
+    accumulation_dtype,
+    as_array,
+    real_number,
+    reshard_as,
+    reshard_to,
+    whole_number,
+)
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import KB, MB, Traits, at_least, at_most, fused, on_cpu, on_gpu, param

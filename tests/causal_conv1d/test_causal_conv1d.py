@@ -36,7 +36,6 @@ from support import cases
 from support.cases import FLOATING, Expected, assert_same_bits
 
 from jax_baracuda import causal_conv1d, causal_conv1d_backward, causal_conv1d_update, forward_mode
-from jax_baracuda._tools.calls import traced_calls
 
 WIDTHS = range(1, 9)
 OPTIONS = tuple(
