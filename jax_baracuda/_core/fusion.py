@@ -15,7 +15,7 @@ def is_donated_argument(value: ir.Value[Any]) -> bool:
     """Whether a value of a program under lowering is an argument of the whole program whose memory is given up."""
     if not isinstance(value, ir.BlockArgument):
         return False
-    owner = value.owner.owner.operation  # of a loop or a shard_map, no function
+    owner: Any = value.owner.owner.operation  # of a loop or a shard_map, no function
     if owner.name != "func.func" or owner.attributes["sym_name"].value != "main":
         return False
     attributes = ir.DictAttr(ir.ArrayAttr(owner.attributes["arg_attrs"])[value.arg_number])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,7 +22,7 @@ from jax_baracuda._core.dispatch import Site, decide, missing_kernel
 from jax_baracuda._core.fusion import can_fuse, is_donated_argument, may_read, updated_argument
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
 from jax_baracuda._core.rules import reference_of_call
-from jax_baracuda._core.sharding import MeshAxes, partitioned
+from jax_baracuda._core.sharding import ShardAxes, partitioned
 
 if TYPE_CHECKING:
     from jax.extend.core import Primitive
@@ -93,41 +93,62 @@ def _lower(
     op: OpDefinition, kernel: Primitive, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
 ) -> Any:
     call = OpCall(op, ctx.avals_in, params)
-    is_for_one_platform = len(ctx.module_context.platforms) == 1  # a branch for one of several would copy the array
-    donated = tuple(i for i in op.in_place_if_donated if is_for_one_platform and is_donated_argument(operands[i]))
-    has_empty_array = any(0 in aval.shape for aval in [*ctx.avals_in, *ctx.avals_out])
-    axis_context: Any = ctx.module_context.axis_context
-    automatic_axis = jax_versions.automatic_axis(axis_context)
-    is_split = not has_empty_array and (automatic_axis is not None or jax_versions.partitioner_splits(axis_context))
-    loses_empty_calls = has_empty_array and jax_versions.is_in_shard_map(axis_context)
-    misreads = not jax_versions.keeps_barriers() and bool(_rereading_operands(call, ctx, operands))
-    site = Site(platform, can_fuse(ctx, operands), donated, is_split, misreads, loses_empty_calls)
+    site = _site_of(call, platform, ctx, operands)
     runs_kernel = decide(call, site).implementation == "kernel"
     if call.selection != "xla" and (problem := call.missing_target(platform)) is not None:
         _warn_once(f"jax_baracuda: {call.name} runs as plain JAX on {platform}: {problem}")
     if not runs_kernel:
         operands = tuple(_with_unfused_updates(call, ctx, operands))
-    if not runs_kernel and not (is_split and op.shards_reference and call.has_static_shapes()):
+    if not runs_kernel and not (site.is_split and op.shards_reference and call.has_static_shapes()):
         return _lower_reference(op, ctx, *operands, **params)
-
-    if not is_split:
+    if not site.is_split:
         # Devices along several automatic axes of a shard_map then have whole arrays.
-        return _call_target(call, platform, ctx, operands, donated)
-
+        return _call_target(call, platform, ctx, operands, site.donated)
     # The choice is made once, for the whole program.
-    chosen = {"donated": donated, "implementation": "kernel" if call.selection == "kernel" else None}
-    chosen = chosen if runs_kernel else {"implementation": "xla"}
+    chosen = {"donated": site.donated, "implementation": "kernel" if call.selection == "kernel" else None}
+    return _lower_partitioned(call, kernel, chosen if runs_kernel else {"implementation": "xla"}, ctx, operands)
+
+
+def _site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Site:
+    module, avals = ctx.module_context, [*ctx.avals_in, *ctx.avals_out]
+    has_empty_array = any(0 in aval.shape for aval in avals)
+    is_for_one_platform = len(module.platforms) == 1  # a branch for one of several would copy the array
+    in_place = call.op.in_place_if_donated if is_for_one_platform else ()
+    is_partitioned = jax_versions.automatic_axis(module.axis_context) is not None or jax_versions.partitioner_splits(
+        module.axis_context
+    )
+    return Site(
+        platform,
+        fuses=can_fuse(ctx, operands),
+        donated=tuple(i for i in in_place if is_donated_argument(operands[i])),
+        is_split=is_partitioned and not has_empty_array,
+        misreads=not jax_versions.keeps_barriers() and bool(_rereading_operands(call, ctx, operands)),
+        loses_empty_calls=has_empty_array and jax_versions.is_in_shard_map(module.axis_context),
+    )
+
+
+def _lower_partitioned(
+    call: OpCall,
+    kernel: Primitive,
+    chosen: Mapping[str, Any],
+    ctx: mlir.LoweringRuleContext,
+    operands: Sequence[Any],
+) -> Any:
+    """The call split over devices. `chosen` are params of the kernel in the program of a shard."""
+    op = call.op
+    axis_context: Any = ctx.module_context.axis_context
+    automatic_axis = jax_versions.automatic_axis(axis_context)
     mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
 
-    def shard_program(axes: dict[str, MeshAxes], *shards: jax.Array) -> Sequence[jax.Array]:
+    def shard_program(axes: ShardAxes, *shards: jax.Array) -> Sequence[jax.Array]:
         run_kernel = functools.partial(kernel.bind, **call.params, **chosen)
         program = functools.partial(call.bound(op.shard_program), run_kernel, axes) if op.shard_program else run_kernel
         return tuple(map_over_batch(program, mapped, *shards))
 
-    run_kernel = functools.partial(kernel.bind, **{**params, **chosen})
+    params = {**call.all_params, **chosen}
     shapes = call.named_shapes(ctx.avals_out)
     partitioned_call = partitioned(
-        run_kernel,
+        functools.partial(kernel.bind, **params),
         shard_program,
         shapes,
         call.resolve(op.replicated_dims),
@@ -137,7 +158,7 @@ def _lower(
     )
     with jax_versions.partitioning_over(automatic_axis):
         results = mlir.lower_fun(partitioned_call, multiple_results=True)(ctx, *operands)
-    jax_versions.finish_partitioned_call(ctx, results[0].owner, call.name, op, params | chosen)
+    jax_versions.finish_partitioned_call(ctx, results[0].owner, call.name, op, params)
     return [
         jax_versions.lower_with_sharding_in_types(ctx, result, aval)
         for result, aval in zip(results, ctx.avals_out, strict=True)

@@ -10,7 +10,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array
-from jax_baracuda._core.selection import current_selection
+from jax_baracuda._core.selection import may_run_kernel
 from jax_baracuda.ops.segment.cells import gather_or_zeros, in_order, put_back
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits
 from jax_baracuda.ops.segment.ids import Mode, canonical_edges, index_dtype, static_size
@@ -56,7 +56,7 @@ class Edges:
             "num_segments": self.num_segments,
             "num_rows": data.shape[0],
             "indices_are_sorted": in_order,
-            "deterministic": bool(deterministic) or (in_order and current_selection() != "xla"),
+            "deterministic": bool(deterministic) or (in_order and may_run_kernel()),
         }
 
 

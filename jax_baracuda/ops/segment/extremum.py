@@ -37,7 +37,7 @@ from jax_baracuda._core.dispatch import (
 )
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.selection import Implementation, current_selection, selectable
+from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -864,7 +864,7 @@ def _transpose_backward_of_edges(
 def _transpose_of_gathered_winners(
     avals: Sequence[Any], d_results: Sequence[Array], *others: Array, **params: Any
 ) -> Sequence[Array]:
-    flags = {"has_plan": False, "deterministic": current_selection() != "xla"}
+    flags = {"has_plan": False, "deterministic": may_run_kernel()}
     return GATHER_SEGMENT_EXTREMUM_BACKWARD(d_results[0], *others, num_rows=avals[0].shape[0], **flags, **params)
 
 

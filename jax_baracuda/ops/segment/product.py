@@ -18,7 +18,7 @@ from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
 from jax_baracuda._core.definition import with_named
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_gpu
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.selection import Implementation, current_selection, selectable
+from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -320,7 +320,7 @@ def _transpose_backward(
     """The sums of rows times the products of all others: the tangent of the product."""
     [d_output], [d_rows] = d_outputs, d_data
     [terms] = SEGMENT_PROD_TERMS(d_rows.astype(mantissa.dtype), mantissa, packed, data, ids)
-    params = sum_params(d_output.shape[0], indices_are_sorted, deterministic=current_selection() != "xla")
+    params = sum_params(d_output.shape[0], indices_are_sorted, deterministic=may_run_kernel())
     return [x.astype(d_output.dtype) for x in SEGMENT_SUM(terms, ids, **params)]
 
 

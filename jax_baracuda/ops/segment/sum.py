@@ -21,7 +21,7 @@ from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import MB, at_least, at_most, fused, on_cpu, on_gpu, uncontended, unordered, unsorted
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.selection import Implementation, current_selection, selectable
+from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -502,7 +502,7 @@ def sum_edges(
     **params: Any,
 ) -> Array:
     """Calls the kernel with the operands that there are, for one graph or for all that these dimensions number."""
-    deterministic = deterministic or (indices_are_sorted and current_selection() != "xla")
+    deterministic = deterministic or (indices_are_sorted and may_run_kernel())
     edge_order = None if weights is None else edge_order  # edges differ by their weights alone
     operands = {"data": data, "gather_ids": gather_ids, "segment_ids": segment_ids}
     operands |= {name: x for name, x in (("weights", weights), ("edge_order", edge_order)) if x is not None}

@@ -17,7 +17,14 @@ from jax_baracuda._core.arrays import accumulation_dtype, as_array, in_automatic
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.selection import Implementation, Selection, current_selection, selectable, selecting
+from jax_baracuda._core.selection import (
+    Implementation,
+    Selection,
+    current_selection,
+    may_run_kernel,
+    selectable,
+    selecting,
+)
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel, mesh_axes
 from jax_baracuda.ops.segment.cells import sum_in_blocks
 from jax_baracuda.ops.segment.definitions import sum_guarantee
@@ -115,7 +122,7 @@ def _take_by_plan(name: str, data: Array, ids: ArrayLike | None, plan: SegmentPl
     if num_rows == 0 and num_edges > 0:
         raise ValueError(f"{name}: data must have rows for {num_edges} edges to take, got shape {data.shape}")
     order = plan.edge_order, plan.segment_ids
-    deterministic = current_selection() != "xla"
+    deterministic = may_run_kernel()
     return _gather(data, plan.edge_segment_ids, *order, indices_are_sorted=False, deterministic=deterministic)
 
 
