@@ -169,7 +169,7 @@ class GatherExtremumParams(GatherParams):
     minimum: bool
 
     def of_reduction(self) -> dict[str, Any]:
-        """The params of the reductions, whose edges are in no need of an order of additions."""
+        """The params that the reductions take."""
         names = ("num_segments", "indices_are_sorted", "first_wins", "minimum")
         return {name: getattr(self, name) for name in names}
 

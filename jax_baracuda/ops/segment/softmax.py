@@ -291,42 +291,35 @@ def _transpose_backward(
 # 0.5 for single features, gradients 0.66.
 _CPU_RULE = on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1))
 
-SEGMENT_SOFTMAX, SEGMENT_SOFTMAX_BACKWARD = (
-    Op(
-        name=name,
-        operands={**dict.fromkeys(rows, ROWS), "segment_ids": IDS},
-        results={result: ROWS},
-        reference=reference,
-        dtypes=FLOATING_DTYPES,
-        guarantee=sum_guarantee,
-        attributes=("num_segments", "indices_are_sorted", "deterministic"),
-        plan_parameters=lambda *arrays, **params: plan_parameters(arrays[0], arrays[-1], **params),
-        shard_program=shard_program,
-        limit=lambda *arrays, num_segments: limit_of_32_bits(arrays[-1].shape[0], num_segments),
-        **derivatives,
-    )
-    for name, rows, result, reference, shard_program, derivatives in (
-        (
-            "segment_softmax",
-            ("logits",),
-            "probabilities",
-            _reference,
-            _shard_program,
-            {"tangent": _tangent, "xla_rules": (on_gpu("launch-bound", at_most(bytes=256 * KB)), _CPU_RULE)},
-        ),
-        (
-            "segment_softmax_backward",
-            ("probabilities", "d_output"),
-            "d_logits",
-            _reference_backward,
-            _shard_backward,
-            {
-                "linear": ("d_output",),
-                "transpose": _transpose_backward,
-                "xla_rules": (on_gpu("launch-bound: three launches", unordered, at_most(bytes=32 * MB)), _CPU_RULE),
-            },
-        ),
-    )
+_COMMON: dict[str, Any] = {
+    "dtypes": FLOATING_DTYPES,
+    "guarantee": sum_guarantee,
+    "attributes": ("num_segments", "indices_are_sorted", "deterministic"),
+    "plan_parameters": lambda *arrays, **params: plan_parameters(arrays[0], arrays[-1], **params),
+    "limit": lambda *arrays, num_segments: limit_of_32_bits(arrays[-1].shape[0], num_segments),
+}
+
+SEGMENT_SOFTMAX = Op(
+    name="segment_softmax",
+    operands={"logits": ROWS, "segment_ids": IDS},
+    results={"probabilities": ROWS},
+    reference=_reference,
+    xla_rules=(on_gpu("launch-bound", at_most(bytes=256 * KB)), _CPU_RULE),
+    shard_program=_shard_program,
+    tangent=_tangent,
+    **_COMMON,
+)
+
+SEGMENT_SOFTMAX_BACKWARD = Op(
+    name="segment_softmax_backward",
+    operands={"probabilities": ROWS, "d_output": ROWS, "segment_ids": IDS},
+    results={"d_logits": ROWS},
+    reference=_reference_backward,
+    xla_rules=(on_gpu("launch-bound: three launches", unordered, at_most(bytes=32 * MB)), _CPU_RULE),
+    shard_program=_shard_backward,
+    linear=("d_output",),
+    transpose=_transpose_backward,
+    **_COMMON,
 )
 
 
