@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -49,15 +50,23 @@ class Edges:
         transposed_order = in_order(put_back(places, self.edge_order), self.transposed_order)
         return dataclasses.replace(self, edge_order=None, transposed_order=transposed_order)
 
-    def params(self, data: Array, indices_are_sorted: bool, deterministic: bool) -> dict[str, Any]:
-        """The fields of :class:`GatherParams`."""
+    def params(
+        self,
+        params_type: Callable[..., Any],
+        data: Array,
+        indices_are_sorted: bool,
+        deterministic: bool,
+        **options: Any,
+    ) -> Any:
+        """The static arguments, as :class:`GatherParams` or what has more `options`."""
         in_order = bool(indices_are_sorted) or self.edge_order is not None
-        return {
-            "num_segments": self.num_segments,
-            "num_rows": data.shape[0],
-            "indices_are_sorted": in_order,
-            "deterministic": bool(deterministic) or (in_order and may_run_kernel()),
-        }
+        return params_type(
+            num_segments=self.num_segments,
+            num_rows=data.shape[0],
+            indices_are_sorted=in_order,
+            deterministic=bool(deterministic) or (in_order and may_run_kernel()),
+            **options,
+        )
 
 
 def canonicalize_edges(

@@ -110,7 +110,7 @@ def gather_segment_sum(
     name = "gather_segment_sum"
     data = as_rows(name, data)
     edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    params = GatherParams(**edges.params(data, indices_are_sorted, deterministic))
+    params = edges.params(GatherParams, data, indices_are_sorted, deterministic)
     return reduce_edges(name, gathered_sum, params, data, weights, edges)
 
 
