@@ -496,8 +496,7 @@ def test_sizes_of_heads() -> None:
     [call] = traced_calls(
         lambda x: jb.gather_segment_sum(x, IDS, IDS, 3, weights=jnp.ones((2, 4))), jnp.ones((2, 4, 5))
     )
-    assert call.sizes().items() >= {"head": 4, "feature": 5}.items()
-    assert "features" not in call.sizes()
+    assert call.sizes().items() >= {"head": 4, "feature": 5, "features": 20}.items()
     traits = dispatch.Traits(call.params, call.sizes(), fuses=False)
     assert at_most(features=20)(traits) and not at_most(features=19)(traits)
 

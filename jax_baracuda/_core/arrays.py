@@ -1,7 +1,9 @@
-"""What op families share about arrays: the dtype of accumulation, arguments as arrays, and their explicit sharding."""
+"""What op families share about arguments: arrays and numbers, the dtype of accumulation, and explicit sharding."""
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,6 +64,25 @@ def as_array(function: str, argument: str, value: ArrayLike) -> Array:
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         raise TypeError(f"{function}: {argument} must have a numeric dtype, got {array.dtype}")
     return array
+
+
+def real_number(function: str, argument: str, value: Any, *, positive: bool = False) -> float:
+    """A finite real number, as a Python float."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{function}: {argument} must be a real number, got {value!r}")
+    number = float(value)
+    if not math.isfinite(number) or (positive and number <= 0):
+        raise ValueError(f"{function}: {argument} must be finite{' and positive' if positive else ''}, got {value!r}")
+    return number
+
+
+def whole_number(function: str, argument: str, value: Any, *, minimum: int) -> int:
+    """An integer that is `minimum` or more."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{function}: {argument} must be an integer, got {value!r}")
+    if value < minimum:
+        raise ValueError(f"{function}: {argument} must be {minimum} or more, got {value!r}")
+    return int(value)
 
 
 def reshard_as(array: Array, like: Array, axes: tuple[int | None, ...]) -> Array:

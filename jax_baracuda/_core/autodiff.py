@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import reshard_like
@@ -192,56 +191,6 @@ def _like(cotangents: Any, types: Any) -> Any:
 def _instantiated(cotangent: Any) -> jax.Array:
     is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
     return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
-
-
-def map_together(results: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """The results, every one of them mapped by ``vmap`` where any of the results and arrays is.
-
-    For functions of which not all results depend on all arrays: where ``vmap`` maps some results of a
-    ``jax.custom_vjp`` function only, JAX counts the cotangents of the others once for every element of the batch.
-    """
-    return tuple(_map_together.bind(*results, *arrays, num_results=len(results)))
-
-
-_map_together = jax_versions.new_primitive("baracuda_map_together")
-_map_together.multiple_results = True
-
-
-@_map_together.def_impl
-def _impl(*values: jax.Array, num_results: int) -> list[jax.Array]:
-    return list(values[:num_results])
-
-
-@_map_together.def_abstract_eval
-def _abstract_eval(*avals: Any, num_results: int) -> list[Any]:
-    return list(avals[:num_results])
-
-
-def _batch(
-    values: Sequence[jax.Array], axes: Sequence[int | None], *, num_results: int
-) -> tuple[list[jax.Array], list[int]]:
-    size = next(x.shape[axis] for x, axis in zip(values, axes, strict=True) if axis is not None)
-    mapped = [
-        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-        for x, axis in zip(values, axes, strict=True)
-    ]
-    return _map_together.bind(*mapped, num_results=num_results), [0] * num_results
-
-
-def _jvp(
-    primals: Sequence[jax.Array], tangents: Sequence[Any], *, num_results: int
-) -> tuple[list[jax.Array], list[Any]]:
-    return _map_together.bind(*primals, num_results=num_results), list(tangents[:num_results])
-
-
-def _transpose(cotangents: Sequence[Any], *values: Any, num_results: int) -> list[Any]:
-    return [*cotangents, *[None] * (len(values) - num_results)]
-
-
-batching.primitive_batchers[_map_together] = _batch
-ad.primitive_jvps[_map_together] = _jvp
-ad.primitive_transposes[_map_together] = _transpose
-mlir.register_lowering(_map_together, lambda ctx, *values, num_results: values[:num_results])
 
 
 def is_in_both_modes() -> bool:

@@ -18,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.autodiff import KernelVjp, is_in_both_modes
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
+from jax_baracuda._core.rules import jvp_of_nonzero
 from jax_baracuda._core.selection import Selection, current_selection, selecting
 
 
@@ -183,15 +184,7 @@ def _batch_call(
 def _jvp_of_call(
     primals: Sequence[Array], tangents: Sequence[Any], *, call: _Call, jaxpr: Any
 ) -> tuple[list[Array], list[Array]]:
-    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-
-    def function(*moving_arrays: Array) -> Array:
-        arrays = list(primals)
-        for i, x in zip(moving, moving_arrays, strict=True):
-            arrays[i] = x
-        return call.differentiable(*arrays)
-
-    result, tangent = jax.jvp(function, [primals[i] for i in moving], [tangents[i] for i in moving])
+    result, tangent = jvp_of_nonzero(call.differentiable, primals, tangents)
     return [result], [tangent]
 
 

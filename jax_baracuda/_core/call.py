@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import element_bits
 from jax_baracuda._core.batch import is_shared, vmap_sizes
-from jax_baracuda._core.definition import Dimensions, OpDefinition, ShapeAndDtype
+from jax_baracuda._core.definition import Dimensions, OpDefinition, ShapeAndDtype, with_named
 from jax_baracuda._core.native import NATIVE_MODULES, Plan, missing_target
 from jax_baracuda._core.selection import Selection
 from jax_baracuda._core.sharding import NamedShapes
@@ -94,25 +94,27 @@ class OpCall:
             return self.operands
         return [jax.ShapeDtypeStruct(x.shape[self.num_batch_dims :], x.dtype) for x in self.operands]
 
+    def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the definition, with those of the params that it names."""
+        return with_named(function, self.params)
+
     def resolve(self, field: Any) -> Any:
         """A field of the definition that may depend on the params."""
-        return field(**self.params) if callable(field) else field
+        return self.bound(field)() if callable(field) else field
 
     def result_types(self) -> list[ShapeAndDtype]:
         """The shapes and dtypes of the results, with the batch dimensions."""
-        types = self.op.result_types(*self.own_operands, **self.params) if self.op.result_types else self._named_types()
+        types = self.bound(self.op.result_types)(*self.own_operands) if self.op.result_types else self._named_types()
         return [((*self.batch, *shape), dtype) for shape, dtype in types]
 
     def _named_types(self) -> list[ShapeAndDtype]:
         """Shapes by the names of dimensions, and dtypes."""
-        op, operands, params = self.op, self.own_operands, self.params
+        op, operands = self.op, self.own_operands
         shapes = [tuple(x.shape) for x in operands]
-        sizes = joint_sizes(self._dimensions(op.operands, shapes), shapes) | dict(
-            op.sizes(**params) if op.sizes else {}
-        )
+        sizes = joint_sizes(self._dimensions(op.operands, shapes), shapes) | dict(self.resolve(op.sizes or {}))
         results = self.resolve(op.results).values()
         rest = tuple(name for name in sizes if name.startswith("..."))
-        dtypes = op.result_dtypes(*operands, **params) if op.result_dtypes else [operands[0].dtype] * len(results)
+        dtypes = self.bound(op.result_dtypes)(*operands) if op.result_dtypes else [operands[0].dtype] * len(results)
         return [
             (tuple(sizes[name] for d in names for name in (rest if d == "..." else (d,))), np.dtype(dtype))
             for names, dtype in zip(results, dtypes, strict=True)
@@ -136,37 +138,26 @@ class OpCall:
         return NamedShapes(operand_names, result_names, operand_shapes, result_shapes, sizes)
 
     def sizes(self) -> dict[str, int]:
-        """What rules may ask for: the sizes of the named dimensions, "features" (the product of those
-        without names, 1 where there are none; not where one is named "feature"), "bytes" (of all operands and results),
-        "bytes_elsewhere" (of those that are not updated in place), "element_bits" (of the narrowest operand), "rank"
-        (of the first operand), "operands" and "batch_dims" (how many there are)."""
+        """What rules may ask for: the sizes of the named dimensions, "features" (the product of those without names and
+        of "head" and "feature"), "bytes" (of all operands and results), "element_bits" (of the narrowest operand) and
+        "rank" (of the first operand)."""
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.result_types()]
-        bits_of_operands, bits_of_results = (
-            [math.prod(x.shape) * element_bits(x.dtype) for x in arrays] for arrays in (self.operands, results)
-        )
-        num_bits = sum(bits_of_operands) + sum(bits_of_results)
-        in_place = self.resolve(self.op.in_place)
-        bits_in_place = sum(bits_of_operands[i] + bits_of_results[result] for i, result in in_place.items())
-        narrowest = min(element_bits(x.dtype) for x in self.operands)
-        all_sizes = self.named_shapes(results).sizes
-        sizes = {name: size for name, size in all_sizes.items() if not name.startswith("...")}
-        if "feature" not in sizes:
-            sizes["features"] = math.prod(size for name, size in all_sizes.items() if name.startswith("..."))
+        sizes = self.named_shapes(results).sizes
+        unnamed = [name for name in sizes if name.startswith("...")]
+        num_bits = sum(math.prod(x.shape) * element_bits(x.dtype) for x in (*self.operands, *results))
         return {
-            **sizes,
+            **{name: size for name, size in sizes.items() if name not in unnamed},
+            "features": math.prod(sizes.get(name, 1) for name in (*unnamed, "head", "feature")),
             "bytes": num_bits // 8,
-            "bytes_elsewhere": (num_bits - bits_in_place) // 8,
-            "element_bits": narrowest,
+            "element_bits": min(element_bits(x.dtype) for x in self.operands),
             "rank": len(self.own_operands[0].shape),
-            "operands": len(self.operands),
-            "batch_dims": self.num_batch_dims,
         }
 
     def plan(self, platform: str) -> Plan:
         """How the platform's kernel runs a call that it supports: its strategy, and the scratch memory."""
         op = self.op
         assert op.plan_parameters is not None
-        parameters = dict(op.plan_parameters(*self.own_operands, **self.params))
+        parameters = dict(self.bound(op.plan_parameters)(*self.own_operands))
         if not op.broadcasts:
             size = math.prod(self.batch)
             parameters["batch"] = size
@@ -196,7 +187,7 @@ class OpCall:
             return f"there is no kernel for {self.dtype.name}"
         if any(self.operands[i].shape[: self.num_batch_dims] != self.batch for i in self.resolve(op.in_place)):
             return "the batch shares an array that is written"
-        return op.limit(*self.own_operands, **self.params) if op.limit is not None else None
+        return self.bound(op.limit)(*self.own_operands) if op.limit is not None else None
 
     def attributes(self) -> dict[str, Any]:
         """What the native handler takes of the params."""

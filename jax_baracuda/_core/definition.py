@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,12 +22,28 @@ NamedDimensions = Mapping[str, Dimensions]
 """The dimensions of each operand or result, by its name and in its order."""
 
 
+def with_named(function: Callable[..., Any], params: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function of a definition, with those of the params that it names."""
+    names = _params_of(function)
+    return functools.partial(function, **{name: x for name, x in params.items() if names is None or name in names})
+
+
+@functools.cache
+def _params_of(function: Callable[..., Any]) -> frozenset[str] | None:
+    """The names of keyword-only arguments; None: any."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpDefinition:
     """One native kernel, and what JAX needs to know about it.
 
-    The functions of a definition never see the dimensions that ``vmap`` adds: those are the business of ``_core`` and
-    of the native handler, which takes any number of them, so that ``vmap`` is one launch.
+    The functions of a definition take those of the params that they name as keyword-only arguments. They never see the
+    dimensions that ``vmap`` adds: those are the business of ``_core`` and of the native handler, which takes any number
+    of them, so that ``vmap`` is one launch.
     """
 
     name: str

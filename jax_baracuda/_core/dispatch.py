@@ -8,7 +8,6 @@ comment beside it has the measurement.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -189,8 +188,4 @@ def at_least(**sizes: int) -> Condition:
 
 
 def _size(traits: Traits, name: str) -> int:
-    if name == "rows":
-        return traits.rows
-    if name == "features" and "features" not in traits.sizes:
-        return math.prod(traits.sizes[dimension] for dimension in ("head", "feature"))
-    return traits.sizes[name]
+    return traits.rows if name == "rows" else traits.sizes[name]

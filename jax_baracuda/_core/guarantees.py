@@ -33,7 +33,7 @@ EXACT = Guarantee("none", "exact", deterministic=True, bit_stable_on_same_hardwa
 """Of ops that only select."""
 
 
-def accumulated(dtype: str, platform: str, **_: bool) -> Guarantee:
+def accumulated(dtype: str, platform: str) -> Guarantee:
     """Of ops that add or multiply floating numbers in a fixed order."""
     accumulator = np.dtype(accumulation_dtype(jnp.dtype(dtype))).name
     return dataclasses.replace(EXACT, accumulator=accumulator, math_precision="accumulated")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ from jax.sharding import Mesh
 from jax_baracuda._core.identity import digest
 
 if TYPE_CHECKING:
-    from jax._src.lib.mlir import ir
     from jax.extend.core import ClosedJaxpr, Primitive
 
 __all__ = [
@@ -31,7 +29,6 @@ __all__ = [
     "concrete_or_error",
     "explicit_spec",
     "finish_partitioned_call",
-    "is_donated_argument",
     "is_in_shard_map",
     "is_static_shape",
     "is_symbolic",
@@ -40,7 +37,6 @@ __all__ = [
     "lower_with_sharding_in_types",
     "jaxpr_as_fun",
     "lowering_inside",
-    "may_read",
     "new_primitive",
     "partitioner_splits",
     "partitioning_over",
@@ -48,7 +44,6 @@ __all__ = [
     "require_devices_during_lowering",
     "result_aval",
     "unify_varying",
-    "updated_argument",
     "varying_axes",
     "without_abstract_mesh",
     "wrapped_scatter_update",
@@ -165,123 +160,9 @@ def is_symbolic(size: Any) -> bool:
     return core.is_symbolic_dim(size)
 
 
-def is_donated_argument(value: ir.Value[Any]) -> bool:
-    """Whether a value of a program under lowering is an argument of the whole program whose memory is given up."""
-    from jax._src.lib.mlir import ir
-
-    if not isinstance(value, ir.BlockArgument):
-        return False
-    owner = value.owner.owner.operation  # of a loop or a shard_map, no function
-    if owner.name != "func.func" or owner.attributes["sym_name"].value != "main":
-        return False
-    attributes = ir.DictAttr(ir.ArrayAttr(owner.attributes["arg_attrs"])[value.arg_number])
-    return "tf.aliasing_output" in attributes or "jax.buffer_donor" in attributes
-
-
-_IN_MEMORY = frozenset(
-    f"stablehlo.{name}"
-    for name in (
-        "all_gather all_to_all cholesky collective_broadcast collective_permute constant convolution custom_call dot "
-        "dot_general dynamic_update_slice fft optimization_barrier rng rng_bit_generator triangular_solve"
-    ).split()
-)
-"""Operations without a body whose results XLA writes, whatever reads them. So it does those of operations with one."""
-
-
-_VIEWS = ("stablehlo.broadcast_in_dim", "stablehlo.reshape", "sdy.sharding_constraint")
-"""What leaves an array as it is, where it keeps its number of elements."""
-
-
-def is_computed(ctx: Any, value: ir.Value[Any]) -> bool:
-    """Whether XLA may compute a value where it is read, in one fusion, instead of writing it.
-
-    What is known is the operation that makes it: a gather or an elementwise one. Of an argument of a function, which
-    may be called anywhere, nothing is known.
-    """
-    from jax._src.lib.mlir import ir
-
-    operation: Any = value.owner
-    if isinstance(operation, ir.Block):
-        return False
-    if operation.name == "func.call":
-        callee = ctx.module_context.symbol_table[ir.FlatSymbolRefAttr(operation.attributes["callee"]).value]
-        *_, end = callee.operation.regions[0].blocks[0]
-        result = end.operands[ir.OpResult(value).result_number]
-        if isinstance(result.owner, ir.Block):
-            result = operation.operands[ir.BlockArgument(result).arg_number]
-        return is_computed(ctx, result)
-    if operation.name in _VIEWS and _num_elements(operation.operands[0]) == _num_elements(value):
-        return is_computed(ctx, operation.operands[0])
-    return operation.name not in _IN_MEMORY and len(operation.regions) == 0
-
-
-def _num_elements(value: ir.Value[Any]) -> int:
-    from jax._src.lib.mlir import ir
-
-    return math.prod(ir.RankedTensorType(value.type).shape)
-
-
-_MAX_VISITED = 500
-
-
-def may_read(ctx: Any, value: ir.Value[Any], array: ir.Value[Any]) -> bool:
-    """Whether XLA might compute a value from `array` in the fusion that overwrites `array`.
-
-    Not where `array` is an argument of the whole program or of a loop, after updates at most, and the value is computed
-    from others. Anything else counts as possible: what looks like two arrays may be one after XLA's simplifications.
-    """
-    from jax._src.lib.mlir import ir
-
-    argument = updated_argument(array)
-    if argument is None or not _has_own_memory(ctx, argument):
-        return True
-    seen: set[Any] = set()
-    pending = [value]
-    while pending:
-        current = pending.pop()
-        if current == argument or len(seen) > _MAX_VISITED:
-            return True
-        if current in seen or isinstance(current.owner, ir.Block):
-            continue
-        if current.owner.name in ("stablehlo.case", "stablehlo.if"):  # their branches read more than their operands
-            return True
-        seen.add(current)
-        pending += current.owner.operands
-    return False
-
-
 def keeps_barriers() -> bool:
     """Whether XLA's CPU back end keeps the fusions apart that an ``optimization_barrier`` separates."""
     return jax.__version_info__ >= (0, 11)
-
-
-def updated_argument(array: ir.Value[Any]) -> ir.Value[Any] | None:
-    """The argument of a program, function or loop that an array is, after updates at most; None if there is none."""
-    from jax._src.lib.mlir import ir
-
-    operation: Any = array.owner
-    while not isinstance(operation, ir.Block):
-        if operation.name not in (*_VIEWS, "stablehlo.dynamic_update_slice", "stablehlo.optimization_barrier"):
-            return None
-        result = ir.OpResult(array).result_number
-        array = operation.operands[result if operation.name == "stablehlo.optimization_barrier" else 0]
-        operation = array.owner
-    return array
-
-
-_LOOP_BODIES = ("closed_call", "eval_jaxpr")
-"""What JAX calls the function that is the body of a ``scan``, in its older and its newer versions."""
-
-
-def _has_own_memory(ctx: Any, argument: ir.Value[Any]) -> bool:
-    """Whether no other argument of its block can be the same array, or computed from it, when XLA has inlined calls."""
-    block: Any = argument.owner
-    owner: Any = block.owner.operation
-    if owner.name != "func.func":
-        return bool(owner.name == "stablehlo.while")
-    name = owner.attributes["sym_name"].value
-    is_called_elsewhere = ctx.module_context.lowering_parameters.for_export
-    return name.startswith(_LOOP_BODIES) or (name == "main" and not is_called_elsewhere)
 
 
 def platforms_of(ctx: Any) -> Sequence[str]:
@@ -577,7 +458,7 @@ def wrapped_slice_update(wrap: Wrap) -> Iterator[None]:
 def lowering_inside(
     context: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> contextlib.AbstractContextManager[None]:
-    """Context in which JAX lowers programs inside of ``context()``: code that it traces then is its own.
+    """Context in which JAX lowers programs inside of ``context()``, to leave alone what it traces during lowering.
 
     An example is how ``scan`` stacks its results.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,9 +19,10 @@ from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims
 from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.definition import OpDefinition
 from jax_baracuda._core.dispatch import Site, decide, missing_kernel
+from jax_baracuda._core.fusion import can_fuse, is_donated_argument, may_read, updated_argument
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
 from jax_baracuda._core.rules import reference_of_call
-from jax_baracuda._core.sharding import MeshAxes, partitioned
+from jax_baracuda._core.sharding import ShardAxes, partitioned
 
 if TYPE_CHECKING:
     from jax.extend.core import Primitive
@@ -52,7 +53,7 @@ def _lower_reference(op: OpDefinition, ctx: mlir.LoweringRuleContext, *operands:
         if sum(math.prod(aval.shape) * element_bits(aval.dtype) // 8 for aval in written) >= _MIN_UNFUSED_BYTES:
             # On CPUs, XLA fuses an update in place with what reads a part of it, and then copies the whole array.
             in_place = call.resolve(op.in_place)
-            unfused = [r for i, r in in_place.items() if jax_versions.updated_argument(operands[i]) is not None]
+            unfused = [r for i, r in in_place.items() if updated_argument(operands[i]) is not None]
 
     def reference(*operands: jax.Array) -> list[jax.Array]:
         results = reference_of_call(op, *operands, **params)
@@ -85,76 +86,83 @@ def _rereading_operands(call: OpCall, ctx: mlir.LoweringRuleContext, operands: S
     """The written operands that may be computed from the array they are written to."""
     arrays = [operands[i] for i in call.resolve(call.op.in_place)]
     written = _written_operands(call)
-    return [i for i in written if any(jax_versions.may_read(ctx, operands[i], array) for array in arrays)]
+    return [i for i in written if any(may_read(ctx, operands[i], array) for array in arrays)]
 
 
 def _lower(
     op: OpDefinition, kernel: Primitive, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
 ) -> Any:
     call = OpCall(op, ctx.avals_in, params)
-    is_for_one_platform = len(ctx.module_context.platforms) == 1  # a branch for one of several would copy the array
-    donated = tuple(
-        i for i in op.in_place_if_donated if is_for_one_platform and jax_versions.is_donated_argument(operands[i])
-    )
-    has_empty_array = any(0 in aval.shape for aval in [*ctx.avals_in, *ctx.avals_out])
-    axis_context: Any = ctx.module_context.axis_context
-    automatic_axis = jax_versions.automatic_axis(axis_context)
-    is_split = not has_empty_array and (automatic_axis is not None or jax_versions.partitioner_splits(axis_context))
-    loses_empty_calls = has_empty_array and jax_versions.is_in_shard_map(axis_context)
-    misreads = not jax_versions.keeps_barriers() and bool(_rereading_operands(call, ctx, operands))
-    site = Site(platform, _can_fuse(ctx, operands), donated, is_split, misreads, loses_empty_calls)
+    site = _site_of(call, platform, ctx, operands)
     runs_kernel = decide(call, site).implementation == "kernel"
     if call.selection != "xla" and (problem := call.missing_target(platform)) is not None:
         _warn_once(f"jax_baracuda: {call.name} runs as plain JAX on {platform}: {problem}")
     if not runs_kernel:
         operands = tuple(_with_unfused_updates(call, ctx, operands))
-    if not runs_kernel and not (is_split and op.shards_reference and call.has_static_shapes()):
+    if not runs_kernel and not (site.is_split and op.shards_reference and call.has_static_shapes()):
         return _lower_reference(op, ctx, *operands, **params)
-
-    if not is_split:
+    if not site.is_split:
         # Devices along several automatic axes of a shard_map then have whole arrays.
-        return _call_target(call, platform, ctx, operands, donated)
-
+        return _call_target(call, platform, ctx, operands, site.donated)
     # The choice is made once, for the whole program.
-    chosen = {"donated": donated, "implementation": "kernel" if call.selection == "kernel" else None}
-    chosen = chosen if runs_kernel else {"implementation": "xla"}
+    chosen = {"donated": site.donated, "implementation": "kernel" if call.selection == "kernel" else None}
+    return _lower_partitioned(call, kernel, chosen if runs_kernel else {"implementation": "xla"}, ctx, operands)
+
+
+def _site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Site:
+    module, avals = ctx.module_context, [*ctx.avals_in, *ctx.avals_out]
+    has_empty_array = any(0 in aval.shape for aval in avals)
+    is_for_one_platform = len(module.platforms) == 1  # a branch for one of several would copy the array
+    in_place = call.op.in_place_if_donated if is_for_one_platform else ()
+    is_partitioned = jax_versions.automatic_axis(module.axis_context) is not None or jax_versions.partitioner_splits(
+        module.axis_context
+    )
+    return Site(
+        platform,
+        fuses=can_fuse(ctx, operands),
+        donated=tuple(i for i in in_place if is_donated_argument(operands[i])),
+        is_split=is_partitioned and not has_empty_array,
+        misreads=not jax_versions.keeps_barriers() and bool(_rereading_operands(call, ctx, operands)),
+        loses_empty_calls=has_empty_array and jax_versions.is_in_shard_map(module.axis_context),
+    )
+
+
+def _lower_partitioned(
+    call: OpCall,
+    kernel: Primitive,
+    chosen: Mapping[str, Any],
+    ctx: mlir.LoweringRuleContext,
+    operands: Sequence[Any],
+) -> Any:
+    """The call split over devices. `chosen` are params of the kernel in the program of a shard."""
+    op = call.op
+    axis_context: Any = ctx.module_context.axis_context
+    automatic_axis = jax_versions.automatic_axis(axis_context)
     mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
 
-    def shard_program(axes: dict[str, MeshAxes], *shards: jax.Array) -> Sequence[jax.Array]:
+    def shard_program(axes: ShardAxes, *shards: jax.Array) -> Sequence[jax.Array]:
         run_kernel = functools.partial(kernel.bind, **call.params, **chosen)
-        program = (
-            functools.partial(op.shard_program, run_kernel, axes, **call.params) if op.shard_program else run_kernel
-        )
+        program = functools.partial(call.bound(op.shard_program), run_kernel, axes) if op.shard_program else run_kernel
         return tuple(map_over_batch(program, mapped, *shards))
 
-    run_kernel = functools.partial(kernel.bind, **{**params, **chosen})
+    params = {**call.all_params, **chosen}
     shapes = call.named_shapes(ctx.avals_out)
     partitioned_call = partitioned(
-        run_kernel,
+        functools.partial(kernel.bind, **params),
         shard_program,
         shapes,
         call.resolve(op.replicated_dims),
         call.resolve(op.reduction_dims),
-        op.min_shard_sizes(shapes.sizes, **call.params) if op.min_shard_sizes else {},
+        call.bound(op.min_shard_sizes)(shapes.sizes) if op.min_shard_sizes else {},
         axis_context.mesh if automatic_axis is not None else None,
     )
     with jax_versions.partitioning_over(automatic_axis):
         results = mlir.lower_fun(partitioned_call, multiple_results=True)(ctx, *operands)
-    jax_versions.finish_partitioned_call(ctx, results[0].owner, call.name, op, params | chosen)
+    jax_versions.finish_partitioned_call(ctx, results[0].owner, call.name, op, params)
     return [
         jax_versions.lower_with_sharding_in_types(ctx, result, aval)
         for result, aval in zip(results, ctx.avals_out, strict=True)
     ]
-
-
-def _can_fuse(ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> bool:
-    """Whether XLA could compute an operand in one fusion with plain JAX: the first one, or another of the largest."""
-    avals: Sequence[Any] = ctx.avals_in
-    sizes = [math.prod(aval.shape) if jax_versions.is_static_shape(aval.shape) else 0 for aval in avals]
-    largest = max(sizes)
-    return any(
-        jax_versions.is_computed(ctx, operand) for i, operand in enumerate(operands) if i == 0 or sizes[i] == largest
-    )
 
 
 def lower_kernel(
@@ -183,9 +191,9 @@ def _call_target(
     op = call.op
     program: Callable[..., Sequence[jax.Array]] | None = None
     if op.program is not None:
-        program = functools.partial(op.program, **call.params)
+        program = call.bound(op.program)
     if platform == "cuda" and op.program_on_gpu is not None:
-        program = op.program_on_gpu(*call.own_operands, **call.params)
+        program = call.bound(op.program_on_gpu)(*call.own_operands)
     if program is not None:
         mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
         return _lower_without_mesh(functools.partial(map_over_batch, program, mapped), ctx, operands)

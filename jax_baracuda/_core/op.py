@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.definition import OpDefinition
+from jax_baracuda._core.definition import OpDefinition, with_named
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.lowering import lower_kernel, register_lowerings
 from jax_baracuda._core.native import KERNEL_PLATFORMS
@@ -121,4 +121,6 @@ def precision_guarantee(
         raise ValueError(f"precision_guarantee: {name} has kernels for dtype {sorted(op.dtypes)}, got {dtype_name!r}")
     if isinstance(op.guarantee, Guarantee):
         return op.guarantee
-    return op.guarantee(dtype_name, platform, deterministic=deterministic, indices_are_sorted=indices_are_sorted)
+    flags = {"deterministic": deterministic, "indices_are_sorted": indices_are_sorted}
+    guarantee: Guarantee = with_named(op.guarantee, flags)(dtype_name, platform)
+    return guarantee

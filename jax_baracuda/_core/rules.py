@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -65,7 +65,7 @@ def reference_of_call(op: OpDefinition, *operands: jax.Array, **params: Any) -> 
     operands = tuple(map(jnp.asarray, operands))
     call = OpCall(op, operands, params)
     mapped = mapped_dims(operands, call.num_batch_dims)
-    own_reference = functools.partial(op.reference, **call.params)
+    own_reference = call.bound(op.reference)
 
     def reference(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(map_over_batch(own_reference, mapped, *operands))
@@ -78,20 +78,31 @@ def reference_of_call(op: OpDefinition, *operands: jax.Array, **params: Any) -> 
         return list(reference(*operands))
 
 
-def _reference_of(
-    op: OpDefinition, operands: Sequence[Any], free: Sequence[int], params: Mapping[str, Any]
-) -> Callable[..., list[jax.Array]]:
-    """The op's reference as a function of the operands at the positions `free`, the others fixed."""
+def _varying_reference(op: OpDefinition, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """A result that depends on no operand varies over their manual axes, too, as the op's does."""
+    results = reference_of_call(op, *operands, **params)
+    return list(jax_versions.unify_varying(*operands, *results)[len(operands) :])
 
-    def reference(*free_operands: jax.Array) -> list[jax.Array]:
+
+def with_fixed(function: Callable[..., Any], operands: Sequence[Any], free: Sequence[int]) -> Callable[..., Any]:
+    """The function of the operands at the positions `free`, the others fixed."""
+
+    def of_free(*free_operands: jax.Array) -> Any:
         all_operands = list(operands)
         for i, x in zip(free, free_operands, strict=True):
             all_operands[i] = x
-        results = reference_of_call(op, *all_operands, **params)
-        # A result that depends on no operand varies over their manual axes, too, as the op's does.
-        return list(jax_versions.unify_varying(*all_operands, *results)[len(all_operands) :])
+        return function(*all_operands)
 
-    return reference
+    return of_free
+
+
+def jvp_of_nonzero(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    """``jax.jvp`` with respect to the primals whose tangents are not symbolic zeros."""
+    nonzero = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+    results: tuple[Any, Any] = jax.jvp(
+        with_fixed(function, primals, nonzero), [primals[i] for i in nonzero], [tangents[i] for i in nonzero]
+    )
+    return results
 
 
 def jvp(
@@ -112,15 +123,13 @@ def jvp(
         arrays = (tangents[0], *primals, *results)
 
         def tangent(first: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
-            return tangent_of(first, arrays[: len(primals)], arrays[len(primals) :], **call.params)
+            return call.bound(tangent_of)(first, arrays[: len(primals)], arrays[len(primals) :])
 
         with selecting(call.selection):
             result_tangents = map_over_batch(tangent, mapped_dims(arrays, call.num_batch_dims), *arrays)
     else:
-        reference = _reference_of(op, primals, nonzero_tangents, params)
-        _, result_tangents = jax.jvp(
-            reference, [primals[i] for i in nonzero_tangents], [tangents[i] for i in nonzero_tangents]
-        )
+        reference = functools.partial(_varying_reference, op, **params)
+        _, result_tangents = jvp_of_nonzero(reference, primals, tangents)
     return results, [
         tangent if jnp.issubdtype(result.dtype, jnp.inexact) else jax_versions.zero_tangent(result)
         for result, tangent in zip(results, result_tangents, strict=True)
@@ -138,7 +147,7 @@ def transpose(op: OpDefinition, cotangents: Sequence[Any], *operands: Any, **par
 
         def transpose(*arrays: jax.Array) -> Sequence[jax.Array]:
             own_avals = [call.own_operands[i] for i in call.linear]
-            return transpose_of(own_avals, arrays[: len(cotangents)], *arrays[len(cotangents) :], **call.params)
+            return call.bound(transpose_of)(own_avals, arrays[: len(cotangents)], *arrays[len(cotangents) :])
 
         arrays = (*cotangents, *(x for i, x in enumerate(operands) if i not in call.linear))
         with selecting(call.selection):
@@ -146,7 +155,7 @@ def transpose(op: OpDefinition, cotangents: Sequence[Any], *operands: Any, **par
         for i in linear:
             results[i] = _sum_over_shared_batch(transposed[call.linear.index(i)], avals[i])
         return results
-    reference = _reference_of(op, operands, linear, params)
+    reference = with_fixed(functools.partial(_varying_reference, op, **params), operands, linear)
     transpose = jax.linear_transpose(reference, *(avals[i] for i in linear))
     for i, x in zip(linear, transpose(cotangents), strict=True):
         results[i] = reshard_like(x, avals[i])

@@ -34,6 +34,11 @@ def current_selection() -> Selection:
     return selections[-1] if selections else _of_context.value
 
 
+def may_run_kernel() -> bool:
+    """Whether the running call may be a kernel's, so that it can add in the same order in every run."""
+    return current_selection() != "xla"
+
+
 @contextlib.contextmanager
 def selecting(selection: Selection) -> Iterator[None]:
     """Ops that are bound in this context ask for this, whatever the user's context says."""

@@ -124,7 +124,7 @@ def partitioned(
       shapes: the dimensions of the call.
       replicated_dims: dimensions that must not be split.
       reduction_dims: dimensions of the operands that results lack.
-      min_shard_sizes: the least that a shard may have of dimensions along which neighbours exchange something.
+      min_shard_sizes: the minimum shard size of dimensions with halo exchange.
       whole_mesh: the mesh of the program, where the partitioner splits things over a part of it.
     """
 

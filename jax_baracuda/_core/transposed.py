@@ -10,6 +10,7 @@ import jax
 from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
+from jax_baracuda._core.rules import jvp_of_nonzero
 
 PullBack = Callable[..., Sequence[jax.Array]]
 """``(*residuals, *cotangents) -> cotangents of the tangents``, linear in the cotangents."""
@@ -83,16 +84,12 @@ def _jvp(
     result_tangents = [jax_versions.zero_tangent(x) for x in results]
     if any(not isinstance(x, ad.Zero) for x in tangents[num_residuals:]):
         result_tangents = bind(*primals[:num_residuals], *map(ad.instantiate_zeros, tangents[num_residuals:]))
-    moving = [i for i, x in enumerate(tangents[:num_residuals]) if not isinstance(x, ad.Zero)]
-    if moving:
+    if any(not isinstance(x, ad.Zero) for x in tangents[:num_residuals]):
 
-        def of_residuals(*moved: jax.Array) -> list[jax.Array]:
-            operands = list(primals)
-            for i, x in zip(moving, moved, strict=True):
-                operands[i] = x
-            return _evaluate(*operands, **params)
+        def of_residuals(*residuals: jax.Array) -> list[jax.Array]:
+            return _evaluate(*residuals, *primals[num_residuals:], **params)
 
-        _, by_residuals = jax.jvp(of_residuals, [primals[i] for i in moving], [tangents[i] for i in moving])
+        _, by_residuals = jvp_of_nonzero(of_residuals, primals[:num_residuals], tangents[:num_residuals])
         result_tangents = list(map(ad.add_tangents, result_tangents, by_residuals))
     return results, result_tangents
 

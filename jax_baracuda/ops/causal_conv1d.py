@@ -31,7 +31,8 @@ from jax_baracuda._core.arrays import (
     reshard_as,
     reshard_like,
 )
-from jax_baracuda._core.autodiff import KernelVjp, map_together, with_twin
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.batch import map_together
 from jax_baracuda._core.definition import Dimensions, NamedDimensions
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import EXACT, accumulated

@@ -26,8 +26,15 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arguments import real_number, whole_number
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, reshard_as, reshard_to
+from jax_baracuda._core.arrays import (
+    FLOATING_DTYPES,
+    accumulation_dtype,
+    as_array,
+    real_number,
+    reshard_as,
+    reshard_to,
+    whole_number,
+)
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import KB, MB, Traits, at_least, at_most, fused, on_cpu, on_gpu, param
@@ -498,7 +505,7 @@ FREQUENCIES = ("part", "pair")
 POSITIONS = ("example", "sequence")
 
 
-def _positions_limit(*operands: Any, has_positions: bool, **_: Any) -> str | None:
+def _positions_limit(*operands: Any, has_positions: bool) -> str | None:
     dtype = operands[-1].dtype.name
     if not has_positions or dtype in ("int32", "int64"):
         return None
@@ -506,7 +513,7 @@ def _positions_limit(*operands: Any, has_positions: bool, **_: Any) -> str | Non
 
 
 def _shard_rotation(
-    kernel: ShardKernel, axes: ShardAxes, *operands: Array, heads_first: bool, has_positions: bool, **_: Any
+    kernel: ShardKernel, axes: ShardAxes, *operands: Array, heads_first: bool, has_positions: bool
 ) -> Sequence[Array]:
     """Where the sequence is split, the positions of a shard begin where those of the one before end."""
     sequence_axes = axes.get("sequence", ())
@@ -563,9 +570,7 @@ def _rotation_op(name: str, features: Mapping[str, str], direction: int, transpo
             for array, head in features.items()
         }
 
-    def plan_parameters(
-        *operands: Any, heads_first: bool, interleaved: bool, rotary_dim: int, **_: Any
-    ) -> dict[str, int]:
+    def plan_parameters(*operands: Any, heads_first: bool, interleaved: bool, rotary_dim: int) -> dict[str, int]:
         examples, _, _, size = operands[0].shape
         return {
             "examples": examples,
@@ -580,12 +585,12 @@ def _rotation_op(name: str, features: Mapping[str, str], direction: int, transpo
 
     return Op(
         name=name,
-        operands=lambda *, heads_first, has_positions, **_: {
+        operands=lambda *, heads_first, has_positions: {
             **dimensions(heads_first),
             "frequencies": FREQUENCIES,
             **({"positions": POSITIONS} if has_positions else {}),
         },
-        results=lambda *, heads_first, **_: dimensions(heads_first),
+        results=lambda *, heads_first: dimensions(heads_first),
         reference=functools.partial(_reference, num_rotated, direction),
         dtypes=FLOATING_DTYPES,
         guarantee=accumulated,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_baracuda._core.arguments import real_number, whole_number
+from jax_baracuda._core.arrays import real_number, whole_number
 
 NAME = "rope_frequencies"
 DEFAULT_BASE = 10000.0

@@ -395,12 +395,12 @@ def _plan_parameters(*operands: Any, ranks: Sequence[int], windows: Sequence[Win
     return parameters
 
 
-def _window_sizes(*, windows: Sequence[Window], **_: Any) -> dict[str, int]:
+def _window_sizes(*, windows: Sequence[Window]) -> dict[str, int]:
     return {_window_dimension(window): window.size for window in windows}
 
 
 def _limit(op_dtypes: frozenset[str]) -> Callable[..., str | None]:
-    def limit(*operands: Any, ranks: Sequence[int], **_: Any) -> str | None:
+    def limit(*operands: Any, ranks: Sequence[int]) -> str | None:
         if max(ranks) > MAX_AXES:
             return f"an array has more than {MAX_AXES} axes"
         without_kernel = [x.dtype.name for x in operands[: len(ranks)] if x.dtype.name not in op_dtypes]
@@ -423,16 +423,14 @@ def _split_windows(
     return windows, parts, split
 
 
-def _shard_write(
-    kernel: ShardKernel, axes: ShardAxes, *operands: Array, windows: Sequence[Window], **_: Any
-) -> Sequence[Array]:
+def _shard_write(kernel: ShardKernel, axes: ShardAxes, *operands: Array, windows: Sequence[Window]) -> Sequence[Array]:
     """Each device writes the part of a window that lies in its part of the axis."""
     windows, parts, _ = _split_windows(axes, windows)
     return kernel(*operands, *parts, windows=windows)
 
 
 def _shard_extract(
-    kernel: ShardKernel, axes: ShardAxes, *operands: Array, windows: Sequence[Window], ranks: Sequence[int], **_: Any
+    kernel: ShardKernel, axes: ShardAxes, *operands: Array, windows: Sequence[Window], ranks: Sequence[int]
 ) -> Sequence[Array]:
     """Each device extracts the part of a window that lies in its part of the axis; the others have zeros there."""
     local_windows, parts, split = _split_windows(axes, windows)
@@ -487,13 +485,13 @@ def _transpose_write(
 # window. Two cores: 0.3 (loops of windows of 4 bytes to 4 MB).
 WRITE_SLICE = Op(
     name="write_slice",
-    operands=lambda *, ranks, windows, **_: {
+    operands=lambda *, ranks, windows: {
         **_dest_dimensions("dest", ranks),
         **_source_dimensions("source", ranks, windows),
         **_start_dimensions(windows),
     },
-    results=lambda *, ranks, **_: _dest_dimensions("dest", ranks),
-    result_dtypes=lambda *operands, ranks, **_: [x.dtype for x in operands[: len(ranks)]],
+    results=lambda *, ranks: _dest_dimensions("dest", ranks),
+    result_dtypes=lambda *operands, ranks: [x.dtype for x in operands[: len(ranks)]],
     reference=_reference_write,
     dtypes=DTYPES,
     guarantee=EXACT,
@@ -504,27 +502,27 @@ WRITE_SLICE = Op(
         on_gpu("XLA writes a slice in place, in any layout of the array", at_least(element_bits=8)),
         on_cpu("XLA's update takes less time than the call of a kernel", at_least(element_bits=8)),
     ),
-    replicated_dims=lambda *, windows, **_: _window_dimensions(windows),
+    replicated_dims=lambda *, windows: _window_dimensions(windows),
     shard_program=_shard_write,
     shards_reference=True,
     limit=_limit(DTYPES),
-    in_place=lambda *, ranks, **_: {i: i for i in range(len(ranks))},
-    linear=lambda *, ranks, **_: tuple(_dest_dimensions("dest", ranks) | _dest_dimensions("source", ranks)),
+    in_place=lambda *, ranks: {i: i for i in range(len(ranks))},
+    linear=lambda *, ranks: tuple(_dest_dimensions("dest", ranks) | _dest_dimensions("source", ranks)),
     transpose=_transpose_write,
 )
 
 WRITE_SLICE_BACKWARD = Op(
     name="write_slice_backward",
-    operands=lambda *, ranks, windows, **_: {
+    operands=lambda *, ranks, windows: {
         **_dest_dimensions("d_output", ranks),
         **_start_dimensions(windows),
     },
-    results=lambda *, ranks, windows, **_: {
+    results=lambda *, ranks, windows: {
         **_dest_dimensions("d_dest", ranks),
         **_source_dimensions("d_source", ranks, windows),
     },
     sizes=_window_sizes,
-    result_dtypes=lambda *operands, ranks, **_: [x.dtype for x in operands[: len(ranks)]] * 2,
+    result_dtypes=lambda *operands, ranks: [x.dtype for x in operands[: len(ranks)]] * 2,
     reference=_reference_extract,
     dtypes=DIFFERENTIABLE_DTYPES,
     guarantee=EXACT,
@@ -534,12 +532,12 @@ WRITE_SLICE_BACKWARD = Op(
         on_gpu("launch-bound: a copy and a slice", at_most(bytes=4 * MB)),
         on_cpu("the call of a kernel takes longer than the copy", at_most(bytes=16 * KB)),
     ),
-    replicated_dims=lambda *, windows, **_: _window_dimensions(windows),
+    replicated_dims=lambda *, windows: _window_dimensions(windows),
     shard_program=_shard_extract,
     shards_reference=True,
     limit=_limit(DIFFERENTIABLE_DTYPES),
-    in_place=lambda *, ranks, **_: {i: i for i in range(len(ranks))},
-    linear=lambda *, ranks, **_: tuple(_dest_dimensions("d_output", ranks)),
+    in_place=lambda *, ranks: {i: i for i in range(len(ranks))},
+    linear=lambda *, ranks: tuple(_dest_dimensions("d_output", ranks)),
     # To extract a window and leave zeros is the transpose of writing it, and the other way round.
     transpose=lambda avals, cotangents, *starts, **params: WRITE_SLICE(*cotangents, *starts, **params),
 )

@@ -29,6 +29,13 @@ def test_all_functions_are_looked_at() -> None:
     assert {"segment_max", "rope", "where_backward", "rope_frequencies"} <= set(FUNCTIONS)
 
 
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "min" in name])
+def test_functions_of_minima_speak_of_minima(name: str) -> None:
+    """Their docstrings are made of those of the maxima."""
+    docstring = inspect.getdoc(getattr(jax_baracuda, name))
+    assert "minim" in docstring and not re.search("[Mm]axim|_max|argmax|max [{]", docstring)
+
+
 OF_EDGES = (
     *(f"gather_segment_{kind}" for kind in ("sum", "mean", "max", "min")),
     *("segment_attention", "segment_plan"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +149,7 @@ def _arg_extremum(name: str, call: SegmentCall, plan: SegmentPlan | None, minimu
 # Reference in plain JAX.
 
 
-def _reference(data: Array, ids: Array, *, num_segments: int, minimum: bool, **_: Any) -> tuple[Array]:
+def _reference(data: Array, ids: Array, *, num_segments: int, minimum: bool) -> tuple[Array]:
     none = jnp.asarray(data.shape[0], index_dtype(data.shape[0]))
     data = data.astype(accumulation_dtype(data.dtype))  # some narrow dtypes have no infinity
     extrema, is_member = gather_segments(extrema_of_segments(data, ids, num_segments, minimum), ids)
@@ -163,9 +162,7 @@ def _reference(data: Array, ids: Array, *, num_segments: int, minimum: bool, **_
 # The program of one shard, where the rows of a segment are split over devices.
 
 
-def _shard_program(
-    kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, *, minimum: bool, **_: Any
-) -> tuple[Array]:
+def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, *, minimum: bool) -> tuple[Array]:
     [row] = kernel(data, ids)
     row_axes = row_axes_of(axes)
     if not row_axes:
@@ -191,7 +188,7 @@ SEGMENT_ARG_EXTREMUM = reduction_op(
     "segment_arg_extremum",
     targets=extremum_targets("segment_arg{}"),
     results={"winner": CELLS},
-    result_dtypes=lambda data, segment_ids, **_: [index_dtype(segment_ids.shape[0])],
+    result_dtypes=lambda data, segment_ids: [index_dtype(segment_ids.shape[0])],
     reference=_reference,
     dtypes=WIDE_DTYPES,
     guarantee=EXACT,

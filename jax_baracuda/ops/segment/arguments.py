@@ -64,7 +64,7 @@ class SegmentCall:
         return self.with_data(self.data.astype(jnp.int32)) if is_narrow else self
 
     def in_order(self, unless: frozenset[str] = frozenset()) -> SegmentCall:
-        """The rows as a plan has sorted them; `unless`: the dtypes of which kernels read rows in that order."""
+        """The rows as a plan has sorted them. `unless`: dtypes whose kernels accept an order, so rows are not moved."""
         if self.order is None or self.data.dtype.name in unless:
             return self
         rows = in_order(self.rows(self.data), self.order)
@@ -97,25 +97,25 @@ class SegmentCall:
           params: of the reduction without buckets.
           reduce_buckets: reduces the leading axis of the buckets' results; None: without buckets.
         """
-        use_buckets = self.bucket_size is not None and reduce_buckets is not None
-        if use_buckets:
-            num_buckets = -(-self.segment_ids.shape[0] // self.bucket_size)
-            params = dataclasses.replace(params, num_segments=num_buckets * self.num_segments, indices_are_sorted=False)
+        if self.bucket_size is not None and reduce_buckets is not None:
+            return self._reduce_in_buckets(reduction, params, reduce_buckets)
 
         def call(data: Array, segment_ids: Array, **order: Array) -> Array:
-            ids = segment_ids
-            if use_buckets:
-                numbers = jnp.repeat(jnp.arange(num_buckets, dtype=ids.dtype), self.bucket_size)
-                bucket = numbers[: ids.shape[0]]
-                is_member = (ids >= 0) & (ids < self.num_segments)
-                ids = jnp.where(is_member, ids + bucket * self.num_segments, -1)
-            output = reduction(params, data=self.rows(data), segment_ids=ids, **order)
-            if use_buckets:
-                output = output.reshape(num_buckets, self.num_segments, *output.shape[1:])
-                output = reduce_buckets(output, axis=0).astype(output.dtype)
-            return output
+            return reduction(params, data=self.rows(data), segment_ids=segment_ids, **order)
 
         return self._with_out_sharding(call)
+
+    def _reduce_in_buckets(
+        self, reduction: Callable[..., Array], params: Params, reduce_buckets: Callable[..., Array]
+    ) -> Array:
+        """Each bucket has segments of its own at first."""
+        ids, num_segments = self.segment_ids, self.num_segments
+        num_buckets = -(-ids.shape[0] // self.bucket_size)
+        bucket = jnp.repeat(jnp.arange(num_buckets, dtype=ids.dtype), self.bucket_size)[: ids.shape[0]]
+        ids = jnp.where((ids >= 0) & (ids < num_segments), ids + bucket * num_segments, -1)
+        params = dataclasses.replace(params, num_segments=num_buckets * num_segments, indices_are_sorted=False)
+        output = reduction(params, data=self.rows(self.data), segment_ids=ids)
+        return reduce_buckets(output.reshape(num_buckets, num_segments, *output.shape[1:]), axis=0).astype(output.dtype)
 
     def map_rows(self, function: Callable[..., Array], params: Params) -> Array:
         """Applies ``(params, *, data [N, ...], segment_ids [N]) -> [N, ...]`` to the rows."""

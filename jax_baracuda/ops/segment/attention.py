@@ -98,7 +98,7 @@ def segment_attention(
             f"{name}: logits must be [E] or [E, *dims], where dims are the first dimensions of a row of data; got "
             f"logits.shape = {logits.shape} for {num_edges} edges and data.shape = {data.shape}"
         )
-    params = GatherParams(**edges.params(data, indices_are_sorted, deterministic))
+    params = edges.params(GatherParams, data, indices_are_sorted, deterministic)
     if plan is None:
         weights = segment_softmax(
             logits,

@@ -41,7 +41,7 @@ class SumParams(Params):
     deterministic: bool
 
 
-def product_guarantee(dtype: str, platform: str, **_: bool) -> Guarantee:
+def product_guarantee(dtype: str, platform: str) -> Guarantee:
     if jnp.issubdtype(dtype, jnp.floating):
         return accumulated(dtype, platform)
     return dataclasses.replace(EXACT, accumulator=dtype)
@@ -97,11 +97,11 @@ def reduction_op(
     """An op of (data, segment_ids) whose results are cells; `shard_program` is that of a shard of rows."""
     row_dims = ("row",)
     defaults = {
-        "sizes": lambda *, num_segments, **_: {"segment": num_segments},
+        "sizes": lambda *, num_segments: {"segment": num_segments},
         "plan_parameters": plan_parameters,
         "reduction_dims": row_dims,
         "shard_program": of_split_segments(shard_program, results=results, row_dims=row_dims, ids_operand=1),
-        "limit": lambda data, segment_ids, *, num_segments, **_: limit_of_32_bits(segment_ids.shape[0], num_segments),
+        "limit": lambda data, segment_ids, *, num_segments: limit_of_32_bits(segment_ids.shape[0], num_segments),
     }
     return Op(
         name=name,
@@ -116,13 +116,13 @@ def gradient_op(name: str, *, operands: NamedDimensions, **fields: Any) -> Op:
     """An op of d_output, segment_ids and others whose result is the cotangent of the data."""
     position = list(operands).index("segment_ids")
 
-    def own_plan_parameters(d_output: Any, *others: Any, **_: Any) -> dict[str, int]:
+    def own_plan_parameters(d_output: Any, *others: Any) -> dict[str, int]:
         return plan_parameters(d_output, (d_output, *others)[position], num_segments=d_output.shape[0])
 
     defaults = {
         "plan_parameters": own_plan_parameters,
         "replicated_dims": ("segment",),
-        "limit": lambda *arrays, **_: limit_of_32_bits(arrays[position].shape[0], arrays[0].shape[0]),
+        "limit": lambda *arrays: limit_of_32_bits(arrays[position].shape[0], arrays[0].shape[0]),
     }
     return Op(name=name, operands=operands, results={"d_data": ROWS}, dtypes=FLOATING_DTYPES, **(defaults | fields))
 

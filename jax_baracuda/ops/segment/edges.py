@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array
-from jax_baracuda._core.selection import current_selection
+from jax_baracuda._core.selection import may_run_kernel
 from jax_baracuda.ops.segment.cells import gather_or_zeros, in_order, put_back
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits
 from jax_baracuda.ops.segment.ids import Mode, canonical_edges, index_dtype, static_size
@@ -49,15 +50,23 @@ class Edges:
         transposed_order = in_order(put_back(places, self.edge_order), self.transposed_order)
         return dataclasses.replace(self, edge_order=None, transposed_order=transposed_order)
 
-    def params(self, data: Array, indices_are_sorted: bool, deterministic: bool) -> dict[str, Any]:
-        """The fields of :class:`GatherParams`."""
+    def params(
+        self,
+        params_type: Callable[..., Any],
+        data: Array,
+        indices_are_sorted: bool,
+        deterministic: bool,
+        **options: Any,
+    ) -> Any:
+        """The static arguments, as :class:`GatherParams` or what has more `options`."""
         in_order = bool(indices_are_sorted) or self.edge_order is not None
-        return {
-            "num_segments": self.num_segments,
-            "num_rows": data.shape[0],
-            "indices_are_sorted": in_order,
-            "deterministic": bool(deterministic) or (in_order and current_selection() != "xla"),
-        }
+        return params_type(
+            num_segments=self.num_segments,
+            num_rows=data.shape[0],
+            indices_are_sorted=in_order,
+            deterministic=bool(deterministic) or (in_order and may_run_kernel()),
+            **options,
+        )
 
 
 def canonicalize_edges(
@@ -124,15 +133,15 @@ def as_gather_ids(segment_ids: Array, num_segments: int) -> Array:
     return jnp.where((segment_ids >= 0) & (segment_ids < num_segments), segment_ids, -1).astype(jnp.int32)
 
 
-def replicated_dims_of_cells(*, has_edge_order: bool, **_: Any) -> tuple[str, ...]:
+def replicated_dims_of_cells(*, has_edge_order: bool) -> tuple[str, ...]:
     """Of an op whose results are cells, which each device may compute for segments of its own."""
     return ("gathered", "segment", "edge") if has_edge_order else ("gathered",)
 
 
-def replicated_dims(*, has_edge_order: bool, **_: Any) -> tuple[str, ...]:
+def replicated_dims(*, has_edge_order: bool) -> tuple[str, ...]:
     """An order numbers all edges."""
     return ("gathered", "segment", "edge") if has_edge_order else ("gathered", "segment")
 
 
-def limit_of_edges(data: Any, gather_ids: Any, segment_ids: Any, *_: Any, num_segments: int, **__: Any) -> str | None:
+def limit_of_edges(data: Any, gather_ids: Any, segment_ids: Any, *_: Any, num_segments: int) -> str | None:
     return limit_of_32_bits(segment_ids.shape[0], num_segments)

@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.definition import NamedDimensions
+from jax_baracuda._core.definition import NamedDimensions, with_named
 from jax_baracuda._core.dispatch import (
     MB,
     at_most,
@@ -37,7 +37,7 @@ from jax_baracuda._core.dispatch import (
 )
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.selection import Implementation, current_selection, selectable
+from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -502,12 +502,12 @@ def shares_of_ties(cells: Array, winner: Array) -> Array:
 # References in plain JAX: of rows.
 
 
-def _reference(data: Array, ids: Array, *, num_segments: int, minimum: bool, **_: Any) -> tuple[Array]:
+def _reference(data: Array, ids: Array, *, num_segments: int, minimum: bool) -> tuple[Array]:
     return (extrema_of_segments(data, ids, num_segments, minimum),)
 
 
 def _reference_with_winner(
-    data: Array, ids: Array, *, num_segments: int, first_wins: bool, with_order: bool, minimum: bool, **_: Any
+    data: Array, ids: Array, *, num_segments: int, first_wins: bool, with_order: bool, minimum: bool
 ) -> tuple[Array, Array, Array]:
     output = extrema_of_segments(data, ids, num_segments, minimum)
     order = jnp.arange(ids.shape[0] if with_order else 1, dtype=index_dtype(ids.shape[0]))
@@ -515,7 +515,7 @@ def _reference_with_winner(
 
 
 def _reference_backward(
-    d_output: Array, winner: Array, ids: Array, order: Array, *data_and_output: Array, **_: Any
+    d_output: Array, winner: Array, ids: Array, order: Array, *data_and_output: Array
 ) -> tuple[Array]:
     winners, is_member = gather_segments(winner, ids)
     # Wide, so that shares are rounded once.
@@ -531,14 +531,13 @@ def _reference_backward(
 
 
 def _of_winners(
-    take_cells: Callable[..., Sequence[Array]],
+    gather_cells: Callable[..., Sequence[Array]],
     sum_rows: Callable[..., Sequence[Array]],
     d_data: Array,
     winner: Array,
     ids: Array,
     *data_and_output: Array,
     indices_are_sorted: bool = False,
-    **_: Any,
 ) -> tuple[Array]:
     """For each cell, what its winner has of `d_data`, or the mean over the members that tie."""
     if 0 in winner.shape or 0 in d_data.shape:
@@ -546,10 +545,10 @@ def _of_winners(
 
     def means_of_ties() -> Array:
         data, output = data_and_output
-        [extrema] = take_cells(output, ids)
+        [extrema] = gather_cells(output, ids)
         wide = d_data.astype(accumulation_dtype(d_data.dtype))
-        flags = {"indices_are_sorted": indices_are_sorted, "deterministic": True}
-        [sums] = sum_rows(jnp.where(equal_numbers(data, extrema), wide, 0), ids, num_segments=winner.shape[0], **flags)
+        params = {"num_segments": winner.shape[0], "indices_are_sorted": indices_are_sorted, "deterministic": True}
+        [sums] = with_named(sum_rows, params)(jnp.where(equal_numbers(data, extrema), wide, 0), ids)
         return jnp.where(winner != NO_WINNER, shares_of_ties(sums, winner), 0).astype(d_data.dtype)
 
     return (_cells_of_winners(d_data, winner, winner, winner >= 0, means_of_ties if data_and_output else None),)
@@ -559,8 +558,11 @@ def _of_winners(
 # References in plain JAX: of gathered rows.
 
 
-def _reference_of_edges(data: Array, gather_ids: Array, segment_ids: Array, **params: Any) -> tuple[Array]:
-    return _reference(gather_rows(data, gather_ids, clips_gather_ids=True), segment_ids, **params)
+def _reference_of_edges(
+    data: Array, gather_ids: Array, segment_ids: Array, *, num_segments: int, minimum: bool
+) -> tuple[Array]:
+    rows = gather_rows(data, gather_ids, clips_gather_ids=True)
+    return (extrema_of_segments(rows, segment_ids, num_segments, minimum),)
 
 
 def _reference_of_edges_with_winner(
@@ -571,7 +573,6 @@ def _reference_of_edges_with_winner(
     num_segments: int,
     first_wins: bool,
     minimum: bool,
-    **_: Any,
 ) -> tuple[Array, Array]:
     rows = gather_rows(data, gather_ids, clips_gather_ids=True)
     output = extrema_of_segments(rows, segment_ids, num_segments, minimum)
@@ -596,7 +597,6 @@ def _reference_backward_of_edges(
     num_rows: int,
     has_plan: bool,
     shares_ties: bool,
-    **_: Any,
 ) -> tuple[Array]:
     edge_order, transposed_order, _, transposed_rows = others[:4] if has_plan else (None, None, None, None)
     num_edges = segment_ids.shape[0]
@@ -615,13 +615,7 @@ def _reference_backward_of_edges(
 
 
 def _gathered_of_winners(
-    d_data: Array,
-    winner: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    *data_and_output: Array,
-    shares_ties: bool,
-    **_: Any,
+    d_data: Array, winner: Array, gather_ids: Array, segment_ids: Array, *data_and_output: Array, shares_ties: bool
 ) -> tuple[Array]:
     num_rows, num_segments = d_data.shape[0], winner.shape[0]
     if 0 in winner.shape or 0 in d_data.shape or 0 in gather_ids.shape:
@@ -700,7 +694,7 @@ def _merge_winners(first_wins: bool, minimum: bool, outputs: Array, winners: Arr
 
 
 def _shard_reduce(
-    row_dim: str, kernel: ShardKernel, axes: ShardAxes, *operands: Array, minimum: bool, **_: Any
+    row_dim: str, kernel: ShardKernel, axes: ShardAxes, *operands: Array, minimum: bool
 ) -> Sequence[Array]:
     [output] = kernel(*operands)
     row_axes = axes.get(row_dim, ())
@@ -715,7 +709,6 @@ def _shard_with_winner(
     first_wins: bool,
     minimum: bool,
     with_order: bool = False,
-    **_: Any,
 ) -> Sequence[Array]:
     local_output, local_winner, *order = kernel(*operands)
     row_axes = axes.get(row_dim, ())
@@ -737,7 +730,6 @@ def _shard_backward(
     ids: Array,
     order: Array,
     *data_and_output: Array,
-    **_: Any,
 ) -> Sequence[Array]:
     if row_axes := row_axes_of(axes):
         num_rows, first_row = ids.shape[0], index_of_first_row(ids, row_axes)
@@ -751,13 +743,7 @@ def _shard_backward(
 
 
 def _shard_of_winners(
-    kernel: ShardKernel,
-    axes: ShardAxes,
-    d_data: Array,
-    winner: Array,
-    ids: Array,
-    *data_and_output: Array,
-    **params: Any,
+    kernel: ShardKernel, axes: ShardAxes, d_data: Array, winner: Array, ids: Array, *data_and_output: Array
 ) -> Sequence[Array]:
     """Adds up the shards' parts, unrounded."""
     row_axes = row_axes_of(axes)
@@ -808,7 +794,6 @@ def _tangent_with_winner(
     first_wins: bool,
     minimum: bool,
     indices_are_sorted: bool,
-    **_: Any,
 ) -> Sequence[Array]:
     data, ids = operands
     output, *winner_and_order = results
@@ -821,7 +806,7 @@ def _tangent_with_winner(
 def _tangent(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) -> Sequence[Array]:
     """Of the extrema alone, which do not tell what won."""
     results = SEGMENT_EXTREMUM_WITH_WINNER(*operands, **params, with_order=False)
-    return _tangent_with_winner(d_data, operands, results, **params)[:1]
+    return with_named(_tangent_with_winner, params)(d_data, operands, results)[:1]
 
 
 def _transpose_backward(
@@ -853,11 +838,10 @@ def _tangent_of_edges_with_winner(
     num_segments: int,
     first_wins: bool,
     minimum: bool,
-    **_: Any,
 ) -> Sequence[Array]:
     data, gather_ids, segment_ids, *order = operands
     output, winner = results
-    ids = in_own_order([gather_ids, as_gather_ids(segment_ids, num_segments)], *order)
+    ids = ids_in_own_order([gather_ids, as_gather_ids(segment_ids, num_segments)], *order)
     total = _sums_of_winners(d_data, winner, ids, [] if first_wins else [data, output], minimum)
     return shares_of_ties(total, winner), winner
 
@@ -865,26 +849,26 @@ def _tangent_of_edges_with_winner(
 def _tangent_of_edges(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) -> Sequence[Array]:
     """Of the extrema alone, which do not tell what won."""
     results = GATHER_SEGMENT_EXTREMUM_WITH_WINNER(*operands, **params, has_edge_order=False)
-    return _tangent_of_edges_with_winner(d_data, operands, results, **params)[:1]
+    return with_named(_tangent_of_edges_with_winner, params)(d_data, operands, results)[:1]
 
 
 def _transpose_backward_of_edges(
-    _: Any, d_results: Sequence[Array], winner: Array, *others: Array, has_plan: bool, minimum: bool, **__: Any
+    _: Any, d_results: Sequence[Array], winner: Array, *others: Array, has_plan: bool, minimum: bool
 ) -> Sequence[Array]:
     ids, order, data_and_output = others[:2], others[2:3], others[6:]
     if not has_plan:
         order, data_and_output = (), others[2:]
-    return [_sums_of_winners(d_results[0], winner, in_own_order(ids, *order), data_and_output, minimum)]
+    return [_sums_of_winners(d_results[0], winner, ids_in_own_order(ids, *order), data_and_output, minimum)]
 
 
 def _transpose_of_gathered_winners(
     avals: Sequence[Any], d_results: Sequence[Array], *others: Array, **params: Any
 ) -> Sequence[Array]:
-    flags = {"has_plan": False, "deterministic": current_selection() != "xla"}
+    flags = {"has_plan": False, "deterministic": may_run_kernel()}
     return GATHER_SEGMENT_EXTREMUM_BACKWARD(d_results[0], *others, num_rows=avals[0].shape[0], **flags, **params)
 
 
-def in_own_order(ids: Sequence[Array], order: Array | None = None) -> Sequence[Array]:
+def ids_in_own_order(ids: Sequence[Array], order: Array | None = None) -> Sequence[Array]:
     """The ids of edges that a plan has sorted, in the order that winners are numbered in."""
     return ids if order is None else tuple(put_back(x, order) for x in ids)
 
@@ -899,7 +883,7 @@ def extremum_targets(name: str) -> dict[str, dict[str, bool]]:
 
 
 def _backward_plan_parameters(
-    d_output: Any, winner: Any, segment_ids: Any, order: Any, *data_and_output: Any, **_: Any
+    d_output: Any, winner: Any, segment_ids: Any, order: Any, *data_and_output: Any
 ) -> dict[str, int]:
     return plan_parameters(
         d_output,
@@ -928,13 +912,13 @@ SEGMENT_EXTREMUM = reduction_op(
 SEGMENT_EXTREMUM_WITH_WINNER = reduction_op(
     "segment_extremum_with_winner",
     targets=extremum_targets("segment_{}_with_winner"),
-    results=lambda *, with_order, **_: {
+    results=lambda *, with_order: {
         "output": CELLS,
         "winner": CELLS,
         "order": IDS if with_order else ("no order",),
     },
-    sizes=lambda *, num_segments, **_: {"segment": num_segments, "no order": 1},
-    result_dtypes=lambda data, segment_ids, **_: [data.dtype, *[index_dtype(segment_ids.shape[0])] * 2],
+    sizes=lambda *, num_segments: {"segment": num_segments, "no order": 1},
+    result_dtypes=lambda data, segment_ids: [data.dtype, *[index_dtype(segment_ids.shape[0])] * 2],
     reference=_reference_with_winner,
     dtypes=FLOATING_DTYPES,
     guarantee=EXACT,
@@ -988,12 +972,12 @@ SHARED_BY_GRAPHS = ("data",)
 """The operands of a gradient that all graphs of a batch share."""
 
 
-def _operands(*, has_edge_order: bool = False, **_: Any) -> NamedDimensions:
+def _operands(*, has_edge_order: bool = False) -> NamedDimensions:
     operands = {"data": _GATHERED, "gather_ids": _EDGES, "segment_ids": _EDGES}
     return operands | {"edge_order": _EDGES} if has_edge_order else operands
 
 
-def operands_of_backward(*, has_plan: bool, shares_ties: bool, **_: Any) -> NamedDimensions:
+def operands_of_backward(*, has_plan: bool, shares_ties: bool) -> NamedDimensions:
     operands = {"d_winner": CELLS, "winner": CELLS, "gather_ids": _EDGES, "segment_ids": _EDGES}
     if has_plan:
         names = ("edge_order", "transposed_order", "transposed_gather_ids", "transposed_segment_ids")
@@ -1006,7 +990,7 @@ def _plan_parameters(data: Any, gather_ids: Any, segment_ids: Any, *_: Any, **pa
 
 
 def _plan_parameters_of_backward(
-    d_winner: Any, winner: Any, gather_ids: Any, *_: Any, num_rows: int, has_plan: bool, **__: Any
+    d_winner: Any, winner: Any, gather_ids: Any, *_: Any, num_rows: int, has_plan: bool
 ) -> dict[str, int]:
     parameters = plan_parameters(d_winner, gather_ids, num_segments=num_rows, indices_are_sorted=has_plan)
     return {**parameters, "gathered_rows": d_winner.shape[0]}
@@ -1026,7 +1010,7 @@ def _join(
     return *arrays, *data_and_output[:1], *map(merged, output)
 
 
-def _operands_of_winners(*, shares_ties: bool, **_: Any) -> NamedDimensions:
+def _operands_of_winners(*, shares_ties: bool) -> NamedDimensions:
     operands = {"d_data": _GATHERED, "winner": CELLS, "gather_ids": _EDGES, "segment_ids": _EDGES}
     return operands | {"data": _GATHERED, "output": CELLS} if shares_ties else operands
 
@@ -1111,7 +1095,7 @@ _RULES_OF_EDGES_BACKWARD = (
 )
 _OF_EDGES: dict[str, Any] = {
     "operands": _operands,
-    "sizes": lambda *, num_segments, **_: {"segment": num_segments},
+    "sizes": lambda *, num_segments: {"segment": num_segments},
     "dtypes": FLOATING_DTYPES,
     "guarantee": EXACT,
     "plan_parameters": _plan_parameters,
@@ -1139,7 +1123,7 @@ GATHER_SEGMENT_EXTREMUM_WITH_WINNER = Op(
     name="gather_segment_extremum_with_winner",
     targets=extremum_targets("gather_segment_{}_with_winner"),
     results=_EXTREMA_AND_WINNERS,
-    result_dtypes=lambda data, gather_ids, *_, **__: [data.dtype, index_dtype(gather_ids.shape[0])],
+    result_dtypes=lambda data, gather_ids, *_: [data.dtype, index_dtype(gather_ids.shape[0])],
     reference=_reference_of_edges_with_winner,
     xla_rules=_RULES_OF_EDGES,
     program_on_gpu=_with_winner_on_gpu,
@@ -1155,7 +1139,7 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     targets=extremum_targets("gather_segment_{}_backward"),
     operands=operands_of_backward,
     results={"d_data": _GATHERED},
-    sizes=lambda *, num_rows, **_: {"gathered": num_rows},
+    sizes=lambda *, num_rows: {"gathered": num_rows},
     reference=_reference_backward_of_edges,
     xla_rules=_RULES_OF_EDGES_BACKWARD,
     program_on_gpu=_backward_on_gpu,
@@ -1163,11 +1147,11 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     guarantee=sum_guarantee,
     attributes=("has_plan", "shares_ties"),
     plan_parameters=_plan_parameters_of_backward,
-    replicated_dims=lambda *, has_plan, **_: replicated_dims(has_edge_order=has_plan),
+    replicated_dims=lambda *, has_plan: replicated_dims(has_edge_order=has_plan),
     reduction_dims=("edge",),
     shard_program=_shard_backward_of_edges,
     transpose=_transpose_backward_of_edges,
-    limit=lambda d_winner, winner, gather_ids, *_, num_rows, **__: limit_of_32_bits(gather_ids.shape[0], num_rows),
+    limit=lambda d_winner, winner, gather_ids, *_, num_rows: limit_of_32_bits(gather_ids.shape[0], num_rows),
 )
 
 GATHER_SEGMENT_EXTREMUM_OF_WINNERS = Op(

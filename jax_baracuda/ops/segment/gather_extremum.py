@@ -19,7 +19,7 @@ from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode, TieBreak
-from jax_baracuda.ops.segment.edges import Edges, GatherParams, as_gather_ids, as_rows, canonicalize_edges
+from jax_baracuda.ops.segment.edges import GatherParams, as_gather_ids, as_rows, canonicalize_edges
 from jax_baracuda.ops.segment.extremum import (
     GATHER_SEGMENT_EXTREMUM,
     GATHER_SEGMENT_EXTREMUM_BACKWARD,
@@ -27,7 +27,7 @@ from jax_baracuda.ops.segment.extremum import (
     GATHER_SEGMENT_EXTREMUM_WITH_WINNER,
     SHARED_BY_GRAPHS,
     first_gets_all,
-    in_own_order,
+    ids_in_own_order,
     minimum_of,
     operands_of_backward,
     shares_of_ties,
@@ -114,8 +114,9 @@ def gather_segment_max(
     name = "gather_segment_max"
     data = as_rows(name, data)
     edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    params = edges.params(data, indices_are_sorted, deterministic)
-    return _reduce(name, data, edges, params, tie_break, minimum=False)
+    options = {"first_wins": first_gets_all(name, tie_break), "minimum": False}
+    params = edges.params(GatherExtremumParams, data, indices_are_sorted, deterministic, **options)
+    return _gather_segment_max(params, data=data, **edges.arrays())
 
 
 @selectable
@@ -147,16 +148,9 @@ def gather_segment_min(
     name = "gather_segment_min"
     data = as_rows(name, data)
     edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    params = edges.params(data, indices_are_sorted, deterministic)
-    return _reduce(name, data, edges, params, tie_break, minimum=True)
-
-
-def _reduce(
-    name: str, data: Array, edges: Edges, params: Mapping[str, Any], tie_break: TieBreak, minimum: bool
-) -> Array:
-    rules = _gather_segment_min if minimum else _gather_segment_max
-    own = GatherExtremumParams(**params, first_wins=first_gets_all(name, tie_break), minimum=minimum)
-    return rules(own, data=data, **edges.arrays())
+    options = {"first_wins": first_gets_all(name, tie_break), "minimum": True}
+    params = edges.params(GatherExtremumParams, data, indices_are_sorted, deterministic, **options)
+    return _gather_segment_min(params, data=data, **edges.arrays())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -169,7 +163,7 @@ class GatherExtremumParams(GatherParams):
     minimum: bool
 
     def of_reduction(self) -> dict[str, Any]:
-        """The params of the reductions, whose edges are in no need of an order of additions."""
+        """The params that the reductions take."""
         names = ("num_segments", "indices_are_sorted", "first_wins", "minimum")
         return {name: getattr(self, name) for name in names}
 
@@ -196,7 +190,7 @@ def _gradient(
     if has_plan and num_joined > 0:
         names = ("edge_order", "gather_ids", "segment_ids")  # plans of different batch elements cannot be merged
         arrays = [operands[name] for name in names]
-        ids = map_over_batch(lambda order, *ids: in_own_order(ids, order), mapped_dims(arrays, num_joined), *arrays)
+        ids = map_over_batch(lambda order, *ids: ids_in_own_order(ids, order), mapped_dims(arrays, num_joined), *arrays)
         operands |= dict(zip(names[1:], ids, strict=True))
         has_plan = False
     if not has_plan:

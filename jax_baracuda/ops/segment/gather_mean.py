@@ -93,7 +93,7 @@ def gather_segment_mean(
     name = "gather_segment_mean"
     data = as_rows(name, data)
     edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    params = GatherParams(**edges.params(data, indices_are_sorted, deterministic))
+    params = edges.params(GatherParams, data, indices_are_sorted, deterministic)
     return reduce_edges(name, _gather_segment_mean, params, data, weights, edges)
 
 

@@ -110,7 +110,7 @@ def gather_segment_sum(
     name = "gather_segment_sum"
     data = as_rows(name, data)
     edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    params = GatherParams(**edges.params(data, indices_are_sorted, deterministic))
+    params = edges.params(GatherParams, data, indices_are_sorted, deterministic)
     return reduce_edges(name, gathered_sum, params, data, weights, edges)
 
 
@@ -148,7 +148,7 @@ def reduce_weighted(rules: BatchedVjp, params: GatherParams, data: Array, weight
 
 
 def _reference_dot(
-    d_output: Array, data: Array, gather_ids: Array, segment_ids: Array, *edge_order: Array, is_wide: bool, **_: Any
+    d_output: Array, data: Array, gather_ids: Array, segment_ids: Array, *edge_order: Array, is_wide: bool
 ) -> tuple[Array]:
     wide = accumulation_dtype(data.dtype)
     cells, is_member = gather_segments(d_output.astype(wide), segment_ids)
@@ -163,7 +163,7 @@ def _reference_dot(
 # The op of the gradient of weights.
 
 
-def _operands_of_dot(*, has_edge_order: bool, **_: Any) -> NamedDimensions:
+def _operands_of_dot(*, has_edge_order: bool) -> NamedDimensions:
     operands: dict[str, tuple[str, ...]] = {
         "d_output": ("segment", "head", "feature"),
         "data": ("gathered", "head", "feature"),
@@ -173,9 +173,7 @@ def _operands_of_dot(*, has_edge_order: bool, **_: Any) -> NamedDimensions:
     return operands | {"edge_order": ("edge",)} if has_edge_order else operands
 
 
-def _plan_parameters_of_dot(
-    d_output: Any, data: Any, gather_ids: Any, segment_ids: Any, *_: Any, **__: Any
-) -> dict[str, int]:
+def _plan_parameters_of_dot(d_output: Any, data: Any, gather_ids: Any, segment_ids: Any, *_: Any) -> dict[str, int]:
     return {**plan_parameters(data, segment_ids, num_segments=d_output.shape[0]), "heads": data.shape[1]}
 
 
@@ -187,7 +185,6 @@ def _transpose_dot(
     segment_ids: Array,
     *edge_order: Array,
     deterministic: bool,
-    **_: Any,
 ) -> Sequence[Array]:
     """With respect to the cells: the weighted sum."""
     weights = d_outputs[0].astype(data.dtype)
@@ -202,9 +199,7 @@ GATHER_SEGMENT_DOT = Op(
     name="gather_segment_dot",
     operands=_operands_of_dot,
     results={"d_weights": ("edge", "head")},
-    result_dtypes=lambda d_output, *_, is_wide, **__: [
-        accumulation_dtype(d_output.dtype) if is_wide else d_output.dtype
-    ],
+    result_dtypes=lambda d_output, *_, is_wide: [accumulation_dtype(d_output.dtype) if is_wide else d_output.dtype],
     reference=_reference_dot,
     # H100, time of plain JAX / kernel: 0.5 (41 loops). Two cores: products of single features 0.2.
     xla_rules=(
@@ -219,9 +214,7 @@ GATHER_SEGMENT_DOT = Op(
     replicated_dims=replicated_dims,
     reduction_dims=("feature",),
     shard_program=functools.partial(sum_over_split_dim, "feature"),
-    limit=lambda d_output, data, gather_ids, segment_ids, *_, **__: limit_of_32_bits(
-        segment_ids.shape[0], d_output.shape[0]
-    ),
+    limit=lambda d_output, data, gather_ids, segment_ids, *_: limit_of_32_bits(segment_ids.shape[0], d_output.shape[0]),
     transpose=_transpose_dot,
 )
 

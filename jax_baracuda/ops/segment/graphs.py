@@ -18,7 +18,7 @@ from jax import Array
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.batch import map_over_batch, mapped_dims, vmap_sizes
-from jax_baracuda._core.definition import NamedDimensions
+from jax_baracuda._core.definition import NamedDimensions, with_named
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.sharding import ShardAxes
 
@@ -35,7 +35,7 @@ def op_of_graphs(op: Op, join: Callable[..., Sequence[Array]], *, shared: Sequen
     """
 
     def own_operands(**params: Any) -> NamedDimensions:
-        return op.operands(**params) if callable(op.operands) else op.operands
+        return with_named(op.operands, params)() if callable(op.operands) else op.operands
 
     def operands(*, num_graph_dims: int, **params: Any) -> NamedDimensions:
         graphs = _graph_dims(num_graph_dims)
@@ -43,7 +43,7 @@ def op_of_graphs(op: Op, join: Callable[..., Sequence[Array]], *, shared: Sequen
         return {name: dims if name in shared else (*graphs, *dims) for name, dims in own.items()}
 
     def run(function: Callable[..., Sequence[Array]], *operands: Array, num_graph_dims: int, **params: Any) -> Any:
-        return function(*join(num_graph_dims, *operands), **params)
+        return with_named(function, params)(*join(num_graph_dims, *operands))
 
     def transpose(
         avals: Sequence[Any], d_results: Sequence[Array], *others: Array, num_graph_dims: int, **params: Any
@@ -55,7 +55,7 @@ def op_of_graphs(op: Op, join: Callable[..., Sequence[Array]], *, shared: Sequen
 
         def transpose_one(*others: Array) -> Sequence[Array]:
             assert op.transpose is not None
-            return tuple(op.transpose(own_avals, d_results, *others, **params))
+            return tuple(with_named(op.transpose, params)(own_avals, d_results, *others))
 
         return map_over_batch(transpose_one, mapped_dims(arrays, num_graph_dims), *arrays)
 
@@ -69,7 +69,7 @@ def op_of_graphs(op: Op, join: Callable[..., Sequence[Array]], *, shared: Sequen
         program=functools.partial(run, op.kernel),
         dtypes=op.dtypes,
         guarantee=op.guarantee,
-        reduction_dims=lambda *, num_graph_dims, **_: (*_graph_dims(num_graph_dims), "edge"),
+        reduction_dims=lambda *, num_graph_dims: (*_graph_dims(num_graph_dims), "edge"),
         transpose=transpose,
         **fields,
     )

@@ -125,7 +125,7 @@ def flat_ids(ids: Array, num_segments: int, clamps_ids: bool) -> Array:
 def signed_ids(ids: Array, num_segments: int) -> Array:
     """Ids as int32 or int64. What does not fit stays out of range, and ascending ids stay ascending."""
     signed = jnp.int64 if ids.dtype.itemsize == 8 or index_dtype(num_segments) == np.int64 else jnp.int32
-    most = jnp.iinfo(signed).max
-    if jnp.iinfo(ids.dtype).max > most and is_at_most(num_segments, signed):
-        ids = jnp.minimum(ids, ids.dtype.type(most))  # to wrap would make them negative, in front of all others
+    maximum = jnp.iinfo(signed).max
+    if jnp.iinfo(ids.dtype).max > maximum and is_at_most(num_segments, signed):
+        ids = jnp.minimum(ids, ids.dtype.type(maximum))  # to wrap would make them negative, in front of all others
     return ids if ids.dtype == signed else ids.astype(signed)

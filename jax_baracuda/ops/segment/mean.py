@@ -175,13 +175,13 @@ _MIN_ROWS_TO_DIVIDE_FIRST = 4
 """To a segment: then it pays to write the quotients of segments before they are gathered."""
 
 
-def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array, Array]:
+def _reference(data: Array, ids: Array, *, num_segments: int) -> tuple[Array, Array]:
     total = xla_sum(data.astype(accumulation_dtype(data.dtype)), ids, num_segments)
     count = xla_sum(jnp.ones(ids.shape, index_dtype(ids.shape[0])), ids, num_segments)
     return over_counts(total, count).astype(data.dtype), count
 
 
-def _reference_backward(d_output: Array, count: Array, ids: Array, **_: Any) -> tuple[Array]:
+def _reference_backward(d_output: Array, count: Array, ids: Array) -> tuple[Array]:
     quotients = over_counts(d_output.astype(accumulation_dtype(d_output.dtype)), count).astype(d_output.dtype)
     shapes = (*ids.shape, d_output.shape[0])
     if jax_versions.is_static_shape(shapes) and ids.shape[0] >= _MIN_ROWS_TO_DIVIDE_FIRST * d_output.shape[0]:
@@ -207,7 +207,7 @@ def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array
 SEGMENT_MEAN = reduction_op(
     "segment_mean",
     results={"output": CELLS, "count": COUNTS},
-    result_dtypes=lambda data, segment_ids, **_: [data.dtype, index_dtype(segment_ids.shape[0])],
+    result_dtypes=lambda data, segment_ids: [data.dtype, index_dtype(segment_ids.shape[0])],
     reference=_reference,
     dtypes=FLOATING_DTYPES,
     guarantee=sum_guarantee,

@@ -13,7 +13,7 @@ from jax_baracuda.ops.segment.ids import index_dtype
 
 
 def in_32_bits(ids: Array, size: int) -> Array:
-    """Ids as int32, those out of range by one: on the side where they are."""
+    """Ids as int32; out-of-range ids become -1 or `size`."""
     return jnp.clip(ids, -1, size).astype(jnp.int32)
 
 
@@ -37,12 +37,12 @@ SEGMENT_ORDER = Op(
     name="segment_order",
     operands={"segment_ids": IDS},
     results={"order": IDS, "sorted_ids": IDS},
-    result_dtypes=lambda ids, **_: [index_dtype(ids.shape[0]), np.int32],
+    result_dtypes=lambda ids: [index_dtype(ids.shape[0]), np.int32],
     reference=_reference,
     dtypes=frozenset({"int32"}),
     guarantee=EXACT,
     attributes=("num_segments",),
-    plan_parameters=lambda ids, *, num_segments, **_: plan_parameters(ids, ids, num_segments=num_segments),
+    plan_parameters=lambda ids, *, num_segments: plan_parameters(ids, ids, num_segments=num_segments),
     replicated_dims=IDS,
     limit=lambda ids, *, num_segments: limit_of_32_bits(ids.shape[0], num_segments),
 )

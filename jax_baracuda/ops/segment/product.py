@@ -15,9 +15,10 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
+from jax_baracuda._core.definition import with_named
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_gpu
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.selection import Implementation, current_selection, selectable
+from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -251,7 +252,7 @@ def has_exponent(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
+def _reference(data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
     if has_exponent(data.dtype):
         return (product_value(_reference_residual(data, ids, num_segments)).astype(data.dtype),)
     if jnp.issubdtype(data.dtype, jnp.inexact):
@@ -259,7 +260,7 @@ def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple
     return (xla_prod(data, ids, num_segments),)
 
 
-def _reference_with_residual(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array, Array, Array]:
+def _reference_with_residual(data: Array, ids: Array, *, num_segments: int) -> tuple[Array, Array, Array]:
     if has_exponent(data.dtype):
         residual = _reference_residual(data, ids, num_segments)
         return product_value(residual).astype(data.dtype), *residual
@@ -299,9 +300,7 @@ def _reference_terms(rows: Array, mantissa: Array, packed: Array, data: Array, i
     return (rows * _product_gradient_in_pairs(jnp.ones_like(mantissa), data, ids),)
 
 
-def _reference_backward(
-    d_output: Array, mantissa: Array, packed: Array, data: Array, ids: Array, **_: Any
-) -> tuple[Array]:
+def _reference_backward(d_output: Array, mantissa: Array, packed: Array, data: Array, ids: Array) -> tuple[Array]:
     if has_exponent(data.dtype):
         cotangents, _ = gather_segments(d_output.astype(mantissa.dtype), ids)
         return (_times_others(cotangents, mantissa, packed, data, ids).astype(data.dtype),)
@@ -321,12 +320,12 @@ def _transpose_backward(
     """The sums of rows times the products of all others: the tangent of the product."""
     [d_output], [d_rows] = d_outputs, d_data
     [terms] = SEGMENT_PROD_TERMS(d_rows.astype(mantissa.dtype), mantissa, packed, data, ids)
-    params = sum_params(d_output.shape[0], indices_are_sorted, deterministic=current_selection() != "xla")
+    params = sum_params(d_output.shape[0], indices_are_sorted, deterministic=may_run_kernel())
     return [x.astype(d_output.dtype) for x in SEGMENT_SUM(terms, ids, **params)]
 
 
 def _tangent_with_residual(
-    d_data: Array, operands: Sequence[Array], results: Sequence[Array], *, indices_are_sorted: bool, **_: Any
+    d_data: Array, operands: Sequence[Array], results: Sequence[Array], *, indices_are_sorted: bool
 ) -> list[Array]:
     """Rules take no derivative of the residual."""
     data, ids = operands
@@ -337,7 +336,7 @@ def _tangent_with_residual(
 
 def _tangent(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) -> list[Array]:
     results = SEGMENT_PROD_WITH_RESIDUAL(*operands, **params)
-    return _tangent_with_residual(d_data, operands, results, **params)[:1]
+    return with_named(_tangent_with_residual, params)(d_data, operands, results)[:1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -392,7 +391,7 @@ SEGMENT_PROD = reduction_op(
 SEGMENT_PROD_WITH_RESIDUAL = reduction_op(
     "segment_prod_with_residual",
     results={"output": CELLS, "mantissa": CELLS, "packed": CELLS},
-    result_dtypes=lambda data, segment_ids, **_: [data.dtype, accumulation_dtype(data.dtype), np.int32],
+    result_dtypes=lambda data, segment_ids: [data.dtype, accumulation_dtype(data.dtype), np.int32],
     reference=_reference_with_residual,
     dtypes=FLOATING_DTYPES,
     guarantee=product_guarantee,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_baracuda._core.definition import NamedDimensions
+from jax_baracuda._core.definition import NamedDimensions, with_named
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.ids import signed_ids
 
@@ -87,22 +87,23 @@ def of_split_segments(
     def program(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **params: Any) -> Sequence[Array]:
         segment_axes = axes.get("segment", ())
         if not segment_axes:
-            return shard_program(kernel, axes, *operands, **params)
+            return with_named(shard_program, params)(kernel, axes, *operands)
         num_own = params[size] // jax.lax.psum(1, segment_axes)
         first = jax.lax.axis_index(segment_axes) * num_own
-        names_of_rows = row_dims(**params) if callable(row_dims) else row_dims
+        names_of_rows = with_named(row_dims, params)() if callable(row_dims) else row_dims
         if {axis for name in names_of_rows for axis in axes.get(name, ())}.isdisjoint(segment_axes):
             own = {size: num_own}
             ids = signed_ids(operands[ids_operand], params[size])
             ids = jnp.maximum(ids, -1) - first  # ascending ones stay ascending
             operands = (*operands[:ids_operand], ids, *operands[ids_operand + 1 :])
-            return shard_program(functools.partial(kernel, **own), axes, *operands, **params | own)
-        names_of_results = (results(**params) if callable(results) else results).values()
+            return with_named(shard_program, params | own)(functools.partial(kernel, **own), axes, *operands)
+        names_of_results = (with_named(results, params)() if callable(results) else results).values()
+        results_of_shard = with_named(shard_program, params)(kernel, axes, *operands)
         return [
             jax.lax.dynamic_slice_in_dim(result, first, num_own)
             if names[0] == "segment" and result.shape[0] == params[size]
             else result
-            for names, result in zip(names_of_results, shard_program(kernel, axes, *operands, **params), strict=True)
+            for names, result in zip(names_of_results, results_of_shard, strict=True)
         ]
 
     return program

@@ -196,7 +196,7 @@ def _normalized(exponentials: Array, ids: Array, denominators: Array, dtype: Any
     return jnp.where(is_member, exponentials / jnp.where(is_member, denominators, 1), 0).astype(dtype)
 
 
-def _reference(logits: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
+def _reference(logits: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
     wide = logits.astype(accumulation_dtype(logits.dtype))
     exponentials = _exponentials(wide, ids, xla_max(jax.lax.stop_gradient(wide), ids, num_segments))
     denominators = xla_sum(exponentials, ids, num_segments)
@@ -215,9 +215,7 @@ def _softmax_gradient(probabilities: Array, d_output: Array, ids: Array, means: 
     return jnp.where(is_member, gradient, 0).astype(probabilities.dtype)
 
 
-def _reference_backward(
-    probabilities: Array, d_output: Array, ids: Array, *, num_segments: int, **_: Any
-) -> tuple[Array]:
+def _reference_backward(probabilities: Array, d_output: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
     means = xla_sum(_weighted_cotangents(probabilities, d_output), ids, num_segments)
     return (_softmax_gradient(probabilities, d_output, ids, means),)
 
@@ -241,7 +239,7 @@ def _shard_program(
         return kernel(logits, ids)
     call = {"num_segments": num_segments, "indices_are_sorted": indices_are_sorted}
     wide = logits.astype(accumulation_dtype(logits.dtype))
-    least, most = _RANGES_OF_SUMS[wide.dtype.itemsize]
+    minimum, maximum = _RANGES_OF_SUMS[wide.dtype.itemsize]
 
     def by_maxima() -> Array:
         [maxima] = SEGMENT_EXTREMUM.kernel(logits, ids, first_wins=False, minimum=False, **call)
@@ -251,7 +249,7 @@ def _shard_program(
 
     [own_sums] = SEGMENT_SUM_OF_EXPONENTIALS.kernel(wide, ids, deterministic=deterministic, **call)
     sums = sum_over_axes(own_sums, row_axes)  # 0 where there are no rows alone
-    is_in_range = ((sums == 0) | ((least <= sums) & (sums <= most))).all()
+    is_in_range = ((sums == 0) | ((minimum <= sums) & (sums <= maximum))).all()
     needs_maxima = jax.lax.pmax(jnp.where(is_in_range, 0, 1), row_axes) > 0
     # Each branch computes all of its result: one that is handed on would be copied.
     return (jax.lax.cond(needs_maxima, by_maxima, lambda: _normalized(jnp.exp(wide), ids, sums, logits.dtype)),)
@@ -293,42 +291,35 @@ def _transpose_backward(
 # 0.5 for single features, gradients 0.66.
 _CPU_RULE = on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1))
 
-SEGMENT_SOFTMAX, SEGMENT_SOFTMAX_BACKWARD = (
-    Op(
-        name=name,
-        operands={**dict.fromkeys(rows, ROWS), "segment_ids": IDS},
-        results={result: ROWS},
-        reference=reference,
-        dtypes=FLOATING_DTYPES,
-        guarantee=sum_guarantee,
-        attributes=("num_segments", "indices_are_sorted", "deterministic"),
-        plan_parameters=lambda *arrays, **params: plan_parameters(arrays[0], arrays[-1], **params),
-        shard_program=shard_program,
-        limit=lambda *arrays, num_segments, **_: limit_of_32_bits(arrays[-1].shape[0], num_segments),
-        **derivatives,
-    )
-    for name, rows, result, reference, shard_program, derivatives in (
-        (
-            "segment_softmax",
-            ("logits",),
-            "probabilities",
-            _reference,
-            _shard_program,
-            {"tangent": _tangent, "xla_rules": (on_gpu("launch-bound", at_most(bytes=256 * KB)), _CPU_RULE)},
-        ),
-        (
-            "segment_softmax_backward",
-            ("probabilities", "d_output"),
-            "d_logits",
-            _reference_backward,
-            _shard_backward,
-            {
-                "linear": ("d_output",),
-                "transpose": _transpose_backward,
-                "xla_rules": (on_gpu("launch-bound: three launches", unordered, at_most(bytes=32 * MB)), _CPU_RULE),
-            },
-        ),
-    )
+_COMMON: dict[str, Any] = {
+    "dtypes": FLOATING_DTYPES,
+    "guarantee": sum_guarantee,
+    "attributes": ("num_segments", "indices_are_sorted", "deterministic"),
+    "plan_parameters": lambda *arrays, **params: plan_parameters(arrays[0], arrays[-1], **params),
+    "limit": lambda *arrays, num_segments: limit_of_32_bits(arrays[-1].shape[0], num_segments),
+}
+
+SEGMENT_SOFTMAX = Op(
+    name="segment_softmax",
+    operands={"logits": ROWS, "segment_ids": IDS},
+    results={"probabilities": ROWS},
+    reference=_reference,
+    xla_rules=(on_gpu("launch-bound", at_most(bytes=256 * KB)), _CPU_RULE),
+    shard_program=_shard_program,
+    tangent=_tangent,
+    **_COMMON,
+)
+
+SEGMENT_SOFTMAX_BACKWARD = Op(
+    name="segment_softmax_backward",
+    operands={"probabilities": ROWS, "d_output": ROWS, "segment_ids": IDS},
+    results={"d_logits": ROWS},
+    reference=_reference_backward,
+    xla_rules=(on_gpu("launch-bound: three launches", unordered, at_most(bytes=32 * MB)), _CPU_RULE),
+    shard_program=_shard_backward,
+    linear=("d_output",),
+    transpose=_transpose_backward,
+    **_COMMON,
 )
 
 

@@ -21,7 +21,7 @@ from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import MB, at_least, at_most, fused, on_cpu, on_gpu, uncontended, unordered, unsorted
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.selection import Implementation, current_selection, selectable
+from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -187,7 +187,7 @@ def segment_sum_backward(
 # Reference in plain JAX.
 
 
-def _reference(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
+def _reference(data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
     wide = data.astype(accumulation_dtype(data.dtype))
     return (xla_sum(wide, ids, num_segments).astype(data.dtype),)
 
@@ -197,11 +197,11 @@ MIN_EXPONENTIAL = {4: 2.0**-120, 8: 2.0**-1000}
 rows."""
 
 
-def _reference_of_exponentials(data: Array, ids: Array, *, num_segments: int, **_: Any) -> tuple[Array]:
+def _reference_of_exponentials(data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
     return (xla_sum(jnp.maximum(jnp.exp(data), MIN_EXPONENTIAL[data.dtype.itemsize]), ids, num_segments),)
 
 
-def _reference_backward(d_output: Array, ids: Array, **_: Any) -> tuple[Array]:
+def _reference_backward(d_output: Array, ids: Array) -> tuple[Array]:
     return (gather_or_zeros(d_output, ids),)
 
 
@@ -222,9 +222,7 @@ def sum_over_shards(axes: ShardAxes, data: Array, ids: Array, **params: Any) -> 
     return sum_over_axes(local, row_axes_of(axes), axes.get("segment", ()))
 
 
-def _shard_program_of_exponentials(
-    kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **_: Any
-) -> Sequence[Array]:
+def _shard_program_of_exponentials(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array) -> Sequence[Array]:
     [local] = kernel(data, ids)
     return (sum_over_axes(local, row_axes_of(axes), axes.get("segment", ())) if row_axes_of(axes) else local,)
 
@@ -301,7 +299,6 @@ def _reference_of_edges(
     is_wide: bool,
     has_weights: bool,
     has_edge_order: bool,
-    **_: Any,
 ) -> tuple[Array]:
     wide = accumulation_dtype(data.dtype)
     rows = gather_rows(data, gather_ids, clips_gather_ids).astype(wide)
@@ -327,7 +324,7 @@ def sum_over_split_dim(
     return (output if is_wide else output.astype(operands[0].dtype),)
 
 
-def _operands_of_edges(*, has_weights: bool, has_edge_order: bool, **_: Any) -> NamedDimensions:
+def _operands_of_edges(*, has_weights: bool, has_edge_order: bool) -> NamedDimensions:
     operands: dict[str, tuple[str, ...]] = {
         "data": ("gathered", "head", "feature") if has_weights else ("gathered", "..."),
         "gather_ids": ("edge",),
@@ -340,7 +337,7 @@ def _operands_of_edges(*, has_weights: bool, has_edge_order: bool, **_: Any) -> 
     return operands
 
 
-def _results_of_edges(*, has_weights: bool, **_: Any) -> NamedDimensions:
+def _results_of_edges(*, has_weights: bool) -> NamedDimensions:
     return {"output": ("segment", "head", "feature") if has_weights else ("segment", "...")}
 
 
@@ -435,8 +432,8 @@ GATHER_SEGMENT_SUM = Op(
     name="gather_segment_sum",
     operands=_operands_of_edges,
     results=_results_of_edges,
-    sizes=lambda *, num_segments, **_: {"segment": num_segments},
-    result_dtypes=lambda data, *_, is_wide, **__: [accumulation_dtype(data.dtype) if is_wide else data.dtype],
+    sizes=lambda *, num_segments: {"segment": num_segments},
+    result_dtypes=lambda data, *_, is_wide: [accumulation_dtype(data.dtype) if is_wide else data.dtype],
     reference=_reference_of_edges,
     dtypes=FLOATING_DTYPES,
     guarantee=sum_guarantee,
@@ -505,7 +502,7 @@ def sum_edges(
     **params: Any,
 ) -> Array:
     """Calls the kernel with the operands that there are, for one graph or for all that these dimensions number."""
-    deterministic = deterministic or (indices_are_sorted and current_selection() != "xla")
+    deterministic = deterministic or (indices_are_sorted and may_run_kernel())
     edge_order = None if weights is None else edge_order  # edges differ by their weights alone
     operands = {"data": data, "gather_ids": gather_ids, "segment_ids": segment_ids}
     operands |= {name: x for name, x in (("weights", weights), ("edge_order", edge_order)) if x is not None}

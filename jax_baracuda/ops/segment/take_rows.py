@@ -17,7 +17,14 @@ from jax_baracuda._core.arrays import accumulation_dtype, as_array, in_automatic
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.selection import Implementation, Selection, current_selection, selectable, selecting
+from jax_baracuda._core.selection import (
+    Implementation,
+    Selection,
+    current_selection,
+    may_run_kernel,
+    selectable,
+    selecting,
+)
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel, mesh_axes
 from jax_baracuda.ops.segment.cells import sum_in_blocks
 from jax_baracuda.ops.segment.definitions import sum_guarantee
@@ -115,7 +122,7 @@ def _take_by_plan(name: str, data: Array, ids: ArrayLike | None, plan: SegmentPl
     if num_rows == 0 and num_edges > 0:
         raise ValueError(f"{name}: data must have rows for {num_edges} edges to take, got shape {data.shape}")
     order = plan.edge_order, plan.segment_ids
-    deterministic = current_selection() != "xla"
+    deterministic = may_run_kernel()
     return _gather(data, plan.edge_segment_ids, *order, indices_are_sorted=False, deterministic=deterministic)
 
 
@@ -267,11 +274,11 @@ def _row_dims(ids_ndim: int) -> tuple[str, ...]:
     return tuple(f"row{i}" for i in range(ids_ndim))
 
 
-def _operands(*, ids_ndim: int, **_: Any) -> NamedDimensions:
+def _operands(*, ids_ndim: int) -> NamedDimensions:
     return {"d_output": (*_row_dims(ids_ndim), "..."), "ids": _row_dims(ids_ndim)}
 
 
-def _reference(d_output: Array, ids: Array, *, num_rows: int, ids_ndim: int, **_: Any) -> tuple[Array]:
+def _reference(d_output: Array, ids: Array, *, num_rows: int, ids_ndim: int) -> tuple[Array]:
     wide = d_output.astype(accumulation_dtype(d_output.dtype))
 
     def add(ids: Array, num_cells: int) -> Array:
@@ -313,15 +320,15 @@ TAKE_ROWS_BACKWARD = Op(
     name="take_rows_backward",
     operands=_operands,
     results=_RESULTS,
-    sizes=lambda *, num_rows, **_: {"segment": num_rows},
+    sizes=lambda *, num_rows: {"segment": num_rows},
     reference=_reference,
     dtypes=SEGMENT_SUM.dtypes,
     guarantee=sum_guarantee,
-    reduction_dims=lambda *, ids_ndim, **_: _row_dims(ids_ndim),
+    reduction_dims=lambda *, ids_ndim: _row_dims(ids_ndim),
     shard_program=of_split_segments(
         _shard_program,
         results=_RESULTS,
-        row_dims=lambda *, ids_ndim, **_: _row_dims(ids_ndim),
+        row_dims=lambda *, ids_ndim: _row_dims(ids_ndim),
         ids_operand=1,
         size="num_rows",
     ),
