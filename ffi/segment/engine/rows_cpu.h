@@ -4,7 +4,7 @@
 // A reduction has two strategies. Both accumulate in ComputeType, so that 16-bit types vectorise:
 // - Scan: each range of rows is folded, in order, into its own cells; then the cells of the ranges are merged. Used if
 //   rows are narrow, or if the cells fit in a near cache. With a single range, each thread instead reduces the rows of
-//   its own segments, with the same result. If the ids turn out to be sorted, it does so for a few neighbouring
+//   its own segments, with the same result. Without rounding merges, sorted ids are instead reduced a few neighbouring
 //   segments at a time.
 // - Group by segment: each thread owns a range of segments (or of features, if there are few segments). A counting sort
 //   of row numbers groups its rows by segment. A segment's cells then stay in the L1 cache while its rows stream by,
