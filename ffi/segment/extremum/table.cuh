@@ -231,7 +231,8 @@ inline constexpr int kFilterThreads = 384;
 inline constexpr int kFilterBlocks = 4;  // minimum resident blocks per multiprocessor
 inline constexpr int kFloorLanes = 8;    // threads that compute the floor of one group
 
-// The upper 16 bits of a floating key, which are still a lower bound. Keys of 1- and 2-byte integers fit in 16 bits.
+// The upper 16 bits of a floating key, which are still a lower bound. Keys of 1- and 2-byte integers fit in 16 bits;
+// those of 4-byte integers are stored whole.
 template <typename T>
 using FloorKey = std::conditional_t<kIsFloating<T> || sizeof(T) < 4, uint16_t, uint32_t>;
 
