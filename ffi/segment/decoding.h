@@ -1,4 +1,4 @@
-// What the handlers of the segment ops share: attributes, checks of buffers, and what both back ends bring.
+// Shared by the handlers of the segment ops: attributes, buffer checks, and the interface to the back ends.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace jax_baracuda::segment {
 
-// The attributes of the ops.
+// Op attributes.
 struct GatherOptions {
   int64_t num_batch_dims;
 };
@@ -53,7 +53,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::SoftmaxOptions, Str
 
 namespace jax_baracuda::segment {
 
-// An element type of this width, and floating if that is: plans depend on no more.
+// Any element type of this width and kind. Plans depend on nothing else about the type.
 inline ElementType TypeOfWidth(int64_t bytes, bool is_floating) {
   switch (bytes) {
     case 1:
@@ -67,7 +67,7 @@ inline ElementType TypeOfWidth(int64_t bytes, bool is_floating) {
   }
 }
 
-// Whether the batch shares all the operands with features of a call whose plan is asked for.
+// Whether every operand with features is shared by the batch, in a call that is described by plan parameters.
 inline bool ValuesAreShared(const PlanParameters& parameters) {
   for (const char* name : {"data", "logits", "probabilities", "d_output"}) {
     const auto flag = parameters.find(std::string(name) + "_is_shared");
@@ -76,7 +76,7 @@ inline bool ValuesAreShared(const PlanParameters& parameters) {
   return true;
 }
 
-// The call that the parameters of a plan describe, without data.
+// The call that plan parameters describe, without data.
 template <typename Call>
 Call CallOf(const PlanParameters& parameters) {
   Call call;
@@ -94,11 +94,11 @@ Plan PlanOf(const PlanParameters& parameters) {
   return kPlan(kCallOf(parameters));
 }
 
-// What a back end brings: it runs a call, whose scratch is left to it.
+// The back end's entry point: runs a decoded call and decodes the scratch itself.
 template <typename Context, typename Call>
 using Run = ffi::Error (*)(Context, const char* op, ffi::RemainingRets scratch, Call* call);
 
-// The binding of a handler with so many operands and results, the scratch among those that remain.
+// The binding of a handler with kOperands operands and kResults results; scratch is among the remaining results.
 template <typename Context, int kOperands, int kResults, typename Options>
 auto BindCall() {
   return BindBuffers<Context, kOperands, kResults>().RemainingRets().template Attrs<Options>();
@@ -108,15 +108,15 @@ inline ffi::DataType ComputeDataType(ffi::DataType type) {
   return type == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32;
 }
 
-// Checks the buffers of one call, one after another. First, Ids and FirstRows come first, in this order: they tell what
-// the others must fit. *data gets the memory of an array. Where `is_shared` is nullptr, it must have the whole batch;
-// else *is_shared tells whether the batch shares it.
+// Checks the buffers of one call. Call First, Ids and FirstRows first, in this order: they determine the sizes that the
+// other buffers must have. *data receives the array's pointer. If `is_shared` is nullptr, the array must have the full
+// batch; otherwise *is_shared receives whether the batch shares it.
 class Decoder {
  public:
   Decoder(const char* op, int64_t num_batch_dims, SegmentCall* call)
       : op_(op), num_batch_dims_(num_batch_dims), batch_(op), call_(*call) {}
 
-  // Any result tells the batch.
+  // Any result; it determines the batch size.
   ffi::Error First(const char* name, const ffi::AnyBuffer& result, const char* trailing) {
     JB_RETURN_IF_ERROR(batch_.Decode(name, result, num_batch_dims_, trailing));
     if (batch_.View(result, /*may_be_shared=*/false)->dims.size() == 0) {
@@ -144,7 +144,7 @@ class Decoder {
     return ffi::Error::Success();
   }
 
-  // The array [.., rows, ...] that tells the trailing dimensions and the element type.
+  // The array [.., rows, ...] that determines the trailing dimensions and the element type.
   template <typename Pointer>
   ffi::Error FirstRows(const char* name, const ffi::AnyBuffer& buffer, Pointer* data, bool* is_shared = nullptr) {
     Problem& problem = call_.problem;
@@ -157,15 +157,15 @@ class Decoder {
     return ffi::Error::Success();
   }
 
-  // The edges of a call with such data.
+  // The edges of a call that gathers from `data`.
   ffi::Error Edges(const ffi::AnyBuffer& data, const ffi::AnyBuffer& gather_ids, const ffi::AnyBuffer& segment_ids,
                    GatheringCall* call) {
     JB_RETURN_IF_ERROR(Ids(segment_ids));
     return Gathered("data", data, "gather_ids", gather_ids, call);
   }
 
-  // The array [.., any number of rows, ...] that edges gather from, which tells the trailing dimensions and the element
-  // type, and the ids by which they do. After Ids.
+  // The array [.., num_rows, ...] that edges gather from, and the ids by which they gather. The array determines the
+  // trailing dimensions and the element type. Call it after Ids.
   ffi::Error Gathered(const char* name, const ffi::AnyBuffer& data, const char* ids_name,
                       const ffi::AnyBuffer& gather_ids, GatheringCall* call) {
     const auto view = batch_.View(data, /*may_be_shared=*/true);
@@ -181,7 +181,7 @@ class Decoder {
     return Vector(name, buffer, ffi::DataType::S32, call_.problem.rows, ids, are_shared);
   }
 
-  // The trailing dimensions of data as heads and the features of a head.
+  // The trailing dimensions of data as (heads, features per head).
   ffi::Error Heads(int64_t* heads) const {
     if (features_.size() != 2) {
       return InvalidArgument(op_, "data has " + std::to_string(features_.size()) +
@@ -199,7 +199,7 @@ class Decoder {
     return Array(name, buffer, type_, call_.problem.rows, features_, data, is_shared);
   }
 
-  // The array [.., segments, ...] that tells the number of segments.
+  // The array [.., segments, ...] that determines the number of segments.
   template <typename Pointer>
   ffi::Error FirstCells(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, Pointer* data,
                         bool* is_shared = nullptr) {
@@ -217,7 +217,7 @@ class Decoder {
     return Array(name, buffer, type, call_.problem.segments, features_, data, is_shared);
   }
 
-  // The number of segments where no array has them as a dimension.
+  // The number of segments, if no array has them as a dimension.
   ffi::Error Segments(int64_t num_segments) {
     Problem& problem = call_.problem;
     const int64_t width = std::max<int64_t>(1, problem.features), most_cells = int64_t{1} << 56;
@@ -229,7 +229,7 @@ class Decoder {
     return ffi::Error::Success();
   }
 
-  // An array [.., extent] and these features.
+  // An array [.., extent, features...].
   template <typename Pointer>
   ffi::Error Array(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t extent,
                    ffi::AnyBuffer::Dimensions features, Pointer* data, bool* is_shared = nullptr) const {
@@ -251,7 +251,7 @@ class Decoder {
     return Array(name, buffer, type, extent, {}, data, is_shared);
   }
 
-  // (data, segment_ids) -> output, a value for each cell.
+  // (data, segment_ids) -> output, one value per cell.
   ffi::Error Reduction(const ffi::AnyBuffer& data, const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& output,
                        const void** data_pointer, void** output_pointer) {
     JB_RETURN_IF_ERROR(First("output", output, "segments, ..."));

@@ -1,16 +1,16 @@
-// What all segment reductions share: the problem, and properties of element types. For the CPU and the CUDA kernels.
+// Shared by all segment ops and both back ends: the problem, and properties of element types.
 //
 // A cell is one (segment, feature) pair of the result.
 //
-// Each op, or pair of ops, has a folder with files of the same names:
-//   call.h            its calls, as they are decoded once for both back ends
-//   handler.h         checks the buffers of a call; the handlers, which differ in what runs it
+// Each op, or family of ops, has a folder with files of the same names:
+//   call.h            the decoded call, for both back ends
+//   handler.h         the handlers: check the buffers of a call; templates over the back end that runs it
 //   arithmetic.h      the scalar arithmetic of both back ends
 //   kernels_cpu.cc    the CPU kernels and targets
 //   handler_cuda.cc   the CUDA targets
-//   launch.cuh        the launchers and plans of the CUDA kernels
-//   kernels*.cu       these launchers, and the kernels that no other file includes
-//   reduction.cuh     the op as the kernels of engine/ take it
+//   launch.cuh        declares the launchers and plans of the CUDA kernels
+//   kernels*.cu       defines them, and kernels used by one file only
+//   reduction.cuh     the op as a reduction for the kernels of engine/
 #pragma once
 
 #include <cstdint>
@@ -37,30 +37,30 @@ struct Problem {
   bool HasNoResult() const { return batch == 0 || segments == 0 || features == 0; }
 };
 
-// What the calls of all segment ops have in common. A call is decoded once, for both back ends; ops add their arrays.
+// Common to the calls of all segment ops. A call is decoded once, for both back ends; ops add their arrays.
 struct SegmentCall {
   Problem problem{};
   ElementType type = ElementType::kUnsupported;  // of data, or of its cotangent
   const void* segment_ids = nullptr;
   bool ids_are_64_bit = false;
   bool indices_are_sorted = false;
-  bool deterministic = false;  // terms are added in an order that does not depend on timing, also where that is slower
+  bool deterministic = false;  // the order of additions is fixed, even if that is slower
   void* scratch = nullptr;
   int64_t scratch_bytes = 0;
 };
 
-// Calls whose rows are edges: each takes the row of `data` that its gather id names.
+// Calls whose rows are edges: each edge reads the row of `data` that its gather id names.
 struct GatheringCall : SegmentCall {
   const void* data = nullptr;  // [batch or 1, num_rows, features], shared if problem.data_is_shared
   int64_t num_rows = 0;
   const int32_t* gather_ids = nullptr;  // [batch or 1, edges]
   bool gather_ids_are_shared = false;
-  // [batch or 1, edges], the number of the edge at each place; or nullptr, where places are numbers
+  // [batch or 1, edges], the number of the edge at each position; nullptr if the position is the number
   const int32_t* edge_order = nullptr;
   bool edge_order_is_shared = false;
 };
 
-// True where T has NaN, infinities and a negative zero (std::is_floating_point leaves out the 16-bit types).
+// Whether T has NaN, infinities and a negative zero (std::is_floating_point excludes the 16-bit types).
 template <typename T>
 inline constexpr bool kIsFloating =
     std::is_floating_point_v<T> || std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>;

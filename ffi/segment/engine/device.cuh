@@ -1,4 +1,4 @@
-// What the CUDA kernels of the segment reductions share: ids, and how features are assigned to threads.
+// Shared by the CUDA kernels of the segment ops: segment ids, and the assignment of features to threads.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace jax_baracuda::segment {
 
-// The segment of a row whose id is out of range. Segments are 32-bit in the kernels; launchers refuse more of them.
+// The segment of a row whose id is out of range. Kernels number segments in 32 bits; launchers refuse larger calls.
 inline constexpr uint32_t kDropped = 0xffffffffu;
 
 inline bool SegmentsFit(int64_t segments) { return segments < static_cast<int64_t>(kDropped); }
@@ -24,10 +24,11 @@ struct SegmentIds {
                       : static_cast<int64_t>(__ldg(static_cast<const int*>(ids) + index));
   }
 
-  // The segment of the row whose id has this index, or kDropped.
+  // The segment at this index of the ids, or kDropped.
   __device__ __forceinline__ uint32_t operator[](int64_t index) const { return Segment(Id(index)); }
 
-  // Calls take(i, segment) for the rows index + i, with i below kCount; what lies past `count` is not read.
+  // Calls take(i, segment) for the rows index + i, i < kCount. Past `count` the last row's segment is passed again, so
+  // that nothing out of bounds is read.
   template <int kCount, typename Take>
   __device__ __forceinline__ void LoadRun(int64_t index, int count, Take&& take) const {
     const int* address = static_cast<const int*>(ids) + index;
@@ -49,8 +50,8 @@ struct SegmentIds {
   }
 };
 
-// How the features of a row are assigned to threads: `lanes` neighbouring threads take one vector each; a row wider
-// than that is cut into `columns` blocks of features.
+// Assignment of a row's features to threads: `lanes` neighbouring threads, one vector each. A row wider than that is
+// split into `columns` column blocks.
 struct FeatureLanes {
   int lanes;
   int columns;
@@ -58,14 +59,15 @@ struct FeatureLanes {
 
 inline FeatureLanes AssignFeatures(int64_t vectors, int most_lanes) {
   const int64_t columns = CeilDivide(vectors, most_lanes);
-  // Even columns, so that no column is left with a few features.
+  // Columns of even width, so that none is left with only a few features.
   return {static_cast<int>(CeilDivide(vectors, columns)), static_cast<int>(columns)};
 }
 
-// The bytes of the widest vector that a thread takes of a row: 8 elements at most, which stay packed in registers.
+// Bytes of the widest vector of a thread. Vectors of 1-byte types stay at 4 bytes: at most 8 elements stay packed in
+// registers.
 constexpr int WidestVectorBytes(int element_bytes) { return element_bytes == 1 ? 4 : 16; }
 
-// The widest vector, in elements, that divides every row and so stays aligned in each of them.
+// The widest vector, in elements, that divides the row and so is aligned in every row.
 inline int RowVector(int64_t features, int64_t element_bytes) {
   for (const int64_t bytes : {WidestVectorBytes(static_cast<int>(element_bytes)), 4}) {
     if (bytes > element_bytes && features * element_bytes % bytes == 0) return static_cast<int>(bytes / element_bytes);

@@ -1,4 +1,4 @@
-// The results of segments without rows, written everywhere before any rows are reduced.
+// Fills all results with the reduction of no rows, before any rows are reduced.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,14 +12,14 @@ namespace jax_baracuda::segment {
 
 inline constexpr int kFillThreads = 256;
 
-// Where most segments have no rows, it is faster to write all results at the speed of memory, and those of segments with
-// rows once more, than to look for gaps and fill each of them.
+// If most segments are empty, filling all results at memory bandwidth and overwriting the non-empty ones is faster than
+// finding and filling each gap.
 inline bool FillsFirst(const Problem& problem) {
   return problem.segments / Tuning::kMinFilledSegmentsToRow >= problem.rows &&
          problem.batch * problem.segments * problem.features >= Tuning::kMinFilledElements;
 }
 
-// Writes the reduction of nothing to `count` vectors for each of the segments from `first` on.
+// Writes the reduction of no rows to `count` vectors of each segment from `first` on.
 template <typename Reduction, int kVec>
 __global__ void __launch_bounds__(kFillThreads)
     FillKernel(const __grid_constant__ typename Reduction::Outputs outputs, int64_t first, int64_t features,
@@ -32,14 +32,14 @@ __global__ void __launch_bounds__(kFillThreads)
   nothing.Store(outputs, first + segment, features, (i - segment * count) * kVec);
 }
 
-// Writes the reduction of nothing to `segments` segments from `first` on.
+// Writes the reduction of no rows to `segments` segments from `first` on.
 template <typename Reduction>
 CudaStatus LaunchFill(const typename Reduction::Outputs& outputs, int64_t first, int64_t segments, int64_t features,
                       cudaStream_t stream) {
-  // Where a result has an element for each cell and no others, all cells are like those of one wide segment.
+  // If the results hold exactly one element per cell, all cells can be filled as one wide segment.
   const bool is_flat = kStoresCellsAlone<Reduction>;
   const int64_t width = is_flat ? segments * features : features, rows = is_flat ? 1 : segments;
-  // The widest vector that divides both the cells to fill and those before them.
+  // The widest vector that divides both the number of cells to fill and the number of cells before them.
   return DispatchRowVector<typename Reduction::Element>(width | (first * features), [&](auto vector) {
     constexpr int kVec = decltype(vector)::value;
     const int64_t count = width / kVec;

@@ -1,10 +1,8 @@
-// The segments without rows, where rows come in the order of their segments: gaps between the segments of neighbouring
-// rows.
+// Empty segments of sorted rows: gaps between the segments of neighbouring rows.
 //
-// Who sees both rows of a narrow gap fills it on the way. Wide gaps, and those before the first segment with a row and
-// after the last one, may be of any size; they are found by searches of the ids for every kGapChunk-th
-// segment, and filled by as many warps as there are segments to look after, and more where most segments must have no
-// rows. Both go by the ids alone, so that nobody has to wait for those who reduce.
+// A thread that sees both rows around a narrow gap fills it at once. Wide gaps, and the gaps before the first row and
+// after the last one, may have any size. Searches of the ids find them at every kGapChunk-th segment, and one warp per
+// GapWarpChunks chunks fills them. Both read only the ids, so they need no synchronisation with the reduction.
 #pragma once
 
 #include "ffi/core/warp.cuh"
@@ -13,16 +11,16 @@
 namespace jax_baracuda::segment {
 
 inline constexpr int kGapChunk = 32;
-inline constexpr int kMaxNarrowGap = kGapChunk;  // no less than a chunk, so that wide gaps cross a chunk's ends
-inline constexpr int kMaxWarpChunks = 31;        // of a warp: each lane searches for one end of a chunk
-inline constexpr int kFilledFeatures = 256;      // of the rows of a warp's chunks, about, where most of them are empty
+inline constexpr int kMaxNarrowGap = kGapChunk;  // at least a chunk, so that every wide gap crosses a chunk boundary
+inline constexpr int kMaxWarpChunks = 31;        // per warp: each lane searches for one chunk boundary
+inline constexpr int kFilledFeatures = 256;      // features times chunks of a warp, if most segments are empty
 
-// Whatever the ids, a gap that passes as narrow has no more than kMaxNarrowGap segments.
+// Bounded for any ids, also unsorted ones: a narrow gap has at most kMaxNarrowGap segments.
 __device__ __forceinline__ bool IsNarrowGap(uint32_t before, uint32_t segment) {
   return before != kDropped && segment != kDropped && segment - before - 2 < static_cast<uint32_t>(kMaxNarrowGap);
 }
 
-// Writes the reduction of nothing to the segments [begin, end).
+// Writes the reduction of no rows to the segments [begin, end).
 template <typename Reduction, int kVec>
 __device__ __forceinline__ void FillGap(const typename Reduction::Outputs& outputs, int64_t begin, int64_t end,
                                         int64_t features, int64_t feature) {
@@ -31,7 +29,7 @@ __device__ __forceinline__ void FillGap(const typename Reduction::Outputs& outpu
   for (int64_t segment = begin; segment < end; ++segment) nothing.Store(outputs, segment, features, feature);
 }
 
-// Chunks of a warp. Where there are more segments than rows, wide ones are work enough for a warp each.
+// Chunks per warp. With more segments than rows, most chunks need filling, so a warp gets fewer of them.
 JB_HOST_DEVICE int64_t GapWarpChunks(const Problem& problem) {
   if (problem.rows >= problem.segments || problem.features * kMaxWarpChunks <= kFilledFeatures) return kMaxWarpChunks;
   return CeilDivide(kFilledFeatures, problem.features);
@@ -41,8 +39,8 @@ JB_HOST_DEVICE int64_t GapWarpsPerBatch(const Problem& problem) {
   return CeilDivide(CeilDivide(problem.segments, kGapChunk), GapWarpChunks(problem));
 }
 
-// The first of the rows with these ids whose id is not below `segment`. A step waits for memory once, for several ids at
-// the same time: they are loaded without a branch in between.
+// The first row whose id is at least `segment`, by a search with kParts probes a step. The probes are loaded without
+// branches between them, so a step waits for memory once.
 template <typename Id>
 __device__ __forceinline__ int64_t FirstRowFrom(int64_t segment, int64_t rows, const Id* ids) {
   constexpr int kParts = 8;
@@ -52,7 +50,7 @@ __device__ __forceinline__ int64_t FirstRowFrom(int64_t segment, int64_t rows, c
     Id last_ids[kParts];
 #pragma unroll
     for (int i = 0; i < kParts; ++i) last_ids[i] = __ldg(ids + min(begin + (i + 1) * part, end) - 1);
-    int parts_below = 0;  // whole ones, whose last rows have ids below
+    int parts_below = 0;  // complete parts whose last id is below `segment`
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
       parts_below += begin + (i + 1) * part <= end && static_cast<int64_t>(last_ids[i]) < segment;
@@ -63,9 +61,9 @@ __device__ __forceinline__ int64_t FirstRowFrom(int64_t segment, int64_t rows, c
   return begin;
 }
 
-// Writes the reduction of nothing to the wide gaps of a warp's chunks. `id_of(row)` is the id of a row of an element
-// of the batch, `first_row_from(segment)` the first row whose id is not below, `first_result` the place of the element's
-// first segment among the results.
+// Writes the reduction of no rows to the wide gaps in the chunks of a warp. `id_of(row)` is the id of a row of the
+// batch element, `first_row_from(segment)` the first row whose id is at least `segment`, and `first_result` the
+// position of the batch element's first segment in the results.
 template <typename Reduction, int kVec, typename IdOf, typename FirstRowFromSegment>
 __device__ __forceinline__ void FillWideGaps(const Problem& problem, const typename Reduction::Outputs& outputs,
                                              int64_t first_result, int64_t warp, IdOf&& id_of,
@@ -81,7 +79,7 @@ __device__ __forceinline__ void FillWideGaps(const Problem& problem, const typen
   const int64_t next_chunk = __shfl_down_sync(kFullWarp, chunk, 1);
   const int64_t next_before = __shfl_down_sync(kFullWarp, before, 1);
   const bool next_is_wide = __shfl_down_sync(kFullWarp, is_wide, 1);
-  uint32_t empty = 0;  // segments of the chunk that are in a wide gap
+  uint32_t empty = 0;  // bit mask: segments of the chunk that are in a wide gap
   if (lane < warp_chunks && (is_wide || next_is_wide)) {
     const int count = static_cast<int>(next_chunk - chunk);
     for (int i = 0; i < count; ++i) {

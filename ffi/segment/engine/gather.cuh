@@ -1,4 +1,4 @@
-// Reductions of gathered rows: each edge takes the row of another array that its gather id names.
+// Reductions of gathered rows: each edge reads the row of another array that its gather id names.
 #pragma once
 
 #include <cstdint>
@@ -7,19 +7,19 @@
 
 namespace jax_baracuda::segment {
 
-// How edges in order of their segments are reduced, and how many elements of the batch are taken at once.
+// Strategy for edges in segment order, and the number of batch elements per launch.
 struct GatherGrid {
   Strategy strategy;
   int64_t elements_at_once;
   int64_t part_features;  // as in Reducer
 };
 
-// Rows are in tiles always: a gathered row is read by neighbouring threads, as whole vectors of it.
+// Always tiles: neighbouring threads then read a gathered row as whole vectors.
 inline GatherGrid MakeGatherGrid(const Problem& problem, int64_t num_rows, int64_t part_features) {
   const Strategy strategy = problem.rows == 0          ? Strategy::kFill
                             : TakesSmallTiles(problem) ? Strategy::kSmallTiles
                                                        : Strategy::kTiles;
-  // Edges and gathered rows are numbered through the batch in 32 bits.
+  // Kernels number edges and gathered rows of all batch elements together in 32 bits.
   const bool fits = OrderFits(problem) && problem.batch * num_rows < static_cast<int64_t>(kDropped);
   return {strategy, fits ? problem.batch : 1, part_features};
 }
@@ -30,7 +30,7 @@ inline Plan PlanGather(Problem problem, const GatherGrid& grid, int64_t element_
   return {StrategyName(grid.strategy), ScratchBytesAtOnce(problem, grid.strategy, vector, state_bytes)};
 }
 
-// The edges of a call whose gather ids name the nearest row, or none, where they are out of range.
+// The edges of a call. Gather ids out of range name the nearest row if `clips`, otherwise no row.
 template <typename T>
 Gathering<T> GatheringOf(const GatheringCall& call, bool clips) {
   Gathering<T> gathering{};

@@ -1,4 +1,4 @@
-// Rows that edges gather from another array, for the CPU kernels.
+// Rows gathered by edges from another array, for the CPU kernels.
 #pragma once
 
 #include <algorithm>
@@ -8,13 +8,13 @@
 
 namespace jax_baracuda::segment {
 
-// What an array of a batch has for one of its elements.
+// The data of one batch element in an array that may be shared by the batch.
 template <typename T>
 JB_INLINE const T* OfElement(const T* array, bool is_shared, int64_t batch, int64_t size) {
   return array == nullptr || is_shared ? array : array + batch * size;
 }
 
-// The numbers of the edges at the places of an element of the batch.
+// Edge numbers by position in segment order, for one batch element.
 struct EdgeNumbers {
   const int32_t* order;  // or nullptr
   int64_t edges;
@@ -23,7 +23,7 @@ struct EdgeNumbers {
   EdgeNumbers(const int32_t* edge_order, bool is_shared, int64_t batch, int64_t num_edges)
       : order(OfElement(edge_order, is_shared, batch, num_edges)), edges(num_edges) {}
 
-  // Whatever a caller passes, nothing out of bounds is read or written.
+  // Clamped: an invalid order must not cause accesses out of bounds.
   JB_INLINE int64_t operator[](int64_t place) const {
     return order == nullptr ? first_place + place : std::clamp<int64_t>(order[place], 0, edges - 1);
   }
@@ -31,17 +31,18 @@ struct EdgeNumbers {
 
 JB_INLINE int64_t NearestRow(int64_t id, int64_t num_rows) { return std::max<int64_t>(0, std::min(id, num_rows - 1)); }
 
-// The rows of a call's edges (see rows_cpu.h): whole, times the weights of their heads, or selected elements of them.
+// The gathered rows of a call (see rows_cpu.h): complete rows, rows times the weights of their heads, or selected
+// elements of rows.
 template <typename T>
 struct GatheredRows {
-  static constexpr bool kSplitsFeatures = false;  // a thread's part of a row would begin inside a head
+  static constexpr bool kSplitsFeatures = false;  // a thread's features could start inside a head
 
   GatheringCall call;
-  bool clips;                  // gather ids out of range name the nearest row; else those edges add nothing
+  bool clips;                  // gather ids out of range name the nearest row; otherwise those edges add nothing
   const T* weights = nullptr;  // [batch or 1, edges, heads]
   bool weights_are_shared = false;
   int64_t heads = 1;
-  const uint32_t* selection = nullptr;  // [batch, edges, selection_words], a bit for each element of a row
+  const uint32_t* selection = nullptr;  // [batch, edges, selection_words], one bit per element of a row
   int64_t selection_words = 0;
 
   struct Element {
@@ -57,7 +58,7 @@ struct GatheredRows {
     int64_t selection_words;
     EdgeNumbers numbers;
 
-    // With numbers of places that count from this one on.
+    // The same rows, with positions counted from `place` on.
     JB_INLINE Element From(int64_t place, int64_t /*stride*/) const {
       Element from = *this;
       from.gather_ids += place;
@@ -66,7 +67,7 @@ struct GatheredRows {
       return from;
     }
 
-    // The gathered row of an edge, or a number that is none.
+    // The gathered row of an edge; out of range if the edge has none.
     JB_INLINE int64_t Row(int32_t place) const {
       return clips ? NearestRow(gather_ids[place], num_rows) : gather_ids[place];
     }
@@ -78,7 +79,7 @@ struct GatheredRows {
       if (selection != nullptr) PrefetchRow(selection + numbers[place] * selection_words, selection_words);
     }
 
-    // Both ends of a narrow row, which may lie on two lines.
+    // Prefetches both ends: a narrow row may straddle two cache lines.
     JB_INLINE void PrefetchNarrow(int32_t place, int64_t width) const {
       const int64_t row = Row(place);
       if (!Exists(row)) return;

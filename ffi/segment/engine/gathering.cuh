@@ -1,4 +1,4 @@
-// Rows that are gathered from another array, each with what its edge brings.
+// Rows gathered from another array, with the additional input of their edges.
 #pragma once
 
 #include <cstring>
@@ -7,13 +7,13 @@
 
 namespace jax_baracuda::segment {
 
-// What a reduction takes of an edge besides the row that it gathers.
+// The input that a reduction reads per edge, besides the gathered row.
 enum class EdgeInput {
   kNothing,
   kNumber,
-  kWeights,  // of its heads, by which the row is multiplied
-  kWinners,  // of each element of the row: those whose winner is another edge do not take part
-  kExtrema,  // likewise: those whose extremum is not what the row that is reduced to holds do not take part
+  kWeights,  // one per head; scales the row
+  kWinners,  // per element of the row: only elements won by this edge take part
+  kExtrema,  // likewise: only elements whose extremum equals the segment's own value in `reduced`
 };
 
 template <EdgeInput kInput>
@@ -25,31 +25,31 @@ inline constexpr bool kTakesNumber = kInput != EdgeInput::kNothing && kInput != 
 template <typename Reduction>
 inline constexpr EdgeInput kEdgeInput = EdgeInput::kNothing;
 
-// Where a row comes from, and the number of its edge.
+// The gathered row, and the number of its edge.
 struct SourceRow {
   uint32_t row, edge;
 };
 
-// What the rows under reduction are gathered from: row i is row gather_ids[i] of an array of `num_rows`, with what edge
-// i, or edge_order[i], brings.
+// The source of the reduced rows: row i is row gather_ids[i] of an array of `num_rows` rows. Its edge is number i, or
+// edge_order[i].
 template <typename T>
 struct Gathering {
   const int32_t* gather_ids;  // [batch or 1, rows]
   bool gather_ids_are_shared;
-  bool clips;  // ids out of range name the nearest row; else their rows are 0
+  bool clips;  // ids out of range name the nearest row; otherwise their rows are 0
   int64_t num_rows;
   const int32_t* edge_order;  // [batch or 1, rows], or nullptr
   bool edge_order_is_shared;
   const T* weights;  // [batch or 1, rows, heads], or nullptr
   bool weights_are_shared;
   int64_t heads, features_per_head;
-  // Of each element of the rows that are gathered, which edge won it, or its value: an edge whose segment has the same
-  // value in `reduced` won it. No element of the batch shares any of these.
+  // For each element of the gathered rows: the edge that won it, or its extremum. In the second case an edge won it if
+  // its segment has the same value in `reduced`. The batch shares none of these.
   const int32_t* winners;  // [batch, num_rows, features]
-  const T* extrema;        // likewise
+  const T* extrema;        // [batch, num_rows, features]
   const T* reduced;        // [batch, segments, features]
 
-  // The same from an element of the batch on.
+  // The same, starting at this batch element.
   Gathering From(int64_t element, int64_t rows, int64_t features) const {
     Gathering from = *this;
     if (!gather_ids_are_shared) from.gather_ids += element * rows;
@@ -60,7 +60,7 @@ struct Gathering {
     return from;
   }
 
-  // Of the row at a place among the `rows` of element b of the batch; kDropped where its row is none.
+  // The source of the row at position `place` of batch element b. Its row is kDropped if the gather id names none.
   template <EdgeInput kInput>
   __device__ __forceinline__ SourceRow Source(int64_t b, int64_t place, int64_t rows, bool data_is_shared) const {
     int64_t id = __ldg(gather_ids + (gather_ids_are_shared ? 0 : b * rows) + place);
@@ -72,7 +72,7 @@ struct Gathering {
       int64_t edge = place;
       if (edge_order != nullptr) {
         edge = __ldg(edge_order + (edge_order_is_shared ? 0 : b * rows) + place);
-        edge = min(max(edge, int64_t{0}), rows - 1);  // whatever a caller passes, nothing out of bounds is read
+        edge = min(max(edge, int64_t{0}), rows - 1);  // clamped: an invalid order must not cause reads out of bounds
       }
       const bool is_numbered_through = kInput == EdgeInput::kWeights && !weights_are_shared;
       source.edge = static_cast<uint32_t>((is_numbered_through ? b * rows : 0) + edge);
@@ -81,17 +81,17 @@ struct Gathering {
   }
 };
 
-// Neighbouring elements of a row that a thread has asked for, with what its edge brings. Nothing of it is looked at
-// before it is added, so that several rows can be under way.
+// Loads in flight: neighbouring elements of a gathered row, and the input of its edge. Nothing is used before AddTo, so
+// several rows can be in flight.
 template <typename T, int kVec, EdgeInput kInput>
 struct ComingRow {
   Packed<T, kVec> values;
-  int32_t number;  // of the row, or of its edge
+  int32_t number;  // row number, or edge number
   T weight;
   Vector<int32_t, kVec> winners;
   Vector<T, kVec> extrema, reduced;
 
-  // `own_segment` is the row of gathering.reduced, below 0 if it is none.
+  // `own_segment` is the row of gathering.reduced; negative if there is none.
   __device__ __forceinline__ void Gather(const Gathering<T>& gathering, const T* data, const SourceRow& source,
                                          int64_t own_segment, int64_t features, int64_t column, int64_t head) {
     const bool exists = source.row != kDropped;

@@ -1,4 +1,4 @@
-// Computes every row from its segment's cells: the shape of the gradients of sums, means and products.
+// Computes every row from its segment's cells, as the gradients of sums, means and products do.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,9 +16,10 @@ inline constexpr int kMapRowsInFlight = 4;
 inline constexpr int kMapRowsPerThread = 32;
 inline constexpr int kFlatVectorsPerThread = 4;
 
-// A function of rows is a struct with
-//   template <int kVec> Vector<T, kVec> At(b, segment, feature, element): the elements from `feature` on of a row of
-//   `segment`, in the element b of the batch; `element` is the first one's place in an array [rows, features].
+// A row function is a struct with
+//   template <int kVec> Vector<T, kVec> At(b, segment, feature, element)
+// which returns the elements from `feature` on of a row of `segment` in batch element b. `element` is the position of
+// the first one in an array [rows, features].
 template <typename T, typename Function>
 struct MapRowsArguments {
   SegmentIds ids;
@@ -29,12 +30,13 @@ struct MapRowsArguments {
   int64_t blocks_per_batch;
 };
 
-// Whole vectors of a row.
+// For rows that are whole vectors.
 template <typename T, typename Function, int kVec>
 __global__ void __launch_bounds__(kMapThreads) MapRowsKernel(const __grid_constant__ MapRowsArguments<T, Function> a) {
-  extern __shared__ uint32_t map_segments[];  // of the block's rows
+  extern __shared__ uint32_t map_segments[];  // segments of the block's rows
   const int groups = kMapThreads / a.features.lanes, group = threadIdx.x / a.features.lanes;
-  // Column blocks are the slow dimension of the grid: the cells of one column may stay in L2 while all rows gather.
+  // Column blocks are the slow dimension of the grid, so that the cells of one column can stay in L2 while all rows
+  // gather.
   const int64_t row_blocks = gridDim.x / a.features.columns;
   const int64_t column_block = blockIdx.x / row_blocks, row_block = blockIdx.x - column_block * row_blocks;
   const int64_t column = (column_block * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
@@ -69,7 +71,7 @@ __global__ void __launch_bounds__(kMapThreads) MapRowsKernel(const __grid_consta
   }
 }
 
-// Rows that are narrower than a vector, or no multiple of it: vectors run across the ends of rows.
+// For rows that are not whole vectors: vectors cross row boundaries.
 template <typename T, typename Function, int kVec>
 __global__ void __launch_bounds__(kMapThreads) MapFlatKernel(const __grid_constant__ MapRowsArguments<T, Function> a) {
   const int64_t b = blockIdx.x / a.blocks_per_batch;
@@ -77,7 +79,7 @@ __global__ void __launch_bounds__(kMapThreads) MapFlatKernel(const __grid_consta
   const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
   const int64_t block_begin =
       (blockIdx.x - b * a.blocks_per_batch) * int64_t{kMapThreads} * kVec * kFlatVectorsPerThread;
-#pragma unroll 1  // nothing of the next vector could be loaded before this one is stored
+#pragma unroll 1  // unrolling gains nothing: the next vector's loads cannot pass this one's store
   for (int u = 0; u < kFlatVectorsPerThread; ++u) {
     const int64_t first = block_begin + (u * kMapThreads + static_cast<int64_t>(threadIdx.x)) * kVec;
     if (first >= total) return;
@@ -118,7 +120,7 @@ inline Plan PlanMapRows(const Problem& problem, int64_t element_bytes) {
   if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return {kNothing};
   const int64_t vector = 16 / element_bytes;
   if (problem.features % vector == 0) return {"row_vectors"};
-  // Vectors that run across the ends of rows may not run across those of elements of the batch.
+  // Vectors may cross row boundaries, but not boundaries of batch elements.
   return {problem.batch == 1 || problem.rows * problem.features % vector == 0 ? "flat_vectors" : "flat_elements"};
 }
 

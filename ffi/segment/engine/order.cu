@@ -14,7 +14,7 @@ constexpr int kOneBlockThreads = 1024;
 template <int kItems>
 using OneBlockSort = cub::BlockRadixSort<uint32_t, kOneBlockThreads, kItems, uint32_t>;
 
-// Sorts the rows of one element of the batch: those that are dropped, and what fills the block up, come last.
+// Sorts the rows of one batch element. Dropped rows come last, followed by the padding of the block.
 template <int kItems>
 __global__ void __launch_bounds__(kOneBlockThreads)
     OneBlockOrderKernel(SegmentIds ids, bool ids_are_shared, uint32_t rows, int end_bit, int32_t* order,
@@ -53,13 +53,13 @@ CudaStatus OneBlockOrder(const Problem& problem, const SegmentIds& ids, int32_t*
 
 constexpr int kRowsPerBlock = 16 * kThreads;
 
-// The rows of an element lie in two places: those of its segments, and those of it among the dropped ones at the end,
-// which are in order as well, since the sort is stable.
+// The joined order holds the rows of a batch element in two ranges: the rows of its segments, and its rows among the
+// dropped ones at the end. The sort is stable, so both ranges are already in order.
 __global__ void __launch_bounds__(kThreads)
     RowOrderKernel(const SegmentOrder order, uint32_t rows, uint32_t total, uint32_t segments, uint32_t dropped,
                    uint32_t blocks_per_batch, int32_t* row_order, int32_t* sorted_ids) {
   const uint32_t b = blockIdx.x / blocks_per_batch;
-  __shared__ uint32_t bounds[3];  // of the element's rows, and the first dropped one
+  __shared__ uint32_t bounds[3];  // begin and end of the batch element's kept rows, and the first dropped row
   if (threadIdx.x < 3) {
     const uint32_t segment = threadIdx.x == 2 ? dropped : (b + threadIdx.x) * segments;
     uint32_t begin = 0, end = total;

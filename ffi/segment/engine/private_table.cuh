@@ -1,9 +1,9 @@
-// Reduction of rows in any order into few segments: every thread keeps its own table of them.
+// Reduction of rows in any order into few segments: every lane keeps its own table of cells.
 //
-// A warp's lanes take the features of one or several narrow rows at a step, and each lane folds what it takes into its
-// own column of a table in shared memory: no atomics, no bank conflicts, and an order of the terms that the shapes and
-// the number of blocks decide. Rows that are dropped go to one more segment, so that no branch stands between a warp's
-// loads. The tables are merged within the block, and the blocks' tables by a second kernel.
+// In each step, the lanes of a warp load the features of one or several narrow rows. Each lane folds its element into
+// its own column of a table in shared memory. This needs no atomics and has no bank conflicts, and the order of the
+// terms depends only on the shapes and the number of blocks. Dropped rows go to an extra segment, so that no branch
+// separates a warp's loads. Tables are merged within the block, and across blocks by a second kernel.
 #pragma once
 
 #include "ffi/segment/engine/device.cuh"
@@ -11,15 +11,15 @@
 
 namespace jax_baracuda::segment {
 
-// That kMinPrivateWarps may take. GPUs of compute capability 8.0 and higher have them, others take fewer warps.
+// Shared memory for kMinPrivateWarps warps. GPUs below compute capability 8.0 have less and run fewer warps.
 inline constexpr int kPrivateTableBytes = 96 * 1024;
 inline constexpr int kMinPrivateWarps = 4;
 inline constexpr int kMaxPrivateWarps = 24;
 inline constexpr int kMaxPrivateBlocks = 256;
-inline constexpr int kMaxPrivateFeatures = 32;  // a row is no wider than a warp
-inline constexpr int kPrivateInFlight = 16;     // steps of a warp whose rows are loaded before the first is folded
+inline constexpr int kMaxPrivateFeatures = 32;  // a row fits in a warp
+inline constexpr int kPrivateInFlight = 16;     // steps of a warp that are loaded before the first is folded
 
-// A warp's table, and the segments of the rows that it has at hand.
+// A warp's table, and the segments of its rows in flight.
 inline int64_t PrivateWarpBytes(int64_t segments, int64_t accumulator_bytes) {
   return (segments + 1) * 32 * accumulator_bytes + kPrivateInFlight * 32 * sizeof(uint16_t);
 }
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(32 * kMaxPrivateWarps, 1)
   Cells* const table = tables + warp * table_cells + lane;
   for (int s = 0; s <= segments; ++s) table[s * 32].Start();
 
-  // A warp takes neighbouring rows, as many at a step as its lanes hold; lanes that are left over repeat the last row.
+  // A warp loads neighbouring rows, as many per step as fit in its lanes. Left-over lanes repeat the last row.
   const int groups = 32 / features, group = min(lane / features, groups - 1);
   const int batch_rows = kInFlight * groups, step_elements = groups * features;
   const int64_t b = blockIdx.x / a.blocks_per_batch, rows = a.problem.rows;
@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(32 * kMaxPrivateWarps, 1)
   }
 }
 
-inline constexpr int kPartialCells = 32;   // cells of a block: neighbouring threads read neighbouring cells
-inline constexpr int kPartialSlices = 16;  // parts into which the blocks' tables are cut
+inline constexpr int kPartialCells = 32;   // cells per block, so that neighbouring threads read neighbouring cells
+inline constexpr int kPartialSlices = 16;  // slices of the blocks' tables, each merged by its own threads
 
 // Merges the tables of the blocks.
 template <typename Reduction>

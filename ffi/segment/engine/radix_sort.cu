@@ -1,6 +1,6 @@
-// The least significant digit first, and one sweep over the rows a digit, in which tiles learn from those before them
-// where their rows go (Adinets and Merrill, "Onesweep", 2022). CUB's sort of pairs has digits of 8 bits, and wants
-// segments and numbers of rows in memory beforehand: here digits have 9, and the first sweep reads ids.
+// LSD radix sort with decoupled look-back, one pass over the rows per digit (Adinets and Merrill, "Onesweep", 2022).
+// CUB's pair sort has 8-bit digits and needs segments and row numbers in memory. This one has 9-bit digits, and its
+// first pass reads the ids directly.
 #include <algorithm>
 #include <cub/block/block_scan.cuh>
 #include <cuda/atomic>
@@ -16,17 +16,17 @@ constexpr int kDigitBits = 9;
 constexpr int kBins = 1 << kDigitBits;
 constexpr int kMaxPasses = 4;
 
-constexpr int kThreads = kBins;  // a thread has a bin of its own
+constexpr int kThreads = kBins;  // one bin per thread
 constexpr int kWarps = kThreads / 32;
 
-// What a tile has published of a bin, in the upper two bits, and so many rows below them.
+// A published count of rows of a bin. The upper two bits tell what it counts: this tile, or all tiles up to this one.
 template <typename Status>
 constexpr int kRowBits = 8 * sizeof(Status) - 2;
 template <typename Status>
 constexpr Status kOfTile = Status{1} << kRowBits<Status>;
 template <typename Status>
 constexpr Status kOfTilesSoFar = Status{2} << kRowBits<Status>;
-constexpr int kLookBack = 4;  // tiles that are asked at once
+constexpr int kLookBack = 4;  // tiles read per look-back step
 
 struct Digit {
   int first_bit, bits;
@@ -35,12 +35,12 @@ struct Digit {
 };
 
 struct Counts {
-  uint32_t rows[kMaxPasses][kBins];  // of each value of each digit
-  uint32_t tiles[kMaxPasses];        // that have begun
+  uint32_t rows[kMaxPasses][kBins];  // per digit and bin
+  uint32_t tiles[kMaxPasses];        // started, per pass
 };
 
 constexpr int kCountThreads = 1024;
-constexpr int kCountRows = 8;  // a thread has on the way
+constexpr int kCountRows = 8;  // in flight per thread
 
 struct Passes {
   int count, bits;
@@ -48,7 +48,7 @@ struct Passes {
   __host__ __device__ Digit operator[](int pass) const { return {pass * bits, bits}; }
 };
 
-// Counts the values of all digits, and clears what tiles will publish.
+// Builds the histograms of all digits, and clears the status words of the tiles.
 __global__ void __launch_bounds__(kCountThreads)
     CountDigitsKernel(const __grid_constant__ JoinedRows joined, Passes passes, Counts* counts, uint4* statuses,
                       int64_t status_vectors) {
@@ -81,15 +81,15 @@ template <int kItems>
 struct alignas(16) TileMemory {
   union {
     struct {
-      uint32_t peers[kWarps][kBins];  // the lanes whose rows are in a bin
-      uint16_t rows[kWarps][kBins];   // of this and earlier steps of the warp; later, of earlier warps
+      uint32_t peers[kWarps][kBins];  // bit mask of the lanes whose row is in the bin
+      uint16_t rows[kWarps][kBins];   // count over the warp's steps so far; later over earlier warps
     } ranking;
     struct {
       uint32_t segments[kItems * kThreads], rows[kItems * kThreads];
     } sorted;
   };
-  uint32_t begin[kBins];  // of a bin in the tile
-  uint32_t shift[kBins];  // from a place in the tile to one among all rows
+  uint32_t begin[kBins];  // first position of the bin in the tile
+  uint32_t shift[kBins];  // from a position in the tile to the global position
   typename cub::BlockScan<uint32_t, kThreads>::TempStorage scan;
   uint32_t tile;
 };
@@ -104,7 +104,8 @@ __device__ __forceinline__ void Publish(Status* status, Status what, uint32_t ro
   cuda::atomic_ref<Status, cuda::thread_scope_device>(*status).store(what | rows, cuda::memory_order_relaxed);
 }
 
-// The rows that all tiles before this one hold of a bin. Those have begun, and publish what they hold without waiting.
+// The number of rows of a bin in all earlier tiles. Those tiles have started and publish their own counts without
+// waiting, so the loop ends.
 template <typename Status>
 __device__ __forceinline__ uint32_t RowsOfTilesBefore(int64_t tile, Status* bin_statuses) {
   uint32_t rows = 0;
@@ -129,13 +130,13 @@ __device__ __forceinline__ uint32_t RowsOfTilesBefore(int64_t tile, Status* bin_
   return rows;
 }
 
-// One tile of kItems rows a thread: a warp has neighbouring ones.
+// Sorts one tile by one digit, with kItems rows per thread. Each warp has neighbouring rows.
 template <int kItems, bool kReadsIds, typename Status>
 __global__ void __launch_bounds__(kThreads, kItems > 16 ? 1 : 2)
     SortDigitKernel(const __grid_constant__ JoinedRows joined, SegmentOrder from, SegmentOrder to, Digit digit,
                     const uint32_t* rows_of_bins, Status* statuses, uint32_t* tiles_begun) {
   constexpr int kTileRows = kItems * kThreads;
-  static_assert(kTileRows < 1 << 16);  // as ranking counts them
+  static_assert(kTileRows < 1 << 16);  // ranks are 16-bit
   extern __shared__ uint4 dynamic_memory[];
   auto& memory = *reinterpret_cast<TileMemory<kItems>*>(dynamic_memory);
   auto& ranking = memory.ranking;
@@ -152,8 +153,8 @@ __global__ void __launch_bounds__(kThreads, kItems > 16 ? 1 : 2)
   const int first = warp * 32 * kItems + lane;
 
   uint32_t values[kItems];  // segments, then rows
-  uint32_t places[kItems];  // in the order of the tile
-  // Rows that are not there come after all others, and nobody looks at the bins of the last tile.
+  uint32_t places[kItems];  // positions in the sorted tile
+  // Missing rows sort last. They affect only the last tile, whose counts no other tile reads.
   if constexpr (kReadsIds) {
     joined.Load(tile_begin, first, 32, tile_rows, values);
   } else {
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(kThreads, kItems > 16 ? 1 : 2)
     const uint32_t bin_of_row = digit.Of(values[i]);
     places[i] += ranking.rows[warp][bin_of_row] + memory.begin[bin_of_row];
   }
-  __syncthreads();  // the sorted rows lie where the ranking was
+  __syncthreads();  // the sorted rows share memory with the ranking
 #pragma unroll
   for (int i = 0; i < kItems; ++i) memory.sorted.segments[places[i]] = values[i];
 #pragma unroll
@@ -229,7 +230,8 @@ __global__ void __launch_bounds__(kThreads, kItems > 16 ? 1 : 2)
   }
 }
 
-// Rows of a thread: as many as let all tiles of few rows run at once, and fill the multiprocessors of an H200 evenly.
+// Rows per thread. For few rows, small enough that all tiles are resident at once. Otherwise chosen to spread the tiles
+// evenly over the multiprocessors of an H200.
 int TileItems(int64_t rows) {
   if (rows <= int64_t{1} << 19) return 4;
   constexpr int64_t kMultiprocessors = DeviceAttributes{}.multiprocessors;
@@ -238,7 +240,7 @@ int TileItems(int64_t rows) {
 
 int64_t Tiles(int64_t rows) { return CeilDivide(rows, TileItems(rows) * kThreads); }
 
-// Digits of about as many bits.
+// Splits the bits evenly over the passes.
 Passes PassesUpTo(uint32_t segment) {
   const int bits = BitsUpTo(segment);
   const int count = static_cast<int>(CeilDivide(bits, kDigitBits));
@@ -270,7 +272,7 @@ struct Sort {
   CudaStatus RunPass(int pass) const {
     const auto kernel = SortDigitKernel<kItems, kReadsIds, Status>;
     JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel));
-    const bool is_to_sorted = (passes.count - 1 - pass) % 2 == 0;  // as the last one is
+    const bool is_to_sorted = (passes.count - 1 - pass) % 2 == 0;  // the last pass must end in `sorted`
     const int64_t tiles = Tiles(joined.total);
     kernel<<<GridSize(tiles), kThreads, sizeof(TileMemory<kItems>), stream>>>(
         joined, is_to_sorted ? other : sorted, is_to_sorted ? sorted : other, passes[pass], counts->rows[pass],

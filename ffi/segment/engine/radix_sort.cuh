@@ -1,4 +1,4 @@
-// Sorting rows by their segments.
+// Stable radix sort of rows by segment.
 #pragma once
 
 #include "ffi/core/cuda_status.h"
@@ -6,14 +6,14 @@
 
 namespace jax_baracuda::segment {
 
-// Rows and segments of the whole batch, numbered through. The numbers are 32-bit: see OrderFits, which one element of a
-// batch always does if SegmentsFit.
+// Rows and segments, numbered over the whole batch in 32 bits (see OrderFits). A single batch element always fits if
+// SegmentsFit.
 struct SegmentOrder {
-  uint32_t* segments = nullptr;  // ascending; batch * segments for a dropped row: those of all elements come last
+  uint32_t* segments = nullptr;  // ascending; batch * segments for dropped rows, which come last
   uint32_t* rows = nullptr;
 };
 
-// The rows of all elements of a batch, and the segments that they have there.
+// The rows of all batch elements, numbered over the whole batch, with their segments.
 struct JoinedRows {
   SegmentIds ids;
   uint32_t rows;     // of one element of the batch
@@ -21,8 +21,8 @@ struct JoinedRows {
   uint32_t dropped;  // the segment of a dropped row
   bool ids_are_shared;
 
-  // Takes the segments of the rows begin + first, begin + first + stride ..., and kDropped instead where first,
-  // first + stride ... is not below `count`.
+  // Loads the segments of rows begin + first, begin + first + stride, ...; kDropped where the offset first + i * stride
+  // is not below `count`.
   template <int kCount>
   __device__ __forceinline__ void Load(uint32_t begin, int first, int stride, int count,
                                        uint32_t (&segments)[kCount]) const {
@@ -33,7 +33,7 @@ struct JoinedRows {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) segments[i] = ids[id_of(i)];
     } else {
-      // All loads before the first use: a thread waits once.
+      // All loads before the first use, so that the thread waits for memory once.
       int narrow_ids[kCount];
 #pragma unroll
       for (int i = 0; i < kCount; ++i) narrow_ids[i] = __ldg(static_cast<const int*>(ids.ids) + id_of(i));
@@ -52,7 +52,7 @@ struct JoinedRows {
   }
 };
 
-// Bits of the numbers up to this one.
+// Bits needed for numbers up to this one.
 inline int BitsUpTo(uint64_t number) {
   int bits = 1;
   while ((number >> bits) != 0) ++bits;
@@ -61,8 +61,7 @@ inline int BitsUpTo(uint64_t number) {
 
 int64_t RadixSortScratchBytes(int64_t rows, uint32_t dropped);
 
-// Stable. `scratch` is 256-byte aligned and holds RadixSortScratchBytes; `other` has as many rows as `sorted`, and is
-// overwritten.
+// Stable. `scratch` is 256-byte aligned and holds RadixSortScratchBytes. `other` is a work buffer as large as `sorted`.
 CudaStatus LaunchRadixSort(const JoinedRows& joined, const SegmentOrder& sorted, const SegmentOrder& other,
                            char* scratch, cudaStream_t stream);
 

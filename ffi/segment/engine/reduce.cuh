@@ -1,4 +1,4 @@
-// Reduces any reduction (see reduction.cuh) by the kernels that use no atomics, and chooses among them.
+// Launches any reduction (see reduction.cuh) with the kernels that use no atomics, and chooses among them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,14 +18,14 @@
 namespace jax_baracuda::segment {
 
 enum class Strategy {
-  kFill,           // there are no rows
-  kPrivateTable,   // few segments: a table of them for each thread
-  kSmallRows,      // few rows in order, in one launch
-  kRuns,           // narrow rows in order: whole rows to a thread
-  kTiles,          // rows in order, by tiles
-  kSmallTiles,     // the same for few gathered rows, in one launch
-  kStagedTiles,    // the same for rows too narrow for whole-vector loads, which pass through shared memory
-  kSortThenTiles,  // rows brought into order first, then tiles
+  kFill,           // no rows
+  kPrivateTable,   // few segments: one table per thread
+  kSmallRows,      // few sorted rows, in one launch
+  kRuns,           // narrow sorted rows, whole rows per thread
+  kTiles,          // sorted rows, in tiles
+  kSmallTiles,     // tiles of few gathered rows, in one launch
+  kStagedTiles,    // tiles of rows too narrow for vector loads, staged in shared memory
+  kSortThenTiles,  // sorts the rows first, then tiles
 };
 
 inline const char* StrategyName(Strategy strategy) {
@@ -52,7 +52,7 @@ inline const char* StrategyName(Strategy strategy) {
 
 inline constexpr int64_t kSectorBytes = 32;
 
-// Rows in order by runs or tiles, rows in any order brought into order.
+// Sorted rows by runs or tiles; unsorted rows are sorted first.
 inline Strategy ChooseOrderedStrategy(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
   if (problem.rows == 0) return Strategy::kFill;
   if (!indices_are_sorted) return Strategy::kSortThenTiles;
@@ -61,9 +61,8 @@ inline Strategy ChooseOrderedStrategy(const Problem& problem, int64_t element_by
   return problem.features * element_bytes < kSectorBytes ? Strategy::kStagedTiles : Strategy::kTiles;
 }
 
-// The rule, from shapes and flags alone. Few segments with many narrow rows each: a table of the segments for each
-// thread, which does not mind the order of the rows. Else as above. `state_bytes` is what a reduction keeps for a cell,
-// at most.
+// Depends on shapes and flags only. Few segments with many narrow rows each use private tables, which accept rows in
+// any order; everything else is as above. `state_bytes` is the maximum size of an accumulator per cell.
 inline Strategy ChooseStrategy(const Problem& problem, int64_t element_bytes, int64_t state_bytes,
                                bool indices_are_sorted) {
   const bool has_few_segments =
@@ -74,21 +73,22 @@ inline Strategy ChooseStrategy(const Problem& problem, int64_t element_bytes, in
   return ChooseOrderedStrategy(problem, element_bytes, indices_are_sorted);
 }
 
-// An order numbers rows and segments in 32 bits: where the whole batch is too large, its elements are taken one by one.
+// Sorting numbers rows and segments in 32 bits. If the whole batch is too large for that, its elements are reduced one
+// by one.
 inline int64_t ElementsAtOnce(const Problem& problem, Strategy strategy) {
   return strategy == Strategy::kSortThenTiles && !OrderFits(problem) ? 1 : problem.batch;
 }
 
-// How rows are assigned to blocks.
+// Assignment of rows to blocks.
 struct RowGrid {
-  Problem problem;  // the batch joined into one element where rows are brought into order
+  Problem problem;  // with kSortThenTiles: the batch joined into one element
   FeatureLanes features;
   int groups;
   int64_t blocks_per_batch;
   int64_t row_blocks;
 };
 
-// The elements that a thread takes at once of a row, whose parts of so many features it does not cross.
+// Vector width in elements; a vector never crosses a part of `part_features` features (a head, or the row).
 inline int TileVector(Strategy strategy, int64_t part_features, int64_t element_bytes) {
   return strategy == Strategy::kStagedTiles ? 1 : RowVector(part_features, element_bytes);
 }
@@ -121,7 +121,7 @@ inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int vector
   return grid;
 }
 
-// Of `problem.batch` elements at once.
+// For all `problem.batch` elements in one launch.
 inline int64_t ScratchBytesAtOnce(const Problem& problem, Strategy strategy, int vector, int64_t state_bytes) {
   ScratchSizes sizes;
   switch (strategy) {
@@ -151,20 +151,20 @@ inline int64_t ReduceScratchBytes(Problem problem, Strategy strategy, int64_t el
   return ScratchBytesAtOnce(problem, strategy, TileVector(strategy, problem.features, element_bytes), state_bytes);
 }
 
-// Blocks of the grid that fill wide gaps.
+// Number of blocks that fill wide gaps.
 inline uint32_t GapBlocks(const Problem& problem, int threads) {
   return GridSize(CeilDivide(problem.batch * GapWarpsPerBatch(problem), threads / 32));
 }
 
-// Where `kGathers`, rows come from another array.
+// With `kGathers`, rows come from another array.
 template <typename Reduction, bool kGathers = false>
 struct Reducer {
   using T = typename Reduction::Element;
 
   Problem problem;
   Strategy strategy;
-  int64_t elements_at_once;  // of the batch
-  int64_t part_features;     // of the parts of a row that a vector must not cross
+  int64_t elements_at_once;  // batch elements per launch
+  int64_t part_features;     // features per part of a row that vectors must not cross
   const T* data;
   Gathering<T> gathering;
   const void* segment_ids;
@@ -172,7 +172,7 @@ struct Reducer {
   typename Reduction::Outputs outputs;
   int64_t state_bytes;
   void* scratch;
-  int32_t* order;  // [batch, rows], where the order is wanted that rows are brought into, or nullptr
+  int32_t* order;  // [batch, rows]: receives the sort order, or nullptr
   cudaStream_t stream;
 
   CudaStatus Launch() const {
@@ -223,7 +223,7 @@ struct Reducer {
     return {};
   }
 
-  // `batch` elements from the first on.
+  // `batch` batch elements, starting at `first`.
   CudaStatus ElementsInOrder(int64_t first, int64_t batch) const {
     Problem part = problem;
     part.batch = batch;
@@ -350,7 +350,7 @@ struct Reducer {
   }
 };
 
-// `arguments` are those of an op, `order` as in Reducer.
+// `arguments` is the call of an op; `order` as in Reducer.
 template <typename Reduction, typename Arguments>
 CudaStatus LaunchReduction(const Arguments& arguments, Strategy strategy, int64_t state_bytes,
                            const typename Reduction::Outputs& outputs, int32_t* order, cudaStream_t stream) {
@@ -376,10 +376,10 @@ CudaStatus LaunchReduction(const Arguments& arguments, Strategy strategy, int64_
   return reducer.Launch();
 }
 
-// Of ops whose cells are an element of 32 or 64 bits and a 32-bit word.
+// State bytes per cell of ops that accumulate a 32- or 64-bit number and a 32-bit word.
 inline int64_t PairStateBytes(int64_t element_bytes) { return element_bytes == 8 ? 16 : 8; }
 
-// The same for ops that always go by ChooseStrategy.
+// For ops that always use ChooseStrategy.
 inline Plan PlanByRule(const SegmentCall& call, int64_t state_bytes) {
   if (call.problem.HasNoResult()) return {kNothing};
   const int64_t element_bytes = ElementBytes(call.type);

@@ -1,33 +1,33 @@
-// How the CPU kernels of the segment family go through the rows. The result is the same on any number of threads, and
-// nothing depends on whether the ids are sorted.
+// How the CPU kernels of the segment ops traverse the rows. Results do not depend on the number of threads, nor on
+// whether the ids are sorted.
 //
-// A reduction has two strategies, both accumulating in ComputeType (so that 16-bit types vectorise):
-// - Scan: each range of rows is folded into cells of its own; the ranges' cells are merged in order. For rows so
-//   narrow, or cells so few, that the cells stay in a near cache. Where it would be one range, each thread takes the
-//   rows of its own segments instead, with the same result; where the ids turn out to be sorted, of some segments after
-//   another.
-// - Group by segment: each thread takes a range of segments (or of features, where segments are few), whose rows are
-//   grouped by segment with a counting sort of row numbers. A segment's cells then stay in the nearest cache while its
-//   rows stream by, and are written once.
+// A reduction has two strategies. Both accumulate in ComputeType, so that 16-bit types vectorise:
+// - Scan: each range of rows is folded, in order, into its own cells; then the cells of the ranges are merged. Used if
+//   rows are narrow, or if the cells fit in a near cache. With a single range, each thread instead reduces the rows of
+//   its own segments, with the same result. Without rounding merges, sorted ids are instead reduced a few neighbouring
+//   segments at a time.
+// - Group by segment: each thread owns a range of segments (or of features, if there are few segments). A counting sort
+//   of row numbers groups its rows by segment. A segment's cells then stay in the L1 cache while its rows stream by,
+//   and are written once.
 //
-// Kernels take small structs by value: through a reference they would be read again after every store, which may be to
-// them for all the compiler knows.
+// Kernels take small structs by value. Through a reference, the compiler would have to reload them after every store,
+// which might alias them.
 //
-// A Reduction says what is folded and written. It has the types Element (of a row), First and Second (of the one or two
-// numbers of a cell under reduction; Second may be NoNumber), the constants kRounds (whether merging in another
-// grouping gives other bits) and kHoldsRuns (whether every row changes its cell, so that the cell of a run of rows of
-// one segment is better held in registers), optionally kSecondIsRare (whether few cells have a second number, so that it
-// is not asked for ahead), and the functions
-//   Start(count, cells)                       `count` cells of no rows
-//   Fold(values, row, width, cells)           a row into `width` cells; rows of a cell come in ascending order; where
-//                                             kFoldsWidened, the values may be of First (kFoldsBoth) or always are
-//   Merge(count, later, cells)                the cells of a later range of rows into those of the ranges before it
-//   Write(count, first_cell, counts, cells)   the results from cell `first_cell` of [batch, segments, features] on;
-//                                             counts[0] is the number of rows in the segment of that cell, counts[1] in
+// A Reduction says how rows are folded and results are written. It has the types Element (of a row), First and Second
+// (the one or two numbers of an unfinished cell; Second may be NoNumber). It has the constants kRounds (whether merging
+// in another grouping changes the bits) and kHoldsRuns (whether every row changes its cell, so that a run of rows of
+// one segment should keep its cell in registers). kSecondIsRare is optional (whether few cells have a second number, so
+// that it is not prefetched). The functions are
+//   Start(count, cells)                       initialises `count` cells
+//   Fold(values, row, width, cells)           folds a row into `width` cells; rows of a cell come in ascending order.
+//                                             With kFoldsWidened, the values may be (kFoldsBoth) or are always of First
+//   Merge(count, later, cells)                merges cells of a later range of rows into those of the earlier ranges
+//   Write(count, first_cell, counts, cells)   writes results from cell `first_cell` of [batch, segments, features] on.
+//                                             counts[0] is the number of rows of that cell's segment, counts[1] that of
 //                                             the next one (only if the caller of ReduceAll asked for counts)
-//   ResultCells()                             the results as cells, as far as they can hold these until they are
-//                                             written; otherwise nullptr
-//   WriteEmpty(count, first_cell)             as Start and Write do for cells of no rows; only if it is cheaper
+//   ResultCells()                             the results as cells, if these can hold the unfinished numbers; otherwise
+//                                             nullptr
+//   WriteEmpty(count, first_cell)             the same as Start and Write, for cells without rows; only if cheaper
 #pragma once
 
 #include <algorithm>
@@ -55,36 +55,36 @@
 
 namespace jax_baracuda::segment {
 
-inline constexpr int64_t kMinWorkOfRow = 32;  // as many bytes, whatever its width
+inline constexpr int64_t kMinWorkOfRow = 32;  // minimum work counted per row, in bytes
 inline constexpr int64_t kNearCacheBytes = 4 * 1024 * 1024;
-inline constexpr int64_t kFarCellBytes = 512 * 1024;  // of cells that are worth asking for ahead
+inline constexpr int64_t kFarCellBytes = 512 * 1024;  // cells beyond this size are prefetched
 inline constexpr int64_t kMinRowsPerCellRow = 2;
-inline constexpr int64_t kMinRowsPerRangeCellRow = 8;  // of a range's own cells, which must also be set up and merged
+inline constexpr int64_t kMinRowsPerRangeCellRow = 8;  // a range's own cells must also be initialised and merged
 inline constexpr int64_t kMaxRoundedRanges = 64;
 inline constexpr int64_t kMinBytesPerRoundedRange = 64 * 1024;
 inline constexpr int64_t kMinSegmentsPerBlock = 64;
 inline constexpr int64_t kMinFeatureBytesPerBlock = 256;
-inline constexpr int64_t kSortedBlockBytes = 16 * 1024;   // of the cells of segments that are reduced together
-inline constexpr int64_t kMinBytesPerPart = 1024 * 1024;  // of segments that a thread reduces alone
-inline constexpr int64_t kMaxSegmentParts = 16;           // each of which reads all ids
+inline constexpr int64_t kSortedBlockBytes = 16 * 1024;   // cells of segments that are reduced together
+inline constexpr int64_t kMinBytesPerPart = 1024 * 1024;  // segments that one thread reduces alone
+inline constexpr int64_t kMaxSegmentParts = 16;           // each part reads all ids
 inline constexpr int64_t kMinStreamedBytes = 32 * 1024 * 1024;
 inline constexpr int64_t kCacheLine = 64;
 inline constexpr int64_t kPrefetchDistance = 6;       // rows
-inline constexpr int64_t kScanPrefetchDistance = 16;  // of narrow ones
-inline constexpr int64_t kWidenedNumbers = 2048;      // that are converted together
+inline constexpr int64_t kScanPrefetchDistance = 16;  // narrow rows
+inline constexpr int64_t kWidenedNumbers = 2048;      // numbers converted together
 
-// The width of rows that are better converted together than each by itself.
+// Rows up to this width are faster to convert together than one by one.
 template <typename T>
 inline constexpr int64_t kMaxWidenedWidth = kIsWidenedAtOnce<T> ? 64 : 8;
 
 enum class Strategy {
   kNothing,
-  kFill,            // there are no segments, so that all rows are dropped
-  kScan,            // rows in order, into cells of the whole range or, where merging does not round, of each thread
-  kSplitScan,       // rows in order, in ranges that the shapes decide, because merging rounds
+  kFill,            // no segments: all rows are dropped
+  kScan,            // rows in order; one range, or one per thread if merging does not round
+  kSplitScan,       // rows in order; ranges depend on shapes only, because merging rounds
   kGroupBySegment,  // rows grouped by segment
-  kStreamedGroups,  // the same, with results of rows that go past the caches
-  kGather,          // rows in order, each from its segment's cells
+  kStreamedGroups,  // the same, with streaming stores of row results
+  kGather,          // rows in order, each computed from its segment's cells
 };
 
 inline const char* StrategyName(Strategy strategy) {
@@ -107,7 +107,7 @@ inline const char* StrategyName(Strategy strategy) {
   return "";
 }
 
-// The plan of a call whose type is dispatched by dispatch(type, body): what choose(TypeTag<T>{}) returns.
+// The plan of a call: choose(TypeTag<T>{}) for the type that dispatch(type, body) finds.
 template <typename Dispatch, typename Choose>
 Plan PlanOfType(const SegmentCall& call, const Dispatch& dispatch, const Choose& choose) {
   Strategy strategy = Strategy::kNothing;
@@ -115,7 +115,7 @@ Plan PlanOfType(const SegmentCall& call, const Dispatch& dispatch, const Choose&
   return Plan{StrategyName(strategy)};
 }
 
-// Runs a call with run(pool, call), which returns false if there is no memory.
+// Runs a call with kRun(pool, call), which returns false if memory allocation fails.
 template <typename Call, bool (*kRun)(ffi::ThreadPool&, const Call&)>
 ffi::Error RunOnCpu(ffi::ThreadPool pool, const char* op, ffi::RemainingRets scratch, Call* call) {
   if (!scratch.empty()) return InvalidArgument(op, "scratch is among the results, expected none");
@@ -124,7 +124,7 @@ ffi::Error RunOnCpu(ffi::ThreadPool pool, const char* op, ffi::RemainingRets scr
 
 inline constexpr int64_t kConvertedIds = 1024;  // at once
 
-// Ids as 32 bits, -1 for those that are not in [0, segments).
+// Ids as 32 bits; -1 if outside [0, segments).
 template <typename Id>
 JB_CPU_CLONES void ConvertIds(const Id* ids, int64_t count, int64_t segments, int32_t* to) {
   JB_VECTORIZE
@@ -144,7 +144,7 @@ struct SegmentIds {
     return are_64_bit ? static_cast<const int64_t*>(values)[i] : static_cast<const int32_t*>(values)[i];
   }
 
-  // Calls body with the ids as an array of their type.
+  // Calls body with the ids as a typed array.
   template <typename Body>
   JB_INLINE auto Visit(const Body& body) const {
     return are_64_bit ? body(static_cast<const int64_t*>(values)) : body(static_cast<const int32_t*>(values));
@@ -154,15 +154,15 @@ struct SegmentIds {
     return Visit([&](const auto* ids) { return std::is_sorted(ids + begin, ids + end); });
   }
 
-  // The first index in [begin, end) of sorted ids whose id is not below `id`.
+  // The first index in [begin, end) with an id of at least `id`, for sorted ids.
   int64_t LowerBound(int64_t begin, int64_t end, int64_t id) const {
     return Visit([&](const auto* ids) -> int64_t {
       return std::lower_bound(ids + begin, ids + end, id, [](auto a, int64_t b) { return int64_t{a} < b; }) - ids;
     });
   }
 
-  // Writes up to `count` ids of 64 bits, from the index `first` on, as their distance from *first_segment, which fits
-  // in 32 bits, or -1 for no segment. Returns how many it wrote.
+  // Converts up to `count` 64-bit ids from index `first` on to their offset from *first_segment, or -1 if out of range.
+  // Returns how many it converted: only one if segments exceed 32 bits.
   __attribute__((noinline)) int64_t Convert(int64_t first, int64_t count, int64_t segments, int32_t* to,
                                             int64_t* first_segment) const {
     const int64_t* const ids = static_cast<const int64_t*>(values) + first;
@@ -186,7 +186,7 @@ inline bool EachBatchIsSorted(const Problem& problem, SegmentIds ids) {
   return true;
 }
 
-// Asks for a whole row ahead of its use; rows that ids point to jump about, so the hardware cannot foresee them.
+// Prefetches a whole row. Rows found through ids are scattered, so the hardware prefetcher cannot predict them.
 template <typename T>
 JB_INLINE void PrefetchRow(const T* row, int64_t width) {
   const char* const begin = reinterpret_cast<const char*>(row);
@@ -197,19 +197,19 @@ JB_INLINE void PrefetchRow(const T* row, int64_t width) {
 
 inline constexpr int64_t kMaxNarrowWidth = 8;
 
-// Calls body with the width of narrow rows as a constant; returns false, and calls nothing, for others.
+// Calls body with the width as a constant if rows are narrow; otherwise returns false.
 template <typename Body>
 JB_INLINE bool DispatchNarrow(int64_t width, const Body& body) {
   return DispatchConstant<1, 2, 3, 4, 5, 6, 7, 8>(width, body);
 }
 
-// Calls body with `width`, as a constant where it is small: a loop over few features would cost more than its body.
+// Calls body with `width`, as a constant if it is small: otherwise loop overhead exceeds the work on so few features.
 template <typename Body>
 JB_INLINE void WithWidth(int64_t width, const Body& body) {
   if (!DispatchNarrow(width, body)) body(width);
 }
 
-// Pointers to the cells under reduction, a number of each kind per cell.
+// Pointers to unfinished cells: one array per kind of number.
 struct NoNumber {};
 
 template <typename First, typename Second>
@@ -232,7 +232,7 @@ inline constexpr bool
     kWritesEmpty<Reduction, std::void_t<decltype(std::declval<const Reduction&>().WriteEmpty(int64_t{}, int64_t{}))>> =
         true;
 
-// Whether rows may be converted before they are folded.
+// Whether rows may be converted to First before they are folded.
 template <typename Reduction>
 inline constexpr bool kFoldsWidened =
     !std::is_same_v<typename Reduction::Element, ComputeType<typename Reduction::Element>> &&
@@ -252,14 +252,14 @@ constexpr int64_t CellBytes() {
   return sizeof(typename Reduction::First) + (kHasSecond<Reduction> ? sizeof(typename Reduction::Second) : 0);
 }
 
-// The cells that lie at results, where these have the type of a cell's first number; else none.
+// Uses a result array as cells if it has the type of a cell's first number; otherwise nullptr.
 template <typename Reduction, typename T>
 JB_INLINE CellsOf<Reduction> CellsAt(T* first, typename Reduction::Second* second = nullptr) {
   if constexpr (std::is_same_v<T, typename Reduction::First>) return {first, second};
   return {nullptr, nullptr};
 }
 
-// Writes numbers of cells as results, unless they lie there already.
+// Writes numbers of cells as results, unless they are there already.
 template <typename Number, typename T>
 JB_INLINE void WriteNumbers(const Number* from, int64_t count, T* to) {
   if constexpr (std::is_same_v<Number, T>) {
@@ -279,7 +279,7 @@ constexpr bool FoldsBoth() {
   return false;
 }
 
-// Folds a row, converted first where that is better.
+// Folds a row; converts it first if that is faster.
 template <typename Reduction>
 JB_INLINE void FoldRow(const Reduction& reduction, const typename Reduction::Element* values, int32_t row,
                        int64_t width, CellsOf<Reduction> cells) {
@@ -292,7 +292,7 @@ JB_INLINE void FoldRow(const Reduction& reduction, const typename Reduction::Ele
   }
 }
 
-// Both ends of a narrow row of cells, which may lie on two lines.
+// Prefetches both ends of a narrow row of cells, which may straddle two cache lines.
 template <typename Reduction>
 JB_INLINE void PrefetchCells(CellsOf<Reduction> cells, int64_t width) {
   __builtin_prefetch(cells.first, /*rw=*/1);
@@ -303,7 +303,7 @@ JB_INLINE void PrefetchCells(CellsOf<Reduction> cells, int64_t width) {
   }
 }
 
-// The distance between `count` numbers that one thread writes to and those of the next: no cache line has some of both.
+// The distance between the `count` numbers of one thread and those of the next, so that they share no cache line.
 template <typename Number>
 constexpr int64_t Padded(int64_t count) {
   constexpr int64_t kNumbersOfLine = kCacheLine / sizeof(Number);
@@ -320,11 +320,11 @@ constexpr int64_t PaddedCells(int64_t count) {
   }
 }
 
-// Memory for those numbers of cells that `results`, if they are any, do not hold.
+// Memory for unfinished cells; numbers that `results` can hold need none.
 template <typename Reduction>
 class CellMemory {
  public:
-  // Returns false if there is no memory.
+  // Returns false if allocation fails.
   bool Allocate(int64_t count, CellsOf<Reduction> results) {
     results_ = results;
     if (results.first == nullptr) {
@@ -340,7 +340,7 @@ class CellMemory {
     return true;
   }
 
-  // Those at a place of the memory or of the results.
+  // The cells at `place` of the memory, or at `result_place` of the results.
   CellsOf<Reduction> At(int64_t place, int64_t result_place) const {
     CellsOf<Reduction> cells{first_ == nullptr ? results_.first + result_place : first_.get() + place, nullptr};
     if constexpr (kHasSecond<Reduction>) {
@@ -356,26 +356,26 @@ class CellMemory {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Where rows lie. `At` gives those of an element of the batch, from a feature on; `stride` is the width of whole rows.
+// Sources of rows. `At` gives the rows of a batch element, from a feature on; `stride` is the width of a full row.
 
-// As they are.
+// Rows in memory order.
 template <typename T>
 struct DirectRows {
   const T* data;                                 // [batch or 1, rows, features]
-  static constexpr bool kSplitsFeatures = true;  // whether threads may take parts of a row
+  static constexpr bool kSplitsFeatures = true;  // whether threads may split a row
 
   struct Element {
-    static constexpr bool kAreInOrder = true;  // of memory
+    static constexpr bool kAreInOrder = true;  // rows are in memory order
 
     const T* rows;
     int64_t first_row = 0;
 
-    // With numbers of rows that count from this one on.
+    // The same rows, numbered from `row` on.
     JB_INLINE Element From(int64_t row, int64_t stride) const { return {rows + row * stride, row}; }
     JB_INLINE void Prefetch(int32_t row, int64_t stride, int64_t width) const {
       PrefetchRow(rows + row * stride, width);
     }
-    // Rows in order, which the hardware foresees.
+    // Nothing: the hardware prefetcher predicts sequential rows.
     JB_INLINE void PrefetchNarrow(int32_t /*row*/, int64_t /*width*/) const {}
     template <typename Reduction>
     JB_INLINE void Fold(const Reduction& reduction, int32_t row, int64_t stride, int64_t width,
@@ -395,7 +395,7 @@ struct DirectRows {
 // The rows of a range of segments of one batch element, grouped by segment and ascending within each.
 class GroupedRows {
  public:
-  // Groups the rows of segments [segment_begin, segment_end). Returns false if there is no memory.
+  // Groups the rows of segments [segment_begin, segment_end). Returns false if allocation fails.
   bool Group(const Problem& problem, int64_t batch, int64_t segment_begin, int64_t segment_end, SegmentIds ids,
              bool ids_are_sorted) {
     const int64_t num_segments = segment_end - segment_begin;
@@ -413,7 +413,7 @@ class GroupedRows {
     if (members == nullptr) return false;
     return ids.Visit([&](const auto* all_ids) {
       const auto* const row_ids = all_ids + first_id;
-      // Listed without a branch on what is random. A row that is no member is overwritten by the next one.
+      // Branch-free, since ids are unpredictable. A row outside the segments is overwritten by the next one.
       int64_t num_members = 0;
       for (int64_t row = 0; row < problem.rows; ++row) {
         members[num_members] = static_cast<int32_t>(row);
@@ -425,7 +425,7 @@ class GroupedRows {
       if (rows_ == nullptr) return false;
       for (int64_t i = 0; i < num_members; ++i) ++ends_[row_ids[members[i]] - segment_begin + 1];
       for (int64_t i = 0; i < num_segments; ++i) ends_[i + 1] += ends_[i];
-      // Placing a row moves its segment's start to the next place, so that in the end starts have become ends.
+      // Placing a row increments its segment's start, so that in the end all starts have become ends.
       for (int64_t i = 0; i < num_members; ++i) rows_[ends_[row_ids[members[i]] - segment_begin]++] = members[i];
       return true;
     });
@@ -433,32 +433,32 @@ class GroupedRows {
 
   int32_t Size() const { return size_; }
 
-  // [Begin(i), End(i)) are the places of the rows of segment segment_begin + i.
+  // [Begin(i), End(i)) are the positions of the rows of segment segment_begin + i.
   int32_t Begin(int64_t i) const { return i == 0 ? 0 : ends_[i - 1]; }
   int32_t End(int64_t i) const { return ends_[i]; }
   int32_t operator[](int32_t place) const { return rows_ == nullptr ? first_row_ + place : rows_[place]; }
 
  private:
   std::unique_ptr<int32_t[]> ends_;
-  std::unique_ptr<int32_t[]> rows_;  // absent where the ids are sorted
+  std::unique_ptr<int32_t[]> rows_;  // nullptr if the ids are sorted
   int32_t first_row_ = 0;
   int32_t size_ = 0;
 };
 
-// What one thread does of grouped rows.
+// The part of the grouped rows that one thread reduces.
 struct Block {
   int64_t batch;
   int64_t segment_begin, segment_end;
   int64_t feature_begin, feature_end;
 };
 
-// The rows of a batch element are grouped for `segment_ranges` ranges of segments, each by one thread, and then worked
-// on by `feature_ranges` threads each.
+// One thread per range groups the rows of a batch element for `segment_ranges` ranges of segments. Then
+// `feature_ranges` threads work on each range.
 struct Blocking {
   int64_t segment_ranges;
   int64_t feature_ranges;
 
-  // `item_size` is that of an element of the rows; 0 to leave features whole.
+  // `item_size` is the size of an element in bytes; 0 to keep features whole.
   Blocking(const Problem& problem, int64_t item_size, int64_t num_threads) {
     const int64_t blocks = (num_threads + problem.batch - 1) / std::max<int64_t>(1, problem.batch);
     segment_ranges = std::clamp<int64_t>(problem.segments / kMinSegmentsPerBlock, 1, blocks);
@@ -475,8 +475,8 @@ struct Blocking {
   }
 };
 
-// Groups all rows and calls body(block, grouped rows of its segments) for every block; body returns false if it has no
-// memory, and so does this function.
+// Groups all rows and calls body(block, grouped rows of its segments) for every block. Returns false if allocation
+// fails, here or in body.
 inline bool ForEachGroupedBlock(ffi::ThreadPool& pool, const Problem& problem, const Blocking& blocking, SegmentIds ids,
                                 FunctionRef<bool(const Block&, const GroupedRows&)> body) {
   const bool ids_are_sorted = EachBatchIsSorted(problem, ids);
@@ -499,7 +499,7 @@ inline bool ForEachGroupedBlock(ffi::ThreadPool& pool, const Problem& problem, c
   return has_memory;
 }
 
-// Calls body(row) for the rows in places [begin, end), and prefetch(row) for coming ones.
+// Calls body(row) for the rows at positions [begin, end), and prefetch(row) for rows ahead.
 template <typename Prefetch, typename Body>
 JB_INLINE void ForEachGroupedRow(const GroupedRows& grouped, int32_t begin, int32_t end, const Prefetch& prefetch,
                                  const Body& body) {
@@ -510,7 +510,7 @@ JB_INLINE void ForEachGroupedRow(const GroupedRows& grouped, int32_t begin, int3
   }
 }
 
-// Reduces the rows of one block; returns false if there is no memory.
+// Reduces the rows of one block; returns false if allocation fails.
 template <typename Reduction, typename Rows>
 JB_CPU_CLONES bool ReduceGrouped(const Problem problem, const Block block, const GroupedRows& grouped,
                                  const Rows all_rows, const Reduction reduction, int32_t* row_counts) {
@@ -545,8 +545,8 @@ JB_CPU_CLONES bool ReduceGrouped(const Problem problem, const Block block, const
 // Rows in order.
 
 // Calls body(begin, end, ids, first_segment) for blocks that together are the rows [row_begin, row_end) of a batch
-// element: row r of a block belongs to segment first_segment + ids[r - begin], or to none where ids[r - begin] is not
-// in [0, segments). Loops over rows are thus compiled for ids of 32 bits alone; others are converted block by block.
+// element. Row r of a block belongs to segment first_segment + ids[r - begin], or to none if ids[r - begin] is not in
+// [0, segments). So loops over rows are compiled for 32-bit ids only; 64-bit ids are converted block by block.
 template <typename Body>
 JB_INLINE void ForEachBlockOfIds(const Problem& problem, SegmentIds ids, int64_t batch, int64_t row_begin,
                                  int64_t row_end, const Body& body) {
@@ -568,9 +568,9 @@ struct SegmentRange {
   int64_t begin, end;
 };
 
-// Up to kConvertedIds rows of a batch element, in order: row Row(i) belongs to segment first_segment + ids[i], or to none
-// where ids[i] is not in [0, segments). `known` of them may be looked at ahead of their use: those of the block, and, as
-// far as there are any, the next ones.
+// Up to kConvertedIds rows of a batch element, in order. Row Row(i) belongs to segment first_segment + ids[i], or to
+// none if ids[i] is not in [0, segments). The first `known` ids may be read for prefetching: those of the block, and
+// the next ones as far as available.
 struct RowBlock {
   int64_t count, known;
   int64_t first_row, first_segment;
@@ -579,14 +579,14 @@ struct RowBlock {
 
   JB_INLINE int64_t Row(int64_t i) const { return first_row + offsets[i]; }
 
-  // The same rows where those from the offset 0 on are the rows from `row` on.
+  // The same offsets and ids, with the rows stored from `row` on.
   RowBlock From(int64_t row) const { return {count, known, row, first_segment, offsets, ids}; }
-  // The same members where they are the rows from 0 on.
+  // The same ids for rows that are stored contiguously from 0 on.
   RowBlock OfAll() const;
 };
 
-// 0, 1, 2, ...: the offsets of rows none of which is left out. Through them all loops are compiled once, though those of a
-// block of all rows have a load more.
+// The offsets 0, 1, 2, ... of a block without gaps. So loops are compiled once, at the cost of one load per row for
+// these blocks.
 struct AllOffsets {
   int32_t values[kConvertedIds + kScanPrefetchDistance];
 
@@ -599,7 +599,7 @@ inline constexpr AllOffsets kAllOffsets;
 inline RowBlock RowBlock::OfAll() const { return {count, known, 0, first_segment, kAllOffsets.values, ids}; }
 
 // Calls body(block) for blocks of up to `most_rows` rows that together are the rows [row_begin, row_end) of a batch
-// element; if `are_listed`, those of `segments` alone.
+// element; if `are_listed`, only the rows of `segments`.
 __attribute__((noinline)) inline void ForEachBlockOfRows(const Problem& problem, SegmentIds ids, int64_t batch,
                                                          int64_t row_begin, int64_t row_end, SegmentRange segments,
                                                          bool are_listed, int64_t most_rows,
@@ -627,7 +627,7 @@ __attribute__((noinline)) inline void ForEachBlockOfRows(const Problem& problem,
   ForEachBlockOfIds(problem, ids, batch, row_begin, row_end, of_ids);
 }
 
-// The cell of the segment that rows of one feature are folded into at the moment, held in registers.
+// Keeps the cell of the current segment in registers, for rows of one feature.
 template <typename Reduction>
 class HeldCell {
  public:
@@ -667,11 +667,10 @@ class HeldCell {
   typename Reduction::Second second_{};
 };
 
-// Whether cells are so many bytes together that those of a row at random are worth asking for ahead.
+// Whether the cells are too large for a near cache, so that prefetching a random one pays.
 inline bool AreFar(int64_t cells, int64_t cell_bytes) { return cells * cell_bytes > kFarCellBytes; }
 
-// The first of as many rows as the offsets of a block reach, of type ComputeType<T>: where they lie, or converted into
-// memory for them.
+// The rows of a block as ComputeType<T>: in place, or converted into `memory` at the same offsets.
 template <typename T>
 const ComputeType<T>* NumbersOf(const RowBlock& block, const T* rows, int64_t features, ComputeType<T>* memory) {
   const T* const first = rows + block.first_row * features;
@@ -691,20 +690,21 @@ const ComputeType<T>* NumbersOf(const RowBlock& block, const T* rows, int64_t fe
   }
 }
 
-// Where the rows of a block are folded to: the cells of `segments`, in which those that are members are.
+// The destination of a block's rows: the cells of `segments`.
 template <typename Reduction>
 struct FoldTarget {
   CellsOf<Reduction> cells;
   int32_t* row_counts;
   int64_t segment_begin;
-  uint64_t num_segments;  // of the problem
+  uint64_t num_segments;  // all segments of the problem
   int64_t features;
   bool cells_are_far;
-  bool rows_are_far;  // if they are gathered
-  bool holds_runs;    // of blocks of all rows alone
+  bool rows_are_far;  // for gathered rows
+  bool holds_runs;    // only if blocks have all rows
 };
 
-// Calls fold(offset, segment - segment_begin) for the members of a block, whose i-th row has the offset offset_of(i).
+// Calls fold(offset, segment - segment_begin) for the rows of a block that belong to a segment; offset_of(i) is the
+// offset of row i.
 template <typename Reduction, typename RowsOfElement, typename OffsetOf, typename Fold>
 JB_INLINE void ForEachMember(const RowBlock& block, const RowsOfElement& rows, const FoldTarget<Reduction>& target,
                              int64_t width, const OffsetOf& offset_of, const Fold& fold) {
@@ -725,7 +725,7 @@ JB_INLINE void ForEachMember(const RowBlock& block, const RowsOfElement& rows, c
   }
 }
 
-// Folds a block of rows so narrow that loops over their features are compiled for each width.
+// Folds a block of narrow rows; loops over their features are compiled for each width.
 template <typename Reduction, typename RowsOfElement>
 JB_CPU_CLONES_OF_NARROW void FoldNarrow(const RowBlock block, const RowsOfElement all_rows, const Reduction reduction,
                                         const FoldTarget<Reduction> target) {
@@ -774,7 +774,8 @@ void FoldBlock(const RowBlock& block, const RowsOfElement& rows, const Reduction
   }
 }
 
-// Starts the cells of `segments`, into which rows are folded in order; only they are listed, or no rows of others come.
+// Initialises the cells of `segments`. Without `are_listed`, only rows of these segments, or of none, may be folded
+// into them.
 template <typename Reduction>
 FoldTarget<Reduction> StartCells(const Problem& problem, const Reduction& reduction, SegmentRange segments,
                                  bool are_listed, CellsOf<Reduction> cells, int32_t* row_counts) {
@@ -788,11 +789,11 @@ FoldTarget<Reduction> StartCells(const Problem& problem, const Reduction& reduct
           features,
           AreFar(num_segments * features, CellBytes<Reduction>()),
           AreFar(problem.segments * features, CellBytes<Reduction>()),
-          !are_listed};  // ids of a part of the segments have few runs
+          !are_listed};  // listed rows have few runs
 }
 
-// Folds the rows [row_begin, row_end) of a batch element, in order, into the cells of `segments`.
-// They are all in these segments, or in none, unless `are_listed`: then the rows of other segments are passed over.
+// Folds the rows [row_begin, row_end) of a batch element, in order, into the cells of `segments`. With `are_listed`,
+// rows of other segments are skipped; otherwise there must be none.
 template <typename Reduction, typename Rows>
 void FoldInOrder(const Problem& problem, SegmentIds ids, const Rows& all_rows, const Reduction& reduction,
                  int64_t batch, int64_t row_begin, int64_t row_end, SegmentRange segments, bool are_listed,
@@ -837,8 +838,8 @@ inline int64_t NumThreads(ffi::ThreadPool& pool, int64_t total_bytes) {
   return std::min<int64_t>(ChunksFor(pool, total_bytes), std::max<int64_t>(1, pool.num_threads()));
 }
 
-// How many ranges of rows of a batch element to fold apart. Where merging rounds, this depends on shapes alone, so that
-// the result does not depend on the number of threads.
+// The number of ranges of rows per batch element. If merging rounds, it depends on shapes only, so that the result does
+// not depend on the number of threads.
 template <typename Reduction>
 int64_t NumRanges(const Problem& problem, int64_t row_bytes, int64_t num_threads) {
   if constexpr (Reduction::kRounds) {
@@ -851,19 +852,20 @@ int64_t NumRanges(const Problem& problem, int64_t row_bytes, int64_t num_threads
   }
 }
 
-// Starts the cells of `segments` of a batch element and folds the rows [row_begin, row_end) of these into them: (batch,
-// row_begin, row_end, segments, are_listed, cells, row_counts); unless `are_listed`, none of them is of another segment.
+// Initialises the cells of `segments` of a batch element and folds the rows [row_begin, row_end) into them: (batch,
+// row_begin, row_end, segments, are_listed, cells, row_counts). Without `are_listed`, no row belongs to another
+// segment.
 template <typename Reduction>
 using FoldRows = FunctionRef<void(int64_t, int64_t, int64_t, SegmentRange, bool, CellsOf<Reduction>, int32_t*)>;
 
-// Reduces ranges of rows, whose cells are merged.
+// Reduces ranges of rows separately, then merges their cells.
 template <typename Reduction>
 bool ReduceRanges(ffi::ThreadPool& pool, const Problem& problem, int64_t num_ranges, const Reduction& reduction,
                   int32_t* row_counts, FoldRows<Reduction> fold) {
   const int64_t cells_per_batch = problem.segments * problem.features;
   const int64_t padded_cells = PaddedCells<Reduction>(cells_per_batch);
   const int64_t padded_counts = Padded<int32_t>(problem.segments);
-  CellMemory<Reduction> first_memory, later_memory;  // of the first range, and of others
+  CellMemory<Reduction> first_memory, later_memory;  // of the first range, of all others
   std::unique_ptr<int32_t[]> later_counts;
   if (!first_memory.Allocate(problem.batch * padded_cells, reduction.ResultCells()) ||
       !later_memory.Allocate(problem.batch * (num_ranges - 1) * padded_cells, {})) {
@@ -917,9 +919,9 @@ bool ReduceRanges(ffi::ThreadPool& pool, const Problem& problem, int64_t num_ran
   return true;
 }
 
-// Reduces each segment by one thread. reduce(batch, part, reduce_segments) is called for each of `parts` parts of a batch
-// element and calls reduce_segments(row_begin, row_end, segments, are_listed) for its segments, up to max_segments at
-// once. Returns false if there is no memory.
+// Reduces each segment by one thread. For each of `parts` parts of a batch element, reduce(batch, part,
+// reduce_segments) calls reduce_segments(row_begin, row_end, segments, are_listed) for its segments, up to max_segments
+// at a time. Returns false if allocation fails.
 template <typename Reduction, typename Reduce>
 bool ReduceParts(ffi::ThreadPool& pool, const Problem& problem, const Reduction& reduction, int64_t parts,
                  int64_t max_segments, int32_t* row_counts, FoldRows<Reduction> fold, const Reduce& reduce) {
@@ -943,7 +945,7 @@ bool ReduceParts(ffi::ThreadPool& pool, const Problem& problem, const Reduction&
   return has_memory;
 }
 
-// Reduces rows that are sorted by segment: some segments after another, whose cells stay in the nearest cache.
+// Reduces sorted rows, a few segments at a time, so that their cells stay in the L1 cache.
 template <typename Reduction>
 bool ReduceSorted(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, const Reduction& reduction,
                   int64_t parts, int32_t* row_counts, FoldRows<Reduction> fold) {
@@ -951,7 +953,7 @@ bool ReduceSorted(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids,
       kSortedBlockBytes / (std::max<int64_t>(problem.features, 1) * CellBytes<Reduction>()), 1, problem.segments);
   const auto reduce = [&](int64_t batch, int64_t part, const auto& reduce_segments) {
     const int64_t first_id = problem.IdIndex(batch, 0);
-    // A part ends with the segment of its last row.
+    // Parts have equal numbers of rows, rounded up to complete segments.
     const auto bound = [&](int64_t i) {
       if (i == 0) return int64_t{0};
       if (i == parts || problem.rows == 0) return problem.segments;
@@ -973,7 +975,7 @@ bool ReduceSorted(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids,
   return ReduceParts(pool, problem, reduction, parts, block_segments, row_counts, fold, reduce);
 }
 
-// Reduces the rows in order, each part of the segments by a thread that passes over the rows of others.
+// Reduces the rows in order. Each thread owns a part of the segments and skips the rows of others.
 template <typename Reduction>
 bool ReduceSegmentParts(ffi::ThreadPool& pool, const Problem& problem, const Reduction& reduction, int64_t parts,
                         int32_t* row_counts, FoldRows<Reduction> fold) {
@@ -988,7 +990,7 @@ bool ReduceSegmentParts(ffi::ThreadPool& pool, const Problem& problem, const Red
 template <typename T>
 inline constexpr int64_t kNarrowRowBytes = sizeof(T) >= 4 ? 128 : 64;
 
-// Whether to reduce in order rather than grouped.
+// Whether to scan rows in order rather than group them.
 template <typename T>
 bool ReducesInOrder(const Problem& problem, int64_t row_bytes, int64_t cell_bytes) {
   const bool cells_stay_near = problem.segments * problem.features * cell_bytes <= kNearCacheBytes;
@@ -1014,7 +1016,7 @@ inline int64_t BytesOfWork(const Problem& problem, int64_t row_bytes) {
   return problem.batch * (problem.rows + problem.segments) * std::max(row_bytes, kMinWorkOfRow);
 }
 
-// Reduces all rows in order; returns false if there is no memory.
+// Reduces all rows in order; returns false if allocation fails.
 template <typename Reduction>
 bool Scan(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, int64_t row_bytes, const Reduction& reduction,
           int32_t* row_counts, FoldRows<Reduction> fold) {
@@ -1045,8 +1047,8 @@ bool Scan(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, const R
   return Scan<Reduction>(pool, problem, ids, row_bytes, reduction, row_counts, fold);
 }
 
-// Reduces all rows; returns false if there is no memory. `row_counts`, if not nullptr, gets the number of rows of each
-// segment [batch, segments].
+// Reduces all rows; returns false if allocation fails. `row_counts`, if not nullptr, receives the number of rows of
+// each segment [batch, segments].
 template <typename Reduction, typename Rows>
 bool ReduceAll(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, const Rows& rows,
                const Reduction& reduction, int32_t* row_counts = nullptr) {
@@ -1062,15 +1064,15 @@ bool ReduceAll(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, co
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Results that have rows.
+// Results with one row per input row.
 
-// Memory for `count` elements that starts as far from a cache line's start as `like` does.
+// Memory for `count` elements, with the same offset within a cache line as `like`.
 template <typename T>
 class StreamBuffer {
  public:
   explicit StreamBuffer(int64_t count) : memory_(Allocate<char>(count * sizeof(T) + 2 * kCacheLine)) {}
 
-  // nullptr if there is no memory.
+  // nullptr if the allocation failed.
   T* At(const void* like) const {
     if (memory_ == nullptr) return nullptr;
     const uintptr_t offset = reinterpret_cast<uintptr_t>(like) % kCacheLine;
@@ -1081,7 +1083,7 @@ class StreamBuffer {
   std::unique_ptr<char[]> memory_;
 };
 
-// Copies bytes from a place that is as far from a cache line's start as their target; whole lines are streamed.
+// Copies bytes between addresses with the same offset within a cache line. Whole lines are streamed.
 inline void StreamLines(void* to, const void* from, int64_t bytes) {
   const int64_t until_line = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) % kCacheLine);
   const int64_t head = std::min(until_line, bytes), lines = (bytes - head) / kCacheLine * kCacheLine;
@@ -1092,7 +1094,7 @@ inline void StreamLines(void* to, const void* from, int64_t bytes) {
   std::memcpy(target + head + lines, source + head + lines, static_cast<size_t>(bytes - head - lines));
 }
 
-// Of gradients that need no more than their segment's cells.
+// For gradients that need only the cells of their segment.
 inline Strategy ChooseGather(const Problem& problem) {
   return problem.batch * problem.rows * problem.features == 0 ? Strategy::kNothing : Strategy::kGather;
 }
@@ -1113,8 +1115,8 @@ inline void ForEachChunkOfRows(ffi::ThreadPool& pool, const Problem& problem, vo
   });
 }
 
-// Writes zeros for the rows of a batch element that are in no segment; the first block of the element does so for all
-// segments, in its own features.
+// Writes zeros to the dropped rows of a batch element. Only blocks with the first segments do so, each in its own
+// features.
 template <typename T>
 void WriteDroppedRows(const Problem& problem, const Block& block, SegmentIds ids, T* result) {
   if (block.segment_begin != 0) return;
@@ -1127,7 +1129,7 @@ void WriteDroppedRows(const Problem& problem, const Block& block, SegmentIds ids
 }
 
 // Writes the rows [row_begin, row_end) of a batch element of a result: write(row, segment, to) for the rows of a
-// segment, zeros for the others; prefetch(segment) ahead.
+// segment, zeros for dropped rows. Calls prefetch(segment) ahead.
 template <typename T, typename Prefetch, typename Write>
 JB_INLINE void WriteRowsOfSegments(const Problem& problem, SegmentIds ids, int64_t batch, int64_t row_begin,
                                    int64_t row_end, int64_t width, T* result, const Prefetch& prefetch,

@@ -1,4 +1,4 @@
-// What the CUDA handlers of the segment ops share.
+// Shared by the CUDA handlers of the segment ops.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,13 +7,13 @@
 #include "ffi/core/target_table.h"
 #include "ffi/segment/decoding.h"
 
-// The names that StrategyName of reduce.cuh and PlanMapRows of map_rows.cuh give.
+// The names returned by StrategyName in reduce.cuh and PlanMapRows in map_rows.cuh.
 #define JB_REDUCE_STRATEGIES "fill", "private_table", "small_rows", "runs", "tiles", "staged_tiles", "sort_then_tiles"
 #define JB_MAP_ROWS_STRATEGIES "row_vectors", "flat_vectors", "flat_elements"
 
 namespace jax_baracuda::segment {
 
-// Takes the scratch that the plan wants and launches the kernels.
+// Decodes the scratch that the plan needs, and launches the kernels.
 template <typename Call, Plan (*kPlan)(const Call&), CudaStatus (*kLaunch)(const Call&, cudaStream_t)>
 ffi::Error RunOnCuda(cudaStream_t stream, const char* op, ffi::RemainingRets scratch_result, Call* call) {
   ScratchBuffer scratch;
@@ -23,7 +23,7 @@ ffi::Error RunOnCuda(cudaStream_t stream, const char* op, ffi::RemainingRets scr
   return ToError(op, kLaunch(*call, stream));
 }
 
-// The same for edges, which come in the order of their segments.
+// The same for edges, which must be sorted by segment.
 template <typename Call, Plan (*kPlan)(const Call&), CudaStatus (*kLaunch)(const Call&, cudaStream_t)>
 ffi::Error RunSortedOnCuda(cudaStream_t stream, const char* op, ffi::RemainingRets scratch_result, Call* call) {
   if (!call->indices_are_sorted) {

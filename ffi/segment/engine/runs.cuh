@@ -1,9 +1,9 @@
-// Reduction of narrow rows that come in the order of their segments: whole rows to a thread.
+// Reduction of narrow sorted rows: whole rows per thread.
 //
-// A block takes a tile of rows, each thread some neighbouring ones: through shared memory, so that loads are coalesced,
-// or directly where a thread's rows are no more than two sectors. Runs of rows of one segment that begin and end within
-// a thread's rows are done there. A segmented scan over the block puts the others together. At most two of them cross
-// the ends of the tile. They leave a carry-in and a carry-out, which MergeCarries of tiles.cuh folds.
+// A block reduces a tile of rows, and each thread some neighbouring rows of it. Rows pass through shared memory, so
+// that loads are coalesced, unless a thread's rows span no more than two sectors. A thread finishes the runs (rows of
+// one segment) that begin and end within its rows. A segmented scan over the block combines the others. At most two
+// runs cross the ends of the tile; they become a carry-in and a carry-out, which MergeCarries of tiles.cuh folds.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -15,11 +15,11 @@ namespace jax_baracuda::segment {
 
 inline constexpr int kRunThreads = 128;
 
-// Rows of a thread: as many bytes as make whole 16-byte words.
+// Rows per thread; their bytes are a multiple of 16.
 template <int kFeatures>
 inline constexpr int kRunRows = kFeatures <= 2 ? 16 : 8;
 
-// Whether rows of this width can be loaded as one vector, and lie so that tiles are aligned.
+// Whether a row is one vector, and tiles are aligned.
 inline bool TakesRuns(const Problem& problem, int64_t element_bytes) {
   const int64_t features = problem.features, row_bytes = features * element_bytes;
   const bool is_vector = features == 1 || features == 2 || features == 4 || features == 8;
@@ -40,7 +40,7 @@ struct RunShared {
   static constexpr int kWarps = kRunThreads / 32;
   static_assert(kThreadBytes % 16 == 0);
 
-  // Padded so that threads which read the same row of theirs read from different banks.
+  // Padded to avoid bank conflicts between threads that read their k-th row.
   uint4 rows[kStagesRows ? kRunThreads : 1][kThreadWords + 1];
   Cells warp_cells[kWarps];
   bool warp_has_start[kWarps];
@@ -104,9 +104,9 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
                                   [&](int r, uint32_t own) { segments[r] = r < own_rows ? own : kDropped; });
   }
   const bool is_first_block = first_row == 0, is_last_block = first_row + rows == a.problem.rows;
-  uint32_t segment = __shfl_up_sync(kFullWarp, segments[kRows - 1], 1);  // of the row before
+  uint32_t segment = __shfl_up_sync(kFullWarp, segments[kRows - 1], 1);  // segment of the previous row
   if (lane == 0) segment = own_rows > 0 && first_row + first_own > 0 ? a.ids[first_id + first_own - 1] : kDropped;
-  const bool block_is_entered = !is_first_block && segments[0] == segment;  // in the first thread
+  const bool block_is_entered = !is_first_block && segments[0] == segment;  // valid in the first thread only
   Vector<T, kFeatures> own_data[Shared::kStagesRows ? 1 : kRows];
   if constexpr (Shared::kStagesRows) {
     __pipeline_wait_prior(0);
@@ -125,9 +125,9 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
     }
   }
 
-  // The rows up to the thread's first start belong to a run of threads before; `head` is their reduction.
+  // Rows up to the thread's first start belong to a run of earlier threads; `head` is their partial result.
   uint32_t carry_in_segment = kDropped;
-  uint32_t gaps = 0;  // a bit for each row that comes after a narrow gap
+  uint32_t gaps = 0;  // bit mask: rows that follow a narrow gap
   bool has_start = false;
   Cells cells, head;
   cells.Start();
@@ -157,15 +157,15 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
     cells.Add(values, static_cast<int32_t>(first_row) + first_own + r, a.outputs);
   }
 
-  // Here rather than in the loop over rows, which is unrolled and would outgrow the instruction cache; so the ids are
-  // read again.
+  // Outside the loop over rows, which is unrolled and would outgrow the instruction cache. Therefore the ids are read
+  // again.
   for (gaps = a.gap_blocks == 0 ? 0 : gaps; gaps != 0; gaps &= gaps - 1) {
     const int64_t id = first_id + first_own + __ffs(gaps) - 1;
     const int64_t begin = first_segment + a.ids[id - 1] + 1, end = first_segment + a.ids[id];
     FillGap<Reduction, kFeatures>(a.outputs, begin, end, kFeatures, 0);
   }
 
-  // The parts of the run that goes on at the end of each thread, over the warp and then over the warps before.
+  // Scans the last run of each thread over the warp, then over the earlier warps.
   Cells scanned = cells;
   bool scanned_start = has_start;
 #pragma unroll
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
     shared.warp_has_start[warp] = scanned_start;
   }
   Cells entering = ShuffleUp(scanned, 1);
-  bool entering_start = __shfl_up_sync(kFullWarp, scanned_start, 1);  // the entering run starts in this block
+  bool entering_start = __shfl_up_sync(kFullWarp, scanned_start, 1);  // whether the entering run starts in this block
   if (lane == 0) {
     entering.Start();
     entering_start = false;
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kRunThreads) RunKernel(const __grid_constant__
   if (has_start) {
     entering.Merge(head, a.outputs);
     if (!entering_start) {
-      // The block's first start. If that is its first row, no run enters, and nobody reads what is written here.
+      // The block's first start. If it is the first row, no run enters, and this value is never read.
       *block_head = entering;
     } else if (carry_in_segment != kDropped) {
       entering.Store(a.outputs, first_segment + carry_in_segment, kFeatures, 0);

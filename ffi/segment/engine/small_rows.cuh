@@ -1,14 +1,13 @@
-// Reduction of few rows in order of their segments, as they lie, in one launch that mostly waits for memory once.
+// Reduction of few sorted rows in one launch, which usually waits for memory once.
 //
-// A group of threads takes one row, and looks at the ids before and after it. A scan over the groups of a block puts
-// runs together. The last groups of a block look ahead: their rows are the first of the next block, so that runs which
-// leave the block mostly end in sight. Where one does not, the block in which it starts reads on to its end, by many
-// rows at once. So nothing is left to merge for another kernel, but a hot segment keeps one block busy: see
-// TakesSmallRows. Partial results are merged in an order that shapes and ids alone decide. The code is short, since a
-// kernel that runs once waits for its instructions, too.
+// Each group of threads reads one row and the ids before and after it. A scan over the groups of a block combines runs.
+// The last groups of a block look ahead: they read the first rows of the next block, so that most runs that leave the
+// block end within sight. If a run does not, the block in which it starts reads on to its end, many rows at once. So no
+// second kernel has to merge anything, but a hot segment keeps one block busy (see TakesSmallRows). The order of merges
+// depends on shapes and ids only. The code is kept short: a kernel that runs once also waits for its instructions.
 //
-// The segments without rows are the gaps between runs, those before the first row and after the last one included.
-// Ids that are not sorted after all give wrong results, but no access out of bounds and no endless work.
+// Empty segments are the gaps between runs, before the first row and after the last one. Unsorted ids give wrong
+// results, but no access out of bounds and no endless loop.
 #pragma once
 
 #include <algorithm>
@@ -20,26 +19,26 @@
 namespace jax_baracuda::segment {
 
 inline constexpr int kSmallRowThreads = 256;
-inline constexpr int kRowsOfTail = 4;   // of a group, in each step beyond the block
-inline constexpr int kGapOfGroup = 64;  // segments; a block fills wider gaps together
+inline constexpr int kRowsOfTail = 4;   // rows per group and step when a run is followed beyond the block
+inline constexpr int kGapOfGroup = 64;  // in segments; wider gaps are filled by the whole block
 
-// How features and rows are assigned to the threads of a block: a row, or a part of it, to a group.
+// Assignment of features and rows to the threads of a block: one row, or one column block of it, per group.
 struct SmallRowGrid {
   FeatureLanes features;
   int groups;
-  int own_groups;  // the others look ahead
+  int own_groups;  // the other groups look ahead
 
   explicit SmallRowGrid(int64_t row_vectors)
       : features(AssignFeatures(row_vectors, 32)),
         groups(kSmallRowThreads / features.lanes),
         own_groups(groups - groups / 4) {}
 
-  // With a place after the last row, where the last gap ends.
+  // Includes one position after the last row, for the last gap.
   int64_t BlocksPerBatch(int64_t rows) const { return CeilDivide(rows + 1, static_cast<int64_t>(own_groups)); }
   int64_t RowsOfStep() const { return static_cast<int64_t>(groups) * kRowsOfTail; }
 };
 
-// Few rows, which a block can read on its own if it must, and on average few to a segment.
+// Rows so few that one block could read all of them, with few rows per segment on average.
 inline bool TakesSmallRows(const Problem& problem, int64_t element_bytes) {
   const int64_t row_vectors = problem.features / RowVector(problem.features, element_bytes);
   const int64_t rows_of_step = SmallRowGrid(row_vectors).RowsOfStep();
@@ -77,7 +76,7 @@ __global__ void __launch_bounds__(kSmallRowThreads)
   const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
   const T* const data = a.data + (a.problem.data_is_shared ? 0 : static_cast<int64_t>(b) * rows * features) + column;
 
-  // The segment of a row: -1 for what lies before all of them, `segments` for what lies behind.
+  // The segment of a row: -1 before the first row, `segments` after the last one.
   const auto segment_of = [&](int row) {
     const int64_t id = a.ids.Id(ids_offset + min(max(row, 0), rows - 1));
     const int segment = static_cast<int>(min(max(id, int64_t{-1}), static_cast<int64_t>(segments)));
@@ -112,7 +111,7 @@ __global__ void __launch_bounds__(kSmallRowThreads)
     }
   }
 
-  // What the row's run has of the block up to the row, and the group with which it starts.
+  // The partial result of the row's run within the block, up to the row, and the group in which the run starts.
   Cells cells = nothing;
   if (is_member(own)) cells.Add(Unpack<T, kVec>(values), row, a.outputs);
   int start = own != before ? group : kNoStart;
@@ -137,7 +136,7 @@ __global__ void __launch_bounds__(kSmallRowThreads)
   if (is_last && lane == 0) leaving_segment = is_own && !ends_here ? own : -1;
   __syncthreads();
   if (leaving_segment >= 0) {
-    // The run that leaves the block, to its end.
+    // Follows the run that leaves the block to its end.
     Cells tail = nothing;
     bool goes_on = true;
 #pragma unroll 1

@@ -1,12 +1,12 @@
-// Reduction of few gathered rows in order of their segments, in one launch that waits for memory a few times only.
+// Reduction of few sorted gathered rows in one launch, which waits for memory only a few times.
 //
-// Rows are cut into tiles of kSmallTileRows, each for a group of threads. A run belongs to the block in which it starts:
-// the groups of the block bring together what they have of it, and where it leaves the block they read on to its end,
-// as many rows at once as a block has. So nothing is left to merge for another kernel, but a hot segment keeps one block
-// busy: see TakesSmallTiles. Partial results are merged in an order that shapes and ids alone decide.
+// Rows are cut into tiles of kSmallTileRows, one per group of threads. A run belongs to the block in which it starts.
+// The block's groups combine their parts of it. If the run leaves the block, they read on to its end, one block of rows
+// per step. So no second kernel has to merge anything, but a hot segment keeps one block busy (see TakesSmallTiles).
+// The order of merges depends on shapes and ids only.
 //
-// The first blocks of the grid fill the segments without rows. Ids that are not sorted after all give wrong results, but
-// no access out of bounds and no endless work.
+// The first blocks of the grid fill the empty segments. Unsorted ids give wrong results, but no access out of bounds
+// and no endless loop.
 #pragma once
 
 #include "ffi/segment/engine/gathering.cuh"
@@ -17,10 +17,10 @@ namespace jax_baracuda::segment {
 
 inline constexpr int kSmallTileThreads = 256;
 inline constexpr int kSmallTileRows = 8, kSmallRowsInFlight = 4;
-inline constexpr int kSmallBlockRows = kSmallTileThreads * kSmallTileRows;  // at most
-inline constexpr int kFilledSegments = 256;                                 // of a block that fills
+inline constexpr int kSmallBlockRows = kSmallTileThreads * kSmallTileRows;  // maximum
+inline constexpr int kFilledSegments = 256;                                 // per filling block
 
-// Few rows, and on average so few to a segment that the hottest one can hardly have many.
+// Few rows, and so few per segment on average that a very hot segment is unlikely.
 inline bool TakesSmallTiles(const Problem& problem) {
   return problem.rows <= Tuning::kMaxRowsOfSmallTiles &&
          problem.rows / Tuning::kMaxRowsToSegmentOfSmallTiles <= problem.segments &&
@@ -28,13 +28,13 @@ inline bool TakesSmallTiles(const Problem& problem) {
          problem.batch * problem.segments * problem.features <= Tuning::kMaxElementsOfSmallTiles;
 }
 
-// Blocks that fill the segments without rows of one element of the batch.
+// Number of blocks that fill the empty segments of one batch element.
 __host__ __device__ inline int64_t SmallGapBlocks(int64_t segments) {
   return CeilDivide(segments, static_cast<int64_t>(kFilledSegments));
 }
 
-// The first rows whose ids are not below `first` and `end`, searched for by a whole block: each step leaves a part of a
-// thread for each of them.
+// The first rows whose ids are at least `first` and at least `end`. The whole block searches: each step narrows both
+// ranges to the part of one thread.
 struct RowRange {
   int64_t begin, end;
 };
@@ -43,7 +43,7 @@ template <typename IdOf>
 __device__ __forceinline__ RowRange RowsOfSegments(int64_t first, int64_t end, int64_t rows, IdOf&& id_of) {
   RowRange of_first{0, rows}, of_end{0, rows};
   const auto is_below = [&](const RowRange& range, int64_t step, int64_t segment) {
-    const int64_t last = range.begin + (threadIdx.x + 1) * step - 1;  // of the thread's part
+    const int64_t last = range.begin + (threadIdx.x + 1) * step - 1;  // last row of the thread's part
     return last < range.end && id_of(last) < segment;
   };
   const auto narrow = [](RowRange& range, int64_t step, int parts_below) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ RowRange RowsOfSegments(int64_t first, int64_t end, i
   return {of_first.begin, of_end.begin};
 }
 
-// Writes the reduction of nothing to the segments without rows among kFilledSegments of them.
+// Writes the reduction of no rows to the empty ones of kFilledSegments segments.
 template <typename Reduction, int kVec>
 __device__ __forceinline__ void FillEmptySegments(const TileArguments<Reduction>& a, int64_t block) {
   constexpr int kWords = kFilledSegments / 32;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kSmallTileThreads)
     return;
   }
 
-  __shared__ uint32_t segments[kSmallBlockRows + 2];  // of the block's rows, the one before and the one after
+  __shared__ uint32_t segments[kSmallBlockRows + 2];  // of the block's rows, the previous row and the next one
   __shared__ SourceRow sources[kSmallBlockRows];
   __shared__ Cells slots[kSmallTileThreads];
   const uint32_t block = blockIdx.x - a.gap_blocks, columns = a.features.columns;
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kSmallTileThreads)
   const int64_t first_segment = a.first_segment + b * a.problem.segments;
   const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * rows;
 
-  // Rows that are not there are dropped ones.
+  // Rows out of range count as dropped.
   const auto load_ids = [&](int64_t first_row) {
     for (int i = threadIdx.x; i < block_rows + 2; i += kSmallTileThreads) {
       const int64_t row = first_row - 1 + i, next_row = row + 1;
@@ -159,8 +159,8 @@ __global__ void __launch_bounds__(kSmallTileThreads)
   __syncthreads();
   Cells cells;
   cells.Start();
-  uint32_t segment = kDropped;  // of the run under reduction
-  bool enters = true;           // whether it started in another tile
+  uint32_t segment = kDropped;  // segment of the current run
+  bool enters = true;           // whether the current run started in an earlier tile
   if (is_active) {
     segment = own_segments[-1];
     take_rows([&](const auto& row, uint32_t own_segment) {
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kSmallTileThreads)
   }
   __syncthreads();
 
-  // The tile in which a run starts gets what the next ones have of it.
+  // The tile in which a run starts merges the parts of the following tiles.
   const uint32_t last_segment = segments[block_rows], before_block = segments[0];
   const bool leaves_block =
       last_segment != kDropped && segments[block_rows + 1] == last_segment && before_block != last_segment;
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kSmallTileThreads)
   }
   if (!leaves_block) return;
 
-  // The run that leaves the block, to its end.
+  // Follows the run that leaves the block to its end.
   Cells tail;
   tail.Start();
   bool has_tail = false;

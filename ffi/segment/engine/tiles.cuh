@@ -1,22 +1,21 @@
-// Reduction of rows that come in the order of their segments, either as they lie or through a permutation.
+// Reduction of sorted rows, either in memory order or through a permutation.
 //
-// Rows are cut into tiles of 32, whatever the segments, so a hot segment costs no more than any other rows. A tile is
-// reduced by a group of threads, one vector of features each, that walks down the rows with the cells in registers. The
-// word of a tile's "starts" holds a bit for each row that begins a run of rows of one segment, and decides alone who
-// reduces which rows:
+// Rows are cut into tiles of 32, independent of segments, so a hot segment costs no more than other rows. Each tile is
+// reduced by a group of threads, one vector of features per thread, which walks down the rows with the accumulator in
+// registers. The `starts` word of a tile has a bit for each row that starts a run (consecutive rows of one segment). It
+// alone decides who reduces which rows:
 //
-//   * the tile in which a run starts owns it, and reads on into the next tile to the run's end;
-//   * a run that covers the whole next tile (whose starts are 0) is long: its owner stops at its own tile's end, and
-//     every later tile reduces its share, which carries the run in. Carry-ins of one block are merged in shared memory.
-//     What remains for each block is at most one carry-in, of a run that enters the block, and one carry-out, of a run
-//     that starts in the block and leaves it. MergeCarries folds those.
+//   * The tile in which a run starts owns it, and reads on into the next tile to the run's end.
+//   * A run that covers the whole next tile (whose `starts` is 0) is long. Its owner stops at the end of its own tile,
+//     and every later tile of the run reduces its own rows into a carry-in. The carry-ins of one block are merged in
+//     shared memory. Each block leaves at most one carry-in, of a run that enters it, and one carry-out, of a run that
+//     starts in it and leaves it. MergeCarries folds those.
 //
-// No two threads write one cell, and partial results are merged in an order that shapes and ids alone decide, so the
-// result is bit-equal from run to run; an atomic counter says no more than which block is the last. The segments
-// without rows are the gaps between the runs, see gaps.cuh: the tile in which the run after a narrow one starts fills
-// it, and the first blocks of a grid fill the wide ones. Ids that are not sorted after all give wrong results, but no
-// access out of bounds and no endless work, because the starts alone steer the loops over rows, and narrow gaps are
-// short.
+// No two threads write the same cell, and the order of merges depends on shapes and ids only. So results are bit-equal
+// from run to run; the atomic counters only find the last block. Empty segments are the gaps between runs (see
+// gaps.cuh). A narrow gap is filled by the tile in which the next run starts, wide ones by the first blocks of the
+// grid. Unsorted ids give wrong results, but no access out of bounds and no endless loop: only `starts` controls the
+// loops over rows, and narrow gaps are bounded.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -31,40 +30,40 @@ namespace jax_baracuda::segment {
 
 inline constexpr int kTileRows = 32;
 
-// How a thread gets at the rows of its tile.
+// Where a thread reads the rows of its tile.
 enum class RowSource {
-  kDirect,    // as they lie
-  kOrdered,   // through the order that brings them together by segment
-  kStaged,    // as they lie, through shared memory: rows too narrow for whole-vector loads
-  kGathered,  // from another array, at the row that the gather id of each names
+  kDirect,    // in memory order
+  kOrdered,   // through the sort order
+  kStaged,    // in memory order, through shared memory: rows too narrow for vector loads
+  kGathered,  // from another array, at the gather ids
 };
 
-// Small blocks: one that waits for its ids leaves most of a multiprocessor at work, and the last ones end together.
+// Small blocks: a block that waits for its ids leaves other blocks running, and the last blocks end close together.
 inline constexpr int kMaxTileThreads = 64;
 
-// Two tiles at least.
+// At least two tiles per block.
 inline int TileThreads(int lanes) { return lanes > 16 ? kMaxTileThreads : 32; }
 
 template <typename Reduction>
 struct TileArguments {
   const typename Reduction::Element* data;
-  SegmentIds ids;                   // of the rows as they lie; not used with `sorted_segments`
-  const uint32_t* sorted_segments;  // nullptr, or the segments in order, with `order` the rows they come from
+  SegmentIds ids;                   // in memory order; unused with `sorted_segments`
+  const uint32_t* sorted_segments;  // nullptr, or the sorted segments; `order` then has their rows
   const uint32_t* order;
-  Problem problem;     // with an order: the batch joined into one element, whose rows and segments are numbered through
-  int64_t batch_rows;  // rows of one element of the batch; less than problem.rows only where the batch was joined
-  int64_t first_segment;  // of the result: not 0 where elements of the batch before these were taken on their own
+  Problem problem;        // with an order: the batch joined into one element
+  int64_t batch_rows;     // rows per batch element; below problem.rows only if the batch was joined
+  int64_t first_segment;  // first segment of the result; not 0 if batch elements are launched one by one
   Gathering<typename Reduction::Element> gathering;
   typename Reduction::Outputs outputs;
   Carries carries;
-  uint32_t* merge_counters;  // of the blocks of MergeKernel, and of those whose slots a run enters
+  uint32_t* merge_counters;  // finished blocks of MergeKernel, and blocks with an entering run
   FeatureLanes features;
-  int groups;                // tiles of a block
-  int64_t blocks_per_batch;  // blocks along the rows of one element of the batch
-  uint32_t gap_blocks;       // the first blocks of the grid, which fill wide gaps; 0 where all results are filled
+  int groups;                // tiles per block
+  int64_t blocks_per_batch;  // blocks along the rows of one batch element
+  uint32_t gap_blocks;       // blocks at the start of the grid that fill wide gaps; 0 if FillsFirst
 };
 
-// The share of the block in filling wide gaps, if it is one of the grid's first `gap_blocks`.
+// The wide gaps of this block, one of the first `gap_blocks`.
 template <typename Reduction, int kVec>
 __device__ __forceinline__ void FillWideGaps(const TileArguments<Reduction>& a) {
   const int64_t warps_per_batch = GapWarpsPerBatch(a.problem);
@@ -86,17 +85,17 @@ __device__ __forceinline__ void FillWideGaps(const TileArguments<Reduction>& a) 
   FillWideGaps<Reduction, kVec>(a.problem, a.outputs, first_segment, warp - b * warps_per_batch, id_of, first_row_from);
 }
 
-// What a kernel that reduces rows does for MergeKernel, which comes after it.
+// Resets the counters of MergeKernel, which is launched next.
 template <typename Reduction>
 __device__ __forceinline__ void PrepareMerge(const TileArguments<Reduction>& a) {
   if (blockIdx.x == 0 && threadIdx.x < 2) a.merge_counters[threadIdx.x] = 0;
 }
 
-// Rows of a tile in an array in shared memory, padded so that groups which read the same row of their tiles read from
-// different banks.
+// Stride of a tile in shared memory, padded to avoid bank conflicts between groups that read the same row of their
+// tiles.
 inline constexpr int kPaddedTileRows = kTileRows + 1;
 
-// Bytes of a tile of narrow rows in shared memory; padded, again for the banks.
+// Bytes of a tile of narrow rows in shared memory, padded to avoid bank conflicts.
 template <typename T>
 __host__ __device__ __forceinline__ int StagedTileBytes(int features) {
   return kTileRows * features * static_cast<int>(sizeof(T)) + (sizeof(T) < 4 ? 4 : static_cast<int>(sizeof(T)));
@@ -107,12 +106,12 @@ struct TileShared {
   using T = typename Reduction::Element;
   using Cells = typename Reduction::template Accumulator<kVec>;
 
-  Cells* slots;        // the carry-ins of the groups' tiles, one for each thread
-  uint32_t* starts;    // [groups + 2], from the tile before the block's first to the one after its last
-  uint32_t* gaps;      // [groups], a bit for each row that comes after a narrow gap
-  uint32_t* segments;  // [(groups + 1) * kPaddedTileRows], from the tile before the block's first on
-  uint32_t* order;     // [(groups + 1) * kPaddedTileRows], where the rows' data lies; with an order only
-  uint32_t* edges;     // [(groups + 1) * kPaddedTileRows], the numbers of the rows' edges, if those bring anything
+  Cells* slots;        // carry-ins of the groups' tiles, one slot per thread
+  uint32_t* starts;    // [groups + 2], from the tile before the block to the one after it
+  uint32_t* gaps;      // [groups], bit mask: rows that follow a narrow gap
+  uint32_t* segments;  // [(groups + 1) * kPaddedTileRows], from the tile before the block on
+  uint32_t* order;     // [(groups + 1) * kPaddedTileRows], the rows' data rows; with an order only
+  uint32_t* edges;     // [(groups + 1) * kPaddedTileRows], the rows' edges, if kWithEdges
   char* rows;          // [groups + 1] tiles, staged only
 
   static constexpr int kSlotBytes = RoundUp(kMaxTileThreads * sizeof(Cells), kVectorBytes);
@@ -138,7 +137,7 @@ struct TileShared {
   }
 };
 
-// Copies the tiles of a block, and the one after, into padded shared memory; the caller waits for the copy.
+// Copies the tiles of a block, and the next tile, into padded shared memory. The caller waits for the copy.
 template <typename T>
 __device__ void StageRows(const T* first_row, int64_t rows_left, int tiles, int features, char* staged) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -159,14 +158,14 @@ __device__ void StageRows(const T* first_row, int64_t rows_left, int tiles, int 
   __pipeline_commit();
 }
 
-// The starts of the tiles of a block, the one before and the one after, its gaps and the rows' segments, into shared
+// Writes the starts of the block's tiles and of the tiles before and after it, the gaps and the segments to shared
 // memory.
 template <typename Shared, typename SegmentOf, typename SourceOf>
 __device__ __forceinline__ void FindStarts(const Shared& shared, int tiles, int64_t first_row, int64_t rows,
                                            SegmentOf&& segment_of, SourceOf&& source_of) {
   constexpr int kTilesInFlight = 4;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  // Each warp takes neighbouring tiles, so that a row's predecessor is at hand.
+  // Each warp has neighbouring tiles, so that the previous row's segment is in a register.
   const int share = (tiles + 2 + warps - 1) / warps;
   const int begin = warp * share - 1, end = min(begin + share, tiles + 1);
   const int64_t row_before = first_row + static_cast<int64_t>(begin) * kTileRows - 1;
@@ -188,7 +187,7 @@ __device__ __forceinline__ void FindStarts(const Shared& shared, int tiles, int6
       uint32_t previous = __shfl_up_sync(kFullWarp, segment[u], 1);
       if (lane == 0) previous = before;
       before = __shfl_sync(kFullWarp, segment[u], 31);
-      // The row past the last one counts as a start, so that the last run ends there.
+      // The row past the last one counts as a start, to end the last run.
       const uint32_t starts = __ballot_sync(kFullWarp, row <= 0 || row >= rows || segment[u] != previous);
       const uint32_t gaps = __ballot_sync(kFullWarp, IsNarrowGap(previous, segment[u]));
       if (lane == 0) {
@@ -203,7 +202,7 @@ __device__ __forceinline__ void FindStarts(const Shared& shared, int tiles, int6
   }
 }
 
-// Rows from anywhere take more registers, for their addresses.
+// Indirect rows need more registers, for their addresses.
 template <typename Reduction, RowSource kSource>
 inline constexpr int kTileBlocks =
     (kSource == RowSource::kOrdered || kSource == RowSource::kGathered) && Reduction::kTileBlocks > 12
@@ -231,7 +230,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   const int64_t b = row_block / a.blocks_per_batch;
   const int64_t first_row = (row_block - b * a.blocks_per_batch) * a.groups * kTileRows;
   const int64_t rows = a.problem.rows, features = a.problem.features;
-  const bool is_whole = kSource == RowSource::kGathered || a.problem.data_is_shared;  // rows are numbered through
+  const bool is_whole = kSource == RowSource::kGathered || a.problem.data_is_shared;  // no offset per batch element
   const T* data = a.data + (is_whole ? 0 : b * rows * features);
 
   if constexpr (kSource == RowSource::kStaged) {
@@ -267,7 +266,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   Cells cells;
   const int64_t first_segment = a.first_segment + b * a.problem.segments;
   uint32_t carry_in_segment = kDropped;
-  int64_t run_segment = -1;                    // of the run under reduction; below 0 its rows are dropped
+  int64_t run_segment = -1;                    // result segment of the current run; negative if it is dropped
   bool has_carry_in = false, goes_on = false;  // goes_on: into the next group's tile
   bool owns_long_run = false;
 
@@ -276,7 +275,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
     const uint32_t* segments = shared.segments + (group + 1) * kPaddedTileRows;
     for (uint32_t gaps = a.gap_blocks == 0 ? 0 : shared.gaps[group]; gaps != 0; gaps &= gaps - 1) {
       const int row = __ffs(gaps) - 1;
-      // The array has a word of padding between tiles.
+      // Index -2 skips the word of padding between tiles.
       const uint32_t segment_before = segments[row == 0 ? -2 : row - 1];
       FillGap<Reduction, kVec>(a.outputs, first_segment + segment_before + 1, first_segment + segments[row], features,
                                column);
@@ -287,7 +286,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
     has_carry_in = enters && (starts == 0 || before == 0) && carry_in_segment != kDropped;
     goes_on = has_carry_in && starts == 0 && (after & 1) == 0 && group + 1 < a.groups;
 
-    // Rows [begin, end) of the tile are this group's; a run that enters without being long belongs to the tile before.
+    // This group reduces rows [begin, end) of the tile. An entering run that is not long belongs to the previous tile.
     const int begin = enters && !has_carry_in ? (starts == 0 ? kTileRows : __ffs(starts) - 1) : 0;
     int end = rows - tile_row < kTileRows ? static_cast<int>(rows - tile_row) : kTileRows;
     if (starts != 0 && end == kTileRows && after != 0) end += __ffs(after) - 1;
@@ -347,15 +346,15 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
       }
       coming_starts >>= kInFlight;
     }
-    // Starts that are 0 are those of a whole tile: what lies past the last row counts as a start.
+    // A tile whose starts are 0 is complete, since the row past the last one counts as a start.
     owns_long_run = starts != 0 && after == 0 && run_segment >= 0;
     if (!owns_long_run) store_run();
   }
 
-  // Merge the carry-ins of each long run within the block: after a step, that of a group whose run still `goes_on`
+  // Merge the carry-ins of each long run within the block. After each step, the slot of a group that still `goes_on`
   // covers `2 * step` groups.
   __shared__ bool shared_goes_on[kMaxTileThreads];
-  // The first lane speaks for its group: in the last block of columns others may have no column, and do not know.
+  // Only the first lane writes the flag of its group: in the last column block the other lanes may be inactive.
   const bool speaks = group < a.groups && threadIdx.x % a.features.lanes == 0;
   if (speaks) shared_goes_on[group] = goes_on;
   if (__syncthreads_or(goes_on)) {
@@ -380,7 +379,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
 
   const int64_t vector = row_block * (features / kVec) + column / kVec;
   if (owns_long_run) {
-    // The carry-ins of the groups after this one are in the next group's slot.
+    // The next group's slot holds the merged carry-ins of all later groups.
     if (group + 1 < a.groups) cells.Merge(shared.slots[threadIdx.x + a.features.lanes], a.outputs);
     int next = group + 1;
     while (next < a.groups && shared.starts[next + 1] == 0) ++next;
@@ -399,17 +398,17 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
 }
 
 inline constexpr int kMergeThreads = 256;
-inline constexpr int kMergeSlots = 128;  // that a block looks at, one a block of rows
+inline constexpr int kMergeSlots = 128;  // slots per block of MergeKernel; one slot per block of rows
 inline constexpr int kShortRun = 32;
 
 template <typename Cells>
 struct MergeShared {
   Cells cells[kMergeThreads];
   int run_starts[kMergeSlots], long_runs[kMergeSlots];
-  uint32_t run_bounds[kMergeSlots / 32];  // a bit for each slot that does not go on with the run of the one before
+  uint32_t run_bounds[kMergeSlots / 32];  // bit mask: slots that do not continue the run of the previous slot
   int runs, long_run_count, in_run;
 
-  // The first of the block's slots after this one that is of another run, or their end.
+  // The end of this slot's run: the first later slot of another run, or kMergeSlots.
   __device__ int RunEnd(int slot) const {
     int word = (slot + 1) / 32;
     uint32_t bounds = word < kMergeSlots / 32 ? run_bounds[word] & (kFullWarp << (slot + 1) % 32) : 0;
@@ -418,13 +417,11 @@ struct MergeShared {
   }
 };
 
-// Folds the carries that the blocks of rows left, one slot a block, into the output. It takes two levels, so that a hot
-// segment keeps many blocks busy. At the first, a block reduces within its kMergeSlots slots. The cells of a run that
-// enters them become the carry-in of the first of them, those of a run that leaves them the carry-out of the last. The
-// second level folds these.
+// Folds the carries of the blocks of rows, one slot per block, into the output. Two levels keep many blocks busy for a
+// hot segment. At level 1, a block reduces within its kMergeSlots slots. A run that enters those slots becomes the
+// carry-in of the first slot, a run that leaves them the carry-out of the last slot. Level 2 folds these.
 //
-// A block takes the runs that begin in its slots: a group of threads a short run, the whole block a long
-// one.
+// A block handles the runs that begin in its slots: one group of threads per short run, the whole block per long run.
 template <typename Reduction, int kVec, int kLevel>
 __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, int64_t slots, int64_t block,
                                              MergeShared<typename Reduction::template Accumulator<kVec>>& shared) {
@@ -444,8 +441,8 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
   const int64_t row_vectors = a.problem.features / kVec;
 
   const auto is_entered = [&](int64_t slot) { return slot > 0 && segments[slot - 1] == segments[slot]; };
-  // What carry-ins of one run have in common. The element of the batch is part of it at the second level, which sees
-  // only the first slots of blocks, and not the empty slot with which an element begins.
+  // The key of a run. Level 2 includes the batch element: it sees only the first slot of each block, and so not the
+  // empty slot with which a batch element begins.
   constexpr int64_t kNoRun = -1;
   const auto run_at = [&](int64_t i) {
     const int64_t slot = i * kSlotStep;
@@ -464,7 +461,7 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
   if (own_run != kNoRun && is_bound) shared.run_starts[atomicAdd(&shared.runs, 1)] = threadIdx.x;
   __syncthreads();
 
-  // Carry-ins first, first + step, ... below `end`.
+  // Merges the carry-ins first, first + step, ... below `end`.
   const auto reduce = [&](int64_t first, int64_t end, int step) {
     constexpr int kInFlight = sizeof(Cells) <= 16 ? 8 : 4;
     Cells cells = carry_ins[first * kSlotStep * row_vectors];
@@ -481,14 +478,14 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
     }
     return cells;
   };
-  // The run of the carry-ins [begin, end).
+  // Finishes the run of the carry-ins [begin, end).
   const auto finish_run = [&](const Cells& reduced, int64_t begin, int64_t end) {
     const int64_t slot = begin * kSlotStep;
     if (kLevel == 1 && begin == first_slot && is_entered(slot)) {
       carry_ins[slot * row_vectors] = reduced;
       return;
     }
-    // A run that enters a block started in the block before, or in one from which level 1 brought it there.
+    // An entering run started in the previous block of rows, or level 1 moved its carry-out there.
     Cells cells = carry_outs[(slot - 1) * row_vectors];
     cells.Merge(reduced, a.outputs);
     if (kLevel == 1 && end == limit && end < slots && segments[end] == segments[slot]) {
@@ -542,15 +539,15 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
   }
 }
 
-// All blocks take part in the first level. The last one to finish does the second, if a run enters the slots of any
-// block. One block is enough: it takes kMergeSlots * kMergeSlots slots a step.
+// All blocks run level 1. The last block to finish runs level 2, if any block has an entering run. One block is enough:
+// each step covers kMergeSlots * kMergeSlots slots.
 template <typename Reduction, int kVec>
 __global__ void __launch_bounds__(kMergeThreads)
     MergeKernel(const __grid_constant__ TileArguments<Reduction> a, int64_t slots) {
   __shared__ MergeShared<typename Reduction::template Accumulator<kVec>> shared;
   __shared__ bool has_second_level;
   MergeCarries<Reduction, kVec, 1>(a, slots, blockIdx.x, shared);
-  if (slots <= kMergeSlots) return;  // no run enters the slots of another block
+  if (slots <= kMergeSlots) return;  // a single block has all slots
 
   __threadfence();
   __syncthreads();

@@ -1,4 +1,4 @@
-// Thresholds that were measured on one GPU. Others take its numbers, until somebody has measured there.
+// Measured thresholds. GPUs without measurements of their own use these.
 #pragma once
 
 #include <cstdint>
@@ -7,50 +7,50 @@ namespace jax_baracuda::segment {
 
 // Compute capability 9.0, an H200.
 struct Tuning90 {
-  // Few segments go to private tables, with at least so many rows each.
+  // Private tables: maximum number of segments, minimum rows per segment.
   static constexpr int64_t kMaxPrivateSegments = 1024, kMinRowsToPrivateSegment = 1024;
 
-  // Sums in any order are added to a table by atomics where rows are that narrow or the operand that small, unless so
-  // many rows go to each segment that they wait for each other.
+  // Unsorted sums use atomic additions for rows or operands up to these sizes in bytes, unless a segment has so many
+  // rows (on average) that additions contend.
   static constexpr int64_t kMaxAddedRowBytes = 64, kMaxAddedBytes = int64_t{1} << 24;
   static constexpr int64_t kMinContendedRowsToSegment = 2048;
 
-  // All results are filled before rows are reduced where there are so many segments to a row, and elements.
+  // Results are filled before the reduction from this many segments per row, and elements of the result, on.
   static constexpr int64_t kMinFilledSegmentsToRow = 2, kMinFilledElements = int64_t{1} << 18;
 
-  // Extrema of few segments, with at least so many rows each, go to a table in shared memory.
+  // Extrema use a table in shared memory from this many rows per segment on.
   static constexpr int64_t kMinRowsToSharedSegment = 4096;
-  // Those in any order go to a table in global memory up to this size of the operand, with and without winners.
+  // Unsorted extrema use a table in global memory up to this size of the operand, with and without winners.
   static constexpr int64_t kMaxTableBytesWithWinner = int64_t{1} << 22, kMaxTableBytes = int64_t{24} << 20;
-  // Where results are filled, with so many cells at most.
+  // If results are filled first, this is the maximum number of cells for that table.
   static constexpr int64_t kMaxFilledTableCells = int64_t{1} << 22;
-  // That table filters the rows from so many cells, rows, and rows to a segment on.
+  // Rows are filtered before that table from this many cells, rows, and rows per segment on.
   static constexpr int64_t kMinFilteredCells = int64_t{1} << 16, kMinFilteredRows = int64_t{1} << 24;
   static constexpr int64_t kMinFilteredRowsToSegment = 32;
 
-  // Operands of softmax up to this size are left in L2 for the next pass.
+  // Softmax: operands up to this size stay in L2 for the next pass.
   static constexpr int64_t kKeptBytes = int64_t{48} << 20;
-  // A table beyond this size is summed up in parts, which stay in L2, if there are few parts and many rows to a
-  // segment: each part reads all rows.
+  // Softmax: a larger table of sums is built in parts of this size, which fit in L2. Each part reads all rows, so this
+  // needs few parts and many rows per segment.
   static constexpr int64_t kPartBytes = int64_t{24} << 20, kMaxParts = 4, kMinRowsToPartSegment = 8;
-  // Rows of softmax that wide are brought into order, though nobody asks for it, from this size of a table on.
+  // Softmax: sort first from this row width and table size on, even if the order of additions does not matter.
   static constexpr int64_t kMinFarRowBytes = 64, kMinFarTableBytes = int64_t{32} << 20;
-  // A small softmax takes one launch up to this size, and with at most so many rows to a segment.
+  // Softmax in one launch: maximum number of elements, maximum rows per segment.
   static constexpr int64_t kMaxSmallElements = int64_t{1} << 22, kMaxSmallRowsToSegment = 1024;
-  // Of sorted rows, tiles are as fast from so many on, or from so many elements on with so few rows to a segment.
+  // Sorted softmax: tiles are as fast as one launch from this many rows on, or from this many elements on if segments
+  // have few rows.
   static constexpr int64_t kMinRowsOfSortedTiles = int64_t{1} << 12;
   static constexpr int64_t kMinElementsOfSortedTiles = int64_t{1} << 18, kMaxRowsToSegmentOfSortedTiles = 32;
 
-  // Gathered rows are reduced in one launch where they are that few, on average so few to a segment, and data and result
-  // that small.
+  // Gathered rows in one launch: maximum number of rows, average rows per segment, and elements of data and of result.
   static constexpr int64_t kMaxRowsOfSmallTiles = int64_t{1} << 14, kMaxRowsToSegmentOfSmallTiles = 64;
   static constexpr int64_t kMaxElementsOfSmallTiles = int64_t{1} << 21;
-  // Likewise rows as they lie, where a block could read them in so many steps.
+  // Sorted rows in one launch: the same limits, and the maximum number of steps in which one block could read all rows.
   static constexpr int64_t kMaxFewRows = int64_t{1} << 16, kMaxFewRowsToSegment = 64, kMaxStepsOfFewRows = 128;
   static constexpr int64_t kMaxElementsOfFewRows = int64_t{1} << 21;
 
-  // Products of an edge's rows: so many of each group of threads are under way at once, in so many steps of a block;
-  // and so many blocks share a multiprocessor, which caps the registers.
+  // gather_segment_dot: products in flight per group of threads, steps per block, and minimum resident blocks per
+  // multiprocessor, which caps the registers.
   static constexpr int kDotsInFlight = 4, kDotSteps = 8, kDotBlocks = 6;
 };
 

@@ -1,16 +1,16 @@
 // The scalar arithmetic of segment_max, segment_min, segment_argmax, segment_argmin and their gradients, shared by the
 // CPU and the CUDA kernels.
 //
-// Everything here is about the maximum of floating numbers or signed integers. A minimum is the maximum of flipped
-// values, flipped back, and so is an extremum of unsigned integers: see FlipMask.
+// Everything here computes the maximum of floating numbers or signed integers. For a minimum, or for unsigned integers,
+// values are flipped before and after: see FlipMask.
 //
-// Reducing a cell yields its maximum and, for the gradient, its `winner`, one int32 that says who gets the cell's
+// Reducing a cell yields its maximum and, for the gradient, its `winner`: one int32 that says which rows get the cell's
 // cotangent:
 //
 //     winner >= 0             the only row that attains the maximum (the first one under first_wins)
-//     winner == kNoWinner     nobody: the segment is empty or holds a NaN
-//     winner <= -2            -winner members tie and share equally; the identity of the reduction is a member when
-//                             the maximum equals it
+//     winner == kNoWinner     no row: the segment is empty or holds a NaN
+//     winner <= -2            -winner members tie and share equally; the identity of the reduction counts as a member
+//                             if the maximum equals it
 #pragma once
 
 #include <cstdint>
@@ -39,9 +39,9 @@ inline bool IsUnsigned(ElementType type) {
   }
 }
 
-// Which bits of a value to invert so that, as a T, it has the order that is wanted. For a minimum these reverse it: the
-// sign of a floating type, all of an integer, the lowest of a bool. What is unsigned comes as a signed T: the highest
-// bit is inverted too.
+// The bits to invert so that the maximum in the order of T is the wanted extremum. For a minimum they reverse the
+// order: the sign of a floating type, all bits of an integer, the lowest bit of a bool. Unsigned values come as a
+// signed T: the highest bit is inverted too.
 template <typename T>
 BitsOf<T> FlipMask(ElementType type, bool is_minimum) {
   constexpr BitsOf<T> kAll = static_cast<BitsOf<T>>(~BitsOf<T>{0});
@@ -55,7 +55,7 @@ JB_HOST_DEVICE T Flip(T value, BitsOf<T> mask) {
   return BitCast<T>(static_cast<BitsOf<T>>(BitCast<BitsOf<T>>(value) ^ mask));
 }
 
-// The maximum of no rows: -inf, or the least value of an integer type.
+// The maximum of no rows: -inf, or the lowest value of an integer type.
 template <typename T>
 JB_HOST_DEVICE T MaxIdentity() {
   if constexpr (kIsFloating<T>) {
@@ -65,8 +65,8 @@ JB_HOST_DEVICE T MaxIdentity() {
   }
 }
 
-// Of two values that compare equal, +0 rather than -0. Always one of the two, also where denormal numbers that differ
-// compare equal because the processor treats them as zero.
+// Of two equal values, prefers +0 to -0. Always returns one of the two, even if the processor flushes denormals, so
+// that different denormals compare equal.
 template <typename T>
 JB_HOST_DEVICE T PositiveZero(T a, T b) {
   if constexpr (kIsFloating<T>) {
@@ -87,7 +87,7 @@ JB_HOST_DEVICE T Larger(T a, T b) {
   }
 }
 
-// A cell under reduction; FinishCell turns its winner into the final one.
+// An unfinished cell; FinalWinner turns its winner into the final one.
 template <typename T>
 struct Cell {
   T best = MaxIdentity<T>();
@@ -113,7 +113,7 @@ JB_HOST_DEVICE void AddRow(Cell<T>& cell, T value, int32_t row, bool first_wins)
   }
 }
 
-// Folds the cell of another set of rows of the same segment into this one, in any order.
+// Folds in the cell of other rows of the same segment, in any order.
 template <typename T>
 JB_HOST_DEVICE void MergeCell(Cell<T>& cell, const Cell<T>& other, bool first_wins) {
   const ComputeType<T> x = static_cast<ComputeType<T>>(other.best), best = static_cast<ComputeType<T>>(cell.best);
@@ -125,7 +125,7 @@ JB_HOST_DEVICE void MergeCell(Cell<T>& cell, const Cell<T>& other, bool first_wi
       const bool take_other = cell.winner == kNoWinner || (other.winner != kNoWinner && other.winner < cell.winner);
       cell.winner = take_other ? other.winner : cell.winner;
     } else {
-      // Both counts hold the identity where it is a member; it counts once.
+      // Both counts include the identity if it is a member; it counts once.
       const int32_t shared = best == static_cast<ComputeType<T>>(MaxIdentity<T>()) ? 1 : 0;
       cell.winner = shared - TieCount(cell.winner) - TieCount(other.winner);
     }
@@ -137,17 +137,17 @@ JB_HOST_DEVICE int32_t FinalWinner(const Cell<T>& cell) {
   return IsNan(cell.best) ? kNoWinner : cell.winner;
 }
 
-// Whether the gradient of a cell depends on which rows attain its maximum: only then are data and output read again.
+// Whether the gradient must find the rows that attain the maximum; only then are data and output read again.
 JB_HOST_DEVICE bool IsTie(int32_t winner) { return winner < kNoWinner; }
 
-// What each of those that attain a tied cell's maximum gets of its cotangent.
+// The gradient of each row that attains the maximum of a tied cell.
 template <typename T>
 JB_HOST_DEVICE T TiedShare(int32_t winner, T d_output) {
   using C = ComputeType<T>;
   return static_cast<T>(static_cast<C>(d_output) / static_cast<C>(-winner));
 }
 
-// What a row with value `data` gets.
+// The gradient of a row with value `data` in a tied cell.
 template <typename T>
 JB_HOST_DEVICE T TiedGradient(int32_t winner, T data, T output, T d_output) {
   using C = ComputeType<T>;
@@ -173,14 +173,14 @@ JB_HOST_DEVICE OrderedKey<T> ToOrderedKey(T value) {
   }
 }
 
-// A cell of argmax under reduction. `row` is kNoWinner, the greatest unsigned number, while there is none.
+// An unfinished cell of argmax. `row` is kNoWinner, the greatest unsigned number, while it has no row.
 template <typename Key>
 struct ArgCell {
   Key best = std::numeric_limits<Key>::lowest();
   int32_t row = kNoWinner;
 };
 
-// Folds a row, or the cell of other rows, into a cell, in any order: of equal keys the lowest row wins.
+// Folds in a row, or the cell of other rows, in any order. Of equal keys the lowest row wins.
 template <typename Key>
 JB_HOST_DEVICE void MergeArgCell(ArgCell<Key>& cell, Key key, int32_t row) {
   const bool is_before = static_cast<uint32_t>(row) < static_cast<uint32_t>(cell.row);

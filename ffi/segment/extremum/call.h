@@ -14,14 +14,14 @@ struct ExtremumCall : SegmentCall {
   const void* data = nullptr;
   void* output = nullptr;
   int32_t* winner = nullptr;  // with_winner: [batch, segments, features]
-  int32_t* order = nullptr;   // likewise: a permutation of each element's rows that brings segments together
-  int64_t order_size = 0;     // rows, or 1 where no order is wanted
+  int32_t* order = nullptr;   // with_winner: a permutation of each batch element's rows, grouped by segment
+  int64_t order_size = 0;     // rows, or 1 if no order is wanted
 };
 
 struct ExtremumBackwardCall : SegmentCall {
   const void* d_output = nullptr;
   const int32_t* winner = nullptr;
-  const int32_t* order = nullptr;  // of the rows, which is faster if it visits segments together; nullptr for none
+  const int32_t* order = nullptr;  // order in which rows are visited, ideally grouped by segment; or nullptr
   bool has_order = false;
   bool shares_ties = false;
   const void* data = nullptr;    // nullptr unless ties are shared

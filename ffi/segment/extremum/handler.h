@@ -6,7 +6,8 @@
 
 namespace jax_baracuda::segment {
 
-// The order of rows that segment_max_with_winner hands to the backward pass: [.., rows], or [.., 1] where it has none.
+// The order of rows that segment_max_with_winner returns for the backward pass: [.., rows], or [.., 1] if there is
+// none.
 template <typename Pointer>
 ffi::Error DecodeOrder(const Decoder& decoder, const Problem& problem, const ffi::AnyBuffer& order, Pointer* data,
                        int64_t* order_size, bool* is_shared = nullptr) {
@@ -48,7 +49,7 @@ ffi::Error HandleExtremumWithWinner(Context context, ffi::AnyBuffer data, ffi::A
   return kRun(context, kOp, scratch, &call);
 }
 
-// The operands are (d_output, winner, segment_ids, order) and, where ties are shared, data and output.
+// The operands are (d_output, winner, segment_ids, order) and, if ties are shared, data and output.
 template <typename Context, Run<Context, ExtremumBackwardCall> kRun, bool kIsMinimum>
 ffi::Error HandleExtremumBackward(Context context, ffi::AnyBuffer d_output, ffi::AnyBuffer winner,
                                   ffi::AnyBuffer segment_ids, ffi::AnyBuffer order, ffi::RemainingArgs data_and_output,

@@ -7,7 +7,7 @@
 namespace jax_baracuda::segment {
 namespace {
 
-// Where no order is wanted, its result is there all the same.
+// If no order is wanted, its result still exists and is set to 0.
 CudaStatus LaunchWithWinner(const ExtremumCall& call, cudaStream_t stream) {
   if (call.order_size == call.problem.rows) return LaunchExtremum(call, stream);
   const int64_t bytes = call.problem.batch * call.order_size * sizeof(int32_t);
@@ -30,7 +30,7 @@ constexpr auto kPlanArg = PlanOf<PlanArg, CallOf<ArgCall>>;
 #define JB_BIND_REDUCTION (BindCall<Stream, 2, 1, ReductionOptions>())
 #define JB_BIND_WITH_WINNER (BindCall<Stream, 2, 3, WinnerOptions>())
 #define JB_TABLE_STRATEGIES "shared_table", "filtered_atomics", "atomics", "atomics_single_feature"
-// Winners are not kept in private tables, which leaves few segments in any order to the shared one.
+// With winners there are no private tables; the shared table replaces them.
 #define JB_WITH_WINNER_STRATEGIES \
   kNothing, "fill", "small_rows", "runs", "tiles", "staged_tiles", "sort_then_tiles", JB_TABLE_STRATEGIES
 #define JB_BACKWARD_STRATEGIES                                                                          \

@@ -9,7 +9,7 @@ namespace jax_baracuda::segment {
 namespace {
 
 enum class Algorithm {
-  kReduce,       // in registers: see reduce.cuh
+  kReduce,       // in registers (see reduce.cuh)
   kTable,        // atomic maxima on a table in global memory
   kSharedTable,  // one table per block in shared memory
 };
@@ -17,7 +17,7 @@ enum class Algorithm {
 struct Choice {
   Algorithm algorithm;
   Strategy strategy;  // of kReduce
-  bool filters_rows;  // for a table in global memory: rows pass floors in shared memory first
+  bool filters_rows;  // table in global memory: elements are first compared with lower bounds in shared memory
 };
 
 int64_t KeyBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
@@ -37,16 +37,15 @@ int64_t StateBytes(int64_t element_bytes, bool with_winner) {
   return with_winner ? 2 * KeyBytes(element_bytes) : element_bytes;
 }
 
-// The rule, from shapes and flags alone: what reduce.cuh takes, but
+// Depends on shapes and flags only. As reduce.cuh chooses, except:
 //
-//   * for few segments with many rows each, a table of them for each block in shared memory, where tables for each
-//     thread would be too large: always with winners. Then it reads the data twice, so that rows in order rather go by
-//     tiles;
-//   * for rows in any order that are narrow, or over before a sort has been launched, an atomic, or at least a load,
-//     for each element on a table in global memory, which is cheaper than a sort of the ids. The table filters the rows
-//     where it is larger than an L1, so that a look at it is dear, and has so many rows to a cell that most of them
-//     come after a greater one of their cell;
-//   * the same table for what the order cannot number in 32 bits.
+//   * Few segments with many rows each use a table per block in shared memory if private tables would be too large, and
+//     always with winners. Winners read the data twice, so sorted rows with winners use tiles instead.
+//   * Unsorted rows that are narrow, or so few that a sort is launch-bound, use atomics on a table in global memory.
+//     One load per element, and an atomic if it raises its cell, cost less than sorting the ids. The elements are
+//     filtered if the table exceeds the L1 cache and there are so many rows per cell that most of them follow a greater
+//     one.
+//   * Calls too large for the sort's 32-bit numbers use the same table.
 Choice Choose(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool with_winner) {
   const Strategy strategy =
       with_winner ? ChooseOrderedStrategy(problem, element_bytes, indices_are_sorted)
@@ -87,7 +86,7 @@ Plan PlanOf(const Problem& problem, const Choice& choice, int64_t element_bytes,
   }
   const int64_t cells = problem.batch * problem.segments * problem.features;
   ScratchSizes sizes;
-  // Where keys are as wide as values the output itself is the table.
+  // If keys are as wide as values, the output itself is the table.
   if (KeyBytes(element_bytes) != element_bytes) sizes.Add(cells * KeyBytes(element_bytes));
   if (choice.filters_rows) sizes.Add(kFloorBytes);
   return {name, sizes.total};
@@ -131,7 +130,7 @@ struct Launcher {
     }
     a.output = output;
     a.winner = arguments.winner;
-    // Vectors are cut from an element of the batch as a whole, so only its beginning has to be aligned.
+    // A batch element is split into vectors as a whole, so only its start must be aligned.
     constexpr int kWidest = sizeof(T) == 8 ? 2 : 4;
     const bool is_aligned =
         problem.batch == 1 || problem.data_is_shared || problem.rows * problem.features % kWidest == 0;
@@ -149,7 +148,8 @@ struct Launcher {
     return {};
   }
 
-  // The first rows go straight to the table; the others in parts, each behind the floors that the rows before it leave.
+  // The first rows go directly to the table. The others are split into chunks. Each chunk is filtered by the lower
+  // bounds that the table has after the previous one.
   template <int kVec>
   CudaStatus FilteredMax(const TableArguments<T>& a, char* scratch) const {
     if constexpr (sizeof(TableKey<T>) != sizeof(uint32_t)) {
@@ -159,11 +159,12 @@ struct Launcher {
       int multiprocessors = 0;
       JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
       const uint32_t blocks = kFilterBlocks * multiprocessors;
-      // In 1/64 of the rows. What the floors let pass falls as the inverse of the number of rows before.
+      // Ends of the chunks, in 1/64 of the rows. The fraction of elements that pass the filter is inversely
+      // proportional to the number of rows before.
       constexpr int kPartEnds[] = {4, 10, 26, 64};
       int64_t begin = 0;
       for (const int part_end : kPartEnds) {
-        // Parts begin at multiples of 64 rows, to stay aligned.
+        // Chunks begin at multiples of 64 rows, to stay aligned.
         const int64_t end = part_end == 64 ? problem.rows : problem.rows / (64 * 64) * 64 * part_end;
         TableArguments<T> part = a;
         part.data = data + begin * problem.features;
@@ -185,14 +186,14 @@ struct Launcher {
     }
   }
 
-  // Blocks enough to fill any GPU several times over, but no more than there is work for.
+  // Enough blocks for several waves on any GPU, but no more than there is work for.
   int64_t TableBlocksPerBatch(int64_t vectors, int threads, int64_t most_blocks) const {
     const int64_t blocks = CeilDivide(vectors, threads);
     const int64_t most = CeilDivide(most_blocks, problem.batch);
     return blocks < most ? blocks : most;
   }
 
-  // As many as run at once: each keeps its table for all of its rows.
+  // As many blocks as are resident at once: each keeps one table for all its rows.
   CudaStatus SharedTableBlocksPerBatch(int64_t vectors, int64_t* blocks) const {
     int multiprocessors = 0;
     JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));

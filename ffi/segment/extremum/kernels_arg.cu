@@ -1,4 +1,4 @@
-// The positions of maxima and minima.
+// The rows of maxima and minima: argmax and argmin.
 #include "ffi/segment/engine/reduce.cuh"
 #include "ffi/segment/extremum/launch.cuh"
 #include "ffi/segment/extremum/reduction.cuh"

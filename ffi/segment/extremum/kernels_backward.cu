@@ -11,10 +11,10 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kRowsInFlight = 2;
-constexpr int kMaxBlockRows = 4096;  // which take 32 KB of shared memory
-constexpr int32_t kNoRow = -2;       // no winner either
+constexpr int kMaxBlockRows = 4096;  // 32 KB of shared memory
+constexpr int32_t kNoRow = -2;       // differs from kNoWinner
 
-// Rows of a block: 32 for each group of threads, or fewer.
+// Rows per block: 32 per group of threads, up to kMaxBlockRows.
 __host__ __device__ __forceinline__ int BlockRows(const FeatureLanes& features) {
   const int rows = kThreads / features.lanes * 32;
   return rows < kMaxBlockRows ? rows : kMaxBlockRows;
@@ -26,7 +26,7 @@ struct BackwardArguments {
   Problem problem;
   const int32_t* order;  // [batch or 1, rows] or nullptr
   bool order_is_shared;
-  unsigned long long* order_error;  // of all orders: 0 if each is a permutation; nullptr without one
+  unsigned long long* order_error;  // 0 if the orders of all batch elements are permutations; nullptr without one
   const T* d_output;
   const int32_t* winner;
   const T* data;
@@ -38,19 +38,19 @@ struct BackwardArguments {
   int64_t blocks_per_batch;  // along the rows
 };
 
-constexpr int kBlocks = 4;  // that share a multiprocessor
+constexpr int kBlocks = 4;  // minimum resident blocks per multiprocessor
 
-// Of a normal number whose reciprocal is normal too.
+// For normal numbers with a normal reciprocal.
 __device__ __forceinline__ float ApproximateReciprocal(float x) {
   float reciprocal;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
   return reciprocal;
 }
 
-// Gradients where ties are shared: whoever attains the maximum gets a part of the cotangent, of 16 bits. A product with
-// an approximate reciprocal, whose error is 2^-22, is as good as a division: the quotient of a number of 11 bits and a
-// count of 8 is further than 2^-20 from any point halfway between two normal numbers of 11 bits. It may be halfway
-// between two subnormal ones, so those are divided for.
+// Gradients of 16-bit types with shared ties: every element that attains the maximum gets an equal fraction of the
+// cotangent. A product with an approximate reciprocal (error 2^-22) rounds like a division: the quotient of an 11-bit
+// number and an 8-bit count is more than 2^-20 away from any midpoint of two neighbouring normal 11-bit numbers. It can
+// be the midpoint of two subnormal numbers, so subnormal results are computed by division.
 template <typename T, int kVec>
 __device__ __forceinline__ Vector<T, kVec> NarrowShares(const Vector<int32_t, kVec>& winners,
                                                         const Vector<T, kVec>& cotangent, const Vector<T, kVec>& data,
@@ -79,23 +79,24 @@ __device__ __forceinline__ Vector<T, kVec> NarrowShares(const Vector<int32_t, kV
   return shares;
 }
 
-// Numbers whose sums differ, but for chance, unless they are of the same rows.
+// A hash of a row. Sums of hashes differ, except by chance, unless they are of the same rows.
 __device__ __forceinline__ unsigned long long Hash(int32_t row) {
   unsigned long long bits = (static_cast<uint32_t>(row) + 1ull) * 0x9e3779b97f4a7c15ull;
   bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9ull;
   return bits ^ (bits >> 27);
 }
 
-// Writes the rows that `order` names and adds to `order_error`; without an order writes all rows, or none if there is an
-// error and it is 0. So rows are written once where the order is a permutation, as those of LaunchRowOrder and
-// LaunchNaturalOrder are, and all rows are right where a caller passes another. With `kReadsData`, every row is compared with the maxima; else only those that may attain a tied one.
+// With an order, writes the rows that it names and adds to `order_error`, which stays 0 if the order is a permutation.
+// Without one, writes all rows, or returns at once if `order_error` exists and is 0. So a permutation (as from
+// LaunchRowOrder and LaunchNaturalOrder) writes each row once, and any other order still gives correct rows. With
+// `kReadsData`, every row is compared with the maxima; otherwise only rows that may attain a tied maximum.
 template <typename T, int kVec, bool kReadsData>
 __global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid_constant__ BackwardArguments<T> a) {
   extern __shared__ uint32_t block_memory[];
   const int groups = kThreads / a.features.lanes;
   const int group = threadIdx.x / a.features.lanes;
-  // Column blocks are the slow dimension of the grid: the winners and cotangents of one column may stay in L2 while all
-  // rows gather from it.
+  // Column blocks are the slow dimension of the grid, so that the winners and cotangents of one column can stay in L2
+  // while all rows gather from it.
   const int64_t row_blocks = gridDim.x / a.features.columns;
   const int64_t column_block = blockIdx.x / row_blocks;
   const int64_t row_block = blockIdx.x - column_block * row_blocks;
@@ -110,8 +111,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid
   const int64_t first_row = (row_block - b * a.blocks_per_batch) * block_rows;
   const int rows = static_cast<int>(min(a.problem.rows - first_row, static_cast<int64_t>(block_rows)));
 
-  // With an order, blocks take rows that are neighbours in it, of few segments: their winners and cotangents are read
-  // once.
+  // With an order, the rows of a block are neighbours in it and belong to few segments, so their winners and cotangents
+  // are read once.
   const int64_t first_id = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
   const int64_t first_place = (a.order_is_shared ? 0 : b * a.problem.rows) + first_row;
   unsigned long long order_error = 0;
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid
   T* const d_data = a.d_data + b * a.problem.rows * features + column;
   const T zero = static_cast<T>(ComputeType<T>{0});
 
-  // The winners of kRowsInFlight rows; nobody where the row is dropped.
+  // The winners of kRowsInFlight rows; kNoWinner for dropped rows.
   struct Winners {
     Vector<int32_t, kVec> of[kRowsInFlight];
   };
@@ -216,7 +217,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid
         }
       }
     }
-    // The next winners come while these cotangents do.
+    // Overlaps the loads of the next winners with those of these cotangents.
     next = load_winners(first + kRowsInFlight * groups);
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
@@ -238,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) BackwardKernel(const __grid
   }
 }
 
-// Of 16-bit numbers so many tie that nearly every warp has one to look at. Without data, nothing ties.
+// 16-bit values tie so often that nearly every warp has to read data. Without data, ties are not shared.
 bool ReadsAllRows(int64_t element_bytes, bool shares_ties) { return element_bytes == 2 && shares_ties; }
 
 }  // namespace
@@ -295,7 +296,7 @@ CudaStatus LaunchExtremumBackward(const ExtremumBackwardCall& arguments, cudaStr
       status = JB_LAUNCH_STATUS(BackwardKernel);
     };
     const auto launch_widest = [&](auto reads_data) {
-      // 16 bytes of winners to a thread, or of data where that is read anyway.
+      // 16 bytes of winners per thread, or of data if it is always read.
       constexpr int kWidest = sizeof(T) == 8 ? 2 : 4, kWidestOfData = 16 / sizeof(T);
       if constexpr (decltype(reads_data)::value) {
         if (problem.features % kWidestOfData == 0) {

@@ -1,8 +1,8 @@
 // The CPU kernels of segment_max, segment_min, segment_argmax, segment_argmin and their gradients. A minimum is the
-// maximum of flipped values: they are flipped when they are read, and the result when it is written.
+// maximum of flipped values: values are flipped when read, results when written.
 //
-// The gradient goes through the rows in order, or, where it is larger than the caches and the ids are unsorted, grouped
-// by segment, so that winners and cotangents are read once, and the rows streamed to memory.
+// The gradient visits the rows in order. If it exceeds the caches and the ids are unsorted, it visits them grouped by
+// segment and streams them to memory, so that winners and cotangents are read once.
 
 #include <algorithm>
 #include <atomic>
@@ -31,7 +31,7 @@ struct ArgExtremum {
   static constexpr bool kRounds = false, kHoldsRuns = true;
 
   Format format;
-  int32_t no_row;  // what an empty segment gets
+  int32_t no_row;  // result of an empty segment
   int32_t* winner;
 
   JB_INLINE CellsOf<ArgExtremum> ResultCells() const { return {nullptr, nullptr}; }
@@ -73,19 +73,19 @@ struct BackwardArrays {
   SegmentIds ids;
   const T* d_output;
   const int32_t* winner;
-  const T* data;    // absent when no winner can be a tie
+  const T* data;    // nullptr if ties are not shared
   const T* output;  // likewise
   T* d_data;
   bool d_output_is_shared;
   bool winner_is_shared;
 };
 
-// The winners, cotangents and maxima of a batch element, or of one of its segments.
+// Winners, cotangents and maxima of a batch element, or of one of its segments.
 template <typename T>
 struct CellRows {
   const T* d_output;
   const int32_t* winner;
-  const T* output;  // absent when no winner can be a tie
+  const T* output;  // nullptr if ties are not shared
 
   JB_INLINE static CellRows OfBatch(const Problem& problem, const BackwardArrays<T>& arrays, int64_t batch) {
     const int64_t first = batch * problem.segments * problem.features;
@@ -100,13 +100,13 @@ struct CellRows {
   }
 };
 
-// Writes the gradient of one row; `data` is the row itself, or nullptr when no winner can be a tie.
+// Writes the gradient of one row; `data` is the row itself, or nullptr if ties are not shared.
 template <typename T>
 JB_INLINE void GradientOfRow(const CellRows<T> cells, const T* data, int32_t row, int64_t width, T* d_row) {
   int32_t lowest_winner = 0;
   JB_VECTORIZE
   for (int64_t i = 0; i < width; ++i) {
-    // Selected as bits, which vectorises for 16-bit types too; all bits zero is +0.
+    // Selects bits, which vectorises for 16-bit types too; all bits zero is +0.
     const BitsOf<T> d_output = BitCast<BitsOf<T>>(cells.d_output[i]);
     const BitsOf<T> bits = cells.winner[i] == row ? d_output : BitsOf<T>{0};
     std::memcpy(static_cast<void*>(d_row + i), &bits, sizeof(T));
@@ -154,7 +154,7 @@ JB_CPU_CLONES void GradientOfWideRows(const Problem problem, int64_t batch, int6
   GradientInOrder(problem, batch, row_begin, row_end, arrays, problem.features);
 }
 
-// The gradient of the rows of a block of segments. Returns false if there is no memory.
+// The gradient of the rows of a block of segments. Returns false if allocation fails.
 template <typename T>
 JB_CPU_CLONES bool GradientGrouped(const Problem problem, const Block block, const GroupedRows& grouped,
                                    const BackwardArrays<T> arrays) {
@@ -178,7 +178,7 @@ JB_CPU_CLONES bool GradientGrouped(const Problem problem, const Block block, con
   return true;
 }
 
-// Ids that turn out to be sorted are gathered all the same.
+// The actual strategy also depends on the ids: GradientOfAll gathers if they are sorted.
 Strategy ChooseGradient(const Problem& problem, int64_t element_bytes) {
   const int64_t row_bytes = problem.features * element_bytes;
   return row_bytes >= kMinStreamedRowBytes && problem.batch * problem.rows * row_bytes >= kMinStreamedBytes &&
@@ -187,7 +187,7 @@ Strategy ChooseGradient(const Problem& problem, int64_t element_bytes) {
              : ChooseGather(problem);
 }
 
-// Returns false if there is no memory.
+// Returns false if allocation fails.
 template <typename T>
 bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const BackwardArrays<T>& arrays) {
   if (ChooseGradient(problem, sizeof(T)) == Strategy::kStreamedGroups && !EachBatchIsSorted(problem, arrays.ids)) {
@@ -209,8 +209,8 @@ bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const Backward
   return true;
 }
 
-// The backward kernel groups the rows anew where that pays: that is no slower than to read an order and, at random, the
-// ids to which it leads. So the order is that of the rows, or a single 0.
+// Writes the identity order, or a single 0. A real order would not help: where grouping pays, the backward kernel
+// groups the rows itself, which is no slower than reading an order and the scattered ids.
 void WriteIdentityOrder(ffi::ThreadPool& pool, const ExtremumCall& call) {
   const int64_t batch = call.problem.batch, size = call.order_size, bytes = size * sizeof(int32_t);
   AdviseHugePages(call.order, batch * bytes);
@@ -253,7 +253,7 @@ bool RunWithWinner(ffi::ThreadPool& pool, const ExtremumCall& call) {
   return has_memory;
 }
 
-// A minimum's gradient is a maximum's: winners say all.
+// The gradients of minima and maxima are the same function of winners and cotangents.
 bool RunBackward(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
   bool has_memory = true;
   DispatchFloating(call.type, [&](auto tag) {

@@ -1,4 +1,4 @@
-// Maxima and minima in registers.
+// Maxima and minima in registers, without winners.
 #include "ffi/segment/extremum/reduce.cuh"
 #include "ffi/segment/extremum/reduction.cuh"
 

@@ -1,4 +1,4 @@
-// Maxima and minima in registers (see reduce.cuh), each in a file of its own: these have the most kernels.
+// Maxima and minima in registers (see engine/reduce.cuh). Each has its own file because these compile the most kernels.
 #pragma once
 
 #include "ffi/segment/engine/reduce.cuh"

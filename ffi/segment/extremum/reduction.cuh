@@ -1,4 +1,4 @@
-// Maximum, minimum and their positions as reductions in registers (see reduction.cuh).
+// Maximum, minimum and their rows as reductions in registers (see engine/reduction.cuh).
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace jax_baracuda::segment {
 
-// FlipMask over whole words.
+// FlipMask, repeated over a word.
 template <typename T>
 using FlipWord = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
 
@@ -35,7 +35,7 @@ __device__ __forceinline__ Vector<T, kCount> FlipAll(Vector<T, kCount> vector, F
   return vector;
 }
 
-// Larger(a, b) in one instruction where the hardware has one: these propagate NaN and put +0 above -0.
+// Larger(a, b) in one instruction if the hardware has it; it propagates NaN and puts +0 above -0.
 template <typename T>
 __device__ __forceinline__ T HardwareLarger(T a, T b) {
   return Larger(a, b);
@@ -55,7 +55,7 @@ __device__ __forceinline__ BFloat16 HardwareLarger(BFloat16 a, BFloat16 b) {
   return __hmax_nan(a, b);
 }
 
-// Two or four narrow values at once, in a word.
+// The larger of two or four narrow values, packed in a word.
 template <typename T>
 __device__ __forceinline__ uint32_t PackedLarger(uint32_t a, uint32_t b) {
   if constexpr (std::is_same_v<T, int8_t>) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void KeepLarger(Vector<T, kCount>& best, const Vector
   }
 }
 
-// The maximum alone, or the minimum where `flip` says so.
+// The maximum, or the minimum with the right `flip`.
 template <typename T>
 struct MaxReduction {
   using Element = T;
@@ -130,7 +130,7 @@ struct WinnerReduction {
     FlipWord<T> flip;
   };
 
-  // The 16-bit types are exact in float, and comparing there needs no conversion of `best` at each row.
+  // 16-bit types are exact in float. Keeping `best` as float avoids converting it for each row.
   using C = ComputeType<T>;
 
   template <int kCount>
@@ -146,9 +146,9 @@ struct WinnerReduction {
       }
     }
 
-    // AddRow in few instructions: NaN and zeros are left to the maximum of the hardware (the winner of a NaN does not
-    // matter before FinalWinner), and a tie is a minimum: towards the lower row, kNoWinner being the greatest unsigned
-    // number, or one below the lesser of the count and kNoWinner.
+    // AddRow in few instructions. The hardware maximum handles NaN and zeros (the winner of a NaN does not matter
+    // before FinalWinner). Ties also take a minimum: with kFirstWins the lower row, since kNoWinner is the greatest
+    // unsigned number; otherwise min(winner, kNoWinner) - 1, which counts the members downwards.
     __device__ __forceinline__ void Add(const Vector<T, kCount>& unflipped, int32_t row, const Outputs& outputs) {
       const Vector<C, kCount> values = Widen(FlipAll(unflipped, outputs.flip));
 #pragma unroll
@@ -158,7 +158,7 @@ struct WinnerReduction {
         const int32_t tied =
             kFirstWins ? static_cast<int32_t>(min(static_cast<uint32_t>(winner[i]), static_cast<uint32_t>(row)))
                        : min(winner[i], kNoWinner) - 1;
-        // One selection after the other: nested, they become branches.
+        // Two separate selections: nested ones become branches.
         winner[i] = ties ? tied : winner[i];
         winner[i] = is_larger ? row : winner[i];
         best[i] = HardwareLarger(best[i], value);
@@ -191,7 +191,7 @@ struct WinnerReduction {
   };
 };
 
-// Few segments in any order go to tables in shared memory instead.
+// Few unsorted segments use tables in shared memory instead.
 template <typename T, bool kFirstWins>
 inline constexpr bool kTakesPrivateTable<WinnerReduction<T, kFirstWins>> = false;
 

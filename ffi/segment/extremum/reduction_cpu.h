@@ -1,5 +1,5 @@
-// Maxima and minima, as the CPU kernels take them (see engine/rows_cpu.h). A minimum is the maximum of flipped values:
-// they are flipped when they are read, and the result when it is written.
+// Maxima and minima as reductions of the CPU kernels (see engine/rows_cpu.h). A minimum is the maximum of flipped
+// values: values are flipped when read, results when written.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 
 namespace jax_baracuda::segment {
 
-// A value as an integer of as many bits whose order is that of maxima: +0 above -0, and a NaN above everything. Integers
-// of as many bits share the kernels, and so do floating types.
+// A value as an integer of the same width, in the order of maxima: +0 above -0, NaN above everything. All integers of a
+// width share the kernels, and so do all floating types of a width.
 template <typename T>
 using KeyType = std::make_signed_t<BitsOf<T>>;
 
@@ -24,7 +24,7 @@ struct KeyFormat {
   Key flip;      // see FlipMask
   Key infinity;  // the greatest key of a number
 
-  // With as many bits as what keys are selected with, so that no vector is repacked.
+  // As a Wide integer, as wide as the values that keys are selected with, so that vectors need no repacking.
   template <typename Wide = Key>
   JB_INLINE Wide KeyOf(Key value) const {
     const Wide bits = static_cast<Key>(value ^ flip);
@@ -41,7 +41,7 @@ struct KeyFormat {
   // The key of the maximum of no rows.
   JB_INLINE Key Identity() const { return static_cast<Key>(~infinity); }
 
-  // Keys whose numbers are equal become equal: those of -0 and +0, -1 and 0.
+  // Maps the keys of -0 and +0, -1 and 0, to one key.
   template <typename Wide>
   JB_INLINE Wide WithOneZero(Wide key) const {
     return kOfFloating ? static_cast<Wide>(key - (key >> (8 * sizeof(Wide) - 1))) : key;
@@ -65,7 +65,7 @@ KeyFormat<KeyType<T>, kIsFloating<T>> FormatOf(BitsOf<T> flip) {
   }
 }
 
-// The formats of types that dispatch(type, body) knows, for body(format).
+// Calls body(format) with the key format of a type that dispatch(type, body) knows.
 template <typename Dispatch, typename Body>
 void DispatchKeys(const Dispatch& dispatch, ElementType type, bool is_minimum, const Body& body) {
   dispatch(type, [&](auto tag) {
@@ -81,19 +81,19 @@ JB_INLINE bool AreEqual(T a, T b) {
          format.WithOneZero(format.KeyOf(BitCast<KeyType<T>>(b)));
 }
 
-// Folds a single key that differs from the best one by more than the sign of a zero: one comparison and no branch on what
-// is random. Returns false, and does nothing, for others.
+// Folds one key without branching on the unpredictable comparison. Returns false and does nothing if its number equals
+// the best one.
 template <typename Format, typename Key>
 JB_INLINE bool TakeOne(const Format& format, Key key, int32_t row, Key& best, int32_t& winner) {
   if (format.WithOneZero(key) == format.WithOneZero(best)) return false;
-  const int32_t if_above = -static_cast<int32_t>(key > best);  // a mask, of which no compiler makes a branch
+  const int32_t if_above = -static_cast<int32_t>(key > best);  // a mask, which compilers do not turn into a branch
   best = std::max(best, key);
   winner ^= (winner ^ row) & if_above;
   return true;
 }
 
-// Of floating numbers, the maximum of keys: a comparison of integers, which takes as many numbers at once as there are in
-// a vector, of 16 bits too, and treats no subnormal number as zero.
+// The maximum of keys. Floating numbers are compared as integers: this uses full vectors for 16-bit types too, and does
+// not treat subnormal numbers as zero.
 template <typename Format>
 struct Extremum {
   using Key = typename Format::Key;
@@ -136,7 +136,7 @@ template <typename Format>
 struct ExtremumWithWinner {
   using Key = typename Format::Key;
   using Element = Key;
-  using First = std::common_type_t<Key, int32_t>;  // as wide as winners at least, so that no vector is repacked
+  using First = std::common_type_t<Key, int32_t>;  // at least as wide as winners, so that vectors need no repacking
   using Second = int32_t;
   static constexpr bool kRounds = false, kHoldsRuns = true;
   static constexpr bool kTakesWeights = false, kTakesSelection = false;
@@ -153,8 +153,8 @@ struct ExtremumWithWinner {
     std::fill_n(cells.second, count, kNoWinner);
   }
 
-  // AddRow or MergeCell of what comes later, without branches, and without stores that hang on a condition. The winner
-  // of a NaN does not matter. `counted_twice` is 1 where both tie counts hold the identity.
+  // AddRow, or MergeCell with later rows, without branches and without conditional stores. The winner of a NaN does not
+  // matter. `counted_twice` is 1 if both tie counts include the identity.
   JB_INLINE void Take(First key, int32_t its_winner, int32_t counted_twice, CellsOf<ExtremumWithWinner> cells,
                       int64_t i) const {
     const First best = cells.first[i], number = format.WithOneZero(key), best_number = format.WithOneZero(best);

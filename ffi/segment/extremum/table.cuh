@@ -1,10 +1,10 @@
-// Segment maximum (or minimum: values are flipped on their way in and out) of rows in any order, through a table of the
-// cells that takes atomic maxima.
+// Segment maximum of rows in any order, by atomic maxima on a table of the cells. For a minimum, values are flipped
+// when read and written.
 //
 // Values become unsigned integers of the same order, for which the hardware has an atomic maximum: NaN of either sign
-// the greatest, -0 below +0, and 0 for the maximum of nothing. A plain load comes before each atomic, because few rows
-// raise a maximum. Where the table fits in shared memory each block keeps its own and merges it once. Where it is too
-// large for an L1, and there are many rows to a cell, lower bounds in shared memory spare most of those loads.
+// is the greatest, -0 is below +0, and 0 is the maximum of no rows. A plain load precedes each atomic, because few rows
+// raise a maximum. If the table fits in shared memory, each block keeps its own and merges it once. If the table
+// exceeds the L1 cache and there are many rows per cell, lower bounds in shared memory avoid most of those loads.
 #pragma once
 
 #include "ffi/core/launch_bounds.cuh"
@@ -49,14 +49,14 @@ struct TableArguments {
   Problem problem;
   bool first_wins;
   FlipWord<T> flip;
-  TableKey<T>* table;  // [batch, segments, features]; for the winners' pass, not used
+  TableKey<T>* table;  // [batch, segments, features]; unused by the winners' pass
   T* output;
   int32_t* winner;
   int64_t blocks_per_batch;
 };
 
-// kVec elements of the data and the cells they belong to, counted from the first cell of their element of the batch;
-// negative where the row is dropped. With kInOneRow all are of one row, so that the cells are neighbours too.
+// kVec elements of the data and their cells, numbered within the batch element; negative for dropped rows. With
+// kInOneRow all are of one row, so their cells are neighbours too.
 template <typename T, typename Index, int kVec, bool kInOneRow>
 struct Elements {
   Vector<T, kVec> values;
@@ -67,7 +67,7 @@ struct Elements {
   __device__ __forceinline__ Index Cell(int i) const { return kInOneRow ? first_cell[0] + i : first_cell[i]; }
   __device__ __forceinline__ int32_t Row(int i) const { return first_row[kInOneRow ? 0 : i]; }
 
-  // What `table` holds in the cells; anything where the row is dropped.
+  // The values of the cells in `table`; undefined for dropped rows.
   template <typename U>
   __device__ __forceinline__ Vector<U, kVec> Gather(const U* table) const {
     Vector<U, kVec> found = {};
@@ -83,7 +83,7 @@ struct Elements {
   }
 };
 
-// Calls body(Elements) for the thread's share of one element of the batch. Index must hold a cell's number.
+// Calls body(Elements) for the thread's elements of one batch element. Index must be able to hold a cell's number.
 template <typename Index, int kVec, typename T, typename Body>
 __device__ __forceinline__ void ForEachElements(const TableArguments<T>& a, int64_t b, Body&& body) {
   const int64_t features = a.problem.features, total = a.problem.rows * features;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void ForEachElements(const TableArguments<T>& a, int6
 
   const int64_t row_vectors = features / kVec;
   if (features % kVec == 0 && row_vectors <= threads) {
-    // A thread keeps to its features: the rows that the block's threads take together are whole ones.
+    // Each thread keeps its features, since the block's threads together load whole rows.
     constexpr int kInFlight = sizeof(T) < 4 ? 4 : 2;
     const int64_t rows_at_once = threads / row_vectors;
     const int64_t first_row = thread / row_vectors;
@@ -130,7 +130,7 @@ __device__ __forceinline__ void ForEachElements(const TableArguments<T>& a, int6
   const int64_t first = thread * kVec, stride = threads * kVec;
   const int64_t stride_rows = stride / features, stride_features = stride - stride_rows * features;
   int64_t row = first / features, feature = first - row * features;
-  // Vectors run across the ends of rows, and the last one past the end of the data.
+  // Vectors cross row boundaries; the last one may pass the end of the data.
   for (int64_t element = first; element < total; element += stride) {
     Elements<T, Index, kVec, false> elements;
     const int count = static_cast<int>(min(total - element, static_cast<int64_t>(kVec)));
@@ -170,7 +170,7 @@ __device__ __forceinline__ void ForEachElements(const TableArguments<T>& a, int6
   }
 }
 
-// Raises cells of `table` to the values. A plain load comes first: it may be stale, but cells only rise.
+// Raises cells of `table` to the values. The plain load may be stale, which is safe because cells only rise.
 template <typename T, typename Found>
 __device__ __forceinline__ void RaiseCells(TableKey<T>* table, const Found& elements) {
   constexpr int kVec = sizeof(elements.values) / sizeof(T);
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(256) TableMaxKernel(const __grid_constant__ Ta
 
 inline constexpr int kSingleFeatureThreads = 256;
 
-// Rows of one element, kVec neighbouring ones to a thread.
+// Rows of one feature, kVec neighbouring rows per thread.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kSingleFeatureThreads, MinBlocks(kSingleFeatureThreads, 8))
     SingleFeatureMaxKernel(const __grid_constant__ TableArguments<T> a) {
@@ -224,14 +224,15 @@ __global__ void __launch_bounds__(kSingleFeatureThreads, MinBlocks(kSingleFeatur
   RaiseCells<T>(table, elements);
 }
 
-// Floors are lower bounds of the cells in each of some groups of neighbouring cells. A row below the floor of its group
-// needs no look at the table, and after a share of the rows most of the others are.
+// A floor is the lower bound of a group of neighbouring cells. An element that is not above the floor of its group need
+// not read the table. After a fraction of the rows, this holds for most elements.
 inline constexpr int kFloorBytes = 48 * 1024;
 inline constexpr int kFilterThreads = 384;
-inline constexpr int kFilterBlocks = 4;  // on a multiprocessor
-inline constexpr int kFloorLanes = 8;    // threads that find the floor of one group
+inline constexpr int kFilterBlocks = 4;  // minimum resident blocks per multiprocessor
+inline constexpr int kFloorLanes = 8;    // threads that compute the floor of one group
 
-// Half of a key as far as that makes do: of a floating type the leading half, which is still a lower bound.
+// The upper 16 bits of a floating key, which are still a lower bound. Keys of 1- and 2-byte integers fit in 16 bits;
+// those of 4-byte integers are stored whole.
 template <typename T>
 using FloorKey = std::conditional_t<kIsFloating<T> || sizeof(T) < 4, uint16_t, uint32_t>;
 
@@ -244,7 +245,7 @@ struct Floors {
 
   FloorKey<T>* keys;
   uint32_t cells;
-  uint32_t groups_per_cell;  // times 2^32
+  uint32_t groups_per_cell;  // fixed point, times 2^32
 
   Floors(FloorKey<T>* floor_keys, int64_t cell_count)
       : keys(floor_keys),
@@ -274,7 +275,7 @@ __global__ void __launch_bounds__(256) FloorsKernel(const TableKey<T>* table, co
   if (threadIdx.x % kFloorLanes == 0) floors.keys[group] = static_cast<FloorKey<T>>(least >> kFloorShift<T>);
 }
 
-// TableMaxKernel behind floors of the table, for a batch of one. An element that equals its floor raises nothing.
+// TableMaxKernel with floors, for a batch of one. An element that equals its floor cannot raise its cell.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kFilterThreads, MinBlocks(kFilterThreads, kFilterBlocks))
     FilteredMaxKernel(const __grid_constant__ TableArguments<T> a, const Floors<T> floors) {
@@ -305,7 +306,7 @@ __global__ void __launch_bounds__(kFilterThreads, MinBlocks(kFilterThreads, kFil
 }
 
 inline constexpr int kSharedTableThreads = 512;
-inline constexpr int kSharedTableBlocks = 4;  // on a multiprocessor
+inline constexpr int kSharedTableBlocks = 4;  // minimum resident blocks per multiprocessor
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kSharedTableThreads, MinBlocks(kSharedTableThreads, kSharedTableBlocks))
@@ -325,7 +326,7 @@ __global__ void __launch_bounds__(kSharedTableThreads, MinBlocks(kSharedTableThr
   }
 }
 
-// `table` may be `output` itself where the two have elements of one size.
+// `table` may be `output` itself if their elements have the same size.
 template <typename T>
 __global__ void __launch_bounds__(256)
     DecodeTableKernel(const TableKey<T>* table, int64_t cells, FlipWord<T> flip, T* output) {
@@ -333,7 +334,7 @@ __global__ void __launch_bounds__(256)
   if (i < cells) output[i] = Flip(DecodeKey<T>(table[i]), static_cast<BitsOf<T>>(flip));
 }
 
-// Counts `count` more rows that attain the maximum of a cell into its winner; `row` matters if there is one only.
+// Adds `count` rows that attain the cell's maximum to its winner. `row` is used if count is 1 or with first_wins.
 __device__ __forceinline__ void AddTies(int32_t* winner, int32_t row, int32_t count, bool best_is_identity,
                                         bool first_wins) {
   if (first_wins) {
@@ -342,7 +343,7 @@ __device__ __forceinline__ void AddTies(int32_t* winner, int32_t row, int32_t co
     return;
   }
   int32_t seen = *static_cast<volatile int32_t*>(winner);
-  // Once a winner is a count it stays one, and the identity makes it one from the start.
+  // Once a winner is a count it stays one. If the maximum is the identity, it is a count from the start.
   while (seen >= kNoWinner && !best_is_identity) {
     const int32_t counted = seen == kNoWinner ? (count == 1 ? row : -count) : -1 - count;
     const int32_t found = atomicCAS(winner, seen, counted);
@@ -352,7 +353,7 @@ __device__ __forceinline__ void AddTies(int32_t* winner, int32_t row, int32_t co
   atomicSub(winner, count);
 }
 
-// Counts the elements that attain the maximum, which `best` holds (to be flipped by `flip`), into `winner`.
+// Adds the elements that attain the maximum to `winner`. `best` holds the maxima, to be flipped by `flip`.
 template <typename T, typename C, typename Found>
 __device__ __forceinline__ void CountWinners(const C* best, FlipWord<C> flip, int32_t* winner, const Found& elements,
                                              bool first_wins) {
@@ -369,7 +370,7 @@ __device__ __forceinline__ void CountWinners(const C* best, FlipWord<C> flip, in
   }
 }
 
-// The winners of a finished output, in a pass of its own; `winner` is kNoWinner everywhere before.
+// Finds the winners of a finished output, in a second pass; `winner` must be kNoWinner everywhere.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(256) TableWinnerKernel(const __grid_constant__ TableArguments<T> a) {
   const int64_t b = blockIdx.x / a.blocks_per_batch;
@@ -403,7 +404,7 @@ __global__ void __launch_bounds__(kSharedTableThreads, MinBlocks(kSharedTableThr
   for (int i = threadIdx.x; i < cell_count; i += blockDim.x) {
     const int32_t found = shared_winner[i];
     if (found == kNoWinner) continue;
-    // The block's count holds the identity where that is a member; the count in global memory has it already.
+    // If the identity is a member, the block's count includes it, and the count in global memory has it already.
     const bool best_is_identity = shared_best[i] == static_cast<C>(MaxIdentity<T>());
     AddTies(winner + i, found, TieCount(found) - (best_is_identity ? 1 : 0), best_is_identity, a.first_wins);
   }

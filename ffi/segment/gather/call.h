@@ -7,7 +7,7 @@
 
 namespace jax_baracuda::segment {
 
-struct GatherCall : SegmentCall {  // problem.data_is_shared means nothing
+struct GatherCall : SegmentCall {  // problem.data_is_shared is unused
   const void* cells = nullptr;     // [batch or 1, segments, features]
   bool cells_are_shared = false;
   const int32_t* count = nullptr;  // [batch or 1, segments] to divide the cells by, or nullptr

@@ -37,8 +37,8 @@ JB_INLINE void DivideRow(const T* from, int32_t count, int64_t width, T* to) {
   });
 }
 
-// Rows of so few features that a loop over them costs more than its body: cells are in a near cache more often than not,
-// and loads that do not wait for each other need no prefetch.
+// For rows so narrow that loop overhead would dominate. Their cells are usually in a near cache, and their loads are
+// independent, so there is no prefetch.
 template <bool kIsMean, int64_t kFeatures, typename T>
 JB_INLINE void GatherNarrow(const T* cells, const int32_t* counts, const int32_t* row_ids, int64_t rows,
                             int64_t segments, T* to) {
@@ -118,7 +118,7 @@ bool RunGather(ffi::ThreadPool& pool, const GatherCall& call) {
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (call.count == nullptr) {
-      gather(std::false_type{}, TypeTag<BitsOf<T>>{});  // types of as many bits are copied alike
+      gather(std::false_type{}, TypeTag<BitsOf<T>>{});  // copies depend on the width of the type only
     } else {
       gather(std::true_type{}, tag);
     }

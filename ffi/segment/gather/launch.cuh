@@ -1,6 +1,6 @@
-// Launchers of the CUDA kernels of the gradients of segment_sum and segment_mean,
-// callable from plain C++. They write every element of the results and enqueue work on `stream` only: no allocation, no
-// synchronisation, the same launches whenever the problem is the same.
+// Launchers of the CUDA kernels of the gradients of segment_sum and segment_mean, callable from plain C++. They write
+// every element of the results and enqueue work on `stream` only: no allocation, no synchronisation, the same launches
+// whenever the problem is the same.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,7 +14,7 @@ namespace jax_baracuda::segment {
 // How LaunchGather runs, from shapes alone.
 Plan PlanGather(const GatherCall& call);
 
-// Gives every row its segment's cells, 0 where the row is dropped.
+// Writes its segment's cells, divided by the count if there is one, to every row; 0 to dropped rows.
 CudaStatus LaunchGather(const GatherCall& call, cudaStream_t stream);
 
 }  // namespace jax_baracuda::segment

@@ -7,13 +7,13 @@
 
 namespace jax_baracuda::segment {
 
-// For each head of an edge, the product of its segment's cells and of the row that it gathers; gather ids out of range
-// name the nearest row. `edge_order` tells where the results of an edge go.
+// For each edge and head, the dot product of the segment's cells and the gathered row. Gather ids out of range name the
+// nearest row. `edge_order` gives the edge to which the results at each position belong.
 struct GatherDotCall : GatheringCall {
   const void* cells = nullptr;  // [batch or 1, segments, heads, features of a head]
   bool cells_are_shared = false;
   int64_t heads = 0, head_features = 0;
-  bool is_wide = false;    // whether results are returned as they are accumulated, unrounded
+  bool is_wide = false;    // whether results are unrounded, in the accumulation type
   void* output = nullptr;  // [batch, edges, heads]
 
   bool HasNoElement() const { return problem.batch == 0 || problem.rows == 0 || heads == 0; }

@@ -1,4 +1,4 @@
-// The products of each edge's segment and gathered row: the gradient of its weights.
+// Dot products of each edge's segment and gathered row: the gradient of the edge weights.
 #include "ffi/core/divider.cuh"
 #include "ffi/core/warp.cuh"
 #include "ffi/segment/engine/device.cuh"
@@ -9,20 +9,20 @@ namespace jax_baracuda::segment {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kMaxEdges = 1024;  // of a block, whose ids are in shared memory
+constexpr int kMaxEdges = 1024;  // per block; their ids are in shared memory
 
 template <typename T>
 struct DotArguments {
   GatherDotCall call;
   SegmentIds ids;
   ShortDivider heads;
-  int lanes;  // threads of a product, a power of two
+  int lanes;  // threads per product, a power of two
   int edges_of_block;
   int64_t blocks_per_batch;
 };
 
-// A group of threads takes a product: of one head of one edge. Neighbouring groups take neighbouring heads, so that
-// what a warp reads of a row lies together.
+// A group of threads computes one product, of one edge and head. Neighbouring groups compute neighbouring heads, so
+// that a warp reads contiguous parts of a row.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kThreads, Tuning::kDotBlocks) DotKernel(const __grid_constant__ DotArguments<T> a) {
   using C = ComputeType<T>;
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, Tuning::kDotBlocks) DotKernel(const 
       static_cast<const T*>(call.cells) + (call.cells_are_shared ? 0 : b * problem.segments * features);
   const T* const data = static_cast<const T*>(call.data) + (problem.data_is_shared ? 0 : b * call.num_rows * features);
 
-  // All threads take as many steps: sums pass between the lanes of warps.
+  // All threads make the same number of steps, because sums are shuffled between lanes.
   for (int first = 0; first < products; first += groups * kProductsInFlight) {
     C sum[kProductsInFlight] = {};
     for (int64_t feature = lane * kVec; feature < head_features; feature += a.lanes * kVec) {
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, Tuning::kDotBlocks) DotKernel(const 
       int64_t edge = first_edge + place;
       if (call.edge_order != nullptr) {
         edge = __ldg(call.edge_order + (call.edge_order_is_shared ? 0 : b * problem.rows) + edge);
-        edge = min(max(edge, int64_t{0}), problem.rows - 1);  // whatever a caller passes, nothing else is written
+        edge = min(max(edge, int64_t{0}), problem.rows - 1);  // clamped: an invalid order must not write out of bounds
       }
       const int64_t target = (b * problem.rows + edge) * heads + (product - place * heads);
       if (call.is_wide) {
@@ -127,7 +127,7 @@ CudaStatus LaunchGatherDot(const GatherDotCall& call, cudaStream_t stream) {
       a.edges_of_block = static_cast<int>(edges < kMaxEdges ? edges : kMaxEdges);
       a.blocks_per_batch = CeilDivide(problem.rows, a.edges_of_block);
       if (call.edge_order != nullptr) {
-        // For edges that the order does not name.
+        // Edges missing from an invalid order get 0.
         const int64_t outputs = problem.batch * problem.rows * call.heads;
         const size_t bytes = outputs * (call.is_wide ? sizeof(ComputeType<T>) : sizeof(T));
         JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(call.output, 0, bytes, stream));

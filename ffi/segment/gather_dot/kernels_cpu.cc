@@ -9,7 +9,7 @@
 namespace jax_baracuda::segment {
 namespace {
 
-// In as many partial sums as vectorise, which are added up in pairs.
+// Accumulates kSums partial sums, so that it vectorises, and adds them up in pairs.
 template <typename C, typename X, typename Y>
 JB_INLINE C Dot(const X* x, const Y* y, int64_t count) {
   constexpr int kSums = 16;
@@ -84,7 +84,7 @@ bool RunGatherDot(ffi::ThreadPool& pool, const GatherDotCall& call) {
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (call.edge_order != nullptr) {
-      // For edges that the order does not name.
+      // Edges missing from an invalid order get 0.
       const int64_t products = problem.batch * problem.rows * call.heads;
       WriteZeroBytes(pool, call.output, products * (call.is_wide ? sizeof(ComputeType<T>) : sizeof(T)));
     }

@@ -74,8 +74,8 @@ ffi::Error HandleGatherExtremumWithWinner(Context context, ffi::AnyBuffer data, 
   return kRun(context, kOp, scratch, &call);
 }
 
-// The operands are those below, with a plan the edges as they are sorted by the rows that they gather, and, where ties
-// are shared, data and output of the forward pass.
+// The optional operands are, with a plan, the edges sorted by the row that they gather, and with shared ties, data and
+// output of the forward pass.
 template <typename Context, Run<Context, GatherExtremumBackwardCall> kRun, bool kIsMinimum>
 ffi::Error HandleGatherExtremumBackward(Context context, ffi::AnyBuffer d_winner, ffi::AnyBuffer winner,
                                         ffi::AnyBuffer gather_ids, ffi::AnyBuffer segment_ids,
@@ -142,7 +142,7 @@ auto BindGatherExtremumBackward() {
   return BindWithOptionalOperands<Context, 4, 1>().RemainingRets().template Attrs<GatherExtremumBackwardOptions>();
 }
 
-// The calls that the parameters of plans describe.
+// The calls that plan parameters describe.
 template <bool kWithWinner>
 GatherExtremumCall GatherExtremumCallOf(const PlanParameters& parameters) {
   auto call = CallOf<GatherExtremumCall>(parameters);

@@ -1,5 +1,5 @@
-// The gradient of maxima and minima of gathered rows: over the edges of each row, the sum of the cotangents of the cells
-// that they won.
+// The gradient of maxima and minima of gathered rows. For each row, it sums over the row's edges the cotangents of the
+// cells that they won.
 #include "ffi/segment/gather_extremum/launch.cuh"
 #include "ffi/segment/gather_sum/reduction.cuh"
 
@@ -20,15 +20,15 @@ CudaStatus SumOfWinners(const GatherExtremumBackwardCall& call, cudaStream_t str
                                                        {call.d_data, /*is_wide=*/false}, stream);
 }
 
-// Where tied edges share, the row of an edge tells what it won: all that it has in common with the extrema. One extremum
-// that no other edge attains is no exception, and a NaN is equal to nothing.
+// With shared ties, an edge won the cells whose extremum equals its row's element. This also holds if only one edge
+// attains the extremum, and a NaN equals nothing.
 template <typename T>
 CudaStatus SumOfWinners(const GatherExtremumBackwardCall& call, cudaStream_t stream) {
   return call.shares_ties ? SumOfWinners<T, EdgeInput::kExtrema>(call, stream)
                           : SumOfWinners<T, EdgeInput::kWinners>(call, stream);
 }
 
-// One element of the batch.
+// The call of one batch element.
 template <typename T>
 GatherExtremumBackwardCall ElementOf(const GatherExtremumBackwardCall& call, int64_t b) {
   const auto of_element = [&](const auto* array, bool is_shared, int64_t size) {

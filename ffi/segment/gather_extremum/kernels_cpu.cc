@@ -1,5 +1,5 @@
-// The CPU kernels of gather_segment_max, gather_segment_min and their gradients. The gradient finds the cells that each
-// edge won first, a bit for each, and then adds up the selected cotangents of the edges of each row.
+// The CPU kernels of gather_segment_max, gather_segment_min and their gradients. The gradient first finds the cells
+// that each edge won, as one bit per feature. Then it sums the selected cotangents over the edges of each row.
 
 #include <algorithm>
 #include <cstdint>
@@ -43,10 +43,10 @@ Plan PlanGatherExtremum(const GatherExtremumCall& call) {
   });
 }
 
-// Of a bit for each feature of an edge.
+// Words per edge, with one bit per feature.
 int64_t SelectionWords(const Problem& problem) { return CeilDivide(problem.features, 32); }
 
-// The cells that the edges at some places won: a bit for each of their features.
+// Finds the cells won by the edges at positions [begin, end): one bit per feature.
 template <typename T>
 JB_CPU_CLONES void SelectWon(const GatherExtremumBackwardCall call, int64_t batch, int64_t begin, int64_t end,
                              uint32_t* selection) {
@@ -108,7 +108,7 @@ bool RunGatherExtremumBackward(ffi::ThreadPool& pool, const GatherExtremumBackwa
   bool has_memory = selection != nullptr;
   if (!has_memory) return false;
   if (call.forward_order != nullptr) {
-    // For edges that the order does not name.
+    // Edges missing from an invalid order won nothing.
     WriteZeroBytes(pool, selection.get(), problem.batch * problem.rows * words * sizeof(uint32_t));
   }
   DispatchFloating(call.type, [&](auto tag) {

@@ -1,4 +1,4 @@
-// Maxima and minima of gathered rows in registers, each kind in a file of its own.
+// Maxima and minima of gathered rows in registers, with and without winners in separate files.
 #pragma once
 
 #include "ffi/segment/engine/gather.cuh"

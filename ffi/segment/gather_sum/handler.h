@@ -58,7 +58,7 @@ inline GatherSumCall GatherSumCallOf(const PlanParameters& parameters) {
   return call;
 }
 
-// The binding of a handler with further operands that are optional.
+// The binding, with optional operands.
 template <typename Context>
 auto BindGatherSum() {
   return BindWithOptionalOperands<Context, 3, 1>().RemainingRets().template Attrs<GatherSumOptions>();

@@ -10,11 +10,12 @@
 
 namespace jax_baracuda::segment {
 
-// As SumReduction. Weights multiply as the terms are accumulated; product and sum are rounded once together.
+// As SumReduction. A weight is applied as its term is accumulated, so that product and sum are rounded once.
 template <typename T, EdgeInput kInput>
 struct GatherSumReduction {
   using Element = T;
-  // To select, there is twice as much to load of a row, and to hold: more blocks hide more than more rows in flight.
+  // Selection loads and holds twice as much per row. More resident blocks then hide more latency than more rows in
+  // flight.
   static constexpr int kRowsInFlight = !kSelects<kInput> ? SumReduction<T>::kRowsInFlight : sizeof(T) == 4 ? 2 : 1;
   static constexpr int kTileBlocks = SumReduction<T>::kTileBlocks;
   using C = ComputeType<T>;
@@ -65,7 +66,7 @@ inline constexpr bool kTakesPrivateTable<GatherSumReduction<T, kInput>> = false;
 
 inline int64_t SumStateBytes(ElementType type) { return ElementBytes(type) == 8 ? 8 : 4; }
 
-// With weights; a translation unit of its own.
+// With weights, in its own translation unit.
 CudaStatus LaunchWeightedGatherSum(const GatherSumCall& call, const GatherGrid& grid, cudaStream_t stream);
 
 template <EdgeInput kInput>

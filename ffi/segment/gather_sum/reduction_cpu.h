@@ -1,4 +1,4 @@
-// Sums of gathered rows, as the CPU kernels take them (see engine/rows_cpu.h).
+// Sums of gathered rows as a reduction of the CPU kernels (see engine/rows_cpu.h).
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace jax_baracuda::segment {
 
-// Of whole rows, with weights or without, or of selected elements.
+// Sums of complete rows, with or without weights, or of selected elements.
 template <typename T, bool kSelects = false>
 struct GatherSum {
   using Element = T;

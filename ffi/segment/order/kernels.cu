@@ -6,7 +6,7 @@
 namespace jax_baracuda::segment {
 namespace {
 
-// The elements of the batch that are brought into order at once.
+// The batch elements that are sorted at once.
 Problem PartOf(Problem problem) {
   if (!OrderFits(problem)) problem.batch = 1;
   return problem;
@@ -35,7 +35,7 @@ CudaStatus LaunchOrder(const OrderCall& call, cudaStream_t stream) {
     const int32_t* const ids = static_cast<const int32_t*>(call.segment_ids) + problem.IdIndex(b, 0);
     const int64_t first = b * problem.rows;
     SegmentOrder order;
-    if (part.batch == 1) {  // its order is that of the joined rows
+    if (part.batch == 1) {  // the joined order is the result
       order = {reinterpret_cast<uint32_t*>(call.sorted_ids + first), reinterpret_cast<uint32_t*>(call.order + first)};
     }
     JB_RETURN_IF_CUDA_ERROR(

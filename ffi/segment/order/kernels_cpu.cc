@@ -11,7 +11,7 @@
 namespace jax_baracuda::segment {
 namespace {
 
-// With more segments to a row, a table of all segments costs more than comparing rows.
+// With more segments per row than this, the table of a counting sort costs more than a merge sort.
 constexpr int64_t kMaxCountedSegmentsToRow = 16;
 
 bool IsCounted(const Problem& problem) { return problem.segments / kMaxCountedSegmentsToRow <= problem.rows; }
@@ -23,14 +23,14 @@ const char* StrategyOf(const Problem& problem) {
 
 Plan PlanOfOrder(const PlanParameters& parameters) { return {StrategyOf(CallOf<OrderCall>(parameters).problem)}; }
 
-// Dropped rows are in the segment after the last one.
+// Dropped rows are sorted into an extra segment after the last one.
 int32_t SegmentOf(int32_t id, int64_t segments) {
   return static_cast<uint32_t>(id) < static_cast<uint64_t>(segments) ? id : static_cast<int32_t>(segments);
 }
 
-// Stable sorts of one element of the batch; false: there is no memory.
+// Stable sorts of one batch element. Returns false if allocation fails.
 bool CountingSort(const int32_t* ids, int64_t rows, int64_t segments, int32_t* order, int32_t* sorted_ids) {
-  const auto places = Allocate<int32_t>(segments + 2);  // of the next row of each segment
+  const auto places = Allocate<int32_t>(segments + 2);  // next position per segment
   if (places == nullptr) return false;
   WriteZeros(places.get(), segments + 2);
   for (int64_t row = 0; row < rows; ++row) ++places[int64_t{SegmentOf(ids[row], segments)} + 1];

@@ -1,9 +1,9 @@
-// The scalar arithmetic of segment_prod and its gradient, shared by the CPU and the CUDA kernels. It has no branches, so
-// that loops over features vectorise.
+// The scalar arithmetic of segment_prod and its gradient, shared by the CPU and the CUDA kernels. It has no branches,
+// so that loops over features vectorise.
 //
-// A product is kept as mantissa * 2^exponent, so that it neither overflows nor underflows on the way, and zeros,
-// infinities and NaN are counted apart. Then the product of all members but one, which the gradient needs, is a
-// division that is always exact to rounding, whatever the member.
+// A product is kept as mantissa * 2^exponent, so that partial products neither overflow nor underflow. Zeros,
+// infinities and NaN are counted separately. So the gradient can compute the product of all members but one by a
+// division, which is exact up to rounding for any member.
 #pragma once
 
 #include <cstdint>
@@ -43,13 +43,13 @@ JB_ALWAYS_INLINE SignedBits<C> FieldOf(C value) {
   return (BitCast<SignedBits<C>>(value) >> F::kMantissaBits) & F::kExponentMask;
 }
 
-// That of a normal number: value == MantissaOf(value) * 2^ExponentOf(value).
+// The exponent of a normal number: value == MantissaOf(value) * 2^ExponentOf(value).
 template <typename C>
 JB_ALWAYS_INLINE SignedBits<C> ExponentOf(C value) {
   return FieldOf(value) - FloatingFormat<C>::kExponentBias;
 }
 
-// A number with the sign and the mantissa of this one, and this exponent.
+// The value with another exponent: keeps the sign and the mantissa.
 template <typename C>
 JB_ALWAYS_INLINE C WithExponent(C value, SignedBits<C> exponent) {
   using F = FloatingFormat<C>;
@@ -57,23 +57,23 @@ JB_ALWAYS_INLINE C WithExponent(C value, SignedBits<C> exponent) {
   return BitCast<C>(kept | (static_cast<BitsOf<C>>(exponent + F::kExponentBias) << F::kMantissaBits));
 }
 
-// In [1, 2), with the sign.
+// The mantissa, in [1, 2), with the sign.
 template <typename C>
 JB_ALWAYS_INLINE C MantissaOf(C value) {
   return WithExponent(value, 0);
 }
 
-// The members that have no exponent are counted, up to 2 of each kind, in two bits from this one on.
+// Members without an exponent are counted, up to 2 of each kind, in the two bits from this one on.
 enum ProductClass : int32_t { kZero = 0, kInfinity = 2, kNan = 4 };
 inline constexpr int kCountBits = 6;
 inline constexpr int kCountMask = (1 << kCountBits) - 1;
 
-// A number as the factor that it is to a mantissa, and what it adds to the exponent and the counts.
+// What a number contributes to a product: a factor of the mantissa, and addends of the exponent and the counts.
 template <typename C>
 struct Factor {
-  C mantissa;        // with the sign; 1 for what is zero, infinite or NaN
-  int32_t exponent;  // 0 for those
-  int32_t kind;      // their ProductClass, or kZero
+  C mantissa;        // with the sign; 1 for zero, infinity and NaN
+  int32_t exponent;  // 0 for zero, infinity and NaN
+  int32_t kind;      // ProductClass of zero, infinity and NaN; otherwise kZero
   int32_t is_special;
 
   JB_ALWAYS_INLINE explicit Factor(C value) {
@@ -91,22 +91,22 @@ struct Factor {
   }
 };
 
-// What the counts grow by where `count` members of a kind come in.
+// The increment of the counts for `count` more members of a kind; each count saturates at 2.
 JB_ALWAYS_INLINE int32_t CountsToAdd(int32_t counts, int32_t kind, int32_t count) {
   const int32_t room = 2 - ((counts >> kind) & 3);
   return (count < room ? count : room) << kind;
 }
 
-// A product under reduction: mantissa * 2^exponent. The mantissa is any normal number with the sign of all members; it is
-// the product itself as long as that is normal and all members are ordinary numbers. The exponent has 58 bits, so that
-// no number of members leaves its range.
+// A partial product: mantissa * 2^exponent. The mantissa is any normal number with the sign of the product. It is the
+// product itself while that is normal and all members are ordinary numbers. The exponent has 58 bits, enough for any
+// number of members.
 template <typename C>
 struct Product {
   C mantissa = C{1};
   int64_t packed = 0;  // exponent * 64, plus 16 * NaNs, plus 4 * infinities, plus zeros
 };
 
-// The product with another member. The mantissa is in [1, 4).
+// The product times another member. The resulting mantissa is in [1, 4).
 template <typename C>
 JB_ALWAYS_INLINE Product<C> ProductTimes(const Product<C>& product, C value) {
   const Factor<C> factor(value);
@@ -116,7 +116,7 @@ JB_ALWAYS_INLINE Product<C> ProductTimes(const Product<C>& product, C value) {
           product.packed + exponent * (1 << kCountBits) + CountsToAdd(counts, factor.kind, factor.is_special)};
 }
 
-// The product of the members of both. The mantissa is in [1, 4).
+// The product of two partial products. The resulting mantissa is in [1, 4).
 template <typename C>
 JB_ALWAYS_INLINE Product<C> ProductOfBoth(const Product<C>& a, const Product<C>& b) {
   const SignedBits<C> exponent = ExponentOf(a.mantissa) + ExponentOf(b.mantissa);
@@ -128,11 +128,11 @@ JB_ALWAYS_INLINE Product<C> ProductOfBoth(const Product<C>& a, const Product<C>&
   return {MantissaOf(a.mantissa) * MantissaOf(b.mantissa), packed};
 }
 
-// The number that a mantissa of magnitude in [0.5, 4), an exponent and counts stand for, rounded once.
+// The value of a mantissa of magnitude in [0.5, 4), an exponent and counts, rounded once.
 template <typename C, typename Exponent>
 JB_ALWAYS_INLINE C ValueOf(C mantissa, Exponent exponent, int32_t counts) {
   using F = FloatingFormat<C>;
-  // Two steps of which only the last one can round. Beyond the bounds the number is zero or infinite.
+  // Scales in two steps, so that only the last one rounds. Outside the bounds the value is zero or infinite.
   constexpr int kMax = F::kExponentBias + F::kMantissaBits + 4;
   const auto bounded = static_cast<SignedBits<C>>(exponent < -kMax ? -kMax : exponent > kMax ? kMax : exponent);
   const SignedBits<C> half = bounded >> 1;
@@ -153,10 +153,10 @@ JB_ALWAYS_INLINE C ValueOf(const Product<C>& product) {
                  static_cast<int32_t>(product.packed & kCountMask));
 }
 
-// What the gradient needs of a product, in arrays that JAX has without 64-bit integers: mantissa * 2^(units * 2^kUnitBits).
-// The magnitude of the mantissa is in [2^-half, 2^half) for a half of a unit, so that the product of two is normal. The
-// exponent reaches +-2^31 for float and +-2^34 for double: that of 14 million members or more of the most extreme.
-// Beyond it every result is zero or infinite, whatever one more or less member does.
+// The residual of a product for its gradient: mantissa * 2^(units * 2^kUnitBits). It needs no 64-bit integers, which
+// JAX may not have. The magnitude of the mantissa is in [2^-half, 2^half), with half of a unit, so that the product of
+// two is normal. The exponent reaches +-2^31 for float and +-2^34 for double, which takes at least 14 million members
+// of the most extreme magnitude. Beyond it every result is zero or infinite, whatever one more or less member does.
 template <typename C>
 struct Residual {
   static constexpr int kUnitBits = sizeof(C) == 4 ? 6 : 9;
@@ -165,7 +165,7 @@ struct Residual {
   C mantissa;
   int32_t packed;  // units * 64 and the counts
 
-  // Of a product. Where its `packed` has no more than 32 bits, so have the steps in between.
+  // From a product. If `Packed` has 32 bits, intermediate values fit in 32 bits too.
   template <typename Packed>
   JB_ALWAYS_INLINE static Residual Of(C mantissa, Packed packed) {
     constexpr int kHalf = 1 << (kUnitBits - 1);
@@ -176,15 +176,16 @@ struct Residual {
             static_cast<int32_t>(bounded) * (1 << kCountBits) + static_cast<int32_t>(packed & kCountMask)};
   }
 
-  // That of the product.
+  // The exponent of the product.
   JB_ALWAYS_INLINE SignedBits<C> Exponent() const {
     return static_cast<SignedBits<C>>(packed >> kCountBits) * (1 << kUnitBits) + ExponentOf(mantissa);
   }
 
-  // The product of all members but one, whose value is `value`, and of `factor`, which may bring it back into range.
+  // The product of all members but `value`, times `factor`. Rounds only at the end, since `factor` may bring the
+  // product back into range.
   JB_ALWAYS_INLINE C OfOthersTimes(C value, C factor) const {
     const Factor<C> without(value), with(factor);
-    // A count of two stands for two or more, of which at least one is left, and one of a kind is as good as more.
+    // A count of 2 means two or more. At least one of these is left, and one has the same effect as several.
     const int32_t one_less = ((packed >> without.kind) & 3) == 1 ? without.is_special : 0;
     const int32_t counts = (packed & kCountMask) - (one_less << without.kind);
     return ValueOf(MantissaOf(mantissa) / without.mantissa * with.mantissa,

@@ -10,8 +10,8 @@ namespace jax_baracuda::segment {
 struct ProductCall : SegmentCall {
   const void* data = nullptr;
   void* output = nullptr;
-  void* mantissa = nullptr;   // with `packed` the residual of the gradient (see arithmetic.h), or nullptr
-  int32_t* packed = nullptr;  // likewise
+  void* mantissa = nullptr;   // with `packed`: the residual for the gradient (see arithmetic.h), or nullptr
+  int32_t* packed = nullptr;  // see `mantissa`
 };
 
 struct ProductBackwardCall : SegmentCall {
@@ -21,7 +21,7 @@ struct ProductBackwardCall : SegmentCall {
   const void* data = nullptr;
   void* d_data = nullptr;
   bool d_output_is_shared = false;
-  bool product_is_shared = false;  // mantissa and packed
+  bool product_is_shared = false;  // of mantissa and packed
 };
 
 }  // namespace jax_baracuda::segment

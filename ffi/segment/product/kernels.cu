@@ -51,12 +51,12 @@ struct ProductGradient {
   }
 
  private:
-  // Out of line, for the loops over rows to stay in the instruction cache.
+  // Out of line, so that the loops over rows fit in the instruction cache.
   __device__ __noinline__ static C OfOthersTimes(Residual<C> product, C value, C factor) {
     return product.OfOthersTimes(value, factor);
   }
 
-  // Of mantissas. For 16 bits an error of two units in the last place of float does not matter.
+  // Divides mantissas. For 16-bit types an error of 2 ulp of float does not matter.
   __device__ __forceinline__ static C Quotient(C a, C b) {
     if constexpr (sizeof(T) == 2) {
       return __fdividef(a, b);
@@ -66,7 +66,7 @@ struct ProductGradient {
   }
 };
 
-// Of a cell: a mantissa and 64 bits. (Integers need less; plans were measured with as much as pairs have.)
+// State bytes per cell: a mantissa and 64 bits. (Integers need less; plans were measured with PairStateBytes.)
 int64_t StateBytes(ElementType type) {
   const int64_t element_bytes = ElementBytes(type);
   return DispatchFloating(type, [](auto) {}) ? std::max<int64_t>(element_bytes, 4) + 8 : PairStateBytes(element_bytes);

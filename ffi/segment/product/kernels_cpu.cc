@@ -1,4 +1,4 @@
-// The CPU kernels of segment_prod and its gradient. Rows of nothing but ordinary numbers take a shorter form of the
+// The CPU kernels of segment_prod and its gradient. Rows with only ordinary numbers use a shorter form of the
 // arithmetic of arithmetic.h, with the same results.
 
 #include <algorithm>
@@ -13,8 +13,8 @@
 namespace jax_baracuda::segment {
 namespace {
 
-// 0 if a number is normal and its exponent field kMargin away at least from those of zero and infinity, else 1. (An
-// integer, so that a loop can gather it for many numbers.)
+// 1 if a number is not normal, or if its exponent field is less than kMargin away from those of zero and infinity;
+// otherwise 0. (An integer, so that a vectorised loop can combine it over many numbers.)
 template <typename C>
 JB_INLINE SignedBits<C> IsUnusual(C value) {
   constexpr int kMargin = 4;
@@ -22,11 +22,11 @@ JB_INLINE SignedBits<C> IsUnusual(C value) {
   return field < kMargin || field > FloatingFormat<C>::kExponentMask - kMargin ? 1 : 0;
 }
 
-// The first number of a cell under reduction is the mantissa of a Product, the second its packed part. The mantissa is
-// the product itself, and the second number not there, until the product would be no normal number or have an exponent
-// field of kFirstShiftedField or more. Then the cell is shifted: the field of its mantissa starts as kShiftedField. So
-// the field tells which of both a cell is. A row is one product a cell either way, as long as the field stays on its
-// side.
+// The first number of an unfinished cell is the mantissa of a Product, the second its packed part. The mantissa is the
+// product itself, and the second number unset, as long as the product is normal with an exponent field below
+// kFirstShiftedField. Otherwise the cell is shifted: the field of its mantissa starts as kShiftedField. So the field
+// tells which form a cell has. In both forms, a row costs one multiplication per cell as long as the field stays on its
+// side of kFirstShiftedField.
 template <typename C>
 inline constexpr int kFirstShiftedField = FloatingFormat<C>::kExponentBias + FloatingFormat<C>::kExponentMask / 8;
 template <typename C>
@@ -37,21 +37,21 @@ JB_INLINE bool IsShifted(C cell) {
   return FieldOf(cell) >= kFirstShiftedField<C>;
 }
 
-// 0 if a cell may become this product of it, else 1.
+// 0 if `product` is normal and of the same form as the cell, so that it can replace the cell; otherwise 1.
 template <typename C>
 JB_INLINE SignedBits<C> LeavesSide(C cell, C product) {
   const auto field = FieldOf(product);
   return field == 0 || field == FloatingFormat<C>::kExponentMask || IsShifted(cell) != IsShifted(product) ? 1 : 0;
 }
 
-// The product of all members but one, where the number is not unusual and the product not extreme.
+// The product of all members but `value`, if `value` is not unusual and the product not extreme.
 template <typename C>
 JB_INLINE C WithoutOrdinary(C value, Residual<C> product) {
   return MantissaOf(product.mantissa) / value * PowerOfTwo<C>(product.Exponent());
 }
 
-// 0 if a product is of ordinary numbers alone and its exponent, with and without that of one of them, that of a normal
-// number, else 1.
+// 0 if all members are ordinary numbers, and the product is in the normal range both with and without `value`;
+// otherwise 1.
 template <typename C>
 JB_INLINE SignedBits<C> IsExtreme(Residual<C> product, C value) {
   constexpr SignedBits<C> kMax = FloatingFormat<C>::kExponentBias - 2;
@@ -66,10 +66,10 @@ struct FloatingProduct {
   using Second = int64_t;
   using Widened = FloatingProduct<First>;
   static constexpr bool kRounds = true, kHoldsRuns = true, kFoldsBoth = false;
-  static constexpr bool kSecondIsRare = true;  // that of shifted cells alone
+  static constexpr bool kSecondIsRare = true;  // only shifted cells have one
 
   T* output;
-  First* mantissa;  // with `packed` the residual, or nullptr
+  First* mantissa;  // with `packed`: the residual, or nullptr
   int32_t* packed;
 
   JB_INLINE CellsOf<FloatingProduct> ResultCells() const {
@@ -118,7 +118,7 @@ struct FloatingProduct {
     return {cells.first[i], IsShifted(cells.first[i]) ? cells.second[i] : 0};
   }
 
-  // Of a product whose mantissa is in [1, 4).
+  // Stores a product whose mantissa is in [1, 4).
   JB_INLINE static void SetShifted(Product<First> product, CellsOf<FloatingProduct> cells, int64_t i) {
     constexpr int kShift = kShiftedField<First> - FloatingFormat<First>::kExponentBias;
     cells.first[i] = product.mantissa * PowerOfTwo<First>(kShift);
@@ -160,7 +160,7 @@ struct FloatingProduct {
   }
 };
 
-// Of unsigned integers, which wrap.
+// The product of unsigned integers, which wraps.
 template <typename T>
 struct IntegerProduct {
   using Element = T;
@@ -190,7 +190,7 @@ struct IntegerProduct {
   }
 };
 
-constexpr int64_t kBlockNumbers = 128;  // of a block of narrow rows: one number that is not ordinary makes all slower
+constexpr int64_t kBlockNumbers = 128;  // per block of narrow rows; one unusual number slows down a whole block
 
 template <typename T>
 struct GradientArrays {
@@ -204,7 +204,7 @@ struct GradientArrays {
   bool product_is_shared;
 };
 
-// For rows of any width, so that it is compiled once.
+// The width is not a constant, so that this is compiled once.
 template <typename T, typename C>
 JB_CPU_CLONES void GradientOfAnyRow(const T* d_output, const C* mantissa, const int32_t* packed, const T* data,
                                     int64_t width, T* d_row) {
@@ -258,7 +258,7 @@ struct CellsOfGradient {
   }
 };
 
-// Those of the segment of each row of a block.
+// The cells of the segments of a block's rows.
 template <typename T>
 struct CellsOfBlock {
   T d_output[kBlockNumbers];
@@ -274,13 +274,13 @@ struct CellsOfBlock {
   }
 };
 
-// Bounds of exponents, so that (product * cotangent) / number neither overflows nor underflows on the way.
+// Bounds of exponents, so that intermediates of (product * cotangent) / number neither overflow nor underflow.
 template <typename C>
 inline constexpr SignedBits<C> kMaxProduct = FloatingFormat<C>::kExponentBias / 2;
 template <typename C>
 inline constexpr SignedBits<C> kMaxOther = kMaxProduct<C> / 2 - 1;
 
-// The product of each cell of [begin, end) times its cotangent; NaN where that is not enough for the gradient.
+// The product of each cell of [begin, end) times its cotangent; NaN if the cell needs the general formula.
 template <typename T, typename C>
 JB_CPU_CLONES void WriteNumerators(const CellsOfGradient<T> cells, int64_t begin, int64_t end, C* to) {
   JB_VECTORIZE
@@ -295,7 +295,7 @@ JB_CPU_CLONES void WriteNumerators(const CellsOfGradient<T> cells, int64_t begin
   }
 }
 
-// Returns whether `width` numbers and numerators are enough for the gradient, and writes it if so.
+// Writes the gradient as numerator / number and returns true, unless an element needs the general formula.
 template <typename T, typename C, typename Number>
 JB_INLINE bool Divide(const C* numerators, const Number* numbers, int64_t width, T* d_row) {
   SignedBits<C> unusual = 0;
@@ -310,14 +310,14 @@ JB_INLINE bool Divide(const C* numerators, const Number* numbers, int64_t width,
   return true;
 }
 
-// Whether to multiply products and cotangents once a cell, so that a row reads one array at random.
+// Whether to multiply products and cotangents once per cell, so that each row reads only one scattered array.
 inline bool UsesNumerators(const Problem& problem) {
   return problem.features <= kMaxNarrowWidth ? 4 * problem.rows >= problem.segments
                                              : problem.rows >= kMinRowsPerCellRow * problem.segments;
 }
 
-// Of narrow rows with these ids, one row after the other; of rows of no segment anything. Returns whether there are such.
-// `coming` is how many more ids follow.
+// Copies the numerators of narrow rows with these ids, one row after another; arbitrary ones for dropped rows. Returns
+// whether there are dropped rows. After `ids`, `coming` more ids follow.
 template <typename C>
 bool CopyNumerators(const C* numerators, uint64_t segments, const int32_t* ids, int64_t count, int64_t coming,
                     int64_t features, C* to) {
@@ -337,7 +337,7 @@ bool CopyNumerators(const C* numerators, uint64_t segments, const int32_t* ids, 
   return has_dropped;
 }
 
-// Divides as many numbers as a row has, or a block of rows; returns whether that was enough for the gradient of all.
+// Divides the numbers of a row, or of a block of rows. Returns false if an element needs the general formula.
 template <typename T, typename C>
 JB_INLINE bool DivideAll(const C* numerators, const T* data, int64_t count, T* d_data) {
   bool is_done = true;
@@ -423,7 +423,7 @@ JB_CPU_CLONES void Gradient(const Problem problem, int64_t batch, int64_t row_be
                       });
 }
 
-// Returns false if there is no memory.
+// Returns false if allocation fails.
 template <typename T>
 bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const GradientArrays<T>& arrays) {
   using C = ComputeType<T>;

@@ -1,4 +1,4 @@
-// Products as reductions in registers (see reduction.cuh).
+// Products as reductions in registers (see engine/reduction.cuh).
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace jax_baracuda::segment {
 
-// Neither zero nor subnormal, infinite or NaN.
+// Whether a number is neither zero, subnormal, infinite nor NaN.
 template <typename C>
 __device__ __forceinline__ bool IsNormal(C value) {
   constexpr BitsOf<C> kMin = BitsOf<C>{1}
@@ -20,12 +20,12 @@ __device__ __forceinline__ bool IsNormal(C value) {
 template <typename T>
 struct ProductOutputs {
   T* output;
-  ComputeType<T>* mantissa;  // with `packed` what the gradient of a floating product needs, or nullptr
+  ComputeType<T>* mantissa;  // with `packed`: the residual of a floating product, or nullptr
   int32_t* packed;
 };
 
-// The product of floating numbers, and what the gradient needs. A row is one multiplication of mantissas as long as those
-// stay normal.
+// The product of floating numbers, and its residual. A row costs one multiplication per element as long as the
+// mantissas stay normal.
 template <typename T>
 struct FloatingProductReduction {
   using Element = T;
@@ -34,7 +34,8 @@ struct FloatingProductReduction {
   using C = ComputeType<T>;
   using Outputs = ProductOutputs<T>;
 
-  // The upper part of Product::packed, as narrow as 2^31 rows allow: two accumulators of each thread fit in shared memory.
+  // The upper part of Product::packed, as narrow as 2^31 rows allow, so that two accumulators per thread fit in shared
+  // memory.
   using High = std::conditional_t<sizeof(C) == 4, int16_t, int32_t>;
 
   template <int kCount>
@@ -85,7 +86,7 @@ struct FloatingProductReduction {
     }
 
    private:
-    // Multiplies the mantissas, unless one would no longer be normal; returns whether it did.
+    // Multiplies the mantissas and returns true, unless a product would not be normal.
     __device__ __forceinline__ bool Multiply(const Vector<C, kCount>& factors) {
       Vector<C, kCount> products;
       bool are_normal = true;
@@ -105,7 +106,7 @@ struct FloatingProductReduction {
       return bits == 0;
     }
 
-    // Out of line, for the loops over rows to stay in the instruction cache.
+    // Out of line, so that the loops over rows fit in the instruction cache.
     __device__ __noinline__ static Accumulator AddAny(Accumulator cells, Vector<C, kCount> values) {
       for (int i = 0; i < kCount; ++i) cells.Set(i, ProductTimes(cells.At(i), values.lane[i]));
       return cells;

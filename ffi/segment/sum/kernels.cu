@@ -10,7 +10,7 @@ namespace jax_baracuda::segment {
 namespace {
 
 struct Choice {
-  bool takes_table;  // atomic additions to a table in global memory; else in registers: see reduce.cuh
+  bool takes_table;  // atomic additions to a table in global memory; otherwise in registers (see reduce.cuh)
   Strategy strategy;
 };
 
@@ -18,9 +18,10 @@ int64_t ComputeBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4;
 
 int64_t StateBytes(int64_t element_bytes, bool is_mean) { return ComputeBytes(element_bytes) * (is_mean ? 2 : 1); }
 
-// The rule, from shapes and flags alone: what reduce.cuh takes, but narrow rows in any order, or few, are cheaper to
-// add to a table than to bring into order, unless so many go to each cell that they wait for each other. Atomic
-// additions come in the order of time, so not where the sum must be deterministic.
+// Depends on shapes and flags only. As reduce.cuh chooses, but unsorted rows that are narrow or few are added to a
+// table, which costs less than sorting them, unless a segment has so many rows that additions contend. Atomic additions
+// have no fixed order, so deterministic sums never use the table. Calls too large for the sort's 32-bit numbers always
+// do.
 Choice Choose(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic,
               bool is_mean) {
   const Strategy strategy =
@@ -32,7 +33,7 @@ Choice Choose(const Problem& problem, int64_t element_bytes, bool indices_are_so
   return {((row_bytes <= Tuning::kMaxAddedRowBytes || is_small) && !is_contended) || !OrderFits(problem), strategy};
 }
 
-// Whether threads take as many rows at once as make a vector. Then every element of the batch must begin at one.
+// Whether each thread reads a vector of rows of one feature. Every batch element must then begin at a vector boundary.
 bool TakesSingleFeatures(const Problem& problem, int64_t element_bytes) {
   const int64_t vector = 16 / ComputeBytes(element_bytes);
   return problem.features == 1 && (problem.batch == 1 || problem.data_is_shared || problem.rows % vector == 0);
@@ -117,7 +118,7 @@ struct Launcher {
 
 Plan PlanSum(const SumCall& call) {
   const Problem& problem = call.problem;
-  // Counts exist without features.
+  // Counts are returned even without features.
   if (problem.HasNoResult()) return {call.is_mean && problem.batch * problem.segments > 0 ? "fill_counts" : kNothing};
   const int64_t element_bytes = ElementBytes(call.type);
   const Choice choice = Choose(problem, element_bytes, call.indices_are_sorted, call.deterministic, call.is_mean);

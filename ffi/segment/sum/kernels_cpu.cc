@@ -11,13 +11,14 @@
 namespace jax_baracuda::segment {
 namespace {
 
-// The means of segments, from sums of `width` features each; the first is number `into_first` of its segment.
+// Writes the means of segments from sums of `width` features each. The first sum is feature `into_first` of its
+// segment.
 template <typename C, typename T>
 JB_INLINE void DivideByCounts(const C* sums, int64_t count, int64_t into_first, int64_t width, const int32_t* counts,
                               T* to) {
   constexpr int64_t kAtOnce = 256;
   C rows[kAtOnce];
-  int64_t left = width - into_first;  // of the segment
+  int64_t left = width - into_first;  // features left of the segment
   for (int64_t begin = 0; begin < count; begin += kAtOnce) {
     const int64_t part = std::min(kAtOnce, count - begin);
     for (int64_t i = 0; i < part;) {
@@ -33,7 +34,7 @@ JB_INLINE void DivideByCounts(const C* sums, int64_t count, int64_t into_first, 
   }
 }
 
-// Integers are summed as unsigned ones, which wrap; means are of floating numbers alone.
+// Integers are summed as unsigned ones, which wrap. Only floating types have means.
 template <typename T>
 struct Sum {
   using Element = T;
@@ -75,7 +76,7 @@ struct Sum {
   }
 };
 
-// Of exponentials; C is float or double.
+// Sums of exponentials; C is float or double.
 template <typename C>
 struct SumOfExponentials {
   using Element = C;

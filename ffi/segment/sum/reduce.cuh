@@ -1,4 +1,4 @@
-// Means in registers (see reduce.cuh), in a file of their own: they have as many kernels as sums.
+// Means in registers (see engine/reduce.cuh), in a separate file: they compile as many kernels as sums.
 #pragma once
 
 #include "ffi/segment/engine/reduce.cuh"

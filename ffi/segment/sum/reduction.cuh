@@ -1,4 +1,4 @@
-// Sums and means as reductions in registers (see reduction.cuh).
+// Sums and means as reductions in registers (see engine/reduction.cuh).
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace jax_baracuda::segment {
 
-// What a number adds to a sum.
+// The term of a number in a sum.
 template <bool kIsExponential, typename C>
 __device__ __forceinline__ C TermOf(C value) {
   if constexpr (kIsExponential) {
@@ -19,7 +19,7 @@ __device__ __forceinline__ C TermOf(C value) {
   }
 }
 
-// Terms are added in ComputeType, in an order that shapes and ids alone decide; the result is rounded once.
+// Terms are added in ComputeType, in an order that depends on shapes and ids only. The result is rounded once.
 template <typename T, bool kIsOfExponentials = false>
 struct SumReduction {
   using Element = T;
@@ -99,7 +99,7 @@ struct MeanReduction {
   };
 };
 
-// It counts the rows of each segment.
+// Means also store a count per segment.
 template <typename T>
 inline constexpr bool kStoresCellsAlone<MeanReduction<T>> = false;
 

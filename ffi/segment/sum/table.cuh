@@ -1,4 +1,4 @@
-// Segment sum of rows in any order, through a table of the cells that takes atomic additions.
+// Segment sum of rows in any order, by atomic additions to a table of the cells.
 #pragma once
 
 #include "ffi/segment/engine/device.cuh"
@@ -12,8 +12,8 @@ struct SumTableArguments {
   const T* data;
   SegmentIds ids;
   Problem problem;
-  C* table;        // [batch, segments, features], 0 before
-  int32_t* count;  // [batch, segments], 0 before; or nullptr
+  C* table;        // [batch, segments, features], zeroed by the caller
+  int32_t* count;  // [batch, segments], zeroed by the caller; or nullptr
   int64_t blocks_per_batch;
 };
 
@@ -26,7 +26,7 @@ __device__ __forceinline__ void AtomicAdd(C* address, C value) {
   }
 }
 
-// Adds neighbouring cells at once where the hardware can; `address` is aligned to the whole.
+// Adds to neighbouring cells, with one instruction if the hardware has it. `address` is aligned to the vector.
 template <typename C, int kCount>
 __device__ __forceinline__ void AtomicAddVector(C* address, const Vector<C, kCount>& values) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -48,7 +48,7 @@ __device__ __forceinline__ void AtomicAddVector(C* address, const Vector<C, kCou
 inline constexpr int kSumTableThreads = 256;
 inline constexpr int kSumVectorsInFlight = 4;
 
-// Whole vectors of a row: features are a multiple of kVec.
+// For rows that are whole vectors: features are a multiple of kVec.
 template <typename T, int kVec, bool kIsOfExponentials>
 __global__ void __launch_bounds__(kSumTableThreads) SumTableKernel(const __grid_constant__ SumTableArguments<T> a) {
   using C = ComputeType<T>;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kSumTableThreads) SumTableKernel(const __grid_
     segment[u] = kDropped;
     if (vector < vectors) {
       values[u] = LoadStreaming<kVec>(data + vector * kVec);
-      // Numbers of vectors fit in 32 bits more often than not, where a division costs a quarter.
+      // Vector numbers usually fit in 32 bits, where a division costs a quarter.
       const int64_t row = vectors <= 0xffffffff ? static_cast<uint32_t>(vector) / static_cast<uint32_t>(row_vectors)
                                                 : vector / row_vectors;
       feature[u] = (vector - row * row_vectors) * kVec;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kSumTableThreads) SumTableKernel(const __grid_
   }
 }
 
-// Rows of one element, kVec neighbouring ones to a thread.
+// Rows of one feature, kVec neighbouring rows per thread.
 template <typename T, int kVec, bool kIsOfExponentials>
 __global__ void __launch_bounds__(kSumTableThreads)
     SingleFeatureSumKernel(const __grid_constant__ SumTableArguments<T> a) {
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kSumTableThreads)
   });
 }
 
-// The results from a finished table, which may be `output` itself where the two have elements of one type.
+// Writes the results from a finished table, which may be `output` itself if the types are the same.
 template <typename T>
 __global__ void __launch_bounds__(256) FinishSumTableKernel(const ComputeType<T>* table, const int32_t* count,
                                                             int64_t features, int64_t cells, T* output) {
