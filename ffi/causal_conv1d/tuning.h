@@ -83,7 +83,8 @@ struct Tuning90 {
   static constexpr int kForwardStageTimes = 16, kBackwardNarrowStageTimes = 16, kBackwardStageTimes = 8;
 
   // ---- The sums of the parameter gradients. A thread adds up at least kPartialsOfThread partial sums, if there are
-  // enough, to have that many loads in flight. Blocks have about kSumThreads threads, and enough channels to fill a sector.
+  // enough, to have that many loads in flight. Blocks have about kSumThreads threads, and at least enough channels to
+  // fill a sector.
   static constexpr int kPartialsOfThread = 8;
   static constexpr int kSumThreads = 256, kMinSumChannels = 8, kMaxSumChannels = 128, kMaxSumLanes = 128;
 
