@@ -5,7 +5,8 @@
 namespace jax_baracuda::causal_conv1d {
 namespace {
 
-// Full vectors commit a group of copies for each time; narrow vectors commit several times together.
+// 16-byte vectors commit a group of copies for each time, which costs little per byte. Narrower vectors commit several
+// times as one group.
 template <typename T, int kWidth, int kVec>
 using BackwardStages = std::conditional_t<(sizeof(T) * kVec < kVectorBytes),
                                           TimeStages<T, kVec, Tuning::kBackwardNarrowStageTimes, kRowsOfCircle<kWidth>>,

@@ -136,8 +136,8 @@ CudaStatus LaunchChannelsLast(const ConvolutionCall& call, const ChannelsLastGri
   });
 }
 
-// Sets past[k] to the inputs kPast - k steps before the position of `x`; the first `left_out` may be anything. Runs are
-// longer than kPast, so either all or none of these inputs are before time 0.
+// Sets past[k] to the inputs kPast - k steps before the position of `x`; the first `left_out` may be anything. Runs
+// have at least kPast times, so either all or none of these inputs are before time 0.
 template <int kVec, int kPast, typename T>
 __device__ __forceinline__ void LoadPast(const Geometry& geometry, const T* x, const InitialState<T>& state,
                                          const ChannelsLastPlace& at, int left_out, ComputeType<T> (*past)[kVec]) {
@@ -189,8 +189,8 @@ struct TimeStages {
   }
 };
 
-// The inputs of the newest kWidth times are in a circular buffer of registers. Time `row` of the run is at index (row +
-// kWidth - 1) % kWidth, a compile-time constant if loops are unrolled by kRowsOfCircle rows.
+// The inputs of the newest kWidth times are in a circular buffer of registers. Time `row` of the run has the index (row
+// + kWidth - 1) % kWidth. This is a compile-time constant if loops are unrolled by kRowsOfCircle rows.
 template <int kWidth>
 inline constexpr int kRowsOfCircle = kWidth > 2 ? kWidth : 4;
 

@@ -17,8 +17,8 @@ struct [[nodiscard]] CudaStatus {
   bool ok() const { return code == cudaSuccess; }
 };
 
-// A block count as a grid dimension. A count over 32 bits becomes 0xffffffff, so that CUDA rejects the launch instead
-// of launching too few blocks.
+// A block count as a grid dimension. A count that does not fit in 32 bits becomes 0xffffffff, so that CUDA rejects the
+// launch instead of launching too few blocks.
 inline uint32_t GridSize(int64_t blocks) {
   constexpr uint32_t kTooManyBlocks = 0xffffffffu;
   return blocks >= 0 && blocks < int64_t{kTooManyBlocks} ? static_cast<uint32_t>(blocks) : kTooManyBlocks;

@@ -35,7 +35,7 @@ using Float16 = __half;
 using BFloat16 = __nv_bfloat16;
 #else
 // float16 and bfloat16 on the host; arithmetic is in float32. The conversions vectorise on every instruction set. They
-// are exact even if float32 subnormals are flushed to zero, as in XLA's threads.
+// are correct even if float32 subnormals are flushed to zero, as in XLA's threads.
 struct Float16 {
   uint16_t bits;
 
@@ -119,8 +119,8 @@ bool DispatchFloating(ElementType type, Body&& body) {
   }
 }
 
-// DispatchFloating plus integers of 32 and 64 bits. Unsigned integers are dispatched as signed; the kernel inverts the
-// sign bit of each value to order them.
+// DispatchFloating plus integers of 32 and 64 bits. Unsigned integers are dispatched as signed: for kernels that invert
+// a bit of each value to get the unsigned order.
 template <typename Body>
 bool DispatchWide(ElementType type, Body&& body) {
   switch (type) {

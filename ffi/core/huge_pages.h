@@ -1,5 +1,5 @@
-// Large result buffers are fresh memory; Linux faults them in page by page, which can cost more than the computation. 2
-// MiB pages cause 512 times fewer faults.
+// Large result buffers are fresh memory. Linux faults them in page by page, which can cost more than the computation.
+// With pages of 2 MiB there are 512 times fewer faults.
 #pragma once
 
 #include <cstdint>

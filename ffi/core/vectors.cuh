@@ -83,7 +83,7 @@ __device__ __forceinline__ Vector<T, kCount> LoadStreaming(const T* address) {
   return Unpack<T, kCount>(LoadPackedStreaming<kCount>(address));
 }
 
-// ---- Stores. They use intrinsics because compilers split a plain store of a word assembled from narrow elements.
+// ---- Stores. Words use intrinsics, because compilers split a plain store of a word assembled from narrow elements.
 
 template <typename T, int kCount>
 __device__ __forceinline__ void StorePacked(T* address, const Packed<T, kCount>& word) {

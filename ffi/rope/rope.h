@@ -85,7 +85,7 @@ JB_HOST_DEVICE double Frequency(C frequency, C remainder) {
 // ---- Sines and cosines for elements of type T, in a form that compilers vectorise.
 
 // They are computed with twice the precision of T (float64: its own precision), multiplied by the scale, and rounded
-// once. The error of a float32 rotation may be 2 ulp; its own products and sum use one of these.
+// once. A float32 rotation may be wrong by 2 ulp; its own products and sum cause 1 ulp of these.
 template <typename T>
 using AngleType = std::conditional_t<sizeof(T) == 2, float, double>;
 

@@ -1,5 +1,6 @@
 // The gradient for repeated operands, whose cotangents are sums. One pass over dy, viewed as [outer, rows, inner], sums
-// over the rows. If the rows are split into parts, a second kernel adds up the partial sums.
+// over the rows. If the rows are split into parts, or both cotangents are sums, a second kernel adds up the partial
+// sums.
 #include <algorithm>
 #include <numeric>
 

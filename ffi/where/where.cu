@@ -1,4 +1,4 @@
-// The selection, and its gradient without sums. Elements are plain bytes, moved in vectors of 16.
+// The selection, and its gradient without sums. Elements are plain bytes, moved in 16-byte vectors.
 #include "ffi/where/where.cuh"
 #include "ffi/where/where_device.cuh"
 

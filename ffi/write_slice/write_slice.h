@@ -18,7 +18,7 @@ inline constexpr int kMaxAxes = 9;  // eight plus the batch
 struct Start {
   const void* data = nullptr;  // nullptr: the window is the whole axis
   ElementType type = ElementType::kInt32;
-  bool is_shared = true;  // by the batch
+  bool is_shared = true;  // one start for the whole batch
 
   // A uint64 above the maximum of int64 becomes that maximum.
   JB_HOST_DEVICE int64_t Load(int64_t batch) const {
