@@ -1,6 +1,6 @@
-# Says what is built, about how long that takes, and how to choose. (pip shows it with -v.) Minutes are those of one
-# core of a server: between the 6 that a core with nothing else to do takes for an architecture, and the 13 of a thread
-# where all threads are busy.
+# Prints what is built, the estimated time, and the options. (pip shows it with -v.) Minutes are for one core of a
+# server: an architecture takes 6 on an otherwise idle core and 13 on a thread of a fully loaded machine; the estimate
+# is 10.
 set(minutes 3)
 set(what "the CPU module")
 if(JAX_BARACUDA_CUDA_COMPILER_FOUND)

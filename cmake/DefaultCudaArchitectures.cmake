@@ -1,5 +1,5 @@
-# The architectures to build for where JAX_BARACUDA_CUDA_ARCHITECTURES is empty or "portable". Empty means those of the
-# GPUs of this machine, if the driver answers for any: one takes a quarter of the time of all.
+# The architectures to build for if JAX_BARACUDA_CUDA_ARCHITECTURES is empty or "portable". Empty means those of this
+# machine's GPUs, if the driver reports any: building one architecture takes a quarter of the time of all.
 execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --list-gpu-code
   OUTPUT_VARIABLE supported OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
 string(REPLACE "\n" ";" supported "${supported}")
@@ -32,8 +32,8 @@ endif()
 if(gpu_architectures)
   set(JAX_BARACUDA_CUDA_ARCHITECTURES ${gpu_architectures})
 else()
-  # Machine code for each generation that this nvcc knows (code for X.0 runs on every X.y), and PTX of the oldest, which
-  # the driver compiles for every newer GPU that has no machine code here: 11.0 today, and later generations.
+  # Machine code for each generation that this nvcc knows (code for X.0 runs on every X.y), and PTX of the oldest. The
+  # driver compiles the PTX for newer GPUs without machine code here: 11.0 today, and later generations.
   set(JAX_BARACUDA_CUDA_ARCHITECTURES "")
   foreach(architecture IN ITEMS 80 90 100 120)
     if("sm_${architecture}" IN_LIST supported)

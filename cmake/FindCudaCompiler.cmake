@@ -1,5 +1,5 @@
-# Sets JAX_BARACUDA_CUDA_COMPILER_FOUND, and CMAKE_CUDA_COMPILER where nvcc is not on the PATH: it may also come with
-# the toolkit under /usr/local/cuda or with the pip packages of CUDA.
+# Sets JAX_BARACUDA_CUDA_COMPILER_FOUND. If nvcc is not on the PATH, also looks in /usr/local/cuda and in the pip
+# packages of CUDA, and sets CMAKE_CUDA_COMPILER.
 set(JAX_BARACUDA_CUDA_COMPILER_FOUND FALSE)
 if(JAX_BARACUDA_CUDA STREQUAL "OFF")
   message(STATUS "jax_baracuda: CUDA module not built, because JAX_BARACUDA_CUDA=OFF")
@@ -11,7 +11,7 @@ if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
   execute_process(
     COMMAND "${Python_EXECUTABLE}" -c "import site, sys; print(';'.join(site.getsitepackages() + sys.path))"
     OUTPUT_VARIABLE site_directories OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
-  # An isolated build does not see the environment that it installs into; VIRTUAL_ENV names it.
+  # An isolated build does not see the environment it installs into; VIRTUAL_ENV names it.
   file(GLOB environment_site_directories "$ENV{VIRTUAL_ENV}/lib/python3*/site-packages")
   foreach(directory IN LISTS site_directories environment_site_directories)
     file(GLOB pip_toolkits "${directory}/nvidia/cu[0-9]*/bin" "${directory}/nvidia/cuda_nvcc/bin")

@@ -1,13 +1,12 @@
-# For tests of the CPU kernels: JAX_BARACUDA_INSTRUMENTATION instruments the CPU module, which tests/sanitizers/cpu.py
-# loads. A sanitizer needs its runtime in the process, which the same script puts there; coverage counts the runs of
-# lines.
+# JAX_BARACUDA_INSTRUMENTATION instruments the CPU module for tests: with a sanitizer, or to count executed lines
+# (coverage). tests/sanitizers/cpu.py loads the module, and preloads the sanitizer's runtime into the process.
 set(JAX_BARACUDA_INSTRUMENTATION "" CACHE STRING
   "address (and undefined behaviour), thread, coverage, or empty for none")
 set_property(CACHE JAX_BARACUDA_INSTRUMENTATION PROPERTY STRINGS "" address thread coverage)
 
 set(optimization -O1)
 if(JAX_BARACUDA_INSTRUMENTATION STREQUAL "address")
-  # Optimising all the checks of undefined behaviour would take most of the time of the build.
+  # -O0: optimising the many checks of undefined behaviour would dominate the build time.
   set(optimization -O0)
   set(instrumentation_options -fsanitize=address,undefined -fno-sanitize-recover=all -D_GLIBCXX_ASSERTIONS)
 elseif(JAX_BARACUDA_INSTRUMENTATION STREQUAL "thread")
@@ -22,10 +21,10 @@ elseif(NOT JAX_BARACUDA_INSTRUMENTATION STREQUAL "")
 endif()
 
 if(JAX_BARACUDA_INSTRUMENTATION)
-  # Once, not for each instruction set: `target_clones` would treble the time and show nothing more.
+  # Disables target_clones: compiling for several instruction sets would triple the build time and test nothing more.
   target_compile_options(_cpu PRIVATE ${instrumentation_options} -g1 -fno-omit-frame-pointer "-Dtarget_clones(...)=")
   target_link_options(_cpu PRIVATE ${instrumentation_options})
-  # What the source accesses and reaches counts, whatever the compiler makes of it.
+  # Low optimisation, so that accesses and lines of the source are checked before the compiler removes them.
   set_source_files_properties(${CPU_SOURCES} PROPERTIES COMPILE_OPTIONS
     "${optimization};-fno-trapping-math;-fno-math-errno")
 endif()

@@ -1,5 +1,5 @@
-// The backward kernel for rows along the length ([.., channels, length]), the kernels that both layouts end with, and
-// the launchers.
+// The backward kernel for rows along the length ([.., channels, length]), the final kernels of both layouts, and the
+// launchers.
 #include "ffi/causal_conv1d/backward.cuh"
 #include "ffi/causal_conv1d/causal_conv1d.cuh"
 #include "ffi/causal_conv1d/channels_last.cuh"
@@ -9,11 +9,11 @@
 namespace jax_baracuda::causal_conv1d {
 namespace {
 
-// Steps whose vectors are under way or at work, and room for these.
+// The prefetch distance in steps, including the current step, and the number of stages.
 inline constexpr int kPrefetchSteps = Tuning::kPrefetchSteps, kStages = 8;
 static_assert(kStages >= kPrefetchSteps + 1);
 
-// dz, the gradients of the pre-activations of a vector.
+// Computes dz, the gradients of a vector's pre-activations.
 template <int kWidth, bool kHasMasks, int kVec, typename C, typename TapBits>
 __device__ __forceinline__ void PreActivationGradient(const C* x, const C* dy, const C* weights, C bias,
                                                       const TapBits& masks, bool silu, C* dz) {
@@ -33,8 +33,8 @@ __device__ __forceinline__ void PreActivationGradient(const C* x, const C* dy, c
   }
 }
 
-// A group walks its tile from the end to the beginning: dx needs dz up to width - 1 places further on, and these are
-// in other threads' registers, of this step or the one before.
+// A group walks its tile from end to beginning. dx at a time needs dz of up to width - 1 later times, which are in
+// other threads' registers from this step or the previous one.
 template <typename T, int kWidth, bool kHasMasks>
 __global__ void __launch_bounds__(kRowsThreads, Tuning::BackwardRowsBlocks(sizeof(T), kWidth, kHasMasks))
     BackwardRows(const __grid_constant__ BackwardArguments<T> a, const __grid_constant__ RowsGrid grid) {
@@ -58,9 +58,9 @@ __global__ void __launch_bounds__(kRowsThreads, Tuning::BackwardRowsBlocks(sizeo
 
   const unsigned step_bytes = lanes * kVectorBytes;
   int offset = (steps - 1) * at.step;
-  unsigned position = (steps - 1) * step_bytes + lane * kVectorBytes;    // in the stages
-  const T *x_prefetch = x_row + offset, *dy_prefetch = dy_row + offset;  // of the step whose loads come next
-  // Of the step before the first, only inputs right before the tile count.
+  unsigned position = (steps - 1) * step_bytes + lane * kVectorBytes;    // byte position in the stages
+  const T *x_prefetch = x_row + offset, *dy_prefetch = dy_row + offset;  // the next vectors to prefetch
+  // Before the tile, only the last kVectorsBefore vectors of x are needed.
   const int first_x = lane >= lanes - kVectorsBefore ? max(at.first_readable, -at.step) : 0;
   const auto prefetch = [&](int steps_ahead) {
     const int ahead = offset - steps_ahead * at.step;
@@ -87,8 +87,8 @@ __global__ void __launch_bounds__(kRowsThreads, Tuning::BackwardRowsBlocks(sizeo
     }
   };
 
-  C following[kVec];  // dz of the step before, which lies after the next one in the row
-  // Of a vector and of the times that follow it in the row.
+  C following[kVec];  // dz of the previous step, which is later in the row
+  // The masks of a vector and of the kPast times after it.
   const MasksOfRow<kVec + kPast> row_masks(masks_of_row, at.before, at.after);
 #pragma unroll
   for (int i = 0; i < kVec; ++i) following[i] = 0;
@@ -108,11 +108,11 @@ __global__ void __launch_bounds__(kRowsThreads, Tuning::BackwardRowsBlocks(sizeo
     zero_outside(next, following);
   }
   C sums[kWidth + 1] = {};
-  const int first_lane = (threadIdx.x & 31) - lane;  // of the group, in its warp
+  const int first_lane = (threadIdx.x & 31) - lane;  // the group's first lane in its warp
   uint32_t borders = 0;
   if constexpr (kHasMasks && !kIsWide<kWidth>) borders = StepsWithBorders(at, grid.plan, masks_of_row, kWidth, kPast);
   for (int step = steps - 1; step >= 0; --step) {
-    WaitForCopies<kPrefetchSteps - 2>();  // the step that comes next lies before this one in the row
+    WaitForCopies<kPrefetchSteps - 2>();  // the next step too: it holds the inputs before this step's vectors
     __syncwarp();
     prefetch(kPrefetchSteps);
     const bool is_regular = at.IsRegular(offset), are_regular = __all_sync(kFullWarp, is_regular);
@@ -123,12 +123,12 @@ __global__ void __launch_bounds__(kRowsThreads, Tuning::BackwardRowsBlocks(sizeo
     Masks<kVec + kPast> masks{};
     const auto compute = [&](auto is_masked) {
       constexpr bool kIsMasked = decltype(is_masked)::value;
-      C dz[kVec + kPast];  // of the vector and, after it, of those that follow in the row
+      C dz[kVec + kPast];  // of the vector and of the kPast times after it
       PreActivationGradient<kWidth, kIsMasked, kVec>(x, dy, weights, bias, masks, a.silu, dz);
       if (!are_regular) zero_outside(offset, dz);
 #pragma unroll
       for (int j = 0; j < kPast; ++j) {
-        const int away = 1 + j / kVec;  // lanes to the one that has it
+        const int away = 1 + j / kVec;  // distance in lanes to the lane that has this dz
         const C offered = lane < away ? following[j % kVec] : dz[j % kVec];
         dz[kVec + j] = __shfl_sync(kFullWarp, offered, first_lane + ((lane + away) & (lanes - 1)));
       }
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kRowsThreads, Tuning::BackwardRowsBlocks(sizeo
       for (int j = 0; j < kVec; ++j) following[j] = dz[j];
 #pragma unroll
       for (int j = 0; j < kVec; ++j) dx[j] = 0;
-      // What dz of a time and the input k steps before it, if both are of one sequence, give each other.
+      // Products of dz at time t with the weight and with the input k steps before t, if both are in one sequence.
       const auto add_products = [&](const auto& is_summed) {
 #pragma unroll
         for (int t = 0; t < kVec + kPast; ++t) {
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kRowsThreads, Tuning::BackwardRowsBlocks(sizeo
       if (are_regular) {
         add_products([](int) { return true; });
       } else {
-        // No products where the row has ended: inputs of its end may be NaN.
+        // Skip times outside the row: 0 times an input at the end of the row would be NaN if the input is NaN.
         add_products([&](int t) { return at.before + offset + t >= 0 && offset + t < at.after; });
       }
     };
@@ -203,14 +203,14 @@ CudaStatus LaunchRows(const BackwardCall& call, Tiling tiling, cudaStream_t stre
 
 inline constexpr int kMaxSumThreads = Tuning::kMinSumChannels * Tuning::kMaxSumLanes;
 
-// Adds up the partial sums of each channel. A block takes some neighbouring channels, which its threads have side by
-// side along x; along y they share the partial sums.
+// Adds up the partial sums of each channel. Threads of a block along x have neighbouring channels; threads along y
+// share the partial sums of a channel.
 template <typename C>
 __global__ void __launch_bounds__(kMaxSumThreads)
     SumParameterGradients(const C* partials, int64_t parts, int width, int64_t channels, Divider by_blocks_across,
                           C* dweight, C* dbias) {
   __shared__ double shared[kMaxSumThreads];
-  const int64_t block = blockIdx.x, band = by_blocks_across.Quotient(block);  // band: of [batch, width + 1]
+  const int64_t block = blockIdx.x, band = by_blocks_across.Quotient(block);  // band: index in [batch, width + 1]
   const int64_t batch = band / (width + 1);
   const int k = static_cast<int>(band - batch * (width + 1));
   const int64_t channel = (block - band * static_cast<int64_t>(by_blocks_across.divisor)) * blockDim.x + threadIdx.x;
@@ -242,8 +242,8 @@ CudaStatus LaunchSumParameterGradients(const BackwardCall& call, int64_t parts, 
   return JB_LAUNCH_STATUS(SumParameterGradients);
 }
 
-// Gradients of some times of each row from `first` on, which may be negative, one a thread, all of it computed again:
-// those of the initial state, and those of the last inputs where the final state sends them gradients too.
+// Recomputes the gradients of some times of each row, starting at `first`, one per thread. Times before 0 are the
+// initial state's. The others are the last inputs, if d_final_state contributes to their gradients.
 template <typename T>
 __global__ void __launch_bounds__(kRowsThreads)
     BackwardEnd(const __grid_constant__ BackwardArguments<T> a, int width, bool channels_last, int64_t first,
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(kRowsThreads)
     }
     gradient = fma(weight(past - static_cast<int>(t - time)), dz, gradient);
   }
-  const int64_t newer = geometry.length - 1 - time;  // inputs after this one
+  const int64_t newer = geometry.length - 1 - time;  // the number of inputs after this one
   if (a.d_final_state.entries.data != nullptr && newer < past) {
     const uint32_t bits = same_sequence != nullptr && geometry.length > 0 ? same_sequence[geometry.length - 1] : ~0u;
     if (bits >> newer & 1u) gradient += static_cast<C>(a.d_final_state.End(geometry, example, channel)[-1 - newer]);
@@ -331,7 +331,7 @@ CudaStatus LaunchBackward(const BackwardCall& call, cudaStream_t stream) {
   return DispatchType(call.type, [&](auto tag) -> CudaStatus {
     using T = typename decltype(tag)::type;
     const Problem& problem = call.problem;
-    // Rows load weights and biases one by one.
+    // Kernels for rows load weights and biases element by element, so those need no alignment.
     const bool is_aligned = AreAligned(kVectorBytes, call.x.data, call.dy.data, call.dx) &&
                             (!problem.channels_last || AreAligned(kVectorBytes, call.weight.data, call.bias.data));
     const Tiling tiling = ChooseBackward(problem, sizeof(T), call.x.is_shared || call.dy.is_shared, is_aligned);

@@ -1,4 +1,4 @@
-// What the backward kernels of both layouts take, and the partial sums of the gradients of weights and biases.
+// The arguments of the backward kernels of both layouts, and the partial sums of the weight and bias gradients.
 #pragma once
 
 #include "ffi/causal_conv1d/causal_conv1d.cuh"
@@ -15,7 +15,7 @@ struct BackwardArguments {
   InitialState<T> initial_state, d_final_state;
   Input<uint8_t> same_sequence;
   T* dx;
-  ComputeType<T>* partials;  // [batch, partial sums of a channel, width + 1, channels], the bias's after the weights'
+  ComputeType<T>* partials;  // [batch, partial sums per channel, width + 1, channels]; the bias follows the weights
 
   explicit BackwardArguments(const BackwardCall& call)
       : geometry(call.problem),
@@ -29,14 +29,14 @@ struct BackwardArguments {
         dx(static_cast<T*>(call.dx)),
         partials(static_cast<ComputeType<T>*>(call.scratch)) {}
 
-  // Where the sums of a channel that one partial sum covers lie; the next one is `channels` further on.
+  // The address of a channel's first sum in a part. Its width + 1 sums are `channels` elements apart.
   __device__ __forceinline__ ComputeType<T>* Partial(int64_t example, int64_t part, int64_t parts_of_example, int width,
                                                      int64_t channel) const {
     return partials + (example * parts_of_example + part) * (width + 1) * geometry.channels + channel;
   }
 };
 
-// The partial sums of each channel of an example.
+// The number of partial sums per channel and example.
 int64_t PartsOfExampleChannelsLast(const Problem& problem, int64_t element_bytes);
 
 CudaStatus LaunchBackwardChannelsLast(const BackwardCall& call, Tiling tiling, cudaStream_t stream);

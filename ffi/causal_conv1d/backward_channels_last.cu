@@ -5,7 +5,8 @@
 namespace jax_baracuda::causal_conv1d {
 namespace {
 
-// Wide vectors, which are fewer to the byte, can afford a group of copies for each time.
+// 16-byte vectors commit a group of copies for each time, which costs little per byte. Narrower vectors commit several
+// times as one group.
 template <typename T, int kWidth, int kVec>
 using BackwardStages = std::conditional_t<(sizeof(T) * kVec < kVectorBytes),
                                           TimeStages<T, kVec, Tuning::kBackwardNarrowStageTimes, kRowsOfCircle<kWidth>>,
@@ -19,7 +20,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::BackwardChannels
   constexpr int kPast = kWidth - 1, kRows = kRowsOfCircle<kWidth>;
   using Stages = BackwardStages<T, kWidth, kVec>;
   constexpr int kSumBytes = kChannelsLastThreads * kVec * (kWidth + 1) * static_cast<int>(sizeof(C));
-  // First the stages, then the sums.
+  // Shared memory holds the stages first, and the sums later.
   constexpr int kStagesBytes = 2 * Stages::kBlockBytes;
   __shared__ alignas(kVectorBytes) char shared[kSumBytes > kStagesBytes ? kSumBytes : kStagesBytes];
   const Geometry& geometry = a.geometry;
@@ -27,10 +28,10 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::BackwardChannels
   C sums[kWidth + 1][kVec] = {};
   if (at.channel < geometry.channels && at.count > 0) {
     const T *x = at.In(a.x, geometry), *dy = at.In(a.dy, geometry);
-    T* dx = a.dx + at.Index(geometry, at.example) - kPast * geometry.channels;  // of the row kPast before x's
+    T* dx = a.dx + at.Index(geometry, at.example) - kPast * geometry.channels;  // kPast rows before the row of x
     const uint8_t* same_sequence = nullptr;
     if (kHasMasks && a.same_sequence.data != nullptr) same_sequence = at.Times(a.same_sequence, geometry);
-    // Inputs of this run have their gradients from times up to kPast after it.
+    // The gradients of this run's inputs need dz of up to kPast times after the run.
     const int walk = at.count + kPast, end = static_cast<int>(min(geometry.length - at.begin, int64_t{walk}));
 
     const T *x_prefetch = x, *dy_prefetch = dy;
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::BackwardChannels
     C weight[kVec][kWidth], bias[kVec];
     a.weights.template Load<kVec, kWidth>(geometry, at.example, at.channel, weight[0], bias);
     C inputs[kWidth][kVec];
-    C gradients[kWidth][kVec] = {};  // of these inputs
+    C gradients[kWidth][kVec] = {};  // the gradients of these inputs
     LoadPast<kVec, kPast>(geometry, x, a.initial_state, at, geometry.template LeftOut<kWidth>(), inputs);
     uint32_t next_masks[kRows];
     const auto load_masks = [&](int first) {
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::BackwardChannels
 #pragma unroll
             for (int v = 0; v < kVec; ++v) sums[kWidth][v] += dz[v];
           }
-          // The gradients of the row kPast before are complete.
+          // The gradients of row - kPast are complete now.
           if (static_cast<unsigned>(row - kPast) < static_cast<unsigned>(at.count)) {
             StoreNarrow<T, kVec>(dx, gradients[i % kWidth]);
           }
@@ -119,9 +120,9 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::BackwardChannels
       }
     }
   }
-  WaitForCopies<0>();  // those past the end write zeros
+  WaitForCopies<0>();  // copies past the end still write zeros to shared memory, which the sums reuse
   __syncthreads();
-  // The runs of the block, in order.
+  // Adds up the runs of the block, in a fixed order.
   C* shared_sums = reinterpret_cast<C*>(shared);
   const int lane = threadIdx.x, lanes = grid.plan.lanes;
 #pragma unroll

@@ -1,7 +1,7 @@
 // Launchers of the CUDA kernels of causal_conv1d, callable from plain C++.
 //
-// Each enqueues work on `stream` only: no allocation, no synchronisation, the same launches whenever the problem is the
-// same. Every element of every result is written, also where there is nothing to sum.
+// They only enqueue work on `stream`: no allocation, no synchronisation, and equal problems make equal launches. They
+// write every element of every result, including empty sums.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,18 +13,18 @@
 
 namespace jax_baracuda::causal_conv1d {
 
-// How the work of a layout is assigned.
+// How work is assigned to threads.
 enum class Tiling {
   kNothing,
-  kRows,                   // a warp takes a row
-  kPackedRows,             // or several
-  kSplitRows,              // or part of one
-  kRowsByElement,          // without vectors, however it is cut
-  kChannelsLast,           // a thread takes a vector of channels
-  kChannelsLastByElement,  // or one
+  kRows,                   // one row per warp
+  kPackedRows,             // several rows per warp
+  kSplitRows,              // several tiles per row
+  kRowsByElement,          // any of these, without vector accesses
+  kChannelsLast,           // a vector of channels per thread
+  kChannelsLastByElement,  // one channel per thread
 };
 
-// The tilings that are not nothing, each without and with segment_ids.
+// Each tiling but kNothing has two names: without and with segment_ids.
 #define JB_WITH_SEGMENT_IDS(name) name, name "_with_segment_ids"
 inline constexpr const char* kForwardStrategyNames[] = {"nothing",
                                                         JB_WITH_SEGMENT_IDS("rows"),
@@ -35,7 +35,8 @@ inline constexpr const char* kForwardStrategyNames[] = {"nothing",
                                                         JB_WITH_SEGMENT_IDS("channels_last_by_element")};
 #undef JB_WITH_SEGMENT_IDS
 
-// The same, each without states and with an initial or a final one, whose gradients a kernel of their own adds.
+// Each of these is doubled again: without states, and with an initial or final state. A separate kernel adds the
+// gradients of states.
 #define JB_WITH_STATES(name) name, name "_and_states"
 #define JB_WITH_SEGMENT_IDS(name) JB_WITH_STATES(name), JB_WITH_STATES(name "_with_segment_ids")
 inline constexpr const char* kBackwardStrategyNames[] = {"nothing",
@@ -58,8 +59,8 @@ enum class UpdateStrategy {
 
 inline constexpr const char* kUpdateStrategyNames[] = {"nothing", "one_input", "few_inputs", "many_inputs"};
 
-// All of these depend on shapes and flags alone, and on whether all arrays are aligned to vectors, or not. They call no
-// CUDA function. `is_shared` tells whether the batch shares an array that is shaped as x.
+// These depend only on shapes, flags, and whether all arrays are aligned to vectors. They call no CUDA function.
+// `is_shared`: whether the batch shares an array of x's shape.
 Tiling ChooseForward(const Problem& problem, int64_t element_bytes, bool is_shared, bool is_aligned = true);
 Tiling ChooseBackward(const Problem& problem, int64_t element_bytes, bool is_shared, bool is_aligned = true);
 UpdateStrategy ChooseUpdate(const Problem& problem, int64_t element_bytes, int64_t state_length,
@@ -67,7 +68,7 @@ UpdateStrategy ChooseUpdate(const Problem& problem, int64_t element_bytes, int64
 
 CudaStatus LaunchForward(const ForwardCall& call, cudaStream_t stream);
 
-// Bytes of scratch memory that LaunchBackward needs. Depends on shapes and flags alone; calls no CUDA function.
+// Bytes of scratch memory that LaunchBackward needs. Depends only on shapes and flags; calls no CUDA function.
 int64_t BackwardScratchBytes(const Problem& problem, int64_t element_bytes);
 
 CudaStatus LaunchBackward(const BackwardCall& call, cudaStream_t stream);

@@ -1,4 +1,4 @@
-// What the CPU and the CUDA kernels of causal_conv1d share: the problem, the operands of a call, and the activation.
+// Shared by the CPU and CUDA kernels of causal_conv1d: the problem and the operands of a call.
 //
 //   z[b,c,t] = sum over k < width of weight[c,k] * x[b,c,t-(width-1-k)] + bias[c],   y = silu(z) or z
 //
@@ -14,10 +14,10 @@
 namespace jax_baracuda::causal_conv1d {
 
 inline constexpr int kMaxWidth = 8;
-// Up to here each width has kernels of its own; the others, which are rare, share some that look at it as they run.
+// Each width up to this one has its own kernels. Larger widths are rare and share kernels with a run-time width.
 inline constexpr int kMaxConstantWidth = 4;
 
-// x, dy, y, dx: [batch, examples, channels, length], or [batch, examples, length, channels] where channels are last.
+// x, dy, y, dx: [batch, examples, channels, length], or [batch, examples, length, channels] with channels_last.
 // weight: [batch, channels, width]; bias: [batch, channels]; states: [batch, examples, channels, state length];
 // same_sequence: [batch, examples, length]. An operand whose leading dimension is 1 is shared by the whole batch.
 struct Problem {
@@ -33,29 +33,29 @@ struct Problem {
   bool HasNoElement() const { return batch == 0 || examples == 0 || channels == 0 || length == 0; }
 };
 
-// data is nullptr where an optional operand is absent.
+// data is nullptr if an optional operand is absent.
 struct Operand {
   const void* data = nullptr;
   bool is_shared = false;
 };
 
-// Weights and biases have the type of x, or float32 where x has 16 bits.
+// Weights and biases have x's type; with 16-bit x they may be float32.
 struct Parameter {
   const void* data = nullptr;
   bool is_shared = false;
   ElementType type = ElementType::kUnsupported;
 };
 
-// What the calls of all ops have in common.
+// Common to the calls of all ops.
 struct ConvolutionCall {
   Problem problem;
-  ElementType type;  // of x, of the results that are shaped as it, and of states: a floating type
+  ElementType type;  // a floating type: of x, of the results of x's shape, and of states
   Operand x;
   Parameter weight;
   Parameter bias;            // optional
   Operand initial_state;     // optional: inputs of each channel before time 0, the newest last
-  int64_t state_length = 0;  // how many: at least width - 1, which are those that count
-  Operand same_sequence;     // optional, uint8_t masks: bit j is set if the input j steps back is of the same sequence
+  int64_t state_length = 0;  // inputs per channel, at least width - 1; only the newest width - 1 matter
+  Operand same_sequence;     // optional, uint8_t masks: bit j is set if the input j steps back is in the same sequence
 };
 
 struct ForwardCall : ConvolutionCall {
@@ -68,13 +68,13 @@ struct BackwardCall : ConvolutionCall {
   void* dx;
   void* dweight;          // [batch, channels, width] of the compute type
   void* dbias;            // [batch, channels] of the compute type
-  void* d_initial_state;  // nullptr where there is no initial state
+  void* d_initial_state;  // nullptr without an initial state
   void* scratch;
 };
 
-// The length of x is the number of new inputs; the old state is the initial one.
+// problem.length is the number of new inputs; initial_state is the old state.
 struct UpdateCall : ForwardCall {
-  void* new_state;  // may be the old state's own memory
+  void* new_state;  // may alias the old state
 };
 
 // Calls body(std::integral_constant<int, width>{}) for a width of 1 to kMaxConstantWidth, and returns what it returns.

@@ -1,9 +1,9 @@
 // The CPU kernels of causal_conv1d, its gradient and its update.
 //
-// Work is done in tiles that stay in the nearest caches: many times of one channel, or, where channels are last, some
-// times of a block of channels. Inside a tile numbers have the compute type and lie times by channels, so that one time
-// further is `channels of the tile` numbers further in both layouts. The convolution and its transpose are the same
-// correlation with a window of times; only whether its weights vary along the numbers of a vector differs.
+// Work is split into tiles that fit the L1 and L2 caches: many times of one channel or, with channels last, a few times
+// of a block of channels. A tile holds numbers of the compute type as [times, channels] in both layouts. The
+// convolution and its transpose are the same correlation over a window of times. The layouts differ in whether the
+// weights vary within a vector.
 
 #include <algorithm>
 #include <atomic>
@@ -28,38 +28,39 @@
 namespace jax_baracuda::causal_conv1d {
 namespace {
 
-constexpr size_t kLineBytes = 64;  // of the caches, and of the longest vectors
+constexpr size_t kLineBytes = 64;  // a cache line, and the longest vector register
 
-// Of a tile. Where channels are last, a tile takes whole rows if it can: memory that is read on and on comes fastest.
-constexpr int64_t kTimesOfChannel = 1024;
-constexpr int64_t kTimes = 16;
+// Tile sizes. With channels last, a tile has whole rows if possible: long contiguous reads are fastest.
+constexpr int64_t kTimesOfChannel = 1024;  // tiles of one channel
+constexpr int64_t kTimes = 16;             // tiles of several channels
 constexpr int64_t kMaxChannels = 2048;
-constexpr int64_t kMinChannels = 128;  // where there are more threads than tiles
+constexpr int64_t kMinChannels = 128;  // if there are more threads than tiles
 
-// Channels fill vectors, too, where sequences are shorter than this; tiles are then transposed on the way.
+// Sequences shorter than this are vectorised over channels, and their tiles transposed when they are loaded and stored.
 constexpr int64_t kLongTimes = 48;
 
-// Times of one channel whose masks are looked at together: a block in which all bits are set takes the fast path.
+// Masks of one channel are checked in blocks of this many times. A block with all bits set takes the fast path.
 constexpr int64_t kBlockTimes = 64;
 
-// How the sums over examples and times are cut: by shapes alone, so that they are the same on any number of threads.
+// Chunks of the sums over examples and times. They depend only on shapes, so that the results are the same for any
+// number of threads.
 constexpr int64_t kChunkTimesOfChannel = 8 * kTimesOfChannel;
 constexpr int64_t kChunkTimes = 16 * kTimes;
-constexpr int64_t kMaxParts = 128;  // times the elements of the batch, times the channels in units of a small tile
+constexpr int64_t kMaxParts = 128;  // limits parts * batch size * channels in units of the smallest tile
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Strategies.
 
 enum class Strategy {
   kNothing,
-  kRows,                // tiles are of one channel
-  kRowsWithSegmentIds,  // as well, with same_sequence
-  kTransposedRows,      // tiles are of several channels, and transposed
+  kRows,                // tiles of one channel
+  kRowsWithSegmentIds,  // the same, with same_sequence
+  kTransposedRows,      // tiles of several channels, transposed
   kTransposedRowsWithSegmentIds,
-  kChannelsLast,  // tiles are of several channels
+  kChannelsLast,  // tiles of several channels
   kChannelsLastWithSegmentIds,
-  kNoInputs,  // only states and gradients of parameters are there to be written
-  kOneInput,  // an update whose states are shifted by one
+  kNoInputs,  // no inputs: only states and parameter gradients are written
+  kOneInput,  // an update that shifts the states by one
 };
 
 constexpr const char* kStrategyNames[] = {"nothing",
@@ -71,9 +72,9 @@ constexpr const char* kStrategyNames[] = {"nothing",
                                           "channels_last_with_segment_ids",
                                           "no_inputs",
                                           "one_input"};
-constexpr int kForwardStrategies = 7, kBackwardStrategies = 8;  // the first ones
+constexpr int kForwardStrategies = 7, kBackwardStrategies = 8;  // the number of names above that each op uses
 
-// With one channel, or one time, both layouts are the same: the other dimension is then the one that fills vectors.
+// With one channel or one time, both layouts are the same in memory. Vectorises over the other dimension.
 Problem WithBestLayout(Problem problem) {
   if (problem.channels == 1) {
     problem.channels_last = false;
@@ -83,7 +84,7 @@ Problem WithBestLayout(Problem problem) {
   return problem;
 }
 
-// Of a problem with the best layout.
+// `problem` has its best layout.
 Strategy ChooseForward(const Problem& problem, int64_t element_bytes) {
   if (problem.HasNoElement()) return Strategy::kNothing;
   const int64_t numbers_of_line = kLineBytes / std::max<int64_t>(sizeof(float), element_bytes);
@@ -117,11 +118,11 @@ JB_INLINE C Silu(C z) {
   return z / (C{1} + ExpOrZero(-z));
 }
 
-// Runs of consecutive elements in memory, whose numbers are dense in a tile.
+// Runs of consecutive elements in memory. In a tile, the runs follow each other without gaps.
 struct Runs {
   int64_t count;
   int64_t length;
-  int64_t stride;  // in memory
+  int64_t stride;  // from run to run, in memory
 };
 
 template <typename T, typename C>
@@ -154,7 +155,7 @@ JB_CPU_CLONES void ApplySilu(int64_t count, C* z) {
   for (int64_t i = 0; i < count; ++i) z[i] = Silu(z[i]);
 }
 
-// Turns z into its cotangent.
+// Replaces z by its cotangent.
 template <typename T, typename C>
 JB_CPU_CLONES void SiluGradient(const T* dy, Runs runs, C* z) {
   for (int64_t run = 0; run < runs.count; ++run, dy += runs.stride, z += runs.length) {
@@ -170,14 +171,15 @@ JB_CPU_CLONES void SiluGradient(const T* dy, Runs runs, C* z) {
   }
 }
 
-// The numbers of one vector register, or of several where registers are shorter.
+// The numbers of one 64-byte vector register, or of several shorter ones.
 template <typename C>
 struct Lanes {
   static constexpr int64_t kCount = kLineBytes / sizeof(C);
   typedef C Type __attribute__((vector_size(kLineBytes)));
 };
 
-// Numbers [begin, begin + times) of rows of kLength numbers, or `length` where that is 0, a row for each channel.
+// Transposes numbers [begin, begin + times) of each channel's row to [times, channels]. Rows have kLength numbers, or
+// `length` if kLength is 0.
 template <int kLength, typename T, typename C>
 JB_CPU_CLONES void LoadColumns(const T* rows, int64_t length, int64_t begin, int64_t times, int64_t channels, C* to) {
   const int64_t stride = kLength == 0 ? length : kLength;
@@ -188,7 +190,7 @@ JB_CPU_CLONES void LoadColumns(const T* rows, int64_t length, int64_t begin, int
   }
 }
 
-// The first `times` numbers of rows of `length` numbers; kLength is both, or 0.
+// Transposes a tile to the first `times` numbers of rows of `length` numbers. kLength is 0, or equal to both.
 template <int kLength, typename T, typename C>
 JB_CPU_CLONES void StoreColumns(const C* from, int64_t length, int64_t times, int64_t channels, T* rows) {
   const int64_t stride = kLength == 0 ? length : kLength, count = kLength == 0 ? times : kLength;
@@ -198,7 +200,7 @@ JB_CPU_CLONES void StoreColumns(const C* from, int64_t length, int64_t times, in
   }
 }
 
-// Calls body with the length as a constant where it is small, else with 0.
+// Calls body with the length as a compile-time constant if it is small, otherwise with 0.
 template <typename Body>
 void WithLength(int64_t length, const Body& body) {
   if (length >= 1 && length <= kMaxConstantWidth) {
@@ -208,8 +210,8 @@ void WithLength(int64_t length, const Body& body) {
   }
 }
 
-// The states of kLength inputs, or `length` where that is 0, after one more input of each channel. They may take the
-// place of the old ones.
+// Appends one input per channel to states of kLength inputs (`length` if kLength is 0), and drops the oldest.
+// `new_states` may alias `old_states`.
 template <int kLength, typename T>
 JB_CPU_CLONES void ShiftStates(const T* old_states, int64_t length, const T* x, int64_t channels, T* new_states) {
   const int64_t count = kLength == 0 ? length : kLength;
@@ -220,11 +222,11 @@ JB_CPU_CLONES void ShiftStates(const T* old_states, int64_t length, const T* x, 
   }
 }
 
-// Memory that is not initialised and begins with a line.
+// Uninitialised memory, aligned to a cache line.
 template <typename C>
 class Lines {
  public:
-  // Returns false if there is no memory.
+  // Returns false if the allocation fails.
   bool Allocate(int64_t count) {
     memory_ = jax_baracuda::Allocate<C>(count + Lanes<C>::kCount);
     begin_ = AlignUp(memory_.get(), kLineBytes);
@@ -255,7 +257,7 @@ template <int kWidth, bool kSilu, typename C>
 JB_CPU_CLONES void CorrelateChannels(const C* __restrict in, int64_t in_stride, const C* __restrict weights,
                                      int64_t weight_stride, const C* __restrict bias, int64_t times, int64_t channels,
                                      C* __restrict out, int64_t out_stride) {
-  // Several times at once share inputs and weights.
+  // Several times together reuse loaded inputs and weights.
   constexpr int kMaxAtOnce = 4;
   const auto run = [&](auto count, int64_t t) __attribute__((always_inline)) {
     constexpr int kTimesAtOnce = count;
@@ -302,7 +304,7 @@ JB_INLINE void LoadVector(const C* from, Vector* vector) {
   std::memcpy(vector, from, sizeof(Vector));
 }
 
-// Adds the sum of the numbers of a vector, in a fixed order.
+// Adds the lanes of a vector to `sum`, in a fixed order.
 template <typename C>
 JB_INLINE void AddLanes(const typename Lanes<C>::Type& lanes, double* sum) {
   double total = 0;
@@ -310,13 +312,13 @@ JB_INLINE void AddLanes(const typename Lanes<C>::Type& lanes, double* sum) {
   *sum += total;
 }
 
-// Adds the sums of dz[t] * in[t + k] over t to sums[k * stride], and of dz to *sum_of_dz, if that is wanted.
+// Adds the sum over t of dz[t] * in[t + k] to sums[k * stride], and the sum of dz to *sum_of_dz unless that is nullptr.
 template <int kWidth, typename C>
 JB_CPU_CLONES void SumProductsTimes(const C* in, const C* dz, int64_t times, double* sums, int64_t stride,
                                     double* sum_of_dz) {
   using Vector = typename Lanes<C>::Type;
   constexpr int64_t kLanes = Lanes<C>::kCount;
-  Vector products[kWidth + 1] = {};  // and the sum of dz
+  Vector products[kWidth + 1] = {};  // the last one is the sum of dz
   const auto add = [&](const C* d, const C* x) __attribute__((always_inline)) {
     Vector gradient, input;
     LoadVector(d, &gradient);
@@ -336,7 +338,7 @@ JB_CPU_CLONES void SumProductsTimes(const C* in, const C* dz, int64_t times, dou
   if (sum_of_dz != nullptr) AddLanes<C>(products[kWidth], sum_of_dz);
 }
 
-// The same for each channel, with sums[k * stride + channel] and sums_of_dz[channel].
+// The same per channel, with sums[k * stride + channel] and sums_of_dz[channel].
 template <int kWidth, typename C>
 JB_CPU_CLONES void SumProductsChannels(const C* in, int64_t in_stride, const C* dz, int64_t times, int64_t channels,
                                        double* sums, int64_t stride, double* sums_of_dz) {
@@ -364,7 +366,7 @@ JB_CPU_CLONES void SumProductsChannels(const C* in, int64_t in_stride, const C* 
   for (; c < channels; ++c) add(TypeTag<C>{}, c);
 }
 
-// The sum of dz[t] * in[t] over the times whose mask has the bit.
+// Adds dz[t] * in[t] over the times whose mask has the bit set.
 template <typename C>
 JB_CPU_CLONES void SumMaskedTimes(const C* in, const C* dz, const uint8_t* masks, int bit, int64_t times, double* sum) {
   C lanes[Lanes<C>::kCount] = {};
@@ -401,11 +403,11 @@ JB_CPU_CLONES bool AllEqual(const uint8_t* bytes, int64_t count, int value) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Operands.
 
-// The parameters as numbers of the compute type: width rows of weights, then one of biases, each over all channels.
+// The parameters in the compute type: `width` rows of weights, then a row of biases. Each row has all channels.
 template <typename C>
 class Parameters {
  public:
-  // Returns false if there is no memory.
+  // Returns false if the allocation fails.
   bool Prepare(ffi::ThreadPool& pool, const Problem& problem, const Parameter& weight, const Parameter& bias) {
     const bool are_shared = weight.is_shared && (bias.data == nullptr || bias.is_shared);
     const int64_t batch = are_shared ? std::min<int64_t>(1, problem.batch) : problem.batch;
@@ -427,7 +429,7 @@ class Parameters {
   const C* Of(int64_t batch) const { return values_.get() + batch * batch_stride_; }
 
  private:
-  // Copies `count` numbers of each of the channels [begin, end) of the whole batch to as many rows.
+  // Copies `count` numbers per channel to `count` rows, for channels [begin, end) numbered through the whole batch.
   void Copy(const Parameter& parameter, int64_t count, int64_t channels, int64_t begin, int64_t end, C* to) const {
     DispatchFloating(parameter.type, [&](auto tag) {
       const auto* const from = static_cast<const typename decltype(tag)::type*>(parameter.data);
@@ -444,7 +446,7 @@ class Parameters {
   int64_t batch_stride_ = 0;
 };
 
-// The inputs before time 0: the newest `width - 1` of `length` inputs of each channel; or none, and zeros count.
+// The inputs before time 0: the newest `width - 1` of `length` inputs per channel. Zeros if data is nullptr.
 template <typename T>
 struct InitialState {
   const T* data;
@@ -452,11 +454,12 @@ struct InitialState {
   int64_t length;
 };
 
-// What the forward and the backward pass have in common. A place is an example of an element of the batch.
+// An example of a batch element.
 struct Place {
   int64_t batch, example;
 };
 
+// Shared by the forward and the backward pass.
 template <typename T>
 class Convolution {
  public:
@@ -478,12 +481,12 @@ class Convolution {
         is_transposed_(strategy == Strategy::kTransposedRows || strategy == Strategy::kTransposedRowsWithSegmentIds),
         has_channels_(problem_.channels_last || is_transposed_) {}
 
-  // Whether tiles are of several channels.
+  // Whether tiles have several channels.
   bool has_channels() const { return has_channels_; }
 
   int64_t tile_times() const { return has_channels_ ? kTimes : kTimesOfChannel; }
 
-  // The channels of a tile where about `num_tiles` of them side by side keep all threads busy.
+  // The channels per tile, if about `num_tiles` tiles along the channels keep all threads busy.
   int64_t TileChannels(int64_t num_tiles) const {
     if (!has_channels_) return 1;
     const int64_t lines = CeilDivide(problem_.channels, num_tiles * Lanes<C>::kCount);
@@ -491,21 +494,21 @@ class Convolution {
   }
 
   int64_t reach() const { return problem_.width - 1; }
-  int64_t time_stride() const { return problem_.channels_last ? problem_.channels : 1; }  // of arrays shaped as x
+  int64_t time_stride() const { return problem_.channels_last ? problem_.channels : 1; }  // in arrays of x's shape
 
-  // Where an element lies in an array shaped as x.
+  // The index of an element in an array of x's shape.
   int64_t Index(bool is_shared, Place place, int64_t time, int64_t channel) const {
     const int64_t place_index = (is_shared ? 0 : place.batch) * problem_.examples + place.example;
     return problem_.channels_last ? (place_index * problem_.length + time) * problem_.channels + channel
                                   : (place_index * problem_.channels + channel) * problem_.length + time;
   }
 
-  // Where the state of a channel lies in an array of states of `length` inputs.
+  // The index of a channel's state in an array of states of `length` inputs.
   int64_t StateIndex(bool is_shared, Place place, int64_t channel, int64_t length) const {
     return (((is_shared ? 0 : place.batch) * problem_.examples + place.example) * problem_.channels + channel) * length;
   }
 
-  // Between a tile and the memory of an array shaped as x, from the tile's first element on.
+  // LoadTile and StoreTile copy between a tile and an array of x's shape, starting at the tile's first element.
   void LoadTile(const T* from, int64_t times, Channels channels, C* to) const {
     if (is_transposed_) return LoadRows(from, problem_.length, 0, times, channels, to);
     Load(from, RunsOf(times, channels), to);
@@ -517,14 +520,14 @@ class Convolution {
                [&](auto length) { StoreColumns<length>(from, problem_.length, times, channels.count, to); });
   }
 
-  // Turns z of a tile into its cotangent. The buffer is as large as the tile.
+  // Replaces z of a tile by its cotangent. The buffer has the size of the tile.
   void SiluGradientOfTile(const T* dy, int64_t times, Channels channels, C* buffer, C* z) const {
     if (!is_transposed_) return SiluGradient(dy, RunsOf(times, channels), z);
     LoadTile(dy, times, channels, buffer);
     SiluGradient(buffer, Runs{1, times * channels.count, 0}, z);
   }
 
-  // Whether a tile can be read and written in the memory of an array shaped as x.
+  // Whether tiles can be read and written directly in arrays of x's shape.
   bool is_in_place() const { return std::is_same_v<T, C> && !is_transposed_; }
 
   // The masks from `time` on; nullptr if there are none.
@@ -534,15 +537,15 @@ class Convolution {
     return same_sequence_ + example * problem_.length + time;
   }
 
-  // Row k, the weights of all channels, begins k * channels further.
+  // Row k, the weights of all channels, begins at k * channels.
   const C* Weights(Place place) const { return parameters_.Of(place.batch); }
 
   bool IsSameSequence(Place place, int64_t time, int64_t bit) const {
     return same_sequence_ == nullptr || (*SameSequence(place, time) >> bit & 1) != 0;
   }
 
-  // The inputs of times [begin, end) as numbers of the compute type, `stride` numbers from one time to the next; in
-  // their own memory if possible, else in the buffer.
+  // The inputs of times [begin, end) in the compute type, with `stride` numbers from one time to the next. Returns x's
+  // own memory if possible, otherwise fills the buffer.
   const C* Inputs(Place place, Channels channels, int64_t begin, int64_t end, C* buffer, int64_t* stride) const {
     const int64_t first = std::max<int64_t>(begin, 0);
     const T* const from = x_ + Index(x_is_shared_, place, first, channels.begin);
@@ -566,7 +569,7 @@ class Convolution {
     return buffer;
   }
 
-  // z, or its silu, of times from `time` on; `in` begins with the input that the first window begins with.
+  // z, or its silu, of `times` times from `time` on. `in` begins at the first input of the first window.
   template <bool kSilu>
   void Forward(Place place, Channels channels, const C* in, int64_t in_stride, int64_t time, int64_t times, C* z,
                int64_t z_stride) const {
@@ -576,8 +579,8 @@ class Convolution {
                      times, times, z, z_stride);
   }
 
-  // dx of times from `time` on without the part of the final state, from dz of the same and of later times: of
-  // `gradients` times, and zeros behind them up to the end of the last window.
+  // dx of `times` times from `time` on, without the contribution of the final state. `dz` begins at `time` too: it has
+  // `gradients` times, then zeros up to the end of the last window.
   void Transpose(Place place, Channels channels, const C* dz, int64_t time, int64_t gradients, int64_t times, C* dx,
                  int64_t dx_stride) const {
     static constexpr C kZeros[kMaxChannels] = {};
@@ -586,7 +589,7 @@ class Convolution {
                      channels.count, gradients, times, dx, dx_stride);
   }
 
-  // Adds to the sums for the weights and the bias, a row of all channels each.
+  // Adds to the sums for the weights and the bias: one row of all channels per tap, then one for the bias.
   void SumProducts(Place place, Channels channels, const C* in, int64_t in_stride, const C* dz, int64_t time,
                    int64_t times, double* sums) const {
     const uint8_t* const masks = SameSequence(place, time);
@@ -631,18 +634,17 @@ class Convolution {
   }
 
  private:
-  // out[t] = bias + sum over k of weight[k] * in[t + k], for channels that lie beside each other.
+  // out[t] = bias + sum over k of weight[k] * in[t + k], for adjacent channels.
   struct Correlation {
     const C* weights;  // of the first channel
     int64_t weight_stride;
     const C* biases;
     const uint8_t* same_sequence;  // nullptr if there is none
-    // Where false, the mask of t has a bit for each k, the last of them bit 0. Where true, bit k of the mask of t + k
-    // counts.
+    // If false, tap k uses bit width - 1 - k of the mask of t. If true, it uses bit k of the mask of t + k.
     bool is_transposed;
   };
 
-  // There are masks for `num_masks` times.
+  // `num_masks` is the number of times with masks.
   template <bool kSilu>
   void Correlate(const Correlation& correlation, Channels channels, const C* in, int64_t in_stride, int64_t num_masks,
                  int64_t times, C* out, int64_t out_stride) const {
@@ -693,8 +695,7 @@ class Convolution {
         });
   }
 
-  // For widths that are no constant, where all masks are full: the first taps as a constant width, then one tap after
-  // another.
+  // For widths above kMaxConstantWidth and full masks: the first taps with a constant width, then one tap at a time.
   template <bool kSilu>
   void CorrelateWide(const Correlation& correlation, Channels channels, const C* in, int64_t in_stride, int64_t times,
                      C* out, int64_t out_stride) const {
@@ -719,7 +720,7 @@ class Convolution {
 
   int Bit(bool is_transposed, int k) const { return is_transposed ? k : problem_.width - 1 - k; }
 
-  // Calls whole(begin, end) for runs of times whose windows lie in one sequence, and broken(begin, end) for others.
+  // Calls whole(begin, end) for runs of times whose windows are inside one sequence, and broken(begin, end) for others.
   template <typename Whole, typename Broken>
   void ForEachRunOfTimes(const uint8_t* masks, bool is_transposed, int64_t num_masks, int64_t times, const Whole& whole,
                          const Broken& broken) const {
@@ -742,7 +743,7 @@ class Convolution {
     return problem_.channels_last ? Runs{times, channels.count, problem_.channels} : Runs{1, times, 0};
   }
 
-  // Numbers [begin, begin + times) of rows of `length` numbers, a row for each channel.
+  // Transposes numbers [begin, begin + times) of each channel's row of `length` numbers to [times, channels].
   static void LoadRows(const T* rows, int64_t length, int64_t begin, int64_t times, Channels channels, C* to) {
     WithLength(length, [&](auto constant_length) {
       LoadColumns<constant_length>(rows, length, begin, times, channels.count, to);
@@ -756,14 +757,14 @@ class Convolution {
   const uint8_t* const same_sequence_;
   const bool same_sequence_is_shared_;
   const Parameters<C>& parameters_;
-  const bool is_transposed_;  // whether tiles lie the other way round than arrays shaped as x
+  const bool is_transposed_;  // whether tiles are transposed relative to arrays of x's shape
   const bool has_channels_;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The forward pass.
 
-// Returns false if there is no memory.
+// Returns false if an allocation fails.
 template <typename T>
 bool Forward(ffi::ThreadPool& pool, const ForwardCall& call, const Convolution<T>& convolution) {
   using C = ComputeType<T>;
@@ -781,7 +782,7 @@ bool Forward(ffi::ThreadPool& pool, const ForwardCall& call, const Convolution<T
     typename Convolution<T>::Channels channels;
     int64_t time, times;
   };
-  // Tiles are numbered as their elements lie in memory.
+  // Tiles are numbered in memory order.
   const auto tile_of = [&](int64_t index) {
     const int64_t place_index = index / (time_tiles * channel_tiles), in_place = index % (time_tiles * channel_tiles);
     const bool has_channels = convolution.has_channels();
@@ -860,7 +861,7 @@ class Backward {
   Backward(const Problem& problem, const Convolution<T>& convolution, const Gradients<T>& gradients)
       : problem_(problem), convolution_(convolution), gradients_(gradients) {}
 
-  // For tiles of up to so many channels. Returns false if there is no memory.
+  // For tiles of up to `channels` channels. Returns false if the allocation fails.
   bool Allocate(int64_t channels) {
     const int64_t times = convolution_.tile_times(), reach = convolution_.reach();
     if (!memory_.Allocate((reach + times + reach + times + reach + times + reach) * channels)) return false;
@@ -870,10 +871,10 @@ class Backward {
     return true;
   }
 
-  // Writes dx of times [begin, end), and adds to the sums what these times contribute to them.
+  // Writes dx of times [begin, end), and adds the contributions of these times to the sums.
   void Run(Place place, Channels channels, int64_t begin, int64_t end, double* sums) {
     const int64_t reach = convolution_.reach(), length = problem_.length;
-    int64_t known = 0;  // of the times of dz from the tile's first on
+    int64_t known = 0;  // the number of times of dz, from the tile's first on, that the previous tile computed
     for (int64_t time = begin; time < end; time += convolution_.tile_times()) {
       const int64_t times = std::min(convolution_.tile_times(), end - time);
       const int64_t wanted = std::min(times + reach, length - time);
@@ -909,7 +910,7 @@ class Backward {
     }
   }
 
-  // Writes d_initial_state, from dz of the first `gradients` times: of all, or as many as the windows over it reach.
+  // Writes d_initial_state from dz of the first `gradients` times: all times, or all whose windows include the state.
   void WriteInitialState(Place place, Channels channels, int64_t gradients) const {
     if (gradients_.d_initial_state == nullptr) return;
     const int64_t reach = convolution_.reach(), stride = problem_.channels;
@@ -929,7 +930,7 @@ class Backward {
   }
 
  private:
-  // What dx, or d_initial_state, of a time gets from the final state that it is in.
+  // The contribution of d_final_state to dx, or d_initial_state, at a time.
   C FinalState(Place place, int64_t channel, int64_t time) const {
     const int64_t reach = convolution_.reach(), i = time - (problem_.length - reach);
     if (gradients_.d_final_state == nullptr || i < 0) return C{0};
@@ -955,7 +956,7 @@ class Backward {
   C* dx_ = nullptr;
 };
 
-// dweight and dbias from the sums of parts [part, batch, width + 1, channels].
+// Computes dweight and dbias from the partial sums [part, batch, width + 1, channels].
 template <typename C>
 void WriteParameterGradients(ffi::ThreadPool& pool, const Problem& problem, int64_t parts, const double* sums,
                              C* dweight, C* dbias) {
@@ -975,7 +976,7 @@ void WriteParameterGradients(ffi::ThreadPool& pool, const Problem& problem, int6
                });
 }
 
-// Returns false if there is no memory.
+// Returns false if an allocation fails.
 template <typename T>
 bool ComputeGradients(ffi::ThreadPool& pool, const BackwardCall& call, const Convolution<T>& convolution) {
   const Problem& problem = call.problem;
@@ -984,8 +985,8 @@ bool ComputeGradients(ffi::ThreadPool& pool, const BackwardCall& call, const Con
   const int64_t bytes =
       problem.batch * problem.examples * problem.channels * problem.length * static_cast<int64_t>(sizeof(T));
   AdviseHugePages(gradients.dx, bytes);
-  // A chunk is some times of an example. Each part of the chunks has its own sums, to which its chunks add in order.
-  // How the channels are divided among threads does not matter to the sums.
+  // A chunk is a range of times of an example. Chunks are grouped into parts. Each part has its own sums, and its
+  // chunks are added in order. The split of channels among threads does not affect the sums.
   const int64_t chunk_times = convolution.has_channels() ? kChunkTimes : kChunkTimesOfChannel;
   const int64_t chunks_per_example = std::max<int64_t>(1, CeilDivide(problem.length, chunk_times));
   const int64_t chunks = problem.examples * chunks_per_example;
@@ -1032,7 +1033,7 @@ bool ComputeGradients(ffi::ThreadPool& pool, const BackwardCall& call, const Con
 // ---------------------------------------------------------------------------------------------------------------------
 // The update.
 
-// The last `state_length` inputs of the old state followed by x. new_state may be the old state's own memory.
+// The last `state_length` inputs of the old state followed by x. new_state may alias the old state.
 template <typename T>
 void WriteNewState(ffi::ThreadPool& pool, const UpdateCall& call, Strategy strategy,
                    const Convolution<T>& convolution) {
@@ -1067,7 +1068,7 @@ void WriteNewState(ffi::ThreadPool& pool, const UpdateCall& call, Strategy strat
 // ---------------------------------------------------------------------------------------------------------------------
 // Running calls.
 
-// Calls run(call, convolution), which returns false if there is no memory. The problem is that of the call in its best
+// Calls run(call, convolution), which returns false if an allocation fails. `problem` is the call's, in its best
 // layout.
 template <typename Call, typename Run>
 ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, Call call, const Problem& problem, Strategy strategy,
@@ -1110,7 +1111,7 @@ ffi::Error RunUpdate(ffi::ThreadPool pool, const UpdateCall& update_call) {
   return RunCall(kUpdateName, pool, update_call, problem, strategy,
                  [&](const UpdateCall& call, const auto& convolution) {
                    const bool has_memory = Forward(pool, call, convolution);
-                   WriteNewState(pool, call, strategy, convolution);  // after all of the old state has been read
+                   WriteNewState(pool, call, strategy, convolution);  // last: it may overwrite the old state
                    return has_memory;
                  });
 }

@@ -1,4 +1,4 @@
-// The handlers of the causal_conv1d ops: they check the buffers, turn them into calls, and hand these to a back end.
+// The handlers of the causal_conv1d ops: they check the buffers, convert them to calls, and pass these to a back end.
 #pragma once
 
 #include <cstdint>
@@ -50,7 +50,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::UpdateOptions
 
 namespace jax_baracuda::causal_conv1d {
 
-// The problem that the parameters of a plan describe.
+// The problem described by the parameters of a plan.
 inline Problem ProblemOf(const PlanParameters& parameters) {
   return Problem{parameters.at("batch"),
                  parameters.at("examples"),
@@ -62,8 +62,8 @@ inline Problem ProblemOf(const PlanParameters& parameters) {
                  parameters.at("has_same_sequence") != 0};
 }
 
-// Checks the buffers of one call, one after another. Output comes first, then Weight: they tell what the others must
-// fit.
+// Checks the buffers of a call. Call Output first and Weight second: they set the sizes that the other buffers must
+// match.
 class Decoder {
  public:
   template <typename Options>
@@ -74,7 +74,7 @@ class Decoder {
     problem_.silu = options.silu;
   }
 
-  // The result that is shaped as x tells all dimensions but the width, and the element type.
+  // The result of x's shape sets all dimensions except the width, and the element type.
   ffi::Error Output(const char* name, const ffi::AnyBuffer& buffer, ElementType* type) {
     const char* const trailing = problem_.channels_last ? "examples, length, channels" : "examples, channels, length";
     JB_RETURN_IF_ERROR(batch_.Decode(name, buffer, num_batch_dims_, trailing));
@@ -105,7 +105,7 @@ class Decoder {
     return TakeParameter("bias", buffer, {problem_.channels}, bias);
   }
 
-  // An operand shaped as x.
+  // An operand of x's shape.
   ffi::Error Sequences(const char* name, const ffi::AnyBuffer& buffer, Operand* operand) const {
     const int64_t second = problem_.channels_last ? problem_.length : problem_.channels;
     const int64_t third = problem_.channels_last ? problem_.channels : problem_.length;
@@ -118,7 +118,7 @@ class Decoder {
     return TakeOperand(name, buffer, type_, {problem_.examples, problem_.channels, problem_.width - 1}, operand);
   }
 
-  // The state that causal_conv1d_update continues from; its last dimension tells how many inputs it holds.
+  // The old state of causal_conv1d_update; its last dimension is the number of inputs that it holds.
   ffi::Error LongState(const ffi::AnyBuffer& buffer, int64_t* state_length, Operand* state) const {
     const auto view = batch_.View(buffer, /*may_be_shared=*/true);
     *state_length = view && view->dims.size() == 3 ? view->dims[2] : -1;
@@ -133,7 +133,7 @@ class Decoder {
     return TakeOperand("same_sequence", buffer, ffi::DataType::U8, {problem_.examples, problem_.length}, operand);
   }
 
-  // A result with these dimensions behind the batch.
+  // A result with the dimensions `trailing` after the batch.
   ffi::Error Result(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
                     std::initializer_list<Dimension> trailing, void** data) const {
     JB_RETURN_IF_ERROR(CheckType(op_, name, buffer, type));
@@ -177,7 +177,7 @@ class Decoder {
   ffi::DataType type_;
 };
 
-// The operands that a convolution and its gradient have in common, but for the order of those that are not optional.
+// The optional operands that a convolution and its gradient share.
 template <typename Options>
 ffi::Error DecodeOptional(const Decoder& decoder, const Options& options, OptionalOperands* optional,
                           ConvolutionCall* call) {
@@ -206,8 +206,8 @@ inline ffi::Error DecodeForward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w
   return optional.End();
 }
 
-// `more_results` begins with d_initial_state where there is an initial state. What follows is left to the back end, as
-// is the call's scratch.
+// `more_results` begins with d_initial_state if there is an initial state. The back end decodes the rest, and sets the
+// call's scratch.
 inline ffi::Error DecodeBackward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight, const ffi::AnyBuffer& dy,
                                  ffi::RemainingArgs optional_operands, const ffi::AnyBuffer& dx,
                                  const ffi::AnyBuffer& dweight, const ffi::AnyBuffer& dbias,
@@ -255,8 +255,8 @@ inline ffi::Error DecodeUpdate(const ffi::AnyBuffer& x, const ffi::AnyBuffer& st
                         {problem.examples, problem.channels, call->state_length}, &call->new_state);
 }
 
-// The handlers and their bindings. A back end brings its context, which is the stream or the thread pool, and the
-// functions that run calls.
+// The handlers and their bindings. A back end provides its context (the stream or the thread pool) and the functions
+// that run calls.
 
 template <typename Context, ffi::Error (*kRun)(Context, const ForwardCall&)>
 ffi::Error HandleForward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::RemainingArgs optional_operands,
@@ -266,7 +266,7 @@ ffi::Error HandleForward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weigh
   return kRun(context, call);
 }
 
-// The back end sets the call's scratch; to it are left the results after the first `num_decoded` of the last ones.
+// The back end sets the call's scratch, and decodes `more_results` from index `num_decoded` on.
 template <typename Context,
           ffi::Error (*kRun)(Context, BackwardCall*, ffi::RemainingRets more_results, size_t num_decoded)>
 ffi::Error HandleBackward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer dy,

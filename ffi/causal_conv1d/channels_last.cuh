@@ -1,5 +1,5 @@
-// How the kernels for [.., length, channels] assign their work: a thread takes a vector of neighbouring channels and
-// walks down a run of times; neighbouring threads take neighbouring vectors, and the runs of a block follow each other.
+// Work assignment of the kernels for [.., length, channels]. A thread processes a vector of neighbouring channels for a
+// run of consecutive times. Neighbouring threads have neighbouring vectors, and the runs of a block are consecutive.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace jax_baracuda::causal_conv1d {
 
 inline constexpr int kChannelsLastThreads = 128;
 
-// At most four channels, and so up to 16 bytes.
+// At most four channels, at most 16 bytes.
 constexpr int WidestChannels(int64_t element_bytes) { return element_bytes == 8 ? 2 : 4; }
 
 template <typename T>
@@ -26,13 +26,13 @@ inline int ChannelVector(int64_t channels, int64_t element_bytes) {
   return channels % WidestChannels(element_bytes) == 0 ? WidestChannels(element_bytes) : 1;
 }
 
-// Depends on shapes alone, not on addresses or the device, so that the number of partial sums does too.
+// Depends only on shapes, not on addresses or the device: the number of partial sums must not depend on those.
 struct ChannelsLastPlan {
-  int vector;           // channels of a thread
-  int lanes;            // threads side by side
-  int runs;             // of a block
-  int run;              // times in a run
-  int64_t blocks_down;  // along the length
+  int vector;           // channels per thread
+  int lanes;            // threads of a block along the channels
+  int runs;             // runs per block
+  int run;              // times per run
+  int64_t blocks_down;  // blocks along the length
 
   ChannelsLastPlan() = default;
   ChannelsLastPlan(const Problem& problem, int64_t element_bytes, const RunChoice& choice) {
@@ -46,8 +46,8 @@ struct ChannelsLastPlan {
   }
 
  private:
-  // Blocks all take about as long, so the GPU works in waves of as many as run at once, and a last wave that is not
-  // full costs as much as a full one. Chooses the number of waves for which the work of all of them is least.
+  // Blocks take about equally long, so they run in waves, and a partial last wave costs as much as a full one. Chooses
+  // the run length that minimises the total cost of the waves.
   void ChooseRun(int64_t blocks_across, int64_t length, const RunChoice& choice) {
     constexpr int64_t kMaxWaves = 16;
     const int64_t at_once = Tuning::kMultiprocessors * choice.blocks_at_once;
@@ -66,7 +66,7 @@ struct ChannelsLastPlan {
   }
 };
 
-// Of channels with elements.
+// For arrays with elements.
 inline Tiling ChannelsLastTiling(int64_t channels, int64_t element_bytes, bool is_aligned) {
   return is_aligned && ChannelVector(channels, element_bytes) > 1 ? Tiling::kChannelsLast
                                                                   : Tiling::kChannelsLastByElement;
@@ -75,7 +75,7 @@ inline Tiling ChannelsLastTiling(int64_t channels, int64_t element_bytes, bool i
 struct ChannelsLastGrid {
   ChannelsLastPlan plan;
   int vector;
-  int64_t bands;  // blocks_down of each example
+  int64_t bands;  // examples of the whole batch times blocks_down
   Divider by_blocks_across, by_blocks_down;
 
   ChannelsLastGrid(const Problem& problem, const ChannelsLastPlan& channels_plan, Tiling tiling)
@@ -91,7 +91,7 @@ struct ChannelsLastGrid {
   int64_t Blocks() const { return bands * static_cast<int64_t>(by_blocks_across.divisor); }
 };
 
-// Where a thread of a channels-last kernel works: `count` times from `begin` on, none or less past the end.
+// The position of a thread of a channels-last kernel: `count` times from `begin` on; 0 past the end.
 struct ChannelsLastPlace {
   int64_t example, block_down, channel, begin;
   int count;
@@ -113,18 +113,18 @@ struct ChannelsLastPlace {
   __device__ __forceinline__ const T* In(const Input<T>& input, const Geometry& geometry) const {
     return input.data + Index(geometry, input.Example(geometry, example));
   }
-  // In [examples, length].
+  // The same position in an array [examples, length].
   template <typename T>
   __device__ __forceinline__ const T* Times(const Input<T>& input, const Geometry& geometry) const {
     return input.data + input.Example(geometry, example) * geometry.length + begin;
   }
 };
 
-// Launches kernel_of(width, channels, has_masks), whose arguments are constants, with `arguments` and the grid.
+// Launches kernel_of(width, channels, has_masks), called with compile-time constants, on `arguments` and the grid.
 template <typename T, typename Arguments, typename KernelOf>
 CudaStatus LaunchChannelsLast(const ConvolutionCall& call, const ChannelsLastGrid& grid, const Arguments& arguments,
                               cudaStream_t stream, const KernelOf& kernel_of) {
-  // A thread of one channel, which is rare, always looks at masks.
+  // The rare kernels with one channel per thread always check masks, which saves instantiations.
   const auto launch = [&](auto width, auto channels, auto has_masks) {
     const auto kernel = kernel_of(width, channels, has_masks);
     kernel<<<GridSize(grid.Blocks()), grid.BlockShape(), 0, stream>>>(arguments, grid);
@@ -136,14 +136,14 @@ CudaStatus LaunchChannelsLast(const ConvolutionCall& call, const ChannelsLastGri
   });
 }
 
-// past[k] becomes the inputs kPast - k steps before the place, whose input is at `x`; the first `left_out` may be
-// anything. These lie before time 0 all or none, since runs are longer.
+// Sets past[k] to the inputs kPast - k steps before the position of `x`; the first `left_out` may be anything. Runs
+// have at least kPast times, so either all or none of these inputs are before time 0.
 template <int kVec, int kPast, typename T>
 __device__ __forceinline__ void LoadPast(const Geometry& geometry, const T* x, const InitialState<T>& state,
                                          const ChannelsLastPlace& at, int left_out, ComputeType<T> (*past)[kVec]) {
   static_assert(kPast <= Tuning::kMinRun);
   if (at.begin > 0) {
-    Packed<T, kVec> words[kPast + 1];  // never empty
+    Packed<T, kVec> words[kPast + 1];  // + 1: kPast may be 0
 #pragma unroll
     for (int k = 0; k < kPast; ++k) words[k] = LoadPacked<kVec>(x + (k - kPast) * geometry.channels);
 #pragma unroll
@@ -160,8 +160,8 @@ __device__ __forceinline__ void LoadPast(const Geometry& geometry, const T* x, c
   }
 }
 
-// A thread's vectors of some times in shared memory. Copies come in groups of kGroup times, and as many times are under
-// way as there is room for whole groups.
+// A circular buffer in shared memory with a thread's vectors of several times. Copies are committed in groups of kGroup
+// times; the prefetch distance is all whole groups that fit.
 template <typename T, int kVec, int kTimes, int kGroup>
 struct TimeStages {
   static_assert((kTimes & (kTimes - 1)) == 0);
@@ -169,11 +169,11 @@ struct TimeStages {
   static constexpr int kBlockBytes = kTimes * kChannelsLastThreads * kBytes;
   static constexpr int kGroupTimes = kGroup, kGroups = kTimes / kGroup, kAhead = kGroups * kGroup;
 
-  // Of times that are counted from a multiple of kGroup.
+  // `time` is relative to a multiple of kGroup.
   static __device__ __forceinline__ constexpr bool BeginsGroup(int time) { return time % kGroup == 0; }
   static __device__ __forceinline__ constexpr bool EndsGroup(int time) { return (time + 1) % kGroup == 0; }
 
-  char* data;  // the thread's
+  char* data;  // this thread's slot for time 0
 
   explicit __device__ __forceinline__ TimeStages(void* shared)
       : data(static_cast<char*>(shared) + (threadIdx.y * blockDim.x + threadIdx.x) * kBytes) {}
@@ -189,12 +189,12 @@ struct TimeStages {
   }
 };
 
-// Inputs of the newest kWidth times are kept in a circle of registers: those of the time `row`, counted from the place,
-// at (row + kWidth - 1) % kWidth, known to the compiler where loops are unrolled by this many rows.
+// The inputs of the newest kWidth times are in a circular buffer of registers. Time `row` of the run has the index (row
+// + kWidth - 1) % kWidth. This is a compile-time constant if loops are unrolled by kRowsOfCircle rows.
 template <int kWidth>
 inline constexpr int kRowsOfCircle = kWidth > 2 ? kWidth : 4;
 
-// z of the row that comes `i` after a multiple of kWidth; bit j of `mask` is for the inputs j steps back.
+// z of row i after a multiple of kWidth; bit j of `mask` is for the inputs j steps back.
 template <int kWidth, int kVec, bool kHasMasks, typename C>
 __device__ __forceinline__ void ConvolveRow(const C (*weight)[kWidth], const C* bias, const C (*inputs)[kVec], int i,
                                             uint32_t mask, C* z) {

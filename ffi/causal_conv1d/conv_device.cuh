@@ -1,4 +1,4 @@
-// What the CUDA kernels of causal_conv1d share: where operands lie, the masks of sequences, and the activation.
+// Shared by the CUDA kernels of causal_conv1d: addresses of operands, masks of sequences, and the activation.
 #pragma once
 
 #include <cstdint>
@@ -20,13 +20,13 @@ CudaStatus DispatchType(ElementType type, Body&& body) {
   return status;
 }
 
-// The kernels of kWidth = kMaxWidth serve all widths above kMaxConstantWidth: weights, inputs and bits of masks are
-// the last ones of kMaxWidth. What comes before them is left out like the inputs of another sequence.
+// The kernels of kWidth = kMaxWidth serve all widths above kMaxConstantWidth. The actual taps are the last ones of
+// kMaxWidth; the taps before them are masked out, like inputs of another sequence.
 template <int kWidth>
 inline constexpr bool kIsWide = kWidth > kMaxConstantWidth;
 
-// Calls body(std::integral_constant<int, kWidth>{}, std::bool_constant<has masks>{}), which returns a CudaStatus, for
-// the kernels that serve a width.
+// Calls body(std::integral_constant<int, kWidth>{}, std::bool_constant<has masks>{}), which returns a CudaStatus, with
+// the kWidth of the kernels for `width`.
 template <typename Body>
 CudaStatus DispatchKernel(int width, bool has_masks, const Body& body) {
   if (width > kMaxConstantWidth) return body(std::integral_constant<int, kMaxWidth>{}, std::true_type{});
@@ -35,7 +35,7 @@ CudaStatus DispatchKernel(int width, bool has_masks, const Body& body) {
   });
 }
 
-// Examples are counted through the whole batch: example = batch index * examples of a batch element + its own index.
+// Examples are numbered through the whole batch: example = batch index * examples per batch element + index in it.
 struct Geometry {
   int64_t all_examples, channels, length;
   Divider examples_of_batch, by_channels, by_length;
@@ -51,7 +51,7 @@ struct Geometry {
         by_length(problem.length),
         width(problem.width) {}
 
-  // How many taps a kernel of kWidth leaves out, and the bits of the others.
+  // The number of taps that a kernel of kWidth leaves out, and the mask bits of the other taps.
   template <int kWidth>
   __device__ __forceinline__ int LeftOut() const {
     return kIsWide<kWidth> ? kWidth - width : 0;
@@ -62,7 +62,7 @@ struct Geometry {
   }
 };
 
-// Sharing means nothing to a batch of one; that saves its division.
+// A batch of one counts as not shared, which saves a division.
 inline bool IsShared(const Problem& problem, bool is_shared) { return is_shared && problem.batch > 1; }
 
 template <typename T>
@@ -82,7 +82,7 @@ struct Input {
   }
 };
 
-// Weights or biases of x's type T or of the type that is computed with.
+// Weights or biases, of x's type T or its compute type.
 template <typename T>
 struct Parameters {
   using C = ComputeType<T>;
@@ -103,7 +103,7 @@ struct Parameters {
     return geometry.examples_of_batch.Quotient(example) * geometry.channels + channel;
   }
 
-  // Calls body(data) with data of the type that it has.
+  // Calls body(data) with a pointer to the actual type.
   template <typename Body>
   __device__ __forceinline__ void WithType(const Body& body) const {
     if (sizeof(T) != sizeof(C) && is_narrow) {
@@ -113,7 +113,7 @@ struct Parameters {
     }
   }
 
-  // One value; zero where the operand is absent.
+  // One value; zero if the operand is absent.
   __device__ __forceinline__ C LoadOptional(int64_t index) const {
     C value = 0;
     if (data != nullptr) WithType([&](const auto* numbers) { value = static_cast<C>(numbers[index]); });
@@ -121,7 +121,7 @@ struct Parameters {
   }
 };
 
-// kCount numbers as they lie in memory, kUnit to a word.
+// kCount numbers in their memory format, kUnit per word.
 template <typename P, int kCount, int kUnit>
 struct PackedNumbers {
   Packed<P, kUnit> words[kCount / kUnit] = {};
@@ -144,9 +144,9 @@ struct Weights {
 
   Parameters<T> weight, bias;
 
-  // Those of kChannels neighbouring channels, [kChannels, kWidth] and [kChannels]. All loads are under way before the
-  // first number is waited for. Several channels, a multiple of 8 bytes, come as words: the operands must be aligned to
-  // kVectorBytes, and the channel to kChannels.
+  // Loads the weights [kChannels, kWidth] and biases [kChannels] of neighbouring channels. All loads are issued before
+  // the first result is used. Several channels (a multiple of 8 bytes) are loaded as words: the operands must be
+  // aligned to kVectorBytes, and `channel` must be a multiple of kChannels.
   template <int kChannels, int kWidth>
   __device__ __forceinline__ void Load(const Geometry& geometry, int64_t example, int64_t channel, C* weights,
                                        C* biases) const {
@@ -189,21 +189,20 @@ struct Weights {
   using PackedNumbersAt = PackedNumbers<P, kCount, kUnit<P, kCount, kChannels>>;
 };
 
-// The inputs before time 0: the newest of the `length` entries in each row of a state, zeros without one.
+// The inputs before time 0: the newest of the `length` entries in each row of a state; zeros without a state.
 template <typename T>
 struct InitialState {
   Input<T> entries;
   int64_t length = 0;
 
-  // The address after the newest entry of a row, where the entry for time t < 0 is at [t]; nullptr without a state.
+  // The end of a row of the state, so that End()[t] is the entry for time t < 0; nullptr without a state.
   __device__ __forceinline__ const T* End(const Geometry& geometry, int64_t example, int64_t channel) const {
     if (entries.data == nullptr) return nullptr;
     return entries.data + (entries.Example(geometry, example) * geometry.channels + channel + 1) * length;
   }
 };
 
-// The masks of kCount times that follow each other, as the bytes of words. Bit 0 is always set; kernels do not look at
-// it.
+// The masks of kCount consecutive times, one byte each, packed in words. Bit 0 is always set; kernels ignore it.
 template <int kCount>
 struct Masks {
   static constexpr int kWords = CeilDivide(kCount, 4);
@@ -214,11 +213,11 @@ struct Masks {
   }
 };
 
-// The masks of a row from a time on: the row has `before` inputs before that time and `after` from it on.
+// The masks of a row, starting at some time. The row has `before` inputs before that time and `after` from it on.
 template <int kCount>
 struct MasksOfRow {
   const uint8_t* first;
-  unsigned misplaced;  // in a word of memory
+  unsigned misplaced;  // byte offset of `first` in its 4-byte word
   int before, after, first_whole, last_whole;
 
   __device__ __forceinline__ MasksOfRow(const uint8_t* first_of_row, int before_it, int from_it)
@@ -228,7 +227,7 @@ struct MasksOfRow {
     last_whole = after - margin - 4 * Masks<kCount>::kWords;
   }
 
-  // For a kernel of kWidth. Without same_sequence all bits are set, but those of the taps that it leaves out.
+  // Loads masks for a kernel of kWidth. Without same_sequence all bits are set, except those of left-out taps.
   template <int kWidth>
   __device__ __forceinline__ void Load(const Geometry& geometry, int offset, Masks<kCount>* masks) const {
     if (!kIsWide<kWidth> || first != nullptr) {
@@ -243,8 +242,7 @@ struct MasksOfRow {
     }
   }
 
-  // Those of the times from `offset` on, a multiple of 4. What lies outside of the row does not matter, and gets full
-  // masks.
+  // Loads the masks from `offset` on, a multiple of 4. Times outside the row do not matter and get full masks.
   __device__ __forceinline__ void Load(int offset, Masks<kCount>* masks) const {
     constexpr int kWords = Masks<kCount>::kWords;
     uint32_t* const words = masks->words;
@@ -281,13 +279,13 @@ struct MasksOfRow {
 
 // ---- Arithmetic.
 
-// Keeps compilers from widening a value again wherever it is used.
+// Keeps the compiler from repeating the conversion at every use of a value.
 __device__ __forceinline__ void KeepWide(float& value) { asm("" : "+f"(value)); }
 __device__ __forceinline__ void KeepWide(double& value) { asm("" : "+d"(value)); }
 
 __device__ __forceinline__ double Sigmoid(double z) { return 1.0 / (1.0 + exp(-z)); }
 
-// Within a few units in the last place; 0 and 1 at the infinities, where ex2 gives infinity and 0.
+// Within a few ulp. Exactly 0 and 1 at -infinity and infinity, where ex2 gives infinity and 0.
 __device__ __forceinline__ float Sigmoid(float z) {
   float power, quotient;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(z * -1.4426950408889634f));
@@ -300,7 +298,7 @@ __device__ __forceinline__ C Silu(C z) {
   return z * Sigmoid(z);
 }
 
-// dy times the derivative of silu: s (1 + z (1 - s)). With z large, z - z s is 0, not infinity times 0.
+// dy times the derivative of silu: s (1 + z (1 - s)). Computes z - z s, which is 0 for large z, not infinity times 0.
 template <typename C>
 __device__ __forceinline__ C SiluBackward(C z, C dy) {
   const C s = Sigmoid(z), scaled = dy * s;

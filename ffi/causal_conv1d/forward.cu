@@ -7,7 +7,7 @@
 namespace jax_baracuda::causal_conv1d {
 namespace {
 
-// Steps whose vectors are under way, and room for these, for the step at work and for the one before it.
+// The prefetch distance in steps. The stages also hold the current step and the one before it.
 inline constexpr int kPrefetchSteps = Tuning::kPrefetchSteps, kStages = 8;
 static_assert(kStages >= kPrefetchSteps + 2);
 
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kRowsThreads, Tuning::ForwardRowsBlocks(sizeof
   }
 
   const unsigned step_bytes = lanes * kVectorBytes;
-  unsigned position = lane * kVectorBytes;  // in the stages
+  unsigned position = lane * kVectorBytes;  // byte position in the stages
   const auto load = [&](unsigned to, const T* vector, bool is_readable) {
     CopyAsync<kVectorBytes>(shared + stages.Index(to), vector, is_readable);
   };
@@ -109,7 +109,7 @@ Tiling ChooseForward(const Problem& problem, int64_t element_bytes, bool is_shar
 
 CudaStatus LaunchForward(const ForwardCall& call, cudaStream_t stream) {
   const Problem& problem = call.problem;
-  // Rows load weights and biases one by one.
+  // Kernels for rows load weights and biases element by element, so those need no alignment.
   const bool is_aligned = AreAligned(kVectorBytes, call.x.data, call.y) &&
                           (!problem.channels_last || AreAligned(kVectorBytes, call.weight.data, call.bias.data));
   const Tiling tiling = ChooseForward(problem, ElementBytes(call.type), call.x.is_shared, is_aligned);

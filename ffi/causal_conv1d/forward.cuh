@@ -1,4 +1,4 @@
-// What the forward kernels of both layouts take.
+// The arguments of the forward kernels of both layouts.
 #pragma once
 
 #include "ffi/causal_conv1d/causal_conv1d.cuh"

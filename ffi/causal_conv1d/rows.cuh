@@ -1,9 +1,9 @@
-// How the kernels for rows along the length ([.., channels, length]) assign their work.
+// Work assignment of the kernels for rows along the length ([.., channels, length]).
 //
-// A row is cut into tiles, one for each group of neighbouring threads. In a tile each thread takes one vector a
-// step. Tiles begin at a sector of memory, whatever the row: vectors at a row's two ends may hold inputs of the
-// rows beside it. The groups of a warp take the same tile of neighbouring rows, so that packed sequences, which
-// begin at the same times in these, disturb few warps.
+// A row is cut into tiles. A group of neighbouring threads processes one tile; in each step, each thread processes one
+// vector. Tiles begin at a sector of memory even if the row does not, so vectors at the ends of a row may include
+// inputs of the neighbouring rows. The groups of a warp process the same tile of neighbouring rows. The borders of
+// packed sequences are at the same times in these rows, so few warps contain a border.
 #pragma once
 
 #include <limits>
@@ -19,20 +19,20 @@ namespace jax_baracuda::causal_conv1d {
 
 inline constexpr int kRowsThreads = 128;
 inline constexpr int64_t kSectorBytes = 32;
-inline constexpr int kMaxSteps = 32;  // of a tile: as many as a word has bits
+inline constexpr int kMaxSteps = 32;  // per tile: StepsWithBorders has one bit per step
 
-// Depends on shapes alone, not on addresses or the device, so that the number of partial sums does too.
+// Depends only on shapes, not on addresses or the device: the number of partial sums must not depend on those.
 struct RowsPlan {
-  int lanes;  // threads of a group: a power of two, 4 to 32
+  int lanes;  // threads per group: a power of two, 4 to 32
   int log_lanes;
-  int steps;      // of a tile
-  int64_t tiles;  // of a row
+  int steps;      // per tile
+  int64_t tiles;  // per row
   int64_t warps;
 
-  // Minimises the modelled time over the lengths of tiles and the sizes of groups.
+  // Minimises the modelled time over tile lengths and group sizes.
   RowsPlan(const Problem& problem, int64_t element_bytes, const RowsChoice& choice) {
     const int64_t vec = kVectorBytes / element_bytes, sector = kSectorBytes / element_bytes;
-    // From the sector where it begins, the farthest inside of which a row begins.
+    // The maximum distance from the start of a sector to the start of a row in it.
     const int64_t most_before = sector - std::gcd(problem.length, sector);
     const int64_t vectors = std::max<int64_t>(CeilDivide(most_before + problem.length, vec), 1);
     const int64_t rows = problem.batch * problem.examples * problem.channels;
@@ -62,10 +62,10 @@ struct RowsPlan {
   int64_t Blocks() const { return CeilDivide(warps, kRowsThreads / kWarpThreads); }
 };
 
-// Of rows with elements.
+// For rows with elements.
 inline Tiling TilingOf(const Problem& problem, const RowsPlan& plan, int64_t element_bytes, bool is_shared,
                        bool is_aligned) {
-  // Vectors must lie in the sectors of each operand that is accessed as they do in those of the result.
+  // Vectors must have the same position within a sector in every operand as in the result.
   const int64_t batch_bytes = problem.examples * problem.channels * problem.length * element_bytes;
   if (!is_aligned || (is_shared && problem.batch > 1 && batch_bytes % kSectorBytes != 0)) return Tiling::kRowsByElement;
   if (plan.tiles > 1) return Tiling::kSplitRows;
@@ -81,23 +81,23 @@ struct RowsGrid {
       : plan(rows_plan), by_tiles(rows_plan.tiles), is_vectorized(tiling != Tiling::kRowsByElement) {}
 };
 
-// The place of a thread: the first vector that it takes of its tile. Vectors are counted by how many inputs further
-// on they begin, so that 32 bits are enough.
+// The position of a thread: the first vector of its tile. Other vectors are given by their offset from it, in inputs,
+// so that 32 bits are enough.
 template <typename T>
 struct RowsPlace {
   static constexpr int kVec = kVectorBytes / sizeof(T);
 
   int64_t row, example, channel, tile;
-  int64_t begin;      // the time of the vector's first input, negative where it belongs to the row before
-  int64_t index;      // of that input in the result
-  int before, after;  // inputs of the row before that and from there on; numbers too large for us are cut
+  int64_t begin;      // the time of the vector's first input; negative if that input belongs to the previous row
+  int64_t index;      // the index of that input in the result
+  int before, after;  // inputs of the row before `begin` and from `begin` on, clamped to 2^30
   int step;           // inputs from one vector of the thread to the next
   bool is_real, is_vectorized;
-  // The least and greatest offsets of vectors that can be read as such, and of those that lie in the row with all that
-  // their outputs need.
+  // The first and last offset of readable vectors, which can be loaded as vectors, and of regular vectors: these are
+  // inside the row, with all inputs that their outputs need.
   int first_readable, last_readable, first_regular, last_regular;
 
-  // `past` inputs before a vector belong to it.
+  // The outputs of a vector also need the `past` inputs before it.
   __device__ __forceinline__ RowsPlace(const Geometry& geometry, const RowsGrid& grid, int past, bool has_state) {
     constexpr int64_t kFar = 1 << 30;
     const int lanes = grid.plan.lanes, lane = threadIdx.x & (lanes - 1);
@@ -111,29 +111,30 @@ struct RowsPlace {
     example = geometry.by_channels.Quotient(row);
     channel = row - example * geometry.channels;
     step = lanes * kVec;
-    // Alignment needs the lowest bits alone.
+    // 32 bits suffice: alignment depends only on the lowest bits.
     const unsigned first = static_cast<unsigned>(row) * static_cast<unsigned>(geometry.length);
     const unsigned shift = is_vectorized ? first % (kSectorBytes / sizeof(T)) : 0;
     begin = tile * (grid.plan.steps * step) + (lane * kVec - static_cast<int>(shift));
     index = row * geometry.length + begin;
     before = static_cast<int>(min(begin, kFar));
     after = static_cast<int>(max(min(geometry.length - begin, kFar), -kFar));
-    // Without a state all before time 0 is zeros, and these are read where a vector begins at time 0.
+    // Without a state, inputs before time 0 are zeros. A vector that begins at time 0 finds them in the stages, since
+    // unreadable vectors are loaded as zeros.
     first_regular = is_vectorized && is_real ? (shift != 0 || has_state ? past : 0) - before : after;
     last_regular = after - kVec;
-    // A vector may run past its row, but not past the end of memory.
+    // A vector may extend past its row, but not past the end of the array.
     const bool may_overrun = row + 1 < geometry.all_examples * geometry.channels && geometry.length >= kVec;
     first_readable = 1 - kVec - before;
     last_readable = !is_vectorized || !is_real ? -(1 << 30) : may_overrun ? after - 1 : after - kVec;
   }
 
-  // The same place in an operand, which may be shared by the batch.
+  // The same position in an operand, which the batch may share.
   __device__ __forceinline__ const T* In(const Input<T>& input, const Geometry& geometry) const {
     if (!input.is_shared) return input.data + index;
     return input.data + index - (example - input.Example(geometry, example)) * geometry.channels * geometry.length;
   }
 
-  // Whether the vector `offset` inputs further on, and all that its outputs need, lies in the row.
+  // Whether the vector at `offset`, with all inputs that its outputs need, is inside the row.
   __device__ __forceinline__ bool IsRegular(int offset) const {
     return offset >= first_regular && offset <= last_regular;
   }
@@ -146,13 +147,14 @@ struct RowsPlace {
   }
 };
 
-// The steps of a warp's tile, as bits, that may hold a border of packed sequences: in the others, the times of a step
-// and `further` ones after these have all of the first `width` bits set. `masks` begins at the thread's first vector.
+// The steps of a warp's tile that may contain a border of packed sequences, as bits. In every other step, the masks of
+// its times and of the next `further` times have their first `width` bits set. `masks` begins at the thread's first
+// vector.
 template <typename T>
 __device__ __forceinline__ uint32_t StepsWithBorders(const RowsPlace<T>& at, const RowsPlan& plan, const uint8_t* masks,
                                                      int width, int further) {
-  constexpr int kTimes = kVectorBytes, kLoads = 4;  // of a load; under way at once
-  // Times are counted from the tile's first one.
+  constexpr int kTimes = kVectorBytes, kLoads = 4;  // times per load; loads in flight
+  // Times are relative to the tile's first one.
   const int lane = threadIdx.x & (plan.lanes - 1), own = lane * RowsPlace<T>::kVec;
   const uint8_t* const tile_masks = masks - own;
   const int row_begin = own - at.before, row_end = own + at.after, end = min(plan.steps * at.step + further, row_end);
@@ -165,7 +167,7 @@ __device__ __forceinline__ uint32_t StepsWithBorders(const RowsPlace<T>& at, con
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int time = first + i * apart;
-      // What is not wholly in the row counts as a border.
+      // A load that is not entirely in the row counts as a border.
       const uint32_t others = time < end ? 0 : bits;
       words[i] = make_uint4(others, others, others, others);
       if (time >= row_begin && time < end && time + kTimes <= row_end) {
@@ -184,15 +186,15 @@ __device__ __forceinline__ uint32_t StepsWithBorders(const RowsPlace<T>& at, con
   return __reduce_or_sync(kFullWarp, borders);
 }
 
-// A group's vectors of some steps in shared memory. Those of neighbouring threads and of steps that follow each other
-// are neighbours there as they are in the row, in a circle.
+// A circular buffer in shared memory with a group's vectors of several steps, in the order of the row: vectors of
+// neighbouring threads are adjacent, and so are those of consecutive steps.
 template <typename T>
 struct VectorStages {
   static constexpr int kVec = kVectorBytes / sizeof(T);
 
   unsigned base, mask;
 
-  // Room for the vectors of kSteps steps of a block, a power of two.
+  // The size for kSteps steps (a power of two) of a block.
   template <int kSteps>
   static constexpr int kBlockBytes = kSteps * kRowsThreads * kVectorBytes;
 
@@ -204,13 +206,13 @@ struct VectorStages {
     return {group * kSteps << log_bytes, (unsigned{kSteps} << log_bytes) - 1};
   }
 
-  // Where in the block's stages lies what is `position` bytes, which may be negative, into the group's circle.
+  // The byte offset in the block's stages of `position`, in bytes, in the group's circular buffer; it may be negative.
   __device__ __forceinline__ unsigned Index(unsigned position) const { return (position & mask) | base; }
 
-  // window[i] becomes the input i - kPast places from the first of the vector at a position.
+  // Sets window[i] to the input at index i - kPast, relative to the first input of the vector at `position`.
   template <int kPast>
   __device__ __forceinline__ void Read(const char* stages, unsigned position, ComputeType<T>* window) const {
-    // The past is read in the largest aligned words that no vector's border cuts.
+    // Reads the past inputs as large aligned words that do not cross vectors.
     constexpr int kPastBytes = kPast * static_cast<int>(sizeof(T));
     constexpr int kMin = sizeof(T) > 4 ? sizeof(T) : 4;
     constexpr int kWordBytes = kPastBytes <= kMin ? kMin : kPastBytes <= 8 ? 8 : 16;
@@ -227,15 +229,15 @@ struct VectorStages {
   }
 };
 
-// The window of a vector that is not regular, where `window` holds what was read of it as a vector, if it was: zeros
-// outside of the row, but for `state_length` inputs of the initial state, of which `state_end` is the end, before it.
-// `vector` is the vector's address.
+// Corrects the window of a vector that is not regular. `window` holds what was read from the stages; a vector that is
+// not readable is loaded from its address `vector`. Inputs outside the row become zeros. The `state_length` inputs
+// before the row come from the initial state, which ends at `state_end`; nullptr without a state.
 template <int kPast, typename T>
 __device__ __forceinline__ void MendWindow(const RowsPlace<T>& at, int offset, const T* vector, const T* state_end,
                                            int state_length, ComputeType<T>* window) {
   using C = ComputeType<T>;
   constexpr int kVec = RowsPlace<T>::kVec;
-  const int time = at.before + offset, left = at.after - offset;  // inputs before and from the vector on, in the row
+  const int time = at.before + offset, left = at.after - offset;  // inputs of the row before the vector and from it on
   if (at.Overlaps(offset) && !at.IsReadable(offset)) {
 #pragma unroll
     for (int i = 0; i < kPast + kVec; ++i) {
@@ -258,7 +260,7 @@ __device__ __forceinline__ void MendWindow(const RowsPlace<T>& at, int offset, c
   }
 }
 
-// Stores what of a vector lies in the row.
+// Stores the elements of a vector that are inside the row.
 template <typename T>
 __device__ __forceinline__ void StoreInRow(const RowsPlace<T>& at, int offset, T* vector,
                                            const ComputeType<T>* values) {

@@ -1,4 +1,4 @@
-// The step of a decoder: one new input, or a few, after a state that holds the newest inputs.
+// A decoder step: one or a few new inputs, and a state that holds the newest old inputs.
 #include "ffi/causal_conv1d/causal_conv1d.cuh"
 #include "ffi/causal_conv1d/forward.cuh"
 #include "ffi/causal_conv1d/tuning.h"
@@ -26,13 +26,13 @@ struct UpdateArguments {
         new_state(static_cast<T*>(call.new_state)) {}
 };
 
-// Of a thread of UpdateOne.
+// Channels per thread of UpdateOne.
 constexpr int UpdateChannels(int64_t element_bytes) { return static_cast<int>(Tuning::kUpdateBytes / element_bytes); }
 
 template <typename T>
 inline constexpr int kUpdateChannels = UpdateChannels(sizeof(T));
 
-// One new input. A thread takes a vector of channels, whose states and weights lie one after another.
+// One new input. A thread processes a vector of channels; their states and weights are contiguous.
 template <typename T, int kWidth, int kState>
 __global__ void __launch_bounds__(kThreads) UpdateOne(const __grid_constant__ UpdateArguments<T> a) {
   using C = ComputeType<T>;
@@ -45,8 +45,8 @@ __global__ void __launch_bounds__(kThreads) UpdateOne(const __grid_constant__ Up
   const int64_t state_row = a.state.Example(geometry, example) * geometry.channels + channel;
 
   const Packed<T, kVec> x_word = LoadPacked<kVec>(a.x.data + x_row);
-  T x[kVec], state[kVec * kState + 1];  // never empty
-  // The states as 8-byte words, or 16-byte ones where these fit.
+  T x[kVec], state[kVec * kState + 1];  // + 1: kState may be 0
+  // Loads states as 16-byte words if their size allows, otherwise as 8-byte words.
   constexpr int kWord = kVec * kState % (2 * kVec) == 0 ? 2 * kVec : kVec;
 #pragma unroll
   for (int i = 0; i < kVec * kState; i += kWord) {
@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(kThreads) UpdateOne(const __grid_constant__ Up
   }
 }
 
-// A thread takes a whole row and moves its state oldest entry first, so that the state may be its own successor. With
-// kWidth 0 it does no more than that.
+// One row per thread. It moves the state oldest entry first, so that new_state may alias the old state. With kWidth 0
+// it only moves the state.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     UpdateRows(const __grid_constant__ UpdateArguments<T> a, int64_t state_length, bool channels_last) {

@@ -7,16 +7,16 @@
 
 namespace jax_baracuda {
 
-// The widest access of a GPU thread, and of the SSE2 registers.
+// The widest access of a GPU thread and of an SSE2 register.
 inline constexpr int kVectorBytes = 16;
 
-// Whether all addresses are multiples of so many bytes. nullptr, an operand that is absent, is one.
+// Whether all addresses are multiples of `bytes`. nullptr (an absent operand) counts as aligned.
 template <typename... Pointers>
 JB_HOST_DEVICE bool AreAligned(int bytes, const Pointers*... pointers) {
   return ((reinterpret_cast<uintptr_t>(pointers) % static_cast<unsigned>(bytes) == 0) && ...);
 }
 
-// The first address from `address` on that is a multiple of so many bytes.
+// The first multiple of `bytes` at or after `address`.
 template <typename T>
 JB_HOST_DEVICE T* AlignUp(T* address, uintptr_t bytes) {
   return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(address) + bytes - 1) / bytes * bytes);

@@ -1,12 +1,12 @@
-// Copies to shared memory that run on while their thread works on earlier ones: far more bytes can be under way than
-// registers could wait for.
+// Asynchronous copies to shared memory. They overlap with computation, and keep far more bytes in flight than loads
+// into registers could.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_baracuda {
 
-// Zeros where the condition does not hold.
+// Copies kBytes; writes zeros if the condition is false.
 template <int kBytes>
 __device__ __forceinline__ void CopyAsync(void* shared, const void* global, bool condition) {
   if constexpr (kBytes == 2) {  // too narrow for the instruction
@@ -26,7 +26,7 @@ __device__ __forceinline__ void CopyAsync(void* shared, const void* global, bool
 // Ends a group of copies.
 __device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until all groups of this thread but the newest kGroups have arrived.
+// Waits until at most the newest kGroups groups of this thread are pending.
 template <int kGroups>
 __device__ __forceinline__ void WaitForCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");

@@ -1,5 +1,5 @@
-// The batch of a call: the leading dimensions of its operands and results, as many as the attribute `num_batch_dims`
-// says, counted as one. An operand that has a size of 1 in all of them is shared by the whole batch.
+// The batch of a call: the first `num_batch_dims` (an attribute) dimensions of its operands and results, flattened to
+// one. An operand of size 1 in all of them is shared by the whole batch.
 #pragma once
 
 #include <algorithm>
@@ -17,15 +17,15 @@ namespace jax_baracuda {
 struct BatchedBuffer {
   ffi::DataType type = ffi::DataType::INVALID;
   void* data = nullptr;
-  bool is_shared = false;           // by the batch
-  ffi::AnyBuffer::Dimensions dims;  // behind those of the batch
+  bool is_shared = false;           // one copy for the whole batch
+  ffi::AnyBuffer::Dimensions dims;  // without the batch dimensions
 };
 
 class Batch {
  public:
   explicit Batch(const char* op) : op_(op) {}
 
-  // The first result tells the sizes. `trailing` names the dimensions that it has behind them, for messages.
+  // Takes the batch sizes from the first result. `trailing` names the result's other dimensions in messages.
   ffi::Error Decode(const char* name, const ffi::AnyBuffer& result, int64_t num_dims, const char* trailing) {
     if (num_dims < 0) {
       return InvalidArgument(op_, "num_batch_dims is " + std::to_string(num_dims) +
@@ -39,14 +39,14 @@ class Batch {
     return ffi::Error::Success();
   }
 
-  // The error of a result whose rank does not fit.
+  // The error for a result of the wrong rank.
   ffi::Error WrongRank(const char* name, const ffi::AnyBuffer& result, const char* trailing) const {
     return jax_baracuda::WrongShape(
         op_, name, result,
         "[" + std::to_string(num_dims_) + " dimensions of the batch (num_batch_dims), " + trailing + "]");
   }
 
-  // Nothing where the leading dimensions are not those of the batch.
+  // nullopt if the leading dimensions do not match the batch.
   std::optional<BatchedBuffer> View(const ffi::AnyBuffer& buffer, bool may_be_shared) const {
     const auto shape = buffer.dimensions();
     if (shape.size() < dims_.size()) return std::nullopt;
@@ -59,7 +59,7 @@ class Batch {
                          shape.last(shape.size() - dims_.size())};
   }
 
-  // The view of a buffer with these dimensions behind those of the batch.
+  // Checks that the batch dimensions are followed by `trailing`, and sets `view`.
   ffi::Error Check(const char* name, const ffi::AnyBuffer& buffer, bool may_be_shared,
                    std::initializer_list<Dimension> trailing, BatchedBuffer* view) const {
     const auto own = View(buffer, may_be_shared);
@@ -68,7 +68,7 @@ class Batch {
     return ffi::Error::Success();
   }
 
-  // `trailing` is the text of the dimensions behind those of the batch.
+  // `trailing` is the text of the dimensions that follow the batch.
   ffi::Error WrongShape(const char* name, const ffi::AnyBuffer& buffer, bool may_be_shared,
                         const std::string& trailing) const {
     std::string expected = TextOf(dims_);
@@ -84,7 +84,7 @@ class Batch {
  private:
   const char* op_;
   int64_t num_dims_ = 0;
-  ffi::AnyBuffer::Dimensions dims_;  // of the result
+  ffi::AnyBuffer::Dimensions dims_;  // the batch dimensions of the first result
   int64_t size_ = 1;
 };
 

@@ -1,4 +1,4 @@
-// std::bit_cast of C++20, and the unsigned integers that hold the bits of other types.
+// std::bit_cast of C++20, and the unsigned integer type with the size of a given type.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ JB_ALWAYS_INLINE To BitCast(const From& from) {
   return to;
 }
 
-// As wide as T, which has 1, 2, 4 or 8 bytes.
+// The unsigned integer as wide as T. T has 1, 2, 4 or 8 bytes.
 template <typename T>
 using BitsOf = std::conditional_t<
     sizeof(T) == 1, uint8_t,

@@ -1,5 +1,5 @@
-// Sizes of elements in memory, which are less than a byte for some types: XLA packs those, the first element of a byte
-// in its lowest bits, without padding between rows. (ffi::ByteWidth and AnyBuffer::size_bytes count a byte for each.)
+// Sizes of elements in memory. XLA packs types narrower than a byte: the first element of a byte is in its lowest bits,
+// and rows are not padded. (ffi::ByteWidth and AnyBuffer::size_bytes count one byte for each such element.)
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace jax_baracuda {
 
-// 0 for types that have no size here.
+// 0 for types not listed here.
 inline int64_t BitWidth(xla::ffi::DataType type) {
   using xla::ffi::DataType;
   switch (type) {
@@ -53,13 +53,13 @@ inline int64_t BitWidth(xla::ffi::DataType type) {
   }
 }
 
-// Whole bytes of an element; 0 for types that have less than one, or no size here.
+// Bytes per element; 0 for types narrower than a byte and types not listed in BitWidth.
 inline int WholeByteWidth(xla::ffi::DataType type) {
   const int64_t bits = BitWidth(type);
   return bits % 8 == 0 ? static_cast<int>(bits / 8) : 0;
 }
 
-// Bytes of `count` elements that lie one after another.
+// Bytes of `count` consecutive elements.
 inline int64_t PackedBytes(int64_t count, int64_t bit_width) {
   return bit_width % 8 == 0 ? count * (bit_width / 8) : CeilDivide(count * bit_width, 8);
 }

@@ -50,7 +50,7 @@ XLA_FFI_Error* PoisonResults(XLA_FFI_CallFrame* frame) {
 
 XLA_FFI_Error* CallOrThrow(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
   const ScopedHandler running;
-  // A question for the handler's metadata comes as a call of another stage.
+  // XLA queries a handler's metadata by calls of other stages.
   if (frame->stage == XLA_FFI_ExecutionStage_EXECUTE) {
     ForgetStaleErrors();
     if (PoisonsResults()) {

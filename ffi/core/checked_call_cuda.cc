@@ -5,7 +5,7 @@
 
 namespace jax_baracuda {
 
-// Of calls elsewhere in this thread: the check after our first launch would take what they left for its own.
+// Clears errors of earlier CUDA calls in this thread. Otherwise the check after our first launch would report them.
 void ForgetStaleErrors() { cudaGetLastError(); }
 
 XLA_FFI_Error* FillWithOnes(XLA_FFI_CallFrame* frame, void* data, int64_t bytes) {

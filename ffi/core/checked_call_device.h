@@ -1,4 +1,4 @@
-// The parts of CheckedCall that differ between CPUs and GPUs, and the error that both make.
+// The functions of CheckedCall that differ between CPU and GPU, and the error that both create.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,13 @@
 
 namespace jax_baracuda {
 
-// Allocates nothing here: there may be no memory.
+// Does not allocate in this module: memory may be exhausted.
 XLA_FFI_Error* MakeError(const XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code, const char* message);
 
-// Before a handler is executed.
+// Called before a handler is executed.
 void ForgetStaleErrors();
 
-// Sets memory of the device to bytes 0xFF, in the order of the call's other work.
+// Fills device memory with 0xFF bytes, ordered on the call's stream.
 XLA_FFI_Error* FillWithOnes(XLA_FFI_CallFrame* frame, void* data, int64_t bytes);
 
 }  // namespace jax_baracuda

@@ -1,4 +1,4 @@
-// What CPU kernels share: attributes of functions and loops, memory, and stores.
+// Shared by CPU kernels: attributes of functions and loops, memory, and stores.
 #pragma once
 
 #include <algorithm>
@@ -16,13 +16,13 @@
 
 #define JB_INLINE __attribute__((always_inline)) inline
 
-// Before a loop whose iterations are independent. Unless told not to, GCC unrolls a loop over few features before it
-// could vectorise it, and then no longer does.
+// Precedes a loop with independent iterations. "unroll 1": GCC would otherwise unroll a loop over few features first,
+// and then not vectorise it.
 #define JB_VECTORIZE _Pragma("GCC ivdep") _Pragma("GCC unroll 1")
 
 namespace jax_baracuda {
 
-// Calls body with a number as a constant if it is one of kKnown; returns false, and calls nothing, for any other.
+// If `number` is in kKnown, calls body with it as a compile-time constant. Otherwise returns false and calls nothing.
 template <int64_t... kKnown, typename Body>
 JB_INLINE bool DispatchConstant(int64_t number, const Body& body) {
   return ((number == kKnown && (body(std::integral_constant<int64_t, kKnown>{}), true)) || ...);
@@ -33,14 +33,14 @@ inline ffi::Error MemoryStatus(const char* op, bool has_memory) {
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(op) + ": out of host memory");
 }
 
-// What a handler returns; `buffer` is the argument whose element type was dispatched on.
+// The return value of a handler; `buffer` is the argument whose element type was dispatched on.
 inline ffi::Error Status(const char* op, bool is_supported, bool has_memory, const char* argument,
                          const ffi::AnyBuffer& buffer) {
   if (!is_supported) return UnsupportedType(op, argument, buffer.element_type());
   return MemoryStatus(op, has_memory);
 }
 
-// Memory that is not initialised; nullptr if there is none.
+// Uninitialised memory; nullptr if the allocation fails.
 template <typename T>
 std::unique_ptr<T[]> Allocate(int64_t count) {
   T* const memory = new (std::nothrow) T[std::max<int64_t>(1, count)];
@@ -48,19 +48,19 @@ std::unique_ptr<T[]> Allocate(int64_t count) {
   return std::unique_ptr<T[]>(memory);
 }
 
-// Zeros, which are +0 for floating types: all bits are zero.
+// All bits zero, which is +0 for floating types.
 template <typename T>
 JB_INLINE void WriteZeros(T* to, int64_t count) {
   std::memset(static_cast<void*>(to), 0, static_cast<size_t>(count) * sizeof(T));
 }
 
-// The same for a whole result, by all threads.
+// The same for a whole result, in parallel.
 inline void WriteZeroBytes(ffi::ThreadPool& pool, void* to, int64_t bytes) {
   ForEachRange(pool, bytes, 2 * bytes,
                [&](int64_t begin, int64_t end) { WriteZeros(static_cast<char*>(to) + begin, end - begin); });
 }
 
-// Stores a number as a T. (Assigning a whole Float16 or BFloat16 keeps GCC from vectorising.)
+// Stores a number as a T. It assigns only the bits: assigning a Float16 or BFloat16 object keeps GCC from vectorising.
 template <typename T>
 JB_INLINE void Store(ComputeType<T> value, T* to) {
   if constexpr (std::is_same_v<T, ComputeType<T>>) {

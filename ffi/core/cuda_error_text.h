@@ -1,4 +1,4 @@
-// The text of a CUDA error; not for *.cu, where <string> would take as long to read as much else.
+// The text of a CUDA error. Not included by *.cu files, where <string> would slow down compilation.
 #pragma once
 
 #include <string>

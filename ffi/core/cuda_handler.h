@@ -1,4 +1,4 @@
-// What CUDA handlers share: the status of a launch as an FFI error, and the scratch buffer.
+// Shared by CUDA handlers: the status of a launch as an FFI error, and the scratch buffer.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,7 +23,7 @@ struct ScratchBuffer {
   int64_t bytes = 0;
 };
 
-// The scratch buffer is an extra last result, left out where no scratch is needed. `first` results come before it.
+// The scratch buffer is an optional last result, after `first` other results. Calls that need no scratch omit it.
 inline ffi::Error DecodeScratch(const char* op, ffi::RemainingRets results, int64_t needed_bytes,
                                 ScratchBuffer* scratch, size_t first = 0) {
   if (results.size() > first + 1) return InvalidArgument(op, "expected one scratch buffer at most");

@@ -1,5 +1,5 @@
-// The outcome of CUDA runtime calls and kernel launches, with the place where one failed, and the sizes of grids. For .cu
-// and .cc files alike.
+// The status of CUDA runtime calls and kernel launches, with the place of the failure, and the sizes of grids. For .cu
+// and .cc files.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,15 +10,15 @@ namespace jax_baracuda {
 
 struct [[nodiscard]] CudaStatus {
   cudaError_t code = cudaSuccess;
-  const char* file = "";  // of this project, relative to its folder (see CMakeLists.txt)
+  const char* file = "";  // relative to the project's folder (see CMakeLists.txt)
   int line = 0;
   const char* expression = "";
 
   bool ok() const { return code == cudaSuccess; }
 };
 
-// A count of blocks as a dimension of a grid. One that has more than 32 bits makes CUDA refuse the launch, rather than
-// launch fewer.
+// A block count as a grid dimension. A count that does not fit in 32 bits becomes 0xffffffff, so that CUDA rejects the
+// launch instead of launching too few blocks.
 inline uint32_t GridSize(int64_t blocks) {
   constexpr uint32_t kTooManyBlocks = 0xffffffffu;
   return blocks >= 0 && blocks < int64_t{kTooManyBlocks} ? static_cast<uint32_t>(blocks) : kTooManyBlocks;
@@ -26,14 +26,14 @@ inline uint32_t GridSize(int64_t blocks) {
 
 namespace internal {
 
-// A failed call also leaves its error as the last one of the thread, where whoever asks next would take it for its own.
+// A failed call also sets the thread's last error. Clears it, so that a later check does not report it again.
 inline CudaStatus TakeStatus(cudaError_t code, const char* file, int line, const char* expression) {
   if (code == cudaSuccess) return {};
   cudaGetLastError();
   return {code, file, line, expression};
 }
 
-// What already has its place keeps it.
+// A CudaStatus keeps its original file and line.
 inline CudaStatus TakeStatus(const CudaStatus& status, const char*, int, const char*) { return status; }
 
 }  // namespace internal
@@ -46,7 +46,7 @@ inline CudaStatus TakeStatus(const CudaStatus& status, const char*, int, const c
 #define JB_LAUNCH_STATUS(...) \
   ::jax_baracuda::internal::TakeStatus(cudaGetLastError(), __FILE__, __LINE__, "launch of " #__VA_ARGS__)
 
-// Returns the status of the expression from the function around it, unless it succeeded.
+// Returns from the enclosing function if the expression failed.
 #define JB_RETURN_IF_CUDA_ERROR(...)                                          \
   do {                                                                        \
     const ::jax_baracuda::CudaStatus jb_status = JB_CUDA_STATUS(__VA_ARGS__); \

@@ -7,7 +7,7 @@
 namespace jax_baracuda {
 namespace {
 
-// What `ask(&value)` finds, once for each key; failures are not kept.
+// Calls `ask(&value)` once per key and caches the value; failures are not cached.
 template <typename Key, typename Value, typename Ask>
 CudaStatus GetOnce(std::map<Key, Value>& known, std::mutex& mutex, const Key& key, Value* value, const Ask& ask) {
   const std::lock_guard<std::mutex> lock(mutex);

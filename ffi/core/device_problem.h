@@ -5,10 +5,10 @@
 
 namespace jax_baracuda {
 
-// Why a GPU here cannot run kernels that are compiled for these architectures (CMAKE_CUDA_ARCHITECTURES, with spaces
-// between them), and what to do about it; empty where all can, and where there is no GPU or no driver, since a program
-// for GPUs may be made elsewhere. Makes no CUDA context, which would take memory of each GPU, and fail where a GPU is
-// another process's alone.
+// Why a GPU of this machine cannot run kernels compiled for these architectures (CMAKE_CUDA_ARCHITECTURES, separated by
+// spaces), and what to do about it. Empty if all GPUs can. Also empty without a GPU or a driver: such a machine may
+// still lower programs for GPUs. Creates no CUDA context: a context uses memory of each GPU, and creating one fails if
+// another process holds a GPU exclusively.
 std::string DeviceProblem(const std::string& architectures);
 
 }  // namespace jax_baracuda

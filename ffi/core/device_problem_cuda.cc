@@ -13,7 +13,7 @@ std::string VersionText(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
-// The versions of CUDA of the driver and of the runtime that is linked into this module, such as 12080.
+// CUDA versions of the driver and of the runtime linked into this module, e.g. 12080.
 struct Versions {
   int driver = 0, runtime = 0;
 
@@ -23,9 +23,9 @@ struct Versions {
   }
 };
 
-// An architecture such as 80, 90a-real or 100f-virtual: without an ending, both machine code and PTX.
+// An architecture such as 80, 90a-real or 100f-virtual. No suffix means machine code and PTX.
 struct Architecture {
-  int capability = 0;  // ten times the major version, plus the minor one; 0 where the name is another, such as "native"
+  int capability = 0;  // 10 * major + minor; 0 for other names, such as "native"
   std::string feature_set, kind;
 
   explicit Architecture(const std::string& name) {
@@ -36,8 +36,8 @@ struct Architecture {
     kind = rest.substr(feature_set.size());
   }
 
-  // Machine code for X.a runs on every X.b from a on, PTX on every later GPU; of a feature set "a", both on X.a alone, and
-  // of a set "f" both as machine code does.
+  // Machine code for X.a runs on every X.b with b >= a; PTX runs on every later GPU. With feature set "a", both run on
+  // X.a only. With feature set "f", PTX runs where machine code does.
   bool CodeServes(int device) const { return kind != "-virtual" && ServesGeneration(device); }
   bool PtxServes(int device) const {
     return kind != "-real" && (feature_set.empty() ? capability <= device : ServesGeneration(device));
@@ -54,7 +54,7 @@ std::string ProblemOfDevice(int device, const std::string& architectures, const 
   int major = 0, minor = 0;
   if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
-    return "";  // Of the machine's or of another program's making: JAX itself will meet it.
+    return "";  // Not our problem to report: JAX itself will hit the same error.
   }
   bool has_ptx = false;
   std::istringstream names(architectures);
@@ -63,7 +63,7 @@ std::string ProblemOfDevice(int device, const std::string& architectures, const 
     if (architecture.capability == 0 || architecture.CodeServes(10 * major + minor)) return "";
     has_ptx = has_ptx || architecture.PtxServes(10 * major + minor);
   }
-  // A driver compiles the PTX of its own version of CUDA and of earlier ones.
+  // A driver compiles PTX of its own CUDA version and of earlier ones.
   if (has_ptx) return versions.driver >= versions.runtime ? "" : versions.Problem();
   cudaDeviceProp properties;
   if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) return "";
@@ -92,7 +92,7 @@ std::string ProblemOfDevices(const std::string& architectures) {
 }  // namespace
 
 std::string DeviceProblem(const std::string& architectures) {
-  // In a thread of its own, so that the caller's keeps its last error.
+  // A separate thread, so that the CUDA last error of the caller's thread is unchanged.
   std::string problem;
   std::thread([&] { problem = ProblemOfDevices(architectures); }).join();
   return problem;

@@ -1,4 +1,4 @@
-// Exact quotients of numbers that are not negative without a division.
+// Exact quotients of non-negative integers without a division.
 #pragma once
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 
 namespace jax_baracuda {
 
-// Of numbers below 2^31.
+// For numbers below 2^31.
 struct ShortDivider {
   uint32_t divisor;
   uint32_t reciprocal;
@@ -15,7 +15,7 @@ struct ShortDivider {
   explicit ShortDivider(uint64_t by)
       : divisor(static_cast<uint32_t>(std::clamp<uint64_t>(by, 1, 0xffffffffu))), reciprocal(0xffffffffu / divisor) {}
 
-  // Products with rounded reciprocals are at most one too low.
+  // The product with the rounded-down reciprocal is at most one too low; the last line corrects that.
   __device__ __forceinline__ uint32_t Quotient(uint32_t number) const {
     const uint32_t quotient = __umulhi(number, reciprocal);
     return quotient + (number - quotient * divisor >= divisor ? 1u : 0u);
@@ -26,7 +26,7 @@ struct ShortDivider {
   }
 };
 
-// Of numbers below 2^63.
+// For numbers below 2^63.
 struct Divider {
   uint64_t divisor;
   uint64_t reciprocal;

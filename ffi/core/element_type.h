@@ -34,18 +34,18 @@ enum class ElementType : int32_t {
 using Float16 = __half;
 using BFloat16 = __nv_bfloat16;
 #else
-// float16 and bfloat16 on the host: computed with in float32, converted by code that compilers vectorise on every
-// instruction set and that is right even where denormal float32 numbers are flushed to zero, as in XLA's threads.
+// float16 and bfloat16 on the host; arithmetic is in float32. The conversions vectorise on every instruction set. They
+// are correct even if float32 subnormals are flushed to zero, as in XLA's threads.
 struct Float16 {
   uint16_t bits;
 
   Float16() = default;
 
-  // Rounds to nearest, ties to even; a NaN becomes the quiet NaN of its sign.
+  // Rounds to nearest, ties to even; a NaN becomes a quiet NaN of the same sign.
   explicit Float16(float value) {
     const uint32_t word = BitCast<uint32_t>(value);
     const uint32_t sign = (word >> 16) & 0x8000u, magnitude = word & 0x7fffffffu;
-    // One unit in the last place of [0.5, 1) is the smallest subnormal float16, so this addition rounds to those.
+    // In [0.5, 1) one ulp of float32 is the smallest float16 subnormal, so this addition rounds to float16 subnormals.
     const uint32_t subnormal = BitCast<uint32_t>(BitCast<float>(magnitude) + 0.5f) - 0x3f000000u;
     const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
     const uint32_t rounded = magnitude > 0x7f800000u    ? 0x7e00u
@@ -81,7 +81,7 @@ struct BFloat16 {
 };
 #endif
 
-// What a value of type T is computed with: float for the 16-bit floating types, T itself otherwise.
+// The type for arithmetic on a T: float for the 16-bit floating types, T itself otherwise.
 template <typename T>
 struct ComputeTypeOf {
   using type = T;
@@ -119,8 +119,8 @@ bool DispatchFloating(ElementType type, Body&& body) {
   }
 }
 
-// As DispatchFloating, for integers of 32 and 64 bits too, whatever their sign as the signed type: for kernels that
-// invert a bit of each value to give it the other order.
+// DispatchFloating plus integers of 32 and 64 bits. Unsigned integers are dispatched as signed: for kernels that invert
+// a bit of each value to get the unsigned order.
 template <typename Body>
 bool DispatchWide(ElementType type, Body&& body) {
   switch (type) {
@@ -135,7 +135,8 @@ bool DispatchWide(ElementType type, Body&& body) {
   }
 }
 
-// The same with unsigned types, where the sign makes no difference: sums and products that wrap.
+// The same, but integers are dispatched as unsigned: for sums and products that wrap, where the sign makes no
+// difference.
 template <typename Body>
 bool DispatchWrapping(ElementType type, Body&& body) {
   switch (type) {
@@ -150,7 +151,7 @@ bool DispatchWrapping(ElementType type, Body&& body) {
   }
 }
 
-// As DispatchWide, for bool and narrow integers too.
+// DispatchWide plus bool and integers of 8 and 16 bits.
 template <typename Body>
 bool DispatchOrdered(ElementType type, Body&& body) {
   switch (type) {
@@ -166,10 +167,10 @@ bool DispatchOrdered(ElementType type, Body&& body) {
   }
 }
 
-// One of the functions above as an argument of another.
+// Makes a function above an argument of another function.
 #define JB_DISPATCH(function) [](auto type, auto&& body) { return function(type, body); }
 
-// 0 for a type that no kernel takes.
+// 0 for a type that no kernel supports.
 inline int64_t ElementBytes(ElementType type) {
   int64_t bytes = 0;
   DispatchOrdered(type, [&](auto tag) { bytes = sizeof(typename decltype(tag)::type); });

@@ -9,12 +9,12 @@
 
 namespace jax_baracuda {
 
-// exp(x) for x <= 0 or NaN, within 1.01 units in the last place for every x; vectorises.
+// exp(x) for x <= 0 or NaN. The error is at most 1.01 ulp for every x. Vectorises.
 __attribute__((always_inline)) inline float Exp(float x) {
-  constexpr float kShift = 0x1.8p23f;               // adding it rounds to an integer, in the lowest bits
-  const float clamped = x < -104.0f ? -104.0f : x;  // whose exponential is 0
+  constexpr float kShift = 0x1.8p23f;               // adding it leaves the rounded integer in the lowest bits
+  const float clamped = x < -104.0f ? -104.0f : x;  // exp(-104) rounds to 0
   const float shifted = clamped * 0x1.715476p0f + kShift, n = shifted - kShift;
-  const float r = (clamped - n * 0x1.63p-1f) - n * -0x1.bd0106p-13f;  // ln 2 in two parts; n times the first is exact
+  const float r = (clamped - n * 0x1.63p-1f) - n * -0x1.bd0106p-13f;  // ln 2 as two terms; n times the first is exact
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -22,7 +22,7 @@ __attribute__((always_inline)) inline float Exp(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  // 2^n in two factors, so that the only rounding to a subnormal number is the last one.
+  // 2^n as two factors, so that only the last multiplication rounds to a subnormal number.
   const auto power = [](int32_t e) __attribute__((always_inline)) {
     return BitCast<float>(static_cast<uint32_t>(e + 127) << 23);
   };
@@ -35,9 +35,9 @@ __attribute__((always_inline)) inline double Exp(double x) { return std::exp(x);
 
 namespace internal {
 
-// x, or the bound that is exceeded; `least` is negative, `most` positive. A NaN becomes a bound. Among positive numbers
-// the order of the bits is that of the numbers, among negative ones the opposite, and integers have a minimum
-// instruction where numbers with NaNs among them need a comparison and a selection.
+// Clamps x to [least, most]; `least` is negative, `most` positive. A NaN becomes one of the bounds. It compares bits:
+// positive floats are ordered like their bits, negative ones in reverse. An integer minimum is one instruction; a float
+// minimum that handles NaN takes a comparison and a selection.
 template <typename Signed, typename Unsigned, typename Float>
 __attribute__((always_inline)) inline Float Clamp(Float x, Float least, Float most) {
   const Signed below = std::min(BitCast<Signed>(x), BitCast<Signed>(most));
@@ -46,14 +46,14 @@ __attribute__((always_inline)) inline Float Clamp(Float x, Float least, Float mo
 
 }  // namespace internal
 
-// exp(x) within 2 units in the last place, infinite where that overflows, but 0 where it is subnormal. For an x of NaN
-// the result means nothing. Vectorises, and takes fewer instructions than Exp.
+// exp(x) with an error of at most 2 ulp: infinity on overflow, 0 if the result would be subnormal, unspecified for NaN.
+// Vectorises, and needs fewer instructions than Exp.
 __attribute__((always_inline)) inline float ExpOrZero(float x) {
-  constexpr float kShift = 0x1.8p23f + 126.0f;  // adding it rounds to an integer, in the lowest bits, plus 126
+  constexpr float kShift = 0x1.8p23f + 126.0f;  // adding it leaves the rounded integer plus 126 in the lowest bits
   const float clamped = internal::Clamp<int32_t, uint32_t>(x, -87.0f, 89.0f);
   const float shifted = clamped * 0x1.715476p0f + kShift, n = shifted - kShift;
-  const float r = (clamped - n * 0x1.63p-1f) - n * -0x1.bd0106p-13f;  // ln 2 in two parts; n times the first is exact
-  // Twice exp(r), times half of 2^n, which is finite for every n here.
+  const float r = (clamped - n * 0x1.63p-1f) - n * -0x1.bd0106p-13f;  // ln 2 as two terms; n times the first is exact
+  // The result is 2 * exp(r) * 2^(n - 1): 2^(n - 1) is finite for every n here.
   float p = 0x1.6d758cp-9f;
   p = p * r + 0x1.127p-6f;
   p = p * r + 0x1.5554acp-4f;

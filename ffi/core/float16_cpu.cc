@@ -34,7 +34,7 @@ JB_CPU_CLONES void NarrowOnAny(const float* from, int64_t count, Float16* to) {
 
 constexpr int64_t kVector = 8;
 
-// A vector at the end overlaps the one before.
+// The last vector overlaps the one before it.
 JB_F16C void WidenByF16c(const Float16* from, int64_t count, float* to) {
   const auto convert = [&](int64_t i) JB_F16C {
     _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
@@ -66,7 +66,7 @@ JB_F16C void NarrowByF16c(const float* from, int64_t count, Float16* to) {
 }
 
 bool HasF16c() {
-  unsigned eax, ebx, ecx, edx;  // not every compiler knows "f16c" by name
+  unsigned eax, ebx, ecx, edx;  // not every compiler accepts "f16c" in __builtin_cpu_supports
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx2") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
 }

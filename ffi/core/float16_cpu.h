@@ -1,6 +1,6 @@
-// Many float16 numbers as float32 and back, by the instructions that processors have for it. The conversions of Float16
-// vectorise on all of them, but take several times as long, and GCC does not find these instructions for a function
-// that is compiled for several instruction sets (cpu_clones.h).
+// Converts arrays of float16 to float32 and back with the F16C instructions. The conversions of class Float16 vectorise
+// on every processor, but are several times slower. GCC does not use F16C by itself in functions compiled for several
+// instruction sets (cpu_clones.h).
 #pragma once
 
 #include <algorithm>
@@ -15,20 +15,20 @@ namespace jax_baracuda {
 void Widen(const Float16* from, int64_t count, float* to);
 void Widen(const BFloat16* from, int64_t count, float* to);
 
-// Adds the numbers to sums.
+// Adds `from` to `sums`, element by element.
 void AddWidened(const Float16* from, int64_t count, float* sums);
 
 // Rounds to nearest, ties to even.
 void Narrow(const float* from, int64_t count, Float16* to);
 void Narrow(const float* from, int64_t count, BFloat16* to);
 
-// Whether numbers of this type are better converted many at once.
+// Whether converting whole arrays of this type is faster than converting single elements.
 template <typename T>
 inline constexpr bool kIsWidenedAtOnce = std::is_same_v<T, Float16>;
 
 inline constexpr int64_t kWidenedAtOnce = 512;
 
-// Adds numbers of any type to sums of what they are computed with.
+// Adds numbers of any type to sums in their ComputeType.
 template <typename T>
 JB_INLINE void AddNumbers(const T* numbers, int64_t count, ComputeType<T>* sums) {
   if constexpr (kIsWidenedAtOnce<T>) {
@@ -39,8 +39,8 @@ JB_INLINE void AddNumbers(const T* numbers, int64_t count, ComputeType<T>* sums)
   }
 }
 
-// Calls body(begin, count, numbers) for parts that make up an array: all of it as it is, or some numbers that were
-// converted.
+// Calls body(begin, count, numbers) for consecutive chunks of an array. float16 is converted to float, chunk by chunk;
+// any other type is passed unconverted as one chunk.
 template <typename T, typename Body>
 JB_INLINE void ForEachPart(const T* values, int64_t count, const Body& body) {
   if constexpr (kIsWidenedAtOnce<T>) {
@@ -55,7 +55,7 @@ JB_INLINE void ForEachPart(const T* values, int64_t count, const Body& body) {
   }
 }
 
-// Calls body with an array, converted where that is better and it has not too many numbers for that.
+// Calls body with the array; a float16 array of at most kWidenedAtOnce elements is converted to float first.
 template <typename T, typename Body>
 JB_INLINE void WithNumbers(const T* values, int64_t count, const Body& body) {
   if constexpr (kIsWidenedAtOnce<T>) {
@@ -68,7 +68,7 @@ JB_INLINE void WithNumbers(const T* values, int64_t count, const Body& body) {
   body(values);
 }
 
-// As ForEachPart, for two arrays of as many elements: body(begin, count, x, y).
+// As ForEachPart, for two arrays of equal length: body(begin, count, x, y).
 template <typename T, typename Body>
 JB_INLINE void ForEachPart(const T* x_values, const T* y_values, int64_t count, const Body& body) {
   ForEachPart(x_values, count, [&](int64_t x_begin, int64_t x_count, const auto* x) __attribute__((always_inline)) {

@@ -1,4 +1,4 @@
-// A reference to something callable, as an argument of functions that are worth compiling once for all of them.
+// A reference to a callable, for functions that should be compiled once rather than once per callable.
 #pragma once
 
 #include <type_traits>
@@ -9,7 +9,7 @@ namespace jax_baracuda {
 template <typename Signature>
 class FunctionRef;
 
-// Valid as long as what it refers to: an argument, not to be kept.
+// Valid only while the callable lives. Use it as a parameter; do not store it beyond the call.
 template <typename Result, typename... Arguments>
 class FunctionRef<Result(Arguments...)> {
  public:

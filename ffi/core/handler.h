@@ -1,5 +1,5 @@
-// Decoding and checking of FFI arguments. Handlers trust nothing that Python says: every function here returns an
-// error that names the op and the argument instead of assuming.
+// Decoding and checking of FFI arguments. Handlers do not trust Python: every check returns an error that names the op
+// and the argument.
 #pragma once
 
 #include <cstdint>

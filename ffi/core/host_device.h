@@ -7,7 +7,7 @@
 #define JB_HOST_DEVICE inline
 #endif
 
-// As JB_HOST_DEVICE, but inlined also where the function around it is compiled for several instruction sets.
+// As JB_HOST_DEVICE, but also inlined into functions compiled for several instruction sets.
 #ifdef __CUDACC__
 #define JB_ALWAYS_INLINE JB_HOST_DEVICE
 #else

@@ -1,5 +1,5 @@
-// Large result buffers are fresh memory that the kernel faults in page by page, which can cost more than computing
-// what goes into them. With 2 MiB pages there are 512 times fewer faults.
+// Large result buffers are fresh memory. Linux faults them in page by page, which can cost more than the computation.
+// With pages of 2 MiB there are 512 times fewer faults.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace jax_baracuda {
 
-// Asks for huge pages for the part of a buffer that consists of whole ones. A hint: failure changes nothing.
+// Asks for huge pages for all whole 2 MiB pages of a buffer. This is a hint: failure has no effect.
 inline void AdviseHugePages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHugePage = uintptr_t{1} << 21;

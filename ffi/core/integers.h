@@ -15,8 +15,7 @@ JB_HOST_DEVICE constexpr int64_t RoundUp(int64_t number, int64_t multiple) {
   return CeilDivide(number, multiple) * multiple;
 }
 
-// The product of sizes of dimensions. It does not fit only in the shape of an array without elements, where it can as
-// well be 0.
+// The product of dimension sizes; 0 on overflow. Only an array without elements can overflow, and its product is 0.
 inline int64_t MultiplySizes(int64_t a, int64_t b) {
   int64_t product;
   return __builtin_mul_overflow(a, b, &product) ? 0 : product;

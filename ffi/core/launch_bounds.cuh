@@ -1,9 +1,9 @@
-// How many blocks of a kernel may be asked to share a multiprocessor.
+// The minimum number of resident blocks to request per multiprocessor.
 #pragma once
 
 namespace jax_baracuda {
 
-// The most threads of a multiprocessor of the architecture under compilation.
+// Maximum resident threads per multiprocessor of the architecture being compiled.
 #if !defined(__CUDA_ARCH__)
 inline constexpr int kMultiprocessorThreads = 2048;
 #elif __CUDA_ARCH__ == 750
@@ -14,8 +14,8 @@ inline constexpr int kMultiprocessorThreads = 1536;
 inline constexpr int kMultiprocessorThreads = 2048;
 #endif
 
-// The second argument of __launch_bounds__: `blocks`, or as many as have room. Of more, ptxas would ignore the number
-// and not cap the registers at all.
+// The second argument of __launch_bounds__: `blocks`, capped to what a multiprocessor can hold. ptxas ignores a larger
+// number and then does not cap the registers at all.
 constexpr int MinBlocks(int threads, int blocks) {
   const int fitting = kMultiprocessorThreads / threads;
   return blocks < fitting ? blocks : fitting > 1 ? fitting : 1;

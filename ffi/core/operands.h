@@ -1,4 +1,4 @@
-// Checks of the buffers of a call whose dimensions are known, and operands that are there only under an attribute.
+// Checks of buffers against known dimensions, and operands whose presence depends on an attribute.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ inline std::string TypeName(ffi::DataType type) {
   return name.str();
 }
 
-// `expected()` is what the error calls the types that would fit: a text that no call needs but one that fails.
+// `expected()` returns the text for the accepted types; only a failing call needs it.
 template <typename Expected>
 ffi::Error CheckType(const char* op, const char* name, const ffi::AnyBuffer& buffer, const Expected& expected,
                      bool fits) {
@@ -30,7 +30,8 @@ inline ffi::Error CheckType(const char* op, const char* name, const ffi::AnyBuff
   return CheckType(op, name, buffer, [&] { return TypeName(type); }, buffer.element_type() == type);
 }
 
-// What a dimension must be. An operand that is shared along a dimension may have a size of 1 there.
+// The required size of a dimension. With may_be_shared, a size of 1 is also accepted: the operand is broadcast along
+// it.
 struct Dimension {
   int64_t size;
   bool may_be_shared = false;
@@ -60,12 +61,12 @@ inline ffi::Error CheckShape(const char* op, const char* name, const ffi::AnyBuf
   return WrongShape(op, name, buffer, "[" + TextOf(dimensions) + "]");
 }
 
-// The operands that are there only under their attribute, taken in their order.
+// Operands whose presence depends on an attribute, decoded in order.
 class OptionalOperands {
  public:
   OptionalOperands(const char* op, ffi::RemainingArgs operands) : op_(op), operands_(operands) {}
 
-  // Calls take(buffer) if the operand is there.
+  // Calls take(buffer) if the operand is present.
   template <typename Take>
   ffi::Error Next(const char* name, bool is_there, const Take& take) {
     if (!is_there) return ffi::Error::Success();
@@ -87,7 +88,7 @@ class OptionalOperands {
   size_t next_ = 0;
 };
 
-// As BindBuffers, with further operands that are optional.
+// As BindBuffers, with optional operands after the required ones.
 template <typename Context, int kOperands, int kResults>
 auto BindWithOptionalOperands() {
   return BindResults<kResults>(BindOperands<kOperands>(ffi::Ffi::Bind().Ctx<Context>()).RemainingArgs());

@@ -17,15 +17,15 @@
 
 namespace jax_baracuda {
 
-// Runs body(chunk) for every chunk in [0, num_chunks) and returns when all have ended. `body` must not throw, and
-// computes with subnormal numbers.
+// Runs body(chunk) for every chunk in [0, num_chunks) and returns when all have ended. `body` must not throw. It runs
+// with subnormal numbers enabled.
 //
-// XLA runs handlers on the same pool, so waiting for scheduled tasks could wait for a task that no thread is free to
-// run. Therefore the calling thread claims chunks from the shared counter too, and waits only for chunks that another
-// thread has already claimed: those are running. A helper that starts late finds no chunk left and touches nothing but
-// the shared state it co-owns.
+// XLA runs handlers on the same pool, so a scheduled task may never find a free thread, and waiting for it could
+// deadlock. Therefore the calling thread claims chunks from the shared counter too, and waits only for chunks that
+// another thread has already claimed: those are running. A helper that starts late finds no chunk left and touches
+// nothing but the shared state it co-owns.
 //
-// Not inlined: that would take compilers most of their time for a call to which the loop in `body` is all that counts.
+// Not inlined: inlining would dominate compile time, and run time depends only on the loop in `body`.
 __attribute__((noinline)) inline void ParallelFor(xla::ffi::ThreadPool& pool, int64_t num_chunks,
                                                   FunctionRef<void(int64_t)> body) {
   if (num_chunks <= 1) {
@@ -42,7 +42,7 @@ __attribute__((noinline)) inline void ParallelFor(xla::ffi::ThreadPool& pool, in
     std::mutex mutex;
     std::condition_variable all_finished;
 
-    // Chunks are independent: claiming one orders nothing.
+    // Chunks are independent, so claiming one needs no memory ordering.
     int64_t Claim() { return next.fetch_add(1, std::memory_order_relaxed); }
 
     void Work() {
@@ -76,7 +76,7 @@ __attribute__((noinline)) inline void ParallelFor(xla::ffi::ThreadPool& pool, in
   try {
     for (int64_t i = 0; i < helpers; ++i) pool.Schedule(Task(state));
   } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch)
-    // Those that are scheduled need `body`, so this function must not end before them. Fewer helpers will do.
+    // Continue with fewer helpers. Returning here would end `body` while scheduled helpers may use it.
   }
   LetTasksStart();
   state->Work();
@@ -87,8 +87,8 @@ __attribute__((noinline)) inline void ParallelFor(xla::ffi::ThreadPool& pool, in
   });
 }
 
-// How many chunks to cut `total_bytes` of work into: enough to keep the pool busy, none so small that waking a thread
-// (some 20 microseconds) costs more than the work.
+// The number of chunks for `total_bytes` of work: enough to keep the pool busy, but each large enough to be worth
+// waking a thread (about 20 microseconds).
 inline int64_t ChunksFor(const xla::ffi::ThreadPool& pool, int64_t total_bytes) {
   constexpr int64_t kMinBytesPerChunk = 256 * 1024;
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
@@ -100,7 +100,7 @@ inline int64_t ChunkBegin(int64_t total, int64_t num_chunks, int64_t i) {
   return total / num_chunks * i + std::min(i, total % num_chunks);
 }
 
-// Calls body(begin, end) for ranges that make up [0, count), which takes `total_bytes` of work.
+// Calls body(begin, end) for ranges that cover [0, count). `total_bytes` is the work of all of them.
 template <typename Body>
 void ForEachRange(xla::ffi::ThreadPool& pool, int64_t count, int64_t total_bytes, const Body& body) {
   const int64_t chunks = std::min(count, ChunksFor(pool, total_bytes));

@@ -1,4 +1,4 @@
-// The last step of a sum that several blocks have begun.
+// The last step of a reduction: adds up the partial sums of several blocks.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,9 @@
 namespace jax_baracuda {
 
 // Adds up `count` partial sums, `stride` apart: always in the same order, and in double, since there may be very many.
-// `lanes` threads, a power of two, share them: lane i takes every `lanes`-th from number i on, and halves of the lanes
-// are added to each other until lane 0 has the sum. All threads of the block call this. `slot` is the thread's own in
-// shared memory; slots of neighbouring lanes are `slot_stride` apart.
+// `lanes` threads (a power of two) cooperate: lane i adds partials i, i + lanes, ...; a tree over the lanes then leaves
+// the sum in lane 0. All threads of the block must call this. `slot` is the thread's own element of shared memory;
+// slots of neighbouring lanes are `slot_stride` apart.
 template <typename C>
 __device__ __forceinline__ double SumPartials(const C* partials, int64_t count, int64_t stride, int lane, int lanes,
                                               double* slot, int slot_stride) {

@@ -1,17 +1,17 @@
-// How a call runs, for whoever asks before it does; for .cu and .cc files alike.
+// How a call will run. For .cu and .cc files.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_baracuda {
 
-// How a call runs, decided from its shapes and flags alone. The handler decides by the same function.
+// Depends only on the shapes and flags of the call. The handler makes its plan with the same function.
 struct Plan {
   const char* strategy;       // one of the target's strategies
-  int64_t scratch_bytes = 0;  // of memory that the handler takes as an extra last result; 0: it takes none
+  int64_t scratch_bytes = 0;  // size of the scratch buffer, an extra last result; 0: no such result
 };
 
-// The strategy of a call that has nothing to do.
+// The strategy of a call without work.
 inline constexpr const char* kNothing = "nothing";
 
 }  // namespace jax_baracuda

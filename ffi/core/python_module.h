@@ -1,4 +1,4 @@
-// What the CPU and the CUDA module export to Python in the same way.
+// The Python exports that the CPU and CUDA modules share.
 #pragma once
 
 #include <nanobind/nanobind.h>

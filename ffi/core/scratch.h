@@ -9,7 +9,7 @@ namespace jax_baracuda {
 
 inline constexpr int64_t kScratchAlignment = 256;
 
-// The bytes that a ScratchCarver will have taken after parts of these sizes.
+// The scratch bytes that a ScratchCarver needs for parts of these sizes.
 struct ScratchSizes {
   int64_t total = 0;
 

@@ -13,5 +13,5 @@ constexpr const char* NameOf(const char* const (&names)[kCount], Strategy strate
 
 }  // namespace jax_baracuda
 
-// The arguments of JB_CPU_TARGET and JB_CUDA_TARGET that list the names.
+// Strategy names as arguments of JB_CPU_TARGET and JB_CUDA_TARGET.
 #define JB_NAMES(names) std::begin(names), std::end(names)

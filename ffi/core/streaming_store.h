@@ -1,5 +1,5 @@
-// Stores that bypass the caches: for results larger than any cache whose lines are written in no order, where an
-// ordinary store would first read each line from memory.
+// Stores that bypass the caches, for results larger than any cache and written in random order. An ordinary store would
+// first read each cache line from memory.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace jax_baracuda {
 
-// Copies bytes; streamed where the processor can and both addresses and the size are multiples of kVectorBytes.
+// Copies bytes. Streams with SSE2 if both addresses and the size are multiples of kVectorBytes.
 inline void StreamBytes(void* to, const void* from, int64_t bytes) {
 #if defined(__SSE2__)
   if (AreAligned(kVectorBytes, to, from) && bytes % kVectorBytes == 0) {
@@ -26,7 +26,7 @@ inline void StreamBytes(void* to, const void* from, int64_t bytes) {
   std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
-// Makes the streamed stores of this thread visible to others before whatever it stores next.
+// Makes this thread's streamed stores visible to other threads before its later stores.
 inline void FinishStreaming() {
 #if defined(__SSE2__)
   _mm_sfence();

@@ -1,5 +1,5 @@
-// XLA runs CPU code with subnormal numbers treated as zero, which is faster for some arithmetic but makes numbers that
-// differ compare equal. Kernels that compare and select are no slower with them.
+// XLA runs CPU code with subnormal numbers flushed to zero. That speeds up some arithmetic, but distinct subnormals
+// then compare equal. Kernels that compare and select are as fast with subnormals enabled.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace jax_baracuda {
 
-// While an object of this class lives, its thread computes with subnormal numbers as IEEE 754 has them.
+// Enables IEEE 754 subnormal numbers in its thread while the object lives.
 class ScopedSubnormals {
  public:
 #if defined(__SSE__)

@@ -1,5 +1,5 @@
-// The table of the FFI targets that a native module exports. Each op's handler file adds its own entries, so a new op
-// changes no file but its own.
+// The table of FFI targets that a native module exports. Each op's handler file adds its own entries, so a new op needs
+// no changes elsewhere.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace jax_baracuda {
 
-// The integers (extents and flags, by name) that decide how a call runs.
+// The named integers (sizes and flags) that determine how a call runs.
 using PlanParameters = std::unordered_map<std::string, int64_t>;
 
 struct Target {
@@ -39,13 +39,14 @@ struct TargetRegistration {
   static const ::jax_baracuda::TargetRegistration JB_CONCATENATE(target_registration_, __LINE__)( \
       ::jax_baracuda::Target{name, ::jax_baracuda::CheckedHandler<symbol>, plan, {__VA_ARGS__}})
 
-// Defines the op `name`, served by the function `handler` with this binding, and adds it to the table of this module,
-// which is the CPU's; names of its strategies follow.
+// Defines the CPU target `name` from the function `handler` and its binding, and adds it to the module's table. The
+// last arguments are the names of its strategies.
 #define JB_CPU_TARGET(name, handler, binding, plan, ...)                        \
   XLA_FFI_DEFINE_HANDLER(JB_CONCATENATE(handler_, __LINE__), handler, binding); \
   JB_REGISTER_HANDLER_(JB_CONCATENATE(handler_, __LINE__), name, plan, __VA_ARGS__)
 
-// The same for the CUDA module. Handlers may be captured into CUDA graphs: they launch the same kernels on every call.
+// The same for the CUDA module. Handlers can be captured into CUDA graphs, since they launch the same kernels every
+// time.
 #define JB_CUDA_TARGET(name, handler, binding, plan, ...)                      \
   XLA_FFI_DEFINE_HANDLER(JB_CONCATENATE(handler_, __LINE__), handler, binding, \
                          {::xla::ffi::Traits::kCmdBufferCompatible});          \

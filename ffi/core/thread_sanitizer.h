@@ -1,5 +1,5 @@
-// Tells ThreadSanitizer the order that XLA and the standard library bring into what threads do. They are not
-// instrumented, so without it whatever one thread hands to another would look like a race.
+// Tells ThreadSanitizer about synchronisation inside XLA and the standard library. They are not instrumented, so every
+// hand-over between threads would look like a race.
 #pragma once
 
 #if defined(__SANITIZE_THREAD__)
@@ -20,7 +20,7 @@ extern "C" void __tsan_release(void* address);
 
 namespace jax_baracuda {
 
-// What threads did before HappensBefore(x) comes before what a thread does after HappensAfter(x). Only addresses count.
+// Actions before HappensBefore(x) happen before actions after HappensAfter(x). Only the address matters.
 inline void HappensBefore([[maybe_unused]] void* address) {
 #ifdef JB_THREAD_SANITIZER
   __tsan_release(address);
@@ -33,15 +33,15 @@ inline void HappensAfter([[maybe_unused]] void* address) {
 #endif
 }
 
-// Gives tasks time to start, so that they share in work that one thread would else have done before they wake.
+// Gives tasks time to start. Otherwise the calling thread would finish small work before any other thread wakes.
 inline void LetTasksStart() {
 #ifdef JB_THREAD_SANITIZER
   std::this_thread::sleep_for(std::chrono::microseconds(200));
 #endif
 }
 
-// Lives while a handler runs. XLA hands on the memory of handlers that have returned, so these come before those that
-// start later; handlers that overlap are not ordered.
+// Lives while a handler runs. XLA reuses the memory of handlers that have returned, so a returned handler happens
+// before one that starts later. Overlapping handlers are not ordered.
 class ScopedHandler {
  public:
   ScopedHandler() { HappensAfter(&returned_); }

@@ -1,7 +1,7 @@
 // Neighbouring elements that a thread loads, computes and stores together.
 //
-// Elements that wait in registers do so packed in words: compilers take vectors of narrow elements apart where they are
-// loaded, and so wait for them there.
+// Prefetched elements stay packed in words until they are used. Compilers would unpack a vector of narrow elements
+// right after its load, and so stall there.
 #pragma once
 
 #include <cstdint>
@@ -61,7 +61,7 @@ __device__ __forceinline__ Packed<T, kCount> Pack(const Vector<T, kCount>& vecto
   return word;
 }
 
-// ---- Loads. The streaming ones are for bytes that are read once: they should not push out of L2 what is read again.
+// ---- Loads. Streaming loads are for bytes that are read once: they should not evict reused data from L2.
 
 template <int kCount, typename T>
 __device__ __forceinline__ Packed<T, kCount> LoadPacked(const T* address) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ Vector<T, kCount> LoadStreaming(const T* address) {
   return Unpack<T, kCount>(LoadPackedStreaming<kCount>(address));
 }
 
-// ---- Stores. Compilers split plain stores of words that were put together from parts.
+// ---- Stores. Words use intrinsics, because compilers split a plain store of a word assembled from narrow elements.
 
 template <typename T, int kCount>
 __device__ __forceinline__ void StorePacked(T* address, const Packed<T, kCount>& word) {
@@ -104,9 +104,9 @@ __device__ __forceinline__ void StoreVector(T* address, const Vector<T, kCount>&
   }
 }
 
-// ---- Conversions from and to the type that is computed with.
+// ---- Conversions from and to ComputeType.
 
-// Takes 16-bit elements out of their words by pairs, for each of which one instruction is enough.
+// Unpacks 16-bit floats in pairs: one instruction per element.
 template <typename T, int kCount>
 __device__ __forceinline__ void WidenLanes(const void* vector, ComputeType<T>* values) {
   if constexpr (sizeof(T) == 2 && !std::is_same_v<T, ComputeType<T>> && kCount % 2 == 0) {
@@ -144,7 +144,7 @@ __device__ __forceinline__ Vector<ComputeType<T>, kCount> Widen(const Vector<T, 
   return wide;
 }
 
-// Rounds to nearest even; 16-bit values in pairs, for which there is one instruction.
+// Rounds to nearest even. 16-bit values are converted in pairs: one instruction per pair.
 template <typename T, int kCount>
 __device__ __forceinline__ Packed<T, kCount> Narrow(const ComputeType<T>* values) {
   Packed<T, kCount> word;
@@ -172,7 +172,7 @@ __device__ __forceinline__ void StoreNarrow(T* address, const ComputeType<T>* va
   StorePacked<T, kCount>(address, Narrow<T, kCount>(values));
 }
 
-// A vector of one value, made in words, so that narrow elements stay packed.
+// A vector filled with one value. It is built from words, so that narrow elements stay packed.
 template <int kCount, typename T>
 __device__ __forceinline__ Vector<T, kCount> Repeat(T value) {
   Vector<T, kCount> vector;

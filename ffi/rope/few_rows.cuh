@@ -1,6 +1,6 @@
-// The CUDA kernel of rope for few rows, as in decoding, where latency counts: a block takes rows of one position, or of a
-// few where those are short, and its threads share their sines and cosines. Its arguments are short, since they are
-// loaded as well.
+// The CUDA kernel of rope for few rows, as in decoding, which is latency-bound. A block processes rows of one position,
+// or of a few positions if rows are short, and its threads share their sines and cosines. The kernel arguments are
+// compact, because loading them adds latency too.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace jax_baracuda::rope {
 
-inline constexpr int kMaxSharingThreads = 256;  // of a block
+inline constexpr int kMaxSharingThreads = 256;  // per block
 
 // Strides are in elements.
 template <typename T>
@@ -33,7 +33,7 @@ struct FewRowsArguments {
   FewRows<T> rows[kTensors];
   unsigned blocks_of_first_rows;
   bool has_batch;
-  bool positions_are_neighbours;  // in memory, rather than heads
+  bool positions_are_neighbours;  // adjacent in memory; otherwise heads are
   int length;
   ShortDivider tiles, examples;  // tiles: blocks along the positions of an example
   RowLayout<int> layout;
@@ -42,8 +42,8 @@ struct FewRowsArguments {
   Rotation<AngleType<T>> scale;
 };
 
-// Blocks are numbered by rows along x, by tiles of positions and examples along y; threads by units along x, then by what
-// lies together: positions and rows, or rows and positions.
+// Blocks: rows along x; tiles of positions, then examples, along y. Threads: units along x; then whichever of positions
+// and rows is adjacent in memory along y, and the other one along z.
 template <typename T, int kCount, bool kInterleaved, int kTensors>
 __global__ void __launch_bounds__(kMaxSharingThreads)
     RotateFewRows(const __grid_constant__ FewRowsArguments<T, kTensors> a) {
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kMaxSharingThreads)
   const int example_of_batch = a.examples.Remainder(example, batch);
   const bool exists = position < a.length, has_row = exists && row < rows.heads;
 
-  // All loads are under way before the first one is waited for.
+  // Issue all loads before the first result is used.
   const int threads_of_position = blockDim.x * rows_of_block;
   int pair = exists ? static_cast<int>(row_of_block * blockDim.x + unit) : a.layout.pairs;
   RawFrequency<T> raw_frequency{};
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kMaxSharingThreads)
   values.Store(rows.y + example * rows.example_stride + offset, at.partner_stride);
 }
 
-// Whether blocks can be assigned like this, and numbers of elements have 32 bits; `units` are those of a row.
+// Whether the grid and the table fit, and element indices fit in 32 bits. `units`: units per row.
 inline bool SuitsFewRows(const Problem& problem, int64_t all_heads, int64_t element_bytes, int64_t units) {
   const int64_t places = problem.batch * problem.examples * problem.length;
   const int64_t rotation_bytes = 2 * std::max<int64_t>(element_bytes, sizeof(float));
@@ -125,7 +125,7 @@ CudaStatus LaunchFewRows(const Call& call, int64_t units, cudaStream_t stream) {
   a.scale = ScaleOf<T>(call);
   int64_t most_heads = 1;
   for (int i = 0; i < kTensors; ++i) most_heads = std::max(most_heads, call.tensors[i].heads);
-  constexpr int64_t kMaxAlongZ = 64;  // threads that CUDA allows there
+  constexpr int64_t kMaxAlongZ = 64;  // CUDA's limit of threads along z
   const int64_t rotation_bytes = problem.pairs * sizeof(Rotation<ComputeType<T>>);
   const int64_t rows_of_block =
       std::clamp<int64_t>(Tuning::kSharingThreads / units, 1, std::min(most_heads, kMaxAlongZ));

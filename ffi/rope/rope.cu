@@ -1,8 +1,8 @@
-// The CUDA kernel of rope for all but few rows, and the choice between them.
+// The CUDA kernel of rope for many rows, and the choice of the kernel.
 //
-// A thread owns a few neighbouring pairs of one position. It computes their sines and cosines once and walks through
-// rows that have this position: the heads, and other examples where these have the same angles. If there are few rows
-// at one position, it does so for several.
+// A thread owns a few neighbouring pairs of one position. It computes their sines and cosines once, and loops over the
+// rows with this position: the heads, and other examples with the same angles. If there are few rows per position, it
+// processes several positions.
 
 #include <algorithm>
 #include <cstdint>
@@ -22,21 +22,21 @@ namespace {
 inline constexpr int kThreads = 128;
 inline constexpr int kRowsInFlight = Tuning::kRowsInFlight;
 
-// Of a group; their numbers have 32 bits.
+// Maximum threads per group; thread indices have 32 bits.
 inline constexpr int64_t kMaxThreads = int64_t{1} << 30;
 
-// A tensor, and how threads walk through it. A group is a run of examples that have the same angles, and whose rows at
-// one position are all at the same distance. Its threads are numbered unit by unit, lane by lane, position by position,
-// slab by slab. Lane i of a slab takes the rows i, i + lanes, i + 2 lanes, ... of it.
+// A tensor, and its assignment to threads. A group is a run of examples with the same angles, whose rows at one
+// position have a constant stride. Thread indices of a group vary fastest over units, then lanes, positions and slabs.
+// Lane i of a slab processes its rows i, i + lanes, i + 2 lanes, ...
 template <typename T>
 struct Rows {
   const T* x;
   T* y;
   bool x_is_shared;
-  int64_t count;  // in a group
+  int64_t count;  // rows per group and position
   int rows_of_slab;
   Divider lanes, slabs;
-  Divider first_positions;  // from each of which a thread takes steps of their number
+  Divider first_positions;  // the number of first positions, and a thread's step from one position to the next
   // In elements.
   int64_t stride, lanes_stride;
   int64_t position_stride, step_stride;
@@ -47,12 +47,12 @@ template <typename T>
 struct Arguments {
   Rows<T> rows[kMaxTensors];
   unsigned blocks_of_first_rows;
-  unsigned groups_of_blocks;  // with the same y
+  unsigned groups_of_blocks;  // groups per blockIdx.y
   int64_t groups, examples_of_group;
   bool has_batch;
   Divider examples;
   int64_t length;
-  Divider units;  // of a row
+  Divider units;  // per row
   RowLayout<int64_t> layout;
   Frequencies frequencies;
   Positions positions;
@@ -147,15 +147,15 @@ __global__ void __launch_bounds__(kThreads) RotateRows(const __grid_constant__ A
   }
 }
 
-// What rows depend on beside their tensor.
+// Input of AssignRows that is common to all tensors.
 struct Assignment {
-  bool heads_are_neighbours;  // in memory, at one position
+  bool heads_are_neighbours;  // the heads of a position are adjacent in memory
   int64_t examples_of_group;
-  int64_t units;  // of a row
+  int64_t units;  // per row
   int64_t units_of_thread;
 };
 
-// Returns the number of threads of a group.
+// Returns the number of threads per group.
 template <typename T>
 int64_t AssignRows(const Problem& problem, const Tensor& tensor, const Assignment& assignment, Rows<T>* rows) {
   rows->x = static_cast<const T*>(tensor.x);
@@ -185,7 +185,7 @@ int64_t AssignRows(const Problem& problem, const Tensor& tensor, const Assignmen
   return threads_of_position * first_positions;
 }
 
-// The units that rows have if all of their features are written, or but those that are rotated.
+// Units per row: of all features if are_all_written, otherwise only of the rotated features.
 int64_t UnitsOfRow(const Problem& problem, int elements_of_vector, bool has_pairs_in_vectors, bool are_all_written) {
   const int64_t vectors_of_unit = has_pairs_in_vectors ? 1 : 2;
   const int64_t copied_features = are_all_written ? problem.features - 2 * problem.pairs : 0;
@@ -237,7 +237,7 @@ CudaStatus Launch(const Call& call, Strategy strategy, int64_t multiprocessors, 
   const Assignment assignment{heads_are_neighbours, a.examples_of_group, units, std::max<int64_t>(units_of_thread, 1)};
   int64_t threads[kMaxTensors] = {};
   for (int i = 0; i < call.num_tensors; ++i) {
-    // The last tensor comes first: it is k, whose fewer heads make longer chains of latencies.
+    // The last tensor is assigned first: it is k, whose threads have longer latency chains because it has fewer heads.
     threads[i] = AssignRows(problem, call.tensors[call.num_tensors - 1 - i], assignment, &a.rows[i]);
   }
   const int64_t most_threads = std::max(threads[0], threads[1]);
@@ -253,7 +253,7 @@ CudaStatus Launch(const Call& call, Strategy strategy, int64_t multiprocessors, 
   return JB_LAUNCH_STATUS(RotateRows);
 }
 
-// By vectors of so many bytes; 0: one element at a time.
+// Launches with vectors of `bytes` bytes; 0: one element at a time.
 template <typename T>
 CudaStatus LaunchBy(int bytes, const Call& call, Strategy strategy, int64_t multiprocessors, cudaStream_t stream) {
   if (bytes == 16) {
@@ -267,7 +267,7 @@ CudaStatus LaunchBy(int bytes, const Call& call, Strategy strategy, int64_t mult
   return Launch<T, 1, false>(call, strategy, multiprocessors, stream);
 }
 
-// Whether vectors of so many bytes have no element too many.
+// Whether rows and their rotated parts are multiples of vectors of `bytes` bytes.
 bool SuitsVectors(const Problem& problem, int64_t element_bytes, int64_t bytes) {
   const int64_t count = bytes / element_bytes;
   return problem.features % count == 0 && (problem.interleaved ? 2 : 1) * problem.pairs % count == 0;
@@ -282,7 +282,7 @@ Strategy ChooseStrategy(const Problem& problem, int64_t all_heads, int64_t eleme
   const bool by_8_bytes = !by_16_bytes && alignment >= 8 && element_bytes < 8 && !problem.interleaved &&
                           SuitsVectors(problem, element_bytes, 8);
   const int64_t bytes = by_16_bytes ? 16 : by_8_bytes ? 8 : element_bytes;
-  // As if all features were written, which of operands in place are only those that are rotated.
+  // Assumes that all features are written; in-place calls write only the rotated ones.
   const int64_t units = UnitsOfRow(problem, static_cast<int>(bytes / element_bytes), by_16_bytes && problem.interleaved,
                                    /*are_all_written=*/true);
   const bool has_few_rows = UnitsOfThread(problem, all_heads, units, multiprocessors) < Tuning::kMaxUnits &&

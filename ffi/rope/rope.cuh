@@ -1,6 +1,6 @@
-// Launcher of the CUDA kernel of rope, callable from plain C++.
+// Launcher of the CUDA kernels of rope, callable from plain C++.
 //
-// It enqueues work on `stream` only: no allocation, no synchronisation, the same launch if the problem is the same.
+// It only enqueues work on `stream`: no allocation, no synchronisation, and equal problems make equal launches.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,7 +10,7 @@
 
 namespace jax_baracuda::rope {
 
-// Which kernel rotates, and by vectors of how many bytes.
+// The kernel, and its vector width in bytes.
 enum class Strategy {
   kNothing,
   kFewRowsBy16Bytes,
@@ -29,8 +29,8 @@ inline constexpr const char* kStrategyNames[] = {"nothing",
                                                  "many_rows_by_8_bytes",
                                                  "many_rows_by_element"};
 
-// For a device with so many multiprocessors, and tensors of which all are aligned to so many bytes: at least an
-// element. `all_heads` are those of all tensors.
+// `alignment`: the alignment of all tensors in bytes, at least the element size. `all_heads`: the heads of all tensors
+// together.
 Strategy ChooseStrategy(const Problem& problem, int64_t all_heads, int64_t element_bytes, int64_t multiprocessors,
                         int64_t alignment = 16);
 

@@ -1,9 +1,9 @@
-// What the CPU and the CUDA kernels of rope share: the operands of a call, and sines and cosines of angles.
+// Shared by the CPU and CUDA kernels of rope: the operands of a call, and sines and cosines of angles.
 //
 //   y[i] = scale (x[i] cos - x[j] sin),   y[j] = scale (x[j] cos + x[i] sin),   angle = position * frequency
 //
-// where (i, j) is (2k, 2k + 1) if pairs are interleaved, else (k, k + rotary_dim / 2). The gradient is the rotation by
-// the opposite angle.
+// where (i, j) is (2k, 2k + 1) if pairs are interleaved, otherwise (k, k + rotary_dim / 2). The gradient is the
+// rotation by minus the angle.
 #pragma once
 
 #include <cmath>
@@ -15,12 +15,12 @@
 
 namespace jax_baracuda::rope {
 
-// An array [batch, examples, heads, length, features], or [batch, examples, length, heads, features] unless heads come
-// first. An x whose leading dimension is 1 is shared by the whole batch.
+// An array [batch, examples, heads, length, features] with heads_first, otherwise [batch, examples, length, heads,
+// features]. An x with leading dimension 1 is shared by the whole batch.
 struct Tensor {
   const void* x;
   bool is_shared;
-  void* y;  // always has the whole batch; may be x's own memory
+  void* y;  // never shared by the batch; may alias x
   int64_t heads;
 };
 
@@ -29,21 +29,21 @@ struct Problem {
   int64_t examples;
   int64_t length;
   int64_t features;
-  int64_t pairs;  // 1 to features / 2; features behind these pairs are copied
+  int64_t pairs;  // 1 to features / 2; features after these pairs are copied
   bool heads_first;
   bool interleaved;
 
-  // `all_heads` are those of all tensors.
+  // `all_heads`: the heads of all tensors together.
   bool HasNoElement(int64_t all_heads) const { return batch == 0 || examples == 0 || length == 0 || all_heads == 0; }
 };
 
-// [batch or 1, 2, pairs] of the compute type: frequencies, then what is missing from them.
+// [batch or 1, 2, pairs] of the compute type: frequencies, then their remainders (exact value minus rounded value).
 struct Frequencies {
   const void* data;
   bool are_shared;
 };
 
-// [batch or 1, examples or 1, length] of int32 or int64; without data: 0, 1, 2, ...
+// [batch or 1, examples or 1, length] of int32 or int64. If data is nullptr, positions are 0, 1, 2, ...
 struct Positions {
   const void* data;
   bool are_64_bit;
@@ -61,7 +61,7 @@ struct Call {
   Frequencies frequencies;
   Positions positions;
   double cos_scale;
-  double sin_scale;  // minus the other one where the rotation is by minus the angle
+  double sin_scale;  // -cos_scale if the rotation is by minus the angle
 
   int64_t AllHeads() const {
     int64_t heads = 0;
@@ -75,8 +75,8 @@ struct Call {
   }
 };
 
-// A float32 frequency and its remainder have 48 bits; of a float64 one, the remainder is below half a unit in the last
-// place. Angles have the relative error of one product, so that they are NumPy's in float64.
+// A float32 frequency and its remainder together have 48 bits. The remainder of a float64 frequency is below half an
+// ulp. The only error of an angle is the rounding of one product, so float64 angles equal NumPy's.
 template <typename C>
 JB_HOST_DEVICE double Frequency(C frequency, C remainder) {
   return static_cast<double>(frequency) + static_cast<double>(remainder);
@@ -84,8 +84,8 @@ JB_HOST_DEVICE double Frequency(C frequency, C remainder) {
 
 // ---- Sines and cosines for elements of type T, in a form that compilers vectorise.
 
-// They are computed with twice the precision of T (float64: with its own), and rounded once, times the scale: of the
-// 2 units in the last place that a float32 rotation may be wrong, its products and its sum take one.
+// They are computed with twice the precision of T (float64: its own precision), multiplied by the scale, and rounded
+// once. A float32 rotation may be wrong by 2 ulp; its own products and sum cause 1 ulp of these.
 template <typename T>
 using AngleType = std::conditional_t<sizeof(T) == 2, float, double>;
 
@@ -99,15 +99,15 @@ Rotation<AngleType<T>> ScaleOf(const Call& call) {
   return {static_cast<AngleType<T>>(call.cos_scale), static_cast<AngleType<T>>(call.sin_scale)};
 }
 
-// An angle is so many quarter turns and a remainder within an eighth of a turn.
+// An angle as a number of quarter turns and a remainder of at most an eighth of a turn.
 template <typename T>
 struct ReducedAngle {
-  int32_t quarters;  // modulo 4
+  int32_t quarters;  // only the lowest two bits matter
   AngleType<T> remainder;
 };
 
-// ReduceNear takes angles up to this size, within which float64 is reduced exactly and other types with the error of
-// their angles.
+// Whether ReduceNear supports an angle. Within this limit float64 is reduced exactly; for other types, the error is
+// about the rounding error of the angle itself.
 template <typename T>
 JB_HOST_DEVICE bool IsNear(double angle) {
   return std::fabs(angle) <= (sizeof(T) == sizeof(double) ? 0x1p20 : 0x1p50);
@@ -115,14 +115,14 @@ JB_HOST_DEVICE bool IsNear(double angle) {
 
 template <typename T>
 JB_HOST_DEVICE ReducedAngle<T> ReduceNear(double angle) {
-  constexpr double kShift = 0x1.8p52;  // adding it rounds to an integer, in the lowest bits
+  constexpr double kShift = 0x1.8p52;  // adding it leaves the rounded integer in the lowest bits
   const double shifted = angle * 0x1.45f306dc9c883p-1 + kShift, quarters = shifted - kShift;
   const int64_t bits = BitCast<int64_t>(shifted);
   double remainder;
   if constexpr (sizeof(T) == sizeof(double)) {
-    // pi / 2 in three parts; the products with the first two are exact.
+    // pi / 2 as three terms; the products with the first two are exact.
     remainder = ((angle - quarters * 0x1.921fb544p0) - quarters * 0x1.0b4611a6p-34) - quarters * 0x1.3198a2e037073p-69;
-  } else {  // no less exact than the angle itself
+  } else {  // as exact as the angle itself
     remainder = angle - quarters * 0x1.921fb54442d18p0;
   }
   return {static_cast<int32_t>(bits), static_cast<AngleType<T>>(remainder)};
@@ -176,7 +176,7 @@ JB_HOST_DEVICE AngleType<T> CosOfRemainder(AngleType<T> r) {
   return p * (z * z) + (1 - z / 2);
 }
 
-// x, or -x where bit 1 of the number is set.
+// -x if bit 1 of `number` is set, otherwise x.
 JB_HOST_DEVICE float NegatedByBit1(float x, int32_t number) {
   return BitCast<float>(BitCast<uint32_t>(x) ^ (static_cast<uint32_t>(number) << 30 & 0x80000000u));
 }
@@ -186,7 +186,7 @@ JB_HOST_DEVICE double NegatedByBit1(double x, int32_t number) {
   return BitCast<double>(BitCast<uint64_t>(x) ^ sign);
 }
 
-// For angles that are near.
+// For angles within the limit of IsNear.
 template <typename T>
 JB_HOST_DEVICE Rotation<AngleType<T>> RotationByNear(double angle) {
   const ReducedAngle<T> reduced = ReduceNear<T>(angle);
@@ -195,18 +195,18 @@ JB_HOST_DEVICE Rotation<AngleType<T>> RotationByNear(double angle) {
   return {NegatedByBit1(is_odd ? sin : cos, reduced.quarters + 1), NegatedByBit1(is_odd ? cos : sin, reduced.quarters)};
 }
 
-// A near angle with the same sine and cosine; NaN for one that is not finite.
+// An angle within the limit of IsNear, with the same sine and cosine; NaN if the angle is not finite.
 template <typename T>
 JB_HOST_DEVICE double Nearer(double angle) {
   if constexpr (sizeof(T) == sizeof(double)) {
     if (!IsNear<T>(angle)) angle = std::atan2(std::sin(angle), std::cos(angle));
-  } else {  // each turn of the loop adds an error like that of the angle
+  } else {  // each iteration adds an error of about the rounding error of the angle
     while (std::fabs(angle) > 0x1p50) angle -= std::rint(angle * 0x1.45f306dc9c883p-3) * 0x1.921fb54442d18p2;
   }
   return angle;
 }
 
-// In the type that elements are computed with.
+// Applies the scale and rounds to the compute type of the elements.
 template <typename T>
 JB_HOST_DEVICE Rotation<ComputeType<T>> Scaled(Rotation<AngleType<T>> rotation, Rotation<AngleType<T>> scale) {
   using C = ComputeType<T>;

@@ -1,7 +1,7 @@
 // The CPU kernels of rope.
 //
-// Sines and cosines of a block of positions are computed once, into a table that stays in the nearest caches, and serve
-// all heads of all examples that have these positions.
+// Sines and cosines of a block of positions are computed once, into a table that fits the L1 or L2 cache. All heads of
+// all examples with these positions use the table.
 
 #include <algorithm>
 #include <atomic>
@@ -29,8 +29,8 @@ constexpr int64_t kTableBytes = 32 * 1024;
 
 enum class Strategy {
   kNothing,
-  kHeadsOfPosition,  // the rows that lie one after another are the heads at one position, which share their angles
-  kPositionsOfHead,  // they are the positions of one head
+  kHeadsOfPosition,  // contiguous rows are the heads of one position, which share their angles
+  kPositionsOfHead,  // contiguous rows are the positions of one head
 };
 
 constexpr const char* kStrategyNames[] = {"nothing", "heads_of_position", "positions_of_head"};
@@ -43,7 +43,7 @@ Strategy ChooseStrategy(const Problem& problem, int64_t all_heads) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Kernels.
 
-// The kernel of a position whose angles are near.
+// For positions with all angles within the limit of IsNear.
 template <typename T, typename C>
 JB_CPU_CLONES void NearRotations(double position, const double* frequencies, int64_t pairs,
                                  Rotation<AngleType<T>> scale, C* cos, C* sin) {
@@ -65,7 +65,7 @@ void FarRotations(double position, const double* frequencies, int64_t pairs, Rot
   }
 }
 
-// Two neighbouring elements of 16 bits, of which conversions then need no shuffles.
+// Two neighbouring 16-bit elements as one word, so that the conversions need no shuffles.
 typedef uint32_t PairWord __attribute__((aligned(2), may_alias));
 
 template <typename T>
@@ -105,7 +105,7 @@ JB_INLINE void RotateRow(const T* x, int64_t pairs, const C* cos, const C* sin, 
   }
 }
 
-// Rotates rows that lie one after another; the next row's angles are angle_stride numbers further.
+// Rotates contiguous rows. The angles of the next row are angle_stride numbers further.
 template <bool kInterleaved, typename T, typename C>
 JB_CPU_CLONES void RotateRows(const T* x, int64_t rows, int64_t features, int64_t pairs, const C* cos, const C* sin,
                               int64_t angle_stride, T* y) {
@@ -119,11 +119,11 @@ JB_CPU_CLONES void RotateRows(const T* x, int64_t rows, int64_t features, int64_
       sin += angle_stride;
     }
   };
-  // Rows that are so short that a loop over them would cost as much as its body.
+  // Constant sizes for short rows, where the overhead of a loop would be as large as its body.
   if (!DispatchConstant<8, 16, 32>(pairs, rotate)) rotate(pairs);
 }
 
-// The same of rows that are rotated whole, by conversions of many numbers at once.
+// The same for float16 rows without copied features: converts many numbers at once, and rotates them as float32.
 template <bool kInterleaved>
 void RotateWidenedRows(const Float16* x, int64_t rows, int64_t features, int64_t pairs, const float* cos,
                        const float* sin, int64_t angle_stride, Float16* y) {
@@ -139,9 +139,9 @@ void RotateWidenedRows(const Float16* x, int64_t rows, int64_t features, int64_t
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The loops over them.
+// The loops over the kernels.
 
-// Examples are counted through the whole batch. Groups of them have the same angles.
+// Examples are numbered through the whole batch. The examples of a group have the same angles.
 template <typename T>
 class Kernel {
  public:
@@ -156,7 +156,7 @@ class Kernel {
         block_length_(std::clamp<int64_t>(kTableBytes / static_cast<int64_t>(2 * sizeof(C)) / call.problem.pairs, 1,
                                           call.problem.length)) {}
 
-  // Returns false if there is no memory.
+  // Returns false if an allocation fails.
   bool Run(ffi::ThreadPool& pool) const {
     const int64_t examples = problem_.batch * problem_.examples;
     const int64_t example_bytes = problem_.length * problem_.features * static_cast<int64_t>(sizeof(T));
@@ -164,7 +164,7 @@ class Kernel {
       const Tensor& tensor = call_.tensors[i];
       if (tensor.y != tensor.x) AdviseHugePages(tensor.y, examples * tensor.heads * example_bytes);
     }
-    // Where there are fewer blocks of positions than chunks, several chunks share one, and each has its own table.
+    // If there are fewer blocks of positions than chunks, several chunks share a block, each with its own table.
     const int64_t blocks = CeilDivide(problem_.length, block_length_);
     const int64_t tables = examples / examples_of_group_ * blocks;
     const int64_t runs = examples_of_group_ * RunsOfExample();
@@ -200,7 +200,7 @@ class Kernel {
    public:
     explicit Angles(const Kernel& kernel) : call_(kernel.call_), block_length_(kernel.block_length_) {}
 
-    // Returns false if there is no memory.
+    // Returns false if an allocation fails.
     bool Allocate() {
       const int64_t pairs = call_.problem.pairs;
       frequencies_ = jax_baracuda::Allocate<double>(pairs);
@@ -263,7 +263,7 @@ class Kernel {
     return call.problem.examples * (call.BatchSharesAngles() ? call.problem.batch : 1);
   }
 
-  // Runs of rows that lie one after another: a head's at the positions of a block, or all heads' of a tensor.
+  // Runs of contiguous rows: those of one head at the positions of a block, or of all heads of a tensor.
   int64_t RunsOfExample() const { return heads_are_rows_ ? call_.num_tensors : all_heads_; }
 
   void Rotate(int64_t example, int64_t run, int64_t begin, int64_t length, const Angles& angles) const {

@@ -1,7 +1,7 @@
-// What the CUDA kernels of rope share: positions, frequencies, and units of rows.
+// Shared by the CUDA kernels of rope: positions, frequencies, and units of rows.
 //
-// A unit of a row is a vector, or two vectors of which one has the first and one the second elements of pairs. The
-// features behind the last pair are copied by units of as many neighbouring vectors.
+// A unit of a row is one vector if pairs are interleaved. Otherwise it is two vectors: one with the first and one with
+// the second elements of pairs. Features after the last pair are copied by units of as many adjacent vectors.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@
 
 namespace jax_baracuda::rope {
 
-// Int is the type of numbers of elements.
+// Int is the type of element counts and indices.
 template <typename Int>
 struct RowLayout {
   Int features, pairs;
-  Int unit_stride, partner_stride;  // in elements, of units that have pairs
-  unsigned rotated_units;           // of a row
+  Int unit_stride, partner_stride;  // of rotated units, in elements
+  unsigned rotated_units;           // per row
 
   RowLayout() = default;
   RowLayout(const Problem& problem, int pairs_of_unit)
@@ -28,14 +28,15 @@ struct RowLayout {
         rotated_units(static_cast<unsigned>(problem.pairs / pairs_of_unit)) {}
 };
 
-// Which row of positions is that of an example.
+// The row of positions that belongs to an example.
 template <typename Int>
 __device__ __forceinline__ Int PositionsOf(const Positions& positions, Int batch, Int examples, Int example) {
   const Int row = positions.are_shared_by_batch ? 0 : batch;
   return positions.are_shared_by_examples ? row : row * examples + example;
 }
 
-// A position as the words that it lies in, so that what is done before it is needed does not wait for it.
+// A position as raw words. The conversion happens at its use, so that code between load and use does not wait for the
+// load.
 struct RawPosition {
   uint32_t low, high;
 
@@ -63,7 +64,7 @@ struct RawPosition {
   }
 };
 
-// A frequency as it lies in memory, likewise.
+// A frequency in its memory format, for the same reason.
 template <typename T>
 struct RawFrequency {
   ComputeType<T> frequency, remainder;
@@ -87,7 +88,7 @@ struct Unit {
 
   Packed<T, kCount> words[kVectors];
 
-  // The first feature of a unit of a row, and how far its second vector is from it.
+  // The first feature of a unit, and the distance to its second vector.
   template <typename Int>
   struct Location {
     Int feature, partner_stride;
@@ -97,7 +98,7 @@ struct Unit {
   static __device__ __forceinline__ Location<Int> Locate(const RowLayout<Int>& layout, unsigned unit) {
     if (unit < layout.rotated_units) return {static_cast<Int>(unit) * layout.unit_stride, layout.partner_stride};
     const Int feature = 2 * layout.pairs + static_cast<Int>(unit - layout.rotated_units) * (kVectors * kCount);
-    return {feature, feature + kCount < layout.features ? kCount : 0};  // the last may have no partner but itself
+    return {feature, feature + kCount < layout.features ? kCount : 0};  // without a second vector, the first one twice
   }
 
   __device__ __forceinline__ void Load(const T* address, int64_t partner_stride) {

@@ -1,4 +1,4 @@
-// Checks the buffers of the rope ops and turns them into calls; used by both back ends.
+// Checks the buffers of the rope ops and converts them to calls, for both back ends.
 #pragma once
 
 #include <cstdint>
@@ -29,14 +29,14 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::rope::Attributes, StructMemb
 
 namespace jax_baracuda::rope {
 
-// The problem that the parameters of a plan describe; `heads` are those of all tensors.
+// The problem described by the parameters of a plan. Their `heads` are those of all tensors together.
 inline Problem ProblemOf(const PlanParameters& parameters) {
   return Problem{parameters.at("batch"),           parameters.at("examples"),       parameters.at("length"),
                  parameters.at("features"),        parameters.at("rotary_dim") / 2, parameters.at("heads_first") != 0,
                  parameters.at("interleaved") != 0};
 }
 
-// Checks the buffers of one call, one after another; tensors come first.
+// Checks the buffers of a call. Add tensors first.
 class Decoder {
  public:
   Decoder(const char* op, const Attributes& attributes, bool is_backward, Call* call)
@@ -48,7 +48,7 @@ class Decoder {
     call_.sin_scale = is_backward ? -attributes.scale : attributes.scale;
   }
 
-  // The first tensor's result tells the element type and all dimensions but the others' heads.
+  // The result of the first tensor sets the element type and all dimensions; other tensors may differ in their heads.
   ffi::Error AddTensor(const char* x_name, const ffi::AnyBuffer& x, const char* y_name, const ffi::AnyBuffer& y) {
     if (call_.num_tensors == 0) JB_RETURN_IF_ERROR(SetProblem(y_name, y));
     JB_RETURN_IF_ERROR(CheckType(op_, y_name, y, type_));
@@ -132,7 +132,7 @@ class Decoder {
   ffi::DataType type_ = ffi::DataType::INVALID;
 };
 
-// The handlers; those of both back ends differ in their context and in what runs a decoded call.
+// The handlers. The back ends differ in the context and in the function that runs a decoded call.
 
 template <typename Context, ffi::Error (*kRun)(Context, const char* op, const Call&), bool kIsBackward>
 ffi::Error HandleRope(Context context, ffi::AnyBuffer x, ffi::AnyBuffer frequencies, ffi::RemainingArgs positions,

@@ -1,4 +1,4 @@
-// Constants that were measured on one GPU. Others take its numbers, until somebody has measured there.
+// Constants measured on one GPU. Other GPUs use them until they are measured there.
 #pragma once
 
 #include <cstdint>
@@ -7,17 +7,17 @@ namespace jax_baracuda::rope {
 
 // Compute capability 9.0, an H200.
 struct Tuning90 {
-  // Rows of which a thread's units are under way at once.
+  // Rows per thread with loads in flight.
   static constexpr int kRowsInFlight = 4;
 
-  // A thread takes up to kMaxUnits units, which share sines and cosines, but fewer where a multiprocessor
-  // would have less than kMinThreads threads. Then the kernel for few rows takes the call if it can.
+  // A thread processes up to kMaxUnits units, which share sines and cosines. It processes fewer if a multiprocessor
+  // would otherwise have less than kMinThreads threads; then the kernel for few rows is used if it supports the call.
   static constexpr int64_t kMaxUnits = 8, kMinThreads = 256;
 
-  // So many threads take neighbouring rows, so that what a warp reads lies together.
+  // The number of threads that process neighbouring rows, so that a warp reads contiguous memory.
   static constexpr int64_t kContiguousThreads = 64;
 
-  // The kernel for few rows: threads of a block, unless a row needs more, and the most bytes of its table of sines and
+  // The kernel for few rows: threads per block, unless a row needs more, and the maximum size of its table of sines and
   // cosines.
   static constexpr int kSharingThreads = 128;
   static constexpr int64_t kMaxTableBytes = 16384;

@@ -1,5 +1,6 @@
-// The gradient where operands are repeated: their cotangents are sums. One pass over dy, which is seen as [outer, rows,
-// inner] and summed over its rows. A second kernel adds up the sums of the parts that the rows were cut into.
+// The gradient for repeated operands, whose cotangents are sums. One pass over dy, viewed as [outer, rows, inner], sums
+// over the rows. If the rows are split into parts, or both cotangents are sums, a second kernel adds up the partial
+// sums.
 #include <algorithm>
 #include <numeric>
 
@@ -16,18 +17,18 @@ inline constexpr int kThreads = 256;
 inline constexpr int kVectorsInFlight = Tuning::kVectorsInFlight;
 inline constexpr int kLineBytes = 128;
 
-// The least number of threads whose vectors are whole rows.
+// The minimum number of threads whose vectors form whole rows.
 inline int64_t ThreadsOfWholeRows(const Sum& sum, int elements_of_vector) {
   return std::lcm(sum.inner, int64_t{elements_of_vector}) / elements_of_vector;
 }
 
-// How the work is assigned to threads. Of rows longer than a block, a block takes a tile of one row a step. Of shorter
-// ones, a group of threads takes several a step, whole ones, so that the columns of a thread are always the same.
+// The assignment of work to threads. If rows are longer than a block, a block processes a tile of one row per step.
+// Otherwise a group of threads processes several whole rows per step, so that a thread always has the same columns.
 struct SumPlan {
-  int group = kThreads;  // a power of two
+  int group = kThreads;  // threads per group: a power of two
   int used;              // threads of a group that have work
   int64_t rows_of_step = 1, tiles = 1;
-  int64_t blocks_of_outer;  // that all of `outer` takes, of one tile and one part
+  int64_t blocks_of_outer;  // blocks per tile and part
   int64_t rows_of_part, parts;
 
   SumPlan(const Sum& sum, int elements_of_vector, int element_bytes) {
@@ -56,14 +57,14 @@ struct SumPlan {
   int64_t blocks() const { return blocks_of_outer * tiles * parts; }
 };
 
-// Whether vectors of so many elements neither reach into the next element of `outer` nor change their columns.
+// Whether vectors do not cross into the next element of `outer`, and a thread's vectors always have the same columns.
 inline bool VectorsFit(const Sum& sum, int elements_of_vector) {
   return (sum.outer == 1 || sum.rows * sum.inner % elements_of_vector == 0) &&
          (sum.inner % elements_of_vector == 0 || ThreadsOfWholeRows(sum, elements_of_vector) <= kThreads);
 }
 
-// dy is added up where the condition holds, or where it does not, if `inverted` is ones. What is left of it is added
-// up, too, or written to `other`.
+// The first sum adds dy where the condition is true, or where it is false if `inverted` is all ones. The rest of dy
+// goes to a second sum, or to `other`.
 template <typename T, int kVec>
 struct Arguments {
   Sum sum;
@@ -97,7 +98,7 @@ class Accumulator {
     }
   }
 
-  // One element, of column i of the vector.
+  // Adds one element to column i of the vector.
   __device__ __forceinline__ void AddOne(int64_t element, int i) {
     const bool is_chosen = (a_.cond.At(element) != 0) != (a_.inverted != 0);
     const T dy = a_.dy[element];
@@ -131,7 +132,7 @@ class Accumulator {
   C sums_[kSums][kVec] = {};
 };
 
-// The sum over the threads of a group, in its first thread. `shared` is of kThreads / kWarpThreads.
+// The sum over the threads of a group, valid in its first thread. `shared` has kThreads / kWarpThreads elements.
 template <typename C>
 __device__ __forceinline__ C SumOfGroup(C value, int group, C* shared) {
   const int width = min(group, kWarpThreads);
@@ -151,12 +152,12 @@ __global__ void __launch_bounds__(kThreads) SumRows(const __grid_constant__ Argu
   __shared__ C shared[kSums][kThreads * kVec];
   const SumPlan& plan = a.plan;
   const Sum& sum = a.sum;
-  // There are fewer blocks than 2^31.
+  // 32 bits suffice: there are fewer than 2^31 blocks.
   const unsigned parts = static_cast<unsigned>(plan.parts), tiles = static_cast<unsigned>(plan.tiles);
   const int64_t part = blockIdx.x % parts, tile = blockIdx.x / parts % tiles;
   const int group = threadIdx.x / plan.group, lane = threadIdx.x % plan.group;
   const int64_t outer = int64_t{blockIdx.x / (parts * tiles)} * (kThreads / plan.group) + group;
-  const int64_t column = (tile * plan.used + lane) * kVec;  // of a row; of shorter rows, of all those of a step
+  const int64_t column = (tile * plan.used + lane) * kVec;  // in a long row, or in all short rows of a step
   const bool has_work = outer < sum.outer && lane < plan.used && (tiles == 1 || column < sum.inner);
 
   Accumulator<T, kVec, kBothSummed> accumulator(a);
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(kThreads) SumRows(const __grid_constant__ Argu
     }
     return;
   }
-  // The sums of the rows of a step are added up in pairs, within each group.
+  // Adds up the rows of a step pairwise, within each group.
   const int inner = static_cast<int>(sum.inner), first = group * plan.group * kVec;
 #pragma unroll
   for (int k = 0; k < kSums; ++k) {
@@ -229,7 +230,7 @@ __global__ void __launch_bounds__(kThreads) SumRows(const __grid_constant__ Argu
   }
 }
 
-// Adds up the parts of each result, which `lanes` threads share.
+// Adds up the parts of each result with `lanes` threads.
 template <typename C>
 __global__ void __launch_bounds__(kThreads)
     AddParts(const C* parts, int64_t num_parts, int64_t results, int lanes, C* first_sums, C* second_sums) {

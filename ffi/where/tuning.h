@@ -1,4 +1,4 @@
-// Constants that were measured on one GPU. Others take its numbers, until somebody has measured there.
+// Constants measured on one GPU. Other GPUs use them until they are measured there.
 #pragma once
 
 #include <cstdint>
@@ -7,14 +7,15 @@ namespace jax_baracuda::where {
 
 // Compute capability 9.0, an H200.
 struct Tuning90 {
-  // The rows of a sum are cut into parts until there are so many blocks, more where a block's results are single
-  // numbers, whose partial sums take no time. A part keeps at least so many steps of a block.
+  // The rows of a sum are split into parts until there are kWantedBlocks blocks. Sums of contiguous numbers use more
+  // blocks: a block has one result per sum, so partial sums cost no time. A part has at least kMinSteps steps of a
+  // block.
   static constexpr int64_t kWantedBlocks = 2048, kWantedBlocksOfNumbers = 8192, kMinSteps = 8;
 
-  // Vectors of a thread that are under way at once.
+  // Vector loads in flight per thread.
   static constexpr int kVectorsInFlight = 4;
 
-  // More threads share a result while each of them would have more than so many parts to add up.
+  // The threads per result double until each adds up at most kPartsOfLane parts.
   static constexpr int64_t kPartsOfLane = 8;
 };
 

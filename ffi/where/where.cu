@@ -1,4 +1,4 @@
-// The selection, and its gradient where nothing is summed. Elements are bytes, moved 16 at a time.
+// The selection, and its gradient without sums. Elements are plain bytes, moved in 16-byte vectors.
 #include "ffi/where/where.cuh"
 #include "ffi/where/where_device.cuh"
 
@@ -7,13 +7,13 @@ namespace {
 
 inline constexpr int kThreads = 128;
 
-// A thread takes one vector: more of them would not be faster, and slower where two arrays are written.
+// One vector per thread. More vectors are not faster, and slower if two arrays are written.
 template <int kVec>
 uint32_t Blocks(int64_t size) {
   return GridSize(CeilDivide(size, int64_t{kThreads} * kVec));
 }
 
-// Calls of_vector(first element) for the vector of this thread, or of_element(element) for the last few of all.
+// Calls of_vector(first element) for this thread's vector, or of_element(element) for each element of the tail.
 template <int kVec, typename OfVector, typename OfElement>
 __device__ __forceinline__ void ForVector(int64_t size, const OfVector& of_vector, const OfElement& of_element) {
   const int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVec;
@@ -63,7 +63,7 @@ CudaStatus LaunchSelectOf(const SelectCall& call, cudaStream_t stream) {
   return JB_LAUNCH_STATUS(Select);
 }
 
-// Calls body(TypeTag<T>{}), which returns a CudaStatus, with a type of so many bytes.
+// Calls body(TypeTag<T>{}), which returns a CudaStatus, with a type of `element_bytes` bytes.
 template <typename Body>
 CudaStatus WithBytes(int element_bytes, const Body& body) {
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
@@ -71,7 +71,7 @@ CudaStatus WithBytes(int element_bytes, const Body& body) {
   return status;
 }
 
-// The strategy, or the next one, which has a tail.
+// The strategy, or with a tail the next enumerator, its WithTail variant.
 template <typename Strategy>
 Strategy WithTail(Strategy strategy, int64_t size, int elements_of_vector) {
   return static_cast<Strategy>(static_cast<int>(strategy) + (size % elements_of_vector == 0 ? 0 : 1));

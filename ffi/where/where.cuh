@@ -1,7 +1,7 @@
 // Launchers of the CUDA kernels of where and its gradient, callable from plain C++.
 //
-// Each enqueues work on `stream` only: no allocation, no synchronisation, the same launches whenever the problem is the
-// same. Every element of every result is written, also where there is nothing to sum.
+// They only enqueue work on `stream`: no allocation, no synchronisation, and equal problems make equal launches. They
+// write every element of every result, including empty sums.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,13 +13,14 @@
 
 namespace jax_baracuda::where {
 
-// How operands are read. With a tail, the last elements of all are fewer than a vector has.
+// How operands are read. With a tail, the size is not a multiple of the vector width, and the last elements are
+// processed one by one.
 #define JB_WITH_TAIL(name) name, name "_with_tail"
 
 enum class SelectStrategy {
   kNothing,
   kByElement,  // any operands
-  // By vectors, named after the operands that do not have the shape of the output:
+  // By vectors, named after the operands whose shape differs from the output's:
   kDense,
   kDenseWithTail,
   kScalarA,
@@ -48,10 +49,10 @@ enum class SplitStrategy {
   kByElement,
   kDense,  // the condition
   kDenseWithTail,
-  kRepeated,  // as well
+  kRepeated,  // the condition
   kRepeatedWithTail,
-  // What is summed: numbers that lie together, several rows a step, or one row a step. In parts, rows are cut into parts,
-  // whose sums a second kernel adds up.
+  // Sums of contiguous numbers, of several short rows per step, or of one long row per step. "InParts": the rows are
+  // split into parts, and a second kernel adds up the partial sums.
   kSumNumbers,
   kSumNumbersInParts,
   kSumNumbersWithTail,
@@ -88,7 +89,7 @@ inline constexpr const char* kSplitStrategyNames[] = {"nothing",
 #undef JB_IN_PARTS
 #undef JB_WITH_TAIL
 
-// Of calls whose arrays are all aligned to vectors, or not. They call no CUDA function.
+// `are_aligned`: whether all arrays are aligned to vectors. These call no CUDA function.
 SelectStrategy ChooseStrategy(const SelectCall& call, bool are_aligned = true);
 SplitStrategy ChooseStrategy(const SplitCall& call, bool are_aligned = true);
 
@@ -96,10 +97,10 @@ CudaStatus LaunchSelect(const SelectCall& call, cudaStream_t stream);
 
 CudaStatus LaunchSplit(const SplitCall& call, cudaStream_t stream);
 
-// Bytes of scratch memory that LaunchSplit needs where it sums; calls no CUDA function.
+// Bytes of scratch memory that LaunchSplit needs for sums; calls no CUDA function.
 int64_t SumScratchBytes(const Sum& sum, int64_t element_bytes, int num_sums);
 
-// As ChooseStrategy and LaunchSplit, which call it where there is something to sum.
+// The implementation of ChooseStrategy and LaunchSplit for calls with sums.
 SplitStrategy ChooseSumStrategy(const SplitCall& call, bool are_aligned);
 CudaStatus LaunchSums(const SplitCall& call, cudaStream_t stream);
 

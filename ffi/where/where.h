@@ -1,5 +1,5 @@
-// The calls of the where ops, how an operand is repeated along the output, and how a gradient is summed; used by both
-// back ends.
+// The calls of the where ops, the repetition of operands along the output, and the sums of gradients, for both back
+// ends.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,12 @@
 
 namespace jax_baracuda::where {
 
-// The widest elements, complex numbers of two doubles.
+// The widest elements: complex numbers of two doubles.
 struct alignas(16) Bytes16 {
   uint64_t halves[2];
 };
 
-// Calls body(TypeTag<T>{}) with a type of so many bytes; returns false, and calls nothing, if there is none.
+// Calls body(TypeTag<T>{}) with a type of `element_bytes` bytes. If there is none, returns false and calls nothing.
 template <typename Body>
 bool DispatchBytes(int element_bytes, Body&& body) {
   switch (element_bytes) {
@@ -35,15 +35,16 @@ bool DispatchBytes(int element_bytes, Body&& body) {
 
 inline constexpr int kMaxDimensions = 32;
 
-// Where the elements of the row-major output lie in an array that is repeated along some of its dimensions. Dimensions
-// of size 1 are left out and neighbours merged, so those here, the innermost first, are repeated and not in turn.
+// Maps elements of the row-major output to an array that is repeated along some dimensions. Dimensions of size 1 are
+// dropped and similar neighbours merged, so the remaining ones are alternately repeated and not repeated. The innermost
+// dimension comes first.
 struct Repetition {
   int rank = 0;
   int64_t size[kMaxDimensions];
-  int64_t stride[kMaxDimensions];  // in the array; 0 where it is repeated
+  int64_t stride[kMaxDimensions];  // in the array; 0 if it is repeated
 
-  // Adds the next dimension outwards, of a size of at least 2. `array_size` is that of the dimensions so far, in the
-  // array. False if there are too many.
+  // Adds the next outer dimension, whose size is at least 2. `array_size` is the array's size over the dimensions so
+  // far. Returns false if there are too many dimensions.
   bool Add(int64_t dimension, bool is_repeated, int64_t array_size) {
     if (rank > 0 && (stride[rank - 1] == 0) == is_repeated) {
       size[rank - 1] = MultiplySizes(size[rank - 1], dimension);
@@ -60,8 +61,8 @@ struct Repetition {
   bool IsDense() const { return rank == 0 || (rank == 1 && stride[0] == 1); }
 };
 
-// The repetition of an array with the dimensions `own` along an output with as many dimensions. False if the array is
-// repeated along too many of them.
+// Sets the repetition of an array with dimensions `own` along an output of the same rank. Returns false if there are
+// too many dimensions.
 template <typename Dimensions>
 bool MakeRepetition(const Dimensions& output, const Dimensions& own, Repetition* repetition) {
   int64_t size = 1;
@@ -78,7 +79,7 @@ struct Operand {
   Repetition repetition;
 };
 
-// output = cond ? a : b, of elements that are bytes.
+// output = cond ? a : b. Elements are plain bytes.
 struct SelectCall {
   int64_t size;
   int element_bytes;
@@ -94,12 +95,12 @@ struct Sum {
   bool operator==(const Sum& other) const { return outer == other.outer && rows == other.rows && inner == other.inner; }
 };
 
-// The sum that leaves the dimensions `own` of the dimensions `whole`, of the same number. False if what is summed does
-// not lie together.
+// Sets the sum that reduces dimensions `whole` to `own`, of the same rank. Returns false if the reduced dimensions are
+// not adjacent.
 template <typename Dimensions>
 bool MakeSum(const Dimensions& whole, const Dimensions& own, Sum* sum) {
   *sum = Sum{1, 1, 1};
-  bool has_ended = false;  // what is summed
+  bool has_ended = false;  // the reduced dimensions
   for (size_t i = whole.size(); i-- > 0;) {
     if (whole[i] == own[i]) {
       has_ended = has_ended || (sum->rows != 1 && whole[i] != 1);
@@ -114,17 +115,18 @@ bool MakeSum(const Dimensions& whole, const Dimensions& own, Sum* sum) {
   return true;
 }
 
-// da = cond ? dy : 0 and db = cond ? 0 : dy. Those that are summed have the compute type of `type`, and one `sum`.
+// da = cond ? dy : 0 and db = cond ? 0 : dy. A summed result has the compute type of `type`. If both are summed, they
+// have the same `sum`.
 struct SplitCall {
   int64_t size;
   int element_bytes;
-  ElementType type;  // matters where there is a sum
+  ElementType type;  // used only for sums
   const void* dy;
   Operand cond;
   void *da, *db;
   bool a_is_summed, b_is_summed;
   Sum sum{};
-  void* scratch;  // for sums on GPUs
+  void* scratch;  // only for sums on GPUs
 
   int num_sums() const { return (a_is_summed ? 1 : 0) + (b_is_summed ? 1 : 0); }
 };

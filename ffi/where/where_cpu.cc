@@ -1,7 +1,7 @@
 // The CPU kernels of where and its gradient.
 //
-// Work is done in blocks that stay in the nearest cache. Operands that are repeated are written out block by block, so
-// that one loop, which compilers vectorise, serves all of them.
+// Work is split into blocks that fit the L1 cache. Repeated operands are expanded block by block, so that one
+// vectorised loop handles all of them.
 
 #include <algorithm>
 #include <cstdint>
@@ -31,31 +31,31 @@ constexpr int64_t kBlockElements = kBlockBytes / static_cast<int64_t>(sizeof(T))
 // ---------------------------------------------------------------------------------------------------------------------
 // Strategies.
 
-// The first five are how the elements of an operand come to be at hand, block by block, in the order of their cost.
+// The first five are how blocks of an operand are made, in the order of their cost.
 enum class Strategy {
-  kDense,            // they are
-  kPeriodic,         // one row again and again, or one element, written out once
-  kRows,             // copied row by row, or taken from within a row
-  kFilledRows,       // one element fills a row
-  kFilledShortRows,  // the same, in whole stores
+  kDense,            // read in place
+  kPeriodic,         // one repeated row or element, expanded once
+  kRows,             // copied row by row, or read in place if the block is inside a row
+  kFilledRows,       // each row filled with one element
+  kFilledShortRows,  // the same, with fixed-size stores
   kNothing,
-  // What is summed fits in a block:
-  kSumFewNumbers,   // few numbers that lie together
-  kSumNumbers,      // more of them, in lanes
+  // Sums. For the first three, the array to sum fits in a block:
+  kSumFewNumbers,   // few contiguous numbers
+  kSumNumbers,      // more contiguous numbers, in lanes
   kSumRows,         // rows
-  kSumLines,        // longer, line by line
-  kSumPartsOfLines  // as well, in parts that are added up in the end
+  kSumLines,        // a larger array, line by line
+  kSumPartsOfLines  // the same, in parts that are added up at the end
 };
 
 constexpr const char* kStrategyNames[] = {
     "dense",           "periodic",    "rows",     "filled_rows", "filled_short_rows", "nothing",
     "sum_few_numbers", "sum_numbers", "sum_rows", "sum_lines",   "sum_parts_of_lines"};
-constexpr int kSelectStrategies = 6;  // the first ones
+constexpr int kSelectStrategies = 6;  // the first six: those of where
 
-// Of the sum of numbers that lie together.
+// Lanes of kSumNumbers.
 constexpr int64_t kLanes = 16;
 
-// Rows of one element up to this length are filled by whole stores, each of as many elements as `StoreElements`.
+// Rows of one repeated element up to ShortRowElements are filled by stores of StoreElements elements.
 constexpr int64_t StoreElements(int64_t element_bytes) { return std::max<int64_t>(1, 16 / element_bytes); }
 constexpr int64_t ShortRowElements(int64_t element_bytes) { return 8 * StoreElements(element_bytes); }
 
@@ -70,7 +70,7 @@ Strategy StrategyOfOperand(const Repetition& repetition, int64_t element_bytes) 
   return has_short_rows ? Strategy::kFilledShortRows : Strategy::kFilledRows;
 }
 
-// That of the operand that costs most.
+// The strategy of the most expensive operand.
 Strategy ChooseStrategy(const SelectCall& call) {
   if (call.size == 0) return Strategy::kNothing;
   return std::max({StrategyOfOperand(call.a.repetition, call.element_bytes),
@@ -111,7 +111,7 @@ JB_CPU_CLONES void SplitBlock(const uint8_t* __restrict cond, const T* __restric
   }
 }
 
-// Adds to sums[i] what is chosen of dy[i], and what is left of it to other_sums[i] or, if there are none, to other[i].
+// Adds dy[i] to sums[i] if it is chosen. Adds the rest to other_sums[i], or stores it to other[i] unless kBothSummed.
 template <typename T, bool kBothSummed>
 JB_INLINE void AddElements(const uint8_t* __restrict cond, bool inverted, const T* __restrict dy, int64_t count,
                            ComputeType<T>* __restrict sums, ComputeType<T>* __restrict other_sums,
@@ -138,7 +138,7 @@ JB_CPU_CLONES void AddLine(const uint8_t* cond, bool inverted, const T* dy, int6
   AddElements<T, kBothSummed>(cond, inverted, dy, count, sums, other_sums, other);
 }
 
-// The sums of `outer` arrays [rows, inner], which lie one after another, to sums[outer, inner] and so on.
+// Sums `outer` contiguous arrays [rows, inner] over their rows, to sums[outer, inner]; likewise other_sums.
 template <typename T, bool kBothSummed>
 JB_CPU_CLONES void SumShortArrays(Strategy strategy, const uint8_t* cond, bool inverted, const T* dy, int64_t outer,
                                   int64_t rows, int64_t inner, ComputeType<T>* sums, ComputeType<T>* other_sums,
@@ -183,7 +183,7 @@ JB_CPU_CLONES void SumShortArrays(Strategy strategy, const uint8_t* cond, bool i
 // ---------------------------------------------------------------------------------------------------------------------
 // Operands.
 
-// An operand, block by block. Costs little where blocks follow each other, or where one row is repeated throughout.
+// An operand, block by block. Cheap if blocks are visited in order, or if one row is repeated throughout.
 template <typename T>
 class Blocks {
  public:
@@ -193,7 +193,7 @@ class Blocks {
         strategy_(StrategyOfOperand(operand.repetition, sizeof(T))) {
     if (strategy_ != Strategy::kPeriodic) return;
     period_ = repetition_.IsScalar() ? 1 : repetition_.size[0];
-    if (period_ == 0) return;  // there is no element
+    if (period_ == 0) return;  // no elements
     std::copy_n(data_, period_, buffer_);
     const int64_t total = kBlockElements<T> + period_;
     for (int64_t filled = period_; filled < total; filled *= 2) {
@@ -201,7 +201,7 @@ class Blocks {
     }
   }
 
-  // `count` elements, at most kBlockElements<T>, from the element `first` of the output on.
+  // `count` elements, at most kBlockElements<T>, from output element `first` on.
   const T* At(int64_t first, int64_t count) {
     if (strategy_ == Strategy::kPeriodic) return buffer_ + first % period_;
     if (strategy_ == Strategy::kDense) return data_ + first;
@@ -239,14 +239,14 @@ class Blocks {
     }
   }
 
-  // Whole short rows, each of one element, as far as they lie at one distance; returns the number of elements.
+  // Fills whole short rows, each with one element, while their stride is constant. Returns the number of elements.
   JB_INLINE int64_t FillShortRows(int64_t count, T* to) {
     const int64_t length = repetition_.size[0], stride = repetition_.stride[1];
     const int64_t rows = std::min(repetition_.size[1] - index_[1], count / length);
     if (rows == 0) return 0;
     const T* from = data_ + offset_;
     T* const end = to + rows * length;
-    // In whole stores; the next row overwrites what is too much.
+    // Fixed-size stores; the next row overwrites the excess.
     if (length <= kFew) {
       for (T* row = to; row < end; row += length, from += stride) std::fill_n(row, kFew, *from);
     } else {
@@ -275,9 +275,9 @@ class Blocks {
   const T* data_;
   const Repetition& repetition_;
   const Strategy strategy_;
-  int64_t period_ = 0;              // of an operand that is one row again and again, or one number
-  int64_t next_ = -1, offset_ = 0;  // of the row of the innermost dimension
-  int64_t index_[kMaxDimensions];   // of the next element
+  int64_t period_ = 0;              // of kPeriodic, in elements
+  int64_t next_ = -1, offset_ = 0;  // the next output element, and the offset of its row in data_
+  int64_t index_[kMaxDimensions];   // indices of the next element
   alignas(64) T buffer_[2 * kBlockElements<T>];
 };
 
@@ -294,7 +294,7 @@ void Select(ffi::ThreadPool& pool, const SelectCall& call) {
   T* const output = static_cast<T*>(call.output);
   const int64_t bytes = call.size * static_cast<int64_t>(sizeof(T));
   AdviseHugePages(output, bytes);
-  // Bytes count once: nothing else takes so little time for each.
+  // Counts each byte once as work: no other kernel needs so little time per byte.
   ForEachRange(pool, call.size, bytes, [&](int64_t begin, int64_t end) {
     Blocks<T> a(call.a), b(call.b);
     Blocks<uint8_t> cond(call.cond);
@@ -320,16 +320,16 @@ void Split(ffi::ThreadPool& pool, const SplitCall& call) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sums. They are added up line by line: a line is a tile of a row or, of rows that are short, as many whole rows as
-// fill vectors. How the lines are cut depends on shapes alone, so the sums are the same on any number of threads.
+// Sums. They are added up line by line. A line is a tile of a long row, or enough short rows to fill vectors. The lines
+// depend only on shapes, so the sums are the same for any number of threads.
 
 constexpr int64_t kTile = 1024;
 constexpr int64_t kShortRow = 256;
-constexpr int64_t kMaxParts = 64;  // of the rows, times tiles and outer elements
-constexpr int64_t kMinLines = 32;
-constexpr int64_t kLinesOfSum = 256;  // added up in the compute type before they are added to sums in double
+constexpr int64_t kMaxParts = 64;     // limits parts * tiles * outer
+constexpr int64_t kMinLines = 32;     // per part
+constexpr int64_t kLinesOfSum = 256;  // lines added up in the compute type before they are added to double sums
 
-// How the lines of a sum with results are cut.
+// The split of a sum into lines; the sum has results.
 struct LinesOfSum {
   int64_t rows_of_line, tiles, parts, rows_of_part;
 
@@ -370,7 +370,7 @@ class Sums {
                                                   : call.da)),
         lines_(call.sum) {}
 
-  // Returns false if there is no memory.
+  // Returns false if an allocation fails.
   bool Run(ffi::ThreadPool& pool) {
     if (strategy_ != Strategy::kSumLines && strategy_ != Strategy::kSumPartsOfLines) {
       SumBlocks(pool);
@@ -399,7 +399,7 @@ class Sums {
   }
 
  private:
-  // Where the arrays that are summed are so short that many fit in a block.
+  // For arrays so short that one or more fit in a block.
   void SumBlocks(ffi::ThreadPool& pool) {
     const int64_t elements = sum_.rows * sum_.inner, at_once = kBlockElements<T> / std::max<int64_t>(1, elements);
     const T* const dy = static_cast<const T*>(call_.dy);

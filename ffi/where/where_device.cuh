@@ -1,6 +1,6 @@
-// What the CUDA kernels of where share: operands that may be repeated, and the selection.
+// Shared by the CUDA kernels of where: operands that may be repeated, and the selection.
 //
-// Elements are bytes, and vectors of them wait in registers packed in words.
+// Elements are plain bytes. Loaded vectors stay packed in words.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace jax_baracuda::where {
 
 // ---- The selection.
 
-// For each of the vector's flags, four to a word, a byte of ones where it is not zero.
+// One byte per flag of the vector, four per word: 0xFF if the flag is not zero.
 template <int kCount>
 struct Mask {
   uint32_t words[CeilDivide(kCount, 4)];
@@ -30,7 +30,7 @@ struct Mask {
 
   __device__ __forceinline__ bool operator[](int i) const { return (words[i / 4] >> (8 * (i % 4)) & 1) != 0; }
 
-  // Ones in the bytes of the i-th 32-bit word of a vector that belong to elements whose flag is not zero.
+  // The mask of the i-th 32-bit word of a vector: 0xFF in the bytes of elements whose flag is not zero.
   template <int kElementBytes>
   __device__ __forceinline__ uint32_t OfWord(int i) const {
     if constexpr (kElementBytes == 1) {
@@ -44,7 +44,7 @@ struct Mask {
   }
 };
 
-// The elements of `a` where the mask has ones, and those of `b` elsewhere.
+// The elements of `a` where the mask is set, otherwise those of `b`.
 template <typename T, int kCount>
 __device__ __forceinline__ Packed<T, kCount> Choose(const Mask<kCount>& mask, const Packed<T, kCount>& a,
                                                     const Packed<T, kCount>& b) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ Packed<T, kCount> Choose(const Mask<kCount>& mask, co
   return chosen;
 }
 
-// ---- Operands, as seen from the elements of the output.
+// ---- Operands, indexed by elements of the output.
 
 // An operand with the shape of the output.
 template <typename T, int kVec>
@@ -75,7 +75,7 @@ struct Dense {
   __device__ __forceinline__ T At(int64_t element) const { return data[element]; }
 };
 
-// One element for all of the output.
+// One element for the whole output.
 template <typename T, int kVec>
 struct Scalar {
   const T* data;
@@ -86,7 +86,7 @@ struct Scalar {
   __device__ __forceinline__ T At(int64_t) const { return *data; }
 };
 
-// Any operand; vectors of it only if RowsSuffice.
+// Any operand. Load requires RowsSuffice.
 template <typename T, int kVec>
 class Repeated {
  public:
@@ -103,7 +103,7 @@ class Repeated {
     }
   }
 
-  // Only arguments, but for the ends of rows, decide how: the threads of a warp do not diverge.
+  // Except at the ends of rows, branches depend only on kernel arguments, so the threads of a warp do not diverge.
   __device__ __forceinline__ Packed<T, kVec> Load(int64_t element) const {
     const int64_t row = Row(element), column = element - row * row_;
     const T* address = Address(row, column);
@@ -128,7 +128,7 @@ class Repeated {
   }
 
  private:
-  // A row is what the innermost dimension numbers.
+  // A row is a run of the innermost dimension.
   __device__ __forceinline__ int64_t Row(int64_t element) const {
     return outer_rank_ == 0 ? 0 : by_size_[0].Quotient(element);
   }
@@ -149,12 +149,12 @@ class Repeated {
   int outer_rank_ = 0;
   int64_t row_ = 1;
   bool is_contiguous_ = true;     // along a row
-  bool rows_are_vectors_ = true;  // no vector reaches from one row into the next
+  bool rows_are_vectors_ = true;  // no vector crosses a row end
   Divider by_size_[kMaxDimensions];
   int64_t stride_[kMaxDimensions];
 };
 
-// Whether a vector reaches at most from one row of the innermost dimension into the next.
+// Whether a vector spans at most two rows of the innermost dimension.
 inline bool RowsSuffice(int elements_of_vector, const Operand& operand) {
   return operand.repetition.rank <= 1 || operand.repetition.size[0] >= elements_of_vector;
 }

@@ -1,4 +1,4 @@
-// Checks the buffers of the where ops and turns them into calls; used by both back ends.
+// Checks the buffers of the where ops and converts them to calls, for both back ends.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace jax_baracuda::where {
 
-// An operand whose dimensions are those of the output, or 1.
+// An operand; each dimension is the output's or 1.
 inline ffi::Error TakeOperand(const char* op, const char* name, const ffi::AnyBuffer& buffer,
                               ffi::AnyBuffer::Dimensions output, Operand* operand) {
   std::vector<Dimension> dimensions;
@@ -59,8 +59,8 @@ inline ffi::Error DecodeSelect(const char* op, const ffi::AnyBuffer& a, const ff
   return ffi::Error::Success();
 }
 
-// A cotangent of an operand: of the shape and type of dy, or its sums, of the compute type, over neighbouring
-// dimensions where it has a size of 1.
+// The cotangent of an operand. It has either the shape and type of dy, or the compute type and size 1 in adjacent
+// dimensions, over which it is summed.
 inline ffi::Error TakeCotangent(const char* op, const char* name, const ffi::AnyBuffer& buffer,
                                 const ffi::AnyBuffer& dy, void** data, bool* is_summed, Sum* sum) {
   const auto own = buffer.dimensions(), whole = dy.dimensions();
@@ -100,7 +100,7 @@ inline ffi::Error DecodeSplit(const char* op, const ffi::AnyBuffer& dy, const ff
   return ffi::Error::Success();
 }
 
-// ---- The calls that the parameters of a plan describe, without data. Shapes come dimension by dimension.
+// ---- The calls described by the parameters of a plan, without data. Shapes are given dimension by dimension.
 
 inline std::vector<int64_t> ShapeOf(const PlanParameters& parameters, const std::string& name) {
   std::vector<int64_t> shape(parameters.at("rank"));
@@ -138,7 +138,7 @@ inline SplitCall SplitOf(const PlanParameters& parameters) {
   return call;
 }
 
-// The bindings of the two handlers; those of both back ends differ in their context, and in the scratch on GPUs.
+// The bindings of the two handlers. The back ends differ in the context, and GPUs add the scratch buffer.
 
 template <typename Context>
 auto BindSelect() {

@@ -1,5 +1,5 @@
-// The CUDA kernel of write_slice for small windows, as in decoding, where latency counts: a thread has one word, whose
-// load does not wait for those of the starts. Arguments are few, since they are loaded as well.
+// The CUDA kernel of write_slice for small windows, as in decoding, which is latency-bound. A thread has one word, and
+// loads it without waiting for the starts. The kernel arguments are compact, because loading them adds latency too.
 #pragma once
 
 #include <algorithm>
@@ -17,10 +17,10 @@ namespace jax_baracuda::write_slice {
 using SmallWord = uint4;
 
 inline constexpr int kSmallThreads = 256;
-inline constexpr int kMaxSmallWindows = 2;  // of a launch
+inline constexpr int kMaxSmallWindows = 2;  // per launch
 inline constexpr int kMaxSmallAxes = 3;
 
-// Windows whose rows begin and end between words, and are numbered by the first kAxes - 1 axes.
+// A window whose rows begin and end at multiples of a word. The first kAxes - 1 axes number the rows.
 template <int kAxes>
 struct SmallWindow {
   char* dest;
@@ -37,7 +37,7 @@ struct SmallWindows {
   SmallWindow<kAxes> windows[kWindows];
 };
 
-// A compiler would move an ordinary load to where its result is stored, behind the starts.
+// A compiler would move a plain load down to the store of its result, after the loads of the starts.
 __device__ __forceinline__ SmallWord LoadNow(const SmallWord* address) {
   SmallWord word;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -1,4 +1,4 @@
-// Constants that were measured on one GPU. Others take its numbers, until somebody has measured there.
+// Constants measured on one GPU. Other GPUs use them until they are measured there.
 #pragma once
 
 #include <cstdint>
@@ -7,14 +7,14 @@ namespace jax_baracuda::write_slice {
 
 // Compute capability 9.0, an H200.
 struct Tuning90 {
-  // Blocks share long rows, of which a thread takes so many items (words, or vectors of the array).
+  // Items (words, or vectors of the array) per thread if long rows are split among blocks.
   static constexpr int kItemsOfThread = 4;
-  // They do so in windows of at least so many items, for in smaller ones latency counts, and only if rows fill this
-  // fraction of their blocks, so that few threads are idle.
+  // Rows are split only in windows of at least kMinSharedItems items, because smaller ones are latency-bound. Rows must
+  // also fill this fraction of their blocks, so that few threads are idle.
   static constexpr int64_t kMinSharedItems = int64_t{1} << 18;
   static constexpr int64_t kMinFillNumerator = 4, kMinFillDenominator = 5;
 
-  // Windows up to this size take the kernel in which each thread has one word.
+  // Windows up to this size use the kernel with one word per thread.
   static constexpr int64_t kMaxSmallWords = int64_t{1} << 18;
 };
 

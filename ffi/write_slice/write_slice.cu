@@ -1,7 +1,7 @@
 // The CUDA kernels of write_slice and its gradient. One launch moves several windows.
 //
-// Rows that begin and end at multiples of 16 bytes in both arrays are moved in words of that size. Others are written
-// in aligned vectors of the array, as far as these lie in a row, and taken out in smaller words. So every byte of an
+// Rows that begin and end at multiples of 16 bytes in both arrays are moved in words of 16 bytes. Other rows are
+// written as aligned vectors of the array, clipped to the row, and taken out in smaller words. So every byte of an
 // array belongs to one thread.
 
 #include <algorithm>
@@ -20,11 +20,11 @@ inline constexpr int kThreads = 256;
 inline constexpr int kItems = Tuning::kItemsOfThread;
 inline constexpr int kItemsOfBlock = kThreads * kItems;
 
-// How a window is assigned to blocks.
+// The assignment of a window to blocks.
 struct Tiling {
   int64_t items_of_row;  // items are words, or vectors of the array
   int64_t num_items;
-  int64_t blocks_of_row;  // 0 where items are counted through all rows, one for each thread
+  int64_t blocks_of_row;  // 0: items are numbered through all rows, one per thread
   unsigned first_block;
 };
 
@@ -35,7 +35,7 @@ struct Launch {
   Update updates[kMaxUpdates];
 };
 
-// Within the 4096 bytes that all devices allow for arguments.
+// All devices support kernel arguments of 4096 bytes.
 inline constexpr int kMaxUpdatesOfLaunch = 5;
 static_assert(sizeof(Launch<kMaxUpdatesOfLaunch>) <= 4096);
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ T* At(void* base, int64_t bytes) {
   return reinterpret_cast<T*>(static_cast<char*>(base) + bytes);
 }
 
-// Whether a window is moved in words, and not in vectors of the array.
+// Whether a window is moved in words rather than in vectors of the array.
 __host__ __device__ __forceinline__ bool HasWords(const Update& update, bool takes) {
   return takes || (!update.has_bits && update.word == kVectorBytes);
 }
@@ -52,14 +52,14 @@ __host__ __device__ __forceinline__ bool HasWords(const Update& update, bool tak
 // ---------------------------------------------------------------------------------------------------------------------
 // Words.
 
-// Up to kCount words of a row, kThreads apart.
+// Moves up to kCount words of a row, kThreads apart.
 template <typename Word, int kCount, bool kTake>
 __device__ __forceinline__ void MoveWords(const Update& update, const Tiling& tiling, int64_t number, int64_t first) {
   constexpr int64_t kBytes = sizeof(Word);
   Word* const source = At<Word>(update.source, SourceRow(update, number));
   Word words[kCount];
   if constexpr (!kTake) {
-    // Loads do not wait for the starts.
+    // Issue these loads before LocateRow, which waits for the starts.
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       if (first + k * kThreads < tiling.items_of_row) words[k] = source[first + k * kThreads];
@@ -79,7 +79,7 @@ __device__ __forceinline__ void MoveWords(const Update& update, const Tiling& ti
     const int64_t word = first + k * kThreads;
     if (word < begin || word >= end) continue;
     if constexpr (kTake) {
-      // First what waits for the load: a store into a line that is still being loaded takes long.
+      // Store to `source` first, because it waits for the load: a store into a line that is still being loaded is slow.
       source[word] = words[k];
       dest[word] = Word{};
     } else {
@@ -89,9 +89,9 @@ __device__ __forceinline__ void MoveWords(const Update& update, const Tiling& ti
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Vectors of the array, to be written from any address, or any bit.
+// Vectors of the array, written from any source address or bit.
 
-// An aligned word of the window's content, of which only what belongs to it is read.
+// An aligned word of the window's content. Bytes outside the content are not read.
 __device__ __forceinline__ uint32_t LoadWord(const Update& update, uintptr_t address) {
   const uintptr_t begin = reinterpret_cast<uintptr_t>(update.source), end = begin + update.source_bytes;
   if (begin <= address && address + 4 <= end) return *reinterpret_cast<const uint32_t*>(address);
@@ -103,7 +103,7 @@ __device__ __forceinline__ uint32_t LoadWord(const Update& update, uintptr_t add
   return word;
 }
 
-// Writes bytes `first` to `last` of the aligned vector at `dest`; that is from bit `source_bit` on of the content.
+// Writes bytes [first, last) of the aligned vector at `dest`. Their content begins at bit `source_bit` of the source.
 __device__ __forceinline__ void WriteBytesOfVector(const Update& update, char* dest, int first, int last,
                                                    int64_t source_bit) {
   const int64_t bit = static_cast<int64_t>(reinterpret_cast<uintptr_t>(update.source)) * 8 + source_bit - first * 8;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void WriteBytesOfVector(const Update& update, char* d
   uint32_t words[5];
 #pragma unroll
   for (int i = 0; i < 5; ++i) {
-    // Word i has the bits from here on. Of a vector in part, not all words are needed.
+    // Word i begins at this bit. A partial vector does not need all words.
     const int64_t word_bit = (bit & ~int64_t{31}) + 32 * i;
     const bool is_needed = word_bit + 32 > bit + first * 8 && word_bit < bit + last * 8;
     words[i] = is_needed ? LoadWord(update, static_cast<uintptr_t>(word_bit >> 3)) : 0;
@@ -140,10 +140,10 @@ __device__ __forceinline__ void WriteBytesOfVector(const Update& update, char* d
   }
 }
 
-// Vector `item` of those of the array that the row touches.
+// Writes vector number `item` of the array's vectors that the row touches.
 __device__ __forceinline__ void WriteVectorOfArray(const Update& update, const Row& row, int64_t number, int64_t item) {
   if (row.first >= row.last) return;
-  // The row's bytes in the array, those at its ends perhaps in part.
+  // The bytes of the array that the row touches; the first and the last may be partial.
   const bool has_bits = update.has_bits;
   const int shift = !has_bits ? 0 : update.bit_width == 4 ? 1 : 2;
   const int64_t first_unit = row.begin + row.first, last_unit = row.begin + row.last;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void WriteVectorOfArray(const Update& update, const R
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Up to kCount items of a row, kThreads apart.
+// Moves up to kCount items of a row, kThreads apart.
 template <int kCount, bool kTake>
 __device__ __forceinline__ void Move(const Update& update, const Tiling& tiling, int64_t number, int64_t first) {
   if constexpr (kTake) {
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kThreads) MoveWindows(const __grid_constant__ 
 int64_t ItemsOfRow(const Update& update, bool takes) {
   if (HasWords(update, takes)) return update.run_units / update.word;
   const int64_t most_bytes = update.has_bits ? MaxBytesOfRow(update) : update.run_units;
-  // Whichever word of a vector the row begins at.
+  // The worst case: the row begins at the last word of a vector.
   return CeilDivide(most_bytes + (kVectorBytes - update.word), kVectorBytes);
 }
 
@@ -250,7 +250,7 @@ CudaStatus LaunchAll(const std::vector<Update>& updates, cudaStream_t stream) {
   const int count = static_cast<int>(updates.size());
   for (int i = 0; i < count; i += kMaxUpdatesOfLaunch) {
     const int some = std::min(count - i, kMaxUpdatesOfLaunch);
-    // Fewer bytes of arguments make a launch faster.
+    // Launches with fewer argument bytes are faster.
     const auto launch = some <= 2 ? LaunchSome<2, kTake> : LaunchSome<kMaxUpdatesOfLaunch, kTake>;
     JB_RETURN_IF_CUDA_ERROR(launch(updates.data() + i, some, stream));
   }

@@ -1,4 +1,4 @@
-// The launchers of write_slice and its gradient. Errors of launches are returned.
+// The launchers of write_slice and its gradient. They return launch errors.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,19 +10,19 @@
 
 namespace jax_baracuda::write_slice {
 
-// How windows are written. Blocks share long rows; of others, each thread has one word or vector.
+// How windows are written. Long rows are split among blocks; otherwise each thread has one word or vector.
 enum class WriteStrategy {
   kNothing,
-  kSmallWindowsOf1Axis,  // of the axes that are left
+  kSmallWindowsOf1Axis,  // the number of axes after ReduceAxes
   kSmallWindowsOf2Axes,
   kSmallWindowsOf3Axes,
   kWords,  // of 16 bytes
   kLongRowsOfWords,
-  kVectors,  // of the array, of whose bytes a row may have a part
+  kVectors,  // aligned vectors of the array; a row may cover only part of a vector
   kLongRowsOfVectors,
-  kBits,  // rows begin or end within bytes
+  kBits,  // rows begin or end inside bytes
   kLongRowsOfBits,
-  kMixed,  // windows in different ways
+  kMixed,  // windows have different strategies
 };
 
 inline constexpr const char* kWriteStrategyNames[] = {"nothing",
@@ -37,7 +37,7 @@ inline constexpr const char* kWriteStrategyNames[] = {"nothing",
                                                       "long_rows_of_bits",
                                                       "mixed"};
 
-// How windows are taken out: in words of so many bytes.
+// How windows are taken out: the word size.
 enum class TakeStrategy {
   kNothing,
   kWordsOf1Byte,
@@ -50,7 +50,7 @@ enum class TakeStrategy {
   kLongRowsOf4Bytes,
   kLongRowsOf8Bytes,
   kLongRowsOf16Bytes,
-  kMixed,  // windows in different ways
+  kMixed,  // windows have different strategies
 };
 
 inline constexpr const char* kTakeStrategyNames[] = {"nothing",
@@ -72,8 +72,8 @@ TakeStrategy ChooseTake(const std::vector<Update>& updates);
 // Writes the windows' contents into their arrays.
 CudaStatus LaunchWrite(const std::vector<Update>& updates, cudaStream_t stream);
 
-// Takes the windows' contents out of their arrays and leaves zeros; what lies outside of an array is zero. Not where
-// rows begin or end within bytes.
+// Moves the windows' contents out of their arrays and leaves zeros there. Content outside an array is zero. Not
+// supported if rows begin or end inside bytes.
 CudaStatus LaunchTake(const std::vector<Update>& updates, cudaStream_t stream);
 
 }  // namespace jax_baracuda::write_slice

@@ -1,7 +1,7 @@
-// The windows of write_slice: where each lies in its array, and which bytes it has; for both back ends.
+// The windows of write_slice, for both back ends: the position of a window in its array, and its bytes.
 //
-// An array is reduced to as few axes as its window allows: axes that are written whole join the axis outside of them.
-// The last axis that is left is the run, contiguous in the array and in the window; the others count the rows.
+// An array is reduced to as few axes as possible: an axis that is written whole is merged into the next outer axis. The
+// last remaining axis is the run, which is contiguous in the array and in the window. The other axes number the rows.
 #pragma once
 
 #include <cstdint>
@@ -12,18 +12,18 @@
 
 namespace jax_baracuda::write_slice {
 
-inline constexpr int kMaxAxes = 9;  // eight, and the batch
+inline constexpr int kMaxAxes = 9;  // eight plus the batch
 
-// Where a window begins along an axis, for each element of the batch.
+// The start of a window along an axis, for each batch element.
 struct Start {
   const void* data = nullptr;  // nullptr: the window is the whole axis
   ElementType type = ElementType::kInt32;
-  bool is_shared = true;  // by the batch
+  bool is_shared = true;  // one start for the whole batch
 
-  // Of uint64, what is greater than all int64 becomes the greatest of them.
+  // A uint64 above the maximum of int64 becomes that maximum.
   JB_HOST_DEVICE int64_t Load(int64_t batch) const {
     const int64_t i = is_shared ? 0 : batch;
-    // By far the most frequent type; a GPU jumps into a switch by a table in memory.
+    // int32 is by far the most frequent type. Checking it first avoids the switch, a jump table in GPU memory.
     if (type == ElementType::kInt32) return static_cast<const int32_t*>(data)[i];
     switch (type) {
       case ElementType::kInt8:
@@ -53,25 +53,25 @@ JB_HOST_DEVICE int64_t Clamp(int64_t value, int64_t low, int64_t high) {
   return value < low ? low : value > high ? high : value;
 }
 
-// One axis of an array, which may be a part of a larger array that is split along it over devices.
+// One axis of an array. The array may be a shard of a larger array that is split along this axis over devices.
 struct Axis {
   int64_t size = 1;    // of the window
   int64_t dim = 1;     // of the array
   int64_t stride = 1;  // of the array, in units: see Update
   int64_t num_shards = 1;
-  const int32_t* shard = nullptr;  // the number of this part; nullptr where there is but one
+  const int32_t* shard = nullptr;  // the number of this shard; nullptr if there is only one
   Start start;
 
   JB_HOST_DEVICE bool is_whole() const { return start.data == nullptr; }
 
-  // The index in the array where the window begins that has this start. It may lie outside where the window is
-  // dropped, or split.
+  // The index in the array at which a window with this start begins. It may be outside the array if `drop` is set or
+  // the axis is split.
   JB_HOST_DEVICE int64_t BeginOf(int64_t start_index, bool drop) const {
     if (is_whole()) return 0;
     const int64_t extent = num_shards * dim;
     int64_t begin = start_index;
     if (drop) {
-      begin = Clamp(begin, -size, extent);  // beyond these, nothing is inside anyway
+      begin = Clamp(begin, -size, extent);  // beyond these limits nothing is inside; avoids overflow
     } else {
       if (begin < 0) begin += extent;
       begin = Clamp(begin, 0, extent - size);
@@ -84,22 +84,22 @@ struct Axis {
   }
 };
 
-// A window that is written, or taken out. Units are bytes; or elements, where rows begin or end within bytes.
+// A window that is written or taken out. Units are bytes, or elements if rows begin or end inside bytes.
 struct Update {
   void* dest = nullptr;
-  void* source = nullptr;  // the window's content: what is written, or where to put what is taken out
+  void* source = nullptr;  // the window's content: the input of a write, or the output of a take
   int64_t source_bytes = 0;
-  int64_t num_rows = 0;               // of all axes but the last
-  int64_t source_rows = 0;            // as many, or the rows of one element of a batch that shares the source
-  int64_t rows_of_batch_element = 0;  // where the first axis is the batch
-  int64_t run_units = 0;              // of a row
+  int64_t num_rows = 0;               // the product of all axes but the last
+  int64_t source_rows = 0;            // num_rows, or the rows of one batch element if the batch shares the source
+  int64_t rows_of_batch_element = 0;  // if the first axis is the batch
+  int64_t run_units = 0;              // units per row
   int32_t num_axes = 0;
-  int32_t bit_width = 8;  // of an element
-  int32_t word = 1;       // all rows begin and end at multiples of so many bytes, in both arrays: 1, 2, 4, 8 or 16
-  bool has_bits = false;  // whether units are elements; `word` then means nothing
+  int32_t bit_width = 8;  // bits per element
+  int32_t word = 1;       // 1, 2, 4, 8 or 16 bytes: all rows begin and end at multiples of it, in both arrays
+  bool has_bits = false;  // whether units are elements; `word` is then meaningless
   bool drop = false;
-  bool has_batch = false;       // whether the first axis is a batch whose elements have windows of their own
-  bool may_be_outside = false;  // whether some of the window may not be in the array
+  bool has_batch = false;       // whether the first axis is a batch whose elements have separate starts
+  bool may_be_outside = false;  // whether part of the window may be outside the array
   Axis axes[kMaxAxes];
 
   JB_HOST_DEVICE const Axis& run() const { return axes[num_axes - 1]; }
@@ -109,7 +109,7 @@ struct QuotientAndRemainder {
   int64_t quotient, remainder;
 };
 
-// Of numbers that are not negative. GPUs divide numbers of 32 bits several times faster.
+// For non-negative numbers. GPUs divide 32-bit numbers several times faster.
 JB_HOST_DEVICE QuotientAndRemainder Divide(int64_t number, int64_t divisor) {
   if (((number | divisor) >> 32) == 0) {
     const uint32_t n = static_cast<uint32_t>(number), d = static_cast<uint32_t>(divisor);
@@ -118,16 +118,16 @@ JB_HOST_DEVICE QuotientAndRemainder Divide(int64_t number, int64_t divisor) {
   return {number / divisor, number % divisor};
 }
 
-// Where a row begins in the window's content.
+// The start of a row in the window's content, in units.
 JB_HOST_DEVICE int64_t SourceRow(const Update& update, int64_t number) {
   const int64_t row = update.source_rows == update.num_rows ? number : Divide(number, update.source_rows).remainder;
   return row * update.run_units;
 }
 
-// Where a row lies in the array.
+// The position of a row in the array, in units.
 struct Row {
-  int64_t begin;        // of the row, even if that is outside
-  int64_t first, last;  // of its units, those inside
+  int64_t begin;        // the start of the row, even if it is outside the array
+  int64_t first, last;  // the range of the row's units that is inside the array
 };
 
 JB_HOST_DEVICE Row LocateRow(const Update& update, int64_t number) {
@@ -151,7 +151,7 @@ JB_HOST_DEVICE Row LocateRow(const Update& update, int64_t number) {
   return row;
 }
 
-// The element of the window's content that belongs to an element of the array; -1 if that is not in the window.
+// The element of the window's content for an element of the array; -1 if the element is not in the window.
 JB_HOST_DEVICE int64_t SourceOf(const Update& update, int64_t element) {
   int64_t batch = 0, row = 0;
   for (int i = 0; i < update.num_axes; ++i) {
@@ -167,10 +167,10 @@ JB_HOST_DEVICE int64_t SourceOf(const Update& update, int64_t element) {
   return -1;
 }
 
-// Where units are elements: how many bytes a row can touch at most.
+// If units are elements: the maximum number of bytes that a row can touch.
 JB_HOST_DEVICE int64_t MaxBytesOfRow(const Update& update) { return (update.run_units * update.bit_width + 14) / 8; }
 
-// Where units are elements: writes number `byte` of the bytes that a row touches, unless a row before it touches it,
+// If units are elements: writes byte number `byte` of the bytes that a row touches, unless an earlier row touches it
 // too. So each byte is written once, by the first row in it, with the elements of all rows.
 JB_HOST_DEVICE void WriteByteOnce(const Update& update, int64_t row_number, const Row& row, int64_t byte) {
   const int width = update.bit_width, shift = width == 4 ? 1 : 2;  // 2 or 4 elements in a byte
@@ -201,14 +201,14 @@ JB_HOST_DEVICE void WriteByteOnce(const Update& update, int64_t row_number, cons
   *dest = static_cast<uint8_t>(is_written == 0xff ? written : (*dest & ~is_written) | written);
 }
 
-// The axes of an array, outermost first, of which the first one is the batch, of 1 where there is none. Strides are in
+// The axes of an array, outermost first. The first axis is the batch, of size 1 without a batch. Strides are in
 // elements.
 struct Axes {
   int count = 0;
   Axis at[kMaxAxes];
 };
 
-// Reduces the axes. A batch may share the source: the window's content is then that of one of its elements.
+// Reduces the axes. If the batch shares the source, the window's content is that of one batch element.
 inline void ReduceAxes(const Axes& axes, bool source_is_shared, Update* update) {
   for (int i = 0; i < axes.count; ++i) {
     const Axis& axis = axes.at[i];
@@ -216,7 +216,7 @@ inline void ReduceAxes(const Axes& axes, bool source_is_shared, Update* update) 
     update->may_be_outside = update->may_be_outside || (!axis.is_whole() && (update->drop || axis.num_shards > 1));
   }
   const bool keeps_batch = update->has_batch || source_is_shared;
-  int first = axes.count;  // of those that are left, which fill an array from its end
+  int first = axes.count;  // the first remaining axis; `reduced` is filled from its end
   Axis reduced[kMaxAxes];
   for (int i = axes.count - 1; i >= 0; --i) {
     const Axis& axis = axes.at[i];
@@ -242,11 +242,11 @@ inline void ReduceAxes(const Axes& axes, bool source_is_shared, Update* update) 
   update->run_units = update->run().size * update->run().stride;
 }
 
-// Turns units of elements into bytes, unless rows begin or end within bytes.
+// Converts units from elements to bytes, unless rows begin or end inside bytes.
 inline void ChooseUnits(Update* update) {
   const int64_t width = update->bit_width;
   Axis& run = update->axes[update->num_axes - 1];
-  int64_t bits = update->run_units * width;  // its lowest bit is that of the largest power of two that divides all
+  int64_t bits = update->run_units * width;  // its lowest set bit: the largest power of two that divides all sizes
   if (!run.is_whole()) bits |= run.stride * width;
   for (int i = 0; i + 1 < update->num_axes; ++i) bits |= update->axes[i].stride * width;
   update->has_bits = bits % 8 != 0;
@@ -260,7 +260,7 @@ inline void ChooseUnits(Update* update) {
   update->word = static_cast<int32_t>(alignment & (~alignment + 1));
 }
 
-// That of all windows of a call, or `mixed` where they differ.
+// The common strategy of all windows of a call, or `mixed` if they differ.
 template <typename Strategy, typename StrategyOfUpdate>
 Strategy CommonStrategy(const std::vector<Update>& updates, Strategy nothing, Strategy mixed,
                         const StrategyOfUpdate& strategy_of) {

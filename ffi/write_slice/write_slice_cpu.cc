@@ -16,7 +16,7 @@ namespace {
 enum class Strategy { kNothing, kRows, kRowsOfBits, kMixed };
 
 constexpr const char* kStrategyNames[] = {"nothing", "rows", "rows_of_bits", "mixed"};
-constexpr int kTakeStrategies = 2;  // the first ones: elements are no less than a byte
+constexpr int kTakeStrategies = 2;  // the first two: the gradient has no elements narrower than a byte
 
 Strategy StrategyOf(const Update& update) { return update.has_bits ? Strategy::kRowsOfBits : Strategy::kRows; }
 
@@ -37,7 +37,7 @@ void CopyArrays(ffi::ThreadPool& pool, const std::vector<Copy>& copies) {
   }
 }
 
-// Calls body(number of a row, begin, end) for ranges of rows of `row_bytes` each that make up the window.
+// Calls body(row number, begin, end) for byte ranges of rows that cover the window. Each row has `row_bytes` bytes.
 template <typename Body>
 void ForEachRangeOfRow(ffi::ThreadPool& pool, const Update& update, int64_t row_bytes, const Body& body) {
   const int64_t bytes = update.num_rows * row_bytes;
@@ -51,7 +51,7 @@ void ForEachRangeOfRow(ffi::ThreadPool& pool, const Update& update, int64_t row_
   });
 }
 
-// Calls body(dest, source, bytes) for all ranges of the window that lie in the array.
+// Calls body(dest, source, bytes) for all ranges of the window that are inside the array.
 template <typename Body>
 void ForEachRangeInside(ffi::ThreadPool& pool, const Update& update, const Body& body) {
   ForEachRangeOfRow(pool, update, update.run_units, [&](int64_t number, int64_t begin, int64_t end) {
@@ -64,7 +64,7 @@ void ForEachRangeInside(ffi::ThreadPool& pool, const Update& update, const Body&
   });
 }
 
-// Copies the bits of elements that fill `bytes` bytes, from a source that begins `bit` bits into its first byte.
+// Copies elements that fill `bytes` bytes. They begin at bit `bit` of the first source byte.
 void CopyBits(const uint8_t* source, int bit, int64_t bytes, uint8_t* dest) {
   if (bit == 0) {
     std::memcpy(dest, source, static_cast<size_t>(bytes));
@@ -74,13 +74,13 @@ void CopyBits(const uint8_t* source, int bit, int64_t bytes, uint8_t* dest) {
   for (int64_t i = 0; i < bytes; ++i) dest[i] = static_cast<uint8_t>(source[i] >> bit | source[i + 1] << (8 - bit));
 }
 
-// A row's bytes from `begin` to `end`. Only the first one and the last one may have elements of other rows.
+// Writes a row's bytes [begin, end). Only the row's first and last byte may also have elements of other rows.
 void WriteBytesOfRow(const Update& update, int64_t number, int64_t begin, int64_t end) {
   const Row row = LocateRow(update, number);
   const int64_t first = row.begin + row.first, last = row.begin + row.last;
   if (first >= last) return;
   const int64_t per_byte = 8 / update.bit_width, first_byte = first / per_byte;
-  // Those between are whole.
+  // The bytes between them belong to this row alone.
   const int64_t whole_begin = std::clamp(int64_t{1}, begin, end);
   const int64_t whole_end = std::clamp(last / per_byte - first_byte, whole_begin, end);
   for (int64_t byte = begin; byte < whole_begin; ++byte) WriteByteOnce(update, number, row, byte);

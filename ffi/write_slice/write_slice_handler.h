@@ -1,4 +1,4 @@
-// Checks the buffers of write_slice and its gradient and turns them into windows; used by both back ends.
+// Checks the buffers of write_slice and its gradient and converts them to windows, for both back ends.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace jax_baracuda::write_slice {
 
-// What to do with an array before its window is written where XLA gave it other memory than the result's.
+// The copy of an array to its result before the window is written, if XLA did not alias the two.
 struct Copy {
   void* to;
   const void* from;
@@ -27,17 +27,16 @@ struct Call {
   std::vector<Update> updates;
 };
 
-// The attribute `windows` holds these five numbers for each axis that is not written whole, in the order of the arrays
-// and of their axes.
+// The attribute `windows` has these five numbers for each axis that is not written whole, ordered by array and axis.
 struct Window {
   int64_t array, axis;
-  int64_t start;  // number of the operand that holds it
+  int64_t start;  // the number of the start operand
   int64_t size;
-  int64_t num_shards;  // into how many parts the axis is split; if several, there is an operand with the part's number
+  int64_t num_shards;  // shards of the axis; if more than one, an operand has the number of this shard
 };
 inline constexpr size_t kNumbersOfWindow = 5;
 
-// What an error calls a buffer. Calls that are right make no strings.
+// The name of a buffer in errors. Valid calls create no strings.
 struct Name {
   const char* what;
   size_t number;
@@ -45,7 +44,7 @@ struct Name {
   std::string Text() const { return std::string(what) + " " + std::to_string(number); }
 };
 
-// Operands are the arrays, then what is written to them, if anything is, then starts, then numbers of parts.
+// Operands are the arrays, then (write_slice only) the sources, then the starts, then the shard numbers.
 class Decoder {
  public:
   Decoder(const char* op, ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int64_t> windows,
@@ -141,7 +140,7 @@ class Decoder {
                                     "none negative, in the order of arrays and axes");
   }
 
-  // The axes of an array, all of them written whole.
+  // Sets the axes of an array, initially all written whole.
   ffi::Error CheckArray(const Name& name, const ffi::AnyBuffer& buffer, Axes* axes) const {
     if (BitWidth(buffer.element_type()) == 0) return Unsupported(name, buffer);
     const auto view = batch_.View(buffer, /*may_be_shared=*/false);
@@ -160,7 +159,8 @@ class Decoder {
     return ffi::Error::Success();
   }
 
-  // A buffer of the type of dest and the sizes of its window. Where `is_shared` is not null, the batch may share it.
+  // Checks that a buffer has the type of dest and the sizes of its window. If `is_shared` is not null, the batch may
+  // share the buffer.
   ffi::Error CheckTypeAndShape(const Name& name, const ffi::AnyBuffer& buffer, const ffi::AnyBuffer& dest,
                                const Axes& axes, bool* is_shared) const {
     if (buffer.element_type() != dest.element_type()) {
@@ -180,7 +180,7 @@ class Decoder {
     return batch_.WrongShape(name.Text().c_str(), buffer, /*may_be_shared=*/is_shared != nullptr, expected);
   }
 
-  // *next_part is the operand with the number of the next part.
+  // *next_part is the index of the next operand with a shard number.
   ffi::Error AddWindow(const Window& window, size_t* next_part, Axes* axes) const {
     const Name name{"dest", static_cast<size_t>(window.array)};
     if (window.axis + 1 >= axes->count) {
@@ -219,7 +219,7 @@ class Decoder {
     return ffi::Error::Success();
   }
 
-  // A number for each element of the batch, or one for all.
+  // One number per batch element, or one for all.
   ffi::Error CheckScalar(const Name& name, const ffi::AnyBuffer& buffer) const {
     const auto view = batch_.View(buffer, /*may_be_shared=*/true);
     if (view && view->dims.size() == 0) return ffi::Error::Success();
@@ -256,12 +256,12 @@ class Decoder {
   bool drop_;
   int64_t num_batch_dims_;
   Batch batch_;
-  size_t first_start_ = 0, first_part_ = 0;  // of the operands
+  size_t first_start_ = 0, first_part_ = 0;  // indices of the first start and the first shard number among the operands
 };
 
-// The windows that the parameters of a plan describe, without data.
+// The windows described by the parameters of a plan, without data.
 inline std::vector<Update> UpdatesOf(const PlanParameters& parameters) {
-  static const int32_t start = 0;  // some start, where a window has one
+  static const int32_t start = 0;  // a placeholder for starts: plans do not depend on their values
   std::vector<Update> updates;
   for (int64_t i = 0; i < parameters.at("arrays"); ++i) {
     const auto get = [&](const char* what) { return parameters.at(what + std::to_string(i)); };
@@ -269,7 +269,7 @@ inline std::vector<Update> UpdatesOf(const PlanParameters& parameters) {
       return parameters.at(what + std::to_string(i) + "_" + std::to_string(axis));
     };
     const int64_t rank = get("rank_");
-    if (rank < 1 || rank >= kMaxAxes) continue;  // which the handler refuses
+    if (rank < 1 || rank >= kMaxAxes) continue;  // the handler rejects these
     Axes axes;
     axes.count = static_cast<int>(1 + rank);
     int64_t stride = 1, window_elements = 1;
