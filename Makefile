@@ -45,9 +45,9 @@ demo: $(VENV)/installed
 # Whether an installation is right: at least one case of each test.
 test: export JAX_BARACUDA_TEST_STRIDE ?= 100
 test: $(VENV)/installed
-	$(BIN)/pytest --ignore=tests/repository $(PYTEST_ARGUMENTS)
+	$(BIN)/pytest --ignore=tests/repository --ignore=tests/test_matrix.py --ignore=tests/test_fuzz.py $(PYTEST_ARGUMENTS)
 
-# All cases, and the tests of pages, notebooks and tools.
+# All cases, combinations and calls drawn at random, and the tests of pages, notebooks and tools.
 test-all: $(VENV)/installed
 	$(BIN)/pip install --quiet $(call REQUIREMENTS,test-all)
 	$(BIN)/pytest $(PYTEST_ARGUMENTS)
