@@ -20,7 +20,7 @@ __device__ __forceinline__ bool IsNormal(C value) {
 template <typename T>
 struct ProductOutputs {
   T* output;
-  ComputeType<T>* mantissa;  // with `packed`: the residual of a floating product, or nullptr
+  ComputeType<T>* mantissa;  // with `packed`, the residual of a floating product; or nullptr
   int32_t* packed;
 };
 
