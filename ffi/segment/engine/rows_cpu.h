@@ -65,12 +65,12 @@ inline constexpr int64_t kMinBytesPerRoundedRange = 64 * 1024;
 inline constexpr int64_t kMinSegmentsPerBlock = 64;
 inline constexpr int64_t kMinFeatureBytesPerBlock = 256;
 inline constexpr int64_t kSortedBlockBytes = 16 * 1024;   // cells of segments that are reduced together
-inline constexpr int64_t kMinBytesPerPart = 1024 * 1024;  // segments that one thread reduces alone
+inline constexpr int64_t kMinBytesPerPart = 1024 * 1024;  // rows and cells per part of the segments
 inline constexpr int64_t kMaxSegmentParts = 16;           // each part reads all ids
 inline constexpr int64_t kMinStreamedBytes = 32 * 1024 * 1024;
 inline constexpr int64_t kCacheLine = 64;
-inline constexpr int64_t kPrefetchDistance = 6;       // rows
-inline constexpr int64_t kScanPrefetchDistance = 16;  // narrow rows
+inline constexpr int64_t kPrefetchDistance = 6;       // in rows
+inline constexpr int64_t kScanPrefetchDistance = 16;  // in narrow rows
 inline constexpr int64_t kWidenedNumbers = 2048;      // numbers converted together
 
 // Rows up to this width are faster to convert together than one by one.
@@ -122,7 +122,7 @@ ffi::Error RunOnCpu(ffi::ThreadPool pool, const char* op, ffi::RemainingRets scr
   return MemoryStatus(op, kRun(pool, *call));
 }
 
-inline constexpr int64_t kConvertedIds = 1024;  // at once
+inline constexpr int64_t kConvertedIds = 1024;  // converted at a time
 
 // Ids as 32 bits; -1 if outside [0, segments).
 template <typename Id>
@@ -700,7 +700,7 @@ struct FoldTarget {
   int64_t features;
   bool cells_are_far;
   bool rows_are_far;  // for gathered rows
-  bool holds_runs;    // only if blocks have all rows
+  bool holds_runs;    // only for blocks of all rows
 };
 
 // Calls fold(offset, segment - segment_begin) for the rows of a block that belong to a segment; offset_of(i) is the

@@ -12,9 +12,9 @@
 
 namespace jax_baracuda::segment {
 
-// The state of some rows of one segment and feature: their maximum, NaN if one of them is NaN, and the sum of exp(x -
-// maximum). C is float or double. While the maximum is -inf, the sum stays 0, so that rows of -inf add nothing to
-// finite ones.
+// The state of some rows of one segment and feature: the maximum (NaN if one of them is NaN), and the sum over the rows
+// of exp(x - maximum). C is float or double. While the maximum is -inf, the sum stays 0, so that rows of -inf add
+// nothing to finite ones.
 template <typename C>
 struct SoftmaxState {
   C maximum = -std::numeric_limits<C>::infinity();

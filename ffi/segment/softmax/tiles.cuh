@@ -120,7 +120,7 @@ struct ThreadRuns {
   __device__ __forceinline__ int GroupLane() const { return lane - row_lane; }
 };
 
-// To shared memory; StoreVector is for global memory.
+// Stores to shared memory; StoreVector is for global memory.
 template <typename T, int kCount>
 __device__ __forceinline__ void StoreShared(T* address, const Vector<T, kCount>& vector) {
   *reinterpret_cast<Vector<T, kCount>*>(address) = vector;
@@ -211,7 +211,7 @@ __device__ __forceinline__ void TotalRuns(const ThreadRuns& runs, const Vector<C
   __syncthreads();
 }
 
-// What the block knows about its tile after reading the ids.
+// State of a tile that follows from its ids.
 template <int kRows>
 struct SoftmaxTileShared {
   static constexpr int kWords = kSoftmaxTileThreads * kRows / 32 + 1;
