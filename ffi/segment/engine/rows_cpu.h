@@ -3,9 +3,9 @@
 //
 // A reduction has two strategies. Both accumulate in ComputeType, so that 16-bit types vectorise:
 // - Scan: each range of rows is folded, in order, into its own cells; then the cells of the ranges are merged. Used if
-//   rows are narrow, or if the cells fit in a near cache. With a single range, each thread instead reduces the rows of
-//   its own segments, with the same result. Without rounding merges, sorted ids are instead reduced a few neighbouring
-//   segments at a time.
+//   rows are narrow, or if the cells fit in a near cache. kScan has two variants with the same result: sorted ids are
+//   reduced a few neighbouring segments at a time, and instead of a single range, each thread reduces the rows of its
+//   own segments.
 // - Group by segment: each thread owns a range of segments (or of features, if there are few segments). A counting sort
 //   of row numbers groups its rows by segment. A segment's cells then stay in the L1 cache while its rows stream by,
 //   and are written once.
@@ -57,7 +57,7 @@ namespace jax_baracuda::segment {
 
 inline constexpr int64_t kMinWorkOfRow = 32;  // minimum work counted per row, in bytes
 inline constexpr int64_t kNearCacheBytes = 4 * 1024 * 1024;
-inline constexpr int64_t kFarCellBytes = 512 * 1024;  // cells beyond this size are prefetched
+inline constexpr int64_t kFarCellBytes = 512 * 1024;  // cells of more bytes in total are prefetched
 inline constexpr int64_t kMinRowsPerCellRow = 2;
 inline constexpr int64_t kMinRowsPerRangeCellRow = 8;  // a range's own cells must also be initialised and merged
 inline constexpr int64_t kMaxRoundedRanges = 64;

@@ -110,8 +110,8 @@ struct TileShared {
   uint32_t* starts;    // [groups + 2], from the tile before the block to the one after it
   uint32_t* gaps;      // [groups], bit mask: rows that follow a narrow gap
   uint32_t* segments;  // [(groups + 1) * kPaddedTileRows], from the tile before the block on
-  uint32_t* order;     // [(groups + 1) * kPaddedTileRows], the rows' data rows; with an order only
-  uint32_t* edges;     // [(groups + 1) * kPaddedTileRows], the rows' edges, if kWithEdges
+  uint32_t* order;     // [(groups + 1) * kPaddedTileRows], data row of each row, if kWithOrder
+  uint32_t* edges;     // [(groups + 1) * kPaddedTileRows], edge of each row, if kWithEdges
   char* rows;          // [groups + 1] tiles, staged only
 
   static constexpr int kSlotBytes = RoundUp(kMaxTileThreads * sizeof(Cells), kVectorBytes);
