@@ -3,7 +3,7 @@
 // Rows are cut into tiles of 32, independent of segments, so a hot segment costs no more than other rows. Each tile is
 // reduced by a group of threads, one vector of features per thread, which walks down the rows with the accumulator in
 // registers. The `starts` word of a tile has a bit for each row that starts a run (consecutive rows of one segment). It
-// alone decides who reduces which rows:
+// alone determines which group reduces which rows:
 //
 //   * The tile in which a run starts owns it, and reads on into the next tile to the run's end.
 //   * A run that covers the whole next tile (whose `starts` is 0) is long. Its owner stops at the end of its own tile,
