@@ -63,8 +63,7 @@ inline FeatureLanes AssignFeatures(int64_t vectors, int most_lanes) {
   return {static_cast<int>(CeilDivide(vectors, columns)), static_cast<int>(columns)};
 }
 
-// Bytes of the widest vector of a thread. Vectors of 1-byte types stay at 4 bytes: at most 8 elements stay packed in
-// registers.
+// Bytes of the widest vector of a thread: at most 8 elements, so that they stay packed in registers.
 constexpr int WidestVectorBytes(int element_bytes) { return element_bytes == 1 ? 4 : 16; }
 
 // The widest vector, in elements, that divides the row and so is aligned in every row.

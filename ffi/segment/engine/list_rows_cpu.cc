@@ -25,7 +25,7 @@ int64_t ListOnAny(const int32_t* ids, int64_t count, int32_t first, uint32_t siz
 
 #ifdef JB_HAS_AVX512_INTRINSICS
 
-// Stores full vectors: masked stores are slow on some processors.
+// Stores full vectors, because some processors store parts of a vector slowly.
 __attribute__((target("avx512f,popcnt"))) int64_t ListByAvx512(const int32_t* ids, int64_t count, int32_t first,
                                                                uint32_t size, int32_t* listed) {
   constexpr int64_t kVector = 16;

@@ -16,8 +16,8 @@ struct SegmentOrder {
 // The rows of all batch elements, numbered over the whole batch, with their segments.
 struct JoinedRows {
   SegmentIds ids;
-  uint32_t rows;     // of one element of the batch
-  uint32_t total;    // of the whole batch
+  uint32_t rows;     // per batch element
+  uint32_t total;    // in the whole batch
   uint32_t dropped;  // the segment of a dropped row
   bool ids_are_shared;
 

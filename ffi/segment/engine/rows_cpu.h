@@ -3,9 +3,9 @@
 //
 // A reduction has two strategies. Both accumulate in ComputeType, so that 16-bit types vectorise:
 // - Scan: each range of rows is folded, in order, into its own cells; then the cells of the ranges are merged. Used if
-//   rows are narrow, or if the cells fit in a near cache. With a single range, each thread instead reduces the rows of
-//   its own segments, with the same result. Without rounding merges, sorted ids are instead reduced a few neighbouring
-//   segments at a time.
+//   rows are narrow, or if the cells fit in a near cache. kScan has two variants with the same result: sorted ids are
+//   reduced a few neighbouring segments at a time, and instead of a single range, each thread reduces the rows of its
+//   own segments.
 // - Group by segment: each thread owns a range of segments (or of features, if there are few segments). A counting sort
 //   of row numbers groups its rows by segment. A segment's cells then stay in the L1 cache while its rows stream by,
 //   and are written once.
@@ -57,7 +57,7 @@ namespace jax_baracuda::segment {
 
 inline constexpr int64_t kMinWorkOfRow = 32;  // minimum work counted per row, in bytes
 inline constexpr int64_t kNearCacheBytes = 4 * 1024 * 1024;
-inline constexpr int64_t kFarCellBytes = 512 * 1024;  // cells beyond this size are prefetched
+inline constexpr int64_t kFarCellBytes = 512 * 1024;  // cells of more bytes in total are prefetched
 inline constexpr int64_t kMinRowsPerCellRow = 2;
 inline constexpr int64_t kMinRowsPerRangeCellRow = 8;  // a range's own cells must also be initialised and merged
 inline constexpr int64_t kMaxRoundedRanges = 64;
@@ -65,12 +65,12 @@ inline constexpr int64_t kMinBytesPerRoundedRange = 64 * 1024;
 inline constexpr int64_t kMinSegmentsPerBlock = 64;
 inline constexpr int64_t kMinFeatureBytesPerBlock = 256;
 inline constexpr int64_t kSortedBlockBytes = 16 * 1024;   // cells of segments that are reduced together
-inline constexpr int64_t kMinBytesPerPart = 1024 * 1024;  // segments that one thread reduces alone
+inline constexpr int64_t kMinBytesPerPart = 1024 * 1024;  // rows and cells per part of the segments
 inline constexpr int64_t kMaxSegmentParts = 16;           // each part reads all ids
 inline constexpr int64_t kMinStreamedBytes = 32 * 1024 * 1024;
 inline constexpr int64_t kCacheLine = 64;
-inline constexpr int64_t kPrefetchDistance = 6;       // rows
-inline constexpr int64_t kScanPrefetchDistance = 16;  // narrow rows
+inline constexpr int64_t kPrefetchDistance = 6;       // in rows
+inline constexpr int64_t kScanPrefetchDistance = 16;  // in narrow rows
 inline constexpr int64_t kWidenedNumbers = 2048;      // numbers converted together
 
 // Rows up to this width are faster to convert together than one by one.
@@ -122,7 +122,7 @@ ffi::Error RunOnCpu(ffi::ThreadPool pool, const char* op, ffi::RemainingRets scr
   return MemoryStatus(op, kRun(pool, *call));
 }
 
-inline constexpr int64_t kConvertedIds = 1024;  // at once
+inline constexpr int64_t kConvertedIds = 1024;  // converted at a time
 
 // Ids as 32 bits; -1 if outside [0, segments).
 template <typename Id>
@@ -700,7 +700,7 @@ struct FoldTarget {
   int64_t features;
   bool cells_are_far;
   bool rows_are_far;  // for gathered rows
-  bool holds_runs;    // only if blocks have all rows
+  bool holds_runs;    // only for blocks of all rows
 };
 
 // Calls fold(offset, segment - segment_begin) for the rows of a block that belong to a segment; offset_of(i) is the

@@ -3,7 +3,7 @@
 // Rows are cut into tiles of 32, independent of segments, so a hot segment costs no more than other rows. Each tile is
 // reduced by a group of threads, one vector of features per thread, which walks down the rows with the accumulator in
 // registers. The `starts` word of a tile has a bit for each row that starts a run (consecutive rows of one segment). It
-// alone decides who reduces which rows:
+// alone determines which group reduces which rows:
 //
 //   * The tile in which a run starts owns it, and reads on into the next tile to the run's end.
 //   * A run that covers the whole next tile (whose `starts` is 0) is long. Its owner stops at the end of its own tile,
@@ -110,8 +110,8 @@ struct TileShared {
   uint32_t* starts;    // [groups + 2], from the tile before the block to the one after it
   uint32_t* gaps;      // [groups], bit mask: rows that follow a narrow gap
   uint32_t* segments;  // [(groups + 1) * kPaddedTileRows], from the tile before the block on
-  uint32_t* order;     // [(groups + 1) * kPaddedTileRows], the rows' data rows; with an order only
-  uint32_t* edges;     // [(groups + 1) * kPaddedTileRows], the rows' edges, if kWithEdges
+  uint32_t* order;     // [(groups + 1) * kPaddedTileRows], data row of each row, if kWithOrder
+  uint32_t* edges;     // [(groups + 1) * kPaddedTileRows], edge of each row, if kWithEdges
   char* rows;          // [groups + 1] tiles, staged only
 
   static constexpr int kSlotBytes = RoundUp(kMaxTileThreads * sizeof(Cells), kVectorBytes);

@@ -108,7 +108,7 @@ auto BindExtremumBackward() {
       .template Attrs<GatherOptions>();
 }
 
-// The calls that the parameters of plans describe.
+// The calls that plan parameters describe.
 template <bool kWithWinner>
 ExtremumCall ExtremumCallOf(const PlanParameters& parameters) {
   auto call = CallOf<ExtremumCall>(parameters);

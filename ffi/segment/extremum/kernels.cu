@@ -40,11 +40,10 @@ int64_t StateBytes(int64_t element_bytes, bool with_winner) {
 // Depends on shapes and flags only. As reduce.cuh chooses, except:
 //
 //   * Few segments with many rows each use a table per block in shared memory if private tables would be too large, and
-//     always with winners. Winners read the data twice, so sorted rows with winners use tiles instead.
+//     always with winners. Finding winners reads the data twice, so sorted rows with winners use tiles instead.
 //   * Unsorted rows that are narrow, or so few that a sort is launch-bound, use atomics on a table in global memory.
-//     One load per element, and an atomic if it raises its cell, cost less than sorting the ids. The elements are
-//     filtered if the table exceeds the L1 cache and there are so many rows per cell that most of them follow a greater
-//     one.
+//     One load per element, and an atomic if it raises its cell, cost less than sorting the ids. Elements are filtered
+//     if the table exceeds the L1 cache and has so many rows per cell that most of them come after a greater one.
 //   * Calls too large for the sort's 32-bit numbers use the same table.
 Choice Choose(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool with_winner) {
   const Strategy strategy =

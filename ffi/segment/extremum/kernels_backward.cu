@@ -79,7 +79,7 @@ __device__ __forceinline__ Vector<T, kVec> NarrowShares(const Vector<int32_t, kV
   return shares;
 }
 
-// A hash of a row. Sums of hashes differ, except by chance, unless they are of the same rows.
+// A hash of a row. Two sets of rows have equal sums of hashes only if they are equal, except by chance.
 __device__ __forceinline__ unsigned long long Hash(int32_t row) {
   unsigned long long bits = (static_cast<uint32_t>(row) + 1ull) * 0x9e3779b97f4a7c15ull;
   bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9ull;

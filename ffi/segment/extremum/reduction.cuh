@@ -64,7 +64,7 @@ __device__ __forceinline__ uint32_t PackedLarger(uint32_t a, uint32_t b) {
     return __vmaxs2(a, b);
   } else {
     using Pair = std::conditional_t<std::is_same_v<T, Float16>, __half2, __nv_bfloat162>;
-    Pair x, y;  // not trivially copyable, so that BitCast refuses them
+    Pair x, y;  // not trivially copyable, so BitCast refuses them
     memcpy(&x, &a, sizeof(x));
     memcpy(&y, &b, sizeof(y));
     x = __hmax2_nan(x, y);

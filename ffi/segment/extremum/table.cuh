@@ -99,7 +99,7 @@ __device__ __forceinline__ void ForEachElements(const TableArguments<T>& a, int6
 
   const int64_t row_vectors = features / kVec;
   if (features % kVec == 0 && row_vectors <= threads) {
-    // Each thread keeps its features, since the block's threads together load whole rows.
+    // Each thread keeps its features, because all threads together load whole rows in each step.
     constexpr int kInFlight = sizeof(T) < 4 ? 4 : 2;
     const int64_t rows_at_once = threads / row_vectors;
     const int64_t first_row = thread / row_vectors;

@@ -1,6 +1,5 @@
-// Launchers of the CUDA kernels of gather_segment_dot,
-// callable from plain C++. They write every element of the result and enqueue work on `stream` only: no allocation, no
-// synchronisation, the same launches whenever the problem is the same.
+// Launchers of the CUDA kernels of gather_segment_dot, callable from plain C++. They write every element of the result
+// and only enqueue work on `stream`: no allocation, no synchronisation, and the same launches for the same problem.
 #pragma once
 
 #include <cuda_runtime_api.h>

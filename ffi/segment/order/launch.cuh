@@ -1,5 +1,5 @@
-// The launcher of the CUDA kernels of segment_order, callable from plain C++. It writes every element of the results and
-// enqueues work on `stream` only: no allocation, no synchronisation, the same launches whenever the problem is the same.
+// The launcher of the CUDA kernels of segment_order, callable from plain C++. It writes every element of the results
+// and only enqueues work on `stream`: no allocation, no synchronisation, and the same launches for the same problem.
 #pragma once
 
 #include <cuda_runtime_api.h>

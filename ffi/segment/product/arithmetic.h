@@ -156,7 +156,7 @@ JB_ALWAYS_INLINE C ValueOf(const Product<C>& product) {
 // The residual of a product for its gradient: mantissa * 2^(units * 2^kUnitBits). It needs no 64-bit integers, which
 // JAX may not have. The magnitude of the mantissa is in [2^-half, 2^half), with half of a unit, so that the product of
 // two is normal. The exponent reaches +-2^31 for float and +-2^34 for double, which takes at least 14 million members
-// of the most extreme magnitude. Beyond it every result is zero or infinite, whatever one more or less member does.
+// of the most extreme magnitude. Beyond it every result is zero or infinite, even with one member more or less.
 template <typename C>
 struct Residual {
   static constexpr int kUnitBits = sizeof(C) == 4 ? 6 : 9;

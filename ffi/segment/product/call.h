@@ -10,7 +10,7 @@ namespace jax_baracuda::segment {
 struct ProductCall : SegmentCall {
   const void* data = nullptr;
   void* output = nullptr;
-  void* mantissa = nullptr;   // with `packed`: the residual for the gradient (see arithmetic.h), or nullptr
+  void* mantissa = nullptr;   // with `packed`, the residual for the gradient (see arithmetic.h); or nullptr
   int32_t* packed = nullptr;  // see `mantissa`
 };
 
@@ -21,7 +21,7 @@ struct ProductBackwardCall : SegmentCall {
   const void* data = nullptr;
   void* d_data = nullptr;
   bool d_output_is_shared = false;
-  bool product_is_shared = false;  // of mantissa and packed
+  bool product_is_shared = false;  // mantissa and packed are shared
 };
 
 }  // namespace jax_baracuda::segment

@@ -69,7 +69,7 @@ struct FloatingProduct {
   static constexpr bool kSecondIsRare = true;  // only shifted cells have one
 
   T* output;
-  First* mantissa;  // with `packed`: the residual, or nullptr
+  First* mantissa;  // with `packed`, the residual; or nullptr
   int32_t* packed;
 
   JB_INLINE CellsOf<FloatingProduct> ResultCells() const {

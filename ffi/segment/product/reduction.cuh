@@ -12,15 +12,15 @@ namespace jax_baracuda::segment {
 // Whether a number is neither zero, subnormal, infinite nor NaN.
 template <typename C>
 __device__ __forceinline__ bool IsNormal(C value) {
-  constexpr BitsOf<C> kMin = BitsOf<C>{1}
-                             << (FloatingFormat<C>::kMantissaBits + 1);  // of the bits without the sign, times 2
+  // The bits of the smallest normal number, times 2.
+  constexpr BitsOf<C> kMin = BitsOf<C>{1} << (FloatingFormat<C>::kMantissaBits + 1);
   return static_cast<BitsOf<C>>((BitCast<BitsOf<C>>(value) << 1) + kMin) >= 2 * kMin;
 }
 
 template <typename T>
 struct ProductOutputs {
   T* output;
-  ComputeType<T>* mantissa;  // with `packed`: the residual of a floating product, or nullptr
+  ComputeType<T>* mantissa;  // with `packed`, the residual of a floating product; or nullptr
   int32_t* packed;
 };
 

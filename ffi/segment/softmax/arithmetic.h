@@ -1,7 +1,7 @@
 // The scalar arithmetic of segment_softmax and its gradient, shared by the CPU and the CUDA kernels.
 //
-// Values that are not finite need no special cases: an infinite maximum, which some row attains, makes that row's
-// weight exp(inf - inf), a NaN, which the sum hands to all rows of the segment, as jax.nn.softmax does.
+// Values that are not finite need no special cases. If the maximum is infinite, the row that attains it has the weight
+// exp(inf - inf), which is NaN, and the sum passes it to all rows of the segment, as in jax.nn.softmax.
 #pragma once
 
 #include <cmath>
@@ -12,9 +12,9 @@
 
 namespace jax_baracuda::segment {
 
-// Rows of one segment and feature under reduction: their maximum, NaN if one of them is NaN, and the sum of
-// exp(x - maximum). C is float or double. While the maximum is -inf the sum stays 0, so that rows of -inf weigh nothing
-// beside finite ones.
+// The state of some rows of one segment and feature: the maximum (NaN if one of them is NaN), and the sum over the rows
+// of exp(x - maximum). C is float or double. While the maximum is -inf, the sum stays 0, so that rows of -inf add
+// nothing to finite ones.
 template <typename C>
 struct SoftmaxState {
   C maximum = -std::numeric_limits<C>::infinity();
@@ -27,7 +27,7 @@ JB_HOST_DEVICE C SoftmaxWeight(C x, C maximum) {
   return x == -std::numeric_limits<C>::infinity() ? C{0} : std::exp(x - maximum);
 }
 
-// Folds the state of other rows of the same segment into this one.
+// Folds in the state of other rows of the same segment.
 template <typename C>
 JB_HOST_DEVICE void MergeSoftmax(SoftmaxState<C>& state, const SoftmaxState<C>& other) {
   const C maximum = other.maximum > state.maximum || other.maximum != other.maximum ? other.maximum : state.maximum;
@@ -45,7 +45,7 @@ JB_HOST_DEVICE void AddSoftmax(SoftmaxState<C>& state, C x) {
   }
 }
 
-// The probability of a row of the segment that `state` was made of.
+// The probability of a row, given the state of its whole segment.
 template <typename C>
 JB_HOST_DEVICE C SoftmaxProbability(const SoftmaxState<C>& state, C x) {
   return std::exp(x - state.maximum) / state.sum;

@@ -1,8 +1,8 @@
 // Exponentials and reciprocals of softmax on the GPU.
 //
-// Sums of exp(x) need no maximum where they neither overflow nor underflow, and most do not: floats are scaled so
-// that the logarithm of a sum may lie between about -34 and 44. Kernels take such sums first, and those with maxima
-// only where a sum is out of range.
+// Sums of exp(x) need no maximum if they neither overflow nor underflow, and most do not: floats are scaled so that the
+// logarithm of a sum may lie between about -34 and 44. Kernels compute these sums first, and sums with maxima only if
+// one is out of range.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ inline constexpr int kExpScale = sizeof(C) == 4 ? 56 : 0;
 
 // exp(x) * 2^kExpScale, with the error of expf.
 __device__ __forceinline__ float ScaledExp(float x) {
-  // 2^power * 2^fraction, the power with its bias in the low bits of `biased`. Beyond the range of powers the fraction
-  // takes the rest, whose own power of two is then 0, infinite or NaN.
+  // Computes 2^power * 2^fraction. The low bits of `biased` hold the power with its bias. Outside the range of powers,
+  // the fraction takes the rest, and 2^fraction is 0, infinite or NaN.
   constexpr float kRange = 252, kLowest = 182, kRound = 12582912 + 1;
   const float in_range = __saturatef(fmaf(x, 1.4426950408889634f / kRange, kLowest / kRange));
   const float biased = fmaf(in_range, kRange, kRound);
@@ -31,11 +31,11 @@ __device__ __forceinline__ float ScaledExp(float x) {
 }
 __device__ __forceinline__ double ScaledExp(double x) { return exp(x); }
 
-// Whether a sum of ScaledExp is as good as one of exp(x - maximum), also as a divisor.
+// Whether a sum of ScaledExp is as accurate as one of exp(x - maximum), and safe as a divisor.
 __device__ __forceinline__ bool IsInRange(float sum) { return sum >= 0x1p6f && sum <= 0x1p120f; }
 __device__ __forceinline__ bool IsInRange(double sum) { return sum >= 0x1p-64 && sum <= 0x1p1000; }
 
-// IsInRange of many sums.
+// Checks IsInRange for many sums.
 template <typename C>
 struct RangeCheck {
   bool all_in_range = true;
@@ -45,7 +45,7 @@ struct RangeCheck {
 };
 template <>
 struct RangeCheck<float> {
-  // The bits of numbers that are not negative, nor NaN, are in their order.
+  // Floats that are not negative have the order of their bits. NaN is above them.
   static constexpr uint32_t kMin = (127u + 6) << 23, kMax = (127u + 120) << 23;
   uint32_t most_above = 0;
 
@@ -55,7 +55,7 @@ struct RangeCheck<float> {
   __device__ __forceinline__ bool AllInRange() const { return most_above <= kMax - kMin; }
 };
 
-// 2^-kExpScale.
+// The sum times 2^-kExpScale.
 template <typename C>
 __device__ __forceinline__ C UnscaledExpSum(C sum) {
   return sizeof(C) == 4 ? sum * static_cast<C>(0x1p-56) : sum;
@@ -68,7 +68,7 @@ __device__ __forceinline__ float Reciprocal(float x) {
 }
 __device__ __forceinline__ double Reciprocal(double x) { return 1.0 / x; }
 
-// A probability does not exceed 1, which rounding could make it do; NaN stays.
+// Removes rounding errors above 1; keeps NaN.
 template <typename C>
 __device__ __forceinline__ C AtMostOne(C probability) {
   return probability > C{1} ? C{1} : probability;

@@ -15,23 +15,23 @@ namespace jax_baracuda::segment {
 namespace {
 
 enum class Strategy {
-  kFill,           // there are no segments, so that all rows are dropped
-  kSmall,          // few rows in any order, in one launch: see small.cuh
-  kTiles,          // rows in order: see tiles.cuh
-  kSortThenTiles,  // rows brought into order first
-  kTable,          // rows in any order: see table.cuh
+  kFill,           // no segments: all rows are dropped
+  kSmall,          // few rows in any order, in one launch (see small.cuh)
+  kTiles,          // sorted rows (see tiles.cuh)
+  kSortThenTiles,  // sorts the rows first, then tiles
+  kTable,          // rows in any order (see table.cuh)
 };
 
-// Blocks for a small problem, unless it has so many segments that they need more: one to a multiprocessor, or two where
-// a warp would have more than two segments to take.
+// Blocks for a small problem: about one per multiprocessor, or two if a warp would have more than two segments. (If
+// that leaves more than kMaxSmallSegments per block, there are more blocks.)
 int64_t SmallBlocks(int64_t segments, int64_t columns) {
   constexpr int64_t kBlocks = 128;
   return segments * columns > 2 * kBlocks * kSmallWarps ? 2 * kBlocks : kBlocks;
 }
 
-// Every block of a small problem reads all ids, which pays while the launches of other strategies cost more. A block
-// takes whole segments, so there should be enough of them, but not many more than rows. Sorted rows are cut into tiles
-// where they are more, or wide and few to a segment: a block would walk down a long segment alone.
+// Every block of a small problem reads all ids, which pays while other strategies are launch-bound. A block owns whole
+// segments, so there should be enough of them, but not many more than rows. Sorted rows use tiles from fewer rows on,
+// since a single block would have to process a long segment, and also if they are wide with few rows per segment.
 bool IsSmall(const Problem& problem, bool indices_are_sorted) {
   const int64_t rows = problem.batch * problem.rows, segments = problem.batch * problem.segments;
   const bool is_wide = rows * problem.features >= Tuning::kMinElementsOfSortedTiles &&
@@ -41,7 +41,7 @@ bool IsSmall(const Problem& problem, bool indices_are_sorted) {
          rows <= Tuning::kMaxSmallRowsToSegment * segments && segments <= kMaxSmallRows;
 }
 
-// Slots of the cache of hot cells of a block, each used by at least kCacheUses of the block's vectors on average.
+// Slots of a block's cache for hot cells. A block must have at least kCacheUses vectors per slot.
 constexpr int kMinCacheSlots = 512, kMaxCacheSlots = 4096, kCacheUses = 64;
 
 int64_t ComputeBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
@@ -50,9 +50,9 @@ int64_t TableBytes(const Problem& problem, int64_t element_bytes) {
   return problem.batch * problem.segments * problem.features * ComputeBytes(element_bytes);
 }
 
-// The rule, from shapes and flags alone. Bringing rows into order costs more than the table's passes, unless rows are
-// wide and the table of a batch element, of which one follows another, does not fit in L2. But atomic additions come in
-// the order of time.
+// Depends on shapes and flags only. Sorting costs more than the passes over the table, unless rows are wide and the
+// table of a batch element does not fit in L2 (batch elements are processed one after another). Atomic additions have
+// no fixed order, so deterministic calls sort.
 Strategy ChooseStrategy(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic) {
   if (problem.segments == 0) return Strategy::kFill;
   if (IsSmall(problem, indices_are_sorted)) return Strategy::kSmall;
@@ -64,7 +64,8 @@ Strategy ChooseStrategy(const Problem& problem, int64_t element_bytes, bool indi
 
 bool IsEmpty(const Problem& problem) { return problem.batch == 0 || problem.rows == 0 || problem.features == 0; }
 
-// An order numbers rows and segments in 32 bits: where the whole batch is too large, its elements are taken one by one.
+// Sorting numbers rows and segments in 32 bits. If the whole batch is too large for that, its elements are processed
+// one by one.
 int64_t ElementsAtOnce(const Problem& problem, Strategy strategy) {
   return strategy == Strategy::kSortThenTiles && !OrderFits(problem) ? 1 : problem.batch;
 }
@@ -83,7 +84,7 @@ SoftmaxTileGrid MakeSoftmaxTileGrid(int64_t rows, int64_t features, int64_t elem
   grid.lanes = AssignFeatures(features / grid.vector, grid.vector > 1 ? 4 : kMaxSoftmaxTileLanes);
   const int thread_rows = ThreadRows(grid.vector, element_bytes, is_backward);
   grid.tile_rows = kSoftmaxTileWarps * (32 / grid.lanes.lanes) * thread_rows;
-  // Tiles begin at a thread's first row, and at a whole word if rows are contiguous.
+  // Tiles begin at a thread's first row, and at a 16-byte word if rows are contiguous.
   const int unit = std::lcm(thread_rows, static_cast<int>(16 / element_bytes));
   grid.own_rows = grid.tile_rows * 7 / 8 / unit * unit;
   grid.tiles = CeilDivide(rows, grid.own_rows);
@@ -126,13 +127,13 @@ int64_t ScratchBytes(const Problem& problem, Strategy strategy, int64_t element_
   return sizes.total;
 }
 
-// The blocks that sum rows up through a cache of hot cells in shared memory, and its slots; none where it does not pay.
+// The grid that sums rows through a cache of hot cells in shared memory. `slots` is 0 if the cache does not pay.
 struct CacheGrid {
   int64_t blocks_per_batch;
   int slots;
 };
 
-// As many blocks as run at once, each of which should find its slots' owners among a small part of its rows.
+// As many blocks as are resident at once. Each must have so many rows that a small part of them fills the slots.
 CacheGrid MakeCacheGrid(const Problem& problem, int vector, int64_t element_bytes, int multiprocessors) {
   CacheGrid cache;
   cache.blocks_per_batch = CeilDivide((element_bytes == 8 ? 1 : 2) * int64_t{multiprocessors}, problem.batch);
@@ -146,13 +147,13 @@ CacheGrid MakeCacheGrid(const Problem& problem, int vector, int64_t element_byte
   return cache;
 }
 
-// Elements of a row that the kernels of the table take at once.
+// Vector width of the table kernels, in elements.
 int TableVector(const Problem& problem, int64_t element_bytes) {
   const int widest = static_cast<int>(16 / ComputeBytes(element_bytes));
   return problem.features % widest == 0 ? widest : 1;
 }
 
-// Parts of the segments whose sums are formed one after another.
+// The number of parts of the segments, whose sums are computed one after another (see Tuning::kPartBytes).
 int64_t TableParts(const Problem& problem, int64_t element_bytes) {
   const int64_t table_bytes = TableBytes(problem, element_bytes);
   const bool is_split = problem.rows / Tuning::kMinRowsToPartSegment >= problem.segments &&
@@ -209,7 +210,7 @@ struct Launcher {
     }
   }
 
-  // `batch` elements from the first on, as they lie.
+  // `batch` batch elements from `first` on, in memory order.
   OrderedRows RowsOf(int64_t first, int64_t batch) const {
     OrderedRows rows{};
     const int64_t first_id = problem.ids_are_shared ? 0 : first * problem.rows;
@@ -234,8 +235,8 @@ struct Launcher {
     a.output = output;
     a.features = static_cast<int>(problem.features);
     const int64_t vectors = problem.features / kVec;
-    // Where rows are wide enough there are four columns of 64 bytes or more, so that several multiprocessors share a
-    // segment with many rows.
+    // Wide rows are split into four columns of at least 64 bytes, so that several multiprocessors share a segment with
+    // many rows.
     constexpr int kMinLanes = 64 / (kVec * static_cast<int>(sizeof(T)));
     a.lanes = 1;
     while (a.lanes < MaxSmallLanes(kVec) && a.lanes < vectors && (a.lanes < kMinLanes || 4 * a.lanes < vectors)) {
@@ -259,7 +260,7 @@ struct Launcher {
     return {};
   }
 
-  // `batch` elements from the first on.
+  // `batch` batch elements from `first` on.
   CudaStatus TilesOf(int64_t first, int64_t batch) const {
     Problem at_once = problem;
     at_once.batch = batch;
@@ -388,7 +389,7 @@ struct Launcher {
       JB_RETURN_IF_LAUNCH_ERROR(DivideKernel);
       int multiprocessors = 0;
       JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
-      // As many as run at once: mostly they have nothing to do.
+      // As many as are resident at once: usually they have nothing to do.
       const int64_t most = CeilDivide(4 * multiprocessors, problem.batch);
       blocks = blocks_for(kSoftmaxRowsInFlight);
       if (a.blocks_per_batch > most) {

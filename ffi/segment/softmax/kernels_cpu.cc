@@ -1,8 +1,8 @@
 // The CPU kernels of segment_softmax and its gradient.
 //
-// Both are a reduction of the rows and then a function of each row and its segment's cells. In the grouped way a
-// segment's rows are read once from memory. In order, the rows are read once for each reduction, and the exponential is
-// computed anew rather than stored in between: that is cheaper than the traffic.
+// Both first reduce the rows, and then compute each row from its segment's cells. Grouped by segment, rows are read
+// from memory once. In order, rows are read once per reduction, and exponentials are recomputed, which is cheaper than
+// storing and reloading them.
 
 #include <algorithm>
 #include <cstdint>
@@ -20,10 +20,10 @@ namespace jax_baracuda::segment {
 namespace {
 
 constexpr int64_t kNarrowFeatures = 16;       // below this, rows are too short to vectorise each by itself
-constexpr int64_t kBlockNumbers = 1024;       // of a block of such rows
-constexpr int64_t kSegmentNumbers = 1 << 15;  // of the rows of a segment whose weights are kept
+constexpr int64_t kBlockNumbers = 1024;       // numbers per block of such rows
+constexpr int64_t kSegmentNumbers = 1 << 15;  // largest segment whose weights are kept, in numbers
 
-// The maximum of each cell, or anything where a member is NaN: then the sum of its weights is NaN all the same.
+// The maximum of each cell; arbitrary if a member is NaN, because the sum of its weights is NaN anyway.
 template <typename T>
 struct Maximum {
   using Element = T;
@@ -101,7 +101,7 @@ JB_INLINE void WeighRow(const T* logits, const C* maxima, int64_t width, C* weig
   });
 }
 
-// For blocks of rows of any width, so that it is compiled once.
+// The width of rows is not a constant, so that this is compiled once.
 template <typename C>
 JB_CPU_CLONES void ExpAll(int64_t count, C* numbers) {
   for (int64_t i = 0; i < count; ++i) numbers[i] = Exp(numbers[i]);
@@ -119,7 +119,7 @@ struct SoftmaxArrays {
   T* probabilities;
 };
 
-// The number of rows of a block, the weights or results of which are computed together.
+// Rows per block. Their weights or results are computed together.
 int64_t RowsAtOnce(const Problem& problem) { return std::max<int64_t>(1, kBlockNumbers / problem.features); }
 
 // Memory for the numbers of the rows of a block.
@@ -132,13 +132,13 @@ JB_INLINE bool IsMember(const RowBlock& block, const Problem& problem, int64_t i
   return static_cast<uint64_t>(block.ids[i]) < static_cast<uint64_t>(problem.segments);
 }
 
-// The cells of the segment of a row, or of any if it is in none.
+// The cells of a row's segment; arbitrary ones for a dropped row.
 template <typename C>
 JB_INLINE C* CellsOfRow(const RowBlock& block, const Problem& problem, int64_t i, int64_t width, C* cells) {
   return cells + (IsMember(block, problem, i) ? block.first_segment + block.ids[i] : 0) * width;
 }
 
-// exp(logit - maximum) for the rows of a block, one after another; they mean nothing for a row of no segment.
+// exp(logit - maximum) for the rows of a block, one after another; arbitrary for dropped rows.
 template <typename C>
 JB_CPU_CLONES void WeighBlock(const RowBlock block, const Problem problem, const C* logits, const C* maxima,
                               C* weights) {
@@ -160,7 +160,7 @@ JB_CPU_CLONES void WeighBlock(const RowBlock block, const Problem problem, const
   ExpAll(block.count * features, weights);
 }
 
-// weight / sum for all rows of a block, 0 for those of no segment.
+// weight / sum for all rows of a block; 0 for dropped rows.
 template <typename C>
 JB_CPU_CLONES void NormalizeBlock(const RowBlock block, const Problem problem, const C* sums, const C* weights, C* to) {
   WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
@@ -174,7 +174,8 @@ JB_CPU_CLONES void NormalizeBlock(const RowBlock block, const Problem problem, c
   });
 }
 
-// Calls compute(to) to write the rows of a block, and rounds them if they are not computed in their type.
+// Calls compute(to) to write the rows of a block. If T is not its own ComputeType, results go to `memory` and are
+// rounded.
 template <typename T, typename Compute>
 void WriteBlock(const RowBlock& block, int64_t features, ComputeType<T>* memory, T* rows, const Compute& compute) {
   T* const to = rows + block.first_row * features;
@@ -186,7 +187,7 @@ void WriteBlock(const RowBlock& block, int64_t features, ComputeType<T>* memory,
   }
 }
 
-// Into the cells of `segments`. Returns false if there is no memory.
+// Sums weights into the cells of `segments`. Returns false if allocation fails.
 template <typename T, typename C>
 bool SumWeightsInOrder(const Problem& problem, const SoftmaxArrays<T>& arrays, int64_t batch, int64_t row_begin,
                        int64_t row_end, SegmentRange segments, bool are_listed, const C* maxima, C* sums) {
@@ -222,7 +223,7 @@ bool WriteProbabilitiesInOrder(const Problem& problem, const SoftmaxArrays<T>& a
   return true;
 }
 
-// Rows of a result that are written in no order, each once.
+// Writes the rows of a result in arbitrary order, each once.
 template <typename T>
 class ScatteredRows {
  public:
@@ -350,7 +351,7 @@ JB_CPU_CLONES void GradientOfBlock(const RowBlock block, const Problem problem, 
   });
 }
 
-// Returns false if there is no memory.
+// Returns false if allocation fails.
 template <typename T, typename C>
 bool SumProductsInOrder(const Problem& problem, const GradientArrays<T>& arrays, int64_t batch, int64_t row_begin,
                         int64_t row_end, SegmentRange segments, bool are_listed, C* sums) {
@@ -421,7 +422,7 @@ JB_CPU_CLONES bool GradientGrouped(const Problem problem, const Block block, con
   return true;
 }
 
-// Of both directions; `states` is the number of tables of cells that rows in order need.
+// For both directions. `states` is the number of tables of cells that a scan needs.
 template <typename T>
 Strategy ChooseStrategy(const Problem& problem, int64_t states) {
   using C = ComputeType<T>;
@@ -433,7 +434,7 @@ Strategy ChooseStrategy(const Problem& problem, int64_t states) {
   return result_bytes >= kMinStreamedBytes ? Strategy::kStreamedGroups : Strategy::kGroupBySegment;
 }
 
-// Calls in_order(bytes of a row) or grouped(block, grouped rows, is_streamed); returns false if there is no memory.
+// Calls in_order(bytes of a row) or grouped(block, grouped rows, is_streamed). Returns false if allocation fails.
 template <typename T>
 bool ForEachSegment(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, int64_t states, T* result,
                     FunctionRef<bool(int64_t)> in_order,

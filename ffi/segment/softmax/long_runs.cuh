@@ -1,4 +1,4 @@
-// The runs that tiles leave as carries: see tiles.cuh.
+// Finishes the runs that tiles leave as carries (see tiles.cuh).
 #pragma once
 
 #include "ffi/segment/softmax/tiles.cuh"
@@ -8,9 +8,9 @@ namespace jax_baracuda::segment {
 inline constexpr int kLongRunThreads = 512;
 inline constexpr int kLongRunWarps = kLongRunThreads / 32;
 inline constexpr int kMaxLongRunLanes = 8;  // 128 bytes of float32, so that a warp has several rows in flight
-constexpr int LongRunBlocks(int64_t element_bytes) { return element_bytes == 8 ? 1 : 2; }  // of a multiprocessor
+constexpr int LongRunBlocks(int64_t element_bytes) { return element_bytes == 8 ? 1 : 2; }  // per multiprocessor
 
-// Carries of one run, for kVec neighbouring features, under reduction.
+// Partially merged carries of one run, for kVec neighbouring features.
 template <typename C, int kVec, bool kBackward>
 struct CarryState {
   SoftmaxState<C> cells[kVec];
@@ -21,7 +21,7 @@ struct CarryState {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       cells[i].maximum = maximum.lane[i];
-      // The weights of rows that are all -inf are NaN.
+      // If all rows are -inf, the carry's sum is NaN; the state needs 0.
       const bool is_lowest = !kBackward && maximum.lane[i] == -std::numeric_limits<C>::infinity();
       cells[i].sum = is_lowest ? C{0} : sum.lane[i];
     }
@@ -47,7 +47,7 @@ struct CarryState {
   }
 };
 
-// Tiles take 0 for the maximum where they can; then weights must not underflow before the sum divides them.
+// Tiles use 0 as the maximum if they can. Weights are then scaled, so that they do not underflow before the division.
 template <typename C>
 __device__ __forceinline__ C Probability(const SoftmaxState<C>& state, C x) {
   const C scaled_sum = state.sum * static_cast<C>(sizeof(C) == 4 ? 0x1p56 : 1);
@@ -55,7 +55,7 @@ __device__ __forceinline__ C Probability(const SoftmaxState<C>& state, C x) {
   return AtMostOne(exp(x - state.maximum) * Reciprocal(state.sum));
 }
 
-// The number of leading i in [0, limit) for which is_member(i) holds, found by the whole warp in few steps.
+// The number of leading i in [0, limit) for which is_member(i) holds. The whole warp searches, in few steps.
 template <typename IsMember>
 __device__ __forceinline__ int64_t CountLeading(int64_t limit, IsMember&& is_member) {
   const int lane = threadIdx.x % 32;
@@ -75,7 +75,7 @@ __device__ __forceinline__ int64_t CountLeading(int64_t limit, IsMember&& is_mem
   return low;
 }
 
-// The carries of long runs in their order, found by rank from the flags of their tiles.
+// Finds the carries of long runs by rank, from the flags of their tiles.
 class CarryFinder {
  public:
   // Called by the whole block.
@@ -94,7 +94,7 @@ class CarryFinder {
   }
   __device__ __forceinline__ int Count() const { return count_; }
 
-  // The index of the carry of this rank; ranks do not go down from call to call. Called by the whole warp.
+  // The index of the carry of this rank. Ranks must not decrease from call to call. Called by the whole warp.
   __device__ __forceinline__ int64_t Find(int rank) {
     const int lane = threadIdx.x % 32;
     if (next_words_ == 0) {
@@ -117,7 +117,7 @@ class CarryFinder {
   }
 
  private:
-  static constexpr int kMaxCarries = 8;  // of a word
+  static constexpr int kMaxCarries = 8;  // per word
 
   // The flags of the lane's four tiles.
   __device__ __forceinline__ uint32_t Word(int64_t first_word) const {
@@ -144,14 +144,15 @@ class CarryFinder {
   const int* warp_carries_;
   int64_t warp_words_;
   int count_ = 0;
-  // The 32 words at hand: those before next_words_.
+  // The current 32 words, which end at next_words_.
   int64_t next_words_ = 0;
   int before_ = 0, in_words_ = 0, lower_lanes_ = 0;
   uint32_t word_ = 0;
 };
 
-// Writes the rows of long runs. Every warp has as many carries, or shares of them if they are few, and merges all those
-// of the runs that it meets. A block whose carries are all of one run merges them once.
+// Writes the rows of long runs. Each warp owns an equal number of carries, or of fractions of carries if there are few.
+// It merges all carries of every run that it finds. If all carries of a block are of one run, the block merges them
+// once.
 template <typename T, int kVec, bool kBackward>
 __global__ void __launch_bounds__(kLongRunThreads, LongRunBlocks(sizeof(T)))
     LongRunsKernel(const __grid_constant__ SoftmaxTileArguments<T> a) {
@@ -171,8 +172,8 @@ __global__ void __launch_bounds__(kLongRunThreads, LongRunBlocks(sizeof(T)))
   const int64_t workers = int64_t{column_blocks} * kLongRunWarps;
   State total;
 
-  // Merges carries [begin, end) of a run that starts in the tile `first`: number 0 is the carry-out of that tile, the
-  // others are carry-ins of the next ones.
+  // Merges carries [begin, end) of the run that starts in tile `first`. Carry 0 is the carry-out of that tile, carry i
+  // the carry-in of tile first + i.
   const auto merge = [&](int64_t first, int64_t begin, int64_t end) {
     const int64_t num_carries = end - begin;
     const auto load = [&](int64_t i) {
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(kLongRunThreads, LongRunBlocks(sizeof(T)))
     }
     total = total.FromLane(lane);
   };
-  // The run's first tile and the number of its carries, given one of them.
+  // Finds the run's first tile and the number of its carries, given one of them.
   const auto find_run = [&](RunKey run, int64_t carry, int64_t* num_carries) {
     const int64_t tile = carry / 2;
     const auto enters = [&](int64_t other) { return a.carries[2 * other].run == run; };
@@ -284,7 +285,7 @@ __global__ void __launch_bounds__(kLongRunThreads, LongRunBlocks(sizeof(T)))
       merge(first, 0, num_carries);
       merged_run = own.run;
     }
-    // A carry-out is the last of its tile's own rows.
+    // A carry-out covers the last own rows of its tile, a carry-in the first ones.
     const int64_t first_row = tile * a.own_rows + (carry % 2 != 0 ? a.own_rows - own.rows : 0);
     const int share_rows = (own.rows + shares - 1) / shares;
     if (is_active) write_rows(first_row + share * share_rows, min(share_rows, own.rows - share * share_rows));

@@ -1,8 +1,8 @@
-// Softmax, and its gradient, of few rows in any order in one launch: launches are what small problems cost.
+// Softmax and its gradient for few rows in any order, in one launch: small problems are launch-bound.
 //
-// A block takes some segments and a column of features. It reads the ids of all rows, lists the rows of its segments in
-// the order of segments and rows, and has a warp take each segment, or all its warps one with many rows. The order of
-// additions depends on shapes and ids alone.
+// A block owns some segments and a column of features. It reads the ids of all rows, and lists the rows of its segments
+// in the order of segments and rows. A warp processes each segment, or the whole block if the segment has many rows.
+// The order of additions depends on shapes and ids only.
 #pragma once
 
 #include "ffi/segment/softmax/tiles.cuh"
@@ -11,22 +11,22 @@ namespace jax_baracuda::segment {
 
 inline constexpr int kSmallSoftmaxThreads = 512;
 inline constexpr int kSmallWarps = kSmallSoftmaxThreads / 32;
-inline constexpr int kMaxSmallRows = 16384;    // of the whole batch
-inline constexpr int kMaxSmallSegments = 128;  // of a block
-inline constexpr int kMaxWarpSteps = 32;       // in which a warp goes through a segment's rows alone
+inline constexpr int kMaxSmallRows = 16384;    // in the whole batch
+inline constexpr int kMaxSmallSegments = 128;  // per block
+inline constexpr int kMaxWarpSteps = 32;       // a segment that takes a warp more steps is processed by the whole block
 
-// Threads that take a row together.
+// Maximum number of threads per row.
 constexpr int MaxSmallLanes(int vector) { return vector > 1 ? 8 : 32; }
 
 template <typename T>
 struct SmallArguments {
-  OrderedRows rows;    // not in order
+  OrderedRows rows;    // in memory order, not sorted
   const T* inputs[2];  // logits; or probabilities and their cotangents
   bool is_shared[2];   // by a batch of more than one
   T* output;
   int features;
-  int lanes;    // that take a row together, a power of two
-  int columns;  // of `lanes` vectors
+  int lanes;    // threads per row, a power of two
+  int columns;  // columns of `lanes` vectors
   int block_segments;
 };
 
@@ -35,9 +35,9 @@ __global__ void __launch_bounds__(kSmallSoftmaxThreads, 2) SmallKernel(const __g
   using C = ComputeType<T>;
   using Cells = Vector<C, kVec>;
   __shared__ uint16_t own_rows[kMaxSmallRows];
-  __shared__ int next_places[kSmallWarps][kMaxSmallSegments];  // in own_rows
-  __shared__ int starts[kMaxSmallSegments + 1];                // of the segments, in own_rows
-  __shared__ bool has_long;                                    // segments, that the whole block takes
+  __shared__ int next_places[kSmallWarps][kMaxSmallSegments];  // next position in own_rows
+  __shared__ int starts[kMaxSmallSegments + 1];                // first position of each segment in own_rows
+  __shared__ bool has_long;                                    // whether the whole block has to process some segments
   __shared__ Cells partials[kSmallWarps][MaxSmallLanes(kVec)];
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -46,13 +46,13 @@ __global__ void __launch_bounds__(kSmallSoftmaxThreads, 2) SmallKernel(const __g
   const int segments = min(a.block_segments, static_cast<int>(a.rows.segments) - first_segment);
   const int rows = static_cast<int>(a.rows.count);
 
-  // Each warp takes a share of neighbouring rows, at most 32 to a lane.
+  // Each warp lists a range of neighbouring rows, at most 32 per lane.
   constexpr int kInFlight = 8;
   const int share = (rows + kSmallSoftmaxThreads - 1) / kSmallSoftmaxThreads * 32;
   const int first_row = warp * share, end_row = min(first_row + share, rows);
   const bool is_plain = a.rows.IsPlain();
   const int* const ids = static_cast<const int*>(a.rows.ids.ids);
-  // A number in the block, or -1 for a segment of another block. Few segments leave no room for ids to wrap around.
+  // The segment's number in the block, or -1 if it is another block's. Segments are so few that ids cannot wrap around.
   const auto own_segment = [&](int key) {
     const uint32_t own = static_cast<uint32_t>(key) - static_cast<uint32_t>(first_segment);
     return own < static_cast<uint32_t>(segments) ? static_cast<int>(own) : -1;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kSmallSoftmaxThreads, 2) SmallKernel(const __g
     next_places[i / kMaxSmallSegments][i % kMaxSmallSegments] = 0;
   }
   __syncthreads();
-  uint32_t has_own = 0;  // bits of the i at which the warp has rows of the block's segments
+  uint32_t has_own = 0;  // bit mask: the i at which the warp has rows of the block's segments
   for_segments([&](int i, int segment) {
     if (segment >= 0) atomicAdd(&next_places[warp][segment], 1);
     has_own |= __any_sync(kFullWarp, segment >= 0) ? 1u << i : 0;
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kSmallSoftmaxThreads, 2) SmallKernel(const __g
   const int row_lane = lane % a.lanes;
   const int feature = (column * a.lanes + row_lane) * kVec;
   const bool is_active = feature < a.features;
-  // The rows of one segment, by a warp or by the whole block.
+  // Processes the rows of one segment, by a warp or by the whole block.
   const auto take_segment = [&](auto whole_block, int segment) {
     constexpr bool kWholeBlock = decltype(whole_block)::value;
     const int group = (kWholeBlock ? static_cast<int>(threadIdx.x) : lane) / a.lanes;
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kSmallSoftmaxThreads, 2) SmallKernel(const __g
     if (is_long(segment)) take_segment(std::true_type{}, segment);
   }
 
-  // Dropped rows are 0. Each warp of the column's blocks looks at some.
+  // Dropped rows get 0. The warps of all blocks of the column share them.
   const int blocks = gridDim.x / a.columns;
   for (int first = (segment_block * kSmallWarps + warp) * 32; first < rows; first += blocks * kSmallSoftmaxThreads) {
     const bool is_dropped =

@@ -1,8 +1,8 @@
-// Softmax, and its gradient, over rows in any order, through tables of the cells that take atomic additions.
+// Softmax and its gradient for rows in any order, by atomic additions to tables of the cells.
 //
-// A first pass adds up exp(x) and a second divides by the sums. Cells whose sum is out of range, or NaN, are taken
-// again: the second pass finds their maxima, a third sums exp(x - maximum), and a fourth divides; both return at once
-// where there are no such cells.
+// Pass 1 sums exp(x), and pass 2 divides by the sums. Cells whose sum is out of range, or NaN, are recomputed: pass 2
+// finds their maxima, pass 3 sums exp(x - maximum), and pass 4 divides. Passes 3 and 4 return at once if there are no
+// such cells.
 #pragma once
 
 #include "ffi/core/launch_bounds.cuh"
@@ -15,7 +15,7 @@ namespace jax_baracuda::segment {
 inline constexpr int kSoftmaxTableThreads = 256;
 inline constexpr int kSoftmaxCacheThreads = 768;
 inline constexpr int kSoftmaxRowsInFlight = 2;
-inline constexpr int kSoftmaxGatherRows = 1;  // in flight where tables are read
+inline constexpr int kSoftmaxGatherRows = 1;  // rows in flight in kernels that read the tables
 
 template <typename T>
 struct SoftmaxTableArguments {
@@ -25,22 +25,22 @@ struct SoftmaxTableArguments {
   const T* inputs[2];  // logits; or probabilities and their cotangents
   bool is_shared[2];   // by the batch
   T* output;
-  C* sums;                   // [batch, segments, features]: of ScaledExp, or of products; 0 before
-  TableKey<C>* maxima;       // the same shape, of cells that are taken again; 0 where there are none
+  C* sums;                   // [batch, segments, features]: of ScaledExp, or of products; zeroed by the caller
+  TableKey<C>* maxima;       // the same shape; maxima of recomputed cells, 0 for the others
   C* sums_from_maximum;      // the same shape
-  uint32_t* needs_max_pass;  // whether there are any, 0 before
+  uint32_t* needs_max_pass;  // whether any cell is recomputed; zeroed by the caller
   uint32_t row_vectors;      // features / kVec
   int64_t blocks_per_batch;
-  uint32_t first_segment, part_segments;  // the segments that are summed up at a time
+  uint32_t first_segment, part_segments;  // the segments of the current part
   int cache_slots;                        // a power of two
 };
 
-// The rows that a thread takes at once, of one element of the batch, and kVec of their features from `feature` on.
+// Rows that a thread processes at once, of one batch element, and kVec of their features from `feature` on.
 template <int kRows>
 struct TableRows {
   int64_t b;
   int64_t feature;
-  // Past the end the last row is repeated, so that loads need no condition, which would make them wait for each other.
+  // Past the end, the last row is repeated: conditional loads would wait for each other.
   int64_t row[kRows];
   bool exists[kRows];
   uint32_t segment[kRows];
@@ -81,14 +81,14 @@ __device__ __forceinline__ T* OutputOf(const SoftmaxTableArguments<T>& a, const 
   return a.output + (rows.b * a.problem.rows + rows.row[u]) * a.problem.features + rows.feature;
 }
 
-// The row's first cell; of a dropped row any.
+// The row's first cell; an arbitrary one for a dropped row.
 template <typename T, int kRows>
 __device__ __forceinline__ int64_t CellOf(const SoftmaxTableArguments<T>& a, const TableRows<kRows>& rows, int u) {
   const uint32_t segment = rows.segment[u] == kDropped ? 0 : rows.segment[u];
   return (rows.b * a.problem.segments + segment) * a.problem.features + rows.feature;
 }
 
-// Clears the tables that the forward pass needs later.
+// Clears the tables that passes 2 and 3 use.
 template <int kVec, int kThreads, typename T>
 __device__ __forceinline__ void ClearTablesOfMaxima(const SoftmaxTableArguments<T>& a) {
   using C = ComputeType<T>;
@@ -100,8 +100,8 @@ __device__ __forceinline__ void ClearTablesOfMaxima(const SoftmaxTableArguments<
   }
 }
 
-// Calls add(cell, terms) for the rows of the part's segments, with the terms to add up: ScaledExp, or the products of
-// the gradient. With kIsReadAgain the operands may stay in L2 for the next pass.
+// Calls add(cell, terms) for the rows of the current part of the segments. Terms are ScaledExp of the logits, or the
+// products of the gradient. With kIsReadAgain, operands may stay in L2 for the next pass.
 template <int kVec, bool kBackward, bool kIsReadAgain, int kThreads, typename T, typename Add>
 __device__ __forceinline__ void ForEachTerms(const SoftmaxTableArguments<T>& a, Add&& add) {
   using C = ComputeType<T>;
@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(kSoftmaxTableThreads, MinBlocks(kSoftmaxTableT
       a, [&](int64_t cell, const auto& terms) { AtomicAddVector(a.sums + cell, terms); });
 }
 
-// The same through a cache of each block in shared memory: its slots go to the first cells that come, among which are
-// the hottest, whose additions would wait for each other in L2.
+// The same through a cache in the shared memory of each block. A slot goes to the first cell that maps to it. The
+// hottest cells come early, so they get slots, and their additions do not contend in L2.
 template <typename T, int kVec, bool kBackward, bool kIsReadAgain>
 __global__ void __launch_bounds__(kSoftmaxCacheThreads, MinBlocks(kSoftmaxCacheThreads, sizeof(T) == 8 ? 1 : 2))
     SumRowsCachedKernel(const __grid_constant__ SoftmaxTableArguments<T> a) {
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kSoftmaxCacheThreads, MinBlocks(kSoftmaxCacheT
   }
 }
 
-// Divides by the sums that are in range, and finds the maxima of the cells whose sums are not.
+// Pass 2: divides by the sums that are in range, and finds the maxima of the other cells.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kSoftmaxTableThreads, MinBlocks(kSoftmaxTableThreads, sizeof(T) == 8 ? 3 : 8))
     DivideKernel(const __grid_constant__ SoftmaxTableArguments<T> a) {
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kSoftmaxTableThreads, MinBlocks(kSoftmaxTableT
   });
 }
 
-// For the cells that are taken again: adds up exp(x - maximum), or, with kDivides, divides by these sums.
+// Pass 3 sums exp(x - maximum) for the recomputed cells. Pass 4, with kDivides, divides by these sums.
 template <typename T, int kVec, bool kDivides>
 __global__ void __launch_bounds__(kSoftmaxTableThreads)
     MaxPassKernel(const __grid_constant__ SoftmaxTableArguments<T> a) {

@@ -1,17 +1,17 @@
-// Softmax, and its gradient, over rows that come in the order of their segments, as they lie or through a permutation.
+// Softmax and its gradient for sorted rows, in memory order or through a permutation.
 //
-// Rows are cut into tiles, one a block. A tile has rows of its own, and reaches beyond them into the next tile's. It
-// passes through shared memory: a thread takes some neighbouring rows, and a segmented scan over the block what its
-// threads have in common. A run of rows of one segment belongs to the tile among whose own rows it starts. The block of
-// that tile writes the run at once if it ends within the tile. A longer run is cut at the ends of the tiles' own rows.
-// Each tile leaves the state of its share of the run: a carry-out of the tile in which the run starts, a carry-in of
-// every tile that the run enters. LongRunsKernel merges the carries, in an order that shapes, segments and the GPU
-// decide, and writes the rows.
+// Rows are cut into tiles, one per block. A tile has own rows and reaches beyond them into the next tile. It is staged
+// in shared memory. Each thread processes some neighbouring rows, and a segmented scan over the block combines the runs
+// (rows of one segment) that threads have in common. A run belongs to the tile in whose own rows it starts. If it ends
+// within the tile, the block writes it at once. A longer run is cut at the ends of the tiles' own rows. Each tile
+// leaves the state of its own rows of the run: a carry-out in the tile in which the run starts, a carry-in in every
+// tile that it enters. LongRunsKernel merges the carries, in an order that depends on shapes, segments and the GPU, and
+// writes the rows.
 //
-// A tile first sums exp(x) (see device.cuh). If a sum is out of range, it takes its rows again with their maxima.
+// A tile first sums exp(x) (see device.cuh). If a sum is out of range, it recomputes its rows with their maxima.
 //
-// Ids that are not sorted after all give wrong results but no access out of bounds: they decide only which rows of a
-// tile, and which of the existing carries, are put together.
+// Unsorted ids give wrong results but no access out of bounds: they only decide which rows of a tile, and which of the
+// existing carries, are combined.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -24,43 +24,42 @@ namespace jax_baracuda::segment {
 
 inline constexpr int kSoftmaxTileThreads = 128;
 inline constexpr int kSoftmaxTileWarps = kSoftmaxTileThreads / 32;
-inline constexpr int kSoftmaxTileBlocks = 7;  // that share a multiprocessor; its shared memory has room for no more
+inline constexpr int kSoftmaxTileBlocks = 7;  // per multiprocessor, limited by its shared memory
 inline constexpr int kMaxSoftmaxTileLanes = 8;
 
-// Elements that a thread takes of a row at once: narrow enough for several rows in registers.
+// Vector width in elements: narrow, so that a thread holds several rows in registers.
 constexpr int SoftmaxTileVector(int64_t features, int64_t element_bytes) {
   const int widest = element_bytes == 8 ? 2 : 4;
   return features % widest == 0 ? widest : 1;
 }
 
-// Neighbouring rows of a thread. An odd number, so that threads which read the same row of theirs read from different
-// banks.
+// Neighbouring rows per thread. Odd, to avoid bank conflicts between threads that read their k-th row.
 constexpr int ThreadRows(int vector, int64_t element_bytes, bool is_backward) {
   if (vector == 1) return element_bytes == 8 ? 7 : 15;
   return is_backward ? 5 : 7;
 }
 
-// The segment of a row, numbered through the batch; negative where there is none.
+// The segment of a row, numbered over the whole batch; negative if the row is dropped.
 using RunKey = int64_t;
 inline constexpr RunKey kNoRun = -1;
 
-// What a tile has of a long run among its own rows: as a carry-in the first of them, as a carry-out the last.
+// The own rows of a tile that belong to a long run: its first ones for a carry-in, its last ones for a carry-out.
 struct alignas(16) RunCarry {
-  RunKey run;  // kNoRun where there is no carry
+  RunKey run;  // kNoRun if there is no carry
   int32_t rows;
 };
 
-// The rows of the whole batch, numbered through, in the order of their segments.
+// The rows of the whole batch, sorted by segment.
 struct OrderedRows {
   SegmentIds ids;
-  const uint32_t* sorted_segments;  // nullptr, or the segments in order, with `order` the rows they come from
+  const uint32_t* sorted_segments;  // nullptr, or the sorted segments; `order` then has their rows
   const uint32_t* order;
   int64_t count;
-  int64_t batch_rows;  // rows of one element of the batch
+  int64_t batch_rows;  // rows per batch element
   int64_t segments;    // of the whole batch
   bool ids_are_shared;
 
-  // 32-bit ids in order as they lie, of a batch of one.
+  // Whether ids are 32-bit, in memory order, and of a batch of one.
   __device__ __forceinline__ bool IsPlain() const {
     return batch_rows == count && sorted_segments == nullptr && !ids.are_64_bit;
   }
@@ -77,7 +76,7 @@ struct OrderedRows {
     const uint32_t segment = ids[ids_are_shared ? row - b * batch_rows : row];
     return segment == kDropped ? kNoRun : b * ids.segments + segment;
   }
-  // Where the row is in the result, and in an operand, which the batch may share.
+  // The row's position in the result, or in an operand that the batch may share.
   __device__ __forceinline__ int64_t Place(int64_t row) const { return order == nullptr ? row : __ldg(order + row); }
   __device__ __forceinline__ int64_t Place(int64_t row, bool is_shared) const {
     const int64_t place = Place(row);
@@ -95,7 +94,7 @@ struct SoftmaxTileArguments {
   int64_t features;
   FeatureLanes lanes;
   uint32_t lanes_inverse;   // 2^16 / lanes, rounded up
-  int own_rows, tile_rows;  // of a tile: its own, and all that it reaches
+  int own_rows, tile_rows;  // per tile: its own rows, and all rows that it reaches
   int64_t tiles;
   bool is_flat;          // a tile is contiguous in every operand, and aligned to 16 bytes
   RunCarry* carries;     // [tiles, 2]: carry-ins and carry-outs
@@ -103,25 +102,25 @@ struct SoftmaxTileArguments {
   C* carry_states;       // [tiles, 2, states, features]
 };
 
-// What a thread's rows have to do with those of other threads: `lanes` threads, a group, take a row together.
+// How a thread's rows relate to those of other threads. A group of `lanes` threads shares its rows.
 struct ThreadRuns {
-  uint32_t starts;  // a bit for each of the thread's rows that starts a run
+  uint32_t starts;  // bit mask: the thread's rows that start a run
   int lanes;
-  int lane;  // of the warp
+  int lane;  // lane in the warp
   int warp;
   int row_lane;                // 0 ... lanes - 1
   int last_lane;               // the first lane of the warp's last group
-  int reach;                   // lanes to the left up to which the thread's last run goes at least
-  uint32_t groups_with_start;  // bits of their first lanes
+  int reach;                   // the thread's last run extends at least this many lanes to the left
+  uint32_t groups_with_start;  // bit mask: first lanes of groups in which a run starts
   int first_row;               // the thread's first row in the tile
-  int head_start;              // where the run begins that goes on from the rows before it, or 0
-  bool is_left_over;           // more lanes than whole groups: no rows
+  int head_start;              // first row of the run that continues into the thread's rows; 0 if none
+  bool is_left_over;           // not in a complete group: the lane has no rows
 
   __device__ __forceinline__ bool HasStart() const { return starts != 0; }
   __device__ __forceinline__ int GroupLane() const { return lane - row_lane; }
 };
 
-// To shared memory; StoreVector is for global memory.
+// Stores to shared memory; StoreVector is for global memory.
 template <typename T, int kCount>
 __device__ __forceinline__ void StoreShared(T* address, const Vector<T, kCount>& vector) {
   *reinterpret_cast<Vector<T, kCount>*>(address) = vector;
@@ -144,17 +143,17 @@ __device__ __forceinline__ Vector<C, kVec> ShuffleUp(const Vector<C, kVec>& cell
 template <typename C, int kVec>
 using WarpTails = Vector<C, kVec>[kSoftmaxTileWarps][kMaxSoftmaxTileLanes];
 
-// Writes the total of each run of the tile to `table` at the run's first row, from the thread where the run ends. The
-// totals of runs that go on from rows before the thread's are passed to `take` as well. `table` is that of the thread's
-// row_lane, with row_step cells a row. All threads of the block call it. Before its first barrier it writes to `tails`
-// and to the cells of the thread's own rows.
+// Computes the total of each run of the tile. The thread in which a run ends writes it to `table` at the run's first
+// row. If the run started before the thread's rows, it also calls take(first row, total). `table` begins at the
+// thread's row_lane and has row_step cells per row. All threads of the block must call this. Before its first barrier
+// it writes only to `tails` and to the cells of the thread's own rows.
 template <typename C, int kVec, int kRows, typename Combine, typename Take>
 __device__ __forceinline__ void TotalRuns(const ThreadRuns& runs, const Vector<C, kVec> (&values)[kRows], C identity,
                                           C* table, int row_step, WarpTails<C, kVec>& tails,
                                           const bool (&warp_has_start)[kSoftmaxTileWarps], Combine&& combine,
                                           Take&& take) {
-  // Within the thread. Where its first row starts no run, that row's cells take the thread's rows of the run that
-  // goes on from before. Cells of rows that start no run are free to take anything, which spares a branch.
+  // Within the thread. If its first row starts no run, that row's cells receive the thread's part of the continued run.
+  // Cells of rows that start no run may hold anything, which avoids a branch.
   C* const first_cells = table + runs.first_row * row_step;
   C* run_cells = first_cells;
   Vector<C, kVec> scanned = values[0];
@@ -170,8 +169,8 @@ __device__ __forceinline__ void TotalRuns(const ThreadRuns& runs, const Vector<C
     }
   }
 
-  // Over the warp: `scanned` is the thread's last run as far as it reaches to the left, `ended` the run up to the
-  // thread's first start.
+  // Over the warp. `scanned` becomes the thread's last run, as far to the left as it reaches within the warp. `ended`
+  // is the run that ends before the thread's first start.
   for (int step = runs.lanes; step <= runs.last_lane; step *= 2) {
     Vector<C, kVec> other = ShuffleUp(scanned, step);
     CombineInto(other, scanned, combine);
@@ -185,7 +184,7 @@ __device__ __forceinline__ void TotalRuns(const ThreadRuns& runs, const Vector<C
   if (is_last_group) tails[runs.warp][runs.row_lane] = scanned;
   __syncthreads();
 
-  // Over the block: every warp folds the warps before it that its first run goes through, from left to right.
+  // Over the block. Each warp folds, from left to right, the earlier warps that its first run covers.
   const uint32_t warps_with_start =
       __ballot_sync(kFullWarp, runs.lane < kSoftmaxTileWarps && warp_has_start[runs.lane % kSoftmaxTileWarps]);
   const uint32_t earlier = warps_with_start & ((1u << runs.warp) - 1);
@@ -212,15 +211,15 @@ __device__ __forceinline__ void TotalRuns(const ThreadRuns& runs, const Vector<C
   __syncthreads();
 }
 
-// What is known of a tile once its ids have been read.
+// State of a tile that follows from its ids.
 template <int kRows>
 struct SoftmaxTileShared {
   static constexpr int kWords = kSoftmaxTileThreads * kRows / 32 + 1;
-  uint32_t starts[kWords];  // a bit for each row that starts a run; rows without a segment are runs of their own
+  uint32_t starts[kWords];  // bit mask: rows that start a run; each dropped row is a run of its own
   uint32_t dropped[kWords];
   bool carries_in;   // a long run enters the tile
   bool is_cut;       // the run across the end of the tile's own rows is long
-  bool carries_out;  // and starts among them
+  bool carries_out;  // and it starts among the own rows
   int begin, end;    // the rows that the block writes
   bool warp_has_start[kSoftmaxTileWarps];
 };
@@ -239,7 +238,7 @@ __device__ __forceinline__ int LastStart(const uint32_t* words, int row) {
   return starts == 0 ? 0 : word * 32 + 31 - __clz(starts);
 }
 
-// Finds the starts of runs. The last warp finds whether runs that cross the ends of the tile's own rows are long.
+// Finds the starts of runs. The last warp determines whether runs that cross the ends of the tile's own rows are long.
 template <typename T, int kRows>
 __device__ __forceinline__ void ReadTile(const SoftmaxTileArguments<T>& a, int64_t tile, bool writes_carries,
                                          SoftmaxTileShared<kRows>& shared) {
@@ -303,7 +302,7 @@ __device__ __forceinline__ void ReadTile(const SoftmaxTileArguments<T>& a, int64
   const RunKey key = key_at(row);
   const auto key_of = [&](int from) { return __shfl_sync(kFullWarp, key, from); };
   const RunKey head = key_of(1), tail = key_of(4);
-  // A run is long if it has covered all own rows of the tile before, or has gone on beyond that tile.
+  // An entering run is long if it covers all own rows of the previous tile, or extends beyond what that tile reaches.
   const bool carries_in = key_of(0) == head && head >= 0 && (key_of(2) == head || key_of(3) == head);
   const bool is_covered = carries_in && head == tail;
   const bool is_cut = key_of(5) == tail && tail >= 0 && (key_of(6) == tail || is_covered);
@@ -319,8 +318,8 @@ __device__ __forceinline__ void ReadTile(const SoftmaxTileArguments<T>& a, int64
   }
 }
 
-// Finds the rows that the block writes, and those that it leaves to LongRunsKernel; called by one warp.
-// `carries` are the tile's, or nullptr.
+// Finds the rows that the block writes, and those that it leaves to LongRunsKernel. Called by one warp. `carries` are
+// the carries of the tile, or nullptr.
 template <int kRows>
 __device__ __forceinline__ void FindOwnRows(int own_rows, int rows, SoftmaxTileShared<kRows>& shared,
                                             RunCarry* carries) {
@@ -407,7 +406,7 @@ __global__ void __launch_bounds__(kSoftmaxTileThreads, sizeof(T) == 8 ? kSoftmax
   const int rows = static_cast<int>(min(static_cast<int64_t>(a.tile_rows), a.rows.count - first_row));
 
   const int tile_elements = a.tile_rows * lanes * kVec;
-  C* const table = reinterpret_cast<C*>(staged_memory);  // what is known of a run, at its first row in the tile
+  C* const table = reinterpret_cast<C*>(staged_memory);  // one total per run, at its first row in the tile
   T* const staged = reinterpret_cast<T*>(table + tile_elements);
   T* const staged_d = staged + tile_elements;
   const auto stage = [&](int input, T* target) {
@@ -425,7 +424,7 @@ __global__ void __launch_bounds__(kSoftmaxTileThreads, sizeof(T) == 8 ? kSoftmax
   runs.lane = threadIdx.x % 32;
   runs.warp = threadIdx.x / 32;
   const int warp_groups = static_cast<int>(32 * a.lanes_inverse >> 16);
-  // Lanes that are left over count to the first group, but read and write none of its rows.
+  // Left-over lanes are assigned to the first group, but read and write none of its rows.
   runs.is_left_over = runs.lane >= warp_groups * lanes;
   const int group = runs.is_left_over ? 0 : static_cast<int>(runs.lane * a.lanes_inverse >> 16);
   runs.row_lane = runs.lane - (runs.is_left_over ? warp_groups : group) * lanes;
@@ -451,7 +450,7 @@ __global__ void __launch_bounds__(kSoftmaxTileThreads, sizeof(T) == 8 ? kSoftmax
   const auto load_row = [&](const T* rows_of_thread, int k) {
     return runs.is_left_over ? Repeat<kVec>(static_cast<T>(C{0})) : LoadVector<kVec>(rows_of_thread + k * row_step);
   };
-  // Leaves the state of a run as a carry if the run is long.
+  // Stores the state of a long run as a carry.
   const auto store_carry = [&](int state, int run_start, const Vector<C, kVec>& total) {
     if (!is_active) return;
     C* const carry_in = a.carry_states + (tile * 2 * kStates + state) * a.features + column + runs.row_lane * kVec;
@@ -461,7 +460,7 @@ __global__ void __launch_bounds__(kSoftmaxTileThreads, sizeof(T) == 8 ? kSoftmax
     }
   };
   const auto add = [](C x, C y) { return x + y; };
-  // What `table` holds of the run of each of the thread's rows.
+  // Calls body(k, total) with the `table` entry of the run of each of the thread's rows.
   const auto for_each_row = [&](auto&& body) {
     const C* const first_cells = own_table + runs.first_row * row_step;
     const C* run_cells = own_table + runs.head_start * row_step;
@@ -471,7 +470,7 @@ __global__ void __launch_bounds__(kSoftmaxTileThreads, sizeof(T) == 8 ? kSoftmax
       body(k, LoadVector<kVec>(run_cells));
     }
   };
-  // Dropped rows are 0, also where they are read, so that they never leave the range of sums.
+  // Sets dropped rows to 0, in the result, and in the input so that their sums are in range.
   const auto clear_rows = [&] {
     if (runs.is_left_over) return;
 #pragma unroll 1
@@ -533,7 +532,7 @@ __global__ void __launch_bounds__(kSoftmaxTileThreads, sizeof(T) == 8 ? kSoftmax
       store_result(k, values[k]);
     });
     if (__syncthreads_or(!check.AllInRange())) {
-      // Again, with the maxima.
+      // Recomputes the tile with maxima.
       stage(0, staged);
       __pipeline_wait_prior(0);
       __syncthreads();
@@ -568,7 +567,7 @@ __global__ void __launch_bounds__(kSoftmaxTileThreads, sizeof(T) == 8 ? kSoftmax
 
   const int begin = shared.begin, end = shared.end;
   if (a.is_flat) {
-    // Whole words, and single elements at the two ends.
+    // Stores whole 16-byte words, and single elements at both ends.
     constexpr int kWord = 16 / sizeof(T);
     const int features = static_cast<int>(a.features);
     const int first = begin * features, last = end * features;

@@ -20,8 +20,8 @@ int64_t StateBytes(int64_t element_bytes, bool is_mean) { return ComputeBytes(el
 
 // Depends on shapes and flags only. As reduce.cuh chooses, but unsorted rows that are narrow or few are added to a
 // table, which costs less than sorting them, unless a segment has so many rows that additions contend. Atomic additions
-// have no fixed order, so deterministic sums never use the table. Calls too large for the sort's 32-bit numbers always
-// do.
+// have no fixed order, so deterministic sums never use the table. All other calls too large for the sort's 32-bit
+// numbers use it.
 Choice Choose(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic,
               bool is_mean) {
   const Strategy strategy =

@@ -1,6 +1,6 @@
-// Launchers of the CUDA kernels of segment_sum, segment_mean and segment_sum_of_exponentials,
-// callable from plain C++. They write every element of the results and enqueue work on `stream` only: no allocation, no
-// synchronisation, the same launches whenever the problem is the same.
+// Launchers of the CUDA kernels of segment_sum, segment_mean and segment_sum_of_exponentials, callable from plain C++.
+// They write every element of the results and only enqueue work on `stream`: no allocation, no synchronisation, and the
+// same launches for the same problem.
 #pragma once
 
 #include <cuda_runtime_api.h>
