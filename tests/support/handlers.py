@@ -243,7 +243,7 @@ def assert_refused(call: Call, what: str, names: Collection[str]) -> None:
 
 
 def assert_miscount_refused(call: Call, what: str, names: Collection[str]) -> None:
-    """Refused: a wrong number of buffers. XLA checks required ones; the handler checks others and names one of these."""
+    """Refused: a wrong number of buffers. XLA checks required ones, the handler the others; it names one of these."""
     message = refusal(call, what)
     counts = {"arguments": len(call.operands), "results": len(call.results) + (call.scratch_bytes > 0)}
     # XLA's "at least n" is one less than the number that it expects.
