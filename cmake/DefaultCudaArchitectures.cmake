@@ -16,7 +16,7 @@ if(NOT JAX_BARACUDA_CUDA_ARCHITECTURES STREQUAL "portable")
     endif()
     foreach(capability IN LISTS capabilities)
       string(REPLACE "." "" architecture "${capability}")
-      # Code for X.0 runs on every X.y, which this nvcc may not know.
+      # If this nvcc does not know X.y: code for X.0 runs on every X.y.
       string(REGEX REPLACE ".$" "0" generation "${architecture}")
       foreach(candidate IN ITEMS ${architecture} ${generation})
         if(candidate GREATER_EQUAL 80 AND "sm_${candidate}" IN_LIST supported)

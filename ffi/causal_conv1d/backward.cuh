@@ -29,7 +29,7 @@ struct BackwardArguments {
         dx(static_cast<T*>(call.dx)),
         partials(static_cast<ComputeType<T>*>(call.scratch)) {}
 
-  // The address of a channel's first sum in a part. Its width + 1 sums are `channels` elements apart.
+  // The address of a channel's first value in a partial sum. Its width + 1 values are `channels` elements apart.
   __device__ __forceinline__ ComputeType<T>* Partial(int64_t example, int64_t part, int64_t parts_of_example, int width,
                                                      int64_t channel) const {
     return partials + (example * parts_of_example + part) * (width + 1) * geometry.channels + channel;

@@ -52,7 +52,7 @@ inline constexpr const char* kBackwardStrategyNames[] = {"nothing",
 
 enum class UpdateStrategy {
   kNothing,
-  kOneInput,  // vectors of channels
+  kOneInput,  // vectors of channels; rows if width > kMaxConstantWidth
   kFewInputs,
   kManyInputs,  // a convolution, then the new state
 };

@@ -194,7 +194,7 @@ struct VectorStages {
 
   unsigned base, mask;
 
-  // The size for kSteps steps (a power of two) of a block.
+  // Bytes of a block's stages for kSteps steps, a power of two.
   template <int kSteps>
   static constexpr int kBlockBytes = kSteps * kRowsThreads * kVectorBytes;
 
@@ -206,7 +206,8 @@ struct VectorStages {
     return {group * kSteps << log_bytes, (unsigned{kSteps} << log_bytes) - 1};
   }
 
-  // The byte offset in the block's stages of `position`, in bytes, in the group's circular buffer; it may be negative.
+  // The byte offset in the block's stages of byte `position` of the group's circular buffer. `position` may be
+  // negative.
   __device__ __forceinline__ unsigned Index(unsigned position) const { return (position & mask) | base; }
 
   // Sets window[i] to the input at index i - kPast, relative to the first input of the vector at `position`.

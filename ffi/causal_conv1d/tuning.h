@@ -15,7 +15,7 @@ struct RowsChoice {
 
 // Parameters of the time model of a channels-last kernel: see ChannelsLastPlan.
 struct RunChoice {
-  int min_run, max_run;  // in times
+  int min_run, max_run;  // times per run
   int blocks_at_once;    // resident blocks per multiprocessor
 };
 

@@ -36,8 +36,8 @@ bool DispatchBytes(int element_bytes, Body&& body) {
 inline constexpr int kMaxDimensions = 32;
 
 // Maps elements of the row-major output to an array that is repeated along some dimensions. Dimensions of size 1 are
-// dropped and similar neighbours merged, so the remaining ones are alternately repeated and not repeated. The innermost
-// dimension comes first.
+// dropped. Neighbouring repeated dimensions are merged, and so are neighbouring other dimensions. So the remaining
+// ones, the innermost first, alternate between the two kinds.
 struct Repetition {
   int rank = 0;
   int64_t size[kMaxDimensions];

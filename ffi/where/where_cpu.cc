@@ -111,7 +111,8 @@ JB_CPU_CLONES void SplitBlock(const uint8_t* __restrict cond, const T* __restric
   }
 }
 
-// Adds dy[i] to sums[i] if it is chosen. Adds the rest to other_sums[i], or stores it to other[i] unless kBothSummed.
+// Adds dy[i], if it is chosen, to sums[i]. The rest (0 if dy[i] is chosen, otherwise dy[i]) is added to other_sums[i]
+// if kBothSummed, and otherwise stored to other[i].
 template <typename T, bool kBothSummed>
 JB_INLINE void AddElements(const uint8_t* __restrict cond, bool inverted, const T* __restrict dy, int64_t count,
                            ComputeType<T>* __restrict sums, ComputeType<T>* __restrict other_sums,

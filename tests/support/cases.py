@@ -20,11 +20,11 @@ from jax_baracuda._core.native import NATIVE_MODULES
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.scopes import ScopedValue
 
-# Where there is a kernel, tests run it, faster or not, unless they ask for something else.
+# Tests run kernels wherever one exists, even if it is slower, unless they request something else.
 selection._of_context = ScopedValue("implementation", selection.KERNEL_IF_ANY)
 
 PLATFORM = {"gpu": "cuda"}.get(jax.devices()[0].platform, jax.devices()[0].platform)
-"""The platform that the tests run on, under the name that native modules have."""
+"""The platform that the tests run on, as native modules name it."""
 
 REQUIRED_PLATFORM = os.environ.get("JAX_BARACUDA_REQUIRE")
 
@@ -44,16 +44,16 @@ Values = Literal["special", "distinct", "ties"]
 
 
 def use_rules(monkeypatch: pytest.MonkeyPatch, rules_of: Callable[[Op], Sequence[Rule]] | None = None) -> None:
-    """What users have: where nothing is asked for, the rules of ops decide, or these in their place."""
+    """The behaviour that users get: unless they request an implementation, the rules of ops (or `rules_of`) decide."""
     monkeypatch.setattr(selection, "_of_context", ScopedValue("implementation", None))
     if rules_of is not None:
         monkeypatch.setattr(dispatch, "rules_of", rules_of)
 
 
 def each_pair(**values: Iterable[Any]) -> pytest.MarkDecorator:
-    """Three parameters: every pair of values of the first two, and with them the values of the third in turn.
+    """Pairwise testing of three parameters: all pairs of the first two, with the values of the third in turn.
 
-    So few cases have every pair of values of any two, where the third has no more values than the others.
+    If the third has no more values than the others, few cases cover every pair of values of any two parameters.
     """
     first, second, third = (tuple(of) for of in values.values())
     drawn = [(a, b, third[(i + j) % len(third)]) for i, a in enumerate(first) for j, b in enumerate(second)]
@@ -68,14 +68,14 @@ def native_problem(platform: str) -> str | None:
 
 
 def skip_for_lack_of(platform: str, reason: str) -> NoReturn:
-    """Skips the running test, or fails it where JAX_BARACUDA_REQUIRE asks for that platform."""
+    """Skips the running test, or fails it if JAX_BARACUDA_REQUIRE names that platform."""
     if platform == REQUIRED_PLATFORM:
         pytest.fail(f"JAX_BARACUDA_REQUIRE={REQUIRED_PLATFORM}: {reason}", pytrace=False)
     pytest.skip(reason)
 
 
 def x64_for(*dtypes: Any) -> contextlib.AbstractContextManager[Any]:
-    """Context with 64-bit types on if one of the dtypes needs it, and off otherwise."""
+    """Context with 64-bit types enabled if one of the dtypes needs them, and disabled otherwise."""
     wide = ("int64", "uint64", "float64", "complex128")
     return jax.enable_x64(any(jnp.dtype(dtype).name in wide for dtype in dtypes))
 
@@ -117,11 +117,11 @@ SHAPES = (
     Shape(12_001, (33,), 3),
     Shape(4000, (5,), 60),
 )
-"""Small enough for NumPy, and such that every way through a kernel is taken: one thread or block and several, cells
-that fit in a cache or in shared memory and cells that do not, narrow rows and wide ones, few segments and many."""
+"""Small enough for NumPy, but they cover every path of a kernel: one or several threads and blocks, cells that fit in a
+cache or in shared memory and cells that do not, narrow and wide rows, few and many segments."""
 
 POWER_LAW_SHAPES = (Shape(70_000, (), 4000), Shape(70_000, (7,), 90), Shape(20_000, (7,), 90), Shape(9000, (130,), 700))
-"""For ids of which few are very frequent and most are rare: see :func:`power_law_ids`."""
+"""For ids with a few very frequent and many rare ones: see :func:`power_law_ids`."""
 
 MOSTLY_EMPTY_SHAPES = (
     Shape(90_000, (), 270_001),
@@ -129,17 +129,17 @@ MOSTLY_EMPTY_SHAPES = (
     Shape(5000, (33,), 10_001),
     Shape(200, (130,), 5000),
 )
-"""Most segments have no rows: GPUs fill all results of such sizes before they reduce the rows."""
+"""Most segments have no rows. For such sizes, GPUs fill all results before they reduce the rows."""
 
 BIG_SHAPE = Shape(66_000, (130,), 9000)
-"""Big enough for a GPU to sort the ids first, and for a CPU to group the rows by segment, in every dtype."""
+"""Big enough that, in every dtype, a GPU sorts the ids first and a CPU groups the rows by segment."""
 
 
 def make_data(rng: np.random.Generator, shape: Sequence[int], dtype: Any, values: Values = "special") -> np.ndarray:
     """Random data.
 
     Args:
-      values: "special": few distinct values, hence ties, mixed with NaN, infinities, zeros of both signs and the
+      values: "special": few distinct values (hence ties), mixed with NaN, infinities, zeros of both signs and the
         extremes of the dtype. "ties": the same without NaN and infinities. "distinct": floating values far apart.
     """
     dtype = jnp.dtype(dtype)
@@ -166,7 +166,7 @@ def make_data(rng: np.random.Generator, shape: Sequence[int], dtype: Any, values
 
 
 def random_bits(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Any values of a dtype of whole bytes, NaN of every kind among them."""
+    """Random bit patterns of a dtype of whole bytes, including every kind of NaN."""
     dtype = jnp.dtype(dtype)
     if dtype == np.bool_:
         return rng.random(shape) < 0.5
@@ -177,7 +177,7 @@ def random_bits(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> n
 def make_ids(
     rng: np.random.Generator, rows: int, segments: int, dtype: Any = "int32", is_sorted: bool = False
 ) -> np.ndarray:
-    """Random ids, about one in ten of them negative or too large, as far as the dtype goes."""
+    """Random ids; about one in ten is negative or too large, if the dtype allows it."""
     info = jnp.iinfo(jnp.dtype(dtype))
     minimum, maximum = int(info.min), int(info.max)
     ids = rng.integers(0, max(segments, 1), rows).astype(object)
@@ -189,14 +189,14 @@ def make_ids(
 
 
 def power_law_ids(rng: np.random.Generator, rows: int, segments: int, is_sorted: bool = False) -> np.ndarray:
-    """Ids of which one holds about a third of the rows, and most have few or none; one in twenty is dropped."""
+    """One id has about a third of the rows, most have few or none; one row in twenty is dropped."""
     ranks = np.minimum(rng.zipf(1.5, rows) - 1, segments)
     ids = np.where(rng.random(rows) < 0.05, -1, rng.permutation(segments + 1)[ranks])
     return (np.sort(ids) if is_sorted else ids).astype(np.int32)
 
 
 def cotangent(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Random cotangents, none of them small enough to underflow when it is shared."""
+    """Random cotangents, large enough not to underflow when they are divided among ties."""
     return (rng.choice([-1.0, 1.0], shape) * rng.uniform(0.5, 100, shape)).astype(jnp.dtype(dtype))
 
 
@@ -209,34 +209,34 @@ def is_floating(dtype: Any) -> bool:
 
 
 def accumulator(dtype: Any) -> np.dtype[Any]:
-    """The dtype in which terms of a floating dtype are combined."""
+    """The dtype that kernels accumulate a floating dtype in."""
     return np.dtype(np.float32 if jnp.dtype(dtype).itemsize < 4 else dtype)
 
 
 def eps_of(dtype: Any) -> float:
-    """The spacing of numbers at 1 in the dtype that terms are combined in."""
+    """The machine epsilon of the accumulator: the spacing of its numbers at 1."""
     return float(np.finfo(accumulator(dtype)).eps)
 
 
 def wider(dtype: Any) -> np.dtype[Any]:
-    """A dtype whose own rounding is nothing beside that of the accumulator of `dtype`."""
+    """A dtype whose rounding errors are negligible compared with those of the accumulator of `dtype`."""
     return np.dtype(np.longdouble if accumulator(dtype).itemsize > 4 else np.float64)
 
 
 def rounded(values: np.ndarray, dtype: Any) -> np.ndarray:
-    """Values of the accumulator, or exact ones, in the dtype of the result."""
+    """Rounds exact values, or values of the accumulator, to the dtype of the result."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return values.astype(accumulator(dtype)).astype(jnp.dtype(dtype))
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What a kernel may return: any number within `error` of `exact`, rounded to `dtype`."""
+    """The results that a kernel may return: any number within `error` of `exact`, rounded to `dtype`."""
 
     exact: np.ndarray
     dtype: Any
     error: np.ndarray | float = 0.0
-    """Absolute; 0 where no rounding but the last is possible, which is then checked bit for bit."""
+    """Absolute. 0 if only the final rounding is possible; the result is then checked bit for bit."""
 
     def check(self, actual: Any, where: str = "") -> None:
         dtype = jnp.dtype(self.dtype)
@@ -247,7 +247,7 @@ class Expected:
         actual = np.asarray(actual)
         assert actual.dtype == dtype, f"{where} dtype {actual.dtype}, expected {dtype}"
         assert actual.shape == self.exact.shape, f"{where} shape {actual.shape}, expected {self.exact.shape}"
-        with np.errstate(invalid="ignore"):  # infinity minus itself, replaced right here; signalling NaN
+        with np.errstate(invalid="ignore"):  # infinity minus infinity, replaced below; signalling NaN
             error = np.where(np.isfinite(self.exact), error, 0)
             low, high = (rounded(x, dtype).astype(np.float64) for x in (self.exact - error, self.exact + error))
             wide = actual.astype(np.float64)
@@ -261,14 +261,14 @@ class Expected:
 
 
 def identity(dtype: Any) -> Any:
-    """The maximum of no rows."""
+    """The maximum over no rows."""
     if is_floating(dtype):
         return -np.inf
     return False if dtype == np.bool_ else jnp.iinfo(dtype).min
 
 
 def order_reversed(data: np.ndarray) -> np.ndarray:
-    """The data in reverse order of their values, for which the minimum is the maximum."""
+    """Maps values so that their order is reversed: the maximum of the result is the minimum of the data."""
     return -data if is_floating(data.dtype) else ~data
 
 
@@ -279,7 +279,7 @@ def in_mode(ids: np.ndarray, segments: int, mode: str | None) -> np.ndarray:
 
 
 def _members(ids: np.ndarray, segments: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The segments [k] that have n rows, and the numbers of their rows [n, k], for each such n."""
+    """For each number of rows n that occurs: the segments [k] with n rows, and the indices of their rows [n, k]."""
     inside = np.flatnonzero((ids >= 0) & (ids < segments))
     of_row = ids[inside].astype(np.int64)
     rows = inside[np.argsort(of_row, kind="stable")]
@@ -312,7 +312,7 @@ def reference_max(data: np.ndarray, ids: np.ndarray, segments: int, mode: str | 
         values = data[rows]
         if is_floating(data.dtype):
             wide = values.astype(np.float64)
-            maxima = wide.max(axis=0)  # NaN where there is one
+            maxima = wide.max(axis=0)  # NaN if a value is NaN
             only_minus_zero = (np.signbit(wide) | (wide != 0)).all(axis=0)
             maxima = np.where(maxima == 0, np.where(only_minus_zero, -0.0, 0.0), maxima)
             output[numbers] = maxima.astype(data.dtype)
@@ -335,7 +335,7 @@ def reference_max_gradient(
     for numbers, rows in _members(in_mode(ids, segments, mode), segments):
         values = data[rows].astype(np.float64)
         maxima = values.max(axis=0)
-        gets_share = values == maxima  # nowhere if the maximum is NaN
+        gets_share = values == maxima  # False everywhere if the maximum is NaN
         if tie_break == "first":
             gets_share &= np.cumsum(gets_share, axis=0) == 1
             members = np.ones(maxima.shape)
@@ -353,13 +353,13 @@ def reference_min_gradient(
 
 
 def shares(data: np.ndarray, ids: np.ndarray, segments: int, tie_break: str, mode: str | None = None) -> np.ndarray:
-    """Each row's share of its cell's cotangent in the maximum, in float64."""
+    """The fraction of a cell's cotangent that each row gets in the gradient of the maximum, in float64."""
     ones = np.ones((segments, *data.shape[1:]))
     return reference_max_gradient(ones, data.astype(np.float64), ids, tie_break, mode)
 
 
 def reference_argmax(data: np.ndarray, ids: np.ndarray, segments: int) -> np.ndarray:
-    """The lowest row that attains the maximum, of NaN the first; the number of rows where a segment is empty."""
+    """The first row that attains the maximum, or the first NaN; the number of rows for empty segments."""
     winner = np.full((segments, *data.shape[1:]), data.shape[0], np.int32)
     for numbers, rows in _members(ids, segments):
         values = data[rows].astype(np.float64) if is_floating(data.dtype) else data[rows]
@@ -373,7 +373,7 @@ def reference_argmin(data: np.ndarray, ids: np.ndarray, segments: int) -> np.nda
 
 
 def segment_sum(terms: np.ndarray, ids: np.ndarray, segments: int) -> np.ndarray:
-    """Sums of rows, of integers modulo their size, otherwise in extended precision."""
+    """Sums of rows: of integers modulo 2^bits, of floating data in extended precision."""
     wide = np.longdouble if is_floating(terms.dtype) else terms.dtype
     total = np.zeros((segments, *terms.shape[1:]), wide)
     with np.errstate(invalid="ignore"):  # the sum of opposite infinities is NaN
@@ -383,10 +383,10 @@ def segment_sum(terms: np.ndarray, ids: np.ndarray, segments: int) -> np.ndarray
 
 
 def sum_error(terms: np.ndarray, ids: np.ndarray, segments: int, dtype: Any) -> np.ndarray:
-    """What rounding may add to sums of terms in the accumulator of `dtype`, in whatever order they are added.
+    """The rounding error of sums of terms in the accumulator of `dtype`, in any order of the additions.
 
-    Each of n additions rounds a partial sum, of at most the sum of magnitudes, by half an eps; over independent errors
-    these add up like a random walk. Sums of small integers are exact.
+    Each of n additions rounds a partial sum by half an eps; the partial sum is at most the sum of magnitudes. These
+    errors are independent, so they grow like a random walk. Sums of small integers are exact.
     """
     with np.errstate(invalid="ignore"):
         magnitude = segment_sum(np.abs(terms.astype(np.longdouble)), ids, segments)
@@ -404,14 +404,14 @@ def reference_sum(data: np.ndarray, ids: np.ndarray, segments: int) -> Expected:
 
 
 def mean_dtype(dtype: Any) -> np.dtype[Any]:
-    """The dtype of means: that of floating data; of integers, float64 where they have 64 bits, else float32."""
+    """The dtype of means: the dtype of floating data; float64 for integers of 64 bits; float32 for other integers."""
     if is_floating(dtype):
         return jnp.dtype(dtype)
     return np.dtype(np.float64 if jnp.dtype(dtype).itemsize == 8 else np.float32)
 
 
 def _divided(cells: np.ndarray, count: np.ndarray, dtype: Any) -> np.ndarray:
-    """Quotients rounded once, to the accumulator of `dtype`."""
+    """Quotients, rounded once to the accumulator of `dtype`."""
     compute_dtype = accumulator(dtype)
     divisor = np.maximum(count, 1).reshape(-1, *(1 for _ in cells.shape[1:])).astype(compute_dtype)
     with np.errstate(over="ignore", under="ignore"):
@@ -439,10 +439,10 @@ def reference_mean_gradient(d_output: np.ndarray, data: np.ndarray, ids: np.ndar
 
 @dataclasses.dataclass(frozen=True)
 class _Factors:
-    """Floating numbers taken apart, so that their products neither overflow nor underflow."""
+    """Floating numbers split into mantissa and exponent, so that their products neither overflow nor underflow."""
 
     mantissa: np.ndarray
-    """In [0.5, 1) with the number's sign; 0.5 for zeros, infinities and NaN."""
+    """Its magnitude is in [0.5, 1), and 0.5 for zeros, infinities and NaN. Its sign is the number's."""
     exponent: np.ndarray
     zeros: np.ndarray
     infinities: np.ndarray
@@ -479,7 +479,7 @@ class _Factors:
 
 
 def _product_error(values: np.ndarray, product: np.ndarray, dtype: Any) -> np.ndarray:
-    """What rounding may add to the product of the values along the first axis; nothing if all are powers of two."""
+    """The rounding error of the product of the values along the first axis; 0 if all are powers of two."""
     with np.errstate(invalid="ignore"):
         is_power = (np.abs(np.frexp(values.astype(np.float64))[0]) == 0.5) | ~np.isfinite(values.astype(np.float64))
         roundings = np.maximum((~is_power & (values != 0)).sum(axis=0) - 1, 0)
@@ -487,7 +487,7 @@ def _product_error(values: np.ndarray, product: np.ndarray, dtype: Any) -> np.nd
 
 
 def reference_prod(data: np.ndarray, ids: np.ndarray, segments: int) -> Expected:
-    """The products of integers modulo their size, and of floating data as if in unbounded range."""
+    """The products of integers modulo 2^bits, and of floating data as if their range were unbounded."""
     if not is_floating(data.dtype):
         product = np.ones((segments, *data.shape[1:]), data.dtype)
         for numbers, rows in _members(ids, segments):
@@ -502,26 +502,26 @@ def reference_prod(data: np.ndarray, ids: np.ndarray, segments: int) -> Expected
 
 
 def products_of_others(values: np.ndarray) -> np.ndarray:
-    """For each value along the first axis, the product of all others, multiplied out."""
+    """For each value along the first axis, the product of all others."""
     factors, n = _Factors.of(values), len(values)
     if n <= 64:
         others = np.array([[k for k in range(n) if k != i] for i in range(n)], np.int64).T  # [n - 1, n]
         return factors[others].product().value() if n > 1 else np.ones(values.shape, np.longdouble)
-    # Of many values, the product of all but one: exact mantissas divide well in extended precision.
+    # With many values, divide the total product by each value: in extended precision mantissas divide accurately.
     total = factors.product()
     rest = (getattr(total, name) - getattr(factors, name) for name in ("exponent", "zeros", "infinities", "nans"))
     return _Factors(total.mantissa / factors.mantissa, *rest).value()
 
 
 def reference_prod_gradient(d_output: np.ndarray, data: np.ndarray, ids: np.ndarray) -> Expected:
-    """The cotangent times the product of the other rows of the segment, which may be out of any range."""
+    """The cotangent times the product of the segment's other rows; that product may exceed the range of any dtype."""
     gradient = np.zeros(data.shape, np.longdouble)
     error = np.zeros(data.shape, np.longdouble)
     wide = accumulator(data.dtype)
     for numbers, rows in _members(ids, len(d_output)):
         with np.errstate(invalid="ignore", over="ignore", under="ignore"):
             gradient[rows] = products_of_others(data[rows]) * d_output[numbers].astype(np.longdouble)
-            # The product of all rows, the division by one of them, the cotangent.
+            # Roundings: the product of all rows, the division by one row, and the product with the cotangent.
             relative = _product_error(np.concatenate([data[rows], data[rows][:2]]), gradient[rows], data.dtype)
             is_subnormal = (relative > 0) & (np.abs(gradient[rows]) < 2 * float(np.finfo(wide).tiny))
             error[rows] = relative + np.where(is_subnormal, float(np.finfo(wide).smallest_subnormal), 0)
@@ -539,14 +539,14 @@ def reference_softmax(logits: np.ndarray, ids: np.ndarray, segments: int) -> Exp
             x = x - x.max(axis=0)
             terms = np.exp(x)
             p = probabilities[rows] = terms / terms.sum(axis=0)
-            # The difference is rounded, then the exponential, the sum and the quotient; few of these terms are large.
+            # The difference, the exponential, the sum and the quotient are rounded; few of these terms are large.
             relative = eps * (np.where(p > 0, np.abs(x), 0) + 4 + np.sqrt(len(rows)))
             error[rows] = np.where(np.isfinite(p), relative * p + (len(rows) > 1) * 2 * tiny, 0)
     return Expected(probabilities, logits.dtype, error)
 
 
 def reference_sum_of_exponentials(data: np.ndarray, ids: np.ndarray, segments: int) -> Expected:
-    """Infinite where it overflows; a term too small for the dtype's range still counts as more than nothing."""
+    """Sums of exponentials: infinite on overflow. A term below the range of the dtype is a tiny number, not 0."""
     wide = wider(data.dtype)
     sums, error = np.zeros((2, segments, *data.shape[1:]), wide)
     least = 2.0**-120 if data.dtype.itemsize == 4 else 2.0**-1000
@@ -556,7 +556,7 @@ def reference_sum_of_exponentials(data: np.ndarray, ids: np.ndarray, segments: i
             terms = np.maximum(np.exp(x), least)
             terms = np.where(terms > np.finfo(data.dtype).max, np.inf, terms)
             sums[segment] = terms.sum(axis=0)
-            # Each term has an error of few units, and so have the sums.
+            # Each term has an error of a few ulp, and so do the sums.
             error[segment] = eps_of(data.dtype) * (4 + np.sqrt(len(rows))) * sums[segment]
     return Expected(sums, data.dtype, error)
 
@@ -564,7 +564,7 @@ def reference_sum_of_exponentials(data: np.ndarray, ids: np.ndarray, segments: i
 def reference_softmax_gradient(
     d_probabilities: np.ndarray, probabilities: np.ndarray, ids: np.ndarray, segments: int
 ) -> Expected:
-    """The cotangent of the logits, given the probabilities as they were rounded."""
+    """The cotangent of the logits, computed from the rounded probabilities."""
     wide = wider(probabilities.dtype)
     gradient, error = np.zeros((2, *probabilities.shape), wide)
     eps = eps_of(probabilities.dtype)
@@ -605,7 +605,7 @@ def assert_same_bits(actual: Any, expected: np.ndarray, where: str = "") -> None
 
 
 def assert_same_memory(actual: Any, expected: np.ndarray, where: str = "") -> None:
-    """Same dtype, shape and bits, those of NaN included."""
+    """Same dtype, shape and bits, including the bits of NaN."""
     actual = np.asarray(actual)
     assert actual.dtype == expected.dtype, f"{where} dtype {actual.dtype}, expected {expected.dtype}"
     assert actual.shape == expected.shape, f"{where} shape {actual.shape}, expected {expected.shape}"
@@ -620,7 +620,7 @@ def assert_same_memory(actual: Any, expected: np.ndarray, where: str = "") -> No
 
 
 def assert_same_values(actual: Any, expected: Any, rtol: float = 0) -> None:
-    """Same dtype, shape and values; for references that do not order zeros by their signs on every platform."""
+    """Same dtype, shape and values; for references that do not order -0 and +0 on every platform."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.dtype == expected.dtype, f"dtype {actual.dtype}, expected {expected.dtype}"
     if is_floating(expected.dtype):

@@ -1,4 +1,4 @@
-"""Direct calls of native handlers: good ones, the many that differ from a good one in one thing, and what those say."""
+"""Direct calls of native handlers: valid calls, calls that differ from a valid one in one respect, and their errors."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Array:
 
     name: str
     shape: tuple[int, ...]
-    """The first dimension is the batch, unless the attribute `num_batch_dims` of the call says otherwise."""
+    """The first dimension is the batch, unless the call has another `num_batch_dims`."""
     dtype: str = "float32"
 
     def aval(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
 
     def shared(self) -> Array:
-        """For the whole batch."""
+        """The array with batch size 1: shared by the whole batch."""
         return dataclasses.replace(self, shape=(1, *self.shape[1:]))
 
 
@@ -45,7 +45,7 @@ class Call:
     results: tuple[Array, ...]
     attributes: Mapping[str, Any]
     scratch_bytes: int = 0
-    """Of an additional last result; 0 for none."""
+    """Size of the scratch buffer, an additional last result; 0 for none."""
 
     def arrays(self) -> tuple[Array, ...]:
         return (*self.operands, *self.results)
@@ -56,7 +56,7 @@ class Call:
             jax.block_until_ready(jax.jit(self.bind)(*(np.zeros(x.shape, jnp.dtype(x.dtype)) for x in self.operands)))
 
     def results_of(self, operands: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The results, by name, of these operands. They, and scratch, are written to memory that is full of NaN."""
+        """The results by name. Results and scratch are written to memory that was filled with NaN."""
         with self.types():
             poison = [
                 jnp.full(x.shape, jnp.nan if cases.is_floating(x.dtype) else 0xFF, x.dtype) for x in self._avals()
@@ -74,12 +74,12 @@ class Call:
         return [x.aval() for x in (*self.results, *scratch)]
 
     def bind(self, *operands: Any) -> Sequence[jax.Array]:
-        # Without a side effect, a call without results would not run at all.
+        # Without a side effect, XLA would remove a call without results.
         call = jax.ffi.ffi_call(target_name(self.target), self._avals(), has_side_effect=True)
         return call(*operands, **self.attributes)
 
     def with_other(self, changes: Callable[[Array], Mapping[str, Array]]) -> Iterator[tuple[str, Array, Call]]:
-        """Calls in which one array is another: how it differs, what it should be, and the call."""
+        """Calls with one array changed: how it differs, the right array, and the call."""
         for kind in ("operands", "results"):
             arrays = getattr(self, kind)
             for i, array in enumerate(arrays):
@@ -87,8 +87,8 @@ class Call:
                     yield how, array, dataclasses.replace(self, **{kind: (*arrays[:i], other, *arrays[i + 1 :])})
 
     def with_other_attributes(self) -> Iterator[tuple[str, Call, str]]:
-        """Calls with an attribute too many, and with each missing, renamed, or of another type; what XLA says of it."""
-        if not self.attributes:  # XLA does not look
+        """Calls with an extra attribute, and with each missing, renamed or of another type; with XLA's error."""
+        if not self.attributes:  # XLA does not check attributes then
             return
         count = len(self.attributes)
 
@@ -113,7 +113,7 @@ class Call:
 
 
 def wrong_types(value: Any) -> Iterator[tuple[Any, str]]:
-    """Values of other types than that of an attribute, and what XLA says of them."""
+    """Values whose type differs from an attribute's, and XLA's error messages."""
     if np.ndim(value) > 0:
         for other, name in ((True, "scalar"), (1.5, "scalar"), ("text", "string")):
             yield other, f"Wrong attribute type: expected array but got {name}"
@@ -129,13 +129,13 @@ def wrong_types(value: Any) -> Iterator[tuple[Any, str]]:
 
 
 SCALAR_TYPES = {(bool, np.bool_): "PRED", (int, np.integer): "S64", (float, np.floating): "F64"}
-"""XLA's names for attributes; a bool counts as an int, too, in Python."""
+"""XLA's names of attribute types. bool comes first, because in Python a bool is also an int."""
 
 
 def good_call(target: str, operands: Sequence[Array], results: Sequence[Array], params: Mapping[str, Any]) -> Call:
-    """A call that fits: with the scratch that the op needs, and those of its params that the handler takes.
+    """A valid call, with the scratch that the op needs and the params that the handler accepts.
 
-    The first dimension of arrays is a batch, unless `params` say otherwise.
+    The first dimension of arrays is a batch, unless `params` set another `num_batch_dims`.
     """
     op = OPS[target]
     params = {**op.targets[target], **(params if op.broadcasts else {"num_batch_dims": 1, **params})}
@@ -144,11 +144,11 @@ def good_call(target: str, operands: Sequence[Array], results: Sequence[Array], 
 
 
 BATCH_DIMS = ((), (6,), (2, 3), (3, 1, 2))
-"""Sizes of batch dimensions, none of them among these."""
+"""Sizes of batch dimensions to test, including no batch dimensions."""
 
 
 def with_batch_dims(call: Call, sizes: tuple[int, ...]) -> Call:
-    """The call, which has one batch dimension, with these in its place; what the batch shares has sizes of 1."""
+    """Replaces the call's one batch dimension by dimensions of these sizes; shared arrays get sizes of 1."""
     batch = math.prod(sizes)
 
     def changed(x: Array) -> Array:
@@ -169,7 +169,7 @@ def assert_batch_dims_count_as_one(
     sizes: tuple[int, ...],
     assert_equal: Callable[[np.ndarray, np.ndarray, str], None] = cases.assert_same_memory,
 ) -> None:
-    """The results of the call, which has one batch dimension, are the same where the batch has these sizes."""
+    """The call has one batch dimension. Its results are the same with batch dimensions of these sizes."""
     other = with_batch_dims(call, sizes)
     expected = call.results_of(operands)
     reshaped = {x.name: operands[x.name].reshape(x.shape) for x in other.operands}
@@ -178,11 +178,11 @@ def assert_batch_dims_count_as_one(
 
 
 def assert_bad_batch_dims_refused(call: Call, tells_batch: str) -> None:
-    """Numbers of batch dimensions that are none, and arrays that have only some of them, or others.
+    """Refused: invalid numbers of batch dimensions, and arrays with missing or wrong batch dimensions.
 
     Args:
-      call: one that fits, with a batch of 6.
-      tells_batch: the name of the array that the others must fit.
+      call: a valid call with a batch of 6.
+      tells_batch: the name of the array whose batch dimensions the others must match.
     """
     for number in (-1, -(2**63), 1 + max(len(x.shape) for x in call.arrays()), 2**31, 2**32 + 1, 2**63 - 1):
         bad = dataclasses.replace(call, attributes={**call.attributes, "num_batch_dims": np.int64(number)})
@@ -203,7 +203,7 @@ def assert_bad_batch_dims_refused(call: Call, tells_batch: str) -> None:
 
 
 def with_other_shapes(array: Array) -> dict[str, Array]:
-    """What the array must not be: of another rank, batch or size."""
+    """The array with a wrong rank, batch or size."""
     shape = array.shape
     shapes = {
         "of rank 0": (),
@@ -224,7 +224,7 @@ def with_dtypes(array: Array, dtypes: Collection[str]) -> dict[str, Array]:
 
 
 def refusal(call: Call, what: str) -> str:
-    """The message of the error that the call must give."""
+    """The message of the call's error; fails if the call succeeds."""
     try:
         call.run()
     except jax.errors.JaxRuntimeError as error:
@@ -233,7 +233,7 @@ def refusal(call: Call, what: str) -> str:
 
 
 def assert_refused(call: Call, what: str, names: Collection[str]) -> None:
-    """The handler's error names the target and one of these arguments, and says what it has or what was expected."""
+    """The handler's error names the target and one of these arguments, and what is wrong or what was expected."""
     message = refusal(call, what)
     assert re.search(rf"{call.target}: ({'|'.join(names)})\b", message), f"{what}: {message}"
     says = (
@@ -243,17 +243,17 @@ def assert_refused(call: Call, what: str, names: Collection[str]) -> None:
 
 
 def assert_miscount_refused(call: Call, what: str, names: Collection[str]) -> None:
-    """A wrong number of buffers: by XLA where a target always has them, else by the handler, naming one of these."""
+    """Refused: a wrong number of buffers. XLA checks required ones, the handler the others; it names one of these."""
     message = refusal(call, what)
     counts = {"arguments": len(call.operands), "results": len(call.results) + (call.scratch_bytes > 0)}
-    # "At least n" is one less than what it expects.
+    # XLA's "at least n" is one less than the number that it expects.
     by_xla = (rf"{kind}: expected (at least [0-9]+|(?!{n} )[0-9]+) but got {n}( \[|$)" for kind, n in counts.items())
     by_handler = rf"{call.target}: ({'|'.join(names)})\b"
     assert re.search(rf"Wrong number of ({'|'.join(by_xla)})|{by_handler}", message, re.M), f"{what}: {message}"
 
 
 def assert_other_attributes_refused(good: Call) -> None:
-    """XLA itself refuses wrong attributes, before the handler sees them."""
+    """XLA refuses wrong attributes before it calls the handler."""
     for what, call, expected in good.with_other_attributes():
         message = refusal(call, what)
         assert re.search(expected, message), f"{what}: {message}"

@@ -1,4 +1,4 @@
-"""The CPU module that a sanitizer or ``make coverage`` instruments, in the place of the installed one."""
+"""Replaces the installed CPU module by one that a sanitizer or ``make coverage`` instruments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NATIVE_MODULE = "jax_baracuda._core._cpu"
 
 
 def load(folder: str) -> None:
-    """Whoever imports the CPU module from now on gets the one in this folder."""
+    """Makes later imports of the CPU module return the one in this folder."""
     assert NATIVE_MODULE not in sys.modules
     [path] = Path(folder).glob("_cpu.*.so")
     spec = importlib.util.spec_from_file_location(NATIVE_MODULE, path)
@@ -21,6 +21,9 @@ def load(folder: str) -> None:
 
 
 def first_lines() -> str:
-    """Of a program whose results shall have the bits of those here; others take the installed module, a faster one."""
+    """First lines of a program whose results must have the same bits as those of this process.
+
+    Other programs use the installed module, which is faster.
+    """
     folder = os.environ.get("JAX_BARACUDA_INSTRUMENTED")
     return f"from support import instrumented\ninstrumented.load({folder!r})\n" if folder else ""

@@ -1,4 +1,4 @@
-"""Arrays with more than 2^31 elements: the memory that they need, and what fills them."""
+"""Arrays with more than 2^31 elements: their memory requirements and their contents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support import cases
 
 
 def require_memory(gigabytes_on_device: int) -> None:
-    """Skips where the device has less free memory; on CPUs also unless JAX_BARACUDA_TEST_LARGE asks for it."""
+    """Skips the test if the device has less free memory; on CPUs also unless JAX_BARACUDA_TEST_LARGE is 1."""
     if cases.PLATFORM == "cpu":
         if os.environ.get("JAX_BARACUDA_TEST_LARGE") != "1":
             pytest.skip("on CPUs, arrays with more than 2^31 elements are tested with JAX_BARACUDA_TEST_LARGE=1 only")
@@ -30,7 +30,7 @@ def require_gpu_memory(gigabytes: int) -> None:
 
 
 def noise(shape: tuple[int, ...], seed: int) -> jax.Array:
-    """Numbers between -1 and 1 that differ from place to place, in bfloat16."""
+    """Pseudorandom numbers between -1 and 1, in bfloat16."""
 
     def formula() -> jax.Array:
         total = jnp.full(shape, seed, jnp.uint32)

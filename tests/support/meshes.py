@@ -1,4 +1,4 @@
-"""The mesh of the tests on several devices, and what a program exchanges over it."""
+"""The mesh of the tests on several devices, and the arrays that a program exchanges over it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 MESH_SHAPE = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (4, 2)}[1 << min(len(jax.devices()), 8).bit_length() - 1]
-"""Of a mesh of two axes: 8 devices on CPUs, where they are simulated; as many as there are on GPUs."""
+"""The shape of a mesh of two axes: 8 simulated devices on CPUs, the available devices on GPUs."""
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
@@ -26,7 +26,7 @@ class Exchange:
     collective: str
     dtype: str
     size: int
-    """The number of elements that each device has afterwards, or, of a reduce-scatter, had before."""
+    """Elements per device after the collective; for a reduce-scatter, before it."""
 
     @property
     def bytes(self) -> int:
@@ -34,17 +34,17 @@ class Exchange:
 
     @property
     def traffic(self) -> int:
-        """About how many bytes reach each device. An all-reduce is a reduce-scatter and an all-gather."""
+        """Approximate bytes that each device receives. An all-reduce is a reduce-scatter and an all-gather."""
         return self.bytes * (2 if self.collective == "all-reduce" else 1)
 
 
 def exchanges(function: Callable[..., object], *operands: Any, **of_jit: Any) -> list[Exchange]:
-    """What the compiled program exchanges. Keyword arguments are those of ``jax.jit``."""
+    """The arrays that the compiled program exchanges. Keyword arguments are passed to ``jax.jit``."""
     return exchanges_in(jax.jit(function, **of_jit).lower(*operands).compile().as_text())
 
 
 def exchanges_in(text: str) -> list[Exchange]:
-    """What a compiled program exchanges, of which this is the text."""
+    """The arrays that a compiled program exchanges, from the program's text."""
     found = []
     of_collectives = rf"= (\S+|\(.*?\)) ({'|'.join(COLLECTIVES)})(-start)?\(.*"
     for match in re.finditer(of_collectives, text):
@@ -53,15 +53,15 @@ def exchanges_in(text: str) -> list[Exchange]:
             (dtype, math.prod(int(size) for size in shape.split(",") if size))
             for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", results)
         ]
-        if starts and collective != "all-reduce":  # operands come before results
+        if starts and collective != "all-reduce":  # the tuple lists operands before results
             arrays = [x for x in arrays if x != ("u32", 1)]
             arrays = arrays[len(arrays) // 2 :]
-        if collective == "all-to-all" and len(set(arrays)) == 1:  # of one array, whose parts are listed
+        if collective == "all-to-all" and len(set(arrays)) == 1:  # lists the parts of one array
             arrays = [(arrays[0][0], len(arrays) * arrays[0][1])]
         group = 1
         if collective == "reduce-scatter":
             of_group = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", match[0])
-            listed, counted = of_group.groups() if of_group else (None, jax.device_count())  # of all devices
+            listed, counted = of_group.groups() if of_group else (None, jax.device_count())  # none: all devices
             group = int(counted) if counted else len(listed.split(","))
         found += [Exchange(collective, dtype, size * group) for dtype, size in arrays]
     return found

@@ -1,4 +1,4 @@
-"""Programs in a process of their own."""
+"""Python programs in separate processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run_python(program: str, *arguments: object, cwd: Path | None = None, **variables: str) -> str:
-    """What a program prints, which imports what the tests import; an error if it fails or hangs."""
+    """Runs a program with the tests' import path and returns its output. Raises if the program fails or hangs."""
     child = subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | variables,

@@ -1,6 +1,6 @@
-"""Small programs of every public function, with gradients, whose results are the same bits however often they run.
+"""Small programs of every public function, with gradients, whose results have the same bits in every run.
 
-They are the examples of the functions, of data that are small integers: sums may be added in any order.
+They are the functions' examples with small integers as data, so that sums are exact in any order of additions.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from jax_baracuda._examples.example import Example, value_and_gradient
 each_function = pytest.mark.parametrize(
     "example", {x.function.__name__: x for x in reversed(all_examples())}.values(), ids=lambda example: example.name
 )
-"""A parameter: the plainest example of each public function."""
+"""A test parameter: the simplest example of each public function."""
 
 
 @contextlib.contextmanager
 def plain_jax() -> Iterator[None]:
-    """What is compiled in this context runs as plain JAX."""
+    """Programs compiled in this context run as plain JAX."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OpCall, "unsupported_reason", lambda *_: "plain JAX is asked for")
         yield
@@ -36,21 +36,21 @@ def plain_jax() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function of arrays, and arrays for it."""
+    """A function of arrays, and its operands."""
 
     name: str
     function: Callable[..., Any]
     operands: tuple[np.ndarray, ...]
 
     def results(self) -> list[np.ndarray]:
-        """Of one call, by the kernels."""
+        """The results of one call with the kernels."""
         with cases.x64_for(*(x.dtype for x in self.operands)):
             return [np.asarray(x) for x in jax.tree.leaves(jax.jit(self.function)(*self.operands))]
 
     def expected(self) -> list[np.ndarray]:
-        """Of one call, in plain JAX."""
+        """The results of one call in plain JAX."""
         with plain_jax():
-            # A function that JAX has not traced yet.
+            # A new function, so that JAX traces it again.
             return dataclasses.replace(self, function=lambda *operands: self.function(*operands)).results()
 
 
@@ -59,7 +59,7 @@ def small_integers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str)
 
 
 def some_outside(ids: np.ndarray, num_segments: int) -> np.ndarray:
-    """Ids of which some are negative or too large, in the order that they have."""
+    """The ids, some of them made negative or too large; their order is unchanged."""
     return (ids * (num_segments + 2) // num_segments - 1).astype(ids.dtype)
 
 
@@ -74,7 +74,7 @@ def exact_operands(rng: np.random.Generator, example: Example) -> dict[str, np.n
 
 
 def program_of(rng: np.random.Generator, example: Example) -> Program:
-    """The example with its gradient, for cotangents that are small integers."""
+    """The example with its gradient; the cotangents are small integers."""
     if example.function.__name__.startswith("segment_softmax"):
         example = dataclasses.replace(example, options={**example.options, "deterministic": True})
     operands = exact_operands(rng, example)
@@ -93,5 +93,5 @@ def program_of(rng: np.random.Generator, example: Example) -> Program:
 
 
 def tiny_programs(rng: np.random.Generator) -> list[Program]:
-    """One of each example, at sizes where a call costs about as much as its launch."""
+    """A launch-bound program for each example."""
     return [program_of(rng, example) for example in all_examples()]

@@ -1,8 +1,9 @@
-"""What rounding may change in the results of a program, from how often its terms are rounded and how large they are.
+"""Bounds on the rounding errors of a program's results, from the number of roundings and the magnitude of its terms.
 
-Results are sums of products. A product that is rounded n times, each time by a factor of 1 + d with |d| <= u, u half an
-eps, changes by at most n u / (1 - n u) of itself; a sum of products, by as much of the sum of their magnitudes. These
-magnitudes are what the same program makes of magnitudes, with sums in place of differences: its majorant.
+Results are sums of products. Each rounding multiplies a product by 1 + d with |d| <= u, where u is half an eps. After n
+roundings, the relative error of the product is at most n u / (1 - n u). The error of a sum of products is at most this
+fraction of the sum of their magnitudes. These magnitudes are the results of the program's majorant: the same program,
+applied to magnitudes, with sums in place of differences.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ EXACT = frozenset(
     "abs broadcast_in_dim concatenate convert_element_type copy gather iota max min neg optimization_barrier pad "
     "reduce_max reshape select_n slice split squeeze stack stop_gradient transpose".split()
 )
-"""Primitives that move or choose numbers."""
+"""Primitives that move or select numbers without rounding."""
 
 SUMS = ("add", "add_any", "sub", "reduce_sum", "scatter-add")
 
 
 def roundings(program: Callable[..., Any], *operands: Any) -> int:
-    """How often the terms of the results of a program in plain JAX are rounded at the most.
+    """The maximum number of roundings of a term in the results of a program in plain JAX.
 
-    A product is rounded as often as its factors together, and once more; a sum of n terms, n times more than its terms.
-    Functions such as exp, which JAX computes to within an eps, count as two roundings.
+    A product has the roundings of all its factors plus one; a sum of n terms, those of its terms plus n. Functions such
+    as exp, which JAX computes to within an eps, count as two roundings.
     """
     jaxpr = jax.make_jaxpr(program)(*operands).jaxpr
     return max(_of_results(jaxpr, [0] * len(jaxpr.invars)), default=0)
@@ -84,7 +85,7 @@ def _of_equation(equation: Any, operands: Sequence[int]) -> int:
 def assert_within(
     actual: Any, exact: Any, magnitude: Any, num_roundings: int, dtype: Any = np.float64, where: str = ""
 ) -> None:
-    """Each element is right but for so many roundings of the terms that it is the sum of."""
+    """The error of each element is within the bound for `num_roundings` roundings of the terms of its sum."""
     relative = num_roundings * cases.eps_of(dtype) / 2
     error = relative / (1 - relative) * np.asarray(magnitude, np.float64)
     Expected(np.asarray(exact, np.float64), dtype, error).check(actual, where)
