@@ -1110,9 +1110,9 @@ ffi::Error RunUpdate(ffi::ThreadPool pool, const UpdateCall& update_call) {
   const Strategy strategy = ChooseUpdate(problem, ElementBytes(update_call.type), update_call.state_length);
   return RunCall(kUpdateName, pool, update_call, problem, strategy,
                  [&](const UpdateCall& call, const auto& convolution) {
-                   const bool has_memory = Forward(pool, call, convolution);
+                   if (!Forward(pool, call, convolution)) return false;
                    WriteNewState(pool, call, strategy, convolution);  // last: it may overwrite the old state
-                   return has_memory;
+                   return true;
                  });
 }
 

@@ -6,8 +6,6 @@ namespace jax_baracuda {
 // Maximum resident threads per multiprocessor of the architecture being compiled.
 #if !defined(__CUDA_ARCH__)
 inline constexpr int kMultiprocessorThreads = 2048;
-#elif __CUDA_ARCH__ == 750
-inline constexpr int kMultiprocessorThreads = 1024;
 #elif (__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1100
 inline constexpr int kMultiprocessorThreads = 1536;
 #else

@@ -149,7 +149,8 @@ JB_CPU_CLONES void SumShortArrays(Strategy strategy, const uint8_t* cond, bool i
     if (strategy == Strategy::kSumFewNumbers) {
       C totals[2] = {};
       for (int64_t row = 0; row < rows; ++row) {
-        AddElements<T, kBothSummed>(cond + row, inverted, dy + row, 1, &totals[0], &totals[1], other + row);
+        AddElements<T, kBothSummed>(cond + row, inverted, dy + row, 1, &totals[0], &totals[1],
+                                    kBothSummed ? nullptr : other + row);
       }
       sums[i] = totals[0];
       if (kBothSummed) other_sums[i] = totals[1];
@@ -157,7 +158,8 @@ JB_CPU_CLONES void SumShortArrays(Strategy strategy, const uint8_t* cond, bool i
       C lanes[2][kLanes] = {};
       for (int64_t row = 0; row < rows; row += kLanes) {
         const int64_t count = std::min(kLanes, rows - row);
-        AddElements<T, kBothSummed>(cond + row, inverted, dy + row, count, lanes[0], lanes[1], other + row);
+        AddElements<T, kBothSummed>(cond + row, inverted, dy + row, count, lanes[0], lanes[1],
+                                    kBothSummed ? nullptr : other + row);
       }
       for (int k = 0; k < (kBothSummed ? 2 : 1); ++k) {
         for (int64_t half = kLanes / 2; half > 0; half /= 2) {
@@ -172,7 +174,8 @@ JB_CPU_CLONES void SumShortArrays(Strategy strategy, const uint8_t* cond, bool i
       if (kBothSummed) std::fill_n(other_own, inner, C{0});
       for (int64_t row = 0; row < rows; ++row) {
         const int64_t first = row * inner;
-        AddElements<T, kBothSummed>(cond + first, inverted, dy + first, inner, own, other_own, other + first);
+        AddElements<T, kBothSummed>(cond + first, inverted, dy + first, inner, own, other_own,
+                                    kBothSummed ? nullptr : other + first);
       }
     }
     cond += rows * inner;

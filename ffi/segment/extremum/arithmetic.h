@@ -96,23 +96,6 @@ struct Cell {
 
 JB_HOST_DEVICE int32_t TieCount(int32_t winner) { return winner >= 0 ? 1 : -winner; }
 
-// Folds one row into a cell. Rows of a cell must come in ascending order.
-template <typename T>
-JB_HOST_DEVICE void AddRow(Cell<T>& cell, T value, int32_t row, bool first_wins) {
-  const ComputeType<T> x = static_cast<ComputeType<T>>(value), best = static_cast<ComputeType<T>>(cell.best);
-  if (x > best || x != x) {
-    cell.best = value;
-    cell.winner = row;
-  } else if (x == best) {
-    cell.best = PositiveZero(cell.best, value);
-    if (first_wins) {
-      cell.winner = cell.winner == kNoWinner ? row : cell.winner;
-    } else {
-      cell.winner = -TieCount(cell.winner) - 1;
-    }
-  }
-}
-
 // Folds in the cell of other rows of the same segment, in any order.
 template <typename T>
 JB_HOST_DEVICE void MergeCell(Cell<T>& cell, const Cell<T>& other, bool first_wins) {

@@ -153,7 +153,7 @@ struct ExtremumWithWinner {
     std::fill_n(cells.second, count, kNoWinner);
   }
 
-  // AddRow, or MergeCell with later rows, without branches and without conditional stores. The winner of a NaN does not
+  // Folds in a row, or the cell of later rows as MergeCell does, without branches and without conditional stores. The winner of a NaN does not
   // matter. `counted_twice` is 1 if both tie counts include the identity.
   JB_INLINE void Take(First key, int32_t its_winner, int32_t counted_twice, CellsOf<ExtremumWithWinner> cells,
                       int64_t i) const {

@@ -35,22 +35,6 @@ JB_HOST_DEVICE void MergeSoftmax(SoftmaxState<C>& state, const SoftmaxState<C>& 
   state.maximum = maximum;
 }
 
-template <typename C>
-JB_HOST_DEVICE void AddSoftmax(SoftmaxState<C>& state, C x) {
-  if (x <= state.maximum) {
-    state.sum += SoftmaxWeight(x, state.maximum);
-  } else {
-    state.sum = state.sum * SoftmaxWeight(state.maximum, x) + (x - x + C{1});  // NaN for an x of inf
-    state.maximum = x;
-  }
-}
-
-// The probability of a row, given the state of its whole segment.
-template <typename C>
-JB_HOST_DEVICE C SoftmaxProbability(const SoftmaxState<C>& state, C x) {
-  return std::exp(x - state.maximum) / state.sum;
-}
-
 // The gradient for a row; `product_sum` is the sum of probability * d_probability over the rows of its segment.
 template <typename C>
 JB_HOST_DEVICE C SoftmaxGradient(C probability, C d_probability, C product_sum) {
