@@ -146,9 +146,9 @@ struct WinnerReduction {
       }
     }
 
-    // Folds one row into each cell, rows in ascending order. The hardware maximum handles NaN and zeros (the winner of a NaN does not matter
-    // before FinalWinner). Ties also take a minimum: with kFirstWins the lower row, since kNoWinner is the greatest
-    // unsigned number; otherwise min(winner, kNoWinner) - 1, which counts the members downwards.
+    // Folds one row into each cell, rows in ascending order. The hardware maximum handles NaN and zeros; the winner of a
+    // NaN does not matter before FinalWinner. Ties also take a minimum: with kFirstWins the lower row, since kNoWinner
+    // is the greatest unsigned number; otherwise min(winner, kNoWinner) - 1, which counts the members downwards.
     __device__ __forceinline__ void Add(const Vector<T, kCount>& unflipped, int32_t row, const Outputs& outputs) {
       const Vector<C, kCount> values = Widen(FlipAll(unflipped, outputs.flip));
 #pragma unroll

@@ -153,8 +153,8 @@ struct ExtremumWithWinner {
     std::fill_n(cells.second, count, kNoWinner);
   }
 
-  // Folds in a row, or the cell of later rows as MergeCell does, without branches and without conditional stores. The winner of a NaN does not
-  // matter. `counted_twice` is 1 if both tie counts include the identity.
+  // Folds in a row, or the cell of later rows as MergeCell does, without branches and without conditional stores. The
+  // winner of a NaN does not matter. `counted_twice` is 1 if both tie counts include the identity.
   JB_INLINE void Take(First key, int32_t its_winner, int32_t counted_twice, CellsOf<ExtremumWithWinner> cells,
                       int64_t i) const {
     const First best = cells.first[i], number = format.WithOneZero(key), best_number = format.WithOneZero(best);
