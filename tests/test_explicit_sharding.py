@@ -273,6 +273,15 @@ WITH_PLAN: dict[str, tuple[Sequence[str], Function]] = {
         for name in ("gather_segment_sum", "gather_segment_mean", "gather_segment_max", "gather_segment_min")
     },
     "segment_attention": (EDGES, lambda data, plan: jax_baracuda.segment_attention(jnp.arange(16.0), data, plan=plan)),
+    **{
+        f.__name__: (
+            ("data", "receivers"),
+            lambda data, plan, f=f: f(
+                jnp.ones((data.shape[0] if f is segment_softmax_backward else 8, 8)), data, plan=plan
+            ),
+        )
+        for f in (segment_max_backward, segment_prod_backward, segment_softmax_backward)
+    },
     "transposed": (EDGES, lambda data, plan: jax_baracuda.gather_segment_max(data, plan=plan.transposed)),
     **{
         name: (("data", "receivers"), lambda data, plan, name=name: getattr(jax_baracuda, name)(data, plan=plan))

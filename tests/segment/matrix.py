@@ -559,6 +559,7 @@ def _reduction_problem(
         results=(("row" if has_rows else "segment", *features),),
         terms=max(sizes["row"], 1),
         roundings=options.get("bucket_size") is not ABSENT,
+        gradient_roundings=sizes["row"] // 2 if options["data_rows"] == "shared" else 0,
         free=features,
         draw_cotangents=numbers if majorant_of is None else finite_numbers,
         **properties(dtype, options),

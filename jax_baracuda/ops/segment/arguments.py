@@ -131,7 +131,12 @@ class SegmentCall:
         rows = self.rows(data)
         _, residuals = rules.forward(params, data=rows, **dict(zip(self._ids(), ids, strict=True)))
         d_rows = rules.backward(params, residuals, d_output)["data"]
-        [d_data] = jax.linear_transpose(self.rows, data)(reshard_like(d_rows, jax.typeof(rows)))
+        return self.cotangent_of_data(data, d_rows)
+
+    def cotangent_of_data(self, data: Array, d_rows: Array) -> Array:
+        """The cotangent of `data`, given that of its rows."""
+        rows = jax.typeof(self.rows(data))
+        [d_data] = jax.linear_transpose(self.rows, data)(reshard_like(d_rows, rows))
         return d_data
 
     def _ids(self) -> dict[str, Array]:

@@ -182,8 +182,7 @@ def segment_prod_backward(
         d_data = ordered.gradient(_segment_prod, ordered.params(Params), d_output)
         if plan is None:
             return d_data
-        [d_data] = jax.linear_transpose(call.rows, call.data)(call.in_own_order(d_data))
-        return d_data
+        return call.cotangent_of_data(call.data, call.in_own_order(d_data))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -749,6 +749,7 @@ class Compiled:
             return 2 + 2 * own
         if output.kind == "value":
             return own
+        own += self.plan.problem.gradient_roundings
         of_second = dict.fromkeys(SECOND_DERIVATIVES, 6)
         return own + {**of_second, "jvp": 3, "linearize": 3}.get(self.case.transformation, 2)
 
