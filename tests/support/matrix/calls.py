@@ -175,13 +175,13 @@ def numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -
     """Finite numbers, in some arrays also the special ones."""
     data = finite_numbers(rng, shape, dtype)
     if is_floating(dtype) and rng.random() < 0.15:
-        return _some_replaced(rng, data, _kept_by_references(special_numbers(dtype)), 0.1)
+        return _some_replaced(rng, data, _kept_by_arithmetic(special_numbers(dtype)), 0.1)
     return data
 
 
 def finite_numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Numbers of a size around 1, none of them near zero; but some arrays have zeros and subnormal numbers here and
-    there, and some are of huge or tiny magnitude. Integers of the full range."""
+    """Numbers of a size around 1, none of them near zero; but some arrays have zeros here and there (in float16 also
+    subnormal numbers), and some are of huge or tiny magnitude. Integers of the full range."""
     if dtype == np.bool_:
         return rng.random(shape) < 0.5
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -195,7 +195,7 @@ def finite_numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.d
     data = rng.choice([-1.0, 1.0], shape) * rng.uniform(0.25, 1.0, shape)
     kind = rng.random()
     if kind < 0.15:
-        few = _kept_by_references(special_numbers(dtype, with_nan=False))
+        few = _kept_by_arithmetic(special_numbers(dtype, with_nan=False))
         return _some_replaced(rng, data.astype(dtype), few, 0.1)
     if kind < 0.35:
         # Products of six such numbers, as second derivatives have them, stay in the range of the accumulator.
@@ -232,10 +232,11 @@ def special_numbers(dtype: np.dtype, with_nan: bool = True) -> np.ndarray:
     return np.array([math.copysign(x, sign) for x in magnitudes for sign in (1, -1)]).astype(dtype)
 
 
-def _kept_by_references(values: np.ndarray) -> np.ndarray:
-    """Those that arithmetic of references in float64 takes as they are: XLA takes subnormal numbers for zeros."""
+def _kept_by_arithmetic(values: np.ndarray) -> np.ndarray:
+    """Those that XLA's arithmetic takes as they are: subnormal numbers of float32 and float64 it takes for zeros, also
+    in references, and products with huge numbers show it. Those of float16 are normal numbers of float32."""
     is_subnormal = (values != 0) & (np.abs(values) < jnp.finfo(values.dtype).tiny)
-    return values[~is_subnormal] if values.dtype == np.float64 else values
+    return values if values.dtype == np.float16 else values[~is_subnormal]
 
 
 def _some_replaced(rng: np.random.Generator, data: np.ndarray, values: np.ndarray, probability: float) -> np.ndarray:
