@@ -17,7 +17,7 @@ import pytest
 from support.matrix import strategies
 from support.matrix.calls import FAMILIES, Dims, load_all
 from support.matrix.fuzz import Fuzz
-from support.matrix.generator import DERIVATIVES, FACTORS, Case, cover, factors_of, space_of
+from support.matrix.generator import FACTORS, Case, cover, factors_of, space_of
 from support.matrix.run import check, num_devices
 
 import jax_baracuda
@@ -128,12 +128,7 @@ def _cases(op: str) -> list[Case]:
     on_one_device = [case for case in bare if case.sharding == "single"]
     split = [case for case in bare if case.sharding != "single"]
     drawn = {*cases[::STRIDE], *split, *on_one_device[::BARE_STRIDE]}
-    return [case for case in cases if case in drawn and not aborts_in_xla(case)]
-
-
-def aborts_in_xla(case: Case) -> bool:
-    """XLA's partitioner ends the process over some second derivatives of convolutions, which are plain JAX."""
-    return case.op == "causal_conv1d_backward" and case.transformation in DERIVATIVES and case.sharding == "auto"
+    return [case for case in cases if case in drawn]
 
 
 def _chunks() -> list[tuple[str, int]]:

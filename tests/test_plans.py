@@ -47,10 +47,14 @@ class Call(NamedTuple):
         return call.plan(platform).strategy if call.unsupported_reason(platform) is None else None
 
     def batched(self) -> Iterator[Call]:
-        """With a batch of one; with one of two, which shares no operand, one of them, or all but one."""
+        """With a batch of one; with one of two, which shares no operand, one of them, or all but one.
+
+        What is not broadcast where others are has the whole batch.
+        """
         numbers = range(len(self.operands))
+        whole = set(numbers).difference(self.op.broadcasts or numbers)
         own = {(), tuple(numbers), *((i,) for i in numbers), *itertools.combinations(numbers, len(numbers) - 1)}
-        for of_two in sorted(own):
+        for of_two in sorted({(*whole.difference(of_two), *of_two) if of_two else () for of_two in own}):
             sizes = [2 if i in of_two else 1 for i in numbers]
             operands = [
                 jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for size, x in zip(sizes, self.operands, strict=True)

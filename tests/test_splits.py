@@ -124,7 +124,7 @@ def all_splits() -> Iterator[Split]:
 
 
 SPLITS = list(all_splits())
-MOST_DERIVED = [key for key in CELLS if not key[1] and (key[2] or key[0].endswith("_backward"))]
+MAX_DERIVED = [key for key in CELLS if not key[1] and (key[2] or key[0].endswith("_backward"))]
 """Each function with its gradient."""
 
 
@@ -236,7 +236,7 @@ def test_split_of_one_dimension(split: Split) -> None:
     check_results(run(operands, cotangents), split, is_mapped)
 
 
-@pytest.mark.parametrize("split", [x for x in SPLITS if x.key in MOST_DERIVED and x.cell != "free"], ids=str)
+@pytest.mark.parametrize("split", [x for x in SPLITS if x.key in MAX_DERIVED and x.cell != "free"], ids=str)
 def test_split_over_an_automatic_axis(split: Split) -> None:
     """Inside of a shard_map over another axis, devices exchange the same along the one that it leaves to JAX."""
     _, function, operands, cotangents = program(split.key, False)
@@ -247,7 +247,7 @@ def test_split_over_an_automatic_axis(split: Split) -> None:
     check_results(run(operands, cotangents), split, False)
 
 
-@pytest.mark.parametrize("key", MOST_DERIVED, ids=str)
+@pytest.mark.parametrize("key", MAX_DERIVED, ids=str)
 def test_sizes_that_do_not_divide(key: Key) -> None:
     """All arrays are split over both axes of a mesh, along their two longest dimensions."""
     odd = {dim: size + 3 for dim, size in SIZES.items() if dim not in TOO_SHORT} | {"feature": 26}
@@ -271,7 +271,7 @@ def test_sizes_that_do_not_divide(key: Key) -> None:
     compare(jax.jit(split)(operands, cotangents), jax.jit(function)(operands, cotangents), example)
 
 
-@pytest.mark.parametrize("key", MOST_DERIVED, ids=str)
+@pytest.mark.parametrize("key", MAX_DERIVED, ids=str)
 def test_spmd_axis_name(key: Key) -> None:
     """A batch of ``vmap`` that is said to be split is split, without a collective."""
     _, function, operands, cotangents = program(key, is_mapped=False)

@@ -75,7 +75,7 @@ __attribute__((noinline)) inline void ParallelFor(xla::ffi::ThreadPool& pool, in
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), num_chunks) - 1;
   try {
     for (int64_t i = 0; i < helpers; ++i) pool.Schedule(Task(state));
-  } catch (const std::bad_alloc&) {
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch)
     // Those that are scheduled need `body`, so this function must not end before them. Fewer helpers will do.
   }
   LetTasksStart();

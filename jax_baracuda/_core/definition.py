@@ -100,9 +100,9 @@ class OpDefinition:
     in_place_if_donated: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """As `in_place`, but only where the operand is a donated argument of the compiled program. For ops that are as fast
     out of place, where a copy by XLA would double the time."""
-    broadcasts: bool = False
-    """Whether operands broadcast against each other along every dimension, as in ``jax.numpy``. ``vmap`` then adds one
-    more dimension of the same kind, for the functions of the definition and for the handler."""
+    broadcasts: tuple[str, ...] = ()
+    """The operands that broadcast along every dimension, as in ``jax.numpy``. ``vmap`` then adds one more dimension of
+    the same kind, for the functions of the definition and for the handler."""
     linear: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
     """The operands in which an op with a `transpose` is linear together; empty: the first. Or ``(**params)`` ->
     these."""

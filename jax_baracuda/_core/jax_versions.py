@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "apply_primitive",
+    "as_weak",
     "automatic_axis",
     "canonicalize_sharding",
     "concrete_or_error",
@@ -138,6 +139,11 @@ def result_aval(like: Any, shape: Sequence[int], dtype: Any, spec: Sequence[Any]
     entries = tuple(spec) if spec is not None else (None,) * len(shape)
     sharding = sharding.update(spec=sharding.spec.update(partitions=entries))
     return like.update(shape=tuple(shape), dtype=dtype, weak_type=False, sharding=sharding)
+
+
+def as_weak(array: jax.Array) -> jax.Array:
+    """The array with a weak type, which no public function of JAX gives to a strongly typed one."""
+    return jax.lax.convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
 
 
 def is_static_shape(shape: Sequence[Any]) -> bool:

@@ -40,11 +40,18 @@ def abstract_eval(op: OpDefinition, *operands: Any, donated: tuple[int, ...] = (
 def batch(
     op: OpDefinition, primitive: Primitive, operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Any
 ) -> tuple[list[jax.Array], list[int]]:
-    """Puts the mapped axis in front; operands that are not mapped stay shared, but for those that are written."""
+    """Puts the mapped axis in front.
+
+    Operands that are not mapped stay shared, but for those that are written, or are not broadcast where others are.
+    """
     call = OpCall(op, operands, params)
     mapped_size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     operands = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
-    for i in call.resolve(op.in_place):
+    names = list(call.resolve(op.operands))
+    own = [names[i] for i in call.resolve(op.in_place)]
+    if op.broadcasts:
+        own = [name for name in names[: len(operands)] if name not in op.broadcasts]
+    for i in map(names.index, own):
         operands[i] = jnp.broadcast_to(operands[i], (mapped_size, *operands[i].shape[1:]))
     if not op.broadcasts:
         params = params | {"num_batch_dims": call.num_batch_dims + 1}

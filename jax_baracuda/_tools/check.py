@@ -14,7 +14,7 @@ from jax_baracuda._core.selection import KERNEL_IF_ANY, selecting
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
 from jax_baracuda._tools.command_line import parser_of, whole_number
-from jax_baracuda._tools.platforms import devices_by_platform
+from jax_baracuda._tools.platforms import devices_by_platform, require_kernels
 from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.table import ProgressiveTable
 
@@ -29,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = parser.parse_args(arguments).seed
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
     devices = devices_by_platform()
+    for device in devices.values():
+        require_kernels(device)
     examples = all_examples()
     progress = Progress()
     table = ProgressiveTable(

@@ -49,7 +49,7 @@ def devices_by_platform() -> dict[str, jax.Device]:
 
 
 def require_kernels(device: jax.Device) -> None:
-    """Checks that a device has kernels: a tool that times them would time plain JAX against itself.
+    """Checks that a device has kernels: a tool would compare plain JAX with itself.
 
     Raises:
       BackendError: the package that Python imports has none.
@@ -62,7 +62,7 @@ def require_kernels(device: jax.Device) -> None:
         problem = native.problem or native.device_problem()
     if problem is not None:
         raise BackendError(
-            f"There are no kernels to time on {platform}: jax_baracuda is imported from "
+            f"There are no kernels on {platform}: jax_baracuda is imported from "
             f"{Path(jax_baracuda.__file__).parent}, and {problem}. In a clone, pip install --editable . builds them "
             "where the clone's package finds them."
         )

@@ -1,9 +1,9 @@
 """Depthwise causal convolution over time, as in Mamba (Gu and Dao, 2023), with states, packed sequences and decoding.
 
-Every channel has a short filter of its own, of 1 to 8 taps, which sees the present and the past only. Training runs it
-over whole sequences, in either layout, several sequences packed into one row or one sequence cut into chunks that hand
-on a state; decoding runs it over one new input at a time, in place in the state. The backward kernel computes again
-what it needs of the forward pass, so nothing but the inputs is kept.
+Every channel has a short filter of its own, which sees the present and the past only. Kernels take filters of 1 to 8
+taps. Training runs it over whole sequences, in either layout, several sequences packed into one row or one sequence cut
+into chunks that hand on a state; decoding runs it over one new input at a time, in place in the state. The backward
+kernel computes again what it needs of the forward pass, so nothing but the inputs is kept.
 
 The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
 canonicalisation of arguments.
@@ -43,7 +43,7 @@ from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 Activation = Literal["silu", "swish"] | None
 
 MAX_WIDTH = 8
-"""The greatest width of a filter."""
+"""The widest filter that kernels take. Plain JAX serves wider ones."""
 
 
 @overload
@@ -113,8 +113,8 @@ def causal_conv1d(
     Args:
       x: ``[B, C, L]``, or ``[B, L, C]`` with `channels_last`; a real floating dtype. float16, bfloat16, float32 and
         float64 have kernels; other dtypes run as plain JAX.
-      weight: ``[C, W]`` with 1 <= W <= 8, the last tap for the present input; the dtype of `x`, or float32 where `x`
-        has fewer than 32 bits.
+      weight: ``[C, W]`` with W >= 1, the last tap for the present input; the dtype of `x`, or float32 where `x` has
+        fewer than 32 bits. Filters of up to 8 taps have kernels; wider ones run as plain JAX.
       bias: ``[C]`` or None; the dtype of `x`, or float32 where `x` has fewer than 32 bits.
       activation: None, or "silu" ("swish" is the same): ``act(z) = z * sigmoid(z)``.
       channels_last: whether `x` is ``[B, L, C]``. States are ``[B, C, ...]`` in either case.
@@ -133,7 +133,8 @@ def causal_conv1d(
 
     Raises:
       TypeError: an argument is no array or has an unsuitable dtype.
-      ValueError: shapes do not fit, the filter is wider than 8 or has no tap, or the activation is unknown.
+      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
+        asked for and there is no kernel.
 
     Numerical guarantees: products are added in float32 (float64 for float64), where the activation is computed too, and
     the result is rounded once to the dtype. The final state is exact. Bit-equal from run to run.
@@ -183,8 +184,8 @@ def causal_conv1d_backward(
       d_output: the cotangent of y, with the shape and dtype of `x`.
       x: ``[B, C, L]``, or ``[B, L, C]`` with `channels_last`; a real floating dtype. float16, bfloat16, float32 and
         float64 have kernels; other dtypes run as plain JAX.
-      weight: ``[C, W]`` with 1 <= W <= 8, the last tap for the present input; the dtype of `x`, or float32 where `x`
-        has fewer than 32 bits.
+      weight: ``[C, W]`` with W >= 1, the last tap for the present input; the dtype of `x`, or float32 where `x` has
+        fewer than 32 bits. Filters of up to 8 taps have kernels; wider ones run as plain JAX.
       bias: ``[C]`` or None; the dtype of `x`, or float32 where `x` has fewer than 32 bits.
       activation: None, or "silu" ("swish" is the same): ``act(z) = z * sigmoid(z)``.
       channels_last: whether `x` is ``[B, L, C]``. States are ``[B, C, ...]`` in either case.
@@ -202,7 +203,8 @@ def causal_conv1d_backward(
 
     Raises:
       TypeError: an argument is no array or has an unsuitable dtype.
-      ValueError: shapes do not fit, the filter is wider than 8 or has no tap, or the activation is unknown.
+      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
+        asked for and there is no kernel.
 
     Numerical guarantees: sums are accumulated in float32 (float64 for float64) and rounded once. All of them are added
     in a fixed order: bit-equal from run to run, and independent of scheduling. Where time is split over devices, dx of
@@ -256,8 +258,8 @@ def causal_conv1d_update(
         floating dtype. float16, bfloat16, float32 and float64 have kernels; other dtypes run as plain JAX.
       state: ``[B, C, K]`` with any K >= W - 1 and the dtype of `x`: the last K inputs, the newest last; zeros at the
         start of a sequence.
-      weight: ``[C, W]`` with 1 <= W <= 8, the last tap for the present input; the dtype of `x`, or float32 where `x`
-        has fewer than 32 bits.
+      weight: ``[C, W]`` with W >= 1, the last tap for the present input; the dtype of `x`, or float32 where `x` has
+        fewer than 32 bits. Filters of up to 8 taps have kernels; wider ones run as plain JAX.
       bias: ``[C]`` or None; the dtype of `x`, or float32 where `x` has fewer than 32 bits.
       activation: None, or "silu" ("swish" is the same): ``act(z) = z * sigmoid(z)``.
       channels_last: whether `x` is ``[B, L, C]``. States are ``[B, C, ...]`` in either case.
@@ -270,7 +272,8 @@ def causal_conv1d_update(
 
     Raises:
       TypeError: an argument is no array or has an unsuitable dtype.
-      ValueError: shapes do not fit, the filter is wider than 8 or has no tap, or the activation is unknown.
+      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
+        asked for and there is no kernel.
 
     Numerical guarantees: y as in :func:`causal_conv1d`; the new state is exact.
 
@@ -326,14 +329,14 @@ def _as_state(inputs: Array, channels_last: bool) -> Array:
 
     One by one: where a part of a signal is transposed, XLA would transpose all of it.
     """
-    if not channels_last or inputs.shape[-2] == 0:
+    if not channels_last or not 0 < inputs.shape[-2] < MAX_WIDTH:
         return _in_layout(inputs, channels_last)
     return jnp.stack([inputs[..., i, :] for i in range(inputs.shape[-2])], axis=-1)
 
 
 def _as_inputs(state: Array, channels_last: bool) -> Array:
     """The inverse of :func:`_as_state`."""
-    if not channels_last or state.shape[-1] == 0:
+    if not channels_last or not 0 < state.shape[-1] < MAX_WIDTH:
         return _in_layout(state, channels_last)
     return jnp.stack([state[..., i] for i in range(state.shape[-1])], axis=-2)
 
@@ -348,15 +351,20 @@ def _reference_same_sequence(segment_ids: Array, *, width: int) -> tuple[Array]:
     """For each input of ``[B, L]``, bit j says whether the input j steps back belongs to the same sequence."""
     if 0 in segment_ids.shape:
         return (jnp.zeros(segment_ids.shape, jnp.uint8),)
-    before = jnp.broadcast_to(segment_ids[:, :1], (segment_ids.shape[0], width - 1))
-    return (_same_sequence(segment_ids, before),)
+    return (_same_sequence(segment_ids, _ids_with_history(segment_ids, width - 1)),)
 
 
-def _same_sequence(segment_ids: Array, before: Array) -> Array:
-    """The same, given the ids of the W - 1 inputs before."""
-    state_length, length = before.shape[1], segment_ids.shape[1]
+def _ids_with_history(segment_ids: Array, state_length: int) -> Array:
+    """The ids ``[B, L]`` with those of the inputs before t = 0, which belong to the first sequence."""
+    before = jnp.broadcast_to(segment_ids[:, :1], (segment_ids.shape[0], state_length))
+    return jnp.concatenate([before, segment_ids], axis=1)
+
+
+def _same_sequence(segment_ids: Array, ids: Array) -> Array:
+    """The same, given the ids with those of the W - 1 inputs before."""
+    length = segment_ids.shape[1]
+    state_length = ids.shape[1] - length
     same_sequence = jnp.zeros(segment_ids.shape, jnp.uint8)
-    ids = jnp.concatenate([before, segment_ids], axis=1)
     for steps_back in range(state_length + 1):
         start = state_length - steps_back
         is_same = jax.lax.slice_in_dim(ids, start, start + length, axis=1) == segment_ids
@@ -390,9 +398,15 @@ def _final_state(
     tail = _as_state(tail, channels_last)
     if same_sequence is None or 0 in same_sequence.shape:
         return tail
-    steps_back = np.arange(state_length - 1, -1, -1, dtype=np.uint8)[None]
-    is_same = (_unsplit(lambda masks: (masks[:, -1:],), 1, same_sequence) >> steps_back) & 1
-    return jnp.where(is_same[..., None, :] == 1, tail, 0)
+
+    def is_kept(same_sequence: Array) -> tuple[Array]:
+        if state_length >= MAX_WIDTH:
+            ids = _ids_with_history(same_sequence, state_length)
+            return (ids[:, ids.shape[1] - state_length :] == ids[:, -1:],)
+        steps_back = np.arange(state_length - 1, -1, -1, dtype=np.uint8)[None]
+        return ((same_sequence[:, -1:] >> steps_back) & 1 == 1,)
+
+    return jnp.where(_unsplit(is_kept, 1, same_sequence)[..., None, :], tail, 0)
 
 
 def _unsplit(function: Callable[..., tuple[Array]], axis: int, *arrays: Array) -> Array:
@@ -424,22 +438,42 @@ def _plain_convolution(
     """
     time = _time_axis(channels_last)
     width, length = weight.shape[-1], x.shape[time]
+    is_wide = width > MAX_WIDTH
     inputs = _with_history(x, initial_state, width - 1, channels_last)
+    if same_sequence is not None and 0 in same_sequence.shape:
+        same_sequence = None
+    if same_sequence is not None and is_wide:
+        ids = _ids_with_history(same_sequence, width - 1)
 
     def per_channel(values: Array) -> Array:
         return _in_layout(values[None, :, None], channels_last)
 
-    output = jnp.zeros((), weight.dtype) if bias is None else per_channel(bias)
-    for steps_back in range(width):
+    def shifted_back(values: Array, steps_back: Any, axis: int) -> Array:
         start = width - 1 - steps_back
-        shifted = jax.lax.slice_in_dim(inputs, start, start + length, axis=time).astype(weight.dtype)
-        factor = per_channel(weight[..., start])
+        if is_wide:
+            return jax.lax.dynamic_slice_in_dim(values, start, length, axis)
+        return jax.lax.slice_in_dim(values, start, start + length, axis=axis)
+
+    def add_tap(output: Array, tap: tuple[Array, Any]) -> tuple[Array, None]:
+        weights, steps_back = tap
+        shifted = shifted_back(inputs, steps_back, time).astype(weight.dtype)
+        factor = per_channel(weights)
         if same_sequence is None:
-            output = output + factor * shifted
+            return output + factor * shifted, None
+        if is_wide:
+            is_same = shifted_back(ids, steps_back, 1) == same_sequence
         else:
-            is_same = _in_layout(((same_sequence >> steps_back) & 1)[:, None, :], channels_last) == 1
-            # Twice, so that neither an infinite input nor an infinite weight meets a zero, in the gradient either.
-            output = output + jnp.where(is_same, factor * jnp.where(is_same, shifted, 0), 0)
+            is_same = ((same_sequence >> steps_back) & 1) == 1
+        is_same = _in_layout(is_same[:, None, :], channels_last)
+        # Twice, so that neither an infinite input nor an infinite weight meets a zero, in the gradient either.
+        return output + jnp.where(is_same, factor * jnp.where(is_same, shifted, 0), 0), None
+
+    output = jnp.zeros((), weight.dtype) if bias is None else per_channel(bias)
+    for steps_back in range(1 if is_wide else width):
+        output, _ = add_tap(output, (weight[..., width - 1 - steps_back], steps_back))
+    if is_wide:  # as a loop, whose time to compile does not grow with the width, and which keeps no shifted inputs
+        taps = jnp.flip(weight, -1).T[1:], np.arange(1, width)
+        output, _ = jax.lax.scan(jax.checkpoint(add_tap, prevent_cse=False), output, taps)
     return output * jax.nn.sigmoid(output) if silu else output
 
 
@@ -507,6 +541,8 @@ def _reference_backward(
 def _one_step(x: Array, weight: Array, bias: Array | None, state: Array) -> Array:
     """The convolution ``[B, C]`` at one time, before the activation, of its input ``[B, C]`` and the ones before it."""
     z = weight[None, :, -1] * x if bias is None else bias[None] + weight[None, :, -1] * x
+    if state.shape[2] >= MAX_WIDTH:
+        return z + jnp.sum(weight[None, :, :-1] * state, axis=2)
     for step in range(state.shape[2]):
         z = z + weight[None, :, step] * state[:, :, step]
     return z
@@ -663,7 +699,7 @@ def _shard_same_sequence(kernel: ShardKernel, axes: ShardAxes, segment_ids: Arra
     if not (time_axes := axes.get("time", ())):
         return kernel(segment_ids)
     before = _from_shard_before(segment_ids[:, 1 - width :], segment_ids[:, :1], time_axes)
-    return (_same_sequence(segment_ids, before),)
+    return (_same_sequence(segment_ids, jnp.concatenate([before, segment_ids], axis=1)),)
 
 
 def _with_initial_state(
@@ -715,6 +751,10 @@ def _update_plan_parameters(x: Any, state: Any, weight: Any, *others: Any, **par
     return _plan_parameters(x, weight, **params) | {"state_length": state.shape[2]}
 
 
+def _limit_of_width(weight: Any) -> str | None:
+    return f"the filter has more than {MAX_WIDTH} taps" if weight.shape[1] > MAX_WIDTH else None
+
+
 _common = {"dtypes": FLOATING_DTYPES, "guarantee": accumulated}
 
 # A shard has the inputs that the next one sees before its own.
@@ -751,6 +791,7 @@ CAUSAL_CONV1D = Op(
         on_gpu("XLA fuses the convolution with its neighbours", fused),
         on_gpu("inputs stay in the L2 cache, where XLA's fusion is as fast", at_most(bytes=16 * MB)),
     ),
+    limit=lambda x, weight, *_, **__: _limit_of_width(weight),
     shard_program=_shard_forward,
     **_split_over_time,
     **_common,
@@ -775,6 +816,7 @@ CAUSAL_CONV1D_BACKWARD = Op(
         on_gpu("launch-bound: the kernel adds up weights in a second launch", at_most(bytes=MB)),
         on_cpu("rows are shorter than the vectors of the kernel", at_most(time=8)),
     ),
+    limit=lambda x, weight, *_, **__: _limit_of_width(weight),
     shard_program=_shard_backward,
     **_split_over_time,
     **_common,
@@ -787,6 +829,7 @@ CAUSAL_CONV1D_UPDATE = Op(
     reference=_reference_update,
     attributes=("channels_last", "silu", "has_bias"),
     plan_parameters=_update_plan_parameters,
+    limit=lambda x, state, weight, *_, **__: _limit_of_width(weight),
     xla_rules=(on_gpu("XLA fuses a step with its neighbours", fused),),
     replicated_dims=("time", "tap", "state"),
     in_place={1: 1},
@@ -951,8 +994,8 @@ def _canonicalize(
             f"got {weight.shape}"
         )
     width = weight.shape[1]
-    if not 1 <= width <= MAX_WIDTH:
-        raise ValueError(f"{name}: weight must have shape [C, W] with 1 <= W <= {MAX_WIDTH}, got {weight.shape}")
+    if width == 0:
+        raise ValueError(f"{name}: weight must have shape [C, W] with W >= 1, got {weight.shape}")
     state_shape = (examples, channels, width - 1)
     if bias is not None:
         bias = as_array(name, "bias", bias)
@@ -969,8 +1012,11 @@ def _canonicalize(
         initial_state = reshard_as(initial_state, x, (0, channel_axis, None)) if width > 1 else None
     same_sequence = None
     if segment_ids is not None:
-        ids = _checked_ids(name, segment_ids, (examples, length))
-        [same_sequence] = SAME_SEQUENCE(reshard_as(ids, x, (0, time_axis)), width=width) if width > 1 else [None]
+        ids = reshard_as(_checked_ids(name, segment_ids, (examples, length)), x, (0, time_axis))
+        if 1 < width <= MAX_WIDTH:
+            [same_sequence] = SAME_SEQUENCE(ids, width=width)
+        elif width > 1:
+            same_sequence = ids  # a byte has no bit for each tap: plain JAX, which serves the call, compares ids
     arrays = {
         "x": x,
         "weight": weight,

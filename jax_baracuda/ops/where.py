@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import (
     FLOAT8_DTYPES,
     FLOATING_DTYPES,
@@ -35,7 +36,7 @@ from jax_baracuda._core.definition import Shape, ShapeAndDtype
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.selection import Implementation, current_selection, selectable
+from jax_baracuda._core.selection import Implementation, selectable
 
 
 @selectable
@@ -51,14 +52,14 @@ def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike, *, implementation: Implem
       cond: bool, or uint8 with 0 for false. Other dtypes are compared with 0 first, as ``jax.numpy.where`` does.
       a: any dtype.
       b: any dtype. bool, 8- to 64-bit integers, every float8, float16, bfloat16, float32, float64 and complex numbers
-        have kernels, for the dtype that `a` and `b` are promoted to; 2- and 4-bit types, and two operands that are
-        weakly typed (Python's numbers), run as plain JAX.
+        have kernels, for the dtype that `a` and `b` are promoted to; 2- and 4-bit types run as plain JAX.
       implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
         measured, or what the context :func:`jax_baracuda.implementation` says.
 
     Returns:
       An array with the joint shape of all three arguments, which are broadcast against each other, and the dtype to
-      which JAX promotes `a` and `b` (weak where both are).
+      which JAX promotes `a` and `b`, weakly typed where ``jax.numpy.where`` returns a weak type, as for an array of
+      integers and the number 0.5.
 
     Raises:
       TypeError: an argument is no array or number, or has no numeric dtype.
@@ -87,12 +88,9 @@ def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike, *, implementation: Implem
             f"{name}: cond, a and b must have shapes that broadcast against each other, got {cond.shape}, {a.shape} "
             f"and {b.shape}"
         ) from error
-    if is_weak:  # Python's numbers, or what is made of nothing else
-        if current_selection() == "kernel":
-            raise ValueError(f"{name}: implementation='kernel' is asked for, but there is none where a and b are weak")
-        return jnp.where(cond, a, b)
-    a, b = (jax.lax.convert_element_type(x, dtype) for x in (a, b))
-    return _where(None, a=a, b=b, cond=cond)
+    a, b = (x if x.dtype == dtype else jax.lax.convert_element_type(x, dtype) for x in (a, b))
+    selected = _where(None, a=a, b=b, cond=cond)
+    return jax_versions.as_weak(selected) if is_weak else selected
 
 
 @selectable
@@ -196,8 +194,6 @@ def _limit_of_rank(*operands: Any) -> str | None:
 def _limit_of_backward(d_output: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]) -> str | None:
     if (a_axes or b_axes) and np.dtype(d_output.dtype).name not in FLOATING_DTYPES:
         return f"there is no kernel for sums of {d_output.dtype}"
-    if d_output.shape != _joint_shape(d_output, cond):
-        return "the condition has dimensions that d_output lacks"
     return _limit_of_rank(d_output)
 
 
@@ -205,7 +201,7 @@ def _backward_types(
     d_output: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]
 ) -> list[ShapeAndDtype]:
     def of_one(axes: tuple[int, ...]) -> ShapeAndDtype:
-        shape = list(_joint_shape(d_output, cond))
+        shape = list(d_output.shape)
         for axis in axes:
             shape[axis] = 1
         return tuple(shape), np.dtype(accumulation_dtype(d_output.dtype)) if axes else d_output.dtype
@@ -267,7 +263,7 @@ def _transpose_backward(
 ) -> Sequence[Array]:
     [d_output] = avals
     [result] = WHERE(*(x.astype(d_output.dtype) for x in cotangents), cond)
-    shape = _joint_shape(result, d_output)
+    shape = d_output.shape
     return (result if result.shape == shape else reshard_like(jnp.broadcast_to(result, shape), d_output),)
 
 
@@ -294,7 +290,7 @@ WHERE = Op(
     plan_parameters=_plan_parameters,
     limit=_limit_of_rank,
     xla_rules=_RULES,
-    broadcasts=True,
+    broadcasts=("a", "b", "cond"),
     linear=("a", "b"),
     transpose=_transpose_where,
 )
@@ -311,7 +307,7 @@ WHERE_BACKWARD = Op(
     shard_program=_shard_backward,
     limit=_limit_of_backward,
     xla_rules=_RULES,
-    broadcasts=True,
+    broadcasts=("cond",),
     transpose=_transpose_backward,
 )
 

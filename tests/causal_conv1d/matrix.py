@@ -79,6 +79,7 @@ SIZES: dict[str, Sizes] = {
     "odd": {"example": 3, "channel": 5, "time": 13, "tap": 3},
     "one": {"example": 1, "channel": 1, "time": 1, "tap": 1},
     "wide filter": {"example": 2, "channel": 2, "time": 24, "tap": 8},
+    "wider than kernels": {"example": 2, "channel": 4, "time": 16, "tap": 11},
     "short": {"example": 2, "channel": 8, "time": 2, "tap": 4},
     "empty": {"example": 2, "channel": 4, "time": 0, "tap": 4},
     "no examples": {"example": 0, "channel": 4, "time": 6, "tap": 2},

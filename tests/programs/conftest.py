@@ -17,7 +17,7 @@ from jax_baracuda._tools.table import format_table
 
 Timings = Callable[[str, Callable[[], Any], Callable[[], Any]], None]
 
-LEAST_ROUNDS, MOST_ROUNDS, SECONDS_OF_ROUNDS = 7, 500, 1.0
+MIN_ROUNDS, MAX_ROUNDS, SECONDS_OF_ROUNDS = 7, 500, 1.0
 """How often a program is timed: steps of a tenth of a millisecond vary by a fifth from call to call."""
 _rows: list[tuple[str, str, str, str]] = []
 
@@ -47,7 +47,7 @@ def timings() -> Timings:
             cases.use_rules(patch)
             jax.clear_caches()
             compiled = [seconds_of_a_call(program) for program in (patched, unpatched) for _ in range(2)]
-            rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, round(SECONDS_OF_ROUNDS / (compiled[1] + compiled[3]))))
+            rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, round(SECONDS_OF_ROUNDS / (compiled[1] + compiled[3]))))
             times = [(seconds_of_a_call(patched), seconds_of_a_call(unpatched)) for _ in range(rounds)]
         jax.clear_caches()
         ours, theirs = map(statistics.median, zip(*times, strict=True))

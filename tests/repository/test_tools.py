@@ -529,9 +529,16 @@ runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.parametrize(
-    "tool", ["benchmarks --quick", "benchmarks.grid --cases 1", "benchmarks.many_devices --quick", "jax_baracuda race"]
+    "tool",
+    [
+        "benchmarks --quick",
+        "benchmarks.grid --cases 1",
+        "benchmarks.many_devices --quick",
+        "jax_baracuda race",
+        "jax_baracuda check",
+    ],
 )
-def test_tools_that_time_kernels_need_them(tool: str, tmp_path: Path) -> None:
+def test_tools_that_compare_kernels_need_them(tool: str, tmp_path: Path) -> None:
     """A clone without a native module hides the package that is installed."""
     for module in (jb, benchmarks_main):
         folder = Path(inspect.getfile(module)).parent
@@ -546,7 +553,7 @@ def test_tools_that_time_kernels_need_them(tool: str, tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == CANNOT_RUN, result.stderr
-    assert f"no kernels to time on cpu: jax_baracuda is imported from {tmp_path / 'jax_baracuda'}" in result.stderr
+    assert f"no kernels on cpu: jax_baracuda is imported from {tmp_path / 'jax_baracuda'}" in result.stderr
     assert "pip install --editable ." in result.stderr
     assert " ms" not in result.stdout
 

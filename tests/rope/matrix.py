@@ -67,8 +67,8 @@ LARGE_SIZES: dict[str, Sizes] = {
     "halves of 8 bytes": {"example": 2, "head": 8, "q_head": 8, "k_head": 8, "sequence": 4096, "feature": 36},
     "odd features": {"example": 2, "head": 9, "q_head": 9, "k_head": 3, "sequence": 999, "feature": 70},
 }
-MOST_POSITION = 1 << 20
-MOST_POSITION_64 = 1 << 10
+MAX_POSITION = 1 << 20
+MAX_POSITION_64 = 1 << 10
 
 
 def _problem(
@@ -81,7 +81,7 @@ def _problem(
     keywords = []
     if options["positions"]:
         of_each, positions_dtype = options["positions"].split(" ")
-        most = MOST_POSITION_64 if dtype == "float64" else MOST_POSITION
+        most = MAX_POSITION_64 if dtype == "float64" else MAX_POSITION
         shape = ("sequence",) if of_each == "shared" else ("example", "sequence")
         operands.append(Operand("positions", shape, integers(-most, most), dtype=positions_dtype))
         keywords.append("positions")

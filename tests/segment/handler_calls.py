@@ -1,4 +1,4 @@
-"""Direct calls of the native targets of all segment ops."""
+"""Direct calls of the native targets of all segment ops, as the definitions of the ops have them."""
 
 from __future__ import annotations
 
@@ -7,43 +7,40 @@ import dataclasses
 from support import handlers
 from support.handlers import Array, Call
 
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.op import OPS
 
 BATCH, ROWS, SEGMENTS, FEATURES = 3, 4, 2, 3
 
-ROW_SHAPE, CELL_SHAPE = (BATCH, ROWS, FEATURES), (BATCH, SEGMENTS, FEATURES)
+ROW_SHAPE = (BATCH, ROWS, FEATURES)
 
-DATA, IDS = Array("data", ROW_SHAPE), Array("segment_ids", (BATCH, ROWS), "int32")
-OUTPUT, D_OUTPUT, D_DATA = Array("output", CELL_SHAPE), Array("d_output", CELL_SHAPE), Array("d_data", ROW_SHAPE)
-WINNER, ORDER = Array("winner", CELL_SHAPE, "int32"), Array("order", (BATCH, ROWS), "int32")
-COUNT = Array("count", (BATCH, SEGMENTS), "int32")
-MANTISSA, PACKED = Array("mantissa", CELL_SHAPE), Array("packed", CELL_SHAPE, "int32")
-PROBABILITIES, D_PROBABILITIES = Array("probabilities", ROW_SHAPE), Array("d_probabilities", ROW_SHAPE)
-
-TARGETS: dict[str, tuple[tuple[Array, ...], tuple[Array, ...]]] = {
-    **{
-        f"segment_{kind}{suffix}": signature
-        for kind in ("max", "min")
-        for suffix, signature in {
-            "": ((DATA, IDS), (OUTPUT,)),
-            "_with_winner": ((DATA, IDS), (OUTPUT, WINNER, ORDER)),
-            "_backward": ((D_OUTPUT, WINNER, IDS, ORDER, DATA, OUTPUT), (D_DATA,)),
-        }.items()
-    },
-    "segment_argmax": ((DATA, IDS), (WINNER,)),
-    "segment_argmin": ((DATA, IDS), (WINNER,)),
-    "segment_sum": ((DATA, IDS), (OUTPUT,)),
-    "segment_sum_of_exponentials": ((DATA, IDS), (OUTPUT,)),
-    "segment_sum_backward": ((D_OUTPUT, IDS), (D_DATA,)),
-    "segment_mean": ((DATA, IDS), (OUTPUT, COUNT)),
-    "segment_mean_backward": ((D_OUTPUT, COUNT, IDS), (D_DATA,)),
-    "segment_prod": ((DATA, IDS), (OUTPUT,)),
-    "segment_prod_with_residual": ((DATA, IDS), (OUTPUT, MANTISSA, PACKED)),
-    "segment_prod_backward": ((D_OUTPUT, MANTISSA, PACKED, DATA, IDS), (D_DATA,)),
-    "segment_order": ((IDS,), (ORDER, Array("sorted_ids", (BATCH, ROWS), "int32"))),
-    "segment_softmax": ((Array("logits", ROW_SHAPE), IDS), (PROBABILITIES,)),
-    "segment_softmax_backward": ((PROBABILITIES, D_PROBABILITIES, IDS), (Array("d_logits", ROW_SHAPE),)),
+PARAMS = {
+    "num_segments": SEGMENTS,
+    "indices_are_sorted": False,
+    "deterministic": False,
+    "first_wins": False,
+    "with_order": True,
 }
+
+INTEGERS = ("segment_ids", "winner", "order", "count", "packed")
+"""Operands of 32-bit integers."""
+
+
+def arrays_of(target: str) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """The operands and results of a target."""
+    sizes = {"row": ROWS, "segment": SEGMENTS, "...": FEATURES}
+    op, params = OPS[target], PARAMS | {"num_batch_dims": 1}
+    dimensions = op.operands(**PARAMS) if callable(op.operands) else op.operands
+    operands = tuple(
+        Array(name, (BATCH, *(sizes[dim] for dim in dims)), "int32" if name in INTEGERS else "float32")
+        for name, dims in dimensions.items()
+    )
+    call = OpCall(op, [x.aval() for x in operands], {**op.targets[target], **params})
+    results = zip(call.resolve(op.results), call.result_types(), strict=True)
+    return operands, tuple(Array(name, shape, str(dtype)) for name, (shape, dtype) in results)
+
+
+TARGETS = {target: arrays_of(target) for target in OPS if target.startswith("segment_")}
 
 
 def good_call(target: str, shared: tuple[int, ...] = (), batch: int = BATCH) -> Call:
@@ -51,7 +48,6 @@ def good_call(target: str, shared: tuple[int, ...] = (), batch: int = BATCH) -> 
     operands, results = (
         [dataclasses.replace(x, shape=(batch, *x.shape[1:])) for x in arrays] for arrays in TARGETS[target]
     )
-    params = {"num_segments": SEGMENTS, "indices_are_sorted": False, "deterministic": False, "first_wins": False}
     taken = {"num_segments", *OPS[target].attributes}
     if target != "segment_order":
         taken.add("indices_are_sorted")
@@ -59,5 +55,5 @@ def good_call(target: str, shared: tuple[int, ...] = (), batch: int = BATCH) -> 
         target,
         [x.shared() if i in shared else x for i, x in enumerate(operands)],
         results,
-        {name: value for name, value in params.items() if name in taken},
+        {name: value for name, value in PARAMS.items() if name in taken},
     )

@@ -32,6 +32,7 @@ from support.matrix.calls import (
     ties,
     wide_ids,
 )
+from support.matrix.generator import DERIVATIVES, SECOND_DERIVATIVES
 
 import jax_baracuda
 
@@ -51,9 +52,10 @@ def _equal(x: Any, y: Any) -> Any:
     """Whether numbers are equal. XLA's comparisons of floating numbers take subnormal ones for zeros on CPUs."""
     if not is_floating(x.dtype):
         return x == y
-    is_zero = [jax.lax.bitcast_convert_type(z, jnp.int64) << 1 == 0 for z in (x, y)]
-    is_nan = jnp.isnan(x) | jnp.isnan(y)
-    return ~is_nan & ((_ordered_bits(x) == _ordered_bits(y)) | (is_zero[0] & is_zero[1]))
+    bits_of_x, bits_of_y = (jax.lax.bitcast_convert_type(z, jnp.int64) for z in (x, y))
+    # Of both together: the bits of one alone LLVM compares as a floating number, too.
+    are_zeros = (bits_of_x | bits_of_y) << 1 == 0
+    return ~jnp.isnan(x) & ~jnp.isnan(y) & ((bits_of_x == bits_of_y) | are_zeros)
 
 
 def _from_ordered_bits(bits: Any) -> Any:
@@ -161,7 +163,7 @@ def reference_mean(data: Any, ids: Any, num_segments: int) -> Any:
     return segment_sum(data, ids, num_segments) / jnp.maximum(count, 1).reshape(-1, *[1] * (data.ndim - 1))
 
 
-MOST_DENSE_ELEMENTS = 1 << 20
+MAX_DENSE_ELEMENTS = 1 << 20
 
 
 def reference_prod(data: Any, ids: Any, num_segments: int) -> Any:
@@ -169,7 +171,7 @@ def reference_prod(data: Any, ids: Any, num_segments: int) -> Any:
         ids = wide_ids(ids)
         ids = jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments)
         return jax.ops.segment_prod(data, ids, num_segments + 1)[:num_segments]
-    if num_segments * math.prod(data.shape) > MOST_DENSE_ELEMENTS:  # then there are no zeros
+    if num_segments * math.prod(data.shape) > MAX_DENSE_ELEMENTS:  # then there are no zeros
         is_negative = segment_sum((data < 0).astype(jnp.int32), ids, num_segments) % 2
         return (1 - 2 * is_negative) * jnp.exp(segment_sum(jnp.log(jnp.abs(data)), ids, num_segments))
     ids = wide_ids(ids)
@@ -215,7 +217,7 @@ _log.defjvp(lambda primals, tangents: (_log(*primals), _inverse_power(1, *primal
 def majorant_prod(data: Any, ids: Any, num_segments: int) -> Any:
     """The product of magnitudes, whose derivatives of any order have no difference in them."""
     data = _magnitude(data)
-    if num_segments * math.prod(data.shape) > MOST_DENSE_ELEMENTS:
+    if num_segments * math.prod(data.shape) > MAX_DENSE_ELEMENTS:
         return jnp.exp(segment_sum(_log(data), ids, num_segments))
     return reference_prod(data, ids, num_segments)
 
@@ -262,7 +264,7 @@ MOST_EXTREME_FACTORS = 24
 def factors(num_rows: int, extreme: bool = False) -> Draw:
     """Of so many rows, the same or not, whose product neither overflows nor underflows; some zeros in small arrays.
 
-    With `extreme`, products of some small arrays leave the range of their dtype on the way, or in the end.
+    With `extreme`, products of small arrays leave the range of their dtype on the way, or in the end.
     """
     widest = min(0.22, 20 / math.sqrt(max(num_rows, 1)))
 
@@ -271,12 +273,7 @@ def factors(num_rows: int, extreme: bool = False) -> Draw:
             return numbers(rng, shape, dtype) | np.asarray(1, dtype)
         of_this_size = widest if shape[0] == num_rows else min(widest, 40 / max(num_rows, 1))
         data = rng.choice([-1.0, 1.0], shape) * np.exp(rng.uniform(-of_this_size, of_this_size, shape))
-        if (
-            extreme
-            and num_rows <= MOST_EXTREME_FACTORS
-            and dtype.name in ("float32", "bfloat16")
-            and rng.random() < 0.3
-        ):
+        if extreme and num_rows <= MOST_EXTREME_FACTORS and dtype.name in ("float32", "bfloat16"):
             data = np.ldexp(data, rng.integers(-40, 41, shape))
         if num_rows * math.prod(shape[1:]) < 2000:
             data = np.where(rng.random(shape) < 0.08, 0.0, data)
@@ -427,6 +424,21 @@ NO_BUCKETS_OF_EXPLICIT_BATCHES = Rule(
     "the derivative of jax.numpy.prod over buckets cannot be mapped in explicit mode",
     ("bucket_size", "sharding", "batch"),
     lambda bucket_size, sharding, batch: bucket_size is not ABSENT and sharding == "explicit" and batch != "none",
+)
+NO_EXTREME_BUCKETS = Rule(
+    "products of buckets are rounded to the dtype, out of whose range they may be",
+    ("values", "bucket_size"),
+    lambda values, bucket_size: values == "extreme" and bucket_size is not ABSENT,
+)
+EXTREME_FIRST_DERIVATIVES = Rule(
+    "second derivatives of products may leave the range of numbers on the way",
+    ("values", "transformation"),
+    lambda values, transformation: values == "extreme" and transformation in SECOND_DERIVATIVES,
+)
+EXTREME_GRADIENTS = Rule(
+    "derivatives of gradients of products may leave the range of numbers on the way",
+    ("values", "transformation"),
+    lambda values, transformation: values == "extreme" and transformation in DERIVATIVES,
 )
 NO_CLIP_TO_NOTHING = Rule(
     "mode 'clip' has no segment to clip to",
@@ -603,6 +615,7 @@ def _declare_reduction(
 ORDERED = ("float32", "bfloat16", "float16", "float64", "int32", "uint32", "int64", "uint64", "int8", "uint16", "bool")
 SUMMABLE = ("float32", "bfloat16", "float16", "float64", "int32", "uint32", "int64", "uint64", "int8", "uint16")
 VALUES = {"values": ("ties", "special")}
+FACTORS = {"values": ("ordinary", "extreme")}
 
 
 def _ties_or_special(options: Options, sizes: Sizes) -> Draw:
@@ -653,11 +666,11 @@ _declare_reduction(
     "segment_prod",
     SUMMABLE,
     lambda options: _in_buckets(reference_prod, reference_prod, options["bucket_size"]),
-    lambda options, sizes: factors(sizes["row"], extreme=options["bucket_size"] is ABSENT),
+    lambda options, sizes: factors(sizes["row"], options["values"] == "extreme"),
     majorant_of=lambda options: _in_buckets(majorant_prod, majorant_prod, options["bucket_size"]),
-    options={"bucket_size": (ABSENT, 3)},
+    options={"bucket_size": (ABSENT, 3), **FACTORS},
     properties=lambda dtype, options: {"exact_value": not is_floating(dtype)},
-    rules=(NO_BUCKETS_OF_EXPLICIT_BATCHES,),
+    rules=(NO_BUCKETS_OF_EXPLICIT_BATCHES, NO_EXTREME_BUCKETS, EXTREME_FIRST_DERIVATIVES),
 )
 _declare_reduction(
     "segment_softmax",
@@ -682,6 +695,7 @@ def _declare_gradient(
     majorant_of: Callable[[Options], Callable[..., Any]] | None = None,
     data_is_selection: bool = False,
     exact_value: bool = False,
+    rules: tuple[Rule, ...] = (),
 ) -> None:
     """A gradient ``(d_output, [data,] ids)``; its reference ``(d_output, data or None, ids, num_segments)``."""
     keywords = tuple(key for key in options if key not in ("values", "ids_dtype", "mode", "plan"))
@@ -733,7 +747,7 @@ def _declare_gradient(
             large_sizes=LARGE_SIZES,
             options=options,
             problem=problem,
-            rules=(NO_CLIP_TO_NOTHING, NARROW_IDS, PLAN_HAS_MODE),
+            rules=(NO_CLIP_TO_NOTHING, NARROW_IDS, PLAN_HAS_MODE, *rules),
         )
     )
 
@@ -779,10 +793,11 @@ _declare_gradient(
 _declare_gradient("segment_mean_backward", IDS_OPTIONS, lambda options: _vjp_without_data(reference_mean), None)
 _declare_gradient(
     "segment_prod_backward",
-    {"indices_are_sorted": (ABSENT, True), **IDS_OPTIONS},
+    {"indices_are_sorted": (ABSENT, True), **IDS_OPTIONS, **FACTORS},
     lambda options: _vjp(reference_prod),
-    lambda options, sizes: factors(sizes["row"], extreme=True),
+    lambda options, sizes: factors(sizes["row"], options["values"] == "extreme"),
     majorant_of=lambda options: _vjp(majorant_prod),
+    rules=(EXTREME_GRADIENTS,),
 )
 
 
@@ -921,7 +936,7 @@ def _attention_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 
     return Problem(
         operands=(
-            Operand("logits", ("row", *heads), finite_logits),
+            Operand("logits", ("row", *heads), finite_logits, has_sign=True),
             Operand("data", ("node", *features), finite_numbers),
             Operand("gather_ids", ("row",), row_numbers_of(sizes["node"]), dtype=options["gather_dtype"]),
             _ids(options, sizes),

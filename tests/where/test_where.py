@@ -241,6 +241,44 @@ def test_promotion(x64: bool) -> None:
             assert outcome(where, True, a, b) == outcome(jnp.where, True, a, b), (a, b)
 
 
+@pytest.mark.parametrize("x64", [False, True])
+def test_weak_results_are_of_the_kernel(rng: np.random.Generator, x64: bool) -> None:
+    """An array of a narrower kind beside a Python number, and numbers alone, in either order: values and gradients are
+    those of plain JAX with their weak types, and a kernel selects."""
+    functions = functools.partial(where, implementation="kernel"), jnp.where
+    with jax.enable_x64(x64):
+        cond = make_condition(rng, (4, 9))
+        integers, weak_integers = jnp.arange(9, dtype=np.int32), jnp.broadcast_to(jnp.asarray(7), (4, 9))
+        weak_floats = jnp.broadcast_to(jnp.asarray(0.5), (9,))
+        pairs = [(integers, 0.5), (weak_integers, 3), (weak_floats, integers), (weak_integers, 2.5), (1 + 2j, integers)]
+        pairs += [(integers > 3, 2), (weak_floats, 1j), (2, 3.5), (True, 2), (weak_floats, weak_floats)]
+        for pair, is_swapped in itertools.product(pairs, (False, True)):
+            a, b = reversed(pair) if is_swapped else pair
+            ours, plain = (jax.jit(functools.partial(f, cond)) for f in functions)
+            value, expected = ours(a, b), plain(a, b)
+            assert value.weak_type and expected.weak_type
+            assert jax.typeof(value) == jax.typeof(expected)
+            assert_same_bits(value, np.asarray(expected))
+            assert kernels_in(ours.lower(a, b).as_text()) == ["where"]
+            moving = [i for i, x in enumerate((a, b)) if jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact)]
+
+            def derivatives(function: Callable[..., Any], *operands: Any, moving: Any = moving) -> Any:
+                def squared(*moved: Any) -> Any:
+                    arrays = dict(enumerate(operands)) | dict(zip(moving, moved, strict=True))
+                    return function(cond, *arrays.values()) ** 2
+
+                primals = [operands[i] for i in moving]
+                result, vjp = jax.vjp(squared, *primals)
+                return *jax.jvp(squared, primals, primals), *vjp(result)
+
+            of_each = [derivatives(f, jnp.asarray(a), jnp.asarray(b)) for f in (forward_mode.where, jnp.where)]
+            for got, want in zip(*of_each, strict=True):
+                assert jax.typeof(got) == jax.typeof(want)
+                if want.dtype == jax.dtypes.float0:
+                    continue
+                np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
 def test_strict_promotion() -> None:
     with jax.numpy_dtype_promotion("strict"):
         assert outcome(where, True, np.float32(1), np.int32(1)) == "refused"
@@ -432,12 +470,38 @@ def test_vmap(rng: np.random.Generator) -> None:
 
 
 def test_vmap_of_the_condition_alone(rng: np.random.Generator) -> None:
-    """The cotangent is then shared by the batch."""
+    """The cotangent is then shared by the batch: by a kernel, one call, with what is summed and without."""
     conds, dy = make_condition(rng, (3, 7, 13)), rng.normal(size=(7, 13)).astype(np.float32)
-    results = jax.vmap(functools.partial(where_backward, b_shape=(13,)), (None, 0))(dy, conds)
-    for k, cond in enumerate(conds):
-        for result, expected in zip(results, reference_gradients(cond, dy, (7, 13), (13,)), strict=True):
-            expected.check(result[k])
+    batch = Batch()
+    for a_shape, b_shape in itertools.product(((7, 13), (13,), (7, 1)), ((7, 13), ())):
+        backward = functools.partial(where_backward, a_shape=a_shape, b_shape=b_shape, implementation="kernel")
+
+        def check(*results: Any, shapes: Any = (a_shape, b_shape)) -> None:
+            for k, cond in enumerate(conds):
+                for result, expected in zip(results, reference_gradients(cond, dy, *shapes), strict=True):
+                    expected.check(result[k], f"{shapes} [{k}]")
+
+        batch.add(jax.vmap(backward, (None, 0)), (dy, conds), check)
+    batch.run()
+
+
+@pytest.mark.parametrize("axes", [(0, None, None), (0, 0, None), (0, None, 0), (0, 0, 0), (None, 0, None)])
+def test_vmap_of_a_gradient(rng: np.random.Generator, axes: tuple[int | None, ...]) -> None:
+    """Of a loss whose cotangent no batch maps, by each operand and both; and its own gradient."""
+    shapes = [(7, 13), (7, 13), (13,)]
+    draw = make_condition, *[lambda rng, shape: rng.normal(size=shape).astype(np.float32)] * 2
+    operands = [
+        f(rng, shape if axis is None else (3, *shape)) for f, shape, axis in zip(draw, shapes, axes, strict=True)
+    ]
+    for argnums in (1, 2, (1, 2)):
+
+        def gradient(function: Callable[..., Any], argnums: Any = argnums) -> Any:
+            return jax.jit(jax.vmap(jax.grad(lambda *x: function(*x).sum(), argnums), axes))
+
+        ours = gradient(functools.partial(where, implementation="kernel"))
+        expected = gradient(jnp.where)(*operands)
+        for got, want in zip(*map(jax.tree.leaves, (ours(*operands), expected)), strict=True):
+            np.testing.assert_array_equal(got, want)  # counts, which are exact
 
 
 def test_nested_vmap(rng: np.random.Generator) -> None:

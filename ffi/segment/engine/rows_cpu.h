@@ -55,7 +55,7 @@
 
 namespace jax_baracuda::segment {
 
-inline constexpr int64_t kLeastWorkOfRow = 32;  // as many bytes, whatever its width
+inline constexpr int64_t kMinWorkOfRow = 32;  // as many bytes, whatever its width
 inline constexpr int64_t kNearCacheBytes = 4 * 1024 * 1024;
 inline constexpr int64_t kFarCellBytes = 512 * 1024;  // of cells that are worth asking for ahead
 inline constexpr int64_t kMinRowsPerCellRow = 2;
@@ -701,7 +701,7 @@ struct FoldTarget {
   int64_t features;
   bool cells_are_far;
   bool rows_are_far;  // if they are gathered
-  bool holds_runs;  // of blocks of all rows alone
+  bool holds_runs;    // of blocks of all rows alone
 };
 
 // Calls fold(offset, segment - segment_begin) for the members of a block, whose i-th row has the offset offset_of(i).
@@ -883,7 +883,7 @@ bool ReduceRanges(ffi::ThreadPool& pool, const Problem& problem, int64_t num_ran
                       : later_counts.get() + (batch * (num_ranges - 1) + range - 1) * padded_counts;
   };
   const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(typename Reduction::First));
-  ForEachRange(pool, problem.batch * num_ranges, problem.batch * problem.rows * std::max(row_bytes, kLeastWorkOfRow),
+  ForEachRange(pool, problem.batch * num_ranges, problem.batch * problem.rows * std::max(row_bytes, kMinWorkOfRow),
                [&](int64_t begin, int64_t end) {
                  for (int64_t index = begin; index < end; ++index) {
                    const int64_t batch = index / num_ranges, range = index % num_ranges;
@@ -1011,7 +1011,7 @@ Strategy ChooseStrategy(const Problem& problem, bool has_counts) {
 }
 
 inline int64_t BytesOfWork(const Problem& problem, int64_t row_bytes) {
-  return problem.batch * (problem.rows + problem.segments) * std::max(row_bytes, kLeastWorkOfRow);
+  return problem.batch * (problem.rows + problem.segments) * std::max(row_bytes, kMinWorkOfRow);
 }
 
 // Reduces all rows in order; returns false if there is no memory.

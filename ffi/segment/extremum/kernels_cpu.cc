@@ -125,21 +125,33 @@ JB_INLINE const T* DataOfRow(const Problem& problem, const BackwardArrays<T>& ar
   return arrays.data == nullptr ? nullptr : arrays.data + problem.DataRow(batch, row) * problem.features;
 }
 
-template <typename T>
-JB_CPU_CLONES void GradientInOrder(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
-                                   const BackwardArrays<T> arrays) {
+template <typename T, typename Width>
+JB_INLINE void GradientInOrder(const Problem& problem, int64_t batch, int64_t row_begin, int64_t row_end,
+                               const BackwardArrays<T>& arrays, Width width) {
   const CellRows<T> cells = CellRows<T>::OfBatch(problem, arrays, batch);
   const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
-    PrefetchRow(cells.d_output + segment * problem.features, problem.features);
-    PrefetchRow(cells.winner + segment * problem.features, problem.features);
+    PrefetchRow(cells.d_output + segment * width, width);
+    PrefetchRow(cells.winner + segment * width, width);
   };
-  WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
-    WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, arrays.d_data, prefetch,
-                        [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
-                          GradientOfRow(cells.OfSegment(segment, width), DataOfRow(problem, arrays, batch, row),
-                                        static_cast<int32_t>(row), width, d_row);
-                        });
+  WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, arrays.d_data, prefetch,
+                      [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
+                        GradientOfRow(cells.OfSegment(segment, width), DataOfRow(problem, arrays, batch, row),
+                                      static_cast<int32_t>(row), width, d_row);
+                      });
+}
+
+template <typename T>
+JB_CPU_CLONES_OF_NARROW void GradientOfNarrowRows(const Problem problem, int64_t batch, int64_t row_begin,
+                                                  int64_t row_end, const BackwardArrays<T> arrays) {
+  DispatchNarrow(problem.features, [&](auto width) __attribute__((always_inline)) {
+    GradientInOrder(problem, batch, row_begin, row_end, arrays, width);
   });
+}
+
+template <typename T>
+JB_CPU_CLONES void GradientOfWideRows(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
+                                      const BackwardArrays<T> arrays) {
+  GradientInOrder(problem, batch, row_begin, row_end, arrays, problem.features);
 }
 
 // The gradient of the rows of a block of segments. Returns false if there is no memory.
@@ -188,7 +200,11 @@ bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const Backward
                                });
   }
   ForEachChunkOfRows(pool, problem, arrays.d_data, sizeof(T), [&](int64_t batch, int64_t row_begin, int64_t row_end) {
-    GradientInOrder(problem, batch, row_begin, row_end, arrays);
+    if (problem.features >= 1 && problem.features <= kMaxNarrowWidth) {
+      GradientOfNarrowRows(problem, batch, row_begin, row_end, arrays);
+    } else {
+      GradientOfWideRows(problem, batch, row_begin, row_end, arrays);
+    }
   });
   return true;
 }

@@ -18,6 +18,13 @@ struct GatherArrays {
   T* d_data;
   bool d_output_is_shared;
   bool count_is_shared;
+
+  JB_INLINE const T* Cells(const Problem& problem, int64_t batch) const {
+    return d_output + (d_output_is_shared ? 0 : batch * problem.segments * problem.features);
+  }
+  JB_INLINE const int32_t* Counts(const Problem& problem, int64_t batch) const {
+    return count == nullptr || count_is_shared ? count : count + batch * problem.segments;
+  }
 };
 
 template <typename T>
@@ -52,12 +59,11 @@ JB_INLINE void GatherNarrow(const T* cells, const int32_t* counts, const int32_t
 }
 
 template <bool kIsMean, typename T>
-JB_CPU_CLONES void Gather(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
-                          const GatherArrays<T> arrays) {
-  const int64_t features = problem.features;
-  const T* const cells = arrays.d_output + (arrays.d_output_is_shared ? 0 : batch * problem.segments * features);
-  const int32_t* const counts = arrays.count + (arrays.count_is_shared ? 0 : batch * problem.segments);
-  const auto gather_narrow = [&](auto width) __attribute__((always_inline)) {
+JB_CPU_CLONES_OF_NARROW void GatherNarrowRows(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
+                                              const GatherArrays<T> arrays) {
+  const T* const cells = arrays.Cells(problem, batch);
+  const int32_t* const counts = arrays.Counts(problem, batch);
+  DispatchNarrow(problem.features, [&](auto width) __attribute__((always_inline)) {
     T* const to = arrays.d_data + batch * problem.rows * width;
     ForEachBlockOfIds(
         problem, arrays.ids, batch, row_begin, row_end,
@@ -65,8 +71,15 @@ JB_CPU_CLONES void Gather(const Problem problem, int64_t batch, int64_t row_begi
           GatherNarrow<kIsMean, width()>(cells + first_segment * width, kIsMean ? counts + first_segment : nullptr,
                                          row_ids, end - begin, problem.segments, to + begin * width);
         });
-  };
-  if (DispatchNarrow(features, gather_narrow)) return;
+  });
+}
+
+template <bool kIsMean, typename T>
+JB_CPU_CLONES void GatherWideRows(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
+                                  const GatherArrays<T> arrays) {
+  const int64_t features = problem.features;
+  const T* const cells = arrays.Cells(problem, batch);
+  const int32_t* const counts = arrays.Counts(problem, batch);
   const auto prefetch = [&](int64_t segment)
                             __attribute__((always_inline)) { PrefetchRow(cells + segment * features, features); };
   WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, features, arrays.d_data, prefetch,
@@ -83,12 +96,16 @@ JB_CPU_CLONES void Gather(const Problem problem, int64_t batch, int64_t row_begi
 template <bool kIsMean, typename T>
 void GatherAll(ffi::ThreadPool& pool, const Problem& problem, const GatherArrays<T>& arrays) {
   ForEachChunkOfRows(pool, problem, arrays.d_data, sizeof(T), [&](int64_t batch, int64_t row_begin, int64_t row_end) {
-    Gather<kIsMean>(problem, batch, row_begin, row_end, arrays);
+    if (problem.features >= 1 && problem.features <= kMaxNarrowWidth) {
+      GatherNarrowRows<kIsMean>(problem, batch, row_begin, row_end, arrays);
+    } else {
+      GatherWideRows<kIsMean>(problem, batch, row_begin, row_end, arrays);
+    }
   });
 }
 
 bool RunGather(ffi::ThreadPool& pool, const GatherCall& call) {
-  DispatchFloating(call.type, [&](auto tag) {
+  const auto gather = [&](auto is_mean, auto tag) {
     using T = typename decltype(tag)::type;
     const GatherArrays<T> arrays{SegmentIds(call),
                                  static_cast<const T*>(call.cells),
@@ -96,10 +113,14 @@ bool RunGather(ffi::ThreadPool& pool, const GatherCall& call) {
                                  static_cast<T*>(call.rows),
                                  call.cells_are_shared,
                                  call.count_is_shared};
+    GatherAll<is_mean>(pool, call.problem, arrays);
+  };
+  DispatchFloating(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
     if (call.count == nullptr) {
-      GatherAll<false>(pool, call.problem, arrays);
+      gather(std::false_type{}, TypeTag<BitsOf<T>>{});  // types of as many bits are copied alike
     } else {
-      GatherAll<true>(pool, call.problem, arrays);
+      gather(std::true_type{}, tag);
     }
   });
   return true;

@@ -316,69 +316,91 @@ inline bool UsesNumerators(const Problem& problem) {
                                              : problem.rows >= kMinRowsPerCellRow * problem.segments;
 }
 
+// Of narrow rows with these ids, one row after the other; of rows of no segment anything. Returns whether there are such.
+// `coming` is how many more ids follow.
+template <typename C>
+bool CopyNumerators(const C* numerators, uint64_t segments, const int32_t* ids, int64_t count, int64_t coming,
+                    int64_t features, C* to) {
+  bool has_dropped = false;
+  DispatchNarrow(features, [&](auto width) __attribute__((always_inline)) {
+    for (int64_t row = 0; row < count; ++row) {
+      const int64_t ahead = row + kScanPrefetchDistance;
+      if (ahead < count + coming && static_cast<uint64_t>(ids[ahead]) < segments) {
+        __builtin_prefetch(numerators + ids[ahead] * width);
+      }
+      const bool is_member = static_cast<uint64_t>(ids[row]) < segments;
+      has_dropped = has_dropped || !is_member;
+      const C* const from = numerators + (is_member ? ids[row] * width : 0);
+      for (int64_t i = 0; i < width; ++i) to[row * width + i] = from[i];
+    }
+  });
+  return has_dropped;
+}
+
+// Divides as many numbers as a row has, or a block of rows; returns whether that was enough for the gradient of all.
+template <typename T, typename C>
+JB_INLINE bool DivideAll(const C* numerators, const T* data, int64_t count, T* d_data) {
+  bool is_done = true;
+  ForEachPart(data, count, [&](int64_t first, int64_t numbers, const auto* part) __attribute__((always_inline)) {
+    is_done = is_done && Divide(numerators + first, part, numbers, d_data + first);
+  });
+  return is_done;
+}
+
+template <typename T, typename C>
+JB_CPU_CLONES bool DivideBlock(const C* numerators, const T* data, int64_t count, T* d_data) {
+  return DivideAll(numerators, data, count, d_data);
+}
+
 // `numerators` are those of a batch element.
 template <typename T, typename C>
-JB_CPU_CLONES void GradientOfNumerators(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
-                                        const GradientArrays<T> arrays, const C* numerators) {
+void GradientOfNarrowRows(const Problem& problem, int64_t batch, int64_t row_begin, int64_t row_end,
+                          const GradientArrays<T>& arrays, const C* numerators) {
+  const int64_t features = problem.features, block_rows = kBlockNumbers / features;
+  const auto cells = CellsOfGradient<T>::OfBatch(problem, arrays, batch);
+  const T* const data = arrays.data + problem.DataRow(batch, 0) * features;
+  T* const d_data = arrays.d_data + batch * problem.rows * features;
+  const uint64_t segments = static_cast<uint64_t>(problem.segments);
+  const auto of_ids = [&](int64_t ids_begin, int64_t ids_end, const int32_t* row_ids, int64_t first_segment) {
+    C of_rows[kBlockNumbers];
+    for (int64_t begin = ids_begin; begin < ids_end; begin += block_rows) {
+      const int64_t end = std::min(begin + block_rows, ids_end), numbers = (end - begin) * features;
+      const int32_t* const ids = row_ids + (begin - ids_begin);
+      const T* const from = data + begin * features;
+      T* const to = d_data + begin * features;
+      const bool has_dropped = CopyNumerators(numerators + first_segment * features, segments, ids, end - begin,
+                                              ids_end - end, features, of_rows);
+      const auto is_member = [&](int64_t row) { return static_cast<uint64_t>(ids[row]) < segments; };
+      if (!DivideBlock(of_rows, from, numbers, to)) {
+        CellsOfBlock<T> block;
+        for (int64_t row = 0; row < end - begin; ++row) {
+          block.Copy(cells, is_member(row) ? (first_segment + ids[row]) * features : 0, features, row * features);
+        }
+        GradientOfAnyRow(block.d_output, block.mantissa, block.packed, from, numbers, to);
+      }
+      for (int64_t row = 0; has_dropped && row < end - begin; ++row) {
+        if (!is_member(row)) WriteZeros(to + row * features, features);
+      }
+    }
+  };
+  ForEachBlockOfIds(problem, arrays.ids, batch, row_begin, row_end, of_ids);
+}
+
+template <typename T, typename C>
+JB_CPU_CLONES void GradientOfWideRows(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
+                                      const GradientArrays<T> arrays, const C* numerators) {
   const int64_t features = problem.features;
   const auto cells = CellsOfGradient<T>::OfBatch(problem, arrays, batch);
   const T* const data = arrays.data + problem.DataRow(batch, 0) * features;
-  const auto of_narrow_rows = [&](auto width) __attribute__((always_inline)) {
-    T* const d_data = arrays.d_data + batch * problem.rows * width;
-    const auto of_ids = [&](int64_t ids_begin, int64_t ids_end, const int32_t* row_ids,
-                            int64_t first_segment) __attribute__((always_inline)) {
-      C of_rows[kBlockNumbers];
-      const auto is_member = [&](int64_t row) __attribute__((always_inline)) {
-        return static_cast<uint64_t>(row_ids[row - ids_begin]) < static_cast<uint64_t>(problem.segments);
-      };
-      for (int64_t begin = ids_begin; begin < ids_end; begin += kBlockNumbers / width) {
-        const int64_t end = std::min(begin + kBlockNumbers / width, ids_end), numbers = (end - begin) * width;
-        bool has_dropped = false;
-        for (int64_t row = begin; row < end; ++row) {
-          const int64_t coming = row + kScanPrefetchDistance;
-          if (coming < ids_end && is_member(coming)) {
-            __builtin_prefetch(numerators + (first_segment + row_ids[coming - ids_begin]) * width);
-          }
-          has_dropped = has_dropped || !is_member(row);
-          const int64_t cell = is_member(row) ? (first_segment + row_ids[row - ids_begin]) * width : 0;
-          for (int64_t i = 0; i < width; ++i) of_rows[(row - begin) * width + i] = numerators[cell + i];
-        }
-        bool is_done = true;
-        ForEachPart(data + begin * width, numbers,
-                    [&](int64_t first, int64_t count, const auto* part) __attribute__((always_inline)) {
-                      is_done = Divide(of_rows + first, part, count, d_data + begin * width + first) && is_done;
-                    });
-        if (!is_done) {
-          CellsOfBlock<T> block;
-          for (int64_t row = begin; row < end; ++row) {
-            const int64_t cell = is_member(row) ? (first_segment + row_ids[row - ids_begin]) * width : 0;
-            block.Copy(cells, cell, width, (row - begin) * width);
-          }
-          GradientOfAnyRow(block.d_output, block.mantissa, block.packed, data + begin * width, numbers,
-                           d_data + begin * width);
-        }
-        for (int64_t row = begin; has_dropped && row < end; ++row) {
-          if (!is_member(row)) WriteZeros(d_data + row * width, width);
-        }
-      }
-    };
-    ForEachBlockOfIds(problem, arrays.ids, batch, row_begin, row_end, of_ids);
-  };
-  if (DispatchNarrow(features, of_narrow_rows)) return;
   const auto prefetch = [&](int64_t segment)
                             __attribute__((always_inline)) { PrefetchRow(numerators + segment * features, features); };
   WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, features, arrays.d_data, prefetch,
                       [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
-                        bool is_done = true;
-                        ForEachPart(data + row * features, features,
-                                    [&](int64_t first, int64_t count, const auto* part) __attribute__((always_inline)) {
-                                      is_done = is_done && Divide(numerators + segment * features + first, part, count,
-                                                                  d_row + first);
-                                    });
-                        if (is_done) return;
                         const int64_t cell = segment * features;
-                        GradientOfAnyRow(cells.d_output + cell, cells.mantissa + cell, cells.packed + cell,
-                                         data + row * features, features, d_row);
+                        const T* const numbers = data + row * features;
+                        if (DivideAll(numerators + cell, numbers, features, d_row)) return;
+                        GradientOfAnyRow(cells.d_output + cell, cells.mantissa + cell, cells.packed + cell, numbers,
+                                         features, d_row);
                       });
 }
 
@@ -424,7 +446,12 @@ bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const Gradient
                     ChunkBegin(cells_per_batch, chunks, chunk + 1), numerators.get() + batch * cells_per_batch);
   });
   for_each_chunk([&](int64_t batch, int64_t row_begin, int64_t row_end) {
-    GradientOfNumerators(problem, batch, row_begin, row_end, arrays, numerators.get() + batch * cells_per_batch);
+    const C* const of_batch = numerators.get() + batch * cells_per_batch;
+    if (problem.features >= 1 && problem.features <= kMaxNarrowWidth) {
+      GradientOfNarrowRows(problem, batch, row_begin, row_end, arrays, of_batch);
+    } else {
+      GradientOfWideRows(problem, batch, row_begin, row_end, arrays, of_batch);
+    }
   });
   return true;
 }

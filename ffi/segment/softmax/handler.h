@@ -35,7 +35,7 @@ ffi::Error HandleSoftmaxBackward(Context context, ffi::AnyBuffer probabilities, 
   JB_RETURN_IF_ERROR(decoder.First("d_logits", *d_logits, "rows, ..."));
   JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
   JB_RETURN_IF_ERROR(decoder.FirstRows("probabilities", probabilities, &call.inputs[0], &call.is_shared[0]));
-  JB_RETURN_IF_ERROR(decoder.Rows("d_probabilities", d_probabilities, &call.inputs[1], &call.is_shared[1]));
+  JB_RETURN_IF_ERROR(decoder.Rows("d_output", d_probabilities, &call.inputs[1], &call.is_shared[1]));
   JB_RETURN_IF_ERROR(decoder.Rows("d_logits", *d_logits, &call.output));
   JB_RETURN_IF_ERROR(decoder.Segments(options.num_segments));
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "probabilities", probabilities, DispatchFloating(call.type, [](auto) {})));

@@ -9,7 +9,7 @@ namespace jax_baracuda::segment {
 
 // What exponentials are raised to where they are summed: next to nothing beside others, and a sum of 0 is one of no rows.
 template <typename C>
-inline constexpr C kLeastExponential = static_cast<C>(sizeof(C) == 4 ? 0x1p-120 : 0x1p-1000);
+inline constexpr C kMinExponential = static_cast<C>(sizeof(C) == 4 ? 0x1p-120 : 0x1p-1000);
 
 struct SumCall : SegmentCall {
   bool is_mean = false;

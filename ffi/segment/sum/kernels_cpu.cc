@@ -92,7 +92,7 @@ struct SumOfExponentials {
   JB_INLINE void Fold(const C* values, int32_t /*row*/, int64_t width, CellsOf<SumOfExponentials> cells) const {
     JB_VECTORIZE
     for (int64_t i = 0; i < width; ++i) {
-      const C term = std::max(ExpOrZero(values[i]), kLeastExponential<C>);
+      const C term = std::max(ExpOrZero(values[i]), kMinExponential<C>);
       cells.first[i] += values[i] == values[i] ? term : values[i];
     }
   }

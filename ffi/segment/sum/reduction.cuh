@@ -13,7 +13,7 @@ template <bool kIsExponential, typename C>
 __device__ __forceinline__ C TermOf(C value) {
   if constexpr (kIsExponential) {
     const C term = exp(value);
-    return term <= kLeastExponential<C> ? kLeastExponential<C> : term;
+    return term <= kMinExponential<C> ? kMinExponential<C> : term;
   } else {
     return value;
   }

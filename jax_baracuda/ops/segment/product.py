@@ -108,8 +108,8 @@ def segment_prod(
 
     Gradient: ``d_data[n] = d_out[segment_ids[n]] * product of the segment's other rows``, right also where rows are
     zero, infinite or of extreme magnitude; 0 for dropped rows.
-    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
+    Derivatives of any order exist; products in second ones may leave the range of numbers on the way. ``jax.jvp`` and
+    ``jax.jacfwd`` of this function need its twin of the same name in :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_baracuda as jb
@@ -165,8 +165,8 @@ def segment_prod_backward(
     Numerical guarantees: the product of the others neither overflows nor underflows on the way; zeros, infinities and
     NaN among the rows are counted, so a row's own value never spoils its gradient. Bit-equal from run to run.
 
-    Gradient: linear in `d_output`; with respect to `data` it is the product of all but two rows. Derivatives of any
-    order and in either mode exist.
+    Gradient: linear in `d_output`; with respect to `data` it is the product of all but two rows, which may leave
+    the range of numbers on the way. Derivatives of any order and in either mode exist.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb

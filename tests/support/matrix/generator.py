@@ -36,6 +36,7 @@ TRANSFORMATIONS = (
 goes over the outer batch in place of vmap. All but "eager" run under jit."""
 
 DERIVATIVES = TRANSFORMATIONS[TRANSFORMATIONS.index("vjp") :]
+SECOND_DERIVATIVES = ("grad of grad", "jvp of grad", "hessian", "grad of jvp")
 FORWARD = ("jvp", "linearize", "grad of jvp")
 """Those that need the function's twin in ``forward_mode``: they begin with forward mode."""
 JACOBIANS = ("jacrev", "hessian")

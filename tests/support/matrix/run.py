@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.matrix.calls import Dims, Draw, Operand, Problem, as_tuple, is_floating, is_inexact
-from support.matrix.generator import DERIVATIVES, EXPORTS, FORWARD, JACOBIANS, SHARD_MAPS, Case
+from support.matrix.generator import DERIVATIVES, EXPORTS, FORWARD, JACOBIANS, SECOND_DERIVATIVES, SHARD_MAPS, Case
 
 import jax_baracuda
 from jax_baracuda._core import selection
@@ -281,7 +281,7 @@ class Plan:
             taken = {axis for axes in of_batch.values() for axis in axes}
             for x in self.arrays:
                 own = self.own_assignments[x.name] = dict(of_batch)
-                for axis in set(order) - taken:
+                for axis in (axis for axis in order if axis not in taken):
                     self._split_some_dim(own, {name for name in x.element if not name.startswith("1")}, axis)
         if self.manual:
             self.is_inside = is_inside and self._may_be_inside()
@@ -300,16 +300,32 @@ class Plan:
         """Whether these mesh axes may split a dimension.
 
         Only inside of an automatic program may the mesh not divide it. There, XLA itself loses the sign of -0 where
-        some devices have nothing of it. And XLA's partitioner is wrong about shifted sums of packed sequences over a
-        split time, of which derivatives consist that have no kernel: in plain JAX as well.
+        some devices have nothing of it. Of convolutions in plain JAX, XLA's CPU compiler gets some derivatives of
+        packed sequences over a split time wrong (its older code for fusions gets them right), and XLA's partitioner
+        ends the process over some derivatives by a filter whose taps are split. It does so, too, over gathers along one
+        dimension of an array whose other dimension two axes split (``jnp.take_along_axis``).
         """
         assert self.mesh is not None
-        if name == "time" and self.case.transformation in DERIVATIVES and "segment_ids" in dict(self.case.options):
+        if self._is_partly_plain_gradient():
+            if name == "time" and "segment_ids" in dict(self.case.options) and jax.default_backend() == "cpu":
+                return False
+            if name == "tap" and self.case.sharding == "auto":
+                return False
+        is_automatic_plain_jax = self.case.sharding == "auto" and self.case.implementation != "kernel"
+        if is_automatic_plain_jax and name.startswith("feature") and len(axes) > 1:
             return False
         size, shards = self.size_of(name), math.prod(self.mesh.shape[x] for x in axes)
         if self.case.sharding == "auto" and self.case.transformation != "eager":
             return size >= shards
         return shards == 1 or (size > 0 and size % shards == 0)
+
+    def _is_partly_plain_gradient(self) -> bool:
+        """Whether there is a derivative without a kernel: tangents and derivatives of gradients have none."""
+        case = self.case
+        if case.transformation not in DERIVATIVES:
+            return False
+        is_first_gradient = case.transformation not in (*FORWARD, *SECOND_DERIVATIVES)
+        return case.implementation != "kernel" or case.op.endswith("_backward") or not is_first_gradient
 
     def _may_be_inside(self) -> bool:
         """Whether the transformation may be applied to the part of a device: not where it sums over devices."""
@@ -733,7 +749,7 @@ class Compiled:
             return 2 + 2 * own
         if output.kind == "value":
             return own
-        of_second = dict.fromkeys(("grad of grad", "jvp of grad", "hessian", "grad of jvp"), 6)
+        of_second = dict.fromkeys(SECOND_DERIVATIVES, 6)
         return own + {**of_second, "jvp": 3, "linearize": 3}.get(self.case.transformation, 2)
 
     def _rounding_eps(self, output: Output, info: Any) -> float:
