@@ -7,7 +7,9 @@ of :mod:`jax_baracuda`. Values come from the same kernels; tangents are the tran
 but for convolutions, where they are plain JAX, and the terms of products. Of a maximum, the winners tell which tangents
 to take; sums over ties are a kernel, but of gathered rows, which XLA adds up as it gathers them. Under ``vmap``, rows
 that a batch of graphs shares get a gradient for each graph, which JAX then adds up: where only gradients are taken, the
-functions of :mod:`jax_baracuda` may take less memory. The ``..._backward`` functions serve both modes as they are.
+functions of :mod:`jax_baracuda` may take less memory. ``jax.linear_transpose`` applies to the functions here that are
+linear, such as sums, means, rotations, writes and selections. The ``..._backward`` functions serve both modes as they
+are.
 
 Every other public function of an op has a twin here, made when it is first asked for.
 """

@@ -22,7 +22,28 @@ pytestmark = pytest.mark.versions
 
 DIFFERENTIABLE = [x for x in all_examples() if x.differentiated("float32")]
 FIRST = list({x.function.__name__: x for x in reversed(DIFFERENTIABLE)}.values())
-LINEAR = {"segment_sum": "data", "segment_mean": "data", "gather_segment_sum": "data", "rope": "x"}
+LINEAR = [
+    *[(name, ("data",)) for name in ("segment_sum", "segment_sum, sorted ids", "segment_mean", "take_rows")],
+    *[
+        (name, ("data",))
+        for name in ("gather_segment_sum", "gather_segment_sum, heads", "gather_segment_mean, weights")
+    ],
+    ("gather_segment_sum, heads", ("weights",)),
+    ("causal_conv1d", ("x",)),
+    ("causal_conv1d, channels last", ("weight",)),
+    ("rope", ("x",)),
+    ("rope, positions of each example, BSHD", ("x",)),
+    ("rope_qk", ("q", "k")),
+    *[(name, ("a", "b")) for name in ("where", "where, row")],
+    *[(name, ("dest", "source")) for name in ("write_slice", "write_slice, drop at the end")],
+    ("write_slices", ("keys", "values", "new_keys", "new_values")),
+    *[
+        (f"{name}_backward", ("d_output",))
+        for name in ("segment_sum", "segment_mean", "segment_max", "segment_softmax", "rope", "where")
+    ],
+    ("causal_conv1d_backward, silu", ("d_output",)),
+]
+"""Examples, and operands that they are linear in together."""
 MAPPED = [x for x in DIFFERENTIABLE if x.mapped is not None]
 each_example = pytest.mark.parametrize("example", [*FIRST, *MAPPED], ids=lambda x: x.name)
 each_function = pytest.mark.parametrize("example", FIRST, ids=lambda x: x.name)
@@ -170,17 +191,51 @@ def test_other_transforms(name: str) -> None:
     assert_close(jax.jit(lambda x: [transform(twin)(x) for transform in transforms])(DATA), expected)
 
 
-@pytest.mark.parametrize("name", LINEAR)
-def test_linear_transpose(rng: np.random.Generator, name: str) -> None:
-    """Of a twin that is linear in an operand: its gradient."""
-    example = next(x for x in FIRST if x.function.__name__ == name)
-    operands, chosen, _ = problem_of(example, rng)
-    chosen = {LINEAR[name]: chosen[LINEAR[name]]}
-    twin = bound(example, twin_of(example), operands)
-    types = jax.eval_shape(twin, chosen)
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint], ids=["alone", "jit", "checkpoint"])
+@pytest.mark.parametrize(("name", "linear"), LINEAR, ids=str)
+def test_linear_transpose(
+    rng: np.random.Generator, name: str, linear: tuple[str, ...], transform: Callable[..., Any]
+) -> None:
+    """Of twins, and of gradients, that are linear in operands: the gradient of plain JAX."""
+    example = next(x for x in all_examples() if x.name == name)
+    operands = jax.tree.map(jnp.asarray, example.make_operands(rng, "float32", "small"))
+    chosen = {operand: operands[operand] for operand in linear}
+    function = getattr(forward_mode, example.function.__name__, example.function)
+    function = transform(bound(example, function, operands))
+    types = jax.eval_shape(function, chosen)
     cotangents = [rng.normal(size=x.shape).astype(x.dtype) for x in types]
-    actual = jax.linear_transpose(twin, chosen)(cotangents)
-    assert_close(actual, jax.vjp(bound(example, example.function, operands), chosen)[1](cotangents))
+    actual = jax.linear_transpose(function, chosen)(cotangents)
+    with jax.enable_x64(True):
+        plain = bound(example, example.plain_jax, jax.tree.map(jnp.asarray, in_float64(operands)))
+        expected = jax.vjp(plain, in_float64(chosen))[1](in_float64(cotangents))
+    assert_close(actual, expected)
+
+
+def test_linear_transpose_of_several_results(rng: np.random.Generator) -> None:
+    """Of which one depends on some operands alone: the convolution and its final state."""
+    x, state, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 3, 9), (2, 3, 3), (3, 4)))
+    both = functools.partial(
+        forward_mode.causal_conv1d, weight=weight, initial_state=state * 0, return_final_state=True
+    )
+    in_weight = functools.partial(forward_mode.causal_conv1d, x, initial_state=state, return_final_state=True)
+    for function, array in ((both, x), (lambda weight: in_weight(weight)[0], weight)):
+        results, pull_back = jax.vjp(function, array)
+        assert_close(jax.linear_transpose(function, array)(results), pull_back(results))
+        batched = jax.vmap(function)
+        batch = jnp.stack([array, array])
+        results, pull_back = jax.vjp(batched, batch)
+        assert_close(jax.linear_transpose(batched, batch)(results), pull_back(results))
+
+
+def test_linear_transpose_of_gathered_sums() -> None:
+    """Their own primitive has a transpose; of ``jax.custom_vjp``, of which the others are made, JAX has none."""
+    gather = functools.partial(jax_baracuda.gather_segment_sum, gather_ids=IDS, segment_ids=IDS, num_segments=3)
+    for transform, data in ((jax.jit, DATA), (jax.vmap, np.stack([DATA, 2 * DATA]))):
+        function = transform(gather)
+        results, pull_back = jax.vjp(function, data)
+        assert_close(jax.linear_transpose(function, data)(results), pull_back(results))
+    with pytest.raises(NotImplementedError, match="Transpose rule .* for 'custom_vjp_call' not implemented"):
+        jax.linear_transpose(lambda x: jax_baracuda.segment_sum(x, IDS, 3), DATA)(DATA[:3])
 
 
 def test_a_program_is_traced_once() -> None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
 import jax_baracuda as jb
 from jax_baracuda._examples import all_examples
@@ -120,3 +121,36 @@ def test_transfers_and_nans(rng: np.random.Generator, example: Example, asked_fo
     call_all = jax.jit(lambda operands: {name: programs[name](*operands[name]) for name in programs})
     with jb.implementation(asked_for), jax.transfer_guard("disallow"), jax.debug_nans(True):
         jax.block_until_ready(call_all(operands))
+
+
+def test_debug_nans_finds_those_of_kernels() -> None:
+    """Eagerly, under jit and vmap, and in a gradient: the error names the primitive."""
+    data, ids = jnp.array([1.0, -jnp.inf, jnp.inf]), jnp.zeros(3, int)
+    of_sum = {"eager": jb.segment_sum, "jit": jax.jit(jb.segment_sum, static_argnums=2)}
+    with jb.implementation("kernel"), jax.debug_nans(True):
+        for function in of_sum.values():
+            with pytest.raises(FloatingPointError, match="baracuda_segment_sum"):
+                function(data, ids, 2)
+        with pytest.raises(FloatingPointError, match="baracuda_segment_sum"):
+            jax.vmap(lambda x: jb.segment_sum(x, ids, 2))(jnp.stack([data, data]))
+        with pytest.raises(FloatingPointError, match="baracuda_segment_prod"):
+            jax.grad(lambda x: jb.segment_prod(x, ids, 2)[0])(jnp.array([1.0, 0.0, jnp.inf]))
+
+
+def test_automatic_checks_of_checkify_leave_results_alone() -> None:
+    """They see neither a NaN nor an id out of range inside our functions, as the documentation says; checks of one's
+    own are seen, and programs run as without them."""
+    data, ids = jnp.array([1.0, -jnp.inf, jnp.inf]), jnp.array([0, 0, 0])
+
+    def loss(data: jax.Array, ids: jax.Array) -> jax.Array:
+        rows = jb.take_rows(jb.segment_sum(data, ids, 2), ids)
+        checkify.check(jnp.all(ids < 7), "ids are too large")
+        return jb.segment_max(jb.gather_segment_sum(rows, ids, ids, 3), ids, 2)[0]
+
+    for function in (loss, jax.grad(loss)):
+        checked = jax.jit(checkify.checkify(function, errors=checkify.all_checks))
+        for own_ids in (ids, ids.at[1].set(5)):
+            error, result = checked(data, own_ids)
+            assert error.get() is None
+            np.testing.assert_array_equal(result, function(data, own_ids))
+        assert "ids are too large" in checked(data, ids.at[1].set(7))[0].get()

@@ -92,6 +92,11 @@ def _jvp(
     return _map_together.bind(*primals, num_results=num_results), list(tangents[:num_results])
 
 
+def _transpose(cotangents: Sequence[Any], *values: Any, num_results: int) -> list[Any]:
+    return [*cotangents, *[None] * (len(values) - num_results)]
+
+
 batching.primitive_batchers[_map_together] = _batch
 ad.primitive_jvps[_map_together] = _jvp
+ad.primitive_transposes[_map_together] = _transpose
 mlir.register_lowering(_map_together, lambda ctx, *values, num_results: values[:num_results])
