@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.autodiff import KernelVjp, is_in_both_modes
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
-from jax_baracuda._core.rules import jvp_of_nonzero
+from jax_baracuda._core.rules import jvp_of_nonzero, with_fixed
 from jax_baracuda._core.selection import Selection, current_selection, selecting
 
 
@@ -191,13 +191,7 @@ def _jvp_of_call(
 def _transpose_of_call(cotangents: Sequence[Any], *arrays: Any, call: _Call, jaxpr: Any) -> list[Any]:
     """Of a call that is linear in some arrays: the transpose of the ops that it is made of."""
     linear = [i for i, x in enumerate(arrays) if ad.is_undefined_primal(x)]
-
-    def function(*linear_arrays: Array) -> list[Array]:
-        all_arrays = list(arrays)
-        for i, x in zip(linear, linear_arrays, strict=True):
-            all_arrays[i] = x
-        return jax_versions.jaxpr_as_fun(jaxpr)(*all_arrays)
-
+    function = with_fixed(jax_versions.jaxpr_as_fun(jaxpr), arrays, linear)
     transpose = jax.linear_transpose(function, *(arrays[i].aval for i in linear))
     results: dict[int, Any] = dict(zip(linear, transpose([ad.instantiate_zeros(x) for x in cotangents]), strict=True))
     return [results.get(i) for i in range(len(arrays))]

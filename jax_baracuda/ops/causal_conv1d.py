@@ -576,7 +576,7 @@ def _gradients_of_one_step(
 
 
 def _reference_update(
-    x: Array, state: Array, weight: Array, *optional: Array, channels_last: bool, silu: bool, has_bias: bool, **_: Any
+    x: Array, state: Array, weight: Array, *optional: Array, channels_last: bool, silu: bool, has_bias: bool
 ) -> tuple[Array, Array]:
     recent = state[..., state.shape[-1] - (weight.shape[-1] - 1) :]
     operands = _widened(accumulation_dtype(x.dtype), x, weight, *_optional(optional, has_bias), recent)
@@ -716,7 +716,7 @@ def _with_initial_state(
     return kernel(*(operands[name] for name in order), has_initial_state=True)
 
 
-def _backward_dtypes(x: Any, *others: Any, has_initial_state: bool, **_: Any) -> list[Any]:
+def _backward_dtypes(x: Any, *others: Any, has_initial_state: bool) -> list[Any]:
     wide = accumulation_dtype(x.dtype)
     return [x.dtype, wide, wide, *([x.dtype] if has_initial_state else [])]
 
@@ -760,7 +760,7 @@ _common = {"dtypes": FLOATING_DTYPES, "guarantee": accumulated}
 # A shard has the inputs that the next one sees before its own.
 _split_over_time = {
     "replicated_dims": ("tap", "state"),
-    "min_shard_sizes": lambda sizes, **_: {"time": sizes["tap"] - 1},
+    "min_shard_sizes": lambda sizes: {"time": sizes["tap"] - 1},
 }
 
 # XLA would gather the ids where time is split.
@@ -768,7 +768,7 @@ SAME_SEQUENCE = Op(
     name="causal_conv1d_same_sequence",
     operands={"segment_ids": ("example", "time")},
     results={"same_sequence": ("example", "time")},
-    result_dtypes=lambda *_, **__: [np.uint8],
+    result_dtypes=lambda *_: [np.uint8],
     reference=_reference_same_sequence,
     program=_reference_same_sequence,
     dtypes=INTEGER_DTYPES | {"int2", "uint2", "int4", "uint4"},
@@ -783,7 +783,7 @@ SAME_SEQUENCE = Op(
 CAUSAL_CONV1D = Op(
     name="causal_conv1d",
     operands=functools.partial(_convolution_operands, "x", "weight"),
-    results=lambda *, channels_last, **_: {"y": _signal(channels_last)},
+    results=lambda *, channels_last: {"y": _signal(channels_last)},
     reference=_reference_convolution,
     attributes=("channels_last", "silu", "has_bias", "has_initial_state", "has_same_sequence"),
     plan_parameters=_plan_parameters,
@@ -791,7 +791,7 @@ CAUSAL_CONV1D = Op(
         on_gpu("XLA fuses the convolution with its neighbours", fused),
         on_gpu("inputs stay in the L2 cache, where XLA's fusion is as fast", at_most(bytes=16 * MB)),
     ),
-    limit=lambda x, weight, *_, **__: _limit_of_width(weight),
+    limit=lambda x, weight, *_: _limit_of_width(weight),
     shard_program=_shard_forward,
     **_split_over_time,
     **_common,
@@ -800,7 +800,7 @@ CAUSAL_CONV1D = Op(
 CAUSAL_CONV1D_BACKWARD = Op(
     name="causal_conv1d_backward",
     operands=functools.partial(_convolution_operands, "x", "weight", "d_output"),
-    results=lambda *, channels_last, has_initial_state, **_: {
+    results=lambda *, channels_last, has_initial_state: {
         "dx": _signal(channels_last),
         "dweight": WEIGHT,
         "dbias": BIAS,
@@ -816,7 +816,7 @@ CAUSAL_CONV1D_BACKWARD = Op(
         on_gpu("launch-bound: the kernel adds up weights in a second launch", at_most(bytes=MB)),
         on_cpu("rows are shorter than the vectors of the kernel", at_most(time=8)),
     ),
-    limit=lambda x, weight, *_, **__: _limit_of_width(weight),
+    limit=lambda x, weight, *_: _limit_of_width(weight),
     shard_program=_shard_backward,
     **_split_over_time,
     **_common,
@@ -825,11 +825,11 @@ CAUSAL_CONV1D_BACKWARD = Op(
 CAUSAL_CONV1D_UPDATE = Op(
     name="causal_conv1d_update",
     operands=functools.partial(_convolution_operands, "x", "state", "weight"),
-    results=lambda *, channels_last, **_: {"y": _signal(channels_last), "new_state": STATE},
+    results=lambda *, channels_last: {"y": _signal(channels_last), "new_state": STATE},
     reference=_reference_update,
     attributes=("channels_last", "silu", "has_bias"),
     plan_parameters=_update_plan_parameters,
-    limit=lambda x, state, weight, *_, **__: _limit_of_width(weight),
+    limit=lambda x, state, weight, *_: _limit_of_width(weight),
     xla_rules=(on_gpu("XLA fuses a step with its neighbours", fused),),
     replicated_dims=("time", "tap", "state"),
     in_place={1: 1},

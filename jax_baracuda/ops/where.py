@@ -267,7 +267,7 @@ def _transpose_backward(
     return (result if result.shape == shape else reshard_like(jnp.broadcast_to(result, shape), d_output),)
 
 
-def _backward_guarantee(dtype: str, platform: str, **_: bool) -> Guarantee:
+def _backward_guarantee(dtype: str, platform: str) -> Guarantee:
     """That of sums, where kernels sum; what is not summed is exact."""
     return accumulated(dtype, platform) if dtype in FLOATING_DTYPES else EXACT
 

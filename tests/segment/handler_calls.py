@@ -30,7 +30,7 @@ def arrays_of(target: str) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """The operands and results of a target."""
     sizes = {"row": ROWS, "segment": SEGMENTS, "...": FEATURES}
     op, params = OPS[target], PARAMS | {"num_batch_dims": 1}
-    dimensions = op.operands(**PARAMS) if callable(op.operands) else op.operands
+    dimensions = OpCall(op, (), PARAMS).resolve(op.operands)
     operands = tuple(
         Array(name, (BATCH, *(sizes[dim] for dim in dims)), "int32" if name in INTEGERS else "float32")
         for name, dims in dimensions.items()
