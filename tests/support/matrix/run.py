@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -663,7 +664,9 @@ class Compiled:
             export = jax.export.export(
                 jax.jit(program), platforms=("cpu", "cuda"), disabled_checks=jax_baracuda.DISABLE_JAX_EXPORT_CHECKS
             )
-            return export(*self.plan.types())
+            with warnings.catch_warnings():  # without a CUDA module, calls run as plain JAX there
+                warnings.filterwarnings("ignore", ".* runs as plain JAX on cuda", RuntimeWarning)
+                return export(*self.plan.types())
 
         return lambda *arrays: exported().call(*arrays)
 
