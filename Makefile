@@ -42,12 +42,12 @@ demo: $(VENV)/installed
 	$(BIN)/pip install --quiet $(call REQUIREMENTS,demo)
 	$(BIN)/python -m jax_baracuda demo
 
-# Whether an installation is right: at least one case of each test.
+# Whether an installation is right: at least one case of each test that is not thorough.
 test: export JAX_BARACUDA_TEST_STRIDE ?= 100
 test: $(VENV)/installed
-	$(BIN)/pytest --ignore=tests/repository --ignore=tests/test_matrix.py --ignore=tests/test_fuzz.py $(PYTEST_ARGUMENTS)
+	$(BIN)/pytest -m "not thorough" --ignore=tests/repository $(PYTEST_ARGUMENTS)
 
-# All cases, combinations and calls drawn at random, and the tests of pages, notebooks and tools.
+# All tests with all cases, also those of pages, notebooks and tools.
 test-all: $(VENV)/installed
 	$(BIN)/pip install --quiet $(call REQUIREMENTS,test-all)
 	$(BIN)/pytest $(PYTEST_ARGUMENTS)

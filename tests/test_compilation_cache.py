@@ -68,7 +68,7 @@ sys.meta_path[:] = [x for x in sys.meta_path if getattr(x, "__module__", "").sta
 """
 """An editable installation finds the package before any path does."""
 
-pytestmark = cases.on_two_devices
+pytestmark = [cases.on_two_devices, pytest.mark.thorough]
 
 
 @pytest.mark.versions

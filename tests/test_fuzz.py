@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -18,6 +19,8 @@ from support import cases
 from support.cases import assert_same_bits
 
 from jax_baracuda import rope
+
+pytestmark = pytest.mark.thorough
 
 SETTINGS = settings(
     deadline=None,

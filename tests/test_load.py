@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from support.programs import Program, plain_jax, tiny_programs
 
+pytestmark = pytest.mark.thorough
+
 NUM_THREADS = 8
 ROUNDS = 1000
 CALLS = 10_000

@@ -25,6 +25,8 @@ from jax_baracuda import forward_mode
 from jax_baracuda._core.native import NATIVE_MODULES
 from jax_baracuda._examples import examples_of
 
+pytestmark = pytest.mark.thorough
+
 assert matrix
 
 SEED = int(os.environ.get("JAX_BARACUDA_TEST_SEED", "0"))

@@ -19,6 +19,8 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
 import jax_baracuda as jb
 
+pytestmark = pytest.mark.thorough
+
 mesh = jax.make_mesh((len(jax.devices()),), ("x",))
 assert len(jax.devices()) == 2 * len(jax.local_devices()) == 4
 rng = np.random.default_rng(0)

@@ -830,6 +830,7 @@ def smooth_loss(outputs: tuple[Any, Any], weights: np.ndarray) -> Any:
     return (weights * y**2 + jnp.sin(y)).sum() + (state**3).sum()
 
 
+@pytest.mark.thorough
 @each_layout
 @pytest.mark.parametrize("width", [4, 9])
 def test_higher_derivatives(rng: np.random.Generator, width: int, channels_last: bool) -> None:
@@ -909,6 +910,7 @@ def test_forward_mode(rng: np.random.Generator, dtype: str, width: int) -> None:
             np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_check_grads(rng: np.random.Generator) -> None:
     """Finite differences agree, for the convolution, for its public gradient and for the update."""
     problem = make_problem(rng, (2, 2, 5), 3, "float64", has_state=True, has_ids=True)

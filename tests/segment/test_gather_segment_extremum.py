@@ -245,6 +245,7 @@ def test_vmap(rng: np.random.Generator, kind: str, mapped: tuple[int | None, ...
     jax.tree.map(np.testing.assert_array_equal, run(*arrays), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", ["ids", "plan"])
 @each_kind
 def test_derivatives_of_higher_order(rng: np.random.Generator, kind: str, form: str) -> None:

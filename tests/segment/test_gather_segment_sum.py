@@ -174,6 +174,7 @@ def test_vmap(rng: np.random.Generator, mapped: tuple[int | None, ...]) -> None:
     jax.tree.map(np.testing.assert_array_equal, run(*arrays), expected)
 
 
+@pytest.mark.thorough
 def test_derivatives_of_higher_order(rng: np.random.Generator) -> None:
     """Forward over reverse, reverse over reverse, and both modes of the twin."""
     nodes, edges, segments = 7, 30, 5

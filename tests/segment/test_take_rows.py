@@ -372,6 +372,7 @@ def test_the_gradient_is_one_kernel(rng: np.random.Generator) -> None:
     assert "scatter" not in text
 
 
+@pytest.mark.thorough
 def test_derivatives_of_higher_order(rng: np.random.Generator) -> None:
     """Forward over reverse, reverse over reverse, and both modes of the function and of its twin."""
     data, ids = small_integers(rng, 5, 3), rng.integers(-5, 5, (2, 6))
