@@ -89,7 +89,7 @@ def may_read(ctx: Any, value: ir.Value[Any], array: ir.Value[Any]) -> bool:
             return True
         if current in seen or isinstance(current.owner, ir.Block):
             continue
-        if current.owner.name in ("stablehlo.case", "stablehlo.if"):  # their branches also read values that are not operands
+        if current.owner.name in ("stablehlo.case", "stablehlo.if"):  # their branches read more than operands
             return True
         seen.add(current)
         pending += current.owner.operands

@@ -132,7 +132,7 @@ def explicit_spec(aval: Any) -> tuple[Any, ...] | None:
 
 
 def result_aval(like: Any, shape: Sequence[int], dtype: Any, spec: Sequence[Any] | None) -> Any:
-    """The type of a result: this shape, dtype and partition spec; the varying axes and the mesh of the operand `like`."""
+    """The type of a result: this shape, dtype and partition spec, and the varying axes and mesh of `like`."""
     sharding = getattr(like, "sharding", None)
     if sharding is None:
         return like.update(shape=tuple(shape), dtype=dtype, weak_type=False)
@@ -227,7 +227,7 @@ def automatic_axis(axis_context: Any) -> Mesh | None:
 
 @contextlib.contextmanager
 def partitioning_over(mesh: Mesh | None) -> Iterator[None]:
-    """Context in which ``custom_partitioning`` splits calls over `mesh` instead of the program's mesh; None: no effect."""
+    """Context in which ``custom_partitioning`` splits calls over `mesh`, not the program's mesh; None: no effect."""
     from jax._src.mesh import thread_resources
 
     outer = thread_resources.env

@@ -51,7 +51,7 @@ def _lower_reference(op: OpDefinition, ctx: mlir.LoweringRuleContext, *operands:
     if list(jax_versions.platforms_of(ctx)) == ["cpu"] and call.has_static_shapes():
         written: list[Any] = [ctx.avals_in[i] for i in _written_operands(call)]
         if sum(math.prod(aval.shape) * element_bits(aval.dtype) // 8 for aval in written) >= _MIN_UNFUSED_BYTES:
-            # On CPUs, XLA fuses an in-place update with a read of a part of the result, and then copies the whole array.
+            # On CPUs, XLA fuses an in-place update with a read of part of the result, and then copies the whole array.
             in_place = call.resolve(op.in_place)
             unfused = [r for i, r in in_place.items() if updated_argument(operands[i]) is not None]
 
@@ -73,7 +73,10 @@ def _written_operands(call: OpCall) -> list[int]:
 
 
 def _with_unfused_updates(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Sequence[Any]:
-    """The operands of plain JAX, some behind barriers: XLA misses reads, through a reshape, of the overwritten array."""
+    """The operands of plain JAX, behind barriers where an update may read the array that it overwrites.
+
+    XLA misses such a read if it goes through a reshape.
+    """
     values = list(operands)
     for i in _rereading_operands(call, ctx, operands):
         aval = ctx.avals_in[i]
@@ -173,7 +176,7 @@ def lower_kernel(
     donated: tuple[int, ...] = (),
     **params: Any,
 ) -> Any:
-    """Lowers the kernel in the program of a shard. It may not support the shard's shapes, even if it does the whole's."""
+    """Lowers the kernel in a shard's program. The kernel may support the whole array's shapes, but not the shard's."""
     call = OpCall(op, ctx.avals_in, params)
     if call.selection == "xla":
         return _lower_reference(op, ctx, *operands, **params)

@@ -60,7 +60,7 @@ def batch(
 
 
 def reference_of_call(op: OpDefinition, *operands: jax.Array, **params: Any) -> list[jax.Array]:
-    """Calls the reference. Under explicit sharding, its mesh axes are automatic, and only its results get a sharding."""
+    """Calls the reference. Under explicit sharding, mesh axes are automatic inside, and only results get a sharding."""
     # When JAX differentiates a jitted function, its constants are NumPy arrays, which take no tracer as an index.
     operands = tuple(map(jnp.asarray, operands))
     call = OpCall(op, operands, params)
@@ -163,7 +163,7 @@ def transpose(op: OpDefinition, cotangents: Sequence[Any], *operands: Any, **par
 
 
 def _sum_over_shared_batch(cotangent: jax.Array, primal: Any) -> jax.Array:
-    """Sums a cotangent over batch dimensions that share the operand; the result has the operand's shape and sharding."""
+    """Sums a cotangent over the batch dimensions that share its operand, and gives it the operand's sharding."""
     sizes = zip(cotangent.shape, primal.shape, strict=True)
     shared = tuple(axis for axis, (size, own_size) in enumerate(sizes) if size != own_size)
     return reshard_like(jnp.sum(cotangent, shared, keepdims=True) if shared else cotangent, primal)

@@ -39,7 +39,7 @@ class NamedShapes(NamedTuple):
     """The size of each named dimension."""
 
     def spec(self, names: Dimensions, shape: Sequence[int], assignment: dict[str, MeshAxes]) -> tuple[Any, ...]:
-        """Partition spec entries of an array: the assigned axes, or None for a size-1 dimension that others broadcast."""
+        """Partition spec entries of an array: the assigned axes; None for a dimension that is broadcast."""
         sizes = self.sizes
         return tuple(
             (assignment.get(name) or None) if size == sizes[name] else None
