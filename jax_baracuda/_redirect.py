@@ -296,7 +296,7 @@ def _start(start: Any, size: int, counts_from_end: bool, dtype: Any) -> Any:
 def _or_else(
     name: str, own: Callable[..., Array] | None, function: Callable[..., Array], *args: Any, **kwargs: Any
 ) -> Array | None:
-    """Calls our function. If it does not serve the call, calls JAX's `own`, or returns None if that is None."""
+    """Calls our function. If it does not serve the call, calls JAX's function `own`; returns None if `own` is None."""
     try:
         with not_redirected():
             result = function(*args, **kwargs)
@@ -366,7 +366,7 @@ _PLACES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "slice_updates": _redirected_slice_updates,
 }
 _uses: collections.Counter[str] = collections.Counter()
-"""How many contexts, and the process, redirect at each place. It is replaced while the count is positive."""
+"""The number of contexts that redirect at each place, plus 1 for the process. If positive, the place is replaced."""
 _patches: dict[str, contextlib.ExitStack] = {}
 _lock = threading.RLock()  # reentrant: a collected generator may leave its context at any time
 
@@ -432,8 +432,8 @@ class redirect(contextlib.ContextDecorator, Scope[Redirection | None]):  # noqa:
     - `indexed_updates`: ``x.at[ids].add`` and ``.multiply`` of rows by a vector of ids, for integers also ``.max`` and
       ``.min``. A kernel reduces the updates of each row; the result is then joined with the row.
     - `slice_updates`: ``jax.lax.dynamic_update_slice`` and the functions that call it, ``..._in_dim`` and
-      ``dynamic_update_index_in_dim``, for example to write caches in loops. They run :func:`write_slice`, which under
-      ``jax.vmap`` writes the windows of a whole batch at once.
+      ``dynamic_update_index_in_dim``, for example to write caches in loops. They run :func:`write_slice`. Under
+      ``jax.vmap``, it writes the windows of a whole batch at once.
 
     On GPUs, reductions of 32 and 64 bits are left to XLA if the rules of the op say that XLA is faster when it fuses
     the computation of the rows: mostly sums of wide rows, and small calls.
@@ -451,7 +451,7 @@ class redirect(contextlib.ContextDecorator, Scope[Redirection | None]):  # noqa:
       slice_updates: whether updates of slices are.
 
     Returns:
-      The context manager. Entered, it gives its :class:`RedirectReport`, which is also its attribute `report`.
+      The context manager. Entering it returns its :class:`RedirectReport`, also available as its attribute `report`.
 
     Raises:
       NotImplementedError: such calls cannot be redirected in this version of JAX. Raised on entering.

@@ -31,7 +31,7 @@ _BITS_BELOW_BYTE = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn
 
 
 def element_bits(dtype: Any) -> int:
-    """The bits of an element. XLA packs several elements into a byte if they fit."""
+    """The size of an element in bits. XLA packs several elements into a byte if they fit."""
     return _BITS_BELOW_BYTE.get(np.dtype(dtype).name, 8 * np.dtype(dtype).itemsize)
 
 
@@ -100,7 +100,7 @@ def reshard_to(array: Array, spec: tuple[Any, ...]) -> Array:
 
 
 def reshard_like(array: Array, aval: Any) -> Array:
-    """Under explicit sharding, gives an array the sharding of a type, such as a cotangent that of its primal."""
+    """Under explicit sharding, reshards an array like a type, such as a cotangent like its primal."""
     own_spec, spec = (jax_versions.explicit_spec(x) for x in (jax.typeof(array), aval))
     return array if spec in (None, own_spec) else jax.sharding.reshard(array, aval.sharding)
 

@@ -211,7 +211,7 @@ def both_modes() -> Iterator[None]:
 
 
 def in_both_modes(function: Callable[P, R], module: str) -> Callable[P, R]:
-    """A public function for the module `module`: like `function`, but it supports forward mode, too."""
+    """The version of a public function for `module`, which also supports forward mode."""
 
     @functools.wraps(function)
     def function_in_both_modes(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -223,7 +223,7 @@ def in_both_modes(function: Callable[P, R], module: str) -> Callable[P, R]:
 
 
 def with_twin(function: Callable[P, R]) -> Callable[P, R]:
-    """For a public function without forward mode: makes the error name its twin, which supports it.
+    """Makes the error of a public function without forward mode name its twin in ``forward_mode``.
 
     This works where the function is called with tangents. If the function was traced into a program before, JAX raises
     its own error when the program runs.

@@ -57,7 +57,7 @@ class OpCall:
 
     @functools.cached_property
     def params(self) -> dict[str, Any]:
-        """The params for the functions of a definition, without those that only ``_core`` uses."""
+        """The params for the functions of a definition: all except the params that only ``_core`` uses."""
         of_core = ("num_batch_dims", "implementation")
         return {name: value for name, value in self.all_params.items() if name not in of_core}
 

@@ -62,7 +62,7 @@ class OpDefinition:
     sizes: Callable[..., Mapping[str, int]] | None = None
     """``(**params)`` -> the sizes of result dimensions that no operand has."""
     result_dtypes: Callable[..., Sequence[Any]] | None = None
-    """``(*operand avals, **params)`` -> the dtypes of the results; None: all have that of the first operand."""
+    """``(*operand avals, **params)`` -> the dtypes of the results; None: all have the dtype of the first operand."""
     result_types: Callable[..., Sequence[ShapeAndDtype]] | None = None
     """``(*operand avals, **params)`` -> ``[(shape, dtype), ...]``, if named dimensions do not determine the results."""
     targets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)

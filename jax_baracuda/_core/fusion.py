@@ -37,7 +37,7 @@ _IN_MEMORY = frozenset(
         "dot_general dynamic_update_slice fft optimization_barrier rng rng_bit_generator triangular_solve"
     ).split()
 )
-"""Operations without a body whose results XLA always writes to memory. It also writes results of those with a body."""
+"""Operations without a body whose results XLA writes to memory. It also writes the results of all with a body."""
 
 
 _VIEWS = ("stablehlo.broadcast_in_dim", "stablehlo.reshape", "sdy.sharding_constraint")

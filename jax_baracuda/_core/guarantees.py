@@ -1,4 +1,4 @@
-"""What an op promises about its numbers."""
+"""The numerical guarantees of ops."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _VERSIONED = ("jax", "jaxlib", "numpy")
 
 
 def digest(*values: Any) -> str | None:
-    """A hash of the package's own code and of these values, or None where the hash would not tell programs apart.
+    """A hash of the package's own code and of these values, or None if the hash could be equal for different programs.
 
     Values may be numbers, strings, arrays, records and functions. A function is hashed by its code, so replacing it at
     run time changes the hash.

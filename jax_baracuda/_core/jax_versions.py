@@ -342,7 +342,7 @@ def is_in_shard_map(axis_context: Any) -> bool:
 def without_abstract_mesh() -> contextlib.AbstractContextManager[Any]:
     """Context for collectives inside a partitioned program.
 
-    A mesh with explicit axes in context makes the collectives' types refer to it, which the partitioner then refuses
+    With a mesh with explicit axes in context, the types of collectives refer to it, and the partitioner refuses them
     ("Unsupported reduction computation", jax 0.11).
     """
     from jax._src import mesh
@@ -459,9 +459,9 @@ def wrapped_slice_update(wrap: Wrap) -> Iterator[None]:
 def lowering_inside(
     context: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> contextlib.AbstractContextManager[None]:
-    """Context in which JAX lowers programs inside ``context()``, which thus applies to code traced during lowering.
+    """Context in which JAX lowers programs inside ``context()``, so that it applies to code traced during lowering.
 
-    For example, JAX traces how ``scan`` stacks its results. Such code must not be redirected.
+    For example, JAX then traces how ``scan`` stacks its results. Such code must not be redirected.
 
     Raises:
       ImportError, AttributeError: this JAX has no such function.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def register_lowerings(op: OpDefinition, primitive: Primitive, kernel: Primitive) -> None:
-    # Not cacheable: JAX would lower each op in a function of its own, which hides how the operands are computed.
+    # Not cacheable: otherwise JAX lowers an op in its own function, where the origin of the operands is hidden.
     rules = {platform: functools.partial(_lower, op, kernel, platform) for platform in KERNEL_PLATFORMS}
     elsewhere = functools.partial(_lower_elsewhere, op)
     lower = functools.partial(jax_versions.lower_by_platform, primitive.name, rules, elsewhere)

@@ -108,7 +108,10 @@ def jvp_of_nonzero(function: Callable[..., Any], primals: Sequence[Any], tangent
 def jvp(
     op: OpDefinition, primitive: Primitive, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any
 ) -> tuple[list[jax.Array], list[Any]]:
-    """The JVP rule: the primal is from the kernel; the tangent is from the op itself, `tangent` or the reference."""
+    """The JVP rule. The primal is from the kernel. The tangent is from the op itself, `tangent` or the reference.
+
+    The tangent is linear in the tangents of the operands, so JAX can transpose it.
+   """
     results = primitive.bind(*primals, **params)
     nonzero_tangents = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
     call = OpCall(op, primals, params)
@@ -137,7 +140,7 @@ def jvp(
 
 
 def transpose(op: OpDefinition, cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
-    """The transpose rule, with respect to the undefined primals, in which the op is linear."""
+    """The transpose rule, with respect to the undefined primals. The op is linear in them."""
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
     results: list[Any] = [None] * len(operands)

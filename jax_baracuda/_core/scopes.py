@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class ScopedValue(Generic[T]):
-    """A value that the :class:`Scope` entered last in this thread sets. JAX keeps one trace for each value."""
+    """A value of this thread, set by the :class:`Scope` entered last. JAX keeps one trace for each value."""
 
     def __init__(self, function: str, default: T) -> None:
         """
@@ -33,7 +33,7 @@ class ScopedValue(Generic[T]):
 
     @property
     def entered(self) -> list[Scope[T]]:
-        """The contexts that this thread is in, in the order in which it entered them."""
+        """The contexts that this thread has entered and not left, in the order of entering."""
         return self._thread.entered
 
     def update(self) -> None:

@@ -29,7 +29,7 @@ _of_call = threading.local()
 
 
 def current_selection() -> Selection:
-    """What the running call asks for."""
+    """The implementation that the running call asks for."""
     selections = getattr(_of_call, "selections", None)
     return selections[-1] if selections else _of_context.value
 
@@ -75,10 +75,10 @@ def implementation(name: Implementation | None = None) -> contextlib.AbstractCon
 
     A function's argument ``implementation=`` overrides the context, and an inner context overrides an outer one. The
     context applies to the thread that enters it. Contexts can be left in any order. The context in which a function is
-    called, that is, traced, also applies to its gradient. ``jax.jit`` keeps one trace for each context.
+    traced also applies to its gradient. ``jax.jit`` keeps one trace for each context.
 
     Args:
-      name: "kernel": the kernels of this package, and an error where there is none for a call. "xla": plain JAX, which
+      name: "kernel": the kernels of this package, and an error if there is none for a call. "xla": plain JAX, which
         XLA can fuse with what surrounds it and give any layout. None: what is faster by the rules of the op.
 
     Returns:

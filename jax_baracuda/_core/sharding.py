@@ -1,4 +1,4 @@
-"""How an op runs on many devices: which mesh axes split which of its dimensions, and the program of one shard."""
+"""How an op runs on many devices: the mesh axes that split its dimensions, and the program of one shard."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class NamedShapes(NamedTuple):
         reduced = of_operands.difference(*self.results)
 
         def beside(name: str) -> set[str]:
-            """The axes that already split a dimension with which this one must not share an axis."""
+            """The axes that already split other dimensions and so must not split this one."""
             together = {other for names in names_of_each if name in names for other in names}
             together |= (of_operands if name in reduced else set()) | (reduced if name in of_operands else set())
             return {axis for other in together for axis in assignment.get(other, ())}

@@ -80,7 +80,7 @@ def softmax(logits: Array, segment_ids: Array, num_segments: int, indices_are_so
 
 
 def first_max(data: Array, segment_ids: Array, num_segments: int, **_: Any) -> Array:
-    """The maximum, taken from its first row, which then gets the whole gradient."""
+    """The maximum, taken from its first row. This row gets the whole gradient."""
     winner = argmax(jax.lax.stop_gradient(data), segment_ids, num_segments)
     with_none = jnp.concatenate([data, jnp.full((1, *data.shape[1:]), -jnp.inf, data.dtype)])
     return jnp.take_along_axis(with_none, winner, axis=0)

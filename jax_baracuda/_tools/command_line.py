@@ -22,7 +22,7 @@ PIPE_CLOSED = 128 + signal.SIGPIPE
 
 
 def parser_of(program: str, description: str | None, statuses: Mapping[int, str]) -> argparse.ArgumentParser:
-    """A parser whose help lists the exit statuses: those given and those of all tools.
+    """A parser whose help lists the given exit statuses, and the ones common to all tools.
 
     Args:
       program: what follows "python -m".

@@ -199,7 +199,7 @@ def adam_update(parameters: Any, gradients: Any, state: AdamState) -> tuple[Any,
 def training_step(
     parameters: list[SageLayer], adam: AdamState, graph: Graph, aggregate: Aggregate
 ) -> tuple[list[SageLayer], AdamState, jax.Array, jax.Array]:
-    """Updated parameters and Adam state; loss and test accuracy are those of the parameters before the update."""
+    """Updated parameters and Adam state, and the loss and test accuracy before the update."""
     differentiate = jax.value_and_grad(loss_and_accuracy, has_aux=True)
     (loss, accuracy), gradients = differentiate(parameters, graph, aggregate)
     parameters, adam = adam_update(parameters, gradients, adam)

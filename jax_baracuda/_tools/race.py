@@ -66,7 +66,7 @@ def sizes_text(example: Example, platform: str) -> str:
 
 
 def race(example: Example, platform: str, device: jax.Device, repeats: int) -> Iterator[tuple[str, float, float]]:
-    """Yields what was timed, the median seconds of this package, and those of XLA.
+    """Yields what was timed, the median seconds of this package, and the median seconds of XLA.
 
     Times the forward pass and, if anything is differentiable, the forward pass with the gradients.
     """

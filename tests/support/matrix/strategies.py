@@ -1,4 +1,4 @@
-"""Finds the kernel strategies that the matrix reaches, by asking the native modules without running anything."""
+"""Finds the kernel strategies that the matrix reaches. Asks the native modules, and runs nothing."""
 
 from __future__ import annotations
 
@@ -172,9 +172,9 @@ UNREACHABLE = (
     # Public functions write no empty window, and a gradient of the convolution without any parameter runs no kernel.
     ("write_slice*", "nothing", "*"),
     ("causal_conv1d_backward", "nothing", "*"),
-    # Mapped windows of 4-bit elements beside others are those of whole bytes.
+    # If vmap maps 4-bit windows that are written together with others, the windows consist of whole bytes.
     ("write_slice", "mixed", "*"),
-    # A batch of several may share what has a size that is no multiple of 32 bytes; then x is the shared operand.
+    # Only batches of misaligned elements need access by element. In convolutions, the batch must also share x.
     ("causal_conv1d*", "rows_by_element*", NOT_ALONE),
     ("causal_conv1d*", "rows_by_element*", "* x_is_shared = 0"),
     ("segment_*_backward", "flat_elements", NOT_ALONE),
@@ -188,7 +188,7 @@ UNREACHABLE = (
     ("segment_softmax*", "atomics_in_parts", "*"),
     # The filter keeps the state of one table only.
     ("segment_m*", "filtered_atomics", NOT_IN_BATCHES),
-    # A scalar that the batch shares, and a tail, are those of one element.
+    # A scalar that the batch shares, and a tail, are handled as for one element.
     ("where", "scalar_*", "* = 0"),
 )
 """What public functions cannot reach: patterns of a target, a strategy and a problem."""
