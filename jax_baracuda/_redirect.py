@@ -455,7 +455,8 @@ class redirect(contextlib.ContextDecorator, Scope[Redirection | None]):  # noqa:
 
     Raises:
       NotImplementedError: such calls cannot be redirected in this version of JAX. Raised on entering.
-      TypeError: the decorated function is a generator or coroutine function: its body would run after the call.
+      TypeError: the decorated function is a generator or coroutine function, asynchronous or not. Its body would run
+        after the call.
       RuntimeError: the context is left more often than it was entered in the thread.
 
     Wrong arguments raise JAX's own errors: calls that our functions do not serve are left to JAX before our functions

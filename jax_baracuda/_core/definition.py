@@ -70,7 +70,7 @@ class OpDefinition:
     aliases: tuple[str, ...] = ()
     """Other public functions that return this op's result."""
     attributes: tuple[str, ...] = ()
-    """The names of the params that the native handler takes. Nested tuples of integers become one array."""
+    """The names of the params that the native handler takes. Tuples of integers, nested or not, become one array."""
     plan_parameters: Callable[..., Mapping[str, int]] | None = None
     """``(*operand avals, **params)`` -> the integers from which the native module chooses a strategy. ``_core`` adds
     the size of the batch as ``batch``, and ``<operand>_is_shared`` for each operand."""

@@ -111,7 +111,7 @@ def jvp(
     """The JVP rule. The primal is from the kernel. The tangent is from the op itself, `tangent` or the reference.
 
     The tangent is linear in the tangents of the operands, so JAX can transpose it.
-   """
+    """
     results = primitive.bind(*primals, **params)
     nonzero_tangents = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
     call = OpCall(op, primals, params)

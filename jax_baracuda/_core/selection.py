@@ -74,12 +74,13 @@ def implementation(name: Implementation | None = None) -> contextlib.AbstractCon
     """Context in which all functions of this package use one implementation.
 
     A function's argument ``implementation=`` overrides the context, and an inner context overrides an outer one. The
-    context applies to the thread that enters it. Contexts can be left in any order. The context in which a function is
-    traced also applies to its gradient. ``jax.jit`` keeps one trace for each context.
+    context applies to the thread that enters it, and to functions that are called, that is, traced, inside. A gradient
+    uses the implementation of the forward call. Contexts can be left in any order. ``jax.jit`` keeps one trace for each
+    context.
 
     Args:
       name: "kernel": the kernels of this package, and an error if there is none for a call. "xla": plain JAX, which
-        XLA can fuse with what surrounds it and give any layout. None: what is faster by the rules of the op.
+        XLA can fuse with what surrounds it and give any layout. None: whichever is faster by the rules of the op.
 
     Returns:
       The context manager.
