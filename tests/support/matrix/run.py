@@ -628,7 +628,7 @@ class Mismatch(AssertionError):
 
 
 def _elements(x: jax.Array) -> np.ndarray:
-    """The elements of an array. jax 0.10.2 cannot read an empty array that is split, nor one such as ``x + 1``."""
+    """The elements of an array. jax 0.10.2 cannot read an empty array that is split, not even ``x + 1``."""
     return np.asarray(x) if x.size > 0 else np.empty(x.shape, x.dtype)
 
 
@@ -742,7 +742,7 @@ class Compiled:
         )
 
     def _roundings(self, output: Output) -> int:
-        """How often intermediate results are rounded to the dtype."""
+        """How often intermediate results are rounded to the dtype, before the final rounding."""
         assignments = (self.plan.assignment, *self.plan.own_assignments.values())
         own = self.plan.problem.roundings
         own += any(assignment.get(name) for name in self.plan.problem.rounded_dims for assignment in assignments)
