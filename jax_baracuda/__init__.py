@@ -44,7 +44,7 @@ __version__ = _version
 
 DISABLE_JAX_EXPORT_CHECKS = _disabled_checks(_OPS)
 """For ``jax.export.export(..., disabled_checks=DISABLE_JAX_EXPORT_CHECKS)`` of a program that calls functions of this
-package. Where the program runs, the same version of this package must have been imported before."""
+package. The process that runs the program must first import the same version of this package."""
 
 __all__ = [
     "Activation",

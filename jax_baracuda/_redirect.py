@@ -1,4 +1,4 @@
-"""Programs that call JAX's own functions run on ours, unchanged."""
+"""Redirects calls of JAX's functions to this package's, in unchanged programs."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ _UPDATES: dict[str, tuple[str, Callable[[Array, Array], Array]]] = {
     "scatter_max": ("segment_max", jnp.maximum),
     "scatter_min": ("segment_min", jnp.minimum),
 }
-"""By the name of JAX's scatter: the reduction of the updates of each row, and how it is joined with the row."""
+"""By the name of JAX's scatter: the reduction of each row's updates, and the function that joins it with the row."""
 
 
 class RedirectReport:
-    """What was redirected, and what was not, while programs were traced or run without ``jax.jit``.
+    """Counts the calls that were redirected and those left to JAX, at tracing or in code without ``jax.jit``.
 
-    A call in a compiled program counts once for every trace. Printed, it is a list.
+    A call in a compiled program counts once per trace. Printing the report lists the counts.
 
     Attributes:
       redirected: the number of calls by function, such as ``"jax.ops.segment_sum"``.
@@ -81,8 +81,8 @@ class _Unserved(Exception):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What is served. It is checked before our functions are called: errors of arguments are JAX's own, in its words, and an
-# error of ours is never taken for one.
+# Which calls are served. This is checked before our functions run: wrong arguments raise JAX's own errors, and an error
+# in our functions is not mistaken for an unserved call.
 
 
 def _require(is_served: bool, reason: str) -> None:
@@ -98,7 +98,7 @@ def _as_array(value: Any) -> Array:
 
 
 def _as_arrays(*values: Any) -> list[Array]:
-    """Arguments of functions that take arrays and numbers, but no lists."""
+    """The arguments of a function that takes arrays and numbers, but no lists."""
     for value in values:
         is_array = isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex)
         _require(is_array or hasattr(value, "__jax_array__"), f"an argument is no array, but {type(value).__name__}")
@@ -121,10 +121,10 @@ def _require_mode(mode: Any) -> None:
 
 
 def _require_kernel(name: str, rows: Any, ids_shape: tuple[int, ...], num_segments: int, is_sorted: bool) -> None:
-    """Refuses reductions of 32 and 64 bits that the rules of the op leave to XLA on GPUs, where it computes the rows.
+    """Refuses 32- and 64-bit reductions on GPUs if the rules of the op leave them to XLA for rows that it can fuse.
 
-    Mostly it can. The lowering cannot see what makes them: the gradient of a gather is in an inner ``jit``. Numbers of
-    16 bits are redirected in any case: JAX rounds their sums after each term.
+    Assumes that XLA can fuse the rows, as it mostly can: the lowering cannot tell, because the gradient of a gather is
+    in an inner ``jit``. 16-bit numbers are always redirected, because JAX rounds their sums after each term.
     """
     if jax.default_backend() != "gpu" or rows.dtype.itemsize < 4 or current_selection() is not None:
         return
@@ -139,7 +139,7 @@ def _require_kernel(name: str, rows: Any, ids_shape: tuple[int, ...], num_segmen
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The calls. Each function has the signature of JAX's internal function in whose place it is.
+# The calls. Each function has the signature of the internal function of JAX that it replaces.
 
 
 def _segment_update(
@@ -210,7 +210,7 @@ def _scatter_update(
         name, jax.ShapeDtypeStruct((*ids.shape, *x.shape[1:]), x.dtype), ids.shape, num_rows, indices_are_sorted
     )
     if normalize_indices:
-        ids = jnp.where(ids < 0, ids + ids.dtype.type(num_rows), ids)  # it is these that are promised to be sorted
+        ids = jnp.where(ids < 0, ids + ids.dtype.type(num_rows), ids)  # `indices_are_sorted` refers to these
     rows = jnp.broadcast_to(y.astype(x.dtype), (*ids.shape, *x.shape[1:]))
     return join(x, getattr(forward_mode, name)(rows, ids, num_rows, indices_are_sorted, mode=mode))
 
@@ -265,7 +265,7 @@ def _slice_update(operand: Any, update: Any, start_indices: Any, *, allow_negati
 
 
 def _starts_of(start_indices: Any, shape: tuple[int, ...], allow_negative_indices: Any) -> list[Any]:
-    """Start indices as :func:`write_slice` takes them."""
+    """Start indices for :func:`write_slice`."""
     is_vector = isinstance(start_indices, jax.Array | np.ndarray) and start_indices.ndim == 1
     is_sequence = is_vector or isinstance(start_indices, list | tuple)
     _require(is_sequence and len(start_indices) == len(shape), f"no start index for each axis of shape {shape}")
@@ -282,7 +282,7 @@ def _starts_of(start_indices: Any, shape: tuple[int, ...], allow_negative_indice
 
 
 def _start(start: Any, size: int, counts_from_end: bool, dtype: Any) -> Any:
-    """A start index as :func:`write_slice` takes it, of which a negative one counts from the end."""
+    """A start index for :func:`write_slice`, where negative ones count from the end."""
     is_known = isinstance(start, int | np.integer)
     if max(size, abs(int(start)) if is_known else 0) > jnp.iinfo(dtype).max:
         raise _Unserved(f"a start index {f'of {start} ' if is_known else ''}of dtype {dtype} for {size} elements")
@@ -296,7 +296,7 @@ def _start(start: Any, size: int, counts_from_end: bool, dtype: Any) -> Any:
 def _or_else(
     name: str, own: Callable[..., Array] | None, function: Callable[..., Array], *args: Any, **kwargs: Any
 ) -> Array | None:
-    """The call by our function, or JAX's own where that does not serve it; None where that is None."""
+    """Calls our function. If it does not serve the call, calls JAX's function `own`; returns None if `own` is None."""
     try:
         with not_redirected():
             result = function(*args, **kwargs)
@@ -312,7 +312,7 @@ def _or_else(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The places in JAX: what stands there asks for each call whether it is to be redirected.
+# The places in JAX that are replaced. Each replacement checks whether to redirect a call.
 
 
 def _wrap_segment_update(own: Callable[..., Array]) -> Callable[..., Array | None]:
@@ -354,7 +354,7 @@ def _transpose_of_gather(*args: Any, **params: Any) -> Array | None:
 
 @contextlib.contextmanager
 def _redirected_slice_updates() -> Iterator[None]:
-    # JAX's own code that is traced there updates slices as well: scan writes its stacked results.
+    # JAX traces slice updates of its own during lowering: scan writes its stacked results.
     with jax_versions.lowering_inside(not_redirected), jax_versions.wrapped_slice_update(_wrap_slice_update):
         yield
 
@@ -366,9 +366,9 @@ _PLACES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "slice_updates": _redirected_slice_updates,
 }
 _uses: collections.Counter[str] = collections.Counter()
-"""How many contexts, and the process, redirect at each place: so long something of ours stands there."""
+"""The number of contexts that redirect at each place, plus 1 for the process. If positive, the place is replaced."""
 _patches: dict[str, contextlib.ExitStack] = {}
-_lock = threading.RLock()  # a generator that is collected may leave its context anywhere
+_lock = threading.RLock()  # reentrant: a collected generator may leave its context at any time
 
 
 def _use_places(redirection: Redirection) -> None:
@@ -405,7 +405,7 @@ def _places_of(redirection: Redirection) -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The reports that count: those of the contexts of this thread, or else that of the process.
+# The reports that count a call: the contexts of this thread or, if there are none, the process.
 
 _of_process: redirect | None = None
 
@@ -420,29 +420,29 @@ def _count(counter: Callable[[RedirectReport], collections.Counter[Any]], key: A
 
 
 class redirect(contextlib.ContextDecorator, Scope[Redirection | None]):  # noqa: N801 (used as a function)
-    """Calls of JAX's own functions run on the functions of this package, in code that stays as it is.
+    """Redirects calls of JAX's functions to the functions of this package, in unchanged code.
 
-    A context manager, a decorator, and with :meth:`install` a setting of the process. Inside, these calls are
-    redirected wherever our functions serve them; JAX keeps the others:
+    A context manager, a decorator and, with :meth:`install`, a setting of the process. These calls are redirected if
+    our functions serve them, and are left to JAX otherwise:
 
     - `segments`: ``jax.ops.segment_sum``, ``segment_max``, ``segment_min`` and ``segment_prod``, however they were
       imported.
-    - `gather_gradients`: the gradient of rows that an array of ids gathers, as in ``x[ids]`` or
-      ``jnp.take(x, ids, axis=0)``: the kernel of :func:`segment_sum`. The gather itself stays XLA's.
+    - `gather_gradients`: the gradient of gathering rows by an array of ids, as in ``x[ids]`` or
+      ``jnp.take(x, ids, axis=0)``. It runs the kernel of :func:`segment_sum`. The gather itself stays XLA's.
     - `indexed_updates`: ``x.at[ids].add`` and ``.multiply`` of rows by a vector of ids, for integers also ``.max`` and
-      ``.min``: the updates of each row are reduced by a kernel and joined with it.
+      ``.min``. A kernel reduces the updates of each row; the result is then joined with the row.
     - `slice_updates`: ``jax.lax.dynamic_update_slice`` and the functions that call it, ``..._in_dim`` and
-      ``dynamic_update_index_in_dim``, as caches in loops do: :func:`write_slice`, which under ``jax.vmap`` writes the
-      windows of a whole batch at once.
+      ``dynamic_update_index_in_dim``, for example to write caches in loops. They run :func:`write_slice`. Under
+      ``jax.vmap``, it writes the windows of a whole batch at once.
 
-    On GPUs, reductions of 32 and 64 bits are left to XLA where the rules of the op have it so for rows that XLA
-    computes as it reduces them: mostly sums of wide rows, and small calls.
+    On GPUs, reductions of 32 and 64 bits are left to XLA if the rules of the op say that XLA is faster when it fuses
+    the computation of the rows: mostly sums of wide rows, and small calls.
 
-    Forward and reverse mode apply, as to :mod:`jax_baracuda.forward_mode`. What counts is where code is traced:
-    ``jax.jit`` keeps one trace for each context, so that programs that were traced outside are traced again inside, and
-    the other way round. The context belongs to the thread that enters it; an inner context goes before an outer one and
-    before what is installed. As in other contexts of JAX, what the thread runs at a ``yield`` or ``await`` is inside.
-    Contexts can be left in any order. Functions of JAX are replaced as long as a context needs it, and then put back.
+    Forward and reverse mode apply, as to :mod:`jax_baracuda.forward_mode`. The context applies to code traced inside:
+    ``jax.jit`` keeps one trace for each context, so programs that were traced outside are traced again inside, and vice
+    versa. The context applies to the thread that enters it. An inner context overrides an outer one and an installed
+    setting. As in other contexts of JAX, code that the thread runs at a ``yield`` or ``await`` is inside. Contexts can
+    be left in any order. JAX's functions are replaced while a context needs it, and then restored.
 
     Args:
       segments: whether calls of ``jax.ops`` are redirected.
@@ -451,17 +451,18 @@ class redirect(contextlib.ContextDecorator, Scope[Redirection | None]):  # noqa:
       slice_updates: whether updates of slices are.
 
     Returns:
-      The context manager. Entered, it gives its :class:`RedirectReport`, which is also its attribute `report`.
+      The context manager. Entering it returns its :class:`RedirectReport`, also available as its attribute `report`.
 
     Raises:
-      NotImplementedError: the version of JAX has no place where such calls can be redirected. Raised on entering.
-      TypeError: a generator or coroutine function, asynchronous or not, is decorated: its body runs after the call.
+      NotImplementedError: such calls cannot be redirected in this version of JAX. Raised on entering.
+      TypeError: the decorated function is a generator or coroutine function, asynchronous or not. Its body would run
+        after the call.
       RuntimeError: the context is left more often than it was entered in the thread.
 
-    Errors of arguments are JAX's own: calls that our functions do not serve are left to JAX before anything of ours
-    runs.
+    Wrong arguments raise JAX's own errors: calls that our functions do not serve are left to JAX before our functions
+    run.
 
-    Numerical guarantees: of the functions of this package. Sums of 16 bits are added in float32.
+    Numerical guarantees: as for the functions of this package. Sums of 16 bits are added in float32.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_baracuda as jb
@@ -510,7 +511,7 @@ class redirect(contextlib.ContextDecorator, Scope[Redirection | None]):  # noqa:
     def install(self) -> RedirectReport:
         """Redirects these calls in the whole process, in every thread, until :meth:`uninstall`.
 
-        JAX's caches are cleared, because traces that are there were made without it.
+        Clears JAX's caches, because existing traces were made without it.
         """
         _use_places(self._kinds)
         _redirect_process(self)
@@ -518,7 +519,7 @@ class redirect(contextlib.ContextDecorator, Scope[Redirection | None]):  # noqa:
 
     @staticmethod
     def uninstall() -> None:
-        """Ends what :meth:`install` began; JAX's caches are cleared again."""
+        """Undoes :meth:`install`, and clears JAX's caches again."""
         _redirect_process(None)
 
 

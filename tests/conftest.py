@@ -1,12 +1,12 @@
-"""Settings that must be there before JAX is imported, and what all tests share.
+"""Settings that must precede the import of JAX, and fixtures for all tests.
 
 Variables:
   JAX_PLATFORMS=cuda: run the same tests on a GPU.
-  JAX_BARACUDA_REQUIRE=cuda (or cpu): fail where the tests would run on another platform, or skip for lack of it.
-  JAX_BARACUDA_TEST_SEED=<int>: other random inputs than those of seed 0.
-  JAX_BARACUDA_INSTRUMENTED=<folder>: the CPU module that is there, instrumented, instead of the installed one.
+  JAX_BARACUDA_REQUIRE=cuda (or cpu): fail if tests would run on another platform, or would skip without it.
+  JAX_BARACUDA_TEST_SEED=<int>: the seed of random inputs (default: 0).
+  JAX_BARACUDA_INSTRUMENTED=<folder>: test the instrumented CPU module in this folder, not the installed one.
   JAX_BARACUDA_TEST_LARGE=1: also run, on a CPU, the tests of arrays with more than 2^31 elements.
-  JAX_BARACUDA_TEST_STRIDE=<int>: of the cases of a test, run about one in so many, always the same ones.
+  JAX_BARACUDA_TEST_STRIDE=<int>: run about one in this many cases of each test, always the same ones.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import zlib
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# Programs run once or twice here: LLVM need not optimise them, and the older of XLA's ways to write their LLVM code
-# takes half the time, as it sets up no MLIR for each program. What XLA fuses and allocates stays the same.
+# Programs run once or twice here, so LLVM need not optimise them. XLA's older fusion emitters take half the time,
+# because they set up no MLIR for each program. What XLA fuses and allocates stays the same.
 has_gpu_plugin = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 if (
     os.environ.get("JAX_PLATFORMS", "" if has_gpu_plugin else "cpu") == "cpu"
@@ -30,7 +30,7 @@ if (
         " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
         " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     )
-# Results and scratch memory are full of ones before a kernel starts: what it does not write shows.
+# Fills results and scratch memory with one bits before each kernel, so that missing writes show.
 os.environ.setdefault("JAX_BARACUDA_POISON", "1")
 
 import numpy as np  # noqa: E402
@@ -43,7 +43,7 @@ from support import cases  # noqa: E402  (after the environment is set)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every test keeps a case; which others, a hash says, so that no value of a parameter is always left out."""
+    """Every test keeps its first case. A hash selects the others, so that no parameter value is always left out."""
     stride = int(os.environ.get("JAX_BARACUDA_TEST_STRIDE", "1"))
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Random numbers of this test's own; the seed is part of every failure."""
+    """A random generator for this test alone; every failure shows its seed."""
     seed = [int(os.environ.get("JAX_BARACUDA_TEST_SEED", "0")), zlib.crc32(request.node.nodeid.encode())]
     request.node.add_report_section("setup", "random seed", f"np.random.default_rng({seed})")
     return np.random.default_rng(seed)
@@ -69,7 +69,7 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels_are_there() -> None:
-    """Without the platform's native module the ops would be plain JAX, and the tests would prove nothing."""
+    """Without the platform's native module, ops would run as plain JAX, and the tests would prove nothing."""
     if cases.REQUIRED_PLATFORM not in (None, cases.PLATFORM):
         pytest.fail(f"JAX_BARACUDA_REQUIRE={cases.REQUIRED_PLATFORM}, but JAX runs on {cases.PLATFORM}", pytrace=False)
     if (problem := cases.native_problem(cases.PLATFORM)) is not None:

@@ -1,1 +1,1 @@
-"""What turns an op's definition into a JAX primitive: nothing in here knows any particular op."""
+"""Turns the definition of an op into a JAX primitive. No code in here is specific to one op."""

@@ -1,4 +1,4 @@
-"""What op families share about arguments: arrays and numbers, the dtype of accumulation, and explicit sharding."""
+"""Helpers for arguments, shared by the op families: arrays and numbers, accumulation dtypes, explicit sharding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOATING_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 FLOAT8_DTYPES = frozenset(
     f"float8_{kind}" for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")
 )
-"""Those of 8 bits that have a zero."""
+"""The 8-bit floating types that have a zero."""
 
 INTEGER_DTYPES = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
@@ -31,7 +31,7 @@ _BITS_BELOW_BYTE = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn
 
 
 def element_bits(dtype: Any) -> int:
-    """The size of an element, of which XLA packs several into a byte where they fit."""
+    """The size of an element in bits. XLA packs several elements into a byte if they fit."""
     return _BITS_BELOW_BYTE.get(np.dtype(dtype).name, 8 * np.dtype(dtype).itemsize)
 
 
@@ -42,12 +42,12 @@ def accumulation_dtype(dtype: Any) -> Any:
 
 
 def as_bits(array: Array) -> Array:
-    """Floating numbers of 8 bits as integers: moved as numbers, XLA converts them to wider ones and back on CPUs."""
+    """8-bit floats as integers. XLA on CPUs moves 8-bit floats by converting them to a wider type and back."""
     return jax.lax.bitcast_convert_type(array, jnp.uint8) if _is_float8(array.dtype) else array
 
 
 def of_bits(array: Array, dtype: Any) -> Array:
-    """What :func:`as_bits` took."""
+    """The inverse of :func:`as_bits`."""
     return jax.lax.bitcast_convert_type(array, dtype) if _is_float8(dtype) else array
 
 
@@ -56,7 +56,7 @@ def _is_float8(dtype: Any) -> bool:
 
 
 def as_array(function: str, argument: str, value: ArrayLike) -> Array:
-    """An argument of a public function as an array; lists are refused, as JAX does."""
+    """An argument of a public function as an array. Lists are refused, as in JAX."""
     is_array = hasattr(value, "__jax_array__") or hasattr(value, "__array__")
     if not is_array and not isinstance(value, int | float | complex | bool):
         raise TypeError(f"{function}: {argument} must be an array, got {type(value).__name__}")
@@ -86,7 +86,7 @@ def whole_number(function: str, argument: str, value: Any, *, minimum: int) -> i
 
 
 def reshard_as(array: Array, like: Array, axes: tuple[int | None, ...]) -> Array:
-    """Under explicit sharding, splits the dimensions of `array` over devices as those axes of `like` are."""
+    """Under explicit sharding, shards each dimension of `array` like the given axis of `like`; None: replicated."""
     like_spec = jax_versions.explicit_spec(jax.typeof(like))
     if like_spec is None:
         return array
@@ -94,22 +94,22 @@ def reshard_as(array: Array, like: Array, axes: tuple[int | None, ...]) -> Array
 
 
 def reshard_to(array: Array, spec: tuple[Any, ...]) -> Array:
-    """Under explicit sharding, splits the dimensions of `array` over these mesh axes."""
+    """Under explicit sharding, shards the dimensions of `array` over these mesh axes."""
     own_spec = jax_versions.explicit_spec(jax.typeof(array))
     return array if own_spec in (None, spec) else jax.sharding.reshard(array, PartitionSpec(*spec))
 
 
 def reshard_like(array: Array, aval: Any) -> Array:
-    """Under explicit sharding, the array with the sharding of a type: a cotangent with that of its primal."""
+    """Under explicit sharding, reshards an array like a type, such as a cotangent like its primal."""
     own_spec, spec = (jax_versions.explicit_spec(x) for x in (jax.typeof(array), aval))
     return array if spec in (None, own_spec) else jax.sharding.reshard(array, aval.sharding)
 
 
 def in_automatic_mode(function: Callable[..., Any], like: Any, *specs: Sequence[Any]) -> Callable[..., Any]:
-    """A function under explicit sharding with all axes automatic, and its results sharded by these partition specs.
+    """Under explicit sharding, makes all mesh axes automatic inside a function, and shards its results by `specs`.
 
     Args:
-      function: returns a tuple of as many arrays as there are specs.
+      function: returns a tuple of arrays, one for each spec.
       like: the type of an array on the mesh.
     """
     mesh = like.sharding.mesh

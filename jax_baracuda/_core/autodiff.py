@@ -27,7 +27,7 @@ _mode = threading.local()
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Types:
-    """The types of the arrays of a call, None for those that are not differentiated: a static residual."""
+    """The types of a call's arrays, as a static residual; None for an array that is not differentiated."""
 
     structure: Any
     of_leaves: tuple[Any, ...]
@@ -43,7 +43,7 @@ class _Types:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What is static in a call. Its derivatives use the implementation that it asks for, wherever they are traced."""
+    """The static part of a call. Derivatives use its `selection`, wherever JAX traces them."""
 
     params: Hashable
     selection: Selection
@@ -53,9 +53,10 @@ class KernelVjp:
     """A function of arrays whose reverse-mode derivative is a kernel.
 
     Called as ``f(params, **arrays)`` with hashable static `params`; an array that a call omits is None.
-    ``jax.custom_vjp`` binds the kernels to each other. Where both modes are asked for (see :func:`in_both_modes`),
-    ``jax.custom_jvp`` does instead: the tangent is a linear map, the transpose of `backward`, by kernels where its ops
-    have a `transpose`, else in plain JAX, and the transpose of that map is `backward` again, with its kernels. Where no
+
+    By default, ``jax.custom_vjp`` binds `forward` to `backward`. If both modes are asked for (see
+    :func:`in_both_modes`), ``jax.custom_jvp`` does. The tangent is then the transpose of `backward`: it runs kernels
+    where the ops have a `transpose`, else plain JAX. Its own transpose is `backward` again, with its kernels. If no
     array has a tangent space, the primitives are called directly.
     """
 
@@ -70,13 +71,13 @@ class KernelVjp:
     ):
         """
         Args:
-          name: what JAX's errors call the function.
+          name: the function's name in JAX's errors.
           primal: ``(params, **arrays) -> result``
           forward: ``(params, **arrays) -> (result, residuals)``
           backward: ``(params, residuals, cotangent) -> {name: cotangent}``, without arrays that have no tangent space.
-            Linear in the cotangent. The cotangents are cast and resharded to the types of their arrays.
-          symbolic_zeros: whether `backward` takes one argument more, ``{name: type}`` of the arrays that are
-            differentiated: the cotangents of others may be left out.
+            Linear in the cotangent. Its results are cast and resharded to the types of their arrays.
+          symbolic_zeros: whether `backward` takes one more argument: ``{name: type}``, None for arrays that are not
+            differentiated. It may omit their cotangents.
         """
         self._primal = primal
         self.forward = forward
@@ -94,7 +95,7 @@ class KernelVjp:
         self._in_both_modes.defjvp(self._push_forward, symbolic_zeros=True)
 
     def __call__(self, params: Hashable, **arrays: Any) -> Any:
-        # custom_vjp wants the cotangents to vary over the same manual axes as the primals, so the cast comes first.
+        # Cast first: custom_vjp requires that cotangents vary over the same manual axes as the primals.
         leaves, structure = jax.tree.flatten(arrays)
         leaves = list(jax_versions.unify_varying(*leaves))
         arrays = jax.tree.unflatten(structure, leaves)
@@ -108,7 +109,7 @@ class KernelVjp:
         is_differentiated = [not self._symbolic_zeros or x.perturbed for x in leaves]
         arrays = [x.value if self._symbolic_zeros else x for x in leaves]
         types = _Types.of(structure, arrays, is_differentiated)
-        with selecting(call.selection), both_modes():  # forward mode over this gradient differentiates what runs here
+        with selecting(call.selection), both_modes():  # forward mode over reverse mode differentiates these ops
             result, residuals = self.forward(call.params, **jax.tree.unflatten(structure, arrays))
         return result, (types, residuals)
 
@@ -123,7 +124,7 @@ class KernelVjp:
         return (self._pull_back(call, types, residuals[1], cotangent),)
 
     def _pull_back(self, call: _Call, types: Mapping[str, Any], residuals: Any, cotangent: Any) -> dict[str, Any]:
-        """The cotangents of all arrays, in their types."""
+        """The cotangents of all arrays, in the types of the arrays."""
         of_types = (types,) if self._symbolic_zeros else ()
         with selecting(call.selection), both_modes():
             cotangents = self.backward(call.params, residuals, cotangent, *of_types)
@@ -132,14 +133,14 @@ class KernelVjp:
     def _push_forward(
         self, call: _Call, primals: tuple[Mapping[str, Any]], tangents: tuple[Mapping[str, Any]]
     ) -> tuple[Any, Any]:
-        """The rule of ``jax.custom_jvp``: residuals are those of the reverse mode, and all that the tangent needs."""
+        """The rule of ``jax.custom_jvp``. The tangent needs only the residuals of reverse mode."""
         structure: Any
         leaves, structure = jax.tree.flatten(primals[0])
         of_leaves = structure.flatten_up_to(tangents[0])
         is_differentiated = [not isinstance(x, jax.custom_derivatives.SymbolicZero) for x in of_leaves]
         types = _Types.of(structure, leaves, is_differentiated)
         leaf_types = [jax.typeof(x) for x in leaves]
-        with selecting(call.selection), both_modes():  # JAX may call this outside of the context of the call
+        with selecting(call.selection), both_modes():  # JAX may call this outside of the caller's context
             result, residuals = self.forward(call.params, **primals[0])
         results, result_structure = jax.tree.flatten(result)
         has_tangent = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
@@ -179,7 +180,7 @@ class KernelVjp:
 
 
 def _like(cotangents: Any, types: Any) -> Any:
-    """Cotangents in the types of their primals; both may be lists."""
+    """Cotangents, cast and resharded to the types of their primals; both may be lists."""
     if isinstance(types, list):
         cotangents = [None] * len(types) if cotangents is None else cotangents
         return [_like(cotangent, type_) for cotangent, type_ in zip(cotangents, types, strict=True)]
@@ -194,13 +195,13 @@ def _instantiated(cotangent: Any) -> jax.Array:
 
 
 def is_in_both_modes() -> bool:
-    """Whether functions with rules are bound so that forward and reverse mode apply to them."""
+    """Whether a call of :class:`KernelVjp` supports forward mode as well as reverse mode."""
     return getattr(_mode, "is_both", False)
 
 
 @contextlib.contextmanager
 def both_modes() -> Iterator[None]:
-    """In this context, functions with rules are bound so that forward and reverse mode apply to them."""
+    """In this context, calls of :class:`KernelVjp` support forward mode as well as reverse mode."""
     previous = is_in_both_modes()
     _mode.is_both = True
     try:
@@ -210,7 +211,7 @@ def both_modes() -> Iterator[None]:
 
 
 def in_both_modes(function: Callable[P, R], module: str) -> Callable[P, R]:
-    """The public function `function`, as one of the module `module` to which forward mode applies, too."""
+    """The version of a public function for `module`, which also supports forward mode."""
 
     @functools.wraps(function)
     def function_in_both_modes(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -222,10 +223,10 @@ def in_both_modes(function: Callable[P, R], module: str) -> Callable[P, R]:
 
 
 def with_twin(function: Callable[P, R]) -> Callable[P, R]:
-    """A public function that ``jax.custom_vjp`` binds: where JAX says that forward mode does not apply, name its twin.
+    """Makes the error of a public function without forward mode name its twin in ``forward_mode``.
 
-    JAX says so to the caller itself where the function is called with tangents. In a program that was traced before,
-    it does so when that runs, where the words are its own.
+    This works where the function is called with tangents. If the function was traced into a program before, JAX raises
+    its own error when the program runs.
     """
 
     @functools.wraps(function)

@@ -1,6 +1,6 @@
 """The dimensions that ``vmap`` adds in front of the operands and results of an op.
 
-An operand that a ``vmap`` does not map has a size of 1 there: the batch shares it.
+If ``vmap`` does not map an operand, its added dimension has size 1: the batch shares the operand.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from jax_baracuda._core import jax_versions
 
 
 def joint_size(*sizes: int) -> int:
-    """The size of a dimension that arrays with these sizes have together; those of size 1 are broadcast."""
+    """The size of a dimension after broadcasting: size 1 takes the others' size."""
     return next((size for size in sizes if size != 1), 1)
 
 
 def vmap_sizes(operands: Sequence[Any], num_batch_dims: int) -> tuple[int, ...]:
-    """The sizes of the batch dimensions that the operands form together."""
+    """The sizes of the batch dimensions, after broadcasting the operands."""
     return tuple(joint_size(*(x.shape[i] for x in operands)) for i in range(num_batch_dims))
 
 
@@ -32,17 +32,17 @@ def is_shared(shape: Sequence[int], num_batch_dims: int) -> bool:
 
 
 MappedDims = Sequence[Sequence[bool]]
-"""Of each batch dimension, which operands it maps."""
+"""For each batch dimension, which operands it maps."""
 
 
 def mapped_dims(operands: Sequence[Any], num_batch_dims: int) -> MappedDims:
-    """Which operands each batch dimension maps, by their sizes."""
+    """Which operands each batch dimension maps: those with its full size."""
     sizes = vmap_sizes(operands, num_batch_dims)
     return [[x.shape[i] == size for x in operands] for i, size in enumerate(sizes)]
 
 
 def map_over_batch(function: Callable[..., Any], mapped: MappedDims, *operands: jax.Array) -> Any:
-    """Maps a function of arrays without batch dimensions over those that they have."""
+    """Maps a function over the batch dimensions of the operands; the function does not see them."""
     if not mapped:
         return function(*operands)
     inner = functools.partial(map_over_batch, function, mapped[1:])
@@ -53,10 +53,10 @@ def map_over_batch(function: Callable[..., Any], mapped: MappedDims, *operands: 
 
 
 def map_together(results: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """The results, every one of them mapped by ``vmap`` where any of the results and arrays is.
+    """Returns the results. If ``vmap`` maps any of the results or arrays, it then maps all results.
 
-    For functions of which not all results depend on all arrays: where ``vmap`` maps some results of a
-    ``jax.custom_vjp`` function only, JAX counts the cotangents of the others once for every element of the batch.
+    For functions with results that depend only on some arrays. If ``vmap`` maps only some results of a
+    ``jax.custom_vjp`` function, JAX counts the cotangents of the others once per element of the batch.
     """
     return tuple(_map_together.bind(*results, *arrays, num_results=len(results)))
 

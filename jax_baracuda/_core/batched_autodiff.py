@@ -1,7 +1,7 @@
 """Derivative rules that see the batch of ``vmap``.
 
-``jax.custom_vjp`` hides it from its rules: an array that the whole batch shares gets a cotangent for each element, and
-JAX adds them up. Here ``vmap`` becomes dimensions of the arrays before the rules are bound, as it does for an op.
+``jax.custom_vjp`` hides the batch from its rules: an array that the whole batch shares gets one cotangent per element,
+and JAX adds them up. Here ``vmap`` adds dimensions to the arrays before the rules are bound, as it does for an op.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jax_baracuda._core.selection import Selection, current_selection, selecting
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """The static arguments of a call, and the names of the arrays that each batch dimension maps."""
+    """The static arguments of a call and, for each batch dimension, the names of the arrays that it maps."""
 
     params: Hashable
     mapped_names: tuple[frozenset[str], ...] = ()
@@ -34,7 +34,7 @@ class _Batch:
 
 
 class BatchedVjp:
-    """As :class:`KernelVjp`, but one array has a single gradient where the batch shares it.
+    """Like :class:`KernelVjp`, but computes a single gradient for one array if the batch shares it.
 
     Called as ``f(params, **arrays)`` with hashable static `params`; the result is one array.
     """
@@ -51,14 +51,14 @@ class BatchedVjp:
     ):
         """
         Args:
-          name: what JAX's errors call the function.
+          name: the function's name in JAX's errors.
           primal: ``(params, **arrays) -> result``
-          forward: ``(params, **arrays) -> (result, residuals)``, the residuals that are not arrays of the call.
+          forward: ``(params, **arrays) -> (result, residuals)``. Arrays of the call become residuals anyway.
           backward: ``(params, num_joined, residuals, cotangent) -> {name: cotangent}``. The first `num_joined`
-            dimensions of the cotangent are those that ``vmap`` has added and that `shared` does not have. Residuals and
-            cotangents other than `shared` have them too; in residuals, a dimension that does not map them has size 1.
-          shared: the name of that array.
-          keeps_shared: ``(params, names of the arrays) -> bool``: whether it is a residual. All other arrays are.
+            dimensions of the cotangent are batch dimensions that do not map `shared`. All other residuals and
+            cotangents have these dimensions, too. In a residual, a dimension that does not map it has size 1.
+          shared: the name of the array with a single gradient.
+          keeps_shared: ``(params, names of the arrays) -> bool``: whether `shared` is a residual. All others are.
         """
         self.name = name
         self._primal = primal
@@ -129,7 +129,7 @@ def _moved(array: Array, batch_dims: Sequence[int]) -> Array:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The primitive: what runs is its jaxpr; its batching rule adds a dimension, and its tangent comes from the rules.
+# The primitive: it lowers to its jaxpr, its batching rule adds a dimension, and its JVP differentiates the rules.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _jvp_of_call(
 
 
 def _transpose_of_call(cotangents: Sequence[Any], *arrays: Any, call: _Call, jaxpr: Any) -> list[Any]:
-    """Of a call that is linear in some arrays: the transpose of the ops that it is made of."""
+    """For a call that is linear in some arrays: transposes the ops in its jaxpr."""
     linear = [i for i, x in enumerate(arrays) if ad.is_undefined_primal(x)]
     function = with_fixed(jax_versions.jaxpr_as_fun(jaxpr), arrays, linear)
     transpose = jax.linear_transpose(function, *(arrays[i].aval for i in linear))

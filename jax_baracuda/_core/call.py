@@ -39,9 +39,9 @@ def joint_sizes(names_of_each: Sequence[Dimensions], shapes: Sequence[Sequence[i
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpCall:
-    """A call of an op as JAX's rules see it, with the dimensions that ``vmap`` has added.
+    """A call of an op as JAX's rules see it: with the dimensions that ``vmap`` has added.
 
-    The functions of a definition see neither these dimensions nor their number.
+    The functions of a definition do not see these dimensions.
     """
 
     op: OpDefinition
@@ -57,34 +57,34 @@ class OpCall:
 
     @functools.cached_property
     def params(self) -> dict[str, Any]:
-        """The params as the functions of a definition take them."""
+        """The params for the functions of a definition: all except the params that only ``_core`` uses."""
         of_core = ("num_batch_dims", "implementation")
         return {name: value for name, value in self.all_params.items() if name not in of_core}
 
     @functools.cached_property
     def name(self) -> str:
-        """That of the native target, and in messages."""
+        """The name of the native target, also used in messages."""
         return next(name for name, params in self.op.targets.items() if params.items() <= self.all_params.items())
 
     @functools.cached_property
     def linear(self) -> list[int]:
-        """The positions of the operands that an op with a transpose is linear in."""
+        """The positions of the operands in which an op with a `transpose` is linear."""
         names = list(self.resolve(self.op.operands))
         return [names.index(name) for name in self.resolve(self.op.linear) or names[:1]]
 
     @functools.cached_property
     def selection(self) -> Selection:
-        """What implementation the call asks for."""
+        """The implementation that the call asks for."""
         return self.all_params.get("implementation")
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """That of the first operand."""
+        """The dtype of the first operand."""
         return np.dtype(self.operands[0].dtype)
 
     @functools.cached_property
     def batch(self) -> tuple[int, ...]:
-        """The sizes of the batch dimensions that the operands form together."""
+        """The sizes of the batch dimensions, after broadcasting the operands."""
         return vmap_sizes(self.operands, self.num_batch_dims)
 
     @functools.cached_property
@@ -95,11 +95,11 @@ class OpCall:
         return [jax.ShapeDtypeStruct(x.shape[self.num_batch_dims :], x.dtype) for x in self.operands]
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the definition, with those of the params that it names."""
+        """A function of the definition, given the params that it names."""
         return with_named(function, self.params)
 
     def resolve(self, field: Any) -> Any:
-        """A field of the definition that may depend on the params."""
+        """The value of a field of the definition: a field that is a function is called with the params."""
         return self.bound(field)() if callable(field) else field
 
     def result_types(self) -> list[ShapeAndDtype]:
@@ -108,7 +108,7 @@ class OpCall:
         return [((*self.batch, *shape), dtype) for shape, dtype in types]
 
     def _named_types(self) -> list[ShapeAndDtype]:
-        """Shapes by the names of dimensions, and dtypes."""
+        """The types of the results, with shapes derived from the named dimensions."""
         op, operands = self.op, self.own_operands
         shapes = [tuple(x.shape) for x in operands]
         sizes = joint_sizes(self._dimensions(op.operands, shapes), shapes) | dict(self.resolve(op.sizes or {}))
@@ -125,7 +125,7 @@ class OpCall:
         return tuple(written_out(names, shape) for names, shape in zip(dimensions, shapes, strict=False))
 
     def named_shapes(self, results: Sequence[Any]) -> NamedShapes:
-        """The named dimensions of the operands and of results of these types."""
+        """The named dimensions of the operands, and of results of these types."""
         batch = tuple(f"batch{i}" for i in range(self.num_batch_dims))
 
         def named(arrays: Any, shapes: Sequence[Sequence[int]]) -> tuple[Dimensions, ...]:
@@ -138,9 +138,9 @@ class OpCall:
         return NamedShapes(operand_names, result_names, operand_shapes, result_shapes, sizes)
 
     def sizes(self) -> dict[str, int]:
-        """What rules may ask for: the sizes of the named dimensions, "features" (the product of those without names and
-        of "head" and "feature"), "bytes" (of all operands and results), "element_bits" (of the narrowest operand) and
-        "rank" (of the first operand)."""
+        """The sizes that rules use: the named dimensions, "features" (the product of "head", "feature" and all unnamed
+        dimensions), "bytes" (of all operands and results), "element_bits" (of the narrowest operand) and "rank" (of the
+        first operand)."""
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.result_types()]
         sizes = self.named_shapes(results).sizes
         unnamed = [name for name in sizes if name.startswith("...")]
@@ -154,7 +154,7 @@ class OpCall:
         }
 
     def plan(self, platform: str) -> Plan:
-        """How the platform's kernel runs a call that it supports: its strategy, and the scratch memory."""
+        """The strategy and the scratch memory of the platform's kernel, for a call that it supports."""
         op = self.op
         assert op.plan_parameters is not None
         parameters = dict(self.bound(op.plan_parameters)(*self.own_operands))
@@ -163,21 +163,21 @@ class OpCall:
             parameters["batch"] = size
             for name, operand in zip(self.resolve(op.operands), self.operands, strict=False):
                 parameters[f"{name}_is_shared"] = size != 1 and is_shared(operand.shape, self.num_batch_dims)
-        # A product of sizes that does not fit is one of an array without elements, in which it can as well be 0.
+        # A product of sizes overflows only for an array without elements, where 0 serves as well.
         fitting = {name: int(value) if value < 2**63 else 0 for name, value in parameters.items()}
         return NATIVE_MODULES[platform].plan(self.name, fitting)
 
     def has_static_shapes(self) -> bool:
-        """Whether no size is symbolic, neither of the operands nor among the params."""
+        """Whether no size in the operands or the params is symbolic."""
         is_symbolic = any(map(jax_versions.is_symbolic, self.params.values()))
         return not is_symbolic and all(jax_versions.is_static_shape(x.shape) for x in self.operands)
 
     def missing_target(self, platform: str) -> str | None:
-        """Why no call like this has a kernel on the platform, or None."""
+        """Why the platform has no native target for this call; None if it has one."""
         return missing_target(platform, None if self.op.program is not None else self.name)
 
     def unsupported_reason(self, platform: str) -> str | None:
-        """Why this call has no kernel on the platform and runs as plain JAX instead; None where it has one."""
+        """Why the kernel on the platform does not support this call; None if it does."""
         op = self.op
         if (problem := self.missing_target(platform)) is not None:
             return problem
@@ -190,7 +190,7 @@ class OpCall:
         return self.bound(op.limit)(*self.own_operands) if op.limit is not None else None
 
     def attributes(self) -> dict[str, Any]:
-        """What the native handler takes of the params."""
+        """The params that the native handler takes."""
         params = self.params
         attributes = {
             name: np.array(jax.tree.leaves(params[name]), np.int64) if isinstance(params[name], tuple) else params[name]

@@ -1,8 +1,8 @@
 """Which implementation serves a call of an op: its kernel, or plain JAX that XLA compiles.
 
-:func:`decide` alone makes that choice, when a program is lowered for a platform. Where nothing is asked for, the rules
-of the op say where plain JAX is faster. A rule is a physical reason and the conditions under which it holds; the
-comment beside it has the measurement.
+:func:`decide` alone makes that choice, when a program is lowered for a platform. If the caller asks for neither, the
+rules of the op say where plain JAX is faster. A rule is a physical reason and the conditions under which it holds; the
+comment beside it gives the measurement.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ class Site:
 
     platform: str
     fuses: bool = False
-    """Whether XLA can compute the first operand, or one of the largest, in one fusion with plain JAX."""
+    """Whether XLA can fuse the first operand, or one of the largest, with plain JAX."""
     donated: tuple[int, ...] = ()
     """The operands that are donated arguments of the program and may be written in place."""
     is_split: bool = False
     """Whether JAX's partitioner splits the call over devices."""
     misreads: bool = False
-    """Whether plain JAX might write a window that reads the array it overwrites, and this XLA gets that wrong."""
+    """Whether this XLA might miscompile plain JAX, because a window may be computed from the array it overwrites."""
     loses_empty_calls: bool = False
-    """Whether the call has an empty array inside ``shard_map``, where XLA drops custom calls of these."""
+    """Whether the call has an empty array inside ``shard_map``: XLA drops such custom calls."""
 
 
 class Decision(NamedTuple):
-    """What serves a call, and why."""
+    """The implementation that serves a call, and why."""
 
     implementation: Implementation
     reason: str
 
 
 def decide(call: OpCall, site: Site) -> Decision:
-    """What serves a call at a place in a program.
+    """Chooses the implementation of a call at a place in a program.
 
     Raises:
-      ValueError: a kernel is asked for, and there is none; or plain JAX, which on GPUs adds up rows in an order that
-        varies from run to run, together with ``deterministic=True``.
+      ValueError: a kernel is asked for, and there is none. Or plain JAX and ``deterministic=True`` are asked for on a
+        GPU, where XLA adds up rows in an order that varies from run to run.
     """
     is_deterministic = site.platform == "cuda" and bool(call.params.get("deterministic"))
     if call.selection == "xla":
@@ -84,7 +84,7 @@ def decide(call: OpCall, site: Site) -> Decision:
 
 
 def missing_kernel(call: OpCall, platforms: Sequence[str], reason: str) -> ValueError:
-    """The error where a kernel is asked for that is not there."""
+    """The error for a call that asks for a missing kernel."""
     return ValueError(
         f"{call.name}: implementation='kernel' is asked for, but there is no kernel for this call of dtype "
         f"{call.dtype.name} on {' and '.join(platforms)}: {reason}"
@@ -97,7 +97,7 @@ def missing_kernel(call: OpCall, platforms: Sequence[str], reason: str) -> Value
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """What conditions ask about a call."""
+    """The properties of a call that conditions test."""
 
     params: Mapping[str, Any]
     sizes: Mapping[str, int]
@@ -115,7 +115,7 @@ Condition = Callable[[Traits], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Where plain JAX is faster than the kernel on a platform: where all conditions hold."""
+    """On this platform, plain JAX is faster than the kernel if all conditions hold."""
 
     platform: str
     reason: str
@@ -141,12 +141,12 @@ def on_gpu(reason: str, *conditions: Condition) -> Rule:
 
 
 def fused(traits: Traits) -> bool:
-    """XLA computes an operand where it is read; a kernel reads it from memory, where it is written first."""
+    """XLA fuses the computation of an operand. For a kernel, the operand must first be written to memory."""
     return traits.fuses
 
 
 def unordered(traits: Traits) -> bool:
-    """No order of additions is promised: XLA's atomic additions keep none."""
+    """The call promises no order of additions. XLA's atomic additions have none."""
     return not any(traits.params.get(name) for name in ("deterministic", "indices_are_sorted", "has_plan"))
 
 
@@ -158,7 +158,7 @@ MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT = 1024
 
 
 def uncontended(traits: Traits) -> bool:
-    """Segments are so many that XLA's atomic operations on a cell seldom wait for each other."""
+    """There are enough segments that XLA's atomic operations on a cell seldom wait for each other."""
     return traits.rows <= MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT * traits.sizes["segment"]
 
 
@@ -172,7 +172,7 @@ def param(name: str, value: Any) -> Condition:
 
 
 def at_most(**sizes: int) -> Condition:
-    """Sizes of the call, by name as in :meth:`OpCall.sizes`, and "rows": rows of data, or edges."""
+    """The call's sizes are at most these. Names are from :meth:`OpCall.sizes`, or "rows": rows of data, or edges."""
 
     def holds(traits: Traits) -> bool:
         return all(_size(traits, name) <= size for name, size in sizes.items())

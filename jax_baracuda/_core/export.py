@@ -1,4 +1,4 @@
-"""What ``jax.export`` must be told of the ops."""
+"""The safety checks of ``jax.export`` that a program with ops must disable."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from jax_baracuda._core.native import target_name
 
 
 def disabled_checks(ops: Iterable[str]) -> tuple[jax.export.DisabledSafetyCheck, ...]:
-    """One for the native target of each op.
+    """The check of each op's native target.
 
-    JAX exports no custom call that its caller does not vouch for: only some of XLA's own keep their meaning in later
-    versions.
+    By default, JAX exports only custom calls that keep their meaning in later versions: some of XLA's own.
     """
     return tuple(jax.export.DisabledSafetyCheck.custom_call(target_name(op)) for op in ops)

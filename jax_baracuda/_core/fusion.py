@@ -1,4 +1,4 @@
-"""What XLA may fuse: questions to the program under lowering, about the values that an op reads."""
+"""What XLA may fuse: an analysis of the program under lowering, for the values that an op reads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jax_baracuda._core.jax_versions import is_static_shape
 
 
 def is_donated_argument(value: ir.Value[Any]) -> bool:
-    """Whether a value of a program under lowering is an argument of the whole program whose memory is given up."""
+    """Whether a value of a program under lowering is a donated argument of the whole program."""
     if not isinstance(value, ir.BlockArgument):
         return False
-    owner: Any = value.owner.owner.operation  # of a loop or a shard_map, no function
+    owner: Any = value.owner.owner.operation  # may be a loop or a shard_map instead of a function
     if owner.name != "func.func" or owner.attributes["sym_name"].value != "main":
         return False
     attributes = ir.DictAttr(ir.ArrayAttr(owner.attributes["arg_attrs"])[value.arg_number])
@@ -23,7 +23,7 @@ def is_donated_argument(value: ir.Value[Any]) -> bool:
 
 
 def can_fuse(ctx: Any, operands: Sequence[Any]) -> bool:
-    """Whether XLA could compute an operand in one fusion with plain JAX: the first one, or another of the largest."""
+    """Whether XLA could fuse the computation of the first operand, or of one of the largest, with plain JAX."""
     avals: Sequence[Any] = ctx.avals_in
     sizes = [math.prod(aval.shape) if is_static_shape(aval.shape) else 0 for aval in avals]
     largest = max(sizes)
@@ -37,18 +37,18 @@ _IN_MEMORY = frozenset(
         "dot_general dynamic_update_slice fft optimization_barrier rng rng_bit_generator triangular_solve"
     ).split()
 )
-"""Operations without a body whose results XLA writes, whatever reads them. So it does those of operations with one."""
+"""Operations without a body whose results XLA writes to memory. It also writes the results of all with a body."""
 
 
 _VIEWS = ("stablehlo.broadcast_in_dim", "stablehlo.reshape", "sdy.sharding_constraint")
-"""What leaves an array as it is, where it keeps its number of elements."""
+"""Operations that leave an array as it is if its number of elements stays the same."""
 
 
 def _is_computed(ctx: Any, value: ir.Value[Any]) -> bool:
-    """Whether XLA may compute a value where it is read, in one fusion, instead of writing it.
+    """Whether XLA may fuse the computation of a value into its reader, instead of writing the value to memory.
 
-    What is known is the operation that makes it: a gather or an elementwise one. Of an argument of a function, which
-    may be called anywhere, nothing is known.
+    The operation that makes the value decides, such as a gather or an elementwise one. The arguments of a function
+    count as written: its callers are unknown.
     """
     operation: Any = value.owner
     if isinstance(operation, ir.Block):
@@ -75,8 +75,8 @@ _MAX_VISITED = 500
 def may_read(ctx: Any, value: ir.Value[Any], array: ir.Value[Any]) -> bool:
     """Whether XLA might compute a value from `array` in the fusion that overwrites `array`.
 
-    Not where `array` is an argument of the whole program or of a loop, after updates at most, and the value is computed
-    from others. Anything else counts as possible: what looks like two arrays may be one after XLA's simplifications.
+    False if `array` is an argument of the whole program or of a loop, possibly updated, and the value does not depend
+    on this argument. Anything else counts as possible: XLA's simplifications may turn two arrays into one.
     """
     argument = updated_argument(array)
     if argument is None or not _has_own_memory(ctx, argument):
@@ -89,7 +89,7 @@ def may_read(ctx: Any, value: ir.Value[Any], array: ir.Value[Any]) -> bool:
             return True
         if current in seen or isinstance(current.owner, ir.Block):
             continue
-        if current.owner.name in ("stablehlo.case", "stablehlo.if"):  # their branches read more than their operands
+        if current.owner.name in ("stablehlo.case", "stablehlo.if"):  # their branches read more than operands
             return True
         seen.add(current)
         pending += current.owner.operands
@@ -97,7 +97,7 @@ def may_read(ctx: Any, value: ir.Value[Any], array: ir.Value[Any]) -> bool:
 
 
 def updated_argument(array: ir.Value[Any]) -> ir.Value[Any] | None:
-    """The argument of a program, function or loop that an array is, after updates at most; None if there is none."""
+    """The argument of a program, function or loop that an array is, possibly after updates; None if it is none."""
     operation: Any = array.owner
     while not isinstance(operation, ir.Block):
         if operation.name not in (*_VIEWS, "stablehlo.dynamic_update_slice", "stablehlo.optimization_barrier"):
@@ -109,11 +109,11 @@ def updated_argument(array: ir.Value[Any]) -> ir.Value[Any] | None:
 
 
 _LOOP_BODIES = ("closed_call", "eval_jaxpr")
-"""What JAX calls the function that is the body of a ``scan``, in its older and its newer versions."""
+"""The names of the function with the body of a ``scan``, in older and in newer versions of JAX."""
 
 
 def _has_own_memory(ctx: Any, argument: ir.Value[Any]) -> bool:
-    """Whether no other argument of its block can be the same array, or computed from it, when XLA has inlined calls."""
+    """Whether no other argument of its block can be this array, or computed from it, after XLA has inlined calls."""
     block: Any = argument.owner
     owner: Any = block.owner.operation
     if owner.name != "func.func":

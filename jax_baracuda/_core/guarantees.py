@@ -1,4 +1,4 @@
-"""What an op promises about its numbers."""
+"""The numerical guarantees of ops."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class Guarantee:
     math_precision: str
     """How far a result may be from exact arithmetic.
 
-    "exact": not at all (integers: modulo 2 to the number of bits). "rounded once": it is the exact result, rounded to
-    the dtype. "faithful": within one unit in the last place. "accumulated": terms are added or multiplied in the
-    accumulator's dtype in some order, which rounds at each step, and the result is rounded once to the dtype.
+    "exact": it is exact (integers: modulo 2 to the number of bits). "rounded once": it is the exact result, rounded to
+    the dtype. "faithful": it is within one unit in the last place. "accumulated": terms are added or multiplied in some
+    order in the accumulator's dtype, with rounding at each step, and the result is rounded once to the dtype.
     """
     deterministic: bool
-    """The same inputs give the same bits whatever the scheduling of threads."""
+    """The same inputs give the same bits, however threads are scheduled."""
     bit_stable_on_same_hardware: bool
     """The same inputs give the same bits in every run on one kind of device."""
 
 
 EXACT = Guarantee("none", "exact", deterministic=True, bit_stable_on_same_hardware=True)
-"""Of ops that only select."""
+"""For ops that only select."""
 
 
 def accumulated(dtype: str, platform: str) -> Guarantee:
-    """Of ops that add or multiply floating numbers in a fixed order."""
+    """For ops that add or multiply floating numbers in a fixed order."""
     accumulator = np.dtype(accumulation_dtype(jnp.dtype(dtype))).name
     return dataclasses.replace(EXACT, accumulator=accumulator, math_precision="accumulated")

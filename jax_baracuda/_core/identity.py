@@ -1,4 +1,4 @@
-"""What a partitioned program runs, as a text that is equal in every process that runs the same."""
+"""A hash of what a partitioned program runs, equal in all processes that run the same code."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from jax_baracuda._core.native import NATIVE_MODULES
 _IMPORTED_AT = time.time()
 
 _VERSIONED = ("jax", "jaxlib", "numpy")
-"""Packages whose functions are known by their names: JAX's own keys of caches hold its version."""
+"""Packages whose functions are identified by name: JAX's own cache keys hold its version."""
 
 
 def digest(*values: Any) -> str | None:
-    """A hash of the package's own code and of these values, or None where the hash would not tell programs apart.
+    """A hash of the package's own code and of these values, or None if the hash could be equal for different programs.
 
-    Values may be numbers, strings, arrays, records and functions, which are hashed by their code: a function that
-    replaces another one while the program runs counts as well.
+    Values may be numbers, strings, arrays, records and functions. A function is hashed by its code, so replacing it at
+    run time changes the hash.
     """
     package = _digest_of_package()
     if package is None:
@@ -40,7 +40,7 @@ def digest(*values: Any) -> str | None:
 
 @functools.cache
 def _digest_of_package() -> str | None:
-    """A hash of the files that this process has loaded; None where a file has changed since."""
+    """A hash of the files that this process has loaded; None if a file has changed since."""
     folder = Path(__file__).parents[1]
     files = sorted(folder.rglob("*.py"))
     files += [Path(str(native.module.__file__)) for native in NATIVE_MODULES.values() if native.module is not None]
@@ -57,7 +57,7 @@ def _content(value: Any, seen: dict[int, int]) -> Any:
     """A value as nested tuples of numbers and strings; `seen` numbers the functions and records that it holds.
 
     Raises:
-      TypeError: there is no saying what is in the value.
+      TypeError: the content of the value is unknown.
     """
     if value is None or value is ... or isinstance(value, bool | int | float | complex | str | bytes | enum.Enum):
         return value

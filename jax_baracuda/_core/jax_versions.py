@@ -1,7 +1,7 @@
-"""Every seam between JAX versions, and every import from ``jax._src``: no other file has either.
+"""All code that depends on JAX's version, and all imports from ``jax._src``: no other file has either.
 
-What is private is imported where it is used: a name that a new JAX no longer has breaks the calls that need it, not
-``import jax_baracuda``.
+Private names are imported in the functions that use them. If a new JAX lacks a name, only the calls that need it fail,
+not ``import jax_baracuda``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = [
 
 
 def new_primitive(name: str) -> Primitive:
-    """A primitive of this name. ``jax.extend``, whose class it is in public, imports Pallas, which takes long."""
+    """A primitive of this name. Importing the public class, from ``jax.extend``, is slow: it imports Pallas."""
     try:
         from jax._src.core import Primitive
     except ImportError:
@@ -72,21 +72,21 @@ def jaxpr_as_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
 
 
 def apply_primitive(primitive: Primitive, *operands: Any, **params: Any) -> Any:
-    """What a primitive does outside of ``jax.jit``: it is compiled, and run."""
+    """Compiles and runs a primitive: its implementation outside of ``jax.jit``."""
     from jax._src import dispatch
 
     return dispatch.apply_primitive(primitive, *operands, **params)
 
 
 def lower_with_sharding_in_types(ctx: Any, value: Any, aval: Any) -> Any:
-    """The value of a lowering with the sharding that its type has under explicit sharding."""
+    """Annotates a value under lowering with the explicit sharding of its type."""
     from jax._src.interpreters import mlir
 
     return mlir.lower_with_sharding_in_types(ctx, value, aval)
 
 
 def canonicalize_sharding(sharding: Any, name: str) -> Any:
-    """A sharding, or a partition spec of the mesh in context, as a sharding."""
+    """Returns a sharding as it is, and a partition spec as a sharding over the mesh in context."""
     from jax._src.sharding_impls import canonicalize_sharding
 
     return canonicalize_sharding(sharding, name)
@@ -132,7 +132,7 @@ def explicit_spec(aval: Any) -> tuple[Any, ...] | None:
 
 
 def result_aval(like: Any, shape: Sequence[int], dtype: Any, spec: Sequence[Any] | None) -> Any:
-    """The abstract value of a result: `shape` and `dtype`, the varying axes and the mesh of the operand `like`."""
+    """The type of a result: this shape, dtype and partition spec, and the varying axes and mesh of `like`."""
     sharding = getattr(like, "sharding", None)
     if sharding is None:
         return like.update(shape=tuple(shape), dtype=dtype, weak_type=False)
@@ -142,7 +142,7 @@ def result_aval(like: Any, shape: Sequence[int], dtype: Any, spec: Sequence[Any]
 
 
 def as_weak(array: jax.Array) -> jax.Array:
-    """The array with a weak type, which no public function of JAX gives to a strongly typed one."""
+    """The array with a weak type. No public function of JAX makes a strongly typed array weak."""
     return jax.lax.convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
 
 
@@ -161,12 +161,12 @@ def is_symbolic(size: Any) -> bool:
 
 
 def keeps_barriers() -> bool:
-    """Whether XLA's CPU back end keeps the fusions apart that an ``optimization_barrier`` separates."""
+    """Whether XLA's CPU back end keeps fusions apart at an ``optimization_barrier``."""
     return jax.__version_info__ >= (0, 11)
 
 
 def platforms_of(ctx: Any) -> Sequence[str]:
-    """The platforms that a lowering is for: several in a program that ``jax.export`` makes for several."""
+    """The platforms that a lowering is for: several if ``jax.export`` is called for several."""
     from jax._src.interpreters import mlir
 
     return mlir._platforms_for_eqn(ctx)
@@ -181,9 +181,9 @@ def lower_by_platform(
     *operands: Any,
     **params: Any,
 ) -> Any:
-    """What ``register_lowering`` with these rules of platforms does, in programs for several platforms as well.
+    """Like ``register_lowering`` with one rule per platform, but also works in programs for several platforms.
 
-    There, JAX fails in lowerings that are not cacheable (0.8.0 to 0.12): it adds a list to a tuple of their results.
+    There, JAX (0.8.0 to 0.12) fails if a lowering is not cacheable: it adds a list to a tuple of results.
     """
     from jax._src import effects
     from jax._src.interpreters import mlir
@@ -193,7 +193,7 @@ def lower_by_platform(
 
 
 def concrete_or_error(value: Any, context: str) -> Any:
-    """`value` as an index, or ``ConcretizationTypeError`` where it is traced."""
+    """`value` as an index; raises ``ConcretizationTypeError`` if it is traced."""
     from jax._src import core
 
     return core.concrete_dim_or_error(value, context)
@@ -202,7 +202,7 @@ def concrete_or_error(value: Any, context: str) -> Any:
 def partitioner_splits(axis_context: Any) -> bool:
     """Whether JAX's partitioner splits the program of a lowering over all its devices, and asks ops how.
 
-    Not inside ``shard_map``: see :func:`automatic_axis`.
+    False inside ``shard_map``: see :func:`automatic_axis`.
     """
     from jax._src.sharding_impls import ShardingContext
 
@@ -210,10 +210,10 @@ def partitioner_splits(axis_context: Any) -> bool:
 
 
 def automatic_axis(axis_context: Any) -> Mesh | None:
-    """The axis that a ``shard_map`` leaves to the partitioner, as a mesh of its own; None where that is not one axis.
+    """The one axis that a ``shard_map`` leaves automatic, as a mesh of its own; None if there are none or several.
 
-    The partitioner splits the program of each group of devices along the automatic axes, and numbers these devices as
-    it likes: with several axes, nobody can tell which of them splits an array.
+    The partitioner splits the program of each group of devices along the automatic axes, and numbers these devices in
+    an unknown order. With several axes, it is thus unknown which of them splits an array.
     """
     mesh = axis_context.mesh if is_in_shard_map(axis_context) else None
     if not isinstance(mesh, Mesh):
@@ -227,7 +227,7 @@ def automatic_axis(axis_context: Any) -> Mesh | None:
 
 @contextlib.contextmanager
 def partitioning_over(mesh: Mesh | None) -> Iterator[None]:
-    """What ``custom_partitioning`` becomes in this context is split over a mesh that is not that of the program."""
+    """Context in which ``custom_partitioning`` splits calls over `mesh`, not the program's mesh; None: no effect."""
     from jax._src.mesh import thread_resources
 
     outer = thread_resources.env
@@ -240,26 +240,26 @@ def partitioning_over(mesh: Mesh | None) -> Iterator[None]:
 
 
 PARTITIONED_CALL = "jax_baracuda.partitioned"
-"""The name by which XLA's partitioner finds the callbacks of :func:`_register_partitioner`."""
+"""The name under which :func:`_register_partitioner` registers its callbacks with XLA's partitioner."""
 
 
 def finish_partitioned_call(ctx: Any, call: Any, name: str, *content: Any) -> None:
-    """Makes a call of ``custom_partitioning`` one that is split under the settings of now, and that caches find again.
+    """Has a call of ``custom_partitioning`` split under the current settings, and makes its program cacheable.
 
-    The call holds the address of a Python object. A name in its place, of what the call is, lets two processes lower a
-    program to the same module, which JAX's persistent compilation cache finds again.
+    The call holds the address of a Python object. This replaces the address by a name that identifies what is run. Two
+    processes then lower a program to the same module, so JAX's persistent compilation cache finds it.
 
     Args:
       ctx: the lowering's context.
       call: the operation that ``custom_partitioning`` became.
-      name: for whoever reads the program.
-      content: what is run follows from these values, the types of operands and results, and the devices.
+      name: a name for people who read the program.
+      content: values that determine what is run, together with the types of operands and results and the devices.
     """
     from jax._src import config, custom_partitioning
     from jax._src.lib.mlir import ir
 
     callbacks = getattr(custom_partitioning, "_sharding_callbacks", None)
-    if callbacks is None:  # the program runs under the settings of its compilation, and every process compiles it
+    if callbacks is None:  # then the settings at compilation apply, and every process compiles the program
         return
     _register_partitioner()
     call.attributes["call_target_name"] = ir.StringAttr.get(PARTITIONED_CALL)
@@ -277,7 +277,7 @@ def finish_partitioned_call(ctx: Any, call: Any, name: str, *content: Any) -> No
     if identity is None:
         return
     full_name = f"{name} {identity}"
-    # JAX holds it weakly, and programs of one name are the same: whichever of them is compiled last needs it.
+    # JAX holds it weakly. Equal programs share one name, so it must live until the last of them is compiled.
     ctx.module_context.add_keepalive(callbacks.setdefault(full_name.encode(), info))
     call.attributes["backend_config"] = ir.StringAttr.get(full_name)
 
@@ -289,10 +289,10 @@ def _mesh_content(mesh: Mesh) -> tuple[Any, ...]:
 
 @functools.cache
 def _register_partitioner() -> None:
-    """Has XLA split :data:`PARTITIONED_CALL` as JAX does, under the settings that were in force at the lowering.
+    """Has XLA split :data:`PARTITIONED_CALL` as JAX does, but under the settings in force at lowering.
 
-    XLA compiles later, and jax 0.10 has it split programs in a thread of its own: a context of the user's, such as
-    ``jax.enable_x64``, may be over, or that of another thread.
+    XLA compiles later, and with jax 0.10 splits programs in a thread of its own. A context of the user, such as
+    ``jax.enable_x64``, may then have ended, or belong to another thread.
     """
     from jax._src import custom_partitioning, xla_bridge
     from jax._src.lib import xla_client
@@ -314,10 +314,10 @@ def _register_partitioner() -> None:
 
 
 def _settings_in_force() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """The user's settings of JAX as they are here and now, as a context for another time or thread."""
+    """The user's current settings of JAX, as a context for another time or thread."""
     from jax._src import config
 
-    # Other names, such as check_vma, are of what JAX is doing at the moment.
+    # Settings with other names, such as check_vma, are internal state of JAX.
     settings = [setting for name, setting in config.config_states.items() if name.startswith("jax_")]
     values = [(setting, setting.value) for setting in settings]
 
@@ -333,7 +333,7 @@ def _settings_in_force() -> Callable[[], contextlib.AbstractContextManager[None]
 
 
 def is_in_shard_map(axis_context: Any) -> bool:
-    """Whether the program of a lowering is one of ``shard_map``."""
+    """Whether a lowering is inside ``shard_map``."""
     from jax._src.sharding_impls import SPMDAxisContext
 
     return isinstance(axis_context, SPMDAxisContext)
@@ -342,7 +342,7 @@ def is_in_shard_map(axis_context: Any) -> bool:
 def without_abstract_mesh() -> contextlib.AbstractContextManager[Any]:
     """Context for collectives inside a partitioned program.
 
-    A mesh with explicit axes in context makes the collectives' types refer to it, which the partitioner then refuses
+    With a mesh with explicit axes in context, the types of collectives refer to it, and the partitioner refuses them
     ("Unsupported reduction computation", jax 0.11).
     """
     from jax._src import mesh
@@ -360,7 +360,7 @@ def zero_tangent(primal: jax.Array) -> Any:
 
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""What makes the function that stands in the place of one of JAX's."""
+"""Takes one of JAX's functions and returns its replacement."""
 
 
 @contextlib.contextmanager
@@ -374,7 +374,7 @@ def _replaced(module: Any, name: str, wrap: Wrap) -> Iterator[None]:
 
 
 def wrapped_segment_update(wrap: Wrap) -> contextlib.AbstractContextManager[None]:
-    """Context in which `wrap` of it stands in the place of the one function that all of ``jax.ops.segment_*`` call.
+    """Context in which `wrap` replaces the one function that all ``jax.ops.segment_*`` functions call.
 
     Raises:
       ImportError, AttributeError: this JAX has no such function.
@@ -385,7 +385,7 @@ def wrapped_segment_update(wrap: Wrap) -> contextlib.AbstractContextManager[None
 
 
 def wrapped_scatter_update(wrap: Wrap) -> contextlib.AbstractContextManager[None]:
-    """The same for the function of all indexed updates, ``x.at[ids].add(y)`` and so on."""
+    """The same for the function that all indexed updates call, ``x.at[ids].add(y)`` and so on."""
     from jax._src.ops import scatter
 
     return _replaced(scatter, "_scatter_update", wrap)
@@ -393,13 +393,13 @@ def wrapped_scatter_update(wrap: Wrap) -> contextlib.AbstractContextManager[None
 
 @contextlib.contextmanager
 def wrapped_transpose_of_gather(sum_taken: Callable[..., jax.Array | None]) -> Iterator[None]:
-    """Context in which `sum_taken` is the gradient of gathers, and JAX's own where it returns None.
+    """Context in which `sum_taken` computes the gradient of gathers. Where it returns None, JAX's own rule does.
 
     Args:
       sum_taken: ``(cotangent, type of the operand, indices, **params of jax.lax.gather_p) -> cotangent of the operand``
 
     Raises:
-      ImportError, AttributeError, KeyError: this JAX has no rule where it is looked for.
+      ImportError, AttributeError, KeyError: this JAX keeps the rule elsewhere.
     """
     from jax._src.interpreters import ad
 
@@ -431,9 +431,10 @@ def wrapped_transpose_of_gather(sum_taken: Callable[..., jax.Array | None]) -> I
 
 @contextlib.contextmanager
 def wrapped_slice_update(wrap: Wrap) -> Iterator[None]:
-    """The same for ``jax.lax.dynamic_update_slice``, which programs may have imported before: its code is replaced.
+    """The same for ``jax.lax.dynamic_update_slice``.
 
-    The functions ``dynamic_update_slice_in_dim`` and ``dynamic_update_index_in_dim`` call it.
+    Replaces the function's code, because programs may have imported the function before. The functions
+    ``dynamic_update_slice_in_dim`` and ``dynamic_update_index_in_dim`` call it.
     """
     function = jax.lax.dynamic_update_slice
     code, defaults = function.__code__, function.__kwdefaults__
@@ -444,7 +445,7 @@ def wrapped_slice_update(wrap: Wrap) -> Iterator[None]:
         return _wrapped(*args, **kwargs)
 
     function.__signature__ = inspect.signature(function)
-    # Another thread may call it at any time: its own code ignores a default that it does not know.
+    # Set the default first: another thread may call the function in between, and the old code ignores it.
     function.__kwdefaults__ = {**(defaults or {}), "_wrapped": wrap(own)}
     function.__code__ = call.__code__
     try:
@@ -458,9 +459,9 @@ def wrapped_slice_update(wrap: Wrap) -> Iterator[None]:
 def lowering_inside(
     context: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> contextlib.AbstractContextManager[None]:
-    """Context in which JAX lowers programs inside of ``context()``, to leave alone what it traces during lowering.
+    """Context in which JAX lowers programs inside ``context()``, so that it applies to code traced during lowering.
 
-    An example is how ``scan`` stacks its results.
+    For example, JAX then traces how ``scan`` stacks its results. Such code must not be redirected.
 
     Raises:
       ImportError, AttributeError: this JAX has no such function.

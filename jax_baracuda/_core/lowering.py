@@ -1,4 +1,4 @@
-"""What an op becomes in a program of XLA: a call of its kernel, in the parts of a mesh or whole, or plain JAX."""
+"""Lowers an op to XLA: to a call of its kernel, on one device or on the shards of a mesh, or to plain JAX."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def register_lowerings(op: OpDefinition, primitive: Primitive, kernel: Primitive) -> None:
-    # If they were cacheable, they would see arguments of a function of its own, never what makes the operands.
+    # Not cacheable: otherwise JAX lowers an op in its own function, where the origin of the operands is hidden.
     rules = {platform: functools.partial(_lower, op, kernel, platform) for platform in KERNEL_PLATFORMS}
     elsewhere = functools.partial(_lower_elsewhere, op)
     lower = functools.partial(jax_versions.lower_by_platform, primitive.name, rules, elsewhere)
@@ -37,7 +37,7 @@ def register_lowerings(op: OpDefinition, primitive: Primitive, kernel: Primitive
 
 
 def _lower_elsewhere(op: OpDefinition, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    """On a platform without kernels."""
+    """Lowers an op on a platform without kernels."""
     call = OpCall(op, ctx.avals_in, params)
     if call.selection == "kernel":
         platforms = [platform for platform in jax_versions.platforms_of(ctx) if platform not in KERNEL_PLATFORMS]
@@ -51,7 +51,7 @@ def _lower_reference(op: OpDefinition, ctx: mlir.LoweringRuleContext, *operands:
     if list(jax_versions.platforms_of(ctx)) == ["cpu"] and call.has_static_shapes():
         written: list[Any] = [ctx.avals_in[i] for i in _written_operands(call)]
         if sum(math.prod(aval.shape) * element_bits(aval.dtype) // 8 for aval in written) >= _MIN_UNFUSED_BYTES:
-            # On CPUs, XLA fuses an update in place with what reads a part of it, and then copies the whole array.
+            # On CPUs, XLA fuses an in-place update with a read of part of the result, and then copies the whole array.
             in_place = call.resolve(op.in_place)
             unfused = [r for i, r in in_place.items() if updated_argument(operands[i]) is not None]
 
@@ -63,17 +63,20 @@ def _lower_reference(op: OpDefinition, ctx: mlir.LoweringRuleContext, *operands:
 
 
 _MIN_UNFUSED_BYTES = 256
-"""XLA compiles a loop as one function if a step accesses less than 1 KB, where a barrier counts as the whole array."""
+"""XLA compiles a loop as one function if a step accesses less than 1 KB. A barrier counts as the whole array."""
 
 
 def _written_operands(call: OpCall) -> list[int]:
-    """The operands that plain JAX writes into the memory of those that are updated in place."""
+    """The operands that plain JAX writes into the arrays that are updated in place."""
     in_place = call.resolve(call.op.in_place)
     return [i for i in call.linear if i not in in_place] if call.op.transpose is not None and in_place else []
 
 
 def _with_unfused_updates(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Sequence[Any]:
-    """The operands of plain JAX: through a reshape, XLA misses that an update reads the array that it overwrites."""
+    """The operands of plain JAX, behind barriers where an update may read the array that it overwrites.
+
+    XLA misses such a read if it goes through a reshape.
+    """
     values = list(operands)
     for i in _rereading_operands(call, ctx, operands):
         aval = ctx.avals_in[i]
@@ -83,7 +86,7 @@ def _with_unfused_updates(call: OpCall, ctx: mlir.LoweringRuleContext, operands:
 
 
 def _rereading_operands(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> list[int]:
-    """The written operands that may be computed from the array they are written to."""
+    """The written operands that may be computed from the array that they overwrite."""
     arrays = [operands[i] for i in call.resolve(call.op.in_place)]
     written = _written_operands(call)
     return [i for i in written if any(may_read(ctx, operands[i], array) for array in arrays)]
@@ -102,7 +105,7 @@ def _lower(
     if not runs_kernel and not (site.is_split and op.shards_reference and call.has_static_shapes()):
         return _lower_reference(op, ctx, *operands, **params)
     if not site.is_split:
-        # Devices along several automatic axes of a shard_map then have whole arrays.
+        # If a shard_map leaves several axes automatic, the devices along them have whole arrays here.
         return _call_target(call, platform, ctx, operands, site.donated)
     # The choice is made once, for the whole program.
     chosen = {"donated": site.donated, "implementation": "kernel" if call.selection == "kernel" else None}
@@ -112,7 +115,7 @@ def _lower(
 def _site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Site:
     module, avals = ctx.module_context, [*ctx.avals_in, *ctx.avals_out]
     has_empty_array = any(0 in aval.shape for aval in avals)
-    is_for_one_platform = len(module.platforms) == 1  # a branch for one of several would copy the array
+    is_for_one_platform = len(module.platforms) == 1  # a branch for one of several platforms would copy the array
     in_place = call.op.in_place_if_donated if is_for_one_platform else ()
     is_partitioned = jax_versions.automatic_axis(module.axis_context) is not None or jax_versions.partitioner_splits(
         module.axis_context
@@ -134,7 +137,7 @@ def _lower_partitioned(
     ctx: mlir.LoweringRuleContext,
     operands: Sequence[Any],
 ) -> Any:
-    """The call split over devices. `chosen` are params of the kernel in the program of a shard."""
+    """The call, split over devices. `chosen` are extra params of the kernel in the program of a shard."""
     op = call.op
     axis_context: Any = ctx.module_context.axis_context
     automatic_axis = jax_versions.automatic_axis(axis_context)
@@ -173,7 +176,7 @@ def lower_kernel(
     donated: tuple[int, ...] = (),
     **params: Any,
 ) -> Any:
-    """In the program of a shard, whose shapes the kernel may not support where it does the whole's."""
+    """Lowers the kernel in a shard's program. The kernel may support the whole array's shapes, but not the shard's."""
     call = OpCall(op, ctx.avals_in, params)
     if call.selection == "xla":
         return _lower_reference(op, ctx, *operands, **params)
@@ -187,7 +190,7 @@ def lower_kernel(
 def _call_target(
     call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands: Sequence[Any], donated: tuple[int, ...]
 ) -> Any:
-    """The call of the native target, or of those of an op's program."""
+    """Lowers to a call of the native target, or to the op's program of several kernels."""
     op = call.op
     program: Callable[..., Sequence[jax.Array]] | None = None
     if op.program is not None:
@@ -217,7 +220,7 @@ def _call_target(
 def _lower_without_mesh(
     function: Callable[..., Sequence[jax.Array]], ctx: mlir.LoweringRuleContext, operands: Sequence[Any]
 ) -> Any:
-    """Lowers a function of the arrays of one device, to which the shardings of explicit mode mean nothing."""
+    """Lowers a function of the arrays of one device, where explicit shardings do not apply."""
     avals: Sequence[Sequence[Any]] = (ctx.avals_in, ctx.avals_out)
     with jax_versions.without_abstract_mesh():
         avals_in, avals_out = ([jax.core.ShapedArray(x.shape, x.dtype) for x in xs] for xs in avals)
@@ -228,7 +231,7 @@ def _lower_without_mesh(
 def _with_whole_batch(
     call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]
 ) -> tuple[mlir.LoweringRuleContext, Sequence[Any]]:
-    """A handler takes operands that have the whole batch or share it, none that share some of its dimensions."""
+    """Broadcasts operands that share only some batch dimensions. A handler takes those that share all or none."""
     num_batch_dims = call.num_batch_dims
     if num_batch_dims < 2:
         return ctx, operands
@@ -236,7 +239,7 @@ def _with_whole_batch(
     values = list(operands)
     for i, aval in enumerate(avals):
         if aval.shape[:num_batch_dims] != call.batch and not is_shared(aval.shape, num_batch_dims):
-            # Without the shardings of explicit mode: the arrays are those of one device.
+            # Without explicit shardings, because these are the arrays of one device.
             own = jax.core.ShapedArray(aval.shape, aval.dtype)
             avals[i] = jax.core.ShapedArray((*call.batch, *aval.shape[num_batch_dims:]), aval.dtype)
             broadcast = mlir.lower_fun(

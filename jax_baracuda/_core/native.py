@@ -20,12 +20,12 @@ class Plan(NamedTuple):
 
     strategy: str
     scratch_bytes: int
-    """Of scratch memory, an extra last result."""
+    """The size of the scratch memory, which is an extra last result."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NativeModule:
-    """A native module, or the reason why it is not there."""
+    """A native module, or the reason why it is missing."""
 
     platform: str
     """JAX's name of the platform: "cpu" or "cuda"."""
@@ -35,9 +35,9 @@ class NativeModule:
     """Why `module` is None, and what to do about it."""
 
     def device_problem(self) -> str | None:
-        """Why a device of the platform here cannot run the kernels, and what to do about it; None if all can.
+        """Why a local device of the platform cannot run the kernels, and what to do about it; None if all can.
 
-        Asking makes no CUDA context. Where there is no GPU at all the answer is None: programs may be exported for one.
+        Creates no CUDA context. Returns None if there is no GPU at all: programs may be exported for one.
         """
         return self._device_problem
 
@@ -51,7 +51,7 @@ class NativeModule:
         return Plan(*self.module.plan(target, parameters))
 
     def strategies(self) -> dict[str, tuple[str, ...]]:
-        """All strategies of each target, one of which `plan` chooses."""
+        """The strategies of each target, from which `plan` chooses."""
         assert self.module is not None
         return self.module.strategies()
 
@@ -70,7 +70,7 @@ def runtime_ffi_api_version() -> tuple[int, int]:
 def check_ffi_api_version(built: tuple[int, int], runtime: tuple[int, int], module_name: str) -> None:
     """Raises ImportError unless handlers built for FFI API `built` run on jaxlib's `runtime`.
 
-    A handler that is newer than the runtime must not be registered: it would leave the whole of JAX without a backend.
+    A handler that is newer than the runtime must not be registered: it would leave JAX without a backend.
     """
     if built[0] != runtime[0] or built[1] > runtime[1]:
         raise ImportError(
@@ -106,7 +106,7 @@ def target_name(target: str) -> str:
 
 
 def missing_target(platform: str, target: str | None) -> str | None:
-    """Why the platform has no handler of this name (None: any handler), or None where it has."""
+    """Why the platform has no handler of this name (None: any handler); None if it has one."""
     native = NATIVE_MODULES.get(platform)
     if native is None:
         return f"there are kernels for {' and '.join(KERNEL_PLATFORMS)} only"

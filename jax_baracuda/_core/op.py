@@ -82,11 +82,11 @@ def _register(op: Op) -> None:
 def precision_guarantee(
     name: str, dtype: Any, platform: str, *, deterministic: bool = False, indices_are_sorted: bool = False
 ) -> Guarantee:
-    """What an op promises about its numbers.
+    """The numerical guarantees of an op.
 
     Args:
       name: the name of an op, as ``python -m jax_baracuda report`` lists them: "segment_max", "segment_max_backward",
-        ... Functions that are made of other ones, such as `segment_attention`, have the guarantees of those.
+        ... A function that calls several ops, such as `segment_attention`, has their guarantees.
       dtype: the element type.
       platform: "cpu" or "cuda".
       deterministic: whether the function is called with ``deterministic=True``.
@@ -98,8 +98,8 @@ def precision_guarantee(
       thread scheduling) and ``bit_stable_on_same_hardware``.
 
     Raises:
-      ValueError: there is no such op, or it has no kernel for this dtype or platform. What runs then is XLA's, and its
-        guarantees are XLA's.
+      ValueError: there is no such op, or it has no kernel for this dtype or platform. Then plain JAX runs, with
+        XLA's guarantees.
 
     Example:
       >>> import jax_baracuda as jb

@@ -1,4 +1,4 @@
-"""Which calls of JAX the running code has redirected: part of the keys of JAX's caches, so of every trace."""
+"""Which calls of JAX are redirected. JAX's cache keys include it, so JAX keeps one trace for each value."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class Redirection:
 NOTHING = Redirection()
 
 REDIRECTION: ScopedValue[Redirection | None] = ScopedValue("redirect", None)
-"""What contexts redirect; None outside of them."""
+"""What the context redirects; None outside of contexts."""
 
 _of_process = NOTHING
 
 
 def current_redirection() -> Redirection:
-    """What is redirected here: by the context of this thread, or else in the whole process."""
+    """What is redirected in this thread: by its context, else by the process."""
     of_context = REDIRECTION.value
     return _of_process if of_context is None else of_context
 
 
 def not_redirected() -> contextlib.AbstractContextManager[Any]:
-    """Context of this thread in which JAX's functions are JAX's own."""
+    """Context in which nothing is redirected in this thread."""
     return contextlib.nullcontext() if current_redirection() == NOTHING else Scope(REDIRECTION, NOTHING)
 
 
 def redirect_process(redirection: Redirection) -> None:
-    """Redirects these calls in all threads, outside of contexts. Programs are traced again."""
+    """Redirects these calls in all threads, outside of contexts. Functions are traced again."""
     global _of_process
     _of_process = redirection
     jax.clear_caches()

@@ -1,4 +1,4 @@
-"""What JAX's transformations do with an op: shapes, batches, tangents and cotangents."""
+"""The rules of an op for JAX's transformations: abstract evaluation, batching, JVP and transpose."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def abstract_eval(op: OpDefinition, *operands: Any, donated: tuple[int, ...] = (
 def batch(
     op: OpDefinition, primitive: Primitive, operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Any
 ) -> tuple[list[jax.Array], list[int]]:
-    """Puts the mapped axis in front.
+    """The batching rule: puts the mapped axis in front.
 
-    Operands that are not mapped stay shared, but for those that are written, or are not broadcast where others are.
+    Unmapped operands stay shared, except those written in place and, if the op broadcasts, those that do not broadcast.
     """
     call = OpCall(op, operands, params)
     mapped_size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
@@ -60,8 +60,8 @@ def batch(
 
 
 def reference_of_call(op: OpDefinition, *operands: jax.Array, **params: Any) -> list[jax.Array]:
-    """Calls the reference. Under explicit sharding its axes are automatic, and only its results have a sharding."""
-    # Constants of a jitted function are NumPy's where JAX differentiates it, and NumPy takes no tracer as an index.
+    """Calls the reference. Under explicit sharding, mesh axes are automatic inside, and only results get a sharding."""
+    # When JAX differentiates a jitted function, its constants are NumPy arrays, which take no tracer as an index.
     operands = tuple(map(jnp.asarray, operands))
     call = OpCall(op, operands, params)
     mapped = mapped_dims(operands, call.num_batch_dims)
@@ -79,13 +79,13 @@ def reference_of_call(op: OpDefinition, *operands: jax.Array, **params: Any) -> 
 
 
 def _varying_reference(op: OpDefinition, *operands: jax.Array, **params: Any) -> list[jax.Array]:
-    """A result that depends on no operand varies over their manual axes, too, as the op's does."""
+    """The reference. All results vary over the operands' manual axes, as the op's do, even if they use no operand."""
     results = reference_of_call(op, *operands, **params)
     return list(jax_versions.unify_varying(*operands, *results)[len(operands) :])
 
 
 def with_fixed(function: Callable[..., Any], operands: Sequence[Any], free: Sequence[int]) -> Callable[..., Any]:
-    """The function of the operands at the positions `free`, the others fixed."""
+    """A function of the operands at the positions `free`, with the others fixed."""
 
     def of_free(*free_operands: jax.Array) -> Any:
         all_operands = list(operands)
@@ -108,14 +108,17 @@ def jvp_of_nonzero(function: Callable[..., Any], primals: Sequence[Any], tangent
 def jvp(
     op: OpDefinition, primitive: Primitive, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any
 ) -> tuple[list[jax.Array], list[Any]]:
-    """The primal from the kernel, the tangent from the reference: linear in the tangents, so JAX transposes it."""
+    """The JVP rule. The primal is from the kernel. The tangent is from the op itself, `tangent` or the reference.
+
+    The tangent is linear in the tangents of the operands, so JAX can transpose it.
+    """
     results = primitive.bind(*primals, **params)
     nonzero_tangents = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
     call = OpCall(op, primals, params)
     if op.transpose is not None and all(i in call.linear for i in nonzero_tangents):
         operands = list(primals)
         for i in call.linear:
-            # Placeholder for integers; the result of an integer operand has no tangent.
+            # An integer operand is its own placeholder: the result of an integer operand has no tangent.
             if jnp.issubdtype(primals[i].dtype, jnp.inexact):
                 operands[i] = ad.instantiate_zeros(tangents[i])
         result_tangents = primitive.bind(*operands, **params)
@@ -137,7 +140,7 @@ def jvp(
 
 
 def transpose(op: OpDefinition, cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
-    """The transpose with respect to the operands that the op is linear in."""
+    """The transpose rule, with respect to the undefined primals. The op is linear in them."""
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
     results: list[Any] = [None] * len(operands)
@@ -163,7 +166,7 @@ def transpose(op: OpDefinition, cotangents: Sequence[Any], *operands: Any, **par
 
 
 def _sum_over_shared_batch(cotangent: jax.Array, primal: Any) -> jax.Array:
-    """The cotangent of an operand that (a dimension of) the batch shares, in its shape and sharding."""
+    """Sums a cotangent over the batch dimensions that share its operand, and gives it the operand's sharding."""
     sizes = zip(cotangent.shape, primal.shape, strict=True)
     shared = tuple(axis for axis, (size, own_size) in enumerate(sizes) if size != own_size)
     return reshard_like(jnp.sum(cotangent, shared, keepdims=True) if shared else cotangent, primal)

@@ -1,4 +1,4 @@
-"""Values that contexts set for the thread that enters them, and that are part of the keys of JAX's caches."""
+"""Values that contexts set for one thread. JAX's cache keys include them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class ScopedValue(Generic[T]):
-    """A value that JAX keeps one trace for each of: in a thread, that of the :class:`Scope` entered last."""
+    """A value of this thread, set by the :class:`Scope` entered last. JAX keeps one trace for each value."""
 
     def __init__(self, function: str, default: T) -> None:
         """
@@ -33,13 +33,14 @@ class ScopedValue(Generic[T]):
 
     @property
     def entered(self) -> list[Scope[T]]:
-        """The contexts that this thread is in, in the order in which it entered them."""
+        """The contexts that this thread has entered and not left, in the order of entering."""
         return self._thread.entered
 
     def update(self) -> None:
         """Tells JAX the value, after `entered` has changed.
 
-        JAX's contexts put back what they found, and must be left in the reverse order. So only one is ever entered.
+        JAX's contexts restore the previous value, so they must be left in reverse order. To allow any order, only the
+        last scope's context is entered.
         """
         if self._thread.of_jax is not None:
             self._thread.of_jax.__exit__(None, None, None)
@@ -58,7 +59,7 @@ class _Thread(threading.local):
 class Scope(contextlib.AbstractContextManager[Any], Generic[T]):
     """Context in which a :class:`ScopedValue` has a value.
 
-    It can be entered several times, and left in any order with others, as generators and tasks that take turns do.
+    It can be entered several times. Scopes can be left in any order, as interleaved generators and tasks do.
     """
 
     def __init__(self, variable: ScopedValue[T], scoped: T) -> None:

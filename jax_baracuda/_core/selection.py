@@ -1,6 +1,6 @@
 """Which implementation the caller asks for, by an argument or a context.
 
-What is asked for is a param of the primitives, so that it is part of what is traced. :mod:`.dispatch` makes the choice.
+It becomes a param of the primitives, so that it is part of the trace. :mod:`.dispatch` makes the choice.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ KERNEL_IF_ANY: Final = "kernel if any"
 """The kernel wherever there is one, faster or not."""
 
 Selection = Implementation | Literal["kernel if any"] | None
-"""None: what the rules of the op say."""
+"""None: the rules of the op decide."""
 
 _of_context: ScopedValue[Selection] = ScopedValue("implementation", None)
 _of_call = threading.local()
 
 
 def current_selection() -> Selection:
-    """What the running call asks for."""
+    """The implementation that the running call asks for."""
     selections = getattr(_of_call, "selections", None)
     return selections[-1] if selections else _of_context.value
 
 
 def may_run_kernel() -> bool:
-    """Whether the running call may be a kernel's, so that it can add in the same order in every run."""
+    """Whether the running call may use a kernel, which can add in the same order in every run."""
     return current_selection() != "xla"
 
 
 @contextlib.contextmanager
 def selecting(selection: Selection) -> Iterator[None]:
-    """Ops that are bound in this context ask for this, whatever the user's context says."""
+    """Ops bound in this context ask for `selection`, which overrides the user's context."""
     selections = _of_call.__dict__.setdefault("selections", [])
     selections.append(selection)
     try:
@@ -51,7 +51,7 @@ def selecting(selection: Selection) -> Iterator[None]:
 
 
 def selectable(function: Callable[P, R]) -> Callable[P, R]:
-    """A public function whose keyword argument `implementation` asks for one of its ops."""
+    """Lets the keyword argument `implementation` of a public function select the implementation of its ops."""
 
     @functools.wraps(function)
     def selectable_function(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -73,14 +73,14 @@ def _checked(function: str, asked_for: Any) -> Implementation:
 def implementation(name: Implementation | None = None) -> contextlib.AbstractContextManager[Any]:
     """Context in which all functions of this package use one implementation.
 
-    An argument ``implementation=`` of a function goes before the context, and an inner context before an outer one. The
-    context belongs to the thread that enters it, and can be left in any order with others. What counts is where a
-    function is called, that is, traced; its gradient uses what the function itself was called with. ``jax.jit`` keeps
-    one trace for each context.
+    A function's argument ``implementation=`` overrides the context, and an inner context overrides an outer one. The
+    context applies to the thread that enters it, and to functions that are called, that is, traced, inside. A gradient
+    uses the implementation of the forward call. Contexts can be left in any order. ``jax.jit`` keeps one trace for each
+    context.
 
     Args:
-      name: "kernel": the kernels of this package, and an error where there is none for a call. "xla": plain JAX, which
-        XLA can fuse with what surrounds it and give any layout. None: what the rules of the op say is faster.
+      name: "kernel": the kernels of this package, and an error if there is none for a call. "xla": plain JAX, which
+        XLA can fuse with what surrounds it and give any layout. None: whichever is faster by the rules of the op.
 
     Returns:
       The context manager.

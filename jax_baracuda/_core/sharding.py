@@ -1,4 +1,4 @@
-"""How an op runs on many devices: which mesh axes split which of its dimensions, and the program of one shard."""
+"""How an op runs on many devices: the mesh axes that split its dimensions, and the program of one shard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MeshAxes = tuple[str, ...]
 ShardAxes = Mapping[str, MeshAxes]
-"""In the program of one shard: by the name of each dimension, the mesh axes that split it."""
+"""In the program of one shard: the mesh axes that split each named dimension."""
 ShardKernel = Callable[..., Sequence[jax.Array]]
 """In the program of one shard: the kernel, ``(*operands, **changed params) -> results``."""
 
@@ -39,7 +39,7 @@ class NamedShapes(NamedTuple):
     """The size of each named dimension."""
 
     def spec(self, names: Dimensions, shape: Sequence[int], assignment: dict[str, MeshAxes]) -> tuple[Any, ...]:
-        """Partition spec entries of an array: the assigned axes, but nothing for a dimension that is shared."""
+        """Partition spec entries of an array: the assigned axes; None for a dimension that is broadcast."""
         sizes = self.sizes
         return tuple(
             (assignment.get(name) or None) if size == sizes[name] else None
@@ -70,7 +70,7 @@ class NamedShapes(NamedTuple):
             for name, size in zip(names, shape, strict=True)
             if size == sizes[name]
         }
-        # Shardy wants the factors in the order of their first occurrence.
+        # Shardy requires the factors in the order of their first occurrence.
         return text, {
             "reduction_factors": tuple(
                 f
@@ -81,10 +81,10 @@ class NamedShapes(NamedTuple):
         }
 
     def assign(self, specs: Sequence[Sequence[Any] | None], replicated_dims: Sequence[str]) -> dict[str, MeshAxes]:
-        """Gives each dimension the mesh axes of the first array that splits it; no axis splits an array twice.
+        """Gives each dimension the mesh axes of the first array that splits it. No axis splits an array twice.
 
-        Nor does one split a dimension that all results lack, such as edges, and another one of operands, such as
-        features: a device would have some features of some edges alone, and no device the others of these.
+        No axis splits both a dimension that all results lack, such as edges, and another dimension of operands, such as
+        features. Otherwise a device would have only some features of its edges, and no device the other features.
         """
         sizes = self.sizes
         assignment: dict[str, MeshAxes] = {name: () for name in replicated_dims if name in sizes}
@@ -93,7 +93,7 @@ class NamedShapes(NamedTuple):
         reduced = of_operands.difference(*self.results)
 
         def beside(name: str) -> set[str]:
-            """The axes that already split an array with this dimension, or what it is combined with."""
+            """The axes that already split other dimensions and so must not split this one."""
             together = {other for names in names_of_each if name in names for other in names}
             together |= (of_operands if name in reduced else set()) | (reduced if name in of_operands else set())
             return {axis for other in together for axis in assignment.get(other, ())}
@@ -123,15 +123,15 @@ def partitioned(
         dimension to the mesh axes that split it.
       shapes: the dimensions of the call.
       replicated_dims: dimensions that must not be split.
-      reduction_dims: dimensions of the operands that results lack.
+      reduction_dims: operand dimensions that are summed away.
       min_shard_sizes: the minimum shard size of dimensions with halo exchange.
-      whole_mesh: the mesh of the program, where the partitioner splits things over a part of it.
+      whole_mesh: the mesh of the program, if the partitioner splits calls over a part of it.
     """
 
     def can_be_split(mesh: Any, name: str, axes: MeshAxes) -> bool:
         shard_size, rest = divmod(shapes.sizes[name], _num_shards(mesh, axes))
         if name in min_shard_sizes:
-            # Shards exchange with their neighbours, and jax.lax.ppermute wants the axes in the order of the mesh.
+            # Shards exchange halos with jax.lax.ppermute, which requires the axes in the order of the mesh.
             in_mesh_order = tuple(axis for axis in mesh.axis_names if axis in axes)
             return rest == 0 and shard_size >= min_shard_sizes[name] and axes == in_mesh_order
         return rest == 0
@@ -154,7 +154,7 @@ def partitioned(
                 return shard_program(assignment, *operands)
 
         return (
-            whole_mesh or mesh,  # whose devices the collectives of the shard are among
+            whole_mesh or mesh,  # the shard's collectives run on its devices
             shard,
             shardings(shapes.results, shapes.result_shapes),
             shardings(shapes.operands, shapes.operand_shapes),

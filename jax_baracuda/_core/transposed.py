@@ -1,4 +1,4 @@
-"""A linear map that is given by its transpose: a primitive, whose own transpose is what was given."""
+"""A primitive for a linear map, defined by its transpose: transposing the primitive runs the given function."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ PullBack = Callable[..., Sequence[jax.Array]]
 def transposed(
     pull_back: PullBack, residuals: Sequence[jax.Array], tangents: Sequence[jax.Array], types: Sequence[Any]
 ) -> list[jax.Array]:
-    """Applies the transpose of a linear function, without forgetting the function.
+    """Applies the transpose of a linear function. Transposing the result runs that function.
 
-    Reverse mode through the result runs `pull_back` as it is, with its kernels; forward mode runs its transpose.
+    Reverse mode runs `pull_back` as it is, with its kernels. Forward mode runs its transpose.
 
     Args:
-      pull_back: depends on arrays through its arguments alone.
+      pull_back: must not close over arrays.
       residuals: any arrays.
-      tangents: as `pull_back` returns cotangents.
-      types: of the results, which are as the cotangents that `pull_back` takes.
+      tangents: one for each cotangent that `pull_back` returns.
+      types: the types of the results, and of the cotangents that `pull_back` takes.
     """
 
     def push_forward(*operands: jax.Array) -> Sequence[jax.Array]:
@@ -55,10 +55,10 @@ def _batch(
     pull_back: PullBack,
     num_residuals: int,
 ) -> tuple[list[jax.Array], list[int]]:
-    """Residuals may be shared by the batch; every tangent and cotangent is mapped, which keeps the two transposed."""
+    """Maps all tangents and cotangents, so that the two stay each other's transpose. Residuals may stay shared."""
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     residuals = operands[:num_residuals]
-    # By vmap, which splits what it broadcasts as the batch is split.
+    # With vmap, because it shards what it broadcasts like the batch.
     tangents = jax.vmap(lambda *own: own[num_residuals:], tuple(axes), axis_size=size)(*operands)
 
     def mapped(function: Callable[..., Any], num_linear: int) -> Callable[..., Any]:
@@ -78,7 +78,7 @@ def _batch(
 def _jvp(
     primals: Sequence[jax.Array], tangents: Sequence[Any], *, num_residuals: int, **params: Any
 ) -> tuple[list[jax.Array], list[Any]]:
-    """The map is applied to the tangents of what it is linear in, and JAX differentiates it by its residuals."""
+    """Applies the map to the tangents of its linear operands. JAX differentiates it with respect to the residuals."""
     bind = functools.partial(_transposed_p.bind, **params, num_residuals=num_residuals)
     results = bind(*primals)
     result_tangents = [jax_versions.zero_tangent(x) for x in results]

@@ -18,7 +18,7 @@ from jax_baracuda._examples.example import ROUNDED_ONCE, Example, Operand, Sizes
 
 
 def shifted(x: Array, steps: int, axis: int) -> Array:
-    """What was there some steps before, zero where nothing was; for negative `steps`, what comes after."""
+    """The values `steps` earlier along the axis, or later if `steps` is negative; zero outside of `x`."""
     edges = [(0, 0, 0)] * x.ndim
     edges[axis] = (steps, -steps, 0)
     return jax.lax.pad(x, jnp.zeros((), x.dtype), edges)
@@ -39,7 +39,7 @@ def causal_conv1d(
     return_final_state: bool = False,
     segment_ids: Array | None = None,
 ) -> Any:
-    """Shifted adds."""
+    """The convolution as a sum of shifted inputs."""
     time, kept = (1 if channels_last else 2), weight.shape[1] - 1
     inputs, ids = x, segment_ids
     if initial_state is not None:
@@ -95,7 +95,7 @@ def causal_conv1d_update(
     activation: str | None = None,
     channels_last: bool = False,
 ) -> tuple[Array, Array]:
-    """Of a state that holds no more than the filter reaches."""
+    """For a state of the filter's length minus one."""
     if x.ndim == 3:
         return causal_conv1d(
             x,
@@ -117,7 +117,7 @@ def causal_conv1d_update(
 
 
 def packed(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    """Sequences one after the other."""
+    """Ids of packed sequences."""
     return np.cumsum(rng.random(shape) < 4 / shape[-1], axis=-1).astype(dtype)
 
 

@@ -1,6 +1,6 @@
-"""Decoding steps of a transformer whose examples are at positions of their own, with a KV cache that a loop carries.
+"""Decoding steps of a transformer, with a position for each example and a KV cache that a loop carries.
 
-The benchmarks time them, the tests look at what XLA makes of them.
+The benchmarks time them, and the tests examine what XLA compiles them to.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Pair = tuple[Array, Array]
 
 
 class Functions(Protocol):
-    """What decoding needs of a library."""
+    """The functions that decoding needs."""
 
     def rotate(self, q: Array, k: Array, positions: Array, layout: Layout) -> Pair:
-        """Rotary embedding of one row of each example: `positions` are ``[example]``."""
+        """Rotary embedding of one row of each example; `positions` has shape ``[example]``."""
 
     def append(self, cache: Pair, rows: Pair, positions: Array, layout: Layout) -> Pair:
         """The cache with a row of each example written at its position."""
 
 
 class Ours:
-    """This package's."""
+    """The functions of this package."""
 
     def rotate(self, q: Array, k: Array, positions: Array, layout: Layout) -> Pair:
         return jb.rope_qk(q, k, positions[:, None], layout=layout)
@@ -46,7 +46,7 @@ class Ours:
 
 
 class Plain:
-    """Plain JAX."""
+    """The same in plain JAX."""
 
     def rotate(self, q: Array, k: Array, positions: Array, layout: Layout) -> Pair:
         return rope.rope_qk(q, k, positions[:, None], layout=layout)
@@ -60,7 +60,7 @@ class Plain:
 
 
 def _start(position: Array, layout: Layout) -> tuple[Any, Any, Any]:
-    """Of the window of an example."""
+    """The start of the window of an example."""
     return (position, 0, 0) if layout == "BSHD" else (0, position, 0)
 
 
@@ -69,14 +69,14 @@ class Decoder:
     """A transformer with grouped attention."""
 
     layout: Layout
-    """Of the cache: ``[example, position, head, feature]`` or ``[example, head, position, feature]``."""
+    """The layout of the cache: ``[example, position, head, feature]`` or ``[example, head, position, feature]``."""
     examples: int
     length: int
-    """Positions of the cache."""
+    """The positions that the cache holds."""
     heads: int
     kv_heads: int
     features: int
-    """Of a head."""
+    """The features of a head."""
     layers: int
     steps: int
     dtype: str
@@ -86,18 +86,18 @@ class Decoder:
         return self.heads * self.features
 
     def weight_shapes(self) -> dict[str, tuple[int, int]]:
-        """Of a layer."""
+        """The shapes of the weights of a layer."""
         of_cache = self.kv_heads * self.features
         shapes = {"q": self.width, "k": of_cache, "v": of_cache, "o": self.width, "up": 2 * self.width}
         return {name: (self.width, size) for name, size in shapes.items()} | {"down": (2 * self.width, self.width)}
 
     def cache_shape(self) -> tuple[int, ...]:
-        """Of the keys of a layer, and of its values."""
+        """The shape of the keys of a layer, and of its values."""
         inner = (self.length, self.kv_heads) if self.layout == "BSHD" else (self.kv_heads, self.length)
         return (self.examples, *inner, self.features)
 
     def make_weights(self) -> list[dict[str, Array]]:
-        """Random ones; rows of matrices have the norm that keeps the variance."""
+        """Random weights, scaled so that products with them keep the variance."""
         keys = iter(jax.random.split(jax.random.key(0), self.layers * len(self.weight_shapes())))
         return [
             {
@@ -108,7 +108,7 @@ class Decoder:
         ]
 
     def make_caches(self) -> list[Pair]:
-        """Empty ones, an array for each: they can be donated."""
+        """Empty caches. Each is an array of its own, so that all can be donated."""
         return [
             (jnp.zeros(self.cache_shape(), self.dtype), jnp.zeros(self.cache_shape(), self.dtype))
             for _ in range(self.layers)
@@ -156,7 +156,7 @@ class Decoder:
         return x + jax.nn.silu(normalized(x) @ weights["up"]) @ weights["down"], cache
 
     def _attention(self, q: Array, cache: Pair, positions: Array) -> Array:
-        """Of each example's row, over the positions that it has reached."""
+        """Attention of each example's row to the positions up to its own."""
         keys, values = cache
         axes = "bskd" if self.layout == "BSHD" else "bksd"
         q = q.reshape(self.examples, self.kv_heads, -1, self.features)
@@ -167,6 +167,6 @@ class Decoder:
 
 
 def normalized(x: Array) -> Array:
-    """By the root mean square."""
+    """`x` divided by its root mean square."""
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""What an example call of a public function consists of."""
+"""An example call of a public function, and its parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Sizes = Mapping[str, int]
-"""Of named dimensions."""
+"""The sizes of named dimensions."""
 Draw = Callable[[np.random.Generator, tuple[int, ...], np.dtype, Sizes], np.ndarray]
 """``(rng, shape, dtype, sizes of all dimensions) -> array``"""
 Tolerance = dict[str, tuple[float, float]]
@@ -21,13 +21,13 @@ Tolerance = dict[str, tuple[float, float]]
 
 EXACT: Tolerance = {"float32": (0, 0), "bfloat16": (0, 0), "float16": (0, 0)}
 ROUNDED_ONCE: Tolerance = {"float32": (2e-6, 2e-6), "bfloat16": (4e-3, 4e-3), "float16": (5e-4, 5e-4)}
-"""Of float32, what sums in another order differ by; of 16 bits, a little more than half of the spacing at 1."""
+"""For float32: the effect of another order of sums. For 16 bits: a little more than half of the spacing at 1."""
 
 REPEATED_AFTER = 1_000_003
 
 
 def repeated(make: Callable[[int], np.ndarray], shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """What ``make(count)`` makes, again and again in a large array: that is much faster than new numbers."""
+    """The array ``make(count)``, repeated to fill `shape`: much faster than drawing that many numbers."""
     return np.resize(make(min(math.prod(shape), REPEATED_AFTER)).astype(dtype), shape)
 
 
@@ -56,12 +56,12 @@ class Operand:
     dtype: str | None = None
     """None: the dtype under test."""
     differentiable: bool = True
-    """Where its dtype is floating."""
+    """Whether it is differentiable if its dtype is floating."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SizeOf:
-    """As the value of an option: the size of a dimension."""
+    """The value of an option: the size of a dimension."""
 
     dim: str
 
@@ -75,7 +75,7 @@ class SizeOf:
 
 @dataclasses.dataclass(frozen=True)
 class ShapeOf:
-    """As the value of an option: the sizes of dimensions."""
+    """The value of an option: the sizes of dimensions."""
 
     dims: tuple[str, ...]
 
@@ -97,19 +97,19 @@ class Example:
 
     function: Callable[..., Any]
     plain_jax: Callable[..., Any]
-    """Called as `function` is, with the same result."""
+    """Takes the same arguments as `function` and returns the same result."""
     operands: Mapping[str, Operand]
     sizes: Mapping[str, Sizes]
-    """By use: "small" for programs that cost little more than their launch, "check", and where it is worth timing them
-    "cpu" and "cuda", the platforms of ``race``."""
+    """The sizes for each use: "small" for launch-bound programs, "check", and for examples that ``race`` times also its
+    platforms "cpu" and "cuda"."""
     variant: str = ""
-    """What distinguishes it from the first example of the function."""
+    """How it differs from the first example of the function."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Keyword arguments that are no arrays; sizes as :class:`SizeOf` and :class:`ShapeOf`."""
+    """Keyword arguments that are not arrays; sizes are :class:`SizeOf` or :class:`ShapeOf`."""
     apply: Callable[..., Any] = by_name
     """``(function, **operands, **options)``: the call."""
     mapped: str | None = None
-    """The dimension, in front of those of each operand, that ``jax.vmap`` maps."""
+    """The dimension that ``jax.vmap`` maps, in front of the other dimensions of each operand."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     tolerance: Tolerance = dataclasses.field(default_factory=lambda: ROUNDED_ONCE)
 
@@ -119,7 +119,7 @@ class Example:
 
     @property
     def dims(self) -> set[str]:
-        """The dimensions that matter: of the operands, and those that options are sizes of."""
+        """The dimensions of the operands and options."""
         of_operands = (dim for operand in self.operands.values() for dim in operand.dims)
         of_options = (
             dim for value in self.options.values() if isinstance(value, SizeOf | ShapeOf) for dim in value.dims
@@ -127,9 +127,9 @@ class Example:
         return {*of_operands, *of_options, *filter(None, [self.mapped])}
 
     def differentiated(self, dtype: str) -> tuple[str, ...]:
-        """The names of the operands that gradients are taken of: none of a function that is a gradient already.
+        """The names of the operands to differentiate; none if the function is itself a gradient.
 
-        Programs hardly ever differentiate it again, and compiling that takes long.
+        Programs rarely differentiate a gradient again, and compiling its derivative is slow.
         """
         if self.function.__name__.endswith("_backward"):
             return ()
@@ -140,7 +140,7 @@ class Example:
         )
 
     def operand_types(self, dtype: str, use: str) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the operands, of the sizes for a use."""
+        """Shapes and dtypes of the operands, with the sizes for a use."""
         front = () if self.mapped is None else (self.mapped,)
         return {
             name: jax.ShapeDtypeStruct(
@@ -151,7 +151,7 @@ class Example:
         }
 
     def make_operands(self, rng: np.random.Generator, dtype: str, use: str) -> dict[str, np.ndarray]:
-        """Random operands of the sizes for a use."""
+        """Random operands, with the sizes for a use."""
         return {
             name: self.operands[name].draw(rng, x.shape, x.dtype, self.sizes[use])
             for name, x in self.operand_types(dtype, use).items()
@@ -172,7 +172,7 @@ class Example:
             for name, value in self.options.items()
         }
         call = functools.partial(self.apply, function, **options)
-        # Of a dictionary: vmap would map positional arguments of partial ones over other axes.
+        # vmap maps one dictionary, because it would map positional arguments of a partial function over other axes.
         return call if self.mapped is None else lambda **operands: jax.vmap(lambda given: call(**given))(operands)
 
 

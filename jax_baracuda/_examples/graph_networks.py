@@ -1,6 +1,6 @@
 """Graph neural networks: GraphSAGE and graph attention, with this package's functions or in plain JAX.
 
-The benchmarks time their training steps, the tests look at what XLA makes of them.
+The benchmarks time their training steps, and the tests examine what XLA compiles them to.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from jax_baracuda._examples.segment import gather, gathered_sum, softmax
 Reduction = Literal["max", "sum"]
 
 SLOPE = 0.2
-"""Of the leaky ReLU of GAT's logits."""
+"""The slope of the leaky ReLU of GAT's logits."""
 
 Edges = dict[str, Any]
-"""A plan, or the ids of senders and receivers, under the names that this package's functions give them."""
+"""A plan, or the ids of senders and receivers, by the argument names of this package's functions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ours:
-    """What models need of this package."""
+    """The functions of this package that models need."""
 
     num_segments: int | None = None
-    """None with a plan."""
+    """None if the edges are a plan."""
 
     def max(self, h: jax.Array, edges: Edges) -> jax.Array:
         return jb.gather_segment_max(h, num_segments=self.num_segments, **edges)
@@ -51,7 +51,7 @@ class Ours:
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """The same in plain JAX: ids are in range, and no gradient goes through the softmax's maximum."""
+    """The same in plain JAX. Ids must be in range; no gradient flows through the maximum in the softmax."""
 
     num_segments: int
 

@@ -16,17 +16,17 @@ from jax_baracuda._examples.example import Example, Operand, Sizes, integers
 # Plain JAX
 
 LAST_POSITION = 1 << 13
-"""Positions that are operands are less: plain JAX looks their angles up."""
+"""The exclusive upper bound of positions that are operands: plain JAX looks their angles up in a table."""
 
 
 def rotate_adjacent(x: Array, cos: Array, sin: Array) -> Array:
-    """Features (2i, 2i + 1) by cosines and sines that broadcast to their pairs."""
+    """Rotates features (2i, 2i + 1) by cosines and sines that broadcast to the pairs."""
     first, second = x[..., ::2], x[..., 1::2]
     return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
 
 
 def rotate_halves(x: Array, cos: Array, sin: Array) -> Array:
-    """Features (i, i + D/2)."""
+    """Rotates features (i, i + D/2)."""
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
@@ -42,7 +42,7 @@ def rope(
     scale: float = 1.0,
     direction: int = 1,
 ) -> Array:
-    """With sine and cosine from tables, which are constants of the program where the frequencies are."""
+    """The rotation, with sine and cosine from tables. If the frequencies are constants, the tables are, too."""
     head_axis, sequence_axis = (1, 2) if layout == "BHSD" else (2, 1)
     size = rotary_dim or x.shape[3]
     inv_freq = jb.rope_frequencies(size)[0] if inv_freq is None else inv_freq.sum(axis=0)
@@ -75,7 +75,7 @@ def rope_qk_backward(
 
 
 def frequencies(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    """Powers of 2: their products with positions are exact. The second row is what is left of them, nothing."""
+    """Powers of 2: their products with positions are exact. The second row holds their rounding errors, which are 0."""
     return (np.exp2(rng.integers(-12, 1, shape)) * [[1], [0]]).astype(dtype)
 
 

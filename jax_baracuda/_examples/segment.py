@@ -16,11 +16,11 @@ import jax_baracuda as jb
 from jax_baracuda._examples.example import EXACT, ROUNDED_ONCE, Example, Operand, SizeOf, Sizes, Tolerance, repeated
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Plain JAX, as fast as it gets: ids are in range.
+# Plain JAX, as fast as possible: it relies on ids in range.
 
 
 def gather(d_output: Array, segment_ids: Array, indices_are_sorted: bool = False) -> Array:
-    """Each row's cells: the gradient of a sum."""
+    """Gathers the segment of each row: the gradient of a sum."""
     return d_output.at[segment_ids].get(indices_are_sorted=indices_are_sorted, mode="promise_in_bounds")
 
 
@@ -54,7 +54,7 @@ _prod.defvjp(_prod_forward, _prod_backward)
 
 
 def prod(data: Array, segment_ids: Array, num_segments: int, indices_are_sorted: bool = False) -> Array:
-    """JAX has no gradient of ``segment_prod``; people write the one that holds where there are no zeros."""
+    """JAX has no gradient of ``segment_prod``. This is the usual hand-written one: it requires data without zeros."""
     return _prod(data, segment_ids, num_segments, indices_are_sorted)
 
 
@@ -80,14 +80,14 @@ def softmax(logits: Array, segment_ids: Array, num_segments: int, indices_are_so
 
 
 def first_max(data: Array, segment_ids: Array, num_segments: int, **_: Any) -> Array:
-    """The maximum as one of its rows, which gets all of the gradient."""
+    """The maximum, taken from its first row. This row gets the whole gradient."""
     winner = argmax(jax.lax.stop_gradient(data), segment_ids, num_segments)
     with_none = jnp.concatenate([data, jnp.full((1, *data.shape[1:]), -jnp.inf, data.dtype)])
     return jnp.take_along_axis(with_none, winner, axis=0)
 
 
 def gathered(reduction: Callable[..., Array]) -> Callable[..., Array]:
-    """The reduction of an array of messages."""
+    """A function that gathers rows and reduces them."""
 
     def reduce(
         data: Array,
@@ -153,17 +153,17 @@ PLAIN_JAX: dict[str, Callable[..., Array]] = {
 
 
 def with_ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    """Rounded numbers: rows that tie share the gradient of a maximum."""
+    """Rounded numbers, so that rows tie and share the gradient of a maximum."""
     return repeated(lambda count: np.round(rng.standard_normal(count), 1), shape, dtype)
 
 
 def factors(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    """Around 1 and -1, so that products stay in range."""
+    """Numbers around 1 and -1, so that products stay in range."""
     return repeated(lambda count: rng.choice([-1, 1], count) * np.exp2(rng.normal(0, 0.25, count)), shape, dtype)
 
 
 def probabilities(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    """Between 0 and 1; they need not sum to 1."""
+    """Numbers between 0 and 1; they need not sum to 1."""
     return repeated(rng.random, shape, dtype)
 
 
@@ -195,8 +195,7 @@ TIMED = {
     "cuda": {"row": 1_166_243, "feature": 128, "segment": 169_343},
 }
 
-# Sums are added in another order, the quotient of a product is rounded, and a softmax takes its gradient from rounded
-# results.
+# Sums differ in their order. Quotients of products are rounded. The gradient of a softmax follows from rounded results.
 SUMMED: Tolerance = ROUNDED_ONCE | {"float32": (4e-6, 4e-6)}
 DIVIDED: Tolerance = ROUNDED_ONCE | {"float32": (4e-6, 2e-5)}
 FROM_RESULTS: Tolerance = {"float32": (4e-6, 1e-5), "bfloat16": (4e-3, 6e-2), "float16": (5e-4, 8e-3)}
@@ -217,7 +216,7 @@ def reductions(
     data_name: str = "data",
     sorted_timed: Mapping[str, Sizes] = {},
 ) -> Iterator[Example]:
-    """Of rows in random order, and of sorted ones."""
+    """Examples of a reduction, for ids in random order and for sorted ids."""
     for variant, segment_ids, options, sizes in (
         ("", IDS, {}, TIMED),
         ("sorted ids", SORTED_IDS, {"indices_are_sorted": True}, sorted_timed),
@@ -235,7 +234,7 @@ def reductions(
 
 GATHERED_CHECKED = {use: {**sizes, "node": sizes["row"] // 6, "feature1": 4} for use, sizes in CHECKED.items()}
 GATHERED_TIMED = {use: {**sizes, "node": sizes["segment"]} for use, sizes in TIMED.items()}
-# Plain JAX rounds the products, too, and the gradient of a weight is a sum of products.
+# Plain JAX also rounds the products, and the gradient of a weight is a sum of products.
 WEIGHTED: Tolerance = {"float32": (4e-6, 2e-5), "bfloat16": (3e-2, 6e-2), "float16": (4e-3, 8e-3)}
 
 TIED, NUMBERS, COTANGENTS = Operand(ROWS, with_ties), Operand(ROWS), Operand(CELLS)

@@ -19,7 +19,7 @@ def where_backward(
     d_output: Array, cond: Array, a_shape: tuple[int, ...] | None = None, b_shape: tuple[int, ...] | None = None
 ) -> tuple[Array, Array]:
     def summed(x: Array, shape: tuple[int, ...] | None) -> Array:
-        """For an operand that lacks the first dimensions."""
+        """Sums over the leading dimensions that an operand lacks."""
         return x if shape is None else x.sum(range(x.ndim - len(shape)))
 
     return summed(jnp.where(cond, d_output, 0), a_shape), summed(jnp.where(cond, 0, d_output), b_shape)
@@ -35,7 +35,7 @@ COND = Operand(ALL, flags, "bool")
 ROW_COND = Operand(("query", "key"), flags, "bool")
 COLUMN_COND = Operand(("head", "1", "1"), flags, "bool")
 SUMMED: Tolerance = {"float32": (0, 1e-5), "bfloat16": (0, 4e-3), "float16": (0, 5e-4)}
-"""Gradients of what is broadcast are sums, in another order."""
+"""The gradient of a broadcast operand is a sum, whose order differs."""
 
 EXAMPLES = [
     *(

@@ -17,7 +17,7 @@ from jax_baracuda._examples.example import EXACT, Example, Operand, Sizes
 def write_slice(dest: Array, source: Array, start_indices: Sequence[Any], mode: str = "clip") -> Array:
     if mode == "clip":
         return jax.lax.dynamic_update_slice(dest, source, start_indices)
-    # With room for the window on every side.
+    # Pads every side, so that a window outside of `dest` is not moved.
     padded = jnp.pad(dest, [(size, size) for size in source.shape])
     start_indices = [start + size for start, size in zip(start_indices, source.shape, strict=True)]
     written = jax.lax.dynamic_update_slice(padded, source, start_indices)
@@ -31,12 +31,12 @@ def write_slices(
 
 
 def append(function: Callable[..., Array], dest: Array, source: Array, start: Array, **options: Any) -> Array:
-    """At a position of the last dimension but one."""
+    """Writes at a position along the second-to-last dimension."""
     return function(dest, source, (*(0,) * (dest.ndim - 2), start, 0), **options)
 
 
 def write_part(function: Callable[..., Array], dest: Array, source: Array, start: Array, **options: Any) -> Array:
-    """From the second of the first dimension on."""
+    """Writes from index 1 of the first dimension on."""
     return function(dest, source, (1, start, 0), **options)
 
 

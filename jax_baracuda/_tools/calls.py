@@ -12,7 +12,7 @@ from jax_baracuda._core.op import OPS
 
 
 def equations_of(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a program and, after each, those of the programs in it."""
+    """The equations of a program, each followed by the equations of the programs in it."""
     for equation in jaxpr.eqns:
         yield equation
         for value in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
@@ -21,7 +21,7 @@ def equations_of(jaxpr: Any) -> Iterator[Any]:
 
 
 def traced_calls(function: Callable[..., Any], *operands: Any) -> list[OpCall]:
-    """Those that a function makes of operands of these types."""
+    """The calls of ops that a function makes for operands of these types."""
     ops = {op.primitive: op for op in OPS.values()}
     return [
         OpCall(ops[equation.primitive], [x.aval for x in equation.invars], equation.params)

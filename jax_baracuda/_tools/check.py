@@ -67,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def errors(
     example: Example, device: jax.Device, seed: int, use: str = "check"
 ) -> Iterator[tuple[str, float, float | None]]:
-    """Each dtype with the errors of value and gradient against plain JAX in float32, on fresh random operands.
+    """Yields each dtype with the errors of value and gradient against plain JAX in float32, for random operands.
 
-    The error of the gradient is None where nothing is differentiable.
+    The error of the gradient is None if nothing is differentiable.
     """
     expected_call = jax.jit(value_and_gradient(example.plain_call(use), example.differentiated("float32")))
     for dtype in example.dtypes:
@@ -85,7 +85,7 @@ def errors(
 
 
 def _random_cotangents(rng: np.random.Generator, results: Any) -> Any:
-    """Their mean is not 0, as then the sum of all could nearly cancel, and any error be large beside it."""
+    """Random cotangents of mean 1. With mean 0, sums could nearly cancel, and their relative errors would be large."""
     return jax.tree.map(lambda x: rng.normal(1, size=x.shape).astype(x.dtype), results)
 
 
@@ -94,7 +94,7 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def _largest_error(actual: Any, expected: Any) -> float:
-    """Of any element of any array, relative to what is expected there, or to its root mean square if that is more."""
+    """The largest error of all elements, relative to the expected value or the array's root mean square if larger."""
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     return max((_largest_error_of_array(*pair) for pair in pairs), default=0.0)
 

@@ -1,4 +1,4 @@
-"""What the command lines of the tools have in common: their arguments, and how they end."""
+"""Shared by the tools' command lines: parsing of arguments, and exit statuses."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import NoReturn
 from jax_baracuda._tools.platforms import BackendError
 
 CANNOT_RUN = 2
-"""The exit status of a tool whose arguments are wrong, that lacks a package, or that finds no device."""
+"""The exit status for wrong arguments, a missing package, or no device."""
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit statuses as shells have them for a program that a signal ends."""
+"""Like `PIPE_CLOSED`, the exit status that shells give a program that the signal ends."""
 PIPE_CLOSED = 128 + signal.SIGPIPE
 
 
 def parser_of(program: str, description: str | None, statuses: Mapping[int, str]) -> argparse.ArgumentParser:
-    """A parser whose help says which exit statuses there are: those of the tool, and those of all tools.
+    """A parser whose help lists the given exit statuses, and the ones common to all tools.
 
     Args:
       program: what follows "python -m".
@@ -37,7 +37,7 @@ def parser_of(program: str, description: str | None, statuses: Mapping[int, str]
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """What parses an argument that is a whole number, of `least` at least."""
+    """A function that parses an integer argument of at least `least`."""
 
     def parse(text: str) -> int:
         number = int(text)
@@ -50,7 +50,7 @@ def whole_number(least: int) -> Callable[[str], int]:
 
 
 def output_file(text: str) -> Path:
-    """Parses an argument that names a file to write: what is wrong with it is said before anything is computed."""
+    """Parses the name of a file to write. Errors in it are reported before anything is computed."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
@@ -60,7 +60,7 @@ def output_file(text: str) -> Path:
 
 
 def missing_packages(tool: str, modules: Sequence[str], extra: str) -> str | None:
-    """What to do about modules that are not installed; None if all are."""
+    """How to install the modules that are missing; None if none is."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if not missing:
         return None
@@ -68,7 +68,7 @@ def missing_packages(tool: str, modules: Sequence[str], extra: str) -> str | Non
 
 
 def exit_status(main: Callable[[], int]) -> int:
-    """Runs a tool; returns its exit status, also where it is interrupted, or nobody reads any more what it prints."""
+    """Runs a tool; returns its exit status, also if Ctrl-C interrupts it or its output pipe is closed."""
     try:
         try:
             return main()
@@ -90,7 +90,7 @@ def exit_status(main: Callable[[], int]) -> int:
 
 
 def _discard_output() -> None:
-    """What is left in the buffer would raise once more when the interpreter flushes it."""
+    """Redirects stdout to nothing. Otherwise the flush at exit would raise the error again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -98,7 +98,7 @@ def run(main: Callable[[], int]) -> NoReturn:
     """Runs a tool, and ends the process with its exit status."""
     status = exit_status(main)
     if status == INTERRUPTED or threading.active_count() > 1:
-        # Threads may still be compiling: Python would wait for them, and those of JAX may crash as Python ends.
+        # Threads may still be compiling. Python would wait for them, and JAX's threads may crash at Python's exit.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

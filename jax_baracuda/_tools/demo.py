@@ -40,9 +40,9 @@ HIDDEN_CHANNELS = 64
 LEARNING_RATE = 3e-3
 WARM_UP_STEPS = 5
 
-# The runs compute the same formulas, so their first gradients differ by the rounding of float32 sums only: about 1e-7
-# of an array's largest entry. Training amplifies such differences, because sooner or later another of two nearly equal
-# neighbours becomes the maximum. Merely reordering the edges of the graph, and with them the sums in the gradient,
+# The runs compute the same formulas, so their first gradients differ only by the rounding of float32 sums: about 1e-7
+# of an array's largest entry. Training amplifies such differences: when two neighbours are nearly equal, rounding
+# decides which is the maximum. Merely reordering the edges of the graph, and with them the sums in the gradient,
 # moves the loss curve by up to 3e-5 of the initial loss. A gradient that misses one of the 64 channels moves it by
 # 4e-3.
 GRADIENT_TOLERANCE = 1e-5
@@ -96,7 +96,7 @@ class AdamState(NamedTuple):
 
 @dataclass
 class Run:
-    """One training run: what it aggregates with, where it stands, and what was measured at each step."""
+    """One training run: its aggregation, its current state, and the measurements of each step."""
 
     function: str
     aggregate: Aggregate
@@ -107,12 +107,12 @@ class Run:
     seconds: list[float] = field(default_factory=list)
 
     def median_milliseconds(self) -> float:
-        """Median time of a training step, without the first ones, which compile and warm up."""
+        """Median time of a training step, without the warm-up steps."""
         return 1e3 * statistics.median(self.seconds[WARM_UP_STEPS:])
 
 
 def load_digits_graph(seed: int) -> Graph:
-    """Joins each of scikit-learn's digit images with its nearest neighbours, and draws the nodes that keep a label."""
+    """Joins each of scikit-learn's digit images with its nearest neighbours, and draws the labelled nodes."""
     from sklearn.datasets import load_digits
     from sklearn.neighbors import kneighbors_graph
 
@@ -181,8 +181,8 @@ def loss_and_accuracy(parameters: list[SageLayer], graph: Graph, aggregate: Aggr
 
 def adam_update(parameters: Any, gradients: Any, state: AdamState) -> tuple[Any, AdamState]:
     """One step of Adam (Kingma and Ba, 2014): the updated parameters and state."""
-    # Adam divides every gradient by its usual size. With the customary epsilon of 1e-8, gradients that are nothing but
-    # rounding errors would become steps of full length.
+    # Adam divides every gradient by its usual size. With the customary epsilon of 1e-8, gradients that are mere
+    # rounding errors would become full steps.
     decay, decay_square, epsilon = 0.9, 0.999, 1e-5
     steps = state.steps + 1
     mean = jax.tree.map(lambda m, g: decay * m + (1 - decay) * g, state.mean, gradients)
@@ -199,7 +199,7 @@ def adam_update(parameters: Any, gradients: Any, state: AdamState) -> tuple[Any,
 def training_step(
     parameters: list[SageLayer], adam: AdamState, graph: Graph, aggregate: Aggregate
 ) -> tuple[list[SageLayer], AdamState, jax.Array, jax.Array]:
-    """Updated parameters and Adam state; loss and test accuracy are those of the parameters before the update."""
+    """Updated parameters and Adam state, and the loss and test accuracy before the update."""
     differentiate = jax.value_and_grad(loss_and_accuracy, has_aux=True)
     (loss, accuracy), gradients = differentiate(parameters, graph, aggregate)
     parameters, adam = adam_update(parameters, gradients, adam)
@@ -227,7 +227,7 @@ def advance(run: Run, graph: Graph) -> None:
 
 
 def train_side_by_side(runs: Sequence[Run], graph: Graph, steps: int) -> None:
-    """Trains all runs, a step of each in turn, so that other work on this machine disturbs their timings alike."""
+    """Trains all runs, one step each in turn, so that other work on this machine affects their timings equally."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -253,7 +253,7 @@ def loss_gradients(parameters: list[SageLayer], graph: Graph, aggregate: Aggrega
 
 
 def gradient_difference(graph: Graph, run: Run, expected: Run) -> float:
-    """Largest difference between the gradients of two runs where they stand, relative to each array's largest entry."""
+    """Largest difference between the current gradients of two runs, relative to each array's largest entry."""
 
     def relative_difference(a: jax.Array, b: jax.Array) -> float:
         return float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)))
@@ -276,7 +276,7 @@ def save_plot(runs: Sequence[Run], device: jax.Device, path: Path) -> None:
     # A Figure of its own, without pyplot, needs no display and leaves the caller's choice of a backend alone.
     from matplotlib.figure import Figure
 
-    # The first run is drawn thin and dashed upon the second one, so that two equal curves can both be seen.
+    # The first run is thin and dashed, on top of the second, so that both of two equal curves are visible.
     styles = [
         {"color": "#b3261e", "linewidth": 1.6, "linestyle": (0, (4, 3)), "zorder": 3},
         {"color": "#9db4d0", "linewidth": 5.0, "solid_capstyle": "round", "zorder": 2},
@@ -323,7 +323,7 @@ def save_plot(runs: Sequence[Run], device: jax.Device, path: Path) -> None:
 
 
 def report_agreement(quantity: str, difference: float, tolerance: float) -> bool:
-    """Prints how far the two runs differ in a quantity, on standard error if that is too far; returns if they agree."""
+    """Prints how much the two runs differ in a quantity, on stderr if too much; returns whether they agree."""
     agree = difference <= tolerance
     print(
         f"{'agreement' if agree else 'DISAGREEMENT'}: {quantity}: the runs differ by at most {difference:.1e} "
@@ -371,8 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"graph:     {len(graph.labels)} nodes, {len(graph.senders)} edges; "
         f"{int(graph.is_train.sum())} nodes are labelled for training, the others are the test"
     )
-    # Some devices round the factors of float32 matrix products to fewer bits by default. That would turn differences of
-    # one rounding into much larger ones.
+    # By default, some devices round the factors of float32 matrix products to fewer bits, which would amplify the
+    # runs' rounding differences.
     with jax.default_matmul_precision("highest"):
         first_gradient_difference = gradient_difference(graph, ours, reference)
         train_side_by_side((ours, reference), graph, options.steps)

@@ -12,18 +12,18 @@ from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES
 
 
 class BackendError(RuntimeError):
-    """There is no device that a tool could run on, or there are no kernels for it."""
+    """There is no device for a tool, or there are no kernels for the device."""
 
 
 def default_devices() -> list[jax.Device]:
-    """Those that JAX uses by default.
+    """The devices that JAX uses by default.
 
     Raises:
       BackendError: JAX cannot start a backend.
     """
     try:
         return jax.devices()
-    except Exception as error:  # A RuntimeError, an AssertionError where a plug-in finds no device, or a plug-in's own
+    except Exception as error:  # RuntimeError, AssertionError of a plug-in without a device, or a plug-in's own
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         platforms = os.environ.get("JAX_PLATFORMS")
         asked = "JAX_PLATFORMS is not set" if platforms is None else f"JAX_PLATFORMS is {platforms!r}"
@@ -41,7 +41,7 @@ def devices_by_platform() -> dict[str, jax.Device]:
     for platform in KERNEL_PLATFORMS:
         try:
             devices[platform] = jax.devices(platform)[0]
-        except RuntimeError:  # JAX's way to say that there is no such backend
+        except RuntimeError:  # there is no such backend
             continue
     if not devices:
         raise BackendError(f"There are kernels for {' and '.join(KERNEL_PLATFORMS)}; JAX has {default} only.")
@@ -49,10 +49,10 @@ def devices_by_platform() -> dict[str, jax.Device]:
 
 
 def require_kernels(device: jax.Device) -> None:
-    """Checks that a device has kernels: a tool would compare plain JAX with itself.
+    """Checks that a device has kernels. Without them, a tool would compare plain JAX with itself.
 
     Raises:
-      BackendError: the package that Python imports has none.
+      BackendError: the imported package has none.
     """
     platform = "cuda" if device.platform == "gpu" else device.platform
     native = NATIVE_MODULES.get(platform)

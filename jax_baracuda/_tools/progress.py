@@ -1,4 +1,4 @@
-"""How far a tool is."""
+"""A progress bar for the tools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Progress:
-    """A bar below what is printed, on a terminal where rich is installed; elsewhere what is printed, and no more."""
+    """Prints text above a progress bar, on a terminal if rich is installed; else prints only the text."""
 
     def __init__(self) -> None:
         terminal = next((stream for stream in (sys.stdout, sys.stderr) if stream.isatty()), None)
@@ -22,7 +22,7 @@ class Progress:
             self._console = Console(file=terminal)
 
     def track(self, items: Iterable[T], total: int, describe: Callable[[T], str]) -> Iterator[T]:
-        """Yields the items; the bar says which of how many is worked on, and describes it."""
+        """Yields the items; the bar shows the count, and describes the current item."""
         if self._console is None:
             yield from items
             return

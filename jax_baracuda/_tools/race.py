@@ -66,9 +66,9 @@ def sizes_text(example: Example, platform: str) -> str:
 
 
 def race(example: Example, platform: str, device: jax.Device, repeats: int) -> Iterator[tuple[str, float, float]]:
-    """Yields what was timed and the median seconds of this package and of XLA.
+    """Yields what was timed, the median seconds of this package, and the median seconds of XLA.
 
-    The forward pass and, where something is differentiable, the forward pass with the gradients.
+    Times the forward pass and, if anything is differentiable, the forward pass with the gradients.
     """
     operands = jax.device_put(example.make_operands(np.random.default_rng(), "float32", platform), device)
     calls = example.call(platform), example.plain_call(platform)
@@ -85,7 +85,7 @@ def race(example: Example, platform: str, device: jax.Device, repeats: int) -> I
 
 
 def _median_seconds(function: Callable[..., Any], operands: Sequence[Any], repeats: int) -> float:
-    """Of some calls after one to warm up."""
+    """The median time of `repeats` calls, after one to warm up."""
     jax.block_until_ready(function(*operands))
     seconds = []
     for _ in range(repeats):

@@ -24,14 +24,14 @@ from jax_baracuda._tools.table import format_table
 
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 VARIABLES = ("JAX_PLATFORMS", "JAX_ENABLE_X64", "XLA_FLAGS", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
-"""Those that decide which devices JAX finds and what it loads."""
+"""The variables that decide which devices JAX finds and what it loads."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the report; returns 0, or 1 if JAX has no device to report on."""
     statuses = {0: "JAX has a device that there are kernels for", 1: "it has none, or cannot start"}
     parser_of("jax_baracuda report", __doc__, statuses).parse_args(arguments)
-    # What needs no device comes first: where JAX cannot start, it may say why.
+    # First what needs no device: it may show why JAX cannot start.
     print("\n\n".join(filter(None, (_versions(), _variables(), _modules()))), flush=True)
     try:
         print(f"\n{_devices()}\n\n{_ops()}\n\n{_choices()}")
@@ -106,7 +106,7 @@ def _ops() -> str:
 
 
 def _choices() -> str:
-    """What is picked for the first example that calls an op, at the sizes of ``race`` where it has those."""
+    """The choice for the first example that calls each op, at the sizes of ``race`` if the example has them."""
     rows = []
     for platform in devices_by_platform():
         found: set[str] = set()

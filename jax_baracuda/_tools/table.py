@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 MAX_WIDTH = 100
-"""Of a line. Cells that would make a longer one are wrapped; a cell may have several lines of its own, too."""
+"""The maximum width of a line: cells are wrapped to fit. A cell may also contain line breaks."""
 GAP = "  "
 
 
@@ -18,14 +18,14 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 class ProgressiveTable:
-    """The same, row by row as they become known."""
+    """The same table, printed row by row."""
 
     def __init__(self, show: Callable[[str], None], *columns: Sequence[str]):
         """Prints the header.
 
         Args:
           show: prints a line.
-          columns: the heading of each column, and texts as long as those that will stand below it.
+          columns: the heading of each column, and texts as long as the longest below it.
         """
         self._show = show
         self._widths = _fitting([max(map(len, column)) for column in columns])
@@ -37,7 +37,7 @@ class ProgressiveTable:
 
 
 def _fitting(widths: Sequence[int]) -> list[int]:
-    """The widths of columns, the widest of them narrowed until a line fits."""
+    """The widths of columns, after narrowing the widest until a line fits."""
     fitting = list(widths)
     while sum(fitting) + len(GAP) * (len(fitting) - 1) > MAX_WIDTH:
         fitting[fitting.index(max(fitting))] -= 1

@@ -1,9 +1,9 @@
 """The matrix of combinations: every public op × dtype × options × transformation × batch × sharding × size.
 
-One declaration per op says what may be combined (``matrix.py`` in the family's folder of tests, made of
-:mod:`support.matrix.calls`). :mod:`support.matrix.generator` draws cases that meet every pair of values at least once
-for each op. :mod:`support.matrix.run` runs a case and compares it with an independent reference in plain JAX, in
-float64, element by element. :mod:`support.matrix.fuzz` draws cases without end.
+One declaration per op says what may be combined (``matrix.py`` in the family's test folder, built from
+:mod:`support.matrix.calls`). :mod:`support.matrix.generator` draws cases that cover every pair of values for each op.
+:mod:`support.matrix.run` runs a case and compares it, element by element, with an independent reference in plain JAX in
+float64. :mod:`support.matrix.fuzz` draws random cases without end.
 
 A failing case prints itself as Python code, for example
 
@@ -12,8 +12,8 @@ A failing case prints itself as Python code, for example
     check(Case(op='segment_max', dtype='float32', size='small', transformation='vjp', batch='none', sharding='single',
                implementation='kernel', options=(), seed=0))
 
-and runs with ``PYTHONPATH=tests``. Results and scratch memory are filled with 0xFF before every kernel, so that what no
-kernel has written shows.
+and runs with ``PYTHONPATH=tests``. Results and scratch memory are filled with 0xFF before every kernel, so that missing
+writes show.
 """
 
 import os

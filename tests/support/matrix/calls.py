@@ -1,4 +1,4 @@
-"""What a declaration of an op consists of, and all declarations."""
+"""The parts of an op's declaration, and all declarations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAMILIES = tuple(sorted(path.parent.name for path in Path(__file__).parents[2].g
 """The families of ops: folders of tests, each with a file of declarations, ``matrix.py``."""
 
 ABSENT = None
-"""As the value of an option: the argument is not passed."""
+"""The value of an option whose argument is not passed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,46 +37,46 @@ class Operand:
     dims: Dims
     draw: Draw
     dtype: str | None = None
-    """None: that of the case."""
+    """None: the dtype of the case."""
     differentiable: bool = True
-    """Where its dtype is floating."""
+    """Whether it is differentiable if its dtype is floating."""
     has_sign: bool = False
-    """Whether the majorant takes it with its sign, because it is what the selection depends on."""
+    """Whether the majorant keeps its sign, because the selection depends on it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """An op with all but its arrays chosen."""
+    """A call of an op with everything chosen except the arrays."""
 
     operands: tuple[Operand, ...]
     apply: Callable[..., Any]
     """``(function, *arrays)``: the call of the function."""
     reference: Callable[..., Any]
-    """``(*arrays)``: the same in plain JAX; floating arrays come in float64."""
+    """``(*arrays)``: the same in plain JAX; it gets floating arrays as float64."""
     results: tuple[Dims, ...]
     majorant: Callable[..., Any] | None = None
-    """``(*arrays)``: the sums of magnitudes that rounding errors are relative to, and its derivatives those of the
-    derivatives. Default: the reference, of absolute values."""
+    """``(*arrays)``: the sums of magnitudes to which rounding errors are relative. Its derivatives serve the op's
+    derivatives in the same way. Default: the reference, applied to absolute values."""
     exact_value: bool = False
-    """Whether results have the bits of the reference."""
+    """Whether results equal the reference bit by bit."""
     exact_gradient: bool = False
-    """Whether first derivatives have, where no sum of JAX's own comes after them."""
+    """Whether first derivatives do, too, unless JAX adds them up afterwards."""
     terms: int = 1
-    """How many terms the longest sum has."""
+    """The number of terms of the longest sum."""
     roundings: int = 0
     """How often the op rounds to the dtype before it rounds its result."""
     gradient_roundings: int = 0
-    """How often JAX rounds to the dtype while it adds up the gradients of what it has broadcast."""
+    """How often JAX rounds to the dtype while it adds up the gradients of a broadcast operand."""
     rounded_dims: tuple[str, ...] = ()
-    """Where devices split these, some results are sums of two that are rounded."""
+    """If devices split these dimensions, some results are sums of two rounded numbers."""
     free: tuple[str, ...] = ()
-    """Dimensions of all results along which the op treats each index alone: ``shard_map`` may split them."""
+    """Dimensions of all results along which indices are independent: ``shard_map`` may split them."""
     carry: tuple[int, int] | None = None
-    """Numbers of an operand and of the result of its shape, for loops."""
+    """For loops: the positions of an operand and of the result with its shape."""
     result_dtypes: tuple[str | None, ...] | None = None
-    """Of results whose dtype is not that of the case."""
+    """The dtype of each result; None: the dtype of the case."""
     draw_cotangents: Draw = dataclasses.field(default_factory=lambda: numbers)
-    """And tangents."""
+    """Draws cotangents and tangents."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +100,11 @@ class Call:
     problem: Callable[[str, Options, Mapping[str, Any]], Problem]
     """``(dtype, options, sizes)``"""
     options: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    """The values of each optional argument, the first of them that of the bare call."""
+    """The values of each optional argument; the bare call has the first."""
     large_sizes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    """Size classes that only a GPU is quick enough for."""
+    """Size classes that are fast enough only on a GPU."""
     strategy_options: tuple[Options, ...] = ()
-    """Values that, several together, lead to strategies of their own."""
+    """Combinations of values that lead to strategies of their own."""
     rules: tuple[Rule, ...] = ()
     has_carry: bool = False
 
@@ -114,24 +114,24 @@ class Call:
 
     @property
     def forward_mode(self) -> Callable[..., Any]:
-        """The function to apply forward mode to."""
+        """The function that supports forward mode."""
         return getattr(jax_baracuda.forward_mode, self.name, self.function)
 
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
-        """The names of all operands, as the examples of the function have them."""
+        """The names of all operands, from the examples of the function."""
         return operand_names(self.name)
 
     @functools.cached_property
     def differentiable(self) -> bool:
-        """Whether any operand is."""
+        """Whether any operand is differentiable."""
         operands = (operand for example in examples_of(self.name) for operand in example.operands.values())
         return any(operand.differentiable and operand.dtype is None for operand in operands)
 
 
 @functools.cache
 def operand_names(function_name: str) -> tuple[str, ...]:
-    """Of all examples of a public function."""
+    """The names of the operands in all examples of a public function."""
     return tuple(dict.fromkeys(name for example in examples_of(function_name) for name in example.operands))
 
 
@@ -172,7 +172,7 @@ def passed(options: Options, *names: str) -> dict[str, Any]:
 
 
 def numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Finite numbers, in some arrays also the special ones."""
+    """Finite numbers; some arrays also have special numbers."""
     data = finite_numbers(rng, shape, dtype)
     if is_floating(dtype) and rng.random() < 0.15:
         return _some_replaced(rng, data, _kept_by_arithmetic(special_numbers(dtype)), 0.1)
@@ -180,8 +180,8 @@ def numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -
 
 
 def finite_numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Numbers of a size around 1, none of them near zero; but some arrays have zeros here and there (in float16 also
-    subnormal numbers), and some are of huge or tiny magnitude. Integers of the full range."""
+    """Floating numbers of magnitude 0.25 to 1. Some arrays also have a few zeros (in float16 also subnormal numbers),
+    and some arrays have huge or tiny magnitudes. Integers of the full range."""
     if dtype == np.bool_:
         return rng.random(shape) < 0.5
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -198,14 +198,14 @@ def finite_numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.d
         few = _kept_by_arithmetic(special_numbers(dtype, with_nan=False))
         return _some_replaced(rng, data.astype(dtype), few, 0.1)
     if kind < 0.35:
-        # Products of six such numbers, as second derivatives have them, stay in the range of the accumulator.
+        # Second derivatives have products of six such numbers, which stay in the range of the accumulator.
         largest = {"float64": 150, "float32": 18, "bfloat16": 18}.get(dtype.name, 8)
         return np.ldexp(data, rng.integers(-largest, largest + 1)).astype(dtype)
     return data.astype(dtype)
 
 
 def ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Few distinct values, zeros of both signs among them."""
+    """Few distinct values, including zeros of both signs."""
     if not is_floating(dtype):
         few = rng.integers(0, 4, shape)
         return np.where(rng.random(shape) < 0.8, few.astype(dtype), numbers(rng, shape, dtype))
@@ -213,8 +213,8 @@ def ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> n
 
 
 def special(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Ties, and among them NaN of both signs, infinities, subnormal numbers, and the ends of the dtype's range; in some
-    arrays only zeros of both signs and subnormal numbers."""
+    """Ties, mixed with NaN of both signs, infinities, subnormal numbers, and the ends of the dtype's range; in some
+    arrays mixed only with zeros and subnormal numbers of both signs."""
     data = ties(rng, shape, dtype)
     if is_floating(dtype):
         return _some_replaced(rng, data, special_numbers(dtype, with_nan=rng.random() < 0.6), 0.4)
@@ -225,7 +225,7 @@ def special(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -
 
 
 def special_numbers(dtype: np.dtype, with_nan: bool = True) -> np.ndarray:
-    """Zeros and subnormal numbers of both signs; and the others whose arithmetic is of its own kind."""
+    """Zeros and subnormal numbers of both signs; `with_nan` adds the ends of the range, infinities and NaN."""
     info = jnp.finfo(dtype)
     least, tiny, most = (float(x) for x in (info.smallest_subnormal, info.tiny, info.max))
     magnitudes = [0.0, least, tiny - least, *([tiny, most, np.inf, np.nan] if with_nan else ())]
@@ -233,8 +233,8 @@ def special_numbers(dtype: np.dtype, with_nan: bool = True) -> np.ndarray:
 
 
 def _kept_by_arithmetic(values: np.ndarray) -> np.ndarray:
-    """Those that XLA's arithmetic takes as they are: subnormal numbers of float32 and float64 it takes for zeros, also
-    in references, and products with huge numbers show it. Those of float16 are normal numbers of float32."""
+    """The values that XLA's arithmetic keeps. It treats subnormal numbers of float32 and float64 as zeros, also in
+    references, and products with huge numbers show it. Subnormal numbers of float16 are normal numbers of float32."""
     is_subnormal = (values != 0) & (np.abs(values) < jnp.finfo(values.dtype).tiny)
     return values if values.dtype == np.float16 else values[~is_subnormal]
 
@@ -244,7 +244,7 @@ def _some_replaced(rng: np.random.Generator, data: np.ndarray, values: np.ndarra
 
 
 def integers(minimum: int, maximum: int) -> Draw:
-    """Integers between two numbers, both included, as far as the dtype goes."""
+    """Integers between two bounds, both included, limited to the range of the dtype."""
 
     def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         info = np.iinfo(dtype)
@@ -255,19 +255,19 @@ def integers(minimum: int, maximum: int) -> Draw:
 
 
 def segment_sum(data: Any, ids: Any, num_segments: int) -> Any:
-    """``jax.ops.segment_sum`` that drops every id out of range."""
+    """``jax.ops.segment_sum``, but drops every id out of range."""
     ids = wide_ids(ids)
     ids = jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments)
     return jax.ops.segment_sum(data, ids, num_segments + 1)[:num_segments]
 
 
 def wide_ids(ids: Any) -> Any:
-    """Ids in a type that holds every number of segments; what does not fit becomes negative."""
+    """Ids as int64, which holds every number of segments; larger ids become negative."""
     return ids.astype(jnp.int64)
 
 
 def take_cells(cells: Any, ids: Any, fill: Any = 0) -> Any:
-    """Each row's cells, `fill` for dropped rows."""
+    """Gathers the segment of each row, or `fill` for dropped rows."""
     num_segments, ids = cells.shape[0], wide_ids(ids)
     if num_segments == 0:
         return jnp.full((*ids.shape, *cells.shape[1:]), fill, cells.dtype)

@@ -1,7 +1,7 @@
-"""Cases at random, without end: ``make fuzz``, or ``PYTHONPATH=tests python -m support.matrix.fuzz --seconds 60``.
+"""Runs random cases without end: ``make fuzz``, or ``PYTHONPATH=tests python -m support.matrix.fuzz --seconds 60``.
 
 Several threads run different programs at once, each on several draws of data. A failure prints its recipe, and the
-fuzz goes on; the exit status says whether there was one.
+fuzz continues. The exit status is 1 if there was a failure, else 0.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from support.matrix.run import Compiled, num_devices
 assert matrix
 
 DRAWS = 4
-"""Of data, for each program."""
+"""The number of draws of data for each program."""
 
 
 def random_case(rng: np.random.Generator, with_large: bool) -> Case:
-    """An op, and a combination of everything else. Large sizes are rare, since they take long."""
+    """A random op, and a random combination of all factors. Large sizes are rare, because they are slow."""
     ops = sorted(load_all())
     op = ops[rng.integers(len(ops))]
     return space_of(op, num_devices() > 1, with_large and rng.random() < 0.3).random(rng)
@@ -75,7 +75,7 @@ class Fuzz:
                     for number in range(1 if is_large else self.draws):
                         compiled.check(number)
                         ran += 1
-            except Exception as error:  # whatever it is, it is what the fuzz is for
+            except Exception as error:  # any error is a finding
                 ran += 1
                 with self.lock:
                     self.failures.append(case)
@@ -100,13 +100,13 @@ class Fuzz:
 
 
 def has_large_sizes() -> bool:
-    """A CPU takes too long over them."""
+    """Whether to run large sizes, which are too slow on a CPU."""
     return jax.devices()[0].platform != "cpu"
 
 
 @contextlib.contextmanager
 def _progress(seconds: float | None, cases: int | None) -> Any:
-    """``(report, tick)``, with a bar where tqdm is installed and someone looks."""
+    """``(report, tick)``, with a progress bar if tqdm is installed and stderr is a terminal."""
     try:
         from tqdm import tqdm
     except ImportError:

@@ -1,4 +1,4 @@
-"""Cases: what one is, which exist, and few of them that meet every pair of values."""
+"""Cases of the matrix: the rules that exclude some, and a small set that covers every pair of values."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ TRANSFORMATIONS = (
     "grad of jvp",
     "export of vjp",
 )
-"""Each is applied to one element of the batch, and mapped over the batch; "vjp of vmap" the other way round. A scan
-goes over the outer batch in place of vmap. All but "eager" run under jit."""
+"""Each is applied to one element of the batch, then mapped over the batch; "vjp of vmap" in the opposite order. "scan"
+scans over the outer batch instead of vmap. All except "eager" run under jit."""
 
 DERIVATIVES = TRANSFORMATIONS[TRANSFORMATIONS.index("vjp") :]
 SECOND_DERIVATIVES = ("grad of grad", "jvp of grad", "hessian", "grad of jvp")
 FORWARD = ("jvp", "linearize", "grad of jvp")
-"""Those that need the function's twin in ``forward_mode``: they begin with forward mode."""
+"""These apply forward mode first, so they need the function's twin in ``forward_mode``."""
 JACOBIANS = ("jacrev", "hessian")
 EXPORTS = ("export", "export of vjp")
-"""By ``jax.export``, for CPUs and GPUs in one program, half of them of some symbolic sizes."""
+"""With ``jax.export``, for CPUs and GPUs in one program; half of them have some symbolic sizes."""
 
 SHARDINGS = ("single", "auto", "explicit", "shard_map", "shard_map, check_vma=False", "partly manual")
 SHARD_MAPS = SHARDINGS[3:]
@@ -49,25 +49,25 @@ SHARD_MAPS = SHARDINGS[3:]
 FACTORS = ("dtype", "size", "transformation", "batch", "sharding", "implementation")
 
 IMPLEMENTATIONS = ("kernel", "xla", "rules")
-"""The kernel wherever there is one, plain JAX, and what the packaged table picks: also one of each in one program."""
+"""The kernel wherever there is one; plain JAX; what the rules of the ops pick, which may mix both in a program."""
 
 Values = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One combination, and with its seed everything else that is random about it."""
+    """One combination of values. Its seed determines everything else that is random."""
 
     op: str
     dtype: str
     size: str
     transformation: str
     batch: str
-    """"none", "one:<operand>", "all", or "nested": two levels, each of which maps random operands."""
+    """"none", "one:<operand>", "all", or "nested": two levels that each map random operands."""
     sharding: str
     implementation: str
     options: tuple[tuple[str, Any], ...]
-    """Those that differ from the bare call."""
+    """The options that differ from the bare call."""
     seed: int
 
     def call(self) -> Call:
@@ -199,7 +199,7 @@ def rules_of(op: str) -> tuple[Rule, ...]:
 
 @functools.cache
 def factors_of(op: str, several_devices: bool, with_large: bool = False) -> dict[str, tuple[Any, ...]]:
-    """The values of each factor; the first of each is that of the bare call."""
+    """The values of each factor; the bare call has the first."""
     call = load_all()[op]
     transformations = tuple(
         name
@@ -220,36 +220,36 @@ def factors_of(op: str, several_devices: bool, with_large: bool = False) -> dict
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 NOT_CHOSEN = object()
-"""In place of the value of a factor that has none yet."""
+"""The placeholder for a factor without a value."""
 
 
 class Space:
-    """All combinations of an op that exist."""
+    """All combinations of values that the rules of an op allow."""
 
     def __init__(self, op: str, several_devices: bool, with_large: bool = False):
         self.op = op
         self.factors = factors_of(op, several_devices, with_large)
         self._position = {name: i for i, name in enumerate(self.factors)}
-        # Rules are evaluated once: searches ask very often.
+        # Rules are evaluated once, because searches consult them very often.
         forbidden = {rule: set(self._forbidden_by(rule)) for rule in rules_of(op)}
         self._rules = [(rule, combinations) for rule, combinations in forbidden.items() if combinations]
         self._of_factor = {name: [item for item in self._rules if name in item[0].factors] for name in self.factors}
         self.ruled = {name: values for name, values in self.factors.items() if self._of_factor[name]}
-        """The factors of rules; any value of another factor fits all combinations."""
+        """The factors that occur in rules. Any value of another factor fits all combinations."""
 
     def _forbidden_by(self, rule: Rule) -> Iterator[tuple[Any, ...]]:
-        """The combinations of values of the rule's factors."""
+        """The combinations of values that the rule forbids."""
         return (x for x in itertools.product(*map(self.factors.get, rule.factors)) if rule.forbids(*x))
 
     def forbidden(self, values: Values, changed: str | None = None) -> Rule | None:
-        """The rule that forbids these values, which need not be all."""
+        """The rule that forbids these values of some or all factors; None if none does."""
         for rule, combinations in self._rules if changed is None else self._of_factor[changed]:
             if tuple([values.get(name, NOT_CHOSEN) for name in rule.factors]) in combinations:
                 return rule
         return None
 
     def completed(self, values: Values, order: Mapping[str, Sequence[Any]]) -> dict[str, Any] | None:
-        """These values, and of each other factor of `order` the first value that fits."""
+        """These values and, for each other factor in `order`, the first value that fits; None if there is none."""
         if self.forbidden(values) is not None:
             return None
         return self._completed(dict(values), [name for name in order if name not in values], order)
@@ -266,7 +266,7 @@ class Space:
 
     @functools.cached_property
     def pairs(self) -> tuple[Pair, ...]:
-        """All pairs of values of two factors that some combination has."""
+        """All pairs of values of two factors that occur in some combination."""
         return tuple(self._pairs())
 
     def _pairs(self) -> Iterator[Pair]:
@@ -297,7 +297,7 @@ class Space:
         )
 
     def random(self, rng: np.random.Generator) -> Case:
-        """A combination at random."""
+        """A random combination."""
         order = {name: shuffled(rng, values) for name, values in self.factors.items()}
         for name in CALLS[self.op].options:  # most calls have few options
             if rng.random() < 0.4:
@@ -323,7 +323,7 @@ def _pairs_of(values: Values) -> set[Pair]:
 
 @functools.cache
 def cover(op: str, several_devices: bool, seed: int = 0) -> tuple[Case, ...]:
-    """Few cases that meet every pair of values that the rules allow; the bare calls come first."""
+    """A small set of cases that covers every pair of values that the rules allow; the bare calls come first."""
     space = space_of(op, several_devices)
     rng = np.random.default_rng(seed)
     cases: list[dict[str, Any]] = []
@@ -352,7 +352,7 @@ def cover(op: str, several_devices: bool, seed: int = 0) -> tuple[Case, ...]:
         (first, a), (second, b) = next(iter(missing))
         values = {first: a, second: b}
 
-        # Each further factor takes the value with the most pairs to meet, among those that can be completed.
+        # Each further factor takes the value that covers most missing pairs, if it can be completed.
         for name in shuffled(rng, [name for name in space.factors if name not in values]):
             ranked = sorted(
                 shuffled(rng, space.factors[name]), key=functools.partial(num_met, values, name), reverse=True

@@ -1,11 +1,10 @@
 """Runs a case: the op and its reference under one transformation, compared element by element.
 
-What a result may differ by, element by element: ``(4 + 4 sqrt(terms)) * eps of the accumulator * majorant``, and then
-the rounding of the result to its dtype. The majorant is the sum of the magnitudes of the terms: the same transformation
-of the reference, applied to absolute values. Where a transformation makes JAX or the op round in between (a gradient
-that is added up over a batch, second derivatives), some eps of the dtype times the majorant come to that. Selections,
-extrema, gathers and windows have the bits of the reference. Where the majorant is out of range, so may be terms of the
-result: any result is right there.
+The allowed error of an element is ``(4 + 4 sqrt(terms)) * eps of the accumulator * majorant``, and then the rounding of
+the result to its dtype. The majorant is the sum of the magnitudes of the terms: the same transformation of the
+reference, applied to absolute values. If JAX or the op rounds in between (a gradient that is added up over a batch,
+second derivatives), some eps of the dtype times the majorant are added. Selections, extrema, gathers and windows must
+equal the reference bit by bit. If the majorant is out of range, terms of the result may be, too, so any result passes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ WIDE = ("int64", "uint64", "float64", "complex128")
 
 
 def num_devices() -> int:
-    """4 of the simulated ones, or all GPUs up to 8, as a power of two."""
+    """A power of two: at most 4 simulated CPU devices, or at most 8 GPUs."""
     max_devices = 4 if jax.devices()[0].platform == "cpu" else 8
     return 1 << min(len(jax.devices()), max_devices).bit_length() - 1
 
@@ -56,12 +55,12 @@ def mesh_of(axis_type: AxisType) -> Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """A dimension that vmap, or a scan, maps."""
+    """A dimension that vmap or a scan maps."""
 
     name: str
     size: int
     axes: tuple[int | None, ...]
-    """Of each operand."""
+    """The mapped axis of each operand; None: not mapped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +69,11 @@ class Array:
 
     name: str
     dims: Dims
-    """Those that are mapped included."""
+    """All dimensions, including mapped ones."""
     element: Dims
-    """Those of one element of the batch."""
+    """The dimensions of one element of the batch."""
     axes: tuple[int | None, ...]
-    """Which are mapped: for each level, counted after those of the levels inside of it have been added."""
+    """The mapped axis for each level, or None. Its position counts the mapped axes of inner levels."""
     dtype: str
     draw: Draw
     has_sign: bool = False
@@ -85,7 +84,7 @@ class Array:
         dtype = jnp.dtype(self.dtype)
         elements = [np.asarray(self.draw(rng, element, dtype), dtype) for _ in range(math.prod(mapped))]
         array = np.array(elements, dtype).reshape((*mapped, *element))
-        # From the innermost level on, each to its place behind the outer ones.
+        # Moves the axis of each level, innermost first, to its place behind the outer ones.
         for depth in range(len(mapped) - 1, -1, -1):
             axis = [axis for axis in self.axes if axis is not None][depth]
             array = np.moveaxis(array, depth, depth + axis)
@@ -100,17 +99,17 @@ class Output:
     """"value", "gradient" or "tangent"."""
     dims: Dims
     dtype: str | None
-    """None: that of the reference."""
+    """None: the case's dtype, or the reference's if that is not inexact."""
 
 
 Spec = tuple[Any, ...]
 
 
 class Plan:
-    """Everything about a case but its data."""
+    """Everything about a case except its data."""
 
     def __init__(self, case: Case, batch_size: int | None = None):
-        """With a batch of this size; None: of a random one."""
+        """With a batch of this size; None: a random size."""
         self.case = case
         self.batch_size = batch_size
         self.call = case.call()
@@ -139,7 +138,7 @@ class Plan:
         self.mesh: Mesh | None = None
         self.assignment: dict[str, tuple[str, ...]] = {}
         self.own_assignments: dict[str, dict[str, tuple[str, ...]]] = {}
-        """Of arrays that are split each in its own way."""
+        """The assignments of arrays that are each split in a way of their own."""
         self.manual: frozenset[str] = frozenset()
         self.is_inside = False
         if case.sharding != "single":
@@ -170,7 +169,7 @@ class Plan:
             axes: list[int | None] = []
             for i, is_mapped in enumerate(mapped_of_each[depth]):
                 is_first = (depth == 0 and self.case.transformation == "scan") or (
-                    # JAX takes the sharding of another mapped axis for that of the first.
+                    # JAX confuses the sharding of any other mapped axis with the first axis's.
                     self.case.sharding == "explicit" and jax.__version_info__ < (0, 9)
                 )
                 axes.append((0 if is_first else int(self.rng.integers(ranks[i] + 1))) if is_mapped else None)
@@ -247,7 +246,7 @@ class Plan:
         return self.case.dtype if self.call.differentiable else "int32"
 
     def types(self) -> list[jax.ShapeDtypeStruct]:
-        """Of all arrays; where a program is exported with symbolic sizes, of those that no result depends on."""
+        """The types of all arrays. In exports with symbolic sizes, free and mapped dimensions are symbolic."""
         dims = {name: self.size_of(name) for x in self.arrays for name in x.dims}
         if self.case.transformation in EXPORTS and self.uses_symbols:
             free = {*self.problem.free, *(level.name for level in self.levels)}
@@ -264,11 +263,10 @@ class Plan:
         all_dims = {name for x in self.operands for name in x.dims if not name.startswith("1")}
         batch = {level.name for level in self.levels}
         if sharding == "explicit" and self.case.transformation == "scan":
-            batch -= {"outer"}  # JAX does not scan over it
+            batch -= {"outer"}  # JAX cannot scan over a split axis
             all_dims -= {"outer"}
         if sharding in SHARD_MAPS:
-            # XLA's partitioner refuses sums over a manual axis of one device where another axis splits automatically:
-            # in plain JAX as well.
+            # XLA's partitioner refuses sums over a manual axis of size 1 beside an automatic axis, also in plain JAX.
             partly = AXES[1:] if self.mesh.shape[AXES[1]] > 1 else AXES[:1]
             self.manual = frozenset(partly if sharding == "partly manual" else AXES)
         order = AXES[::-1] if self.rng.random() < 0.5 else AXES
@@ -291,7 +289,7 @@ class Plan:
                     self.assignment[name] = tuple(x for x in self.assignment.get(name, ()) if x not in self.manual)
 
     def _split_some_dim(self, assignment: dict[str, tuple[str, ...]], dims: set[str], axis: str) -> None:
-        """Most often splits one of these dimensions along a mesh axis, beside those that split it already."""
+        """With probability 0.9, splits one of these dimensions along one more mesh axis."""
         fitting = sorted(name for name in dims if self._may_split(name, (*assignment.get(name, ()), axis)))
         if fitting and self.rng.random() < 0.9:
             name = fitting[self.rng.integers(len(fitting))]
@@ -300,11 +298,11 @@ class Plan:
     def _may_split(self, name: str, axes: tuple[str, ...]) -> bool:
         """Whether these mesh axes may split a dimension.
 
-        Only inside of an automatic program may the mesh not divide it. There, XLA itself loses the sign of -0 where
-        some devices have nothing of it. Of convolutions in plain JAX, XLA's CPU compiler gets some derivatives of
-        packed sequences over a split time wrong (its older code for fusions gets them right), and XLA's partitioner
-        ends the process over some derivatives by a filter whose taps are split. It does so, too, over gathers along one
-        dimension of an array whose other dimension two axes split (``jnp.take_along_axis``).
+        Uneven splits are possible only inside an automatic program. There, XLA itself loses the sign of -0 if some
+        devices hold nothing of the dimension. For convolutions in plain JAX, XLA's CPU compiler gets some derivatives
+        of packed sequences wrong if time is split (its older fusion emitters get them right), and XLA's partitioner
+        aborts on some derivatives with respect to a filter with split taps. It also aborts on gathers along one
+        dimension of an array if two axes split the other dimension (``jnp.take_along_axis``).
         """
         assert self.mesh is not None
         if self._is_partly_plain_gradient():
@@ -321,7 +319,7 @@ class Plan:
         return shards == 1 or (size > 0 and size % shards == 0)
 
     def _is_partly_plain_gradient(self) -> bool:
-        """Whether there is a derivative without a kernel: tangents and derivatives of gradients have none."""
+        """Whether any derivative has no kernel. Tangents and derivatives of gradients have none."""
         case = self.case
         if case.transformation not in DERIVATIVES:
             return False
@@ -329,7 +327,7 @@ class Plan:
         return case.implementation != "kernel" or case.op.endswith("_backward") or not is_first_gradient
 
     def _may_be_inside(self) -> bool:
-        """Whether the transformation may be applied to the part of a device: not where it sums over devices."""
+        """Whether the transformation may be applied inside ``shard_map``: not if it sums over devices."""
         transformation = self.case.transformation
         if transformation in (*JACOBIANS, "loop"):
             return False
@@ -387,7 +385,7 @@ class Plan:
         )
 
     def _constrained(self, program: Callable[..., Any]) -> Callable[..., Any]:
-        """Dimensions that the mesh does not divide can only be split inside of a program."""
+        """Shards the arrays inside the program, because only there a mesh can split dimensions unevenly."""
 
         def constrained(*arrays: Any) -> Any:
             placed = (
@@ -484,7 +482,7 @@ def _returning_tuple(function: Callable[..., Any]) -> Callable[..., tuple[Any, .
 
 
 def _scanned(function: Callable[..., Any], axes: Sequence[int | None]) -> Callable[..., Any]:
-    """The function of each element along axis 0 of those that have one, one after the other."""
+    """Applies the function to one element after the other, along axis 0 of the mapped arrays."""
 
     def scanned(*arrays: Any) -> Any:
         def step(carry: None, elements: Sequence[Any]) -> tuple[None, Any]:
@@ -501,7 +499,7 @@ def _scanned(function: Callable[..., Any], axes: Sequence[int | None]) -> Callab
 def _split(
     function: Callable[..., Any], operands: Sequence[Any], positions: Sequence[int]
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """The function of the operands at these positions alone, and these."""
+    """A function of only the operands at these positions, and these operands."""
 
     def of_some(*some: Any) -> Any:
         everything = list(operands)
@@ -630,7 +628,7 @@ class Mismatch(AssertionError):
 
 
 def _elements(x: jax.Array) -> np.ndarray:
-    """Those of an array. Where it has none and is split, jax 0.10.2 fails to read them: even of ``x + 1``."""
+    """The elements of an array. jax 0.10.2 cannot read an empty array that is split, not even ``x + 1``."""
     return np.asarray(x) if x.size > 0 else np.empty(x.shape, x.dtype)
 
 
@@ -644,7 +642,7 @@ class Compiled:
     """The programs of a case, for any number of draws of its data."""
 
     def __init__(self, case: Case, batch_size: int | None = None):
-        """With a batch of this size; None: of a random one."""
+        """With a batch of this size; None: a random size."""
         self.case = case
         self.plan = plan = Plan(case, batch_size)
         function = plan.call.forward_mode if case.transformation in FORWARD else plan.call.function
@@ -684,10 +682,10 @@ class Compiled:
             ]
             return exact(*arrays), majorant(*magnitudes)
 
-        # Where the shape of the result depends on the ids, these must be known.
+        # If the shape of the result depends on the ids, they must be concrete.
         if plan.options.get("num_segments", "given") is None:
             return both
-        # It runs once: compiling it is what takes time.
+        # It runs once, so its cost is mostly compilation.
         options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
         return jax.jit(both, compiler_options=options)
 
@@ -717,12 +715,12 @@ class Compiled:
         ]
 
     def results(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Those of the kernels."""
+        """The results of the op under test."""
         with self.context():
             return [_elements(x) for x in self.actual(*self.place(arrays))]
 
     def check(self, number: int = 0) -> None:
-        """Runs one draw of data, raises :class:`Mismatch` where a result is wrong."""
+        """Runs one draw of data; raises :class:`Mismatch` if a result is wrong."""
         arrays = self.draw(number)
         actual = self.results(arrays)
         with jax.enable_x64(True):
@@ -744,7 +742,7 @@ class Compiled:
         )
 
     def _roundings(self, output: Output) -> int:
-        """How often the dtype is rounded to on the way, before the last time."""
+        """How often intermediate results are rounded to the dtype, before the final rounding."""
         assignments = (self.plan.assignment, *self.plan.own_assignments.values())
         own = self.plan.problem.roundings
         own += any(assignment.get(name) for name in self.plan.problem.rounded_dims for assignment in assignments)
@@ -757,7 +755,7 @@ class Compiled:
         return own + {**of_second, "jvp": 3, "linearize": 3}.get(self.case.transformation, 2)
 
     def _rounding_eps(self, output: Output, info: Any) -> float:
-        """A gradient in a wide dtype is made of sums over the batch in that of the case."""
+        """The eps of a rounding. A gradient in a wide dtype may be a sum over the batch in the dtype of the case."""
         if self.case.transformation == "vjp of vmap" and output.kind == "gradient":
             return max(float(info.eps), float(jnp.finfo(self.case.dtype).eps))
         return float(info.eps)
@@ -774,7 +772,7 @@ class Compiled:
             with np.errstate(invalid="ignore", over="ignore"):
                 wide, rounded = _wide(got), _wide(want.astype(dtype))
                 fits = (wide == rounded) | (np.isnan(wide) & np.isnan(rounded))
-                # XLA's partitioner gathers plain JAX's rows by sums over devices, which lose the sign of -0.
+                # For plain JAX, XLA's partitioner gathers rows by sums over devices, which lose the sign of -0.
                 keeps_sign = self.case.sharding == "single" or self.case.implementation == "kernel"
                 if output.kind == "value" and is_floating(dtype) and keeps_sign:
                     fits &= (np.signbit(wide) == np.signbit(rounded)) | np.isnan(wide)
@@ -797,7 +795,7 @@ class Compiled:
         with np.errstate(invalid="ignore", over="ignore"):
             error = (4 + 4 * math.sqrt(terms)) * float(accumulator.eps) * scale + 4 * float(accumulator.tiny)
             error = error + roundings * (self._rounding_eps(output, info) * scale + float(info.smallest_subnormal))
-            if info.bits == 64:  # the reference is no wider; it may add and multiply one after the other
+            if info.bits == 64:  # the reference is no wider, and may add and multiply in sequence
                 error = error + terms * float(info.eps) * scale
             is_finite = np.isfinite(want)
             if (is_finite & np.isnan(scale)).any():
@@ -806,7 +804,7 @@ class Compiled:
             low, high = (_wide(x.astype(dtype)) for x in (want - error, want + error))
             wide = _wide(got)
             fits = ((low <= wide) & (wide <= high)) | (np.isnan(wide) & np.isnan(want))
-            fits |= is_finite & (scale > largest)  # terms out of range, whatever they come to
+            fits |= is_finite & (scale > largest)  # terms are out of range, so any result passes
         _report(where, fits, got, want, error)
 
 

@@ -1,4 +1,4 @@
-"""Which strategies of the kernels the matrix reaches, asked of the native modules without running anything."""
+"""Finds the kernel strategies that the matrix reaches. Asks the native modules, and runs nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Asked = tuple[str, str, dict[str, int], str]
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Asked]]:
-    """Every answer of a native module to the question how it runs a call."""
+    """Records each call that a native module is asked about, and the strategy that it chooses."""
     asked: list[Asked] = []
     plan = NativeModule.plan
 
@@ -45,7 +45,7 @@ BATCH_SIZE = 2
 
 
 def ask(case: Case, platforms: Sequence[str]) -> None:
-    """Asks the modules of some platforms how they run each kernel of a case's program, which is traced only."""
+    """Asks the platforms' modules how they run each kernel of a case's program. The program is only traced."""
     plan = Plan(case, batch_size=BATCH_SIZE)
     function = plan.call.forward_mode if case.transformation in FORWARD else plan.call.function
     with jax.enable_x64(plan.is_x64):
@@ -73,11 +73,10 @@ def _is_jaxpr(x: Any) -> bool:
 
 
 def cases(op: str) -> Iterator[Case]:
-    """The covering array, and every size class with each option, batch and size of elements beside it, value and
-    gradient.
+    """The covering array; and every size class with each option, batch and element size, for value and gradient.
 
-    The derivative of a gradient is made of the kernels of others, where it is one: it is left out, since tracing it is
-    slow. Kernels see nested batches as one.
+    Leaves out derivatives of gradients: they run only kernels of other ops, and tracing them is slow. Leaves out nested
+    batches, because kernels see them as one.
     """
     transformations = ("jit",) if op.endswith("_backward") else ("jit", "vjp")
     yield from (case for case in cover(op, several_devices=False) if case.transformation in transformations)
@@ -97,19 +96,19 @@ def cases(op: str) -> Iterator[Case]:
 
 
 def _bytes_of(dtype: str) -> tuple[bool, float]:
-    """Dtypes in which this is the same have the same kernels."""
+    """A key that is equal for dtypes with the same kernels."""
     return is_inexact(dtype), 0.5 if dtype == "int4" else jnp.dtype(dtype).itemsize
 
 
 DATA = ("ids_dtype", "values", "parameter_dtype", "cond_dtype")
-"""Options that are about the data: no strategy depends on them."""
+"""Options that affect only the data: no strategy depends on them."""
 
 
 def covering(family: str, platforms: Sequence[str]) -> tuple[list[Case], list[str]]:
-    """Few cases that reach every strategy of a family's kernels, alone and in batches of `BATCH_SIZE`; and what no case
-    reaches."""
+    """A small set of cases that reach every strategy of a family's kernels, alone and in batches of `BATCH_SIZE`; and
+    what no case reaches."""
     candidates = [case for op in load_all() if family in op for case in cases(op)]
-    np.random.default_rng(0).shuffle(candidates)  # early ones then differ most
+    np.random.default_rng(0).shuffle(candidates)  # early cases then differ most
     chosen: list[Case] = []
     seen: dict[tuple[Any, ...], Asked] = {}
     targets_of: dict[tuple[str, str], set[str]] = {}
@@ -146,7 +145,7 @@ def covering(family: str, platforms: Sequence[str]) -> tuple[list[Case], list[st
 
 
 def _kind(platform: str, target: str, parameters: Mapping[str, int], strategy: str) -> tuple[Any, ...]:
-    """All that `missing` asks for of a call."""
+    """The properties of a call that `missing` checks."""
     if parameters.get("batch", 2) == 1:
         return platform, target, strategy, "alone"
     return platform, target, strategy, *(bool(parameters[flag]) for flag in _sharing(tuple(parameters)))
@@ -154,7 +153,7 @@ def _kind(platform: str, target: str, parameters: Mapping[str, int], strategy: s
 
 @functools.cache
 def _sharing(names: tuple[str, ...]) -> list[str]:
-    """Of the flags that say which operands the batch shares, those that a plan may depend on."""
+    """The flags of shared operands on which a plan may depend."""
     return [name for name in names if any(fnmatch.fnmatchcase(name, flag) for flag in SHARING)]
 
 
@@ -173,31 +172,31 @@ UNREACHABLE = (
     # Public functions write no empty window, and a gradient of the convolution without any parameter runs no kernel.
     ("write_slice*", "nothing", "*"),
     ("causal_conv1d_backward", "nothing", "*"),
-    # Mapped windows of 4-bit elements beside others are those of whole bytes.
+    # If vmap maps 4-bit windows that are written together with others, the windows consist of whole bytes.
     ("write_slice", "mixed", "*"),
-    # A batch of several may share what has a size that is no multiple of 32 bytes; then x is the shared operand.
+    # Only batches of misaligned elements need access by element. In convolutions, the batch must also share x.
     ("causal_conv1d*", "rows_by_element*", NOT_ALONE),
     ("causal_conv1d*", "rows_by_element*", "* x_is_shared = 0"),
     ("segment_*_backward", "flat_elements", NOT_ALONE),
-    # JAX's own arithmetic, on the way to a derivative, lacks 8-bit numbers.
+    # Derivatives need JAX's own arithmetic, which lacks 8-bit numbers.
     ("write_slice_backward", "*1_byte*", "*"),
-    # With so many more segments than rows, it has a test of its own.
+    # It needs many more segments than rows, and has a test of its own.
     ("segment_order", "merge_sort", "*"),
-    # Programs of rows that are split over devices ask for it; alone, it has a test of its own.
+    # Only programs with rows split over devices call it. It has a test of its own.
     ("segment_sum_of_exponentials", "*", "*"),
-    # A table so large that it is made in parts has rows enough for a cache.
+    # A table that is large enough to be made in parts has enough rows for a cache.
     ("segment_softmax*", "atomics_in_parts", "*"),
-    # The filter keeps what it has seen of one table.
+    # The filter keeps the state of one table only.
     ("segment_m*", "filtered_atomics", NOT_IN_BATCHES),
-    # A scalar that the batch shares, and a tail, are those of one element.
+    # A scalar that the batch shares, and a tail, are handled as for one element.
     ("where", "scalar_*", "* = 0"),
 )
-"""What calls of public functions do not reach: patterns of a target, a strategy and a problem."""
+"""What public functions cannot reach: patterns of a target, a strategy and a problem."""
 
 
 def missing(platform: str, family: str, asked: Iterable[Asked]) -> list[tuple[str, str]]:
-    """The targets, and their strategies that no call reached, with a batch of one element and of more, with operands
-    shared and own."""
+    """The targets, each with a strategy that no call reached: with a batch of one element or of several, or with an
+    operand that the batch does not share."""
     calls: dict[tuple[str, str], list[dict[str, int]]] = {}
     for of_platform, target, parameters, strategy in asked:
         if of_platform == platform:
