@@ -36,13 +36,13 @@ def parser_of(program: str, description: str | None, statuses: Mapping[int, str]
     )
 
 
-def whole_number(least: int) -> Callable[[str], int]:
-    """A function that parses an integer argument of at least `least`."""
+def whole_number(minimum: int) -> Callable[[str], int]:
+    """A function that parses an integer argument of at least `minimum`."""
 
     def parse(text: str) -> int:
         number = int(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {number}")
+        if number < minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {number}")
         return number
 
     parse.__name__ = "whole number"  # argparse's messages name the type
