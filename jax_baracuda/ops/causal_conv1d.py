@@ -123,8 +123,8 @@ def causal_conv1d(
         input with another id counts as zero, whatever that input is, NaN included. Equal ids are one sequence, adjacent
         or not. The initial state belongs to the sequence of the first id of its row.
       return_final_state: whether to return the state that continues the last sequence, too.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       y with the shape and dtype of `x`, or ``(y, final_state)``. The final state, ``[B, C, W - 1]`` with the dtype of
@@ -132,7 +132,7 @@ def causal_conv1d(
       of another sequence than the last one's are zero in it.
 
     Raises:
-      TypeError: an argument is no array or has an unsuitable dtype.
+      TypeError: an argument is not an array or has an unsuitable dtype.
       ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
         asked for and there is no kernel.
 
@@ -194,15 +194,15 @@ def causal_conv1d_backward(
         input with another id counts as zero, whatever that input is, NaN included. Equal ids are one sequence, adjacent
         or not. The initial state belongs to the sequence of the first id of its row.
       d_final_state: ``[B, C, W - 1]`` with the dtype of `x`: the cotangent of the final state. Default: zeros.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``(dx, dweight, dbias)``, each with the shape and dtype of what it is the cotangent of; dbias is None where `bias`
       is. Where `initial_state` is given, ``(dx, dweight, dbias, d_initial_state)``.
 
     Raises:
-      TypeError: an argument is no array or has an unsuitable dtype.
+      TypeError: an argument is not an array or has an unsuitable dtype.
       ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
         asked for and there is no kernel.
 
@@ -263,15 +263,15 @@ def causal_conv1d_update(
       bias: ``[C]`` or None; the dtype of `x`, or float32 where `x` has fewer than 32 bits.
       activation: None, or "silu" ("swish" is the same): ``act(z) = z * sigmoid(z)``.
       channels_last: whether `x` is ``[B, L, C]``. States are ``[B, C, ...]`` in either case.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``(y, new_state)`` with the shapes and the dtype of `x` and `state`. The new state is the last K inputs again: the
       oldest fall out. Where `state` is donated (or carried by a loop), it is updated in place.
 
     Raises:
-      TypeError: an argument is no array or has an unsuitable dtype.
+      TypeError: an argument is not an array or has an unsuitable dtype.
       ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
         asked for and there is no kernel.
 

@@ -85,8 +85,8 @@ def rope(
         float64, with 64-bit types off as well. Or ``[2, rotary_dim/2]``, floating: the sum of both rows counts. So
         traced arrays can have float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
       scale: a finite number that multiplies sine and cosine.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The rotated features, with the shape and dtype of `x`.
@@ -154,8 +154,8 @@ def rope_backward(
         float64, with 64-bit types off as well. Or ``[2, rotary_dim/2]``, floating: the sum of both rows counts. So
         traced arrays can have float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
       scale: a finite number that multiplies sine and cosine.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The cotangent of `x`, with the shape and dtype of `d_output`.
@@ -225,8 +225,8 @@ def rope_qk(
         float64, with 64-bit types off as well. Or ``[2, rotary_dim/2]``, floating: the sum of both rows counts. So
         traced arrays can have float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
       scale: a finite number that multiplies sine and cosine.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``(q, k)``, rotated, with the shapes and the dtype of `q` and `k`.
@@ -295,8 +295,8 @@ def rope_qk_backward(
         float64, with 64-bit types off as well. Or ``[2, rotary_dim/2]``, floating: the sum of both rows counts. So
         traced arrays can have float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
       scale: a finite number that multiplies sine and cosine.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The cotangents of `q` and `k`, with the shapes and the dtype of `d_q_output` and

@@ -53,8 +53,8 @@ def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike, *, implementation: Implem
       a: any dtype.
       b: any dtype. bool, 8- to 64-bit integers, every float8, float16, bfloat16, float32, float64 and complex numbers
         have kernels, for the dtype that `a` and `b` are promoted to; 2- and 4-bit types run as plain JAX.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       An array with the joint shape of all three arguments, which are broadcast against each other, and the dtype to
@@ -112,8 +112,8 @@ def where_backward(
       cond: as in :func:`where`; its shape must broadcast to that of `d_output`.
       a_shape: the shape of `a`, which must broadcast to that of `d_output`. Default: that of `d_output`.
       b_shape: the shape of `b`, likewise.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``(da, db)`` with the shapes of `a` and `b` and the dtype of `d_output`.

@@ -73,8 +73,8 @@ def write_slice(
         end of the axis, and then the window is moved to the nearest place where all of it is inside. "drop" leaves the
         window where it is, negative starts before the beginning, and writes only the part that lies inside: a full
         cache is never overwritten.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The updated array, with the shape and dtype of `dest`.
@@ -141,8 +141,8 @@ def write_slices(
         end of the axis, and then the window is moved to the nearest place where all of it is inside. "drop" leaves the
         window where it is, negative starts before the beginning, and writes only the part that lies inside: a full
         cache is never overwritten.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The list of the updated arrays.
