@@ -1,7 +1,7 @@
 """The functions of jax_baracuda, for both modes of differentiation.
 
-JAX cannot apply forward mode to a function whose reverse mode is a kernel (``jax.custom_vjp``). This module has twins of
-these functions, bound with ``jax.custom_jvp``. They support ``jax.jvp``, ``jax.jacfwd``, ``jax.linearize`` and
+JAX cannot apply forward mode to a function whose reverse mode is a kernel (``jax.custom_vjp``). This module has twins
+of these functions, bound with ``jax.custom_jvp``. They support ``jax.jvp``, ``jax.jacfwd``, ``jax.linearize`` and
 ``jax.hessian``, and also ``jax.grad``, ``jax.vjp`` and ``jax.jacrev``, by the same backward kernels as the functions of
 :mod:`jax_baracuda`.
 
@@ -9,8 +9,8 @@ Values come from the same kernels. Tangents are the transpose of the gradient, a
 plain JAX: convolutions and the terms of products. For a maximum, the winners say which tangents to take. Sums over ties
 are a kernel, except for gathered rows, which XLA adds up as it gathers them.
 
-Under ``vmap``, rows that a batch of graphs shares get a gradient per graph, and JAX adds these up. If only gradients are
-needed, the functions of :mod:`jax_baracuda` may therefore take less memory. ``jax.linear_transpose`` applies to the
+Under ``vmap``, rows that a batch of graphs shares get a gradient per graph, and JAX adds these up. If only gradients
+are needed, the functions of :mod:`jax_baracuda` may therefore take less memory. ``jax.linear_transpose`` applies to the
 linear functions here, such as sums, means, rotations, writes and selections.
 
 The ``..._backward`` functions support both modes themselves. Every other public function of an op has a twin here, made

@@ -1,7 +1,7 @@
 """Maximum and minimum of gathered rows over segments: message passing on graphs without an array of messages.
 
-The forward kernel records which edge wins each cell. For each row, the gradient adds up the cotangents of the cells that
-its edges won. If tied edges share a cell, the gradient finds them by comparing their rows with the extremum.
+The forward kernel records which edge wins each cell. For each row, the gradient adds up the cotangents of the cells
+that its edges won. If tied edges share a cell, the gradient finds them by comparing their rows with the extremum.
 """
 
 from __future__ import annotations

@@ -256,8 +256,8 @@ def _shard_program(
 
 
 _RANGES_OF_SUMS = {4: (2.0**-50, 2.0**64), 8: (2.0**-64, 2.0**1000)}
-"""By bytes per number: in this range, exponentials are accurate without subtracting the maximum. Usually all sums are in
-range, so the devices need not compute and exchange maxima."""
+"""By bytes per number: in this range, a sum of exponentials is accurate without subtracting the maximum. Usually all
+sums are in range, and the devices need not compute and exchange maxima."""
 
 
 def _shard_backward(

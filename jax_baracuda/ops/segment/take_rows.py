@@ -128,7 +128,11 @@ def _take_by_plan(name: str, data: Array, ids: ArrayLike | None, plan: SegmentPl
 
 
 def _row_numbers(ids: Array, num_rows: int) -> Array:
-    """Ids counted from the front, in the index dtype. As in JAX, a scalar id out of range is clamped."""
+    """Ids counted from the front, in the index dtype.
+
+    As in JAX, a scalar id out of range is clamped, and 64-bit ids in arrays are read modulo 2^32 unless there are 2^31
+    rows or more.
+    """
     ids = wrapped_ids(ids, num_rows)
     if ids.ndim == 0 and num_rows != 0:
         ids = clamped_ids(ids, num_rows)
