@@ -611,7 +611,7 @@ def _convolution_operands(
     has_d_final_state: bool = False,
     **_: Any,
 ) -> NamedDimensions:
-    """The operands of a convolution or its gradient: first the `required` ones, then the optional ones that are given."""
+    """The operands of a convolution or its gradient: the `required` ones, then the optional ones that are present."""
     dimensions = {
         "x": _signal(channels_last),
         "weight": WEIGHT,
@@ -757,7 +757,7 @@ def _limit_of_width(weight: Any) -> str | None:
 
 _common = {"dtypes": FLOATING_DTYPES, "guarantee": accumulated}
 
-# A shard has the inputs that the next one sees before its own.
+# A shard must hold all W - 1 inputs that the next shard needs as its history.
 _split_over_time = {
     "replicated_dims": ("tap", "state"),
     "min_shard_sizes": lambda sizes: {"time": sizes["tap"] - 1},

@@ -81,7 +81,7 @@ def write_slice(
 
     Raises:
       TypeError: an argument is not an array, dtypes differ, or a start is not an integer scalar.
-      ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. All are raised before anything runs.
+      ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. All errors precede any execution.
 
     In place: if ``dest`` is donated to ``jax.jit`` or carried by a loop, and not used afterwards, it is updated in its
     own memory, at a cost that depends only on the window. Otherwise, and outside of ``jax.jit``, XLA copies it first
@@ -150,7 +150,7 @@ def write_slices(
 
     Raises:
       TypeError: an argument is not an array, dtypes differ, or a start is not an integer scalar.
-      ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. All are raised before anything runs.
+      ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. All errors precede any execution.
 
     In place: if ``dest`` is donated to ``jax.jit`` or carried by a loop, and not used afterwards, it is updated in its
     own memory, at a cost that depends only on the window. Otherwise, and outside of ``jax.jit``, XLA copies it first
@@ -246,7 +246,7 @@ def _of_part(placement: Placement, part: Array, window: Window, dim: int) -> Pla
 
 
 def _shifted(window: Array, placements: Sequence[Placement], sign: int) -> tuple[Array, Array | bool]:
-    """The window's content, shifted by as much as the window was moved (sign -1: back), and which elements are valid."""
+    """The window's content, shifted like the window was moved (sign -1: back), and which of its elements are valid."""
     is_known: Array | bool = True
     for axis, (_, moved, _) in enumerate(placements):
         if isinstance(moved, int):
