@@ -90,7 +90,7 @@ def rope(
 
     Returns:
       The rotated features, with the shape and dtype of `x`.
-      If `jax.jit` donates an argument and passes it on unchanged, the result is written to its memory.
+      If `jax.jit` donates an array that is passed to this function unchanged, the result is written to its memory.
 
     Raises:
       TypeError: an argument is not an array or number, or has an unsuitable dtype.
@@ -230,7 +230,7 @@ def rope_qk(
 
     Returns:
       ``(q, k)``, rotated, with the shapes and the dtype of `q` and `k`.
-      If `jax.jit` donates an argument and passes it on unchanged, the result is written to its memory.
+      If `jax.jit` donates an array that is passed to this function unchanged, the result is written to its memory.
 
     Raises:
       TypeError: an argument is not an array or number, or has an unsuitable dtype.

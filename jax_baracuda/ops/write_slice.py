@@ -211,7 +211,7 @@ class Placement(NamedTuple):
     moved: Array | int
     """The number of elements by which the window was moved."""
     cut: Array | int = 0
-    """For a window longer than the array: the number of elements at its beginning that must lie outside."""
+    """For a window longer than the array: the number of elements to cut off its beginning, which lie outside."""
 
 
 def _index_dtype() -> Any:
@@ -230,7 +230,7 @@ def _placement(start: Array, size: int, dim: int, drop: bool) -> Placement:
 
 def _clamped(start: Array, size: int, dim: int) -> Array:
     if jax_versions.is_static_shape((dim,)) and dim > jnp.iinfo(start.dtype).max:
-        return start  # the dtype cannot index the whole axis, as in JAX
+        return start  # JAX cannot index the whole axis with this dtype either
     return jnp.clip(jnp.where(start < 0, start + dim, start), 0, dim - size)
 
 

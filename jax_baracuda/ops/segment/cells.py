@@ -102,7 +102,7 @@ def row_numbers(rows: Array) -> Array:
 
 
 def has_ordered_bits(dtype: Any) -> bool:
-    """Whether values are compared by their bits. XLA compares 8-bit floats in a wider dtype, so they are not."""
+    """Whether to compare by bits: all floats except 8-bit ones, which XLA compares correctly in a wider dtype."""
     return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize > 1
 
 

@@ -357,7 +357,7 @@ def _reduce(name: str, call: SegmentCall, tie_break: TieBreak, minimum: bool) ->
 
 
 def _backward(name: str, call: SegmentCall, d_output: Array, tie_break: TieBreak, minimum: bool) -> Array:
-    # The derivative with respect to `data` is zero; stopping it here saves JAX from tracing it.
+    # The derivative with respect to `data` is zero; stopping it here spares JAX the differentiation.
     call = call.with_data(jax.lax.stop_gradient(call.data))
     params = call.params(ExtremumParams, first_wins=first_gets_all(name, tie_break), minimum=minimum)
     return call.gradient(_segment_min if minimum else _segment_max, params, d_output)

@@ -52,7 +52,7 @@ def take_rows(
     Args:
       data: ``[N, ...]``, the rows, any dtype. The gradients of float16, bfloat16, float32 and float64 have kernels.
       ids: any shape, any integer dtype, in any order: the row that each element takes. As in ``data[ids]``, negative
-        ids count from the end, and ids out of range name the nearest row. (JAX itself reads ids in arrays modulo 2^32.)
+        ids count from the end, and ids out of range name the nearest row. (As in JAX, array ids are read modulo 2^32.)
       indices_are_sorted: promises that ``ids.reshape(-1)``, with negative ids counted from the end, is non-decreasing,
         which saves the gradient a sort or atomic additions on GPUs. If the promise is false, the result may hold
         anything.
