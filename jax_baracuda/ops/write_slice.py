@@ -54,7 +54,7 @@ def write_slice(
     mode: WriteMode = "clip",
     implementation: Implementation | None = None,
 ) -> Array:
-    """Writes an array into a window of another array, in place if that is donated, like an append to a KV cache.
+    """Writes an array into a window of another, which is updated in place if donated, like an append to a KV cache.
 
     ``dest[start_0:end_0, start_1:end_1, ...] = source`` as a function that returns the new `dest`.
 
@@ -81,7 +81,7 @@ def write_slice(
 
     Raises:
       TypeError: an argument is not an array, dtypes differ, or a start is not an integer scalar.
-      ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. All errors precede any execution.
+      ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. Nothing runs before these checks.
 
     In place: if ``dest`` is donated to ``jax.jit`` or carried by a loop, and not used afterwards, it is updated in its
     own memory, at a cost that depends only on the window. Otherwise, and outside of ``jax.jit``, XLA copies it first
@@ -150,7 +150,7 @@ def write_slices(
 
     Raises:
       TypeError: an argument is not an array, dtypes differ, or a start is not an integer scalar.
-      ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. All errors precede any execution.
+      ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. Nothing runs before these checks.
 
     In place: if ``dest`` is donated to ``jax.jit`` or carried by a loop, and not used afterwards, it is updated in its
     own memory, at a cost that depends only on the window. Otherwise, and outside of ``jax.jit``, XLA copies it first

@@ -874,7 +874,7 @@ def _transpose_of_gathered_winners(
 
 
 def ids_in_own_order(ids: Sequence[Array], order: Array | None = None) -> Sequence[Array]:
-    """Undoes a plan's order on the ids of edges, because winners number the edges in their own order."""
+    """Undoes a plan's order on the ids of edges, because winners number the edges in their original order."""
     return ids if order is None else tuple(put_back(x, order) for x in ids)
 
 
