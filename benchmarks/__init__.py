@@ -1,1 +1,1 @@
-"""The race against XLA and other libraries: ``python -m benchmarks``."""
+"""Benchmarks against XLA and other libraries: ``python -m benchmarks``."""

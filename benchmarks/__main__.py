@@ -19,7 +19,7 @@ FAMILIES = (segment, graph, causal_conv1d, rope, where, write_slice, programs, d
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status; of an interrupted run, what was measured is recorded."""
+    """Returns the exit status. An interrupted run records the cases measured so far."""
     statuses = {0: "all cases were measured", 1: "this package failed, or XLA computed something else"}
     parser = parser_of("benchmarks", __doc__, statuses)
     parser.add_argument(
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in progress.track(cases, len(cases), lambda case: case.name):
             try:
                 result = measure(case, bandwidth, QUICK if options.quick else case.effort)
-            except Exception as error:  # A case that cannot even be set up shall not cost the others.
+            except Exception as error:  # One case that cannot be set up must not end the run.
                 result = CaseRecord(case.op, case.size, case.variant, case.what, case.floor_bytes, [])
                 result.measurements.append(Measurement(OURS, "", failure=summary_of(error)))
             run.cases.append(result)
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if m.failure is not None and not m.is_unsupported:
                     failures.append(f"{case.name}: {m.label}: {m.failure}")
                     say(f"!!! {failures[-1]}")
-                    # XLA is the judge; a peer that disagrees with both is a finding about the peer.
+                    # If XLA disagrees, the result is in doubt. If only a peer disagrees, the peer is wrong.
                     is_serious |= m.library == OURS or (m.library == XLA and m.disagreement is not None)
     except KeyboardInterrupt:
         say(f"interrupted after {len(run.cases)} of {len(cases)} cases")
@@ -91,14 +91,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def select_cases(backend: str, only: Sequence[str] = (), quick: bool = False) -> Iterator[Case]:
-    """The cases of all families; if there are texts in `only`, those whose name contains one of them."""
+    """The cases of all families, or only those whose name contains one of the texts in `only`."""
     all_cases = (case for family in FAMILIES for case in family.cases(backend, quick))
     return (case for case in all_cases if not only or any(text in case.name for text in only))
 
 
 def describe(case: CaseRecord) -> str:
-    """One line: every library's fastest time, which formulation that is, and its fraction of the copy bandwidth; of a
-    program, every contender's time and memory."""
+    """One line: each library's fastest time, its formulation and its fraction of the copy bandwidth. For a program:
+    each contender's time and memory."""
     if case.op == PROGRAMS:
         return "   ".join(f"{m.label} {case.time_and_memory(m)}" for m in case.measurements)
     fastest = filter(None, (case.fastest(library) for library in case.libraries()))

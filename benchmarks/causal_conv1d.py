@@ -34,7 +34,7 @@ try:
     import causal_conv1d
 except ImportError:
     causal_conv1d = None
-# fla's kernels in Gluon are faster than its default ones in Triton, and need not be tuned for each shape.
+# fla's Gluon kernels are faster than its default Triton kernels, and need no tuning per shape.
 os.environ.setdefault("FLA_CONV_GLUON", "1")
 try:
     from fla.modules.causal_conv1d import causal_conv1d as fla_causal_conv1d
@@ -43,15 +43,15 @@ except ImportError:
     fla_causal_conv1d = None
 
 CHANNELS_FIRST, CHANNELS_LAST = "causal_conv1d", "causal_conv1d channels_last"
-"""The layouts are ops of their own in tables and plots."""
+"""Tables and plots show the layouts as separate ops."""
 BRIEF = Effort(samples=3, seconds_per_contender=0.12)
 THOROUGH = Effort(samples=4, seconds_per_sample=0.1, seconds_per_contender=0.4)
 ROWS_PER_SEQUENCE = 512
 """Mean length of packed sequences."""
 DECODING_STEPS = 100
-"""In one call, since a single step is shorter than its launch from Python."""
+"""Steps in one call, because a single step is shorter than its launch from Python."""
 STEPS_PER_ITERATION = 10
-"""Of JAX's loop, whose iterations cost more than a step."""
+"""Steps per iteration of JAX's loop, because an iteration costs more than a step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Problem:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     packings: tuple[str, ...] = ("",)
     is_exhaustive: bool = False
-    """Formulations that are far behind take part as well."""
+    """Whether much slower formulations take part, too."""
     layers: int = 1
-    """Convolutions in one program, each of which takes the output of the one before: then the call from Python, which
-    is longer than a small convolution, is only a part of the time."""
+    """Chained convolutions in one program. They amortise the call from Python, which takes longer than a small
+    convolution."""
     effort: Effort = BRIEF
 
     @property
@@ -83,7 +83,7 @@ class Problem:
 
     @property
     def is_small(self) -> bool:
-        """Whether the kernels of other libraries are shorter than their way through Python and autograd."""
+        """Whether other libraries' kernels take less time than Python and autograd do."""
         return self.examples * self.channels * self.length < 1 << 26
 
 
@@ -161,17 +161,17 @@ def cases(backend: str, quick: bool = False) -> Iterator[Case]:
 
 
 def tolerance(dtype: str) -> float:
-    """How much a peer may differ that computes the same thing, in :attr:`Case.tolerance`'s measure. Convolutions that
-    reach from one packed sequence into another differ by more than the tolerance of float32."""
+    """The :attr:`Case.tolerance` for peers that compute the same thing. Convolutions that reach from one packed
+    sequence into another differ by more than the tolerance of float32."""
     return 0.005 if dtype == "bfloat16" else 1e-3
 
 
 ADDING_IN_16_BITS = 0.05
-"""The tolerance of what adds in 16 bits."""
+"""The tolerance for formulations that add in 16 bits."""
 
 
 def floor_bytes(problem: Problem, dtype: str, packing: str, what: str) -> int:
-    """Bytes of every operand and every result, once each, of the forward and of the backward pass."""
+    """Bytes of every operand and result, once each, in the forward and in the backward pass."""
     element_bytes = jnp.dtype(dtype).itemsize
     x = problem.examples * problem.channels * problem.length * element_bytes
     parameters = problem.channels * (problem.width + 1) * element_bytes
@@ -187,13 +187,13 @@ def decoding_floor_bytes(decoding: Decoding) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Operands, made on the device. The last ones are kept for the next case.
+# Operands, made on the device. The most recent ones are cached for the next case.
 
 
 class Operands(NamedTuple):
     x: jax.Array
     weights: tuple[jax.Array, ...]
-    """Of each layer."""
+    """One per layer."""
     biases: tuple[jax.Array, ...]
     dy: jax.Array
     ids: jax.Array | None
@@ -205,7 +205,7 @@ def _normal(seed: int, count: int, dtype: str) -> jax.Array:
 
 
 def _parameters(layer: int, channels: int, width: int, dtype: str) -> tuple[jax.Array, jax.Array]:
-    """Weights and biases for which outputs that are inputs again neither grow nor fade away."""
+    """Weights and biases for which signals neither grow nor vanish through many layers."""
     weight = _normal(10 + layer, channels * width, "float32").reshape(channels, width) * 0.3
     return weight.astype(dtype), _normal(100 + layer, channels, dtype)
 
@@ -265,11 +265,11 @@ def contenders(op: str, problem: Problem, dtype: str, packing: str, what: str) -
 
 
 def _in_layers(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`function` with each weight and bias, each time of what it returned before."""
+    """Applies `function` in a chain, once per weight and bias."""
 
     def run(x: jax.Array, weights: Parameters, biases: Parameters, ids: jax.Array | None) -> jax.Array:
         for weight, bias in zip(weights, biases, strict=True):
-            # Each layer writes its result to memory, as it must where others come between.
+            # Each layer writes its result to memory, as in a model with other layers in between.
             x = lax.optimization_barrier(function(x, weight, bias, ids))
         return x
 
@@ -277,7 +277,7 @@ def _in_layers(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def _in_torch_layers(function: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
-    """The same of tensors: x, the weights, the biases."""
+    """As :func:`_in_layers` for tensors: x, all weights, all biases."""
 
     def run(x: Any, *parameters: Any) -> Any:
         layers = len(parameters) // 2
@@ -341,7 +341,7 @@ def _shifted_adds(
 def _with_gradient_by_hand(
     channels_last: bool, x: jax.Array, weight: jax.Array, bias: jax.Array, ids: None
 ) -> jax.Array:
-    """In float32, and computing again instead of keeping anything for the backward pass."""
+    """In float32. The backward pass recomputes everything from the operands."""
     return _shifted_adds(channels_last, "float32", x, weight, bias, ids)
 
 
@@ -389,7 +389,7 @@ def torch_formulations(
     """Ways to write the op with torch and its peers: library, name, function of x, weight and bias."""
 
     def in_layout(function: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
-        """`function` takes channels first, but may find them adjacent in memory."""
+        """`function` takes channels first; with `channels_last`, it gets transposed views."""
         if not channels_last:
             return function
         return lambda x, weight, bias: function(x.transpose(1, 2), weight, bias).transpose(1, 2)
@@ -416,8 +416,8 @@ def torch_formulations(
 
 
 def _fla_sequences(ids: Any) -> dict[str, Any]:
-    """How fla is told of packed sequences: where each begins among the rows of all examples, and, made once for all
-    layers of a model, how they are cut into chunks."""
+    """fla's description of packed sequences: the start of each among the rows of all examples, and their division into
+    chunks, which is computed once for all layers of a model."""
     is_first = torch.ones_like(ids, dtype=torch.bool)
     is_first[:, 1:] = ids[:, 1:] != ids[:, :-1]
     bounds = torch.nn.functional.pad(torch.nonzero(is_first.flatten())[:, 0], (0, 1), value=ids.numel())
@@ -437,7 +437,7 @@ def _fla(channels_last: bool, sequences: dict[str, Any], x: Any, weight: Any, bi
 
 
 def decoding_contenders(decoding: Decoding) -> Iterator[Contender]:
-    """Many steps in one loop, in which each output is the next input."""
+    """Many steps in one loop, where each output is the next input."""
     weight, bias = _parameters(0, decoding.channels, decoding.width, decoding.dtype)
     shape = (decoding.examples, decoding.channels, decoding.state_length)
     state = _normal(3, math.prod(shape), decoding.dtype).reshape(shape)
@@ -473,7 +473,7 @@ def _decode(
     bias: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     def body(_: jax.Array, carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        # Each step writes its results to memory, as it must where other layers come between.
+        # Each step writes its results to memory, as in a model with other layers in between.
         return lax.optimization_barrier(step(*carried, weight, bias))
 
     return lax.fori_loop(0, DECODING_STEPS, body, (x, state), unroll=STEPS_PER_ITERATION)

@@ -1,4 +1,4 @@
-"""Decoding with a KV cache that a loop carries, each example at a position of its own: the time of a step."""
+"""Decoding with a KV cache that a loop carries, where each example has its own position: the time of a step."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def cases(backend: str, quick: bool = False) -> Iterator[Case]:
             what=FORWARD,
             floor_bytes=floor_bytes(decoder),
             make_contenders=functools.partial(contenders, decoder),
-            tolerance=2e-2,  # Products in TF32, and features that are rounded to 16 bits in each layer.
+            tolerance=2e-2,  # Products in TF32, and features rounded to 16 bits in each layer.
             effort=Effort(seconds_per_contender=2.0),  # a call is many steps
         )
 
 
 def floor_bytes(decoder: Decoder) -> int:
-    """Bytes of the weights, of the caches, and of the rows that are written, which a step moves once each."""
+    """Bytes of the weights, the caches and the written rows. A step moves each of them once."""
     weights = sum(map(math.prod, decoder.weight_shapes().values()))
     rows = decoder.examples * decoder.kv_heads * decoder.features
     elements = decoder.layers * (weights + 2 * math.prod(decoder.cache_shape()) + 2 * rows)
@@ -46,7 +46,7 @@ def floor_bytes(decoder: Decoder) -> int:
 
 
 def contenders(decoder: Decoder) -> Iterator[Contender]:
-    """This package as its table picks, with its kernels throughout, and plain JAX."""
+    """This package with its default choices, this package with kernels everywhere, and plain JAX."""
     for library, formulation, functions, implementation in (
         (OURS, "", Ours(), None),
         (OURS, "kernels", Ours(), "kernel"),

@@ -21,7 +21,7 @@ from jax_baracuda._examples.segment import gathered_sum
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """Senders are uniform; receivers are node ``nodes * u ** power`` of uniform u, renumbered at random."""
+    """A random graph. Senders are uniform; receivers are node ``nodes * u ** power`` for uniform u, then shuffled."""
 
     name: str
     nodes: int
@@ -65,7 +65,7 @@ def cases(backend: str, quick: bool = False) -> Iterator[Case]:
 
 
 def floor_bytes(graph: Graph, what: str) -> int:
-    """Bytes of every operand and every result, once each, of the forward and of the backward pass."""
+    """Bytes of every operand and result, once each, in the forward and in the backward pass."""
     forward = 2 * graph.nodes * graph.features * 4 + 2 * graph.edges * 4
     return 2 * forward if what == WITH_GRADIENT else forward
 
@@ -106,7 +106,7 @@ def contenders(graph: Graph, order: str, what: str) -> Iterator[Contender]:
     )
 
     class Product(torch.autograd.Function):
-        """Of the matrix and rows; the gradient by the transposed matrix, which is ready too."""
+        """The product of matrix and rows. Its gradient uses the transposed matrix, which is prepared as well."""
 
         @staticmethod
         def forward(_: Any, rows: Any) -> Any:
@@ -134,7 +134,7 @@ def of_jax(
 
 
 def csr_matrix(rows: np.ndarray, columns: np.ndarray, nodes: int) -> Any:
-    """Ones where there are edges, whose rows ascend."""
+    """The adjacency matrix with ones for edges. `rows` must be ascending."""
     offsets = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=nodes))]).astype(np.int32)
     arrays = (torch.from_numpy(x).cuda() for x in (offsets, columns.copy(), np.ones(len(columns), np.float32)))
     return torch.sparse_csr_tensor(*arrays, size=(nodes, nodes))

@@ -23,7 +23,7 @@ from jax_baracuda._tools.command_line import INTERRUPTED, output_file, parser_of
 from jax_baracuda._tools.platforms import default_devices, require_kernels
 
 SEED = 1
-"""Another one than that of the calls that rules were fitted to."""
+"""Differs from the seed of the calls that the rules were fitted to."""
 REPEATS = 5
 NUM_WORST = 10
 TRAFFIC_PER_OPERAND_BYTE = 3
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def timed(cases: Sequence[sample.Case], platform: str, seconds: float | None) -> Iterator[list[Ratio]]:
-    """The ratios of each case; none of one that cannot run here."""
+    """The ratios of each case; an empty list if it cannot run here."""
     device = jax.devices()[0]
     compiled = functools.partial(compiled_case, platform, device)
     for case, compiled_or_error in compiled_in_batches(compiled, cases, seconds, functools.partial(print, flush=True)):
@@ -88,7 +88,7 @@ def timed(cases: Sequence[sample.Case], platform: str, seconds: float | None) ->
 def compiled_case(
     platform: str, device: jax.Device, case: sample.Case
 ) -> tuple[tuple[Any, Any], dict[str, list[Loop]]]:
-    """Types of operands and cotangents, and the loops of ours and of plain JAX of each pass."""
+    """Types of operands and cotangents, and for each pass the loops of this package and of plain JAX."""
     example = case.example
     differentiated = example.differentiated(case.dtype)
     passes = {FORWARD: ()} | ({WITH_GRADIENT: differentiated} if differentiated else {})
@@ -107,7 +107,7 @@ def compiled_case(
 
 
 def step_of(function: Callable[..., Any], structure: Any) -> Callable[[Arrays], tuple[Arrays, Arrays]]:
-    """A step that leaves its operands as they are."""
+    """A step that returns its operands unchanged."""
 
     def step(leaves: Arrays) -> tuple[Arrays, Arrays]:
         return leaves, jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves)))
@@ -116,7 +116,7 @@ def step_of(function: Callable[..., Any], structure: Any) -> Callable[[Arrays], 
 
 
 def summary(grid_run: GridRun) -> str:
-    """The distribution, for all functions together and by function, and the calls that lose most."""
+    """The distribution of ratios, for all functions together and for each, and the worst calls."""
     lines = [line_of("all", grid_run.ratios)] if grid_run.ratios else []
     lines += [line_of(name, of_function) for name, of_function in grid_run.by_function().items()]
     worst = sorted(grid_run.ratios, key=lambda ratio: ratio.ratio)[:NUM_WORST]

@@ -1,4 +1,4 @@
-"""What a case and its contenders are, and how they are timed."""
+"""Cases, their contenders, and how they are timed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# Other libraries need some of the GPU's memory in the same run.
+# Leaves GPU memory for the other libraries of the same run.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.55")
-# On a CPU, torch's threads shall not keep a core busy after their work, while another library is timed.
+# On CPUs, idle torch threads must not spin while another library is timed.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import jax  # noqa: E402
@@ -42,7 +42,7 @@ except ImportError:
 
 
 def torch_is_usable() -> bool:
-    """Whether torch is there, and sees the device that JAX uses."""
+    """Whether torch is installed and sees the device that JAX uses."""
     return torch is not None and (jax.default_backend() == "cpu" or torch.cuda.is_available())
 
 
@@ -54,21 +54,21 @@ class Contender(abc.ABC):
     """One library's way to compute a case, bound to its operands."""
 
     temporary_bytes: int | None = None
-    """Most memory beside operands and results, where the library tells; known after the first call."""
+    """Peak memory beside operands and results, if the library reports it; known after the first call."""
 
     def __init__(self, library: str, formulation: str, repetitions: int = 1, tolerance: float = 0.0):
         self.library = library
         self.formulation = formulation
         self.repetitions = repetitions
-        """How often one call computes the case."""
+        """The number of times that one call computes the case."""
         self.tolerance = tolerance
-        """In :attr:`Case.tolerance`'s measure, where this one may differ more than others."""
+        """As :attr:`Case.tolerance`, if this contender may differ more than others."""
 
     def prepare(self) -> None:  # noqa: B027
-        """Compiles. Runs in a thread beside those of the other contenders."""
+        """Compiles. Contenders prepare concurrently, each in its own thread."""
 
     def warm_up(self) -> None:  # noqa: B027
-        """What else comes before the first call. Nothing else runs at the same time."""
+        """Other work before the first call. Nothing else runs at the same time."""
 
     @abc.abstractmethod
     def enqueue(self) -> Any:
@@ -76,7 +76,7 @@ class Contender(abc.ABC):
 
     @abc.abstractmethod
     def wait(self, results: Any) -> None:
-        """Returns when `results` are there."""
+        """Waits until `results` are ready."""
 
     @abc.abstractmethod
     def first_call(self) -> list[jax.Array]:
@@ -98,7 +98,7 @@ class JaxContender(Contender):
     ):
         """
         Args:
-          carries_first: the first operand is donated, and the first result is that of the next call.
+          carries_first: the first operand is donated, and the first result becomes the first operand of the next call.
         """
         super().__init__(library, formulation, repetitions, tolerance)
         self._function, self._operands = function, operands
@@ -128,7 +128,7 @@ class JaxContender(Contender):
 
 
 class TorchContender(Contender):
-    """A function of torch tensors; if there are cotangents, the gradients of all of them are computed as well."""
+    """A function of torch tensors. With cotangents, the gradients of all operands are computed, too."""
 
     def __init__(
         self,
@@ -143,9 +143,9 @@ class TorchContender(Contender):
     ):
         """
         Args:
-          cotangent: that of the result, or a tuple of those of all results.
+          cotangent: the cotangent of the result, or a tuple with one for each result.
           compiles: the first call compiles or tunes a kernel.
-          writes_to_operands: the function does, or its gradient writes to the cotangents: they get copies.
+          writes_to_operands: the function writes to its operands, or its gradient to the cotangents: they get copies.
         """
         super().__init__(library, formulation, repetitions)
         self._function, self._operands = function, operands
@@ -188,7 +188,7 @@ class TorchContender(Contender):
         if self._is_on_gpu:
             result_bytes = sum(x.numel() * x.element_size() for x in results)
             self.temporary_bytes = max(0, torch.cuda.max_memory_allocated() - allocated - result_bytes)
-        # Integers come as int64, which JAX holds only where that is enabled.
+        # Integers come as int64, which JAX supports only if 64-bit types are enabled.
         return [jnp.from_dlpack(x.contiguous() if x.is_floating_point() else x.int()) for x in results]
 
 
@@ -197,7 +197,7 @@ def _as_tuple(x: Any) -> tuple[Any, ...]:
 
 
 class TorchGraphContender(TorchContender):
-    """A function of torch tensors whose launches are recorded once in a CUDA graph, so that Python costs nothing."""
+    """A function of torch tensors whose launches are recorded once in a CUDA graph, to exclude the cost of Python."""
 
     def warm_up(self) -> None:
         self.wait(super().enqueue())
@@ -211,7 +211,7 @@ class TorchGraphContender(TorchContender):
 
     def first_call(self) -> list[jax.Array]:
         results = super().first_call()
-        self.temporary_bytes = None  # The graph holds its memory already.
+        self.temporary_bytes = None  # The graph has allocated its memory before.
         return results
 
 
@@ -223,15 +223,15 @@ class Effort:
     seconds_per_sample: float = 0.04
     seconds_per_contender: float = 0.2
     patience: float = 1.0
-    """Seconds of the first call, which warms up, from which on there is no other."""
+    """If the first call takes longer than this many seconds, it is the time estimate; else two more calls are."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case(CaseDescription):
-    """Who computes it."""
+    """A case, its contenders, and how to compare and time them."""
 
     make_contenders: Callable[[], Iterable[Contender]]
-    """This package's comes first. Data is made here, so that cases which are not run cost nothing."""
+    """This package's contender comes first. The data is made here, too, so cases that are not run cost nothing."""
     tolerance: float
     """Largest sum of absolute differences from this package's result, relative to the sum of its magnitudes."""
     effort: Effort = Effort()
@@ -259,7 +259,7 @@ def measure(case: Case, copy_bandwidth: float, effort: Effort) -> CaseRecord:
             expected = results if expected is None else expected
             measurement.disagreement = largest_disagreement(expected, results)
             measurement.temporary_bytes = contender.temporary_bytes
-        except Exception as error:  # Whatever a peer cannot do is a finding, and the others go on.
+        except Exception as error:  # Record the failure of a contender and go on with the others.
             measurement.failure = summary_of(error)
         else:
             if measurement.disagreement <= max(case.tolerance, contender.tolerance):
@@ -281,7 +281,7 @@ def measure(case: Case, copy_bandwidth: float, effort: Effort) -> CaseRecord:
 
 
 def sample(contenders: Sequence[Contender], first_seconds: Sequence[float], effort: Effort) -> list[list[float]]:
-    """Seconds per call of each contender, several times. What else the machine does then meets all of them alike."""
+    """Seconds per call of each contender, several times. Contenders alternate, so that noise affects all alike."""
     seconds: list[list[float]] = []
     plans = []
     for contender, first in zip(contenders, first_seconds, strict=True):
@@ -297,8 +297,8 @@ def sample(contenders: Sequence[Contender], first_seconds: Sequence[float], effo
 
 
 def _seconds_per_call(contender: Contender, calls: int) -> float:
-    """On a GPU, enqueues enough calls to drown the cost of waiting for them. On a CPU, calls that are not waited for
-    would run beside each other, so there each one is."""
+    """The mean over some calls. On a GPU, it waits once after all calls, to amortise the cost of waiting. On a CPU, it
+    waits for each call, because otherwise they would run concurrently."""
     waits_for_each = jax.default_backend() == "cpu"
     start = time.perf_counter()
     for _ in range(calls):
@@ -318,8 +318,8 @@ def largest_disagreement(expected: Sequence[jax.Array], actual: Sequence[jax.Arr
 
 @jax.jit
 def _disagreement(expected: jax.Array, actual: jax.Array) -> jax.Array:
-    """Sum of the differences relative to the sum of the magnitudes. What is expected to be infinite, an empty segment,
-    is left out, because libraries fill it differently."""
+    """Sum of the differences relative to the sum of the magnitudes. Elements that are expected to be infinite (empty
+    segments) are excluded, because libraries fill them differently."""
     counts = jnp.isfinite(expected)
     expected, actual = (jnp.where(counts, x, 0).astype(jnp.float32) for x in (expected, actual))
     # A NaN must count as a mismatch, and comparisons with NaN are false.
@@ -337,7 +337,7 @@ def summary_of(error: Exception) -> str:
 
 
 def _free() -> None:
-    """Gives back what torch keeps; JAX has its memory to itself anyway."""
+    """Frees the memory that torch caches. JAX has preallocated its own share."""
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -354,7 +354,7 @@ def copy_bytes_per_second() -> float:
 
 
 def _cpu_copy_bytes_per_second() -> float:
-    """Between arrays that exist, one thread per core, since a fresh array costs page faults as well."""
+    """Copies between existing arrays, because new arrays also cost page faults. One thread per core."""
     source = np.ones(1 << 27, np.float32)
     target = np.zeros_like(source)
     cores = os.cpu_count() or 1
@@ -369,7 +369,7 @@ def _cpu_copy_bytes_per_second() -> float:
 
 
 def environment() -> dict[str, Any]:
-    """The device, and the versions of everything that takes part."""
+    """The device, and the versions of all libraries involved."""
     device = jax.devices()[0]
     return {
         "device": device.device_kind if device.platform == "gpu" else _cpu_name(),

@@ -18,11 +18,11 @@ from jax_baracuda._tools.command_line import parser_of, run
 from jax_baracuda._tools.platforms import default_devices, require_kernels
 
 CALLS = 10
-"""Of every contender, of which the median counts for each kernel."""
+"""Calls per contender; each kernel's time is the median over them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 1 where there is no GPU to profile."""
+    """Returns the exit status: 1 if there is no GPU to profile."""
     parser = parser_of("benchmarks.kernels", __doc__, {0: "the kernels were profiled", 1: "there is no GPU"})
     parser.add_argument("--only", nargs="+", default=[], help="only cases whose name contains one of these texts")
     options = parser.parse_args(arguments)
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def kernel_times(contender: Contender) -> dict[str, tuple[int, float]]:
-    """How often one call runs each kernel, and the median of its seconds; copies and fills by the driver count too."""
+    """For each kernel: its launches per call, and its median seconds. Copies and fills by the driver count, too."""
     contender.prepare()
     contender.wait(contender.enqueue())
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +65,7 @@ def kernel_times(contender: Contender) -> dict[str, tuple[int, float]]:
 
 
 def _device_events(path: Path) -> Iterator[tuple[str, float]]:
-    """The name and the duration of all that ran on a GPU's streams."""
+    """Name and duration of each event on a GPU's streams."""
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         if not plane.name.startswith("/device:GPU"):
             continue
@@ -75,7 +75,7 @@ def _device_events(path: Path) -> Iterator[tuple[str, float]]:
 
 
 def short_name(kernel: str) -> str:
-    """Without what surrounds the name of a function: its return type, namespaces, template arguments and operands."""
+    """The bare function name, without return type, namespaces, template arguments and parameters."""
     without_brackets = kernel.replace("(anonymous namespace)::", "")
     while (shorter := re.sub(r"<[^<>]*>|\([^()]*\)", "", without_brackets)) != without_brackets:
         without_brackets = shorter

@@ -32,8 +32,8 @@ AXIS = "x"
 ALL_REDUCE = "all-reduce"
 FULL, QUICK = Effort(seconds_per_sample=0.05, seconds_per_contender=0.5), Effort(1, 0.001, 0.01)
 TOLERANCE, TOLERANCE_OF_16_BITS = 2e-3, 2e-2
-"""Largest sum of absolute differences, relative to the sum of magnitudes: of sums in other orders and products in TF32,
-and where plain JAX rounds to 16 bits on the way."""
+"""Largest sum of absolute differences, relative to the sum of magnitudes: for sums in different orders and products in
+TF32, and for programs where plain JAX rounds intermediate results to 16 bits."""
 
 Array = jax.Array
 Split = tuple[P, ...]
@@ -41,24 +41,24 @@ Split = tuple[P, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Something to compute, whose operands grow with the number of shares."""
+    """A computation whose operands grow with the number of shares."""
 
     name: str
     split: str
-    """What of it the devices have parts of."""
+    """The name of the dimensions that are split over devices."""
     sizes: Mapping[str, int]
-    """Of the dimensions of a share."""
+    """The sizes of a share's dimensions."""
     make: Callable[..., Sequence[Array]]
     """``(number of shares, **sizes)`` -> the operands."""
     specs: Split
-    """How the operands are split."""
+    """The partition specs of the operands."""
     ours: Callable[..., Any]
     plain: Callable[..., Any]
     result: P | None = None
-    """How the result is split, where it is to be; None leaves that to XLA."""
+    """The partition spec of the result. None leaves it to XLA."""
     tolerance: float = TOLERANCE
     reduced: tuple[int, ...] = ()
-    """The shape of the float32 array that devices add up to the result, where they do and it needs no more."""
+    """The shape of the float32 array to all-reduce, for programs that need no other exchange."""
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> Array:
@@ -66,7 +66,7 @@ def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> Array:
 
 
 def with_gradient(function: Callable[..., Array]) -> Callable[..., Any]:
-    """The value, and the gradient of the first operand, of the cotangent that is the last one."""
+    """The value, and the gradient of the first operand. The last operand is the cotangent."""
 
     def value_and_gradient(first: Array, *others: Array) -> tuple[Array, Array]:
         *others, cotangent = others  # type: ignore[assignment]
@@ -130,7 +130,7 @@ def segment_programs(scale: int) -> Iterator[Program]:
 
 
 def _drop(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Without the cotangent, which the value alone does not need."""
+    """Drops the last operand, the cotangent, which the value does not need."""
     return lambda *operands: function(*operands[:-1])
 
 
@@ -246,7 +246,7 @@ STEPS = 64
 
 
 def append(write: Callable[..., Array], cache: Array, rows: Array) -> Array:
-    """A row of every head at one position after the other."""
+    """Writes one row per head at consecutive positions."""
     return jax.lax.fori_loop(0, STEPS, lambda step, cache: write(cache, rows[step], (0, step, 0, 0)), cache)
 
 
@@ -275,12 +275,12 @@ FAMILIES = (segment_programs, graph_programs, sequence_programs, decoding_progra
 
 @dataclasses.dataclass
 class Scaling:
-    """The milliseconds of a program: of this package and of plain JAX, on one device and on all."""
+    """The milliseconds of a program, with this package and in plain JAX, on one device and on all devices."""
 
     program: str
     split: str
     milliseconds: dict[str, dict[str, float]]
-    """By library: "share" and "all" on one device, "split" on all devices. And of an all-reduce alone."""
+    """By library: "share" and "all" on one device, "split" on all devices. Also "split" of an all-reduce alone."""
     failure: str | None = None
 
     def weak(self, library: str) -> float:
@@ -307,7 +307,7 @@ class Scaling:
 
 
 def measure(program: Program, num_devices: int, effort: Effort) -> Scaling:
-    """Times all contenders in turns, after their results have been compared."""
+    """Compares the results of all contenders, then times the contenders in turns."""
     mesh = jax.make_mesh((num_devices,), (AXIS,), (AxisType.Auto,))
     share, everything = (program.make(shares, **program.sizes) for shares in (1, num_devices))
     shardings = [NamedSharding(mesh, spec) for spec in program.specs]
@@ -372,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for program in progress.track(programs, len(programs), lambda program: program.name):
         try:
             scalings.append(measure(program, num_devices, QUICK if options.quick else FULL))
-        except Exception as error:  # One program shall not cost the others.
+        except Exception as error:  # One failing program must not end the run.
             scalings.append(Scaling(program.name, program.split, {}, summary_of(error)))
         progress.print(scalings[-1].describe())
         if options.output is not None:

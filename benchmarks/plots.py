@@ -37,11 +37,11 @@ from benchmarks.record import (  # noqa: E402
 )
 from jax_baracuda._tools.command_line import parser_of, run  # noqa: E402
 
-# Okabe and Ito's palette: told apart by colour-blind readers and in grey.
+# Okabe and Ito's palette, which is distinguishable for colour-blind readers and in greyscale.
 COLORS = ("#0072B2", "#E69F00", "#999999")
 TEXT, FAINT = "#222222", "#777777"
 BAR = 0.26
-"""Height of one bar, where the rows of a plot are 1 apart."""
+"""Height of one bar, in units of the distance between rows."""
 INCHES_PER_ROW = 0.46
 RATIO_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 STYLE = {
@@ -59,7 +59,7 @@ STYLE = {
 }
 
 Contestant = tuple[str, tuple[str, ...]]
-"""A label and the libraries of which the fastest counts."""
+"""A label, and its libraries; the fastest of them counts."""
 
 
 def contestants(cases: Sequence[CaseRecord]) -> list[Contestant]:
@@ -109,7 +109,7 @@ def draw_op(run: Run, op: str) -> Figure:
 
 
 def draw_overview(run: Run) -> Figure:
-    """Geometric means over those cases of each op in which everybody takes part, so that the bars can be compared."""
+    """Geometric means over the cases of each op in which all contestants take part, so that bars are comparable."""
     whats = [what for what in (FORWARD, WITH_GRADIENT) if any(case.what == what for case in run.cases)]
     ops = run.ops()
     everyone = contestants(run.cases)
@@ -134,7 +134,7 @@ def draw_overview(run: Run) -> Figure:
 
 
 def draw_programs(run: Run) -> Figure:
-    """How many times as fast as plain JAX whole programs run."""
+    """Speed of whole programs relative to plain JAX."""
     cases = run.of_op(PROGRAMS)
     contenders = ((OURS, "plan"), (OURS, ""), (OURS, NO_KERNEL), ("torch_geometric", "compiled"))
     labels = ("jax_baracuda, plain JAX = 1", "torch_geometric, compiled")
@@ -176,7 +176,7 @@ def draw_programs(run: Run) -> Figure:
 
 
 def draw_grid(run: GridRun) -> Figure:
-    """How the ratios of sampled calls are distributed."""
+    """The distribution of the ratios of sampled calls."""
     height, top, bottom = 4.2, 0.8, 0.55
     with plt.rc_context(STYLE):
         figure, panel = plt.subplots(figsize=(10.0, height))
@@ -283,7 +283,7 @@ def _variant_text(variant: str) -> str:
 
 
 def draw_cases(run: Run) -> dict[str, Figure]:
-    """By name: whole programs, an overview of the ops, and each op."""
+    """Figures by name: whole programs, an overview of the ops, and each op."""
     figures = {"programs": draw_programs(run)} if run.of_op(PROGRAMS) else {}
     of_ops = dataclasses.replace(run, cases=[case for case in run.cases if case.op != PROGRAMS])
     if of_ops.cases:
@@ -315,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """A PNG of few colours, which is a third of the size."""
+    """Writes a PNG with a palette of few colours, which takes a third of the size."""
     figure.canvas.draw()
     Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB").quantize(48).save(path, optimize=True)
 

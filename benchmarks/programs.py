@@ -32,7 +32,7 @@ MODELS: dict[str, Model] = {
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A model over a graph, whose features are as wide in every layer."""
+    """A model over a graph. All layers have the same number of features."""
 
     model: str
     graph: Graph
@@ -41,12 +41,12 @@ class Program:
 
     @property
     def variant(self) -> str:
-        """What is not the size."""
+        """Heads, layers and dtype."""
         heads = f"{self.heads} heads, " if self.model == GAT else ""
         return f"{heads}{self.layers} {'layer' if self.layers == 1 else 'layers'}, float32"
 
     def weight_shapes(self) -> list[tuple[int, ...]]:
-        """A matrix per layer for GraphSAGE; a matrix and the logits' weights of senders and receivers for GAT."""
+        """GraphSAGE: a matrix per layer. GAT: a matrix, and the logits' weights for senders and for receivers."""
         width = self.graph.features
         if self.model == GAT:
             return [(width, width), *[(self.heads, width // self.heads)] * 2]
@@ -54,8 +54,8 @@ class Program:
 
 
 SMALL_EDGES, SMALL_STEPS = 1_000_000, 20
-"""On GPUs, a step over fewer edges is timed in a loop of so many inside ``jax.jit``, as what Python takes to start a
-program is more than such a step. On CPUs it takes longer, and XLA drops the barrier that keeps equal steps apart."""
+"""On GPUs, steps over fewer edges are timed in a loop of this many steps inside ``jax.jit``, because starting a program
+from Python takes longer than such a step. On CPUs, steps take longer, and XLA drops the barrier between equal steps."""
 SMALL = Graph("small", 30_000, 200_000, 64, 1.5)
 TINY = Graph("tiny", 2_708, 10_556, 64, 1.0)
 GPU_PROGRAMS = (
@@ -71,7 +71,7 @@ CPU_PROGRAMS = tuple(Program(model, graph, layers=3) for graph in (SMALL, TINY) 
 
 
 def cases(backend: str, quick: bool = False) -> Iterator[Case]:
-    """All cases for a kind of device; the quick ones are small versions of all of a GPU's."""
+    """All cases for a kind of device. Quick runs use small versions of all GPU cases."""
     for program in GPU_PROGRAMS if backend == "gpu" or quick else CPU_PROGRAMS:
         if quick:
             program = dataclasses.replace(program, graph=program.graph.quick())
@@ -87,14 +87,14 @@ def cases(backend: str, quick: bool = False) -> Iterator[Case]:
 
 
 def floor_bytes(program: Program) -> int:
-    """Bytes of features, ids and weights, and of the loss and the gradients."""
+    """Bytes of features, ids, weights, loss and gradients."""
     graph = program.graph
     weights = sum(map(math.prod, program.weight_shapes()))
     return 4 * (graph.nodes * graph.features + 2 * graph.edges + 2 * weights + 1)
 
 
 def contenders(program: Program) -> Iterator[Contender]:
-    """This package with a plan and without, plain JAX as it is and redirected, torch_geometric eager and compiled."""
+    """This package with and without a plan, plain JAX unchanged and redirected, torch_geometric eager and compiled."""
     graph, nodes = program.graph, program.graph.nodes
     senders, receivers = make_edges(graph)
     x = jax.random.normal(jax.random.key(1), (nodes, graph.features), jnp.float32)
@@ -112,7 +112,7 @@ def contenders(program: Program) -> Iterator[Contender]:
     if geometric is None or not torch.cuda.is_available():
         return
     torch.set_float32_matmul_precision("high")  # TF32, which is JAX's default.
-    torch.compiler.reset()  # One program's code shall not count as another's recompilation.
+    torch.compiler.reset()  # Else each program would count as a recompilation of the previous one.
     step = torch_step(program, *(torch.from_dlpack(array) for array in (x, senders, receivers)))
     operands = [torch.from_dlpack(w) for w in weights]
     one = torch.ones((), device=operands[0].device)
@@ -123,7 +123,7 @@ def contenders(program: Program) -> Iterator[Contender]:
 def of_jax(
     library: str, formulation: str, program: Program, ops: Ours | Plain, weights: list[jax.Array], *operands: Any
 ) -> JaxContender:
-    """The step of a program with some library's operations."""
+    """The step of a program with the operations of one library."""
     return of_step(library, formulation, program, training_step(MODELS[program.model], ops), weights, *operands)
 
 
@@ -142,12 +142,12 @@ def of_step(
 
 
 def repeated(step: Callable[..., Any], steps: int) -> Callable[..., Any]:
-    """The results of so many equal steps, one after the other."""
+    """Runs equal steps one after another in a loop."""
     if steps == 1:
         return step
 
     def run(*operands: Any) -> Any:
-        # Else XLA would move what is the same out of the loop.
+        # The barrier keeps XLA from hoisting the loop-invariant step out of the loop.
         def next_step(_: Any, results: Any) -> Any:
             return step(*jax.lax.optimization_barrier((operands, results))[0])
 

@@ -1,4 +1,4 @@
-"""The record of a run: written by ``python -m benchmarks``, read by the tables and the plots."""
+"""The record of a run, written by ``python -m benchmarks`` and read by the tables and the plots."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ OURS, XLA = "jax_baracuda", "XLA"
 TORCH_PEERS = ("torch_scatter", "torch_geometric", "causal_conv1d", "fla", "liger_kernel")
 """Packages beside torch whose versions are recorded."""
 UNSUPPORTED = "unsupported"
-"""How a failure begins that means no more than that a library does not offer this."""
+"""The prefix of a failure that only means that a library does not offer this."""
 NO_KERNEL = "no kernel"
-"""The formulation, or the end of its name, of a program of this package that picks plain JAX for every op."""
+"""The formulation, or its suffix, of programs of this package that pick plain JAX for every op."""
 FORWARD, WITH_GRADIENT = "forward", "forward + gradient"
 LOWEST_RATIO = 0.97
-"""A user who gets less of a sampled call loses more than what times scatter by."""
+"""A sampled call with a lower ratio is slower by more than measurement noise."""
 PROGRAMS = "programs"
-"""The op of whole training steps, where every contender and its memory counts, and no copy is the measure."""
+"""The op name of whole programs. All contenders and their memory are shown, without a fraction of a copy."""
 
 
 @dataclasses.dataclass
@@ -38,9 +38,9 @@ class Measurement:
     """(largest - smallest) / median of the samples."""
     samples: int = 0
     fraction_of_copy: float | None = None
-    """The case's fewest bytes over the time, divided by the bandwidth of a copy in the same run."""
+    """The case's minimum of bytes over the time, divided by the bandwidth of a copy in the same run."""
     temporary_bytes: int | None = None
-    """Most memory beside operands and results, where the library tells."""
+    """Peak memory beside operands and results, if the library reports it."""
     disagreement: float | None = None
     """Sum of the absolute differences from this package's result, relative to the sum of its magnitudes."""
     failure: str | None = None
@@ -56,7 +56,7 @@ class Measurement:
 
 @dataclasses.dataclass(frozen=True)
 class CaseDescription:
-    """Something to compute, and the fewest bytes that it must move."""
+    """A computation, and the minimum of bytes that it must move."""
 
     op: str
     size: str
@@ -73,7 +73,7 @@ class CaseDescription:
 
 @dataclasses.dataclass(frozen=True)
 class CaseRecord(CaseDescription):
-    """What was measured in one case."""
+    """The measurements of one case."""
 
     measurements: list[Measurement]
 
@@ -86,12 +86,12 @@ class CaseRecord(CaseDescription):
         return min(timed, key=lambda m: m.milliseconds, default=None)
 
     def speed_up(self, *libraries: str) -> float | None:
-        """Time of the fastest of other libraries over that of this package."""
+        """The fastest time of the given libraries over the time of this package."""
         ours, theirs = self.fastest(OURS), self.fastest(*libraries)
         return None if ours is None or theirs is None else theirs.milliseconds / ours.milliseconds
 
     def time_and_memory(self, measurement: Measurement) -> str:
-        """A measurement of this case: milliseconds, speed-up over XLA, and MiB where they are known."""
+        """A measurement of this case as text: milliseconds, speed-up over XLA, and MiB if known."""
         if measurement.milliseconds is None:
             return "unsupported" if measurement.is_unsupported else "failed"
         parts, xla = [f"{milliseconds_text(measurement.milliseconds)} ms"], self.fastest(XLA)
@@ -105,10 +105,10 @@ class CaseRecord(CaseDescription):
 
 @dataclasses.dataclass
 class Run:
-    """All of a run."""
+    """The record of a run."""
 
     environment: dict[str, Any]
-    """The device and the versions of everything that took part."""
+    """The device and the versions of all libraries involved."""
     copy_terabytes_per_second: float
     is_quick: bool = False
     is_complete: bool = False
@@ -127,16 +127,16 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """What one sampled call takes, and the same in plain JAX."""
+    """The time of one sampled call with this package and in plain JAX."""
 
     function: str
-    """And its variant."""
+    """The function and its variant."""
     dtype: str
     sizes: str
     what: str
     """:data:`FORWARD` or :data:`WITH_GRADIENT`."""
     kernels: list[str]
-    """Those of this package in the compiled program; none where all is left to XLA."""
+    """This package's kernels in the compiled program; empty if XLA computes everything."""
     milliseconds: float
     xla_milliseconds: float
 
@@ -154,14 +154,14 @@ class Ratio:
 
 @dataclasses.dataclass
 class GridRun:
-    """All of a random sample of calls."""
+    """The record of a random sample of calls."""
 
     environment: dict[str, Any]
     seed: int
     sampled_calls: int
-    """As many as were asked for, in random order."""
+    """The requested number of calls, in random order."""
     timed_calls: int = 0
-    """The first of them: those that there was time for, and that could run."""
+    """The number of calls, from the start of that order, that fit in the time and could run."""
     seconds: float = 0.0
     ratios: list[Ratio] = dataclasses.field(default_factory=list)
 
@@ -169,7 +169,7 @@ class GridRun:
         _replace(path, self)
 
     def by_function(self) -> dict[str, list[Ratio]]:
-        """All variants of a function together, in alphabetical order."""
+        """The ratios of each function, all variants together, in alphabetical order."""
         functions: dict[str, list[Ratio]] = {}
         for ratio in sorted(self.ratios, key=lambda ratio: ratio.function.split(",")[0]):
             functions.setdefault(ratio.function.split(",")[0], []).append(ratio)
@@ -177,7 +177,7 @@ class GridRun:
 
 
 def _replace(path: Path, record: Run | GridRun) -> None:
-    """In one step, so that an interruption leaves the file from before."""
+    """Replaces the file atomically, so that an interruption leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".partial")
     temporary.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
@@ -185,7 +185,7 @@ def _replace(path: Path, record: Run | GridRun) -> None:
 
 
 def others(cases: Iterable[CaseRecord]) -> list[str]:
-    """The libraries that take part beside this package and XLA."""
+    """The libraries beside this package and XLA."""
     libraries = dict.fromkeys(m.library for case in cases for m in case.measurements if not m.is_unsupported)
     return [library for library in libraries if library not in (OURS, XLA)]
 
@@ -193,7 +193,7 @@ def others(cases: Iterable[CaseRecord]) -> list[str]:
 def load(path: Path) -> Run | GridRun:
     """
     Raises:
-      ValueError: the file is no record of cases or of sampled calls.
+      ValueError: the file is not a record of cases or of sampled calls.
     """
     content = json.loads(path.read_text())
     if "ratios" in content:
@@ -208,13 +208,13 @@ def load(path: Path) -> Run | GridRun:
 
 
 def mean_over(cases: Sequence[CaseRecord], value: Callable[[CaseRecord], float | None]) -> float | None:
-    """Geometric mean of a value of the cases that have it."""
+    """Geometric mean of a value over the cases where it is not None."""
     values = [v for v in map(value, cases) if v is not None]
     return statistics.geometric_mean(values) if values else None
 
 
 def distribution(ratios: Sequence[Ratio]) -> tuple[float, float, int]:
-    """The median, what a twentieth is below, and how many are below :data:`LOWEST_RATIO`."""
+    """The median, the 5% quantile, and the number of ratios below :data:`LOWEST_RATIO`."""
     values = [ratio.ratio for ratio in ratios]
     return statistics.median(values), float(np.quantile(values, 0.05)), sum(x < LOWEST_RATIO for x in values)
 

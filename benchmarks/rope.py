@@ -38,17 +38,17 @@ except ImportError:
     LigerRopeFunction = None
 
 INTERLEAVED, HALF_SPLIT = "rope", "rope half-split"
-"""The pairings are ops of their own in tables and plots."""
+"""Tables and plots show the pairings as separate ops."""
 QK_INTERLEAVED, QK_HALF_SPLIT = "rope_qk", "rope_qk half-split"
 BRIEF = Effort(samples=3, seconds_per_contender=0.12)
 THOROUGH = Effort(samples=4, seconds_per_sample=0.05, seconds_per_contender=0.2)
 BASE = 10000.0
 LAST_OFFSET = 1000
-"""Positions of an example begin at one of the first so many where they are its own."""
+"""If examples have their own positions, each starts at a random offset below this."""
 LAYERS = 10
-"""Of a model that decodes: rotations at one position, which share what can be shared."""
+"""Layers of a decoding model. All rotate at the same position, so they can share sines and cosines."""
 DECODING_STEPS = 10
-"""In one call, since a single rotation is shorter than its launch from Python."""
+"""Steps in one call, because a single rotation is shorter than its launch from Python."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +57,18 @@ class Problem:
 
     examples: int
     heads: tuple[int, ...]
-    """Of each array that is rotated in one call: x, or q and k."""
+    """The heads of each array that is rotated in one call: x, or q and k."""
     length: int
     size: int
     layouts: tuple[str, ...] = ("BHSD", "BSHD")
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     positions: tuple[str, ...] = ("",)
-    """Empty: from 0 on. "positions of examples": each example has its own."""
+    """Empty: 0, 1, ... "positions of examples": each example has its own."""
     is_exhaustive: bool = False
-    """Formulations that are far behind take part as well."""
+    """Whether much slower formulations take part, too."""
     effort: Effort = BRIEF
     layers: int = 1
-    """In one program, each rotating the result of the one before, so that a call costs little beside them."""
+    """Chained rotations in one program, to amortise the call from Python."""
 
     @property
     def size_text(self) -> str:
@@ -86,7 +86,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """One position of every example in each of a model's layers, one step after the other."""
+    """Steps of one new position per example, through all layers of a model."""
 
     examples: int
     heads: int
@@ -153,19 +153,19 @@ def cases(backend: str, quick: bool = False) -> Iterator[Case]:
 
 
 def tolerance(dtype: str) -> float:
-    """How much a peer may differ that computes the same thing, in :attr:`Case.tolerance`'s measure. Rotations by the
-    angles of another position, or of other pairs, differ by much more."""
+    """The :attr:`Case.tolerance` for peers that compute the same thing. Rotations by the angles of another position, or
+    of other pairs, differ by much more."""
     return 0.005 if dtype == "bfloat16" else 1e-4
 
 
 ROUNDED_ANGLES = 0.02
-"""The tolerance of what rounds angles, of up to 131072, or their sines and cosines more than its results."""
+"""The tolerance for formulations that round angles (up to 131072), or sines and cosines, more than their results."""
 DECODING_TOLERANCE = 0.05
-"""Roundings, of angles and to bfloat16, add up over the layers and steps."""
+"""Rounding errors, from angles and from bfloat16, add up over the layers and steps."""
 
 
 def floor_bytes(problem: Problem, dtype: str, positions: str, what: str) -> int:
-    """Bytes of every operand and every result, once each, of the forward and of the backward pass."""
+    """Bytes of every operand and result, once each, in the forward and in the backward pass."""
     elements = problem.examples * sum(problem.heads) * problem.length * problem.size
     of_positions = problem.examples * problem.length * np.dtype(np.int32).itemsize if positions else 0
     one_pass = 2 * elements * jnp.dtype(dtype).itemsize + of_positions
@@ -178,7 +178,7 @@ def decoding_floor_bytes(decoding: Decoding) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Operands, made on the device. The last ones are kept for the next case.
+# Operands, made on the device. The most recent ones are cached for the next case.
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -192,9 +192,9 @@ class Operands:
     features: tuple[jax.Array, ...]
     cotangents: tuple[jax.Array, ...]
     offsets: jax.Array | None
-    """``[B]``: where the positions of each example begin, if they are its own."""
+    """``[B]``: the first position of each example, if examples have their own positions."""
     positions: jax.Array | None
-    """``[B, S]`` likewise."""
+    """``[B, S]``, if examples have their own positions."""
     cos: jax.Array
     """The table ``[positions, D / 2]`` in float32."""
     sin: jax.Array
@@ -230,7 +230,7 @@ def _frequencies(size: int) -> np.ndarray:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Contenders. JAX's are functions of the features, the positions and the tables of cosines and sines.
+# Contenders. JAX contenders are functions of the features, the positions and the tables of cosines and sines.
 
 
 def contenders(op: str, problem: Problem, dtype: str, layout: str, positions: str, what: str) -> Iterator[Contender]:
@@ -260,11 +260,11 @@ def contenders(op: str, problem: Problem, dtype: str, layout: str, positions: st
 
 
 def _in_layers(function: Callable[..., tuple[Any, ...]], layers: int) -> Callable[..., tuple[Any, ...]]:
-    """`function` of features and what else it takes, each time of what it returned before."""
+    """Applies `function` to the features in a chain, `layers` times."""
 
     def run(features: tuple[jax.Array, ...], *others: Any) -> tuple[jax.Array, ...]:
         for _ in range(layers):
-            # Each layer writes its result to memory, as it must where other operations come between.
+            # Each layer writes its result to memory, as in a model with other operations in between.
             features = lax.optimization_barrier(function(features, *others))
         return features
 
@@ -279,15 +279,15 @@ def _with_gradient(
     sin: jax.Array,
     cotangents: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
-    """The rotated features, and the gradients of what was rotated."""
+    """The rotated features, and the gradients of the features."""
     results, vjp = jax.vjp(lambda *features: function(features, positions, cos, sin), *features)
     return *results, *vjp(cotangents)
 
 
 Rotate = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""Features, and cosines and sines ``[..., D / 2]`` that broadcast to their pairs, to rotated features."""
+"""``(features, cosines, sines) -> rotated features``; the latter are ``[..., D / 2]`` and broadcast to the pairs."""
 Angles = Callable[..., tuple[jax.Array, jax.Array]]
-"""``(positions or None, length, table of cosines, of sines)`` to cosines and sines ``[S or B, S, D / 2]``."""
+"""``(positions or None, length, cosines, sines) -> (cosines, sines)``: from tables to ``[S or B, S, D / 2]``."""
 
 
 def xla_formulations(problem: Problem, dtype: str, interleaved: bool) -> Iterator[tuple[str, Rotate, Angles, float]]:
@@ -366,7 +366,7 @@ def _complex_numbers(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
 
 
-# The first two are the usual ones.
+# The first two are the most common.
 HALF_SPLIT_ROTATIONS: dict[str, Rotate] = {
     "halves": rotate_halves,
     "swapped halves": _swapped_halves,
@@ -408,7 +408,7 @@ def torch_contenders(
         )
 
     def liger(*features: Any) -> tuple[Any, ...]:
-        """Takes heads first, in memory that has the sequence first, and writes to it."""
+        """liger takes the shape with heads first but memory with the sequence first, and writes to its operands."""
         if interleaved:
             raise UnsupportedError("adjacent pairs")
         q, k = features if heads_first else (x.transpose(1, 2) for x in features)
@@ -446,7 +446,7 @@ def _torch_rotate(interleaved: bool, x: Any, cos: Any, sin: Any) -> Any:
 
 
 def decoding_contenders(op: str, decoding: Decoding) -> Iterator[Contender]:
-    """Steps in a loop, in each of which several layers rotate at the same positions; each output is the next input."""
+    """Steps in a loop. In each step, several layers rotate at the same positions; each output is the next input."""
     interleaved = op == INTERLEAVED
     x = _normal(1, (decoding.examples, decoding.heads, 1, decoding.size), decoding.dtype)
     offsets = jax.random.randint(jax.random.key(5), (decoding.examples, 1), 0, LAST_OFFSET)

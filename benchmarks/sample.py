@@ -1,4 +1,4 @@
-"""A random sample of calls of every public function: sizes beside those that anybody has tuned for."""
+"""A random sample of calls of every public function, at sizes that nobody has tuned for."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ CHOICES = {"tap": (2, 3, 4, 8), "new": (1, 16, 64), "feature1": (16,)}
 MIN_SCALED_SIZE = 16
 MAX_HALVINGS = 5
 MAX_BYTES = {"cpu": 2**24, "cuda": 2**30}
-"""Of the largest operand."""
+"""The maximum size of the largest operand."""
 MAX_CONTENDED_ROWS = 10_000
 SECONDS_OF_A_CONTENDED_ROW = 1e-5
-"""On GPUs, XLA adds 16-bit numbers by comparing and swapping until nobody came between, and what a softmax adds as
-slowly in any dtype. A call took 5 microseconds for each row of the segment that has most of them where those are 1,400
-of 33 features, 12 where they are 11,000 of 128, and 36 where they are 36,000 of 64."""
+"""On GPUs, XLA adds 16-bit numbers by compare-and-swap loops, and sums of a softmax are as slow in any dtype. Per row
+of the largest segment, a call took 5 microseconds for 1,400 rows of 33 features, 12 for 11,000 of 128, and 36 for
+36,000 of 64."""
 CONTENDED_IN_ANY_DTYPE = ("segment_softmax", "segment_attention")
 
 
@@ -47,7 +47,7 @@ def sorted_power_law_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype
 
 POWER_LAW = {random_ids: power_law_ids, sorted_ids: sorted_power_law_ids}
 UNTIED = {with_ties: normal}
-"""Features hardly ever tie, and gradients of maxima take longer where they do."""
+"""Replaces tied features: in practice, features hardly ever tie, and ties slow down the gradients of maxima."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Case:
     example: Example
     dtype: str
     ids: str
-    """How ids are distributed; "" where there are none."""
+    """The distribution of ids; "" if there are none."""
     contended_rows: int
-    """The rows of the segment that has most of them, where XLA adds one after the other; else 0."""
+    """The rows of the largest segment if XLA adds them one by one, else 0."""
 
     @property
     def contended_seconds(self) -> float:
-        """Of a call in plain JAX, about; several times as many in wide rows."""
+        """The approximate time of a call in plain JAX; wide rows take several times as long."""
         return self.contended_rows * SECONDS_OF_A_CONTENDED_ROW
 
     def sizes_text(self, platform: str) -> str:
@@ -83,7 +83,7 @@ def draw(platform: str, num_cases: int, seed: int, functions: Sequence[str] = ()
     """Cases in random order: every example call and dtype as often as any other.
 
     Args:
-      functions: their names; none: all of them.
+      functions: the names of functions to sample. Empty: all of them.
     """
     rng = np.random.default_rng(seed)
     calls = [
@@ -112,18 +112,18 @@ def draw(platform: str, num_cases: int, seed: int, functions: Sequence[str] = ()
 
 
 def adds_one_by_one(example: Example, dtype: str) -> bool:
-    """Whether plain JAX does on GPUs: see SECONDS_OF_A_CONTENDED_ROW."""
+    """Whether plain JAX adds rows one by one on GPUs: see SECONDS_OF_A_CONTENDED_ROW."""
     adds_exponentials = example.function.__name__.startswith(CONTENDED_IN_ANY_DTYPE)
     return "row" in example.dims and (adds_exponentials or np.dtype(dtype).itemsize == 2)
 
 
 def rows_of_largest_segment(sizes: Mapping[str, int], is_power_law: bool) -> int:
-    """About as many."""
+    """The approximate number of rows of the largest segment."""
     return round(sizes["row"] / sizes["segment"] ** (1 / POWER if is_power_law else 1))
 
 
 def less_contended(sizes: dict[str, int], is_power_law: bool) -> dict[str, int]:
-    """Rows, and segments where there are more than two, halved until no segment has too many rows."""
+    """Halves rows and segments (to at least two) until no segment has too many rows."""
     while rows_of_largest_segment(sizes, is_power_law) > MAX_CONTENDED_ROWS:
         halved = {name: max(sizes[name] // 2, 2) for name in ("row", "segment", "node")}
         sizes = sizes | halved
@@ -134,14 +134,14 @@ def draw_sizes(rng: np.random.Generator, example: Example, platform: str) -> dic
     draw = sizes_of_rows if "row" in example.dims else scaled_sizes
     sizes = shrunk(example, draw(rng, example, platform), platform)
     if "sequence" in sizes and sizes["sequence"] in (sizes["head"], sizes["q_head"], sizes["k_head"]):
-        sizes["sequence"] //= 2  # else a rotation asks which of them is which
+        sizes["sequence"] //= 2  # with equal sizes, rope would require a layout
     if "new" in example.dims:
         sizes["new"] = min(sizes["new"], sizes["time"])
     return sizes
 
 
 def sizes_of_rows(rng: np.random.Generator, example: Example, platform: str) -> dict[str, int]:
-    """Of reductions of rows."""
+    """Sizes for reductions of rows."""
     rows = round(math.exp(rng.uniform(math.log(MIN_ROWS), math.log(MAX_ROWS))))
     segments = max(round(rows * rng.choice(SEGMENTS_PER_ROW)), 2)
     width = int(rng.choice([1, 4, 8])) if "feature1" in example.dims else int(rng.choice(WIDTHS))
@@ -149,7 +149,7 @@ def sizes_of_rows(rng: np.random.Generator, example: Example, platform: str) -> 
 
 
 def scaled_sizes(rng: np.random.Generator, example: Example, platform: str) -> dict[str, int]:
-    """Of those that are timed elsewhere, some halved a few times, and some made odd."""
+    """The example's own sizes, some of them halved a few times, and some made odd."""
     sizes = dict(example.sizes[platform])
     for name, size in sizes.items():
         if size >= MIN_SCALED_SIZE and name not in CHOICES:
@@ -167,7 +167,7 @@ def drawn_choices(rng: np.random.Generator, example: Example) -> dict[str, int]:
 
 
 def shrunk(example: Example, sizes: dict[str, int], platform: str) -> dict[str, int]:
-    """The largest dimension halved until the largest operand, as float32, has a size that fits."""
+    """Halves the largest dimension until the largest operand, as float32, fits."""
     while largest_elements(example, sizes) * 4 > MAX_BYTES[platform]:
         scalable = {name: size for name, size in sizes.items() if name in example.dims and name not in CHOICES}
         name = max(scalable, key=lambda name: scalable[name])
@@ -184,14 +184,14 @@ def largest_elements(example: Example, sizes: Mapping[str, int]) -> int:
 
 
 def types_of(case: Case, platform: str, device: jax.Device) -> tuple[Any, Any]:
-    """Of the operands of an example's call, and of cotangents of its results."""
+    """The types of the operands of an example's call, and of the cotangents of its results."""
     operands = case.example.operand_types(case.dtype, platform)
     cotangents = jax.eval_shape(case.example.call(platform), **operands)
     return jax.tree.map(functools.partial(on_device, device), (operands, cotangents))
 
 
 def operands_of(case: Case, types: tuple[Any, Any], platform: str, device: jax.Device) -> tuple[Any, Any]:
-    """Operands and cotangents of these types, made by the host: nothing is compiled for them."""
+    """Operands and cotangents of these types, made on the host, so that nothing is compiled for them."""
     operands = case.example.make_operands(np.random.default_rng(0), case.dtype, platform)
     cotangents = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), types[1])
     return jax.device_put((operands, cotangents), device)

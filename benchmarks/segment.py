@@ -96,16 +96,16 @@ def cases(backend: str, quick: bool = False) -> Iterator[Case]:
 
 
 def tolerance(op: str, dtype: str, what: str) -> float:
-    """How much a peer may differ that computes the same thing, in :attr:`Case.tolerance`'s measure."""
+    """The :attr:`Case.tolerance` for peers that compute the same thing."""
     if what == WITH_GRADIENT and op in ("segment_max", "segment_min"):
-        return 0.5  # Some give the gradient of tied rows to one of them.
+        return 0.5  # Some peers give the gradient of tied rows to one of them.
     if op == "segment_argmax":
-        return 0.01  # Some name another of the tied rows.
-    return 0.2 if dtype == "bfloat16" else 1e-3  # Some add or multiply in 16 bits.
+        return 0.01  # Some peers return a different one of the tied rows.
+    return 0.2 if dtype == "bfloat16" else 1e-3  # Some peers add or multiply in 16 bits.
 
 
 def floor_bytes(op: str, problem: Problem, dtype: str, what: str) -> int:
-    """Bytes of every operand and every result, once each, of the forward and of the backward pass."""
+    """Bytes of every operand and result, once each, in the forward and in the backward pass."""
     element_bytes = jnp.dtype(dtype).itemsize
     data = problem.rows * problem.features * element_bytes
     cells = problem.segments * problem.features * element_bytes
@@ -116,14 +116,14 @@ def floor_bytes(op: str, problem: Problem, dtype: str, what: str) -> int:
         return data + ids + problem.segments * problem.features * np.dtype(np.int32).itemsize
     else:
         forward = data + ids + cells
-        # The gradient of a sum needs the cotangent and the ids. That of a maximum or product needs data and output too.
+        # Gradients of sums need the cotangent and the ids; gradients of maxima and products also data and output.
         is_linear = op in ("segment_sum", "segment_mean")
         backward = data + ids + cells if is_linear else 2 * data + ids + 2 * cells
     return forward + (backward if what == WITH_GRADIENT else 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Operands, made on the device. The last ones are kept for the next case.
+# Operands, made on the device. The most recent ones are cached for the next case.
 
 
 @functools.lru_cache(maxsize=1)
@@ -151,7 +151,7 @@ def _normal(shape: tuple[int, ...], dtype: str, seed: int, near_one: bool = Fals
 
 @functools.lru_cache(maxsize=1)
 def make_data(rows: int, features: int, dtype: str, near_one: bool) -> jax.Array:
-    """Normally distributed rows; near one where long products are wanted."""
+    """Normally distributed rows, near one for long products."""
     return jax.block_until_ready(_normal((rows, features), dtype, 1, near_one))
 
 

@@ -26,7 +26,7 @@ from jax_baracuda._tools.command_line import parser_of, run
 
 
 def markdown(run: Run, only: str = "") -> str:
-    """An overview, and a table for each op of the cases whose name contains `only`."""
+    """An overview, and for each op a table of the cases whose name contains `only`."""
     parts = [header(run), overview(run)]
     for op in run.ops():
         if cases := [case for case in run.of_op(op) if only in case.name]:
@@ -44,7 +44,7 @@ def header(run: Run) -> str:
 
 
 def grid_table(run: GridRun) -> str:
-    """One row per function, and one of all: how the ratios of the times are distributed."""
+    """The distribution of the ratios: a row for all functions together, and one per function."""
     rows = [["function", "ratios", "median", "a twentieth below", f"below {LOWEST_RATIO}"]]
     for name, ratios in [("all", run.ratios), *run.by_function().items()]:
         median, twentieth, below = distribution(ratios)
@@ -57,7 +57,7 @@ def grid_table(run: GridRun) -> str:
 
 
 def overview(run: Run) -> str:
-    """One row per op: geometric means, over its cases, of the fraction of copy and of the speed-ups."""
+    """One row per op: geometric means over its cases of the fraction of a copy and of the speed-ups."""
     libraries = others(run.cases)
     peers = [("XLA", (XLA,)), *([(" / ".join(libraries), tuple(libraries))] if libraries else [])]
     rows = [["op", "", "cases", "of copy", *(f"speed-up over {name}" for name, _ in peers)]]
@@ -73,7 +73,7 @@ def overview(run: Run) -> str:
 
 
 def summary(cases: Sequence[CaseRecord]) -> str:
-    """The geometric means of the speed-up over XLA."""
+    """The geometric mean of the speed-up over XLA, forward and with gradient."""
     parts = []
     for what in (FORWARD, WITH_GRADIENT):
         of_what = [case for case in cases if case.what == what and case.speed_up(XLA) is not None]
@@ -85,7 +85,7 @@ def summary(cases: Sequence[CaseRecord]) -> str:
 
 def table(cases: Sequence[CaseRecord]) -> str:
     """One row per size and variant: milliseconds of each library's fastest formulation, forward / forward + gradient,
-    the fastest of all in bold, and this package's fraction of a copy."""
+    and this package's fraction of a copy. The fastest time is bold."""
     libraries = list(dict.fromkeys(m.library for case in cases for m in case.measurements if not m.is_unsupported))
     whats = dict.fromkeys(case.what for case in cases)
     rows = [[f"milliseconds {' / '.join(whats)}", *libraries, "of copy"]]
@@ -102,7 +102,7 @@ def table(cases: Sequence[CaseRecord]) -> str:
 
 
 def programs(cases: Sequence[CaseRecord]) -> str:
-    """One row per program: what :meth:`CaseRecord.time_and_memory` says of each contender."""
+    """One row per program: :meth:`CaseRecord.time_and_memory` of each contender."""
     labels = list(dict.fromkeys(m.label for case in cases for m in case.measurements))
     rows = [["milliseconds, speed-up over XLA, memory beside operands and results", *labels]]
     for case in cases:
@@ -112,7 +112,7 @@ def programs(cases: Sequence[CaseRecord]) -> str:
 
 
 def formulations(cases: Sequence[CaseRecord], library: str = XLA) -> str:
-    """How often each formulation of a library was its fastest."""
+    """How often each formulation of a library was its fastest, as text."""
     names = [m.formulation for case in cases if (m := case.fastest(library)) is not None]
     counts = sorted(((names.count(name), name) for name in set(names)), reverse=True)
     return ", ".join(f"{name} {count}×" for count, name in counts)

@@ -1,4 +1,4 @@
-"""Times of steps of a loop inside ``jax.jit``, so that what Python takes to start a program is not among them."""
+"""Times steps of a loop inside ``jax.jit``, to exclude the time that Python takes to start a program."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ ASSUMED_BYTES_PER_SECOND = {"cpu": 5e9, "cuda": 1e12}
 ASSUMED_SECONDS_TO_START = 1e-5
 MIN_STEPS, MAX_STEPS = 1, 200
 MAX_SECONDS_OF_A_LOOP = 0.5
-"""Of its runs together: beyond that, it is not repeated. More than what a first run loads, which is not of its time."""
+"""The total of a loop's runs, beyond which it is not repeated. It exceeds the time that a first run takes to load the
+program, which must not count."""
 RUNS_TO_WARM_UP = 2
-"""The first one loads programs; the second one tells how long a loop takes."""
+"""The first run loads the program; the second one shows how long a loop takes."""
 ITEMS_PER_THREAD = 4
-"""In a batch: enough that threads seldom wait for the slowest of them."""
+"""In a batch: enough that threads seldom wait for the slowest item."""
 
 
 LAUNCHED_AS_A_GRAPH = {"xla_gpu_graph_min_graph_size": "1"}
-"""On GPUs. By itself XLA launches the body of a loop as one CUDA graph from five kernels on, as those of most programs
-are, and the few of a single call one by one, which takes longer than many of them run."""
+"""For GPUs. By default, XLA launches the body of a loop as one CUDA graph only if it has at least five kernels, as in
+most programs. It would launch the few kernels of a single call one by one, which takes longer than many of them run."""
 
 
 def num_steps(num_bytes: int, platform: str, slowest: float = 0) -> int:
-    """Of a loop of steps that move so many bytes. A static number: a GPU loops without asking the host.
+    """The number of steps of a loop whose steps move `num_bytes` each. It is static, so a GPU loops without the host.
 
     Args:
-      slowest: seconds that a step may take in a bad case, in which the loop shall still not take long.
+      slowest: seconds that a step may take in a bad case. The loop must still not take long then.
     """
     seconds = num_bytes / ASSUMED_BYTES_PER_SECOND[platform] + ASSUMED_SECONDS_TO_START
     steps = min(math.ceil(SECONDS_OF_A_LOOP / seconds), MAX_STEPS)
@@ -54,23 +55,23 @@ def num_steps(num_bytes: int, platform: str, slowest: float = 0) -> int:
 
 
 def on_device(device: jax.Device, x: Any) -> jax.ShapeDtypeStruct:
-    """The type of an array there."""
+    """The type of an array on this device."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
 
 
 class Loop:
-    """A compiled loop. Its operands are donated and come back: where a step works in place, nothing is copied."""
+    """A compiled loop. Its operands are donated and returned, so steps that work in place copy nothing."""
 
     def __init__(self, step: Step, operands: Sequence[Any], steps: int, device: jax.Device):
         """
         Args:
-          operands: their types.
+          operands: the types of the operands.
         """
         types = [on_device(device, x) for x in operands]
         others = jax.eval_shape(step, types)[1]
 
         def body(_: Any, carry: Any) -> Any:
-            operands, _ = jax.lax.optimization_barrier(carry)  # else XLA would move what is the same out of the loop
+            operands, _ = jax.lax.optimization_barrier(carry)  # keeps XLA from hoisting the loop-invariant step
             return step(operands)
 
         def run(operands: Arrays, times: jax.Array) -> Any:
@@ -84,12 +85,12 @@ class Loop:
         self._program = lowered.compile(options)
 
     def kernels(self) -> list[str]:
-        """Those of this package that the compiled program calls."""
+        """This package's kernels that the compiled program calls."""
         pattern = rf'custom_call_target="{re.escape(target_name(""))}(\w+)"'
         return sorted(set(re.findall(pattern, self._program.as_text() or "")))
 
     def time(self, operands: Arrays, times: int) -> tuple[float, Arrays]:
-        """Seconds of so many loops, one after the other, and the operands, which may have been written to."""
+        """Seconds of `times` loops, one after another, and the operands, which may have been written to."""
         start = time.perf_counter()
         operands, _ = jax.block_until_ready(self._program(operands, np.int32(times)))
         return time.perf_counter() - start, operands
@@ -98,8 +99,8 @@ class Loop:
 def race(loops: Sequence[Loop], operands: Arrays, repeats: int) -> tuple[list[float], Arrays]:
     """Median seconds of a step of each loop, and the operands, which may have been written to.
 
-    The loops run in turn, so that all see the same noise, and each as often as makes SECONDS_OF_A_LOOP. The first runs
-    of each warm up, and are all there is of a loop that takes long.
+    The loops run in turns, so that all see the same noise, and each run repeats its loop to fill SECONDS_OF_A_LOOP. The
+    first runs warm up; slow loops have no others.
     """
     operands = jax.block_until_ready(operands)
     seconds: list[list[float]] = [[] for _ in loops]
@@ -119,14 +120,14 @@ def race(loops: Sequence[Loop], operands: Arrays, repeats: int) -> tuple[list[fl
 def compiled_in_batches(
     compiled: Callable[[T], R], items: Sequence[T], seconds: float | None, say: Callable[[str], None]
 ) -> Iterator[tuple[T, Callable[[], R]]]:
-    """Yields each item, in order, and what returns its compiled programs or raises why there are none.
+    """Yields each item, in order, with a function that returns its compiled programs or raises the compiler's error.
 
-    Threads compile a batch of items; nothing is compiled while the caller times them, as XLA, which times kernels of
-    its own on a GPU when it compiles, would disturb that.
+    Threads compile a batch of items. Nothing is compiled while the caller times them: on GPUs, XLA autotunes kernels
+    during compilation, which would disturb the timing.
 
     Args:
-      seconds: ends after so many, whatever is left; None: at the end of the items.
-      say: is told what is compiled.
+      seconds: the time limit, after which the remaining items are skipped. None: no limit.
+      say: receives progress messages.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
 
@@ -146,4 +147,4 @@ def compiled_in_batches(
                     return
                 yield item, future.result
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # who interrupts does not wait for what is being compiled
+        pool.shutdown(wait=False, cancel_futures=True)  # an interrupt does not wait for running compilations

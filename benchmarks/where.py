@@ -33,7 +33,7 @@ class Problem:
 
     @property
     def shape(self) -> Shape:
-        """Of the result: that of `a`."""
+        """The shape of the result, which is the shape of `a`."""
         return self.a
 
     @property
@@ -87,7 +87,7 @@ def cases(backend: str, quick: bool = False) -> Iterator[Case]:
 
 
 def floor_bytes(problem: Problem, dtype: str, what: str) -> int:
-    """Bytes of every operand and every result, once each, of the forward and of the backward pass."""
+    """Bytes of every operand and result, once each, in the forward and in the backward pass."""
     cond = math.prod(problem.cond)
     whole, a, b = (math.prod(shape) * jnp.dtype(dtype).itemsize for shape in (problem.shape, problem.a, problem.b))
     backward = cond + whole + a + (0 if problem.constant_b else b)
@@ -95,7 +95,7 @@ def floor_bytes(problem: Problem, dtype: str, what: str) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Operands, made on the device. The last ones are kept for the next case.
+# Operands, made on the device. The most recent ones are cached for the next case.
 
 
 class Operands(NamedTuple):
@@ -122,7 +122,7 @@ def make_operands(problem: Problem, dtype: str) -> Operands:
 
 
 ADDING_IN_16_BITS = 1e9
-"""The tolerance of what adds in 16 bits: sums of positive and negative numbers may come out as anything."""
+"""The tolerance for sums in 16 bits: sums of positive and negative numbers may be arbitrarily wrong."""
 
 
 def contenders(problem: Problem, dtype: str, what: str) -> Iterator[Contender]:

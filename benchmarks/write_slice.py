@@ -1,4 +1,4 @@
-"""Appends to a KV cache inside a loop, one step after another in place, and a write into an array that is kept."""
+"""In-place appends to a KV cache, step by step inside a loop, and a write into an array that is not donated."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from benchmarks.harness import Case, Contender, Effort, JaxContender
 from benchmarks.record import FORWARD, OURS, XLA
 
 STEPS = 100
-"""In one call, since a single step is shorter than its launch from Python."""
+"""Steps in one call, because a single step is shorter than its launch from Python."""
 BRIEF = Effort(samples=3, seconds_per_contender=0.12)
 
 Write = Callable[[Any, Any, Any], Any]
-"""``(caches, what is appended, position or positions) -> caches``"""
+"""``(caches, new rows, position or positions) -> caches``"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Where rows are appended, and how many a step."""
+    """A cache, and the number of rows that each step appends to it."""
 
     shape: tuple[int, ...]
     time_axis: int
@@ -65,7 +65,7 @@ CPU_CACHES = (
     Cache((4, 65536, 8, 128), 1, 1, "bfloat16"),
     Cache((4, 65536, 8, 128), 1, 64, "float32"),
 )
-"""Of 16 MiB and of 1 GiB: a step takes as long in either."""
+"""Caches of 16 MiB and of 1 GiB: a step takes equally long in both."""
 
 
 def cases(backend: str, quick: bool = False) -> Iterator[Case]:
@@ -98,7 +98,7 @@ def _case(cache: Cache, what: str, floor_bytes: int, contenders: Callable[[Cache
 
 
 class InPlaceContender(JaxContender):
-    """A function that gives up its first operand, which is then its last result."""
+    """A function whose first operand is donated and replaced by its result for the next call."""
 
     def prepare(self) -> None:
         self._compiled = jax.jit(self._function, donate_argnums=0).lower(*self._operands).compile()
@@ -110,7 +110,7 @@ class InPlaceContender(JaxContender):
 
 
 def _integers(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """Numbers from -8 to 7 that look random, which is faster to make than random ones."""
+    """Pseudo-random numbers from -8 to 7, which are faster to make than those of ``jax.random``."""
 
     @jax.jit
     def make() -> jax.Array:
@@ -121,8 +121,8 @@ def _integers(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
 
 
 def _loop(write: Write, cache: Cache, caches: Any, new: Any, positions: jax.Array) -> Any:
-    """Steps from one position to the next, which are kept beside the caches, as in decoding; from the beginning again
-    where the cache is full."""
+    """Appends at successive positions. The loop carries the positions beside the caches, as in decoding, and wraps
+    around when the cache is full."""
     num_positions = cache.shape[cache.time_axis] - cache.rows + 1
 
     def step(_: jax.Array, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
@@ -161,7 +161,7 @@ def loop_contenders(cache: Cache) -> Iterator[Contender]:
 
 
 def per_example_contenders(cache: Cache) -> Iterator[Contender]:
-    """Every example has a position of its own."""
+    """Every example has its own position."""
 
     def vmapped(write: Callable[..., jax.Array]) -> Write:
         return jax.vmap(lambda dest, new, position: write(dest, new, (position, 0, 0)))
@@ -182,7 +182,7 @@ def pair_contenders(cache: Cache) -> Iterator[Contender]:
 
 
 def copying_contenders(cache: Cache) -> Iterator[Contender]:
-    """The array stays as it was, so that all of it is copied."""
+    """The array is not donated, so all of it is copied."""
     operands = _integers(0, cache.shape, cache.dtype), _integers(7, cache.new_shape, cache.dtype), jnp.int32(5)
     for library, name, write in ((OURS, "", _write), (XLA, "dynamic_update_slice", _update)):
         yield JaxContender(library, name, functools.partial(write, cache), *operands)

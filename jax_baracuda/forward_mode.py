@@ -1,17 +1,20 @@
 """The functions of jax_baracuda, for both modes of differentiation.
 
-JAX cannot apply forward mode to a function whose reverse mode is a kernel (``jax.custom_vjp``). Here are the same
-functions, bound with ``jax.custom_jvp``: ``jax.jvp``, ``jax.jacfwd``, ``jax.linearize`` and ``jax.hessian`` apply to
-them, and so do ``jax.grad``, ``jax.vjp`` and ``jax.jacrev``, which run the same backward kernels as for the functions
-of :mod:`jax_baracuda`. Values come from the same kernels; tangents are the transpose of the gradient, by kernels too,
-but for convolutions, where they are plain JAX, and the terms of products. Of a maximum, the winners tell which tangents
-to take; sums over ties are a kernel, but of gathered rows, which XLA adds up as it gathers them. Under ``vmap``, rows
-that a batch of graphs shares get a gradient for each graph, which JAX then adds up: where only gradients are taken, the
-functions of :mod:`jax_baracuda` may take less memory. ``jax.linear_transpose`` applies to the functions here that are
-linear, such as sums, means, rotations, writes and selections. The ``..._backward`` functions serve both modes as they
-are.
+JAX cannot apply forward mode to a function whose reverse mode is a kernel (``jax.custom_vjp``). This module has twins
+of these functions, bound with ``jax.custom_jvp``. They support ``jax.jvp``, ``jax.jacfwd``, ``jax.linearize`` and
+``jax.hessian``, and also ``jax.grad``, ``jax.vjp`` and ``jax.jacrev``, by the same backward kernels as the functions of
+:mod:`jax_baracuda`.
 
-Every other public function of an op has a twin here, made when it is first asked for.
+Values come from the same kernels. Tangents are the transpose of the gradient, also by kernels, with two exceptions in
+plain JAX: convolutions and the terms of products. For a maximum, the winners say which tangents to take. Sums over ties
+are a kernel, except for gathered rows, which XLA adds up as it gathers them.
+
+Under ``vmap``, rows that a batch of graphs shares get a gradient per graph, and JAX adds these up. If only gradients
+are needed, the functions of :mod:`jax_baracuda` may therefore take less memory. ``jax.linear_transpose`` applies to the
+linear functions here, such as sums, means, rotations, writes and selections.
+
+The ``..._backward`` functions support both modes themselves. Every other public function of an op has a twin here, made
+on first access.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ def __getattr__(name: str) -> Any:
     if name not in names:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     twin: Callable[..., Any] = in_both_modes(getattr(jax_baracuda, name), __name__)
-    # Kept: pickle, and caches of compiled programs, want one function of a name.
+    # Stored, because pickle and the caches of compiled programs need the same function object each time.
     return globals().setdefault(name, twin)
 
 

@@ -1,9 +1,9 @@
 """Depthwise causal convolution over time, as in Mamba (Gu and Dao, 2023), with states, packed sequences and decoding.
 
-Every channel has a short filter of its own, which sees the present and the past only. Kernels take filters of 1 to 8
-taps. Training runs it over whole sequences, in either layout, several sequences packed into one row or one sequence cut
-into chunks that hand on a state; decoding runs it over one new input at a time, in place in the state. The backward
-kernel computes again what it needs of the forward pass, so nothing but the inputs is kept.
+Every channel has its own short filter over present and past inputs. Kernels take filters of 1 to 8 taps. Training runs
+the convolution over whole sequences, in either layout. A row may hold several packed sequences, and a sequence may be
+cut into chunks that pass on a state. Decoding runs it over one new input at a time and updates the state in place. The
+backward kernel recomputes the forward values it needs, so only the inputs are kept.
 
 The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
 canonicalisation of arguments.
@@ -43,7 +43,7 @@ from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 Activation = Literal["silu", "swish"] | None
 
 MAX_WIDTH = 8
-"""The widest filter that kernels take. Plain JAX serves wider ones."""
+"""The widest filter that kernels take. Wider filters run as plain JAX."""
 
 
 @overload
@@ -107,40 +107,40 @@ def causal_conv1d(
 ) -> Array | tuple[Array, Array]:
     """Depthwise causal convolution: each channel over its own past, as in Mamba (Gu and Dao, 2023).
 
-    ``y[b, c, t] = act(sum { weight[c, k] * x[b, c, t - (W-1-k)] : 0 <= k < W } + bias[c])``, where `x` before t = 0 is
+    ``y[b, c, t] = act(sum { weight[c, k] * x[b, c, t - (W-1-k)] : 0 <= k < W } + bias[c])``. Before t = 0, `x` is
     `initial_state`, or zero.
 
     Args:
       x: ``[B, C, L]``, or ``[B, L, C]`` with `channels_last`; a real floating dtype. float16, bfloat16, float32 and
         float64 have kernels; other dtypes run as plain JAX.
-      weight: ``[C, W]`` with W >= 1, the last tap for the present input; the dtype of `x`, or float32 where `x` has
-        fewer than 32 bits. Filters of up to 8 taps have kernels; wider ones run as plain JAX.
-      bias: ``[C]`` or None; the dtype of `x`, or float32 where `x` has fewer than 32 bits.
+      weight: ``[C, W]`` with W >= 1, the last tap for the present input; the dtype of `x`, or float32 if `x` has fewer
+        than 32 bits. Filters of up to 8 taps have kernels; wider filters run as plain JAX.
+      bias: ``[C]`` or None; the dtype of `x`, or float32 if `x` has fewer than 32 bits.
       activation: None, or "silu" ("swish" is the same): ``act(z) = z * sigmoid(z)``.
       channels_last: whether `x` is ``[B, L, C]``. States are ``[B, C, ...]`` in either case.
       initial_state: ``[B, C, W - 1]`` with the dtype of `x`: the inputs before t = 0, the newest last. Default: zeros.
-      segment_ids: ``[B, L]``, any integer dtype: the sequence that each input belongs to. A tap that reaches into an
-        input with another id counts as zero, whatever that input is, NaN included. Equal ids are one sequence, adjacent
-        or not. The initial state belongs to the sequence of the first id of its row.
-      return_final_state: whether to return the state that continues the last sequence, too.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      segment_ids: ``[B, L]``, any integer dtype: the sequence that each input belongs to. A tap contributes zero if its
+        input has another id, even if that input is NaN. Equal ids are one sequence, adjacent or not. The initial state
+        belongs to the sequence of the first id of its row.
+      return_final_state: whether to also return the state that continues the last sequence.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       y with the shape and dtype of `x`, or ``(y, final_state)``. The final state, ``[B, C, W - 1]`` with the dtype of
-      `x`, holds the last W - 1 inputs, those of the initial state included where L < W - 1; with `segment_ids`, inputs
-      of another sequence than the last one's are zero in it.
+      `x`, holds the last W - 1 inputs, including those of the initial state if L < W - 1. With `segment_ids`, it holds
+      zeros for inputs that do not belong to the last input's sequence.
 
     Raises:
-      TypeError: an argument is no array or has an unsuitable dtype.
+      TypeError: an argument is not an array or has an unsuitable dtype.
       ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
         asked for and there is no kernel.
 
-    Numerical guarantees: products are added in float32 (float64 for float64), where the activation is computed too, and
-    the result is rounded once to the dtype. The final state is exact. Bit-equal from run to run.
+    Numerical guarantees: products are added and the activation is computed in float32 (float64 for float64), and the
+    result is rounded once to the dtype. The final state is exact. Bit-equal from run to run.
 
     Gradient: as in :func:`causal_conv1d_backward`, with respect to `x`, `weight`, `bias` and `initial_state`, through y
-    and through the final state. Nothing but the arguments is kept for the backward pass.
+    and through the final state. Only the arguments are kept for the backward pass.
     Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
     :mod:`jax_baracuda.forward_mode`.
 
@@ -176,7 +176,7 @@ def causal_conv1d_backward(
 ) -> tuple[Array, Array, Array | None] | tuple[Array, Array, Array | None, Array]:
     """Gradient of :func:`causal_conv1d`.
 
-    With ``dz = d_output * act'(z)``, where z is the sum that the activation is applied to:
+    With ``dz = d_output * act'(z)``, where z is the sum before the activation:
     ``dx[b, c, t] = sum { weight[c, W-1-j] * dz[b, c, t + j] : 0 <= j < W }``,
     ``dweight[c, W-1-j] = sum over b and t of dz[b, c, t] * x[b, c, t - j]``, ``dbias[c] = sum over b and t of dz``.
 
@@ -184,31 +184,31 @@ def causal_conv1d_backward(
       d_output: the cotangent of y, with the shape and dtype of `x`.
       x: ``[B, C, L]``, or ``[B, L, C]`` with `channels_last`; a real floating dtype. float16, bfloat16, float32 and
         float64 have kernels; other dtypes run as plain JAX.
-      weight: ``[C, W]`` with W >= 1, the last tap for the present input; the dtype of `x`, or float32 where `x` has
-        fewer than 32 bits. Filters of up to 8 taps have kernels; wider ones run as plain JAX.
-      bias: ``[C]`` or None; the dtype of `x`, or float32 where `x` has fewer than 32 bits.
+      weight: ``[C, W]`` with W >= 1, the last tap for the present input; the dtype of `x`, or float32 if `x` has fewer
+        than 32 bits. Filters of up to 8 taps have kernels; wider filters run as plain JAX.
+      bias: ``[C]`` or None; the dtype of `x`, or float32 if `x` has fewer than 32 bits.
       activation: None, or "silu" ("swish" is the same): ``act(z) = z * sigmoid(z)``.
       channels_last: whether `x` is ``[B, L, C]``. States are ``[B, C, ...]`` in either case.
       initial_state: ``[B, C, W - 1]`` with the dtype of `x`: the inputs before t = 0, the newest last. Default: zeros.
-      segment_ids: ``[B, L]``, any integer dtype: the sequence that each input belongs to. A tap that reaches into an
-        input with another id counts as zero, whatever that input is, NaN included. Equal ids are one sequence, adjacent
-        or not. The initial state belongs to the sequence of the first id of its row.
+      segment_ids: ``[B, L]``, any integer dtype: the sequence that each input belongs to. A tap contributes zero if its
+        input has another id, even if that input is NaN. Equal ids are one sequence, adjacent or not. The initial state
+        belongs to the sequence of the first id of its row.
       d_final_state: ``[B, C, W - 1]`` with the dtype of `x`: the cotangent of the final state. Default: zeros.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
-      ``(dx, dweight, dbias)``, each with the shape and dtype of what it is the cotangent of; dbias is None where `bias`
-      is. Where `initial_state` is given, ``(dx, dweight, dbias, d_initial_state)``.
+      ``(dx, dweight, dbias)``, each with the shape and dtype of its primal; dbias is None if `bias` is None. If
+      `initial_state` is given, ``(dx, dweight, dbias, d_initial_state)``.
 
     Raises:
-      TypeError: an argument is no array or has an unsuitable dtype.
+      TypeError: an argument is not an array or has an unsuitable dtype.
       ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
         asked for and there is no kernel.
 
-    Numerical guarantees: sums are accumulated in float32 (float64 for float64) and rounded once. All of them are added
-    in a fixed order: bit-equal from run to run, and independent of scheduling. Where time is split over devices, dx of
-    the W - 1 last inputs of a device is the rounded sum of two rounded parts.
+    Numerical guarantees: sums are accumulated in float32 (float64 for float64), in a fixed order, and rounded once:
+    bit-equal from run to run, and independent of scheduling. If time is split over devices, dx of the W - 1 last inputs
+    of a device is the rounded sum of two rounded parts.
 
     Gradient: derivatives of any order and in either mode exist.
 
@@ -251,27 +251,27 @@ def causal_conv1d_update(
     channels_last: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Array, Array]:
-    """:func:`causal_conv1d` of the next inputs of a sequence, for decoding: the state holds the inputs before.
+    """:func:`causal_conv1d` of the next inputs of a sequence, for decoding. The state holds the previous inputs.
 
     Args:
-      x: ``[B, C]``, one new input, or ``[B, C, T]``, several of them (``[B, T, C]`` with `channels_last`); a real
+      x: ``[B, C]``, one new input, or ``[B, C, T]``, several inputs (``[B, T, C]`` with `channels_last`); a real
         floating dtype. float16, bfloat16, float32 and float64 have kernels; other dtypes run as plain JAX.
       state: ``[B, C, K]`` with any K >= W - 1 and the dtype of `x`: the last K inputs, the newest last; zeros at the
         start of a sequence.
-      weight: ``[C, W]`` with W >= 1, the last tap for the present input; the dtype of `x`, or float32 where `x` has
-        fewer than 32 bits. Filters of up to 8 taps have kernels; wider ones run as plain JAX.
-      bias: ``[C]`` or None; the dtype of `x`, or float32 where `x` has fewer than 32 bits.
+      weight: ``[C, W]`` with W >= 1, the last tap for the present input; the dtype of `x`, or float32 if `x` has fewer
+        than 32 bits. Filters of up to 8 taps have kernels; wider filters run as plain JAX.
+      bias: ``[C]`` or None; the dtype of `x`, or float32 if `x` has fewer than 32 bits.
       activation: None, or "silu" ("swish" is the same): ``act(z) = z * sigmoid(z)``.
       channels_last: whether `x` is ``[B, L, C]``. States are ``[B, C, ...]`` in either case.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
-      ``(y, new_state)`` with the shapes and the dtype of `x` and `state`. The new state is the last K inputs again: the
-      oldest fall out. Where `state` is donated (or carried by a loop), it is updated in place.
+      ``(y, new_state)`` with the shapes and the dtype of `x` and `state`. The new state holds the last K inputs, so the
+      oldest drop out. If `state` is donated (or carried by a loop), it is updated in place.
 
     Raises:
-      TypeError: an argument is no array or has an unsuitable dtype.
+      TypeError: an argument is not an array or has an unsuitable dtype.
       ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
         asked for and there is no kernel.
 
@@ -320,14 +320,14 @@ def _time_axis(channels_last: bool) -> int:
 
 
 def _in_layout(values: Array, channels_last: bool) -> Array:
-    """Values ``[..., C, L]`` in the layout of the signal, and back."""
+    """Converts values between ``[..., C, L]`` and the layout of the signal, in either direction."""
     return jnp.swapaxes(values, -1, -2) if channels_last else values
 
 
 def _as_state(inputs: Array, channels_last: bool) -> Array:
     """A few inputs as a state ``[..., C, K]``.
 
-    One by one: where a part of a signal is transposed, XLA would transpose all of it.
+    They are stacked one by one, because to transpose a part of a signal, XLA would transpose all of it.
     """
     if not channels_last or not 0 < inputs.shape[-2] < MAX_WIDTH:
         return _in_layout(inputs, channels_last)
@@ -342,7 +342,7 @@ def _as_inputs(state: Array, channels_last: bool) -> Array:
 
 
 def _optional(operands: Sequence[Array], *presence: bool) -> list[Array | None]:
-    """The optional operands of a call, None in place of those that are left out."""
+    """The optional operands of a call, with None for absent ones."""
     remaining = iter(operands)
     return [next(remaining) if is_present else None for is_present in presence]
 
@@ -355,13 +355,13 @@ def _reference_same_sequence(segment_ids: Array, *, width: int) -> tuple[Array]:
 
 
 def _ids_with_history(segment_ids: Array, state_length: int) -> Array:
-    """The ids ``[B, L]`` with those of the inputs before t = 0, which belong to the first sequence."""
+    """The ids ``[B, L]``, preceded by the ids of the inputs before t = 0, which belong to the first sequence."""
     before = jnp.broadcast_to(segment_ids[:, :1], (segment_ids.shape[0], state_length))
     return jnp.concatenate([before, segment_ids], axis=1)
 
 
 def _same_sequence(segment_ids: Array, ids: Array) -> Array:
-    """The same, given the ids with those of the W - 1 inputs before."""
+    """As :func:`_reference_same_sequence`, where `ids` also holds the ids of the W - 1 previous inputs."""
     length = segment_ids.shape[1]
     state_length = ids.shape[1] - length
     same_sequence = jnp.zeros(segment_ids.shape, jnp.uint8)
@@ -373,7 +373,7 @@ def _same_sequence(segment_ids: Array, ids: Array) -> Array:
 
 
 def _with_history(x: Array, initial_state: Array | None, state_length: int, channels_last: bool) -> Array:
-    """The signal with its `state_length` inputs before t = 0."""
+    """The signal, preceded by its `state_length` inputs before t = 0."""
     time = _time_axis(channels_last)
     if initial_state is not None:
         return jnp.concatenate([_in_layout(initial_state, channels_last), x], axis=time)
@@ -385,7 +385,7 @@ def _with_history(x: Array, initial_state: Array | None, state_length: int, chan
 def _final_state(
     x: Array, initial_state: Array | None, same_sequence: Array | None, *, state_length: int, channels_last: bool
 ) -> Array:
-    """The last `state_length` inputs ``[B, C, W - 1]``, those of other sequences than the last one's as zeros."""
+    """The last `state_length` inputs ``[B, C, W - 1]``, with zeros for inputs of other sequences than the last."""
     time = _time_axis(channels_last)
 
     def last_inputs(x: Array, *initial_state: Array) -> tuple[Array]:
@@ -410,9 +410,9 @@ def _final_state(
 
 
 def _unsplit(function: Callable[..., tuple[Array]], axis: int, *arrays: Array) -> Array:
-    """What a function makes of arrays, of which the first may be split along an axis that its result has whole.
+    """Calls a function that slices arrays along `axis`; its result is replicated along that axis.
 
-    Explicit mode does not slice what is split.
+    Under explicit sharding, JAX cannot slice along a split axis, so the call runs in automatic mode.
     """
     spec = jax_versions.explicit_spec(jax.typeof(arrays[0]))
     if spec is not None and spec[axis] is not None:
@@ -432,9 +432,9 @@ def _plain_convolution(
     channels_last: bool,
     silu: bool,
 ) -> Array:
-    """The convolution as shifted sums, in the dtype of its weights.
+    """The convolution as a sum of shifted inputs, in the dtype of its weights.
 
-    XLA reads 16-bit inputs faster if they are widened last.
+    Inputs are widened after shifting, because XLA then reads 16-bit inputs faster.
     """
     time = _time_axis(channels_last)
     width, length = weight.shape[-1], x.shape[time]
@@ -465,20 +465,20 @@ def _plain_convolution(
         else:
             is_same = ((same_sequence >> steps_back) & 1) == 1
         is_same = _in_layout(is_same[:, None, :], channels_last)
-        # Twice, so that neither an infinite input nor an infinite weight meets a zero, in the gradient either.
+        # Masked twice, so that no zero meets an infinite input or weight, neither here nor in the gradient.
         return output + jnp.where(is_same, factor * jnp.where(is_same, shifted, 0), 0), None
 
     output = jnp.zeros((), weight.dtype) if bias is None else per_channel(bias)
     for steps_back in range(1 if is_wide else width):
         output, _ = add_tap(output, (weight[..., width - 1 - steps_back], steps_back))
-    if is_wide:  # as a loop, whose time to compile does not grow with the width, and which keeps no shifted inputs
+    if is_wide:  # a loop, so that compile time does not grow with the width and no shifted inputs are kept
         taps = jnp.flip(weight, -1).T[1:], np.arange(1, width)
         output, _ = jax.lax.scan(jax.checkpoint(add_tap, prevent_cse=False), output, taps)
     return output * jax.nn.sigmoid(output) if silu else output
 
 
 def _widened(dtype: Any, *operands: Array | None) -> list[Array | None]:
-    """The operands in the dtype of accumulation."""
+    """The operands cast to the accumulation dtype."""
     return [None if x is None else x.astype(dtype) for x in operands]
 
 
@@ -539,7 +539,7 @@ def _reference_backward(
 
 
 def _one_step(x: Array, weight: Array, bias: Array | None, state: Array) -> Array:
-    """The convolution ``[B, C]`` at one time, before the activation, of its input ``[B, C]`` and the ones before it."""
+    """The convolution ``[B, C]`` at a single time, before the activation, from its input ``[B, C]`` and the state."""
     z = weight[None, :, -1] * x if bias is None else bias[None] + weight[None, :, -1] * x
     if state.shape[2] >= MAX_WIDTH:
         return z + jnp.sum(weight[None, :, :-1] * state, axis=2)
@@ -559,7 +559,7 @@ def _gradients_of_one_step(
     channels_last: bool,
     silu: bool,
 ) -> tuple[Array, Array, Array, Array]:
-    """Of a signal of length 1: written out, as XLA would shift and pad arrays for the general formula."""
+    """The gradients for a signal of length 1, written out: XLA would shift and pad arrays for the general formula."""
     time = _time_axis(channels_last)
     state_length = state.shape[2]
     x, d_z = jnp.squeeze(x, time), jnp.squeeze(d_output, time)
@@ -611,7 +611,7 @@ def _convolution_operands(
     has_d_final_state: bool = False,
     **_: Any,
 ) -> NamedDimensions:
-    """The operands of a convolution or its gradient: first the `required` ones, then those that are there."""
+    """The operands of a convolution or its gradient: the `required` ones, then the optional ones that are present."""
     dimensions = {
         "x": _signal(channels_last),
         "weight": WEIGHT,
@@ -632,7 +632,7 @@ def _convolution_operands(
 
 
 def _shard_forward(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **params: Any) -> Sequence[Array]:
-    """Where time is split, the last inputs of the shard before are a shard's initial state."""
+    """If time is split, the last inputs of the previous shard are a shard's initial state (a halo exchange)."""
     names = tuple(_convolution_operands("x", "weight", **params))
     arrays = dict(zip(names, operands, strict=True))
     if not _needs_history(arrays, axes):
@@ -641,10 +641,10 @@ def _shard_forward(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **par
 
 
 def _shard_backward(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **params: Any) -> Sequence[Array]:
-    """The gradients of the parameters are sums over all examples and times.
+    """The gradients of the parameters are summed over all examples and times.
 
-    Where time is split, that of a shard's initial state belongs to the last inputs of the shard before. It is added
-    after the kernel, which waits for no other device.
+    If time is split, the gradient of a shard's initial state belongs to the last inputs of the previous shard. It is
+    added after the kernel, so that the kernel waits for no other device.
     """
     names = tuple(_convolution_operands("x", "weight", "d_output", **params))
     arrays = dict(zip(names, operands, strict=True))
@@ -661,7 +661,7 @@ def _shard_backward(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **pa
         to_previous = [(i + 1, i) for i in range(_num_shards(time_axes) - 1)]
         from_next = jax.lax.ppermute(_as_inputs(d_history, channels_last), time_axes, to_previous)
         last = _last_inputs(dx, d_history.shape[-1], channels_last)
-        # The sum by itself, so that it is written in place: as one fusion, XLA would copy the array.
+        # The barrier separates the sum from the update, which then runs in place; fused, XLA would copy the array.
         dx = last.set(jax.lax.optimization_barrier(last.get() + from_next))
         is_first = jax.lax.axis_index(time_axes) == 0
         d_states = [jax.lax.psum(jnp.where(is_first, d_history, 0), time_axes)] if params["has_initial_state"] else []
@@ -679,18 +679,18 @@ def _num_shards(axes: tuple[str, ...]) -> int:
 
 
 def _last_inputs(x: Array, count: int, channels_last: bool) -> Any:
-    """Those of a signal, as an indexed update."""
+    """The last `count` inputs of a signal, as a ``.at`` reference."""
     return x.at[:, -count:] if channels_last else x.at[..., -count:]
 
 
 def _history(arrays: Mapping[str, Array], time_axes: tuple[str, ...], channels_last: bool) -> Array:
-    """The inputs ``[B, C, W - 1]`` before the first one of a shard: neighbours exchange no more than these."""
+    """The W - 1 inputs before a shard, as a state ``[B, C, W - 1]``: all that neighbours exchange."""
     last = _last_inputs(arrays["x"], arrays["weight"].shape[-1] - 1, channels_last).get()
     return _from_shard_before(_as_state(last, channels_last), arrays.get("initial_state"), time_axes)
 
 
 def _from_shard_before(values: Array, of_first: Array | None, time_axes: tuple[str, ...]) -> Array:
-    """What the shard before has, and `of_first`, zeros for None, in the first one."""
+    """The values of the previous shard. The first shard gets `of_first`, or zeros for None."""
     received = jax.lax.ppermute(values, time_axes, [(i, i + 1) for i in range(_num_shards(time_axes) - 1)])
     return received if of_first is None else jnp.where(jax.lax.axis_index(time_axes) == 0, of_first, received)
 
@@ -709,7 +709,7 @@ def _with_initial_state(
     initial_state: Array,
     params: Mapping[str, Any],
 ) -> Sequence[Array]:
-    """The kernel with this initial state, whether the operands have one or not."""
+    """Calls the kernel with this initial state, which replaces the operands' own if they have one."""
     required = [name for name in names if name in ("x", "weight", "d_output")]
     order = _convolution_operands(*required, **{**params, "has_initial_state": True})
     operands = {**arrays, "initial_state": initial_state}
@@ -757,13 +757,13 @@ def _limit_of_width(weight: Any) -> str | None:
 
 _common = {"dtypes": FLOATING_DTYPES, "guarantee": accumulated}
 
-# A shard has the inputs that the next one sees before its own.
+# A shard must hold all W - 1 inputs that the next shard needs as its history.
 _split_over_time = {
     "replicated_dims": ("tap", "state"),
     "min_shard_sizes": lambda sizes: {"time": sizes["tap"] - 1},
 }
 
-# XLA would gather the ids where time is split.
+# An op of its own, because XLA would all-gather the ids if time is split.
 SAME_SEQUENCE = Op(
     name="causal_conv1d_same_sequence",
     operands={"segment_ids": ("example", "time")},
@@ -842,7 +842,7 @@ CAUSAL_CONV1D_UPDATE = Op(
 
 
 class _Params(NamedTuple):
-    """The static arguments of a convolution, under the names that the ops take them by."""
+    """The static arguments of a convolution, named like the params of the ops."""
 
     channels_last: bool
     silu: bool
@@ -869,7 +869,7 @@ def _gradients(
 ) -> dict[str, Array]:
     """The gradients of the arrays by name.
 
-    Those of the parameters are in the dtype of accumulation, and that of the bias is always returned.
+    Weight and bias gradients are in the accumulation dtype, and the bias gradient is always returned.
     """
     optional = {"bias": bias, "initial_state": initial_state, "same_sequence": same_sequence}
     gradients = _call(CAUSAL_CONV1D_BACKWARD, params, x, weight, d_output, **optional, d_final_state=d_final_state)
@@ -916,10 +916,10 @@ def _update_forward(params: _Params, **arrays: Any) -> tuple[tuple[Array, Array]
 
 
 def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
-    """Of the new state, the last W - 1 inputs are the convolution's final state, and the others older inputs."""
+    """The last W - 1 inputs of the new state are the convolution's final state; the others are older inputs."""
     x, state, weight, bias = (arrays[name] for name in ("x", "state", "weight", "bias"))
     d_output, d_new_state = cotangents
-    # The parts of a state that is split over devices need not be divisible by their number.
+    # Replicated along time, because slices of a state need not divide evenly over the devices.
     state, d_new_state = reshard_as(state, state, (0, 1, None)), reshard_as(d_new_state, d_new_state, (0, 1, None))
     state_length = weight.shape[1] - 1
     num_older = state.shape[2] - state_length
@@ -932,7 +932,7 @@ def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[
     d_state = gradients["initial_state"] if has_state else jnp.zeros((*state.shape[:2], 0), state.dtype)
     if num_older > 0:
         time = _time_axis(params.channels_last)
-        # What is older in the new state, in its place among all inputs: those of the state and the new ones.
+        # The cotangents of the new state's older inputs, at their places in the concatenation of state and new inputs.
         nothing = [(0, 0)] * 2
         d_inputs = jnp.pad(d_new_state[..., :num_older], [*nothing, (x.shape[time], state_length)])
         d_state = reshard_like(jnp.pad(d_state, [*nothing, (num_older, 0)]), jax.typeof(state))
@@ -959,11 +959,11 @@ class _Convolution(NamedTuple):
 
     @property
     def state_length(self) -> int:
-        """How many inputs a state holds."""
+        """The number of inputs that a state holds."""
         return self.state_shape[2]
 
     def empty_state(self) -> Array:
-        """The state of a filter that sees no input but the present one."""
+        """The state of a filter with a single tap, which needs no previous inputs."""
         return jnp.zeros(self.state_shape, self.arrays["x"].dtype)
 
 
@@ -1016,7 +1016,7 @@ def _canonicalize(
         if 1 < width <= MAX_WIDTH:
             [same_sequence] = SAME_SEQUENCE(ids, width=width)
         elif width > 1:
-            same_sequence = ids  # a byte has no bit for each tap: plain JAX, which serves the call, compares ids
+            same_sequence = ids  # a byte has too few bits for the taps; the call runs as plain JAX, which compares ids
     arrays = {
         "x": x,
         "weight": weight,

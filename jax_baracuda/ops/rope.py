@@ -1,9 +1,9 @@
-"""Rotary position embedding (Su et al., 2021): pairs of features turn by an angle that grows with the position.
+"""Rotary position embedding (Su et al., 2021): rotates pairs of features by angles proportional to the position.
 
-The angle is computed where it is needed, from the position and the pair's frequency, with more bits than the result
-has: a position of a million is as exact as position one. Kernels have no tables; plain JAX, which XLA fuses with its
-neighbours, has constants where positions and frequencies are known. The transpose of a rotation is the
-rotation the other way round, so the gradient is the same kernel, and nothing but the positions is kept for it.
+Each angle is computed on the fly from the position and the pair's frequency, with more bits than the result has, so a
+position of a million is as exact as position one. Kernels use no tables. Plain JAX, which XLA fuses with its
+neighbours, reads sines and cosines from constants if positions and frequencies are known. The transpose of a rotation
+is the inverse rotation, so the gradient is the same kernel, and only the positions are kept for it.
 
 The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
 canonicalisation of arguments.
@@ -69,39 +69,39 @@ def rope(
     Args:
       x: ``[B, H, S, D]``, or ``[B, S, H, D]`` with layout "BSHD"; a real floating dtype. float16, bfloat16, float32 and
         float64 have kernels; other dtypes run as plain JAX.
-      positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value of any integer
-        dtype, negative ones included. uint64, and uint32 while JAX has no 64-bit types, run as plain JAX. One position
-        per token: the three of M-RoPE, ``[3, S]``, would count as those of three examples.
+      positions: integers, ``[S]``, or ``[B, S]`` for separate positions per example (``[1, S]`` is ``[S]``). Default:
+        0 to S - 1; under ``jax.shard_map``, S is the length of the device's part of the sequence. Any value of any
+        integer dtype, also negative. uint64, and uint32 while 64-bit types are off, run as plain JAX. One position per
+        token: ``[3, S]``, as in M-RoPE, would be read as the positions of three examples.
       base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
-      layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; it must be given
-        where there are as many heads as positions, since a mistake would not show in the shapes.
-      rotary_dim: how many features turn, the first ones; even. The others stay as they are. Default: D, which then must
-        be even.
-      inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies to use in place of those of `base`, such as
-        :func:`rope_frequencies` makes. A constant: no gradient flows to it. NumPy arrays count with all bits of
-        float64, with 64-bit types off as well. Or ``[2, rotary_dim/2]``, floating: the sum of both rows counts. So
-        traced arrays can have float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
+      layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; required if there are
+        as many heads as positions, because the shapes would not reveal a mistake.
+      rotary_dim: the number of leading features to rotate; even. The others pass through unchanged. Default: D, which
+        then must be even.
+      inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies that replace those of `base`, such as the result of
+        :func:`rope_frequencies`. A constant: no gradient flows to it. NumPy arrays keep all bits of float64, even with
+        64-bit types off. Or ``[2, rotary_dim/2]``, floating, whose two rows are added. Traced arrays can then be
+        float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
       scale: a finite number that multiplies sine and cosine.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The rotated features, with the shape and dtype of `x`.
-      Where `jax.jit` donates an argument that is passed on as it is, the result is written to its memory.
+      If `jax.jit` donates an array that is passed to this function unchanged, the result is written to its memory.
 
     Raises:
-      TypeError: an argument is no array or no number, or has an unsuitable dtype.
-      ValueError: shapes do not fit; `layout` is unknown, or needed and not given; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` not positive; NumPy's `positions` need 64-bit types of JAX.
+      TypeError: an argument is not an array or number, or has an unsuitable dtype.
+      ValueError: shapes do not fit; `layout` is unknown, or required and missing; `rotary_dim` is odd or out of range;
+        `base` or `scale` is not finite, or `base` is not positive; NumPy `positions` need 64-bit types of JAX.
 
-    Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
-    float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32
-    and rounded once, which is the exact result, rounded, for 99% of numbers or more. float64 multiplies position and
-    frequency in float64. Features that do not turn are exact, and NaN and infinities stay in their pair. Bit-equal from
-    run to run.
+    Numerical guarantees: for positions up to 2^20, sine and cosine are those of the exact angle, whatever the dtype.
+    float32 results are within 2 units in the last place of the pair's length. 16-bit results are computed in float32
+    and rounded once, which gives the rounded exact result for at least 99% of numbers. float64 multiplies position and
+    frequency in float64. Features that are not rotated are exact, and NaN and infinities stay in their pair. Bit-equal
+    from run to run.
 
     Gradient: :func:`rope_backward`, a kernel as well. No features are kept for the backward pass.
     Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
@@ -138,38 +138,38 @@ def rope_backward(
 
     Args:
       d_output: the cotangent of the rotated features, with the shape and dtype of `x`.
-      positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value of any integer
-        dtype, negative ones included. uint64, and uint32 while JAX has no 64-bit types, run as plain JAX. One position
-        per token: the three of M-RoPE, ``[3, S]``, would count as those of three examples.
+      positions: integers, ``[S]``, or ``[B, S]`` for separate positions per example (``[1, S]`` is ``[S]``). Default:
+        0 to S - 1; under ``jax.shard_map``, S is the length of the device's part of the sequence. Any value of any
+        integer dtype, also negative. uint64, and uint32 while 64-bit types are off, run as plain JAX. One position per
+        token: ``[3, S]``, as in M-RoPE, would be read as the positions of three examples.
       base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
-      layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; it must be given
-        where there are as many heads as positions, since a mistake would not show in the shapes.
-      rotary_dim: how many features turn, the first ones; even. The others stay as they are. Default: D, which then must
-        be even.
-      inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies to use in place of those of `base`, such as
-        :func:`rope_frequencies` makes. A constant: no gradient flows to it. NumPy arrays count with all bits of
-        float64, with 64-bit types off as well. Or ``[2, rotary_dim/2]``, floating: the sum of both rows counts. So
-        traced arrays can have float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
+      layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; required if there are
+        as many heads as positions, because the shapes would not reveal a mistake.
+      rotary_dim: the number of leading features to rotate; even. The others pass through unchanged. Default: D, which
+        then must be even.
+      inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies that replace those of `base`, such as the result of
+        :func:`rope_frequencies`. A constant: no gradient flows to it. NumPy arrays keep all bits of float64, even with
+        64-bit types off. Or ``[2, rotary_dim/2]``, floating, whose two rows are added. Traced arrays can then be
+        float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
       scale: a finite number that multiplies sine and cosine.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The cotangent of `x`, with the shape and dtype of `d_output`.
 
     Raises:
-      TypeError: an argument is no array or no number, or has an unsuitable dtype.
-      ValueError: shapes do not fit; `layout` is unknown, or needed and not given; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` not positive; NumPy's `positions` need 64-bit types of JAX.
+      TypeError: an argument is not an array or number, or has an unsuitable dtype.
+      ValueError: shapes do not fit; `layout` is unknown, or required and missing; `rotary_dim` is odd or out of range;
+        `base` or `scale` is not finite, or `base` is not positive; NumPy `positions` need 64-bit types of JAX.
 
-    Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
-    float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32
-    and rounded once, which is the exact result, rounded, for 99% of numbers or more. float64 multiplies position and
-    frequency in float64. Features that do not turn are exact, and NaN and infinities stay in their pair. Bit-equal from
-    run to run.
+    Numerical guarantees: for positions up to 2^20, sine and cosine are those of the exact angle, whatever the dtype.
+    float32 results are within 2 units in the last place of the pair's length. 16-bit results are computed in float32
+    and rounded once, which gives the rounded exact result for at least 99% of numbers. float64 multiplies position and
+    frequency in float64. Features that are not rotated are exact, and NaN and infinities stay in their pair. Bit-equal
+    from run to run.
 
     Gradient: :func:`rope`. Derivatives of any order and in either mode exist.
 
@@ -208,40 +208,40 @@ def rope_qk(
     Args:
       q: ``[B, H, S, D]``, or ``[B, S, H, D]`` with layout "BSHD"; a real floating dtype. float16, bfloat16, float32 and
         float64 have kernels; other dtypes run as plain JAX.
-      k: as `q`, with the same dtype, B, S and D; the number of heads may be another.
-      positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value of any integer
-        dtype, negative ones included. uint64, and uint32 while JAX has no 64-bit types, run as plain JAX. One position
-        per token: the three of M-RoPE, ``[3, S]``, would count as those of three examples.
+      k: as `q`, with the same dtype, B, S and D; the number of heads may differ.
+      positions: integers, ``[S]``, or ``[B, S]`` for separate positions per example (``[1, S]`` is ``[S]``). Default:
+        0 to S - 1; under ``jax.shard_map``, S is the length of the device's part of the sequence. Any value of any
+        integer dtype, also negative. uint64, and uint32 while 64-bit types are off, run as plain JAX. One position per
+        token: ``[3, S]``, as in M-RoPE, would be read as the positions of three examples.
       base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
-      layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; it must be given
-        where there are as many heads as positions, since a mistake would not show in the shapes.
-      rotary_dim: how many features turn, the first ones; even. The others stay as they are. Default: D, which then must
-        be even.
-      inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies to use in place of those of `base`, such as
-        :func:`rope_frequencies` makes. A constant: no gradient flows to it. NumPy arrays count with all bits of
-        float64, with 64-bit types off as well. Or ``[2, rotary_dim/2]``, floating: the sum of both rows counts. So
-        traced arrays can have float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
+      layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; required if there are
+        as many heads as positions, because the shapes would not reveal a mistake.
+      rotary_dim: the number of leading features to rotate; even. The others pass through unchanged. Default: D, which
+        then must be even.
+      inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies that replace those of `base`, such as the result of
+        :func:`rope_frequencies`. A constant: no gradient flows to it. NumPy arrays keep all bits of float64, even with
+        64-bit types off. Or ``[2, rotary_dim/2]``, floating, whose two rows are added. Traced arrays can then be
+        float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
       scale: a finite number that multiplies sine and cosine.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``(q, k)``, rotated, with the shapes and the dtype of `q` and `k`.
-      Where `jax.jit` donates an argument that is passed on as it is, the result is written to its memory.
+      If `jax.jit` donates an array that is passed to this function unchanged, the result is written to its memory.
 
     Raises:
-      TypeError: an argument is no array or no number, or has an unsuitable dtype.
-      ValueError: shapes do not fit; `layout` is unknown, or needed and not given; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` not positive; NumPy's `positions` need 64-bit types of JAX.
+      TypeError: an argument is not an array or number, or has an unsuitable dtype.
+      ValueError: shapes do not fit; `layout` is unknown, or required and missing; `rotary_dim` is odd or out of range;
+        `base` or `scale` is not finite, or `base` is not positive; NumPy `positions` need 64-bit types of JAX.
 
-    Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
-    float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32
-    and rounded once, which is the exact result, rounded, for 99% of numbers or more. float64 multiplies position and
-    frequency in float64. Features that do not turn are exact, and NaN and infinities stay in their pair. Bit-equal from
-    run to run.
+    Numerical guarantees: for positions up to 2^20, sine and cosine are those of the exact angle, whatever the dtype.
+    float32 results are within 2 units in the last place of the pair's length. 16-bit results are computed in float32
+    and rounded once, which gives the rounded exact result for at least 99% of numbers. float64 multiplies position and
+    frequency in float64. Features that are not rotated are exact, and NaN and infinities stay in their pair. Bit-equal
+    from run to run.
 
     Gradient: :func:`rope_qk_backward`, a kernel as well. No features are kept for the backward pass.
     Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
@@ -279,39 +279,39 @@ def rope_qk_backward(
     Args:
       d_q_output: the cotangent of the rotated queries, with the shape and dtype of `q`.
       d_k_output: the cotangent of the rotated keys, with the shape and dtype of `k`.
-      positions: integers, ``[S]``, or ``[B, S]`` for positions of each example's own (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, of the part of the sequence that a device sees. Any value of any integer
-        dtype, negative ones included. uint64, and uint32 while JAX has no 64-bit types, run as plain JAX. One position
-        per token: the three of M-RoPE, ``[3, S]``, would count as those of three examples.
+      positions: integers, ``[S]``, or ``[B, S]`` for separate positions per example (``[1, S]`` is ``[S]``). Default:
+        0 to S - 1; under ``jax.shard_map``, S is the length of the device's part of the sequence. Any value of any
+        integer dtype, also negative. uint64, and uint32 while 64-bit types are off, run as plain JAX. One position per
+        token: ``[3, S]``, as in M-RoPE, would be read as the positions of three examples.
       base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
-      layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; it must be given
-        where there are as many heads as positions, since a mistake would not show in the shapes.
-      rotary_dim: how many features turn, the first ones; even. The others stay as they are. Default: D, which then must
-        be even.
-      inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies to use in place of those of `base`, such as
-        :func:`rope_frequencies` makes. A constant: no gradient flows to it. NumPy arrays count with all bits of
-        float64, with 64-bit types off as well. Or ``[2, rotary_dim/2]``, floating: the sum of both rows counts. So
-        traced arrays can have float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
+      layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; required if there are
+        as many heads as positions, because the shapes would not reveal a mistake.
+      rotary_dim: the number of leading features to rotate; even. The others pass through unchanged. Default: D, which
+        then must be even.
+      inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies that replace those of `base`, such as the result of
+        :func:`rope_frequencies`. A constant: no gradient flows to it. NumPy arrays keep all bits of float64, even with
+        64-bit types off. Or ``[2, rotary_dim/2]``, floating, whose two rows are added. Traced arrays can then be
+        float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
       scale: a finite number that multiplies sine and cosine.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The cotangents of `q` and `k`, with the shapes and the dtype of `d_q_output` and
       `d_k_output`.
 
     Raises:
-      TypeError: an argument is no array or no number, or has an unsuitable dtype.
-      ValueError: shapes do not fit; `layout` is unknown, or needed and not given; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` not positive; NumPy's `positions` need 64-bit types of JAX.
+      TypeError: an argument is not an array or number, or has an unsuitable dtype.
+      ValueError: shapes do not fit; `layout` is unknown, or required and missing; `rotary_dim` is odd or out of range;
+        `base` or `scale` is not finite, or `base` is not positive; NumPy `positions` need 64-bit types of JAX.
 
-    Numerical guarantees: sine and cosine are those of the exact angle for positions up to 2^20, whatever the dtype: for
-    float32 the result is within 2 units in the last place of the pair's length; for 16 bits it is computed in float32
-    and rounded once, which is the exact result, rounded, for 99% of numbers or more. float64 multiplies position and
-    frequency in float64. Features that do not turn are exact, and NaN and infinities stay in their pair. Bit-equal from
-    run to run.
+    Numerical guarantees: for positions up to 2^20, sine and cosine are those of the exact angle, whatever the dtype.
+    float32 results are within 2 units in the last place of the pair's length. 16-bit results are computed in float32
+    and rounded once, which gives the rounded exact result for at least 99% of numbers. float64 multiplies position and
+    frequency in float64. Features that are not rotated are exact, and NaN and infinities stay in their pair. Bit-equal
+    from run to run.
 
     Gradient: :func:`rope_qk`. Derivatives of any order and in either mode exist.
 
@@ -332,8 +332,8 @@ def rope_qk_backward(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Reference in plain JAX. Features are [B, H, S, D] or [B, S, H, D]; positions [B, S]; frequencies [2, P] for P pairs, a
-# number and what was rounded off it.
+# Reference in plain JAX. Features are [B, H, S, D] or [B, S, H, D]; positions [B, S]; frequencies [2, P] for P pairs:
+# the rounded frequency and its rounding error.
 
 
 def _sequence_axis(heads_first: bool) -> int:
@@ -341,7 +341,7 @@ def _sequence_axis(heads_first: bool) -> int:
 
 
 def _twelve_bit_parts(value: float, count: int) -> np.ndarray:
-    """Numbers of 12 bits each that sum to `value` as float64 has it."""
+    """Splits a float64 into numbers of 12 bits that sum to it, largest first."""
     parts = []
     for _ in range(count):
         mantissa, exponent = math.frexp(value)
@@ -351,17 +351,17 @@ def _twelve_bit_parts(value: float, count: int) -> np.ndarray:
 
 
 TURN = 2.0**32
-"""Angles are int32 numbers of this many to the full turn: they wrap around where angles do."""
+"""Angles are int32 with this many units per full turn, so integer overflow wraps around exactly like angles."""
 
 
 def _units_per_position(frequencies: Array) -> tuple[Array, Array]:
-    """Each pair's angle per position in units of 1/TURN, ``[P]``: the whole units, modulo a turn, and the rest."""
+    """Each pair's angle per position in units of 1/TURN, ``[P]``: whole units modulo a turn, and the fraction."""
     high, low = frequencies
     first_bits = jax.lax.bitcast_convert_type(
         jax.lax.bitcast_convert_type(high, jnp.int32) & ~np.int32(2**12 - 1), jnp.float32
     )
-    # Products of 12 bits by 12 bits are exact in float32, and so is what remains of them modulo a turn. They are added
-    # up one by one, since XLA would have a kernel of its own for a reduction.
+    # Products of 12 bits by 12 bits are exact in float32, and so are their remainders modulo a turn. They are added one
+    # by one, because XLA would compile a reduction to a separate kernel.
     factors = _twelve_bit_parts(TURN / (2 * math.pi), 5)
     products = [part * factor for part in (first_bits, high - first_bits, low) for factor in factors]
     products = [product - jnp.round(product / TURN) * TURN for product in products]
@@ -372,10 +372,10 @@ def _units_per_position(frequencies: Array) -> tuple[Array, Array]:
 
 
 def _cos_and_sin_of_units(angle: Array) -> tuple[Array, Array]:
-    """Cosine and sine of an angle in units of 1/TURN, as exact as functions of float32 are."""
+    """Cosine and sine of an angle in units of 1/TURN, to float32 accuracy."""
     quarters = (angle + 2**29) >> 30
     remainder = angle - (quarters << 30)
-    # In radians, a sum of two numbers: the first product is exact, and so are the differences of sums.
+    # The remainder in radians, as a sum of two numbers: the first product and the differences of sums are exact.
     unit = 2 * math.pi / TURN
     first_bits = _twelve_bit_parts(unit, 1)[0]
     coarse = (remainder + 2**16) & ~(2**17 - 1)
@@ -404,20 +404,20 @@ def _cos_and_sin_of_product(positions: Array, frequencies: Array) -> tuple[Array
 
 
 MAX_CONSTANT_BYTES = 1 << 23
-"""Of sines and cosines that are constants of a program."""
+"""The maximum size of sines and cosines as constants of a program."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ConstantAngles:
-    """Those of the positions from 0 on and of frequencies that are known when a program is traced.
+    """The angles of positions 0, 1, ... with frequencies that are known at trace time.
 
-    Plain JAX takes their sines and cosines from constants of the program, which costs next to nothing.
+    Plain JAX reads their sines and cosines from constants of the program, at almost no cost.
     """
 
     frequencies: bytes
     """float64 numbers."""
 
-    def __repr__(self) -> str:  # part of every printed jaxpr, and of the names of programs in caches
+    def __repr__(self) -> str:  # appears in printed jaxprs and in the cache keys of programs
         return f"ConstantAngles({hashlib.sha256(self.frequencies).hexdigest()})"
 
 
@@ -425,10 +425,10 @@ class ConstantAngles:
 def _constant_table(
     angles: ConstantAngles, length: int, dtype: np.dtype[Any], scale: float, interleaved: bool
 ) -> Callable[[], tuple[Array, Array]]:
-    """Returns the tables of the positions from 0 on: see :func:`_table`. A program has them once.
+    """A function that returns the tables of positions 0, 1, ...: see :func:`_table`.
 
-    A jitted function, since JAX lowers that once per program, however many rotations call it. The barrier keeps XLA
-    from computing anything of these constants while it compiles, and from a copy of them in each kernel.
+    The function is jitted, so JAX lowers it, and its constants, once per program, however many rotations call it. The
+    barrier keeps XLA from constant folding at compile time, and from copying the constants into each kernel.
     """
     with np.errstate(invalid="ignore"):  # frequencies that are not finite give NaN
         products = np.outer(np.arange(length), np.frombuffer(angles.frequencies))[None]
@@ -445,9 +445,9 @@ def _constant_table(
 
 
 def _table(numpy: ModuleType, cos: Any, sin: Any, interleaved: bool) -> tuple[Any, Any]:
-    """What features and their partners are multiplied by, from cosine and sine ``[B, S, P]``.
+    """The factors of features and of their partners, from cosine and sine ``[B, S, P]``.
 
-    Interleaved, that is a number per feature, ``[B, S, 2 P]``: XLA has no fast way to put every other feature together.
+    Interleaved pairs get one factor per feature, ``[B, S, 2 P]``, because XLA is slow at strided features.
     """
     if not interleaved:
         return cos, sin
@@ -459,7 +459,7 @@ def _table(numpy: ModuleType, cos: Any, sin: Any, interleaved: bool) -> tuple[An
 def _rotate(
     x: Array, cos: Array, sin: Array, *, direction: int, heads_first: bool, interleaved: bool, rotary_dim: int
 ) -> Array:
-    """The features with their pairs rotated by the angles of a table, or (direction -1) by the negative ones."""
+    """The features with their pairs rotated by the angles of a table, or by the negative angles if direction is -1."""
     head_axis = _sequence_axis(not heads_first)
     cos, sin = jnp.expand_dims(cos, head_axis), direction * jnp.expand_dims(sin, head_axis)
     rotated, passthrough = x[..., :rotary_dim].astype(cos.dtype), x[..., rotary_dim:]
@@ -483,7 +483,7 @@ def _reference(
     has_positions: bool,
     constant_angles: ConstantAngles | None,
 ) -> list[Array]:
-    """Rotation of the first operands, forward (direction 1) or backward (-1)."""
+    """Rotates the first `num_rotated` operands forward (direction 1) or backward (-1)."""
     features, (frequencies, *positions) = operands[:num_rotated], operands[num_rotated:]
     length = features[0].shape[_sequence_axis(heads_first)]
     if constant_angles is not None:
@@ -515,7 +515,7 @@ def _positions_limit(*operands: Any, has_positions: bool) -> str | None:
 def _shard_rotation(
     kernel: ShardKernel, axes: ShardAxes, *operands: Array, heads_first: bool, has_positions: bool
 ) -> Sequence[Array]:
-    """Where the sequence is split, the positions of a shard begin where those of the one before end."""
+    """If the sequence is split, the positions of a shard continue those of the previous shard."""
     sequence_axes = axes.get("sequence", ())
     if has_positions or not sequence_axes:
         return kernel(*operands)
@@ -535,7 +535,7 @@ def _has_halves_or_32_bits(traits: Traits) -> bool:
 
 # H100, time of plain JAX / kernel: 0.8 between elementwise operations (52 loops); halves, and float32, by known angles
 # 0.9 (300 loops of 1 to 540 MB); a whole decoding step 0.98. Two cores: float32 halves by known angles 0.7; small
-# arrays that it fuses 0.7.
+# arrays that XLA fuses 0.7.
 _RULES = (
     on_gpu("XLA fuses a rotation with its neighbours", fused, at_most(element_bits=32)),
     on_gpu("one new position: XLA fuses the rotation with the products around it", at_most(sequence=1, bytes=MB)),
@@ -557,10 +557,11 @@ _RULES = (
 
 
 def _rotation_op(name: str, features: Mapping[str, str], direction: int, transpose: Callable[[], Op]) -> Op:
-    """The rotation of some arrays, forward or backward, and its transpose.
+    """The op that rotates some arrays, forward or backward.
 
     Args:
-      features: the arrays by name, with the name of each one's dimension of heads.
+      features: the names of the arrays, each with the name of its head dimension.
+      transpose: returns the op of the opposite direction.
     """
     num_rotated = len(features)
 
@@ -619,7 +620,7 @@ ROPE_QK_BACKWARD = _rotation_op(
 
 
 class _Params(NamedTuple):
-    """The static arguments of a rotation, under the names that the ops take them by."""
+    """The static arguments of a rotation, named like the params of the ops."""
 
     heads_first: bool
     interleaved: bool
@@ -663,7 +664,7 @@ class _Rotation(NamedTuple):
 
     params: _Params
     arrays: Mapping[str, Any]
-    """``features``, what is rotated; ``frequencies``; ``positions``, None where they are not given."""
+    """``features``, a list of the arrays to rotate; ``frequencies``; ``positions`` or None."""
 
 
 def _canonicalize(
@@ -677,7 +678,7 @@ def _canonicalize(
     inv_freq: ArrayLike | None,
     scale: float,
 ) -> _Rotation:
-    """Checks the arguments; `rotated` are one or two arrays with the names that the function has for them."""
+    """Checks the arguments. `rotated`: one or two arrays, under the argument names of the public function."""
     if layout is not None and (not isinstance(layout, str) or layout not in ("BHSD", "BSHD")):
         raise ValueError(f"{name}: layout must be 'BHSD' or 'BSHD', got {layout!r}")
     heads_first = layout != "BSHD"
@@ -723,7 +724,7 @@ def _named(heads_first: bool) -> str:
 
 
 def _check_fits(name: str, argument: str, x: Array, first_name: str, first: Array, sequence_axis: int) -> None:
-    """`x` differs from `first` in its number of heads at most."""
+    """Checks that `x` has the dtype and shape of `first`, except for the number of heads."""
     if x.dtype != first.dtype:
         raise TypeError(f"{name}: {argument} must have the dtype of {first_name}, {first.dtype}, got {x.dtype}")
     if any(x.shape[axis] != first.shape[axis] for axis in (0, sequence_axis, 3)):
@@ -753,9 +754,9 @@ def _checked_rotary_dim(name: str, argument: str, size: int, rotary_dim: int | N
 def _frequencies(
     name: str, inv_freq: ArrayLike | None, base: float, rotary_dim: int, dtype: np.dtype[Any]
 ) -> tuple[Array, np.ndarray | None]:
-    """The inverse frequencies rounded to the dtype, and what was rounded off: ``[2, rotary_dim / 2]``.
+    """The inverse frequencies rounded to the dtype, and their rounding errors: ``[2, rotary_dim / 2]``.
 
-    Beside them in float64, ``[rotary_dim / 2]``, where they are constants.
+    If they are constants, also in float64, ``[rotary_dim / 2]``; else None.
     """
     num_pairs = rotary_dim // 2
     if inv_freq is None:
@@ -783,7 +784,7 @@ def _frequencies(
         inv_freq = inv_freq if inv_freq.ndim == 1 else inv_freq.sum(axis=0)
         with np.errstate(over="ignore", invalid="ignore"):  # frequencies that are not finite give NaN
             rounded = inv_freq.astype(dtype)
-            # An explicit transfer, which jax.transfer_guard allows.
+            # An explicit transfer: jax.transfer_guard may forbid implicit ones.
             return jax.device_put(np.stack([rounded, (inv_freq - rounded).astype(dtype)])), inv_freq
     if inv_freq.ndim == 2:
         inv_freq = reshard_to(inv_freq, (None, None))
@@ -792,7 +793,7 @@ def _frequencies(
 
 
 def _constant_angles(frequencies: np.ndarray | None, length: Any, dtype: np.dtype[Any]) -> ConstantAngles | None:
-    """The angles at the first positions, where they are known and not too many."""
+    """The angles of positions 0, 1, ... if they are known and their table is small enough, else None."""
     if frequencies is None or not jax_versions.is_static_shape((length,)):
         return None
     is_small = 2 * length * frequencies.size * dtype.itemsize <= MAX_CONSTANT_BYTES
@@ -800,19 +801,19 @@ def _constant_angles(frequencies: np.ndarray | None, length: Any, dtype: np.dtyp
 
 
 def _two_parts(high: Array, low: Array, dtype: np.dtype[Any]) -> Array:
-    """``high + low`` rounded to the dtype, and what was rounded off."""
+    """``high + low`` rounded to the dtype, and the rounding error."""
     if not jnp.issubdtype(high.dtype, jnp.floating) or high.dtype.itemsize < dtype.itemsize:
         high, low = high.astype(dtype), low.astype(dtype)
-    # Not by conversions to and fro, which XLA takes for the identity on GPUs.
+    # Not by converting back and forth, which XLA simplifies to the identity on GPUs.
     format = jnp.finfo(dtype)
     rounded = jax.lax.reduce_precision(high, format.nexp, format.nmant)
     return jnp.stack([rounded.astype(dtype), (high - rounded + low).astype(dtype)])
 
 
 def _checked_positions(name: str, positions: ArrayLike, examples: int, length: int, heads_first: bool) -> Array:
-    """The positions ``[B, S]``, or ``[1, S]`` where all examples share them.
+    """The positions ``[B, S]``, or ``[1, S]`` if all examples share them.
 
-    As int32 or int64; as uint32 or uint64 where there is no signed dtype for them.
+    The dtype is int32 or int64, or uint32 or uint64 if no available signed dtype holds all values.
     """
     if isinstance(positions, np.ndarray) and np.issubdtype(positions.dtype, np.integer) and positions.size > 0:
         fitting = np.iinfo(jax.dtypes.canonicalize_dtype(positions.dtype))
@@ -839,9 +840,9 @@ def _checked_positions(name: str, positions: ArrayLike, examples: int, length: i
 
 
 def _reshard_alike(*arrays: Array, head_axis: int) -> list[Array]:
-    """Under explicit sharding, splits all arrays as the first is, but for heads of their own, and no features.
+    """Under explicit sharding, shards all arrays like the first, except for their own heads; features stay replicated.
 
-    So a result has the sharding of what it is made from, and a cotangent that of its primal.
+    A result then has the sharding of its operand, and a cotangent that of its primal.
     """
     specs = [jax_versions.explicit_spec(jax.typeof(x)) for x in arrays]
     if specs[0] is None:

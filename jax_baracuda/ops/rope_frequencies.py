@@ -1,7 +1,7 @@
-"""The angles per position of rotary embeddings, and the published ways to scale them for longer contexts.
+"""The angles per position of rotary embeddings, and the published schemes that scale them for longer contexts.
 
-Everything is NumPy in float64: these are constants of a model. The schemes and the keys of their parameters are those
-of the `rope_parameters` (formerly `rope_scaling`) in the configurations of Hugging Face's models.
+Everything is NumPy in float64, because these are constants of a model. The schemes and their keys follow the
+`rope_parameters` (formerly `rope_scaling`) in the configurations of Hugging Face models.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax_baracuda._core.arrays import real_number, whole_number
 NAME = "rope_frequencies"
 DEFAULT_BASE = 10000.0
 ORIGINAL_LENGTH = "original_max_position_embeddings"
-"""The key of the length that a model was trained for before; without it, `max_position_embeddings` is that."""
+"""The key of the length that a model was originally trained for. Default: `max_position_embeddings`."""
 
 
 def rope_frequencies(
@@ -31,57 +31,59 @@ def rope_frequencies(
 ) -> tuple[np.ndarray, float]:
     """Inverse frequencies and scale of a rotary embedding, for the arguments `inv_freq` and `scale` of ``rope``.
 
-    Without scaling, ``inv_freq[i] = base^(-2i/dim)`` and the scale is 1. The schemes, with the keys that they take
-    beside "rope_type" (or "type", its older name; without either, "default"), "rope_theta" and "partial_rotary_factor":
+    Without scaling, ``inv_freq[i] = base^(-2i/dim)`` and the scale is 1. The key "rope_type" (older name: "type";
+    default: "default") selects a scheme. All schemes take "rope_theta" and "partial_rotary_factor", and also:
 
     - "default", also called "mrope": no other keys.
     - "linear" (kaiokendev, 2023; Chen et al., 2023): `factor`, which divides all frequencies.
     - "dynamic" (NTK-aware; bloc97 and emozilla, 2023): `factor`, and optionally `original_max_position_embeddings`,
-      which stands in for `max_position_embeddings`. The base grows with a `seq_len` beyond that. Or `alpha`, as in
+      which stands in for `max_position_embeddings`. The base grows if `seq_len` exceeds that length. Or `alpha`, as in
       HunYuan: the base grows by ``alpha^(dim/(dim-2))`` for every length, and `factor`, `beta_fast`, `beta_slow`,
-      `mscale` and `mscale_all_dim` have no effect. With `alpha`, it is also called "xdrope".
+      `mscale` and `mscale_all_dim` have no effect. The variant with `alpha` is also called "xdrope".
     - "yarn" (Peng et al., 2023): `factor` and `original_max_position_embeddings`; optionally `attention_factor`,
       `attn_factor` (1), `beta_fast` (32), `beta_slow` (1), `mscale`, `mscale_all_dim`, `truncate` (True). A factor of
-      None is `max_position_embeddings` over the original length. The scale is `attention_factor`, or else follows from
-      `factor`, `mscale` and `mscale_all_dim` and is multiplied by `attn_factor`, as in the code of YaRN's authors;
-      Hugging Face's does not read that key.
-    - "llama3" (Llama 3.1): `factor`, `original_max_position_embeddings`, `low_freq_factor`, `high_freq_factor`. Where
-      both are equal, as in Llama 4, frequencies are either divided by the factor or kept.
-    - "longrope" (Ding et al., 2024), also called "su": `short_factor` and `long_factor`, a number per frequency each,
-      and `original_max_position_embeddings`; optionally `attention_factor`, `short_mscale` and `long_mscale`, and
-      `factor`, which is otherwise `max_position_embeddings` over the original length. The long factors are for a
-      `seq_len` beyond the original, and so is `long_mscale`, the scale; `short_mscale` is that of other lengths.
+      None means `max_position_embeddings` over the original length. The scale is `attention_factor`; without that key,
+      it follows from `factor`, `mscale` and `mscale_all_dim` and is multiplied by `attn_factor`, as in the code of
+      YaRN's authors (Hugging Face's code does not read `attn_factor`).
+    - "llama3" (Llama 3.1): `factor`, `original_max_position_embeddings`, `low_freq_factor`, `high_freq_factor`. If the
+      last two are equal, as in Llama 4, each frequency is either divided by the factor or kept.
+    - "longrope" (Ding et al., 2024), also called "su": `short_factor` and `long_factor`, each with one number per
+      frequency, and `original_max_position_embeddings`; optionally `attention_factor`, `short_mscale`, `long_mscale`
+      and `factor`, by default `max_position_embeddings` over the original length. If `seq_len` exceeds the original
+      length, the frequencies use `long_factor` and the scale is `long_mscale`; else `short_factor` and `short_mscale`.
     - "proportional": optionally `factor` (1). Only the first `partial_rotary_factor` of the frequencies of the whole
-      head turn, the others are zero.
+      head are used; the others are zero.
 
-    Where `factor` is given, the argument `max_position_embeddings` stands in for the key
-    `original_max_position_embeddings`. Models that keep the original length beside these parameters, as Phi-3 does,
-    need it among them: ``{**rope_scaling, "original_max_position_embeddings": 4096}``.
+    If `factor` is given, the argument `max_position_embeddings` stands in for the key
+    `original_max_position_embeddings`. Some configurations, such as Phi-3's, keep the original length outside of these
+    parameters. Add it to them: ``{**rope_scaling, "original_max_position_embeddings": 4096}``.
 
-    Keys of every scheme that change something else than frequencies and scale have no effect here:
-    `original_max_position_embeddings` where a scheme does not need it, "finetuned", "llama_4_scaling_beta" (a scale of
-    queries), and "mrope_section", "mrope_interleaved", "interleaved" and "xdrope_section" of multimodal models, which
-    say which of several positions of a token (time, height, width) turns a pair. ``rope`` takes one position per token:
-    that is M-RoPE where all of them are equal, as in text, and not for images.
+    Every scheme accepts these keys, which have no effect on frequencies and scale:
+    `original_max_position_embeddings` if the scheme does not need it, "finetuned", "llama_4_scaling_beta" (a scale of
+    queries), and "mrope_section", "mrope_interleaved", "interleaved" and "xdrope_section". The last four belong to
+    multimodal models, where each token has several positions (time, height, width) and the keys say which of them
+    rotates a pair. ``rope`` takes one position per token, which equals M-RoPE for text, where all positions of a token
+    are equal, but not for images.
 
     Args:
       dim: the size of the head, even.
-      base: finite and positive. Default: the key "rope_theta", or 10,000 without it. Where both are given, they must
+      base: finite and positive. Default: the key "rope_theta", or 10,000 without it. If both are given, they must
         agree.
       scaling: the parameters of a scheme, or None. An optional key with the value None counts as absent.
-      seq_len: the length that the frequencies are for, where a scheme depends on it; None: a length without scaling
-        ("dynamic"), a short one ("longrope").
-      max_position_embeddings: the length that the model is configured for, where a scheme depends on it. Lengths may be
-        floats without a fraction.
+      seq_len: the sequence length, for schemes that depend on it. None: a length without scaling ("dynamic") or a short
+        one ("longrope").
+      max_position_embeddings: the length that the model is configured for, for schemes that depend on it. Lengths may
+        be floats without a fraction.
 
     Returns:
       ``(inv_freq, scale)``: a float64 array ``[rotary_dim / 2]``, and a Python float. With ``partial_rotary_factor``,
-      rotary_dim is that part of `dim` (but for "proportional", all of it): pass on ``rotary_dim=2 * len(inv_freq)``.
+      rotary_dim is that part of `dim` (except for "proportional": all of it). Pass ``rotary_dim=2 * len(inv_freq)`` to
+      ``rope``.
 
     Raises:
       TypeError: an argument or the value of a key has an unsuitable type.
-      ValueError: an argument or the value of a key is out of range; the scheme is unknown, one of its keys is missing,
-        or there is one that it does not take.
+      ValueError: an argument or the value of a key is out of range; the scheme is unknown, lacks a required key, or
+        does not take a given key.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -113,13 +115,13 @@ def rope_frequencies(
 
 
 def _length(argument: str, value: Any, *, minimum: int) -> int:
-    """A number of positions. Configurations have some of them as floats."""
+    """A number of positions. Some configurations store it as a float."""
     is_whole_float = isinstance(value, float | np.floating) and float(value).is_integer()
     return whole_number(NAME, argument, int(value) if is_whole_float else value, minimum=minimum)
 
 
 class _Model(NamedTuple):
-    """What all schemes start from."""
+    """The inputs that all schemes share."""
 
     head_dim: int
     base: float
@@ -138,14 +140,14 @@ class _Model(NamedTuple):
         return dim
 
     def inv_freq(self, base: float | None = None) -> np.ndarray:
-        """The frequencies without scaling. Of an odd number of dimensions, the last one gets a frequency as well."""
+        """The frequencies without scaling. If the number of dimensions is odd, the last one gets a frequency, too."""
         dim = self.rotary_dim
         return 1 / (self.base if base is None else base) ** (np.arange(0, dim, 2) / dim)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Parameters:
-    """The parameters of a scheme, which has all the keys that it needs, and no other keys than it takes."""
+    """The checked parameters of a scheme: all required keys and no unknown keys."""
 
     scheme: _Scheme
     values: Mapping[str, Any]
@@ -180,12 +182,12 @@ class _Parameters:
         return real_number(NAME, f"scaling[{key!r}]", self.values.get(key, default), positive=True)
 
     def original_length(self) -> int:
-        """The length that the model was trained for before."""
-        # A logarithm of it may be a divisor.
+        """The length that the model was originally trained for."""
+        # At least 2, because its logarithm may be a divisor.
         return _length(f"scaling[{ORIGINAL_LENGTH!r}]", self.values.get(ORIGINAL_LENGTH), minimum=2)
 
     def factor(self, model: _Model) -> float:
-        """By how much the context grows, from the lengths if it is not given."""
+        """The growth of the context; if the key is missing, the ratio of the lengths."""
         if "factor" in self or model.max_position_embeddings is None:
             return self.number("factor")
         return model.max_position_embeddings / self.original_length()
@@ -221,7 +223,7 @@ def _linear(model: _Model, parameters: _Parameters) -> Frequencies:
 
 
 def _dynamic(model: _Model, parameters: _Parameters) -> Frequencies:
-    """As if the base were greater: the slowest pair turns no further in `seq_len` positions than it did before."""
+    """Increases the base, so that the slowest pair turns no further in `seq_len` positions than it did in training."""
     factor, dim = parameters.number("factor"), model.rotary_dim
     if model.seq_len is None or dim <= 2:
         return model.inv_freq(), 1.0
@@ -242,13 +244,13 @@ def _dynamic_of_alpha(model: _Model, parameters: _Parameters) -> Frequencies:
 
 
 def _yarn(model: _Model, parameters: _Parameters) -> Frequencies:
-    """Pairs that turn often within the trained length stay, those that hardly turn are interpolated, a ramp between."""
+    """Keeps pairs with many turns within the trained length, interpolates pairs with few turns, and blends between."""
     factor, trained, dim = parameters.factor(model), parameters.original_length(), model.rotary_dim
     if model.base == 1:
         raise ValueError(f"{NAME}: base must not be 1 with rope_type 'yarn'")
 
     def pair_with_turns(turns: float) -> float:
-        """The pair, as a real number, that makes so many turns within the trained length."""
+        """The (fractional) index of the pair that makes this many turns within the trained length."""
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(model.base))
 
     low, high = (pair_with_turns(parameters.number(*beta)) for beta in (("beta_fast", 32.0), ("beta_slow", 1.0)))
@@ -265,14 +267,14 @@ def _yarn(model: _Model, parameters: _Parameters) -> Frequencies:
     def logarithmic(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
-    # Zero is how configurations say that they have no such weight.
+    # In configurations, zero means that the key is not used.
     weights = [real_number(NAME, f"scaling[{k!r}]", parameters.values.get(k, 0)) for k in ("mscale", "mscale_all_dim")]
     scale = logarithmic(weights[0]) / logarithmic(weights[1]) if all(weights) else logarithmic(1.0)
     return inv_freq, scale * parameters.number("attn_factor", 1.0)
 
 
 def _llama3(model: _Model, parameters: _Parameters) -> Frequencies:
-    """By the number of turns within the trained length: many stay as they are, few are divided by the factor."""
+    """Keeps pairs with many turns within the trained length and divides those with few turns by the factor."""
     trained, factor = parameters.original_length(), parameters.number("factor")
     few, many = parameters.number("low_freq_factor"), parameters.number("high_freq_factor")
     if many < few:

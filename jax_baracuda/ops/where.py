@@ -1,7 +1,7 @@
 """Selection between two arrays, element by element, with a gradient that reads the cotangent once.
 
-Elements are moved as bytes, so there are kernels for every dtype whose elements are whole bytes. Operands of any shapes
-are broadcast inside the kernels: none is written out in full.
+Elements are moved as bytes, so every dtype of whole bytes has kernels. Operands are broadcast inside the kernels, never
+in memory.
 
 The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
 canonicalisation of arguments.
@@ -44,32 +44,31 @@ from jax_baracuda._core.selection import Implementation, selectable
 def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike, *, implementation: Implementation | None = None) -> Array:
     """Selects elements of `a` where `cond` holds, and of `b` elsewhere: ``jax.numpy.where`` with three arguments.
 
-    Inside a larger computation, ``jax.numpy.where`` is mostly the better choice: XLA fuses it with what comes before
-    and after, where this function reads its operands from memory and writes its result to it. This function is for
-    selections between arrays that are in memory anyway, and for their gradients, both in one pass.
+    Inside a larger computation, ``jax.numpy.where`` is usually the better choice: XLA fuses it with its neighbours,
+    while this function reads its operands from memory and writes its result to memory. Use it for selections between
+    arrays that are in memory anyway, and for their gradients: both cotangents take one pass.
 
     Args:
       cond: bool, or uint8 with 0 for false. Other dtypes are compared with 0 first, as ``jax.numpy.where`` does.
       a: any dtype.
-      b: any dtype. bool, 8- to 64-bit integers, every float8, float16, bfloat16, float32, float64 and complex numbers
-        have kernels, for the dtype that `a` and `b` are promoted to; 2- and 4-bit types run as plain JAX.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      b: any dtype. `a` and `b` are promoted to a common dtype. bool, 8- to 64-bit integers, every float8, float16,
+        bfloat16, float32, float64 and complex numbers have kernels; 2- and 4-bit types run as plain JAX.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
-      An array with the joint shape of all three arguments, which are broadcast against each other, and the dtype to
-      which JAX promotes `a` and `b`, weakly typed where ``jax.numpy.where`` returns a weak type, as for an array of
-      integers and the number 0.5.
+      An array with the shape to which all three arguments broadcast, and the dtype to which JAX promotes `a` and `b`.
+      It is weakly typed where the result of ``jax.numpy.where`` is, e.g. for an array of integers and the number 0.5.
 
     Raises:
-      TypeError: an argument is no array or number, or has no numeric dtype.
+      TypeError: an argument is not an array or number, or has no numeric dtype.
       ValueError: the shapes do not broadcast against each other, or a kernel is asked for and there is none.
 
     Numerical guarantees: every element is copied bit by bit, payloads of NaN and signs of zeros included.
 
-    Gradient: as in :func:`where_backward`, with respect to `a` and `b`; of an argument that is not differentiated it is
-    not computed. Nothing but `cond` is kept for the backward pass. Derivatives of any order exist. ``jax.jvp`` and
-    ``jax.jacfwd`` of this function need its twin of the same name in :mod:`jax_baracuda.forward_mode`.
+    Gradient: as in :func:`where_backward`, with respect to `a` and `b`, each only if it is differentiated. Only `cond`
+    is kept for the backward pass. Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need
+    its twin of the same name in :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -112,19 +111,19 @@ def where_backward(
       cond: as in :func:`where`; its shape must broadcast to that of `d_output`.
       a_shape: the shape of `a`, which must broadcast to that of `d_output`. Default: that of `d_output`.
       b_shape: the shape of `b`, likewise.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``(da, db)`` with the shapes of `a` and `b` and the dtype of `d_output`.
 
     Raises:
-      TypeError: an argument is no array, or `d_output` has no floating or complex dtype.
+      TypeError: an argument is not an array, or `d_output` has no floating or complex dtype.
       ValueError: a shape does not broadcast to that of `d_output`.
 
-    Numerical guarantees: elements that are not summed are those of `d_output` bit by bit, or 0. Where an element of
-    `d_output` is not selected, it goes nowhere, NaN and infinities included. Sums are accumulated in float32 (those of
-    float64 and of complex numbers in their own dtype) and rounded once. Bit-equal from run to run.
+    Numerical guarantees: elements that are not summed are those of `d_output` bit by bit, or 0. An element that is not
+    selected contributes nothing, even if it is NaN or infinite. Sums are accumulated in float32 (float64 and complex
+    numbers in their own dtype) and rounded once. Bit-equal from run to run.
 
     Gradient: derivatives of any order and in either mode exist.
 
@@ -183,7 +182,7 @@ DIMENSIONS = ("...",)
 
 
 def _joint_shape(*operands: Any) -> Shape:
-    """The shape of operands of one rank together."""
+    """The shape to which operands of equal ranks broadcast."""
     return tuple(joint_size(*sizes) for sizes in zip(*(x.shape for x in operands), strict=True))
 
 
@@ -210,7 +209,7 @@ def _backward_types(
 
 
 def _shape_parameters(dtype: Any, **shapes: Shape) -> dict[str, int]:
-    """Shapes of one rank, size by size."""
+    """The plan parameters of shapes of equal ranks, one per size."""
     sizes = {f"{name}_size_{i}": size for name, shape in shapes.items() for i, size in enumerate(shape)}
     [rank] = {len(shape) for shape in shapes.values()}
     return {"rank": rank, "element_bytes": np.dtype(dtype).itemsize, **sizes}
@@ -237,7 +236,7 @@ def _shard_backward(
     a_axes: tuple[int, ...],
     b_axes: tuple[int, ...],
 ) -> Sequence[Array]:
-    """What a shard has summed is a part of the sum, where the axes are split."""
+    """Where summed axes are split over devices, the shards' sums are added up."""
     rank = operands[0].ndim
 
     def total(cotangent: Array, axes: tuple[int, ...]) -> Array:
@@ -268,7 +267,7 @@ def _transpose_backward(
 
 
 def _backward_guarantee(dtype: str, platform: str) -> Guarantee:
-    """That of sums, where kernels sum; what is not summed is exact."""
+    """The guarantee of sums for dtypes that kernels sum. Elements that are not summed are exact."""
     return accumulated(dtype, platform) if dtype in FLOATING_DTYPES else EXACT
 
 
@@ -338,7 +337,7 @@ _where = KernelVjp("where", _primal, _forward, _backward, symbolic_zeros=True)
 def _cotangents(
     d_output: Array, cond: Array, a_shape: Shape | None, b_shape: Shape | None
 ) -> tuple[Array | None, Array | None]:
-    """The cotangents of operands of these shapes, None for those whose shape is None."""
+    """The cotangents of operands of these shapes, or None where the shape is None."""
     shapes = (a_shape, b_shape)
     in_rank = (None if shape is None else (1,) * (d_output.ndim - len(shape)) + tuple(shape) for shape in shapes)
     gradients = _cotangents_of_one_rank(d_output, _pad_rank(cond, d_output.ndim), *in_rank)
@@ -352,7 +351,7 @@ def _cotangents(
 def _cotangents_of_one_rank(
     d_output: Array, cond: Array, a_shape: Shape | None, b_shape: Shape | None
 ) -> tuple[Array | None, Array | None]:
-    """As :func:`_cotangents`, where all shapes have the rank of `d_output`."""
+    """As :func:`_cotangents`, for shapes with the rank of `d_output`."""
     shapes = (a_shape, b_shape)
     axes_of_each = [None if shape is None else _repeated_axes(shape, d_output.shape) for shape in shapes]
     native = [None if axes is None else _largest_contiguous_axes(axes, d_output.shape) for axes in axes_of_each]
@@ -369,7 +368,7 @@ def _cotangents_of_one_rank(
 
 
 def _one_cotangent(d_output: Array, cond: Array, axes: tuple[int, ...], k: int) -> Array:
-    """The cotangent of `a` (k = 0) or `b` (k = 1) without that of the other, which need not be written."""
+    """The cotangent of `a` (k = 0) or `b` (k = 1), without writing the other one."""
     if axes:
         return WHERE_BACKWARD(d_output, cond, a_axes=axes, b_axes=axes)[k]
     zero = jnp.zeros((1,) * d_output.ndim, d_output.dtype)
@@ -378,19 +377,19 @@ def _one_cotangent(d_output: Array, cond: Array, axes: tuple[int, ...], k: int) 
 
 
 def _summed(gradient: Array, axes: tuple[int, ...]) -> Array:
-    """What the kernel has summed over some of these axes, summed over all of them."""
+    """Completes a kernel's sum over some of these axes to the sum over all of them."""
     rest = [axis for axis in axes if gradient.shape[axis] != 1]
     return jnp.sum(gradient, rest, keepdims=True) if rest else gradient
 
 
 def _repeated_axes(shape: Shape, whole: Shape) -> tuple[int, ...]:
-    """Along which an array of this shape is broadcast to the whole, from the end."""
+    """The axes along which `shape` is broadcast to `whole`, counted from the end."""
     rank = len(whole)
     return tuple(axis - rank for axis, sizes in enumerate(zip(shape, whole, strict=True)) if sizes[0] == 1 != sizes[1])
 
 
 def _largest_contiguous_axes(axes: tuple[int, ...], shape: Shape) -> tuple[int, ...]:
-    """Of the axes, those next to each other that have the most elements together: what one kernel sums."""
+    """The group of adjacent axes with the most elements: a kernel sums one such group."""
     groups: list[tuple[int, ...]] = [()]
     for axis in axes:
         last = groups[-1]
@@ -400,7 +399,7 @@ def _largest_contiguous_axes(axes: tuple[int, ...], shape: Shape) -> tuple[int, 
 
 
 def _pad_rank(array: Array, rank: int) -> Array:
-    """With leading dimensions of size 1."""
+    """Prepends dimensions of size 1."""
     return jax.lax.expand_dims(array, range(rank - array.ndim))
 
 
@@ -409,7 +408,7 @@ def _pad_rank(array: Array, rank: int) -> Array:
 
 
 def _as_condition(name: str, cond: ArrayLike) -> Array:
-    """As bool or uint8."""
+    """The condition as bool or uint8."""
     cond = as_array(name, "cond", cond)
     return cond if cond.dtype in (np.bool_, np.uint8) else cond != 0
 

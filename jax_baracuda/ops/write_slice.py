@@ -1,7 +1,7 @@
-"""Writing a window of an array in place, as an append to a KV cache does, at a position known only at run time.
+"""Writes a window of an array in place, at a position known only at run time, like an append to a KV cache.
 
-The array is updated in its own memory wherever it is donated or carried by a loop, and no byte outside the window is
-touched. The gradient moves the window out of the cotangent and leaves zeros, in place as well.
+If the array is donated or carried by a loop, it is updated in its own memory, and no byte outside the window is
+touched. The gradient extracts the window from the cotangent and leaves zeros there, also in place.
 
 The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
 canonicalisation of arguments.
@@ -40,7 +40,7 @@ from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 
 WriteMode = Literal["clip", "drop"]
 StartIndex = ArrayLike | tuple[int, int]
-"""Of one axis: the window's start, or its ``(start, end)``."""
+"""The window's start along one axis, or its ``(start, end)``."""
 StartIndices = Sequence[StartIndex] | Array | np.ndarray
 
 
@@ -54,46 +54,46 @@ def write_slice(
     mode: WriteMode = "clip",
     implementation: Implementation | None = None,
 ) -> Array:
-    """Writes an array into a window of another one, in place where that is donated, as a KV-cache append does.
+    """Writes an array into a window of another, which is updated in place if donated, like an append to a KV cache.
 
     ``dest[start_0:end_0, start_1:end_1, ...] = source`` as a function that returns the new `dest`.
 
     Args:
-      dest: an array of any dtype; one of more than 8 axes runs as plain JAX.
-      source: an array with the rank and dtype of `dest`, along no axis longer than it.
+      dest: an array of any dtype. More than 8 axes run as plain JAX.
+      source: an array with the rank and dtype of `dest`. No axis is longer than in `dest`.
       start_indices: one entry for each axis d of `dest`:
 
         * a pair ``(start, end)`` of Python integers with ``0 <= start <= end <= dest.shape[d]`` and
           ``end - start == source.shape[d]``, or
         * a start alone, a Python integer or a scalar array of any integer dtype, traced or not; the end is then
-          ``start + source.shape[d]``, and `mode` says what happens where the window reaches beyond the array.
+          ``start + source.shape[d]``, and `mode` says what happens if the window reaches beyond the array.
 
         A one-dimensional array of starts is also accepted.
       mode: "clip" moves the window inside, as ``jax.lax.dynamic_update_slice`` does: a negative start counts from the
-        end of the axis, and then the window is moved to the nearest place where all of it is inside. "drop" leaves the
-        window where it is, negative starts before the beginning, and writes only the part that lies inside: a full
+        end of the axis, and then the window is moved to the nearest place where all of it is inside. "drop" does not
+        move the window (a negative start lies before the array) and writes only the part that lies inside, so a full
         cache is never overwritten.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The updated array, with the shape and dtype of `dest`.
 
     Raises:
-      TypeError: an argument is no array, dtypes differ, or a start is no integer scalar.
-      ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. All of it before anything runs.
+      TypeError: an argument is not an array, dtypes differ, or a start is not an integer scalar.
+      ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. Nothing runs before these checks.
 
-    In place: where ``dest`` is donated to ``jax.jit`` or carried by a loop, and not used afterwards, it is updated in
-    its own memory, at a cost that depends on the window alone. Otherwise, and outside of ``jax.jit``, XLA copies it
-    first: what is not donated is left as it was. Under ``jax.vmap``, one launch writes the windows of a whole batch,
-    each at its own position.
+    In place: if ``dest`` is donated to ``jax.jit`` or carried by a loop, and not used afterwards, it is updated in its
+    own memory, at a cost that depends only on the window. Otherwise, and outside of ``jax.jit``, XLA copies it first
+    and the original stays unchanged. Under ``jax.vmap``, one launch writes the windows of a whole batch, each at its
+    own position.
 
     Numerical guarantees: exact copies of bits, NaN payloads included. Bit-equal from run to run.
 
-    Gradient: ``dest`` gets the cotangent with zeros in the window, ``source`` gets its window, with zeros for what was
-    dropped. Integer arrays have none. Nothing but the starts is kept for the backward pass. Derivatives of any order
-    exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name
-    in :mod:`jax_baracuda.forward_mode`.
+    Gradient: ``dest`` gets the cotangent with zeros in the window. ``source`` gets the window of the cotangent, with
+    zeros for elements that were dropped. Integer arrays have none. Only the starts are kept for the backward pass.
+    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -126,42 +126,43 @@ def write_slices(
     ``dests[i][start_0:end_0, ...] = sources[i]`` for all i.
 
     Args:
-      dests: a list or tuple of arrays; shapes and dtypes may differ. One that occurs twice is updated in two copies.
-      sources: as many arrays, each with the rank and dtype of its `dest`, along no axis longer than it.
-      start_indices: for all arrays alike, one entry for each axis d, which is
+      dests: a list or tuple of arrays; shapes and dtypes may differ. An array that occurs twice is updated in two
+        copies.
+      sources: as many arrays, each with the rank and dtype of its `dest`. No axis is longer than in its `dest`.
+      start_indices: shared by all arrays, one entry for each axis d, which is
 
         * a pair ``(start, end)`` of Python integers with ``0 <= start <= end <= dest.shape[d]`` and
           ``end - start == source.shape[d]``, or
         * a start alone, a Python integer or a scalar array of any integer dtype, traced or not; the end is then
-          ``start + source.shape[d]``, and `mode` says what happens where the window reaches beyond the array.
+          ``start + source.shape[d]``, and `mode` says what happens if the window reaches beyond the array.
 
         A one-dimensional array of starts is also accepted.
-      start_indices_of_each: in place of `start_indices`, a list with those of each array.
+      start_indices_of_each: replaces `start_indices` by a list with separate start indices for each array.
       mode: "clip" moves the window inside, as ``jax.lax.dynamic_update_slice`` does: a negative start counts from the
-        end of the axis, and then the window is moved to the nearest place where all of it is inside. "drop" leaves the
-        window where it is, negative starts before the beginning, and writes only the part that lies inside: a full
+        end of the axis, and then the window is moved to the nearest place where all of it is inside. "drop" does not
+        move the window (a negative start lies before the array) and writes only the part that lies inside, so a full
         cache is never overwritten.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The list of the updated arrays.
 
     Raises:
-      TypeError: an argument is no array, dtypes differ, or a start is no integer scalar.
-      ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. All of it before anything runs.
+      TypeError: an argument is not an array, dtypes differ, or a start is not an integer scalar.
+      ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. Nothing runs before these checks.
 
-    In place: where ``dest`` is donated to ``jax.jit`` or carried by a loop, and not used afterwards, it is updated in
-    its own memory, at a cost that depends on the window alone. Otherwise, and outside of ``jax.jit``, XLA copies it
-    first: what is not donated is left as it was. Under ``jax.vmap``, one launch writes the windows of a whole batch,
-    each at its own position.
+    In place: if ``dest`` is donated to ``jax.jit`` or carried by a loop, and not used afterwards, it is updated in its
+    own memory, at a cost that depends only on the window. Otherwise, and outside of ``jax.jit``, XLA copies it first
+    and the original stays unchanged. Under ``jax.vmap``, one launch writes the windows of a whole batch, each at its
+    own position.
 
     Numerical guarantees: exact copies of bits, NaN payloads included. Bit-equal from run to run.
 
-    Gradient: ``dest`` gets the cotangent with zeros in the window, ``source`` gets its window, with zeros for what was
-    dropped. Integer arrays have none. Nothing but the starts is kept for the backward pass. Derivatives of any order
-    exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name
-    in :mod:`jax_baracuda.forward_mode`.
+    Gradient: ``dest`` gets the cotangent with zeros in the window. ``source`` gets the window of the cotangent, with
+    zeros for elements that were dropped. Integer arrays have none. Only the starts are kept for the backward pass.
+    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -190,26 +191,27 @@ def write_slices(
 
 
 class Window(NamedTuple):
-    """What part of one axis is written, where that is not all of it."""
+    """The window along one axis. An axis that is written as a whole has none."""
 
     array: int
-    """Which of the arrays."""
+    """The index of the array."""
     axis: int
     start_operand: int
-    """Which of the start operands."""
+    """The index of the start operand."""
     size: int
     num_shards: int
-    """Over how many devices the axis is split, in the program of one of them."""
+    """In the program of one device: the number of devices over which the axis is split."""
 
 
 class Placement(NamedTuple):
-    """Where along an axis a window lies: inside, after it has been moved there by so many elements."""
+    """The position of a window along an axis, after it has been moved inside."""
 
     start: Array
-    """By the convention of JAX's slices: a negative one counts from the end, then it is clamped."""
+    """As in JAX's slices: negative starts count from the end, then the start is clamped."""
     moved: Array | int
+    """The number of elements by which the window was moved."""
     cut: Array | int = 0
-    """How much of the beginning of a window lies outside of the array anyway, where it is longer than the array."""
+    """For a window longer than the array: the number of elements to cut off its beginning, which lie outside."""
 
 
 def _index_dtype() -> Any:
@@ -221,19 +223,19 @@ def _placement(start: Array, size: int, dim: int, drop: bool) -> Placement:
     index = jnp.clip(start, max(info.min, bounds.min), min(info.max, bounds.max)).astype(_index_dtype())
     if not drop:
         return Placement(index, 0)
-    index = jnp.clip(index, -size, dim)  # beyond these, nothing is inside anyway
+    index = jnp.clip(index, -size, dim)  # beyond these bounds, the window is entirely outside
     inside = jnp.clip(index, 0, dim - size)
     return Placement(inside, inside - index)
 
 
 def _clamped(start: Array, size: int, dim: int) -> Array:
     if jax_versions.is_static_shape((dim,)) and dim > jnp.iinfo(start.dtype).max:
-        return start  # JAX has no index for all of the axis either
+        return start  # JAX cannot index the whole axis with this dtype either
     return jnp.clip(jnp.where(start < 0, start + dim, start), 0, dim - size)
 
 
 def _of_part(placement: Placement, part: Array, window: Window, dim: int) -> Placement:
-    """The placement in one of the parts of `dim` elements that an axis is split into."""
+    """The placement within one part, of `dim` elements, of a split axis."""
     start = _clamped(placement.start, window.size, dim * window.num_shards)
     index = start - placement.moved - part.astype(_index_dtype()) * dim
     cut = jnp.clip(-index, 0, max(window.size - dim, 0))
@@ -244,7 +246,7 @@ def _of_part(placement: Placement, part: Array, window: Window, dim: int) -> Pla
 
 
 def _shifted(window: Array, placements: Sequence[Placement], sign: int) -> tuple[Array, Array | bool]:
-    """The window's content moved as the window was, or back, and which of its elements come from within."""
+    """The window's content, shifted like the window was moved (sign -1: back), and which of its elements are valid."""
     is_known: Array | bool = True
     for axis, (_, moved, _) in enumerate(placements):
         if isinstance(moved, int):
@@ -256,13 +258,13 @@ def _shifted(window: Array, placements: Sequence[Placement], sign: int) -> tuple
 
 
 WindowOfPart = tuple[Window, Array | None]
-"""With the number of the part of its axis in which it is written, where that is split over devices."""
+"""A window and, if its axis is split over devices, the index of this device's part."""
 
 
 def _placements(
     dest: Array, starts: Sequence[Array], windows: Sequence[WindowOfPart], drop: bool
 ) -> tuple[list[Placement], list[int]]:
-    """Those of all axes of an array, and the sizes of what of its window can lie inside."""
+    """The placements along all axes of an array, and the sizes of the part of its window that fits inside."""
     placements, sizes = [Placement(jnp.zeros((), _index_dtype()), 0)] * dest.ndim, list(dest.shape)
     for window, part in windows:
         dim = dest.shape[window.axis]
@@ -288,9 +290,9 @@ def _write_one(
 def _extract_one(
     cotangent: Array, starts: Sequence[Array], windows: Sequence[WindowOfPart], drop: bool
 ) -> tuple[Array, Array]:
-    """The window, and the array with zeros in its place."""
+    """The array with zeros in the window, and the window."""
     placements, sizes = _placements(cotangent, starts, windows, drop)
-    # XLA adds up the starts of a slice of a slice, which is wrong for those that it clamps itself.
+    # Clamped here, because XLA merges a slice of a slice by adding their starts, which is wrong if XLA clamps them.
     starts_inside = [_clamped(*of) for of in zip((p.start for p in placements), sizes, cotangent.shape, strict=True)]
     extracted = jax.lax.dynamic_slice(cotangent, starts_inside, sizes)
     extracted, is_known = _shifted(extracted, placements, sign=-1)
@@ -307,7 +309,7 @@ def _extract_one(
 def _windows_of_each(
     ranks: Sequence[int], windows: Sequence[Window], positions: Sequence[Array]
 ) -> list[list[WindowOfPart]]:
-    """Those of each array. `positions` are the operands behind the arrays: starts, and then parts."""
+    """The windows of each array. `positions`: the operands after the arrays, which are starts and then parts."""
     parts = iter(positions[_num_starts(windows) :])
     windows_of_parts = [(window, next(parts) if window.num_shards > 1 else None) for window in windows]
     return [[pair for pair in windows_of_parts if pair[0].array == i] for i in range(len(ranks))]
@@ -372,7 +374,7 @@ def _num_starts(windows: Sequence[Window]) -> int:
 
 
 def _start_dimensions(windows: Sequence[Window]) -> NamedDimensions:
-    """Of the start operands, and then of the number of a device's part of each axis that is split over devices."""
+    """The (scalar) dimensions of the start operands, then of the part index of each axis that is split over devices."""
     num_parts = sum(window.num_shards > 1 for window in windows)
     return {f"start_{i}": () for i in range(_num_starts(windows))} | {f"part_{i}": () for i in range(num_parts)}
 
@@ -412,8 +414,8 @@ def _limit(op_dtypes: frozenset[str]) -> Callable[..., str | None]:
 def _split_windows(
     axes: ShardAxes, windows: Sequence[Window]
 ) -> tuple[tuple[Window, ...], list[Array], list[MeshAxes]]:
-    """The windows in the program of one device, the number of its part of each axis that is split, and the mesh axes
-    that split the windows' axes."""
+    """In the program of one device: the windows, the device's part index for each split axis, and the mesh axes that
+    split each window's axis."""
     split = [axes.get(_dimension(window.array, window.axis), ()) for window in windows]
     parts = [jax.lax.axis_index(names).astype(jnp.int32) for names in split if names]
     windows = tuple(
@@ -424,7 +426,7 @@ def _split_windows(
 
 
 def _shard_write(kernel: ShardKernel, axes: ShardAxes, *operands: Array, windows: Sequence[Window]) -> Sequence[Array]:
-    """Each device writes the part of a window that lies in its part of the axis."""
+    """Each device writes the part of a window that lies within its part of the axis."""
     windows, parts, _ = _split_windows(axes, windows)
     return kernel(*operands, *parts, windows=windows)
 
@@ -432,7 +434,8 @@ def _shard_write(kernel: ShardKernel, axes: ShardAxes, *operands: Array, windows
 def _shard_extract(
     kernel: ShardKernel, axes: ShardAxes, *operands: Array, windows: Sequence[Window], ranks: Sequence[int]
 ) -> Sequence[Array]:
-    """Each device extracts the part of a window that lies in its part of the axis; the others have zeros there."""
+    """Each device extracts the part of a window within its part of the axis, with zeros elsewhere; an all-reduce adds
+    the parts."""
     local_windows, parts, split = _split_windows(axes, windows)
     results = kernel(*operands, *parts, windows=local_windows)
     rest, extracted = results[: len(ranks)], results[len(ranks) :]
@@ -445,7 +448,7 @@ def _shard_extract(
 def _selected(
     chosen: Sequence[int], starts: Sequence[Array], ranks: Sequence[int], windows: Sequence[Window]
 ) -> tuple[list[Array], dict[str, Any]]:
-    """The start operands and the params of a call with some of the arrays only."""
+    """The start operands and the params of a call with only the chosen arrays."""
     windows = [window for window in windows if window.array in chosen]
     used = sorted({window.start_operand for window in windows})
     renumbered = (
@@ -538,7 +541,7 @@ WRITE_SLICE_BACKWARD = Op(
     limit=_limit(DIFFERENTIABLE_DTYPES),
     in_place=lambda *, ranks: {i: i for i in range(len(ranks))},
     linear=lambda *, ranks: tuple(_dest_dimensions("d_output", ranks)),
-    # To extract a window and leave zeros is the transpose of writing it, and the other way round.
+    # Extracting a window and leaving zeros is the transpose of writing it, and vice versa.
     transpose=lambda avals, cotangents, *starts, **params: WRITE_SLICE(*cotangents, *starts, **params),
 )
 
@@ -548,7 +551,7 @@ WRITE_SLICE_BACKWARD = Op(
 
 
 class _Params(NamedTuple):
-    """The static arguments, under the names that the ops take them by."""
+    """The static arguments, named like the params of the ops."""
 
     ranks: tuple[int, ...]
     windows: tuple[Window, ...]
@@ -579,12 +582,12 @@ _write_op = KernelVjp("write_slice", _primal, _forward, _backward)
 
 
 class _Update(NamedTuple):
-    """Checked arguments: what is written where."""
+    """Checked arguments of one write."""
 
     dest: Array
     source: Array
     starts: tuple[int | Array | None, ...]
-    """Of each axis, None where all of it is written."""
+    """The start along each axis, or None if the whole axis is written."""
 
 
 def _write(updates: Sequence[_Update], mode: WriteMode) -> list[Array]:
@@ -610,7 +613,7 @@ def _write(updates: Sequence[_Update], mode: WriteMode) -> list[Array]:
 
 
 class _Starts:
-    """The start operands of a call: each integer, and each array, once."""
+    """The start operands of a call, without duplicates."""
 
     def __init__(self) -> None:
         self.operands: list[Array] = []
@@ -625,7 +628,7 @@ class _Starts:
 
 
 def _scalar(value: int) -> Array:
-    """An integer as an array, of 64 bits only if it needs them, because these have to be enabled."""
+    """An integer as an array. It has 64 bits only if it needs them, because 64-bit types must be enabled."""
     dtype = next(d for d in (np.int32, np.uint32, np.int64) if np.iinfo(d).min <= value <= np.iinfo(d).max)
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(f"write_slice: a start of {value} needs jax_enable_x64, because it does not fit in 32 bits")
@@ -635,7 +638,7 @@ def _scalar(value: int) -> Array:
 def _start_indices_of_each(
     name: str, num_dests: int, start_indices: Any, start_indices_of_each: Any
 ) -> list[tuple[str, Any]]:
-    """The start indices of each array, with what errors call them."""
+    """The start indices of each array, and their names for error messages."""
     if (start_indices is None) == (start_indices_of_each is None):
         given = "both" if start_indices is not None else "neither"
         raise TypeError(f"{name}: one of start_indices and start_indices_of_each must be given, got {given}")
@@ -712,7 +715,7 @@ def _canonicalize(
 
 
 def _checked_start(what: str, entry: Any, size: int, dim: int, mode: WriteMode) -> int | Array | None:
-    """The start of a window, clamped where it is known; None where the window is the whole axis."""
+    """The start of a window, clamped if it is static, or None if the window is the whole axis."""
     if isinstance(entry, list | tuple):
         if not _is_pair(entry):
             raise TypeError(f"{what} must be a pair (start, end) of Python integers or a start alone, got {entry!r}")

@@ -1,9 +1,9 @@
 """Segment reductions: rows of an array reduced by an integer label, with the semantics of ``jax.ops.segment_*``.
 
-They are what message passing on graphs, point clouds and recommender models aggregate with. One module an op, and each
-reads top to bottom: public functions, reference in plain JAX, program of one shard, ops (one per native kernel),
-derivative rules. :mod:`.arguments` checks arguments, :mod:`.definitions` has what the definitions of ops share, and
-:mod:`.cells` what the references share. The value of :mod:`.take_rows` is a gather of XLA, its gradient a segment sum.
+Message passing on graphs, point clouds and recommender models aggregate with them. Each op has one module, which reads
+top to bottom: public functions, reference in plain JAX, program of one shard, ops (one per native kernel), derivative
+rules. :mod:`.arguments` checks arguments; :mod:`.definitions` has the common parts of op definitions, and :mod:`.cells`
+those of references. :mod:`.take_rows` computes its value by an XLA gather and its gradient by a segment sum.
 """
 
 from jax_baracuda.ops.segment.arg_extremum import segment_argmax, segment_argmin

@@ -45,14 +45,14 @@ def segment_argmax(
 ) -> Array:
     """The row that attains each segment's maximum: ``out[s, ...] = argmax { data[n, ...] : segment_ids[n] == s }``.
 
-    The lowest such row where several attain it, as in :func:`numpy.argmax`.
+    If several rows attain it, the lowest, as in :func:`numpy.argmax`.
 
     Args:
       data: ``[N, ...]``, any dtype of JAX with an order. bool, integers of 8 to 64 bits, float16, bfloat16, float32 and
         float64 have kernels; other dtypes run as plain JAX. More generally, any shape that broadcasts to
         ``segment_ids.shape + data.shape[1:]``.
       segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
-        dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+        dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
       num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
       indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
         false, the result may hold anything.
@@ -60,23 +60,23 @@ def segment_argmax(
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       out_sharding: sharding of the result, for meshes with explicit axes.
-      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`. The
-        call does not sort any more.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
+        the call does not sort.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
-      ``[S, ...]``, int32 (of 2^31 rows or more int64): a row number in ``[0, N)``, or N for an empty segment. Where
-      `segment_ids` is not of rank 1, rows are numbered through all ids in order, and N is the number of ids.
+      ``[S, ...]``, int32 (int64 for 2^31 rows or more): a row number in ``[0, N)``, or N for an empty segment. If the
+      rank of `segment_ids` is not 1, row numbers are positions in the flattened ids, and N is the number of ids.
 
     Raises:
-      TypeError: an argument is no array or has an unsuitable dtype.
+      TypeError: an argument is not an array or has an unsuitable dtype.
       IndexError: `segment_ids` is boolean.
       ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
         there are no ids.
       jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
-    Numerical guarantees: exact. A NaN is greater than every number, the first NaN wins; -0 and +0 are equal.
+    Numerical guarantees: exact. A NaN is greater than every number, and the first NaN wins; -0 and +0 are equal.
     Bit-equal from run to run and independent of scheduling.
 
     Gradient: none, the result is an integer.
@@ -131,7 +131,7 @@ def _arg_extremum(name: str, call: SegmentCall, plan: SegmentPlan | None, minimu
     rows = call.reduce(first_result(SEGMENT_ARG_EXTREMUM), call.params(ArgParams, minimum=minimum))
     if plan is None:
         return rows
-    # The first row in the order is the lowest: within a segment, the order ascends.
+    # Within a segment, the plan's order ascends, so its first row is the lowest.
     num_rows = plan.edge_order.shape[0]
     if num_rows == 0:
         return rows
@@ -159,7 +159,7 @@ def _reference(data: Array, ids: Array, *, num_segments: int, minimum: bool) -> 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The program of one shard, where the rows of a segment are split over devices.
+# The program of one shard, for segments whose rows are split over devices.
 
 
 def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, *, minimum: bool) -> tuple[Array]:

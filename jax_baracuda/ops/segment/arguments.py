@@ -40,9 +40,9 @@ class SegmentCall:
     bucket_size: int | None
     out_sharding: NamedSharding | None
     order: Array | None = None
-    """[N], the rows by segment, where a plan tells"""
+    """[N], the rows sorted by segment, if there is a plan"""
     sorted_ids: Array | None = None
-    """[N], their ids"""
+    """[N], the segment ids in that order"""
 
     def params(self, params_type: Callable[..., Any], **options: Any) -> Any:
         return params_type(num_segments=self.num_segments, indices_are_sorted=self.indices_are_sorted, **options)
@@ -64,7 +64,7 @@ class SegmentCall:
         return self.with_data(self.data.astype(jnp.int32)) if is_narrow else self
 
     def in_order(self, unless: frozenset[str] = frozenset()) -> SegmentCall:
-        """The rows as a plan has sorted them. `unless`: dtypes whose kernels accept an order, so rows are not moved."""
+        """Sorts the rows as the plan says. `unless`: dtypes whose kernels accept an order, so rows are not moved."""
         if self.order is None or self.data.dtype.name in unless:
             return self
         rows = in_order(self.rows(self.data), self.order)
@@ -73,7 +73,7 @@ class SegmentCall:
         )
 
     def in_own_order(self, rows: Array) -> Array:
-        """One row per id, in the order in which the arguments of the call have them."""
+        """Undoes the plan's order: one row per id, in the order of the call's arguments."""
         return shaped_as_ids(rows if self.order is None else put_back(rows, self.order), self.ids_shape)
 
     def rows(self, data: Array) -> Array:
@@ -94,8 +94,8 @@ class SegmentCall:
         Args:
           reduction: ``(params, *, data [N, ...], segment_ids [N]) -> [S, ...]``; with a plan, also ``order [N]`` and
             ``sorted_ids [N]``
-          params: of the reduction without buckets.
-          reduce_buckets: reduces the leading axis of the buckets' results; None: without buckets.
+          params: those of the reduction without buckets.
+          reduce_buckets: reduces the leading axis of the buckets' results. None: buckets are ignored.
         """
         if self.bucket_size is not None and reduce_buckets is not None:
             return self._reduce_in_buckets(reduction, params, reduce_buckets)
@@ -108,7 +108,7 @@ class SegmentCall:
     def _reduce_in_buckets(
         self, reduction: Callable[..., Array], params: Params, reduce_buckets: Callable[..., Array]
     ) -> Array:
-        """Each bucket has segments of its own at first."""
+        """Reduces each bucket to its own copy of the segments, then the copies."""
         ids, num_segments = self.segment_ids, self.num_segments
         num_buckets = -(-ids.shape[0] // self.bucket_size)
         bucket = jnp.repeat(jnp.arange(num_buckets, dtype=ids.dtype), self.bucket_size)[: ids.shape[0]]
@@ -140,7 +140,7 @@ class SegmentCall:
         return d_data
 
     def _ids(self) -> dict[str, Array]:
-        """The arrays that tell segments, by name."""
+        """The arrays of ids and orders, by name."""
         arrays = {"segment_ids": self.segment_ids, "order": self.order, "sorted_ids": self.sorted_ids}
         return {name: array for name, array in arrays.items() if array is not None}
 
@@ -154,7 +154,7 @@ class SegmentCall:
 def reduce_numbers(
     name: str, call: SegmentCall, rules: KernelVjp, params: Params, reduce_buckets: Callable[..., Array]
 ) -> Array:
-    """A sum or a product. Arithmetic modulo 2^32 is also right modulo 2^16 and 2^8."""
+    """A sum or a product. Narrow integers are reduced as int32: arithmetic modulo 2^32 is right modulo 2^16 and 2^8."""
     if call.data.dtype == jnp.bool_:
         raise TypeError(f"{name}: data must have a numeric dtype, got bool")
     return call.with_wide_integers().reduce(rules, params, reduce_buckets).astype(call.data.dtype)
@@ -176,7 +176,7 @@ def canonicalize(
     data_name: str = "data",
     plan: SegmentPlan | None = None,
 ) -> SegmentCall:
-    """Checks the arguments that all segment reductions share; raises what ``jax.ops`` raises, in clearer words."""
+    """Checks the arguments that all segment reductions share. Exceptions have the types that ``jax.ops`` raises."""
     data = as_array(name, data_name, data)
     ids = ids_of_rows(name, segment_ids, plan, num_segments=num_segments, mode=mode)
     row_shape = data.shape[1:]
@@ -211,7 +211,7 @@ def canonicalize(
 
 
 def ids_of_rows(name: str, segment_ids: ArrayLike | None, plan: SegmentPlan | None, **of_plan: Any) -> Array:
-    """The ids that a call is given, itself or by a plan, to which `of_plan` belong too."""
+    """The segment ids, from the argument or from the plan. `of_plan`: other arguments that a plan replaces."""
     if plan is not None:
         check_plan(name, plan, segment_ids=segment_ids, **of_plan)
         return plan.edge_segment_ids
@@ -240,7 +240,7 @@ def canonicalize_backward(
 def canonicalize_without_data(
     name: str, d_output: ArrayLike, segment_ids: ArrayLike | None, mode: Mode, plan: SegmentPlan | None
 ) -> tuple[Array, Array, tuple[int, ...]]:
-    """Checks the arguments of a gradient that needs no data; also gives the shape of the ids, which are flattened."""
+    """Checks the arguments of a gradient that needs no data. Returns d_output, the flat ids and their former shape."""
     d_output = cotangent_of_cells(name, d_output, plan)
     if not jnp.issubdtype(d_output.dtype, jnp.inexact):
         raise TypeError(f"{name}: d_output must have a floating dtype, got {d_output.dtype}")
@@ -258,7 +258,7 @@ def cotangent_of_cells(name: str, d_output: ArrayLike, plan: SegmentPlan | None)
 
 
 def check_like(name: str, argument: str, value: Array, like_name: str, like: Array, shape: tuple[int, ...]) -> None:
-    """Checks that a cotangent has the floating dtype of `like`, and the shape that fits to it."""
+    """Checks that a cotangent has the floating dtype of `like` and the given shape."""
     if value.dtype != like.dtype or not jnp.issubdtype(value.dtype, jnp.inexact):
         raise TypeError(
             f"{name}: {argument} and {like_name} must have the same floating dtype, got {value.dtype} and {like.dtype}"
@@ -293,5 +293,5 @@ def _check_bucket_size(name: str, bucket_size: int, ids: Array) -> None:
 
 
 def _follow_rows(ids: Array, data: Array) -> Array:
-    """Under explicit sharding, splits the ids over devices as the rows of `data` are."""
+    """Under explicit sharding, shards the ids like the rows of `data`."""
     return reshard_as(ids, data, (0,)) if data.shape[:1] == ids.shape else ids

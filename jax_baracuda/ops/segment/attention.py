@@ -37,8 +37,8 @@ def segment_attention(
     ``out[s, h, ...] = sum { p[e, h] * data[gather_ids[e], h, ...] : segment_ids[e] == s }``, where
     ``p = segment_softmax(logits, segment_ids, num_segments)``.
 
-    No array of edges times features is written or read, neither here nor by the gradient: what is kept of an edge are
-    its probabilities.
+    Neither this function nor its gradient writes or reads an array of edges times features. Per edge, only its
+    probabilities are kept.
 
     Args:
       logits: ``[E]`` or ``[E, H]``, one for each edge and head, a floating dtype.
@@ -54,28 +54,28 @@ def segment_attention(
       mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
         is dropped. "clip": the id is clamped to ``[0, S - 1]``.
       deterministic: on GPUs, the exponentials and the terms of unsorted edges without a plan are added in an order that
-        varies from run to run, where that was faster. True: bit-equal from run to run, by a sort. Sorted edges, also
-        for the gradient, and plans are bit-equal anyway. On CPUs everything is.
-      plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
-        `num_segments`. Neither this call nor its gradient sorts any more.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+        varies from run to run where that was faster. True: sort them, so that all runs are bit-equal. Sorted edges,
+        plans and their gradients are bit-equal anyway. On CPUs everything is.
+      plan: a :func:`segment_plan` of the edges, which replaces `gather_ids`, `segment_ids` and `num_segments`. With a
+        plan, neither this call nor its gradient sorts.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` or ``[S, H, ...]`` with the dtype of `data`. Segments without edges hold 0.
 
     Raises:
-      TypeError: an argument is no array or has an unsuitable dtype, or `num_segments` is missing.
+      TypeError: an argument is not an array or has an unsuitable dtype, or `num_segments` is missing.
       IndexError: ids are boolean.
       ValueError: shapes do not fit, there are no rows to gather from, or both a plan and ids are given.
 
     Numerical guarantees: those of :func:`segment_softmax`, whose probabilities are rounded to the dtype of `logits`,
-    and of :func:`gather_segment_sum`. Bit-equal from run to run, except on GPUs as said under `deterministic`.
+    and of :func:`gather_segment_sum`. Bit-equal from run to run, except on GPUs (see `deterministic`).
 
-    Gradient: of `logits` by the gradients of the softmax and of the weights, which are products of cotangents and
-    gathered rows, and of `data` by the weighted sum over the edges of each row, also under ``jax.vmap`` as in
-    :func:`gather_segment_sum`. Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its
-    twin of the same name in :mod:`jax_baracuda.forward_mode`.
+    Gradient: that of `logits` is the gradient of the softmax, applied to the gradient of the weights: products of
+    cotangents and gathered rows. That of `data` is the weighted sum over the edges of each row, also under ``jax.vmap``
+    as in :func:`gather_segment_sum`. Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function
+    need its twin of the same name in :mod:`jax_baracuda.forward_mode`.
 
     Source: Veličković et al., Graph Attention Networks, https://arxiv.org/abs/1710.10903, equations 3 and 6.
 
@@ -108,7 +108,7 @@ def segment_attention(
             deterministic=params.deterministic,
         )
     else:
-        # In the order of the plan, in which the sum takes the probabilities and its gradient gives theirs.
+        # Sorted once: the sum then reads the weights, and its gradient writes theirs, in the order of the plan.
         ordered = in_order(logits, plan.edge_order)
         weights = segment_softmax(ordered, plan.segment_ids, plan.num_segments, indices_are_sorted=True)
         edges = edges.in_order()

@@ -1,4 +1,4 @@
-"""What the plain-JAX references of the segment ops share. A cell is one (segment, feature) pair of a result."""
+"""Common parts of the plain-JAX references of the segment ops. A cell is one (segment, feature) pair of a result."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from jax_baracuda.ops.segment.ids import index_dtype
 
 
 def _dropping(reduction: Callable[..., Array]) -> Callable[[Array, Array, int], Array]:
-    """A reduction of ``jax.ops`` that drops every id out of range: XLA takes wide ones modulo 2^32 on CPUs."""
+    """Makes a reduction of ``jax.ops`` drop every id out of range: on CPUs, XLA takes 64-bit ids modulo 2^32."""
 
     def reduce(data: Array, ids: Array, num_segments: int) -> Array:
         if ids.dtype.itemsize > np.dtype(np.int32).itemsize:
             ids = jnp.where((ids >= 0) & (ids < num_segments), ids, -1)
-        with not_redirected():  # the references are what a redirected call may end in
+        with not_redirected():  # a redirected call may end in this reference, which must not be redirected again
             return reduction(data, ids, num_segments)
 
     return reduce
@@ -36,19 +36,19 @@ xla_max, xla_min, xla_prod, _running_sum = (
 )
 
 MAX_ROWS_OF_RUNNING_SUM = 2**22
-"""XLA adds up a cell in one number, which at last no longer grows: in float32, a sum of ones stays at 2^24."""
+"""XLA adds all rows of a cell to one number, which stops growing: in float32, a sum of ones stays at 2^24."""
 BLOCK_ROWS = 2**16
 MIN_ROWS_PER_CELL = 8
-"""So that the cells of all blocks are few beside the rows."""
+"""Limits the cells of all blocks to a fraction of the rows."""
 
 
 def sum_in_blocks(add: Callable[[Array, int], Array], ids: Array, num_segments: int) -> Array:
-    """Sums of floating numbers: of many rows by blocks, and then over the blocks.
+    """Sums of floating numbers. Many rows are added in blocks, and then the blocks, for accuracy.
 
-    Where segments are many, blocks are longer, so that a segment that has most of the rows may be added up in one.
+    More segments mean longer blocks, so a segment with most of the rows may still be added up in a single block.
 
     Args:
-      add: ``(ids, number of cells) -> sums of rows by their ids [number of cells, ...]``, without those out of range.
+      add: ``(ids, number of cells) -> sums of rows by their ids [number of cells, ...]``. It drops ids out of range.
       ids: of any rank.
     """
     num_blocks = 1
@@ -86,9 +86,10 @@ def gather_segments(cells: Array, ids: Array) -> tuple[Array, Array]:
 
 
 def gather_or_zeros(cells: Array, ids: Array) -> Array:
-    """The cells that ids name, zeros where they name none.
+    """The cells that ids name, zeros for ids out of range.
 
-    Those come from a row of zeros behind the cells: XLA gathers narrow rows up to twice as fast as it also selects.
+    The zeros come from an extra row behind the cells: for narrow rows, XLA's gather alone is up to twice as fast as a
+    gather and a select.
     """
     behind = jnp.concatenate([cells, jnp.zeros((1, *cells.shape[1:]), cells.dtype)])
     numbers = ids.astype(index_dtype(cells.shape[0]))
@@ -101,44 +102,44 @@ def row_numbers(rows: Array) -> Array:
 
 
 def has_ordered_bits(dtype: Any) -> bool:
-    """Of floating numbers of 8 bits, XLA compares wider ones."""
+    """Whether to compare by bits: all floats except 8-bit ones, which XLA compares correctly in a wider dtype."""
     return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize > 1
 
 
 def equal_numbers(x: Array, y: Array) -> Array:
-    """``x == y`` by the bits of floating numbers: on CPUs, XLA compares subnormal ones as zeros."""
+    """``x == y``, by the bits of floating numbers: on CPUs, XLA compares subnormal numbers as zeros."""
     if not has_ordered_bits(x.dtype):
         return x == y
     integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits_of_x, bits_of_y = (jax.lax.bitcast_convert_type(z, integer) for z in (x, y))
-    # Zeros of both signs are equal: but for the sign they have no bits.
+    # -0 and +0 are equal: all their bits except the sign are 0.
     are_zeros = (bits_of_x | bits_of_y) << 1 == 0
     return ((bits_of_x == bits_of_y) & ~jnp.isnan(y)) | are_zeros
 
 
 def same_value(x: Array, y: Array) -> Array:
-    """Whether two values are equal, a NaN equal to any NaN."""
+    """Whether two values are equal, where any NaN equals any NaN."""
     return equal_numbers(x, y) | ((x != x) & (y != y))
 
 
 def over_counts(total: Array, counts: Array) -> Array:
-    """Totals divided by the numbers of their rows, ``[S]``, rounded once; those of no rows are 0 and stay so."""
+    """Totals divided by the row counts ``[S]``, rounded once. Totals without rows stay 0."""
     divisors = per_row(jnp.maximum(counts, 1), total).astype(total.dtype)
-    # By a divisor that it broadcasts, XLA would multiply with the reciprocal, which rounds twice.
+    # XLA replaces division by a broadcast divisor with multiplication by its reciprocal, which rounds twice.
     return total / jnp.where(total == total, divisors, 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Rows in the order of a plan. Each direction is the gradient of the other, which XLA would add to zeros.
+# Rows in the order of a plan. Each direction is the gradient of the other; JAX's own gradient would be a scatter-add.
 
 
 def in_order(rows: Array, order: Array) -> Array:
-    """The rows in another order."""
+    """The rows permuted by `order`."""
     return _in_order(None, rows=rows, order=order)
 
 
 def put_back(rows: Array, order: Array) -> Array:
-    """Rows that :func:`in_order` gave, in their own order again."""
+    """The inverse of :func:`in_order`."""
     return _put_back(None, rows=rows, order=order)
 
 
@@ -154,7 +155,7 @@ def _put(params: None, *, rows: Array, order: Array) -> Array:
 
 
 def _of_whole_rows(function: Callable[[Array, Array], tuple[Array]], rows: Array, order: Array) -> Array:
-    """An order numbers all rows: under explicit sharding, the result is split by features alone."""
+    """An order refers to all rows, so under explicit sharding only the features of the result are split."""
     spec = jax_versions.explicit_spec(jax.typeof(rows))
     if spec is not None:
         function = in_automatic_mode(function, jax.typeof(rows), (None, *spec[1:]))

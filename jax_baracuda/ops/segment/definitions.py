@@ -1,4 +1,4 @@
-"""What the definitions of the segment ops share: dimensions, dtypes, static arguments, plans and guarantees."""
+"""Common parts of the segment ops' definitions: dimensions, dtypes, static arguments, plans and guarantees."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROUNDED_ONCE = dataclasses.replace(EXACT, math_precision="rounded once")
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """The static arguments of a segment reduction, under the names that the ops take them by."""
+    """The static arguments of a segment reduction, named like the params of the ops."""
 
     num_segments: int
     indices_are_sorted: bool
@@ -48,7 +48,7 @@ def product_guarantee(dtype: str, platform: str) -> Guarantee:
 
 
 def sum_guarantee(dtype: str, platform: str, *, deterministic: bool, indices_are_sorted: bool) -> Guarantee:
-    """As of products, but unsorted floating sums on GPUs are added in the order in which threads come."""
+    """Like products, except that GPUs add unsorted floating rows by atomics, in an order that varies."""
     guarantee = product_guarantee(dtype, platform)
     is_stable = platform == "cpu" or deterministic or indices_are_sorted or guarantee.math_precision == "exact"
     return dataclasses.replace(guarantee, deterministic=is_stable, bit_stable_on_same_hardware=is_stable)
@@ -65,7 +65,7 @@ def plan_parameters(
     shares_ties: bool = False,
     **_: Any,
 ) -> dict[str, int]:
-    """What the native modules ask about a call; `values` has the element type and the features."""
+    """The parameters from which the native modules plan a call. `values` gives the element type and the features."""
     return {
         "rows": segment_ids.shape[0],
         "segments": num_segments,
@@ -80,7 +80,7 @@ def plan_parameters(
 
 
 def limit_of_32_bits(num_rows: int, num_segments: int) -> str | None:
-    """Winners are int32 and segments uint32 in the kernels."""
+    """The reason why a size is unsupported, or None: kernels number winners in int32 and segments in uint32."""
     if num_rows >= np.iinfo(np.int32).max:
         return "it has 2^31 - 1 rows or more"
     return "it has 2^32 - 1 segments or more" if num_segments >= np.iinfo(np.uint32).max else None
@@ -94,7 +94,7 @@ def reduction_op(
     attributes: tuple[str, ...] = (),
     **fields: Any,
 ) -> Op:
-    """An op of (data, segment_ids) whose results are cells; `shard_program` is that of a shard of rows."""
+    """An op of (data, segment_ids) whose results are cells. `shard_program`: for rows split over devices."""
     row_dims = ("row",)
     defaults = {
         "sizes": lambda *, num_segments: {"segment": num_segments},
@@ -128,7 +128,7 @@ def gradient_op(name: str, *, operands: NamedDimensions, **fields: Any) -> Op:
 
 
 def first_result(op: Op) -> Callable[..., Array]:
-    """The op as a function whose derivative is defined elsewhere: of its results, the first."""
+    """The primal function of a :class:`KernelVjp`: the first result of the op."""
 
     def primal(params: Params, *, data: Array, segment_ids: Array) -> Array:
         return op(data, segment_ids, **vars(params))[0]

@@ -1,4 +1,4 @@
-"""The edges of the functions that gather rows: arguments, and what their ops share."""
+"""The functions that gather rows along edges: their arguments, and common parts of their ops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def as_rows(name: str, data: ArrayLike) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Edges:
-    """The edges of a call, in the order in which the kernels take them, and those of its gradient with a plan."""
+    """The edges of a call in the order in which kernels read them. With a plan, also the edges of its gradient."""
 
     num_segments: int
     gather_ids: Array
@@ -39,12 +39,12 @@ class Edges:
     transposed_order: Array | None = None
 
     def arrays(self) -> dict[str, Array]:
-        """What there is of them, by name."""
+        """The arrays that are not None, by name."""
         arrays = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
         return {name: array for name, array in arrays.items() if array is not None}
 
     def in_order(self) -> Edges:
-        """The same edges, numbered in the order of their plan."""
+        """The same edges, renumbered in the order of their plan."""
         num_edges = self.edge_order.shape[0]
         places = jnp.arange(num_edges, dtype=index_dtype(num_edges))
         transposed_order = in_order(put_back(places, self.edge_order), self.transposed_order)
@@ -58,7 +58,7 @@ class Edges:
         deterministic: bool,
         **options: Any,
     ) -> Any:
-        """The static arguments, as :class:`GatherParams` or what has more `options`."""
+        """The static arguments, as :class:`GatherParams` or a subclass with more `options`."""
         in_order = bool(indices_are_sorted) or self.edge_order is not None
         return params_type(
             num_segments=self.num_segments,
@@ -78,7 +78,7 @@ def canonicalize_edges(
     mode: Mode,
     plan: SegmentPlan | None,
 ) -> Edges:
-    """The edges that gather rows of `data`, which has been checked by :func:`as_rows`."""
+    """Checks the edges. `data` has been checked by :func:`as_rows`."""
     edges = _edges_of(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     if data.shape[0] == 0 and edges.segment_ids.shape[0] != 0:
         raise ValueError(
@@ -116,11 +116,11 @@ class GatherParams:
     num_rows: int
     indices_are_sorted: bool
     deterministic: bool
-    """Also of the sums of the gradient, whose edges may be in no order."""
+    """Holds for the gradient's sums, too, whose edges may be unsorted."""
 
 
 def gather_rows(data: Array, gather_ids: Array, clips_gather_ids: bool) -> Array:
-    """The rows that ids name; where they name none, the nearest one or zeros. No gradient goes through those."""
+    """The rows that ids name. Ids out of range give the nearest row or zeros, and no gradient goes through them."""
     if data.shape[0] == 0:
         return jnp.zeros((*gather_ids.shape, *data.shape[1:]), data.dtype)
     if clips_gather_ids:
@@ -129,17 +129,17 @@ def gather_rows(data: Array, gather_ids: Array, clips_gather_ids: bool) -> Array
 
 
 def as_gather_ids(segment_ids: Array, num_segments: int) -> Array:
-    """The segments that edges gather from on the way back, -1 for dropped ones."""
+    """The segments that edges gather from in the backward pass, -1 for dropped edges."""
     return jnp.where((segment_ids >= 0) & (segment_ids < num_segments), segment_ids, -1).astype(jnp.int32)
 
 
 def replicated_dims_of_cells(*, has_edge_order: bool) -> tuple[str, ...]:
-    """Of an op whose results are cells, which each device may compute for segments of its own."""
+    """For ops whose results are cells: without an edge order, each device may compute its own segments."""
     return ("gathered", "segment", "edge") if has_edge_order else ("gathered",)
 
 
 def replicated_dims(*, has_edge_order: bool) -> tuple[str, ...]:
-    """An order numbers all edges."""
+    """For other ops. An edge order refers to all edges, so they are replicated with it."""
     return ("gathered", "segment", "edge") if has_edge_order else ("gathered", "segment")
 
 

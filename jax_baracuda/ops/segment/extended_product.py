@@ -1,4 +1,4 @@
-"""Products of floating numbers with a wide exponent, in plain JAX: as mantissa and exponent, by their bits."""
+"""Products of floating numbers as mantissa and wide exponent, in plain JAX, by bit operations."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jax import Array
 
 
 class ExtendedProduct(NamedTuple):
-    """A product of floating numbers that neither overflows nor underflows on the way.
+    """A product of floating numbers whose partial products neither overflow nor underflow.
 
-    It is ``mantissa * 2**(units * unit)``: the exponent is counted in units of 64, or 512 for float64, so that 26 bits
-    reach to 2^31, or 2^34. The mantissa has the sign of all members and a magnitude in ``[2**(-unit/2), 2**(unit/2))``:
-    the product of two is a normal number. Members that are zero, infinite or NaN are counted apart, up to 2 of each.
+    Its value is ``mantissa * 2**(units * unit)``. The exponent counts units of 64 (float64: 512), so 26 bits reach to
+    2^31 (float64: 2^34). The mantissa carries the sign, and its magnitude is in ``[2**(-unit/2), 2**(unit/2))``, so the
+    product of two mantissas is a normal number. Zeros, infinities and NaN are counted apart, up to 2 of each.
     """
 
     mantissa: Array
@@ -25,11 +25,11 @@ class ExtendedProduct(NamedTuple):
 
 
 _ZEROS, _INFINITIES, _NANS = 0, 2, 4
-"""The bits where the counts of `packed` are."""
+"""The bit positions of the counts in `packed`."""
 _UNITS = 6
 
 _MAX_UNITS = 2**25 - 64
-"""Beyond this every product is zero or infinite anyway, whatever one more or less member does."""
+"""Beyond this, the product is zero or infinite, and one member more or less does not change that."""
 
 
 def _unit_bits(dtype: Any) -> int:
@@ -48,7 +48,7 @@ def _pack(units: Array, counts: Mapping[int, Array]) -> Array:
 
 
 def product_of_one(x: Array) -> ExtendedProduct:
-    """Takes numbers apart by their bits, so that subnormal ones are not taken for zero."""
+    """Splits numbers by their bits, so that subnormal numbers are not flushed to zero."""
     info, _, unsigned = _format_of(x.dtype)
     mantissa, exponent, counts = _split(x)
     units = (exponent + (1 << (_unit_bits(x.dtype) - 1))) >> _unit_bits(x.dtype)
@@ -58,7 +58,7 @@ def product_of_one(x: Array) -> ExtendedProduct:
 
 
 def _split(x: Array) -> tuple[Array, Array, dict[int, Array]]:
-    """The mantissa, of magnitude in [1, 2), the exponent, and the counts of numbers that have none."""
+    """The mantissa with magnitude in [1, 2), the exponent, and the counts of zeros, infinities and NaN."""
     info, bias, unsigned = _format_of(x.dtype)
     bits = jax.lax.bitcast_convert_type(x, unsigned)
     sign_bit, fraction_mask, one = (
@@ -69,7 +69,7 @@ def _split(x: Array) -> tuple[Array, Array, dict[int, Array]]:
     is_zero, is_finite = magnitude == 0, field <= 2 * bias
     is_infinite = ~is_finite & (magnitude & fraction_mask == 0)
     is_ordinary = is_finite & ~is_zero
-    # The leading bit of a subnormal number moves to where that of a normal one is.
+    # Normalize subnormal numbers: shift their leading bit to its position in a normal number.
     shift = jnp.where(field == 0, jax.lax.clz(magnitude).astype(jnp.int32) - (info.bits - 1 - info.nmant), 0)
     fraction = jnp.where(is_ordinary, (magnitude << shift.astype(unsigned)) & fraction_mask, unsigned.type(0))
     mantissa = (bits & sign_bit) | one | fraction
@@ -95,7 +95,7 @@ def product_of_others(product: ExtendedProduct, member: Array) -> ExtendedProduc
     units = (product.packed >> _UNITS) - (one.packed >> _UNITS)
 
     def count(kind: int) -> Array:
-        # A count of two stands for two or more, of which at least one is left, and one is as good as more.
+        # A count of two means two or more: after removing one, at least one is left, and one acts like several.
         count = _count_of(product.packed, kind)
         return jnp.where((_count_of(one.packed, kind) == 1) & (count == 1), 0, count)
 
@@ -106,7 +106,7 @@ def product_of_others(product: ExtendedProduct, member: Array) -> ExtendedProduc
 def product_value(product: ExtendedProduct) -> Array:
     mantissa, packed = product
     has_zero, has_infinity, has_nan = (_count_of(packed, kind) > 0 for kind in (_ZEROS, _INFINITIES, _NANS))
-    # More units are as good as 64.
+    # 64 units already overflow or underflow every dtype.
     value = _scaled(mantissa, jnp.clip(packed >> _UNITS, -64, 64) << _unit_bits(mantissa.dtype))
     value = jnp.where(has_infinity, jnp.copysign(jnp.inf, mantissa).astype(value.dtype), value)
     value = jnp.where(has_zero, jnp.copysign(0, mantissa).astype(value.dtype), value)
@@ -114,26 +114,26 @@ def product_value(product: ExtendedProduct) -> Array:
 
 
 def _scaled(mantissa: Array, exponent: Array) -> Array:
-    """``mantissa * 2**exponent``, rounded once; by its bits, so that subnormal results are not flushed to zero."""
+    """``mantissa * 2**exponent``, rounded once, by bits, so that subnormal results are not flushed to zero."""
     info, bias, unsigned = _format_of(mantissa.dtype)
     mantissa, of_mantissa, _ = _split(mantissa)
     exponent += of_mantissa
     bits = jax.lax.bitcast_convert_type(mantissa, unsigned)
     leading_bit, sign_bit = unsigned.type(1 << info.nmant), unsigned.type(1 << (info.bits - 1))
     significand = (bits & (leading_bit - unsigned.type(1))) | leading_bit
-    # A subnormal number has fewer bits: those cut off round the others to nearest, ties to even.
+    # A subnormal number has fewer bits: round to nearest by the bits that are cut off, ties to even.
     cut = jnp.clip(1 - bias - exponent, 0, info.nmant + 2).astype(unsigned)
     kept = significand >> cut
     rest, half = significand - (kept << cut), (unsigned.type(1) << cut) >> 1
     rounds_up = ((rest > half) | ((rest == half) & (kept % 2 == 1))) & (cut > 0)
     kept += rounds_up.astype(unsigned)
-    # Where the leading bit is there, it adds 1 to the exponent.
+    # A kept leading bit adds 1 to the exponent field.
     field = jnp.clip(exponent + bias - 1, 0, 2 * bias).astype(unsigned)
     magnitude = jnp.where(exponent > bias, unsigned.type((2 * bias + 1) << info.nmant), (field << info.nmant) + kept)
     return jax.lax.bitcast_convert_type((bits & sign_bit) | magnitude, mantissa.dtype)
 
 
 def _format_of(dtype: Any) -> tuple[Any, int, np.dtype]:
-    """What a floating dtype consists of: its ``finfo``, the bias of its exponent, and the unsigned type of its bits."""
+    """The format of a floating dtype: its ``finfo``, its exponent bias, and the unsigned dtype of its bits."""
     info = jnp.finfo(dtype)
     return info, info.maxexp - 1, np.dtype(f"uint{info.bits}")

@@ -1,8 +1,8 @@
 """Maximum and minimum of segments.
 
-The forward kernel notes its *winner* on the way (which row attains the maximum, or how many rows share it), so the
-backward kernel looks at the data again only where rows tie. The ops of gathered rows are here, too: in the order of a
-plan, rows are what the edges gather that the order numbers.
+The forward kernel records a *winner* per cell: the row that attains the extremum, or how many rows tie. The backward
+kernel therefore reads the data again only where rows tie. The ops of gathered rows are here, too, because a call with a
+plan gathers its rows in the plan's order.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _MINIMUM_FOR_MAXIMUM = {
 
 
 def minimum_of(function_of_maximum: Callable[..., Any], example: str) -> Callable[[F], F]:
-    """Gives a function of the minimum the docstring of that of the maximum, but for the example."""
+    """Derives a minimum's docstring from the maximum's by replacing words, and sets its example."""
     text = inspect.cleandoc(function_of_maximum.__doc__ or "").partition("Example:\n")[0]
     for word, replacement in _MINIMUM_FOR_MAXIMUM.items():
         text = text.replace(word, replacement)
@@ -144,29 +144,29 @@ def segment_max(
         float64 have kernels; other dtypes run as plain JAX. More generally, any shape that broadcasts to
         ``segment_ids.shape + data.shape[1:]``.
       segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
-        dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+        dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
       num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
       indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
         false, the result may hold anything.
       unique_indices: accepted for compatibility; nothing depends on it.
       bucket_size: as in :func:`jax.ops.segment_max`, rows are reduced in buckets of this size, and then the buckets.
-        The maximum is the same; under ``tie_break="split"`` tied buckets share the gradient equally first.
+        The maximum is the same. Under ``tie_break="split"`` tied buckets share the gradient equally, then their rows.
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       out_sharding: sharding of the result, for meshes with explicit axes.
-      tie_break: who gets the gradient where several rows attain the maximum. "split": all of them, in equal shares,
-        as in JAX; the identity of an empty segment (-inf) takes part where the maximum equals it. "first": the
-        lowest of these rows, all of it; `data` is then not kept for the backward pass.
-      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
-        Neither this call nor its gradient sorts any more, and both have the same bits in every run.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      tie_break: how rows that tie for the maximum share the gradient. "split": equally, as in JAX; if the maximum is
+        the identity of an empty segment (-inf), the identity counts as one more tied row. "first": the lowest tied row
+        gets all of it, and `data` is not kept for the backward pass.
+      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
+        neither this call nor its gradient sorts, and both have the same bits in every run.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold -inf, the least integer of the dtype, or False.
 
     Raises:
-      TypeError: an argument is no array or has an unsuitable dtype.
+      TypeError: an argument is not an array or has an unsuitable dtype.
       IndexError: `segment_ids` is boolean.
       ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
         there are no ids.
@@ -248,16 +248,16 @@ def segment_max_backward(
       d_output: ``[S, ...]``, the cotangent of the segment maxima; a floating dtype, the same as `data`.
       data: ``[N, ...]``, the rows that were reduced.
       segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
-        segments are dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+        segments are dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
       indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
         false, the result may hold anything.
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       tie_break: as in :func:`segment_max`: "split" gives every row that attains its segment's maximum an equal share,
         "first" gives the lowest such row all of it.
-      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids` and `mode`.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids` and `mode`.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[N, ...]``, the cotangent of `data`. Rows that do not attain the maximum, that are dropped, or whose segment
@@ -315,7 +315,7 @@ def segment_min_backward(
 def unsorted_segment_max_backward(
     d_output: ArrayLike, data: ArrayLike, segment_ids: ArrayLike, *, implementation: Implementation | None = None
 ) -> Array:
-    """Gradient of :func:`segment_max` for ids in any order, the first occurrence of each maximum taking it all.
+    """Gradient of :func:`segment_max` for ids in any order; the first row that attains a maximum gets all of it.
 
     ``d_data[n, ...] = d_output[s, ...]`` if n is the lowest row of segment ``s = segment_ids[n]`` that attains the
     maximum, else 0. The same as ``segment_max_backward(d_output, data, segment_ids, tie_break="first")``.
@@ -324,8 +324,8 @@ def unsorted_segment_max_backward(
       d_output: ``[S, ...]``, the cotangent of the segment maxima; a floating dtype, the same as `data`.
       data: ``[N, ...]``, the rows that were reduced.
       segment_ids: ``[N]``, any integer dtype, in any order; rows with an id outside ``[0, S)`` get 0.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[N, ...]``, the cotangent of `data`.
@@ -351,13 +351,13 @@ def _reduce(name: str, call: SegmentCall, tie_break: TieBreak, minimum: bool) ->
         raise ValueError(f"{name}: bucket_size needs segment_ids of shape [N] with N > 0, got shape (0,)")
     call = call.in_order(unless=FLOATING_DTYPES)
     params = call.params(ExtremumParams, first_wins=first_gets_all(name, tie_break), minimum=minimum)
-    # Buckets make no difference where the first of tied rows gets the gradient.
+    # If the first of tied rows gets the gradient, buckets make no difference.
     over_buckets = None if params.first_wins else lambda cells, axis: _over_buckets(minimum, cells)
     return call.reduce(_segment_min if minimum else _segment_max, params, over_buckets)
 
 
 def _backward(name: str, call: SegmentCall, d_output: Array, tie_break: TieBreak, minimum: bool) -> Array:
-    # Nothing here depends on `data` smoothly; stopping its gradient spares JAX from finding that out.
+    # The derivative with respect to `data` is zero; stopping it here spares JAX the differentiation.
     call = call.with_data(jax.lax.stop_gradient(call.data))
     params = call.params(ExtremumParams, first_wins=first_gets_all(name, tie_break), minimum=minimum)
     return call.gradient(_segment_min if minimum else _segment_max, params, d_output)
@@ -371,7 +371,7 @@ def first_gets_all(name: str, tie_break: str) -> bool:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _over_buckets(minimum: bool, cells: Array) -> Array:
-    """The extremum of buckets, of which those that tie share the gradient. It passes none where there is a NaN."""
+    """The extremum of buckets. Tied buckets share the gradient equally; a cell with a NaN passes none."""
     return _extrema_of_stacked(cells, minimum)
 
 
@@ -385,7 +385,7 @@ def _over_buckets_jvp(minimum: bool, primals: Sequence[Array], tangents: Sequenc
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Order: NaN is propagated and -0 is below +0 on every backend.
+# The order of floating numbers: NaN propagates and -0 is below +0 on every backend.
 
 
 def identity_of(dtype: Any, minimum: bool) -> np.ndarray:
@@ -400,7 +400,7 @@ def identity_of(dtype: Any, minimum: bool) -> np.ndarray:
 
 
 def _ordered(x: Array, nan_is_least: bool = False) -> Array:
-    """Floating numbers as integers of the same order, with NaN above (or below) all others and -0 below +0."""
+    """Maps floating numbers to integers of the same order, with NaN above (or below) all others and -0 below +0."""
     signed = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(jnp.where(jnp.isnan(x), jnp.nan, x), signed)
     ordered = jnp.where(bits < 0, bits ^ jnp.iinfo(signed).max, bits)
@@ -412,12 +412,15 @@ def _from_ordered(ordered: Array, dtype: Any) -> Array:
 
 
 def _wide_integers(x: Array) -> Array:
-    """Collective libraries have no 16-bit integers and no booleans."""
+    """Widens to 32 bits: collective libraries have no 16-bit integers and no booleans."""
     return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
 
 
 def extrema_of_segments(data: Array, ids: Array, num_segments: int, minimum: bool) -> Array:
-    """A minimum without a negation: in some fusions XLA computes it as ``0 - x``, which has no -0."""
+    """The extremum of each segment.
+
+    A minimum is not a negated maximum: in some fusions XLA computes ``-x`` as ``0 - x``, which is never -0.
+    """
     reduce = xla_min if minimum else xla_max
     if not has_ordered_bits(data.dtype):
         return reduce(data, ids, num_segments)
@@ -429,7 +432,7 @@ def extrema_of_segments(data: Array, ids: Array, num_segments: int, minimum: boo
 
 
 def _extrema_over_axes(x: Array, axes: Sequence[str], minimum: bool) -> Array:
-    """``jax.lax.pmax`` or ``pmin``."""
+    """``jax.lax.pmax`` or ``pmin`` with the order of this module."""
     if has_ordered_bits(x.dtype):
         return _from_ordered(_extrema_over_axes(_ordered(x, nan_is_least=minimum), axes, minimum), x.dtype)
     if minimum:
@@ -438,7 +441,7 @@ def _extrema_over_axes(x: Array, axes: Sequence[str], minimum: bool) -> Array:
 
 
 def _extrema_of_stacked(x: Array, minimum: bool) -> Array:
-    """Along the first axis: of shards or buckets."""
+    """The extrema along the first axis, which numbers shards or buckets."""
     ordered = _ordered(x, nan_is_least=minimum) if has_ordered_bits(x.dtype) else x
     extrema = ordered.min(0) if minimum else ordered.max(0)
     return _from_ordered(extrema, x.dtype) if has_ordered_bits(x.dtype) else extrema
@@ -448,8 +451,12 @@ def _extrema_of_stacked(x: Array, minimum: bool) -> Array:
 # Winners and ties.
 
 NO_WINNER = -1
-"""A winner is the row that attains a cell's extremum, or NO_WINNER (the segment is empty or holds a NaN), or, where
-ties are shared, minus the number (2 or more) of members that attain it, the identity of the reduction included."""
+"""A winner encodes which row attains a cell's extremum:
+
+- the row's number;
+- NO_WINNER, if the segment is empty or holds a NaN;
+- if ties are split: minus the number (2 or more) of tied members, which include the identity of the reduction.
+"""
 
 
 def _winners(data: Array, ids: Array, output: Array, *, first_wins: bool, minimum: bool) -> Array:
@@ -464,7 +471,7 @@ def _winners(data: Array, ids: Array, output: Array, *, first_wins: bool, minimu
         none = jnp.iinfo(row.dtype).max
         first = xla_min(jnp.where(attains, row, none), ids, num_segments)
         return jnp.where(first == none, NO_WINNER, first)
-    # In one scatter: where one row attains the extremum, the sum of the numbers of such rows is its number.
+    # One scatter adds up both the count and the row numbers: if a single row attains, the sum is its number.
     of_rows = jnp.stack([attains.astype(row.dtype), jnp.where(attains, row, 0)], axis=-1)
     of_cells = xla_sum(of_rows, ids, num_segments)
     attaining, sole = of_cells[..., 0], of_cells[..., 1]
@@ -475,12 +482,12 @@ def _winners(data: Array, ids: Array, output: Array, *, first_wins: bool, minimu
 def _cells_of_winners(
     d_rows: Array, winner: Array, row: Array, is_won: Array, sums_of_ties: Callable[[], Array] | None
 ) -> Array:
-    """For each cell, what its winner has of `d_rows`, 0 where there is none: the transpose of the gradient.
+    """For each cell, its winner's value in `d_rows`, or 0 without a winner: the transpose of the gradient.
 
     Args:
-      row: of `d_rows`, which each cell takes where no rows tie.
-      is_won: which cells have one.
-      sums_of_ties: the cells where rows do tie, of which no winner tells; None: the first of tied rows wins.
+      row: the winning row of `d_rows` for each cell.
+      is_won: which cells have a winning row.
+      sums_of_ties: computes all cells if any are tied. None: the first of tied rows wins.
     """
 
     def of_rows() -> Array:
@@ -493,7 +500,7 @@ def _cells_of_winners(
 
 
 def shares_of_ties(cells: Array, winner: Array) -> Array:
-    """The cells divided by the number of members that attain the extremum of each, rounded once."""
+    """Divides each cell by the number of members that attain its extremum, rounded once."""
     wide = cells.astype(accumulation_dtype(cells.dtype))
     return (wide / jnp.where(winner < NO_WINNER, -winner, 1).astype(wide.dtype)).astype(cells.dtype)
 
@@ -518,7 +525,7 @@ def _reference_backward(
     d_output: Array, winner: Array, ids: Array, order: Array, *data_and_output: Array
 ) -> tuple[Array]:
     winners, is_member = gather_segments(winner, ids)
-    # Wide, so that shares are rounded once.
+    # In the accumulation dtype, so that shares are rounded once.
     cotangents, _ = gather_segments(d_output.astype(accumulation_dtype(d_output.dtype)), ids)
     wins = is_member & (winners == row_numbers(winners))
     gradient = jnp.where(wins, cotangents, 0)
@@ -539,7 +546,7 @@ def _of_winners(
     *data_and_output: Array,
     indices_are_sorted: bool = False,
 ) -> tuple[Array]:
-    """For each cell, what its winner has of `d_data`, or the mean over the members that tie."""
+    """For each cell, its winner's value in `d_data`, or the mean over the tied members."""
     if 0 in winner.shape or 0 in d_data.shape:
         return (jnp.zeros(winner.shape, d_data.dtype),)
 
@@ -583,7 +590,7 @@ def _reference_of_edges_with_winner(
 
 
 def _attains(data: Array, gather_ids: Array, output: Array, segment_ids: Array) -> Array:
-    """Whether the row that an edge gathers has the extremum of its segment."""
+    """Whether the row that an edge gathers attains the extremum of the edge's segment."""
     rows = gather_rows(data, gather_ids, clips_gather_ids=True)
     return equal_numbers(rows, gather_segments(output, segment_ids)[0])
 
@@ -602,7 +609,7 @@ def _reference_backward_of_edges(
     num_edges = segment_ids.shape[0]
     edges = jnp.arange(num_edges, dtype=index_dtype(num_edges)) if edge_order is None else edge_order
     rows = gather_ids
-    if transposed_order is not None:  # with a plan, these tell which gather ids were out of range
+    if transposed_order is not None:  # a plan's transposed rows also mark gather ids out of range
         rows = jnp.zeros_like(gather_ids).at[transposed_order].set(transposed_rows)[edges]
     winners, is_member = gather_segments(winner, segment_ids)
     cotangents, _ = gather_segments(d_winner.astype(accumulation_dtype(d_winner.dtype)), segment_ids)
@@ -634,12 +641,11 @@ def _gathered_of_winners(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Programs of one shard, where the rows or edges of a segment are split over devices. Only results of cells are
-# exchanged.
+# Programs of one shard, for segments whose rows or edges are split over devices. Devices exchange cells only.
 
 
 def _own_winners(winner: Array, first_row: Array, num_rows: int) -> Array:
-    """The winners among the rows of this shard, by their number in it."""
+    """The winners that are rows of this shard, renumbered within it."""
     row = winner - first_row
     row = jnp.where((row >= 0) & (row < num_rows), row, NO_WINNER)
     return jnp.where(winner >= 0, row, winner)
@@ -648,8 +654,8 @@ def _own_winners(winner: Array, first_row: Array, num_rows: int) -> Array:
 def extrema_over_shards(
     local_output: Array, row_axes: MeshAxes, segment_axes: MeshAxes = (), *, minimum: bool
 ) -> Array:
-    """The extrema of all rows: where segments are split as rows are, of the segments of each device."""
-    if segment_axes == row_axes or local_output.dtype.itemsize < 4:  # an all-reduce would need wider numbers
+    """The extrema over all shards. If the row axes also split the segments, each device gets its own segments."""
+    if segment_axes == row_axes or local_output.dtype.itemsize < 4:  # an all-reduce needs at least 32 bits
         return merge_over_shards(lambda x: [_extrema_of_stacked(x, minimum)], [local_output], row_axes, segment_axes)[0]
     return _extrema_over_axes(local_output, row_axes, minimum)
 
@@ -664,8 +670,7 @@ def _winners_over_shards(
     first_wins: bool,
     minimum: bool,
 ) -> Sequence[Array]:
-    """The extrema and winners of all rows, given those of each shard's: where segments are split as rows are, of the
-    segments of each device."""
+    """The extrema and winners over all shards. If the row axes also split the segments, each device gets its own."""
     row = jnp.where(local_winner >= 0, local_winner + first_row, local_winner)
     if first_wins and segment_axes != row_axes:
         output = _extrema_over_axes(local_output, row_axes, minimum)
@@ -673,7 +678,7 @@ def _winners_over_shards(
         attains = equal_numbers(local_output, output) & (row != NO_WINNER)
         row = jax.lax.pmin(jnp.where(attains, row, none), row_axes)
         return output, jnp.where(row == none, NO_WINNER, row)
-    # All-reduces would exchange three arrays of cells: extrema, numbers of members, and the rows of sole ones.
+    # All-reduces would exchange three arrays of cells: extrema, counts of members, and rows of sole winners.
     merge = functools.partial(_merge_winners, first_wins, minimum)
     return merge_over_shards(merge, [local_output, row], row_axes, segment_axes)
 
@@ -735,7 +740,7 @@ def _shard_backward(
         num_rows, first_row = ids.shape[0], index_of_first_row(ids, row_axes)
         winner = _own_winners(winner, first_row, num_rows)
         if order.shape[0] == num_rows:
-            # The order of this shard's rows, if the forward pass was split as this one is.
+            # If the forward pass was sharded the same way, this is the order of this shard's rows.
             local = order - first_row
             is_local = jnp.all((local >= 0) & (local < num_rows))
             order = jnp.where(is_local, local, jnp.arange(num_rows, dtype=jnp.int32))
@@ -745,7 +750,7 @@ def _shard_backward(
 def _shard_of_winners(
     kernel: ShardKernel, axes: ShardAxes, d_data: Array, winner: Array, ids: Array, *data_and_output: Array
 ) -> Sequence[Array]:
-    """Adds up the shards' parts, unrounded."""
+    """Adds up the shards' cells in the accumulation dtype, rounded once."""
     row_axes = row_axes_of(axes)
     if not row_axes:
         return kernel(d_data, winner, ids, *data_and_output)
@@ -766,7 +771,7 @@ def _shard_backward_of_edges(
     num_graph_dims: int = 0,
     **params: Any,
 ) -> Sequence[Array]:
-    """Adds up the shards' sums, unrounded."""
+    """Adds up the shards' sums in the accumulation dtype, rounded once."""
     edge_axes = axes.get("edge", ())
     all_axes = (*graph_axes(axes, num_graph_dims), *edge_axes)
     if not all_axes:
@@ -782,8 +787,8 @@ def _shard_backward_of_edges(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Derivatives of ops. Winners are constant almost everywhere: the tangent of the extremum, and the transpose of the
-# gradient, are what the winners have, or gather.
+# Derivatives of ops. Winners are constant almost everywhere, so both the tangent of the extremum and the transpose of
+# the gradient pick the winners' values.
 
 
 def _tangent_with_winner(
@@ -804,7 +809,7 @@ def _tangent_with_winner(
 
 
 def _tangent(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) -> Sequence[Array]:
-    """Of the extrema alone, which do not tell what won."""
+    """The tangent of the op without winners: computes them first."""
     results = SEGMENT_EXTREMUM_WITH_WINNER(*operands, **params, with_order=False)
     return with_named(_tangent_with_winner, params)(d_data, operands, results)[:1]
 
@@ -824,7 +829,7 @@ def _transpose_of_winners(
 def _sums_of_winners(
     d_data: Array, winner: Array, ids: Sequence[Array], data_and_output: Sequence[Array], minimum: bool
 ) -> Array:
-    """For each cell, what its winner gathers, or the sum over the edges that tie."""
+    """For each cell, the row that its winning edge gathers, or the sum over the tied edges."""
     constants = [winner, *ids, *map(jax.lax.stop_gradient, data_and_output)]
     flags = {"shares_ties": bool(data_and_output), "minimum": minimum}
     return GATHER_SEGMENT_EXTREMUM_OF_WINNERS(d_data, *constants, **flags)[0]
@@ -847,7 +852,7 @@ def _tangent_of_edges_with_winner(
 
 
 def _tangent_of_edges(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) -> Sequence[Array]:
-    """Of the extrema alone, which do not tell what won."""
+    """The tangent of the op without winners: computes them first."""
     results = GATHER_SEGMENT_EXTREMUM_WITH_WINNER(*operands, **params, has_edge_order=False)
     return with_named(_tangent_of_edges_with_winner, params)(d_data, operands, results)[:1]
 
@@ -869,7 +874,7 @@ def _transpose_of_gathered_winners(
 
 
 def ids_in_own_order(ids: Sequence[Array], order: Array | None = None) -> Sequence[Array]:
-    """The ids of edges that a plan has sorted, in the order that winners are numbered in."""
+    """Undoes a plan's order on the ids of edges, because winners number the edges in their original order."""
     return ids if order is None else tuple(put_back(x, order) for x in ids)
 
 
@@ -965,11 +970,11 @@ SEGMENT_EXTREMUM_OF_WINNERS = Op(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ops of gathered rows. On GPUs the edges are brought into order first, and odd rows made longer.
+# Ops of gathered rows. On GPUs, unsorted edges are sorted first, and rows that fit no vectors are padded.
 
 _GATHERED, _EDGES = ("gathered", "..."), ("edge",)
 SHARED_BY_GRAPHS = ("data",)
-"""The operands of a gradient that all graphs of a batch share."""
+"""The operands of the backward op that all graphs of a batch share."""
 
 
 def _operands(*, has_edge_order: bool = False) -> NamedDimensions:
@@ -999,7 +1004,7 @@ def _plan_parameters_of_backward(
 def _join(
     num_graph_dims: int, d_winner: Array, winner: Array, gather_ids: Array, segment_ids: Array, *data_and_output: Array
 ) -> Sequence[Array]:
-    """The operands of a gradient without a plan, of all graphs as one."""
+    """Joins the graphs into one: the operands of the backward op without a plan."""
     if num_graph_dims == 0:
         return d_winner, winner, gather_ids, segment_ids, *data_and_output
     of_graphs = [d_winner, winner, gather_ids, segment_ids, *data_and_output[1:]]
@@ -1159,7 +1164,7 @@ GATHER_SEGMENT_EXTREMUM_OF_WINNERS = Op(
     operands=_operands_of_winners,
     results={"cells": CELLS},
     reference=_gathered_of_winners,
-    program=_gathered_of_winners,  # plain JAX, too, on each device: XLA adds up rows as it gathers them
+    program=_gathered_of_winners,  # plain JAX, not a kernel: XLA fuses the gather into the sum
     dtypes=FLOATING_DTYPES,
     guarantee=accumulated,
     replicated_dims=("gathered", "segment", "edge"),
@@ -1190,9 +1195,9 @@ MIN_ORDERED_BYTES = 2**23
 
 
 def _with_order(data: Array, params: Params) -> bool:
-    """Whether the forward kernel notes the order that it brings unsorted rows into, for the gradient to follow.
+    """Whether the forward kernel returns the order into which it sorts the rows, for the gradient to follow.
 
-    Worth its memory where rows are wide and too many for the caches.
+    The order is worth its memory if rows are wide and exceed the caches.
     """
     if params.indices_are_sorted or not jax_versions.is_static_shape(data.shape):
         return False
@@ -1235,7 +1240,7 @@ def _forward(
 
 def _gradient(params: ExtremumParams, residuals: tuple[Array, ...], d_output: Array) -> dict[str, Array]:
     winner, ids, order, *data_and_output = residuals
-    # Which rows win is constant almost everywhere, and the gradient linear in what is left.
+    # Winners are constant almost everywhere, so the gradient is linear in d_output alone.
     constants = map(jax.lax.stop_gradient, data_and_output)
     flags = {"indices_are_sorted": params.indices_are_sorted, "minimum": params.minimum}
     [d_data] = SEGMENT_EXTREMUM_BACKWARD(d_output, winner, ids, order, *constants, **flags)

@@ -1,7 +1,7 @@
 """Maximum and minimum of gathered rows over segments: message passing on graphs without an array of messages.
 
-The forward kernel notes which edge wins each cell. The gradient adds up, for each row, the cotangents of the cells that
-its edges won. Where tied edges share, the rows tell, too: what a row has in common with the extremum won it.
+The forward kernel records which edge wins each cell. For each row, the gradient adds up the cotangents of the cells
+that its edges won. If tied edges share a cell, the gradient finds them by comparing their rows with the extremum.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def gather_segment_max(
 
     ``out[s, ...] = max { data[gather_ids[e], ...] : segment_ids[e] == s }``
 
-    The same as ``segment_max(data[gather_ids], segment_ids, num_segments)``, but no array of edges times features is
-    written or read, neither here nor by the gradient.
+    The same as ``segment_max(data[gather_ids], segment_ids, num_segments)``, but neither this function nor its gradient
+    writes or reads an array of edges times features.
 
     Args:
       data: ``[N, ...]``, the rows (features of nodes), a floating dtype. float16, bfloat16, float32 and float64 have
@@ -71,36 +71,36 @@ def gather_segment_max(
         false, the result may hold anything.
       mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
         is dropped. "clip": the id is clamped to ``[0, S - 1]``.
-      tie_break: who gets the gradient where several edges attain the maximum. "split": all of them, in equal shares,
-        as in JAX; the identity of an empty segment (-inf) takes part where the maximum equals it. "first": the
-        lowest of these edges, all of it; `data` is then not kept for the backward pass.
+      tie_break: how edges that tie for the maximum share the gradient. "split": equally, as in JAX; if the maximum is
+        the identity of an empty segment (-inf), the identity counts as one more tied edge. "first": the lowest tied
+        edge gets all of it, and `data` is not kept for the backward pass.
       deterministic: on GPUs, the gradients of unsorted edges without a plan are added in an order that varies from run
-        to run, where that was faster: where they are few, or their rows narrow. True: bit-equal from run to run, by a
-        sort. Sorted edges and plans are bit-equal anyway. On CPUs everything is.
-      plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
-        `num_segments`. Neither this call nor its gradient sorts any more.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+        to run where that was faster: for few edges or narrow rows. True: sort them, so that all runs are bit-equal.
+        Sorted edges and plans are bit-equal anyway. On CPUs everything is.
+      plan: a :func:`segment_plan` of the edges, which replaces `gather_ids`, `segment_ids` and `num_segments`. With a
+        plan, neither this call nor its gradient sorts.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Segments without edges hold -inf.
 
     Raises:
-      TypeError: an argument is no array or has an unsuitable dtype, or `num_segments` is missing.
+      TypeError: an argument is not an array or has an unsuitable dtype, or `num_segments` is missing.
       IndexError: ids are boolean.
       ValueError: shapes do not fit, there are no rows to gather from, an option is unknown, or both a plan and ids are
         given.
 
     Numerical guarantees: exact. NaN propagates; ``max(-0, +0)`` is ``+0`` in either order; subnormal numbers are
     numbers, not zeros. The gradient adds up in float32 (float64 for float64). Bit-equal from run to run, except for
-    gradients on GPUs as said under `deterministic`.
+    gradients on GPUs (see `deterministic`).
 
     Gradient: ``d_data[n] = sum { d_out[segment_ids[e]] * share[e] : gather_ids[e] == n }``, where the share is
     ``1 / number of tied edges`` or 1 for the winner, and exactly 0 for every other edge. A segment that holds a NaN
-    passes no gradient, nor do gather ids that are out of range. Where ``jax.vmap`` maps the ids and not `data`, the
-    gradient is one sum over the edges of the whole batch, whose sort plans do not save. Derivatives of any order
-    exist, for which winners and shares are constants; with ties to split, those beyond the first have an array of edges
-    times features. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+    passes no gradient, nor do gather ids that are out of range. If ``jax.vmap`` maps the ids but not `data`, the
+    gradient is one sum over the edges of the whole batch, and plans do not save its sort. Derivatives of any order
+    exist and treat winners and shares as constants; if ties are split, derivatives beyond the first need an array of
+    edges times features. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
     :mod:`jax_baracuda.forward_mode`.
 
     Example:
@@ -197,7 +197,7 @@ def _gradient(
         operands["segment_ids"] = as_gather_ids(operands["segment_ids"], params.num_segments)
     operands["d_winner"] = d_output if params.first_wins else shares_of_ties(d_output, residuals["winner"])
     flags = {"has_plan": has_plan, "shares_ties": not params.first_wins}
-    # Which edges win is constant almost everywhere, and the gradient linear in what is left.
+    # Winners are constant almost everywhere, so the gradient is linear in d_output alone.
     operands |= {name: jax.lax.stop_gradient(operands[name]) for name in ("data", "output") if name in operands}
     operands = {name: operands[name] for name in operands_of_backward(**flags)}
     d_data = sum_over_graphs(

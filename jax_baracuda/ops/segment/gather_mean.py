@@ -40,9 +40,9 @@ def gather_segment_mean(
 
     ``out[s, ...] = mean { weights[e] * data[gather_ids[e], ...] : segment_ids[e] == s }``
 
-    The same as ``segment_mean(weights * data[gather_ids], segment_ids, num_segments)``, but no array of edges times
-    features is written or read, neither here nor by the gradient. What is divided by is the number of edges, whatever
-    their weights.
+    The same as ``segment_mean(weights * data[gather_ids], segment_ids, num_segments)``, but neither this function nor
+    its gradient writes or reads an array of edges times features. The divisor is the number of edges, whatever their
+    weights.
 
     Args:
       data: ``[N, ...]``, the rows (features of nodes), a floating dtype. float16, bfloat16, float32 and float64 have
@@ -58,29 +58,29 @@ def gather_segment_mean(
         false, the result may hold anything.
       mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
         is dropped. "clip": the id is clamped to ``[0, S - 1]``.
-      deterministic: on GPUs, unsorted edges without a plan are added in an order that varies from run to run, where
-        that was faster: where they are few, or their rows narrow. True: bit-equal from run to run, by a sort. Sorted
-        edges, also for the gradient, and plans are bit-equal anyway. On CPUs everything is.
-      plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
-        `num_segments`. Neither this call nor its gradient sorts any more.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      deterministic: on GPUs, unsorted edges without a plan are added in an order that varies from run to run where that
+        was faster: for few edges or narrow rows. True: sort them, so that all runs are bit-equal. Sorted edges, plans
+        and their gradients are bit-equal anyway. On CPUs everything is.
+      plan: a :func:`segment_plan` of the edges, which replaces `gather_ids`, `segment_ids` and `num_segments`. With a
+        plan, neither this call nor its gradient sorts.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Segments without edges hold 0.
 
     Raises:
-      TypeError: an argument is no array or has an unsuitable dtype, or `num_segments` is missing.
+      TypeError: an argument is not an array or has an unsuitable dtype, or `num_segments` is missing.
       IndexError: ids are boolean.
       ValueError: shapes do not fit, there are no rows to gather from, or both a plan and ids are given.
 
     Numerical guarantees: terms are added in float32 (float64 for float64), the sum is divided there by the exact number
-    of edges, and rounded once to the dtype. Bit-equal from run to run, except on GPUs as said under `deterministic`.
+    of edges, and rounded once to the dtype. Bit-equal from run to run, except on GPUs (see `deterministic`).
 
-    Gradient: that of :func:`gather_segment_sum`, also under ``jax.vmap``, for the cotangent divided by the number of
-    edges, which is rounded to the dtype. No gradient of data goes through gather ids that are out of range. Derivatives
-    of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
+    Gradient: the cotangent is divided by the number of edges and rounded to the dtype; then it is the gradient of
+    :func:`gather_segment_sum`, also under ``jax.vmap``. No gradient of data goes through gather ids that are out of
+    range. Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same
+    name in :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -102,7 +102,7 @@ def gather_segment_mean(
 
 
 def _over_counts(cells: Array, segment_ids: Array, params: GatherParams) -> Array:
-    """Cells divided by the numbers of edges."""
+    """Cells divided by the numbers of their edges."""
     return divided_by_counts(cells, count_rows(segment_ids, params.num_segments, params.indices_are_sorted))
 
 

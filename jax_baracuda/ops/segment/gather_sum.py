@@ -55,9 +55,9 @@ def gather_segment_sum(
 
     ``out[s, ...] = sum { weights[e] * data[gather_ids[e], ...] : segment_ids[e] == s }``
 
-    The same as ``segment_sum(weights * data[gather_ids], segment_ids, num_segments)``, but no array of edges times
-    features is written or read, neither here nor by the gradient. (On GPUs, for rows of up to 16 bytes or few edges,
-    and without weights, it is written after all, as that is faster.)
+    The same as ``segment_sum(weights * data[gather_ids], segment_ids, num_segments)``, but neither this function nor
+    its gradient writes or reads an array of edges times features. (Exception: on GPUs, without weights, that array is
+    written for rows of up to 16 bytes or for few edges, where this is faster.)
 
     Args:
       data: ``[N, ...]``, the rows (features of nodes), a floating dtype. float16, bfloat16, float32 and float64 have
@@ -73,31 +73,31 @@ def gather_segment_sum(
         false, the result may hold anything.
       mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
         is dropped. "clip": the id is clamped to ``[0, S - 1]``.
-      deterministic: on GPUs, unsorted edges without a plan are added in an order that varies from run to run, where
-        that was faster: where they are few, or their rows narrow. True: bit-equal from run to run, by a sort. Sorted
-        edges, also for the gradient, and plans are bit-equal anyway. On CPUs everything is.
-      plan: the edges as :func:`segment_plan` has sorted them, instead of `gather_ids`, `segment_ids` and
-        `num_segments`. Neither this call nor its gradient sorts any more.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      deterministic: on GPUs, unsorted edges without a plan are added in an order that varies from run to run where that
+        was faster: for few edges or narrow rows. True: sort them, so that all runs are bit-equal. Sorted edges, plans
+        and their gradients are bit-equal anyway. On CPUs everything is.
+      plan: a :func:`segment_plan` of the edges, which replaces `gather_ids`, `segment_ids` and `num_segments`. With a
+        plan, neither this call nor its gradient sorts.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Segments without edges hold 0.
 
     Raises:
-      TypeError: an argument is no array or has an unsuitable dtype, or `num_segments` is missing.
+      TypeError: an argument is not an array or has an unsuitable dtype, or `num_segments` is missing.
       IndexError: ids are boolean.
       ValueError: shapes do not fit, there are no rows to gather from, or both a plan and ids are given.
 
     Numerical guarantees: terms are added in float32 (float64 for float64), and the sum is rounded once to the dtype.
-    Bit-equal from run to run, except on GPUs as said under `deterministic`.
+    Bit-equal from run to run, except on GPUs (see `deterministic`).
 
-    Gradient: ``d_data[n] = sum { weights[e] * d_out[segment_ids[e]] : gather_ids[e] == n }``, which is the same kernel
-    over the edges of each row, and ``d_weights[e] = sum(data[gather_ids[e]] * d_out[segment_ids[e]])`` over the
-    features that a weight scales. No gradient of data goes through gather ids that are out of range. Where ``jax.vmap``
-    maps ids or weights and not `data`, the gradient of `data` is one sum over the edges of the whole batch, whose sort
-    plans do not save. Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of
-    the same name in :mod:`jax_baracuda.forward_mode`.
+    Gradient: ``d_data[n] = sum { weights[e] * d_out[segment_ids[e]] : gather_ids[e] == n }``, by the same kernel over
+    the edges of each row, and ``d_weights[e] = sum(data[gather_ids[e]] * d_out[segment_ids[e]])`` over the features
+    that a weight scales. No gradient of data goes through gather ids that are out of range. If ``jax.vmap`` maps ids or
+    weights but not `data`, the gradient of `data` is one sum over the edges of the whole batch, and plans do not save
+    its sort. Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same
+    name in :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -117,7 +117,7 @@ def gather_segment_sum(
 def reduce_edges(
     name: str, rules: BatchedVjp, params: GatherParams, data: Array, weights: ArrayLike | None, edges: Edges
 ) -> Array:
-    """Applies a reduction to the rows that edges gather, weighted where there are weights."""
+    """Applies a reduction to the gathered rows, with or without weights."""
     if weights is None:
         return rules(params, data=data, **edges.arrays())
     weights = as_array(name, "weights", weights)
@@ -131,7 +131,7 @@ def reduce_edges(
 
 
 def reduce_weighted(rules: BatchedVjp, params: GatherParams, data: Array, weights: Array, edges: Edges) -> Array:
-    """Applies a reduction to the rows that edges gather, each times its weights ``[E, *dims]``."""
+    """Applies a reduction to the gathered rows times their weights ``[E, *dims]``."""
     num_edges, heads = weights.shape[0], math.prod(weights.shape[1:])
     features = math.prod(data.shape[weights.ndim :])
     output = rules(
@@ -186,7 +186,7 @@ def _transpose_dot(
     *edge_order: Array,
     deterministic: bool,
 ) -> Sequence[Array]:
-    """With respect to the cells: the weighted sum."""
+    """The transpose with respect to the cells: the weighted sum."""
     weights = d_outputs[0].astype(data.dtype)
     params = {"indices_are_sorted": False, "clips_gather_ids": True, "is_wide": False}
     flags = {"has_weights": True, "has_edge_order": bool(edge_order), "deterministic": deterministic}
@@ -234,7 +234,7 @@ def sum_gathered(
     is_wide: bool = False,
     **_: Array,
 ) -> Array:
-    """The sums, unrounded in the dtype of accumulation where they are wanted wide."""
+    """The sums. `is_wide`: unrounded, in the accumulation dtype."""
     return sum_edges(
         data,
         gather_ids,
@@ -289,7 +289,7 @@ def gradient_of_sum(
 
 
 def keeps_data(params: GatherParams, names: Sequence[str]) -> bool:
-    """Whether the gradient needs the rows: that of weights does."""
+    """Whether the gradient needs `data`: only the gradient of weights does."""
     return "weights" in names
 
 

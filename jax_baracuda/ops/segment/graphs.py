@@ -1,7 +1,7 @@
-"""Batches of graphs that gather from the same rows, as one graph: its edges and segments are those of all of them.
+"""Batches of graphs that gather from the same rows, joined into one graph with the edges and segments of all.
 
-Each dimension of the batch keeps a name of its own until the program of one shard joins them, so that a batch that is
-split over devices stays split.
+Each batch dimension keeps its own name until the program of one shard joins them, so a batch that is split over devices
+stays split.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def op_of_graphs(op: Op, join: Callable[..., Sequence[Array]], *, shared: Sequen
     """The sum of an op's result over graphs.
 
     Args:
-      op: has one result and a `transpose`. Its operands are cells of a graph, or belong to its edges, or are shared.
+      op: has one result and a `transpose`. Each operand holds cells of a graph, belongs to its edges, or is shared.
       join: ``(num_graph_dims, *operands)`` -> the operands of `op`.
-      shared: the names of operands that all graphs share. The others have the dimensions of the graphs in front, or
-        sizes of 1 there.
-      fields: what does not follow from `op`.
+      shared: the names of operands that all graphs share. The others have the graph dimensions in front, whose sizes
+        may be 1.
+      fields: fields of the new op that do not follow from `op`.
     """
 
     def own_operands(**params: Any) -> NamedDimensions:
@@ -48,7 +48,7 @@ def op_of_graphs(op: Op, join: Callable[..., Sequence[Array]], *, shared: Sequen
     def transpose(
         avals: Sequence[Any], d_results: Sequence[Array], *others: Array, num_graph_dims: int, **params: Any
     ) -> Sequence[Array]:
-        """From the sum to each graph."""
+        """Applies the transpose of `op` for each graph to the cotangent of the sum."""
         own_avals = [jax.ShapeDtypeStruct(x.shape[num_graph_dims:], x.dtype) for x in avals]
         names = list(own_operands(**params))[len(avals) :]
         arrays = _with_graph_dims(dict(zip(names, others, strict=True)), num_graph_dims, shared)
@@ -84,11 +84,11 @@ def sum_over_graphs(
     shared: Sequence[str] = (),
     **params: Any,
 ) -> Array:
-    """The result of an op for one graph, or its sum over the graphs of these dimensions: one call.
+    """The result of an op for one graph or, with `num_graph_dims`, summed over a batch of graphs in one call.
 
     Args:
       op: has one result.
-      of_graphs: what :func:`op_of_graphs` has made of it.
+      of_graphs: the result of :func:`op_of_graphs` for it.
     """
     if num_graph_dims == 0:
         return op(*operands.values(), **params)[0]
@@ -98,14 +98,14 @@ def sum_over_graphs(
     is_static = jax_versions.is_static_shape((num_graphs, *own_sizes))
     if is_static and num_graphs * max(own_sizes) <= np.iinfo(np.int32).max:
         return of_graphs(*operands.values(), num_graph_dims=num_graph_dims, **params)[0]
-    # Edges and segments of all graphs cannot be numbered: one result for each.
+    # The edges and segments of all graphs exceed int32 or have no static number: compute one result per graph.
     arrays = _with_graph_dims(operands, num_graph_dims, shared)
     results = map_over_batch(lambda *x: op(*x, **params)[0], mapped_dims(arrays, num_graph_dims), *arrays)
     return results.sum(tuple(range(num_graph_dims)))
 
 
 def _with_graph_dims(operands: Mapping[str, Array], num_graph_dims: int, shared: Sequence[str]) -> list[Array]:
-    """The operands, those that all graphs share with sizes of 1 for them."""
+    """The operands. Shared ones get graph dimensions of size 1."""
     new_dims = range(num_graph_dims)
     return [jnp.expand_dims(x, new_dims) if name in shared else x for name, x in operands.items()]
 
@@ -124,7 +124,7 @@ def _graph_dims(num_graph_dims: int) -> tuple[str, ...]:
 
 
 def whole_batch(num_graph_dims: int, arrays: Sequence[Array]) -> list[Array]:
-    """Arrays with one dimension for the graphs, ``[G, ...]``."""
+    """Arrays with all graph dimensions merged into one, ``[G, ...]``."""
     sizes = vmap_sizes(arrays, num_graph_dims)
     num_graphs = math.prod(sizes)
     own_shapes = [x.shape[num_graph_dims:] for x in arrays]
@@ -140,6 +140,6 @@ def merged(array: Array) -> Array:
 
 
 def numbered_through(ids: Array, size: int) -> Array:
-    """Ids ``[G, ...]`` in ``[0, size)`` of each graph as those of all; any other id stays out of range, as -1."""
+    """Ids ``[G, ...]`` in ``[0, size)`` within each graph, renumbered across all graphs. Ids out of range become -1."""
     first = (jnp.arange(ids.shape[0], dtype=jnp.int32) * size).reshape(-1, *[1] * (ids.ndim - 1))
     return jnp.where((ids >= 0) & (ids < size), ids.astype(jnp.int32) + first, -1)

@@ -55,7 +55,7 @@ def canonical_edges(
     if not is_at_most(num_rows, jnp.int32):
         raise ValueError(f"{name}: at most 2^31 - 1 rows can be gathered from, got {num_rows}")
     check_num_segments(name, num_segments)
-    # Ids of every dtype, as jax.numpy wraps them; what does not fit in 32 bits is out of range on its side.
+    # Negative ids are wrapped as in jax.numpy. Ids that do not fit in int32 become -1 or `num_rows`.
     rows = wrapped_ids(rows, num_rows)
     if rows.dtype.itemsize == 8 and jnp.issubdtype(rows.dtype, jnp.signedinteger):
         rows = jnp.clip(rows, -1, num_rows)
@@ -70,25 +70,25 @@ def check_num_segments(name: str, num_segments: int) -> None:
 
 
 def is_at_most(size: int, dtype: Any) -> bool:
-    """Whether a dtype can hold a number of rows or segments. Symbolic ones are less than 2^31, as JAX's are."""
+    """Whether a dtype can hold this size. Symbolic sizes are less than 2^31, as in JAX."""
     largest = size if jax_versions.is_static_shape((size,)) else np.iinfo(np.int32).max
     return largest <= np.iinfo(dtype).max
 
 
 def index_dtype(size: int) -> Any:
-    """The dtype of numbers of rows or segments, and of this one: int64 is there if :func:`check_numbered` is passed."""
+    """The dtype of row or segment numbers up to `size`. int64 needs :func:`check_numbered` to have passed."""
     return np.int32 if is_at_most(size, np.int32) else np.int64
 
 
 def clamped_ids(ids: Array, size: int) -> Array:
-    """Ids of rows or segments, those out of range moved to the nearest, in 32 or 64 bits."""
+    """Ids clamped into ``[0, size)``, in 32 or 64 bits."""
     if ids.dtype.itemsize < 4:
         ids = ids.astype(jnp.int32)
     return jnp.clip(ids, 0, size - 1 if is_at_most(size, ids.dtype) else int(jnp.iinfo(ids.dtype).max))
 
 
 def check_numbered(name: str, what: str, size: int) -> None:
-    """Checks that JAX has a dtype for numbers of so many rows or segments."""
+    """Checks that JAX has a dtype that can number this many rows, segments or edges."""
     if index_dtype(size) == np.int64 and jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
         raise ValueError(
             f"{name}: {size} {what} are 2^31 or more, whose numbers need int64; set "
@@ -97,7 +97,7 @@ def check_numbered(name: str, what: str, size: int) -> None:
 
 
 def wrapped_ids(ids: Array, num_rows: int) -> Array:
-    """Ids of rows, negative ones counted from the end once, as in ``jax.numpy``; in a dtype that this fits in."""
+    """Row ids with negative ids counted from the end once, as in ``jax.numpy``, in a dtype that fits the result."""
     if not jnp.issubdtype(ids.dtype, jnp.signedinteger):
         return ids
     if not is_at_most(num_rows, ids.dtype):
@@ -106,7 +106,7 @@ def wrapped_ids(ids: Array, num_rows: int) -> Array:
 
 
 def static_size(name: str, argument: str, size: int) -> int:
-    """A number of rows or segments, which may be symbolic where :mod:`jax.export` makes it so."""
+    """A checked number of rows or segments. It may be symbolic, under :mod:`jax.export`."""
     if not hasattr(size, "__index__") and not jax_versions.is_symbolic(size):
         raise TypeError(f"{name}: {argument} must be an integer, got {size!r}")
     size = jax_versions.concrete_or_error(size, f"{name}: {argument} must be static.")
@@ -116,16 +116,16 @@ def static_size(name: str, argument: str, size: int) -> int:
 
 
 def flat_ids(ids: Array, num_segments: int, clamps_ids: bool) -> Array:
-    """Ids as int32 or int64 ``[N]``. What does not fit stays out of range, and ascending ids stay ascending."""
+    """Ids as int32 or int64 ``[N]``. Ids that do not fit stay out of range, and ascending ids stay ascending."""
     if clamps_ids and num_segments != 0:
         ids = clamped_ids(ids, num_segments)
     return signed_ids(ids.reshape(-1) if ids.ndim != 1 else ids, num_segments)
 
 
 def signed_ids(ids: Array, num_segments: int) -> Array:
-    """Ids as int32 or int64. What does not fit stays out of range, and ascending ids stay ascending."""
+    """Ids as int32 or int64. Ids that do not fit stay out of range, and ascending ids stay ascending."""
     signed = jnp.int64 if ids.dtype.itemsize == 8 or index_dtype(num_segments) == np.int64 else jnp.int32
     maximum = jnp.iinfo(signed).max
     if jnp.iinfo(ids.dtype).max > maximum and is_at_most(num_segments, signed):
-        ids = jnp.minimum(ids, ids.dtype.type(maximum))  # to wrap would make them negative, in front of all others
+        ids = jnp.minimum(ids, ids.dtype.type(maximum))  # a cast would wrap to negative ids, which break the order
     return ids if ids.dtype == signed else ids.astype(signed)

@@ -70,7 +70,7 @@ def segment_mean(
         cast as by :func:`jax.numpy.mean`, to float32 (64-bit integers under x64 to float64); other dtypes run as plain
         JAX. More generally, any shape that broadcasts to ``segment_ids.shape + data.shape[1:]``.
       segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
-        dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+        dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
       num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
       indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
         false, the result may hold anything.
@@ -78,25 +78,25 @@ def segment_mean(
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       out_sharding: sharding of the result, for meshes with explicit axes.
-      deterministic: on GPUs, sums of floating numbers in unsorted segments are added in an order that varies from run
-        to run, unless this is True. Everything else has the same bits in every run anyway.
-      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
-        Neither this call nor its gradient sorts any more, and both have the same bits in every run.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      deterministic: on GPUs, floating rows with unsorted ids are added in an order that varies from run to run, unless
+        this is True. Everything else has the same bits in every run anyway.
+      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
+        neither this call nor its gradient sorts, and both have the same bits in every run.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`, or of its cast. Empty segments hold 0.
 
     Raises:
-      TypeError: an argument is no array or has an unsuitable dtype.
+      TypeError: an argument is not an array or has an unsuitable dtype.
       IndexError: `segment_ids` is boolean.
       ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
         there are no ids.
       jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
     Numerical guarantees: the sum is accumulated in float32 (float64 for float64), divided there by the exact number of
-    rows, and rounded once to the dtype. Bit-equal from run to run, except on GPUs as said under `deterministic`.
+    rows, and rounded once to the dtype. Bit-equal from run to run, except on GPUs (see `deterministic`).
 
     Gradient: ``d_data[n] = d_out[s] / number of rows of s`` with ``s = segment_ids[n]``, 0 for dropped rows; `data` is
     not kept for the backward pass.
@@ -133,12 +133,12 @@ def segment_mean_backward(
     Args:
       d_output: ``[S, ...]``, the cotangent of the segment means, a floating dtype.
       segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
-        segments are dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+        segments are dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
-      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids` and `mode`.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids` and `mode`.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``segment_ids.shape + d_output.shape[1:]`` with the dtype of `d_output`, the cotangent of the data. Dropped rows
@@ -172,7 +172,7 @@ def segment_mean_backward(
 # Reference in plain JAX.
 
 _MIN_ROWS_TO_DIVIDE_FIRST = 4
-"""To a segment: then it pays to write the quotients of segments before they are gathered."""
+"""Per segment: from this many on, it is faster to write the segments' quotients before gathering them."""
 
 
 def _reference(data: Array, ids: Array, *, num_segments: int) -> tuple[Array, Array]:
@@ -185,12 +185,12 @@ def _reference_backward(d_output: Array, count: Array, ids: Array) -> tuple[Arra
     quotients = over_counts(d_output.astype(accumulation_dtype(d_output.dtype)), count).astype(d_output.dtype)
     shapes = (*ids.shape, d_output.shape[0])
     if jax_versions.is_static_shape(shapes) and ids.shape[0] >= _MIN_ROWS_TO_DIVIDE_FIRST * d_output.shape[0]:
-        quotients = jax.lax.optimization_barrier(quotients)  # fused with the gather, rows would be divided
+        quotients = jax.lax.optimization_barrier(quotients)  # fused with the gather, the division would run per row
     return (gather_or_zeros(quotients, ids),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The program of one shard, where the rows of a segment are split over devices.
+# The program of one shard, for segments whose rows are split over devices.
 
 
 def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **params: Any) -> Sequence[Array]:
@@ -234,7 +234,7 @@ SEGMENT_MEAN_BACKWARD = gradient_op(
 
 
 def _sum_over_counts(d_data: Array, count: Array, ids: Array, **params: Any) -> Array:
-    """The transpose of the gradient, for any count: it need not be that of the rows."""
+    """The transpose of the gradient, for any count, which need not be the number of rows."""
     [total] = SEGMENT_SUM(d_data.astype(accumulation_dtype(d_data.dtype)), ids, **params)
     return divided_by_counts(total, count).astype(d_data.dtype)
 
@@ -246,10 +246,10 @@ def _sum_over_counts(d_data: Array, count: Array, ids: Array, **params: Any) -> 
 def divided_by_counts(
     cells: Array, counts: Array, divide: Callable[..., Sequence[Array]] = SEGMENT_MEAN_BACKWARD
 ) -> Array:
-    """Cells over the numbers of their rows, rounded once, as compilers of XLA do not promise of a division.
+    """Cells divided by the numbers of their rows, rounded once. XLA's division does not guarantee that rounding.
 
     Args:
-      divide: the op of the gradient of means, or its kernel in the program of a shard.
+      divide: the op of the gradient of means or, in the program of a shard, its kernel.
     """
     segments = jnp.arange(cells.shape[0], dtype=index_dtype(cells.shape[0]))
     [quotients] = divide(cells, jnp.maximum(counts, 1), segments)
@@ -259,7 +259,7 @@ def divided_by_counts(
 def _mean_rows(
     params: SumParams, *, data: Array, segment_ids: Array, order: Array | None = None, sorted_ids: Array | None = None
 ) -> Sequence[Array]:
-    """The means, in the order of a plan where there is one, and the numbers of rows."""
+    """The means, added in the order of the plan if there is one, and the numbers of rows."""
     if order is None:
         return SEGMENT_MEAN(data, segment_ids, **vars(params))
     sizes = {"num_segments": params.num_segments, "indices_are_sorted": True}

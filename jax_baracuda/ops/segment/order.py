@@ -1,4 +1,4 @@
-"""The order of rows by their segments, as an op of its own: XLA computes equal calls of it once in a program."""
+"""The order of rows by segment, as a separate op: XLA merges equal calls of it within a program."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def in_32_bits(ids: Array, size: int) -> Array:
 
 
 def sorted_by_segment(segment_ids: Array, num_segments: int) -> tuple[Array, Array]:
-    """The order of the rows, and their segments in it; those without one come last, as of `num_segments`.
+    """The order of the rows and the sorted segment ids. Rows without a segment come last, with the id `num_segments`.
 
-    By the kernel alone: for the programs that an op becomes.
+    Always runs the kernel, so it is for use within an op's program.
     """
     order, sorted_ids = SEGMENT_ORDER.kernel(in_32_bits(segment_ids, num_segments), num_segments=num_segments)
     return order, sorted_ids

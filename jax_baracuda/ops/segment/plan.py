@@ -1,4 +1,4 @@
-"""The order of the edges of a graph, or of the rows of segments, computed once."""
+"""Plans: the order of the edges of a graph, or of the rows of segments, computed once for many calls."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from jax_baracuda.ops.segment.order import SEGMENT_ORDER, in_32_bits
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SegmentPlan:
-    """The edges of a graph in the order of their receivers and in that of their senders; see :func:`segment_plan`.
+    """The edges of a graph, sorted by receiver and sorted by sender; see :func:`segment_plan`.
 
-    A pytree of arrays of int32 (orders of 2^31 edges or more: int64): pass it to compiled programs as an ordinary
-    argument, never as a static one. The plan of rows that no edge gathers has `edge_order`, `segment_ids` and
-    `edge_segment_ids` alone; the others are None. Plans are compared by identity; :meth:`validate` compares what they
-    hold.
+    A pytree of int32 arrays (orders of 2^31 edges or more: int64): pass it to compiled programs as an ordinary
+    argument, never as a static one. A plan without gather ids has only `edge_order`, `segment_ids` and
+    `edge_segment_ids`; its other arrays are None. Plans are compared by identity; :meth:`validate` compares their
+    arrays.
     """
 
     edge_order: Array
-    """``[E]``, the edges by segment, in their own order within one, dropped edges last."""
+    """``[E]``, the edges sorted by segment (stably), dropped edges last."""
     gather_ids: Array | None
-    """``[E]``, what each of these gathers; -1 or `num_rows` where the id is out of range."""
+    """``[E]``, the row that each edge of `edge_order` gathers; -1 or `num_rows` where the id is out of range."""
     segment_ids: Array
-    """``[E]``, its segment, ascending; `num_segments` for a dropped edge."""
+    """``[E]``, the segment of each edge of `edge_order`, ascending; `num_segments` for a dropped edge."""
     edge_segment_ids: Array
-    """``[E]``, the segment of each edge in their own order; -1 or `num_segments` for a dropped edge."""
+    """``[E]``, the segment of each edge in the original order; -1 or `num_segments` for a dropped edge."""
     transposed_order: Array | None
-    """``[E]``, the edges by the row that they gather."""
+    """``[E]``, the edges sorted by the row that they gather."""
     transposed_gather_ids: Array | None
-    """``[E]``, the segment of each of these; -1 or `num_segments` for a dropped edge."""
+    """``[E]``, the segment of each edge of `transposed_order`; -1 or `num_segments` for a dropped edge."""
     transposed_segment_ids: Array | None
-    """``[E]``, its row, ascending; `num_rows` where the id is out of range."""
+    """``[E]``, the row of each edge of `transposed_order`, ascending; `num_rows` where the id is out of range."""
     edge_gather_ids: Array | None
-    """``[E]``, what each edge gathers, in their own order; -1 or `num_rows` where the id is out of range."""
+    """``[E]``, the row that each edge gathers, in the original order; -1 or `num_rows` where the id is out of range."""
     num_segments: int = dataclasses.field(metadata={"static": True})
     num_rows: int | None = dataclasses.field(metadata={"static": True})
 
     def __hash__(self) -> int:
-        """Refused: JAX hashes static arguments, whose arrays would become constants of the program."""
+        """Refused: JAX hashes static arguments, and a static plan's arrays would become constants of the program."""
         raise TypeError(
             "SegmentPlan: a plan cannot be hashed, so it can be no static argument and no key; pass it to compiled "
             "programs as an ordinary argument, without static_argnums, static_argnames or nondiff_argnums"
@@ -65,7 +65,7 @@ class SegmentPlan:
 
     @property
     def transposed(self) -> SegmentPlan:
-        """The plan of the edges in the other direction, from their segments to the rows that they gather."""
+        """The plan of the same edges with senders and receivers exchanged."""
         check_gathers("SegmentPlan.transposed", self)
         return SegmentPlan(
             edge_order=self.transposed_order,
@@ -81,17 +81,17 @@ class SegmentPlan:
         )
 
     def validate(self, segment_ids: ArrayLike | None = None, gather_ids: ArrayLike | None = None) -> None:
-        """Checks that the arrays of the plan belong together, and to these ids; for debugging, on the host.
+        """Checks that the arrays of the plan match each other and these ids. For debugging; runs on the host.
 
-        Functions that take a plan trust it: they read and write within bounds whatever it holds, but the results of a
-        plan that :func:`segment_plan` has not made, or of one that was made for other edges, may hold anything.
+        Functions trust their plan. They read and write within bounds whatever it holds, but if :func:`segment_plan` has
+        not made it, or made it for other edges, results may hold anything.
 
         Args:
-          segment_ids: ``[E]``, the segments that the edges should have. Default: those that the plan itself keeps.
-          gather_ids: ``[E]``, the rows that the edges should gather. Default: those that the plan itself keeps.
+          segment_ids: ``[E]``, the expected segments of the edges. Default: the plan's own.
+          gather_ids: ``[E]``, the expected rows of the edges. Default: the plan's own.
 
         Raises:
-          ValueError: names the first array that differs from that of the plan of these ids.
+          ValueError: names the first array that differs from the plan of these ids.
           jax.errors.TracerArrayConversionError: an array is traced.
         """
         name = "SegmentPlan.validate"
@@ -115,7 +115,7 @@ def segment_plan(
     gather_ids: ArrayLike | None = None,
     num_rows: int | None = None,
 ) -> SegmentPlan:
-    """The order of the edges of a graph, for calls that share it: no call sorts any more.
+    """The sorted order of the edges of a graph, for calls that share it and then need no sort.
 
     Edge e goes from row ``gather_ids[e]`` to segment ``segment_ids[e]``, as in :func:`gather_segment_sum`. Without
     `gather_ids`, edge e is row e itself, as in :func:`segment_sum`.
@@ -125,13 +125,13 @@ def segment_plan(
         dropped.
       num_segments: number of segments S, static under ``jit``.
       gather_ids: ``[E]``, any integer dtype, in any order. Negative ids count from the end; ids out of range name the
-        nearest row, and no gradient goes through them, as in ``data[gather_ids]``. None: a plan for the functions that
-        do not gather.
-      num_rows: number of rows N of the data that is gathered, static under ``jit``.
+        nearest row, and no gradient goes through them, as in ``data[gather_ids]``. None: a plan for functions that do
+        not gather.
+      num_rows: number of rows N of the gathered data, static under ``jit``.
 
     Returns:
-      A :class:`SegmentPlan`, whose orders are stable sorts of the ids. Its property `transposed` is the plan of the
-      same edges in the other direction.
+      A :class:`SegmentPlan`. Its orders are stable sorts of the ids. Its property `transposed` is the plan of the same
+      edges in the other direction.
 
     Raises:
       TypeError, IndexError, ValueError: an argument does not fit.
@@ -186,7 +186,7 @@ def _plan_of_ids(segments: Array, num_segments: int, rows: Array | None, num_row
 
 
 def _summary(value: Any) -> str:
-    """Dtype and shape of an array, as its elements tell little and may be millions."""
+    """Dtype and shape of an array, without its elements, which may be millions."""
     if not (hasattr(value, "dtype") and hasattr(value, "shape")):
         return repr(value)
     return f"{value.dtype}[{','.join(map(str, value.shape))}]"
@@ -197,7 +197,7 @@ def _host_value(value: Any) -> Any:
 
 
 def check_plan(name: str, plan: Any, **belonging: Any) -> None:
-    """Checks that a plan is one, and that of these arguments, which belong to it, none is given as well."""
+    """Checks the type of a plan, and that no argument that it replaces is given as well."""
     if not isinstance(plan, SegmentPlan):
         raise TypeError(f"{name}: plan must be a SegmentPlan, got {type(plan).__name__}")
     if given := [argument for argument, value in belonging.items() if value is not None]:
@@ -207,6 +207,6 @@ def check_plan(name: str, plan: Any, **belonging: Any) -> None:
 
 
 def check_gathers(name: str, plan: SegmentPlan) -> None:
-    """Checks that a plan knows what its edges gather."""
+    """Checks that a plan has gather ids."""
     if plan.num_rows is None:
         raise ValueError(f"{name}: the plan has no gather_ids; pass gather_ids and num_rows to segment_plan")

@@ -1,4 +1,4 @@
-"""Product of segments. It is kept as mantissa and exponent, out of which any one row can be divided."""
+"""Product of segments. The residual is its mantissa and exponent, so the gradient can divide any one row out."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def segment_prod(
         (integers of less than 32 bits are multiplied as int32 and wrap the same); other dtypes run as plain JAX. More
         generally, any shape that broadcasts to ``segment_ids.shape + data.shape[1:]``.
       segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
-        dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+        dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
       num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
       indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
         false, the result may hold anything.
@@ -85,30 +85,30 @@ def segment_prod(
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       out_sharding: sharding of the result, for meshes with explicit axes.
-      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
-        Neither this call nor its gradient sorts any more, and both have the same bits in every run.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
+        neither this call nor its gradient sorts, and both have the same bits in every run.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold 1.
 
     Raises:
-      TypeError: an argument is no array or has an unsuitable dtype.
+      TypeError: an argument is not an array or has an unsuitable dtype.
       IndexError: `segment_ids` is boolean.
       ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
         there are no ids.
       jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
-    Numerical guarantees: floating numbers are multiplied in float32 (float64 for float64) with an exponent of their
-    own, so nothing overflows or underflows on the way: the product is finite where the exact one is. (In plain JAX, and
-    where devices share a segment, that exponent reaches to 2^31, or 2^34 for float64: 14 million rows of the most
-    extreme magnitude.) It is rounded once to the dtype. NaN propagates, and so does zero times infinity. Integers are
-    exact and wrap. Bit-equal from run to run and independent of scheduling.
+    Numerical guarantees: floating numbers are multiplied in float32 (float64 for float64) with a separate exponent, so
+    no partial product overflows or underflows: the product is finite if the exact one is. (In plain JAX, and where
+    devices share a segment, that exponent reaches to 2^31, or 2^34 for float64: 14 million rows of the most extreme
+    magnitude.) It is rounded once to the dtype. NaN propagates, and so does zero times infinity. Integers are exact and
+    wrap. Bit-equal from run to run and independent of scheduling.
 
-    Gradient: ``d_data[n] = d_out[segment_ids[n]] * product of the segment's other rows``, right also where rows are
-    zero, infinite or of extreme magnitude; 0 for dropped rows.
-    Derivatives of any order exist; products in second ones may leave the range of numbers on the way. ``jax.jvp`` and
+    Gradient: ``d_data[n] = d_out[segment_ids[n]] * product of the segment's other rows``, correct also for rows that
+    are zero, infinite or of extreme magnitude; 0 for dropped rows.
+    Derivatives of any order exist; in second derivatives, partial products may overflow or underflow. ``jax.jvp`` and
     ``jax.jacfwd`` of this function need its twin of the same name in :mod:`jax_baracuda.forward_mode`.
 
     Example:
@@ -147,14 +147,14 @@ def segment_prod_backward(
       d_output: ``[S, ...]``, the cotangent of the segment products; a floating dtype, the same as `data`.
       data: ``[N, ...]``, the rows that were multiplied.
       segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
-        segments are dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+        segments are dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
       indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
         false, the result may hold anything.
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
-      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids` and `mode`.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids` and `mode`.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[N, ...]``, the cotangent of `data`. Dropped rows get 0.
@@ -162,11 +162,11 @@ def segment_prod_backward(
     Raises:
       TypeError, IndexError, ValueError: an argument does not fit, as in :func:`segment_prod`.
 
-    Numerical guarantees: the product of the others neither overflows nor underflows on the way; zeros, infinities and
-    NaN among the rows are counted, so a row's own value never spoils its gradient. Bit-equal from run to run.
+    Numerical guarantees: no partial product of the other rows overflows or underflows; zeros, infinities and NaN among
+    the rows are counted, so a row's own value never spoils its gradient. Bit-equal from run to run.
 
-    Gradient: linear in `d_output`; with respect to `data` it is the product of all but two rows, which may leave
-    the range of numbers on the way. Derivatives of any order and in either mode exist.
+    Gradient: linear in `d_output`; with respect to `data` it is the product of all but two rows, whose partial products
+    may overflow or underflow. Derivatives of any order and in either mode exist.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -186,7 +186,7 @@ def segment_prod_backward(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Reference in plain JAX: derivatives come from products in pairs.
+# Reference in plain JAX. Products are built pairwise, so that JAX can differentiate them to any order.
 
 
 def _reduce_in_pairs(
@@ -194,8 +194,8 @@ def _reduce_in_pairs(
 ) -> Any:
     """Combines the rows of each segment two by two, in a fixed order.
 
-    Unlike a scan, each row enters the result once and nothing else is computed, so the derivatives that JAX finds of
-    any order are products of other rows, without division, and without zero cotangents that meet infinities.
+    Unlike in a scan, each row enters the result once and no other values are computed. JAX's derivatives of any order
+    are therefore products of other rows: without divisions, and without zero cotangents that meet infinities.
 
     Args:
       combine: an associative function of two pytrees of rows.
@@ -228,7 +228,7 @@ def _reduce_in_pairs(
         has_partner = (
             is_member & (rank & (2 * distance - 1) == 0) & (row < num_rows - distance) & (partner_of(ids) == ids)
         )
-        # Rows without a partner combine identities, so that no infinity of theirs meets a zero cotangent.
+        # Rows without a partner combine identities, so that their infinities meet no zero cotangents.
         pair = (select(has_partner, x, identity) for x in (rows, jax.tree.map(partner_of, rows)))
         rows = select(has_partner, combine(*pair), rows)
     is_empty = first == jnp.iinfo(first.dtype).max
@@ -236,7 +236,7 @@ def _reduce_in_pairs(
 
 
 def _product_in_pairs(data: Array, ids: Array, num_segments: int) -> Array:
-    """The product in plain arithmetic, which JAX differentiates to any order; it may overflow on the way."""
+    """The product in plain arithmetic, which JAX differentiates to any order. Partial products may overflow."""
     wide = data.astype(accumulation_dtype(data.dtype))
     return _reduce_in_pairs(jnp.multiply, 1, wide, ids, num_segments).astype(data.dtype)
 
@@ -288,7 +288,7 @@ def _times_others_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tu
     def in_plain_arithmetic(rows: Array, data: Array) -> Array:
         return rows * _product_gradient_in_pairs(jnp.ones_like(mantissa), data.astype(mantissa.dtype), ids)
 
-    # Under vmap, primals may hold NumPy's constants, which custom_jvp does not take and jit does.
+    # Under vmap, primals may hold NumPy constants: custom_jvp rejects them, jit accepts them.
     product = jax.jit(_times_others)(*primals)
     return product, jax.jvp(in_plain_arithmetic, (rows, data), (tangents[0], tangents[3]))[1]
 
@@ -316,7 +316,7 @@ def _transpose_backward(
     *,
     indices_are_sorted: bool = False,
 ) -> list[Array]:
-    """The sums of rows times the products of all others: the tangent of the product."""
+    """Sums each row's tangent times the product of the other rows: also the tangent of the product."""
     [d_output], [d_rows] = d_outputs, d_data
     [terms] = SEGMENT_PROD_TERMS(d_rows.astype(mantissa.dtype), mantissa, packed, data, ids)
     params = sum_params(d_output.shape[0], indices_are_sorted, deterministic=may_run_kernel())
@@ -326,7 +326,7 @@ def _transpose_backward(
 def _tangent_with_residual(
     d_data: Array, operands: Sequence[Array], results: Sequence[Array], *, indices_are_sorted: bool
 ) -> list[Array]:
-    """Rules take no derivative of the residual."""
+    """The residual gets zero tangents: no derivative rule differentiates it."""
     data, ids = operands
     output, *residual = results
     tangents = _transpose_backward([output], [d_data], *residual, data, ids, indices_are_sorted=indices_are_sorted)
@@ -339,7 +339,7 @@ def _tangent(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) ->
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Programs of one shard, where the rows of a segment are split over devices. Only results of cells are exchanged.
+# Programs of one shard, for segments whose rows are split over devices. Devices exchange cells only.
 
 
 def _product_of_shards(mantissas: Array, packed: Array) -> ExtendedProduct:
@@ -361,7 +361,7 @@ def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array
     if not row_axes:
         return kernel(data, ids)
     if has_exponent(data.dtype):
-        # The product of the shards may be in range where a shard's own is not.
+        # The total product may be in range even if one shard's product is not.
         _, *cells = SEGMENT_PROD_WITH_RESIDUAL.kernel(data, ids, **params)
     else:
         cells = kernel(data, ids)
@@ -416,14 +416,14 @@ SEGMENT_PROD_TERMS = Op(
     operands={"rows": ROWS, "mantissa": CELLS, "packed": CELLS, "data": ROWS, "segment_ids": IDS},
     results={"terms": ROWS},
     reference=_reference_terms,
-    program=_reference_terms,  # plain JAX on each device: elementwise, but for what rows take of cells
+    program=_reference_terms,  # plain JAX on each device: elementwise except for the gathers of cells
     dtypes=FLOATING_DTYPES,
     guarantee=product_guarantee,
     replicated_dims=("segment",),
     transpose=lambda _, d_terms, *others: SEGMENT_PROD_TERMS(*d_terms, *others),
 )
-"""Each row times the product of the other rows of `data` in its segment, unrounded in between: of two numbers that are
-out of range, as of the product and a tangent, what is in range."""
+"""Each row times the product of the other rows of `data` in its segment, rounded once. The product of the others may be
+out of range where its product with a tangent is in range."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -432,7 +432,7 @@ out of range, as of the product and a tangent, what is in range."""
 
 def _forward(params: Params, *, data: Array, segment_ids: Array) -> tuple[Array, tuple[Array, ...]]:
     output, mantissa, packed = SEGMENT_PROD_WITH_RESIDUAL(data, segment_ids, **vars(params))
-    # The gradient depends on the data, through the residual as well; its derivative comes from the data alone.
+    # The gradient depends on the data directly and through the residual; its derivative by `data` covers both.
     return output, (jax.lax.stop_gradient(mantissa), packed, data, segment_ids)
 
 

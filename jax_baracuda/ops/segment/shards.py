@@ -1,4 +1,4 @@
-"""The program of one shard, where rows (or edges) or segments are split over devices."""
+"""The program of one shard, for rows (or edges) or segments that are split over devices."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def row_axes_of(axes: ShardAxes) -> MeshAxes:
 
 
 def index_of_first_row(segment_ids: Array, row_axes: Sequence[str]) -> Array:
-    """The number, among all rows, of this shard's first row."""
+    """The global index of this shard's first row."""
     return (jax.lax.axis_index(row_axes) * segment_ids.shape[0]).astype(jnp.int32)
 
 
 def sum_over_axes(cells: Array, row_axes: MeshAxes, segment_axes: MeshAxes = ()) -> Array:
-    """The sum of the shards' cells: where segments are split as rows are, of the segments of each device."""
+    """The sum over the shards: an all-reduce, or a reduce-scatter if the row axes also split the segments."""
     if segment_axes == row_axes:
         return jax.lax.psum_scatter(cells, row_axes, tiled=True)
     return jax.lax.psum(cells, row_axes)
@@ -38,14 +38,15 @@ def sum_over_axes(cells: Array, row_axes: MeshAxes, segment_axes: MeshAxes = ())
 def merge_over_shards(
     merge: Callable[..., Sequence[Array]], cells: Sequence[Array], row_axes: MeshAxes, segment_axes: MeshAxes = ()
 ) -> Sequence[Array]:
-    """What `merge` makes of the cells of all shards: where segments are split as rows are, of those of each device.
+    """Merges the cells of all shards. If the row axes also split the segments, each device gets its own segments.
 
-    For what no all-reduce can do, or only with more arrays. Each device merges a part of the segments, which costs half
-    the exchange of an all-reduce of every array; the other half brings the results to all devices.
+    For merges that an all-reduce cannot do, or only with more arrays. An all-to-all gives each device a part of the
+    segments to merge, which costs half the exchange of an all-reduce of every array. An all-gather, the other half,
+    brings the results to all devices.
 
     Args:
       merge: ``(*cells of all shards [shards, segments, ...]) -> cells [segments, ...]``.
-      cells: those of this shard.
+      cells: the cells of this shard.
     """
     num_shards, num_segments = jax.lax.psum(1, row_axes), cells[0].shape[0]
     lacking = -num_segments % num_shards
@@ -70,17 +71,17 @@ def of_split_segments(
     ids_operand: int,
     size: str = "num_segments",
 ) -> ShardProgram:
-    """The program of one shard of rows as one of a shard of rows and of segments.
+    """Extends a program for split rows to split segments.
 
-    Where other axes split the segments than the rows, each device reduces its segments alone: what the ids of others
-    are is out of its range. Where the same axes do, its rows have cells of all segments, and it takes its own from what
-    the devices exchange.
+    If different axes split segments and rows, each device reduces only its own segments: ids of other segments are out
+    of its range. If the same axes do, each device computes cells of all segments from its rows; devices exchange them,
+    and each keeps its own segments.
 
     Args:
-      shard_program: may also return cells of this device's segments alone.
-      results: the dimensions of the results. Or ``(**params)`` -> these.
-      row_dims: the dimensions that are reduced. Or ``(**params)`` -> these.
-      ids_operand: the position of the operand that holds the ids of segments.
+      shard_program: the program for split rows. It may return only the cells of this device's segments.
+      results: the dimensions of the results, or ``(**params)`` -> these.
+      row_dims: the reduced dimensions, or ``(**params)`` -> these.
+      ids_operand: the position of the operand with the segment ids.
       size: the name of the parameter that holds the number of segments.
     """
 
@@ -94,7 +95,7 @@ def of_split_segments(
         if {axis for name in names_of_rows for axis in axes.get(name, ())}.isdisjoint(segment_axes):
             own = {size: num_own}
             ids = signed_ids(operands[ids_operand], params[size])
-            ids = jnp.maximum(ids, -1) - first  # ascending ones stay ascending
+            ids = jnp.maximum(ids, -1) - first  # ascending ids stay ascending
             operands = (*operands[:ids_operand], ids, *operands[ids_operand + 1 :])
             return with_named(shard_program, params | own)(functools.partial(kernel, **own), axes, *operands)
         names_of_results = (with_named(results, params)() if callable(results) else results).values()

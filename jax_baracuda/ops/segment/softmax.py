@@ -62,7 +62,7 @@ def segment_softmax(
       logits: ``[N, ...]``, any real floating dtype of JAX. float16, bfloat16, float32 and float64 have kernels; other
         dtypes run as plain JAX. More generally, any shape that broadcasts to ``segment_ids.shape + logits.shape[1:]``.
       segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
-        dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+        dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
       num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
       indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
         false, the result may hold anything.
@@ -70,18 +70,18 @@ def segment_softmax(
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       out_sharding: sharding of the result, for meshes with explicit axes.
-      deterministic: on GPUs, sums of floating numbers in unsorted segments are added in an order that varies from run
-        to run, unless this is True. Everything else has the same bits in every run anyway.
-      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
-        Neither this call nor its gradient sorts any more, and both have the same bits in every run.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      deterministic: on GPUs, floating rows with unsorted ids are added in an order that varies from run to run, unless
+        this is True. Everything else has the same bits in every run anyway.
+      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
+        neither this call nor its gradient sorts, and both have the same bits in every run.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``segment_ids.shape + logits.shape[1:]`` (the shape of `logits`) with the dtype of `logits`. Dropped rows get 0.
 
     Raises:
-      TypeError: an argument is no array or has an unsuitable dtype.
+      TypeError: an argument is not an array or has an unsuitable dtype.
       IndexError: `segment_ids` is boolean.
       ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
         there are no ids.
@@ -89,7 +89,7 @@ def segment_softmax(
 
     Numerical guarantees: computed in float32 (float64 for float64) and rounded once to the dtype; nothing overflows. A
     row of -inf gets 0. A segment that holds a NaN, whose maximum is +inf, or whose rows are all -inf gives NaN, as in
-    :func:`jax.nn.softmax`. Bit-equal from run to run, except on GPUs as said under `deterministic`.
+    :func:`jax.nn.softmax`. Bit-equal from run to run, except on GPUs (see `deterministic`).
 
     Gradient: ``d_logits[n] = out[n] * (d_out[n] - sum { out[k] * d_out[k] : segment_ids[k] == segment_ids[n] })``, 0
     for dropped rows; the result and the ids are kept for the backward pass, not the logits.
@@ -128,22 +128,22 @@ def segment_softmax_backward(
     """Gradient of :func:`segment_softmax`: ``d_logits = p * (d_p - sum of p * d_p over the row's segment)``.
 
     Args:
-      d_output: ``[N, ...]``, the cotangent of the probabilities; a floating dtype and shape, those of
+      d_output: ``[N, ...]``, the cotangent of the probabilities; a floating dtype. Dtype and shape are those of
         `probabilities`.
       probabilities: ``[N, ...]``, the result of :func:`segment_softmax`.
       segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
-        segments are dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+        segments are dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
       num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
       indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
         false, the result may hold anything.
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
-      deterministic: on GPUs, sums of floating numbers in unsorted segments are added in an order that varies from run
-        to run, unless this is True. Everything else has the same bits in every run anyway.
-      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
-        Neither this call nor its gradient sorts any more, and both have the same bits in every run.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      deterministic: on GPUs, floating rows with unsorted ids are added in an order that varies from run to run, unless
+        this is True. Everything else has the same bits in every run anyway.
+      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
+        neither this call nor its gradient sorts, and both have the same bits in every run.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[N, ...]``, the cotangent of the logits. Dropped rows get 0.
@@ -152,7 +152,7 @@ def segment_softmax_backward(
       TypeError, IndexError, ValueError: an argument does not fit, as in :func:`segment_softmax`.
 
     Numerical guarantees: computed in float32 (float64 for float64) and rounded once to the dtype. Bit-equal from run to
-    run, except on GPUs as said under `deterministic`.
+    run, except on GPUs (see `deterministic`).
 
     Gradient: linear in `d_output`, quadratic in `probabilities`. Derivatives of any order and in either mode
     exist.
@@ -184,14 +184,14 @@ def segment_softmax_backward(
 
 
 def _exponentials(logits: Array, ids: Array, maxima: Array) -> Array:
-    """``exp(logits - maximum of the segment)`` in the dtype of computation, 0 for dropped rows."""
+    """``exp(logits - maximum of the segment)`` in the accumulation dtype, 0 for dropped rows."""
     maxima, is_member = gather_segments(maxima, ids)
     dtype = accumulation_dtype(logits.dtype)
     return jnp.exp(jnp.where(is_member, logits.astype(dtype) - maxima.astype(dtype), -jnp.inf))
 
 
 def _normalized(exponentials: Array, ids: Array, denominators: Array, dtype: Any) -> Array:
-    """0 for dropped rows."""
+    """The exponentials divided by the denominators of their segments, 0 for dropped rows."""
     denominators, is_member = gather_segments(denominators, ids)
     return jnp.where(is_member, exponentials / jnp.where(is_member, denominators, 1), 0).astype(dtype)
 
@@ -221,7 +221,7 @@ def _reference_backward(probabilities: Array, d_output: Array, ids: Array, *, nu
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Programs of one shard, where the rows of a segment are split over devices. Only results of cells are exchanged.
+# Programs of one shard, for segments whose rows are split over devices. Devices exchange cells only.
 
 
 def _shard_program(
@@ -248,16 +248,16 @@ def _shard_program(
         return _normalized(exponentials, ids, denominators, logits.dtype)
 
     [own_sums] = SEGMENT_SUM_OF_EXPONENTIALS.kernel(wide, ids, deterministic=deterministic, **call)
-    sums = sum_over_axes(own_sums, row_axes)  # 0 where there are no rows alone
+    sums = sum_over_axes(own_sums, row_axes)  # 0 only for segments without rows
     is_in_range = ((sums == 0) | ((minimum <= sums) & (sums <= maximum))).all()
     needs_maxima = jax.lax.pmax(jnp.where(is_in_range, 0, 1), row_axes) > 0
-    # Each branch computes all of its result: one that is handed on would be copied.
+    # Each branch computes the whole result: XLA would copy a result that a branch passes through.
     return (jax.lax.cond(needs_maxima, by_maxima, lambda: _normalized(jnp.exp(wide), ids, sums, logits.dtype)),)
 
 
 _RANGES_OF_SUMS = {4: (2.0**-50, 2.0**64), 8: (2.0**-64, 2.0**1000)}
-"""By the bytes of a number: between these, a sum of exponentials without a maximum is as good as one with it. Mostly
-all sums are, and no maxima are found and exchanged."""
+"""By bytes per number: in this range, a sum of exponentials is accurate without subtracting the maximum. Usually all
+sums are in range, and the devices need not compute and exchange maxima."""
 
 
 def _shard_backward(
@@ -274,7 +274,7 @@ def _shard_backward(
 
 
 def _tangent(d_logits: Array, operands: Sequence[Array], results: Sequence[Array], **params: Any) -> Sequence[Array]:
-    """The Jacobian is symmetric: the tangent is the gradient of the tangent."""
+    """The Jacobian is symmetric, so the backward op also maps tangents."""
     return SEGMENT_SOFTMAX_BACKWARD(*results, d_logits, operands[1], **params)
 
 

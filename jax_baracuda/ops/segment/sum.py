@@ -1,6 +1,6 @@
-"""Sum of segments. Its gradient needs the ids alone.
+"""Sum of segments. Its gradient needs only the ids.
 
-The op of gathered rows is here, too: in the order of a plan, rows are what the edges gather that the order numbers.
+The op of gathered rows is here, too, because a call with a plan gathers its rows in the plan's order.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def segment_sum(
         (integers of less than 32 bits are added as int32 and wrap the same); other dtypes run as plain JAX. More
         generally, any shape that broadcasts to ``segment_ids.shape + data.shape[1:]``.
       segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
-        dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+        dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
       num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
       indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
         false, the result may hold anything.
@@ -98,26 +98,26 @@ def segment_sum(
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       out_sharding: sharding of the result, for meshes with explicit axes.
-      deterministic: on GPUs, sums of floating numbers in unsorted segments are added in an order that varies from run
-        to run, unless this is True. Everything else has the same bits in every run anyway.
-      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids`, `num_segments` and `mode`.
-        Neither this call nor its gradient sorts any more, and both have the same bits in every run.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      deterministic: on GPUs, floating rows with unsorted ids are added in an order that varies from run to run, unless
+        this is True. Everything else has the same bits in every run anyway.
+      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
+        neither this call nor its gradient sorts, and both have the same bits in every run.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold 0.
 
     Raises:
-      TypeError: an argument is no array or has an unsuitable dtype.
+      TypeError: an argument is not an array or has an unsuitable dtype.
       IndexError: `segment_ids` is boolean.
       ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
         there are no ids.
       jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
     Numerical guarantees: floating numbers are added in float32 (float64 for float64) and the sum is rounded once to
-    the dtype. Integers are exact and wrap. Bit-equal from run to run, except for floating numbers on GPUs as said under
-    `deterministic`.
+    the dtype. Integers are exact and wrap. Bit-equal from run to run, except for floating numbers on GPUs (see
+    `deterministic`).
 
     Gradient: ``d_data[n] = d_out[segment_ids[n]]``, 0 for dropped rows; `data` is not kept for the backward pass.
     Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
@@ -154,12 +154,12 @@ def segment_sum_backward(
     Args:
       d_output: ``[S, ...]``, the cotangent of the segment sums, a floating dtype.
       segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
-        segments are dropped. Of rank 0, 2 or more: as in ``jax.ops``, every id labels one ``data.shape[1:]``.
+        segments are dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
-      plan: the rows as :func:`segment_plan` has sorted them, instead of `segment_ids` and `mode`.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids` and `mode`.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``segment_ids.shape + d_output.shape[1:]`` with the dtype of `d_output`, the cotangent of the data.
@@ -193,8 +193,7 @@ def _reference(data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
 
 
 MIN_EXPONENTIAL = {4: 2.0**-120, 8: 2.0**-1000}
-"""By the bytes of a number: what exponentials are raised to where they are summed, so that a sum of 0 is one of no
-rows."""
+"""The lower bound of each summed exponential, by bytes per number: a sum of 0 then means a segment without rows."""
 
 
 def _reference_of_exponentials(data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
@@ -206,7 +205,7 @@ def _reference_backward(d_output: Array, ids: Array) -> tuple[Array]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The program of one shard, where the rows of a segment are split over devices.
+# The program of one shard, for segments whose rows are split over devices.
 
 
 def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **params: Any) -> Sequence[Array]:
@@ -214,10 +213,7 @@ def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array
 
 
 def sum_over_shards(axes: ShardAxes, data: Array, ids: Array, **params: Any) -> Array:
-    """The sums of all rows, where these are split.
-
-    Wide, because the sum of a shard may overflow where that of all rows does not.
-    """
+    """The sums over all shards, in the accumulation dtype: one shard's sum may overflow where the total does not."""
     [local] = SEGMENT_SUM.kernel(data.astype(accumulation_dtype(data.dtype)), ids, **params)
     return sum_over_axes(local, row_axes_of(axes), axes.get("segment", ()))
 
@@ -230,7 +226,7 @@ def _shard_program_of_exponentials(kernel: ShardKernel, axes: ShardAxes, data: A
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops of rows: one per native kernel.
 
-# H100, time of plain JAX / kernel: 0.8 up to 4 MB, 0.85 for wide rows up to 32 MB, 0.8 for wide rows that it computes
+# H100, time of plain JAX / kernel: 0.8 up to 4 MB, 0.85 for wide rows up to 32 MB, 0.8 for wide rows that XLA computes
 # (48 loops). It is 4 for 1.3M computed rows of 8 numbers, 7 for computed rows of heads, and up to 80 for two segments.
 SUM_RULES = (
     on_gpu("launch-bound: XLA takes one launch", unordered, uncontended, at_most(bytes=4 * MB)),
@@ -315,7 +311,7 @@ def _reference_of_edges(
 def sum_over_split_dim(
     dim: str, kernel: ShardKernel, axes: ShardAxes, *operands: Array, is_wide: bool, **params: Any
 ) -> Sequence[Array]:
-    """Sums over a dimension. Wide, because the sum of a shard may overflow where that of all shards does not."""
+    """Sums over a split dimension, in the accumulation dtype: one shard's sum may overflow where the total does not."""
     dim_axes = axes.get(dim, ())
     if not dim_axes:
         return kernel(*operands)
@@ -361,7 +357,7 @@ def _transpose_of_edges(
     num_segments: int,
     **params: Any,
 ) -> Sequence[Array]:
-    """The same op, from segments to rows."""
+    """The same op in the other direction: edges gather segments and are summed by row."""
     gathered_segments = as_gather_ids(segment_ids, num_segments)
     transposed = {"num_segments": avals[0].shape[0], "indices_are_sorted": False, "clips_gather_ids": False}
     [d_data] = GATHER_SEGMENT_SUM(
@@ -371,14 +367,14 @@ def _transpose_of_edges(
 
 
 GATHERED_FIRST = ((16, (1, 2, 4, 8), 2**26), (32, (1, 2, 4, 8, 16), 2**18), (64, None, 2**14))
-"""(a, b, c): gather first if a row has at most a bytes, its features are among b (None: any), and edges are at most c.
-Measured on an H200 (jax 0.11.2): 64,000 edges of single numbers took 39 us, and take 9."""
+"""(a, b, c): gather first if a row has at most a bytes, the number of features is in b (None: any), and there are at
+most c edges. Measured on an H200 (jax 0.11.2): this took 64,000 edges of single numbers from 39 us to 9 us."""
 
 
 def _gathers_first(data: Any, num_edges: int, is_wide: bool) -> bool:
-    """Whether edges in order take less time in two steps: XLA's gather, many edges at once, and the sum of the rows.
+    """Whether sorted edges are faster in two steps: a gather by XLA, then a segment sum.
 
-    The kernel that does both walks down the edges of a tile, which takes as long for narrow rows as for wide ones.
+    The fused kernel walks the edges of a tile one by one, which takes as long for narrow rows as for wide ones.
     """
     features = math.prod(data.shape[1:])
     row_bytes = features * np.dtype(accumulation_dtype(data.dtype) if is_wide else data.dtype).itemsize
@@ -399,7 +395,7 @@ def _program_on_gpu(
     is_wide: bool,
     **params: Any,
 ) -> Callable[..., Sequence[Array]] | None:
-    """Edges in any order are sorted first, narrow rows without weights written out, and odd ones made longer."""
+    """Sorts unsorted edges, writes out narrow rows without weights, and pads rows that fit no vectors."""
     shared = {"clips_gather_ids": clips_gather_ids, "is_wide": is_wide, "has_weights": has_weights}
     if indices_are_sorted:
         first_dim = 2 if has_weights else 1
@@ -458,7 +454,7 @@ GATHER_SEGMENT_SUM = Op(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The sum over the graphs of a batch, which is the gradient of the rows that they share.
+# The sum over the graphs of a batch: the gradient of rows that all graphs share.
 
 
 def _join(
@@ -501,9 +497,9 @@ def sum_edges(
     is_wide: bool = False,
     **params: Any,
 ) -> Array:
-    """Calls the kernel with the operands that there are, for one graph or for all that these dimensions number."""
+    """Calls the op with the given operands, for one graph or, with `num_graph_dims`, summed over a batch of graphs."""
     deterministic = deterministic or (indices_are_sorted and may_run_kernel())
-    edge_order = None if weights is None else edge_order  # edges differ by their weights alone
+    edge_order = None if weights is None else edge_order  # the kernel uses it only to find weights
     operands = {"data": data, "gather_ids": gather_ids, "segment_ids": segment_ids}
     operands |= {name: x for name, x in (("weights", weights), ("edge_order", edge_order)) if x is not None}
     flags = {"has_weights": weights is not None, "has_edge_order": edge_order is not None}
@@ -518,12 +514,12 @@ def sum_edges(
 
 
 def sum_params(num_segments: int, indices_are_sorted: bool = False, deterministic: bool = False) -> dict[str, Any]:
-    """What the transpose of a gradient needs; public gradients do not know how the segments were summed."""
+    """The params of the transpose of a gradient. Public gradients do not know how the segments were summed."""
     return vars(SumParams(num_segments, indices_are_sorted, deterministic))
 
 
 def gradient_params(params: SumParams) -> dict[str, Any]:
-    """The params of the gradient of a sum, where the shape of the cotangent tells the number of segments."""
+    """The params of the gradient of a sum. The number of segments follows from the shape of the cotangent."""
     return {"indices_are_sorted": params.indices_are_sorted, "deterministic": params.deterministic}
 
 
@@ -537,7 +533,7 @@ def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) 
 def _sum_rows(
     params: SumParams, *, data: Array, segment_ids: Array, order: Array | None = None, sorted_ids: Array | None = None
 ) -> Array:
-    """The sums, in the order of a plan where there is one."""
+    """The sums, added in the order of the plan if there is one."""
     if order is None:
         return SEGMENT_SUM(data, segment_ids, **vars(params))[0]
     return sum_edges(data, order, sorted_ids, num_segments=params.num_segments, indices_are_sorted=True)

@@ -46,42 +46,43 @@ def take_rows(
 ) -> Array:
     """Rows by their numbers: ``out[..., :] = data[ids[...], :]``, the look-up of embeddings.
 
-    The same as ``data[ids]`` of an integer array, and the same gather of XLA, which it fuses with its neighbours. The
+    The same as ``data[ids]`` for an integer array, by the same XLA gather, which XLA fuses with its neighbours. The
     gradient is a kernel.
 
     Args:
-      data: ``[N, ...]``, the rows, any dtype. Of float16, bfloat16, float32 and float64 the gradient has a kernel.
+      data: ``[N, ...]``, the rows, any dtype. The gradients of float16, bfloat16, float32 and float64 have kernels.
       ids: any shape, any integer dtype, in any order: the row that each element takes. As in ``data[ids]``, negative
-        ids count from the end, and ids out of range name the nearest row. (JAX itself reads ids in arrays modulo 2^32.)
-      indices_are_sorted: promises that the numbers of the rows, counted from the front, do not decrease in the order of
-        ``ids.reshape(-1)``, which saves the gradient a sort or atomic additions on GPUs. If the promise is false, the
-        result may hold anything.
-      deterministic: on GPUs, the gradients of a row that unsorted ids take several times are added in an order that
-        varies from run to run, unless this is True. Everything else has the same bits in every run anyway.
-      plan: instead of `ids`, the edges of a graph as :func:`segment_plan` has sorted them: each takes the row of its
-        segment. With ``plan.transposed``, each takes the row that it gathers. The gradient does not sort any more, and
+        ids count from the end, and ids out of range name the nearest row. (As in JAX, array ids are read modulo 2^32.)
+      indices_are_sorted: promises that ``ids.reshape(-1)``, with negative ids counted from the end, is non-decreasing,
+        which saves the gradient a sort or atomic additions on GPUs. If the promise is false, the result may hold
+        anything.
+      deterministic: on GPUs, if unsorted ids take a row several times, its gradients are added in an order that varies
+        from run to run, unless this is True. Everything else has the same bits in every run anyway.
+      plan: a :func:`segment_plan` of the edges of a graph, which replaces `ids`: each edge takes the row of its
+        segment. With ``plan.transposed``, each edge takes the row that it gathers. The gradient then does not sort and
         has the same bits in every run.
-      implementation: "kernel", and an error where there is none; "xla" for plain JAX; None: what was faster where
-        measured, or what the context :func:`jax_baracuda.implementation` says.
+      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
-      ``ids.shape + data.shape[1:]`` with the dtype of `data`. Under explicit sharding it is split as `ids` and the
-      features of `data` are, also where ``data[ids]`` asks for an `out_sharding`.
+      ``ids.shape + data.shape[1:]`` with the dtype of `data`. Under explicit sharding, it is sharded like `ids` and the
+      features of `data`, also where ``data[ids]`` asks for an `out_sharding`.
 
     Raises:
-      TypeError: an argument is no array or has an unsuitable dtype.
+      TypeError: an argument is not an array or has an unsuitable dtype.
       IndexError: `ids` is boolean.
-      ValueError: `data` is a scalar, has no rows to take or others than the plan, or both a plan and ids are given.
+      ValueError: `data` is a scalar, has no rows to take, or not as many rows as the plan has segments; or both a plan
+        and ids are given.
 
     Numerical guarantees: the value is exact. In the gradient, rows of 16 bits are added in float32 (float64 in
-    float64), and the sum is rounded once to the dtype, where ``data[ids]`` adds in 16 bits and stops counting ones at
-    256 or 2048. Bit-equal from run to run, except for gradients on GPUs as said under `deterministic`.
+    float64), and the sum is rounded once to the dtype. The gradient of ``data[ids]`` adds in 16 bits, where a sum of
+    ones stops growing at 256 or 2048. Bit-equal from run to run, except for gradients on GPUs (see `deterministic`).
 
     Gradient: ``d_data[n] = sum { d_out[i] : ids[i] == n }``, the kernel of :func:`segment_sum`; `data` is not kept for
-    the backward pass. As in ``data[ids]``, no gradient goes through ids that are out of range, but for a scalar one,
-    through which it goes to the nearest row. The function is linear in `data`: derivatives of any order, in either mode
-    and in any combination exist. Where ``jax.vmap`` maps the ids and not `data`, the gradient of `data` is one sum over
-    the whole batch; sorted ids and plans do not save its sort or atomic additions there. Complex `data` has the
+    the backward pass. As in ``data[ids]``, no gradient goes through ids that are out of range, except that a scalar id
+    out of range passes it to the nearest row. The function is linear in `data`: derivatives of any order, in either
+    mode and in any combination exist. If ``jax.vmap`` maps the ids but not `data`, the gradient of `data` is one sum
+    over the whole batch; sorted ids and plans do not save its sort or atomic additions there. Complex `data` has the
     gradient of JAX.
 
     Example:
@@ -127,7 +128,11 @@ def _take_by_plan(name: str, data: Array, ids: ArrayLike | None, plan: SegmentPl
 
 
 def _row_numbers(ids: Array, num_rows: int) -> Array:
-    """What JAX makes of ids: from the front, and those of arrays modulo 2^32, where the rows are not more."""
+    """Ids counted from the front, in the index dtype.
+
+    As in JAX, a scalar id out of range is clamped, and 64-bit ids in arrays are read modulo 2^32 unless there are 2^31
+    rows or more.
+    """
     ids = wrapped_ids(ids, num_rows)
     if ids.ndim == 0 and num_rows != 0:
         ids = clamped_ids(ids, num_rows)
@@ -135,21 +140,21 @@ def _row_numbers(ids: Array, num_rows: int) -> Array:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The gather: a primitive, because a ``jax.custom_vjp`` under ``vmap`` has a gradient of data for each element of the
-# batch. It is linear in data, and its transpose is the sum below. The order of a plan may follow the ids.
+# The gather: a primitive, because under ``vmap`` a ``jax.custom_vjp`` computes a gradient of data per batch element. It
+# is linear in data, and its transpose is the sum below. The operands after the ids, if any, are the order of a plan.
 
 
 def _gather(
     data: Array, ids: Array, *order: Array, indices_are_sorted: bool, deterministic: bool, fills: bool = False
 ) -> Array:
-    """Rows of `data` by ids counted from the front; for ids out of range zeros if it `fills`, else the nearest row."""
+    """Rows of `data` by ids counted from the front. Ids out of range give zeros if `fills`, else the nearest row."""
     params = {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic, "fills": fills}
-    params["implementation"] = current_selection()  # of the sum that is the transpose
+    params["implementation"] = current_selection()  # for the transpose, a segment sum
     return _gather_p.bind(*jax_versions.unify_varying(data, ids, *order), **params, num_batch_dims=0)
 
 
 def _gathered_type(data: Any, ids: Any, *_: Any, num_batch_dims: int, **__: Any) -> Any:
-    """Under explicit sharding, split as the ids are, and as the features of `data` where no axis is used twice."""
+    """Under explicit sharding, sharded like the ids and like the features of `data`, unless an axis occurs twice."""
     num = num_batch_dims
     shape = (*data.shape[:num], *ids.shape[num:], *data.shape[num + 1 :])
     specs = [jax_versions.explicit_spec(x) for x in (data, ids)]
@@ -175,7 +180,7 @@ def _each_axis_once(spec: Sequence[Any]) -> tuple[Any, ...]:
 def _lower_gather(
     ctx: mlir.LoweringRuleContext, *operands: Any, num_batch_dims: int, indices_are_sorted: bool, fills: bool, **_: Any
 ) -> Any:
-    """As a gather of XLA, which fuses and partitions it."""
+    """Lowers to an XLA gather, which XLA fuses and partitions."""
     mode: Any = {"mode": "fill", "fill_value": 0} if fills else {"mode": "promise_in_bounds"}
     mapped = mapped_dims(ctx.avals_in[:2], num_batch_dims)
 
@@ -201,7 +206,8 @@ def _batch_gather(
     implementation: Selection,
     **params: Any,
 ) -> tuple[Array, int | None]:
-    """The batch of data comes in front. That of ids alone is one dimension of them more: data have one gradient."""
+    """If data is mapped, its batch dimension goes first. If only ids are, it is one more dimension of the ids, so that
+    data gets a single gradient."""
     if axes[0] is not None:
         mapped = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
         params |= {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic}
@@ -213,7 +219,7 @@ def _batch_gather(
     else:
         joined_axis = num_batch_dims
         ids = jnp.moveaxis(ids, axes[1], joined_axis)
-    # Nor do sorted ids, but their sums have the same bits in every run, unless XLA adds them up.
+    # Sorted ids do not stay sorted across the batch, but their sums must stay deterministic, unless XLA computes them.
     deterministic = deterministic or (indices_are_sorted and implementation != "xla")
     params |= {"indices_are_sorted": False, "deterministic": deterministic, "implementation": implementation}
     return _gather_p.bind(data, ids, **params, num_batch_dims=num_batch_dims), joined_axis
@@ -259,12 +265,12 @@ mlir.register_lowering(_gather_p, _lower_gather)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Its transpose: a segment sum by ids of any rank. For a vector it is SEGMENT_SUM; else dimensions are made one on each
-# device only, because XLA would gather whole arrays where any but the first of these dimensions is split.
+# Its transpose: a segment sum by ids of any rank. Ids of rank 1 use SEGMENT_SUM. Other ids are flattened within the
+# program of each shard, because XLA would all-gather arrays that are split along any but their first dimension.
 
 
 def sum_taken_rows(d_taken: Array, ids: Array, *, num_rows: int, **params: bool) -> Array:
-    """The gradient of taken rows ``[*ids.shape, ...]``, by ids counted from the front."""
+    """The gradient by `data`, given the cotangent of the taken rows ``[*ids.shape, ...]``. Ids count from the front."""
     if ids.ndim == 1:
         return SEGMENT_SUM(d_taken, ids, num_segments=num_rows, **params)[0]
     return TAKE_ROWS_BACKWARD(d_taken, ids, num_rows=num_rows, ids_ndim=ids.ndim, **params)[0]
