@@ -25,7 +25,7 @@ Sizes = Mapping[str, Any]
 
 
 def _majorant_silu(z: Any) -> Any:
-    """Of positive z; its derivatives bound those of silu, and what an error of z changes in them."""
+    """For positive z. Its derivatives bound the derivatives of silu, and their changes by an error of z."""
     return z * (1.1 + z * (0.25 + 0.06 * z))
 
 
@@ -67,7 +67,7 @@ def _wide(dtype: str, options: Options) -> str:
 
 
 def same_sequences(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Runs of equal ids, some of which come again."""
+    """Runs of equal ids. Ids recur."""
     return np.cumsum(rng.random(shape) < 0.2, axis=-1).astype(dtype) % 3
 
 

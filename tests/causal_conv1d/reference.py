@@ -1,4 +1,4 @@
-"""Problems for the causal convolution, its NumPy reference in extended precision, and what rounding may add to it."""
+"""Problems for the causal convolution, a NumPy reference in extended precision, and bounds on rounding errors."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ LAYOUTS = (False, True)
 
 
 def in_layout(signal: Any, channels_last: bool) -> Any:
-    """A signal ``[..., C, L]`` with its channels last if so asked; also the way back."""
+    """Moves the channels of a signal ``[..., C, L]`` last, if `channels_last`. The same call moves them back."""
     return signal.swapaxes(-1, -2) if channels_last else signal
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A convolution, signals always ``[B, C, L]``."""
+    """A convolution. Its signals have shape ``[B, C, L]``, whatever the layout of a call."""
 
     arrays: dict[str, np.ndarray]
-    """What has a gradient: x, weight, and of bias and initial_state what is there."""
+    """The differentiable operands: x, weight, and bias and initial_state if present."""
     segment_ids: np.ndarray | None = None
     activation: str | None = None
 
@@ -46,11 +46,11 @@ class Problem:
         return (*self.arrays["x"].shape[:2], self.width - 1)
 
     def operands(self, channels_last: bool) -> dict[str, np.ndarray]:
-        """The arrays as they are passed."""
+        """The arrays in the layout of a call."""
         return self.arrays | {"x": in_layout(self.arrays["x"], channels_last)}
 
     def call(self, arrays: dict[str, Any], channels_last: bool, function: Any = causal_conv1d) -> tuple[Any, Any]:
-        """y and the final state, of these arrays in place of the problem's."""
+        """y and the final state, computed from these arrays instead of the problem's."""
         return function(
             **arrays,
             segment_ids=self.segment_ids,
@@ -88,13 +88,13 @@ def make_problem(
 
 
 def make_ids(rng: np.random.Generator, examples: int, length: int) -> np.ndarray:
-    """Sequences of very different lengths, one after the other; every id comes back later, so that some are split."""
+    """Ids of packed sequences of very different lengths. Ids recur, so a sequence may be in several parts."""
     starts = rng.random((examples, length)) < rng.choice([0.02, 0.5], (examples, 1))
     return (np.cumsum(starts, axis=1) % 3 - 1).astype(np.int32)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The reference: float64 (sums in extended precision), one tap after the other.
+# The reference, in extended precision, one tap at a time.
 
 
 def _wide(array: np.ndarray) -> np.ndarray:
@@ -103,7 +103,7 @@ def _wide(array: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """The inputs before and from t = 0, and which of them belong to the sequence of which."""
+    """The inputs, with the initial state before t = 0, and the sequence id of each."""
 
     inputs: np.ndarray
     """[B, C, W-1+L]"""
@@ -120,9 +120,9 @@ class History:
         return cls(np.concatenate([state, x], axis=2), np.concatenate([before, ids], axis=1))
 
     def back(self, steps: int, width: int) -> tuple[np.ndarray, np.ndarray, slice]:
-        """For every t, the input so many steps back, 0 if of another sequence; whether it is of the same; where it is.
+        """For every t, the input `steps` back, or 0 if of another sequence; a same-sequence mask; the inputs' slice.
 
-        An input of another sequence may be NaN: it is replaced, not multiplied.
+        An input of another sequence may be NaN. So it is replaced, not multiplied by 0.
         """
         where = slice(width - 1 - steps, self.inputs.shape[2] - steps)
         is_same = (self.ids[:, where] == self.ids[:, width - 1 :])[:, None]
@@ -134,7 +134,7 @@ class History:
         return np.bitwise_or.reduce(bits)
 
     def is_kept(self, width: int) -> np.ndarray:
-        """Which of the last W - 1 inputs belong to the sequence of the last."""
+        """Which of the last W - 1 inputs belong to the last input's sequence."""
         return (self.ids[:, self.ids.shape[1] - (width - 1) :] == self.ids[:, -1:])[:, None]
 
 
@@ -167,7 +167,7 @@ def reference(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 def _linear_gradients(
     problem: Problem, history: History, dz: np.ndarray, d_final_state: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """The gradients of all arrays that are there, given the cotangent of the linear part."""
+    """The gradients of all differentiable operands, given the cotangent of the linear part."""
     width, weight = problem.width, _wide(problem.arrays["weight"])
     d_inputs, dweight = np.zeros_like(history.inputs), np.zeros_like(weight)
     for steps in range(width):
@@ -196,24 +196,24 @@ def _d_linear_part(problem: Problem, history: History, dy: np.ndarray) -> np.nda
 
 
 def reference_gradients(problem: Problem, dy: np.ndarray, d_final_state: np.ndarray) -> dict[str, np.ndarray]:
-    """The gradients of all arrays that are there, for these cotangents of y and of the final state."""
+    """The gradients of all differentiable operands, for these cotangents of y and of the final state."""
     history = History.of(problem)
     return _linear_gradients(problem, history, _d_linear_part(problem, history, dy), d_final_state)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What rounding in the accumulator of the dtype may add, element by element. Each operation adds half an eps of its
-# result; all results of a sum, in whatever order, are at most the sum of the magnitudes of its terms.
+# Bounds on the rounding error of each element, for the dtype's accumulator. Each operation adds half an eps of its
+# result. The partial sums of a sum, in any order, are at most the sum of its terms' magnitudes.
 
 
 def _magnitudes(problem: Problem) -> Problem:
-    """The sums of this problem are the sums of the magnitudes of the terms."""
+    """A problem whose sums are the sums of the terms' magnitudes."""
     arrays = {name: np.abs(array) for name, array in problem.arrays.items()}
     return dataclasses.replace(problem, arrays=arrays, activation=None)
 
 
 def _sum_error(problem: Problem) -> float:
-    """Of sums over the taps, relative to their magnitude: W products, and as many additions."""
+    """The relative error of sums over the taps: each term is rounded as a product, then in up to W additions."""
     return (problem.width + 1) / 2 * cases.eps_of(problem.dtype)
 
 
@@ -223,7 +223,7 @@ def _linear_part_error(problem: Problem) -> np.ndarray:
 
 
 def _sigmoid_error(problem: Problem, z: np.ndarray) -> np.ndarray:
-    """Relative: the exponential is right to 2 units in the last place after z was rounded; a sum, a quotient."""
+    """The relative error: from rounding z, an exponential exact to 2 units in the last place, a sum and a quotient."""
     return cases.eps_of(problem.dtype) * (2 + (1 - _sigmoid(z)) * (2 + np.abs(z)))
 
 
@@ -232,7 +232,7 @@ def _d_linear_part_error(problem: Problem, dy: np.ndarray) -> np.ndarray:
     if not problem.activation:
         return np.zeros_like(dy)
     z, eps = _linear_part(problem, History.of(problem)), cases.eps_of(problem.dtype)
-    # The slope of silu has a slope of at most 1/2. It is s + s z (1 - s), each operation rounded.
+    # The slope of silu, s + s z (1 - s), changes by at most half the error of z. Each of its operations is rounded.
     of_slope = _linear_part_error(problem) / 2
     of_slope = of_slope + _sigmoid(z) * (1 + np.abs(z)) * (_sigmoid_error(problem, z) + 4 * eps)
     return dy * of_slope
@@ -244,20 +244,20 @@ def expected_outputs(problem: Problem) -> tuple[Expected, np.ndarray]:
     error = _linear_part_error(problem)
     if problem.activation:
         z = _linear_part(problem, History.of(problem))
-        smallest = float(np.finfo(cases.accumulator(problem.dtype)).tiny)  # exp(-z) overflows where exp(z) is less
-        error = 1.1 * error + np.abs(y) * (_sigmoid_error(problem, z) + cases.eps_of(problem.dtype))  # of the slope
+        smallest = float(np.finfo(cases.accumulator(problem.dtype)).tiny)  # exp(-z) overflows if exp(z) is smaller
+        error = 1.1 * error + np.abs(y) * (_sigmoid_error(problem, z) + cases.eps_of(problem.dtype))  # 1.1: max slope
         error = error + np.abs(z) * smallest
     return Expected(y, problem.dtype, error), state.astype(problem.dtype)
 
 
 def _squares(problem: Problem) -> Problem:
-    """The sums of this problem are the sums of the squares of the terms."""
+    """A problem whose sums are the sums of the terms' squares."""
     arrays = {name: _wide(array) ** 2 for name, array in problem.arrays.items()}
     return dataclasses.replace(problem, arrays=arrays, activation=None)
 
 
 def expected_gradients(problem: Problem, dy: np.ndarray, d_final_state: np.ndarray) -> dict[str, Expected]:
-    """The gradients of all arrays that are there; each has the dtype of its primal."""
+    """The gradients of all differentiable operands. Each has the dtype of its primal."""
     history, eps = History.of(problem), cases.eps_of(problem.dtype)
     dz = _d_linear_part(problem, history, dy)
     dz_error = _d_linear_part_error(problem, dy)
@@ -275,8 +275,8 @@ def expected_gradients(problem: Problem, dy: np.ndarray, d_final_state: np.ndarr
     def error(name: str) -> np.ndarray:
         if name not in ("weight", "bias"):
             return handed_on[name] + _sum_error(problem) * of_terms[name]
-        # Errors of many terms are independent, and add up as their squares do, to less than six deviations. Of long
-        # sums, the accumulator holds some tens of terms; partial sums are then added in pairs, or in float64.
+        # Errors of many terms are independent: their sum stays below six standard deviations. In long sums, an
+        # accumulator adds some tens of terms. Partial sums are then added in pairs, or in float64.
         of_sum = np.minimum(roundings * of_terms[name], 64 * np.sqrt(squares_of_terms[name]))
         return np.minimum(handed_on[name], 6 * np.sqrt(squares_handed_on[name])) + eps * of_sum
 
@@ -284,7 +284,7 @@ def expected_gradients(problem: Problem, dy: np.ndarray, d_final_state: np.ndarr
 
 
 def part_of(expected: Expected, index: Any) -> Expected:
-    """What is expected of the elements at an index."""
+    """The expected values of the elements at an index."""
     error = np.broadcast_to(expected.error, expected.exact.shape)
     return dataclasses.replace(expected, exact=expected.exact[index], error=error[index])
 
@@ -324,10 +324,10 @@ def plain_convolution(
 
 
 def assert_close(actual: Any, expected: Any, where: str = "") -> None:
-    """Two results of direct calls with :data:`SIZES` agree, element by element.
+    """Asserts that two results of direct calls with :data:`SIZES` agree, element by element.
 
-    Either is within 8 eps of the accumulator of the exact number, or of 1, the size of the terms: sums are short. Then
-    either is rounded to its dtype.
+    Sums are short, and their terms have size 1. So each result is within 8 eps of the accumulator, relative to the
+    exact number or to 1, whichever is larger. Then each is rounded to its dtype.
     """
     expected = np.asarray(expected).astype(np.float64)
     bound = np.maximum(np.abs(expected), 1)
@@ -346,7 +346,7 @@ def check_outputs(problem: Problem, channels_last: bool, y: Any, final_state: An
 def check_gradients(
     actual: dict[str, Any], expected: dict[str, Expected], channels_last: bool, where: str = ""
 ) -> None:
-    """Gradients as of `Problem.operands`."""
+    """Checks gradients with respect to `Problem.operands`."""
     assert actual.keys() == expected.keys()
     for name, gradient in actual.items():
         gradient = in_layout(gradient, channels_last) if name == "x" else gradient
@@ -367,7 +367,7 @@ class Sizes:
     length: int = 7
     width: int = 5
     state_length: int = 8
-    """Of the state that is updated."""
+    """The length of the updated state."""
 
 
 SIZES = Sizes()
@@ -424,12 +424,12 @@ def good_call(
     parameter_dtype: str | None = None,
     is_batched: bool = True,
 ) -> Call:
-    """A call that fits.
+    """A valid call.
 
     Args:
-      optional: which of the optional operands are there; None: all of them.
-      shared: which operands are shared by the batch.
-      is_batched: whether arrays have the batch dimension, which those of an update may lack.
+      optional: the optional operands to pass; None: all of them.
+      shared: the operands shared by the batch.
+      is_batched: whether arrays have the batch dimension. Only an update works without it.
     """
     names = TARGETS[target]
     present = [name for name in names.optional_operands if optional is None or name in optional]
@@ -445,5 +445,5 @@ def good_call(
 
 
 def presence(target: str, optional: Collection[str]) -> dict[str, bool]:
-    """The attributes that say that these optional operands are there."""
+    """The attributes for the presence of these optional operands."""
     return {f"has_{name}": name in optional for name in TARGETS[target].optional_operands}

@@ -60,14 +60,14 @@ SHAPES = (
     (2, 6, 1026),
     (1, 8, 4099),
 )
-"""(B, C, L): empty, shorter than a filter, odd, and such that every way through a kernel is taken."""
+"""(B, C, L): empty, shorter than a filter, odd, and sizes that reach every path of the kernels."""
 
 each_layout = pytest.mark.parametrize("channels_last", LAYOUTS, ids=["channels first", "channels last"])
 each_dtype = pytest.mark.parametrize("dtype", FLOATING)
 
 
 def cotangents(rng: np.random.Generator, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Of y ``[B, C, L]`` and of the final state."""
+    """Random cotangents of y ``[B, C, L]`` and of the final state."""
     return tuple(
         rng.normal(size=shape).astype(problem.dtype) for shape in (problem.arrays["x"].shape, problem.state_shape)
     )
@@ -79,7 +79,7 @@ def value_and_pullback(problem: Problem, channels_last: bool, arrays: Any, *d_ou
 
 
 def add_call(batch: Batch, rng: np.random.Generator, problem: Problem, channels_last: bool, where: str) -> None:
-    """Adds the outputs, and the gradients of all arrays by both ways to get them."""
+    """Adds a call and the check of its outputs and of the gradients of all arrays."""
     dy, d_state = cotangents(rng, problem)
     operands = problem.operands(channels_last)
     dy_in_layout = in_layout(dy, channels_last)
@@ -94,7 +94,7 @@ def add_call(batch: Batch, rng: np.random.Generator, problem: Problem, channels_
 
 
 def backward(problem: Problem, channels_last: bool, dy: Any, d_state: Any) -> dict[str, Any]:
-    """The public backward function, its results by name."""
+    """The results of the public backward function, by name."""
     arrays = problem.operands(channels_last)
     results = causal_conv1d_backward(
         in_layout(dy, channels_last),
@@ -118,7 +118,7 @@ def backward(problem: Problem, channels_last: bool, dy: Any, d_state: Any) -> di
 
 
 def test_reference_itself(rng: np.random.Generator) -> None:
-    """The NumPy reference is np.convolve of every sequence by itself; its gradients are those of plain JAX."""
+    """The NumPy reference agrees with np.convolve; its outputs and gradients agree with plain JAX."""
     problem = make_problem(rng, (2, 3, 20), 4, "float64", activation=None)
     x, weight, bias = problem.arrays.values()
     y, _ = convolutions.reference(problem)
@@ -139,7 +139,7 @@ def test_reference_itself(rng: np.random.Generator) -> None:
 @each_dtype
 @pytest.mark.parametrize("count", [1, 11])
 def test_comparison_sees_every_element(rng: np.random.Generator, dtype: str, count: int) -> None:
-    """The exact numbers pass; none may be missing from a long row, not even one, but those within the error of zero."""
+    """The comparison accepts the exact numbers. It finds each wrong 0, unless 0 is within the error."""
     problem = make_problem(rng, (1, 2, 4099), 4, dtype, has_state=True)
     dy, d_state = cotangents(rng, problem)
     gradients = expected_gradients(problem, dy, d_state)
@@ -157,7 +157,7 @@ def test_comparison_sees_every_element(rng: np.random.Generator, dtype: str, cou
 @each_layout
 @each_dtype
 def test_value_and_gradient(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
-    """Every width with every option, parameters in either dtype, in sizes that vary; wider filters in plain JAX."""
+    """Every width, with varying options, sizes and parameter dtypes. Filters of more than 8 taps run in plain JAX."""
     batch = Batch()
     sizes = itertools.cycle([(2, 13, 37), (3, 8, 64), (1, 21, 5), (2, 1, 90), (2, 66, 18)])
     narrow = dtype in ("float16", "bfloat16")
@@ -176,7 +176,7 @@ def test_value_and_gradient(rng: np.random.Generator, dtype: str, channels_last:
 @each_layout
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sizes(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
-    """Sizes of every kind, without options and with all of them."""
+    """Sizes of every kind, with states and ids, with and without bias and activation."""
     batch = Batch()
     for shape, options in itertools.product(SHAPES, (OPTIONS[6], OPTIONS[-1])):
         problem = make_problem(rng, shape, 4, dtype, **options)
@@ -186,7 +186,7 @@ def test_sizes(rng: np.random.Generator, dtype: str, channels_last: bool) -> Non
 
 @pytest.mark.parametrize(("dtype", "wider"), [*((dtype, False) for dtype in FLOATING), ("bfloat16", True)])
 def test_backward(rng: np.random.Generator, dtype: str, wider: bool) -> None:
-    """The public backward function, with and without a cotangent of the final state."""
+    """The public backward function is right, with and without a cotangent of the final state."""
     batch = Batch()
     for (k, options), has_d_state in itertools.product(enumerate(OPTIONS), (True, False)):
         channels_last, width = bool(k % 2), WIDER[k % 3] if wider else 1 + k % 5
@@ -227,7 +227,7 @@ def test_any_small_problem(
 
 
 def test_long_sums(rng: np.random.Generator) -> None:
-    """Gradients of parameters over 2^20 summands err as those of some tens of summands do."""
+    """Gradients of parameters over 2^20 terms have no larger errors than sums of some tens of terms."""
     problem = make_problem(rng, (4, 1, 2**18 + 3), 4)
     dy, d_state = cotangents(rng, problem)
     expected = expected_gradients(problem, dy, np.zeros_like(d_state))
@@ -236,7 +236,7 @@ def test_long_sums(rng: np.random.Generator) -> None:
 
 
 def test_positive_long_sums_of_16_bits(rng: np.random.Generator) -> None:
-    """Sums that only grow do not stop at what 16 bits can count, and are rounded once."""
+    """Long sums of positive 16-bit terms do not stagnate, and are rounded once."""
     for dtype, channels_last in itertools.product(("float16", "bfloat16"), LAYOUTS):
         x = np.ones((3, 2, 7001), jnp.dtype(dtype))
         dy = np.full_like(x, 1 / 2)
@@ -256,7 +256,7 @@ def test_plain_activation_names(rng: np.random.Generator, channels_last: bool) -
 
 
 def test_extreme_activations() -> None:
-    """silu and its gradient where exp overflows or underflows: 0 and z, 0 and 1."""
+    """Where exp overflows or underflows, silu is 0 or z, and its gradient is 0 or 1."""
     z = np.array([-1e4, -200, -89, -88, 0, 88, 89, 200, 1e4], np.float32).reshape(1, 1, -1)
     weight = np.ones((1, 1), np.float32)
     y, vjp = jax.vjp(lambda x: causal_conv1d(x, weight, activation="silu"), z)
@@ -268,7 +268,7 @@ def test_extreme_activations() -> None:
 
 
 def test_float8_runs_as_plain_jax(rng: np.random.Generator) -> None:
-    """A dtype without kernels: the same function, by XLA, parameters in float32."""
+    """A dtype without kernels runs as plain JAX, here with float32 parameters."""
     problem = make_problem(rng, (2, 4, 9), 3, "float8_e4m3fn", parameter_dtype="float32", has_state=True, has_ids=True)
     for channels_last in LAYOUTS:
         operands = problem.operands(channels_last)
@@ -279,7 +279,7 @@ def test_float8_runs_as_plain_jax(rng: np.random.Generator) -> None:
 
 
 def test_kernels(rng: np.random.Generator) -> None:
-    """Value and gradient are one kernel call each, and keep nothing but the arguments for the backward pass."""
+    """Value and gradient are one kernel call each. The only residuals are the arguments."""
     problem = make_problem(rng, (2, 6, 50), 4, has_state=True, has_ids=True)
     for channels_last in LAYOUTS:
         operands = problem.operands(channels_last)
@@ -299,7 +299,7 @@ def test_kernels(rng: np.random.Generator) -> None:
 
 @each_layout
 def test_packed_sequences_equal_separate_sequences(rng: np.random.Generator, channels_last: bool) -> None:
-    """Each sequence in a row gives what it gives by itself, values and gradients; initial and final states, too."""
+    """Packed sequences give the same values, gradients and states as separate sequences."""
     lengths = (1, 2, 7, 3, 1, 20, 4, 2)
     starts = np.cumsum((0, *lengths[:-1]))
     full = make_problem(rng, (1, 5, sum(lengths)), 4, has_state=True)
@@ -340,7 +340,7 @@ def test_packed_sequences_equal_separate_sequences(rng: np.random.Generator, cha
 @each_layout
 @each_dtype
 def test_nothing_leaks_from_other_sequences(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
-    """NaN and infinities in one sequence, or in the state or the cotangent of one, stay there."""
+    """NaN and infinity in the inputs and cotangents of one sequence do not reach other sequences."""
     ids = np.array([[0] * 6 + [1] * 5 + [0] * 6 + [2] * 2] * 2)
     for bad, width in ((np.nan, 4), (np.inf, 4), (np.nan, 9)):
         problem = make_problem(rng, (2, 9, ids.shape[1]), width, dtype, has_state=True)
@@ -369,7 +369,7 @@ def test_nothing_leaks_from_other_sequences(rng: np.random.Generator, dtype: str
 def test_nothing_leaks_into_gradients_of_weights(
     rng: np.random.Generator, function: Callable[..., Any], channels_last: bool
 ) -> None:
-    """A NaN in a sequence of one input reaches the gradient of the present tap, but of no other tap."""
+    """NaN or infinity in a sequence of one input reaches the gradient of the last tap, but of no other tap."""
     problem = make_problem(rng, (2, 5, 12), 4, has_state=True, activation=None)
     ids = np.array([[0, 0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2]] * 2)
     x = problem.arrays["x"].copy()
@@ -387,7 +387,7 @@ def test_nothing_leaks_into_gradients_of_weights(
 
 @pytest.mark.parametrize("ids_dtype", [*cases.INTEGERS, "int4"])
 def test_ids_of_every_dtype(rng: np.random.Generator, ids_dtype: str) -> None:
-    """Ids are compared in their own dtype: the greatest and the least, and such as differ in the high bits alone."""
+    """Ids are compared in their own dtype, up to its extremes. They may differ in the high bits alone."""
     info = jnp.iinfo(ids_dtype)
     values = [int(info.min), int(info.max), 0, 1, *([2**32, 2**33] if info.bits == 64 else [])]
     ids = np.array(rng.choice(np.array(values, object), (2, 30)), object)
@@ -406,10 +406,10 @@ def test_ids_of_every_dtype(rng: np.random.Generator, ids_dtype: str) -> None:
 @each_layout
 @each_dtype
 def test_chunks_that_pass_on_their_state(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
-    """One sequence in chunks of any length, 0 and fewer than W - 1 included, gives what it gives as a whole."""
+    """A sequence in chunks gives the same results as the whole sequence, even in chunks shorter than W - 1 or empty."""
     batch = Batch()
     for width, has_ids in ((1, True), (2, False), (4, False), (4, True), (7, True), (9, False)):
-        # An id that comes back within a filter's reach is one that a state does not know any more.
+        # Ids do not recur here: a state does not hold the inputs before the last sequence.
         ids = np.cumsum(rng.random((2, 40)) < 0.2, axis=1) if has_ids else None
         problem = Problem(make_problem(rng, (2, 5, 40), width, dtype, has_state=True).arrays, ids, "silu")
 
@@ -453,7 +453,7 @@ def test_gradient_through_chunks(rng: np.random.Generator) -> None:
 
 
 def test_state_of_a_filter_without_past(rng: np.random.Generator) -> None:
-    """Width 1: states are empty, and taken and given all the same."""
+    """For width 1, states are empty, but still accepted and returned."""
     x, weight = rng.normal(size=(2, 3, 5)).astype(np.float32), np.ones((3, 1), np.float32)
     state = np.zeros((2, 3, 0), np.float32)
     y, final_state = causal_conv1d(x, weight, initial_state=state, return_final_state=True)
@@ -467,7 +467,7 @@ def test_state_of_a_filter_without_past(rng: np.random.Generator) -> None:
 
 
 def as_convolution(problem: Problem, state: np.ndarray) -> Problem:
-    """What an update computes, as a convolution with the most recent inputs of the state before it."""
+    """An update as a convolution: its initial state is the most recent part of the update's state."""
     recent = state[:, :, state.shape[2] - (problem.width - 1) :]
     return Problem(problem.arrays | {"initial_state": recent}, None, problem.activation)
 
@@ -479,10 +479,10 @@ def shifted_state(problem: Problem, state: np.ndarray) -> np.ndarray:
 def expected_gradients_of_update(
     problem: Problem, state: np.ndarray, dy: np.ndarray, d_new_state: np.ndarray
 ) -> dict[str, Expected]:
-    """Of the problem's arrays, and of the state.
+    """The gradients of the problem's arrays and of the state.
 
-    The convolution's final state is the end of the new state. What is older in it are inputs that the filter may reach,
-    too: the two cotangents of such an input are added in the dtype.
+    The convolution's final state is the end of the new state. The filter may also read the older inputs in the new
+    state. The two cotangents of such an input are added in the dtype.
     """
     as_one, num_new = as_convolution(problem, state), problem.arrays["x"].shape[2]
     older = state.shape[2] - (problem.width - 1)
@@ -511,7 +511,7 @@ UPDATES = tuple(
 @each_layout
 @each_dtype
 def test_update(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
-    """y, the new state and the gradients of all arrays, for states as short as can be and longer, one input or more."""
+    """y, the new state and all gradients are right, for states of minimum length and longer, and one input or more."""
     batch = Batch()
     for width, extra, new_inputs in UPDATES:
         problem = make_problem(rng, (2, 11, new_inputs), width, dtype, has_bias=(width + extra) % 3 > 0)
@@ -552,7 +552,7 @@ def test_update(rng: np.random.Generator, dtype: str, channels_last: bool) -> No
 @each_layout
 @each_dtype
 def test_decoding_equals_the_convolution(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
-    """A loop of updates, one input at a time, gives the outputs and the final state of the whole."""
+    """A loop of updates, one input at a time, gives the outputs and the final state of the convolution."""
     for width, num_states in ((4, 3), (4, 4), (3, 9), (1, 0), (1, 2)):
         problem = make_problem(rng, (3, 20, 24), width, dtype)
         x, weight, bias = problem.arrays.values()
@@ -583,7 +583,7 @@ def copies_of_state(text: str) -> list[str]:
 
 @pytest.mark.parametrize("loop", ["step", "scan", "fori_loop"])
 def test_donated_state_is_updated_in_place(rng: np.random.Generator, loop: str) -> None:
-    """A decoding step, and loops of it, hold no copy of a donated state; the result is right, in the same memory."""
+    """A decoding step, alone or in a loop, updates a donated state in place, without a copy."""
     examples, channels, num_states = STATE_SHAPE
     weight, bias = rng.normal(size=(channels, 4)).astype(np.float32), rng.normal(size=channels).astype(np.float32)
     x = rng.normal(size=(9, examples, channels)).astype(np.float32)
@@ -615,7 +615,7 @@ def test_donated_state_is_updated_in_place(rng: np.random.Generator, loop: str) 
 
 
 def test_state_that_is_not_donated_is_unchanged(rng: np.random.Generator) -> None:
-    """Eagerly, under jit and where it is used again, the old state is what it was."""
+    """A state that is not donated is unchanged: eagerly, under jit, and where it is used again."""
     weight, x = np.ones((6, 4), np.float32), rng.normal(size=(2, 6)).astype(np.float32)
     state = rng.normal(size=(2, 6, 5)).astype(np.float32)
     expected = np.concatenate([state, x[:, :, None]], axis=2)[:, :, 1:]
@@ -666,7 +666,7 @@ TRANSFORMATIONS: dict[str, Transformation] = {
 
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
 def test_transformation(rng: np.random.Generator, transformation: str) -> None:
-    """Outputs and gradients under each transformation have the bits that they have eagerly."""
+    """Outputs and gradients have the same bits under each transformation as in eager mode."""
     for channels_last in LAYOUTS:
         problem = make_problem(rng, (2, 6, 19), 4, "bfloat16", has_state=True, has_ids=True)
         dy, d_state = cotangents(rng, problem)
@@ -688,7 +688,7 @@ MAPPED = ("x", "weight", "bias", "initial_state", "segment_ids", "dy")
 def mapped_problem(
     rng: np.random.Generator, mapped: tuple[str, ...], size: int, channels_last: bool, width: int = 4
 ) -> tuple[dict[str, Any], dict[str, int | None]]:
-    """Operands of the call below, those that are mapped with an axis of their own in front."""
+    """The operands of the call below, and their vmap axes. Mapped operands have a leading vmap axis."""
 
     def make() -> dict[str, Any]:
         problem = make_problem(rng, (2, 5, 13), width, has_state=True, has_ids=True)
@@ -717,7 +717,7 @@ def outputs_and_gradients(channels_last: bool, operands: dict[str, Any]) -> Any:
 @each_layout
 @pytest.mark.parametrize("width", [4, 9])
 def test_vmap(rng: np.random.Generator, width: int, channels_last: bool) -> None:
-    """Mapped over each operand alone and over several: one kernel call, whose results are right."""
+    """vmap over each operand alone, and over several, is one kernel call with right results."""
     batch = Batch()
     subsets = [(name,) for name in MAPPED] + [MAPPED, ("x", "weight"), ("segment_ids", "dy"), ("bias", "initial_state")]
     call = functools.partial(outputs_and_gradients, channels_last)
@@ -744,7 +744,7 @@ def test_vmap(rng: np.random.Generator, width: int, channels_last: bool) -> None
 
 @each_layout
 def test_vmap_of_update(rng: np.random.Generator, channels_last: bool) -> None:
-    """Mapped over each operand of the update alone and over all: one kernel call, whose results are those of a loop."""
+    """vmap over each operand of the update alone, and over all, is one kernel call with right results."""
     shapes = {"x": (2, 5), "state": (2, 5, 6), "weight": (5, 4), "bias": (5,)}
     call = functools.partial(causal_conv1d_update, activation="silu", channels_last=channels_last)
     for mapped in (*((name,) for name in shapes), tuple(shapes)):
@@ -765,7 +765,7 @@ def test_vmap_of_update(rng: np.random.Generator, channels_last: bool) -> None:
 
 
 def test_nested_vmap(rng: np.random.Generator) -> None:
-    """Two levels, operands mapped at either, both or none, along other axes than the first: still one kernel call."""
+    """Two levels of vmap, over different operands and along different axes, are one kernel call."""
     x = rng.normal(size=(2, 5, 3, 13, 4)).astype(np.float32)  # [B, C, inner, L, outer]
     weight = rng.normal(size=(3, 5, 4)).astype(np.float32)  # mapped inside
     bias = rng.normal(size=(5, 4)).astype(np.float32)  # mapped outside
@@ -834,7 +834,7 @@ def smooth_loss(outputs: tuple[Any, Any], weights: np.ndarray) -> Any:
 @each_layout
 @pytest.mark.parametrize("width", [4, 9])
 def test_higher_derivatives(rng: np.random.Generator, width: int, channels_last: bool) -> None:
-    """Derivatives up to the third, in every way, with respect to all arrays at once."""
+    """First to third derivatives with respect to all arrays agree with plain JAX, in forward and reverse mode."""
     problem = make_problem(rng, (2, 3, 7), width, "float64", has_state=True, has_ids=True)
     weights = rng.normal(size=(2, 3, 7))
     u, v = ({name: rng.normal(size=x.shape) for name, x in problem.arrays.items()} for _ in range(2))
@@ -873,7 +873,7 @@ def test_higher_derivatives(rng: np.random.Generator, width: int, channels_last:
 
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("float64", 4), ("float64", 9)])
 def test_forward_mode(rng: np.random.Generator, dtype: str, width: int) -> None:
-    """jvp, linearize and grad of jvp of the forward-mode twins, along all arrays at once."""
+    """jvp, linearize and grad of jvp of the forward-mode twins agree with plain JAX, along all arrays at once."""
     problem = make_problem(rng, (2, 3, 9), width, dtype, has_state=True, has_ids=True)
     tangents = {name: rng.normal(size=x.shape).astype(dtype) for name, x in problem.arrays.items()}
 
@@ -912,7 +912,7 @@ def test_forward_mode(rng: np.random.Generator, dtype: str, width: int) -> None:
 
 @pytest.mark.thorough
 def test_check_grads(rng: np.random.Generator) -> None:
-    """Finite differences agree, for the convolution, for its public gradient and for the update."""
+    """Derivatives of the convolution, of its public gradient and of the update agree with finite differences."""
     problem = make_problem(rng, (2, 2, 5), 3, "float64", has_state=True, has_ids=True)
     state = rng.normal(size=(2, 2, 4))
     x, weight, bias, initial_state = problem.arrays.values()
@@ -935,7 +935,7 @@ def test_check_grads(rng: np.random.Generator) -> None:
 
 
 def test_forward_mode_is_confined(rng: np.random.Generator) -> None:
-    """jvp of the plain functions says that it cannot, before and after the twins were called."""
+    """jvp of the default functions is refused, even after their forward-mode twins were called."""
     x, weight, state = np.ones((1, 2, 4), np.float32), np.ones((2, 3), np.float32), np.ones((1, 2, 2), np.float32)
     assert_same_bits(forward_mode.causal_conv1d(x, weight), np.asarray(causal_conv1d(x, weight)))
     for call in (lambda x: causal_conv1d(x, weight), lambda x: causal_conv1d_update(x, state, weight)):
@@ -949,7 +949,7 @@ def test_forward_mode_is_confined(rng: np.random.Generator) -> None:
 X, WEIGHT, B, STATE = (np.ones(shape, np.float32) for shape in ((2, 6, 9), (6, 4), (6,), (2, 6, 3)))
 IDS = np.zeros((2, 9), np.int32)
 
-# Changed arguments, the exception, and what the message says after the function's name.
+# Changed arguments, the exception, and the message after the function's name.
 COMMON_ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "x is a list": ({"x": [[[1.0]]]}, TypeError, "x must be an array, got list"),
     "x is None": ({"x": None}, TypeError, "x must be an array, got NoneType"),
@@ -1101,7 +1101,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     ("name", "case"), [(name, case) for name, (_, _, errors) in CALLS.items() for case in errors], ids=str
 )
 def test_errors(name: str, case: str) -> None:
-    """The message names the function, the argument, what came and what is allowed; under jit, too."""
+    """The message names the function, the argument, the value given and the values allowed; under jit, too."""
     function, arguments, errors = CALLS[name]
     changed, exception, message = errors[case]
     pattern = f"(?s)^{function.__name__}: {message}"
@@ -1131,7 +1131,7 @@ def test_random_keys_are_refused() -> None:
 
 
 def test_64_bit_numpy_inputs_with_x64_off(rng: np.random.Generator) -> None:
-    """With 64-bit types off, NumPy inputs of such types become 32-bit ones, as everywhere in JAX."""
+    """With 64-bit types off, 64-bit NumPy inputs become 32-bit arrays, as everywhere in JAX."""
     problem = make_problem(rng, (2, 3, 9), 4, "float64", has_ids=True)
     with jax.enable_x64(False):
         y, state = Problem(problem.arrays, problem.segment_ids.astype(np.int64), "silu").call(problem.arrays, False)
@@ -1141,7 +1141,7 @@ def test_64_bit_numpy_inputs_with_x64_off(rng: np.random.Generator) -> None:
 
 
 def test_overloads_have_the_arguments_of_the_function() -> None:
-    """They tell type checkers what is returned, and differ in that alone."""
+    """Overloads differ from the function only in `return_final_state` and the return type."""
     parameters = inspect.signature(causal_conv1d).parameters
     overloads = typing.get_overloads(causal_conv1d)
     assert len(overloads) == 3

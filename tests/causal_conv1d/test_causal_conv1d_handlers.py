@@ -1,4 +1,4 @@
-"""The native handlers of causal_conv1d trust nothing: what does not fit gives an error, never a crash."""
+"""The native handlers of causal_conv1d check every argument: an invalid call gives an error, never a crash."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jax_baracuda._core.op import OPS
 WITHOUT_KERNEL = ("int8", "uint8", "int32", "bool", "complex64")
 
 MISCOUNTS = (r"got \d+", "expected one scratch buffer")
-"""What messages begin with that concern numbers of buffers, not one argument."""
+"""Beginnings of messages about the number of buffers, which name no argument."""
 
 each_target = pytest.mark.parametrize("target", TARGETS)
 each_layout = pytest.mark.parametrize("channels_last", LAYOUTS, ids=["channels first", "channels last"])
@@ -41,25 +41,25 @@ def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarra
 
 
 def assert_refused(call: Call, what: str, *names: str) -> None:
-    """Names the target and one of these arguments; without names, any of the call's."""
+    """Asserts an error that names the target and one of these arguments. Without names, any of the call's arguments."""
     handlers.assert_refused(call, what, names or [x.name for x in call.arrays()])
 
 
 def test_table_is_complete() -> None:
-    """Each op of the family is here, with attributes for its optional operands."""
+    """`TARGETS` has all ops of the family, and `good_call` passes all their attributes."""
     assert set(TARGETS) == {name for name in OPS if name.startswith("causal_conv1d")}
     for target in TARGETS:
         assert set(good_call(target).attributes) == {"num_batch_dims", *OPS[target].attributes}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What fits.
+# Valid calls.
 
 
 @each_layout
 @each_target
 def test_valid_calls_succeed(rng: np.random.Generator, target: str, channels_last: bool) -> None:
-    """The calls that the tests below spoil are good as they are, without any of the optional operands, too."""
+    """The calls that the tests below make invalid are valid themselves, with any choice of optional operands."""
     for optional in subsets(TARGETS[target].optional_operands, range(5)):
         call = good_call(target, channels_last, optional=optional)
         results = call.results_of(random_operands(rng, call))
@@ -69,14 +69,14 @@ def test_valid_calls_succeed(rng: np.random.Generator, target: str, channels_las
 @each_layout
 @each_target
 def test_any_operands_may_be_shared(rng: np.random.Generator, target: str, channels_last: bool) -> None:
-    """An operand that is shared by the batch counts as if it were there for each of its elements."""
+    """An operand shared by the batch gives the same results as a copy of it for each batch element."""
     names = [x.name for x in good_call(target).operands]
     choices = list(subsets(names, [1, 2, len(names) - 1]))
     calls = [good_call(target, channels_last, shared=shared) for shared in choices]
     operands = [random_operands(rng, call) for call in calls]
 
     def repeated(name: str) -> np.ndarray:
-        """The operand of all calls."""
+        """The operand of all calls, concatenated."""
         return np.concatenate(
             [np.broadcast_to(given[name], (SIZES.batch, *given[name].shape[1:])) for given in operands]
         )
@@ -91,7 +91,7 @@ def test_any_operands_may_be_shared(rng: np.random.Generator, target: str, chann
 
 @each_target
 def test_dtypes_of_parameters(rng: np.random.Generator, target: str) -> None:
-    """Each has the dtype of x or, of the same value to the kernel, float32 where x has 16 bits; nothing else."""
+    """Parameters have the dtype of x. For x of 16 bits, float32 gives the same results. Other dtypes are refused."""
     for dtype in FLOATING:
         good = good_call(target, dtype=dtype)
         operands = random_operands(rng, good)
@@ -122,7 +122,7 @@ def test_batch_dims_count_as_one(
 
 @each_layout
 def test_update_without_batch_dimension(rng: np.random.Generator, channels_last: bool) -> None:
-    """The same as a batch of one."""
+    """An update without batch dimension gives the same bits as a batch of one."""
     for optional in subsets(TARGETS["causal_conv1d_update"].optional_operands, range(2)):
         batched, call = (
             good_call(
@@ -151,7 +151,7 @@ EMPTY_SIZES = (
 @each_layout
 @each_target
 def test_empty_arrays(rng: np.random.Generator, target: str, channels_last: bool) -> None:
-    """Gradients of parameters are zero, and states go through, whatever was in the results' memory."""
+    """For empty arrays, parameter gradients are zero and states pass through, whatever was in the results' memory."""
     options = TARGETS[target].optional_operands
     parameters, signals = ("weight", "bias"), ("x", "dy", "same_sequence", "state", "initial_state", "d_final_state")
     for empty in EMPTY_SIZES:
@@ -182,7 +182,7 @@ def test_state_without_inputs(rng: np.random.Generator, channels_last: bool) -> 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What does not fit.
+# Invalid calls.
 
 
 @each_layout
@@ -190,7 +190,7 @@ def test_state_without_inputs(rng: np.random.Generator, channels_last: bool) -> 
     ("target", "is_batched"), [*((target, True) for target in TARGETS), ("causal_conv1d_update", False)]
 )
 def test_bad_shapes_are_refused(target: str, is_batched: bool, channels_last: bool) -> None:
-    """Each operand and result with another rank, or another size in any of its dimensions."""
+    """Each operand and result is refused with another rank, or with another size in any dimension."""
     good = good_call(target, channels_last, is_batched=is_batched)
 
     def with_bad_shapes(array: Array) -> dict[str, Array]:
@@ -199,15 +199,15 @@ def test_bad_shapes_are_refused(target: str, is_batched: bool, channels_last: bo
             others["batch of 1"] = array.shared()
         if target == "causal_conv1d_update" and array.name == "weight":
             tap = 2 if is_batched else 1
-            del others[f"dimension {tap} longer"], others[f"dimension {tap} shorter"]  # as good a width as any
+            del others[f"dimension {tap} longer"], others[f"dimension {tap} shorter"]  # another valid width
         return others
 
-    # The sizes are taken from these, so that the message may be about what does not fit them.
+    # The handler takes the sizes from these, so its message may name another array.
     tell_sizes = {good.results[0].name, "weight", "state"}
     in_other_layout = good_call(target, not channels_last, is_batched=is_batched).arrays()
     for how, array, call in good.with_other(with_bad_shapes):
         if channels_last and array in in_other_layout:
-            continue  # the layout does not matter
+            continue  # the same in both layouts: tested with channels first
         assert_refused(call, f"{array.name} {how}", *(() if array.name in tell_sizes else (array.name,)))
 
 
@@ -220,7 +220,7 @@ def test_bad_batch_dims_are_refused(target: str, channels_last: bool) -> None:
 
 @each_target
 def test_bad_dtypes_are_refused(target: str) -> None:
-    """Each operand and result with a dtype that does not fit to the others, or that has no kernel."""
+    """Each operand and result is refused with a dtype that does not fit the others, or that has no kernel."""
     good = good_call(target)
     tells_dtype = good.results[0].name
 
@@ -241,7 +241,7 @@ def test_dtypes_without_kernels_are_refused(target: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if len(TARGETS[target].results) > 1])
 def test_bad_dtypes_of_further_results_are_refused(target: str) -> None:
-    """Those of parameters have the compute dtype, whatever the parameters have; the others that of x."""
+    """Gradients of parameters must have the accumulation dtype; other results must have the dtype of x."""
     for dtype in ("bfloat16", "float64"):
         good = good_call(target, dtype=dtype)
         for other, array, call in good.with_other(lambda array: with_dtypes(array, FLOATING)):
@@ -252,7 +252,7 @@ def test_bad_dtypes_of_further_results_are_refused(target: str) -> None:
 @each_layout
 @each_target
 def test_bad_widths_are_refused(target: str, channels_last: bool) -> None:
-    """A filter of no tap or of nine, where everything else fits it."""
+    """A filter of 0 or 9 taps is refused, even if all other arrays fit it."""
     for width in (0, 9):
         good = good_call(target, channels_last, optional=("bias", "same_sequence"), sizes=Sizes(state_length=9))
         arrays = named_arrays(Sizes(width=width, state_length=9), channels_last, "float32", "float32")
@@ -265,13 +265,13 @@ def test_bad_widths_are_refused(target: str, channels_last: bool) -> None:
     [(target, name) for target in TARGETS for name in TARGETS[target].optional_operands if name.endswith("_state")],
 )
 def test_empty_states_are_refused(target: str, name: str) -> None:
-    """A filter of one tap has none; they must be left out."""
+    """Callers must omit the empty states of a filter of one tap."""
     assert_refused(good_call(target, optional=[name], sizes=Sizes(width=1)), "an empty state", name)
 
 
 @each_layout
 def test_short_states_are_refused(channels_last: bool) -> None:
-    """A state that is updated must hold what the filter reaches back to; the new state has its length."""
+    """The state of an update must hold at least the W - 1 inputs that the filter reads."""
     for length in range(SIZES.width - 1):
         call = good_call("causal_conv1d_update", channels_last, sizes=Sizes(state_length=length))
         assert_refused(call, f"state of length {length}", "state")
@@ -296,7 +296,7 @@ def test_update_with_and_without_batch_dimension_are_told_apart(channels_last: b
 
 @each_target
 def test_attributes_that_do_not_fit_the_operands_are_refused(target: str) -> None:
-    """Every choice of optional operands, with one or two of the attributes wrong."""
+    """Every choice of optional operands is refused if one or two presence attributes are wrong."""
     choices = list(subsets(TARGETS[target].optional_operands, range(5)))
     for there, claimed in itertools.permutations(choices, 2):
         if len({*there} ^ {*claimed}) > 2:
@@ -308,7 +308,7 @@ def test_attributes_that_do_not_fit_the_operands_are_refused(target: str) -> Non
 
 
 def counts_that_do_not_fit(good: Call) -> Iterator[tuple[str, Call]]:
-    """Calls with a buffer more, or with less than all of them."""
+    """Calls with one buffer too many, or with too few."""
     extra = Array("extra", (3, 2), "float32")
     for kind in ("operands", "results"):
         arrays: tuple[Any, ...] = getattr(good, kind)
@@ -320,7 +320,7 @@ def counts_that_do_not_fit(good: Call) -> Iterator[tuple[str, Call]]:
 
 @each_target
 def test_other_numbers_of_buffers_are_refused(target: str) -> None:
-    """XLA itself refuses them where a target always has the buffers, the handler where they are optional."""
+    """XLA itself refuses a wrong number of required buffers; the handler refuses a wrong number of optional ones."""
     for optional in ((), TARGETS[target].optional_operands):
         good = good_call(target, optional=optional)
         names = [*(x.name for x in good.arrays()), *MISCOUNTS]  # scratch takes the place of a missing result
@@ -335,7 +335,7 @@ def test_other_attributes_are_refused(target: str) -> None:
 
 @each_layout
 def test_bad_scratch_is_refused(channels_last: bool) -> None:
-    """Too little of it, or none at all. Kernels of a CPU take none, and refuse what is there."""
+    """Too little scratch, or none, is refused. CPU kernels take no scratch and refuse any."""
     for dtype in FLOATING:
         good = good_call("causal_conv1d_backward", channels_last, dtype=dtype)
         assert (good.scratch_bytes > 0) == (cases.PLATFORM == "cuda")

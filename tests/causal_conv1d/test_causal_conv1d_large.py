@@ -1,4 +1,4 @@
-"""Signals and states of more than 2^31 elements: those beyond are read and written where they are."""
+"""Signals and states of more than 2^31 elements: kernels read and write the right elements beyond 2^31."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from jax_baracuda import causal_conv1d, causal_conv1d_backward, causal_conv1d_up
 
 CHANNELS, LENGTH, WIDTH = 2**16 + 3, 33_000, 4
 CHECKED = np.array([0, 1, 2**15, CHANNELS - 2, CHANNELS - 1])
-"""The channels that are compared; the last ones lie beyond element 2^31 where channels come first."""
+"""The compared channels. With channels first, the last two lie beyond element 2^31."""
 
 each_layout = pytest.mark.parametrize("channels_last", LAYOUTS, ids=["channels first", "channels last"])
 
 
 def of_checked(signal: Any, channels_last: bool) -> np.ndarray:
-    """The channels to compare ``[B, C, L]``."""
+    """The compared channels, as ``[B, C, L]``."""
     taken = signal[:, :, CHECKED] if channels_last else signal[:, CHECKED]
     return np.asarray(in_layout(taken, channels_last))
 
 
 @each_layout
 def test_signals(rng: np.random.Generator, channels_last: bool) -> None:
-    """Outputs, and the gradients of signal and parameters."""
+    """Outputs and the gradients of signal and parameters are right for signals of more than 2^31 elements."""
     require_gpu_memory(40)
     assert CHECKED[-2] * LENGTH > 2**31
     shape = (1, LENGTH, CHANNELS) if channels_last else (1, CHANNELS, LENGTH)
@@ -56,7 +56,7 @@ def test_signals(rng: np.random.Generator, channels_last: bool) -> None:
 
 @each_layout
 def test_length(channels_last: bool) -> None:
-    """One channel of more than 2^31 inputs: its ends, and its sums."""
+    """For one channel of more than 2^31 inputs, both ends of the results and the sums are right."""
     require_gpu_memory(40)
     length = 2**31 + 77
     shape = (1, length, 1) if channels_last else (1, 1, length)
@@ -65,7 +65,7 @@ def test_length(channels_last: bool) -> None:
     x = jax.jit(lambda: (jax.lax.broadcasted_iota(jnp.uint32, shape, time) % 256).astype(jnp.bfloat16))()
 
     def part(signal: jax.Array, start: int) -> jax.Array:
-        # Slices of jax.numpy may have starts of 32 bits.
+        # jax.numpy may slice with 32-bit starts.
         return jax.lax.slice_in_dim(signal.reshape(-1), start, start + 60)
 
     y = jax.jit(lambda x: causal_conv1d(x, weight, channels_last=channels_last))(x)
@@ -93,7 +93,7 @@ def test_length(channels_last: bool) -> None:
 
 
 def test_state() -> None:
-    """States of more than 2^31 elements are updated in place, to the last."""
+    """A state of more than 2^31 elements is updated in place, up to its last element."""
     require_gpu_memory(20)
     examples, channels, num_states = 2**16 + 3, 8192, 4
     assert (examples - 3) * channels * num_states >= 2**31

@@ -1,4 +1,4 @@
-"""causal_conv1d on several devices: the answer of one, sharded results, and no collective but sums of parameters."""
+"""causal_conv1d on several devices: right results, sharded like the operands, and few collectives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = cases.on_two_devices
 
 WIDTH = 4
 ARRAYS = ("x", "weight", "bias", "initial_state")
-"""What has a gradient."""
+"""The differentiable operands."""
 
 each_layout = pytest.mark.parametrize("channels_last", LAYOUTS, ids=["channels first", "channels last"])
 
@@ -56,7 +56,7 @@ def signal_spec(split: P, channels_last: bool) -> P:
 
 
 def specs_of(split: P, channels_last: bool) -> dict[str, P]:
-    """The specs of all operands, given that of signals with channels first."""
+    """The specs of all operands, given the spec of a signal with channels first."""
     examples, channels, _ = split
     return {
         "x": signal_spec(split, channels_last),
@@ -93,7 +93,7 @@ def problem_of(operands: dict[str, Any], channels_last: bool) -> Problem:
 
 
 def check(actual: Any, operands: dict[str, Any], channels_last: bool) -> None:
-    """What :func:`outputs_and_gradients` of these operands returned."""
+    """Checks the result of :func:`outputs_and_gradients` of these operands."""
     problem, (outputs, gradients) = problem_of(operands, channels_last), actual
     check_outputs(problem, channels_last, *outputs)
     dy = in_layout(operands["dy"], channels_last)
@@ -108,9 +108,9 @@ def put(mesh: Mesh, operands: dict[str, Any], specs: dict[str, P]) -> dict[str, 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_operands(rng: np.random.Generator, axis_type: AxisType, split: str, channels_last: bool) -> None:
-    """Results are right and split as the operands are; parameters' gradients are summed, nothing else is exchanged.
+    """Results are right and sharded like the operands. The only collectives sum the parameters' gradients.
 
-    But for the inputs at the borders of shards where time is split.
+    Where time is split, neighbours also exchange the inputs at the borders of shards.
     """
     operands, specs = make_operands(rng, channels_last), specs_of(SPLITS[split], channels_last)
     function = functools.partial(outputs_and_gradients, channels_last)
@@ -125,8 +125,8 @@ def test_sharded_operands(rng: np.random.Generator, axis_type: AxisType, split: 
         for name, result in results.items():
             assert result.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), result.ndim), name
         if split == "time":
-            # Neighbours exchange the inputs that one of them sees before its own: never as many as either has.
-            most = 16 * 6 * WIDTH * (1 if cases.PLATFORM == "cpu" else 2)  # some of GPUs are joined
+            # Neighbours exchange only halos, which are smaller than a shard.
+            most = 16 * 6 * WIDTH * (1 if cases.PLATFORM == "cpu" else 2)  # GPUs join some exchanges
             assert (
                 max(x.size for x in exchanges(function, placed)) <= most < operands["x"].size // mesh.shape["examples"]
             )
@@ -138,7 +138,7 @@ def test_sharded_operands(rng: np.random.Generator, axis_type: AxisType, split: 
 
 @each_layout
 def test_parameters_that_are_not_split_as_the_signal_is(rng: np.random.Generator, channels_last: bool) -> None:
-    """In explicit mode, gradients have the types of their primals, whatever the sharding of either."""
+    """In explicit mode, each gradient has the sharding of its primal, however the operands are sharded."""
     operands, mesh = make_operands(rng, channels_last), make_mesh(AxisType.Explicit)
     split = specs_of(P("examples", "channels", None), channels_last)
     for whole in (("weight", "bias"), ("initial_state",), ("segment_ids",), ("x", "dy"), tuple(split)):
@@ -185,9 +185,9 @@ def test_operands_that_are_split_differently(rng: np.random.Generator, length: i
 def test_time_over_devices(
     rng: np.random.Generator, width: int, length: int, time_axes: str | tuple[str, ...], channels_last: bool
 ) -> None:
-    """Shards of fewer inputs than a filter sees, of as many, and of more; lengths that devices cannot share evenly.
+    """Results are right for time shards shorter than the filter, as long and longer, and for uneven shards.
 
-    And devices in an order in which neighbours do not follow each other in the mesh.
+    The mesh axes that split time may be in another order than in the mesh.
     """
     mesh = make_mesh(AxisType.Auto)
     split = NamedSharding(mesh, signal_spec(P(None, None, time_axes), channels_last))
@@ -210,7 +210,7 @@ def test_time_over_devices(
 
 
 def test_derivatives_over_split_time(rng: np.random.Generator) -> None:
-    """Of second order, mapped, and recomputed: those of one device, exactly, as all sums are of small integers."""
+    """Second derivatives, with vmap and checkpoint, equal one device's exactly: all sums are of small integers."""
     mesh = make_mesh(AxisType.Auto)
     x = rng.integers(-2, 3, (3, 2, 3, 24)).astype(np.float32)
     weight = rng.integers(-2, 3, (3, WIDTH)).astype(np.float32)
@@ -240,7 +240,7 @@ def test_examples_that_do_not_divide_evenly(rng: np.random.Generator) -> None:
 
 @each_layout
 def test_sharded_update(rng: np.random.Generator, channels_last: bool) -> None:
-    """Decoding on several devices exchanges nothing, and updates a donated state in place."""
+    """Decoding on several devices needs no collective, and updates a donated state in place."""
     mesh = make_mesh(AxisType.Auto)
     shapes = {"x": (16, 6), "state": (16, 6, 5), "weight": (6, 4), "bias": (6,)}
     specs = {
@@ -268,7 +268,7 @@ def test_sharded_update(rng: np.random.Generator, channels_last: bool) -> None:
 
 
 def test_gradient_of_an_update_whose_state_is_split_along_time(rng: np.random.Generator) -> None:
-    """The part of the state that the filter sees is odd: explicit sharding could not split it. All sums are exact."""
+    """The filter reads an odd number of states, which explicit sharding could not split. All sums are exact."""
     mesh = make_mesh(AxisType.Explicit)
     shapes = {"x": (4, 6, 5), "state": (4, 6, 8), "weight": (6, 4)}
     specs = {"x": P(), "state": P(None, None, "examples"), "weight": P()}
@@ -288,7 +288,7 @@ def test_gradient_of_an_update_whose_state_is_split_along_time(rng: np.random.Ge
 
 @pytest.mark.parametrize("mapped", ["x", "weight", "all"])
 def test_sharded_batch_of_vmap(rng: np.random.Generator, mapped: str) -> None:
-    """A mapped axis that is split over devices: no collective, as gradients of what is shared are mapped, too."""
+    """A mapped axis split over devices needs no collective: the gradients of shared operands are mapped, too."""
     problems = [make_operands(rng, False, examples=2) for _ in range(8)]
     axes = {name: 0 if mapped in (name, "all") or name in ("dy", "d_state") else None for name in problems[0]}
     operands = {
@@ -320,7 +320,7 @@ def test_shard_map_over_channels(rng: np.random.Generator, channels_last: bool, 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradient_through_shard_map_over_examples(rng: np.random.Generator, check_vma: bool) -> None:
-    """Parameters that all devices share: their gradient is the sum over the devices."""
+    """The gradient of parameters that all devices share is the sum over the devices."""
     operands, specs = make_operands(rng, True), specs_of(P("examples", None, None), True)
     problem = problem_of(operands, True)
     ids = operands.pop("segment_ids")
@@ -344,7 +344,7 @@ def test_gradient_through_shard_map_over_examples(rng: np.random.Generator, chec
 
 
 def test_shard_map_over_one_of_two_axes(rng: np.random.Generator) -> None:
-    """The other axis stays with the partitioner; the answer is right."""
+    """Results are right if the other axis is left to the partitioner."""
     operands, specs = make_operands(rng, False), specs_of(P(None, "channels", None), False)
     function = functools.partial(outputs_and_gradients, False)
     out_specs = (specs["dy"], specs["d_state"]), {name: specs[name] for name in ARRAYS}
@@ -355,7 +355,7 @@ def test_shard_map_over_one_of_two_axes(rng: np.random.Generator) -> None:
 
 
 def test_outputs_are_those_of_the_reference(rng: np.random.Generator) -> None:
-    """On one device, too."""
+    """On one device, too, outputs and gradients agree with the reference."""
     operands = make_operands(rng, False)
     outputs, gradients = outputs_and_gradients(False, operands)
     check((outputs, gradients), operands, False)
