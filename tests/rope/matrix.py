@@ -27,7 +27,7 @@ BASE = 10000.0
 
 
 def _rotate(direction: int, angle_errors: float | None, options: Options, x: Any, positions: Any, inv_freq: Any) -> Any:
-    """The rotation of ``[B, H, S, D]`` in the layout of the options."""
+    """Rotates x, whose layout is in the options."""
     heads_first = options["layout"] != "BSHD"
     x = x if heads_first else jnp.swapaxes(x, 1, 2)
     size = x.shape[3]
@@ -41,7 +41,7 @@ def _rotate(direction: int, angle_errors: float | None, options: Options, x: Any
     scale = 1.0 if options["scale"] is ABSENT else options["scale"]
     cos, sin = scale * jnp.cos(angle), direction * scale * jnp.sin(angle)
     is_majorant = angle_errors is not None
-    if is_majorant:  # the length of the pair, and what is rounded off the angle
+    if is_majorant:  # the length of the pair, and the rounding error of the angle
         cos = sin = abs(scale) * (1 + angle_errors * jnp.abs(angle))
     turned, rest = x[..., :rotary], x[..., rotary:]
     interleaved = options["interleaved"] is not False

@@ -1,4 +1,4 @@
-"""Rotary embeddings to test with, their NumPy reference in extended precision, and comparison by the pairs' lengths."""
+"""Rotary embeddings for tests, a NumPy reference in extended precision, and error bounds by the pairs' lengths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAIRINGS = (True, False)
 """Values of interleaved."""
 
 FAR = 2**20
-"""Angles are exact for positions to here."""
+"""Angles are exact up to this position."""
 
 
 def features_shape(layout: str, examples: int, heads: int, length: int, size: int) -> tuple[int, int, int, int]:
@@ -49,16 +49,16 @@ def _from_pairs(pairs: np.ndarray, interleaved: bool) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedRotation:
-    """What a rotation may return."""
+    """The expected result of a rotation."""
 
     rotated: np.ndarray
     """The rotated features, exact."""
     lengths: np.ndarray
-    """The length of the pair of each of them."""
+    """The length of each rotated feature's pair."""
     angle_errors: np.ndarray
-    """The errors that the angles may have."""
+    """Bounds on the errors of the angles."""
     passthrough: np.ndarray
-    """The other features."""
+    """The features that are not rotated."""
 
     @property
     def exact(self) -> np.ndarray:
@@ -70,8 +70,8 @@ class ExpectedRotation:
             return np.spacing(self.lengths.astype(cases.accumulator(self.passthrough.dtype))).astype(np.longdouble)
 
     def expected(self) -> cases.Expected:
-        """Rotated features within 2 units, rounded to the dtype; within 4 for 16 bits, whose sines are computed in
-        float32, and 8 for float64."""
+        """The features, rounded to the dtype. Rotated ones are within 2 units for float32, 8 for float64, and 4 for 16
+        bits, where sines are computed in float32."""
         dtype = self.passthrough.dtype
         num_units = {8: 8, 4: 2, 2: 4}[dtype.itemsize]
         with np.errstate(invalid="ignore"):
@@ -79,20 +79,20 @@ class ExpectedRotation:
         return cases.Expected(self.exact, dtype, np.concatenate([error, np.zeros(self.passthrough.shape)], axis=-1))
 
     def check(self, actual: Any, where: str = "") -> None:
-        """As expected, and the other features exact."""
+        """Checks the rotated features within their errors, and the others exactly."""
         self.expected().check(actual, where)
         rest = np.asarray(actual)[..., self.rotated.shape[-1] :]
         cases.assert_same_bits(rest, self.passthrough, f"{where} passthrough")
 
 
 def in_two_rows(inv_freq: Any) -> Any:
-    """Frequencies of fewer than 64 bits as the sum of two rows, the second one zero."""
+    """Frequencies of fewer than 64 bits as the sum of two rows. The second row is zero."""
     return jnp.stack([inv_freq, jnp.zeros_like(inv_freq)])
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """The arguments of a rotation, but for what is rotated."""
+    """The arguments of a rotation, except the features."""
 
     positions: np.ndarray | None = None
     base: float = 10000.0
@@ -103,14 +103,14 @@ class Rotation:
     scale: float = 1.0
 
     def options(self) -> dict[str, Any]:
-        """The keyword arguments; positions, which may be traced, are not among them."""
+        """The keyword arguments, except positions, which may be traced."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
 
     def angles(self, shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-        """``[B or 1, S, P]`` for features of this shape, and the errors that they may have.
+        """The angles ``[B or 1, S, P]`` for features of this shape, and bounds on their errors.
 
-        Those of float64 are the products of float64. Others are exact, but a kernel has its frequencies as sums of two
-        numbers of float32, and its angles as numbers of float64, which matters where positions are large.
+        For float64, angles are float64 products. For other dtypes, they are exact. The bounds cover a kernel's rounding:
+        its frequencies are sums of two float32 numbers, its angles are float64. This matters at large positions.
         """
         length = shape[2 if self.layout == "BHSD" else 1]
         rotary_dim = shape[3] if self.rotary_dim is None else self.rotary_dim
@@ -177,7 +177,7 @@ TARGETS = {
     "rope_qk": (("q", "k"), ("q_out", "k_out")),
     "rope_qk_backward": (("q", "k"), ("q_out", "k_out")),
 }
-"""What is rotated, and the results."""
+"""The rotated operands and the results of each target."""
 
 
 def good_call(
@@ -191,10 +191,10 @@ def good_call(
     dtype: str = "float32",
     positions_dtype: str = "int32",
 ) -> Call:
-    """A call that fits.
+    """A valid call.
 
     Args:
-      shared: which operands are shared by the batch; "positions of examples": the examples share those.
+      shared: the operands shared by the batch; "positions of examples": the examples share the positions.
     """
     rotated, results = TARGETS[target]
     shapes = [

@@ -53,11 +53,11 @@ SIZES = (
     (2, 2, 5, 518),
     (70, 1, 1, 32),
 )
-"""(B, H, S, D): empty, decoding, one head, few features and many, not only multiples of what a vector holds."""
+"""(B, H, S, D): empty, decoding, one head, few and many features, multiples of a vector's size and others."""
 
 
 def make_positions(rng: np.random.Generator, kind: int, examples: int, length: int) -> np.ndarray | None:
-    """None, shared ones, those of each example, or shared ones in two dimensions."""
+    """Positions of each kind: None, ``[S]``, ``[B, S]`` or ``[1, S]``."""
     shape = (None, (length,), (examples, length), (1, length))[kind % 4]
     return None if shape is None else rng.integers(-FAR, FAR, shape, endpoint=True).astype(np.int32)
 
@@ -65,7 +65,7 @@ def make_positions(rng: np.random.Generator, kind: int, examples: int, length: i
 def make_rotation(
     rng: np.random.Generator, variant: int, size: tuple[int, int, int, int], layout: str, interleaved: bool
 ) -> Rotation:
-    """Arguments of the kind that the number chooses."""
+    """Arguments chosen by the number `variant`."""
     examples, _, length, num_features = size
     rotary_dim = (None, None, max(2, num_features // 4 * 2), num_features)[variant // 3 % 4]
     num_pairs = (num_features if rotary_dim is None else rotary_dim) // 2
@@ -96,7 +96,7 @@ def value_and_pullback(
 def add_call(
     batch: Batch, rng: np.random.Generator, rotation: Rotation, size: tuple[int, int, int, int], heads: Any, dtype: Any
 ) -> None:
-    """Adds a call of `rope`, or with two numbers of heads of `rope_qk`, and its gradient."""
+    """Adds a call and its gradient: of `rope` for one number of heads, of `rope_qk` for two."""
     examples, _, length, num_features = size
     shapes = [features_shape(rotation.layout, examples, h, length, num_features) for h in heads]
     features, cotangents = (tuple(make_features(rng, shape, dtype) for shape in shapes) for _ in range(2))
@@ -119,7 +119,7 @@ def add_call(
 @each_layout
 @each_dtype
 def test_value_and_gradient(rng: np.random.Generator, dtype: str, layout: str) -> None:
-    """Both functions, both pairings, every kind of positions, with the other arguments varying."""
+    """Both functions are right for both pairings, every kind of positions, and varying other arguments."""
     batch = Batch()
     sizes = itertools.cycle([(2, 3, 17, 20), (3, 2, 8, 64), (1, 5, 33, 12), (2, 1, 130, 8)])
     for variant, interleaved in itertools.product(range(12), PAIRINGS):
@@ -135,7 +135,7 @@ def test_value_and_gradient(rng: np.random.Generator, dtype: str, layout: str) -
 @each_layout
 @each_dtype
 def test_plain_jax_with_constant_angles(rng: np.random.Generator, dtype: str, layout: str) -> None:
-    """Without positions, plain JAX has tables, which are as exact as kernels."""
+    """Without positions, plain JAX uses constant tables, which are as exact as kernels."""
     with cases.x64_for(dtype), jb.implementation("xla"):
         for variant, interleaved in itertools.product(range(0, 12, 2), PAIRINGS):
             size = (2, 3, 17, 20)
@@ -152,7 +152,7 @@ def test_plain_jax_with_constant_angles(rng: np.random.Generator, dtype: str, la
 
 @each_pairing
 def test_rotations_share_one_table(interleaved: bool) -> None:
-    """A program has the sines and cosines of its rotations once, before XLA compiles it and after."""
+    """The rotations of a program share one table of sines and one of cosines, before and after XLA compiles it."""
     x = jnp.ones((2, 3, 64, 32))
 
     def rotate_often(x: Any) -> Any:
@@ -173,9 +173,9 @@ def test_rotations_share_one_table(interleaved: bool) -> None:
 
 
 def test_tables_are_told_apart_by_their_contents() -> None:
-    """Names of programs, in caches as well, tell tables of equal checksum apart."""
+    """The names of programs, also in caches, distinguish different tables of equal checksum."""
     inv_freq = np.ones(4)
-    polynomial = int(f"{0x104C11DB7:b}"[::-1], 2)  # of CRC-32: a difference that it does not see
+    polynomial = int(f"{0x104C11DB7:b}"[::-1], 2)  # CRC-32 misses a difference by its polynomial
     other = (inv_freq.view(np.uint64) ^ np.array([polynomial, 0, 0, 0], np.uint64)).view(np.float64)
     assert zlib.crc32(inv_freq) == zlib.crc32(other) and (inv_freq != other).any()
     x = jnp.ones((1, 2, 8, 8))
@@ -258,7 +258,7 @@ def test_any_small_problem(
 
 
 def test_reference_itself(rng: np.random.Generator) -> None:
-    """The NumPy reference is the product of complex numbers, for each pair by itself."""
+    """The NumPy reference agrees with a product of complex numbers for each pair."""
     for layout, interleaved in itertools.product(LAYOUTS, PAIRINGS):
         size = (2, 3, 5, 8)
         rotation = make_rotation(rng, 14, size, layout, interleaved)
@@ -275,7 +275,7 @@ def test_reference_itself(rng: np.random.Generator) -> None:
 
 
 def as_in_llama(x: np.ndarray, positions: np.ndarray, base: float) -> np.ndarray:
-    """``[B, H, S, D]``, positions ``[B, S]``: tables of doubled angles, and the halves swapped."""
+    """Rotates x ``[B, H, S, D]`` by positions ``[B, S]``, with concatenated angles and swapped halves."""
     size = x.shape[-1]
     angles = positions[:, None, :, None] * (1.0 / base ** (np.arange(0, size, 2) / size))
     angles = np.concatenate([angles, angles], axis=-1)
@@ -284,7 +284,7 @@ def as_in_llama(x: np.ndarray, positions: np.ndarray, base: float) -> np.ndarray
 
 
 def as_in_gpt_j(x: np.ndarray, positions: np.ndarray, base: float) -> np.ndarray:
-    """As above, with tables of repeated angles, and neighbours swapped."""
+    """As above, with repeated angles and swapped neighbours."""
     size = x.shape[-1]
     angles = np.repeat(positions[:, None, :, None] * (1.0 / base ** (np.arange(0, size, 2) / size)), 2, axis=-1)
     swapped = np.stack([-x[..., 1::2], x[..., ::2]], axis=-1).reshape(x.shape)
@@ -293,7 +293,7 @@ def as_in_gpt_j(x: np.ndarray, positions: np.ndarray, base: float) -> np.ndarray
 
 @each_pairing
 def test_formulations_of_models(rng: np.random.Generator, interleaved: bool) -> None:
-    """The conventions of pairs, signs and layouts are those of published models."""
+    """Pairs, signs and layouts follow the conventions of published models."""
     x = rng.normal(size=(3, 4, 11, 16)).astype(np.float32)
     positions = rng.integers(0, 5000, (3, 11))
     expected = (as_in_gpt_j if interleaved else as_in_llama)(x.astype(np.float64), positions, 10000.0)
@@ -304,14 +304,14 @@ def test_formulations_of_models(rng: np.random.Generator, interleaved: bool) -> 
 
 @each_pairing
 def test_decoding(rng: np.random.Generator, interleaved: bool) -> None:
-    """One position of each of many examples: every row turns by its own position, as it does within its sequence."""
+    """In decoding, each example has one row, which is rotated by the example's own position."""
     for layout in LAYOUTS:
         x = make_features(rng, features_shape(layout, 33, 4, 1, 32), "float32")
         positions = rng.integers(0, FAR, (33, 1)).astype(np.int32)
         rotation = Rotation(positions, interleaved=interleaved, layout=layout)
         y = rope(x, positions, **rotation.options())
         rotation.of(x).check(y)
-        # Positions [S] = [1] and the default are those of all examples.
+        # All examples share positions [S] = [1] and default positions.
         for shared in (np.array([7], np.int32), None):
             rotation = Rotation(shared, interleaved=interleaved, layout=layout)
             rotation.of(x).check(rope(x, shared, **rotation.options()))
@@ -334,7 +334,7 @@ def test_rope_qk_equals_two_ropes(rng: np.random.Generator, dtype: str, layout: 
 
 
 def test_float8_runs_as_plain_jax(rng: np.random.Generator) -> None:
-    """A dtype without kernels: the same function, by XLA."""
+    """A dtype without kernels runs as plain JAX."""
     x = make_features(rng, (2, 3, 9, 8), "float8_e4m3fn")
     positions = make_positions(rng, 2, 2, 9)
     for interleaved in PAIRINGS:
@@ -349,7 +349,7 @@ def test_float8_runs_as_plain_jax(rng: np.random.Generator) -> None:
 
 
 def test_kernels(rng: np.random.Generator) -> None:
-    """Each function is one kernel call, and so are its derivatives; no features are kept for the backward pass."""
+    """Each function is one kernel call, and so is each derivative. Features are not residuals."""
     q, k = make_features(rng, (2, 4, 50, 8), "float32"), make_features(rng, (2, 1, 50, 8), "float32")
 
     def both(q: Any, k: Any) -> Any:
@@ -380,7 +380,7 @@ def test_kernels(rng: np.random.Generator) -> None:
 
 
 def far_positions(rng: np.random.Generator, count: int) -> np.ndarray:
-    """The first ones, the last ones to 2^20, and any between."""
+    """The first positions, the last ones up to 2^20, and random ones between."""
     some = rng.integers(0, FAR, count, endpoint=True)
     some[:20], some[-20:] = np.arange(20), FAR - np.arange(20)
     return some.astype(np.int32)
@@ -396,11 +396,11 @@ def units_off(expected: ExpectedRotation, actual: Any) -> np.ndarray:
 @each_pairing
 @each_dtype
 def test_precision_to_a_million_positions(rng: np.random.Generator, dtype: str, interleaved: bool) -> None:
-    """float32: within 2 units of the pair's length. 16 bits: at least 99% are the exact result, rounded."""
+    """float32 is within 2 units of the pair's length. For 16 bits, at least 99% of results are rounded exactly."""
     functions = ((rope, 1), (rope_backward, -1), (lambda x, *args, **kw: rope_qk(x[:, :1], x, *args, **kw)[1], 1))
     for base, rotary_dim in ((10000.0, 128), (500000.0, 64)):
         rotation = Rotation(far_positions(rng, 700), base, interleaved, rotary_dim=rotary_dim)
-        # Pairs of numbers of like size, and of very different ones.
+        # Pairs of numbers of similar size, and of very different sizes.
         sizes = rng.choice([1, 1, 1, 1000], (1, 2, 700, 128))
         x = (rng.normal(size=sizes.shape) * sizes).astype(jnp.dtype(dtype))
         for function, direction in functions:
@@ -418,7 +418,7 @@ def test_precision_to_a_million_positions(rng: np.random.Generator, dtype: str, 
 @each_pairing
 @each_dtype
 def test_precision_beyond_a_million_positions(rng: np.random.Generator, dtype: str, interleaved: bool) -> None:
-    """To the ends of int32, with frequencies that float32 represents, which are then exact."""
+    """Results are right up to the ends of int32, with frequencies that float32 represents exactly."""
     ends = np.array([-(2**31), 2**31 - 1, -(2**31) + 1, 2**30, -(2**24) - 1, 2**24 + 1])
     positions = np.concatenate([ends, rng.integers(-(2**31), 2**31, 300)]).astype(np.int32)
     inv_freq = rng.uniform(0, 1, 32).astype(np.float32)
@@ -431,7 +431,7 @@ def test_precision_beyond_a_million_positions(rng: np.random.Generator, dtype: s
 
 
 def test_precision_of_long_positions(rng: np.random.Generator) -> None:
-    """Positions beyond int32 count with all of the bits that float64 has; any others still turn, and no more."""
+    """Positions beyond int32 are exact if float64 represents them. Other positions still give a rotation by some angle."""
     positions = np.array([2**32, 2**32 + 1, -(2**33) - 7, 2**40 + 12345, 2**52 + 1])
     rotation = Rotation(positions, inv_freq=np.array([1.0, 0.25, 2.0**-20, 2.0**-40]))
     extreme = np.array([2**63 - 1, -(2**63), 2**62, -(2**55), 0])
@@ -446,7 +446,7 @@ def test_precision_of_long_positions(rng: np.random.Generator) -> None:
 
 @each_dtype
 def test_frequencies_of_every_kind(rng: np.random.Generator, dtype: str) -> None:
-    """NumPy arrays count with all bits, whatever x64 is; so do sums of two rows, also traced ones."""
+    """NumPy frequencies keep their full precision, whatever x64 is. So do sums of two rows, even traced ones."""
     x, positions = make_features(rng, (1, 2, 50, 16), dtype), far_positions(rng, 50)
     inv_freq = rng.uniform(0, 1, 8)
     narrow, half = inv_freq.astype(np.float32), inv_freq.astype(np.float16)
@@ -471,7 +471,7 @@ def test_frequencies_of_every_kind(rng: np.random.Generator, dtype: str) -> None
 
 
 def test_frequencies_of_64_bits_of_jax(rng: np.random.Generator) -> None:
-    """With 64-bit types on, arrays of JAX count with all bits for features of fewer bits, too."""
+    """With 64-bit types on, JAX frequencies keep their full precision for features of fewer bits, too."""
     x, positions, inv_freq = make_features(rng, (1, 2, 50, 16), "float32"), far_positions(rng, 50), rng.uniform(0, 1, 8)
     with jax.enable_x64(True):
         y = jax.jit(lambda x, f: rope(x, positions, inv_freq=f))(x, inv_freq)
@@ -479,7 +479,7 @@ def test_frequencies_of_64_bits_of_jax(rng: np.random.Generator) -> None:
 
 
 def test_scaled_frequencies(rng: np.random.Generator) -> None:
-    """What rope_frequencies returns goes straight into rope."""
+    """The results of rope_frequencies are valid arguments of rope."""
     scaling = {
         "rope_type": "yarn",
         "factor": 4.0,
@@ -516,7 +516,7 @@ def test_positions_of_every_dtype(rng: np.random.Generator, positions_dtype: str
     ("positions_dtype", "x64"), [("uint32", False), ("uint32", True), ("uint64", True), ("int64", True)]
 )
 def test_positions_beyond_int32(rng: np.random.Generator, positions_dtype: str, x64: bool, implementation: Any) -> None:
-    """They are exact in every function and derivative, to the end of what the dtype holds."""
+    """Positions are exact in every function and derivative, up to the maximum of their dtype."""
     last = np.iinfo(positions_dtype).max
     some = [2**31 - 1, 2**31, 2**31 + 12345, 2**32 - 1, min(2**40 + 7, last), min(2**52 + 1, last), last, 0]
     positions = np.array(some, positions_dtype)
@@ -549,7 +549,7 @@ def test_kernels_name_positions_that_they_do_not_take() -> None:
 
 @pytest.mark.parametrize("outside", [np.array([2**31, 0]), np.array([0, -(2**31) - 1]), np.array([2**32], np.uint64)])
 def test_positions_of_numpy_that_do_not_fit_without_64_bit_types(outside: np.ndarray) -> None:
-    """JAX would drop their upper bits."""
+    """Such positions are refused, because JAX would drop their upper bits."""
     x = np.ones((1, 2, len(outside), 8), np.float32)
     for function in (rope, forward_mode.rope, rope_backward):
         with jax.enable_x64(False), pytest.raises(ValueError, match=r"positions must fit u?int32 .*jax_enable_x64"):
@@ -557,7 +557,7 @@ def test_positions_of_numpy_that_do_not_fit_without_64_bit_types(outside: np.nda
 
 
 def test_64_bit_numpy_inputs_with_x64_off(rng: np.random.Generator) -> None:
-    """With 64-bit types off, NumPy inputs of such types become 32-bit ones, as everywhere in JAX."""
+    """With 64-bit types off, 64-bit NumPy inputs become 32-bit arrays, as everywhere in JAX."""
     x = make_features(rng, (2, 3, 9, 8), "float64")
     positions = far_positions(rng, 40)[:9].astype(np.int64)
     with jax.enable_x64(False):
@@ -595,7 +595,7 @@ def test_nan_and_infinity_stay_in_their_pair(
 def test_passthrough_features_keep_their_bits(
     rng: np.random.Generator, dtype: str, interleaved: bool, layout: str
 ) -> None:
-    """Any bits, those of NaN and of numbers below the normal ones among them."""
+    """All bits are kept, even those of NaN and subnormal numbers."""
     shape = features_shape(layout, 2, 3, 9, 22)
     unsigned = f"uint{8 * jnp.dtype(dtype).itemsize}"
     bits = rng.integers(0, np.iinfo(unsigned).max, shape, dtype=unsigned, endpoint=True)
@@ -637,7 +637,7 @@ def features_for(rng: np.random.Generator, name: str, layout: str, dtype: Any = 
 def test_donated_features_are_rotated_in_place(
     rng: np.random.Generator, name: str, interleaved: bool, layout: str
 ) -> None:
-    """No copy, and the result in the same memory, with features that stay, too."""
+    """Donated features are not copied. The result is in the same memory, with passthrough features, too."""
     function, direction = FUNCTIONS[name]
     for rotary_dim, dtype in ((None, "float32"), (24, "bfloat16")):
         rotation = Rotation(make_positions(rng, 2, 2, 37), 1e4, interleaved, layout, rotary_dim)
@@ -660,7 +660,7 @@ def test_donated_features_are_rotated_in_place(
 @each_layout
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_features_that_are_not_donated_are_unchanged(rng: np.random.Generator, name: str, layout: str) -> None:
-    """They are not copied either; eagerly, under jit, and where they are used again beside a donated result."""
+    """Features keep their values eagerly, under jit, and if used again after donation. They are not copied either."""
     function, direction = FUNCTIONS[name]
     rotation = Rotation(layout=layout)
     features = features_for(rng, name, layout)
@@ -720,7 +720,7 @@ TRANSFORMATIONS: dict[str, Transformation] = {
 
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
 def test_transformation(rng: np.random.Generator, transformation: str) -> None:
-    """Outputs and gradients under each transformation have the bits that they have eagerly."""
+    """Outputs and gradients have the same bits under each transformation as in eager mode."""
     for variant, (layout, interleaved) in enumerate(itertools.product(LAYOUTS, PAIRINGS)):
         rotation = make_rotation(rng, variant, (2, 6, 37, 40), layout, interleaved)
         q, k = (jnp.asarray(x) for x in features_for(rng, "rope_qk", layout, "bfloat16"))
@@ -741,7 +741,7 @@ MAPPED = ("q", "k", "positions", "inv_freq")
 def mapped_operands(
     rng: np.random.Generator, mapped: tuple[str, ...], size: int, layout: str
 ) -> tuple[dict[str, np.ndarray], dict[str, int | None]]:
-    """Operands of the call below, those that are mapped with an axis of their own in front."""
+    """The operands of the call below, and their vmap axes. Mapped operands have a leading vmap axis."""
     axes = {name: 0 if name in mapped else None for name in MAPPED}
 
     def batch(name: str) -> tuple[int, ...]:
@@ -770,7 +770,7 @@ def outputs_and_gradients(layout: str, interleaved: bool, operands: dict[str, An
 @each_layout
 @each_pairing
 def test_vmap(rng: np.random.Generator, interleaved: bool, layout: str) -> None:
-    """Mapped over each operand alone and over several: one kernel call, whose results are those of a loop."""
+    """vmap over each operand alone, and over several, is one kernel call with the bits of a loop."""
     batch = Batch()
     subsets = [*((name,) for name in MAPPED), ("q", "k"), ("q", "positions"), MAPPED]
     call = functools.partial(outputs_and_gradients, layout, interleaved)
@@ -791,7 +791,7 @@ def test_vmap(rng: np.random.Generator, interleaved: bool, layout: str) -> None:
 
 
 def test_nested_vmap(rng: np.random.Generator) -> None:
-    """Two levels, operands mapped at either, both or none, along other axes than the first: still one kernel call."""
+    """Two levels of vmap, over different operands and along different axes, are one kernel call."""
     x = make_features(rng, (2, 5, 3, 13, 6, 4), "float32")  # [B, H, inner, S, D, outer]
     positions = rng.integers(0, FAR, (13, 4)).astype(np.int32)  # mapped outside
     inv_freq = rng.uniform(0, 1, (3, 3)).astype(np.float32)  # mapped inside
@@ -842,7 +842,7 @@ STRICT_SETTINGS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("implementation", ["kernel", "xla"])
 @pytest.mark.parametrize("setting", STRICT_SETTINGS)
 def test_strict_settings_of_jax(rng: np.random.Generator, setting: str, implementation: Any) -> None:
-    """Functions and derivatives obey them, with constant, given, and traced angles."""
+    """Functions and derivatives work under strict settings, with constant, given and traced angles."""
     q, k = (jnp.asarray(make_features(rng, (2, heads, 8, 8), "float32")) for heads in (3, 1))
     positions = jnp.asarray(make_positions(rng, 2, 2, 8))
     inv_freq = jnp.asarray(in_two_rows(rng.uniform(0, 1, 4)))
@@ -876,7 +876,7 @@ def test_strict_settings_of_jax_without_jit(rng: np.random.Generator, setting: s
 
 
 def test_symbolic_shapes(rng: np.random.Generator) -> None:
-    """Exported with symbolic sizes, the program is plain JAX, right for all of them."""
+    """Exported with symbolic sizes, the program is plain JAX, right for all sizes."""
     examples, heads, length = jax.export.symbolic_shape("b, h, s")
     x_type = jax.ShapeDtypeStruct((examples, heads, length, 8), np.float32)
     for positions_type in (None, (length,), (examples, length)):
@@ -897,7 +897,7 @@ def test_symbolic_shapes(rng: np.random.Generator) -> None:
 
 
 def plain_rope(x: Any, angles: np.ndarray, interleaved: bool) -> Any:
-    """``[B, H, S, D]`` as complex numbers times those of the angles ``[B, S, P]``."""
+    """Rotates x ``[B, H, S, D]``, as complex numbers, by the angles ``[B, S, P]``."""
     first, second = (x[..., ::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
     rotated = jax.lax.complex(first, second) * np.exp(1j * angles)[:, None]
     parts = [rotated.real, rotated.imag]
@@ -906,7 +906,7 @@ def plain_rope(x: Any, angles: np.ndarray, interleaved: bool) -> Any:
 
 @each_pairing
 def test_higher_derivatives(rng: np.random.Generator, interleaved: bool) -> None:
-    """Derivatives up to the third, in every way, through both functions."""
+    """First to third derivatives through both functions agree with plain JAX, in forward and reverse mode."""
     rotation = Rotation(rng.integers(0, 1000, (2, 7)).astype(np.int32), interleaved=interleaved)
     q, k = make_features(rng, (2, 3, 7, 8), "float64"), make_features(rng, (2, 1, 7, 8), "float64")
     angles, _ = rotation.angles(q.shape, "float64")
@@ -953,7 +953,7 @@ def test_higher_derivatives(rng: np.random.Generator, interleaved: bool) -> None
 
 @each_pairing
 def test_forward_mode(rng: np.random.Generator, interleaved: bool) -> None:
-    """jvp, linearize, grad and grad of jvp of the twins; every tangent and gradient comes from a kernel."""
+    """jvp, linearize, grad and grad of jvp of the forward-mode twins are right, and use only kernels."""
     rotation = Rotation(rng.integers(0, FAR, 9).astype(np.int32), interleaved=interleaved)
     q, k = make_features(rng, (2, 3, 9, 8), "float32"), make_features(rng, (2, 1, 9, 8), "float32")
     tangents = make_features(rng, q.shape, "float32"), make_features(rng, k.shape, "float32")
@@ -993,7 +993,7 @@ def test_forward_mode(rng: np.random.Generator, interleaved: bool) -> None:
 
 
 def test_check_grads(rng: np.random.Generator) -> None:
-    """Finite differences agree, for the functions, their twins and their public gradients."""
+    """Derivatives of the functions, their forward-mode twins and their public gradients agree with finite differences."""
     q, k = make_features(rng, (2, 3, 5, 8), "float64"), make_features(rng, (2, 1, 5, 8), "float64")
     positions = rng.integers(0, 100, (2, 5))
     options = {"rotary_dim": 6, "scale": 1.5}
@@ -1013,7 +1013,7 @@ def test_check_grads(rng: np.random.Generator) -> None:
 
 
 def test_forward_mode_is_confined(rng: np.random.Generator) -> None:
-    """jvp of the plain functions says that it cannot, before and after the twins were called."""
+    """jvp of the default functions is refused, even after their forward-mode twins were called."""
     x = make_features(rng, (1, 2, 4, 8), "float32")
     assert_same_bits(forward_mode.rope(x), np.asarray(rope(x)))
     for call in (rope, lambda x: rope_qk(x, x)):
@@ -1031,7 +1031,7 @@ X, K, POSITIONS, INV_FREQ = (
     np.ones(4),
 )
 
-# Changed arguments, the exception, and what the message says after the function's name. X is the first argument.
+# Changed arguments, the exception, and the message after the function's name. X is the first argument.
 Errors = dict[str, tuple[dict[str, Any], type[Exception], str]]
 
 COMMON_ERRORS: Errors = {
@@ -1148,7 +1148,7 @@ PAIR_ERRORS: Errors = {
     "K in the other layout": ({"layout": "BSHD"}, ValueError, "K must have the shape of X, .*heads in dimension 2"),
 }
 
-# The function, its arguments, and which errors it has.
+# The function, its arguments and its errors.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], Errors]] = {
     "rope": (rope, {"x": X}, COMMON_ERRORS | SINGLE_ERRORS),
     "forward_mode.rope": (forward_mode.rope, {"x": X}, COMMON_ERRORS | SINGLE_ERRORS),
@@ -1162,7 +1162,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], Errors]] = {
     ("name", "case"), [(name, case) for name, (_, _, errors) in CALLS.items() for case in errors], ids=str
 )
 def test_errors(name: str, case: str) -> None:
-    """The message names the function, the argument, what came and what is allowed; under jit, too."""
+    """The message names the function, the argument, the value given and the values allowed; under jit, too."""
     function, arguments, errors = CALLS[name]
     changed, exception, message = errors[case]
     names = dict(zip(("X", "K"), arguments, strict=False))
@@ -1177,7 +1177,7 @@ def test_errors(name: str, case: str) -> None:
 
 
 def test_layout_may_be_omitted_where_shapes_show_it() -> None:
-    """Other numbers of heads than positions, in one of two arrays at least, or one head at one position."""
+    """Callers may omit layout if one array has more or fewer heads than positions, or one head at one position."""
     rope(np.ones((2, 9, 8, 8), np.float32))
     rope(np.ones((2, 1, 1, 8), np.float32))
     rope_qk(np.ones((2, 9, 9, 8), np.float32), np.ones((2, 3, 9, 8), np.float32))

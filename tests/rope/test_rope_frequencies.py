@@ -1,4 +1,4 @@
-"""rope_frequencies: every published scheme by values computed by hand and by its definition, and its errors."""
+"""rope_frequencies: published schemes against values computed by hand and against their definitions, and errors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LONG = {"short_factor": [1.0, 2.0], "long_factor": [4.0, 8.0], "original_max_pos
 YARN = {"factor": 4.0, "original_max_position_embeddings": 4096}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 PLAIN = [1, 0.1, 0.01, 0.001]
-"""Of 8 features and base 10000."""
+"""The frequencies of 8 features and base 10000."""
 
-# Arguments, and what they give.
+# Arguments, and the expected frequencies and scale.
 BY_HAND: dict[str, tuple[dict[str, Any], list[float], float]] = {
     "no scaling": ({"dim": 8}, PLAIN, 1.0),
     "no parameters": ({"dim": 8, "scaling": {}}, PLAIN, 1.0),
@@ -26,7 +26,7 @@ BY_HAND: dict[str, tuple[dict[str, Any], list[float], float]] = {
     "base in the parameters": ({"dim": 4, "scaling": {"rope_theta": 100.0}}, [1, 0.1], 1.0),
     "base in both": ({"dim": 4, "base": 100.0, "scaling": {"rope_theta": 100}}, [1, 0.1], 1.0),
     "part": ({"dim": 16, "scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, PLAIN, 1.0),
-    # 0.4 of 8 features are 3, of which the last one gets a frequency as well.
+    # 0.4 of 8 features are 3, and the last one gets a frequency, too.
     "odd part": ({"dim": 8, "base": 8, "scaling": {"partial_rotary_factor": 0.4}}, [1, 0.25], 1.0),
     "linear": ({"dim": 8, "scaling": {"rope_type": "linear", "factor": 4}}, [0.25, 0.025, 0.0025, 0.00025], 1.0),
     "older name": ({"dim": 4, "scaling": {"type": "linear", "factor": 4}}, [0.25, 0.0025], 1.0),
@@ -84,7 +84,7 @@ BY_HAND: dict[str, tuple[dict[str, Any], list[float], float]] = {
         [1],
         1.0,
     ),
-    # 32 turns in 4096 positions are at pair 1.31, which is truncated to 1; one turn is at pair 2.81, rounded up to 3.
+    # 32 turns in 4096 positions are at pair 1.31, truncated to 1. One turn is at pair 2.81, rounded up to 3.
     "yarn": ({"dim": 8, "scaling": {"rope_type": "yarn", **YARN}}, [1, 0.1, 0.00625, 0.00025], 1.1386294361),
     "yarn, factor from the lengths": (
         {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "factor": None}, "max_position_embeddings": 16384},
@@ -112,7 +112,7 @@ BY_HAND: dict[str, tuple[dict[str, Any], list[float], float]] = {
         [1, 0.1, 0.015, 0.002],
         1.0,
     ),
-    # From pair 1.3090 to 2.8142: pair 2 is 0.4591 of the way.
+    # The ramp goes from pair 1.3090 to 2.8142: pair 2 is at 0.4591 of it.
     "yarn without truncation": (
         {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "truncate": False}},
         [1, 0.1, 0.006557, 0.00025],
@@ -264,7 +264,7 @@ def test_by_hand(case: str) -> None:
 
 @pytest.mark.parametrize("dim", [2, 64, 96, 128, 256])
 def test_exactness(dim: int) -> None:
-    """Frequencies have all bits of float64, with 64-bit types of JAX off."""
+    """Frequencies have the precision of float64, even with JAX's 64-bit types off."""
     with jax.enable_x64(False):
         inv_freq, _ = rope_frequencies(dim, 500000.0)
     exponents = -2 * np.arange(dim // 2).astype(np.longdouble) / dim
@@ -272,7 +272,7 @@ def test_exactness(dim: int) -> None:
 
 
 def test_llama3_of_the_published_model() -> None:
-    """Llama 3.1: what turns 4 times in 8192 positions is as before, what turns less than once is 8 times slower."""
+    """Llama 3.1: pairs of over 4 turns in 8192 positions are unchanged; pairs of under one turn are 8 times slower."""
     plain, _ = rope_frequencies(128, 500000.0)
     inv_freq, scale = rope_frequencies(128, 500000.0, {"rope_type": "llama3", **LLAMA3, "rope_theta": 500000.0})
     wavelength = 2 * math.pi / plain
@@ -287,7 +287,7 @@ def test_llama3_of_the_published_model() -> None:
 
 
 def test_yarn_of_a_published_model() -> None:
-    """DeepSeek-V3: fast pairs stay, slow ones are 40 times slower, a ramp over pairs 10 to 23 between them."""
+    """DeepSeek-V3: fast pairs are unchanged, slow ones are 40 times slower. Pairs 10 to 23 form a ramp between them."""
     parameters = {
         "type": "yarn",
         "factor": 40,
@@ -307,7 +307,7 @@ def test_yarn_of_a_published_model() -> None:
 
 
 def published(dim: int, base: float, scaling: dict[str, Any], scale: float = 1.0, **lengths: int) -> Any:
-    """Arguments of a published model, and the scale that it has."""
+    """The arguments of a published model, and its scale."""
     return {"dim": dim, "base": base, "scaling": scaling, **lengths}, scale
 
 
@@ -315,7 +315,7 @@ MROPE_SECTION = {"mrope_section": [16, 24, 24]}
 FACTORS = {"short_factor": [1 + i / 40 for i in range(48)], "long_factor": [1 + i for i in range(48)]}
 OF_HUNYUAN = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
-# As model cards write them, the lists of "longrope" aside.
+# As in model cards, except the lists of "longrope".
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "Llama 4 Scout": published(
         128, 500000.0, {"rope_type": "llama3", **LLAMA3, "factor": 16.0, "high_freq_factor": 1.0}
@@ -432,7 +432,7 @@ def test_published_configurations(model: str) -> None:
 
 
 def test_arrays_and_numpy_numbers() -> None:
-    """Factors may be arrays, and numbers those of NumPy."""
+    """Factors may be arrays, and numbers may be NumPy scalars."""
     scaling = {"rope_type": "longrope", **LONG, "factor": np.float32(4), "short_factor": np.array([1, 2])}
     inv_freq, scale = rope_frequencies(np.int64(4), np.float64(100), scaling, seq_len=np.int32(5))
     np.testing.assert_allclose(inv_freq, [1, 0.05])
@@ -467,7 +467,7 @@ def test_unknown_keys(rope_type: str, key: Any) -> None:
 
 
 def test_keys_of_another_scheme() -> None:
-    """Without a rope_type, which is that of no scaling, too."""
+    """Keys of another scheme are refused, also if rope_type is absent, which means 'default'."""
     with pytest.raises(ValueError, match=r"rope_type 'default' has unknown keys \['factor'\]; it takes .*'rope_type'"):
         rope_frequencies(8, scaling={"factor": 2.0})
     with pytest.raises(ValueError, match=r"rope_type 'linear' has unknown keys \['beta_fast', 'truncate'\]"):

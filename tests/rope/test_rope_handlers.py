@@ -1,4 +1,4 @@
-"""The native handlers of rope trust nothing: what does not fit gives an error, never a crash."""
+"""The native handlers of rope check every argument: an invalid call gives an error, never a crash."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jax_baracuda._core.op import OPS
 WITHOUT_KERNEL = ("int8", "uint8", "int32", "bool", "complex64")
 
 MISCOUNT = r"got \d+"
-"""What a message begins with that concerns the number of buffers, not one argument."""
+"""The beginning of a message about the number of buffers, which names no argument."""
 
 each_target = pytest.mark.parametrize("target", TARGETS)
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -33,7 +33,7 @@ def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarra
             operands[x.name] = rng.integers(-(2**20), 2**20, x.shape).astype(x.dtype)
         elif x.name == "frequencies":
             frequencies = rng.uniform(0, 1, x.shape)
-            # The second row is what is missing from the first.
+            # The second row holds the bits that the first row lacks.
             frequencies[..., 1, :] *= 0 if x.dtype == "float64" else 2.0**-26
             operands[x.name] = frequencies.astype(x.dtype)
         else:
@@ -42,7 +42,7 @@ def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarra
 
 
 def check(call: Call, operands: dict[str, np.ndarray]) -> None:
-    """The results of the call are right."""
+    """Asserts that the results of the call are right."""
     attributes, results = call.attributes, call.results_of(operands)
     is_batched = attributes["num_batch_dims"] == 1
     rotated, names = TARGETS[call.target]
@@ -65,7 +65,7 @@ def check(call: Call, operands: dict[str, np.ndarray]) -> None:
 
 
 def assert_refused(call: Call, what: str, *names: str) -> None:
-    """Names the target and one of these arguments; without names, any of the call's."""
+    """Asserts an error that names the target and one of these arguments. Without names, any of the call's arguments."""
     handlers.assert_refused(call, what, names or [x.name for x in call.arrays()])
 
 
@@ -76,7 +76,7 @@ def test_table_is_complete() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What fits.
+# Valid calls.
 
 
 @each_batch
@@ -86,7 +86,7 @@ def test_table_is_complete() -> None:
 def test_valid_calls_are_right(
     rng: np.random.Generator, target: str, interleaved: bool, layout: str, batch: int | None
 ) -> None:
-    """Every result is written in full, whatever was in its memory, with and without positions, of either dtype."""
+    """Every result is written in full, without positions and with positions of each dtype."""
     sizes = dataclasses.replace(SIZES, batch=batch)
     for dtype, positions_dtype in itertools.product(FLOATING, ("int32", "int64", None)):
         call = good_call(
@@ -105,7 +105,7 @@ def test_valid_calls_are_right(
 @each_pairing
 @pytest.mark.parametrize("target", ["rope", "rope_qk_backward"])
 def test_many_rows(rng: np.random.Generator, target: str, interleaved: bool, layout: str) -> None:
-    """More than a GPU takes as few rows, in vectors and one pair at a time, with every kind of positions."""
+    """The GPU's strategy for many rows is right: in vectors and in single pairs, with every kind of positions."""
     length = 3011 if cases.PLATFORM == "cuda" else 301
     for i, dtype in enumerate(FLOATING):
         features, rotary_dim = ((16, 8), (14, 10))[i % 2]
@@ -126,7 +126,7 @@ def test_many_rows(rng: np.random.Generator, target: str, interleaved: bool, lay
 @each_layout
 @each_target
 def test_any_operands_may_be_shared(rng: np.random.Generator, target: str, layout: str) -> None:
-    """By the batch, and positions by the examples as well."""
+    """The batch may share any operands. The examples may also share positions."""
     names = [*(x.name for x in good_call(target).operands), "positions of examples"]
     for count in range(1, len(names)):
         for shared in itertools.combinations(names, count):
@@ -148,7 +148,7 @@ def test_batch_dims_count_as_one(rng: np.random.Generator, target: str, layout: 
 @each_layout
 @each_target
 def test_empty_arrays(rng: np.random.Generator, target: str, layout: str) -> None:
-    """Nothing to do is done; of two arrays, the one that is not empty is rotated."""
+    """Empty arrays are accepted. If only one of two arrays is empty, the other one is rotated."""
     for empty in (
         *({name: 0} for name in ("batch", "examples", "length")),
         *({"heads": heads} for heads in ((0, 2), (6, 0), (0, 0))),
@@ -159,13 +159,13 @@ def test_empty_arrays(rng: np.random.Generator, target: str, layout: str) -> Non
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What does not fit.
+# Invalid calls.
 
 
 @pytest.mark.parametrize(("batch", "layout"), [(5, "BHSD"), (None, "BSHD")], ids=["batched", "not batched"])
 @each_target
 def test_bad_shapes_are_refused(target: str, layout: str, batch: int | None) -> None:
-    """Each operand and result with another rank, or another size in any of its dimensions."""
+    """Each operand and result is refused with another rank, or with another size in any dimension."""
     good = good_call(target, layout, sizes=dataclasses.replace(SIZES, batch=batch))
 
     def with_bad_shapes(array: Array) -> dict[str, Array]:
@@ -175,9 +175,9 @@ def test_bad_shapes_are_refused(target: str, layout: str, batch: int | None) -> 
         return others
 
     for how, array, call in good.with_other(with_bad_shapes):
-        if array == good.results[0]:  # the sizes are taken from it, so that the message may be about what does not fit
+        if array == good.results[0]:  # it gives the sizes, so the message may name another array
             names: tuple[str, ...] = ()
-        else:  # the number of heads of k is taken from its result
+        else:  # the result of k gives the number of heads
             names = ("k_out", "k") if array.name == "k_out" else (array.name,)
         assert_refused(call, f"{array.name} {how}", *names)
 
@@ -192,7 +192,7 @@ def test_bad_batch_dims_are_refused(target: str, layout: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 @each_target
 def test_bad_dtypes_are_refused(target: str, dtype: str) -> None:
-    """Each operand and result with a dtype that does not fit to the others, or that has no kernel."""
+    """Each operand and result is refused with a dtype that does not fit the others, or that has no kernel."""
     good = good_call(target, dtype=dtype)
     for other, array, call in good.with_other(lambda array: with_dtypes(array, (*FLOATING, "int8", "uint32"))):
         names = () if array == good.results[0] else (array.name,)
@@ -208,7 +208,7 @@ def test_dtypes_without_kernels_are_refused(target: str, dtype: str) -> None:
 @each_target
 @pytest.mark.parametrize("rotary_dim", [-(2**63), -2, 0, 1, 3, 14, 2**32 + 8, 2**62])
 def test_bad_rotary_dims_are_refused(target: str, rotary_dim: int) -> None:
-    """Not even, or beyond the features."""
+    """A rotary_dim is refused if it is odd, not positive, or larger than the number of features."""
     good = good_call(target)
     call = dataclasses.replace(good, attributes={**good.attributes, "rotary_dim": np.int64(rotary_dim)})
     assert_refused(call, f"rotary_dim {rotary_dim}", "rotary_dim")
@@ -216,7 +216,7 @@ def test_bad_rotary_dims_are_refused(target: str, rotary_dim: int) -> None:
 
 @each_target
 def test_other_rotary_dims_are_refused(target: str) -> None:
-    """Those that the frequencies are not for."""
+    """A rotary_dim is refused if it does not fit the frequencies."""
     good = good_call(target)
     for rotary_dim in (2, 6, 10, 12):
         call = dataclasses.replace(good, attributes={**good.attributes, "rotary_dim": np.int64(rotary_dim)})
@@ -226,13 +226,13 @@ def test_other_rotary_dims_are_refused(target: str) -> None:
 @each_layout
 @each_target
 def test_attributes_that_do_not_fit_the_operands_are_refused(target: str, layout: str) -> None:
-    """The other layout, positions that are there or not, a batch dimension that is there or not."""
+    """Attributes are refused if they are wrong about the layout, the positions or the batch dimension."""
     for batch, has_positions in itertools.product((5, None), (True, False)):
         sizes = dataclasses.replace(SIZES, batch=batch)
         good = good_call(target, layout, has_positions=has_positions, sizes=sizes)
         for name in ("heads_first", "has_positions", "num_batch_dims"):
             if name == "heads_first" and not has_positions and len(good.results) == 1:
-                continue  # as good a layout as the other
+                continue  # valid in either layout
             value = good.attributes[name]
             other = not value if isinstance(value, bool) else np.int64(1 - value)
             call = dataclasses.replace(good, attributes={**good.attributes, name: other})
@@ -241,7 +241,7 @@ def test_attributes_that_do_not_fit_the_operands_are_refused(target: str, layout
 
 @each_target
 def test_other_numbers_of_buffers_are_refused(target: str) -> None:
-    """XLA itself refuses them where a target always has the buffers, the handler where they are optional."""
+    """XLA itself refuses a wrong number of required buffers; the handler refuses a wrong number of optional ones."""
     for has_positions in (True, False):
         good = good_call(target, has_positions=has_positions)
         names = [*(x.name for x in good.arrays()), "positions", MISCOUNT]

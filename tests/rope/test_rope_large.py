@@ -1,4 +1,4 @@
-"""Features of more than 2^31 elements: those beyond are rotated, by their own positions."""
+"""Features of more than 2^31 elements: kernels rotate the elements beyond 2^31 by the right positions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from support.large import noise, require_gpu_memory
 from jax_baracuda import rope, rope_backward, rope_qk
 
 CHECKED = 40
-"""How many rows are compared at either end."""
+"""The number of rows compared at each end."""
 
 
 def ends(x: Any, axis: int) -> np.ndarray:
     """The first and the last rows along an axis."""
-    # Slices of jax.numpy may have starts of 32 bits.
+    # jax.numpy may slice with 32-bit starts.
     parts = [jax.lax.slice_in_dim(x, start, start + CHECKED, axis=axis) for start in (0, x.shape[axis] - CHECKED)]
     return np.concatenate([np.asarray(part) for part in parts], axis=axis)
 
@@ -54,7 +54,7 @@ def test_more_than_2_31_elements(shape: str, interleaved: bool, layout: str) -> 
 
 @pytest.mark.parametrize("interleaved", PAIRINGS, ids=["interleaved", "half-split"])
 def test_few_pairs_among_many_features(interleaved: bool) -> None:
-    """In place, where only pairs are work: few of them may lie far apart."""
+    """In place, a kernel visits only the rotated pairs. A few pairs that lie far apart are rotated right."""
     require_gpu_memory(25)
     sizes = (1, 2**15 + 3, 2, 2**15 + 8)
     assert np.prod(sizes, dtype=np.int64) > 2**31
@@ -66,7 +66,7 @@ def test_few_pairs_among_many_features(interleaved: bool) -> None:
 
 
 def test_many_positions_of_each_example() -> None:
-    """Positions, too, are found beyond element 2^31."""
+    """Positions beyond element 2^31 are read right, too."""
     require_gpu_memory(60)
     examples, length = 2**16 + 1, 2**15
     positions = jax.jit(

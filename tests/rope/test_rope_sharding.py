@@ -1,4 +1,4 @@
-"""Rotary embeddings on several devices: the answer of one, sharded results, and no collective at all."""
+"""Rotary embeddings on several devices: the same bits as on one device, sharded results and no collectives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ each_axis_type = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.E
 
 EXAMPLES, HEADS, LENGTH, FEATURES = 8, (8, 4), 16, 12
 
-# How (examples, heads, sequence) are split; the heads of q and of k over the same devices.
+# How (examples, heads, sequence) are split. The heads of q and k are split over the same devices.
 SPLITS: dict[str, tuple[Any, Any, Any]] = {
     "examples": ("x", None, None),
     "heads": (None, "y", None),
@@ -75,7 +75,7 @@ def put(mesh: Mesh, operands: Mapping[str, Any], specs: Mapping[str, P]) -> dict
 
 
 def outputs_and_gradients(layout: str, operands: Mapping[str, Any]) -> dict[str, Any]:
-    """Results by the names of the operands that they are like."""
+    """Outputs and gradients, by the name of the operand with their shape."""
     positions = operands.get("positions")
     alone, vjp_alone = jax.vjp(lambda q: rope(q, positions, layout=layout), operands["q"])
     (q, k), vjp = jax.vjp(lambda q, k: rope_qk(q, k, positions, layout=layout), operands["q"], operands["k"])
@@ -92,7 +92,7 @@ def assert_same(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize("positions", POSITIONS)
 @each_axis_type
 def test_sharded_operands(rng: np.random.Generator, axis_type: AxisType, positions: str, layout: str) -> None:
-    """Results have the bits of one device, are split as the operands are, and nothing is exchanged."""
+    """Results have the same bits as on one device and the sharding of the operands. There are no collectives."""
     operands = make_operands(rng, layout, positions)
     function = functools.partial(outputs_and_gradients, layout)
     expected, mesh = function(operands), make_mesh(axis_type)
@@ -111,7 +111,7 @@ def test_sharded_operands(rng: np.random.Generator, axis_type: AxisType, positio
 @each_layout
 @each_axis_type
 def test_features_that_are_split(rng: np.random.Generator, axis_type: AxisType, layout: str) -> None:
-    """They are gathered, since pairs may lie apart; the answer is right, and gradients have the types of primals."""
+    """Split features are gathered, since pairs may lie apart. Results are right; gradients have their primals' types."""
     operands = make_operands(rng, layout, "shared")
     function = functools.partial(outputs_and_gradients, layout)
     expected, mesh = function(operands), make_mesh(axis_type)
@@ -122,7 +122,7 @@ def test_features_that_are_split(rng: np.random.Generator, axis_type: AxisType, 
         def run(operands: dict[str, Any]) -> Any:
             if axis_type == AxisType.Auto:
                 return function(operands)
-            # In explicit mode, cotangents have the types of the results, whose features are whole.
+            # In explicit mode, cotangents have the types of the results. These are not split along features.
             whole = {name: jax.sharding.reshard(operands[name], P(*spec[:3], None)) for name in ("dq", "dk")}
             results = function(operands | whole)
             assert jax.typeof(results["q"][2]) == jax.typeof(operands["q"])
@@ -134,7 +134,7 @@ def test_features_that_are_split(rng: np.random.Generator, axis_type: AxisType, 
 
 @each_layout
 def test_keys_and_positions_that_are_split_differently(rng: np.random.Generator, layout: str) -> None:
-    """In explicit mode k follows q but for its heads, positions follow q, and gradients have the types of primals."""
+    """In explicit mode, k (except its heads) and positions follow the sharding of q. Gradients have their primals' types."""
     operands = make_operands(rng, layout, "of each example")
     function = functools.partial(outputs_and_gradients, layout)
     expected, mesh = function(operands), make_mesh(AxisType.Explicit)
@@ -183,7 +183,7 @@ def test_sizes_that_do_not_divide_evenly(rng: np.random.Generator, layout: str) 
 
 @pytest.mark.parametrize("mapped", ["q", "positions", "all"])
 def test_sharded_batch_of_vmap(rng: np.random.Generator, mapped: str) -> None:
-    """A mapped axis that is split over devices, beside a sequence that is: no collective."""
+    """The mapped axis and the sequence may both be split over devices, without collectives."""
     batch = [make_operands(rng, "BHSD", "shared") for _ in range(8)]
     is_mapped = {name: mapped in (name, "all") or name in ("dq", "dk") for name in batch[0]}
     operands = {name: np.stack([one[name] for one in batch]) if is_mapped[name] else x for name, x in batch[0].items()}
@@ -198,7 +198,7 @@ def test_sharded_batch_of_vmap(rng: np.random.Generator, mapped: str) -> None:
 
 
 def test_batch_of_vmap_with_default_positions(rng: np.random.Generator) -> None:
-    """Where the sequence is split, each shard has positions of its own, in a batch, too."""
+    """If the sequence is split, each shard has its own default positions, in a batch, too."""
     x = make_features(rng, (8, *features_shape("BHSD", 2, 3, LENGTH, 8)), "float32")
     mesh = make_mesh(AxisType.Auto)
     placed = jax.device_put(x, NamedSharding(mesh, P("x", None, None, "y", None)))
@@ -208,7 +208,7 @@ def test_batch_of_vmap_with_default_positions(rng: np.random.Generator) -> None:
 
 
 def test_donated_shards_are_rotated_in_place(rng: np.random.Generator) -> None:
-    """The shards of a donated array, its sequence split as well, are the memory of the result's."""
+    """Each shard of a donated array is rotated in place, even if the sequence is split."""
     operands, mesh = make_operands(rng, "BHSD", "default"), make_mesh(AxisType.Auto)
     x = jax.device_put(operands["q"], NamedSharding(mesh, P("x", None, "y", None)))
     places = [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
@@ -223,7 +223,7 @@ def test_donated_shards_are_rotated_in_place(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("check_vma", [True, False])
 @each_layout
 def test_shard_map(rng: np.random.Generator, layout: str, check_vma: bool) -> None:
-    """Each device rotates its part by the positions that it is given; no collective."""
+    """Each device rotates its part by its part of the positions, without collectives."""
     operands = make_operands(rng, layout, "of each example")
     function = functools.partial(outputs_and_gradients, layout)
     expected, mesh = function(operands), make_mesh(AxisType.Auto)
@@ -237,7 +237,7 @@ def test_shard_map(rng: np.random.Generator, layout: str, check_vma: bool) -> No
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_with_replicated_operands(rng: np.random.Generator, check_vma: bool) -> None:
-    """Shared keys and positions beside split queries: the gradient of the keys is the sum over the devices."""
+    """With split queries and replicated keys and positions, the gradient of the keys is summed over devices."""
     operands = make_operands(rng, "BHSD", "shared")
     operands = {
         name: x[:2, :1] if name in ("k", "dk") else x[:2] for name, x in operands.items() if name != "positions"
@@ -260,14 +260,14 @@ def test_shard_map_with_replicated_operands(rng: np.random.Generator, check_vma:
     dq, dk = jax.jit(jax.grad(mapped, argnums=(0, 1)))(*arguments)
     expected_dq, expected_dk = jax.grad(loss, argnums=(0, 1))(*arguments)
     assert_same_bits(dq, np.asarray(expected_dq))
-    # Without varying types, a sum of equal numbers over all devices, each addition of which rounds by half an eps.
+    # Without check_vma, equal numbers are summed over all devices. Each addition rounds by half an eps.
     exact = MESH_SHAPE[1] * np.asarray(expected_dk, np.float64)
     num_additions = 0 if check_vma else math.prod(MESH_SHAPE) - 1
     Expected(exact, np.float32, num_additions * cases.eps_of(np.float32) / 2 * np.abs(exact)).check(dk)
 
 
 def test_shard_map_over_one_of_two_axes(rng: np.random.Generator) -> None:
-    """The other axis stays with the partitioner; the answer is right."""
+    """Results are right if the other axis is left to the partitioner."""
     operands = make_operands(rng, "BHSD", "shared")
     function = functools.partial(outputs_and_gradients, "BHSD")
     mesh = make_mesh(AxisType.Auto)
@@ -279,7 +279,7 @@ def test_shard_map_over_one_of_two_axes(rng: np.random.Generator) -> None:
 
 
 def test_outputs_are_those_of_the_reference(rng: np.random.Generator) -> None:
-    """What the tests above compare with is right."""
+    """The results on one device, which the tests above compare with, are right."""
     operands = make_operands(rng, "BSHD", "of each example")
     rotation = Rotation(operands["positions"], layout="BSHD")
     results = outputs_and_gradients("BSHD", operands)
