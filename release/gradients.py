@@ -1,4 +1,4 @@
-"""A small program on an installed package: the kernels are there, and gradients agree with those of plain JAX."""
+"""A small program for an installed package: its kernels load, and gradients agree with plain JAX."""
 
 from collections.abc import Callable
 

@@ -1,6 +1,6 @@
-"""Prints what the wheels given as arguments hold, and fails where one bundles or needs a library that it should not.
+"""Prints the contents of the wheels given as arguments. Fails if one bundles or needs a library that it should not.
 
-Sizes of code for a GPU architecture are those of unpacked code; the module holds it compressed.
+Sizes of code for a GPU architecture are for unpacked code. The module has the code compressed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOADER = "ld-linux-x86-64.so.2"
 
 
 def needed_libraries(module: Path) -> set[str]:
-    """The shared libraries that a module asks the loader for."""
+    """The shared libraries that a module needs."""
     dynamic = subprocess.run(["readelf", "--dynamic", module], capture_output=True, text=True, check=True).stdout
     return set(re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic))
 
@@ -41,7 +41,7 @@ def bytes_by_architecture(module: Path) -> dict[str, int]:
 
 
 def describe(wheel: Path) -> list[str]:
-    """Prints the parts of a wheel; returns what is wrong with it."""
+    """Prints the parts of a wheel, and returns its problems."""
     print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB")
     problems = []
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:

@@ -18,12 +18,12 @@ from jax_baracuda._tools.table import format_table
 Timings = Callable[[str, Callable[[], Any], Callable[[], Any]], None]
 
 MIN_ROUNDS, MAX_ROUNDS, SECONDS_OF_ROUNDS = 7, 500, 1.0
-"""How often a program is timed: steps of a tenth of a millisecond vary by a fifth from call to call."""
+"""How often a program is timed. Steps of a tenth of a millisecond vary by a fifth between calls."""
 _rows: list[tuple[str, str, str, str]] = []
 
 
 def assert_close(results: Any, expected: Any, rtol: float, atol: float, name: str) -> None:
-    """`atol` is of the largest number, where this is above 1: what remains of a sum is as exact as its terms."""
+    """Scales `atol` by the largest number, if above 1: after cancellation, a sum is only as exact as its terms."""
     largest = float(np.max(np.abs(expected), initial=1))
     np.testing.assert_allclose(results, expected, rtol, atol * largest, err_msg=name)
 
@@ -36,10 +36,10 @@ def seconds_of_a_call(function: Callable[[], Any]) -> float:
 
 @pytest.fixture(scope="session")
 def timings() -> Timings:
-    """``timings(name, patched, unpatched)``: adds the median times of both, which take turns, to the last table.
+    """``timings(name, patched, unpatched)``: times both in turns, and adds their medians to the final table.
 
-    Results that tests compare are those of kernels; what is timed is what the rules of ops pick, for which both
-    programs are traced once more.
+    Tests compare the results of kernels, but they time the implementations that the rules of ops choose. For this, both
+    programs are traced again.
     """
 
     def add(name: str, patched: Callable[[], Any], unpatched: Callable[[], Any]) -> None:
@@ -58,16 +58,16 @@ def timings() -> Timings:
 
 @pytest.fixture(autouse=True)
 def exact_products() -> Iterator[None]:
-    """Products of matrices in float32 on GPUs too, not in TF32: programs are compared to more digits."""
+    """Matrix products are in float32, not TF32, on GPUs, too: programs are compared to more digits."""
     with jax.default_matmul_precision("float32"):
         yield
 
 
 @pytest.fixture
 def require_calls() -> Callable[..., None]:
-    """``require_calls(report, calls=())``: a call was redirected, and one of each function in `calls`.
+    """``require_calls(report, calls=())``: asserts that a call was redirected, and a call of each function in `calls`.
 
-    On GPUs, one that `redirect` leaves to XLA because that is faster is as good.
+    On GPUs, a call also counts if `redirect` leaves it to XLA because XLA is faster.
     """
 
     def require(report: jb.RedirectReport, calls: Sequence[str] = ()) -> None:
@@ -82,9 +82,9 @@ def require_calls() -> Callable[..., None]:
 
 @pytest.fixture
 def compare_redirected(timings: Timings, require_calls: Callable[..., None]) -> Callable[..., Any]:
-    """``compare_redirected(name, step, *arguments, calls=(...))``: results with and without, beside each other.
+    """``compare_redirected(name, step, *arguments, calls=(...))``: compares and times a step with and without redirect.
 
-    Both are compiled. A call must have been redirected, and one of each function in `calls`.
+    Both are compiled. A call must have been redirected, and a call of each function in `calls`.
     """
 
     def compare(
@@ -95,7 +95,7 @@ def compare_redirected(timings: Timings, require_calls: Callable[..., None]) -> 
         rtol: float = 2e-4,
         atol: float = 1e-6,
     ) -> Any:
-        jax.clear_caches()  # calls are counted while they are traced, inner jits too
+        jax.clear_caches()  # calls are counted while they are traced, in inner jits, too
         redirect = jb.redirect(indexed_updates=True, slice_updates=True)
         plain, redirected = jax.jit(step), jax.jit(redirect(step))
         expected, results = plain(*arguments), redirected(*arguments)

@@ -1,4 +1,4 @@
-"""A pytest plugin: gives jraph what JAX had when it was written, and redirects its calls where a variable asks."""
+"""A pytest plugin. It restores old JAX names that jraph needs, and redirects jraph's calls if REDIRECT is set."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ REDUCERS = ["sum", "max", "min", "prod", "any", "all", "argmax", "argmin"]
 def on_jax() -> Iterator[None]:
     before = jax.config.jax_enable_x64
     ak.jax.register_and_check()
-    jax.config.update("jax_enable_x64", before)  # which it sets for the whole process, and so for other packages
+    jax.config.update("jax_enable_x64", before)  # awkward sets it for the whole process, also for other packages
     with jax.enable_x64():
         yield
 

@@ -1,4 +1,4 @@
-"""e3nn-jax: an equivariant layer, whose messages scatter_sum adds up."""
+"""e3nn-jax: an equivariant layer that sums messages with scatter_sum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IRREPS = e3nn.Irreps("4x0e + 4x1o + 2x2e")
 
 @pytest.mark.parametrize("sized", [True, False], ids=["ids", "sizes"])
 def test_layer(rng: np.random.Generator, compare_redirected: Callable[..., Any], sized: bool) -> None:
-    """Values, and gradients of positions and features, by ids of receivers or by the number of edges of each."""
+    """Values and gradients agree, for receivers given by ids or by their numbers of edges."""
     positions, features = (jnp.asarray(rng.normal(size=(NODES, n)), jnp.float32) for n in (3, IRREPS.dim))
     senders, receivers = rng.integers(0, NODES, EDGES), np.sort(rng.integers(0, NODES, EDGES))
     senders = np.where(senders == receivers, (senders + 1) % NODES, senders)

@@ -1,4 +1,4 @@
-"""flax: attention that decodes, whose caches are written through write_slice, and a model that writes both at once."""
+"""flax: decoding attention that writes its caches with write_slice, and a model that writes both caches at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UPDATE = "jax.lax.dynamic_update_slice"
 
 
 class AttentionWithOneWrite(nnx.MultiHeadAttention):
-    """The same attention, whose keys and values one call writes."""
+    """The same attention, but one call writes both keys and values."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         query, key, value = self.query(x), self.key(x), self.value(x)
@@ -33,7 +33,7 @@ class AttentionWithOneWrite(nnx.MultiHeadAttention):
 
 
 def decoder(module: type[nnx.MultiHeadAttention] = nnx.MultiHeadAttention) -> tuple[Callable[..., Any], Any]:
-    """A function of the state and a token, which returns what the token attends to and the next state; and a state."""
+    """A function from a state and a token to the next state and the token's output; and an initial state."""
     attention = module(HEADS, WIDTH, num_kv_heads=KV_HEADS, decode=True, rngs=nnx.Rngs(0))
     attention.init_cache((BATCH, LENGTH, WIDTH))
     graph, start = nnx.split(attention)
@@ -80,7 +80,7 @@ def test_decoding_step_by_step(rng: np.random.Generator, decoder: Callable[[], t
 
 
 def loss_of_decoding(next_token: Callable[..., Any], state: Any, xs: jax.Array) -> Any:
-    """A loop over all tokens, and the gradients of it, through its caches."""
+    """Decodes all tokens in a loop, and differentiates it through the caches."""
 
     def loss(xs: jax.Array) -> tuple[jax.Array, Any]:
         last, outputs = jax.lax.scan(next_token, state, xs)

@@ -18,7 +18,7 @@ BATCH, LENGTH, WIDTH, SIZE = 2, 12, 16, 8
 
 
 class Rotations:
-    """What stands in for the function of Gemma, which rotates queries and keys in two calls; it counts them."""
+    """Replaces Gemma's function, which rotates queries and keys in two calls, and counts the calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -34,7 +34,7 @@ class Rotations:
 
 
 def test_rotation_takes_gemmas_arguments(rng: np.random.Generator) -> None:
-    """rope_qk of both, beside Gemma's function for one at a time."""
+    """rope_qk for queries and keys agrees with Gemma's function for each of them."""
     q, k = (jnp.asarray(rng.normal(size=(BATCH, LENGTH, heads, SIZE)), jnp.float32) for heads in (4, 2))
     positions = jnp.asarray(rng.integers(0, 4000, (BATCH, LENGTH)))
 
@@ -48,7 +48,7 @@ def test_rotation_takes_gemmas_arguments(rng: np.random.Generator) -> None:
     expected, pullback = jax.vjp(theirs, q, k)
     actual, our_pullback = jax.vjp(ours, q, k)
     for a, e in zip((*actual, *our_pullback(expected)), (*expected, *pullback(expected)), strict=True):
-        # Gemma's angles are float32: at 4000 they are rounded to 2.4e-4, and ours are not.
+        # Gemma's angles are float32: at position 4000 they are rounded to 2.4e-4. Ours are not rounded.
         np.testing.assert_allclose(a, e, atol=2e-3)
 
 

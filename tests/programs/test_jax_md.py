@@ -19,7 +19,7 @@ def particles_of_a_crystal(rng: np.random.Generator) -> jax.Array:
 
 
 def lennard_jones() -> tuple[Any, Any, Any]:
-    """The shift of particles, the neighbour list, and the energy by pairs that are listed twice."""
+    """The shift of particles, the neighbour list, and the energy of pairs, where each pair is listed twice."""
     displacement, shift = space.periodic(BOX)
     neighbours, of_energy = energy.lennard_jones_neighbor_list(
         displacement, BOX, sigma=0.9, r_cutoff=1.8, r_onset=1.5, format=partition.Sparse, per_particle=True
@@ -28,7 +28,7 @@ def lennard_jones() -> tuple[Any, Any, Any]:
 
 
 def test_simulation(rng: np.random.Generator, compare_redirected: Callable[..., Any]) -> None:
-    """Energies of particles are segment sums, and forces their gradients with those of gathers."""
+    """Energies of particles are segment sums. Forces are their gradients, with gradients of gathers."""
     with jax.enable_x64():
         shift, neighbours, of_energy = lennard_jones()
         positions = particles_of_a_crystal(rng)
@@ -56,7 +56,7 @@ def test_simulation(rng: np.random.Generator, compare_redirected: Callable[..., 
 
 
 def test_force_matching(rng: np.random.Generator, compare_redirected: Callable[..., Any]) -> None:
-    """The gradient of a gradient, as potentials are fitted."""
+    """The gradient of a gradient, as in fitting a potential, agrees."""
     with jax.enable_x64():
         _, neighbours, of_energy = lennard_jones()
         positions = particles_of_a_crystal(rng)

@@ -29,7 +29,7 @@ def run_their_tests(**variables: str) -> str:
     path = os.pathsep.join(filter(None, [here, str(Path(jb.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     tests = [f"{folder}/_src/{name}_test.py" for name in ("models", "utils")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "jraph_on_new_jax", *tests]
-    # Outside this project, whose settings of pytest are not theirs.
+    # Outside this project, because its pytest settings must not apply to jraph's tests.
     run = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": path, **variables}, cwd=folder, capture_output=True, text=True
     )
@@ -37,9 +37,9 @@ def run_their_tests(**variables: str) -> str:
 
 
 def test_their_tests() -> None:
-    """All that pass without are to pass with it; those that fail without may.
+    """jraph's tests that pass without redirect also pass with it.
 
-    On GPUs, JAX's own sums come in another order in each run, which some of their comparisons do not allow for.
+    On GPUs, the order of JAX's own sums varies between runs. Some comparisons of jraph do not allow for this.
     """
     of_jax, redirected = run_their_tests(), run_their_tests(REDIRECT="1")
     failures = [

@@ -35,7 +35,7 @@ CALLS = {"SAGEConv, max": ["jax.ops.segment_max"], "EdgeConv": ["jax.ops.segment
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_trained(rng: np.random.Generator, compare_redirected: Callable[..., Any], name: str) -> None:
-    with jax.enable_x64():  # where Adam would divide rounding errors by themselves in float32
+    with jax.enable_x64():  # in float32, Adam would divide rounding errors by themselves
         train_layer(rng, compare_redirected, name)
 
 

@@ -23,7 +23,7 @@ BATCH, LENGTH, STEPS = 2, 16, 3
 
 
 def patch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Replaces the convolution, and counts the traced calls of either function."""
+    """Replaces the convolution, and counts the traced calls of each function."""
     calls: Counter[str] = Counter()
 
     def convolve(self: Any, x: jax.Array, conv_state: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""numpyro: a hierarchical model, whose draws of groups each observation takes by its id, sampled by NUTS."""
+"""numpyro: NUTS samples a hierarchical model, where each observation gathers its group's draws by id."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def observations(rng: np.random.Generator) -> tuple[jax.Array, ...]:
 
 
 def test_samples(rng: np.random.Generator, compare_redirected: Callable[..., Any]) -> None:
-    """Two chains of one vmap: gradients of gathers inside of loops whose length depends on the draws."""
+    """Two chains under one vmap agree, with gradients of gathers in loops whose length depends on the draws."""
     with jax.enable_x64():
 
         def sample(*observed: jax.Array) -> Any:
@@ -47,7 +47,7 @@ def test_samples(rng: np.random.Generator, compare_redirected: Callable[..., Any
 
 
 def test_curvature(rng: np.random.Generator, compare_redirected: Callable[..., Any]) -> None:
-    """The Hessian of the log density, as a Laplace approximation has it: forward over reverse mode."""
+    """The Hessian of the log density, as for a Laplace approximation, agrees: forward over reverse mode."""
     with jax.enable_x64():
         observed = observations(rng)
         start, potential, *_ = initialize_model(jax.random.key(0), model, model_args=observed)

@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes_pyg.md beside the layers of PyTorch Geometric: values and gradients."""
+"""The recipes of docs/recipes_pyg.md agree with the layers of PyTorch Geometric: values and gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IN_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def random_edges(rng: np.random.Generator) -> np.ndarray:
-    """With isolated nodes, nodes without senders, duplicate edges and self loops, some of them twice."""
+    """Random edges with isolated nodes, nodes without senders, duplicate edges, and self loops, some of them twice."""
     edges = rng.integers(0, NODES - 8, (2, 150))
     edges[1, edges[1] < 4] = 10
     loops = np.array([[1, 5, 5, 7], [1, 5, 5, 7]])
@@ -48,10 +48,10 @@ def check(
     of_jax: Callable[[dict[str, jax.Array], jax.Array], jax.Array],
     rows: int = NODES,
 ) -> None:
-    """The values, and the gradients of features and of all weights, with the same random cotangent."""
+    """Compares the values, and the gradients of features and of all weights, for the same random cotangent."""
     layer.to(getattr(torch, dtype))
     with torch.no_grad():
-        for parameter in layer.parameters():  # biases and attention, too, are no zeros
+        for parameter in layer.parameters():  # biases and attention must not be zero
             parameter.copy_(torch.as_tensor(rng.normal(size=parameter.shape) * 0.5))
     x = torch.tensor(rng.normal(size=(rows, WIDTH)), dtype=getattr(torch, dtype), requires_grad=True)
     expected = of_torch(x)
@@ -205,7 +205,7 @@ def test_softmax_aggregation_of_senders(rng: np.random.Generator, dtype: str, wi
 
 
 def test_times(rng: np.random.Generator, timings: Callable[..., None]) -> None:
-    """Forward passes on the CPU beside PyTorch's, for the table alone."""
+    """Times forward passes on the CPU and those of PyTorch, for the table alone."""
     edge_index, nodes = rng.integers(0, 2000, (2, 20000)), 2000
     senders, receivers = jnp.asarray(edge_index, jnp.int32)
     edges = RECIPES["edges_of"](senders, receivers, nodes)

@@ -1,4 +1,4 @@
-"""The recipes whose packages only this environment has: they run, and assert what they say."""
+"""The recipes that need packages of this environment run, and their assertions hold."""
 
 from __future__ import annotations
 

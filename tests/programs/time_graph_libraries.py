@@ -1,6 +1,6 @@
 """Times training steps of jraph's and jraphx's layers as they are and redirected, on a graph of arxiv's size.
 
-Beside them, what the same layer takes where it is written with this package's functions and a plan.
+It also times some of the layers written with this package's functions and a plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Step = Callable[[Any, jax.Array, Any], Any]
 
 
 def make_edges(nodes: int, edges: int) -> tuple[jax.Array, jax.Array]:
-    """Senders, uniform, and receivers by a power law."""
+    """Uniform senders, and receivers by a power law."""
     rng = np.random.default_rng(0)
     receivers = rng.permutation(nodes)[(nodes * rng.random(edges) ** POWER).astype(np.int64)]
     return jnp.asarray(rng.integers(0, nodes, edges), jnp.int32), jnp.asarray(receivers, jnp.int32)
@@ -76,7 +76,7 @@ def of_jraph(nodes: int, edges: int) -> Iterator[tuple[str, Step, Any]]:
 
 
 def cases(nodes: int, edges: int) -> Iterator[tuple[str, Step, Any, Step | None, Any]]:
-    """Name, step and weights; step and weights of this package's functions, where they make the same aggregation."""
+    """Name, step and weights; then step and weights of this package's functions, if they have the same aggregation."""
     rngs = nnx.Rngs(0)
     size = WIDTH // HEADS
     weight = jnp.asarray(np.random.default_rng(2).normal(size=(2 * WIDTH, WIDTH)) * 0.06, jnp.float32)
@@ -100,7 +100,7 @@ def cases(nodes: int, edges: int) -> Iterator[tuple[str, Step, Any, Step | None,
 
 
 def milliseconds(programs: list[Callable[[], Any]]) -> list[float]:
-    """Medians; the programs take turns."""
+    """Median times. The programs take turns."""
     rounds = []
     for _ in range(REPEATS + 2):
         times = []
@@ -115,7 +115,7 @@ def milliseconds(programs: list[Callable[[], Any]]) -> list[float]:
 def main(scale: int) -> None:
     """
     Args:
-      scale: by how much the graph is smaller than arxiv's.
+      scale: how many times smaller the graph is than arxiv's.
     """
     nodes, edges = NODES // scale, EDGES // scale
     h = jax.random.normal(jax.random.key(0), (nodes, WIDTH))

@@ -1,4 +1,4 @@
-"""Times of a cache that plain JAX writes in a loop, as it is and redirected."""
+"""Times loops in which plain JAX writes to a cache, as they are and redirected."""
 
 from __future__ import annotations
 

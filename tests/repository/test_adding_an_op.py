@@ -1,4 +1,4 @@
-"""docs/adding_an_op.md, followed to the letter."""
+"""The steps of docs/adding_an_op.md work exactly as written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INIT = "jax_baracuda/__init__.py"
 
 
 def files_of_page() -> dict[str, str]:
-    """The files that the page has its readers write, and the line that it has them add to the package."""
+    """The files that the page tells its readers to write, and the line to add to the package."""
     blocks = re.findall(
         r"\*\*`([\w./]+)`\*\*:?\n\n```\w+\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE
     )
@@ -35,7 +35,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> None:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tree with the files of the page, built: of the package all, of the native code what ops share."""
+    """A built tree with the files of the page, the whole package, and the native code that all ops share."""
     tree = tmp_path_factory.mktemp("tree")
     for name in ("CMakeLists.txt", "pyproject.toml", "ffi/module_cpu.cc", "ffi/module_cuda.cc"):
         (tree / name).parent.mkdir(exist_ok=True)
@@ -50,7 +50,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (tree / name).parent.mkdir(exist_ok=True)
         (tree / name).write_text(text)
     build = tree / "build"
-    # The one of the virtual environment, if it has one.
+    # Prefer the virtual environment's CMake.
     cmake = shutil.which("cmake", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
     assert cmake is not None, "pip install cmake"
     run(
@@ -71,10 +71,10 @@ def test_page_has_all_files() -> None:
 
 
 def test_op_of_the_page_works(tree: Path) -> None:
-    """Its own tests pass, and the tools know it."""
+    """The tests of the page's op pass, and the tools know the op."""
     environment = {"PYTHONPATH": os.pathsep.join((str(tree), os.environ.get("PYTHONPATH", "")))}
     environment["JAX_BARACUDA_INSTRUMENTED"] = ""
-    # An editable installation answers imports before the search path does.
+    # An editable installation takes precedence over the search path.
     forget = "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'Redirect' not in type(f).__name__]\n"
     tests = tree / "tests" / "relu_squared"
     arguments = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(tests)]

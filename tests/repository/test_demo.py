@@ -1,4 +1,4 @@
-"""The demo learns, its two runs agree, and it says so by its exit status."""
+"""The demo learns, its two runs agree, and its exit status reports success."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The example in the docstring of each public function runs, and prints what it says."""
+"""The docstring example of each public function runs, and prints the output that it shows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_all_functions_are_looked_at() -> None:
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "min" in name])
 def test_functions_of_minima_speak_of_minima(name: str) -> None:
-    """Their docstrings are made of those of the maxima."""
+    """The docstrings of minima do not mention maxima, although they are made from the docstrings of maxima."""
     docstring = inspect.getdoc(getattr(jax_baracuda, name))
     assert "minim" in docstring and not re.search("[Mm]axim|_max|argmax|max [{]", docstring)
 
@@ -40,7 +40,7 @@ OF_EDGES = (
     *(f"gather_segment_{kind}" for kind in ("sum", "mean", "max", "min")),
     *("segment_attention", "segment_plan"),
 )
-"""These speak of edges where the other segment functions speak of rows."""
+"""These docstrings describe edges, where the other segment functions describe rows."""
 
 OF_ONE_FUNCTION = {
     "segment": {"bucket_size", "d_output", "data", "plan", "segment_ids", "tie_break"},
@@ -49,7 +49,7 @@ OF_ONE_FUNCTION = {
     "where": {"cond"},
     "write_slice": {"start_indices"},
 }
-"""Arguments that do not mean the same in all functions of a family: others have one description in all of them."""
+"""Arguments with different meanings in a family. Every other argument has one description in the family."""
 
 
 def arguments_of(docstring: str) -> dict[str, str]:
@@ -60,7 +60,7 @@ def arguments_of(docstring: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_descriptions_agree(family: str) -> None:
-    """What functions of a family share is written out in each docstring, in the same words."""
+    """The functions of a family describe a shared argument in the same words."""
     descriptions: dict[str, dict[str, list[str]]] = {}
     for name in FUNCTIONS:
         if family in name and name not in ("rope_frequencies", "unsorted_segment_max_backward", *OF_EDGES):

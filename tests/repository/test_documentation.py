@@ -1,5 +1,5 @@
-"""The README and the pages of docs: their examples run, their links and commands lead somewhere, their tables are those
-of the records, and every public name is on one."""
+"""The README and the pages of docs: examples run, links and commands exist, tables agree with the records, and every
+public name is on a page."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_examples_run_elsewhere(page: str) -> None:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """The anchors that GitHub makes from headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -63,7 +63,7 @@ def test_links(page: Path) -> None:
 
 
 def commands_of(page: Path) -> list[list[str]]:
-    """The words of what a reader may type: code within lines, and blocks of no language, without their comments."""
+    """The words of each command on a page: in inline code and in blocks without language, without comments."""
     text = page.read_text()
     lines = "".join(code for language, code in BLOCK.findall(text) if not language).splitlines()
     lines += re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
@@ -76,7 +76,7 @@ COMMANDS = sorted({tuple(command) for page in [*PAGES, *FOR_DEVELOPERS] for comm
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_commands_exist(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    """Targets of make, modules with their options and the cases that these name, files, and extras."""
+    """Make targets, modules, their options, the cases that options name, files and extras exist."""
     program, *arguments = command
     if program == "make":
         rules = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -107,7 +107,7 @@ def cells_of(row: str) -> list[str]:
 
 
 def test_tables_are_those_of_the_records() -> None:
-    """The overviews of the page on performance, and every case of the numbers; a cell may be left out."""
+    """Overviews in docs/performance.md and all rows of docs/numbers.md agree with the records. Cells may be empty."""
     runs = [load(path) for path in RESULTS.glob("*.json") if path.name != "two_gpus.json"]
     printed = [tables.markdown(run).splitlines() for run in runs if not isinstance(run, GridRun)]
     known = [cells_of(row) for lines in printed for row in lines if row.startswith("|")]

@@ -1,4 +1,4 @@
-"""Every notebook runs in small, agrees with plain JAX, and is kept with the outputs of a complete run."""
+"""Every notebook runs at small size, agrees with plain JAX, and is stored with the outputs of a complete run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import jax_baracuda
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 NAMES = ["graph_network", "language_model", "quickstart", "several_devices"]
 VERDICT = re.compile(r"\bagrees?\b.*: *(True|False)$", re.MULTILINE)
-"""How a notebook prints a comparison; a language model may write the words alone."""
+"""How a notebook prints a comparison. The words alone do not match, because a language model may write them."""
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|Users|root|tmp|usr|opt|var|work|mnt|workspace)/|[A-Z]:\\")
 WARNING = re.compile(r":\d+: \w*Warning: ")
 
@@ -29,7 +29,7 @@ of_each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: p
 
 
 def kernel_of_this_interpreter(folder: Path) -> AsyncKernelManager:
-    """A kernel that runs `sys.executable` and imports what the tests import, whatever kernels there are."""
+    """A kernel that runs `sys.executable` with the tests' import path, whatever kernels are installed."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
     spec = {
         "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
@@ -37,7 +37,7 @@ def kernel_of_this_interpreter(folder: Path) -> AsyncKernelManager:
         "env": {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "JAX_BARACUDA_NOTEBOOK_SIZE": "small",
-            # Beside one GPU, CPUs play several devices.
+            # With one GPU, CPUs serve as several devices.
             "JAX_PLATFORMS": f"{platforms},cpu" if platforms not in ("", "cpu") else platforms,
         },
     }
@@ -53,7 +53,7 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def texts(cell: nbformat.NotebookNode) -> Iterator[str]:
-    """What a cell shows as text."""
+    """The text outputs of a cell."""
     for output in cell.outputs:
         shown = output.get("data", {"text/plain": output.get("text", "")})
         yield from (value for kind, value in shown.items() if kind.startswith("text/"))
@@ -64,7 +64,7 @@ def printed(notebook: nbformat.NotebookNode) -> str:
 
 
 def names_of_packages(source: str) -> Iterator[str]:
-    """What a cell imports, and all attributes: `jb.rope` of the package `jb`, `.shape` of anything else."""
+    """The imports and all attributes of a cell: `jb.rope` for a package `jb`, `.shape` for anything else."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)

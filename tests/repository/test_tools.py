@@ -44,9 +44,9 @@ from jax_baracuda._tools.table import format_table
 
 @pytest.fixture
 def examples(monkeypatch: pytest.MonkeyPatch) -> list[Example]:
-    """The examples at sizes that take no time, each in one of its dtypes, that of segment_max first and in float32.
+    """All examples at small sizes, each in one of its dtypes. segment_max comes first, in float32.
 
-    What a test puts in their place is used instead.
+    Tests may replace the elements of the list.
     """
     small = [
         dataclasses.replace(
@@ -62,7 +62,7 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> list[Example]:
 
 
 def test_every_function_of_arrays_has_an_example() -> None:
-    """And is timed by ``race`` on every platform."""
+    """Every function also has sizes for ``race`` on every platform."""
     examples = all_examples()
     assert len({example.name for example in examples}) == len(examples)
     functions = {name for name in jb.__all__ if inspect.isfunction(getattr(jb, name))}
@@ -90,7 +90,7 @@ def test_report_says_why_a_module_is_not_used() -> None:
 
 
 def test_report_names_a_platform_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that is not one of CUDA's."""
+    """The report says that a GPU other than CUDA's has no kernels."""
     monkeypatch.setattr(report, "devices_by_platform", dict)
     monkeypatch.setattr(report, "default_devices", lambda: [SimpleNamespace(platform="gpu")])
     rows = [line for line in report._ops().splitlines() if " rocm " in line]
@@ -109,7 +109,7 @@ def test_check_passes_and_prints_one_row_per_example(
 
 
 def replaced(example: Example, change: Callable[..., jax.Array]) -> Example:
-    """The example of a function of which something is wrong: ``change(function, data, **others)``."""
+    """The example with a wrong function: ``change(function, data, **others)``."""
     wrong = functools.wraps(example.function)(lambda data, **others: change(example.function, data, **others))
     return dataclasses.replace(example, function=wrong)
 
@@ -163,7 +163,7 @@ def test_race_prints_forward_and_gradient_of_each_example(
 
 
 def test_tables_grow_row_by_row(examples: list[Example], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The heading is there before anything is computed, and each row before the next is."""
+    """The heading is printed before anything is computed, and each row before the next one is computed."""
     num_lines: list[int] = []
     printed: list[str] = []
     monkeypatch.setattr("builtins.print", lambda *texts, **options: printed.append((*texts, options)))
@@ -175,7 +175,7 @@ def test_tables_grow_row_by_row(examples: list[Example], monkeypatch: pytest.Mon
 
 
 def test_nothing_is_compiled_while_a_batch_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Items come in order; what one of them cannot be compiled for is raised when it is asked for."""
+    """Items come in order. An item's compilation error is raised when its result is requested."""
     compiled: list[int] = []
     said: list[str] = []
 
@@ -199,7 +199,7 @@ def test_nothing_is_compiled_while_a_batch_is_timed(monkeypatch: pytest.MonkeyPa
 
 
 def test_batches_end_in_time() -> None:
-    """Also where compiling takes longer than that; what was compiled before is there."""
+    """Batches end in time, even if compiling takes longer. Results compiled before are still returned."""
     items = range(1000)
     assert list(timing.compiled_in_batches(lambda _: time.sleep(0.5), items, 0.1, lambda _: None)) == []
     num_timed = 0
@@ -211,7 +211,7 @@ def test_batches_end_in_time() -> None:
 
 
 def test_a_race_repeats_what_is_short() -> None:
-    """Medians are without the runs that warm up, but of a loop that has no others."""
+    """Medians exclude warm-up runs, unless a loop has no other runs."""
 
     class Runs:
         def __init__(self, steps: int, *seconds: float) -> None:
@@ -248,7 +248,7 @@ def test_kernels_of_a_compiled_loop() -> None:
 def test_sample_of_calls_beside_plain_jax(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The record has the distribution: as a table and as a plot, too."""
+    """The record has the distribution of ratios, and gives a table and a plot."""
     pytest.importorskip("matplotlib")
     from benchmarks import plots, tables
     from benchmarks.record import FORWARD, WITH_GRADIENT, load
@@ -280,7 +280,7 @@ def test_sampled_calls_differ_and_fit() -> None:
 
 
 def test_sampled_calls_leave_out_what_takes_minutes() -> None:
-    """On GPUs, plain JAX waits for each row of a segment where numbers have 16 bits, and for exponentials."""
+    """On GPUs, plain JAX adds the rows of a segment one by one for 16-bit numbers and for exponentials."""
     cases = list(sample.draw("cuda", 300, 0))
     contended = [case for case in cases if case.contended_rows]
     wide = {case.example.function.__name__ for case in contended if np.dtype(case.dtype).itemsize == 4}
@@ -294,7 +294,7 @@ def test_sampled_calls_leave_out_what_takes_minutes() -> None:
 
 
 def test_ids_by_a_power_law(rng: np.random.Generator) -> None:
-    """A segment has about as many of the ids as the law says, and all are in range."""
+    """The number of ids in each segment follows the power law, and all ids are in range."""
     sizes = {"segment": 100}
     ids = sample.power_law_ids(rng, (100_000,), np.dtype(np.int32), sizes)
     assert ids.dtype == np.int32 and ids.min() >= 0 and ids.max() < 100
@@ -319,7 +319,7 @@ def test_format_table_aligns_columns() -> None:
 
 
 def test_tables_fit_100_columns() -> None:
-    """The widest column is wrapped, nothing is lost; and a cell may have lines of its own."""
+    """The widest column is wrapped without losing words. A cell may have several lines."""
     words = [f"word{number}" for number in range(60)]
     lines = format_table(("short", "long"), [("a\nb", " ".join(words))]).splitlines()
     assert max(map(len, lines)) <= 100
@@ -330,7 +330,7 @@ def test_tables_fit_100_columns() -> None:
 def test_no_tool_prints_a_line_of_more_than_100_columns(
     examples: list[Example], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the names and the sizes of all examples; without a terminal, no control characters either."""
+    """This includes the names and sizes of all examples. Without a terminal, no control characters are printed."""
     monkeypatch.setattr(check, "errors", lambda *_: [("bfloat16", 0.0, 0.0)])
     monkeypatch.setattr(race, "all_examples", all_examples)
     monkeypatch.setattr(race, "race", lambda *_: [("forward", 1e-3, 1e-3), ("+ gradient", 1.0, 1.0)])
@@ -364,7 +364,7 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_check_fails_without_a_device_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says so, and does not pass for want of failures."""
+    """It reports that there is no device, instead of passing without failures."""
     monkeypatch.setattr(jax, "devices", lambda *_: (_ for _ in ()).throw(AssertionError()))
     with pytest.raises(BackendError, match=r"^JAX cannot start a backend \(JAX_PLATFORMS is .*AssertionError$"):
         check.main([])
@@ -380,7 +380,7 @@ def run_tool(*arguments: str, **variables: str) -> subprocess.CompletedProcess[s
 
 
 def test_report_where_jax_cannot_start() -> None:
-    """That is when it is needed: versions and modules are there, and the reason."""
+    """The report still has the versions, the modules and the reason."""
     result = run_tool("jax_baracuda", "report", JAX_PLATFORMS="nonsense")
     assert result.returncode == 1 and "Traceback" not in result.stderr
     for expected in (jb.__version__, jax.__version__, "native module", "JAX_PLATFORMS is 'nonsense'"):
@@ -398,7 +398,7 @@ def test_exit_status_of_a_tool(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(raising(KeyboardInterrupt())) == 130
     assert exit_status(raising(BackendError("no device"))) == 2
     assert capsys.readouterr().err == "interrupted\nno device\n"
-    with pytest.raises(ZeroDivisionError):  # what is wrong with a tool itself is not hidden
+    with pytest.raises(ZeroDivisionError):  # an error of a tool itself is not hidden
         exit_status(raising(ZeroDivisionError()))
 
 
@@ -511,7 +511,7 @@ def test_functions_to_sample_must_exist(tool: Any, capsys: pytest.CaptureFixture
 def test_help_of_benchmarks_needs_no_device(
     tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without which they say that there is none."""
+    """Without --help, they report that there is no device."""
     monkeypatch.setattr(jax, "devices", lambda *_: (_ for _ in ()).throw(RuntimeError("none")))
     with pytest.raises(BackendError, match="JAX cannot start a backend"):
         tool.main([])
@@ -539,7 +539,7 @@ runpy.run_module(name, run_name="__main__", alter_sys=True)
     ],
 )
 def test_tools_that_compare_kernels_need_them(tool: str, tmp_path: Path) -> None:
-    """A clone without a native module hides the package that is installed."""
+    """Tools report it if a clone without native modules hides the installed package."""
     for module in (jb, benchmarks_main):
         folder = Path(inspect.getfile(module)).parent
         shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("*.so", "results"))
@@ -587,7 +587,7 @@ def test_command_line_lists_the_tools() -> None:
 
 @cases.on_two_devices
 def test_scaling_over_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A share, all shares on one device, and the split program: with their results compared, of us and of plain JAX."""
+    """Times one share, all shares on one device and the split program, for kernels and plain JAX, without failures."""
     path = tmp_path / "record.json"
     assert many_devices.main(["--quick", "--only", "rope", "--output", str(path)]) == 0
     [program] = json.loads(path.read_text())["programs"]

@@ -1,4 +1,4 @@
-"""What docs/troubleshooting.md quotes is what the package says, and every reason that the report can print is there."""
+"""docs/troubleshooting.md quotes the package exactly, and has every reason why a kernel is unsupported or missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def nodes_of_package() -> Iterator[ast.AST]:
 
 
 def strings(tree: ast.AST) -> Iterator[str]:
-    """Those in a tree, with dots for what is filled in."""
+    """The strings in a tree, with an ellipsis for each inserted value."""
     if isinstance(tree, ast.JoinedStr):
         yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in tree.values)
     elif isinstance(tree, ast.Constant) and isinstance(tree.value, str):
@@ -33,7 +33,7 @@ def strings(tree: ast.AST) -> Iterator[str]:
 
 
 def messages() -> str:
-    """Every string of the Python files, and of the file that looks for GPUs."""
+    """Every string of the Python files, and of the native file that looks for GPUs."""
     found = [text for node in nodes_of_package() if isinstance(node, ast.Module) for text in strings(node)]
     source = (ROOT / "ffi" / "core" / "device_problem_cuda.cc").read_text()
     found.extend(re.findall(r'"([^"\n]*)"', source))
@@ -41,9 +41,9 @@ def messages() -> str:
 
 
 def reasons() -> set[str]:
-    """Why there is no kernel for a call, what the table says, and what is wrong with a module.
+    """The reasons why a kernel is unsupported, and the problems of native modules.
 
-    What to do about it may follow a semicolon.
+    Advice may follow a semicolon.
     """
     texts = set()
     for node in nodes_of_package():
@@ -58,7 +58,7 @@ def reasons() -> set[str]:
 
 
 def quotations() -> list[str]:
-    """The fixed parts of what stands in italics."""
+    """The fixed parts of the texts in italics."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     quoted = re.findall(r"(?<!\*)\*(?!\*)([^*\n]+)\*", page)
     parts = [part.strip(" ,.:()") for text in quoted for part in re.split("…", text)]

@@ -1,4 +1,4 @@
-"""A user's program with types. It runs here, and ``make lint`` has mypy check it by the signatures of the package."""
+"""A user's typed program. It runs here, and in ``make lint`` mypy checks it against the package's signatures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_decoding_is_differentiable() -> None:
         return jnp.sum(logits), cache
 
     gradient, cache = jax.jit(jax.grad(loss, has_aux=True))(parameters)
-    # Of the first token the rotation is by no angle, and the attention is to itself alone.
+    # The first token is rotated by angle 0, and attends only to itself.
     np.testing.assert_allclose(cache.keys[0], jax.nn.silu(parameters.embedding[1]), rtol=1e-6)
     np.testing.assert_allclose(gradient.projection, np.repeat(cache.keys[:1].T, 4, axis=1), rtol=1e-6)
 

@@ -109,8 +109,8 @@ class Rotation:
     def angles(self, shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
         """The angles ``[B or 1, S, P]`` for features of this shape, and bounds on their errors.
 
-        For float64, angles are float64 products. For other dtypes, they are exact. The bounds cover a kernel's rounding:
-        its frequencies are sums of two float32 numbers, its angles are float64. This matters at large positions.
+        For float64, angles are float64 products. For other dtypes, they are exact. The bounds cover kernels' rounding:
+        their frequencies are sums of two float32 numbers, their angles are float64. This matters at large positions.
         """
         length = shape[2 if self.layout == "BHSD" else 1]
         rotary_dim = shape[3] if self.rotary_dim is None else self.rotary_dim

@@ -431,7 +431,7 @@ def test_precision_beyond_a_million_positions(rng: np.random.Generator, dtype: s
 
 
 def test_precision_of_long_positions(rng: np.random.Generator) -> None:
-    """Positions beyond int32 are exact if float64 represents them. Other positions still give a rotation by some angle."""
+    """Positions beyond int32 are exact if float64 represents them. Others still give a rotation by some angle."""
     positions = np.array([2**32, 2**32 + 1, -(2**33) - 7, 2**40 + 12345, 2**52 + 1])
     rotation = Rotation(positions, inv_freq=np.array([1.0, 0.25, 2.0**-20, 2.0**-40]))
     extreme = np.array([2**63 - 1, -(2**63), 2**62, -(2**55), 0])
@@ -993,7 +993,7 @@ def test_forward_mode(rng: np.random.Generator, interleaved: bool) -> None:
 
 
 def test_check_grads(rng: np.random.Generator) -> None:
-    """Derivatives of the functions, their forward-mode twins and their public gradients agree with finite differences."""
+    """Derivatives of the functions, their twins and their public gradients agree with finite differences."""
     q, k = make_features(rng, (2, 3, 5, 8), "float64"), make_features(rng, (2, 1, 5, 8), "float64")
     positions = rng.integers(0, 100, (2, 5))
     options = {"rotary_dim": 6, "scale": 1.5}

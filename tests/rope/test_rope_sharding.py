@@ -111,7 +111,7 @@ def test_sharded_operands(rng: np.random.Generator, axis_type: AxisType, positio
 @each_layout
 @each_axis_type
 def test_features_that_are_split(rng: np.random.Generator, axis_type: AxisType, layout: str) -> None:
-    """Split features are gathered, since pairs may lie apart. Results are right; gradients have their primals' types."""
+    """Split features are gathered, since pairs may lie apart. Results are right; gradients have the primals' types."""
     operands = make_operands(rng, layout, "shared")
     function = functools.partial(outputs_and_gradients, layout)
     expected, mesh = function(operands), make_mesh(axis_type)
@@ -134,7 +134,7 @@ def test_features_that_are_split(rng: np.random.Generator, axis_type: AxisType, 
 
 @each_layout
 def test_keys_and_positions_that_are_split_differently(rng: np.random.Generator, layout: str) -> None:
-    """In explicit mode, k (except its heads) and positions follow the sharding of q. Gradients have their primals' types."""
+    """In explicit mode, k (except its heads) and positions are sharded like q. Gradients have their primals' types."""
     operands = make_operands(rng, layout, "of each example")
     function = functools.partial(outputs_and_gradients, layout)
     expected, mesh = function(operands), make_mesh(AxisType.Explicit)

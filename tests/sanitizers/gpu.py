@@ -4,9 +4,9 @@
       compute-sanitizer --tool $tool --error-exitcode 1 python tests/sanitizers/gpu.py
     done
 
-Every array is an allocation of its own, so that memcheck sees each access beside one; XLA's pool would hide them. The
-arguments choose families of ops ("segment", "rope", ...). Finding the programs takes a minute or two: ``--programs
-FILE`` keeps them for the next run.
+Every array has its own allocation, so memcheck sees each access outside an array. XLA's pool would hide such accesses.
+The arguments choose families of ops ("segment", "rope", ...). Finding the programs takes a minute or two:
+``--programs FILE`` keeps them for the next run.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cuda"
 os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
-# Every program is kept, where JAX_COMPILATION_CACHE_DIR says where.
+# Every program is cached if JAX_COMPILATION_CACHE_DIR is set.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-# Compiling takes most of the time: no trials of kernels of XLA's own, and no command buffers, which hide launches.
+# Compiling takes most of the time, so XLA does not autotune. Command buffers are off, because they hide launches.
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer="
 )

@@ -1,5 +1,5 @@
-// memcpy, memmove and memset of the CPU module under ThreadSanitizer. The sanitizer's own are of no use: it ignores calls
-// of libraries' functions, because most come from code that is not instrumented. These say what they access.
+// memcpy, memmove and memset of the CPU module under ThreadSanitizer. The sanitizer's own do not help: it ignores calls
+// of library functions, because most come from code that is not instrumented. These functions report their accesses.
 #include <dlfcn.h>
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-"""What sanitizers watch: programs of the matrix that reach every strategy of the CPU kernels.
+"""The workload of sanitizers: programs of the matrix that reach every strategy of the CPU kernels.
 
-Their results are compared too: a sanitizer's module is another build of the same sources.
+Their results are checked, too, because a sanitizer's module is another build of the same sources.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ declare(
 
 
 def _sum_to(x: Any, dims: tuple[str, ...]) -> Any:
-    """Summed over the dimensions that these lack."""
+    """Sums x over the dimensions that `dims` lacks."""
     missing = [axis for axis, name in enumerate(ALL) if name not in dims]
     x = x.sum(axis=tuple(missing), keepdims=True)
     ones = len(ALL) - len(dims)
@@ -109,11 +109,11 @@ def _shape(dims: tuple[str, ...], sizes: Sizes) -> tuple[int, ...]:
 
 def _backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     cond, a, b = SHAPES[options["shapes"]]
-    # By default, shapes are that of d_output.
+    # The default shapes are the shape of d_output.
     given = {name: dims for name, dims in (("a_shape", a), ("b_shape", b)) if dims != ALL or dtype == "float16"}
 
     def apply(function: Callable[..., Any], d_output: Any, cond: Any) -> Any:
-        sizes = dict(zip(ALL, d_output.shape, strict=True))  # under shard_map, those of one device
+        sizes = dict(zip(ALL, d_output.shape, strict=True))  # under shard_map, the sizes on one device
         return function(d_output, cond, **{name: _shape(dims, sizes) for name, dims in given.items()})
 
     return Problem(

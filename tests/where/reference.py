@@ -1,4 +1,4 @@
-"""Shapes of selections, and their NumPy references: values bit by bit, gradients in extended precision."""
+"""Shapes for `where`, and its NumPy references: values bit by bit, gradients in extended precision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUB_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, Shape, Shape]
-"""Of the condition, `a` and `b`."""
+"""The shapes of the condition, `a` and `b`."""
 
 ALTERNATING = ((2, 1, 3, 1, 2, 1, 3), (1, 3, 1, 2, 1, 3, 1), (2, 3, 3, 2, 2, 3, 3))
 
@@ -47,8 +47,8 @@ SHAPES: tuple[Shapes, ...] = (
     ((4, 1, 50, 1), (1, 40, 1, 30), (4, 40, 50, 30)),
     ALTERNATING,
 )
-"""Such that every way through a kernel is taken: whole vectors and rest, rows of whole vectors, rows that end inside a
-vector or are shorter than it; operands that are repeated along no, one, all, or every other dimension."""
+"""These reach every path of the kernels: whole vectors and a rest; rows of whole vectors; rows that end inside a vector
+or are shorter than one; operands that are repeated along no, one, all, or every other dimension."""
 
 GRADIENT_SHAPES: tuple[Shapes, ...] = (
     *SHAPES,
@@ -69,18 +69,18 @@ GRADIENT_SHAPES: tuple[Shapes, ...] = (
     ((6, 5, 4, 30), (6, 1, 4, 1), (6, 5, 4, 30)),
     ((1, 5, 4, 1), (6, 5, 4, 30), (1, 5, 1, 30)),
 )
-"""Beside these, sums over the first, the last and the middle dimensions and over several, of one operand and of both;
-of few and of many rows, short and long ones."""
+"""The additional shapes have sums for one operand and for both: over first, middle, last and several dimensions, of
+few and many rows, short and long."""
 
 
 def make_condition(rng: np.random.Generator, shape: Shape, dtype: Any = "bool") -> np.ndarray:
-    """Bool, or bytes of which every second is zero and the others are any."""
+    """A condition of bools, or of bytes: about half of them are zero, the others have any value."""
     flags = rng.random(shape) < 0.5
     return flags if jnp.dtype(dtype) == np.bool_ else np.where(flags, rng.integers(1, 256, shape), 0).astype(np.uint8)
 
 
 def reference(cond: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Of one dtype; copies bits."""
+    """`np.where` for operands of one dtype. It copies bits."""
     cond, a, b = np.broadcast_arrays(cond != 0, a, b)
     result = b.copy()
     result[cond] = a[cond]
@@ -88,7 +88,7 @@ def reference(cond: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _summed(terms: np.ndarray, shape: Shape) -> Expected:
-    """Terms, 0 where nothing is selected, summed to the shape of the operand; numbers of terms that are not summed keep
+    """The terms, which are 0 where nothing is selected, summed to the shape of the operand. Without a sum, terms keep
     their bits."""
     new = terms.ndim - len(shape)
     axes = tuple(
@@ -126,7 +126,7 @@ def select_call(dtype: str = "float32", cond_dtype: str = "bool", shape: tuple[i
 def split_call(
     dtype: str = "float32", a_axes: tuple[int, ...] = (), b_axes: tuple[int, ...] = (), shape: tuple[int, ...] = SHAPE
 ) -> Call:
-    """A gradient in which these axes, not counting the batch, are summed."""
+    """A gradient that sums over these axes, counted without the batch."""
 
     def cotangent(name: str, axes: tuple[int, ...]) -> Array:
         own = (shape[0], *(1 if axis in axes else size for axis, size in enumerate(shape[1:])))

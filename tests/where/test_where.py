@@ -39,7 +39,7 @@ from jax_baracuda import forward_mode, where, where_backward
 def make_operands(
     rng: np.random.Generator, shapes: Shapes, dtype: Any = "float32", cond_dtype: Any = "bool"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The condition, and numbers."""
+    """A condition and random numbers."""
     a, b = (rng.normal(size=shape).astype(jnp.dtype(dtype)) for shape in shapes[1:])
     return make_condition(rng, shapes[0], cond_dtype), a, b
 
@@ -47,7 +47,7 @@ def make_operands(
 def make_integers(
     rng: np.random.Generator, shapes: Shapes, dtype: str = "float32"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The condition, and small integers: polynomials of them are exact."""
+    """A condition and small integers. Polynomials of these are exact."""
     return make_condition(rng, shapes[0]), *(small_integers(rng, shape, dtype) for shape in shapes[1:])
 
 
@@ -62,7 +62,7 @@ def value_and_pullback(function: Callable[..., Any], cond: Any, a: Any, b: Any, 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 def test_value(rng: np.random.Generator, dtype: str) -> None:
-    """Every shape, conditions of both dtypes: the bits of what is selected, one kernel call each."""
+    """For every shape and both dtypes of conditions, one kernel call selects the exact bits."""
     batch = Batch()
     for shapes, cond_dtype in itertools.product(SHAPES, ("bool", "uint8")):
         a, b = (random_bits(rng, shape, dtype) for shape in shapes[1:])
@@ -75,7 +75,7 @@ def test_value(rng: np.random.Generator, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", SUB_BYTE)
 def test_dtypes_of_less_than_a_byte(rng: np.random.Generator, dtype: str) -> None:
-    """They run as plain JAX."""
+    """Dtypes of less than a byte run as plain JAX."""
     a, b = (rng.integers(0, 2, shape).astype(jnp.dtype(dtype)) for shape in ((5, 9), (9,)))
     cond = make_condition(rng, (5, 1))
     assert_same_bits(where(cond, a, b), reference(cond, a, b))
@@ -84,7 +84,7 @@ def test_dtypes_of_less_than_a_byte(rng: np.random.Generator, dtype: str) -> Non
 
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_gradient(rng: np.random.Generator, dtype: str) -> None:
-    """Every shape, by reverse mode and by the public function: bits where nothing is summed, else one rounding."""
+    """Gradients, by reverse mode and by the public function: exact without sums, otherwise rounded once."""
     batch = Batch()
     for i, shapes in enumerate(GRADIENT_SHAPES):
         cond, a, b = make_operands(rng, shapes, dtype, ("bool", "uint8")[i % 2])
@@ -101,13 +101,13 @@ def test_gradient(rng: np.random.Generator, dtype: str) -> None:
     with cases.x64_for(dtype):
         called = batch.run()
     assert called["where"] == len(GRADIENT_SHAPES)
-    # Two calls where both are summed over different dimensions.
+    # Two calls if both gradients are sums, over different dimensions.
     assert 2 * len(GRADIENT_SHAPES) <= called["where_backward"] <= 3 * len(GRADIENT_SHAPES)
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128", "float8_e5m2", "float8_e8m0fnu"])
 def test_gradient_of_other_dtypes(rng: np.random.Generator, dtype: str) -> None:
-    """Like plain JAX, with a kernel where nothing is summed and the dtype has a zero."""
+    """Gradients agree with plain JAX. A kernel runs if nothing is summed and the dtype has a zero."""
     with cases.x64_for(dtype):
         cond, a, b = make_condition(rng, (40, 5)), *(random_bits(rng, (40, 5), dtype) for _ in range(2))
         dy = rng.integers(1, 3, (40, 5)).astype(a.dtype)
@@ -127,7 +127,7 @@ def test_gradient_of_other_dtypes(rng: np.random.Generator, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_nothing_leaks(rng: np.random.Generator, dtype: str) -> None:
-    """What is not selected goes nowhere, however bad it is: not to the value, not to gradients, not to their sums."""
+    """NaN and infinity that are not selected reach neither the value nor the gradients nor their sums."""
     for shapes in (((6, 40),) * 3, ((6, 40), (40,), ()), ((6, 40), (6, 40), (6, 1))):
         cond, a, b = make_operands(rng, shapes, dtype)
         cond[:, ::2] = True
@@ -143,7 +143,7 @@ def test_nothing_leaks(rng: np.random.Generator, dtype: str) -> None:
 
 
 def test_positive_long_sums_of_16_bits() -> None:
-    """Sums that only grow do not stop at what 16 bits can count, and are rounded once."""
+    """Long sums of positive 16-bit terms do not stagnate, and are rounded once."""
     for dtype in ("bfloat16", "float16"):
         dy = np.full((3, 7001), 1 / 2, jnp.dtype(dtype))
         cond = np.arange(7001) % 3 > 0
@@ -174,20 +174,20 @@ def test_any_shapes(shape: list[int], repeated: list[int], dtype: str, seed: int
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "complex64"])
 def test_many_short_rows(rng: np.random.Generator, dtype: str) -> None:
-    """Rows of one element each, of which a CPU writes out a block at a time, at one distance and at several."""
+    """Operands with one element per row are right. A CPU expands blocks of them, at one stride and at several."""
     for length in (1, 2, 3, 4, 7, 8, 9, 16, 33, 64, 70, 128, 130):
         rows, calls = 9000 // length, []
         for shape, repeated in (((rows, length), (rows, 1)), ((3, rows // 3 + 1, length), (3, 1, 1)),
                                 ((5, 7, rows // 30 + 1, length), (5, 1, rows // 30 + 1, 1))):  # fmt: skip
             for shapes in ((repeated, shape, ()), (shape, shape, repeated), (repeated, repeated, shape)):
                 calls.append(make_operands(rng, shapes, dtype))
-        # One program for all: compiling one for each call takes longest.
+        # One program for all calls, because compiling takes longest.
         for actual, call in zip(jax.jit(lambda all_calls: [where(*x) for x in all_calls])(calls), calls, strict=True):
             assert_same_memory(actual, reference(*call))
 
 
 def test_many_dimensions(rng: np.random.Generator) -> None:
-    """Operands that are repeated along every other one of many dimensions; and ranks beyond those of the kernels."""
+    """Operands may be repeated along every other one of many dimensions. Ranks above the kernels' run as plain JAX."""
     cond, a, b = make_operands(rng, ((2, 1) * 8, (1, 2) * 8, (2,) * 16))
     assert kernels_in(jax.jit(where).lower(cond, a, b).as_text()) == ["where"]
     assert_same_memory(where(cond, a, b), reference(cond, a, b))
@@ -197,7 +197,7 @@ def test_many_dimensions(rng: np.random.Generator) -> None:
 
 
 def test_broadcast_operands_are_not_written_out(rng: np.random.Generator) -> None:
-    """Nothing that is repeated is written out: programs have no temporary memory."""
+    """Repeated operands are not materialized: programs need almost no temporary memory."""
     cond, a, b = make_operands(rng, ((1000, 1), (1000, 300), ()))
 
     def gradients(cond: Any, a: Any, b: Any) -> Any:
@@ -220,7 +220,7 @@ NARROW_DTYPES = (
 
 
 def outcome(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The type of the result, or that the dtypes do not go together."""
+    """The type of the result, or "refused" if the dtypes have no common one."""
     try:
         result = jax.eval_shape(functools.partial(function, *arguments))
     except ValueError as error:  # older versions of JAX do not export its type
@@ -231,7 +231,7 @@ def outcome(function: Callable[..., Any], *arguments: Any) -> Any:
 
 @pytest.mark.parametrize("x64", [False, True])
 def test_promotion(x64: bool) -> None:
-    """Dtypes and weak types of results are those of jax.numpy.where, for arrays, numbers and weakly typed arrays."""
+    """Results have the dtypes and weak types of jax.numpy.where, for arrays, numbers and weakly typed arrays."""
     with jax.enable_x64(x64):
         arrays = [jnp.ones(2, dtype) for dtype in (*NARROW_DTYPES, *(WIDE_DTYPES if x64 else ()))]
         weak = [jnp.broadcast_to(jnp.asarray(number), (2,)) for number in PYTHON_NUMBERS]
@@ -243,8 +243,8 @@ def test_promotion(x64: bool) -> None:
 
 @pytest.mark.parametrize("x64", [False, True])
 def test_weak_results_are_of_the_kernel(rng: np.random.Generator, x64: bool) -> None:
-    """An array of a narrower kind beside a Python number, and numbers alone, in either order: values and gradients are
-    those of plain JAX with their weak types, and a kernel selects."""
+    """A kernel computes weakly typed results: of an array of a narrower kind and a Python number, or of two numbers, in
+    either order. Values, gradients and weak types agree with plain JAX."""
     functions = functools.partial(where, implementation="kernel"), jnp.where
     with jax.enable_x64(x64):
         cond = make_condition(rng, (4, 9))
@@ -293,7 +293,7 @@ def test_values_are_promoted(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", [*KERNEL_DTYPES, *SUB_BYTE])
 def test_conditions_of_every_dtype(rng: np.random.Generator, dtype: str) -> None:
-    """Compared with zero; a NaN is not zero."""
+    """Conditions are compared with zero. NaN is not zero."""
     values = rng.choice([0.0, 1.0, 0.0, 2.0], (6, 50)).astype(jnp.dtype(dtype))
     if jnp.issubdtype(values.dtype, jnp.inexact) and dtype not in ("float4_e2m1fn",):
         values[0, :9] = np.asarray(np.nan, np.float32).astype(values.dtype)
@@ -359,7 +359,7 @@ def test_errors(case: str) -> None:
 
 
 def test_kernels(rng: np.random.Generator) -> None:
-    """One call for the value and one for the gradients; what is not differentiated is not computed."""
+    """Value and gradients are one kernel call each. Gradients of operands that are constant are not computed."""
     cond, a, b = make_operands(rng, ((4, 1), (4, 30), (4, 30)))
 
     def kernels(function: Callable[..., Any], *operands: Any) -> list[str]:
@@ -422,7 +422,7 @@ TRANSFORMATIONS: dict[str, Transformation] = {
 
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
 def test_transformation(rng: np.random.Generator, transformation: str) -> None:
-    """Value and gradients under each transformation have the bits that they have eagerly."""
+    """Value and gradients have the same bits under each transformation as in eager mode."""
     for shapes in (((6, 1), (6, 40), (6, 40)), ((6, 1), (6, 40), (40,))):
         cond, a, b = make_operands(rng, shapes, "bfloat16")
         dy = rng.normal(size=(6, 40)).astype(a.dtype)
@@ -440,7 +440,7 @@ MAPPED = ("cond", "a", "b", "dy")
 
 
 def test_vmap(rng: np.random.Generator) -> None:
-    """Mapped over each operand alone and over several: one kernel call, whose results are those of a loop."""
+    """vmap over various operands is one kernel call with right results."""
     batch = Batch()
     subsets = [MAPPED, ("cond", "dy"), ("a", "dy"), ("b", "dy"), ("a", "b"), ("dy",)]
     shapes = {"cond": (7, 1), "a": (7, 13), "b": (13,), "dy": (7, 13)}
@@ -470,7 +470,7 @@ def test_vmap(rng: np.random.Generator) -> None:
 
 
 def test_vmap_of_the_condition_alone(rng: np.random.Generator) -> None:
-    """The cotangent is then shared by the batch: by a kernel, one call, with what is summed and without."""
+    """vmap over the condition alone shares the cotangent. The kernel's gradients are right, with and without sums."""
     conds, dy = make_condition(rng, (3, 7, 13)), rng.normal(size=(7, 13)).astype(np.float32)
     batch = Batch()
     for a_shape, b_shape in itertools.product(((7, 13), (13,), (7, 1)), ((7, 13), ())):
@@ -487,7 +487,7 @@ def test_vmap_of_the_condition_alone(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("axes", [(0, None, None), (0, 0, None), (0, None, 0), (0, 0, 0), (None, 0, None)])
 def test_vmap_of_a_gradient(rng: np.random.Generator, axes: tuple[int | None, ...]) -> None:
-    """Of a loss whose cotangent no batch maps, by each operand and both; and its own gradient."""
+    """vmap of a gradient agrees with plain JAX, for each operand and both, if the cotangent is not mapped."""
     shapes = [(7, 13), (7, 13), (13,)]
     draw = make_condition, *[lambda rng, shape: rng.normal(size=shape).astype(np.float32)] * 2
     operands = [
@@ -505,7 +505,7 @@ def test_vmap_of_a_gradient(rng: np.random.Generator, axes: tuple[int | None, ..
 
 
 def test_nested_vmap(rng: np.random.Generator) -> None:
-    """Two levels, operands mapped at either, both or none, along other axes than the first: still one kernel call."""
+    """Two levels of vmap, over different operands and along different axes, are one kernel call."""
     cond = make_condition(rng, (5, 3, 4))  # [..., inner, outer]
     a = rng.normal(size=(3, 5)).astype(np.float32)  # mapped inside
     b = rng.normal(size=(5, 4)).astype(np.float32)  # mapped outside
@@ -550,7 +550,7 @@ def test_symbolic_shapes(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("shapes", [((4, 6),) * 3, ((4, 1), (4, 6), (6,)), ((4, 6), (), (4, 1)), ALTERNATING], ids=str)
 def test_higher_derivatives(rng: np.random.Generator, shapes: Shapes) -> None:
-    """Derivatives up to the third, in every way, with respect to both operands at once; of integers, they are exact."""
+    """First to third derivatives with respect to both operands agree with plain JAX. For integers, they are exact."""
     cond, *operands = make_integers(rng, shapes, "float64")
     u, v = (tuple(small_integers(rng, x.shape, "float64") for x in operands) for _ in range(2))
 
@@ -591,7 +591,7 @@ def test_hessian(rng: np.random.Generator) -> None:
 
 
 def test_forward_mode(rng: np.random.Generator) -> None:
-    """jvp, linearize, grad and grad of jvp of the twin, whose tangents are kernels as well."""
+    """jvp, linearize, grad and grad of jvp of the forward-mode twin are right. Its tangents come from kernels, too."""
     cond, a, b = make_integers(rng, ((5, 1), (5, 40), (40,)))
     tangents = small_integers(rng, a.shape, "float32"), small_integers(rng, b.shape, "float32")
 
@@ -620,7 +620,7 @@ def test_forward_mode(rng: np.random.Generator) -> None:
 
 
 def test_check_grads(rng: np.random.Generator) -> None:
-    """Finite differences agree, for the selection and for its public gradient, in both modes."""
+    """Derivatives of where and of its public gradient agree with finite differences, in both modes."""
     cond, a, b = make_operands(rng, ((3, 1), (3, 4), (4,)), "float64")
 
     def backward(dy: Any) -> Any:
@@ -633,7 +633,7 @@ def test_check_grads(rng: np.random.Generator) -> None:
 
 
 def test_gradient_of_sums_of_16_bits(rng: np.random.Generator) -> None:
-    """The transpose of sums, which are wider than what is summed."""
+    """The gradient of 16-bit sums is right, though the sums are accumulated in a wider dtype."""
     cond, dy = make_condition(rng, (5, 1)), rng.normal(size=(5, 40)).astype(jnp.bfloat16)
     _, vjp = jax.vjp(lambda dy: where_backward(dy, cond, a_shape=(40,), b_shape=()), dy)
     d_row, d_scalar = rng.normal(size=40).astype(dy.dtype), np.asarray(2, dy.dtype)
@@ -644,7 +644,7 @@ def test_gradient_of_sums_of_16_bits(rng: np.random.Generator) -> None:
 
 
 def test_forward_mode_is_confined() -> None:
-    """jvp of the plain function says that it cannot, before and after the twin was called."""
+    """jvp of the default function is refused, before and after its forward-mode twin was called."""
     x = np.ones(3, np.float32)
     for _ in range(2):
         with pytest.raises(TypeError, match="can't apply forward-mode"):
@@ -653,7 +653,7 @@ def test_forward_mode_is_confined() -> None:
 
 
 def test_references(rng: np.random.Generator) -> None:
-    """What the tests above compare with is what NumPy and plain JAX compute."""
+    """The references of the tests above agree with NumPy and plain JAX."""
     for shapes in (*SHAPES[9:12], *SHAPES[-4:]):
         cond, a, b = make_operands(rng, shapes, "float64")
         np.testing.assert_array_equal(reference(cond, a, b), np.where(cond, a, b))

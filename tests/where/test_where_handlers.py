@@ -1,4 +1,4 @@
-"""The native handlers of where and its gradient trust nothing: what does not fit gives an error, never a crash."""
+"""The native handlers of where and its gradient check all arguments: an invalid call gives an error, never a crash."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_table_is_complete() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What fits.
+# Valid calls.
 
 
 def test_repeated_operands(rng: np.random.Generator) -> None:
@@ -58,7 +58,7 @@ SUMS = ((0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2))
 
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_sums_of_neighbouring_dimensions(rng: np.random.Generator, dtype: str) -> None:
-    """Every result is written, for sums over dimensions of every size, 0 and 1 included."""
+    """Every result is written for sums over dimensions of any size, even 0 and 1."""
     for i, axes in enumerate(SUMS):
         for size in (0, 1, 7):
             shape = (2, *(size if axis in axes else 6 for axis in range(3)))
@@ -71,7 +71,7 @@ def test_sums_of_neighbouring_dimensions(rng: np.random.Generator, dtype: str) -
 
 
 def test_sums_over_nothing(rng: np.random.Generator) -> None:
-    """Where a device has one element of what is summed, the sum has the shape of dy, but its own dtype."""
+    """If a device has one element along a summed axis, the sum has the shape of dy, but its own dtype."""
     call = split_call("bfloat16", a_axes=(1,), b_axes=(1,), shape=(3, 5, 1, 6))
     cond, dy = make_condition(rng, (3, 5, 1, 6)), rng.normal(size=(3, 5, 1, 6)).astype("bfloat16")
     results = call.results_of({"dy": dy, "cond": cond})
@@ -80,12 +80,12 @@ def test_sums_over_nothing(rng: np.random.Generator) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What does not fit.
+# Invalid calls.
 
 
 @each_good_call
 def test_other_shapes_are_refused(good: Call) -> None:
-    """Sizes differ by one, so that none becomes 1, which is allowed."""
+    """Other sizes are refused. They differ by one, so that none becomes 1, which is allowed."""
     good.run()
     for how, array, call in good.with_other(with_other_shapes):
         assert_refused(call, f"{array.name} {how}")
@@ -97,7 +97,7 @@ def test_other_dtypes_are_refused(good: Call) -> None:
     for dtype, array, call in good.with_other(lambda array: with_dtypes(array, names)):
         if array.name == "cond" and dtype in ("bool", "uint8"):
             call.run()
-        elif array.name != "dy" or dtype != "float16":  # of which float32 results are sums
+        elif array.name != "dy" or dtype != "float16":  # float32 results may be sums of float16
             assert_refused(call, f"{array.name} {dtype}")
 
 
@@ -128,7 +128,7 @@ def test_output_that_is_larger_than_all_operands_is_refused() -> None:
 
 
 def counts_that_do_not_fit(good: Call) -> Iterator[tuple[str, Call]]:
-    """Calls with a buffer more or less."""
+    """Calls with one buffer too many or too few."""
     extra = Array("extra", (3, 2), "float32")
     for kind in ("operands", "results"):
         arrays = getattr(good, kind)
@@ -150,7 +150,7 @@ def test_other_attributes_are_refused(good: Call) -> None:
 
 
 def test_bad_scratch_is_refused() -> None:
-    """Too little of it, or none at all. Kernels of a CPU take none, and refuse what is there."""
+    """Too little scratch, or none, is refused. CPU kernels take no scratch and refuse any."""
     for good in (split_call(a_axes=(0, 1), b_axes=(0, 1)), split_call("float64", a_axes=(0,), shape=(1, 9000, 1, 3))):
         assert (good.scratch_bytes > 0) == (cases.PLATFORM == "cuda")
         for scratch_bytes in {0, 1, good.scratch_bytes - 1} - {-1, good.scratch_bytes}:

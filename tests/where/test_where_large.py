@@ -1,4 +1,4 @@
-"""Selections of more than 2^31 elements: those beyond are read and written where they are."""
+"""`where` on more than 2^31 elements: kernels read and write the right elements beyond 2^31."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jax_baracuda import where, where_backward
 
 ROWS, COLUMNS = 2**25 + 3, 65
 CHECKED = np.array([0, 1, 2**24, ROWS - 2, ROWS - 1])
-"""Rows that are compared; the last ones lie beyond element 2^31."""
+"""The compared rows. The last two lie beyond element 2^31."""
 
 
 def numbers(seed: int) -> jax.Array:
-    """Bytes that differ from place to place."""
+    """Bytes that differ from element to element."""
 
     def formula() -> jax.Array:
         row, column = (jax.lax.broadcasted_iota(jnp.uint32, (ROWS, COLUMNS), axis) for axis in (0, 1))
@@ -26,7 +26,7 @@ def numbers(seed: int) -> jax.Array:
 
 
 def test_more_than_2_31_elements() -> None:
-    """Conditions of the whole shape, and one that is repeated along rows that are no whole vectors."""
+    """Values are right for a full condition, and for one repeated along rows that are not whole vectors."""
     require_memory(12 if cases.PLATFORM == "cpu" else 20)
     assert (ROWS - 2) * COLUMNS > 2**31
     a, b, cond = (numbers(seed) for seed in (1, 2, 3))
@@ -37,7 +37,7 @@ def test_more_than_2_31_elements() -> None:
 
 
 def test_gradient_of_more_than_2_31_elements() -> None:
-    """Small integers, whose sums over a row are exact."""
+    """Gradients are right. The terms are small integers, so sums over a row are exact."""
     require_memory(24 if cases.PLATFORM == "cpu" else 40)
     dy = jax.jit(lambda x: (x & 15).astype(jnp.bfloat16))(numbers(1))
     cond = jax.jit(lambda x: x & 1)(numbers(2))

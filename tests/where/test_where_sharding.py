@@ -1,4 +1,4 @@
-"""where on several devices: the answer of one, sharded results, and no collective but sums of what is repeated."""
+"""where on several devices: right, sharded results. The only collectives sum gradients of repeated operands."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def make_mesh(axis_type: AxisType) -> Mesh:
 
 
 def spec_of(shape: tuple[int, ...], split: P) -> P:
-    """How an operand of this shape is split where the whole is split like this."""
+    """The spec of an operand of this shape, given the spec of the full shape."""
     return P(*(axes if size != 1 else None for size, axes in zip(shape, split[3 - len(shape) :], strict=True)))
 
 
 def make_arrays(rng: np.random.Generator, operands: str, dtype: Any = "float32") -> tuple[np.ndarray, ...]:
-    """Small integers, whose sums are exact."""
+    """A condition and small integers. Sums of these are exact."""
     shapes = OPERANDS[operands]
     numbers = (rng.integers(-8, 9, shape).astype(jnp.dtype(dtype)) for shape in (*shapes[1:], SHAPE))
     return make_condition(rng, shapes[0]), *numbers
@@ -73,7 +73,7 @@ def put(mesh: Mesh, arrays: tuple[np.ndarray, ...], split: P) -> list[jax.Array]
 @each_split
 @each_choice
 def test_sharded_operands(rng: np.random.Generator, operands: str, split: str, axis_type: AxisType) -> None:
-    """Results are right and split as the operands are; what is repeated is summed, nothing else is exchanged."""
+    """Results are right and sharded like the operands. The only collectives sum gradients of repeated operands."""
     arrays, mesh = make_arrays(rng, operands), make_mesh(axis_type)
     expected = value_and_gradients(*arrays)
     with jax.set_mesh(mesh):
@@ -91,7 +91,7 @@ def test_sharded_operands(rng: np.random.Generator, operands: str, split: str, a
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "int32", "complex64"])
 def test_dtypes(rng: np.random.Generator, dtype: str) -> None:
-    """Devices that have one row of what is summed sum in the same dtype as others."""
+    """Devices with a single row of a sum use the same accumulation dtype as devices with more."""
     mesh = make_mesh(AxisType.Auto)
     with cases.x64_for(dtype):
         cond, a, b, dy = make_arrays(rng, "row", dtype)
@@ -119,7 +119,7 @@ def test_sizes_that_do_not_divide_evenly(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("whole", ["cond", "a", "b", "all"])
 def test_explicit_mode_with_operands_that_are_split_differently(rng: np.random.Generator, whole: str) -> None:
-    """Gradients have the types of their primals, whatever the sharding of either."""
+    """Each gradient has the sharding of its primal, however the operands are sharded."""
     arrays, mesh = make_arrays(rng, "column"), make_mesh(AxisType.Explicit)
     expected = value_and_gradients(*arrays)
     with jax.set_mesh(mesh):
@@ -160,7 +160,7 @@ def test_second_derivatives(rng: np.random.Generator, axis_type: AxisType) -> No
 
 @pytest.mark.parametrize("mapped", [(0, None, None, 0), (None, 0, None, 0), (0, 0, 0, 0)], ids=str)
 def test_sharded_batch_of_vmap(rng: np.random.Generator, mapped: tuple[int | None, ...]) -> None:
-    """A mapped axis that is split over devices: no collective, as gradients of what is shared are mapped, too."""
+    """A mapped axis split over devices needs no collective: the gradients of shared operands are mapped, too."""
     problems = [make_arrays(rng, "row") for _ in range(8)]
     stacked = [np.stack(x) if axis == 0 else x[0] for x, axis in zip(zip(*problems, strict=True), mapped, strict=True)]
     function = jax.vmap(value_and_gradients, mapped)
@@ -190,7 +190,7 @@ def test_shard_map(rng: np.random.Generator, check_vma: bool) -> None:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradient_through_shard_map(rng: np.random.Generator, check_vma: bool) -> None:
-    """An operand that all devices share: its gradient is the sum over the devices."""
+    """The gradient of an operand that all devices share is the sum over the devices."""
     cond, a, b, dy = make_arrays(rng, "row")
 
     def loss(b: Any, cond: Any, a: Any, dy: Any) -> Any:

@@ -43,7 +43,7 @@ DTYPES = (*FLOATING, "int32", "int8", "bool", "uint16", "complex64", "float8_e4m
 
 
 def starts(dtype: str, size: int, new: int) -> Callable[..., np.ndarray]:
-    """About half of them out of range, some as far as the dtype goes."""
+    """Random starts. About half are out of range, and some are the limits of the dtype."""
 
     def draw(rng: np.random.Generator, shape: tuple[int, ...], d: np.dtype) -> np.ndarray:
         info = np.iinfo(d)
@@ -56,7 +56,7 @@ def starts(dtype: str, size: int, new: int) -> Callable[..., np.ndarray]:
 
 
 def reference_write(dest: Any, source: Any, start: Sequence[Any], drop: bool) -> Any:
-    """Each axis by a gather of rows of the source, with the index at which each row of the array finds its own."""
+    """Gathers the source along each axis, by the index in the source of each index of the array."""
     index_of_each, is_inside = [], jnp.ones((), bool)
     for axis, first in enumerate(start):
         dim, size = dest.shape[axis], source.shape[axis]
@@ -142,7 +142,7 @@ AXES = {
     "one of four": ("example", "head", "time", "feature"),
     "two of three": ("example", "time", "feature"),
 }
-"""The dimensions of an array, by how many of them the window has in part."""
+"""The dimensions of an array, by the number of dimensions that the window covers in part."""
 
 declare(
     Call(

@@ -1,4 +1,4 @@
-"""Windows of arrays: random ones, arrays of any bits, and an independent NumPy reference of writing and taking out."""
+"""Random windows, arrays of random bits, and an independent NumPy reference for writing and taking windows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALL_DTYPES = tuple(sorted(DTYPES))
 
 
 def bits_of(dtype: Any) -> int:
-    """Of an element as XLA stores it."""
+    """The bits of an element, as XLA stores it."""
     name = jnp.dtype(dtype).name
     return (
         int(name.removeprefix("u").removeprefix("int").removeprefix("float")[0])
@@ -31,7 +31,7 @@ def bits_of(dtype: Any) -> int:
 
 
 def random_bits(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Any values of the dtype, NaN of every kind among them."""
+    """Random values of the dtype, including every kind of NaN."""
     dtype = jnp.dtype(dtype)
     bits = bits_of(dtype)
     if bits >= 8:
@@ -45,14 +45,14 @@ def random_bits(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> n
 
 @dataclasses.dataclass(frozen=True)
 class OverlapIndices:
-    """Where the elements of a window lie that are inside of the array: for each axis, their indices in either."""
+    """The elements of a window inside the array: for each axis, their indices in the array and in the window."""
 
     in_array: tuple[np.ndarray, ...]
     in_window: tuple[np.ndarray, ...]
 
 
 def overlap_indices(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[int], mode: str) -> OverlapIndices:
-    """One index after another, in unbounded integers."""
+    """Computes the indices one by one, in unbounded integers."""
     in_array, in_window = [], []
     for dim, size, start in zip(shape, sizes, map(int, starts), strict=True):
         if mode == "clip":
@@ -73,7 +73,7 @@ def reference_write(dest: np.ndarray, source: np.ndarray, starts: Sequence[int],
 def reference_take(
     cotangent: np.ndarray, sizes: Sequence[int], starts: Sequence[int], mode: str = "clip"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The cotangent with zeros in the window, and the window, with zeros for what is outside."""
+    """The cotangent with zeros in the window, and the window with zeros outside the array."""
     where, rest = overlap_indices(cotangent.shape, sizes, starts, mode), cotangent.copy()
     taken = np.zeros(tuple(sizes), cotangent.dtype)
     taken[where.in_window] = cotangent[where.in_array]
@@ -88,10 +88,10 @@ class Problem:
     shape: tuple[int, ...]
     sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
-    """Of the starts."""
+    """The dtypes of the starts."""
 
     def random_starts(self, rng: np.random.Generator) -> list[int]:
-        """About half of them out of range, some as far as the dtype goes."""
+        """Random starts. About half are out of range, and some are the limits of their dtype."""
         starts = []
         for dim, size, dtype in zip(self.shape, self.sizes, self.dtypes, strict=True):
             info = jnp.iinfo(dtype)
@@ -106,7 +106,7 @@ class Problem:
 def random_problem(
     rng: np.random.Generator, rank: int, max_elements: int = 3000, start_dtypes: Sequence[str] = START_DTYPES
 ) -> Problem:
-    """Axes of 1 to 40, of which some are written whole and some in part, or not at all."""
+    """A problem with axes of 1 to 40. The window covers each axis in whole, in part, or not at all."""
     shape: list[int] = []
     for _ in range(rank):
         room = max(1, max_elements // int(np.prod(shape, dtype=np.int64)))
@@ -117,7 +117,7 @@ def random_problem(
 
 
 def of_batch(function: Callable[..., Any], *arrays: np.ndarray) -> Any:
-    """A function of each element of a batch, the results stacked."""
+    """Applies a function to each element of a batch, and stacks the results."""
     results = [function(*elements) for elements in zip(*arrays, strict=True)]
     if isinstance(results[0], tuple):
         return tuple(np.stack(parts) for parts in zip(*results, strict=True))
@@ -137,7 +137,7 @@ TARGETS = ("write_slice", "write_slice_backward")
 BATCH = 3
 SHAPES = ((7, 5, 4), (6, 9))
 WINDOWS = (window(0, 0, 0, 2), window(0, 2, 1, 3), window(1, 1, 0, 5))
-"""Two arrays: of the first, axes 0 and 2 are written in part; of the second, axis 1, at the same start as axis 0."""
+"""Two arrays. Windows cover part of axes 0 and 2 of the first, and of axis 1 of the second at the start of axis 0."""
 
 
 def window_sizes(shapes: Sequence[Sequence[int]], windows: Sequence[Window]) -> list[tuple[int, ...]]:
@@ -159,7 +159,7 @@ def good_call(
     drop: bool = False,
     batch: int = BATCH,
 ) -> Call:
-    """A call that fits; `shared` are the operands that the batch shares."""
+    """A valid call. The batch shares the operands in `shared`."""
     first = (batch,) if batched else ()
 
     def arrays(name: str, all_shapes: Sequence[Sequence[int]], all_dtypes: Sequence[str]) -> list[Array]:

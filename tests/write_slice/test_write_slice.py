@@ -49,7 +49,7 @@ def kernels_in(text: str, name: str = "write_slice") -> int:
 @each_mode
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_every_dtype_and_rank(rng: np.random.Generator, dtype: str, mode: str) -> None:
-    """Windows of any size, empty ones too, at traced starts of every integer dtype, in and out of range."""
+    """Right for windows of any size, even empty, at traced starts of every integer dtype, in and out of range."""
     with jax.enable_x64(True):
         for rank in (1, 2, 3, 4, 8):
             problem, run = random_problem(rng, rank), jitted(mode)
@@ -65,7 +65,7 @@ def test_every_dtype_and_rank(rng: np.random.Generator, dtype: str, mode: str) -
 # XLA's own code for bfloat16 may change the bits of a NaN.
 @pytest.mark.parametrize("dtype", ["float32", "uint16", "int8", "int4", "int2", "complex128"])
 def test_as_dynamic_update_slice(rng: np.random.Generator, dtype: str) -> None:
-    """mode="clip" is jax.lax.dynamic_update_slice, whatever the starts, of dtypes that hold its sums of them."""
+    """mode="clip" equals jax.lax.dynamic_update_slice for all starts, if its sums of starts do not overflow."""
     with jax.enable_x64(True):
         for rank, start_dtype in ((1, "int32"), (2, "int64"), (3, "uint32"), (4, "int16")):
             problem = random_problem(rng, rank, start_dtypes=(start_dtype,))
@@ -79,7 +79,7 @@ def test_as_dynamic_update_slice(rng: np.random.Generator, dtype: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), mode=st.sampled_from(MODES), dtype=st.sampled_from([*SUB_BYTE, "uint8", "bfloat16", "float32"]))
 def test_property(data: st.DataObject, mode: str, dtype: str) -> None:
-    """Any shape, window and start, eagerly: the elements outside of the window stay, those inside are the source's."""
+    """For any shape, window and start, elements in the window are the source's, and all others are unchanged."""
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     sizes = [data.draw(st.integers(0, dim)) for dim in shape]
     starts = [data.draw(st.integers(-12, 12)) for _ in shape]
@@ -93,7 +93,7 @@ def test_property(data: st.DataObject, mode: str, dtype: str) -> None:
 @each_mode
 @pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
 def test_forms_of_start_indices(rng: np.random.Generator, x64: bool, mode: str) -> None:
-    """Pairs, Python and NumPy integers, arrays, traced or not, in one call, and one array of all starts."""
+    """Starts may be pairs, Python and NumPy integers and arrays, traced or not, mixed in a call, or one array."""
     dest, source = random_bits(rng, (7, 9, 5), "float32"), random_bits(rng, (2, 9, 3), "float32")
     expected = reference_write(dest, source, (3, 0, 1), mode)
     with jax.enable_x64(x64):
@@ -115,7 +115,7 @@ def test_forms_of_start_indices(rng: np.random.Generator, x64: bool, mode: str) 
 
 
 def test_python_integers_out_of_range(rng: np.random.Generator) -> None:
-    """As traced ones, however large."""
+    """Python starts of any size are treated like traced starts."""
     dest, source = random_bits(rng, (9,), "int16"), random_bits(rng, (4,), "int16")
     for start in (-(10**30), -(2**63), -10, -9, -4, -1, 0, 5, 6, 8, 9, 2**31, 2**32, 2**64, 10**30):
         for mode in MODES:
@@ -125,7 +125,7 @@ def test_python_integers_out_of_range(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", ["int64", "uint64", "uint32"])
 def test_starts_beyond_32_bits(rng: np.random.Generator, dtype: str) -> None:
-    """Starts that would be in range if their upper bits were dropped."""
+    """Starts keep their upper bits, even if they would be in range without them."""
     dest, source = random_bits(rng, (9, 3), "uint8"), random_bits(rng, (4, 3), "uint8")
     with jax.enable_x64(dtype != "uint32"):
         info = np.iinfo(dtype)
@@ -139,7 +139,7 @@ def test_starts_beyond_32_bits(rng: np.random.Generator, dtype: str) -> None:
 
 @each_mode
 def test_edges(rng: np.random.Generator, mode: str) -> None:
-    """Scalars, the whole array, empty windows and empty arrays."""
+    """Scalars, windows of the whole array, empty windows and empty arrays are right."""
     for shape, sizes in (((), ()), ((3,), (3,)), ((3, 4), (3, 4)), ((3, 4), (0, 4)), ((3, 0), (2, 0)), ((0,), (0,))):
         dest, source = random_bits(rng, shape, "float32"), random_bits(rng, sizes, "float32")
         for run in (write_slice, jax.jit(functools.partial(write_slice, mode=mode))):
@@ -157,7 +157,7 @@ def test_more_axes_than_the_kernel_takes(rng: np.random.Generator, dtype: str) -
 
 
 def test_source_that_is_dest(rng: np.random.Generator) -> None:
-    """A source that depends on the memory that is overwritten."""
+    """A source may depend on the memory that is overwritten."""
     dest = random_bits(rng, (11, 5), "float32")
     result = jax.jit(lambda x: write_slice(x, x[2:8], (1, 0)), donate_argnums=0)(jnp.asarray(dest))
     assert_same_memory(result, reference_write(dest, dest[2:8], (1, 0)))
@@ -172,7 +172,7 @@ def test_source_that_is_dest(rng: np.random.Generator) -> None:
 @each_mode
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32", "int4", "uint2"])
 def test_vmap(rng: np.random.Generator, dtype: str, mode: str) -> None:
-    """Every choice of mapped operands, along any axis; elements of less than a byte share bytes over the batch."""
+    """vmap is right for any mapped operands and axes, even if batch elements share bytes."""
     batch = 5
     for rank in (1, 2, 3):
         problem = random_problem(rng, rank, max_elements=200, start_dtypes=("int32", "uint8"))
@@ -205,7 +205,7 @@ def test_vmap(rng: np.random.Generator, dtype: str, mode: str) -> None:
 
 
 def test_vmap_is_one_launch(rng: np.random.Generator) -> None:
-    """Per-example positions, in a batch of batches, too."""
+    """Per-example positions are written in one launch, in a nested batch, too."""
     function = jax.vmap(lambda dest, source, start: write_slice(dest, source, (start, 0)))
     arrays = random_bits(rng, (2, 3, 20, 8), "float32"), random_bits(rng, (2, 3, 1, 8), "float32")
     starts = rng.integers(0, 20, (2, 3)).astype(np.int32)
@@ -218,7 +218,7 @@ def test_vmap_is_one_launch(rng: np.random.Generator) -> None:
 
 
 def test_per_dim_batches_with_shared_and_mapped_starts(rng: np.random.Generator) -> None:
-    """Of two starts, one is the batch's, the other each element's."""
+    """The batch may share one start while another one is mapped."""
     dests, sources = random_bits(rng, (4, 6, 9), "uint8"), random_bits(rng, (4, 2, 3), "uint8")
     rows, column = rng.integers(-2, 7, 4), 5
     run = jax.jit(jax.vmap(lambda d, s, i, j: write_slice(d, s, (i, j), mode="drop"), (0, 0, 0, None)))
@@ -231,7 +231,7 @@ def test_per_dim_batches_with_shared_and_mapped_starts(rng: np.random.Generator)
 
 
 def test_write_slices(rng: np.random.Generator) -> None:
-    """Arrays of other shapes and dtypes, each with windows of its own, in one launch."""
+    """Arrays of different shapes and dtypes, each with its own window, are written in one launch."""
     problems = [random_problem(rng, rank, start_dtypes=("int32",)) for rank in (1, 2, 3, 2)]
     dtypes = ("float32", "int4", "bfloat16", "bool")
     dests = [random_bits(rng, p.shape, dtype) for p, dtype in zip(problems, dtypes, strict=True)]
@@ -247,7 +247,7 @@ def test_write_slices(rng: np.random.Generator) -> None:
 
 
 def test_start_indices_of_write_slices(rng: np.random.Generator) -> None:
-    """One for all arrays, in every form that write_slice takes, or one for each."""
+    """Start indices are for all arrays, in every form that write_slice accepts, or for each array."""
     dests = [random_bits(rng, (6, 5), dtype) for dtype in ("float32", "int8")]
     sources = [random_bits(rng, (2, 5), dtype) for dtype in ("float32", "int8")]
     for start_indices in ([3, 0], [(3, 5), (0, 5)], (jnp.int32(3), 0), np.array([3, 0]), [(3, 5), 0]):
@@ -261,7 +261,7 @@ def test_start_indices_of_write_slices(rng: np.random.Generator) -> None:
 
 
 def test_more_arrays_than_fit_in_a_launch(rng: np.random.Generator) -> None:
-    """Among them one that has no axes, one with an empty window, and one twice."""
+    """More arrays than fit in a launch are right, including a scalar, an empty window and a repeated array."""
     dests = [random_bits(rng, (13, 7), "bfloat16") for _ in range(14)]
     sources = [random_bits(rng, (rows, 7), "bfloat16") for rows in (1, 2, 3, 0, 5, 13, 1, 2, 3, 4, 5, 6, 7, 8)]
     dests, sources = [*dests, np.float32(1), dests[0]], [*sources, np.float32(2), sources[1]]
@@ -273,7 +273,7 @@ def test_more_arrays_than_fit_in_a_launch(rng: np.random.Generator) -> None:
 
 
 def test_write_slices_under_vmap(rng: np.random.Generator) -> None:
-    """A cache that the batch shares beside one that it does not."""
+    """The batch may share one array while another one is mapped."""
     shared, mapped = random_bits(rng, (9, 4), "float32"), random_bits(rng, (3, 9, 4), "int4")
     sources = [random_bits(rng, (3, 1, 4), "float32"), random_bits(rng, (3, 1, 4), "int4")]
     starts = np.array([5, -1, 20])
@@ -291,7 +291,7 @@ def test_write_slices_under_vmap(rng: np.random.Generator) -> None:
 @each_mode
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "complex64", "float8_e4m3fn"])
 def test_gradient(rng: np.random.Generator, dtype: str, mode: str) -> None:
-    """The window of the cotangent goes to the source, the rest to dest, NaN and infinities where they are."""
+    """The cotangent's window goes to the source and the rest to dest, with the bits of NaN and infinity."""
     with cases.x64_for(dtype):
         for rank in (1, 2, 3, 5):
             problem = random_problem(rng, rank, start_dtypes=("int32", "uint8", "int16"))
@@ -311,7 +311,7 @@ def test_gradient(rng: np.random.Generator, dtype: str, mode: str) -> None:
 
 @each_mode
 def test_gradient_under_vmap(rng: np.random.Generator, mode: str) -> None:
-    """Mapped and shared arrays: the gradient of what is shared is the sum over the batch."""
+    """The gradient of an array that the batch shares is the sum over the batch."""
     dests, sources = (
         rng.integers(-9, 9, (4, 6, 5)).astype(np.float32),
         rng.integers(-9, 9, (4, 2, 3)).astype(np.float32),
@@ -331,14 +331,14 @@ def test_gradient_under_vmap(rng: np.random.Generator, mode: str) -> None:
 
 
 def plain(dest: Any, source: Any, start: int) -> Any:
-    """The same window for every order of derivative: rows `start` on, as a sum of masked arrays."""
+    """Writes rows from `start` on in plain JAX, for derivatives of every order."""
     rows = jnp.arange(dest.shape[0])[:, None]
     is_inside = (rows >= start) & (rows < start + source.shape[0])
     return jnp.where(is_inside, source[jnp.clip(rows[:, 0] - start, 0, source.shape[0] - 1)], dest)
 
 
 def test_higher_derivatives(rng: np.random.Generator) -> None:
-    """Up to the third, in either mode and mixed, of integers, so that they are exact; and all of them by kernels."""
+    """First and second derivatives, in either mode and mixed, are exact for integers. All of them use kernels."""
     dest, source, weights = (small_integers(rng, shape, "float64") for shape in ((6, 3), (2, 3), (6, 3)))
 
     def loss(write: Callable[..., Any], dest: Any, source: Any) -> Any:
@@ -367,7 +367,7 @@ def test_higher_derivatives(rng: np.random.Generator) -> None:
 
 
 def test_forward_mode(rng: np.random.Generator) -> None:
-    """Tangents are written as values are, also where only one of the arrays has any."""
+    """Tangents are written like values, even if only one of the arrays has a tangent."""
     dest, source = random_bits(rng, (7, 4), "bfloat16"), random_bits(rng, (3, 4), "bfloat16")
     d_dest, d_source = random_bits(rng, (7, 4), "bfloat16"), random_bits(rng, (3, 4), "bfloat16")
     zero = np.zeros_like(d_dest)
@@ -384,7 +384,7 @@ def test_forward_mode(rng: np.random.Generator) -> None:
 
 
 def test_integers_have_no_gradient(rng: np.random.Generator) -> None:
-    """Alone they have cotangents of float0; beside floating arrays they do not disturb these, in either mode."""
+    """Integer arrays have float0 cotangents. Derivatives of floating arrays beside them are right, in either mode."""
     quantized, scales = random_bits(rng, (6, 8), "int8"), small_integers(rng, (6, 1), "float32")
     new, new_scale = random_bits(rng, (1, 8), "int8"), small_integers(rng, (1, 1), "float32")
     gradient = jax.grad(lambda x: write_slice(x, new, (2, 0)).astype(np.float32).sum(), allow_int=True)(quantized)
@@ -410,7 +410,7 @@ def test_integers_have_no_gradient(rng: np.random.Generator) -> None:
 
 
 def test_checkpoint_and_scan(rng: np.random.Generator) -> None:
-    """The gradient of a loop that fills a cache row by row, recomputed or not."""
+    """The gradient of a loop that fills a cache row by row is right, with and without checkpoint."""
     rows = rng.integers(-5, 6, (6, 4)).astype(np.float32)
     weights = rng.integers(-5, 6, (6, 4)).astype(np.float32)
 
@@ -425,7 +425,7 @@ def test_checkpoint_and_scan(rng: np.random.Generator) -> None:
 
 
 def views_of(h: Any) -> dict[str, tuple[Any, Any]]:
-    """Arrays that share elements with `h` and windows that read elsewhere in it, through reshapes or not."""
+    """Arrays with the elements of `h`, and sources that read other places of `h`, through reshapes or not."""
     return {
         "itself": (h, h[:-1]),
         "leading axis": (h[None], h[None, :-1]),
@@ -441,7 +441,7 @@ def views_of(h: Any) -> dict[str, tuple[Any, Any]]:
 @each_mode
 @pytest.mark.parametrize("view", views_of(jnp.zeros(6)))
 def test_windows_computed_from_the_array_itself(rng: np.random.Generator, mode: str, view: str) -> None:
-    """A window that reads other places of the array that it is written to, in plain JAX."""
+    """In plain JAX, a source may read other places of the array that it is written to."""
     x = rng.normal(size=(6,)).astype(np.float32)
     dest, source = views_of(x + 1)[view]
     starts = [dim - size for dim, size in zip(dest.shape, source.shape, strict=True)]
@@ -460,7 +460,7 @@ def test_windows_computed_from_the_array_itself(rng: np.random.Generator, mode: 
 def test_default_is_right_on_every_version(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, view: str
 ) -> None:
-    """XLA of some versions reads such windows after it has overwritten them: there plain JAX is not picked."""
+    """Some versions of XLA read such sources after overwriting them. There, plain JAX is not chosen."""
     cases.use_rules(monkeypatch)
     x = rng.normal(size=(6,)).astype(np.float32)
     starts = [dim - size for dim, size in zip(*(y.shape for y in views_of(x)[view]), strict=True)]
@@ -475,7 +475,7 @@ def test_default_is_right_on_every_version(
 
 @cases.where_barriers_are_kept
 def test_windows_of_arguments_of_inner_functions(rng: np.random.Generator) -> None:
-    """What is written and what is read are one array, which a function inside of the program cannot know."""
+    """The source reads dest, although an inner function of the program cannot know it."""
     x = rng.normal(size=(6,)).astype(np.float32)
 
     @jax.jit
@@ -491,7 +491,7 @@ def test_windows_of_arguments_of_inner_functions(rng: np.random.Generator) -> No
 @each_mode
 @pytest.mark.parametrize("implementation", ["xla", "kernel"])
 def test_gradient_of_windows_in_windows(rng: np.random.Generator, mode: str, implementation: Any) -> None:
-    """At starts out of range, of either: the place that is read is that which was written."""
+    """Even at starts out of range, the gradient reads the place that was written."""
     shapes = (10,), (9,), (4,)
 
     @jax.jit
@@ -516,7 +516,7 @@ def test_gradient_of_windows_in_windows(rng: np.random.Generator, mode: str, imp
 
 
 def copies_of(text: str, shape: str) -> list[str]:
-    """The instructions of a compiled program that copy an array of this type, or make one of it."""
+    """The instructions of a compiled program that copy or create an array of this type."""
     makers = (" copy(", " copy-start(", " broadcast(", " transpose(", " concatenate(", " fusion(", " pad(")
     lines = (line.strip() for line in text.splitlines())
     return [line for line in lines if f"= {shape}" in line and any(maker in line for maker in makers)]
@@ -532,7 +532,7 @@ def fill_by_fori_loop(write: Callable[..., Any], caches: Any, rows: Any) -> Any:
 def fill_by_scan(write: Callable[..., Any], caches: Any, rows: Any) -> Any:
     def step(caches: Any, i: Any) -> tuple[Any, Any]:
         caches = write(caches, rows, i)
-        return caches, jax.tree.leaves(caches)[0][0, i, 0, 0]  # as attention, it reads what it wrote
+        return caches, jax.tree.leaves(caches)[0][0, i, 0, 0]  # like attention, it reads what it wrote
 
     return jax.lax.scan(step, caches, jnp.arange(300))[0]
 
@@ -557,7 +557,7 @@ def append_both(caches: Any, rows: Any, i: Any) -> Any:
 def test_decode_loops_do_not_copy_the_cache(
     rng: np.random.Generator, write: Any, loop: Any, donated: bool, dtype: str, hlo_type: str
 ) -> None:
-    """Not once where it is donated, and otherwise once, before the loop; and what is not donated stays as it is."""
+    """A donated cache is not copied. Any other cache is copied once, before the loop, and is unchanged."""
     num_caches = 2 if write is append_both else 1
     caches, rows = ([random_bits(rng, shape, dtype) for _ in range(num_caches)] for shape in (CACHE, ROW))
     operands: Any = (caches, rows) if write is append_both else (caches[0], rows[0])
@@ -578,8 +578,8 @@ def test_decode_loops_do_not_copy_the_cache(
 
 @pytest.mark.skipif(cases.PLATFORM != "cpu", reason="what XLA fuses on CPUs")
 def test_loops_of_plain_jax(rng: np.random.Generator) -> None:
-    """A loop of small writes has the instructions of ``jax.lax.dynamic_update_slice``; a step that reads a part of what
-    it writes copies nothing, where that of ``jax.lax`` copies all of the array."""
+    """A loop of small writes has the instructions of ``jax.lax.dynamic_update_slice``. A step that reads a part of its
+    result copies nothing, while ``jax.lax`` copies the whole array."""
     write = functools.partial(write_slice, implementation="xla")
 
     def fill(write: Callable[..., Any], x: Any) -> Any:
@@ -604,10 +604,10 @@ def test_loops_of_plain_jax(rng: np.random.Generator) -> None:
 
 
 def test_donated_steps_stay_in_place(rng: np.random.Generator) -> None:
-    """One step per call: the result has the memory of the cache that was given up, and the others are untouched."""
+    """With one step per call, the result is in the memory of the donated cache, and its other rows are unchanged."""
     step = jax.jit(append, donate_argnums=0)
     expected, row = random_bits(rng, CACHE, "bfloat16"), random_bits(rng, ROW, "bfloat16")
-    cache = jnp.array(expected)  # a copy: memory of NumPy's is not JAX's to give up
+    cache = jnp.array(expected)  # a copy, because JAX cannot donate NumPy's memory
     address = cache.unsafe_buffer_pointer()
     for i in (7, 0, 299):
         cache = step(cache, row, i)
@@ -626,7 +626,7 @@ def test_arrays_that_are_not_donated_are_unchanged(rng: np.random.Generator) -> 
 
 
 def test_old_and_new_array_may_both_be_used(rng: np.random.Generator) -> None:
-    """The old one after the new one has been made, both of a donated array."""
+    """A program may use a donated array after writing to it."""
     dest, source = rng.normal(size=(40, 8)).astype(np.float32), rng.normal(size=(5, 8)).astype(np.float32)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -649,7 +649,7 @@ def test_python_starts_do_not_recompile(rng: np.random.Generator) -> None:
 
 
 def test_kernels_of_other_platforms(rng: np.random.Generator) -> None:
-    """Elsewhere the program is plain JAX, with its gradients."""
+    """On other platforms, the program and its gradients are plain JAX."""
     dest, source = rng.normal(size=(40, 8)).astype(np.float32), rng.normal(size=(5, 8)).astype(np.float32)
     call = jax.jit(jax.grad(lambda x: write_slice(x, source, (jnp.int32(1), 0)).sum()))
     text = call.trace(dest).lower(lowering_platforms=("tpu",)).as_text()
@@ -658,7 +658,7 @@ def test_kernels_of_other_platforms(rng: np.random.Generator) -> None:
 
 @each_mode
 def test_symbolic_shapes(rng: np.random.Generator, mode: str) -> None:
-    """Exported with symbolic sizes, the program is plain JAX, right for all of them."""
+    """Exported with symbolic sizes, the program is plain JAX, right for all sizes."""
     length, new = jax.export.symbolic_shape("t, n", constraints=["n <= t"])
     spec = (
         jax.ShapeDtypeStruct((2, length, 3), np.float32),
@@ -674,7 +674,7 @@ def test_symbolic_shapes(rng: np.random.Generator, mode: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["int16", "float32", "int8"])
 def test_plain_jax_of_the_gradient(rng: np.random.Generator, dtype: str) -> None:
-    """The reference of the backward op, for starts of every dtype."""
+    """The reference of the backward op is right for starts of every dtype."""
     with jax.enable_x64(True):
         for mode in MODES:
             problem = random_problem(rng, 3)
@@ -763,7 +763,7 @@ def test_errors(case: str) -> None:
 
 
 def test_integers_beyond_32_bits_as_starts() -> None:
-    """They need 64-bit integers, but where 32 bits without a sign hold them."""
+    """Starts need 64-bit integers only if uint32 cannot hold them."""
     dest, source = (jax.ShapeDtypeStruct((size,), np.int8) for size in (2**34, 2))
 
     def shape_with_start(start: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The native handlers of write_slice trust nothing: what does not fit gives an error, never a crash."""
+"""The native handlers of write_slice check every argument: an invalid call gives an error, never a crash."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NAMES = r"(dest|source|result|start) \d|part|windows|got \d+"
 
 
 def random_operands(rng: np.random.Generator, call: Call, low: int = -9, high: int = 12) -> dict[str, np.ndarray]:
-    """Starts in and out of range."""
+    """Random operands, with starts in and out of range."""
     operands = {}
     for x in call.operands:
         if x.name.startswith("start"):
@@ -60,7 +60,7 @@ def random_operands(rng: np.random.Generator, call: Call, low: int = -9, high: i
 def expected_results(
     call: Call, operands: dict[str, np.ndarray], windows: Sequence[Window] = WINDOWS
 ) -> dict[str, np.ndarray]:
-    """The results without the batch's dimension where the call has none."""
+    """The expected results, without batch dimension if the call has none."""
     mode = "drop" if call.attributes["drop"] else "clip"
     num_arrays = sum(x.name.startswith("result") for x in call.results)
     is_batched = call.attributes["num_batch_dims"] == 1
@@ -98,13 +98,13 @@ def assert_refused(call: Call, what: str, names: str = NAMES) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What fits.
+# Valid calls.
 
 
 @each_batched
 @each_target
 def test_valid_calls_succeed(rng: np.random.Generator, target: str, batched: bool) -> None:
-    """The calls that the tests below spoil are good as they are; results are written to other memory than dest's."""
+    """The calls that the tests below make invalid are valid themselves. Results are not in the memory of dest."""
     for drop in (False, True):
         for _ in range(4):
             call = good_call(target, batched, drop=drop)
@@ -113,7 +113,7 @@ def test_valid_calls_succeed(rng: np.random.Generator, target: str, batched: boo
 
 @each_target
 def test_dtypes(rng: np.random.Generator, target: str) -> None:
-    """Every dtype of the op, and every dtype of starts."""
+    """Every dtype of the op and every dtype of starts is accepted."""
     for i, dtype in enumerate(sorted(OPS[target].dtypes)):
         start_dtype = START_DTYPES[i % len(START_DTYPES)]
         call = good_call(target, dtypes=(dtype, dtype), start_dtypes=(start_dtype, "int32"), drop=i % 2 == 0)
@@ -150,7 +150,7 @@ def test_bad_batch_dims_are_refused(target: str) -> None:
 @each_batched
 @each_target
 def test_empty_arrays(rng: np.random.Generator, target: str, batched: bool) -> None:
-    """Without elements, with empty windows, and an empty batch: what there is of dest goes through."""
+    """Empty arrays, windows and batches are accepted. The elements of dest pass through."""
     for shapes, sizes in (
         (((0, 5, 4), (6, 9)), (0, 3, 5)),
         (((7, 0, 4), (0, 9)), (2, 3, 5)),
@@ -177,7 +177,7 @@ def test_arrays_written_whole(rng: np.random.Generator, target: str) -> None:
 @pytest.mark.parametrize("value", [-(2**63), -(2**62), -(2**31), -1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1])
 @each_target
 def test_starts_far_out_of_range(rng: np.random.Generator, target: str, value: int) -> None:
-    """Nothing beside the array is touched: the memory around it, which belongs to other results, stays right."""
+    """Starts far out of range do not touch memory outside the array, where other results are."""
     dtype = "int64" if value < 2**63 else "uint64"
     for drop in (False, True):
         call = good_call(target, start_dtypes=(dtype, dtype), drop=drop)
@@ -191,7 +191,7 @@ def test_starts_far_out_of_range(rng: np.random.Generator, target: str, value: i
 @each_batched
 @each_target
 def test_parts_of_split_arrays(rng: np.random.Generator, target: str, batched: bool) -> None:
-    """An array that is one of three parts of a larger one, and a window larger than it: as that part of the whole."""
+    """A shard, one of three, gets its part of the whole array's result, even if the window is larger than the shard."""
     num_parts, size = 3, 9
     windows = (Window(0, 0, 0, size, num_parts), window(1, 1, 1, 5))
     for drop in (False, True):
@@ -206,7 +206,7 @@ def test_parts_of_split_arrays(rng: np.random.Generator, target: str, batched: b
             mine = (slice(None),) * axis + (slice(7 * part, 7 * part + 7),)
             of_whole |= {name: x for name, x in operands.items() if name != "part" and name != "dest 0"}
             of_whole["dest 0"][mine] = operands["dest 0"]
-            if target == "write_slice_backward":  # the other parts of the window are other devices'
+            if target == "write_slice_backward":  # other devices have the other parts of the window
                 others = np.ones(of_whole["dest 0"].shape, bool)
                 others[mine] = False
                 of_whole["dest 0"][others] = 0
@@ -217,7 +217,7 @@ def test_parts_of_split_arrays(rng: np.random.Generator, target: str, batched: b
 
 
 def test_numbers_of_parts_out_of_range(rng: np.random.Generator) -> None:
-    """They count as the first or the last one."""
+    """Numbers out of range count as the first or the last part."""
     windows = (Window(0, 0, 0, 9, 3),)
     call = good_call("write_slice", windows=windows, shapes=SHAPES[:1], dtypes=("float32",), start_dtypes=("int32",))
     operands = random_operands(rng, call, 0, 12)
@@ -227,7 +227,7 @@ def test_numbers_of_parts_out_of_range(rng: np.random.Generator) -> None:
 
 
 def test_one_byte_of_many_rows(rng: np.random.Generator) -> None:
-    """Elements of less than a byte, in rows so short that several share a byte, over the batch, too."""
+    """Elements of less than a byte are right in rows that share a byte, also across the batch."""
     for dtype in SUB_BYTE:
         for shape, sizes in (((3,), (2,)), ((5, 3), (4, 1)), ((5, 3), (5, 2)), ((2, 3, 1), (2, 2, 1)), ((1,), (1,))):
             windows = tuple(window(0, axis, axis, size) for axis, size in enumerate(sizes))
@@ -242,8 +242,8 @@ def test_one_byte_of_many_rows(rng: np.random.Generator) -> None:
 @each_batched
 @each_target
 def test_whole_words(rng: np.random.Generator, target: str, batched: bool, drop: bool, num_arrays: int) -> None:
-    """Rows that begin and end at multiples of 16 bytes, with one to four axes to count them by; sources that the batch
-    shares; starts of every dtype."""
+    """Rows that begin and end at multiples of 16 bytes are right: with one to four axes of rows, with sources that the
+    batch shares, and with starts of every dtype."""
     for num_axes in (1, 2, 3):
         shape = (5, 4, 6)[-num_axes:] + (3, 16)
         windows = tuple(
@@ -258,7 +258,7 @@ def test_whole_words(rng: np.random.Generator, target: str, batched: bool, drop:
 
 @pytest.mark.parametrize("dtype", ["int4", "uint2", "int8", "bfloat16", "complex64"])
 def test_large_windows(rng: np.random.Generator, dtype: str) -> None:
-    """Large enough for several threads, and for the GPU's ways of large windows, in long rows and short ones."""
+    """Windows for several threads, and for the GPU's large-window strategies, are right in long and short rows."""
     columns = 5_000_000 * 8 // bits_of(dtype) // 3
     for shape, sizes in (
         ((3, columns + 3), (3, columns)),
@@ -285,13 +285,13 @@ def test_large_windows(rng: np.random.Generator, dtype: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What does not fit.
+# Invalid calls.
 
 
 @each_batched
 @each_target
 def test_bad_shapes_are_refused(target: str, batched: bool) -> None:
-    """Each operand and result with another rank, or another size in any of its dimensions."""
+    """Each operand and result is refused with another rank, or with another size in any dimension."""
     good = good_call(target, batched)
 
     def with_bad_shapes(array: Array) -> dict[str, Array]:
@@ -309,7 +309,7 @@ def test_bad_shapes_are_refused(target: str, batched: bool) -> None:
 
 @each_target
 def test_shared_arrays_are_refused(target: str) -> None:
-    """What is written cannot be shared."""
+    """The batch cannot share an array that is written."""
     shared = ["dest 0", "result 0", *(["source 0"] if target == "write_slice_backward" else [])]
     for name in shared:
         assert_refused(good_call(target, shared=[name]), f"{name} shared")
@@ -325,7 +325,7 @@ def test_bad_ranks_are_refused(target: str, batched: bool, rank: int) -> None:
 
 @each_target
 def test_bad_dtypes_are_refused(target: str) -> None:
-    """Arrays with another dtype than dest, starts that are no integers."""
+    """Arrays are refused with another dtype than dest, and starts with a dtype that is not an integer."""
     good = good_call(target)
     others = ("float32", "bfloat16", "int32", "bool", "complex64", "int4")
 
@@ -381,7 +381,7 @@ def test_bad_windows_are_refused(target: str, case: str) -> None:
 
 @each_target
 def test_other_numbers_of_buffers_are_refused(target: str) -> None:
-    """With buffers left out; with one more, others take their places, unless it is a start that nobody reads."""
+    """Missing operands and missing or extra results are refused. An extra operand may count as an unused start."""
     good = good_call(target)
     for count in range(len(good.operands)):
         assert_refused(dataclasses.replace(good, operands=good.operands[:count]), f"{count} operands")
@@ -419,7 +419,7 @@ def test_other_attributes_are_refused(target: str) -> None:
 @each_batched
 @each_target
 def test_other_batches_are_refused(target: str, batched: bool) -> None:
-    """Calls whose attribute says the opposite of their shapes."""
+    """Calls are refused if num_batch_dims contradicts their shapes."""
     good = good_call(target, batched)
     call: Any = dataclasses.replace(good, attributes={**good.attributes, "num_batch_dims": np.int64(not batched)})
     assert_refused(call, "the other batch")

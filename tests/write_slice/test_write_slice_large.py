@@ -1,4 +1,4 @@
-"""Arrays of more than 2^31 and 2^32 elements: windows beyond are written and taken where they are."""
+"""Arrays of more than 2^31 and 2^32 elements: windows beyond are written and taken at the right place."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jax_baracuda import write_slice
 
 
 def part_of(x: jax.Array, start: int, count: int) -> np.ndarray:
-    """Of one dimension; slices of jax.numpy may have starts of 32 bits."""
+    """A part of a vector. jax.numpy may slice with 32-bit starts."""
     return np.asarray(jax.lax.slice_in_dim(x, start, start + count))
 
 
 @pytest.mark.parametrize("start", [0, 2**31 - 10, 2**31 + 7, 2**31 + 990, 2**32 - 1])
 def test_long_axis(rng: np.random.Generator, start: int) -> None:
-    """Starts of 32 bits without a sign reach beyond element 2^31; those beyond the end are moved inside."""
+    """uint32 starts reach beyond element 2^31. Starts beyond the end are clipped."""
     require_memory(6)
     length, source = 2**31 + 1000, random_bits(rng, (15,), "uint8")
     dest = jax.jit(lambda: jnp.full(length, 77, jnp.uint8))()
@@ -37,7 +37,7 @@ def test_long_axis(rng: np.random.Generator, start: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["int4", "int8"])
 def test_many_rows(rng: np.random.Generator, dtype: str) -> None:
-    """Rows beyond element 2^32 of packed elements, or 2^31 of bytes, at odd columns; others stay."""
+    """Packed elements beyond 2^32, or bytes beyond 2^31, are written at odd columns. Other rows are unchanged."""
     require_memory(8)
     rows, columns = (2**17 + 9 if dtype == "int4" else 2**16 + 9), 2**15 + 1
     dest = jax.jit(lambda: jnp.full((rows, columns), 3, dtype))()

@@ -1,4 +1,4 @@
-"""write_slice on several devices: the answer of one, results split as the arrays are, and nothing of them gathered."""
+"""write_slice on several devices: right results, sharded like the arrays, without gathering the arrays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPLITS = {
     "times and heads": P(None, "a", "b"),
 }
 STARTS = (0, 3, 4, 11, 19, 20, 22, 23, 24, 40, -2, -5, -24, -40)
-"""Windows within one device's part, across several, at the ends, and outside."""
+"""Starts of windows within one shard, across several, at the ends, and outside."""
 
 
 def make_mesh(axis_type: AxisType) -> Mesh:
@@ -46,7 +46,7 @@ def put(mesh: Mesh, x: Any, spec: P) -> jax.Array:
 
 
 def small(split: P) -> P:
-    """The spec of what is written: as the cache, but whole along the axis of the window."""
+    """The spec of the source: like the cache's, but not split along the axis of the window."""
     return P(split[0], None, split[2])
 
 
@@ -54,7 +54,7 @@ def small(split: P) -> P:
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_cache(rng: np.random.Generator, axis_type: AxisType, split: str, mode: str) -> None:
-    """Each device writes its part of the window: no collective at all, in place, and the result is split as before."""
+    """Each device writes its part of the window in place, without collectives. The result has the cache's sharding."""
     spec, mesh = SPLITS[split], make_mesh(axis_type)
     dest, source = random_bits(rng, CACHE, "int32"), random_bits(rng, NEW, "int32")
 
@@ -80,7 +80,7 @@ def test_sharded_cache(rng: np.random.Generator, axis_type: AxisType, split: str
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_gradient(rng: np.random.Generator, axis_type: AxisType, split: str, mode: str) -> None:
-    """The window of a split cotangent is added up over the devices that have its parts; nothing else is exchanged."""
+    """The only collective sums the window of a split cotangent over the devices that have its parts."""
     spec, mesh = SPLITS[split], make_mesh(axis_type)
     dest, source, dy = (rng.integers(-9, 9, shape).astype(np.float32) for shape in (CACHE, NEW, CACHE))
 
@@ -103,7 +103,7 @@ def test_sharded_gradient(rng: np.random.Generator, axis_type: AxisType, split: 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_source_that_is_split_differently(rng: np.random.Generator, axis_type: AxisType) -> None:
-    """What is written is brought to the cache, and not the cache to it; its gradient has its own sharding."""
+    """The source is resharded like the cache, not the reverse. The gradient of the source has its sharding."""
     mesh = make_mesh(axis_type)
     dest, source = (rng.integers(-9, 9, shape).astype(np.float32) for shape in (CACHE, (8, 8, 6)))
 
@@ -119,7 +119,7 @@ def test_source_that_is_split_differently(rng: np.random.Generator, axis_type: A
                 np.testing.assert_array_equal(result, expected)
                 _, taken = jax.jit(vjp)(result)
                 np.testing.assert_array_equal(taken, source)
-                if axis_type == AxisType.Explicit:  # otherwise the result may be split as the source is, too
+                if axis_type == AxisType.Explicit:  # otherwise the result may also be sharded like the source
                     assert result.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
                     assert taken.sharding.is_equivalent_to(NamedSharding(mesh, source_spec), 3)
 
@@ -127,7 +127,7 @@ def test_source_that_is_split_differently(rng: np.random.Generator, axis_type: A
 @each_mode
 @pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P("a", "b"), P(("a", "b"))], ids=str)
 def test_per_example_positions(rng: np.random.Generator, spec: P, mode: str) -> None:
-    """A batch of vmap whose elements have windows of their own, split over examples, over times, or both."""
+    """Under vmap, each element may have its own window, with examples, times or both split over devices."""
     mesh = make_mesh(AxisType.Auto)
     dest, source = random_bits(rng, CACHE, "int16"), random_bits(rng, NEW, "int16")
     starts = rng.integers(-26, 26, 8).astype(np.int32)
@@ -141,7 +141,7 @@ def test_per_example_positions(rng: np.random.Generator, spec: P, mode: str) -> 
 
 
 def test_keys_and_values_that_are_split_differently(rng: np.random.Generator) -> None:
-    """Of several arrays in one launch, each keeps its sharding."""
+    """Each of several arrays in one launch keeps its sharding."""
     mesh = make_mesh(AxisType.Auto)
     dests = [random_bits(rng, CACHE, dtype) for dtype in ("float32", "int8")]
     sources = [random_bits(rng, NEW, dtype) for dtype in ("float32", "int8")]
@@ -172,7 +172,7 @@ def test_times_that_do_not_divide_evenly(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("split", ["examples", "times", "times and heads"])
 def test_decode_loop_over_a_sharded_cache(rng: np.random.Generator, split: str) -> None:
-    """No collective, and no copy of a device's part."""
+    """A decode loop needs no collective, and copies no shard."""
     mesh, spec = make_mesh(AxisType.Auto), SPLITS[split]
     row = random_bits(rng, (8, 1, 6), "int16")
 
@@ -191,7 +191,7 @@ def test_decode_loop_over_a_sharded_cache(rng: np.random.Generator, split: str) 
 @each_mode
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(rng: np.random.Generator, check_vma: bool, mode: str) -> None:
-    """Values and gradients of local caches; what all devices share gets the sum over them."""
+    """Values and gradients of local caches are right. The gradient of a replicated array is summed over devices."""
     mesh = make_mesh(AxisType.Auto)
     dest, source = (rng.integers(-9, 9, shape).astype(np.float32) for shape in (CACHE, (1, 5, 6)))
     weights = rng.integers(-9, 9, CACHE).astype(np.float32)
@@ -214,7 +214,7 @@ def test_shard_map(rng: np.random.Generator, check_vma: bool, mode: str) -> None
 
 
 def test_shard_map_over_one_of_two_axes(rng: np.random.Generator) -> None:
-    """The other axis stays with the partitioner; the answer is right."""
+    """Results are right if the other axis is left to the partitioner."""
     mesh = make_mesh(AxisType.Auto)
     dest, source = random_bits(rng, CACHE, "float32"), random_bits(rng, NEW, "float32")
     write = functools.partial(write_slice, start_indices=(0, jnp.int32(17), 0))
@@ -226,7 +226,7 @@ def test_shard_map_over_one_of_two_axes(rng: np.random.Generator) -> None:
 
 
 def test_arrays_that_different_vmaps_map(rng: np.random.Generator) -> None:
-    """Each device has one element of the inner batch: to its program, the array of that batch looks shared."""
+    """If each device has one element of the inner batch, the array of that batch looks shared. Results are right."""
     keys, values = (rng.normal(size=(MESH_SHAPE[0], 6, n)).astype(np.float32) for n in (4, 2))
 
     def write(keys: Any, values: Any) -> Any:
@@ -241,7 +241,7 @@ def test_arrays_that_different_vmaps_map(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("spec", [SPLITS["examples"], SPLITS["heads"], P(None, None, None)], ids=str)
 def test_plain_form_is_dynamic_update_slice(rng: np.random.Generator, spec: P) -> None:
-    """Where plain JAX is picked, as on GPUs, a loop that writes rows has the instructions of dynamic_update_slice."""
+    """In plain JAX, the choice on GPUs, a loop that writes rows has the instructions of dynamic_update_slice."""
     mesh = make_mesh(AxisType.Auto)
     cache = put(mesh, random_bits(rng, CACHE, "int32"), spec)
     rows = put(mesh, random_bits(rng, (CACHE[1], CACHE[0], 1, CACHE[2]), "int32"), P(None, *small(spec)))
@@ -264,7 +264,7 @@ def test_plain_form_is_dynamic_update_slice(rng: np.random.Generator, spec: P) -
 @cases.where_barriers_are_kept
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_windows_computed_from_the_array_itself(rng: np.random.Generator, axis_type: AxisType) -> None:
-    """In the program of a device, which knows its arguments alone, too."""
+    """A source may read dest in the program of a shard, too, which knows only its arguments."""
     mesh, x = make_mesh(axis_type), rng.normal(size=(8, 6)).astype(np.float32)
 
     def write(x: Any) -> Any:
