@@ -1,4 +1,4 @@
-"""causal_conv1d on several devices: right results, sharded like the operands, and few collectives."""
+"""causal_conv1d on several devices: right, sharded results. Collectives only sum gradients and exchange halos."""
 
 from __future__ import annotations
 

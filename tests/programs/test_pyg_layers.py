@@ -205,7 +205,7 @@ def test_softmax_aggregation_of_senders(rng: np.random.Generator, dtype: str, wi
 
 
 def test_times(rng: np.random.Generator, timings: Callable[..., None]) -> None:
-    """Times forward passes on the CPU and those of PyTorch, for the table alone."""
+    """Times forward passes on the CPU in JAX and in PyTorch, for the table alone."""
     edge_index, nodes = rng.integers(0, 2000, (2, 20000)), 2000
     senders, receivers = jnp.asarray(edge_index, jnp.int32)
     edges = RECIPES["edges_of"](senders, receivers, nodes)

@@ -280,7 +280,7 @@ def test_sampled_calls_differ_and_fit() -> None:
 
 
 def test_sampled_calls_leave_out_what_takes_minutes() -> None:
-    """On GPUs, plain JAX adds the rows of a segment one by one for 16-bit numbers and for exponentials."""
+    """Segments are small where plain JAX on GPUs adds rows one by one: for 16-bit numbers and exponentials."""
     cases = list(sample.draw("cuda", 300, 0))
     contended = [case for case in cases if case.contended_rows]
     wide = {case.example.function.__name__ for case in contended if np.dtype(case.dtype).itemsize == 4}
@@ -511,7 +511,7 @@ def test_functions_to_sample_must_exist(tool: Any, capsys: pytest.CaptureFixture
 def test_help_of_benchmarks_needs_no_device(
     tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without --help, they report that there is no device."""
+    """Without --help, benchmarks report that there is no device."""
     monkeypatch.setattr(jax, "devices", lambda *_: (_ for _ in ()).throw(RuntimeError("none")))
     with pytest.raises(BackendError, match="JAX cannot start a backend"):
         tool.main([])

@@ -355,7 +355,7 @@ def test_errors(case: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What is computed.
+# Kernels, residuals and zero gradients.
 
 
 def test_kernels(rng: np.random.Generator) -> None:

@@ -475,7 +475,7 @@ def test_default_is_right_on_every_version(
 
 @cases.where_barriers_are_kept
 def test_windows_of_arguments_of_inner_functions(rng: np.random.Generator) -> None:
-    """The source reads dest, although an inner function of the program cannot know it."""
+    """A source may read dest, even if the write is in an inner function that cannot know it."""
     x = rng.normal(size=(6,)).astype(np.float32)
 
     @jax.jit

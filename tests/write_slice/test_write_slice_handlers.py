@@ -104,7 +104,7 @@ def assert_refused(call: Call, what: str, names: str = NAMES) -> None:
 @each_batched
 @each_target
 def test_valid_calls_succeed(rng: np.random.Generator, target: str, batched: bool) -> None:
-    """The calls that the tests below make invalid are valid themselves. Results are not in the memory of dest."""
+    """The calls that the tests below make invalid are valid themselves. Results are in other memory than dest."""
     for drop in (False, True):
         for _ in range(4):
             call = good_call(target, batched, drop=drop)

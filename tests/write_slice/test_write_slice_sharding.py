@@ -103,7 +103,7 @@ def test_sharded_gradient(rng: np.random.Generator, axis_type: AxisType, split: 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_source_that_is_split_differently(rng: np.random.Generator, axis_type: AxisType) -> None:
-    """The source is resharded like the cache, not the reverse. The gradient of the source has its sharding."""
+    """The source is resharded like the cache, not the reverse. Its gradient has the sharding of the source."""
     mesh = make_mesh(axis_type)
     dest, source = (rng.integers(-9, 9, shape).astype(np.float32) for shape in (CACHE, (8, 8, 6)))
 
