@@ -223,7 +223,7 @@ def _linear_part_error(problem: Problem) -> np.ndarray:
 
 
 def _sigmoid_error(problem: Problem, z: np.ndarray) -> np.ndarray:
-    """The relative error: from rounding z, an exponential exact to 2 units in the last place, a sum and a quotient."""
+    """The relative error: from rounding z, an exponential within 2 units in the last place, a sum and a quotient."""
     return cases.eps_of(problem.dtype) * (2 + (1 - _sigmoid(z)) * (2 + np.abs(z)))
 
 

@@ -1,4 +1,4 @@
-"""The demo learns, its two runs agree, and its exit status reports success."""
+"""The demo learns, its two runs agree, and its exit status says so."""
 
 import sys
 

@@ -396,7 +396,7 @@ def units_off(expected: ExpectedRotation, actual: Any) -> np.ndarray:
 @each_pairing
 @each_dtype
 def test_precision_to_a_million_positions(rng: np.random.Generator, dtype: str, interleaved: bool) -> None:
-    """float32 is within 2 units of the pair's length. For 16 bits, at least 99% of results are rounded exactly."""
+    """float32 is within 2 units of the pair's length. For 16 bits, at least 99% of results are correctly rounded."""
     functions = ((rope, 1), (rope_backward, -1), (lambda x, *args, **kw: rope_qk(x[:, :1], x, *args, **kw)[1], 1))
     for base, rotary_dim in ((10000.0, 128), (500000.0, 64)):
         rotation = Rotation(far_positions(rng, 700), base, interleaved, rotary_dim=rotary_dim)
