@@ -50,8 +50,6 @@ def reasons() -> set[str]:
         if isinstance(node, ast.FunctionDef) and re.search("limit|unsupported_reason|missing_target", node.name):
             returned = [part for part in ast.walk(node) if isinstance(part, ast.Return)]
             texts |= {text for value in returned for text in strings(value)}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Choice":
-            texts |= set(strings(node.args[1]))
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "_load":
             texts |= set(strings(node.args[2]))
     return texts
