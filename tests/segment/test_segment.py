@@ -1100,10 +1100,7 @@ def test_tangents_are_kernels(rng: np.random.Generator, reduction: Reduction, op
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 @pytest.mark.parametrize("reduction", [MAX, MIN, PROD, SOFTMAX], ids=str)
 def test_tangents_against_gradients(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
-    """A tangent is the sum of row tangents, weighted by the gradient for a cotangent of ones.
-
-    It holds for any data, in batches and for single calls. Tangents of losing rows may be NaN.
-    """
+    """Tangents are sums over rows, weighted by the gradient of ones. Tangents of losing rows may be NaN."""
     shape, batch = Shape(40, (3,), 12), Batch()
     ids = np.stack([cases.make_ids(rng, shape.rows, shape.segments) for _ in range(2)])
     data = np.stack([reduction.make_data(rng, shape, dtype) for _ in range(2)])

@@ -80,10 +80,7 @@ def assert_same(target: str, actual: np.ndarray, expected: np.ndarray, what: str
 @pytest.mark.parametrize("sizes", handlers.BATCH_DIMS, ids=str)
 @pytest.mark.parametrize("target", TARGETS)
 def test_batch_dims_count_as_one(rng: np.random.Generator, target: str, sizes: tuple[int, ...]) -> None:
-    """Several batch dimensions give the results of one of the same size, if the batch shares an operand or none.
-
-    Winners and maxima come from one kernel and are shared together. So are both residuals of a product.
-    """
+    """Several batch dimensions act as one if no operand is shared, or one, or a pair that comes from one kernel."""
     names = [x.name for x in TARGETS[target][0]]
     together = [{"winner", "output"}, {"mantissa", "packed"}]
     for name in (None, *names):
