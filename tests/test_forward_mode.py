@@ -97,7 +97,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 @each_example
 def test_tangent(rng: np.random.Generator, example: Example) -> None:
-    """``jvp``, ``linearize`` and batched tangents agree with float64. Gradients have the function's bits and kernels."""
+    """``jvp``, ``linearize`` and batched tangents agree with float64. The twin's gradient is that of the function."""
     operands, chosen, tangents = problem_of(example, rng)
     function, twin = (bound(example, x, operands) for x in (example.function, twin_of(example)))
     cotangents = [rng.normal(size=x.shape).astype(x.dtype) for x in jax.eval_shape(twin, chosen)]

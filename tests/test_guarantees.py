@@ -370,7 +370,7 @@ def convolution_update_call(rng: np.random.Generator, dtype: str, is_sorted: boo
 
 
 def rotation_call(*heads: int, direction: int) -> Callable[..., Call]:
-    """Makes calls on arrays with these numbers of heads. Batch elements have different positions, but share frequencies."""
+    """Makes calls on arrays with these numbers of heads. Batch elements share frequencies, but not positions."""
 
     def call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
         examples, length, size = 3, 201, 40

@@ -297,7 +297,7 @@ def test_shard_map_over_features(reduction: Reduction, options: Options, check_v
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @each_differentiable
 def test_tangents_of_split_rows(reduction: Reduction, axis_type: AxisType) -> None:
-    """Tangents equal those of one device, also with NaN, which XLA's maximum would lose. Devices exchange only cells."""
+    """Tangents equal those of one device, also with NaN, which XLA's maximum may lose. Devices exchange only cells."""
     data, ids, _ = make_operands(reduction, seed=11)
     tangent = jnp.asarray(np.random.default_rng(0).integers(-9, 10, data.shape).astype(np.float32))
     function = getattr(forward_mode, reduction.name)

@@ -331,8 +331,8 @@ OF_VALUE_ALONE |= {("take_rows", "node"), ("write_slice", "new"), ("write_slices
 """Functions and dimensions for which the value needs exchanges, and the gradient needs none."""
 
 EXCHANGES_MORE = {"segment_prod", "segment_softmax", "segment_attention"}
-"""Functions that exchange more than plain JAX. Products also exchange exponents; plain JAX divides by factors, which may
-be zero. A softmax has two branches: one exchanges one array of cells, the other two."""
+"""Functions that exchange more than plain JAX. Products also exchange exponents; plain JAX divides by factors, even by
+zero. A softmax has two branches: one exchanges one array of cells, the other two."""
 
 
 GRADIENTS = [split for split in SPLITS if split.key[1:] == ("", True)]
