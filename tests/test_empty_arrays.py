@@ -1,4 +1,4 @@
-"""Empty arrays, whose other dimensions are so large that no integer can hold their product."""
+"""Empty arrays with other dimensions so large that no integer can hold their product."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def allowed_error(call: str, arrays: Sequence[np.ndarray]) -> np.ndarray | float
     """How much results may differ from those of one device, element by element."""
     eps = float(np.finfo(np.float32).eps)
     if "rope" in call:
-        # Features are rotated forth and back. Each rotation errs by at most 2 units of the length of a pair.
+        # Features are rotated forward and back. Each rotation errs by at most 2 units of the length of a pair.
         return 2 * 2 * 2 * eps * Rotation().of(2 * arrays[0]).lengths.astype(np.float64)
     if call == "second derivative of segment_softmax":
         # Each result is a probability times sums over at most 4 rows. Terms are products of about 10 factors up to 4.

@@ -43,7 +43,7 @@ DTYPES = (
 )
 
 HUGE = (2**31 - 1, 2**31, 2**32 + 1, 2**40, 2**62, 2**63 - 1)
-"""Extents of arrays without elements, whose products overflow."""
+"""Extents of arrays without elements. Their products overflow."""
 
 EXTREMES = (-(2**63), -(2**62), -(2**31), -2, -1, 0, 1, 2, 3, 2**31 - 1, 2**31, 2**32, 2**33 + 2, 2**62, 2**63 - 1)
 
@@ -253,7 +253,7 @@ def mutated(rng: np.random.Generator, good: Call) -> Call:
 def small_or_empty(x: Array) -> Array:
     """Limits extents to what memory and XLA's shapes can hold. Several mutations may have made them huge.
 
-    XLA would count for minutes if a 0 follows huge extents.
+    If a 0 follows huge extents, XLA counts through these for minutes.
     """
     shape = [min(size, 2**63 - 1) for size in x.shape]
     if math.prod(shape) < 2**20 and (max(shape, default=0) < 2**31 - 1 or shape[0] == 0):
@@ -262,7 +262,7 @@ def small_or_empty(x: Array) -> Array:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What may be accepted.
+# Calls that may be accepted.
 
 
 def why_not(call: Call) -> str | None:
@@ -306,7 +306,7 @@ def why_not(call: Call) -> str | None:
     dtype = call.operands[0].dtype
     is_selection = (
         call.target.startswith("where") and dtype not in windows.SUB_BYTE
-    )  # of whole bytes, whatever they are
+    )  # of any dtype of whole bytes
     return None if is_selection or dtype in op.dtypes else f"{dtype} has no kernel"
 
 

@@ -35,7 +35,7 @@ SIZES |= {"q_head": 32, "k_head": 56, "sequence": 40, "query": 56, "key": 72, "b
 """Sizes differ within an example, so that a size identifies a dimension of a result."""
 
 TOO_SHORT = {"tap", "state"}
-"""Dimensions that nobody splits: a few taps of a filter."""
+"""Dimensions that are too short to split: a few taps of a filter."""
 
 
 def dims_of_heading(heading: str, example: Example) -> set[str]:
@@ -321,7 +321,7 @@ def compare(results: Any, expected: Any, example: Example) -> None:
 
 
 def halo(example: Example) -> int:
-    """How many inputs before its own a shard needs for the filter."""
+    """The number of inputs before its first one that a shard needs."""
     x, sizes = example.operands["x"].dims, example.sizes["split"]
     return math.prod(sizes[dim] for dim in x) // sizes["time"] * (sizes["tap"] - 1)
 

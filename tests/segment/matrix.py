@@ -311,7 +311,7 @@ def ids_of(num_segments: int, is_sorted: bool) -> Draw:
 
 
 def row_numbers_of(num_rows: int) -> Draw:
-    """Random row numbers; negative ones count from the end. None is out of range, where JAX's derivatives disagree: the
+    """Random row numbers; negative ones count from the end. None is out of range: JAX's derivatives disagree there. The
     tangent is that of the nearest row, the gradient is dropped, and the second gradient is not."""
 
     def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -135,7 +135,7 @@ UNEVEN = {
 @pytest.mark.parametrize("name", UNEVEN)
 @each_reduction
 def test_uneven_segments(rng: np.random.Generator, reduction: Reduction, name: str, dtype: str) -> None:
-    """Like test_value_and_gradient, for segments most of which have few rows or none."""
+    """Like test_value_and_gradient, if most segments have few rows or none."""
     batch = Batch()
     shapes, make_ids = UNEVEN[name]
     for shape, is_sorted in itertools.product(shapes, (False, True)):

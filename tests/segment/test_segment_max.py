@@ -32,7 +32,7 @@ each_tie_break = pytest.mark.parametrize("tie_break", TIE_BREAKS)
 
 
 def flip(extremum: Reduction, data: np.ndarray) -> np.ndarray:
-    """The data or, for the minimum, data in reversed order: their minima are where these data have maxima."""
+    """The data or, for the minimum, the data with reversed order: minima are then in the places of the maxima."""
     return data if extremum is MAX else cases.order_reversed(data)
 
 

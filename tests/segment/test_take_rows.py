@@ -212,7 +212,7 @@ def rows_and_gradients(levels: Levels, data: np.ndarray, ids: np.ndarray, d_outp
 
 
 def summed(levels: Levels, gradients: np.ndarray) -> np.ndarray:
-    """The gradient of the data of a whole vmap, from those of its elements."""
+    """The gradient of the data through a vmap, from the gradients of its elements."""
     for depth in reversed(range(len(levels))):
         axis = levels[depth][0]
         gradients = gradients.sum(depth) if axis is None else np.moveaxis(gradients, depth, depth + axis)
