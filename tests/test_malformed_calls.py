@@ -306,7 +306,7 @@ def why_not(call: Call) -> str | None:
     dtype = call.operands[0].dtype
     is_selection = (
         call.target.startswith("where") and dtype not in windows.SUB_BYTE
-    )  # of any dtype of whole bytes
+    )  # any dtype that consists of whole bytes
     return None if is_selection or dtype in op.dtypes else f"{dtype} has no kernel"
 
 

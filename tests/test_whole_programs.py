@@ -263,7 +263,7 @@ def test_final_state_leaves_the_signal_in_order() -> None:
 
 
 def test_moves_are_found() -> None:
-    """The helpers find an operand with reordered axes, alone and in a loop, and an array that is copied for a write."""
+    """These functions find an operand with reordered axes, alone and in a loop, and an array copied for a write."""
     x = jax.ShapeDtypeStruct((4, 50, 6, 32), np.float32)
 
     def rotate(x: Any) -> Any:

@@ -34,7 +34,7 @@ LARGE_ROWS, LARGE_FEATURES, LARGE_SEGMENTS = 2**26 + 5, 33, 1009
 
 
 def large_value(row: Any, feature: Any) -> Any:
-    """Small numbers. The last two rows of each segment are beyond element 2^31 and have large ones, for the maximum."""
+    """Small numbers, but the last two rows of each segment hold its maximum. These rows are beyond element 2^31."""
     is_last = row >= LARGE_ROWS - 2 * LARGE_SEGMENTS
     return np.where(is_last, (row + 3 * feature) % 120, (row * 7 + feature * 13) % 101 - 125).astype(np.int8)
 
