@@ -543,7 +543,7 @@ def test_donated_arguments_are_written_to(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_kernel_if_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel runs whatever a rule says. If there is none, that is no error."""
+    """A kernel runs whatever a rule says. A missing kernel is no error."""
     set_rules(monkeypatch, rope=plain_jax(cases.PLATFORM))
 
     def rotate(x: Any) -> Any:

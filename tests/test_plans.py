@@ -235,7 +235,7 @@ def met() -> dict[tuple[str, str, str], set[str]]:
 SUMS_WITH_TAIL = {f"sum_{what}_with_tail{parts}" for what in ("numbers", "short_rows") for parts in ("", "_in_parts")}
 
 UNREACHABLE = {
-    # A batch changes how arrays repeat along the output: with own operands they do so less, with shared ones more.
+    # A batch changes how arrays repeat along the output: less if operands have the batch, more if they are shared.
     ("cpu", "where", "own operands"): {"periodic"},
     ("cpu", "where", "shared operands"): {"dense"},
     ("cpu", "where_backward", "own operands"): {"periodic"},

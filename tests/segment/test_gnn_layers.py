@@ -162,7 +162,7 @@ def pna(w: Weights, graph: Graph, x: jax.Array, _: jax.Array) -> jax.Array:
 
 
 def edge_conditioned(w: Weights, graph: Graph, x: jax.Array, edge_features: jax.Array) -> jax.Array:
-    """Simonovsky and Komodakis, https://arxiv.org/abs/1704.02901, with a diagonal matrix of each edge's head factors."""
+    """Simonovsky and Komodakis, https://arxiv.org/abs/1704.02901, with a diagonal matrix: one factor for each head."""
     factors = jnp.tanh(edge_features @ w["e0"]) @ w["e1"]
     return (graph.sum(x.reshape(-1, HEADS, WIDTH), factors).reshape(x.shape) + x) @ w["w"] + w["b"]
 

@@ -502,8 +502,7 @@ def small_data(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> 
 
 @pytest.mark.parametrize("dtype", [*WITHOUT_KERNEL, "int8", "uint16"])
 def test_dtypes_without_kernel(rng: np.random.Generator, dtype: str) -> None:
-    """They run as plain JAX: no custom call, and the results of jax.ops, also under jit and vmap.
-
+    """They run as plain JAX, except sums and products of narrow integers. Results equal jax.ops, also under vmap.
     Sums and products of narrow floating-point numbers accumulate in float32 here, too.
     """
     if jax.__version_info__ < (0, 9) and dtype.lstrip("u") in ("int2", "int4", "float4_e2m1fn"):
